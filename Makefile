@@ -1,0 +1,39 @@
+# Each target sets itself up from nothing: `make test` in a fresh clone is enough.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+CODE := $(wildcard setup.py tflms_sft rewriters tests examples benchmarks)
+
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.PHONY: demo test test-all lint clean
+
+demo: $(STAMP)
+	$(RUN) -m examples.demo
+
+test: lint
+	$(RUN) -m pytest
+
+# An empty -m takes the place of the "not slow" in pyproject.toml.
+test-all: lint
+	$(RUN) -m pytest -m ""
+
+lint: $(STAMP)
+	$(RUN) -m ruff check $(CODE)
+	$(RUN) -m mypy
+
+# Asked first: pip's own answer to a wrong Python is that TensorFlow does not exist.
+$(STAMP): setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
+	sys.exit(None if sys.implementation.name == "cpython" and (3, 11) <= v <= (3, 13) else \
+	"tflms-sft needs CPython 3.11 to 3.13 (the versions that TensorFlow 2.21 and Keras 3.15 share). Received: " \
+	+ sys.implementation.name + " %d.%d. Name another with: make PYTHON=python3.11" % v)'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[test,examples,plot]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find tflms_sft rewriters tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

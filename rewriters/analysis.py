@@ -1,0 +1,122 @@
+"""What every pass wants to know about a graph, computed once."""
+
+from __future__ import annotations
+
+import functools
+
+from rewriters import rules
+from rewriters.errors import NotTileableError, RewriteError
+from rewriters.graph import Graph, Node, Tensor
+from rewriters.registry import SPATIAL_DIMS, Kind, OpView, find_rule
+from rewriters.roles import backward_nodes, data_nodes, reads_shape_only
+from rewriters.values import Evaluator
+
+__all__: list[str] = []
+
+_ = rules  # Importing the package fills the registry.
+
+
+class Analysis:
+    """Orders, readers and roles of a normalised graph.
+
+    Attributes:
+        graph: The graph; it is not edited.
+        order: Nodes in topological order.
+        position: Index of each node in `order`.
+        successors: Nodes that wait for a node's value (not just its shape) or effect.
+        readers: (node, operand) pairs that read a tensor.
+        backward: Nodes of the backward pass and the update.
+        data: Nodes that depend on data, not on variables alone.
+        evaluate: Static evaluator.
+    """
+
+    def __init__(self, graph: Graph, backward_scopes: tuple[str, ...] = ()) -> None:
+        self.graph = graph
+        self.order = graph.topological()
+        self.position = {node: index for index, node in enumerate(self.order)}
+        self.successors = self._successors()
+        self.readers = graph.consumers()
+        self.backward = backward_nodes(graph, self.order, backward_scopes)
+        self.data = data_nodes(self.order)
+        self.evaluate = Evaluator()
+        self._views: dict[Node, OpView] = {}
+
+    def _successors(self) -> dict[Node, list[Node]]:
+        """Successors by data and control, without reads of a shape: those move to the segment's entry."""
+        result: dict[Node, list[Node]] = {node: [] for node in self.order}
+        for node in self.order:
+            for position, tensor in enumerate(node.inputs):
+                if not reads_shape_only(node, position):
+                    result[tensor.node].append(node)
+            for before in node.control_inputs:
+                result[before].append(node)
+        return result
+
+    def view(self, node: Node) -> OpView:
+        """The node as rules see it."""
+        if node not in self._views:
+            self._views[node] = OpView(node, self.evaluate)
+        return self._views[node]
+
+    @functools.cached_property
+    def constants(self) -> set[Node]:
+        """Nodes computed from constants alone."""
+        result: set[Node] = set()
+        for node in self.order:
+            if node.op == "Const" or (
+                node.inputs and not node.stateful and all(t.node in result for t in node.inputs)
+            ):
+                result.add(node)
+        return result
+
+    def sorted(self, nodes: set[Node]) -> list[Node]:
+        """A set of nodes in topological order, so that results do not depend on hashing."""
+        return sorted(nodes, key=self.position.__getitem__)
+
+    def require_backward(self) -> None:
+        """Refuse a function that computes no gradients."""
+        if not self.backward:
+            raise RewriteError(
+                "The step has no backward part: no operation under a `gradient_tape/` or `gradients/` scope. "
+                "Pass the function that computes gradients and updates (a training step), not the model's call."
+            )
+
+
+def is_image(tensor: Tensor) -> bool:
+    """Whether a tensor is `(batch, height, width, channels)` data rather than one value for all pixels."""
+    if tensor.shape is None or len(tensor.shape) != 4 or not tensor.dtype.is_floating and not tensor.dtype.is_bool:
+        return False
+    return any(tensor.shape[dim] != 1 for dim in (0, *SPATIAL_DIMS))
+
+
+def forward_kinds(analysis: Analysis, node: Node, inside: set[Node] | None = None) -> list[Kind]:
+    """Kinds of the operands of a forward op, image-shaped ones in data positions being `FULL`.
+
+    Raises:
+        NotTileableError: If the op has no rule.
+    """
+    data = find_rule(node).data(analysis.view(node))
+    kinds = []
+    for position, tensor in enumerate(node.inputs):
+        full = (inside is not None and tensor.node in inside) or (position in data and is_image(tensor))
+        kinds.append(Kind.FULL if full else Kind.INVARIANT)
+    return kinds
+
+
+def check_forward(analysis: Analysis, node: Node) -> None:
+    """Refuse a forward op that cannot run on tiles of forward values.
+
+    Raises:
+        NotTileableError: With the reason.
+    """
+    if node.stateful:
+        raise NotTileableError("it has side effects or draws random numbers")
+    kinds = forward_kinds(analysis, node)
+    if Kind.FULL not in kinds:
+        raise NotTileableError("no operand is an image")
+    result = find_rule(node).result(analysis.view(node), kinds)
+    assert result is Kind.FULL
+    for index in range(len(node.outputs)):
+        out = node.out(index)
+        if out.shape is None or len(out.shape) != 4 or any(out.shape[dim] is None for dim in SPATIAL_DIMS):
+            raise NotTileableError(f"its output has shape {out.shape}, not a known (batch, height, width, channels)")

@@ -1,0 +1,54 @@
+"""From a rewritten graph back to something TensorFlow runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters import _tf_private
+from rewriters.graph import Graph
+
+__all__: list[str] = []
+
+
+class Importer:
+    """Imports a graph into the function being traced, as often as asked.
+
+    Attributes:
+        graph: The graph.
+        concrete_fn: The function that it was read from; it holds the captured tensors.
+    """
+
+    def __init__(self, graph: Graph, concrete_fn: Any) -> None:
+        self.graph = graph
+        self.concrete_fn = concrete_fn
+        self._graph_def = graph.to_graph_def()
+        _tf_private.register_functions(graph.library)
+        self.num_arguments = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
+
+    def __call__(self, arguments: Sequence[Any]) -> Any:
+        """Import the graph, fed with flat `arguments`; the results in the structure of the original."""
+        outer = _tf_private.default_func_graph()
+        assert outer is not None, "the graph is imported inside of a trace"
+        if len(arguments) != self.num_arguments:
+            raise TypeError(f"expected {self.num_arguments} tensors. Received: {len(arguments)}.")
+        captured = [outer.capture(t) for t in self.concrete_fn.captured_inputs]
+        mapping = {
+            placeholder.name: value
+            for placeholder, value in zip(self.graph.inputs, [*arguments, *captured], strict=True)
+        }
+        results = tf.graph_util.import_graph_def(
+            self._graph_def,
+            input_map={name: value for name, value in mapping.items() if self._used(name)},
+            return_elements=[t.name for t in self.graph.outputs] or None,
+            name="",
+        )
+        flat = list(results or [])
+        # An argument that is returned as it came is not part of the import.
+        flat = [mapping.get(t.name, r) for t, r in zip(self.graph.outputs, flat, strict=True)]
+        return _tf_private.pack_outputs(self.concrete_fn, flat)
+
+    def _used(self, tensor_name: str) -> bool:
+        return tensor_name.removesuffix(":0") in self.graph.nodes

@@ -1,0 +1,277 @@
+"""Turn a planned phase into TensorFlow ops: one `tf.while_loop` over tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from rewriters import _tf_private
+from rewriters.analysis import Analysis
+from rewriters.graph import Node, Tensor
+from rewriters.intervals import Interval
+from rewriters.loops import LoopState, tile_loop
+from rewriters.registry import SPATIAL_DIMS, Kind, find_rule
+from rewriters.segments import Segment
+from rewriters.storage import DeviceBuffer, Span, allocate, stacked
+from rewriters.tiles import AXES, Phase, Region
+
+__all__: list[str] = []
+
+BATCH_DIM = 0
+
+
+def accumulator_dtype(dtype: tf.DType) -> tf.DType:
+    """Sums of half precision numbers are kept in float32."""
+    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+
+
+def phase_inputs(phase: Phase, segment: Segment) -> list[Tensor]:
+    """Whole tensors that the loop reads, in the order of the traced function's arguments."""
+    batch = [batch_source(phase, segment)]
+    return list(dict.fromkeys([*batch, *phase.reads, *phase.invariants]))
+
+
+def batch_source(phase: Phase, segment: Segment) -> Tensor:
+    """A tensor whose leading size is the batch at run time."""
+    candidates = [t for t in (*phase.reads, *segment.entries) if t.shape is not None]
+    unknown = [t for t in candidates if t.shape is not None and t.shape[BATCH_DIM] is None]
+    return unknown[0] if unknown else max(candidates, key=lambda t: t.shape[BATCH_DIM])  # type: ignore[index,arg-type,return-value]
+
+
+def phase_outputs(phase: Phase) -> list[Tensor]:
+    """Tensors that the loop makes, in the order of the traced function's results."""
+    return [*phase.writes, *phase.accumulates, *phase.reductions]
+
+
+def trace_phase(analysis: Analysis, segment: Segment, phase: Phase) -> Any:
+    """A function graph that computes `phase_outputs` from `phase_inputs`."""
+    inputs = phase_inputs(phase, segment)
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
+
+    def build(*args: Any) -> list[Any]:
+        return _Loop(analysis, segment, phase, dict(zip(inputs, args, strict=True))).run()
+
+    return _tf_private.trace_func_graph(f"{segment.name}_{phase.name}", build, specs)
+
+
+class _Loop:
+    """The loop around the tiles: batch, state, results."""
+
+    def __init__(self, analysis: Analysis, segment: Segment, phase: Phase, outer: dict[Tensor, Any]) -> None:
+        self.analysis = analysis
+        self.segment = segment
+        self.phase = phase
+        self.outer = outer
+        source = outer[batch_source(phase, segment)]
+        static = source.shape[BATCH_DIM]
+        self.batch = static if static is not None else tf.shape(source)[BATCH_DIM]
+        self.batch_tiles = 1 if phase.grid.batch == 1 else tf.minimum(phase.grid.batch, self.batch)
+
+    def run(self) -> list[Any]:
+        """Emit the loop; results in the dtype of the original tensors."""
+        phase = self.phase
+        states = [self._state(t, zero=False) for t in phase.writes]
+        states += [self._state(t, zero=True) for t in phase.accumulates]
+        states += [self._state(t, zero=True) for t in phase.reductions]
+        spatial = int(np.prod(phase.grid.spatial))
+        results = tile_loop(self.batch_tiles * spatial, states, self._turn, phase.direction)
+        wanted = phase_outputs(phase)
+        return [r if r.dtype == t.dtype else tf.cast(r, t.dtype) for r, t in zip(results, wanted, strict=True)]
+
+    def _state(self, tensor: Tensor, zero: bool) -> LoopState:
+        assert tensor.shape is not None
+        dtype = accumulator_dtype(tensor.dtype) if zero else tensor.dtype
+        dims = [self.batch if dim is None else int(dim) for dim in tensor.shape]
+        return LoopState(allocate(stacked(dims) if dims else [], dtype, zero), tensor.shape)
+
+    def _turn(self, index: Any, values: list[Any]) -> list[Any]:
+        phase = self.phase
+        tile = _Tile(self, index)
+        tile.run()
+        writes = len(phase.writes)
+        gradients = writes + len(phase.accumulates)
+        result = []
+        for position, (tensor, value) in enumerate(zip(phase_outputs(phase), values, strict=True)):
+            if position < writes:
+                cell = phase.cells[tensor]
+                part = tile.fit(tensor, cell, 0.0)
+                result.append(DeviceBuffer(value).write(tile.spans(tensor, cell), part))
+                continue
+            part = tf.cast(tile.values[tensor], value.dtype)
+            if position < gradients:
+                region = tile.spans(tensor, phase.regions[tensor])
+                result.append(DeviceBuffer(value).accumulate(region, part))
+            else:
+                part.set_shape(tensor.shape)  # Inference loses it where the tile's size is not constant.
+                result.append(value + part)
+        return result
+
+
+class _Tile:
+    """One turn: slices, ops, fits. Implements what rules ask of an emitter."""
+
+    def __init__(self, loop: _Loop, index: Any) -> None:
+        self.loop = loop
+        self.phase = loop.phase
+        self.segment = loop.segment
+        self.values: dict[Tensor, Any] = {}
+        self._lookups: dict[tuple[int, bytes], Any] = {}
+        self._fits: dict[Any, Any] = {}
+        rows, columns = self.phase.grid.spatial
+        self._indices = [(index // columns) % rows, index % columns]
+        self._batch: Span = None
+        if loop.phase.grid.batch > 1:
+            number = index // (rows * columns)
+            begin = number * loop.batch // loop.batch_tiles
+            self._batch = (begin, (number + 1) * loop.batch // loop.batch_tiles - begin)
+
+    def run(self) -> None:
+        """Read the slices and run the body."""
+        for tensor in self.phase.reads:
+            self.values[tensor] = DeviceBuffer(self.loop.outer[tensor]).read(
+                self.spans(tensor, self.phase.regions[tensor])
+            )
+        for node in self.phase.body:
+            self._run_op(node)
+
+    def _run_op(self, node: Node) -> None:
+        rule, view = find_rule(node), self.loop.analysis.view(node)
+        plan = self.phase.plans[node]
+        rebuilt = rule.rebuilt(view)
+        operands = []
+        for position, tensor in enumerate(node.inputs):
+            if position in rebuilt:
+                operands.append(None)
+            elif tensor in self.values and plan[0].needs[position] is not None:
+                need = tuple(p.needs[position] for p in plan)
+                operands.append(self.fit(tensor, need, rule.operand_fill(view, position)))  # type: ignore[arg-type]
+            else:
+                operands.append(self.loop.outer[tensor])
+        results = rule.emit(self, view, operands)
+        for index, value in enumerate(results):
+            tensor = node.out(index)
+            if tensor in self.phase.reads:
+                continue  # It exists whole and was sliced.
+            if plan[0].out is not None:
+                made = tuple(p.made for p in plan)
+                out = tuple(p.out for p in plan)
+                value = self._moved(value, made, out, 0.0, tensor)  # type: ignore[arg-type]
+            self.values[tensor] = value
+
+    # Rows of tensors -----------------------------------------------------------------------------------------
+
+    def lookup(self, values: np.ndarray, axis: int) -> Any:
+        """Number of this tile in a vector over the tiles of an axis; a constant if all agree."""
+        values = np.asarray(values, np.int32)
+        if np.all(values == values[0]):
+            return int(values[0])
+        key = (axis, values.tobytes())
+        if key not in self._lookups:
+            self._lookups[key] = tf.gather(tf.constant(values), self._indices[axis])
+        return self._lookups[key]
+
+    def spans(self, tensor: Tensor, region: Region) -> list[Span]:
+        """Where this tile's region lies in the whole tensor."""
+        assert tensor.shape is not None
+        spans: list[Span] = [None] * len(tensor.shape)
+        if self._batch is not None and tensor.shape[BATCH_DIM] != 1:
+            spans[BATCH_DIM] = self._batch
+        for axis, interval in enumerate(region):
+            dim = SPATIAL_DIMS[axis]
+            if not self._is_all(interval, tensor, axis):
+                spans[dim] = (self.lookup(interval.lo, axis), self.lookup(interval.size, axis))
+        return spans
+
+    def _is_all(self, interval: Interval, tensor: Tensor, axis: int) -> bool:
+        assert tensor.shape is not None
+        return bool(np.all(interval.lo == 0) and np.all(interval.hi == tensor.shape[SPATIAL_DIMS[axis]]))
+
+    def fit(self, tensor: Tensor, need: Region, fill: float | str) -> Any:
+        """The rows `need` of a tensor from those that the tile holds.
+
+        Forward values may be padded outside of the image only; gradients are zero
+        wherever the tile holds none.
+        """
+        have = self.phase.regions[tensor]
+        if self.segment.kinds[tensor] is Kind.FULL:
+            assert tensor.shape is not None
+            for axis in AXES:
+                inside = need[axis].clip(int(tensor.shape[SPATIAL_DIMS[axis]]))  # type: ignore[arg-type]
+                assert have[axis].covers(inside), f"{tensor.name} lacks rows that an op needs"
+        return self._moved(self.values[tensor], have, need, fill, tensor)
+
+    def _moved(self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor) -> Any:
+        """Crop and pad a value from the rows it has to the rows that are needed."""
+        if all(h.same(n) for h, n in zip(have, need, strict=True)):
+            return value
+        key = (tensor, fill, *(array.tobytes() for i in (*have, *need) for array in (i.lo, i.hi)))
+        if key not in self._fits:
+            self._fits[key] = self._padded(self._cropped(value, have, need), have, need, fill)
+        return self._fits[key]
+
+    def _cropped(self, value: Any, have: Region, need: Region) -> Any:
+        spans: list[Span] = [None] * 4
+        for axis, (h, n) in enumerate(zip(have, need, strict=True)):
+            lo, hi = _overlap(h, n)
+            if not (np.array_equal(lo, h.lo) and np.array_equal(hi, h.hi)):
+                spans[SPATIAL_DIMS[axis]] = (self.lookup(lo - h.lo, axis), self.lookup(hi - lo, axis))
+        return DeviceBuffer(value).read(spans)
+
+    def _padded(self, value: Any, have: Region, need: Region, fill: float | str) -> Any:
+        paddings: list[list[Any]] = [[0, 0] for _ in range(4)]
+        for axis, (h, n) in enumerate(zip(have, need, strict=True)):
+            lo, hi = _overlap(h, n)
+            before = np.where(hi > lo, lo - n.lo, n.size)
+            after = n.size - before - (hi - lo)
+            paddings[SPATIAL_DIMS[axis]] = [self.lookup(before, axis), self.lookup(after, axis)]
+        flat = [number for pair in paddings for number in pair]
+        if all(isinstance(number, int) and number == 0 for number in flat):
+            return value
+        low = value.dtype.min if fill == "lowest" else fill
+        return tf.raw_ops.PadV2(
+            input=value,
+            paddings=tf.reshape(stacked(flat), [4, 2]),
+            constant_values=tf.constant(low, value.dtype),
+        )
+
+    # What rules ask for --------------------------------------------------------------------------------------
+
+    def is_whole(self, node: Node) -> bool:
+        """One tile: nothing is cut, and the original op with its own padding gives the same bits."""
+        return all(count == 1 for count in self.phase.grid.spatial) and not find_rule(node).moves_rows
+
+    def clone(self, node: Node, operands: Sequence[Any], **attrs: Any) -> list[Any]:
+        """The op with other operands and, where given, other attributes (those that it has)."""
+        changed = {key: _attr(value) for key, value in attrs.items() if key in node.attrs}
+        dtypes = [dtype for dtype, _ in node.outputs]
+        return _tf_private.create_op(node.op, operands, dtypes, {**node.attrs, **changed}, node.name)
+
+    def axis_values(self, node: Node, position: int | None, values: Any, axis: int, dtype: Any) -> Any:
+        """The part of a per-row vector for the rows that an op makes or that operand `position` holds."""
+        plan = self.phase.plans[node][axis]
+        rows = plan.made if position is None else plan.needs[position]
+        assert rows is not None
+        begin, size = self.lookup(rows.lo, axis), self.lookup(rows.size, axis)
+        part = tf.slice(tf.constant(values, dtype), stacked([begin]), stacked([size]))
+        shape = [1, 1, 1, 1]
+        shape[SPATIAL_DIMS[axis]] = -1
+        return tf.reshape(part, shape)
+
+    def batch_size(self, operand: Any) -> Any:
+        """Run-time batch size of a tile tensor."""
+        static = operand.shape[BATCH_DIM]
+        return static if static is not None else tf.shape(operand)[BATCH_DIM]
+
+
+def _overlap(have: Interval, need: Interval) -> tuple[np.ndarray, np.ndarray]:
+    lo = np.clip(need.lo, have.lo, have.hi)
+    return lo, np.maximum(np.clip(need.hi, have.lo, have.hi), lo)
+
+
+def _attr(value: Any) -> Any:
+    if isinstance(value, str):
+        return tf.compat.v1.AttrValue(s=value.encode())
+    return tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(i=value))

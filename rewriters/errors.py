@@ -1,0 +1,35 @@
+"""What the compiler refuses, as a family of plain exceptions.
+
+The classes have no `__init__`: AutoGraph rebuilds exceptions that are raised
+inside a trace from their message alone and turns every other kind (a
+`ValueError` subclass, one with a constructor of its own) into its own error.
+Details are attributes, set after construction.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BudgetError", "RewriteError", "SegmentError"]
+
+
+class RewriteError(Exception):
+    """A graph that the compiler cannot rewrite, with the reason and a remedy."""
+
+
+class SegmentError(RewriteError):
+    """A segment that was asked for by name and cannot be tiled."""
+
+
+class BudgetError(RewriteError):
+    """A memory budget that no plan meets.
+
+    Attributes:
+        smallest_bytes: The smallest `peak_bytes` of any plan found.
+        tensor: Name of the largest tensor alive at that plan's worst moment.
+    """
+
+    smallest_bytes: int
+    tensor: str
+
+
+class NotTileableError(Exception):
+    """Raised by a rule: this use of the op cannot be tiled. The message is the reason."""

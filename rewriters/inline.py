@@ -1,0 +1,130 @@
+"""Replace calls of functions by their bodies.
+
+A `tf.function` called inside the step is one opaque node (two with its gradient).
+Grappler can inline too, but it keeps only what the fetched tensors need, and
+a training step lives by its effects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters import _tf_private
+from rewriters.graph import Graph, from_tf_graph
+
+__all__: list[str] = []
+
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+
+
+def is_call(node: Any) -> bool:
+    """Whether a node (or node definition) is a call that can be inlined.
+
+    A function that must be compiled by XLA computes with other kernels: it stays a call.
+    """
+    if node.op not in _CALLS:
+        return False
+    attrs = node.attr if hasattr(node, "attr") else node.attrs
+    return not ("_XlaMustCompile" in attrs and attrs["_XlaMustCompile"].b)
+
+
+def inlined(concrete_fn: Any) -> Graph:
+    """The graph of `concrete_fn` without calls, shapes inferred anew."""
+    graph_def = concrete_fn.graph.as_graph_def()
+    outputs = [_flat(t.name) for t in concrete_fn.outputs]
+    keep = [op.name for op in _tf_private.control_outputs(concrete_fn)]
+    while any(is_call(node) for node in graph_def.node):
+        graph_def, outputs, keep = _inline_once(graph_def, outputs, keep)
+    return _imported(concrete_fn, graph_def, outputs, keep)
+
+
+def _flat(name: str) -> str:
+    return name.removesuffix(":0")
+
+
+def _inline_once(graph_def: Any, outputs: list[str], keep: list[str]) -> tuple[Any, list[str], list[str]]:
+    """Expand every call that stands in the graph now; bodies may hold further calls."""
+    functions = {f.signature.name: f for f in graph_def.library.function}
+    result = tf.compat.v1.GraphDef(library=graph_def.library, versions=graph_def.versions)
+    tensors: dict[str, str] = {}
+    controls: dict[str, list[str]] = {}
+    for node in graph_def.node:
+        if is_call(node):
+            _expand(node, functions[node.attr["f"].func.name], result, tensors, controls)
+        else:
+            result.node.add().CopyFrom(node)
+
+    def resolve(name: str) -> str:
+        while name in tensors:  # An output of one call may be an argument that is an output of another.
+            name = tensors[name]
+        return name
+
+    for node in result.node:
+        names: list[str] = []
+        for name in node.input:
+            before = controls.get(name[1:]) if name.startswith("^") else None
+            names.extend([resolve(name)] if before is None else [f"^{_node_of(resolve(b))}" for b in before])
+        data = [name for name in names if not name.startswith("^")]
+        del node.input[:]
+        node.input.extend(data + sorted({name for name in names if name.startswith("^")}))
+    kept = [n for name in keep for n in ([_node_of(resolve(c)) for c in controls[name]] if name in controls else [name])]
+    return result, [resolve(name) for name in outputs], kept
+
+
+def _node_of(tensor_name: str) -> str:
+    return tensor_name.split(":")[0]
+
+
+def _expand(call: Any, function_def: Any, result: Any, tensors: dict[str, str], controls: dict[str, list[str]]) -> None:
+    """Add the body of one call; record what its outputs and its control edge became."""
+    body, flat_names = _tf_private.function_body(function_def)
+    data = [name for name in call.input if not name.startswith("^")]
+    waits = [name for name in call.input if name.startswith("^")]
+    arguments = {arg.name: name for arg, name in zip(function_def.signature.input_arg, data, strict=True)}
+
+    def moved(name: str) -> str:
+        base, _, index = name.partition(":")
+        if base in arguments:
+            return arguments[base]
+        return f"{call.name}/{base}" + (f":{index}" if index and index != "0" else "")
+
+    for node in body.node:
+        if node.name in arguments:
+            continue
+        new = result.node.add()
+        new.CopyFrom(node)
+        new.name = f"{call.name}/{node.name}"
+        del new.input[:]
+        for name in node.input:
+            new.input.append(f"^{_node_of(moved(name[1:]))}" if name.startswith("^") else moved(name))
+        if not new.input or _tf_private.is_stateful(new.op):
+            new.input.extend(waits)
+    for index, output in enumerate(function_def.signature.output_arg):
+        source = moved(flat_names[function_def.ret[output.name]])
+        tensors[f"{call.name}:{index}" if index else call.name] = source
+    # What waits for a call waits for its effects, not for activations that it happens to return.
+    types = {node.name: node.op for node in body.node}
+    effects = [name for name in function_def.control_ret.values() if _tf_private.is_stateful(types[name])]
+    controls[call.name] = [f"{call.name}/{name}" for name in effects] or [name[1:] for name in waits]
+
+
+def _imported(concrete_fn: Any, graph_def: Any, outputs: list[str], keep: list[str]) -> Graph:
+    """Import the definition once more: only TensorFlow infers shapes."""
+    names = [t.op.name for t in concrete_fn.inputs]
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs]
+    found: list[Any] = []
+
+    def build(*args: Any) -> list[Any]:
+        for placeholder, source in zip(args, concrete_fn.inputs, strict=True):
+            _tf_private.copy_handle_data(source, placeholder)
+        mapping = {f"{name}:0": arg for name, arg in zip(names, args, strict=True)}
+        tensors = [name if ":" in name else f"{name}:0" for name in outputs]
+        found.extend(
+            tf.graph_util.import_graph_def(graph_def, input_map=mapping, return_elements=tensors + keep, name="")
+        )
+        return []
+
+    traced = _tf_private.trace_func_graph("inlined", build, specs)
+    return from_tf_graph(traced, traced.inputs, found[: len(outputs)], found[len(outputs) :])

@@ -1,0 +1,129 @@
+"""Half-open intervals along one axis, for all tiles of that axis at once.
+
+`Interval.lo[t], Interval.hi[t]` are the rows of tile `t`. Height and width are
+independent of each other, so a region is one `Interval` per axis and planning a
+grid of 64 x 64 tiles handles vectors of 64, not 4,096 rectangles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Interval:
+    """`[lo[t], hi[t])` for every tile `t`; empty where `hi <= lo`."""
+
+    lo: np.ndarray
+    hi: np.ndarray
+
+    @property
+    def size(self) -> np.ndarray:
+        """Rows of each tile."""
+        return np.maximum(self.hi - self.lo, 0)
+
+    def same(self, other: Interval) -> bool:
+        """Whether both hold the same rows for every tile."""
+        return bool(np.array_equal(self.lo, other.lo) and np.array_equal(self.hi, other.hi))
+
+    def hull(self, other: Interval) -> Interval:
+        """Smallest interval that holds both; an empty one adds nothing."""
+        empty_self, empty_other = self.size == 0, other.size == 0
+        lo = np.where(empty_self, other.lo, np.where(empty_other, self.lo, np.minimum(self.lo, other.lo)))
+        hi = np.where(empty_self, other.hi, np.where(empty_other, self.hi, np.maximum(self.hi, other.hi)))
+        return Interval(lo, hi)
+
+    def clip(self, extent: int) -> Interval:
+        """The part inside `[0, extent)`."""
+        lo = np.clip(self.lo, 0, extent)
+        return Interval(lo, np.maximum(np.clip(self.hi, 0, extent), lo))
+
+    def shift(self, offset: int) -> Interval:
+        """Moved by `offset` rows."""
+        return Interval(self.lo + offset, self.hi + offset)
+
+    def nonempty(self, extent: int) -> Interval:
+        """With one row inside `[0, extent)` where a tile is empty: kernels want non-empty operands."""
+        lo = np.where(self.size == 0, np.clip(self.lo, 0, extent - 1), self.lo)
+        return Interval(lo, np.maximum(self.hi, lo + 1))
+
+    def covers(self, other: Interval) -> bool:
+        """Whether every non-empty tile of `other` lies inside this one."""
+        return bool(np.all((other.size == 0) | ((self.lo <= other.lo) & (self.hi >= other.hi))))
+
+
+def whole(extent: int, tiles: int) -> Interval:
+    """All `extent` rows for each of `tiles` tiles."""
+    return Interval(np.zeros(tiles, np.int64), np.full(tiles, extent, np.int64))
+
+
+def partition(extent: int, tiles: int) -> Interval:
+    """`extent` rows split as evenly as possible, larger tiles first.
+
+    With more tiles than rows the last ones are empty.
+    """
+    base, extra = divmod(extent, tiles)
+    sizes = np.array([base + (1 if t < extra else 0) for t in range(tiles)], np.int64)
+    hi = np.cumsum(sizes)
+    return Interval(hi - sizes, hi)
+
+
+def hull_of(intervals: Sequence[Interval]) -> Interval:
+    """Hull of one or more intervals."""
+    result = intervals[0]
+    for other in intervals[1:]:
+        result = result.hull(other)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Geometry of a sliding window along one axis.
+
+    Attributes:
+        kernel: Window size in taps.
+        stride: Rows between windows.
+        dilation: Rows between taps.
+        pad: Rows of padding before the first input row.
+        in_extent: Rows of the side that is slid over.
+        out_extent: Number of windows.
+    """
+
+    kernel: int
+    stride: int
+    dilation: int
+    pad: int
+    in_extent: int
+    out_extent: int
+
+    @property
+    def span(self) -> int:
+        """Rows that one window covers."""
+        return (self.kernel - 1) * self.dilation + 1
+
+    def gather(self, out: Interval) -> Interval:
+        """Input rows that windows `out` cover, padding included (may leave the image)."""
+        lo = out.lo * self.stride - self.pad
+        hi = (out.hi - 1) * self.stride - self.pad + self.span
+        return Interval(lo, np.where(out.size == 0, lo, hi))
+
+    def touch(self, rows: Interval) -> Interval:
+        """Windows that meet input `rows`, at least one per tile.
+
+        A tile of rows that no window meets (stride larger than kernel, or rows
+        past the last window) gets one existing window all the same: kernels
+        want non-empty operands, and what it adds is cropped or zero.
+        """
+        lo = -((-(rows.lo + self.pad - self.span + 1)) // self.stride)
+        hi = (rows.hi - 1 + self.pad) // self.stride + 1
+        lo = np.clip(lo, 0, self.out_extent - 1)
+        return Interval(lo, np.clip(np.maximum(hi, lo + 1), 1, self.out_extent))
+
+    def raw_extent(self, out: np.ndarray) -> np.ndarray:
+        """Rows covered by `out` neighbouring windows."""
+        return (out - 1) * self.stride + self.span

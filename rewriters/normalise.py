@@ -1,0 +1,125 @@
+"""Clean-up before analysis: the graph computes the same with less in it.
+
+1. Called functions are inlined (`inline.py`), so that rules see operations.
+2. Dead nodes go: traces hold gradients that nobody asked for.
+3. `IdentityN` (the wrapper of every `custom_gradient`) is bypassed.
+4. `Sum` over no axes and `Reshape` to the same shape are bypassed; with an unknown
+   batch autodiff leaves one of each behind every broadcasting operation.
+5. `Shape` of a tensor whose sizes are known becomes a constant, so that no shape
+   op keeps an activation alive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from rewriters.graph import Graph, Node, Tensor, from_concrete_function
+from rewriters.inline import inlined, is_call
+from rewriters.values import BATCH, Evaluator, shape_value
+
+__all__: list[str] = []
+
+def read(concrete_fn: Any) -> Graph:
+    """The normalised graph of a traced function."""
+    graph = from_concrete_function(concrete_fn)
+    graph.prune()
+    if any(is_call(node) for node in graph.nodes.values()):
+        graph = inlined(concrete_fn)
+        graph.prune()
+    return normalise(graph)
+
+
+def normalise(graph: Graph) -> Graph:
+    """A copy of `graph` after steps 2 to 5."""
+    graph = graph.copy()
+    graph.prune()
+    _bypass_identity_n(graph)
+    evaluate = Evaluator()
+    _bypass_no_ops(graph, evaluate)
+    graph.prune()
+    _freeze_shapes(graph, evaluate)
+    graph.prune()
+    return graph
+
+
+def _bypass(graph: Graph, mapping: dict[Tensor, Tensor]) -> None:
+    """Hand readers on, and those who waited for the bypassed node: they wait for what it passed on."""
+    sources: dict[Node, list[Node]] = {}
+    for old, new in mapping.items():
+        sources.setdefault(old.node, []).append(new.node)
+    for node in graph.nodes.values():
+        if any(c in sources for c in node.control_inputs):
+            waits = [s for c in node.control_inputs for s in [*sources.get(c, [c]), *_controls(c, sources)]]
+            node.control_inputs = list(dict.fromkeys(waits))
+    graph.replace_tensors(mapping)
+
+
+def _controls(node: Node, sources: dict[Node, list[Node]]) -> list[Node]:
+    """Control inputs of a bypassed node, through other bypassed nodes."""
+    if node not in sources:
+        return []
+    return [s for c in node.control_inputs for s in [*sources.get(c, [c]), *_controls(c, sources)]]
+
+
+def _bypass_identity_n(graph: Graph) -> None:
+    mapping: dict[Tensor, Tensor] = {}
+    for node in graph.topological():
+        if node.op == "IdentityN":
+            for index, source in enumerate(node.inputs):
+                mapping[node.out(index)] = mapping.get(source, source)
+    _bypass(graph, mapping)
+
+
+def _bypass_no_ops(graph: Graph, evaluate: Evaluator) -> None:
+    mapping: dict[Tensor, Tensor] = {}
+    for node in graph.topological():
+        source = mapping.get(node.inputs[0], node.inputs[0]) if node.inputs else None
+        if source is not None and _changes_nothing(node, source, evaluate):
+            mapping[node.out()] = source
+    _bypass(graph, mapping)
+
+
+def _changes_nothing(node: Node, source: Tensor, evaluate: Evaluator) -> bool:
+    if node.op == "Sum":
+        return evaluate(node.inputs[1]) == ()
+    if node.op not in ("Reshape", "BroadcastTo"):
+        return False
+    have, target = shape_value(source), evaluate(node.inputs[1])
+    if have is None or not isinstance(target, tuple) or None in have or None in target:
+        return False
+    if len(have) == len(target) and all(t in (h, -1) for h, t in zip(have, target, strict=True)):
+        return node.op == "Reshape" or -1 not in target
+    return False
+
+
+def _freeze_shapes(graph: Graph, evaluate: Evaluator) -> None:
+    """Replace readers of known integer vectors by constants."""
+    readers = graph.consumers()
+    mapping: dict[Tensor, Tensor] = {}
+    for node in list(graph.nodes.values()):
+        if node.op not in ("Shape", "ShapeN", "BroadcastGradientArgs", "ConcatOffset"):
+            continue
+        for index in range(len(node.outputs)):
+            tensor = node.out(index)
+            value = evaluate.ints(tensor) if readers.get(tensor) else None
+            if value is not None:
+                mapping[tensor] = int_constant(graph, f"{node.name}/static_{index}", value, tensor.dtype).out()
+    graph.replace_tensors(mapping)
+
+
+def int_constant(graph: Graph, name: str, value: tuple[int, ...], dtype: tf.DType) -> Node:
+    """Add a constant vector."""
+    array = np.array(value, dtype.as_numpy_dtype)
+    attrs = {
+        "dtype": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum),
+        "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
+    }
+    return graph.add(Node(graph.unique_name(name), "Const", (), (), attrs, "", [(dtype, array.shape)]))
+
+
+def is_batch(value: Any) -> bool:
+    """Whether a dimension is the symbolic batch."""
+    return value is BATCH

@@ -1,0 +1,213 @@
+"""The registry of op rules, and the words they are written in.
+
+A rule says everything about one op type that tiling needs: which operands carry
+image data, which rows of them an output needs or a gradient reaches, whether the
+op is linear in a gradient, and how it runs on a tile. There is one rule per op
+type and nothing about ops anywhere else.
+
+Inside a tile loop every tensor has a kind:
+
+- `FULL`: the true forward values of a region of the image.
+- `PARTIAL`: one tile's part of a gradient, zero outside its region. Parts add up
+  to the gradient, because backward ops are linear in it.
+- `INVARIANT`: the same for all tiles (weights, scalars).
+- `REDUCED`: a sum over the image, one summand per tile (weight gradients).
+
+Kinds guard correctness: an op that adds `FULL` and `PARTIAL` is affine, adding its
+tiles up would count the full part more than once, and its rule refuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from rewriters.errors import NotTileableError
+from rewriters.graph import Node, Tensor
+from rewriters.intervals import Interval
+from rewriters.values import Evaluator
+
+__all__: list[str] = []
+
+SPATIAL_DIMS = (1, 2)
+"""Positions of the tiled axes, height and width, in `(batch, height, width, channels)`."""
+
+
+class Kind(enum.Enum):
+    """What a tensor holds inside a tile loop."""
+
+    FULL = "full"
+    PARTIAL = "partial"
+    INVARIANT = "invariant"
+    REDUCED = "reduced"
+
+
+@dataclasses.dataclass(frozen=True)
+class OpView:
+    """A node as a rule sees it: full-size shapes and static operand values.
+
+    Attributes:
+        node: The operation.
+        evaluate: Static evaluation of its small integer operands.
+    """
+
+    node: Node
+    evaluate: Evaluator
+
+    def extent(self, tensor: Tensor, axis: int) -> int:
+        """Full size of `tensor` along spatial axis `axis` (0 is height, 1 is width)."""
+        assert tensor.shape is not None
+        size = tensor.shape[SPATIAL_DIMS[axis]]
+        if size is None:
+            raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
+        return size
+
+    def ints(self, operand: int) -> tuple[int, ...]:
+        """Value of an integer operand that must be known when the step is traced."""
+        value = self.evaluate.ints(self.node.inputs[operand])
+        if value is None:
+            raise NotTileableError(f"operand {operand} (`{self.node.inputs[operand].name}`) is computed at run time")
+        return value
+
+    def attr_ints(self, name: str) -> list[int]:
+        """A list attribute."""
+        return list(self.node.attrs[name].list.i)
+
+
+@dataclasses.dataclass
+class AxisPlan:
+    """What one op does along one axis.
+
+    Attributes:
+        out: Rows of the output that the tile holds afterwards; `None` for a reduction.
+        made: Rows that the op itself yields, before cropping and zero-padding to `out`.
+        needs: Per operand the rows to hand over, padding included; `None` for an
+            operand that is passed whole.
+    """
+
+    out: Interval | None
+    made: Interval | None
+    needs: list[Interval | None]
+
+
+class Emitter(Protocol):
+    """What a rule may ask for while it emits an op inside a loop."""
+
+    def is_whole(self, node: Node) -> bool:
+        """Whether the op runs on the full image in every tile, so that it can be copied as it is."""
+
+    def clone(self, node: Node, operands: Sequence[Any], **attrs: Any) -> list[Any]:
+        """The op with other operands and, where given, other attributes."""
+
+    def axis_values(self, node: Node, position: int | None, values: Any, axis: int, dtype: Any) -> Any:
+        """The part of a per-row vector for the rows of operand `position` (`None`: that the op makes).
+
+        Shaped to broadcast against the image.
+        """
+
+    def batch_size(self, operand: Any) -> Any:
+        """Run-time batch size of a tile tensor."""
+
+
+class Rule:
+    """Base of all rules: an op that works element by element.
+
+    Subclasses override what differs. `data` are the positions of operands that hold
+    image data; the others are weights, shapes or parameters and must be invariant.
+    """
+
+    fill: float | str = 0.0
+    """Value of padding outside of the image: a number or `"lowest"`."""
+
+    moves_rows: bool = False
+    """Whether fitting the operand is part of the op, so that it is never copied as it is."""
+
+    def rebuilt(self, op: OpView) -> list[int]:
+        """Positions of the operands (shapes, offsets) that `emit` makes anew for a tile."""
+        del op
+        return []
+
+    def data(self, op: OpView) -> list[int]:
+        """Positions of the operands that may hold image data."""
+        return list(range(len(op.node.inputs)))
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Kind of the outputs for operands of these kinds.
+
+        Raises:
+            NotTileableError: If the op cannot run on tiles this way, with the reason.
+        """
+        raise NotImplementedError
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """Plan for a `FULL` result of which rows `out` are wanted."""
+        raise NotImplementedError
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """Plan for a `PARTIAL` or `REDUCED` result, given the rows `parts` of its partial operands."""
+        raise NotImplementedError
+
+    def operand_fill(self, op: OpView, position: int) -> float | str:
+        """Value that pads operand `position` outside of the image."""
+        del op, position
+        return self.fill
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Run the op on operands that hold exactly the planned rows."""
+        return emitter.clone(op.node, operands)
+
+    def flops(self, op: OpView, batch: int) -> float:
+        """Floating point operations of the full-size op (0 counts as cheap)."""
+        del op, batch
+        return 0.0
+
+
+_RULES: dict[str, Rule] = {}
+_REFUSED: dict[str, str] = {}
+
+R = TypeVar("R", bound=type[Rule])
+
+
+def tiling_rule(*op_types: str, **options: Any) -> Callable[[R], R]:
+    """Register a rule class for op types; `options` go to its constructor."""
+
+    def add(rule_class: R) -> R:
+        for op_type in op_types:
+            add_rule(op_type, rule_class(**options))
+        return rule_class
+
+    return add
+
+
+def add_rule(op_type: str, rule: Rule) -> None:
+    """Register one rule; a second one for the same type is a mistake."""
+    if op_type in _RULES or op_type in _REFUSED:
+        raise ValueError(f"`{op_type}` already has a rule. Received: {rule!r}. Remove one of the two.")
+    _RULES[op_type] = rule
+
+
+def not_tileable(reason: str, *op_types: str) -> None:
+    """Register op types that are known and end a segment, with the reason that users see."""
+    for op_type in op_types:
+        if op_type in _RULES or op_type in _REFUSED:
+            raise ValueError(f"`{op_type}` already has a rule. Received: {reason!r}. Remove one of the two.")
+        _REFUSED[op_type] = reason
+
+
+def find_rule(node: Node) -> Rule:
+    """The rule for a node.
+
+    Raises:
+        NotTileableError: If there is none, or the op is known not to be tileable.
+    """
+    rule = _RULES.get(node.op)
+    if rule is None:
+        raise NotTileableError(_REFUSED.get(node.op, f"no tiling rule for op type {node.op}"))
+    return rule
+
+
+def registered() -> dict[str, Rule]:
+    """All rules by op type."""
+    return dict(_RULES)

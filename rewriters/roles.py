@@ -1,0 +1,78 @@
+"""Which operations are forward and which are backward, decided once, here.
+
+Autodiff marks what it makes: gradient tapes and `tf.gradients` open name
+scopes, and some op types exist only as gradients. Those are the seeds;
+backward is what descends from them. Two things are not followed: effects that
+an assignment orders (a second forward pass after an update reads variables
+after it, and is still a forward pass), and control edges out of stateful ops.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rewriters.graph import Graph, Node, Tensor
+
+__all__: list[str] = []
+
+_SCOPE = re.compile(r"(^|/)(gradient_tape|gradients(_\d+)?)/")
+_TYPE = re.compile(r"(Grad|BackpropFilter|BackpropFilterV2)$")
+
+
+def is_seed(node: Node) -> bool:
+    """Whether autodiff made this node, by its scope or its type."""
+    return bool(_SCOPE.search(node.name)) or (bool(_TYPE.search(node.op)) and node.op != "StopGradient")
+
+
+def backward_nodes(graph: Graph, order: list[Node], scopes: tuple[str, ...] = ()) -> set[Node]:
+    """Seeds and what descends from them.
+
+    Args:
+        graph: The joint graph.
+        order: Its nodes in topological order.
+        scopes: Name prefixes that count as backward too (`optimizer_scopes`).
+    """
+    result: set[Node] = set()
+    for node in order:
+        if is_seed(node) or any(node.name.startswith(scope) for scope in scopes):
+            result.add(node)
+        elif any(t.node in result for t in node.inputs) or (
+            # custom_gradient functions order their ops after the incoming gradient by control edges.
+            not node.stateful and any(c in result and not c.stateful for c in node.control_inputs)
+        ):
+            result.add(node)
+    return result
+
+
+def data_nodes(order: list[Node]) -> set[Node]:
+    """Nodes whose value depends on data: arguments, captured constants fed per step, random draws, iterators.
+
+    The others depend on variables and constants alone. A filter is rank 4 like an
+    activation; only its descent tells them apart.
+    """
+    result: set[Node] = set()
+    for node in order:
+        if node.op in ("Const", "ReadVariableOp", "NoOp"):
+            continue
+        if node.op == "Placeholder":
+            if node.outputs[0][0].name != "resource":
+                result.add(node)
+        elif any(t.node in result for t in node.inputs) or (node.stateful and node.outputs):
+            result.add(node)
+    return result
+
+
+def trainable_update(node: Node) -> bool:
+    """Whether the node writes a variable."""
+    return node.op.startswith(("Assign", "ResourceApply", "ResourceScatter"))
+
+
+def reads_shape_only(node: Node, position: int) -> bool:
+    """Whether operand `position` matters only by its shape."""
+    del position
+    return node.op in ("Shape", "ShapeN", "Size", "Rank")
+
+
+def spatial_rank4(tensor: Tensor) -> bool:
+    """Whether a tensor looks like `(batch, height, width, channels)`."""
+    return tensor.shape is not None and len(tensor.shape) == 4

@@ -1,0 +1,197 @@
+"""Convolutions: forward, transposed, and both gradients, dense and depthwise.
+
+One geometry serves all. A convolution slides over its *large* side and makes one
+row of its *small* side per window. Each op is either a map from large to small
+(gather the rows below the windows), from small to large (windows reach rows; the
+transposed convolution and the gradient of the input), or a correlation of both
+sides (the gradient of the filter, a sum over the image). Which side is a
+gradient decides only what its rows outside of the tile are: zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.errors import NotTileableError
+from rewriters.graph import Node, Tensor
+from rewriters.intervals import Interval, Window
+from rewriters.registry import SPATIAL_DIMS, AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.rules.elementwise import require_nhwc
+
+__all__: list[str] = []
+
+
+def same_padding(in_extent: int, span: int, stride: int) -> int:
+    """Rows that `SAME` puts before the first row (the odd one comes after the last)."""
+    out = -(-in_extent // stride)
+    return max((out - 1) * stride + span - in_extent, 0) // 2
+
+
+def padding_before(node: Node, axis: int, in_extent: int, span: int, stride: int) -> int:
+    """Rows of padding before the image, by the op's `padding` attribute."""
+    mode = node.attrs["padding"].s
+    if mode == b"SAME":
+        return same_padding(in_extent, span, stride)
+    if mode == b"EXPLICIT":
+        return int(node.attrs["explicit_paddings"].list.i[2 * SPATIAL_DIMS[axis]])
+    return 0
+
+
+class Convolution(Rule):
+    """Shared by all convolutions: roles of the operands, geometry, kinds.
+
+    Attributes:
+        large: Operand on the large side, `None` if it is the output.
+        small: Operand on the small side, `None` if it is the output.
+        filter: Operand that is the filter, `None` if it is the output.
+    """
+
+    large: int | None = None
+    small: int | None = None
+    filter: int | None = None
+
+    def data(self, op: OpView) -> list[int]:
+        """The sides that are operands."""
+        return [p for p in (self.large, self.small) if p is not None]
+
+    def side(self, op: OpView, position: int | None) -> Tensor:
+        """The tensor of one side."""
+        return op.node.out() if position is None else op.node.inputs[position]
+
+    def filter_rows(self, op: OpView, axis: int) -> int:
+        """Taps of the filter along an axis."""
+        shape = self.side(op, self.filter).shape
+        if shape is None or shape[axis] is None:
+            raise NotTileableError("the filter has an unknown shape")
+        return int(shape[axis])  # type: ignore[arg-type]
+
+    def window(self, op: OpView, axis: int) -> Window:
+        """Geometry along one axis, from full-size shapes."""
+        node = op.node
+        dim = SPATIAL_DIMS[axis]
+        stride = op.attr_ints("strides")[dim]
+        dilation = (op.attr_ints("dilations") or [1, 1, 1, 1])[dim]
+        kernel = self.filter_rows(op, axis)
+        rows = op.extent(self.side(op, self.large), axis)
+        span = (kernel - 1) * dilation + 1
+        pad = padding_before(node, axis, rows, span, stride)
+        return Window(kernel, stride, dilation, pad, rows, op.extent(self.side(op, self.small), axis))
+
+    def check(self, op: OpView, kinds: Sequence[Kind]) -> None:
+        """Refuse what no convolution rule can do."""
+        require_nhwc(op.node)
+        for axis in range(len(SPATIAL_DIMS)):
+            self.window(op, axis)
+        if self.filter is not None and kinds[self.filter] is not Kind.INVARIANT:
+            raise NotTileableError("its filter is computed from image data")
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """A map of one side to the other is linear: the output is what the operand is."""
+        self.check(op, kinds)
+        (position,) = self.data(op)
+        return kinds[position]
+
+    def flops(self, op: OpView, batch: int) -> float:
+        """Two per tap, output channel and pixel of the small side."""
+        small, taps = self.side(op, self.small).shape, self.side(op, self.filter).shape
+        assert small is not None and taps is not None
+        rows = float(batch if small[0] is None else small[0]) * small[1] * small[2]  # type: ignore[operator]
+        return 2.0 * rows * taps[0] * taps[1] * taps[2] * taps[3]  # type: ignore[operator]
+
+    def valid(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Run on operands that bring their own padding."""
+        if emitter.is_whole(op.node):
+            return emitter.clone(op.node, operands)
+        return emitter.clone(op.node, operands, padding="VALID", explicit_paddings=[])
+
+
+@tiling_rule("Conv2D", "DepthwiseConv2dNative")
+class LargeToSmall(Convolution):
+    """A convolution, or the gradient of a transposed one."""
+
+    large, small, filter = 0, None, 1
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The rows below the wanted windows."""
+        return AxisPlan(out, out, [self.window(op, axis).gather(out), None])
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The windows that meet the gradient's rows; its other rows are zero."""
+        window = self.window(op, axis)
+        assert parts[0] is not None
+        out = window.touch(parts[0])
+        return AxisPlan(out, out, [window.gather(out), None])
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Padding came with the operand."""
+        return self.valid(emitter, op, operands)
+
+
+@tiling_rule("Conv2DBackpropInput", "DepthwiseConv2dNativeBackpropInput")
+class SmallToLarge(Convolution):
+    """The gradient of a convolution's input, or a transposed convolution."""
+
+    large, small, filter = None, 2, 1
+
+    def rebuilt(self, op: OpView) -> list[int]:
+        """The size of the output."""
+        return [0]
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The windows that reach the wanted rows."""
+        window = self.window(op, axis)
+        small = window.touch(out)
+        return AxisPlan(out, window.gather(small), [None, None, small])
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """All rows that the windows of the gradient cover, inside the image."""
+        window = self.window(op, axis)
+        small = parts[2]
+        assert small is not None
+        made = window.gather(small)
+        return AxisPlan(made.clip(window.in_extent), made, [None, None, small])
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """The size operand is that of the tile."""
+        small = operands[2]
+        large = op.node.out().shape
+        assert large is not None
+        if emitter.is_whole(op.node):
+            rows: list[Any] = [large[1], large[2]]
+        else:
+            shape = tf.shape(small)
+            windows = [self.window(op, axis) for axis in range(2)]
+            rows = [(shape[d] - 1) * w.stride + w.span for d, w in zip(SPATIAL_DIMS, windows, strict=True)]
+        sizes = tf.stack([emitter.batch_size(small), *rows, large[3]])
+        return self.valid(emitter, op, [sizes, operands[1], small])
+
+
+@tiling_rule("Conv2DBackpropFilter", "DepthwiseConv2dNativeBackpropFilter")
+class SidesToFilter(Convolution):
+    """The gradient of the filter: a sum over the image, tile by tile."""
+
+    large, small, filter = 0, 2, None
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """One side is a gradient, the other the forward values it meets."""
+        self.check(op, kinds)
+        if sorted(k.value for k in (kinds[0], kinds[2])) != ["full", "partial"]:
+            raise NotTileableError("a filter gradient needs forward values on one side and a gradient on the other")
+        return Kind.REDUCED
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The windows that meet the gradient, whichever side it is on."""
+        window = self.window(op, axis)
+        if parts[2] is not None:
+            small = parts[2]
+        else:
+            assert parts[0] is not None
+            small = window.touch(parts[0])
+        return AxisPlan(None, None, [window.gather(small), None, small])
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """The size operand is that of the filter and does not change."""
+        return self.valid(emitter, op, operands)

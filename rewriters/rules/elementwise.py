@@ -1,0 +1,216 @@
+"""Ops that compute each pixel from the same pixel of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rewriters.errors import NotTileableError
+from rewriters.graph import Node, Tensor
+from rewriters.intervals import Interval, hull_of, whole
+from rewriters.registry import (
+    SPATIAL_DIMS,
+    AxisPlan,
+    Kind,
+    OpView,
+    Rule,
+    add_rule,
+    not_tileable,
+    tiling_rule,
+)
+from rewriters.values import constant
+
+__all__: list[str] = []
+
+
+def broadcasts(op: OpView, position: int, axis: int) -> bool:
+    """Whether operand `position` has one row where the output has many."""
+    operand, out = op.node.inputs[position], op.node.out()
+    return operand.shape is None or len(operand.shape) < 4 or (op.extent(operand, axis) == 1 != op.extent(out, axis))
+
+
+def check_ranks(op: OpView, kinds: Sequence[Kind]) -> None:
+    """Refuse operands whose rows do not line up with those of the output."""
+    out = op.node.out()
+    if out.shape is None or len(out.shape) != 4:
+        raise NotTileableError(f"its output has shape {out.shape}, not (batch, height, width, channels)")
+    for operand, kind in zip(op.node.inputs, kinds, strict=True):
+        if operand.shape is None:
+            raise NotTileableError(f"operand `{operand.name}` has an unknown rank")
+        aligned = (1,) * (4 - len(operand.shape)) + operand.shape
+        rows = tuple(aligned[dim] for dim in SPATIAL_DIMS)
+        if len(operand.shape) < 4 and rows != (1, 1):
+            raise NotTileableError(f"operand `{operand.name}` of shape {operand.shape} varies over the image")
+        if kind is Kind.INVARIANT and (rows != (1, 1) or aligned[0] != 1):
+            raise NotTileableError(f"operand `{operand.name}` of shape {operand.shape} is not the same for all tiles")
+
+
+class Pointwise(Rule):
+    """Elementwise, nonlinear: forward values in, forward values out."""
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """`FULL`, and nothing partial goes in."""
+        check_ranks(op, kinds)
+        if Kind.PARTIAL in kinds:
+            raise NotTileableError(f"{op.node.op} is not linear in a gradient")
+        return Kind.FULL
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The same rows of every operand."""
+        return AxisPlan(out, out, self._rows(op, axis, out))
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The rows that the partial operands hold together."""
+        held = [part for part in parts if part is not None]
+        out = hull_of(held).clip(op.extent(op.node.out(), axis))
+        return AxisPlan(out, out, self._rows(op, axis, out))
+
+    def _rows(self, op: OpView, axis: int, out: Interval) -> list[Interval | None]:
+        needs: list[Interval | None] = []
+        for position in range(len(op.node.inputs)):
+            if position not in self.data(op):
+                needs.append(None)
+            elif broadcasts(op, position, axis):
+                tensor = op.node.inputs[position]
+                spatial = tensor.shape is not None and len(tensor.shape) == 4
+                needs.append(whole(1, len(out.lo)) if spatial else None)
+            else:
+                needs.append(out)
+        return needs
+
+
+class LinearIn(Pointwise):
+    """Elementwise and linear in some operands, one of which may be a gradient.
+
+    Args:
+        positions: Operands in which the op is linear while the others are forward values.
+    """
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = tuple(positions)
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """`PARTIAL` for exactly one partial operand in a linear position."""
+        check_ranks(op, kinds)
+        partial = [p for p, kind in enumerate(kinds) if kind is Kind.PARTIAL]
+        if not partial:
+            return Kind.FULL
+        if len(partial) > 1 or partial[0] not in self.positions:
+            raise NotTileableError(f"{op.node.op} is not linear in the gradient(s) at operand(s) {partial}")
+        if any(broadcasts(op, partial[0], axis) for axis in range(len(SPATIAL_DIMS))):
+            raise NotTileableError(f"{op.node.op} spreads a gradient over the image")
+        return Kind.PARTIAL
+
+
+class Additive(Pointwise):
+    """Sums: all operands are gradients or none is."""
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """`PARTIAL` for all-partial operands; a mixture is affine and refused."""
+        check_ranks(op, kinds)
+        if all(kind is Kind.PARTIAL for kind in kinds):
+            if any(broadcasts(op, p, axis) for p in range(len(kinds)) for axis in range(len(SPATIAL_DIMS))):
+                raise NotTileableError(f"{op.node.op} spreads a gradient over the image")
+            return Kind.PARTIAL
+        if Kind.PARTIAL in kinds:
+            raise NotTileableError(f"{op.node.op} adds forward values to a gradient: tiles would count them twice")
+        return Kind.FULL
+
+
+class Select(Pointwise):
+    """`condition ? x : y`: linear in a gradient if the other branch is zero or a gradient too."""
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """The condition is never a gradient."""
+        check_ranks(op, kinds)
+        branches = {1: kinds[1], 2: kinds[2]}
+        if Kind.PARTIAL not in kinds:
+            return Kind.FULL
+        if kinds[0] is Kind.PARTIAL:
+            raise NotTileableError("a selection by a gradient is not linear in it")
+        for position, kind in branches.items():
+            if kind is not Kind.PARTIAL and not is_zero(op.node.inputs[position]):
+                raise NotTileableError("a selection between a gradient and forward values is not linear")
+            if kind is Kind.PARTIAL and any(broadcasts(op, position, axis) for axis in range(len(SPATIAL_DIMS))):
+                raise NotTileableError("a selection spreads a gradient over the image")
+        return Kind.PARTIAL
+
+
+def is_zero(tensor: Tensor) -> bool:
+    """Whether a tensor is all zeros by construction."""
+    node = tensor.node
+    if node.op == "ZerosLike":
+        return True
+    if node.op in ("Fill", "BroadcastTo", "Reshape", "Cast", "Identity"):
+        return is_zero(node.inputs[1 if node.op == "Fill" else 0])
+    value = constant(node)
+    return value is not None and not np.any(value)
+
+
+@tiling_rule("BiasAdd")
+class BiasAdd(Pointwise):
+    """Adds a vector over the channels."""
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Only channels-last; the bias is invariant."""
+        require_nhwc(op.node)
+        return super().result(op, kinds)
+
+    def data(self, op: OpView) -> list[int]:
+        """The image; the bias is passed whole."""
+        return [0]
+
+
+@tiling_rule("Softmax", "LogSoftmax")
+class OverChannels(Pointwise):
+    """Works along the last axis, which is never tiled."""
+
+
+def require_nhwc(node: Node) -> None:
+    """Refuse channels-first layouts."""
+    layout = node.attrs.get("data_format")
+    if layout is not None and layout.s not in (b"", b"NHWC"):
+        raise NotTileableError(f'data_format "{layout.s.decode()}": only "NHWC" (channels_last) can be tiled')
+
+
+_POINTWISE = (
+    "Abs Acos Acosh Asin Asinh Atan Atan2 Atanh BitwiseAnd Ceil ClipByValue Cos Cosh Elu Equal Erf Erfc Erfinv Exp "
+    "Expm1 Floor FloorDiv FloorMod Greater GreaterEqual IsFinite IsInf IsNan LeakyRelu Less LessEqual Lgamma Log "
+    "Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Ndtri NotEqual OnesLike Pow Reciprocal Inv Relu Relu6 "
+    "Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference Tan Tanh Xdivy "
+    "Xlog1py Xlogy ZerosLike"
+)
+_LINEAR_IN = {
+    (0,): (
+        "Identity Snapshot Neg Cast RealDiv Div DivNoNan StopGradient PreventGradient ReluGrad Relu6Grad EluGrad "
+        "SeluGrad SoftplusGrad SoftsignGrad LeakyReluGrad"
+    ),
+    (1,): "TanhGrad SigmoidGrad SqrtGrad RsqrtGrad InvGrad ReciprocalGrad",
+    (0, 1): "Mul MulNoNan",
+}
+
+for _op_type in _POINTWISE.split():
+    add_rule(_op_type, Pointwise())
+for _positions, _op_types in _LINEAR_IN.items():
+    for _op_type in _op_types.split():
+        add_rule(_op_type, LinearIn(_positions))
+for _op_type in ("Add", "AddV2", "Sub", "AddN"):
+    add_rule(_op_type, Additive())
+for _op_type in ("Select", "SelectV2"):
+    add_rule(_op_type, Select())
+
+not_tileable(
+    "it mixes all pixels of an image",
+    "MatMul",
+    "BatchMatMul",
+    "BatchMatMulV2",
+    "BatchMatMulV3",
+    "Einsum",
+)
+
+
+def identity(operands: Sequence[Any]) -> list[Any]:
+    """The operand as it came: its rows were moved when it was fitted."""
+    return [operands[0]]

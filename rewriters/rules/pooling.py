@@ -1,0 +1,196 @@
+"""Max and average pooling and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from rewriters.errors import NotTileableError
+from rewriters.graph import Tensor
+from rewriters.intervals import Interval, Window
+from rewriters.registry import SPATIAL_DIMS, AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.rules.convolution import padding_before
+from rewriters.rules.elementwise import require_nhwc
+
+__all__: list[str] = []
+
+
+class Pooling(Rule):
+    """Geometry shared by all pools; `_large` and `_small` name the sides."""
+
+    def large(self, op: OpView) -> Tensor:
+        """The side that windows slide over."""
+        return op.node.inputs[0]
+
+    def small(self, op: OpView) -> Tensor:
+        """The side with one row per window."""
+        return op.node.out()
+
+    def window(self, op: OpView, axis: int) -> Window:
+        """Geometry along one axis."""
+        dim = SPATIAL_DIMS[axis]
+        kernel, stride = op.attr_ints("ksize")[dim], op.attr_ints("strides")[dim]
+        rows = op.extent(self.large(op), axis)
+        pad = padding_before(op.node, axis, rows, kernel, stride)
+        return Window(kernel, stride, 1, pad, rows, op.extent(self.small(op), axis))
+
+    def check(self, op: OpView) -> None:
+        """Refuse pools over batch or channels and other layouts."""
+        require_nhwc(op.node)
+        for name in ("ksize", "strides"):
+            sizes = op.attr_ints(name)
+            if sizes[0] != 1 or sizes[3] != 1:
+                raise NotTileableError(f"pooling over batch or channels ({name}={sizes})")
+
+    def valid(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Run on operands that bring their own padding."""
+        if emitter.is_whole(op.node):
+            return emitter.clone(op.node, operands)
+        extra = {"explicit_paddings": []} if "explicit_paddings" in op.node.attrs else {}
+        return emitter.clone(op.node, operands, padding="VALID", **extra)
+
+
+class Pool(Pooling):
+    """Forward pooling."""
+
+    def data(self, op: OpView) -> list[int]:
+        """The image."""
+        return [0]
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Forward only."""
+        self.check(op)
+        if kinds[0] is not Kind.FULL:
+            raise NotTileableError(f"{op.node.op} of a gradient")
+        return Kind.FULL
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The rows below the wanted windows."""
+        return AxisPlan(out, out, [self.window(op, axis).gather(out)])
+
+
+@tiling_rule("MaxPool")
+class MaxPool(Pool):
+    """Padding never wins: it holds the lowest number."""
+
+    fill = "lowest"
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Padding came with the operand."""
+        return self.valid(emitter, op, operands)
+
+
+@tiling_rule("MaxPoolGrad")
+class MaxPoolGrad(Pooling):
+    """Operands: input, output, gradient of the output. Ties fall as they do in the full op."""
+
+    def data(self, op: OpView) -> list[int]:
+        """All three."""
+        return [0, 1, 2]
+
+    def small(self, op: OpView) -> Tensor:
+        """The gradient's side."""
+        return op.node.inputs[2]
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Linear in the gradient alone."""
+        self.check(op)
+        if kinds[0] is not Kind.FULL or kinds[1] is not Kind.FULL or kinds[2] is not Kind.PARTIAL:
+            raise NotTileableError("MaxPoolGrad needs forward values and one gradient")
+        return Kind.PARTIAL
+
+    def operand_fill(self, op: OpView, position: int) -> float | str:
+        """The input is padded as in `MaxPool`."""
+        return "lowest" if position == 0 else 0.0
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """All rows that the gradient's windows cover."""
+        window = self.window(op, axis)
+        small = parts[2]
+        assert small is not None
+        made = window.gather(small)
+        return AxisPlan(made.clip(window.in_extent), made, [made, small, small])
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Padding came with the operands."""
+        return self.valid(emitter, op, operands)
+
+
+def tap_counts(window: Window) -> np.ndarray:
+    """Taps of each window that lie inside the image: the divisor of `SAME` average pooling."""
+    first = np.arange(window.out_extent) * window.stride - window.pad
+    return np.minimum(first + window.kernel, window.in_extent) - np.maximum(first, 0)
+
+
+def rescaled(emitter: Emitter, op: OpView, position: int | None, value: Any, windows: Sequence[Window]) -> Any:
+    """Turn division by the whole window, as in VALID, into division by the taps inside the image."""
+    for axis, window in enumerate(windows):
+        factors = window.kernel / tap_counts(window)
+        if np.any(factors != 1.0):
+            value = value * emitter.axis_values(op.node, position, factors, axis, value.dtype)
+    return value
+
+
+@tiling_rule("AvgPool")
+class AvgPool(Pool):
+    """The mean of the taps inside the image."""
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Zero padding adds nothing to the sum; the divisor is put right afterwards."""
+        (value,) = self.valid(emitter, op, operands)
+        if emitter.is_whole(op.node):
+            return [value]
+        return [rescaled(emitter, op, None, value, [self.window(op, axis) for axis in range(2)])]
+
+
+@tiling_rule("AvgPoolGrad")
+class AvgPoolGrad(Pooling):
+    """Operands: shape of the input, gradient of the output."""
+
+    def rebuilt(self, op: OpView) -> list[int]:
+        """The shape."""
+        return [0]
+
+    def data(self, op: OpView) -> list[int]:
+        """The gradient."""
+        return [1]
+
+    def large(self, op: OpView) -> Tensor:
+        """The output."""
+        return op.node.out()
+
+    def small(self, op: OpView) -> Tensor:
+        """The gradient's side."""
+        return op.node.inputs[1]
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Linear in the gradient."""
+        self.check(op)
+        if kinds[1] is not Kind.PARTIAL:
+            raise NotTileableError("AvgPoolGrad of forward values")
+        return Kind.PARTIAL
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """All rows that the gradient's windows cover."""
+        window = self.window(op, axis)
+        small = parts[1]
+        assert small is not None
+        made = window.gather(small)
+        return AxisPlan(made.clip(window.in_extent), made, [None, small])
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """The gradient is rescaled first, then spread evenly."""
+        small = operands[1]
+        large = op.node.out().shape
+        assert large is not None
+        if emitter.is_whole(op.node):
+            sizes = tf.stack([emitter.batch_size(small), *large[1:]])
+            return emitter.clone(op.node, [sizes, small])
+        windows = [self.window(op, axis) for axis in range(2)]
+        small = rescaled(emitter, op, 1, small, windows)
+        shape = tf.shape(small)
+        rows = [(shape[d] - 1) * w.stride + w.kernel for d, w in zip(SPATIAL_DIMS, windows, strict=True)]
+        return self.valid(emitter, op, [tf.stack([shape[0], *rows, large[3]]), small])

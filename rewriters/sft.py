@@ -1,0 +1,189 @@
+"""The SFT pass: replace planned segments by tile loops.
+
+Segmented fused-tiled execution after Xu et al., "Training of Deep Learning Pipelines
+on Memory-Constrained GPUs via Segmented Fused-Tiled Execution" (CC '22), on the
+joint graph: the split and join nodes of section 5 are the reads and writes of a
+loop, and the backward functions are the graph's own backward ops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from rewriters.analysis import Analysis
+from rewriters.emit import phase_inputs, phase_outputs, trace_phase
+from rewriters.errors import RewriteError
+from rewriters.graph import Graph, Node, Tensor, from_tf_graph
+from rewriters.normalise import int_constant
+from rewriters.roles import reads_shape_only
+from rewriters.segments import Segment
+from rewriters.tiles import Grid, Phase, Planner
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass
+class SegmentPlan:
+    """A segment with its tile loops.
+
+    Attributes:
+        segment: What is tiled.
+        phases: Loops in the order they run in.
+    """
+
+    segment: Segment
+    phases: list[Phase]
+
+
+def plan_segment(analysis: Analysis, segment: Segment, grid: Grid, backward_grid: Grid | None = None) -> SegmentPlan:
+    """Plan the loops of one segment."""
+    return SegmentPlan(segment, Planner(analysis, segment).phases(grid, backward_grid or grid))
+
+
+def tile_segments(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
+    """A new graph in which the planned segments run tile by tile.
+
+    Args:
+        analysis: Of the graph that the plans refer to.
+        plans: Segments that share no op.
+
+    Raises:
+        RewriteError: If an op inside a segment is needed outside of it after all.
+    """
+    return _Rewriter(analysis, plans).run()
+
+
+class _Rewriter:
+    def __init__(self, analysis: Analysis, plans: list[SegmentPlan]) -> None:
+        self.analysis = analysis
+        self.plans = plans
+        self.graph = analysis.graph.copy()
+        self.replaced: dict[Tensor, Tensor] = {}
+        self.moved: dict[Node, Node] = {}
+
+    def run(self) -> Graph:
+        """Splice every loop in, hand readers over, drop what was replaced."""
+        self._repoint_shapes()
+        loops = [
+            (self._splice(plan.segment, phase), phase) for plan in self.plans for phase in plan.phases
+        ]
+        self._redirect_controls()
+        self.graph.replace_tensors(self.replaced)
+        self._chain([loop for loop, _ in loops])
+        self.graph.prune()
+        self._check_gone()
+        return self.graph
+
+    def _own(self, node: Node) -> Node:
+        return self.graph.nodes[node.name]
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        return Tensor(self._own(tensor.node), tensor.index)
+
+    def _repoint_shapes(self) -> None:
+        """Shape ops of tensors that will not exist read the batch from the segment's entry instead."""
+        for plan in self.plans:
+            segment = plan.segment
+            inside = {n.out(i) for n in (*segment.forward, *segment.backward) for i in range(len(n.outputs))}
+            gone = inside - {*segment.exits, *segment.stored, *segment.grad_exits, *segment.reductions}
+            for tensor in sorted(gone, key=lambda t: t.name):
+                for reader, position in self.analysis.readers.get(tensor, ()):
+                    if reads_shape_only(reader, position):
+                        self._repoint(reader, position, tensor, segment)
+
+    def _repoint(self, reader: Node, position: int, tensor: Tensor, segment: Segment) -> None:
+        source = next((t for t in segment.entries if t.shape is not None and t.shape[0] is None), None)
+        index = position if reader.op == "ShapeN" else 0
+        shape = tensor.shape
+        if source is None or shape is None or reader.op not in ("Shape", "ShapeN") or None in shape[1:]:
+            raise RewriteError(f"`{reader.name}` ({reader.op}) needs the size of `{tensor.name}` at run time.")
+        dtype = reader.outputs[index][0]
+        graph, name = self.graph, f"{reader.name}/of_tile_{index}"
+        type_attr = {"out_type": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)}
+        typed = {"T": tf.compat.v1.AttrValue(type=source.dtype.as_datatype_enum), **type_attr}
+        size = graph.add(
+            Node(graph.unique_name(name), "Shape", [self._tensor(source)], (), typed, "", [(dtype, (4,))])
+        )
+        begin = int_constant(graph, f"{name}/begin", (0,), tf.int32)
+        count = int_constant(graph, f"{name}/size", (1,), tf.int32)
+        attrs = {
+            "T": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum),
+            "Index": tf.compat.v1.AttrValue(type=tf.int32.as_datatype_enum),
+        }
+        operands = [size.out(), begin.out(), count.out()]
+        batch = graph.add(Node(graph.unique_name(name), "Slice", operands, (), attrs, "", [(dtype, (1,))]))
+        rest = int_constant(graph, f"{name}/rest", tuple(int(d or 0) for d in shape[1:]), dtype)
+        axis = int_constant(graph, f"{name}/axis", (), tf.int32)
+        axis.attrs["value"] = tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(0, tf.int32))
+        attrs = {
+            "T": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum),
+            "Tidx": tf.compat.v1.AttrValue(type=tf.int32.as_datatype_enum),
+            "N": tf.compat.v1.AttrValue(i=2),
+        }
+        operands = [batch.out(), rest.out(), axis.out()]
+        concat = Node(graph.unique_name(name), "ConcatV2", operands, (), attrs, "", [(dtype, (len(shape),))])
+        self.replaced[self._own(reader).out(index)] = graph.add(concat).out()
+
+    def _splice(self, segment: Segment, phase: Phase) -> Node:
+        """Insert a traced loop under its scope; returns the loop's node."""
+        traced = trace_phase(self.analysis, segment, phase)
+        part = from_tf_graph(traced, traced.inputs, traced.outputs, [])
+        prefix = self.graph.unique_name(f"sft/{segment.name}/{phase.name}")
+        outer = dict(zip(part.inputs, map(self._tensor, phase_inputs(phase, segment)), strict=True))
+        start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
+        start.control_inputs = self._waits(segment, phase)
+        placeholders = {t.node for t in part.inputs}
+        loop: Node | None = None
+        for node in part.nodes.values():
+            if node in placeholders:
+                continue
+            node.name = self.graph.unique_name(f"{prefix}/{node.name}")
+            node.inputs = [outer.get(t, t) for t in node.inputs]
+            if node.op in ("Empty", "While", "StatelessWhile"):
+                node.control_inputs = [*node.control_inputs, start]
+            loop = node if node.op in ("While", "StatelessWhile") else loop
+            self.graph.add(node)
+        self.graph.library.MergeFrom(part.library)
+        assert loop is not None
+        for old, new in zip(phase_outputs(phase), part.outputs, strict=True):
+            self.replaced[self._tensor(old)] = outer.get(new, new)
+        members = segment.forward if phase.name == "forward" else segment.backward
+        for node in members:
+            self.moved[self._own(node)] = loop
+        return loop
+
+    def _waits(self, segment: Segment, phase: Phase) -> list[Node]:
+        """Control inputs of a loop: those of its ops, and the data without which it cannot begin.
+
+        The latter keep the runtime from allocating the loop's buffers at the start of the step.
+        """
+        members = segment.forward if phase.name == "forward" else segment.backward
+        inside = set(members) | set(segment.forward)
+        waits = [c for node in members for c in node.control_inputs if c not in inside]
+        waits += [t.node for t in phase.reads if t.node not in inside]
+        if phase.name == "backward":
+            waits += [t.node for t in segment.grad_entries]
+        return [self._own(node) for node in dict.fromkeys(waits) if node.op != "Placeholder"]
+
+    def _redirect_controls(self) -> None:
+        """Whoever waited for an op that moved waits for its loop."""
+        for node in self.graph.nodes.values():
+            if node in self.moved or not any(c in self.moved for c in node.control_inputs):
+                continue
+            controls = dict.fromkeys(self.moved.get(c, c) for c in node.control_inputs)
+            node.control_inputs = list(controls)
+
+    def _chain(self, loops: list[Node]) -> None:
+        """Run one loop at a time: two at once would add their peaks."""
+        order = {node: index for index, node in enumerate(self.graph.topological())}
+        loops = sorted(loops, key=order.__getitem__)
+        for before, after in zip(loops, loops[1:], strict=False):
+            after.control_inputs.append(before)
+
+    def _check_gone(self) -> None:
+        left = [node.name for node in self.moved if self.graph.nodes.get(node.name) is node]
+        if left:
+            raise RewriteError(f"Operations of a segment are still needed outside of it: {left[:5]}.")
+

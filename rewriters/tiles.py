@@ -1,0 +1,281 @@
+"""Rows of every tensor for every tile (SFT's tile and buffer sizes, section 4.3, Listing 4).
+
+The listing walks the segment backwards from its terminal ops and widens each
+input by scale and delta. Here the same walk works on exact intervals, per axis
+and for all tiles at once, so borders, odd sizes and strides need no special
+case, and it is made twice:
+
+- forward values: backwards from what is wanted (exits, stored tensors, operands of
+  backward ops) to the entries;
+- gradients: forwards from the tiles of the incoming gradients to what they reach.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from rewriters.analysis import Analysis
+from rewriters.graph import Node, Tensor
+from rewriters.intervals import Interval, partition, whole
+from rewriters.registry import SPATIAL_DIMS, AxisPlan, Kind, find_rule
+from rewriters.segments import Segment
+
+__all__: list[str] = []
+
+Region = tuple[Interval, ...]
+"""One interval per spatial axis."""
+
+AXES = range(len(SPATIAL_DIMS))
+
+
+class Source(enum.Enum):
+    """Where the rows of a tensor come from that a loop body holds."""
+
+    RECOMPUTE = "recompute"
+    STORED = "stored"
+
+
+class Direction(enum.Enum):
+    """In which order a loop walks its tiles."""
+
+    ASCENDING = 1
+    DESCENDING = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Numbers of tiles.
+
+    Attributes:
+        batch: Tiles along the batch, at most its size at run time.
+        spatial: Tiles along height and width.
+    """
+
+    batch: int
+    spatial: tuple[int, ...]
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles in all."""
+        total = self.batch
+        for count in self.spatial:
+            total *= count
+        return total
+
+    def __str__(self) -> str:
+        text = "x".join(str(count) for count in self.spatial)
+        return text if self.batch == 1 else f"{self.batch}x{text}"
+
+
+@dataclasses.dataclass
+class Phase:
+    """One tile loop.
+
+    Attributes:
+        name: `"forward"` or `"backward"`.
+        grid: Numbers of tiles.
+        direction: Order of the tiles.
+        body: Ops of one turn, in topological order.
+        regions: Rows of each tensor that a turn holds.
+        sources: Where those rows come from, for forward tensors.
+        plans: Per op and axis, what it makes and what its operands must hold.
+        writes: Tensors of which each turn writes its own cell of a whole one.
+        accumulates: Gradients whose regions are added into a whole one.
+        reductions: Tensors that are summed over the turns.
+        reads: Whole tensors that are sliced.
+        invariants: Tensors that are passed whole.
+        cells: Partition of the written tensors.
+    """
+
+    name: str
+    grid: Grid
+    direction: Direction
+    body: list[Node]
+    regions: dict[Tensor, Region]
+    sources: dict[Tensor, Source]
+    plans: dict[Node, tuple[AxisPlan, ...]]
+    writes: list[Tensor]
+    accumulates: list[Tensor]
+    reductions: list[Tensor]
+    reads: list[Tensor]
+    invariants: list[Tensor]
+    cells: dict[Tensor, Region]
+
+
+def _extents(tensor: Tensor) -> tuple[int, ...]:
+    assert tensor.shape is not None
+    return tuple(int(tensor.shape[dim]) for dim in SPATIAL_DIMS)  # type: ignore[arg-type]
+
+
+def cells_of(tensor: Tensor, grid: Grid) -> Region:
+    """The partition of a tensor into the cells of a grid."""
+    return tuple(
+        partition(extent, tiles) if extent > 1 or tiles == 1 else whole(extent, tiles)
+        for extent, tiles in zip(_extents(tensor), grid.spatial, strict=True)
+    )
+
+
+class Planner:
+    """Plans the phases of one segment."""
+
+    def __init__(self, analysis: Analysis, segment: Segment) -> None:
+        self.analysis = analysis
+        self.segment = segment
+
+    def phases(self, grid: Grid, backward_grid: Grid) -> list[Phase]:
+        """The tile loops of a segment without barriers: forward, then recompute and backward."""
+        result = [self.forward(grid)]
+        if self.segment.backward:
+            result.append(self.backward(backward_grid))
+        return result
+
+    def forward(self, grid: Grid) -> Phase:
+        """Exits and stored tensors from the entries."""
+        segment = self.segment
+        writes = [*segment.exits, *sorted(segment.stored - set(segment.exits), key=lambda t: t.name)]
+        cells = {tensor: cells_of(tensor, grid) for tensor in writes}
+        regions, plans = self._demand(segment.forward, dict(cells), set(segment.entries), grid)
+        return self._phase("forward", grid, segment.forward, regions, plans, writes, [], [], cells)
+
+    def backward(self, grid: Grid) -> Phase:
+        """Gradients from the incoming ones, forward values recomputed as far as needed."""
+        segment = self.segment
+        gradients = [n for n in segment.backward if segment.kinds[n.out()] is not Kind.FULL]
+        derived = [n for n in segment.backward if segment.kinds[n.out()] is Kind.FULL]
+        cells = {tensor: cells_of(tensor, grid) for tensor in segment.grad_entries}
+        regions, plans = self._support(gradients, dict(cells), grid)
+        wanted: dict[Tensor, Region] = {}
+        for node in gradients:
+            self._want(node, plans[node], wanted)
+        full, full_plans = self._demand([*segment.forward, *derived], wanted, segment.available, grid)
+        regions.update(full)
+        plans.update(full_plans)
+        return self._phase(
+            "backward",
+            grid,
+            [*segment.forward, *segment.backward],
+            regions,
+            plans,
+            [],
+            segment.grad_exits,
+            segment.reductions,
+            {},
+        )
+
+    def _support(
+        self, nodes: list[Node], regions: dict[Tensor, Region], grid: Grid
+    ) -> tuple[dict[Tensor, Region], dict[Node, tuple[AxisPlan, ...]]]:
+        """Regions of gradients, following them from the incoming ones."""
+        plans: dict[Node, tuple[AxisPlan, ...]] = {}
+        for node in nodes:
+            view, rule = self.analysis.view(node), find_rule(node)
+            parts = [
+                regions.get(t) if self.segment.kinds[t] is Kind.PARTIAL else None for t in node.inputs
+            ]
+            plan = self._one_tile(node, grid) or tuple(
+                rule.reach(view, axis, [p and p[axis] for p in parts]) for axis in AXES
+            )
+            plans[node] = plan
+            if self.segment.kinds[node.out()] is Kind.PARTIAL:
+                for index in range(len(node.outputs)):
+                    regions[node.out(index)] = tuple(p.out for p in plan)  # type: ignore[misc]
+        return regions, plans
+
+    def _one_tile(self, node: Node, grid: Grid) -> tuple[AxisPlan, ...] | None:
+        """With a single tile every op sees whole tensors and runs as it stands: the same bits come out."""
+        view, rule = self.analysis.view(node), find_rule(node)
+        if any(count != 1 for count in grid.spatial) or rule.moves_rows:
+            return None
+        plans = []
+        for axis in AXES:
+            needs: list[Interval | None] = [
+                whole(view.extent(t, axis), 1) if self.segment.kinds[t] in (Kind.FULL, Kind.PARTIAL) else None
+                for t in node.inputs
+            ]
+            reduced = self.segment.kinds[node.out()] is Kind.REDUCED
+            out = None if reduced else whole(view.extent(node.out(), axis), 1)
+            plans.append(AxisPlan(out, out, needs))
+        return tuple(plans)
+
+    def _want(self, node: Node, plan: tuple[AxisPlan, ...], wanted: dict[Tensor, Region]) -> None:
+        """Add what an op needs of forward tensors, clipped to the image."""
+        for position, tensor in enumerate(node.inputs):
+            if self.segment.kinds[tensor] is not Kind.FULL or plan[0].needs[position] is None:
+                continue
+            extents = _extents(tensor)
+            need = tuple(
+                p.needs[position].clip(extent).nonempty(extent)  # type: ignore[union-attr]
+                for p, extent in zip(plan, extents, strict=True)
+            )
+            old = wanted.get(tensor)
+            wanted[tensor] = need if old is None else tuple(a.hull(b) for a, b in zip(old, need, strict=True))
+
+    def _demand(
+        self, nodes: list[Node], wanted: dict[Tensor, Region], available: set[Tensor], grid: Grid
+    ) -> tuple[dict[Tensor, Region], dict[Node, tuple[AxisPlan, ...]]]:
+        """Regions of forward tensors, from the wanted ones back to what is available; unwanted ops are left out."""
+        plans: dict[Node, tuple[AxisPlan, ...]] = {}
+        for node in reversed(nodes):
+            outs = [node.out(i) for i in range(len(node.outputs))]
+            regions = [wanted[t] for t in outs if t in wanted and t not in available]
+            if not regions:
+                continue
+            view, rule = self.analysis.view(node), find_rule(node)
+            out = regions[0]
+            for other in regions[1:]:
+                out = tuple(a.hull(b) for a, b in zip(out, other, strict=True))
+            plan = self._one_tile(node, grid) or tuple(rule.demand(view, axis, out[axis]) for axis in AXES)
+            out = tuple(p.out for p in plan)  # type: ignore[misc]
+            plans[node] = plan
+            for tensor in outs:
+                if tensor not in available:
+                    wanted[tensor] = out
+            self._want(node, plan, wanted)
+        return wanted, plans
+
+    def _phase(
+        self,
+        name: str,
+        grid: Grid,
+        nodes: list[Node],
+        regions: dict[Tensor, Region],
+        plans: dict[Node, tuple[AxisPlan, ...]],
+        writes: list[Tensor],
+        accumulates: list[Tensor],
+        reductions: list[Tensor],
+        cells: dict[Tensor, Region],
+    ) -> Phase:
+        body = [node for node in nodes if node in plans]
+        made = {node.out(i) for node in body for i in range(len(node.outputs))}
+        reads, invariants = dict[Tensor, None](), dict[Tensor, None]()
+        for node in body:
+            rebuilt = find_rule(node).rebuilt(self.analysis.view(node))
+            for position, tensor in enumerate(node.inputs):
+                if position in rebuilt:
+                    continue
+                if self.segment.kinds[tensor] is Kind.INVARIANT or plans[node][0].needs[position] is None:
+                    if tensor not in made:
+                        invariants[tensor] = None
+                elif tensor not in made or (name == "backward" and tensor in self.segment.available):
+                    reads[tensor] = None
+        sources = {
+            t: Source.STORED if t in reads else Source.RECOMPUTE
+            for t in regions
+            if self.segment.kinds[t] is Kind.FULL
+        }
+        return Phase(
+            name,
+            grid,
+            Direction.ASCENDING,
+            body,
+            regions,
+            sources,
+            plans,
+            writes,
+            accumulates,
+            reductions,
+            list(reads),
+            list(invariants),
+            cells,
+        )

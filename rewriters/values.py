@@ -1,0 +1,231 @@
+"""Static evaluation of shapes and small integer tensors, with a symbolic batch.
+
+With an unknown batch size TensorFlow computes the operands of `Sum`, `Reshape`,
+`Slice` or `Conv2DBackpropInput` at run time, from the shapes of *full-size*
+tensors. On a tile the same ops would compute something else, so they are
+evaluated here, before tiling. A value is an `int`, a nested list of them as a flat
+tuple, `BATCH` for the unknown batch size, or `None` where it is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from rewriters.graph import Node, Tensor
+
+__all__: list[str] = []
+
+_MAX_ELEMENTS = 64
+
+
+class _Batch:
+    """The unknown batch size. Equal to itself alone."""
+
+    def __repr__(self) -> str:
+        return "BATCH"
+
+
+BATCH = _Batch()
+Dim = int | _Batch | None
+Value = Dim | tuple[Dim, ...] | np.ndarray
+
+
+def shape_value(tensor: Tensor) -> tuple[Dim, ...] | None:
+    """The static shape, an unknown leading size taken as the batch."""
+    if tensor.shape is None:
+        return None
+    return tuple(BATCH if dim is None and axis == 0 else dim for axis, dim in enumerate(tensor.shape))
+
+
+class Evaluator:
+    """Evaluates tensors on demand and remembers the results."""
+
+    def __init__(self) -> None:
+        self._known: dict[Tensor, Value] = {}
+
+    def __call__(self, tensor: Tensor) -> Value:
+        """Value of `tensor`: a dim for a scalar, a tuple for a vector, `None` if not known."""
+        if tensor not in self._known:
+            self._known[tensor] = None  # Ends recursion through cycles, which a valid graph has not.
+            self._known[tensor] = self._evaluate(tensor)
+        return self._known[tensor]
+
+    def ints(self, tensor: Tensor) -> tuple[int, ...] | None:
+        """A fully known vector of integers, or `None`."""
+        value = self(tensor)
+        if isinstance(value, tuple) and all(isinstance(v, int) for v in value):
+            return value  # type: ignore[return-value]
+        return None
+
+    def _evaluate(self, tensor: Tensor) -> Value:
+        node = tensor.node
+        if node.op in ("Shape", "ShapeN"):
+            return shape_value(node.inputs[tensor.index])
+        handler = _HANDLERS.get(node.op)
+        if handler is None:
+            return None
+        if node.op == "Const":
+            return handler(node, tensor.index, [])
+        operands = [self(t) for t in node.inputs]
+        if any(v is None for v in operands):
+            return None
+        try:
+            return handler(node, tensor.index, operands)
+        except (TypeError, ZeroDivisionError, IndexError):
+            return None  # Arithmetic on the symbolic batch: not known.
+
+
+def constant(node: Node) -> np.ndarray | None:
+    """The value of a `Const`, or `None` for another op."""
+    return tf.make_ndarray(node.attrs["value"].tensor) if node.op == "Const" else None
+
+
+def _const(node: Node, _index: int, _operands: list[Any]) -> Value:
+    dtype, shape = node.outputs[0]
+    if not dtype.is_integer or shape is None or len(shape) > 2 or math.prod(d or 0 for d in shape) > _MAX_ELEMENTS:
+        return None
+    array = constant(node)
+    assert array is not None
+    return _from_array(array)
+
+
+def _from_array(array: np.ndarray) -> Value:
+    """A matrix (the operand of `Pad`) stays an array."""
+    if array.ndim > 1:
+        return array
+    return tuple(int(v) for v in array) if array.ndim else int(array)
+
+
+def _vector(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _product(_node: Node, _index: int, operands: list[Any]) -> Value:
+    values = [v for v in _vector(operands[0]) if v != 1]
+    if len(values) == 1:
+        return values[0]
+    return int(np.prod([_as_int(v) for v in values], dtype=np.int64)) if values else 1
+
+
+def _as_int(value: Any) -> int:
+    if not isinstance(value, int):
+        raise TypeError("symbolic")
+    return value
+
+
+def _binary(function: Callable[[int, int], int]) -> Callable[[Node, int, list[Any]], Value]:
+    def handler(_node: Node, _index: int, operands: list[Any]) -> Value:
+        a, b = operands
+        if not isinstance(a, tuple) and not isinstance(b, tuple):
+            return function(_as_int(a), _as_int(b))
+        size = max(len(_vector(a)), len(_vector(b)))
+        a, b = (v if len(v) == size else v * size for v in (_vector(a), _vector(b)))
+        return tuple(function(_as_int(x), _as_int(y)) for x, y in zip(a, b, strict=True))
+
+    return handler
+
+
+def _pack(_node: Node, _index: int, operands: list[Any]) -> Value:
+    return None if any(isinstance(v, tuple) for v in operands) else tuple(operands)
+
+
+def _concat(_node: Node, _index: int, operands: list[Any]) -> Value:
+    return tuple(v for part in operands[:-1] for v in _vector(part))
+
+
+def _slice(_node: Node, _index: int, operands: list[Any]) -> Value:
+    if isinstance(operands[0], np.ndarray):
+        return _from_array(operands[0][tuple(slice(b, None if s == -1 else b + s) for b, s in zip(*operands[1:], strict=True))])
+    value, (begin,), (size,) = _vector(operands[0]), operands[1], operands[2]
+    return value[begin:] if size == -1 else value[begin : begin + size]
+
+
+def _strided_slice(node: Node, _index: int, operands: list[Any]) -> Value:
+    value, begin, end, stride = (_vector(v) for v in operands)
+    masks = {key: node.attrs[key].i for key in ("begin_mask", "end_mask", "shrink_axis_mask", "new_axis_mask")}
+    if len(begin) != 1 or masks["new_axis_mask"] or node.attrs["ellipsis_mask"].i:
+        return None
+    if masks["shrink_axis_mask"]:
+        return value[begin[0]]
+    first = None if masks["begin_mask"] else begin[0]
+    last = None if masks["end_mask"] else end[0]
+    return value[first : last : stride[0]]
+
+
+def _broadcast_gradient_args(_node: Node, index: int, operands: list[Any]) -> Value:
+    """Axes over which the gradient of operand `index` of a broadcasting op is summed."""
+    rank = max(len(v) for v in operands)
+    mine, other = ((1,) * (rank - len(v)) + v for v in (operands[index], operands[1 - index]))
+    axes = []
+    for axis, (a, b) in enumerate(zip(mine, other, strict=True)):
+        if a is None or b is None:
+            return None
+        # A symbolic batch against itself needs no sum; against 1 it needs one, whatever it turns out to be.
+        if a == 1 and (b != 1 or axis < rank - len(operands[index])):
+            axes.append(axis)
+    return tuple(axes)
+
+
+def _concat_offset(_node: Node, index: int, operands: list[Any]) -> Value:
+    axis, shapes = _as_int(operands[0]), operands[1:]
+    axis %= len(shapes[0])
+    offset = sum(_as_int(shape[axis]) for shape in shapes[:index])
+    return tuple(offset if a == axis else 0 for a in range(len(shapes[0])))
+
+
+def _range(_node: Node, _index: int, operands: list[Any]) -> Value:
+    return tuple(range(*(_as_int(v) for v in operands)))
+
+
+def _fill(_node: Node, _index: int, operands: list[Any]) -> Value:
+    (count,) = operands[0]
+    return (operands[1],) * _as_int(count)
+
+
+def _reshape(_node: Node, _index: int, operands: list[Any]) -> Value:
+    if isinstance(operands[0], np.ndarray):
+        return _from_array(operands[0].reshape(operands[1]))
+    value, target = _vector(operands[0]), operands[1]
+    if target == ():
+        return value[0]
+    return value if len(_vector(target)) == 1 else None
+
+
+def _gather(_node: Node, _index: int, operands: list[Any]) -> Value:
+    values, indices = operands[0], operands[1]
+    return tuple(values[i] for i in indices) if isinstance(indices, tuple) else values[indices]
+
+
+def _first(_node: Node, _index: int, operands: list[Any]) -> Value:
+    return operands[0]
+
+
+_HANDLERS: dict[str, Callable[[Node, int, list[Any]], Value]] = {
+    "Const": _const,
+    "Identity": _first,
+    "Cast": lambda node, _i, v: v[0] if node.outputs[0][0].is_integer else None,
+    "Prod": _product,
+    "Add": _binary(lambda a, b: a + b),
+    "AddV2": _binary(lambda a, b: a + b),
+    "Sub": _binary(lambda a, b: a - b),
+    "Mul": _binary(lambda a, b: a * b),
+    "FloorDiv": _binary(lambda a, b: a // b),
+    "FloorMod": _binary(lambda a, b: a % b),
+    "Maximum": _binary(max),
+    "Minimum": _binary(min),
+    "Pack": _pack,
+    "ConcatV2": _concat,
+    "Slice": _slice,
+    "StridedSlice": _strided_slice,
+    "BroadcastGradientArgs": _broadcast_gradient_args,
+    "ConcatOffset": _concat_offset,
+    "Range": _range,
+    "Fill": _fill,
+    "Reshape": _reshape,
+    "GatherV2": _gather,
+}

@@ -1,0 +1,32 @@
+import os
+
+# TensorFlow reads both when it is imported. oneDNN reorders sums, and on some CPUs it corrupts the heap in
+# plain Keras (a 1x1 convolution of stride 2).
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import pytest
+import tensorflow as tf
+
+# TF32 keeps 10 bits of the mantissa: too few to compare numbers by.
+tf.config.experimental.enable_tensor_float_32_execution(False)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not tf.config.list_physical_devices("GPU"):
+        pytest.skip("needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Every test starts with the same names, float type and seeds, and leaves no graph behind."""
+    _reset()
+    yield
+    _reset()
+
+
+def _reset():
+    keras.backend.clear_session()
+    keras.config.set_floatx("float32")
+    keras.utils.set_random_seed(0)
