@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import context
-from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry
+from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import handle_data_util
 
 __all__: list[str] = []
@@ -33,9 +33,7 @@ def trace_func_graph(name: str, function: Callable[..., Any], specs: Sequence[tf
 
     A `tf.function` would chain the loop's operations to effects that are not there.
     """
-    return func_graph.func_graph_from_py_func(
-        name, function, list(specs), {}, add_control_dependencies=False
-    )
+    return func_graph.func_graph_from_py_func(name, function, list(specs), {}, add_control_dependencies=False)
 
 
 def function_body(function_def: Any) -> tuple[Any, dict[str, str]]:
@@ -97,3 +95,83 @@ def unregister_functions(names: Sequence[str]) -> None:
     eager = context.context()
     for name in names:
         eager.remove_function(name)
+
+
+def _handle_data(tensor: Any) -> Any:
+    """Shape and dtype of the variable behind a resource tensor, eager or symbolic."""
+    if isinstance(tensor, ops.EagerTensor):
+        return tensor._handle_data
+    return handle_data_util.get_resource_handle_data(tensor)
+
+
+def variable_bytes(concrete_fn: Any) -> int:
+    """Bytes of all variables that a traced function reads or writes."""
+    total = 0
+    for tensor in concrete_fn.captured_inputs:
+        if tensor.dtype != tf.resource:
+            continue
+        data = _handle_data(tensor)
+        if data is None or not data.is_set:
+            continue
+        for item in data.shape_and_type:
+            shape = tf.TensorShape(item.shape)
+            if shape.is_fully_defined():
+                total += int(shape.num_elements() or 0) * tf.dtypes.as_dtype(item.dtype).size
+    return total
+
+
+def allocation_timeline(concrete_fn: Any, arguments: Sequence[Any]) -> list[tuple[float, int]]:
+    """(seconds, bytes alive) over one run, from the allocation records of a fully traced session step.
+
+    Metadata of an eagerly run function come back without records; a session's have them. The step runs
+    on a copy of the variables, fed with their values.
+    """
+    graph_def = concrete_fn.graph.as_graph_def()
+    with tf.Graph().as_default() as graph:
+        handles: list[Any] = []
+        values: list[tuple[Any, Any]] = []
+        for tensor in concrete_fn.captured_inputs:
+            if tensor.dtype == tf.resource:
+                data = _handle_data(tensor).shape_and_type[0]
+                dtype, shape = tf.dtypes.as_dtype(data.dtype), tf.TensorShape(data.shape)
+                with tf.device("CPU:0"):
+                    handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=f"copy_{len(handles)}")
+                with tf.init_scope():
+                    value = tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype).numpy()
+                handles.append(handle)
+                values.append((handle, value))
+            else:
+                handles.append(tf.constant(tensor.numpy()))
+        names = [t.name for t in concrete_fn.inputs]
+        split = len(names) - len(handles)
+        feeds = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in concrete_fn.inputs[:split]]
+        mapping = dict(zip(names, [*feeds, *handles], strict=True))
+        wanted = [t.name for t in concrete_fn.outputs] + [op.name for op in concrete_fn.graph.control_outputs]
+        fetched = tf.graph_util.import_graph_def(graph_def, input_map=mapping, return_elements=wanted, name="")
+        assign = [tf.raw_ops.AssignVariableOp(resource=h, value=tf.constant(v)) for h, v in values]
+        feed = {f: a.numpy() if hasattr(a, "numpy") else a for f, a in zip(feeds, arguments, strict=True)}
+        options = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
+        with tf.compat.v1.Session(graph=graph) as session:
+            session.run(assign)
+            targets = tf.group(*(f.op if hasattr(f, "op") else f for f in fetched))
+            session.run(targets, feed)
+            session.run(assign)
+            metadata = tf.compat.v1.RunMetadata()
+            session.run(targets, feed, options=options, run_metadata=metadata)
+    records: list[tuple[int, int]] = []
+    for device in metadata.step_stats.dev_stats:
+        for node in device.node_stats:
+            for memory in node.memory:
+                records.extend((record.alloc_micros, record.alloc_bytes) for record in memory.allocation_records)
+    return _summed(records)
+
+
+def _summed(records: list[tuple[int, int]]) -> list[tuple[float, int]]:
+    """Bytes alive over time; records start at the first one."""
+    timeline: list[tuple[float, int]] = []
+    alive = 0
+    records.sort(key=lambda record: record[0])
+    for micros, amount in records:
+        alive += amount
+        timeline.append(((micros - records[0][0]) * 1e-6, alive))
+    return timeline

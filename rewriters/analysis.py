@@ -63,9 +63,7 @@ class Analysis:
         """Nodes computed from constants alone."""
         result: set[Node] = set()
         for node in self.order:
-            if node.op == "Const" or (
-                node.inputs and not node.stateful and all(t.node in result for t in node.inputs)
-            ):
+            if node.op == "Const" or (node.inputs and not node.stateful and all(t.node in result for t in node.inputs)):
                 result.add(node)
         return result
 
@@ -84,7 +82,7 @@ class Analysis:
 
 def is_image(tensor: Tensor) -> bool:
     """Whether a tensor is `(batch, height, width, channels)` data rather than one value for all pixels."""
-    if tensor.shape is None or len(tensor.shape) != 4 or not tensor.dtype.is_floating and not tensor.dtype.is_bool:
+    if tensor.shape is None or len(tensor.shape) != 4:
         return False
     return any(tensor.shape[dim] != 1 for dim in (0, *SPATIAL_DIMS))
 

@@ -141,7 +141,7 @@ class _Tile:
         rule, view = find_rule(node), self.loop.analysis.view(node)
         plan = self.phase.plans[node]
         rebuilt = rule.rebuilt(view)
-        operands = []
+        operands: list[Any] = []
         for position, tensor in enumerate(node.inputs):
             if position in rebuilt:
                 operands.append(None)

@@ -8,6 +8,7 @@ as a `GraphDef`. A pass copies the graph it is given and edits the copy.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import graphlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -124,9 +125,7 @@ class Graph:
 
     def copy(self) -> Graph:
         """A graph with nodes of its own, so that edits do not reach this one."""
-        new = {
-            name: Node(name, n.op, (), (), n.attrs, n.device, n.outputs) for name, n in self.nodes.items()
-        }
+        new = {name: Node(name, n.op, (), (), n.attrs, n.device, n.outputs) for name, n in self.nodes.items()}
         for name, node in self.nodes.items():
             new[name].inputs = [Tensor(new[t.node.name], t.index) for t in node.inputs]
             new[name].control_inputs = [new[c.name] for c in node.control_inputs]
@@ -197,9 +196,28 @@ class Graph:
         """Nodes in an order that respects data and control edges, by level."""
         return list(self.levels())
 
-    def replace_tensor(self, old: Tensor, new: Tensor) -> None:
-        """Let every reader of `old` read `new`."""
-        self.replace_tensors({old: new})
+    def execution_order(self) -> list[Node]:
+        """An order like the executor's: first ready, first run.
+
+        Levels would put every variable's update at the very end, after all gradients.
+        """
+        waiting: dict[Node, int] = {}
+        after: dict[Node, list[Node]] = {node: [] for node in self.nodes.values()}
+        for node in self.nodes.values():
+            before = dict.fromkeys(predecessors(node))
+            waiting[node] = len(before)
+            for other in before:
+                after[other].append(node)
+        ready = collections.deque(node for node, count in waiting.items() if not count)
+        order: list[Node] = []
+        while ready:
+            node = ready.popleft()
+            order.append(node)
+            for other in after[node]:
+                waiting[other] -= 1
+                if not waiting[other]:
+                    ready.append(other)
+        return order
 
     def replace_tensors(self, mapping: Mapping[Tensor, Tensor]) -> None:
         """Let every reader of a key read its value, in one pass over the graph."""

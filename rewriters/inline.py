@@ -69,7 +69,9 @@ def _inline_once(graph_def: Any, outputs: list[str], keep: list[str]) -> tuple[A
         data = [name for name in names if not name.startswith("^")]
         del node.input[:]
         node.input.extend(data + sorted({name for name in names if name.startswith("^")}))
-    kept = [n for name in keep for n in ([_node_of(resolve(c)) for c in controls[name]] if name in controls else [name])]
+    kept = [
+        n for name in keep for n in ([_node_of(resolve(c)) for c in controls[name]] if name in controls else [name])
+    ]
     return result, [resolve(name) for name in outputs], kept
 
 

@@ -22,6 +22,7 @@ from rewriters.values import BATCH, Evaluator, shape_value
 
 __all__: list[str] = []
 
+
 def read(concrete_fn: Any) -> Graph:
     """The normalised graph of a traced function."""
     graph = from_concrete_function(concrete_fn)

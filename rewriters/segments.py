@@ -182,9 +182,7 @@ class _BackwardPart:
 
     def _kinds(self, node: Node) -> list[Kind]:
         data = find_rule(node).data(self.analysis.view(node))
-        return [
-            self.kind(t) if p in data or t in self.made else Kind.INVARIANT for p, t in enumerate(node.inputs)
-        ]
+        return [self.kind(t) if p in data or t in self.made else Kind.INVARIANT for p, t in enumerate(node.inputs)]
 
     def _try(self, node: Node) -> Kind:
         """Kind of a node's outputs if it moved in.
@@ -267,9 +265,7 @@ class _BackwardPart:
         )
 
     def _grad_entries(self) -> set[Tensor]:
-        return {
-            t for n in self.nodes for t in n.inputs if t not in self.made and self.kind(t) is Kind.PARTIAL
-        }
+        return {t for n in self.nodes for t in n.inputs if t not in self.made and self.kind(t) is Kind.PARTIAL}
 
     def _absorbable(self, node: Node, incoming: set[Tensor]) -> Kind | None:
         """Kind of the result if an optional op may move in, else `None`."""
@@ -358,7 +354,8 @@ def _assemble(
                 continue
             group = {Kind.FULL: entries, Kind.PARTIAL: grad_entries}.get(kind, invariants)
             group[tensor] = None
-    grad_exits, reductions = [], []
+    grad_exits: list[Tensor] = []
+    reductions: list[Tensor] = []
     outputs = set(analysis.graph.outputs)
     for node in backward:
         for index in range(len(node.outputs)):

@@ -66,9 +66,7 @@ class _Rewriter:
     def run(self) -> Graph:
         """Splice every loop in, hand readers over, drop what was replaced."""
         self._repoint_shapes()
-        loops = [
-            (self._splice(plan.segment, phase), phase) for plan in self.plans for phase in plan.phases
-        ]
+        loops = [(self._splice(plan.segment, phase), phase) for plan in self.plans for phase in plan.phases]
         self._redirect_controls()
         self.graph.replace_tensors(self.replaced)
         self._chain([loop for loop, _ in loops])
@@ -103,9 +101,7 @@ class _Rewriter:
         graph, name = self.graph, f"{reader.name}/of_tile_{index}"
         type_attr = {"out_type": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)}
         typed = {"T": tf.compat.v1.AttrValue(type=source.dtype.as_datatype_enum), **type_attr}
-        size = graph.add(
-            Node(graph.unique_name(name), "Shape", [self._tensor(source)], (), typed, "", [(dtype, (4,))])
-        )
+        size = graph.add(Node(graph.unique_name(name), "Shape", [self._tensor(source)], (), typed, "", [(dtype, (4,))]))
         begin = int_constant(graph, f"{name}/begin", (0,), tf.int32)
         count = int_constant(graph, f"{name}/size", (1,), tf.int32)
         attrs = {
@@ -187,3 +183,12 @@ class _Rewriter:
         if left:
             raise RewriteError(f"Operations of a segment are still needed outside of it: {left[:5]}.")
 
+
+def loop_nodes(graph: Graph) -> dict[tuple[str, str], str]:
+    """Names of the loops in a rewritten graph, by segment and phase."""
+    found: dict[tuple[str, str], str] = {}
+    for node in graph.nodes.values():
+        parts = node.name.split("/")
+        if node.op in ("While", "StatelessWhile") and parts[0] == "sft" and len(parts) > 3:
+            found[parts[1], parts[2]] = node.name
+    return found

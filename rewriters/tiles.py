@@ -170,11 +170,9 @@ class Planner:
         plans: dict[Node, tuple[AxisPlan, ...]] = {}
         for node in nodes:
             view, rule = self.analysis.view(node), find_rule(node)
-            parts = [
-                regions.get(t) if self.segment.kinds[t] is Kind.PARTIAL else None for t in node.inputs
-            ]
+            parts = [regions.get(t) if self.segment.kinds[t] is Kind.PARTIAL else None for t in node.inputs]
             plan = self._one_tile(node, grid) or tuple(
-                rule.reach(view, axis, [p and p[axis] for p in parts]) for axis in AXES
+                rule.reach(view, axis, [None if p is None else p[axis] for p in parts]) for axis in AXES
             )
             plans[node] = plan
             if self.segment.kinds[node.out()] is Kind.PARTIAL:
@@ -260,9 +258,7 @@ class Planner:
                 elif tensor not in made or (name == "backward" and tensor in self.segment.available):
                     reads[tensor] = None
         sources = {
-            t: Source.STORED if t in reads else Source.RECOMPUTE
-            for t in regions
-            if self.segment.kinds[t] is Kind.FULL
+            t: Source.STORED if t in reads else Source.RECOMPUTE for t in regions if self.segment.kinds[t] is Kind.FULL
         }
         return Phase(
             name,

@@ -140,7 +140,9 @@ def _concat(_node: Node, _index: int, operands: list[Any]) -> Value:
 
 def _slice(_node: Node, _index: int, operands: list[Any]) -> Value:
     if isinstance(operands[0], np.ndarray):
-        return _from_array(operands[0][tuple(slice(b, None if s == -1 else b + s) for b, s in zip(*operands[1:], strict=True))])
+        return _from_array(
+            operands[0][tuple(slice(b, None if s == -1 else b + s) for b, s in zip(*operands[1:], strict=True))]
+        )
     value, (begin,), (size,) = _vector(operands[0]), operands[1], operands[2]
     return value[begin:] if size == -1 else value[begin : begin + size]
 

@@ -49,7 +49,7 @@ class Pooling(Rule):
         """Run on operands that bring their own padding."""
         if emitter.is_whole(op.node):
             return emitter.clone(op.node, operands)
-        extra = {"explicit_paddings": []} if "explicit_paddings" in op.node.attrs else {}
+        extra: dict[str, Any] = {"explicit_paddings": []} if "explicit_paddings" in op.node.attrs else {}
         return emitter.clone(op.node, operands, padding="VALID", **extra)
 
 

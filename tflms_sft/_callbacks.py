@@ -1,0 +1,193 @@
+"""Keras callbacks, and a context manager for hand-written loops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+from tflms_sft._install import Installation, peak_line, start_line
+from tflms_sft._params import AutoParams, SegmentSpec, SFTParams
+from tflms_sft._plan import Plan
+
+
+class _Rewriting(keras.callbacks.Callback):
+    """Installs a rewritten step at the start of training and takes it out at the end."""
+
+    def __init__(self, params: SFTParams | AutoParams, batch_shape: Sequence[int] | None, verbose: int) -> None:
+        super().__init__()
+        self._rewrite_params = params
+        self._batch_shape = checked_shape(batch_shape)
+        self._verbose = verbose
+        self._installation: Installation | None = None
+        self._last_plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the latest training; `None` before its first step."""
+        return self._last_plan
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Install."""
+        self._last_plan = None
+        self._installation = Installation(
+            self.model, self._rewrite_params, self._batch_shape, self._planned, self._measured
+        )
+        self._installation.install()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Take out."""
+        if self._installation is not None:
+            self._installation.restore()
+
+    def _planned(self, plan: Plan) -> None:
+        self._last_plan = plan
+        if self._verbose:
+            assert self._installation is not None
+            print(start_line(self._installation, _validates(self.model)), flush=True)
+
+    def _measured(self, plan: Plan) -> None:
+        if self._verbose:
+            print(peak_line(plan), flush=True)
+
+
+def _validates(model: Any) -> bool:
+    del model  # Keras tells callbacks nothing about validation data before it runs.
+    return False
+
+
+def checked_shape(batch_shape: Sequence[int] | None) -> tuple[int, ...] | None:
+    """`(batch, height, width, channels)` as positive integers.
+
+    Raises:
+        TypeError: For another type.
+        ValueError: For another length or numbers below one.
+    """
+    if batch_shape is None:
+        return None
+    expected = "`batch_shape` must be (batch, height, width, channels), the shape of the largest batch of images."
+    if not isinstance(batch_shape, (tuple, list)) or not all(
+        isinstance(size, int) and not isinstance(size, bool) for size in batch_shape
+    ):
+        raise TypeError(f"{expected} Received: batch_shape={batch_shape!r}.")
+    if len(batch_shape) != 4 or min(batch_shape) < 1:
+        raise ValueError(f"{expected} Received: batch_shape={batch_shape!r}.")
+    return tuple(batch_shape)
+
+
+class MemoryBudget(_Rewriting):
+    """Train within a memory budget, with the same results to rounding.
+
+    Args:
+        memory_budget: Most bytes alive on the device at any moment of a step, weights and optimizer
+            slots included: an int, or a string such as `"8GiB"` (B, kB, MB, GB, KiB, MiB, GiB).
+        headroom: Part of the budget that the prediction leaves free. Defaults to 0.1.
+        batch_shape: `(batch, height, width, channels)` of the largest batch. Defaults to `None`: that of
+            the first batch.
+        verbose: 0 prints nothing, 1 one line at the start and one after the first step. Defaults to 1.
+
+    Attributes:
+        plan: What was done; see `Plan.summary()`.
+
+    Raises:
+        BudgetError: In the first step, if no plan fits; it names the smallest budget that works.
+
+    Example:
+    >>> model.fit(data, callbacks=[tflms_sft.MemoryBudget("8GiB")])
+    """
+
+    def __init__(
+        self,
+        memory_budget: Any,
+        *,
+        headroom: float = 0.1,
+        batch_shape: Sequence[int] | None = None,
+        verbose: int = 1,
+    ) -> None:
+        super().__init__(AutoParams(memory_budget, headroom), batch_shape, verbose)
+
+
+class SFT(_Rewriting):
+    """Train with segmented fused-tiled execution, as told.
+
+    Args:
+        num_tiles: As in `SFTParams`.
+        segments: As in `SFTParams`.
+        memory_capacity: As in `SFTParams`.
+        halo: As in `SFTParams`.
+        backward_num_tiles: As in `SFTParams`.
+        batch_shape: `(batch, height, width, channels)` of the largest batch. Defaults to `None`: that of
+            the first batch.
+        verbose: 0 prints nothing, 1 one line at the start and one after the first step. Defaults to 1.
+
+    Attributes:
+        plan: What was done; see `Plan.summary()`.
+
+    Raises:
+        SegmentError: In the first step, for a named segment that cannot be tiled.
+
+    Example:
+    >>> spec = tflms_sft.SegmentSpec("input_layer", "block3_pool", num_tiles=(4, 4))
+    >>> model.fit(data, callbacks=[tflms_sft.SFT(segments=[spec])])
+    """
+
+    def __init__(
+        self,
+        num_tiles: Any = "auto",
+        segments: str | Sequence[SegmentSpec] = "auto",
+        memory_capacity: Any = None,
+        halo: str = "recompute",
+        backward_num_tiles: Any = None,
+        *,
+        batch_shape: Sequence[int] | None = None,
+        verbose: int = 1,
+    ) -> None:
+        params = SFTParams(num_tiles, segments, memory_capacity, halo, backward_num_tiles)
+        super().__init__(params, batch_shape, verbose)
+
+
+@contextlib.contextmanager
+def budget(
+    model: Any,
+    memory_budget: Any,
+    *,
+    headroom: float = 0.1,
+    batch_shape: Sequence[int] | None = None,
+    verbose: int = 1,
+) -> Iterator[Installation]:
+    """Rewrite a model's train step for `train_on_batch` and hand-written loops over `model.train_step`.
+
+    Args:
+        model: A compiled Keras model with weights.
+        memory_budget: As in `MemoryBudget`.
+        headroom: As in `MemoryBudget`.
+        batch_shape: As in `MemoryBudget`.
+        verbose: As in `MemoryBudget`.
+
+    Yields:
+        An object whose `plan` is set after the first step.
+
+    Example:
+    >>> with tflms_sft.budget(model, "2GiB"):
+    ...     for images, labels in data:
+    ...         model.train_on_batch(images, labels)
+    """
+    installation: Installation
+
+    def planned(plan: Plan) -> None:
+        if verbose:
+            print(start_line(installation, False), flush=True)
+
+    def measured(plan: Plan) -> None:
+        if verbose:
+            print(peak_line(plan), flush=True)
+
+    params = AutoParams(memory_budget, headroom)
+    installation = Installation(model, params, checked_shape(batch_shape), planned, measured)
+    installation.install()
+    try:
+        yield installation
+    finally:
+        installation.restore()

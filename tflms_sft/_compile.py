@@ -1,0 +1,306 @@
+"""From a traced step and parameters to a rewritten graph and its plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rewriters import _tf_private
+from rewriters.analysis import Analysis
+from rewriters.build import Importer
+from rewriters.cost import phase_cost, step_cost
+from rewriters.errors import NotTileableError, SegmentError
+from rewriters.ft import LeftAlone, auto_segments
+from rewriters.graph import Graph, Node, Tensor
+from rewriters.memory import Peak, graph_peak, phase_scratch
+from rewriters.normalise import read
+from rewriters.segments import Segment, build_segment, forward_ops
+from rewriters.sft import SegmentPlan, loop_nodes, plan_segment, tile_segments
+from rewriters.tiles import Grid
+from tflms_sft._names import LayerRecord, display_names, resolve
+from tflms_sft._params import AutoParams, SegmentSpec, SFTParams, parse_num_tiles
+from tflms_sft._plan import Plan, PlannedSegment, Prediction
+
+AUTO_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Tiles per axis that are tried, fewest first."""
+
+
+@dataclasses.dataclass
+class Traced:
+    """A traced step, ready to be planned.
+
+    Attributes:
+        concrete_fn: The step.
+        analysis: Of its normalised graph.
+        record: Keras layers seen while it was traced.
+        batch: Batch size to plan for.
+        batch_is_fixed: Whether the graph knows it.
+        fixed_bytes: Bytes of all variables.
+    """
+
+    concrete_fn: Any
+    analysis: Analysis
+    record: LayerRecord
+    batch: int
+    batch_is_fixed: bool
+    fixed_bytes: int
+
+
+def analyse(concrete_fn: Any, record: LayerRecord | None = None, batch: int | None = None) -> Traced:
+    """Read and analyse a traced step.
+
+    Args:
+        concrete_fn: A concrete function.
+        record: Keras layers seen while it was traced.
+        batch: Batch size where the graph leaves it open.
+
+    Raises:
+        RewriteError: If it computes no gradients.
+    """
+    graph = read(concrete_fn)
+    analysis = Analysis(graph)
+    analysis.require_backward()
+    known = _static_batch(graph, len(concrete_fn.inputs) - len(concrete_fn.captured_inputs))
+    return Traced(
+        concrete_fn,
+        analysis,
+        record or LayerRecord(),
+        known or batch or 1,
+        known is not None,
+        _tf_private.variable_bytes(concrete_fn),
+    )
+
+
+def _static_batch(graph: Graph, num_arguments: int) -> int | None:
+    """The leading size of the first image argument, or of the first argument that has one."""
+    shapes = [t.shape for t in graph.inputs[:num_arguments] if t.shape]
+    ranked = sorted(shapes, key=lambda shape: -len(shape))
+    return ranked[0][0] if ranked else 1
+
+
+def rewrite_traced(traced: Traced, params: SFTParams | AutoParams) -> tuple[Importer, Plan]:
+    """Rewrite a step.
+
+    Raises:
+        SegmentError: For a segment given by name that cannot be tiled.
+        BudgetError: For a budget that no plan meets.
+    """
+    if isinstance(params, AutoParams):
+        from tflms_sft._search import search
+
+        plans, left = search(traced, params)
+        graph, plan = finish(traced, plans, left, params.memory_budget)
+        return Importer(graph, traced.concrete_fn), plan
+    plans, left = plan_sft(traced, params)
+    graph, plan = finish(traced, plans, left, None)
+    return Importer(graph, traced.concrete_fn), plan
+
+
+def plan_sft(traced: Traced, params: SFTParams) -> tuple[list[SegmentPlan], list[LeftAlone]]:
+    """Segments and tiles as the parameters say."""
+    grid = parse_num_tiles(params.num_tiles, "num_tiles")
+    backward = None if params.backward_num_tiles is None else parse_num_tiles(params.backward_num_tiles, "")
+    if params.segments != "auto":
+        return _explicit(traced, params, grid, backward), []
+    segments, left = auto_segments(traced.analysis, params.memory_capacity, traced.batch, {})
+    plans = []
+    for segment in segments:
+        try:
+            plans.append(_planned(traced, segment, grid, backward, params.memory_capacity, clamp=True))
+        except NotTileableError as error:
+            left.append(LeftAlone(segment.name, str(error)))
+    return plans, left
+
+
+def _explicit(traced: Traced, params: SFTParams, grid: Grid | None, backward: Grid | None) -> list[SegmentPlan]:
+    taken: set[Node] = set()
+    used: set[Node] = set()
+    plans = []
+    for number, spec in enumerate(params.segments, 1):
+        segment = _named_segment(traced, spec, f"segment{number}", taken, used)
+        taken.update(segment.backward)
+        used.update(segment.forward)
+        own = grid if spec.num_tiles is None else parse_num_tiles(spec.num_tiles, "num_tiles")
+        back = backward if spec.backward_num_tiles is None else parse_num_tiles(spec.backward_num_tiles, "")
+        try:
+            plans.append(_planned(traced, segment, own, back, params.memory_capacity, clamp=False))
+        except NotTileableError as error:
+            raise SegmentError(f"{_shown(spec)} cannot be tiled: {error}") from None
+    return plans
+
+
+def _shown(spec: SegmentSpec) -> str:
+    return f"The segment entry={spec.entry!r}, exit={spec.exit!r}"
+
+
+def _named_segment(traced: Traced, spec: SegmentSpec, name: str, taken: set[Node], used: set[Node]) -> Segment:
+    """The segment between two names."""
+    analysis, graph = traced.analysis, traced.analysis.graph
+    entries = [t for n in spec.entries for t in resolve(n, "entry", graph, traced.record)]
+    exits = [t for n in spec.exits for t in resolve(n, "exit", graph, traced.record)]
+    ops = forward_ops(analysis, entries, exits)
+    missing = [t.name for t in exits if t.node not in ops]
+    if missing:
+        raise SegmentError(
+            f"{_shown(spec)}: no path of forward operations leads from the entry to {missing}. "
+            "Name an exit that depends on the entry."
+        )
+    shared = analysis.sorted(ops & used)
+    if shared:
+        raise SegmentError(f"{_shown(spec)} overlaps another segment at `{shared[0].name}` ({shared[0].op}).")
+    try:
+        segment = build_segment(analysis, name, ops, taken)
+    except NotTileableError as error:
+        raise SegmentError(f"{_shown(spec)} cannot be tiled: {_with_layer(traced, error)}") from None
+    extra = [t for t in segment.exits if t not in exits]
+    segment.notes.extend(f"`{t.name}` is needed outside as well and is an exit" for t in extra)
+    return segment
+
+
+def _with_layer(traced: Traced, error: Exception) -> str:
+    """An error text with the Keras layer of the op that it names."""
+    text = str(error)
+    for op, call in traced.record.layer_of_op.items():
+        if f"`{op}`" in text:
+            return f"{text} (layer {call.layer!r}, {call.kind})"
+    return text
+
+
+def check_tiles(segment: Segment, grid: Grid, batch: int | None) -> None:
+    """Refuse more tiles than an exit, or a gradient that comes in, has rows.
+
+    Raises:
+        ValueError: With the numbers.
+    """
+    del batch  # More batch tiles than samples are empty and skipped at run time.
+    for tensor in (*segment.exits, *segment.grad_entries):
+        assert tensor.shape is not None
+        for axis, name in enumerate(("height", "width")):
+            rows = tensor.shape[axis + 1]
+            if rows is not None and grid.spatial[axis] > rows > 1 or (rows == 1 and grid.spatial[axis] > 1):
+                raise ValueError(
+                    f"`num_tiles` asks for {grid.spatial[axis]} tiles along the {name}, and `{tensor.name}` of "
+                    f"{segment.name} has {rows} row(s). Use at most {rows}. Received: num_tiles={grid}."
+                )
+
+
+def _most_tiles(segment: Segment) -> tuple[int, ...]:
+    shapes = [t.shape for t in (*segment.exits, *segment.grad_entries) if t.shape is not None]
+    return tuple(min(int(shape[axis] or 1) for shape in shapes) for axis in (1, 2))
+
+
+def clamped(segment: Segment, grid: Grid) -> Grid:
+    """A grid with no more tiles than the segment's exits have rows."""
+    most = _most_tiles(segment)
+    return Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, most, strict=True)))
+
+
+def _planned(
+    traced: Traced, segment: Segment, grid: Grid | None, backward: Grid | None, capacity: int | None, clamp: bool
+) -> SegmentPlan:
+    if grid is not None:
+        if clamp:
+            grid = clamped(segment, grid)
+            backward = backward and clamped(segment, backward)
+        else:
+            check_tiles(segment, grid, None)
+            check_tiles(segment, backward or grid, None)
+        return plan_segment(traced.analysis, segment, grid, backward)
+    limit = capacity or sum(t.num_bytes(traced.batch) for t in (*segment.entries, *segment.exits))
+    best: tuple[int, SegmentPlan] | None = None
+    for count in AUTO_TILES:
+        tiles = clamped(segment, Grid(1, (count, count)))
+        plan = plan_segment(traced.analysis, segment, tiles, backward)
+        scratch = max(phase_scratch(phase, traced.batch) for phase in plan.phases)
+        if best is None or scratch < best[0]:
+            best = (scratch, plan)
+        if scratch <= limit or tiles.spatial == _most_tiles(segment):
+            break
+    assert best is not None
+    return best[1]
+
+
+def predict(traced: Traced, graph: Graph, plans: Sequence[SegmentPlan]) -> tuple[Peak, float]:
+    """Peak and relative cost of a graph with tile loops."""
+    batch, analysis = traced.batch, traced.analysis
+    loops = loop_nodes(graph)
+    scratch = {
+        loops[plan.segment.name, phase.name]: phase_scratch(phase, batch)
+        for plan in plans
+        for phase in plan.phases
+        if (plan.segment.name, phase.name) in loops
+    }
+    peak = graph_peak(graph, scratch, batch, traced.fixed_bytes)
+    whole = step_cost(analysis, analysis.order, batch)
+    tiled = step_cost(analysis, {n for p in plans for n in (*p.segment.forward, *p.segment.backward)}, batch)
+    turns = sum(phase_cost(analysis, phase, batch) for plan in plans for phase in plan.phases)
+    return peak, (whole - tiled + turns) / max(whole, 1.0)
+
+
+def finish(
+    traced: Traced, plans: list[SegmentPlan], left: Sequence[LeftAlone], budget: int | None
+) -> tuple[Graph, Plan]:
+    """Emit the graph and describe it."""
+    analysis = traced.analysis
+    original, _ = predict(traced, analysis.graph, [])
+    graph = tile_segments(analysis, plans) if plans else analysis.graph
+    peak, ratio = predict(traced, graph, plans)
+    names = display_names(analysis.graph, traced.record)
+    plan = Plan(
+        changed=bool(plans),
+        batch=traced.batch,
+        batch_is_fixed=traced.batch_is_fixed,
+        segments=tuple(_described(traced, plan, names) for plan in plans),
+        left_alone=tuple(_left(traced, item) for item in left),
+        original=_prediction(original, traced.fixed_bytes, 1.0),
+        predicted=_prediction(peak, traced.fixed_bytes, ratio),
+        memory_budget=budget,
+    )
+    return graph, plan
+
+
+def _prediction(peak: Peak, fixed_bytes: int, ratio: float) -> Prediction:
+    return Prediction(peak.peak_bytes, fixed_bytes, ratio, peak.largest, peak.timeline)
+
+
+def _left(traced: Traced, item: LeftAlone) -> tuple[str, str]:
+    call = traced.record.layer_of_op.get(item.name)
+    if call is None:
+        return item.name, item.reason
+    hint = ""
+    if call.kind == "BatchNormalization" and call.trainable:
+        hint = "; its statistics in training mode are not supported yet, freeze it with `trainable=False`"
+    return f"layer {call.layer!r} ({call.kind})", item.reason + hint
+
+
+def _described(traced: Traced, plan: SegmentPlan, names: Mapping[Tensor, str]) -> PlannedSegment:
+    segment = plan.segment
+    forward, backward = plan.phases[0], plan.phases[-1]
+    entry, exit_ = segment.entries[0], segment.exits[0]
+
+    def rows(tensor: Tensor) -> tuple[int, int]:
+        region = forward.cells.get(tensor) or forward.regions[tensor]
+        return int(region[0].size.max()), int(region[1].size.max())
+
+    def shown(tensors: Sequence[Tensor]) -> tuple[str, ...]:
+        return tuple(names.get(t, t.name) for t in tensors)
+
+    return PlannedSegment(
+        name=segment.name,
+        entries=shown(segment.entries),
+        exits=shown(segment.exits),
+        num_tiles=(forward.grid.batch, *forward.grid.spatial),
+        backward_num_tiles=(backward.grid.batch, *backward.grid.spatial),
+        stored=shown(sorted(segment.stored, key=lambda t: t.name)),
+        forward_ops=len(segment.forward),
+        backward_ops=len(segment.backward),
+        tile_bytes=(phase_scratch(forward, traced.batch), phase_scratch(backward, traced.batch)),
+        tile_rows=(rows(exit_), rows(entry)),
+        notes=tuple(segment.notes),
+    )
+
+
+def unsupported_layers(traced: Traced, left: Sequence[LeftAlone]) -> list[str]:
+    """Layers that this version cannot tile, by name."""
+    return list(dict.fromkeys(_left(traced, item)[0] for item in left))

@@ -1,0 +1,238 @@
+"""Put a rewritten step into a Keras model, and take it out again.
+
+Keras looks `train_step` up when it builds its train function, and the train function at
+every step. So an object that rewrites is put in the place of the former, the latter is
+built anew, and both are put back as they were: at the end of training, and at any
+exception that a step raises, because Keras calls no callback then.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from rewriters.build import Importer
+from rewriters.errors import RewriteError
+from tflms_sft._compile import analyse, rewrite_traced
+from tflms_sft._measure import read_peak, reset_peak
+from tflms_sft._names import recorded_layers
+from tflms_sft._params import AutoParams, SFTParams
+from tflms_sft._plan import Plan
+from tflms_sft._rewrite import check_image_sizes
+from tflms_sft._units import format_bytes
+
+_SLOT = "_tflms_sft_installation"
+
+
+class Installation:
+    """A rewritten step in a model.
+
+    Attributes:
+        model: The model.
+        plan: Of the first signature that was traced; `None` before.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        params: SFTParams | AutoParams,
+        batch_shape: tuple[int, ...] | None,
+        on_plan: Callable[[Plan], None],
+        on_measured: Callable[[Plan], None],
+    ) -> None:
+        self.model = model
+        self.plan: Plan | None = None
+        self._params = params
+        self._shapes = {"x": batch_shape} if batch_shape else {}
+        self._on_plan = on_plan
+        self._on_measured = on_measured
+        self._steps: dict[Any, Importer] = {}
+        self._saved: dict[str, Any] = {}
+        self._measured = False
+
+    def install(self) -> None:
+        """Replace the train step; a previous installation is taken out first.
+
+        Raises:
+            RewriteError: If the model cannot be rewritten at all.
+        """
+        check_model(self.model)
+        previous = self.model.__dict__.get(_SLOT)
+        if previous is not None:
+            previous.restore()
+        model = self.model
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        self._original = model.train_step
+        self._saved = {
+            "train_step": model.__dict__.get("train_step"),
+            "jit_compile": model.jit_compile,
+            "train_function": model.train_function,
+        }
+        object.__setattr__(model, _SLOT, self)
+        model.jit_compile = False
+        object.__setattr__(model, "train_step", self.train_step)
+        model.make_train_function(force=True)
+        self._inner = model.train_function
+        model.train_function = self.run
+
+    def restore(self) -> None:
+        """Put everything back; does nothing the second time."""
+        model = self.model
+        if model.__dict__.get(_SLOT) is not self:
+            return
+        object.__delattr__(model, _SLOT)
+        if self._saved["train_step"] is None:
+            object.__delattr__(model, "train_step")
+        else:
+            object.__setattr__(model, "train_step", self._saved["train_step"])
+        model.jit_compile = self._saved["jit_compile"]
+        model.train_function = None
+        model.make_train_function()
+
+    @property
+    def turned_off_jit(self) -> bool:
+        """Whether the model asked for XLA, which is off while the step is rewritten."""
+        return bool(self._saved.get("jit_compile"))
+
+    def run(self, iterator: Any) -> Any:
+        """The model's train function: looks at the first batch, then hands on."""
+        try:
+            if self._shapes or self.plan is not None or not isinstance(iterator, tf.data.Iterator):
+                return self._watched(iterator)
+            return self._watched(self._peeked(iterator))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            raise  # The normal end of an epoch.
+        except BaseException:
+            self.restore()
+            raise
+
+    def _watched(self, iterator: Any) -> Any:
+        """Run, and report the measured peak of the first step."""
+        first = not self._measured
+        counted = first and reset_peak()
+        result = self._inner(iterator)
+        if first and self.plan is not None:
+            self._measured = True
+            tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
+            self.plan.measured = read_peak() if counted else None
+            self._on_measured(self.plan)
+        return result
+
+    def _peeked(self, iterator: Any) -> Any:
+        """An iterator that gives the same batches, after its first one's shapes were noted.
+
+        The step may be traced for unknown sizes; plans are made for known ones.
+        """
+        spec = iterator.element_spec
+        flat = tf.nest.flatten(spec)
+        if not all(isinstance(s, tf.TensorSpec) for s in flat) or all(s.shape.is_fully_defined() for s in flat):
+            return iterator
+        first = next(iterator)
+        self._note(first)
+        batches = itertools.islice(itertools.chain([first], iterator), self.model.steps_per_execution)
+
+        def generate() -> Iterator[Any]:
+            yield from batches
+
+        return iter(tf.data.Dataset.from_generator(generate, output_signature=spec))
+
+    def _note(self, data: Any) -> None:
+        for tensor in tf.nest.flatten(data):
+            if len(tensor.shape) == 4:
+                self._shapes.setdefault("x", tuple(tensor.shape))
+
+    def train_step(self, data: Any) -> Any:
+        """What Keras traces: the original step, traced once per signature, rewritten and imported."""
+        if tf.executing_eagerly():
+            return self._original(data)
+        specs = tf.nest.map_structure(self._spec, data)
+        key = tuple(tf.nest.flatten(specs))
+        if key not in self._steps:
+            # Not under `tf.init_scope`: it pauses gradient tapes, those of the step too.
+            self._steps[key] = self._rewritten(specs)
+        flat = [t for t in tf.nest.flatten(data) if t is not None]
+        pairs = zip(flat, [s for s in key if s is not None], strict=True)
+        return self._steps[key]([tf.ensure_shape(t, s.shape) for t, s in pairs])
+
+    def _spec(self, tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        shape = tensor.shape.as_list() if tensor.shape.rank is not None else None
+        known = self._shapes.get("x")
+        if shape is not None and known is not None and len(shape) == len(known) == 4:
+            shape[1:3] = [k if s is None else s for s, k in zip(shape[1:3], known[1:3], strict=True)]
+        return tf.TensorSpec(shape, tensor.dtype)
+
+    def _rewritten(self, specs: Any) -> Importer:
+        original = self._original
+        with recorded_layers() as record:
+            traced = tf.function(lambda data: original(data), autograph=False).get_concrete_function(specs)
+        record.finish(traced.graph)
+        check_image_sizes(traced)
+        known = self._shapes.get("x")
+        self._require_batch(traced, known)
+        importer, plan = rewrite_traced(analyse(traced, record, known[0] if known else None), self._params)
+        if self.plan is None:
+            self.plan = plan
+            self._on_plan(plan)
+        return importer
+
+    def _require_batch(self, traced: Any, known: Any) -> None:
+        if known or not isinstance(self._params, AutoParams):
+            return
+        for tensor in traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]:
+            if tensor.shape.rank == 4 and tensor.shape[0] is None:
+                raise RewriteError(
+                    f"The batch size of `{tensor.name}` is unknown: {tensor.shape}, and a budget needs one. "
+                    "Pass `batch_shape=`, the shape of the largest batch of images."
+                )
+
+
+def check_model(model: Any) -> None:
+    """Refuse models that no step can be rewritten for.
+
+    Raises:
+        RewriteError: With the remedy.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise RewriteError(
+            f"Keras runs on {keras.backend.backend()!r}; only TensorFlow graphs can be rewritten. "
+            'Set the environment variable KERAS_BACKEND="tensorflow".'
+        )
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a compiled `keras.Model`. Received: {model!r}.")
+    if not getattr(model, "compiled", False) or model.optimizer is None:
+        raise RewriteError(f"Model {model.name!r} is not compiled with an optimizer. Call `model.compile` first.")
+    if model.run_eagerly:
+        raise RewriteError(
+            f"Model {model.name!r} runs eagerly, so there is no graph to rewrite. Compile it with `run_eagerly=False`."
+        )
+    if not model.built:
+        raise RewriteError(f"Model {model.name!r} has no weights yet. Call it on a batch, or `model.build`, first.")
+
+
+def start_line(installation: Installation, validation: bool) -> str:
+    """What was done, for the user."""
+    assert installation.plan is not None
+    text = f"tflms-sft: {installation.plan.headline()}"
+    if installation.turned_off_jit:
+        text += "; XLA (`jit_compile`) is off for this training"
+    if validation:
+        text += "; validation runs plain"
+    return text
+
+
+def peak_line(plan: Plan) -> str:
+    """The measured peak next to the predicted one."""
+    if plan.measured is None:
+        return "tflms-sft: peak of the first step not measured (this device keeps no memory statistics)"
+    text = f"tflms-sft: measured peak {format_bytes(plan.measured.peak_bytes)}"
+    text += f" in the first step, predicted {format_bytes(plan.predicted.peak_bytes)}"
+    if plan.memory_budget is not None and plan.measured.peak_bytes > plan.memory_budget:
+        text += f" - OVER the budget of {format_bytes(plan.memory_budget)}: lower `memory_budget` or raise `headroom`"
+    return text

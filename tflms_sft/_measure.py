@@ -1,0 +1,96 @@
+"""The measured peak of a step, and where the number comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters import _tf_private
+from tflms_sft._plan import Measurement
+from tflms_sft._rewrite import RewrittenStep, is_concrete
+
+ALLOCATOR = "allocator statistics"
+RECORDS = "allocation records of one step"
+
+
+def device_name() -> str:
+    """The device whose memory counts: the first GPU if there is one."""
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+def reset_peak() -> bool:
+    """Start a new measurement; `False` if this device keeps no statistics."""
+    try:
+        tf.config.experimental.reset_memory_stats(device_name())
+    except (ValueError, RuntimeError, tf.errors.OpError):
+        return False
+    return True
+
+
+def read_peak() -> Measurement | None:
+    """The peak since `reset_peak`, or `None` if this device keeps no statistics."""
+    try:
+        info = tf.config.experimental.get_memory_info(device_name())
+    except (ValueError, RuntimeError, tf.errors.OpError):
+        return None
+    return Measurement(int(info["peak"]), f"{ALLOCATOR} of {device_name()}")
+
+
+def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
+    """Run one step and tell the peak of what was alive on the device.
+
+    The step's variables are put back afterwards, so that weights, optimizer slots,
+    metrics and seeds are as before.
+
+    Args:
+        step: What `rewrite` returned, a `tf.function`, or a `ConcreteFunction`.
+        *args: Arguments of a step.
+        **kwargs: The same by keyword.
+
+    Returns:
+        `peak_bytes`, variables included; `source` says which of two it is. Allocator statistics are used
+        where the device has them (a GPU; a CPU with oneDNN). Otherwise the step runs once with a full
+        trace and its allocation records are added up, which also gives a `timeline`.
+
+    Raises:
+        TypeError: If `step` cannot be traced.
+    """
+    concrete_fn = _concrete(step, args, kwargs)
+    run = step if callable(step) else concrete_fn
+    variables = list(concrete_fn.graph.variables)
+    saved = [variable.read_value() for variable in variables]
+    try:
+        if reset_peak():
+            run(*args, **kwargs)  # The first run also pays for graph optimisation.
+            reset_peak()
+            before = _saved_bytes(saved)
+            run(*args, **kwargs)
+            found = read_peak()
+            assert found is not None
+            return Measurement(max(found.peak_bytes - before, 0), found.source)
+        fixed = _tf_private.variable_bytes(concrete_fn)
+        timeline = _tf_private.allocation_timeline(concrete_fn, tf.nest.flatten((args, kwargs)))
+        peak = max((alive for _, alive in timeline), default=0)
+        shifted = tuple((time_s, alive + fixed) for time_s, alive in timeline)
+        return Measurement(peak + fixed, RECORDS, shifted)
+    finally:
+        for variable, value in zip(variables, saved, strict=True):
+            variable.assign(value)
+
+
+def _concrete(step: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(step, RewrittenStep):
+        return step.concrete_function
+    if is_concrete(step):
+        return step
+    if hasattr(step, "get_concrete_function"):
+        return step.get_concrete_function(*args, **kwargs)
+    raise TypeError(
+        "`step` must be a rewritten step, a `tf.function` or a `ConcreteFunction`. "
+        f"Received: step={step!r} of type {type(step).__name__}."
+    )
+
+
+def _saved_bytes(saved: list[Any]) -> int:
+    return sum(int(tf.size(value)) * value.dtype.size for value in saved)

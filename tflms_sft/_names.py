@@ -1,0 +1,160 @@
+"""Names that users write, and the tensors of a traced step that they mean.
+
+Keras decorates scope names (`functional_1/conv_1/...`), differently for each model, so
+the layers themselves are watched while the step is traced: what each call returned,
+and which ops it added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from rewriters.errors import SegmentError
+from rewriters.graph import Graph, Tensor
+
+
+@dataclasses.dataclass
+class LayerCall:
+    """One call of a Keras layer in a trace.
+
+    Attributes:
+        layer: Name of the layer.
+        kind: Its class.
+        outputs: Names of the tensors it returned.
+        ops: First and one past the last op it added, counted in the traced graph.
+        trainable: Whether it has trainable weights.
+        graph: The graph being traced.
+    """
+
+    layer: str
+    kind: str
+    outputs: list[str]
+    ops: tuple[int, int]
+    trainable: bool
+    graph: Any = dataclasses.field(repr=False, default=None)
+
+
+@dataclasses.dataclass
+class LayerRecord:
+    """All layer calls of a trace, and the inputs of functional models."""
+
+    calls: list[LayerCall] = dataclasses.field(default_factory=list)
+    inputs: dict[str, str] = dataclasses.field(default_factory=dict)
+    layer_of_op: dict[str, LayerCall] = dataclasses.field(default_factory=dict)
+
+    def finish(self, traced: Any) -> None:
+        """Keep what belongs to this trace, and map each op to the innermost layer call that added it.
+
+        TensorFlow may trace a function twice, the first time to see whether it makes variables.
+        """
+        self.calls = [call for call in self.calls if call.graph is traced]
+        names = [operation.name for operation in traced.get_operations()]
+        for call in sorted(self.calls, key=lambda c: c.ops[0] - c.ops[1]):
+            for name in names[call.ops[0] : call.ops[1]]:
+                self.layer_of_op[name] = call
+
+    def candidates(self, graph: Graph) -> dict[str, list[Tensor]]:
+        """Tensors by name: layers and their numbered calls, and model inputs."""
+        found: dict[str, list[list[Tensor]]] = {}
+        for call in self.calls:
+            tensors = [t for t in (lookup(graph, name) for name in call.outputs) if t is not None]
+            if tensors:
+                found.setdefault(call.layer, []).append(tensors)
+        result: dict[str, list[Tensor]] = {}
+        for layer, calls in found.items():
+            if len(calls) == 1:
+                result[layer] = calls[0]
+            else:
+                result.update({f"{layer}/{number}": tensors for number, tensors in enumerate(calls, 1)})
+        for name, tensor_name in self.inputs.items():
+            tensor = lookup(graph, tensor_name)
+            if tensor is not None:
+                result.setdefault(name, [tensor])
+        return result
+
+
+def lookup(graph: Graph, tensor_name: str) -> Tensor | None:
+    """The tensor of that name, or what normalisation replaced it by."""
+    if tensor_name in graph.aliases:
+        return graph.aliases[tensor_name]
+    name, _, index = tensor_name.partition(":")
+    node = graph.nodes.get(name)
+    if node is None or not (index or "0").isdigit() or int(index or 0) >= len(node.outputs):
+        return None
+    return node.out(int(index or 0))
+
+
+@contextlib.contextmanager
+def recorded_layers() -> Iterator[LayerRecord]:
+    """Watch every Keras layer call while a step is traced."""
+    record = LayerRecord()
+    original = keras.layers.Layer.__call__
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations()) if not tf.executing_eagerly() else 0
+        outputs = original(self, *args, **kwargs)
+        if not tf.executing_eagerly():
+            _remember(record, self, args, outputs, (before, len(graph.get_operations())))
+        return outputs
+
+    keras.layers.Layer.__call__ = watched
+    try:
+        yield record
+    finally:
+        keras.layers.Layer.__call__ = original
+
+
+def _remember(record: LayerRecord, layer: Any, args: Any, outputs: Any, ops: tuple[int, int]) -> None:
+    names = [t.name for t in tf.nest.flatten(outputs) if tf.is_tensor(t) and hasattr(t, "op")]
+    graph = tf.compat.v1.get_default_graph()
+    trainable = bool(layer.trainable_weights)
+    record.calls.append(LayerCall(layer.name, type(layer).__name__, names, ops, trainable, graph))
+    if isinstance(layer, keras.Model) and getattr(layer, "inputs", None) and args:
+        given = [t for t in tf.nest.flatten(args[0]) if tf.is_tensor(t) and hasattr(t, "op")]
+        for symbol, tensor in zip(layer.inputs, given, strict=False):
+            for layer_in in layer.layers:
+                if isinstance(layer_in, keras.layers.InputLayer) and layer_in.output is symbol:
+                    record.inputs[layer_in.name] = tensor.name
+
+
+def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list[Tensor]:
+    """The tensors that a name means: a Keras layer's output, else an op's, else a tensor.
+
+    Raises:
+        SegmentError: If nothing has that name, or several calls of a layer do.
+    """
+    layers = record.candidates(graph)
+    if name in layers:
+        return layers[name]
+    calls = [known for known in layers if known.rpartition("/")[0] == name and known.rpartition("/")[2].isdigit()]
+    if calls:
+        raise SegmentError(
+            f"`{argument}` is ambiguous: layer {name!r} is called {len(calls)} times. Received: {argument}={name!r}. "
+            f"Name one call: {', '.join(repr(call) for call in calls)}."
+        )
+    tensor = lookup(graph, name)
+    if tensor is not None:
+        return [tensor]
+    known = [*layers, *graph.nodes]
+    near = difflib.get_close_matches(name, known, n=4, cutoff=0.4) or list(layers)[:4]
+    raise SegmentError(
+        f"`{argument}` names nothing in the step: no layer, op or tensor. Received: {argument}={name!r}. "
+        f"Nearest: {', '.join(repr(n) for n in near)}."
+    )
+
+
+def display_names(graph: Graph, record: LayerRecord) -> Mapping[Tensor, str]:
+    """For tensors that have one, the name to print: it can be pasted back into a `SegmentSpec`."""
+    result: dict[Tensor, str] = {}
+    for name, tensors in record.candidates(graph).items():
+        if len(tensors) == 1:
+            result.setdefault(tensors[0], name)  # The layer itself rather than the model around it.
+    return result

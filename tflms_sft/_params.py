@@ -1,0 +1,175 @@
+"""What a user asks for, checked when it is written down."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rewriters.tiles import Grid
+from tflms_sft._units import parse_bytes
+
+AXIS_NAMES = ("batch", "height", "width")
+
+
+def parse_num_tiles(value: Any, argument: str) -> Grid | None:
+    """A grid from `"auto"` (`None`), a tuple of two or three counts, or a mapping of axis names.
+
+    Raises:
+        TypeError: For another type, or counts that are not integers.
+        ValueError: For counts below one, unknown axes, or the wrong number of them.
+    """
+    if isinstance(value, str) and value == "auto":
+        return None
+    expected = (
+        'expected "auto", (height, width), (batch, height, width), or a mapping such as {"height": 4, "width": 4}'
+    )
+    if isinstance(value, Mapping):
+        unknown = [axis for axis in value if axis not in AXIS_NAMES]
+        if unknown:
+            raise ValueError(f"`{argument}` names unknown axes {unknown}; {expected}. Received: {argument}={value!r}.")
+        counts = tuple(value.get(axis, 1) for axis in AXIS_NAMES)
+    elif isinstance(value, (tuple, list)):
+        if len(value) not in (2, 3):
+            raise ValueError(f"`{argument}` has {len(value)} counts; {expected}. Received: {argument}={value!r}.")
+        counts = (1, *value) if len(value) == 2 else tuple(value)
+    else:
+        raise TypeError(f"`{argument}`: {expected}. Received: {argument}={value!r} of type {type(value).__name__}.")
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"`{argument}` counts tiles in integers. Received: {argument}={value!r}.")
+        if count < 1:
+            raise ValueError(f"`{argument}` must be at least 1 along every axis. Received: {argument}={value!r}.")
+    return Grid(counts[0], tuple(counts[1:]))
+
+
+def _check_halo(value: Any) -> None:
+    if value != "recompute":
+        raise ValueError(f'`halo` must be "recompute": each tile computes its own borders. Received: halo={value!r}.')
+
+
+def _names(value: Any, argument: str) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) and name for name in names):
+        raise TypeError(
+            f"`{argument}` must be the name of a layer, op or tensor, or a tuple of names. "
+            f"Received: {argument}={value!r}."
+        )
+    return tuple(names)
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentSpec:
+    """A part of the network to run tile by tile.
+
+    Args:
+        entry: Name of the tensor that goes in (it is kept, not recomputed): a Keras layer, whose output
+            it is, or an op, or a tensor. A tuple for several.
+        exit: Name of the tensor that comes out, likewise.
+        num_tiles: Number of tiles along the exit: `(height, width)`, `(batch, height, width)` or a mapping
+            from axis names. `None` takes that of `SFTParams`.
+        halo: `"recompute"`. `None` takes that of `SFTParams`.
+        backward_num_tiles: A number of its own for the backward loop. `None` takes that of `SFTParams`.
+
+    Example:
+    >>> SegmentSpec("input_layer", "block3_pool", num_tiles=(4, 4))
+    """
+
+    entry: str | tuple[str, ...]
+    exit: str | tuple[str, ...]
+    num_tiles: Any = None
+    halo: str | None = None
+    backward_num_tiles: Any = None
+
+    def __post_init__(self) -> None:
+        """Check everything that can be checked without a network."""
+        _names(self.entry, "entry")
+        _names(self.exit, "exit")
+        for argument in ("num_tiles", "backward_num_tiles"):
+            if getattr(self, argument) is not None:
+                parse_num_tiles(getattr(self, argument), argument)
+        if self.halo is not None:
+            _check_halo(self.halo)
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Entry names as a tuple."""
+        return _names(self.entry, "entry")
+
+    @property
+    def exits(self) -> tuple[str, ...]:
+        """Exit names as a tuple."""
+        return _names(self.exit, "exit")
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTParams:
+    """Segmented fused-tiled execution (Xu et al., CC '22).
+
+    Args:
+        num_tiles: Number of tiles along the exit of each segment, split as evenly as possible:
+            `(height, width)`, `(batch, height, width)`, or a mapping such as
+            `{"batch": 1, "height": 4, "width": 4}`. `"auto"` takes the fewest tiles whose turn needs no more
+            memory than the segment's own entry and exit, or than `memory_capacity` if that is given.
+        segments: `"auto"`, or a list of `SegmentSpec`.
+        memory_capacity: Bytes (or a string such as `"1GiB"`). With automatic segments: tensors larger than
+            this must be tiled, and segments end at smaller ones (the paper's Listing 3). `None` makes segments
+            as long as can be.
+        halo: `"recompute"`.
+        backward_num_tiles: A number of tiles of its own for the backward loop; `None` is the same.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a wrong value.
+    """
+
+    num_tiles: Any = "auto"
+    segments: Any = "auto"
+    memory_capacity: Any = None
+    halo: str = "recompute"
+    backward_num_tiles: Any = None
+
+    def __post_init__(self) -> None:
+        """Check everything that can be checked without a network."""
+        parse_num_tiles(self.num_tiles, "num_tiles")
+        if self.backward_num_tiles is not None:
+            parse_num_tiles(self.backward_num_tiles, "backward_num_tiles")
+        _check_halo(self.halo)
+        if self.memory_capacity is not None:
+            object.__setattr__(self, "memory_capacity", parse_bytes(self.memory_capacity, "memory_capacity"))
+        if isinstance(self.segments, str):
+            if self.segments != "auto":
+                raise ValueError(f'`segments` must be "auto" or a list of `SegmentSpec`. Received: {self.segments!r}.')
+            return
+        if not isinstance(self.segments, (list, tuple)) or not all(isinstance(s, SegmentSpec) for s in self.segments):
+            raise TypeError(f'`segments` must be "auto" or a list of `SegmentSpec`. Received: {self.segments!r}.')
+        if not self.segments:
+            raise ValueError('`segments` is empty: name at least one segment, or use "auto". Received: segments=[].')
+        object.__setattr__(self, "segments", tuple(self.segments))
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoParams:
+    """A memory budget; how it is met is found out.
+
+    Args:
+        memory_budget: Most bytes that may be alive on the device at any moment of a step, weights and
+            optimizer slots included: an int, or a string such as `"8GiB"`.
+        headroom: Part of the budget that the prediction leaves free, because the order in which ready ops run,
+            and so the peak, varies from run to run. Defaults to 0.1.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a wrong value.
+    """
+
+    memory_budget: Any
+    headroom: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check and convert."""
+        object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget, "memory_budget"))
+        if isinstance(self.headroom, bool) or not isinstance(self.headroom, (int, float)):
+            raise TypeError(f"`headroom` must be a number from 0 to below 1. Received: headroom={self.headroom!r}.")
+        if not 0 <= self.headroom < 1:
+            raise ValueError(f"`headroom` must be a number from 0 to below 1. Received: headroom={self.headroom!r}.")

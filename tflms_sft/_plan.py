@@ -1,0 +1,173 @@
+"""What was done to a step, in words, numbers and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from tflms_sft._units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the model says of one step.
+
+    Attributes:
+        peak_bytes: Everything alive on the device at the worst moment, weights and optimizer slots included.
+        fixed_bytes: Weights, optimizer slots and other variables.
+        time_ratio: Arithmetic and memory traffic over those of the original step.
+        largest: (name, bytes) of the largest tensors alive at the worst moment.
+        timeline: (op, bytes alive while it runs), in predicted order.
+    """
+
+    peak_bytes: int
+    fixed_bytes: int
+    time_ratio: float
+    largest: tuple[tuple[str, int], ...]
+    timeline: tuple[tuple[str, int], ...] = dataclasses.field(repr=False, default=())
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What a run of one step took.
+
+    Attributes:
+        peak_bytes: As in `Prediction`.
+        source: Where the number comes from.
+        timeline: (seconds, bytes alive), if the source has one.
+    """
+
+    peak_bytes: int
+    source: str
+    timeline: tuple[tuple[float, int], ...] = dataclasses.field(repr=False, default=())
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedSegment:
+    """One segment as it runs.
+
+    Attributes:
+        name: Its name scope is `sft/<name>`.
+        entries: Names of what goes in; they can be pasted into a `SegmentSpec`.
+        exits: Names of what comes out.
+        num_tiles: Tiles along (batch, height, width) in the forward loop.
+        backward_num_tiles: The same in the backward loop.
+        stored: Names of inner tensors that are kept instead of recomputed.
+        forward_ops: Number of forward ops.
+        backward_ops: Number of backward ops.
+        tile_bytes: Predicted peak of one turn, (forward, backward).
+        tile_rows: Largest (height, width) of a tile of the exit, and of the entry with its halo.
+        notes: What a reader should know.
+    """
+
+    name: str
+    entries: tuple[str, ...]
+    exits: tuple[str, ...]
+    num_tiles: tuple[int, ...]
+    backward_num_tiles: tuple[int, ...]
+    stored: tuple[str, ...]
+    forward_ops: int
+    backward_ops: int
+    tile_bytes: tuple[int, int]
+    tile_rows: tuple[tuple[int, int], tuple[int, int]]
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """How a step was rewritten.
+
+    Attributes:
+        changed: Whether anything was rewritten.
+        batch: Batch size that the bytes hold for; smaller batches run too.
+        batch_is_fixed: Whether the step was traced for this batch alone.
+        segments: What runs tile by tile.
+        left_alone: (name, reason) of image ops that stay as they were.
+        original: Prediction for the step as it was.
+        predicted: Prediction for the step as it is.
+        measured: Peak of a real step, once there was one.
+        memory_budget: Bytes, if there was a budget.
+        notes: Remarks.
+    """
+
+    changed: bool
+    batch: int
+    batch_is_fixed: bool
+    segments: tuple[PlannedSegment, ...]
+    left_alone: tuple[tuple[str, str], ...]
+    original: Prediction
+    predicted: Prediction
+    measured: Measurement | None = None
+    memory_budget: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def headline(self) -> str:
+        """One line: what was done and what is expected."""
+        before, after = format_bytes(self.original.peak_bytes), format_bytes(self.predicted.peak_bytes)
+        if not self.changed:
+            return f"nothing rewritten, predicted peak {after}" + self._budget_text()
+        grids = ", ".join("x".join(map(str, _short(s.backward_num_tiles))) for s in self.segments)
+        return (
+            f"{len(self.segments)} segment(s) in {grids} tiles, predicted peak {after} instead of {before}, "
+            f"about {self.predicted.time_ratio:.2f}x the arithmetic" + self._budget_text()
+        )
+
+    def _budget_text(self) -> str:
+        return "" if self.memory_budget is None else f", budget {format_bytes(self.memory_budget)}"
+
+    def summary(self) -> str:
+        """A report of several lines."""
+        size = f"batch {self.batch}" if self.batch_is_fixed else f"batches of up to {self.batch}"
+        lines = [f"Plan for {size}: {self.headline()}"]
+        for segment in self.segments:
+            (rows, columns), (in_rows, in_columns) = segment.tile_rows
+            lines.append(
+                f"  {segment.name}: {_joined(segment.entries)} -> {_joined(segment.exits)}, "
+                f"{'x'.join(map(str, _short(segment.num_tiles)))} tiles forward, "
+                f"{'x'.join(map(str, _short(segment.backward_num_tiles)))} backward; "
+                f"exit tile {rows}x{columns} from {in_rows}x{in_columns} of the entry; "
+                f"turn {format_bytes(segment.tile_bytes[0])} forward, {format_bytes(segment.tile_bytes[1])} backward; "
+                f"{segment.forward_ops} + {segment.backward_ops} ops"
+            )
+            if segment.stored:
+                lines.append(f"    stored: {', '.join(segment.stored)}")
+            lines.extend(f"    {note}" for note in segment.notes)
+        fixed = format_bytes(self.predicted.fixed_bytes)
+        lines.append(f"  weights and optimizer slots: {fixed}; largest at the predicted peak:")
+        lines.extend(f"    {format_bytes(amount):>9}  {name}" for name, amount in self.predicted.largest[:5])
+        if self.measured is not None:
+            lines.append(f"  measured peak: {format_bytes(self.measured.peak_bytes)} ({self.measured.source})")
+        if self.left_alone:
+            lines.append("  left alone:")
+            lines.extend(f"    {name}: {reason}" for name, reason in self.left_alone)
+        lines.extend(f"  {note}" for note in self.notes)
+        return "\n".join(lines)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The whole plan as JSON, timelines included."""
+        return json.dumps(dataclasses.asdict(self), indent=indent)
+
+    def plot(self, path: str | None = None) -> Any:
+        """Draw the predicted memory over the ops of a step, before and after, with the measured peak.
+
+        Args:
+            path: File to write; `None` only returns the figure.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            ImportError: Without matplotlib (`pip install "tflms-sft[plot]"`).
+        """
+        from tflms_sft._plot import draw_plan
+
+        return draw_plan(self, path)
+
+
+def _short(counts: tuple[int, ...]) -> tuple[int, ...]:
+    return counts if counts[0] != 1 else counts[1:]
+
+
+def _joined(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else "(" + ", ".join(names) + ")"

@@ -1,0 +1,190 @@
+"""`rewrite`: any traced training step, rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.build import Importer
+from rewriters.errors import RewriteError
+from tflms_sft._compile import analyse, rewrite_traced
+from tflms_sft._names import LayerRecord, recorded_layers
+from tflms_sft._params import AutoParams, SFTParams
+from tflms_sft._plan import Plan
+
+
+def is_concrete(step: Any) -> bool:
+    """Whether `step` is traced already."""
+    return hasattr(step, "structured_input_signature") and hasattr(step, "captured_inputs")
+
+
+def spec_of(value: Any) -> Any:
+    """The `TensorSpec` of a tensor, array or variable; anything else as it is."""
+    if isinstance(value, tf.TypeSpec) or value is None:
+        return value
+    if tf.is_tensor(value) or hasattr(value, "__array_interface__") or isinstance(value, tf.Variable):
+        return tf.TensorSpec(value.shape, value.dtype)
+    return value
+
+
+def check_image_sizes(concrete_fn: Any) -> None:
+    """Refuse images of unknown height or width: intervals are planned for known sizes.
+
+    Raises:
+        RewriteError: With the argument and the remedy.
+    """
+    for tensor in concrete_fn.inputs[: len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)]:
+        shape = tensor.shape
+        if shape.rank == 4 and None in shape.as_list()[1:3]:
+            raise RewriteError(
+                f"The image size of argument `{tensor.name}` is unknown: {shape}. Tiles are planned for known sizes. "
+                "Trace with a `tf.TensorSpec` that gives height and width; under `fit`, pass `batch_shape=`."
+            )
+
+
+class RewrittenStep:
+    """A rewritten training step for one signature.
+
+    Call it as the original. It keeps the original's variables alive, may be called inside
+    a `tf.function`, and cannot be differentiated or pickled.
+
+    Attributes:
+        plan: What was done.
+        concrete_function: The rewritten step as a `ConcreteFunction` over flat tensors.
+    """
+
+    def __init__(self, original: Any, importer: Importer, plan: Plan) -> None:
+        self.plan = plan
+        self._original = original
+        self._importer = importer
+        self._signature = original.structured_input_signature
+        flat = tf.nest.flatten(self._signature)
+        self._specs = [spec for spec in flat if isinstance(spec, tf.TypeSpec)]
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in original.inputs[: importer.num_arguments]]
+
+        def run(*arguments: Any) -> Any:
+            return importer(arguments)
+
+        self._function = tf.function(run, input_signature=specs, autograph=False)
+        self.concrete_function = self._function.get_concrete_function()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step.
+
+        Raises:
+            TypeError: For arguments of another structure, shape or dtype than the step was rewritten for.
+        """
+        return self._function(*self._flat(args, kwargs))
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled."""
+        raise TypeError("a rewritten step cannot be pickled: rewrite the step again where it is needed")
+
+    def _flat(self, args: Any, kwargs: Any) -> list[Any]:
+        signature = self._bound(args, kwargs)
+        expected = tf.nest.flatten(self._signature)
+        given = tf.nest.flatten(signature)
+        result = []
+        for value, spec in zip(given, expected, strict=True):
+            if not isinstance(spec, tf.TypeSpec):
+                if isinstance(value, type(spec)) and value == spec or value is spec:
+                    continue
+                raise self._refusal(args, kwargs)
+            try:
+                tensor = tf.convert_to_tensor(value, dtype_hint=spec.dtype)
+            except (TypeError, ValueError):
+                raise self._refusal(args, kwargs) from None
+            if tensor.dtype != spec.dtype and not tf.is_tensor(value):
+                tensor = tf.cast(tensor, spec.dtype)
+            if tensor.dtype != spec.dtype or not spec.shape.is_compatible_with(tensor.shape):
+                raise self._refusal(args, kwargs)
+            result.append(tensor)
+        return result
+
+    def _bound(self, args: Any, kwargs: Any) -> Any:
+        """Arguments in the structure of the signature; positional ones may be given by keyword."""
+        positional, keywords = self._signature
+        names = self._original.function_type.parameters if hasattr(self._original, "function_type") else {}
+        args, kwargs = list(args), dict(kwargs)
+        for name in list(names)[len(args) :]:
+            if name in kwargs and name not in keywords and len(args) < len(positional):
+                args.append(kwargs.pop(name))
+        try:
+            tf.nest.assert_same_structure((positional, keywords), (tuple(args), kwargs), check_types=False)
+        except (TypeError, ValueError):
+            raise self._refusal(args, kwargs) from None
+        return tuple(args), kwargs
+
+    def _refusal(self, args: Any, kwargs: Any) -> TypeError:
+        given = tf.nest.map_structure(spec_of, (tuple(args), kwargs))
+        return TypeError(
+            f"This step was rewritten for one signature. Expected: {self._signature}. Received: {given}. "
+            "Rewrite the step for these arguments too."
+        )
+
+
+def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -> RewrittenStep:
+    """Rewrite a training step so that it needs less memory and computes the same.
+
+    Args:
+        step: A `tf.function` that computes gradients (and updates), or a `ConcreteFunction` of one.
+        params: `SFTParams` or `AutoParams`, or a list of one of them.
+        *example_args: For a `tf.function`: arguments of a step, or `tf.TensorSpec`s of them.
+        **example_kwargs: The same by keyword.
+
+    Returns:
+        A callable for that one signature, with `.plan` and `.concrete_function`.
+
+    Raises:
+        RewriteError: If the graph cannot be rewritten; its subclasses say more.
+        TypeError: For arguments of the wrong type.
+
+    Example:
+    >>> step = tf.function(train_step)
+    >>> fast_enough = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(4, 4)), images, labels)
+    >>> loss = fast_enough(images, labels)
+    """
+    chosen = one_of(params)
+    record = LayerRecord()
+    if is_concrete(step):
+        if example_args or example_kwargs:
+            raise TypeError("`step` is traced already, so example arguments have no effect. Leave them out.")
+        concrete_fn = step
+    elif hasattr(step, "get_concrete_function"):
+        args, kwargs = tf.nest.map_structure(spec_of, (example_args, example_kwargs))
+        with recorded_layers() as record:
+            concrete_fn = step.get_concrete_function(*args, **kwargs)
+        record.finish(concrete_fn.graph)
+    else:
+        raise TypeError(
+            "`step` must be a `tf.function` or a `ConcreteFunction`. "
+            f"Received: step={step!r} of type {type(step).__name__}. Wrap it: `tf.function(step)`."
+        )
+    check_image_sizes(concrete_fn)
+    importer, plan = rewrite_traced(analyse(concrete_fn, record, _batch_of(example_args)), chosen)
+    return RewrittenStep(concrete_fn, importer, plan)
+
+
+def _batch_of(example_args: Any) -> int | None:
+    for value in tf.nest.flatten(example_args):
+        shape = getattr(value, "shape", None)
+        if shape is not None and len(shape) == 4 and shape[0] is not None:
+            return int(shape[0])
+    return None
+
+
+def one_of(params: Any) -> SFTParams | AutoParams:
+    """The single parameter object of a list.
+
+    Raises:
+        TypeError: For anything else.
+    """
+    items: Sequence[Any] = params if isinstance(params, (list, tuple)) else [params]
+    if len(items) != 1 or not isinstance(items[0], (SFTParams, AutoParams)):
+        raise TypeError(
+            "`params` must be `SFTParams(...)` or `AutoParams(...)`, or a list of one of them. "
+            f"Received: params={params!r}."
+        )
+    return items[0]

@@ -1,0 +1,44 @@
+"""Bytes: read from what a user writes, printed so that a user can read them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_PATTERN = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*$")
+
+
+def parse_bytes(value: object, argument: str) -> int:
+    """Bytes from an int or a string such as `"8GiB"` or `"1.5 GB"`.
+
+    Raises:
+        TypeError: For anything that is neither, `bool` and `float` included.
+        ValueError: For a string without a known unit, and for less than one byte.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(
+            f'`{argument}` must be an int (bytes) or a string with a unit, such as "8GiB". '
+            f"Received: {argument}={value!r} of type {type(value).__name__}."
+        )
+    if isinstance(value, int):
+        amount = value
+    else:
+        match = _PATTERN.match(value)
+        if match is None or match.group(2) not in _UNITS:
+            raise ValueError(
+                f'`{argument}` must be a positive number followed by one of {", ".join(_UNITS)}, such as "8GiB". '
+                f"Received: {argument}={value!r}."
+            )
+        amount = int(float(match.group(1)) * _UNITS[match.group(2)])
+    if amount < 1:
+        raise ValueError(f"`{argument}` must be at least one byte. Received: {argument}={value!r}.")
+    return amount
+
+
+def format_bytes(amount: float) -> str:
+    """`"3.4 GiB"`, `"512 MiB"`, `"17 B"`."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if abs(amount) >= _UNITS[unit]:
+            number = amount / _UNITS[unit]
+            return f"{number:.2f} {unit}" if number < 10 else f"{number:.0f} {unit}"
+    return f"{amount:.0f} B"
