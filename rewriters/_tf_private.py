@@ -44,9 +44,9 @@ def function_body(function_def: Any) -> tuple[Any, dict[str, str]]:
     return function_def_to_graph.function_def_to_graph_def(function_def)
 
 
-def captures(concrete_fn: Any) -> list[tuple[Any, Any]]:
-    """Pairs (captured outer tensor, placeholder inside) of a traced function."""
-    return list(concrete_fn.graph.captures)
+def untraced(function: Any) -> Any:
+    """The same `tf.function` without its traces: layers can be watched only while a step is traced."""
+    return function._clone(None)
 
 
 def default_func_graph() -> Any:
@@ -90,13 +90,6 @@ def register_functions(library: Any) -> None:
         eager.add_function_def(function_def)
 
 
-def unregister_functions(names: Sequence[str]) -> None:
-    """Give back what `register_functions` counted."""
-    eager = context.context()
-    for name in names:
-        eager.remove_function(name)
-
-
 def _handle_data(tensor: Any) -> Any:
     """Shape and dtype of the variable behind a resource tensor, eager or symbolic."""
     if isinstance(tensor, ops.EagerTensor):
@@ -120,6 +113,14 @@ def variable_bytes(concrete_fn: Any) -> int:
     return total
 
 
+def _captured_value(tensor: Any) -> tuple[bool, Any]:
+    """Whether a captured tensor stands for a variable, and its value."""
+    if tensor.dtype != tf.resource:
+        return False, tensor.numpy()
+    dtype = tf.dtypes.as_dtype(_handle_data(tensor).shape_and_type[0].dtype)
+    return True, tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype).numpy()
+
+
 def allocation_timeline(concrete_fn: Any, arguments: Sequence[Any]) -> list[tuple[float, int]]:
     """(seconds, bytes alive) over one run, from the allocation records of a fully traced session step.
 
@@ -127,21 +128,17 @@ def allocation_timeline(concrete_fn: Any, arguments: Sequence[Any]) -> list[tupl
     on a copy of the variables, fed with their values.
     """
     graph_def = concrete_fn.graph.as_graph_def()
+    held = [_captured_value(tensor) for tensor in concrete_fn.captured_inputs]
     with tf.Graph().as_default() as graph:
         handles: list[Any] = []
         values: list[tuple[Any, Any]] = []
-        for tensor in concrete_fn.captured_inputs:
-            if tensor.dtype == tf.resource:
-                data = _handle_data(tensor).shape_and_type[0]
-                dtype, shape = tf.dtypes.as_dtype(data.dtype), tf.TensorShape(data.shape)
-                with tf.device("CPU:0"):
-                    handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=f"copy_{len(handles)}")
-                with tf.init_scope():
-                    value = tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype).numpy()
-                handles.append(handle)
-                values.append((handle, value))
-            else:
-                handles.append(tf.constant(tensor.numpy()))
+        for number, (is_variable, value) in enumerate(held):
+            if not is_variable:
+                handles.append(tf.constant(value))
+                continue
+            handle = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=f"copy_{number}")
+            handles.append(handle)
+            values.append((handle, value))
         names = [t.name for t in concrete_fn.inputs]
         split = len(names) - len(handles)
         feeds = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in concrete_fn.inputs[:split]]
@@ -162,8 +159,20 @@ def allocation_timeline(concrete_fn: Any, arguments: Sequence[Any]) -> list[tupl
     for device in metadata.step_stats.dev_stats:
         for node in device.node_stats:
             for memory in node.memory:
-                records.extend((record.alloc_micros, record.alloc_bytes) for record in memory.allocation_records)
+                records.extend(_freed([(r.alloc_micros, r.alloc_bytes) for r in memory.allocation_records]))
     return _summed(records)
+
+
+def _freed(records: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Records of one node without what stays: a variable's new value, whose old one is freed unrecorded."""
+    stays = sum(amount for _, amount in records)
+    result = []
+    for micros, amount in records:
+        if amount > 0 and amount == stays:
+            stays = 0
+            continue
+        result.append((micros, amount))
+    return result
 
 
 def _summed(records: list[tuple[int, int]]) -> list[tuple[float, int]]:

@@ -131,11 +131,23 @@ class _Tile:
     def run(self) -> None:
         """Read the slices and run the body."""
         for tensor in self.phase.reads:
-            self.values[tensor] = DeviceBuffer(self.loop.outer[tensor]).read(
-                self.spans(tensor, self.phase.regions[tensor])
-            )
+            value = DeviceBuffer(self.loop.outer[tensor]).read(self.spans(tensor, self.phase.regions[tensor]))
+            self.values[tensor] = self._counted_once(tensor, value)
         for node in self.phase.body:
             self._run_op(node)
+
+    def _counted_once(self, tensor: Tensor, value: Any) -> Any:
+        """Zeros for a tile beyond the last row (or the only image) of a gradient: another tile has what it holds."""
+        if self.segment.kinds[tensor] is not Kind.PARTIAL:
+            return value
+        assert tensor.shape is not None
+        if self._batch is not None and tensor.shape[BATCH_DIM] == 1:
+            value = tf.where(self._batch[0] == 0, value, tf.zeros_like(value))
+        for axis, tiles in enumerate(self.phase.grid.spatial):
+            extent = tensor.shape[SPATIAL_DIMS[axis]]
+            if extent is not None and tiles > extent:
+                value = tf.where(self._indices[axis] < extent, value, tf.zeros_like(value))
+        return value
 
     def _run_op(self, node: Node) -> None:
         rule, view = find_rule(node), self.loop.analysis.view(node)

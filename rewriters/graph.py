@@ -23,6 +23,9 @@ __all__: list[str] = []
 
 Shape = tuple[int | None, ...] | None
 
+_DROPPED_ATTRS = ("_output_shapes", "_class")
+"""Shapes are kept apart; a wish to be placed beside a node that moved cannot be met."""
+
 
 class Node:
     """One operation. Compared by identity.
@@ -281,7 +284,7 @@ def from_tf_graph(tf_graph: Any, inputs: Sequence[Any], outputs: Sequence[Any], 
     for operation in operations:
         node_def = node_defs[operation.name]
         specs = [(t.dtype, tuple(t.shape) if t.shape.rank is not None else None) for t in operation.outputs]
-        attrs = {key: value for key, value in node_def.attr.items() if key != "_output_shapes"}
+        attrs = {key: value for key, value in node_def.attr.items() if key not in _DROPPED_ATTRS}
         nodes[operation.name] = Node(operation.name, operation.type, (), (), attrs, node_def.device, specs)
     for operation in operations:
         node = nodes[operation.name]

@@ -98,6 +98,7 @@ def _expand(call: Any, function_def: Any, result: Any, tensors: dict[str, str], 
         new = result.node.add()
         new.CopyFrom(node)
         new.name = f"{call.name}/{node.name}"
+        new.attr.pop("_class", None)  # It names a node of the body, which has another name now.
         del new.input[:]
         for name in node.input:
             new.input.append(f"^{_node_of(moved(name[1:]))}" if name.startswith("^") else moved(name))

@@ -11,8 +11,10 @@ and what kernels allocate inside; the measured peak is reported beside it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from rewriters import device
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.tiles import Phase
 
@@ -132,9 +134,30 @@ def _reusable(
 def graph_peak(graph: Graph, scratch: Mapping[str, int], batch: int, fixed_bytes: int) -> Peak:
     """Peak of a whole graph; `scratch` by op name (tile loops)."""
     order = graph.execution_order()
-    named = {graph.nodes[name]: amount for name, amount in scratch.items() if name in graph.nodes}
+    named = _together({node: device.kernel_scratch(node, _small_pixels(node)) for node in order})
+    named.update({graph.nodes[name]: amount for name, amount in scratch.items() if name in graph.nodes})
     arguments = sum(t.num_bytes(batch) for t in graph.inputs)
     return liveness(order, lambda t: t.num_bytes(batch), named, graph.outputs, fixed_bytes + arguments)
+
+
+def _together(scratch: Mapping[Node, int]) -> dict[Node, int]:
+    """Both gradients of a convolution wait for the same tensor, so they run, and allocate, at once."""
+    groups: dict[Tensor, int] = {}
+    for node, amount in scratch.items():
+        if amount and len(node.inputs) > 1:
+            groups[node.inputs[-1]] = groups.get(node.inputs[-1], 0) + amount
+    return {
+        node: groups[node.inputs[-1]] if amount and len(node.inputs) > 1 else amount
+        for node, amount in scratch.items()
+    }
+
+
+def _small_pixels(node: Node) -> int:
+    """Rows times columns of the operand with one pixel per window, of a gradient of a convolution."""
+    if len(node.inputs) != 3:
+        return 0
+    shape = node.inputs[2].shape
+    return 0 if shape is None or len(shape) != 4 else int(shape[1] or 0) * int(shape[2] or 0)
 
 
 def tile_bytes(phase: Phase, tensor: Tensor, batch: int) -> int:
@@ -153,12 +176,16 @@ def phase_scratch(phase: Phase, batch: int) -> int:
     sliced = [_Slice(tensor) for tensor in phase.reads]
     stand_in = {s.tensor: s.node.out() for s in sliced}
     body: list[Node] = []
+    scratch: dict[Node, int] = {}
     sizes: dict[Tensor, int] = {s.node.out(): tile_bytes(phase, s.tensor, batch) for s in sliced}
     renamed: dict[Tensor, Tensor] = dict(stand_in)
     for node in phase.body:
         inputs = [renamed[t] for t in node.inputs if t in renamed]
         copy = Node(node.name, node.op, inputs, (), {}, "", node.outputs)
         body.append(copy)
+        needs = [plan.needs[2] for plan in phase.plans[node] if len(plan.needs) == 3]
+        pixels = math.prod(int(need.size.max()) for need in needs if need is not None) if needs else 0
+        scratch[copy] = device.kernel_scratch(node, pixels)
         for index in range(len(node.outputs)):
             tensor = node.out(index)
             if tensor not in stand_in:
@@ -167,7 +194,7 @@ def phase_scratch(phase: Phase, batch: int) -> int:
     ends = [renamed[t] for t in (*phase.writes, *phase.accumulates) if t in renamed]
     # Slices are made when first needed, as the executor would once their op is ready.
     order = _lazily(body, {s.node.out(): s.node for s in sliced})
-    return liveness(order, lambda t: sizes.get(t, 0), {}, ends).peak_bytes
+    return liveness(order, lambda t: sizes.get(t, 0), _together(scratch), ends).peak_bytes
 
 
 class _Slice:

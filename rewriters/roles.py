@@ -2,7 +2,7 @@
 
 Autodiff marks what it makes: gradient tapes and `tf.gradients` open name
 scopes, and some op types exist only as gradients. Those are the seeds;
-backward is what descends from them. Two things are not followed: effects that
+backward is what descends from them, and what is computed for them alone. Two things are not followed: effects that
 an assignment orders (a second forward pass after an update reads variables
 after it, and is still a forward pass), and control edges out of stateful ops.
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 
 from rewriters.graph import Graph, Node, Tensor
+from rewriters.registry import registered
+from rewriters.rules.elementwise import Pointwise
 
 __all__: list[str] = []
 
@@ -41,7 +43,28 @@ def backward_nodes(graph: Graph, order: list[Node], scopes: tuple[str, ...] = ()
             not node.stateful and any(c in result and not c.stateful for c in node.control_inputs)
         ):
             result.add(node)
-    return result
+    return result | _derived(graph, order, result)
+
+
+def _derived(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
+    """What backward functions compute from forward values alone, such as silu's `beta * features`.
+
+    No gradient goes into such an op and no scope names it: it is elementwise, was made
+    after the backward pass had begun, and no forward op reads it.
+    """
+    created = {node: number for number, node in enumerate(graph.nodes.values())}
+    begin = min((created[node] for node in backward), default=0)
+    readers = graph.consumers()
+    results = set(graph.outputs)
+    found: set[Node] = set()
+    for node in reversed(order):
+        if node in backward or created[node] < begin or not isinstance(registered().get(node.op), Pointwise):
+            continue
+        outs = [node.out(index) for index in range(len(node.outputs))]
+        reading = [reader for out in outs for reader, _ in readers.get(out, ())]
+        if reading and not results.intersection(outs) and all(r in backward or r in found for r in reading):
+            found.add(node)
+    return found
 
 
 def data_nodes(order: list[Node]) -> set[Node]:

@@ -163,10 +163,12 @@ class _BackwardPart:
         if self.leaks:
             return
         self._close()
+        self._settle()
         saved = set(self.nodes), dict(self.made)
         try:
             while self._grow_down() or self._grow_up():
                 self._close()
+            self._settle()
         except NotTileableError:
             self.nodes, self.made = saved  # Growth is optional: what it cannot close it takes back.
 
@@ -250,6 +252,18 @@ class _BackwardPart:
                     raise NotTileableError(
                         f"its backward pass goes through `{node.name}` ({node.op}): {error}"
                     ) from None
+
+    def _settle(self) -> None:
+        """Kinds once more, in order: an op that moved in late may have changed what an earlier one reads.
+
+        Raises:
+            NotTileableError: If an op cannot do with what it reads.
+        """
+        for node in self.analysis.sorted({t.node for t in self.made}):
+            try:
+                self._add(node, self._try(node))
+            except NotTileableError as error:
+                raise NotTileableError(f"its backward pass goes through `{node.name}` ({node.op}): {error}") from None
 
     def _readers(self, tensor: Tensor) -> list[Node]:
         return [r for r, p in self.analysis.readers.get(tensor, ()) if not reads_shape_only(r, p)]

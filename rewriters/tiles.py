@@ -109,9 +109,9 @@ def _extents(tensor: Tensor) -> tuple[int, ...]:
 
 
 def cells_of(tensor: Tensor, grid: Grid) -> Region:
-    """The partition of a tensor into the cells of a grid."""
+    """The partition of a tensor into the cells of a grid. A tile beyond the last row gets that row once more."""
     return tuple(
-        partition(extent, tiles) if extent > 1 or tiles == 1 else whole(extent, tiles)
+        partition(extent, tiles).nonempty(extent)
         for extent, tiles in zip(_extents(tensor), grid.spatial, strict=True)
     )
 

@@ -23,6 +23,7 @@ class _Rewriting(keras.callbacks.Callback):
         self._verbose = verbose
         self._installation: Installation | None = None
         self._last_plan: Plan | None = None
+        self._told_validation = False
 
     @property
     def plan(self) -> Plan | None:
@@ -32,8 +33,15 @@ class _Rewriting(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Install."""
         self._last_plan = None
+        self._told_validation = False
         self._installation = Installation(
-            self.model, self._rewrite_params, self._batch_shape, self._planned, self._measured
+            self.model,
+            self._rewrite_params,
+            self._batch_shape,
+            self._planned,
+            self._measured,
+            owner=f"the callback `{type(self).__name__}`",
+            training=self.params or object(),  # All callbacks of a `fit` are given the same one.
         )
         self._installation.install()
 
@@ -42,20 +50,21 @@ class _Rewriting(keras.callbacks.Callback):
         if self._installation is not None:
             self._installation.restore()
 
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Say that validation during training is not covered."""
+        if self._verbose and self._last_plan is not None and not self._told_validation:
+            self._told_validation = True
+            print("tflms-sft: validation runs plain, outside of the plan", flush=True)
+
     def _planned(self, plan: Plan) -> None:
         self._last_plan = plan
         if self._verbose:
             assert self._installation is not None
-            print(start_line(self._installation, _validates(self.model)), flush=True)
+            print(start_line(self._installation), flush=True)
 
     def _measured(self, plan: Plan) -> None:
         if self._verbose:
             print(peak_line(plan), flush=True)
-
-
-def _validates(model: Any) -> bool:
-    del model  # Keras tells callbacks nothing about validation data before it runs.
-    return False
 
 
 def checked_shape(batch_shape: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -178,14 +187,14 @@ def budget(
 
     def planned(plan: Plan) -> None:
         if verbose:
-            print(start_line(installation, False), flush=True)
+            print(start_line(installation), flush=True)
 
     def measured(plan: Plan) -> None:
         if verbose:
             print(peak_line(plan), flush=True)
 
     params = AutoParams(memory_budget, headroom)
-    installation = Installation(model, params, checked_shape(batch_shape), planned, measured)
+    installation = Installation(model, params, checked_shape(batch_shape), planned, measured, owner="`budget`")
     installation.install()
     try:
         yield installation

@@ -3,7 +3,9 @@
 Keras looks `train_step` up when it builds its train function, and the train function at
 every step. So an object that rewrites is put in the place of the former, the latter is
 built anew, and both are put back as they were: at the end of training, and at any
-exception that a step raises, because Keras calls no callback then.
+exception that a step raises, because Keras calls no callback then. What another callback
+raises is seen by nobody; so the method by which Keras asks for a train function, first
+thing in every training, is replaced as well, and takes out what an earlier one left.
 """
 
 from __future__ import annotations
@@ -43,8 +45,13 @@ class Installation:
         batch_shape: tuple[int, ...] | None,
         on_plan: Callable[[Plan], None],
         on_measured: Callable[[Plan], None],
+        owner: str,
+        training: object = None,
     ) -> None:
+        """Prepare; `training` is the `fit` that `owner` is a callback of, `None` for a `with` block."""
         self.model = model
+        self._owner = owner
+        self._training = training
         self.plan: Plan | None = None
         self._params = params
         self._shapes = {"x": batch_shape} if batch_shape else {}
@@ -52,33 +59,60 @@ class Installation:
         self._on_measured = on_measured
         self._steps: dict[Any, Importer] = {}
         self._saved: dict[str, Any] = {}
+        self._jit_compile: Any = None
+        self._installed: Any = None
         self._measured = False
 
     def install(self) -> None:
-        """Replace the train step; a previous installation is taken out first.
+        """Replace the train step; what an earlier training left behind is taken out first.
 
         Raises:
             RewriteError: If the model cannot be rewritten at all.
+            ValueError: If something else rewrites the same training.
         """
         check_model(self.model)
-        previous = self.model.__dict__.get(_SLOT)
-        if previous is not None:
-            previous.restore()
         model = self.model
+        previous = model.__dict__.get(_SLOT)
+        if previous is not None:
+            same_fit = previous._training is self._training
+            if previous._training is not None:  # A `with` block takes out its own.
+                previous.restore()
+            if previous._training is None or same_fit:
+                raise ValueError(
+                    f"Two things rewrite the train step of model {model.name!r} at once: {previous._owner} and "
+                    f"{self._owner}. Use one: `MemoryBudget` and `budget` choose segments themselves, and `SFT` takes "
+                    "several in `segments=`."
+                )
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         self._original = model.train_step
-        self._saved = {
-            "train_step": model.__dict__.get("train_step"),
-            "jit_compile": model.jit_compile,
-            "train_function": model.train_function,
-        }
+        self._make_plain = model.make_train_function
+        self._saved = {name: model.__dict__.get(name) for name in ("train_step", "make_train_function")}
+        self._jit_compile = model.jit_compile
         object.__setattr__(model, _SLOT, self)
         model.jit_compile = False
         object.__setattr__(model, "train_step", self.train_step)
-        model.make_train_function(force=True)
-        self._inner = model.train_function
-        model.train_function = self.run
+        if self._training is not None:
+            object.__setattr__(model, "make_train_function", self._asked_again)
+        self._make()
+
+    def _make(self) -> None:
+        self._steps.clear()
+        self._make_plain(force=True)
+        self._inner = self.model.train_function
+        self._installed = self.run  # Bound once, to be recognised.
+        self.model.train_function = self._installed
+
+    def _asked_again(self, force: bool = False) -> None:
+        """In the place of the model's `make_train_function`.
+
+        With `force`, a callback wants the step of this training traced anew. Otherwise a new training begins.
+        """
+        if force:
+            self._make()
+        else:
+            self.restore()
+            self.model.make_train_function()
 
     def restore(self) -> None:
         """Put everything back; does nothing the second time."""
@@ -86,18 +120,20 @@ class Installation:
         if model.__dict__.get(_SLOT) is not self:
             return
         object.__delattr__(model, _SLOT)
-        if self._saved["train_step"] is None:
-            object.__delattr__(model, "train_step")
-        else:
-            object.__setattr__(model, "train_step", self._saved["train_step"])
-        model.jit_compile = self._saved["jit_compile"]
+        for name, saved in self._saved.items():
+            if saved is not None:
+                object.__setattr__(model, name, saved)
+            elif name in model.__dict__:
+                object.__delattr__(model, name)
+        if model.train_function is self._installed:  # Otherwise it was compiled anew, XLA decided there.
+            model.jit_compile = self._jit_compile
         model.train_function = None
         model.make_train_function()
 
     @property
     def turned_off_jit(self) -> bool:
         """Whether the model asked for XLA, which is off while the step is rewritten."""
-        return bool(self._saved.get("jit_compile"))
+        return bool(self._jit_compile)
 
     def run(self, iterator: Any) -> Any:
         """The model's train function: looks at the first batch, then hands on."""
@@ -216,14 +252,12 @@ def check_model(model: Any) -> None:
         raise RewriteError(f"Model {model.name!r} has no weights yet. Call it on a batch, or `model.build`, first.")
 
 
-def start_line(installation: Installation, validation: bool) -> str:
+def start_line(installation: Installation) -> str:
     """What was done, for the user."""
     assert installation.plan is not None
     text = f"tflms-sft: {installation.plan.headline()}"
     if installation.turned_off_jit:
         text += "; XLA (`jit_compile`) is off for this training"
-    if validation:
-        text += "; validation runs plain"
     return text
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters import _tf_private
+from rewriters import _tf_private, device
 from tflms_sft._plan import Measurement
 from tflms_sft._rewrite import RewrittenStep, is_concrete
 
@@ -14,15 +14,10 @@ ALLOCATOR = "allocator statistics"
 RECORDS = "allocation records of one step"
 
 
-def device_name() -> str:
-    """The device whose memory counts: the first GPU if there is one."""
-    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
-
-
 def reset_peak() -> bool:
     """Start a new measurement; `False` if this device keeps no statistics."""
     try:
-        tf.config.experimental.reset_memory_stats(device_name())
+        tf.config.experimental.reset_memory_stats(device.name())
     except (ValueError, RuntimeError, tf.errors.OpError):
         return False
     return True
@@ -31,10 +26,10 @@ def reset_peak() -> bool:
 def read_peak() -> Measurement | None:
     """The peak since `reset_peak`, or `None` if this device keeps no statistics."""
     try:
-        info = tf.config.experimental.get_memory_info(device_name())
+        info = tf.config.experimental.get_memory_info(device.name())
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
-    return Measurement(int(info["peak"]), f"{ALLOCATOR} of {device_name()}")
+    return Measurement(int(info["peak"]), f"{ALLOCATOR} of {device.name()}")
 
 
 def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:

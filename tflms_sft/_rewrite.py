@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from rewriters import _tf_private
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from tflms_sft._compile import analyse, rewrite_traced
@@ -96,7 +98,7 @@ class RewrittenStep:
                 tensor = tf.convert_to_tensor(value, dtype_hint=spec.dtype)
             except (TypeError, ValueError):
                 raise self._refusal(args, kwargs) from None
-            if tensor.dtype != spec.dtype and not tf.is_tensor(value):
+            if tensor.dtype != spec.dtype and not tf.is_tensor(value) and _may_cast(tensor.dtype, spec.dtype):
                 tensor = tf.cast(tensor, spec.dtype)
             if tensor.dtype != spec.dtype or not spec.shape.is_compatible_with(tensor.shape):
                 raise self._refusal(args, kwargs)
@@ -104,13 +106,18 @@ class RewrittenStep:
         return result
 
     def _bound(self, args: Any, kwargs: Any) -> Any:
-        """Arguments in the structure of the signature; positional ones may be given by keyword."""
+        """Arguments in the structure of the signature.
+
+        Positional ones may be given by keyword, and what is not a tensor may be left out: it is fixed.
+        """
         positional, keywords = self._signature
         names = self._original.function_type.parameters if hasattr(self._original, "function_type") else {}
         args, kwargs = list(args), dict(kwargs)
-        for name in list(names)[len(args) :]:
-            if name in kwargs and name not in keywords and len(args) < len(positional):
+        for name, spec in list(zip(names, positional, strict=False))[len(args) :]:
+            if name in kwargs:
                 args.append(kwargs.pop(name))
+            elif not any(isinstance(leaf, tf.TypeSpec) for leaf in tf.nest.flatten(spec)):
+                args.append(spec)
         try:
             tf.nest.assert_same_structure((positional, keywords), (tuple(args), kwargs), check_types=False)
         except (TypeError, ValueError):
@@ -123,6 +130,11 @@ class RewrittenStep:
             f"This step was rewritten for one signature. Expected: {self._signature}. Received: {given}. "
             "Rewrite the step for these arguments too."
         )
+
+
+def _may_cast(given: Any, expected: Any) -> bool:
+    """Whether an array may be converted: float64 to float32, not 0.5 to 0."""
+    return bool(np.can_cast(given.as_numpy_dtype, expected.as_numpy_dtype, "same_kind"))
 
 
 def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -> RewrittenStep:
@@ -155,7 +167,7 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
     elif hasattr(step, "get_concrete_function"):
         args, kwargs = tf.nest.map_structure(spec_of, (example_args, example_kwargs))
         with recorded_layers() as record:
-            concrete_fn = step.get_concrete_function(*args, **kwargs)
+            concrete_fn = _tf_private.untraced(step).get_concrete_function(*args, **kwargs)
         record.finish(concrete_fn.graph)
     else:
         raise TypeError(
@@ -163,7 +175,14 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
             f"Received: step={step!r} of type {type(step).__name__}. Wrap it: `tf.function(step)`."
         )
     check_image_sizes(concrete_fn)
-    importer, plan = rewrite_traced(analyse(concrete_fn, record, _batch_of(example_args)), chosen)
+    batch = _batch_of((example_args, example_kwargs))
+    traced = analyse(concrete_fn, record, batch)
+    if isinstance(chosen, AutoParams) and batch is None and not traced.batch_is_fixed:
+        raise RewriteError(
+            "The batch size is unknown, and a budget needs one. Trace with a `tf.TensorSpec` that gives it, "
+            "or pass example arguments of the largest batch."
+        )
+    importer, plan = rewrite_traced(traced, chosen)
     return RewrittenStep(concrete_fn, importer, plan)
 
 

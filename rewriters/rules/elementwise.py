@@ -31,6 +31,14 @@ def broadcasts(op: OpView, position: int, axis: int) -> bool:
     return operand.shape is None or len(operand.shape) < 4 or (op.extent(operand, axis) == 1 != op.extent(out, axis))
 
 
+def spreads(op: OpView, position: int) -> bool:
+    """Whether operand `position` has one row, or one image, where the output has many."""
+    operand, out = op.node.inputs[position].shape, op.node.out().shape
+    if any(broadcasts(op, position, axis) for axis in range(len(SPATIAL_DIMS))):
+        return True
+    return operand is not None and out is not None and operand[0] == 1 != out[0]
+
+
 def check_ranks(op: OpView, kinds: Sequence[Kind]) -> None:
     """Refuse operands whose rows do not line up with those of the output."""
     out = op.node.out()
@@ -99,8 +107,8 @@ class LinearIn(Pointwise):
             return Kind.FULL
         if len(partial) > 1 or partial[0] not in self.positions:
             raise NotTileableError(f"{op.node.op} is not linear in the gradient(s) at operand(s) {partial}")
-        if any(broadcasts(op, partial[0], axis) for axis in range(len(SPATIAL_DIMS))):
-            raise NotTileableError(f"{op.node.op} spreads a gradient over the image")
+        if spreads(op, partial[0]):
+            raise NotTileableError(f"{op.node.op} spreads a gradient over the image or the batch")
         return Kind.PARTIAL
 
 
@@ -111,8 +119,8 @@ class Additive(Pointwise):
         """`PARTIAL` for all-partial operands; a mixture is affine and refused."""
         check_ranks(op, kinds)
         if all(kind is Kind.PARTIAL for kind in kinds):
-            if any(broadcasts(op, p, axis) for p in range(len(kinds)) for axis in range(len(SPATIAL_DIMS))):
-                raise NotTileableError(f"{op.node.op} spreads a gradient over the image")
+            if any(spreads(op, position) for position in range(len(kinds))):
+                raise NotTileableError(f"{op.node.op} spreads a gradient over the image or the batch")
             return Kind.PARTIAL
         if Kind.PARTIAL in kinds:
             raise NotTileableError(f"{op.node.op} adds forward values to a gradient: tiles would count them twice")
@@ -125,6 +133,8 @@ class Select(Pointwise):
     def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """The condition is never a gradient."""
         check_ranks(op, kinds)
+        if op.node.op == "Select" and len(op.node.inputs[0].shape or ()) == 1:
+            raise NotTileableError("a selection by one condition per image")
         branches = {1: kinds[1], 2: kinds[2]}
         if Kind.PARTIAL not in kinds:
             return Kind.FULL
@@ -133,8 +143,8 @@ class Select(Pointwise):
         for position, kind in branches.items():
             if kind is not Kind.PARTIAL and not is_zero(op.node.inputs[position]):
                 raise NotTileableError("a selection between a gradient and forward values is not linear")
-            if kind is Kind.PARTIAL and any(broadcasts(op, position, axis) for axis in range(len(SPATIAL_DIMS))):
-                raise NotTileableError("a selection spreads a gradient over the image")
+            if kind is Kind.PARTIAL and spreads(op, position):
+                raise NotTileableError("a selection spreads a gradient over the image or the batch")
         return Kind.PARTIAL
 
 

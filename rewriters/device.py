@@ -1,0 +1,57 @@
+"""Every question of what the device and its kernels are like, in one place."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import tensorflow as tf
+
+from rewriters.graph import Node
+
+__all__: list[str] = []
+
+
+def name() -> str:
+    """The device whose memory counts: the first GPU if there is one."""
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+def keeps_statistics() -> bool:
+    """Whether the device's allocator tells its peak: a GPU's does, a CPU's with oneDNN."""
+    try:
+        tf.config.experimental.get_memory_info(name())
+    except (ValueError, RuntimeError, tf.errors.OpError):
+        return False
+    return True
+
+
+@functools.cache
+def unfolds_convolutions() -> bool:
+    """Whether gradients of convolutions unfold the image (im2col): TensorFlow's own CPU kernels do, oneDNN's not."""
+    return name().startswith("CPU") and not keeps_statistics()
+
+
+def kernel_scratch(node: Node, pixels: int) -> int:
+    """Bytes that a convolution's kernel allocates for itself while it runs.
+
+    Args:
+        node: The op.
+        pixels: Rows times columns of its small side (one per window) that it works on.
+
+    Returns:
+        Bytes; 0 for other ops, and on a GPU. TensorFlow's own CPU kernels, which are also those for
+        float64, unfold one image for a gradient: a row of `taps * channels` per window. oneDNN keeps the
+        filter, or its gradient, in a layout of its own, once more on the way in or out.
+    """
+    if not name().startswith("CPU") or node.op not in ("Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"):
+        return 0
+    gradient = node.op != "Conv2D"
+    dtype = node.outputs[0][0]
+    shape = node.outputs[0][1] if node.op == "Conv2DBackpropFilter" else node.inputs[1].shape
+    if shape is None or None in shape:
+        return 0
+    sizes = [int(dim or 1) for dim in shape]
+    if unfolds_convolutions() or dtype == tf.float64:
+        return pixels * math.prod(sizes[:3]) * dtype.size if gradient else 0
+    return 2 * math.prod(sizes) * dtype.size
