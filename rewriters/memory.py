@@ -11,6 +11,7 @@ and what kernels allocate inside; the measured peak is reported beside it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -171,6 +172,7 @@ def tile_bytes(phase: Phase, tensor: Tensor, batch: int) -> int:
     return leading * rows * columns * int(tensor.shape[3] or 1) * tensor.dtype.size
 
 
+@functools.lru_cache(maxsize=1024)
 def phase_scratch(phase: Phase, batch: int) -> int:
     """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
     sliced = [_Slice(tensor) for tensor in phase.reads]

@@ -11,6 +11,7 @@ elsewhere). Growth changes memory and time, never the result.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Iterable
 
 from rewriters.analysis import Analysis, check_forward, forward_kinds, is_image
@@ -211,20 +212,33 @@ class _BackwardPart:
 
     def _core(self) -> None:
         """Backward ops that read inside tensors, and what they derive from forward values alone."""
-        for node in self.analysis.order:
-            if node not in self.analysis.backward or reads_shape_only(node, 0):
-                continue
+        position = self.analysis.position
+        waiting = {r for node in self.ops for i in range(len(node.outputs)) for r in self._value_readers(node.out(i))}
+        heap = [(position[node], node) for node in waiting]
+        heapq.heapify(heap)
+        while heap:
+            _, node = heapq.heappop(heap)
             inside = [t for t in node.inputs if t.node in self.ops and t not in self.whole]
             derived = [t for t in node.inputs if self.made.get(t) is Kind.FULL]
             if not inside and not derived:
                 continue
             try:
-                self._add(node, self._try(node))
+                kind = self._try(node)
+                self._add(node, kind)
+                if kind is Kind.FULL:
+                    for reader in {r for i in range(len(node.outputs)) for r in self._value_readers(node.out(i))}:
+                        if reader not in waiting:
+                            waiting.add(reader)
+                            heapq.heappush(heap, (position[reader], reader))
             except NotTileableError as error:
                 for tensor in inside:
                     self.leaks.setdefault(tensor, f"`{node.name}` ({node.op}) reads it and {error}")
                 if not inside:
                     self._leak_sources(derived, node, error)
+
+    def _value_readers(self, tensor: Tensor) -> list[Node]:
+        """Backward ops that read more than a tensor's shape."""
+        return [node for node in self._readers(tensor) if node in self.analysis.backward]
 
     def _leak_sources(self, derived: list[Tensor], node: Node, error: Exception) -> None:
         """A derived value is read outside: keep the forward tensors that it was derived from."""

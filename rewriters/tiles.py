@@ -68,7 +68,7 @@ class Grid:
         return text if self.batch == 1 else f"{self.batch}x{text}"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Phase:
     """One tile loop.
 

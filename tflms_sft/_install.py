@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
-from tflms_sft._compile import analyse, rewrite_traced
+from tflms_sft._compile import analyse, collector_paused, rewrite_traced
 from tflms_sft._measure import read_peak, reset_peak
 from tflms_sft._names import recorded_layers
 from tflms_sft._params import AutoParams, SFTParams
@@ -191,9 +191,20 @@ class Installation:
         if key not in self._steps:
             # Not under `tf.init_scope`: it pauses gradient tapes, those of the step too.
             self._steps[key] = self._rewritten(specs)
-        flat = [t for t in tf.nest.flatten(data) if t is not None]
+        flat = [self._within(t) for t in tf.nest.flatten(data) if t is not None]
         pairs = zip(flat, [s for s in key if s is not None], strict=True)
         return self._steps[key]([tf.ensure_shape(t, s.shape) for t, s in pairs])
+
+    def _within(self, tensor: Any) -> Any:
+        """A batch of images that a budget's plan holds for; a larger one is an error that names both sizes."""
+        plan = self.plan
+        if not isinstance(self._params, AutoParams) or plan is None or tensor.shape.rank != 4:
+            return tensor
+        if tensor.shape[0] is not None:
+            return tensor
+        text = f"The plan holds for batches of up to {plan.batch} images. Give the largest batch as `batch_shape=`."
+        with tf.control_dependencies([tf.debugging.assert_less_equal(tf.shape(tensor)[0], plan.batch, message=text)]):
+            return tf.identity(tensor)
 
     def _spec(self, tensor: Any) -> Any:
         if tensor is None:
@@ -212,7 +223,8 @@ class Installation:
         check_image_sizes(traced)
         known = self._shapes.get("x")
         self._require_batch(traced, known)
-        importer, plan = rewrite_traced(analyse(traced, record, known[0] if known else None), self._params)
+        with collector_paused():
+            importer, plan = rewrite_traced(analyse(traced, record, known[0] if known else None), self._params)
         if self.plan is None:
             self.plan = plan
             self._on_plan(plan)

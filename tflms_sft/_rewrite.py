@@ -11,7 +11,7 @@ import tensorflow as tf
 from rewriters import _tf_private
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
-from tflms_sft._compile import analyse, rewrite_traced
+from tflms_sft._compile import analyse, collector_paused, rewrite_traced
 from tflms_sft._names import LayerRecord, recorded_layers
 from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
@@ -94,12 +94,12 @@ class RewrittenStep:
                 if isinstance(value, type(spec)) and value == spec or value is spec:
                     continue
                 raise self._refusal(args, kwargs)
+            if isinstance(value, np.ndarray) and np.can_cast(value.dtype, spec.dtype.as_numpy_dtype, "same_kind"):
+                value = value.astype(spec.dtype.as_numpy_dtype, copy=False)  # float64 to float32, not 0.5 to 0.
             try:
-                tensor = tf.convert_to_tensor(value, dtype_hint=spec.dtype)
+                tensor = tf.convert_to_tensor(value, dtype_hint=None if hasattr(value, "dtype") else spec.dtype)
             except (TypeError, ValueError):
                 raise self._refusal(args, kwargs) from None
-            if tensor.dtype != spec.dtype and not tf.is_tensor(value) and _may_cast(tensor.dtype, spec.dtype):
-                tensor = tf.cast(tensor, spec.dtype)
             if tensor.dtype != spec.dtype or not spec.shape.is_compatible_with(tensor.shape):
                 raise self._refusal(args, kwargs)
             result.append(tensor)
@@ -130,11 +130,6 @@ class RewrittenStep:
             f"This step was rewritten for one signature. Expected: {self._signature}. Received: {given}. "
             "Rewrite the step for these arguments too."
         )
-
-
-def _may_cast(given: Any, expected: Any) -> bool:
-    """Whether an array may be converted: float64 to float32, not 0.5 to 0."""
-    return bool(np.can_cast(given.as_numpy_dtype, expected.as_numpy_dtype, "same_kind"))
 
 
 def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -> RewrittenStep:
@@ -175,7 +170,12 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
             f"Received: step={step!r} of type {type(step).__name__}. Wrap it: `tf.function(step)`."
         )
     check_image_sizes(concrete_fn)
-    batch = _batch_of((example_args, example_kwargs))
+    with collector_paused():
+        return _compiled(concrete_fn, record, _batch_of((example_args, example_kwargs)), chosen)
+
+
+def _compiled(concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: SFTParams | AutoParams) -> RewrittenStep:
+    """Analyse, plan and emit."""
     traced = analyse(concrete_fn, record, batch)
     if isinstance(chosen, AutoParams) and batch is None and not traced.batch_is_fixed:
         raise RewriteError(
