@@ -150,7 +150,8 @@ def allocation_timeline(concrete_fn: Any, arguments: Sequence[Any]) -> list[tupl
         options = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
         with tf.compat.v1.Session(graph=graph) as session:
             session.run(assign)
-            targets = tf.group(*(f.op if hasattr(f, "op") else f for f in fetched))
+            # Tensors, not their ops: Grappler drops what is run for no value and has no effect.
+            targets = [f.op if getattr(f, "dtype", None) in (tf.resource, tf.variant) else f for f in fetched]
             session.run(targets, feed)
             session.run(assign)
             metadata = tf.compat.v1.RunMetadata()

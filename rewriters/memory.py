@@ -103,7 +103,8 @@ def liveness(
             owners[key] = tensor.name
             alive += size[key]
         now = alive + scratch.get(node, 0)
-        timeline.append((node.name, now))
+        if node.op not in _NO_BYTES:
+            timeline.append((node.name, now))
         if now > best[0]:
             best = (now, node.name, {k: b for k, b in size.items() if b})
         for tensor in node.inputs:
@@ -172,7 +173,7 @@ def tile_bytes(phase: Phase, tensor: Tensor, batch: int) -> int:
     return leading * rows * columns * int(tensor.shape[3] or 1) * tensor.dtype.size
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=128)
 def phase_scratch(phase: Phase, batch: int) -> int:
     """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
     sliced = [_Slice(tensor) for tensor in phase.reads]

@@ -164,12 +164,17 @@ class _Rewriter:
         return [self._own(node) for node in dict.fromkeys(waits) if node.op != "Placeholder"]
 
     def _redirect_controls(self) -> None:
-        """Whoever waited for an op that moved waits for its loop."""
+        """Whoever waited for an op that moved waits for its loop.
+
+        A constant or a shape, which the loop may read, need not wait.
+        """
         for node in self.graph.nodes.values():
             if node in self.moved or not any(c in self.moved for c in node.control_inputs):
                 continue
-            controls = dict.fromkeys(self.moved.get(c, c) for c in node.control_inputs)
-            node.control_inputs = list(controls)
+            if node.op == "Const" or reads_shape_only(node, 0):
+                node.control_inputs = [c for c in node.control_inputs if c not in self.moved]
+            else:
+                node.control_inputs = list(dict.fromkeys(self.moved.get(c, c) for c in node.control_inputs))
 
     def _chain(self, loops: list[Node]) -> None:
         """Run one loop at a time: two at once would add their peaks."""

@@ -182,6 +182,7 @@ class Installation:
             if len(tensor.shape) == 4:
                 self._shapes.setdefault("x", tuple(tensor.shape))
 
+    @tf.autograph.experimental.do_not_convert
     def train_step(self, data: Any) -> Any:
         """What Keras traces: the original step, traced once per signature, rewritten and imported."""
         if tf.executing_eagerly():

@@ -107,7 +107,8 @@ class Plan:
         before, after = format_bytes(self.original.peak_bytes), format_bytes(self.predicted.peak_bytes)
         if not self.changed:
             return f"nothing rewritten, predicted peak {after}" + self._budget_text()
-        grids = ", ".join("x".join(map(str, _short(s.backward_num_tiles))) for s in self.segments)
+        distinct = list(dict.fromkeys("x".join(map(str, _short(s.backward_num_tiles))) for s in self.segments))
+        grids = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
         return (
             f"{len(self.segments)} segment(s) in {grids} tiles, predicted peak {after} instead of {before}, "
             f"about {self.predicted.time_ratio:.2f}x the arithmetic" + self._budget_text()

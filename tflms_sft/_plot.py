@@ -28,7 +28,7 @@ def draw_plan(plan: Plan, path: str | None) -> Any:
         axes.axhline(plan.measured.peak_bytes / 2**20, color="tab:green", ls=":", lw=1.5, label=label)
     axes.set_xlabel("progress of one training step (share of its ops)")
     axes.set_ylabel("memory alive (MiB)")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.35 * max(plan.original.peak_bytes, plan.predicted.peak_bytes) / 2**20)  # Room for the text.
     axes.set_xlim(0, 1)
     biggest = "\n".join(f"{format_bytes(size):>9}  {_tail(name)}" for name, size in plan.predicted.largest[:4])
     axes.set_title("Predicted memory of a step, by liveness")

@@ -174,7 +174,9 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
         return _compiled(concrete_fn, record, _batch_of((example_args, example_kwargs)), chosen)
 
 
-def _compiled(concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: SFTParams | AutoParams) -> RewrittenStep:
+def _compiled(
+    concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: SFTParams | AutoParams
+) -> RewrittenStep:
     """Analyse, plan and emit."""
     traced = analyse(concrete_fn, record, batch)
     if isinstance(chosen, AutoParams) and batch is None and not traced.batch_is_fixed:
