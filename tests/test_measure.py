@@ -1,0 +1,118 @@
+"""The measured peak of one step; nothing of the user's is changed by it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tflms_sft
+from tflms_sft import SFTParams
+
+SIZE = 128
+
+
+def net(size=SIZE):
+    """Depthwise: the kernels of other convolutions take as much again, depending on the processor's cache."""
+    image = x = keras.Input((size, size, 8))
+    for _ in range(4):
+        x = layers.DepthwiseConv2D(3, padding="same", activation="relu")(x)
+    return keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
+
+
+def gradients(model):
+    @tf.function
+    def step(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images, training=True) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    step.model = model
+    return step
+
+
+IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float32")
+
+
+@pytest.fixture
+def records(monkeypatch):
+    """Allocation records, whatever else this device has."""
+    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: False)
+
+
+@pytest.mark.usefixtures("records")
+def test_the_peak_lies_between_the_activations_and_a_few_times_that():
+    step = gradients(net())
+    found = tflms_sft.measure(step, IMAGES)
+    activations = 4 * IMAGES.nbytes  # What the backward pass needs of four layers.
+    variables = sum(4 * int(tf.size(v)) for v in step.model.variables)
+    assert activations + variables < found.peak_bytes < 3 * (activations + variables)
+    assert found.source == "allocation records of one step"
+
+
+@pytest.mark.usefixtures("records")
+def test_the_timeline_rises_to_the_peak_and_ends_low():
+    found = tflms_sft.measure(gradients(net()), IMAGES)
+    times, alive = zip(*found.timeline, strict=True)
+    assert times[0] == 0 and list(times) == sorted(times) and times[-1] > 0
+    assert max(alive) == found.peak_bytes
+    assert alive[-1] < found.peak_bytes / 2
+
+
+@pytest.mark.usefixtures("records")
+def test_the_rewritten_step_needs_less():
+    step = gradients(net())
+    plain = tflms_sft.measure(step, IMAGES).peak_bytes
+    fast = tflms_sft.rewrite(step, SFTParams((4, 4)), IMAGES)
+    assert tflms_sft.measure(fast, IMAGES).peak_bytes < 0.6 * plain
+
+
+def test_all_ways_to_hand_a_step_over_give_about_the_same():
+    step = gradients(net())
+    by_function = tflms_sft.measure(step, IMAGES).peak_bytes
+    by_keyword = tflms_sft.measure(step, images=IMAGES).peak_bytes
+    by_concrete = tflms_sft.measure(step.get_concrete_function(IMAGES), tf.constant(IMAGES)).peak_bytes
+    assert np.allclose([by_keyword, by_concrete], by_function, rtol=0.3)
+
+
+def test_weights_slots_metrics_and_seeds_are_as_before():
+    keras.utils.set_random_seed(0)
+    image = keras.Input((16, 16, 3))
+    x = layers.BatchNormalization()(layers.Conv2D(4, 3)(image))
+    x = layers.GlobalAveragePooling2D()(layers.Dropout(0.5)(x))
+    model = keras.Model(image, layers.Dense(2)(x))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    images, labels = np.random.default_rng(0).normal(size=(4, 16, 16, 3)).astype("float32"), np.arange(4) % 2
+    model.fit(images, labels, verbose=0)
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    before = [np.array(v) for v in variables]
+    step = tf.function(lambda x, y: model.train_step((x, y)))
+    rewritten = tflms_sft.rewrite(step, SFTParams((2, 2)), images, labels)
+    for measured in (step, rewritten):
+        tflms_sft.measure(measured, images, labels)
+        assert all(np.array_equal(a, v) for a, v in zip(before, variables, strict=True))
+    step(images, labels)
+    assert not all(np.array_equal(a, v) for a, v in zip(before, variables, strict=True))
+
+
+def test_variables_are_put_back_after_an_error():
+    variable = tf.Variable(1.0)
+
+    @tf.function
+    def step(x):
+        variable.assign_add(1.0)
+        with tf.control_dependencies([tf.debugging.assert_positive(x)]):
+            return variable * x
+
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        tflms_sft.measure(step, tf.constant(-1.0))
+    assert float(variable) == 1.0
+
+
+@pytest.mark.parametrize("step", [None, "step", lambda x: x])
+def test_what_is_no_step_is_refused(step):
+    with pytest.raises(
+        TypeError, match="`step` must be a rewritten step, a `tf.function` or a `ConcreteFunction`"
+    ) as e:
+        tflms_sft.measure(step, 1)
+    assert f"of type {type(step).__name__}" in str(e.value)

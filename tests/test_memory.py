@@ -1,0 +1,181 @@
+"""The liveness model: small graphs by hand, and whole steps against what a run takes."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import tflms_sft
+from rewriters.graph import Node
+from rewriters.memory import liveness
+from tflms_sft import AutoParams, SFTParams
+
+KB = 1000
+
+
+def op(name, kind, *inputs, size=KB, outputs=1):
+    """A node whose outputs have `size` bytes each (uint8)."""
+    node = Node(name, kind, inputs, outputs=[(tf.uint8, (size,))] * outputs)
+    return node if outputs > 1 else node.out()
+
+
+def peak(*order, scratch=None, **options):
+    nodes = [item if isinstance(item, Node) else item.node for item in order]
+    return liveness(nodes, lambda tensor: tensor.num_bytes(), scratch or {}, **options)
+
+
+def test_a_chain_holds_two_tensors_at_a_time():
+    a = op("a", "Conv2D")
+    b = op("b", "Conv2D", a)
+    c = op("c", "Conv2D", b, size=3 * KB)
+    d = op("d", "Conv2D", c)
+    found = peak(a, b, c, d)
+    assert found.timeline == (("a", 1 * KB), ("b", 2 * KB), ("c", 4 * KB), ("d", 4 * KB))
+    assert (found.peak_bytes, found.at) == (4 * KB, "c")
+    assert found.largest == (("c:0", 3 * KB), ("b:0", KB))
+
+
+def test_a_tensor_waits_for_its_last_reader():
+    a = op("a", "Conv2D")
+    b = op("b", "Conv2D", a)
+    c = op("c", "Conv2D", b)
+    d = op("d", "Conv2DBackpropInput", c, a)
+    assert [alive for _, alive in peak(a, b, c, d).timeline] == [KB, 2 * KB, 3 * KB, 3 * KB]
+
+
+def test_elementwise_ops_overwrite_an_operand_that_ends():
+    a = op("a", "Conv2D")
+    b = op("b", "Relu", a)
+    c = op("c", "BiasAdd", b)
+    assert [alive for _, alive in peak(a, b, c).timeline] == [KB, KB, KB]
+
+
+def test_an_operand_that_is_read_later_is_not_overwritten():
+    a = op("a", "Conv2D")
+    b = op("b", "Relu", a)
+    c = op("c", "ReluGrad", b, a)
+    assert [alive for _, alive in peak(a, b, c).timeline] == [KB, 2 * KB, 2 * KB]
+
+
+def test_an_operand_of_another_size_is_not_overwritten():
+    a = op("a", "Conv2D")
+    b = op("b", "Mul", a, size=2 * KB)
+    assert [alive for _, alive in peak(a, b).timeline] == [KB, 3 * KB]
+
+
+def test_both_operands_may_be_the_same_tensor():
+    a = op("a", "Conv2D")
+    b = op("b", "Mul", a, a)
+    assert peak(a, b).peak_bytes == KB
+
+
+def test_aliases_share_a_buffer_and_keep_it_alive():
+    a = op("a", "Conv2D")
+    b = op("b", "Reshape", a)
+    c = op("c", "Conv2D", a)
+    d = op("d", "Conv2D", c)
+    e = op("e", "Conv2D", d, b)
+    assert [alive for _, alive in peak(a, b, c, d, e).timeline] == [KB, KB, 2 * KB, 3 * KB, 3 * KB]
+
+
+def test_an_op_behind_an_alias_overwrites_its_buffer_only_if_nobody_else_reads_it():
+    a = op("a", "Conv2D")
+    b = op("b", "Identity", a)
+    c = op("c", "Relu", b)
+    assert peak(a, b, c).peak_bytes == KB
+    d = op("d", "Conv2D", c, a)
+    assert peak(a, b, c, d).peak_bytes == 3 * KB
+
+
+def test_scratch_counts_while_its_op_runs():
+    a = op("a", "Conv2D")
+    b = op("b", "Conv2D", a)
+    c = op("c", "Conv2D", b)
+    found = peak(a, b, c, scratch={b.node: 5 * KB})
+    assert [alive for _, alive in found.timeline] == [KB, 7 * KB, 2 * KB]
+    assert (found.peak_bytes, found.at) == (7 * KB, "b")
+
+
+def test_kept_outputs_stay_and_fixed_bytes_are_always_there():
+    a = op("a", "Conv2D")
+    b = op("b", "Conv2D", a)
+    c = op("c", "Conv2D", b)
+    found = peak(a, b, c, keep=[a], fixed_bytes=10 * KB)
+    assert [alive for _, alive in found.timeline] == [11 * KB, 12 * KB, 13 * KB]
+
+
+def test_an_output_that_nobody_reads_is_gone_after_its_op():
+    two = op("two", "MaxPoolWithArgmax", size=2 * KB, outputs=2)
+    b = op("b", "Conv2D", two.out(0))
+    assert [alive for _, alive in peak(two, b).timeline] == [4 * KB, 3 * KB]
+
+
+def test_arguments_and_weights_take_nothing_and_are_not_overwritten():
+    a = op("a", "Placeholder")
+    w = op("w", "ReadVariableOp")
+    b = op("b", "Mul", a, w)
+    found = peak(a, w, b)
+    assert found.peak_bytes == KB and found.at == "b"
+
+
+def test_an_empty_graph_takes_the_fixed_bytes():
+    assert peak(fixed_bytes=7).peak_bytes == 7
+
+
+# Whole steps ------------------------------------------------------------------------------------------------
+
+SIZE = 160
+
+
+def step_of(*layer_list):
+    image = x = keras.Input((SIZE, SIZE, 8), name="photo")
+    for layer in layer_list:
+        x = layer(x)
+    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
+
+    @tf.function
+    def step(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images, training=True) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    step.model = model
+    return step
+
+
+def blocks():
+    """As in a small VGG, depthwise: what other convolutions' kernels take depends on the processor's cache."""
+    for _ in range(2):
+        for _ in range(2):
+            yield layers.DepthwiseConv2D(3, padding="same", activation="relu")
+        yield layers.MaxPool2D(2)
+
+
+IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float32")
+
+
+def test_the_prediction_of_a_plain_step_is_near_the_measured_peak(monkeypatch):
+    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: False)
+    step = step_of(*blocks())
+    predicted = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES).plan.predicted.peak_bytes
+    measured = np.median([tflms_sft.measure(step, IMAGES).peak_bytes for _ in range(3)])
+    assert abs(predicted - measured) < 0.15 * measured
+
+
+def test_more_tiles_need_less():
+    step = step_of(*blocks())
+    peaks = [
+        tflms_sft.rewrite(step, SFTParams((count, count)), IMAGES).plan.predicted.peak_bytes for count in (1, 2, 4, 8)
+    ]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+    assert peaks[-1] < 0.6 * peaks[0]
+
+
+def test_the_prediction_grows_with_the_batch():
+    step = step_of(*blocks())
+    peaks = [
+        tflms_sft.rewrite(step, AutoParams("8GiB"), np.zeros((batch, SIZE, SIZE, 8), "float32")).plan.predicted
+        for batch in (1, 2, 4)
+    ]
+    one, two, four = (p.peak_bytes - p.fixed_bytes for p in peaks)
+    assert abs(two / one - 2) < 0.02 and abs(four / one - 4) < 0.04

@@ -1,0 +1,187 @@
+"""Names of layers, ops and tensors, and what each means in a traced step."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tflms_sft
+from tflms_sft import SegmentError, SegmentSpec, SFTParams
+from tflms_sft._names import display_names, lookup, recorded_layers, resolve
+
+
+def conv(name, filters=3):
+    return layers.Conv2D(filters, 3, padding="same", activation="relu", name=name)
+
+
+def classifier(body, **options):
+    image = keras.Input((16, 16, 3), name="photo", **options)
+    return keras.Model(image, layers.Dense(2, name="head")(layers.GlobalAveragePooling2D()(body(image))))
+
+
+def step_of(model):
+    """A `tf.function` that returns the loss and the gradients."""
+    model.build((2, 16, 16, 3))
+
+    @tf.function
+    def step(images, labels):
+        with tf.GradientTape() as tape:
+            outputs = model(images, training=True)
+            loss = tf.reduce_mean((outputs - labels) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    return step
+
+
+BATCH = np.random.default_rng(0).normal(size=(2, 16, 16, 3)).astype("float32"), np.ones((2, 2), "float32")
+
+
+def rewritten(model, *specs):
+    return tflms_sft.rewrite(step_of(model), SFTParams(num_tiles=(2, 2), segments=list(specs)), *BATCH)
+
+
+def same_gradients(model, *specs):
+    """Whether the step with these segments computes what the plain one does; each segment must be there."""
+    fast = rewritten(model, *specs)
+    assert len(fast.plan.segments) == len(specs)
+    got, want = fast(*BATCH), step_of(model)(*BATCH)
+    return all(np.allclose(a, b, atol=1e-6) for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True))
+
+
+def chain(x):
+    return layers.MaxPool2D(2, name="pool")(conv("second")(conv("first")(x)))
+
+
+def test_a_layer_means_its_output():
+    assert same_gradients(classifier(chain), SegmentSpec("first", "pool"))
+    (segment,) = rewritten(classifier(chain), SegmentSpec("first", "pool")).plan.segments
+    assert segment.entries == ("first",)
+    assert segment.exits == ("pool",)
+
+
+def test_the_input_layer_means_the_image():
+    (segment,) = rewritten(classifier(chain), SegmentSpec("photo", "second")).plan.segments
+    assert segment.entries == ("photo",)
+    assert segment.tile_rows == ((8, 8), (10, 10))  # Two 3x3 convolutions, at the border on one side.
+
+
+def test_ops_and_tensors_have_names_too():
+    model = classifier(chain)
+    operations = step_of(model).get_concrete_function(*BATCH).graph.get_operations()
+    relu = next(o.name for o in operations if o.type == "Relu")
+    pool = next(o.name for o in operations if o.type == "MaxPool")
+    for entry, exit_ in ((relu, pool), (relu + ":0", pool + ":0"), (relu, "pool")):
+        assert same_gradients(model, SegmentSpec(entry, exit_))
+
+
+@pytest.mark.parametrize("name", ["no_such:0", "no_such:x"])
+def test_a_tensor_that_does_not_exist_is_refused(name):
+    with pytest.raises(SegmentError, match=f"`entry` names nothing in the step.*entry='{name}'"):
+        rewritten(classifier(chain), SegmentSpec(name, "pool"))
+
+
+def test_an_output_that_an_op_does_not_have_is_refused():
+    model = classifier(chain)
+    operations = step_of(model).get_concrete_function(*BATCH).graph.get_operations()
+    relu = next(o.name for o in operations if o.type == "Relu")
+    with pytest.raises(SegmentError, match="names nothing in the step"):
+        rewritten(model, SegmentSpec(f"{relu}:7", "pool"))
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("frist", "'first'"), ("pol", "'pool'"), ("foto", "'photo'")])
+@pytest.mark.parametrize("argument", ["entry", "exit"])
+def test_an_unknown_name_gets_the_nearest_ones(wrong, near, argument):
+    names = {"entry": "photo", "exit": "pool", argument: wrong}
+    with pytest.raises(SegmentError, match=f"`{argument}` names nothing") as error:
+        rewritten(classifier(chain), SegmentSpec(**names))
+    assert f"Received: {argument}={wrong!r}" in str(error.value)
+    assert near in str(error.value).partition("Nearest:")[2]
+
+
+def test_a_name_unlike_any_other_gets_some_layers():
+    with pytest.raises(SegmentError, match="Nearest: '.+'"):
+        rewritten(classifier(chain), SegmentSpec("@@@@", "pool"))
+
+
+def shared(x):
+    twice = conv("conv")
+    return layers.MaxPool2D(2, name="pool")(twice(conv("between")(twice(x))))
+
+
+def test_a_layer_called_twice_is_ambiguous_and_its_calls_are_listed():
+    with pytest.raises(SegmentError, match="layer 'conv' is called 2 times") as error:
+        rewritten(classifier(shared), SegmentSpec("conv", "pool"))
+    assert "`entry` is ambiguous" in str(error.value)
+    assert "'conv/1', 'conv/2'" in str(error.value)
+    with pytest.raises(SegmentError, match="`exit` is ambiguous"):
+        rewritten(classifier(shared), SegmentSpec("photo", "conv"))
+
+
+def test_numbered_calls_of_a_layer_work():
+    (segment,) = rewritten(classifier(shared), SegmentSpec("conv/1", "conv/2")).plan.segments
+    assert (segment.entries, segment.exits) == (("conv/1",), ("conv/2",))
+    assert same_gradients(classifier(shared), SegmentSpec("conv/1", "conv/2"))
+    with pytest.raises(SegmentError, match="names nothing.*'conv/"):
+        rewritten(classifier(shared), SegmentSpec("conv/3", "pool"))
+
+
+def nested(x):
+    inside = keras.Input((16, 16, 3), name="inside_input")
+    backbone = keras.Model(inside, conv("deep")(conv("inner")(inside)), name="backbone")
+    return layers.MaxPool2D(2, name="pool")(backbone(conv("outer")(x)))
+
+
+@pytest.mark.parametrize(
+    ("entry", "exit_"),
+    [("inner", "pool"), ("photo", "inner"), ("outer", "backbone"), ("backbone", "pool"), ("inside_input", "deep")],
+)
+def test_layers_of_a_nested_model_have_names(entry, exit_):
+    assert same_gradients(classifier(nested), SegmentSpec(entry, exit_))
+
+
+def two_branches(x):
+    left, right = conv("left")(x), conv("right")(x)
+    return layers.Concatenate(name="both")([conv("left2")(left), conv("right2")(right)])
+
+
+def test_several_entries_and_exits():
+    (segment,) = rewritten(classifier(two_branches), SegmentSpec(("left", "right"), "both")).plan.segments
+    assert set(segment.entries) == {"left", "right"}
+    assert same_gradients(classifier(two_branches), SegmentSpec(("left", "right"), "both"))
+    assert same_gradients(classifier(two_branches), SegmentSpec("photo", ("left2", "right2")))
+
+
+@pytest.mark.parametrize("body", [chain, shared, nested, two_branches], ids=lambda body: body.__name__)
+def test_names_that_a_plan_prints_can_be_pasted_back(body):
+    automatic = tflms_sft.rewrite(step_of(classifier(body)), SFTParams(num_tiles=(2, 2)), *BATCH).plan
+    assert automatic.segments
+    for segment in automatic.segments:
+        assert all(name in automatic.summary() for name in (*segment.entries, *segment.exits))
+        (again,) = rewritten(classifier(body), SegmentSpec(segment.entries, segment.exits)).plan.segments
+        assert (again.entries, again.exits) == (segment.entries, segment.exits)
+        assert (again.forward_ops, again.backward_ops) == (segment.forward_ops, segment.backward_ops)
+
+
+def test_every_displayed_name_resolves_to_its_tensor():
+    from rewriters.normalise import read
+
+    step = step_of(classifier(nested))
+    with recorded_layers() as record:
+        concrete_fn = step.get_concrete_function(*BATCH)
+    record.finish(concrete_fn.graph)
+    graph = read(concrete_fn)
+    shown = display_names(graph, record)
+    assert {"photo", "outer", "inner", "pool", "head"} <= set(shown.values())
+    for tensor, name in shown.items():
+        assert resolve(name, "entry", graph, record) == [tensor]
+    assert lookup(graph, "no_such") is None
+
+
+def test_watching_layers_ends_with_the_trace():
+    call = layers.Layer.__call__
+    with pytest.raises(RuntimeError, match="inside"):
+        with recorded_layers():
+            assert layers.Layer.__call__ is not call
+            raise RuntimeError("inside")
+    assert layers.Layer.__call__ is call

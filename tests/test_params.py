@@ -1,0 +1,246 @@
+"""What parameter objects accept and refuse, and that they are plain values."""
+
+import dataclasses
+import pickle
+import re
+
+import numpy as np
+import pytest
+
+import tflms_sft
+from tflms_sft import AutoParams, SegmentSpec, SFTParams
+from tflms_sft._params import parse_num_tiles
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Nothing here touches Keras, and resetting it takes longer than the tests."""
+
+
+SPEC = SegmentSpec("input", "pool", num_tiles=(2, 2))
+
+
+# Numbers of tiles ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "batch", "spatial"),
+    [
+        ((4, 2), 1, (4, 2)),
+        ([4, 2], 1, (4, 2)),
+        ((3, 4, 2), 3, (4, 2)),
+        ({"height": 4, "width": 2}, 1, (4, 2)),
+        ({"batch": 2}, 2, (1, 1)),
+        ({"width": 5, "batch": 2, "height": 3}, 2, (3, 5)),
+        ((1, 1), 1, (1, 1)),
+    ],
+)
+def test_counts_by_position_or_by_name(value, batch, spatial):
+    grid = parse_num_tiles(value, "num_tiles")
+    assert (grid.batch, grid.spatial) == (batch, spatial)
+
+
+def test_auto_leaves_the_number_of_tiles_open():
+    assert parse_num_tiles("auto", "num_tiles") is None
+
+
+MAKERS = [
+    pytest.param("num_tiles", lambda value: SFTParams(num_tiles=value), id="SFTParams.num_tiles"),
+    pytest.param("num_tiles", lambda value: SegmentSpec("a", "b", num_tiles=value), id="SegmentSpec.num_tiles"),
+    pytest.param("num_tiles", lambda value: tflms_sft.SFT(value), id="SFT"),
+    pytest.param(
+        "backward_num_tiles", lambda value: SFTParams(backward_num_tiles=value), id="SFTParams.backward_num_tiles"
+    ),
+    pytest.param(
+        "backward_num_tiles",
+        lambda value: SegmentSpec("a", "b", backward_num_tiles=value),
+        id="SegmentSpec.backward_num_tiles",
+    ),
+]
+
+
+@pytest.mark.parametrize(("argument", "make"), MAKERS)
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        ((0, 2), ValueError, "must be at least 1 along every axis"),
+        ((2, -1), ValueError, "must be at least 1 along every axis"),
+        ({"height": 0}, ValueError, "must be at least 1 along every axis"),
+        ((2.0, 2), TypeError, "counts tiles in integers"),
+        ((2, float("nan")), TypeError, "counts tiles in integers"),
+        ((True, 2), TypeError, "counts tiles in integers"),
+        (("2", "2"), TypeError, "counts tiles in integers"),
+        ((2, None), TypeError, "counts tiles in integers"),
+        ((2,), ValueError, "has 1 counts"),
+        ((), ValueError, "has 0 counts"),
+        ((1, 2, 3, 4), ValueError, "has 4 counts"),
+        ({"rows": 2}, ValueError, "names unknown axes ['rows']"),
+        ({"depth": 2, "height": 2}, ValueError, "names unknown axes ['depth']"),
+        (4, TypeError, 'expected "auto", (height, width), (batch, height, width)'),
+        (True, TypeError, 'expected "auto", (height, width), (batch, height, width)'),
+        ("many", TypeError, 'expected "auto", (height, width), (batch, height, width)'),
+        (np.array([2, 2]), TypeError, 'expected "auto", (height, width), (batch, height, width)'),
+    ],
+    ids=repr,
+)
+def test_wrong_numbers_of_tiles_name_argument_value_and_expectation(argument, make, value, kind, text):
+    with pytest.raises(kind, match=re.escape(text)) as error:
+        make(value)
+    assert f"`{argument}`" in str(error.value)
+    assert f"Received: {argument}={value!r}" in str(error.value)
+
+
+def test_no_number_of_tiles_at_all_is_refused_in_sft_params_only():
+    assert SegmentSpec("a", "b", num_tiles=None).num_tiles is None
+    with pytest.raises(TypeError, match="num_tiles=None"):
+        SFTParams(num_tiles=None)
+
+
+# Names -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_name_or_several():
+    spec = SegmentSpec("a", ("b", "c"))
+    assert spec.entries == ("a",)
+    assert spec.exits == ("b", "c")
+
+
+@pytest.mark.parametrize("value", ["", (), None, 3, ("a", 3), ("a", ""), {"a"}], ids=repr)
+@pytest.mark.parametrize("argument", ["entry", "exit"])
+def test_names_are_non_empty_strings(argument, value):
+    with pytest.raises(TypeError, match=f"`{argument}` must be the name of a layer, op or tensor") as error:
+        SegmentSpec(**{"entry": "a", "exit": "b", argument: value})
+    assert f"Received: {argument}={value!r}" in str(error.value)
+
+
+# The rest of SFTParams ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["carry", "keep", "", None, 1])
+def test_the_only_halo_is_recompute(value):
+    with pytest.raises(ValueError, match=f'`halo` must be "recompute".*halo={value!r}'):
+        SFTParams(halo=value)
+    if value is not None:  # None takes that of SFTParams.
+        with pytest.raises(ValueError, match=f'`halo` must be "recompute".*halo={value!r}'):
+            SegmentSpec("a", "b", halo=value)
+
+
+def test_segments_become_a_tuple():
+    assert SFTParams(segments=[SPEC]).segments == (SPEC,)
+    assert SFTParams().segments == "auto"
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        ("all", ValueError, '`segments` must be "auto" or a list of `SegmentSpec`'),
+        (None, TypeError, '`segments` must be "auto" or a list of `SegmentSpec`'),
+        (SPEC, TypeError, '`segments` must be "auto" or a list of `SegmentSpec`'),
+        ([("a", "b")], TypeError, '`segments` must be "auto" or a list of `SegmentSpec`'),
+        ([SPEC, "auto"], TypeError, '`segments` must be "auto" or a list of `SegmentSpec`'),
+        ([], ValueError, "`segments` is empty"),
+    ],
+    ids=repr,
+)
+def test_segments_are_auto_or_a_list_of_specs(value, kind, text):
+    with pytest.raises(kind, match=text) as error:
+        SFTParams(segments=value)
+    assert repr(value) in str(error.value)
+
+
+def test_memory_capacity_is_read_as_bytes():
+    assert SFTParams(memory_capacity="1KiB").memory_capacity == 1024
+    assert SFTParams(memory_capacity=7).memory_capacity == 7
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (0, ValueError),
+        (-5, ValueError),
+        (1.5, TypeError),
+        (True, TypeError),
+        (float("nan"), TypeError),
+        ("1", ValueError),
+        ("1 TiB", ValueError),
+    ],
+)
+def test_capacities_and_budgets_are_refused_by_name(value, kind):
+    for make, argument in (
+        (lambda: SFTParams(memory_capacity=value), "memory_capacity"),
+        (lambda: AutoParams(value), "memory_budget"),
+        (lambda: tflms_sft.MemoryBudget(value), "memory_budget"),
+    ):
+        with pytest.raises(kind, match=f"`{argument}` must be .*Received: {argument}={value!r}"):
+            make()
+
+
+def test_a_budget_cannot_be_left_open():
+    with pytest.raises(TypeError, match="`memory_budget` must be an int"):
+        AutoParams(None)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 0.1, 0.999])
+def test_headroom_is_a_part_below_one(value):
+    assert AutoParams("1GiB", value).headroom == value
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (1, ValueError),
+        (-0.1, ValueError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        (True, TypeError),
+        ("10%", TypeError),
+        (None, TypeError),
+    ],
+)
+def test_other_headrooms_are_refused(value, kind):
+    for make in (lambda: AutoParams("1GiB", value), lambda: tflms_sft.MemoryBudget("1GiB", headroom=value)):
+        with pytest.raises(kind, match=f"`headroom` must be a number from 0 to below 1. Received: headroom={value!r}"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ((4, 32, 32), ValueError),
+        ((0, 32, 32, 3), ValueError),
+        ((4, -1, 32, 3), ValueError),
+        ((None, 32, 32, 3), TypeError),
+        ((4, 32, 32.0, 3), TypeError),
+        ((True, 32, 32, 3), TypeError),
+        ("4x32x32x3", TypeError),
+        (4, TypeError),
+    ],
+    ids=repr,
+)
+def test_batch_shapes_are_four_positive_integers(value, kind):
+    for make in (
+        lambda: tflms_sft.SFT(batch_shape=value),
+        lambda: tflms_sft.MemoryBudget("1GiB", batch_shape=value),
+    ):
+        with pytest.raises(kind, match=r"`batch_shape` must be \(batch, height, width, channels\)") as error:
+            make()
+        assert f"batch_shape={value!r}" in str(error.value)
+
+
+# Plain values --------------------------------------------------------------------------------------------------------
+
+VALUES = [SPEC, SFTParams(segments=[SPEC]), SFTParams(num_tiles={"height": 2}), AutoParams("8GiB")]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_parameters_are_frozen_and_picklable(value):
+    field = dataclasses.fields(value)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, field, "other")
+    assert pickle.loads(pickle.dumps(value)) == value
+
+
+def test_replacing_a_field_checks_it_again():
+    assert dataclasses.replace(AutoParams("8GiB"), headroom=0.2).headroom == 0.2
+    with pytest.raises(ValueError, match="headroom"):
+        dataclasses.replace(AutoParams("8GiB"), headroom=2)

@@ -1,0 +1,137 @@
+"""What a plan tells: a report, JSON, a picture."""
+
+import dataclasses
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tflms_sft
+from tflms_sft import AutoParams, SegmentSpec, SFTParams
+
+IMAGES = np.zeros((2, 32, 32, 3), "float32")
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """One step serves all tests, and no test changes it."""
+
+
+@pytest.fixture(scope="module")
+def step():
+    keras.backend.clear_session()
+    image = keras.Input((32, 32, 3), name="photo")
+    x = layers.Conv2D(8, 3, padding="same", activation="relu", name="one")(image)
+    x = layers.Conv2D(8, 3, padding="same", activation="relu", name="two")(x)
+    x = layers.MaxPool2D(2, name="pool")(x)
+    x = layers.Conv2D(8, 3, padding="same", activation="relu", name="three")(x)
+    x = layers.Conv2D(8, 3, padding="same", activation="relu", name="four")(x)
+    model = keras.Model(image, layers.GlobalAveragePooling2D(name="mean")(x))
+
+    @tf.function
+    def gradients(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images, training=True) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    gradients.model = model
+    return gradients
+
+
+@pytest.fixture(scope="module")
+def plan(step):
+    specs = [SegmentSpec("photo", "pool", num_tiles=(4, 2), backward_num_tiles=(2, 2)), SegmentSpec("pool", "four")]
+    return tflms_sft.rewrite(step, SFTParams((3, 1), specs), IMAGES).plan
+
+
+def test_the_headline_has_segments_tiles_and_peaks(plan):
+    assert plan.headline().startswith("2 segment(s) in 2x2, 3x1 tiles, predicted peak ")
+    assert " instead of " in plan.headline() and "x the arithmetic" in plan.headline()
+    assert "budget" not in plan.headline()
+
+
+def test_the_summary_has_a_line_for_each_segment(plan):
+    first, *lines = plan.summary().splitlines()
+    assert first == f"Plan for batch 2: {plan.headline()}"
+    assert lines[0].startswith("  segment1: photo -> pool, 4x2 tiles forward, 2x2 backward; ")
+    assert "exit tile 4x8 from 12x18 of the entry" in lines[0]
+    assert lines[1].startswith("  segment2: pool -> four, 3x1 tiles forward, 3x1 backward; ")
+    assert any(line.startswith("  weights and optimizer slots: ") for line in lines)
+    assert "measured" not in plan.summary()
+
+
+def test_the_summary_tells_the_measured_peak_and_its_source_once_there_is_one(plan):
+    measured = dataclasses.replace(plan, measured=tflms_sft.Measurement(2**20, "a test"))
+    assert "  measured peak: 1.00 MiB (a test)" in measured.summary().splitlines()
+
+
+def test_the_summary_of_automatic_segments_tells_what_is_left_alone(step):
+    lines = tflms_sft.rewrite(step, SFTParams((2, 2)), IMAGES).plan.summary().splitlines()
+    reason = lines[lines.index("  left alone:") + 1]
+    assert reason.startswith("    layer 'mean' (GlobalAveragePooling2D): Mean: it reduces over the image")
+
+
+def test_an_unknown_batch_is_told(step):
+    specs = [SegmentSpec("photo", "pool")]
+    plan = tflms_sft.rewrite(step, SFTParams((2, 2), specs), tf.TensorSpec((None, 32, 32, 3))).plan
+    assert plan.summary().startswith("Plan for batches of up to ")
+
+
+def test_nothing_rewritten_is_told_with_the_budget(step):
+    plan = tflms_sft.rewrite(step, AutoParams("1GiB"), IMAGES).plan
+    assert plan.headline().startswith("nothing rewritten, predicted peak ")
+    assert plan.headline().endswith(", budget 1.00 GiB")
+
+
+def test_json_holds_every_field(plan):
+    told = json.loads(plan.to_json())
+    assert set(told) == {field.name for field in dataclasses.fields(plan)}
+    assert told["changed"] is True and told["batch"] == 2 and told["batch_is_fixed"] is True
+    assert told["measured"] is None and told["memory_budget"] is None
+    first = told["segments"][0]
+    assert set(first) == {field.name for field in dataclasses.fields(tflms_sft.PlannedSegment)}
+    assert (first["entries"], first["exits"], first["num_tiles"]) == (["photo"], ["pool"], [1, 4, 2])
+    for name in ("original", "predicted"):
+        assert told[name]["peak_bytes"] == getattr(plan, name).peak_bytes
+        assert max(amount for _, amount in told[name]["timeline"]) == told[name]["peak_bytes"]
+
+
+def test_json_can_be_turned_back_into_the_plans_parts(plan):
+    told = json.loads(plan.to_json(indent=None))
+
+    def tuples(value):
+        return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+    def rebuilt(kind, fields):
+        return kind(**{name: tuples(value) for name, value in fields.items()})
+
+    assert rebuilt(tflms_sft.Prediction, told["predicted"]) == plan.predicted
+    assert tuple(rebuilt(tflms_sft.PlannedSegment, s) for s in told["segments"]) == plan.segments
+
+
+def test_tiles_cost_arithmetic_and_the_numbers_of_the_original_do_not_move(plan, step):
+    whole = tflms_sft.rewrite(step, AutoParams("1GiB"), IMAGES).plan
+    assert plan.original == whole.original
+    assert whole.predicted.time_ratio == 1.0 < plan.predicted.time_ratio < 2.5
+    assert plan.predicted.fixed_bytes == sum(4 * int(tf.size(v)) for v in step.model.trainable_variables)
+
+
+@pytest.mark.parametrize("measured", [None, tflms_sft.Measurement(2**20, "a test")])
+def test_the_picture_is_a_png_and_a_figure(plan, tmp_path, measured):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    figure = dataclasses.replace(plan, measured=measured, memory_budget=2**20).plot(str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (axes,) = figure.axes
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert [label.split(",")[0] for label in labels] == ["original", "rewritten", "budget"] + (
+        ["measured peak"] if measured else []
+    )
+
+
+def test_the_figure_alone_is_drawn_without_a_path(plan):
+    pytest.importorskip("matplotlib")
+    assert plan.plot().axes

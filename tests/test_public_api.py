@@ -1,0 +1,98 @@
+"""What is public, what may import what, and that nothing knows a network by name."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import tflms_sft
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(p for folder in ("tflms_sft", "rewriters") for p in (ROOT / folder).rglob("*.py"))
+NETWORKS = re.compile(r"(?<![a-z])(vgg|resnet|unet|u_net|densenet|mobilenet|xception|inception|darknet|efficientnet)")
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Nothing here touches Keras, and resetting it takes longer than the tests."""
+
+
+def imported(path):
+    """Names of all modules that a file imports, those inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def files_that_import(prefix):
+    return {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if any(name == prefix or name.startswith(prefix + ".") for name in imported(path))
+    }
+
+
+def test_all_is_what_is_public():
+    modules = {name for name, value in vars(tflms_sft).items() if inspect.ismodule(value)}
+    public = {name for name in vars(tflms_sft) if not name.startswith("_")} - modules
+    assert sorted(tflms_sft.__all__) == sorted({*public, "__version__"})
+
+
+@pytest.mark.parametrize("name", [name for name in tflms_sft.__all__ if name != "__version__"])
+def test_public_names_and_their_members_have_docstrings(name):
+    public = getattr(tflms_sft, name)
+    assert public.__doc__
+    assert not public.__doc__.startswith(f"{name}("), "dataclasses write a docstring that says nothing"
+    if inspect.isclass(public):
+        members = {key: value for key, value in vars(public).items() if not key.startswith("_")}
+        callables = {key: value for key, value in members.items() if callable(value) or isinstance(value, property)}
+        assert not [key for key, value in callables.items() if not value.__doc__]
+
+
+def test_the_callbacks_take_the_arguments_of_their_parameter_classes():
+    for callback, params in ((tflms_sft.SFT, tflms_sft.SFTParams), (tflms_sft.MemoryBudget, tflms_sft.AutoParams)):
+        wanted = inspect.signature(params).parameters
+        given = inspect.signature(callback).parameters
+        assert [*given][: len(wanted)] == [*wanted]
+        assert {n: given[n].default for n in wanted} == {n: wanted[n].default for n in wanted}
+        assert [*given][len(wanted) :] == ["batch_shape", "verbose"]
+
+
+def test_errors_are_plain_classes_that_autograph_can_raise_again():
+    for error in (tflms_sft.SegmentError, tflms_sft.BudgetError):
+        assert issubclass(error, tflms_sft.RewriteError)
+    assert issubclass(tflms_sft.RewriteError, Exception)
+    assert not issubclass(tflms_sft.RewriteError, ValueError)
+    for error in (tflms_sft.RewriteError, tflms_sft.SegmentError, tflms_sft.BudgetError):
+        assert error.__init__ is Exception.__init__
+
+
+def test_the_face_imports_the_compiler_and_never_the_reverse():
+    assert files_that_import("rewriters") >= {"tflms_sft/_compile.py", "tflms_sft/_rewrite.py"}
+    assert {path for path in files_that_import("tflms_sft") if path.startswith("rewriters/")} == set()
+
+
+def test_private_tensorflow_is_imported_in_one_module():
+    assert files_that_import("tensorflow.python") == {"rewriters/_tf_private.py"}
+    assert files_that_import("keras.src") == set()
+
+
+def test_nothing_is_imported_that_is_not_installed_with_the_package():
+    allowed = {"tflms_sft", "rewriters", "tensorflow", "keras", "numpy", "matplotlib"}
+    roots = {name.partition(".")[0] for path in FILES for name in imported(path)}
+    standard = {"__future__", *__import__("sys").stdlib_module_names}
+    assert roots - standard <= allowed
+    assert files_that_import("matplotlib") == {"tflms_sft/_plot.py"}
+
+
+def test_no_network_is_known_by_name():
+    assert NETWORKS.search("x == 'vgg16'") and NETWORKS.search("is_resnet")
+    found = {str(p.relative_to(ROOT)): NETWORKS.findall(p.read_text().lower()) for p in FILES}
+    assert {path: names for path, names in found.items() if names} == {}

@@ -1,0 +1,472 @@
+"""`rewrite`: ways to hand a step over, ways to call the result, and what is refused."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tflms_sft
+from tflms_sft import AutoParams, BudgetError, RewriteError, SegmentError, SegmentSpec, SFTParams
+
+TILES = SFTParams(num_tiles=(2, 2))
+IMAGES = np.random.default_rng(0).normal(size=(2, 24, 24, 3)).astype("float32")
+LABELS = np.array([0, 1], "int32")
+BATCH = IMAGES, LABELS
+
+
+def net(body=None, size=24, batch_size=None):
+    image = keras.Input((size, size, 3), batch_size=batch_size, name="photo")
+    x = (body or plain_body)(image)
+    return keras.Model(image, layers.Dense(2, name="head")(layers.GlobalAveragePooling2D(name="mean")(x)))
+
+
+def plain_body(x):
+    for name in ("one", "two", "three"):
+        x = layers.Conv2D(6, 3, padding="same", activation="relu", name=name)(x)
+    return layers.MaxPool2D(2, name="pool")(x)
+
+
+def loss_of(model, images, labels):
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, model(images, training=True))
+    return tf.reduce_mean(losses)
+
+
+def training(model, optimizer=None):
+    """A hand-written training step; it returns the loss."""
+    optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+
+    def step(images, labels):
+        weights = model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, images, labels)
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return loss
+
+    step.optimizer = optimizer
+    return step
+
+
+def gradients(model=None):
+    """A step that changes nothing: it returns the loss and the gradients."""
+    model = model or net()
+
+    @tf.function
+    def step(images, labels):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, images, labels)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    step.model = model  # TensorFlow keeps variables by weak references only.
+    return step
+
+
+def close(got, want, tolerance=1e-6):
+    tf.nest.assert_same_structure(got, want)
+    pairs = zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True)
+    return all(np.allclose(a, b, rtol=0, atol=tolerance) for a, b in pairs)
+
+
+# Ways to hand a step over -------------------------------------------------------------------------------------
+
+
+def test_a_function_with_arrays():
+    step = gradients()
+    fast = tflms_sft.rewrite(step, TILES, *BATCH)
+    assert fast.plan.changed and fast.plan.batch == 2 and fast.plan.batch_is_fixed
+    assert close(fast(*BATCH), step(*BATCH))
+
+
+def test_a_function_with_tensors_and_a_list_of_one_parameter_object():
+    step = gradients()
+    fast = tflms_sft.rewrite(step, [TILES], *map(tf.constant, BATCH))
+    assert close(fast(*map(tf.constant, BATCH)), step(*BATCH))
+
+
+def test_a_function_with_specs_of_an_unknown_batch_takes_any_batch():
+    step = gradients()
+    specs = tf.TensorSpec((None, 24, 24, 3)), tf.TensorSpec((None,), tf.int32)
+    fast = tflms_sft.rewrite(step, TILES, *specs)
+    assert not fast.plan.batch_is_fixed
+    for size in (2, 1):
+        assert close(fast(IMAGES[:size], LABELS[:size]), step(IMAGES[:size], LABELS[:size]))
+
+
+def test_an_input_signature_with_an_unknown_batch_is_planned_for_the_example():
+    inner = gradients()
+    specs = tf.TensorSpec((None, 24, 24, 3)), tf.TensorSpec((None,), tf.int32)
+    step = tf.function(inner.python_function, input_signature=specs)
+    assert tflms_sft.rewrite(step, TILES, *BATCH).plan.batch == 2
+    assert tflms_sft.rewrite(step, TILES, images=IMAGES, labels=LABELS).plan.batch == 2
+
+
+def test_a_concrete_function():
+    step = gradients()
+    fast = tflms_sft.rewrite(step.get_concrete_function(*BATCH), TILES)
+    assert fast.plan.changed
+    assert close(fast(*BATCH), step(*BATCH))
+
+
+def test_example_arguments_beside_a_concrete_function_are_refused():
+    with pytest.raises(TypeError, match="traced already, so example arguments have no effect. Leave them out"):
+        tflms_sft.rewrite(gradients().get_concrete_function(*BATCH), TILES, *BATCH)
+
+
+def test_keywords_in_both_places():
+    step = gradients()
+    fast = tflms_sft.rewrite(step, TILES, labels=LABELS, images=IMAGES)
+    want = step(*BATCH)
+    assert close(fast(images=IMAGES, labels=LABELS), want)
+    assert close(fast(IMAGES, labels=LABELS), want)
+    assert close(fast(*BATCH), want)
+    assert close(tflms_sft.rewrite(step, TILES, *BATCH)(labels=LABELS, images=IMAGES), want)
+
+
+def test_keyword_only_arguments():
+    inner = gradients()
+    step = tf.function(lambda images, *, labels: inner(images, labels))
+    fast = tflms_sft.rewrite(step, TILES, IMAGES, labels=LABELS)
+    assert close(fast(IMAGES, labels=LABELS), inner(*BATCH))
+
+
+def test_nests_in_and_out_are_kept():
+    inner = gradients()
+
+    @tf.function
+    def step(batch):
+        loss, found = inner(batch["x"], batch["y"][0])
+        return {"loss": loss, "nothing": None, "found": tuple(found)}
+
+    batch = {"x": IMAGES, "y": [LABELS]}
+    fast = tflms_sft.rewrite(step, TILES, batch)
+    got = fast(batch)
+    assert got["nothing"] is None and isinstance(got["found"], tuple)
+    assert close(got["found"], step(batch)["found"])
+
+
+def test_arguments_that_are_no_tensors_are_fixed():
+    inner = gradients()
+
+    @tf.function
+    def step(images, labels, scale=2.0, flag=None):
+        loss, found = inner(images, labels)
+        return loss * scale, found
+
+    fast = tflms_sft.rewrite(step, TILES, *BATCH)
+    want = step(*BATCH)
+    assert close(fast(*BATCH), want)
+    assert close(fast(*BATCH, 2.0), want)
+    assert close(fast(*BATCH, scale=2.0, flag=None), want)
+    with pytest.raises(TypeError, match="rewritten for one signature"):
+        fast(*BATCH, 3.0)
+    tripled = tflms_sft.rewrite(step, TILES, *BATCH, scale=3.0)
+    assert close(tripled(*BATCH, scale=3.0)[0], inner(*BATCH)[0] * 3.0)
+
+
+def test_an_argument_that_is_returned_as_it_came():
+    inner = gradients()
+    step = tf.function(lambda images, labels: (labels, inner(images, labels)))
+    fast = tflms_sft.rewrite(step, TILES, *BATCH)
+    assert np.array_equal(fast(*BATCH)[0], LABELS)
+
+
+# Ways to use the result ---------------------------------------------------------------------------------------
+
+
+def test_inside_another_function():
+    step = gradients()
+    fast = tflms_sft.rewrite(step, TILES, *BATCH)
+
+    @tf.function
+    def twice(images, labels):
+        return fast(images, labels)[0] + fast(images, labels)[0]
+
+    assert close(twice(*BATCH), 2 * step(*BATCH)[0])
+
+
+def test_the_concrete_function_takes_flat_tensors():
+    step = gradients()
+    fast = tflms_sft.rewrite(step, TILES, *BATCH)
+    assert close(fast.concrete_function(*map(tf.constant, BATCH)), step(*BATCH))
+    types = {op.type for op in fast.concrete_function.graph.get_operations()}
+    assert {"While", "StatelessWhile"} & types
+
+
+def test_loops_have_name_scopes_that_say_what_they_are():
+    fast = tflms_sft.rewrite(gradients(), TILES, *BATCH)
+    names = [op.name for op in fast.concrete_function.graph.get_operations() if op.type.endswith("While")]
+    assert [name.split("/")[:3] for name in names] == [["sft", "segment1", "forward"], ["sft", "segment1", "backward"]]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (np.zeros((2, 24, 25, 3), "float32"), LABELS),
+        (np.zeros((3, 24, 24, 3), "float32"), LABELS),
+        (np.zeros((2, 24, 24), "float32"), LABELS),
+        (tf.zeros((2, 24, 24, 3), tf.float64), LABELS),
+        (IMAGES, np.array([0.5, 1.5], "float32")),
+        (IMAGES, tf.constant([0, 1], tf.int64)),
+        (IMAGES, ["a", "b"]),
+        (IMAGES, None),
+        (IMAGES,),
+        (IMAGES, LABELS, LABELS),
+        ([IMAGES], LABELS),
+        ((IMAGES, LABELS),),
+        (),
+    ],
+    ids=range(13),
+)
+def test_other_arguments_are_a_type_error_that_shows_the_signature(arguments):
+    fast = rewritten_once()
+    with pytest.raises(TypeError, match="rewritten for one signature") as error:
+        fast(*arguments)
+    expected = str(error.value).partition("Expected: ")[2].partition("Received: ")[0]
+    assert "shape=(2, 24, 24, 3), dtype=tf.float32" in expected
+    assert "shape=(2,), dtype=tf.int32" in expected
+    assert "Rewrite the step for these arguments too" in str(error.value)
+
+
+KEPT = {}
+
+
+def rewritten_once():
+    """One rewritten step for tests that only look at how it is called."""
+    if "step" not in KEPT:
+        KEPT["step"] = tflms_sft.rewrite(gradients(), TILES, *BATCH)
+    return KEPT["step"]
+
+
+@pytest.mark.parametrize("keywords", [{"image": IMAGES}, {"labels": LABELS, "images": IMAGES, "more": LABELS}])
+def test_other_keywords_are_a_type_error(keywords):
+    with pytest.raises(TypeError, match="rewritten for one signature.*Expected: .*images"):
+        rewritten_once()(**keywords)
+
+
+def test_arrays_of_another_precision_are_converted():
+    fast = rewritten_once()
+    assert close(fast(IMAGES.astype("float64"), LABELS.astype("int64")), fast(*BATCH))
+
+
+def test_it_cannot_be_pickled_or_copied():
+    for attempt in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="cannot be pickled: rewrite the step again"):
+            attempt(rewritten_once())
+
+
+def test_it_keeps_variables_alive():
+    model = net()
+    reference = weakref.ref(model)
+    fast = tflms_sft.rewrite(tf.function(training(model)), TILES, *BATCH)
+    del model
+    keras.backend.clear_session()
+    gc.collect()
+    first, second = float(fast(*BATCH)), float(fast(*BATCH))
+    assert np.isfinite(first) and second < first
+    del fast
+    gc.collect()
+    assert reference() is None, "and no longer than itself"
+
+
+# What is refused ----------------------------------------------------------------------------------------------
+
+
+def test_a_forward_function_is_refused_with_the_remedy():
+    model = net()
+    with pytest.raises(RewriteError, match="no backward part.*Pass the function that computes gradients and updates"):
+        tflms_sft.rewrite(tf.function(lambda images: model(images)), TILES, IMAGES)
+
+
+@pytest.mark.parametrize("step", [lambda images, labels: images, "step", None])
+def test_what_is_no_function_of_tensorflow_is_refused_with_the_remedy(step):
+    with pytest.raises(TypeError, match=r"must be a `tf.function` or a `ConcreteFunction`.*Wrap it: `tf.function") as e:
+        tflms_sft.rewrite(step, TILES, *BATCH)
+    assert f"of type {type(step).__name__}" in str(e.value)
+
+
+@pytest.mark.parametrize("params", [None, (2, 2), [], [TILES, TILES], "8GiB"])
+def test_other_parameters_are_refused(params):
+    with pytest.raises(TypeError, match=r"`params` must be `SFTParams\(...\)` or `AutoParams\(...\)`") as error:
+        tflms_sft.rewrite(gradients(), params, *BATCH)
+    assert f"params={params!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(2, None, 24, 3), (2, 24, None, 3), (None, None, None, 3)])
+def test_an_unknown_image_size_is_refused_with_the_remedy(shape):
+    image = keras.Input((None, None, 3))
+    model = keras.Model(image, layers.Dense(2)(layers.GlobalAveragePooling2D()(plain_body(image))))
+    specs = tf.TensorSpec(shape), tf.TensorSpec((shape[0],), tf.int32)
+    with pytest.raises(RewriteError, match="image size of argument .* is unknown.*gives height and width"):
+        tflms_sft.rewrite(gradients(model), TILES, *specs)
+
+
+def test_a_budget_for_an_unknown_batch_is_refused_with_the_remedy():
+    specs = tf.TensorSpec((None, 24, 24, 3)), tf.TensorSpec((None,), tf.int32)
+    step = gradients()
+    with pytest.raises(RewriteError, match="batch size is unknown, and a budget needs one.*`tf.TensorSpec`"):
+        tflms_sft.rewrite(step, AutoParams("1MiB"), *specs)
+    with pytest.raises(RewriteError, match="batch size is unknown"):
+        tflms_sft.rewrite(step.get_concrete_function(*specs), AutoParams("1MiB"))
+
+
+def segments(*specs, **options):
+    return SFTParams(num_tiles=(2, 2), segments=list(specs), **options)
+
+
+def test_names_that_do_not_exist():
+    with pytest.raises(SegmentError, match="`exit` names nothing in the step.*exit='pol'.*Nearest: 'pool'"):
+        tflms_sft.rewrite(gradients(), segments(SegmentSpec("photo", "pol")), *BATCH)
+
+
+def test_segments_that_overlap():
+    specs = SegmentSpec("photo", "two"), SegmentSpec("one", "pool")
+    with pytest.raises(SegmentError, match="entry='one', exit='pool' overlaps another segment at `.*two"):
+        tflms_sft.rewrite(gradients(), segments(*specs), *BATCH)
+
+
+@pytest.mark.parametrize(("entry", "exit_"), [("pool", "one"), ("two", "two")])
+def test_segments_whose_exit_does_not_depend_on_the_entry(entry, exit_):
+    with pytest.raises(SegmentError, match="no path of forward operations leads from the entry.*Name an exit that"):
+        tflms_sft.rewrite(gradients(), segments(SegmentSpec(entry, exit_)), *BATCH)
+
+
+def test_segments_between_branches_are_not_connected():
+    def body(x):
+        left = layers.Conv2D(3, 3, padding="same", name="left")(x)
+        right = layers.Conv2D(3, 3, padding="same", name="right")(x)
+        return layers.Add(name="sum")([left, right])
+
+    with pytest.raises(SegmentError, match="no path of forward operations"):
+        tflms_sft.rewrite(gradients(net(body)), segments(SegmentSpec("left", "right")), *BATCH)
+
+
+def normed_body(x):
+    x = layers.Conv2D(4, 3, padding="same", name="one")(x)
+    x = layers.BatchNormalization(name="norm")(x)
+    return layers.MaxPool2D(2, name="pool")(x)
+
+
+def test_an_op_inside_that_cannot_be_tiled_is_named_with_its_layer():
+    with pytest.raises(SegmentError, match="entry='photo', exit='pool' cannot be tiled: .*`.*norm") as error:
+        tflms_sft.rewrite(gradients(net(normed_body)), segments(SegmentSpec("photo", "pool")), *BATCH)
+    assert "layer 'norm', BatchNormalization" in str(error.value)
+
+
+def test_an_exit_that_is_no_image_is_refused():
+    with pytest.raises(SegmentError, match="entry='photo', exit='head' cannot be tiled"):
+        tflms_sft.rewrite(gradients(), segments(SegmentSpec("photo", "head")), *BATCH)
+
+
+@pytest.mark.parametrize("options", [{"num_tiles": (13, 1)}, {"backward_num_tiles": (1, 13)}])
+def test_more_tiles_than_rows_is_an_error_with_the_numbers(options):
+    axis = "height" if "num_tiles" in options else "width"
+    with pytest.raises(ValueError, match=f"asks for 13 tiles along the {axis}.* has 12 row.* Use at most 12"):
+        tflms_sft.rewrite(gradients(), segments(SegmentSpec("photo", "pool", **options)), *BATCH)
+
+
+def test_as_many_tiles_as_rows_work():
+    step = gradients()
+    fast = tflms_sft.rewrite(step, segments(SegmentSpec("photo", "pool", num_tiles=(12, 1))), *BATCH)
+    assert fast.plan.segments[0].num_tiles == (1, 12, 1)
+    assert close(fast(*BATCH), step(*BATCH))
+
+
+def test_automatic_segments_take_fewer_tiles_where_there_are_fewer_rows():
+    fast = tflms_sft.rewrite(gradients(), SFTParams(num_tiles=(100, 1)), *BATCH)
+    assert fast.plan.segments[0].num_tiles == (1, 12, 1)
+
+
+# What comes out -----------------------------------------------------------------------------------------------
+
+
+def test_one_tile_is_recompute_and_equal_to_the_bit():
+    step = gradients()
+    for params in (segments(SegmentSpec("photo", "pool", num_tiles=(1, 1))), SFTParams(num_tiles=(1, 1))):
+        fast = tflms_sft.rewrite(step, params, *BATCH)
+        assert fast.plan.changed
+        assert close(fast(*BATCH), step(*BATCH), tolerance=0)
+
+
+def test_a_segments_own_values_come_first():
+    specs = SegmentSpec("photo", "two", num_tiles=(3, 1)), SegmentSpec("two", "pool", backward_num_tiles=(1, 4))
+    fast = tflms_sft.rewrite(gradients(), segments(*specs, backward_num_tiles=(2, 3)), *BATCH)
+    tiles = [(segment.num_tiles, segment.backward_num_tiles) for segment in fast.plan.segments]
+    assert tiles == [((1, 3, 1), (1, 2, 3)), ((1, 2, 2), (1, 1, 4))]
+
+
+def test_a_budget_that_fits_changes_nothing():
+    step = gradients()
+    fast = tflms_sft.rewrite(step, AutoParams("1GiB"), *BATCH)
+    assert not fast.plan.changed and not fast.plan.segments
+    assert fast.plan.predicted.peak_bytes == fast.plan.original.peak_bytes
+    assert close(fast(*BATCH), step(*BATCH), tolerance=0)
+
+
+def test_a_budget_below_what_is_possible_names_the_smallest_that_works():
+    step = gradients(net(size=48))
+    images = np.zeros((2, 48, 48, 3), "float32")
+    with pytest.raises(BudgetError, match="`memory_budget` is too small.*smallest plan found needs") as error:
+        tflms_sft.rewrite(step, AutoParams("10kB"), images, LABELS)
+    smallest, tensor = error.value.smallest_bytes, error.value.tensor
+    assert f"({smallest} bytes, headroom of 10% included)" in str(error.value)
+    assert f"`{tensor}` is " in str(error.value)
+    assert "memory_budget=9.77 KiB" in str(error.value)
+    plan = tflms_sft.rewrite(step, AutoParams(smallest), images, LABELS).plan
+    assert plan.changed and plan.predicted.peak_bytes <= 0.9 * smallest + 1
+    assert plan.predicted.peak_bytes < plan.original.peak_bytes
+
+
+@pytest.mark.parametrize("headroom", [0, 0.5])
+def test_the_headroom_stays_free(headroom):
+    step = gradients(net(size=48))
+    images = np.zeros((2, 48, 48, 3), "float32")
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images, LABELS).plan.original.peak_bytes
+    budget = int(0.8 * plain / (1 - headroom))
+    plan = tflms_sft.rewrite(step, AutoParams(budget, headroom), images, LABELS).plan
+    assert plan.changed and plan.memory_budget == budget
+    assert plan.predicted.peak_bytes <= 0.8 * plain + 1
+
+
+def test_a_budget_error_tells_of_layers_that_cannot_be_tiled():
+    with pytest.raises(BudgetError, match=r"Left as they are: layer 'norm' \(BatchNormalization\)"):
+        tflms_sft.rewrite(gradients(net(normed_body)), AutoParams("1kB"), *BATCH)
+
+
+def test_trainable_normalisation_is_left_alone_with_the_remedy():
+    plan = tflms_sft.rewrite(gradients(net(normed_body)), TILES, *BATCH).plan
+    reasons = dict(plan.left_alone)
+    assert "freeze it with `trainable=False`" in reasons["layer 'norm' (BatchNormalization)"]
+    assert "layer 'norm' (BatchNormalization)" in plan.summary()
+
+
+def three_steps(step, function, start, batches):
+    variables = [*step.model.variables, *step.optimizer.variables]
+    for variable, value in zip(variables, start or map(np.array, variables), strict=True):
+        variable.assign(value)
+    losses = [np.array(function(*batch)) for batch in batches]
+    return losses + [np.array(variable) for variable in variables]
+
+
+@pytest.mark.parametrize("make", [lambda: keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam])
+def test_a_budget_gives_the_results_of_the_plain_step(make):
+    keras.config.set_floatx("float64")
+    model = net(size=32)
+    step = training(model, make())
+    step.model = model
+    random = np.random.default_rng(1)
+    batches = [(random.normal(size=(2, 32, 32, 3)), LABELS) for _ in range(3)]
+    plain = tf.function(step)
+    limit = tflms_sft.rewrite(plain, AutoParams("1GiB"), *batches[0]).plan.original.peak_bytes * 0.8
+    fast = tflms_sft.rewrite(plain, AutoParams(int(limit)), *batches[0])
+    assert fast.plan.changed and max(fast.plan.segments[0].backward_num_tiles) > 1
+    start = [np.array(variable) for variable in [*model.variables, *step.optimizer.variables]]
+    want, got = (three_steps(step, function, start, batches) for function in (plain, fast))
+    assert len(got) > 3 + len(start) - 1
+    assert not np.array_equal(start[0], want[3]), "the step trains"
+    assert close(got, want, 1e-10)

@@ -1,0 +1,77 @@
+"""Bytes as users write them, and as they are printed."""
+
+import numpy as np
+import pytest
+
+from tflms_sft._units import format_bytes, parse_bytes
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Nothing here touches Keras, and resetting it takes longer than the tests."""
+
+
+@pytest.mark.parametrize(
+    ("written", "amount"),
+    [
+        (1, 1),
+        (8 * 2**30, 8 * 2**30),
+        ("17B", 17),
+        ("3kB", 3000),
+        ("3MB", 3_000_000),
+        ("3GB", 3_000_000_000),
+        ("3KiB", 3072),
+        ("3MiB", 3 * 2**20),
+        ("8GiB", 8 * 2**30),
+        ("8 GiB", 8 * 2**30),
+        (" 1.5 MiB ", 3 * 2**19),
+        ("0.5kB", 500),
+    ],
+)
+def test_ints_are_bytes_and_strings_have_a_unit(written, amount):
+    assert parse_bytes(written, "memory_budget") == amount
+
+
+@pytest.mark.parametrize("value", [True, 1.5, float("nan"), None, [1], b"8GiB", np.float32(3)])
+def test_other_types_are_refused_with_argument_value_and_expectation(value):
+    with pytest.raises(TypeError, match=r"`memory_budget` must be an int \(bytes\) or a string with a unit") as error:
+        parse_bytes(value, "memory_budget")
+    assert f"memory_budget={value!r} of type {type(value).__name__}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["8", "8 gib", "8Gib", "8GB/s", "-8GiB", "nan GiB", "inf GiB", "1e3 MB", "GiB", "", "1,5 GiB", "8TiB"]
+)
+def test_strings_that_are_not_a_number_with_a_known_unit_are_refused(value):
+    with pytest.raises(ValueError, match="followed by one of B, kB, MB, GB, KiB, MiB, GiB") as error:
+        parse_bytes(value, "memory_capacity")
+    assert "`memory_capacity` must be a positive number" in str(error.value)
+    assert f"memory_capacity={value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("value", [0, -1, "0B", "0.0 GiB", "0.4B"])
+def test_less_than_a_byte_is_refused(value):
+    with pytest.raises(ValueError, match="`memory_budget` must be at least one byte. Received: memory_budget="):
+        parse_bytes(value, "memory_budget")
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [
+        (0, "0 B"),
+        (17, "17 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (512 * 2**20, "512 MiB"),
+        (3.4 * 2**30, "3.40 GiB"),
+        (-2048, "-2.00 KiB"),
+    ],
+)
+def test_bytes_are_printed_with_three_digits_or_so(amount, text):
+    assert format_bytes(amount) == text
+
+
+@pytest.mark.parametrize("amount", [17, 2048, 3 * 2**20, 5 * 2**30])
+def test_what_is_printed_can_be_read_back(amount):
+    assert parse_bytes(format_bytes(amount), "memory_budget") == amount
