@@ -1,0 +1,1 @@
+"""Measurements of plain and rewritten training steps; see README.md beside this file."""

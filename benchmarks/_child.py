@@ -1,0 +1,288 @@
+"""Runs a function in a child process, watches the child's memory, and brings back what the function returns.
+
+Every measurement gets a process of its own: what TensorFlow allocated once stays in its pools, the
+settings of its allocators are read when it is imported, and a step that runs out of memory may take the
+process with it. The function is named as `module:function`; it gets its keyword arguments plus `emit`,
+which sends a JSON-able dict to the parent while the function still runs.
+"""
+
+import ctypes
+import dataclasses
+import importlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Event = dict[str, Any]
+Emit = Callable[[Event], None]
+
+# With these the process gives memory back as soon as a tensor dies, so that its RSS follows the tensors in
+# use. Without them TensorFlow's pool (and glibc's heap) keeps what it got, and the RSS only ever climbs.
+TRUE_RSS_ENV = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+
+# What TensorFlow and absl print in any run, also in a good one.
+_NOISE = re.compile(
+    r"^(I\d{4} |W\d{4} .*op_kernel|WARNING: All log messages|To enable the following instructions"
+    r"|E\d{4} .*(cuInit|CUDA|cuda)|\d{4}-\d\d-\d\d .*: I )"
+)
+_PR_SET_PDEATHSIG = 1
+
+
+class Sample(NamedTuple):
+    """The memory of a process at one moment.
+
+    Attributes:
+        seconds: Since the process was started.
+        rss: Bytes of its pages that lie in RAM.
+        anonymous: The part of these that comes from no file: heap and tensors, but not code.
+        data: Bytes of private writable mappings, in RAM or not; RLIMIT_DATA limits these.
+    """
+
+    seconds: float
+    rss: int
+    anonymous: int
+    data: int
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a child ended and what it sent.
+
+    Attributes:
+        returncode: As `subprocess` has it: below zero is a signal.
+        result: What the function returned, None where it did not return.
+        error: Type and message of the exception that ended the function, or None.
+        log: What the child printed on stdout and stderr.
+        samples: The memory over time; empty where no sampling was asked for.
+        seconds: Life of the process.
+    """
+
+    returncode: int
+    result: Any
+    error: dict[str, str] | None
+    log: str
+    samples: list[Sample]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned."""
+        return self.returncode == 0 and self.error is None
+
+    def how_it_ended(self) -> str:
+        """Returns one line that says how the child ended."""
+        if self.error:
+            return f"{self.error['type']}: {first_line(self.error['message'])}"
+        if self.returncode < 0:
+            return f"killed by {signal.Signals(-self.returncode).name}"
+        return f"exit code {self.returncode}"
+
+    def log_tail(self, lines: int = 15) -> str:
+        """Returns the last lines of the log without TensorFlow's usual noise."""
+        kept = [line for line in self.log.splitlines() if line.strip() and not _NOISE.match(line)]
+        return "\n".join(kept[-lines:])
+
+
+class ChildError(RuntimeError):
+    """A child that had to succeed did not."""
+
+
+def first_line(text: str) -> str:
+    """Returns the first line of a text that is not blank."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def status_bytes(field: str, pid: int | str = "self") -> int:
+    """Reads a size from /proc/PID/status.
+
+    Args:
+        field: Name of the line, such as "VmRSS" or "VmHWM".
+        pid: The process.
+
+    Returns:
+        Bytes; 0 where the line is missing, as it is for a process that just ended.
+    """
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else 0
+
+
+def reset_peak_rss() -> None:
+    """Makes VmHWM start anew from the present RSS of this process."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def child_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the environment of a child: the parent's, quiet, on the CPU, with `extra` on top."""
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    env["TF_CPP_MIN_LOG_LEVEL"] = "1"  # warnings stay: an allocation that failed is one
+    env["CUDA_VISIBLE_DEVICES"] = "-1"
+    env["KERAS_BACKEND"] = "tensorflow"
+    env.update(extra or {})
+    return env
+
+
+def run_child(
+    target: str,
+    kwargs: Mapping[str, Any],
+    *,
+    env: Mapping[str, str] | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    sample_seconds: float | None = None,
+) -> Outcome:
+    """Calls a function in a child process and waits for it.
+
+    The child is killed when this call is left early, as by Ctrl-C.
+
+    Args:
+        target: The function, as `module:function`.
+        kwargs: Its keyword arguments, JSON-able.
+        env: Environment variables on top of those of `child_env`.
+        on_event: Called in this process with each dict that the function emits.
+        sample_seconds: Time between two samples of the child's memory; None takes none.
+
+    Returns:
+        How the child ended; failing is an outcome, not an exception.
+    """
+    read_fd, write_fd = os.pipe()
+    command = [sys.executable, "-m", "benchmarks._child", target, json.dumps(dict(kwargs)), str(write_fd)]
+    with tempfile.TemporaryFile("w+", errors="replace") as log, os.fdopen(read_fd, "rb", buffering=0) as pipe:
+        began = time.monotonic()
+        try:
+            process = subprocess.Popen(
+                command,
+                env=child_env(env),
+                pass_fds=(write_fd,),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        finally:
+            os.close(write_fd)
+        watch = _Watch(process.pid, began, on_event, sample_seconds)
+        try:
+            watch.follow(pipe)
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        seconds = time.monotonic() - began
+        log.seek(0)
+        text = log.read()
+    return Outcome(process.returncode, watch.result, watch.error, text, watch.samples, seconds)
+
+
+def call_in_child(target: str, kwargs: Mapping[str, Any], **options: Any) -> Any:
+    """Calls a function in a child process that has to succeed.
+
+    Args:
+        target: The function, as `module:function`.
+        kwargs: Its keyword arguments, JSON-able.
+        **options: Those of `run_child`.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        ChildError: The child failed; the message has the end of what it printed.
+    """
+    outcome = run_child(target, kwargs, **options)
+    if not outcome.ok:
+        message = outcome.error["message"] if outcome.error else outcome.how_it_ended()
+        raise ChildError(f"{target}: {message}\n{outcome.log_tail()}".rstrip())
+    return outcome.result
+
+
+class _Watch:
+    """The parent's end: events from the pipe and samples of the memory, in one loop."""
+
+    def __init__(
+        self,
+        pid: int,
+        began: float,
+        on_event: Callable[[Event], None] | None,
+        sample_seconds: float | None,
+    ) -> None:
+        self.result: Any = None
+        self.error: dict[str, str] | None = None
+        self.samples: list[Sample] = []
+        self._pid = pid
+        self._began = began
+        self._on_event = on_event
+        self._sample_seconds = sample_seconds
+
+    def follow(self, pipe: IO[bytes]) -> None:
+        """Reads until the child closes the pipe, which at the latest its end does."""
+        buffered = b""
+        while True:
+            ready, _, _ = select.select([pipe], [], [], self._sample_seconds)
+            if self._sample_seconds is not None:
+                self._sample()
+            if not ready:
+                continue
+            chunk = pipe.read(65536)
+            if not chunk:
+                return
+            *lines, buffered = (buffered + chunk).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+
+    def _take(self, message: Event) -> None:
+        if message["kind"] == "result":
+            self.result = message["value"]
+        elif message["kind"] == "error":
+            self.error = message["value"]
+        elif self._on_event is not None:
+            self._on_event(message["value"])
+
+    def _sample(self) -> None:
+        seconds = time.monotonic() - self._began
+        rss, anonymous, data = (status_bytes(field, self._pid) for field in ("VmRSS", "RssAnon", "VmData"))
+        if rss and data:  # else it is about to end
+            self.samples.append(Sample(seconds, rss, anonymous, data))
+
+
+def _die_with_parent() -> None:
+    """Has the kernel kill this process when its parent dies, even by SIGKILL."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(arguments: list[str]) -> int:
+    """The child's end: calls the function and sends what comes of it."""
+    target, kwargs, fd = arguments
+    _die_with_parent()
+    os.set_inheritable(int(fd), False)
+    with os.fdopen(int(fd), "w", buffering=1) as channel:
+
+        def send(kind: str, value: Any) -> None:
+            channel.write(json.dumps({"kind": kind, "value": value}) + "\n")
+
+        module, _, name = target.partition(":")
+        try:
+            function = getattr(importlib.import_module(module), name)
+            send("result", function(**json.loads(kwargs), emit=lambda event: send("event", event)))
+        except Exception as error:
+            send("error", {"type": type(error).__name__, "message": str(error)})
+            raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
