@@ -14,11 +14,11 @@ demo: $(STAMP)
 	$(RUN) -m examples.demo
 
 test: lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 # An empty -m takes the place of the "not slow" in pyproject.toml.
 test-all: lint
-	$(RUN) -m pytest -m ""
+	$(RUN) -m pytest -n 2 --dist loadfile -m ""
 
 lint: $(STAMP)
 	$(RUN) -m ruff check $(CODE)

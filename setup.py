@@ -38,6 +38,7 @@ setup(
             "matplotlib",
             "mypy",
             "pytest",
+            "pytest-xdist",
             "ruff",
             "scikit-image",
             "toposort",

@@ -27,6 +27,6 @@ def fresh_keras():
 
 
 def _reset():
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.config.set_floatx("float32")
     keras.utils.set_random_seed(0)

@@ -173,6 +173,16 @@ class BiasAdd(Pointwise):
         return [0]
 
 
+@tiling_rule("ZerosLike")
+class Zeros(Pointwise):
+    """Zero, of the kind of its operand: the gradient of `Maximum` makes the branch that lost this way."""
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Nothing depends on the operand but the shape."""
+        check_ranks(op, kinds)
+        return kinds[0]
+
+
 @tiling_rule("Softmax", "LogSoftmax")
 class OverChannels(Pointwise):
     """Works along the last axis, which is never tiled."""
@@ -190,7 +200,7 @@ _POINTWISE = (
     "Expm1 Floor FloorDiv FloorMod Greater GreaterEqual IsFinite IsInf IsNan LeakyRelu Less LessEqual Lgamma Log "
     "Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Ndtri NotEqual OnesLike Pow Reciprocal Inv Relu Relu6 "
     "Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference Tan Tanh Xdivy "
-    "Xlog1py Xlogy ZerosLike"
+    "Xlog1py Xlogy"
 )
 _LINEAR_IN = {
     (0,): (
