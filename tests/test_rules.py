@@ -1,0 +1,608 @@
+"""Every op rule alone: the op on tiles against the op on the whole image."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import TOLERANCE, error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rewriters import sft, tiles
+from rewriters.analysis import Analysis
+from rewriters.build import Importer
+from rewriters.errors import NotTileableError
+from rewriters.graph import Node, Tensor, from_concrete_function, from_tf_graph
+from rewriters.intervals import Interval, Window, whole
+from rewriters.registry import Kind, OpView, Rule, add_rule, find_rule, not_tileable, registered
+from rewriters.rules import convolution, pooling
+from rewriters.segments import Segment
+from rewriters.tiles import Grid, Planner
+from rewriters.values import Evaluator
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """No Keras here: nothing to clean up."""
+
+
+BATCH, HEIGHT, WIDTH = 3, 13, 14
+FULL, PARTIAL, INVARIANT, REDUCED = Kind.FULL, Kind.PARTIAL, Kind.INVARIANT, Kind.REDUCED
+
+
+@dataclasses.dataclass(frozen=True)
+class Const:
+    """An operand that is part of the graph; arrays are arguments of it."""
+
+    value: Any
+
+
+class OneOp:
+    """A graph with a single op, its operands as arguments, and the means to run it on tiles."""
+
+    def __init__(self, op_type: str, operands: dict[str, Any], batch_known: bool = True) -> None:
+        leaves = tf.nest.flatten(operands)
+        self.arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+        raw_op = getattr(tf.raw_ops, op_type)
+
+        def body(*args: Any) -> Any:
+            remaining = iter(args)
+            values = [
+                next(remaining)
+                if isinstance(leaf, np.ndarray)
+                else tf.constant(leaf.value)
+                if isinstance(leaf, Const)
+                else leaf
+                for leaf in leaves
+            ]
+            return raw_op(**tf.nest.pack_sequence_as(operands, values), name="the_op")
+
+        def shape(array: np.ndarray) -> tuple[int | None, ...]:
+            unknown = array.ndim == 4 and array.shape[0] == BATCH and not batch_known
+            return (None, *array.shape[1:]) if unknown else array.shape
+
+        specs = [tf.TensorSpec(shape(a), a.dtype) for a in self.arrays]
+        self.concrete_fn = tf.function(body, autograph=False).get_concrete_function(*specs)
+        self.analysis = Analysis(from_concrete_function(self.concrete_fn))
+        self.node = self.analysis.graph.nodes["the_op"]
+        self.rule = find_rule(self.node)
+        self.view = self.analysis.view(self.node)
+
+    def result(self, kinds: tuple[Kind, ...]) -> Kind:
+        return self.rule.result(self.view, kinds)
+
+    def accepted(self) -> Iterator[tuple[tuple[Kind, ...], Kind]]:
+        """All kinds of operands that the rule takes, with the kind of the result."""
+        data = self.rule.data(self.view)
+        choices = [
+            (FULL, PARTIAL) if p in data and t.shape is not None and len(t.shape) == 4 else (INVARIANT,)
+            for p, t in enumerate(self.node.inputs)
+        ]
+        for kinds in itertools.product(*choices):
+            try:
+                yield kinds, self.result(kinds)
+            except NotTileableError:
+                continue
+
+    def tiled(self, kinds: tuple[Kind, ...], result: Kind, grid: Grid) -> list[np.ndarray]:
+        """The op in a tile loop of its own: forward, or backward if a gradient goes in."""
+        outs = [self.node.out(i) for i in range(len(self.node.outputs))]
+        by_kind: dict[Kind, list[Tensor]] = {kind: [] for kind in Kind}
+        for tensor, kind in zip(self.node.inputs, kinds, strict=True):
+            by_kind[kind].append(tensor)
+        segment = Segment(
+            name="alone",
+            entries=by_kind[FULL],
+            exits=outs if result is FULL else [],
+            forward=[self.node] if result is FULL else [],
+            backward=[] if result is FULL else [self.node],
+            kinds=dict(zip(self.node.inputs, kinds, strict=True)) | dict.fromkeys(outs, result),
+            grad_entries=by_kind[PARTIAL],
+            grad_exits=outs if result is PARTIAL else [],
+            reductions=outs if result is REDUCED else [],
+            invariants=by_kind[INVARIANT],
+        )
+        planner = Planner(self.analysis, segment)
+        phase = planner.forward(grid) if result is FULL else planner.backward(grid)
+        graph = sft.tile_segments(self.analysis, [sft.SegmentPlan(segment, [phase])])
+        importer = Importer(graph, self.concrete_fn)
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.concrete_fn.inputs]
+        function = tf.function(lambda *args: importer(args), input_signature=specs, autograph=False)
+        return [np.array(value) for value in tf.nest.flatten(function(*map(tf.constant, self.arrays)))]
+
+    def whole(self) -> list[np.ndarray]:
+        return [
+            np.array(value) for value in tf.nest.flatten(self.concrete_fn(*map(tf.constant, self.arrays)))
+        ]
+
+    def differing(self, *grids: Grid) -> dict[str, float]:
+        """For every accepted use and grid where tiles give something else: the error."""
+        found: dict[str, float] = {}
+        want = self.whole()
+        uses = list(self.accepted())
+        assert uses, f"no use of {self.node.op} is accepted"
+        for (kinds, result), grid in itertools.product(uses, grids):
+            got = self.tiled(kinds, result, grid)
+            worst = max(error(g, w) for g, w in zip(got, want, strict=True))
+            if not worst <= TOLERANCE:
+                found[f"{[k.value for k in kinds]} -> {result.value}, grid {grid}"] = worst
+        return found
+
+
+GRIDS = [Grid(1, (1, 1)), Grid(2, (6, 5))]
+
+# One case for every rule ------------------------------------------------------------------------------------
+
+
+def image(*shape: int, low: float = -2.0, high: float = 2.0, seed: int = 0) -> np.ndarray:
+    """Random numbers; by default three images of 13x14 pixels with 4 channels."""
+    shape = shape or (3, HEIGHT, WIDTH, 4)
+    return np.random.default_rng(seed + len(shape)).uniform(low, high, size=shape)
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(3).integers(1, 9, size=shape or (3, HEIGHT, WIDTH, 4)).astype("int32")
+
+
+def flags(*shape: int, seed: int = 0) -> np.ndarray:
+    return image(*shape, seed=seed) > 0
+
+
+Builder = Callable[[], dict[str, Any]]
+CASES: dict[str, Builder] = {}
+
+
+def cases(op_types: str, builder: Builder) -> None:
+    for op_type in op_types.split():
+        assert op_type not in CASES
+        CASES[op_type] = builder
+
+
+def conv_sides(
+    depthwise: bool = False, stride: int = 2
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+    """Large side, filter, small side and attributes of one SAME convolution."""
+    rows = [-(-size // stride) for size in (HEIGHT, WIDTH)]
+    kernel = image(4, 5, 4, 2)
+    small = image(3, *rows, 8 if depthwise else 2)
+    return image(), kernel, small, {"strides": [1, stride, stride, 1], "padding": "SAME"}
+
+
+def convolution_case(depthwise: bool) -> dict[str, Any]:
+    large, kernel, _, attrs = conv_sides(depthwise)
+    return {"input": large, "filter": kernel, **attrs}
+
+
+def input_gradient_case(depthwise: bool) -> dict[str, Any]:
+    large, kernel, small, attrs = conv_sides(depthwise)
+    return {"input_sizes": Const(large.shape), "filter": kernel, "out_backprop": small, **attrs}
+
+
+def filter_gradient_case(depthwise: bool) -> dict[str, Any]:
+    large, kernel, small, attrs = conv_sides(depthwise)
+    return {"input": large, "filter_sizes": Const(kernel.shape), "out_backprop": small, **attrs}
+
+
+POOL = {"ksize": [1, 4, 3, 1], "strides": [1, 2, 2, 1], "padding": "SAME"}
+
+
+def max_pool_gradient_case() -> dict[str, Any]:
+    x = image()
+    y = tf.raw_ops.MaxPool(input=tf.constant(x), **POOL).numpy()
+    return {"orig_input": x, "orig_output": y, "grad": image(*y.shape), **POOL}
+
+
+cases("Conv2D", lambda: convolution_case(False))
+cases("DepthwiseConv2dNative", lambda: convolution_case(True))
+cases("Conv2DBackpropInput", lambda: input_gradient_case(False))
+cases("DepthwiseConv2dNativeBackpropInput", lambda: input_gradient_case(True))
+cases("Conv2DBackpropFilter", lambda: filter_gradient_case(False))
+cases("DepthwiseConv2dNativeBackpropFilter", lambda: filter_gradient_case(True))
+cases("MaxPool", lambda: {"input": image(), **POOL})
+cases("AvgPool", lambda: {"value": image(), **POOL})
+cases("MaxPoolGrad", max_pool_gradient_case)
+cases(
+    "AvgPoolGrad",
+    lambda: {"orig_input_shape": Const((3, HEIGHT, WIDTH, 4)), "grad": image(3, 7, 7, 4), **POOL},
+)
+
+cases("BiasAdd", lambda: {"value": image(), "bias": image(4)})
+cases("BiasAddGrad", lambda: {"out_backprop": image()})
+cases("Sum Mean", lambda: {"input": image(), "axis": Const([-1]), "keep_dims": True})
+cases("Max Min Prod", lambda: {"input": image(), "axis": Const([3]), "keep_dims": True})
+cases("Softmax LogSoftmax", lambda: {"logits": image()})
+
+cases("Pad", lambda: {"input": image(), "paddings": Const([[0, 0], [1, 2], [3, 0], [1, 0]])})
+cases(
+    "PadV2",
+    lambda: {
+        "input": image(),
+        "paddings": Const([[0, 0], [5, 0], [0, 6], [0, 1]]),
+        "constant_values": Const(np.float64(0)),
+    },
+)
+cases("Slice", lambda: {"input": image(), "begin": Const([0, 2, 5, 1]), "size": Const([-1, 9, -1, 2])})
+cases("ConcatV2", lambda: {"values": [image(seed=1), image(3, HEIGHT, WIDTH, 2)], "axis": Const(-1)})
+cases("Split", lambda: {"axis": Const(3), "value": image(), "num_split": 2})
+cases("SplitV", lambda: {"value": image(), "size_splits": Const([1, 3]), "axis": Const(3), "num_split": 2})
+
+cases(
+    "Abs Asinh Atan Ceil Cos Cosh Erf Erfc Exp Expm1 Floor IsFinite IsInf IsNan Neg OnesLike Rint Round "
+    "Sigmoid Sign Sin Sinh Square Tan Tanh ZerosLike",
+    lambda: {"x": image()},
+)
+cases("Elu Relu Relu6 Selu Softplus Softsign LeakyRelu", lambda: {"features": image()})
+cases("Acos Asin Atanh Erfinv", lambda: {"x": image(low=-0.9, high=0.9)})
+cases("Ndtri", lambda: {"x": image(low=0.1, high=0.9)})
+cases("Acosh", lambda: {"x": image(low=1.1, high=3.0)})
+cases("Log Log1p Lgamma Reciprocal Inv Rsqrt Sqrt", lambda: {"x": image(low=0.1, high=3.0)})
+cases("Atan2", lambda: {"y": image(), "x": image(seed=1)})
+cases("Maximum Minimum SquaredDifference", lambda: {"x": image(), "y": image(seed=1)})
+cases("Less LessEqual Greater GreaterEqual", lambda: {"x": image(), "y": image(3, 1, 1, 4)})
+cases("Equal NotEqual", lambda: {"x": numbers(), "y": numbers(1, 1, 1, 4)})
+cases("FloorDiv FloorMod Mod BitwiseAnd", lambda: {"x": numbers(), "y": numbers(3, 1, WIDTH, 4)})
+cases("Pow Xdivy Xlogy Xlog1py", lambda: {"x": image(low=0.1), "y": image(seed=1, low=0.1)})
+cases(
+    "ClipByValue",
+    lambda: {"t": image(), "clip_value_min": Const(np.float64(-1)), "clip_value_max": Const(np.float64(0.5))},
+)
+cases("LogicalAnd LogicalOr", lambda: {"x": flags(), "y": flags(seed=1)})
+cases("LogicalNot", lambda: {"x": flags()})
+
+cases("Identity Snapshot StopGradient PreventGradient", lambda: {"input": image()})
+cases("Cast", lambda: {"x": image(), "DstT": tf.float32})
+cases("RealDiv Div DivNoNan MulNoNan", lambda: {"x": image(), "y": image(4, low=0.5)})
+cases("Mul", lambda: {"x": image(), "y": image(3, 1, WIDTH, 1)})
+cases("Add AddV2 Sub", lambda: {"x": image(), "y": image(seed=1)})
+cases("AddN", lambda: {"inputs": [image(), image(seed=1), image(seed=2)]})
+cases("Select", lambda: {"condition": flags(), "x": image(), "y": image(seed=1)})
+cases("SelectV2", lambda: {"condition": flags(1, 1, 1, 4), "t": image(), "e": Const(np.zeros([4]))})
+cases(
+    "ReluGrad Relu6Grad SoftplusGrad SoftsignGrad LeakyReluGrad",
+    lambda: {"gradients": image(), "features": image(seed=1)},
+)
+cases("EluGrad SeluGrad", lambda: {"gradients": image(), "outputs": image(seed=1)})
+cases(
+    "TanhGrad SigmoidGrad SqrtGrad RsqrtGrad InvGrad ReciprocalGrad",
+    lambda: {"y": image(low=0.1), "dy": image(seed=1)},
+)
+
+
+def test_every_rule_has_a_case():
+    assert set(CASES) == set(registered())
+
+
+@pytest.mark.parametrize("op_type", sorted(CASES))
+def test_a_rule_on_tiles_is_the_op_on_the_image(op_type):
+    assert not OneOp(op_type, CASES[op_type]()).differing(*GRIDS)
+
+
+VARIANTS = [
+    ("Sum", {"input": image(), "axis": Const([0, 1, 2]), "keep_dims": True}),
+    ("Sum", {"input": image(), "axis": Const([-2, 0, 1, 3])}),
+    ("Pad", {"input": image(), "paddings": Const([[0, 0], [9, 9], [0, 8], [0, 0]])}),
+    (
+        "PadV2",
+        {
+            "input": image(),
+            "paddings": Const([[0, 0], [7, 1], [0, 0], [2, 0]]),
+            "constant_values": Const(np.float64(5)),
+        },
+    ),
+    ("Slice", {"input": image(), "begin": Const([0, 11, 0, 0]), "size": Const([-1, 2, 14, 4])}),
+    ("ConcatV2", {"values": [image(seed=1), image(seed=2), image(seed=3)], "axis": Const(3)}),
+    ("Add", {"x": image(), "y": image(3, 1, 1, 4)}),
+    ("AddV2", {"x": image(4), "y": image()}),
+    ("Mul", {"x": image(1, 1, 1, 1), "y": image()}),
+    ("Mul", {"x": image(), "y": image(3, HEIGHT, 1, 4)}),
+    ("Mul", {"x": image(), "y": image(1, HEIGHT, WIDTH, 1)}),
+    ("SelectV2", {"condition": flags(), "t": Const(np.float64(0)), "e": image()}),
+    ("SelectV2", {"condition": flags(3, HEIGHT, 1, 1), "t": image(), "e": image(seed=1)}),
+    (
+        "MaxPool",
+        {"input": numbers().astype(float), "ksize": [1, 5, 5, 1], "strides": [1, 1, 1, 1], "padding": "SAME"},
+    ),
+    ("AvgPool", {"value": image(), "ksize": [1, 5, 4, 1], "strides": [1, 1, 3, 1], "padding": "SAME"}),
+    ("Conv2D", convolution_case(False) | {"dilations": [1, 2, 3, 1], "strides": [1, 1, 1, 1]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("op_type", "operands"), VARIANTS, ids=[f"{v[0]}{n}" for n, v in enumerate(VARIANTS)]
+)
+@pytest.mark.parametrize("batch_known", [True, False], ids=["known", "unknown"])
+def test_other_uses_of_the_rules(op_type, operands, batch_known):
+    assert not OneOp(op_type, operands, batch_known).differing(Grid(2, (6, 5)))
+
+
+@pytest.mark.parametrize(
+    "op_type",
+    [
+        "Conv2DBackpropInput",
+        "DepthwiseConv2dNativeBackpropInput",
+        "AvgPool",
+        "AvgPoolGrad",
+        "MaxPoolGrad",
+        "Slice",
+    ],
+)
+def test_unknown_batch(op_type):
+    assert not OneOp(op_type, CASES[op_type](), batch_known=False).differing(Grid(1, (1, 1)), Grid(2, (2, 3)))
+
+
+# Windows of every geometry ----------------------------------------------------------------------------------
+
+WINDOWS = {
+    "Conv2D": "convolution",
+    "Conv2DBackpropInput": "convolution",
+    "Conv2DBackpropFilter": "convolution",
+    "DepthwiseConv2dNative": "depthwise",
+    "DepthwiseConv2dNativeBackpropInput": "depthwise",
+    "DepthwiseConv2dNativeBackpropFilter": "depthwise",
+    "MaxPool": "pool",
+    "MaxPoolGrad": "pool",
+    "AvgPool": "pool",
+    "AvgPoolGrad": "pool",
+}
+
+
+@st.composite
+def windows(draw, family: str) -> tuple[tuple[int, int], tuple[int, int], dict[str, Any], Grid]:
+    """Image size, kernel, attributes and a grid; tiles may be thinner than a halo, and more than rows."""
+    size = draw(st.tuples(st.integers(5, 15), st.integers(5, 15)))
+    kernel = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    stride = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    if family == "depthwise":
+        stride = stride[:1] * 2  # The op takes nothing else.
+    padding = draw(st.sampled_from(["SAME", "VALID"] if family == "pool" else ["SAME", "VALID", "EXPLICIT"]))
+    attrs: dict[str, Any] = {"strides": [1, *stride, 1], "padding": padding}
+    if padding == "EXPLICIT":
+        sides = [draw(st.integers(0, k - 1)) for k in kernel for _ in range(2)]
+        attrs["explicit_paddings"] = [0, 0, *sides, 0, 0]
+    grid = Grid(draw(st.integers(1, 2)), (draw(st.integers(1, 6)), draw(st.integers(1, 6))))
+    return size, kernel, attrs, grid
+
+
+def window_operands(
+    op_type: str, size: tuple[int, int], kernel: tuple[int, int], attrs: dict[str, Any]
+) -> dict[str, Any]:
+    """Operands for an op of `WINDOWS`; the small side is as large as TensorFlow makes it."""
+    x = image(2, *size, 2)
+    if WINDOWS[op_type] == "pool":
+        attrs = attrs | {"ksize": [1, *kernel, 1]}
+        if op_type.startswith("Max"):
+            x = np.round(x)  # Ties.
+            y = tf.raw_ops.MaxPool(input=tf.constant(x), **attrs).numpy()
+            return {"input": x, **attrs} if op_type == "MaxPool" else max_pool_operands(x, y, attrs)
+        y = tf.raw_ops.AvgPool(value=tf.constant(x), **attrs).numpy()
+        gradient = {"orig_input_shape": Const(x.shape), "grad": image(*y.shape), **attrs}
+        return {"value": x, **attrs} if op_type == "AvgPool" else gradient
+    w = image(*kernel, 2, 2)
+    depthwise = WINDOWS[op_type] == "depthwise"
+    forward = tf.raw_ops.DepthwiseConv2dNative if depthwise else tf.raw_ops.Conv2D
+    y = image(*forward(input=tf.constant(x), filter=tf.constant(w), **attrs).shape)
+    if op_type.endswith("Input"):
+        return {"input_sizes": Const(x.shape), "filter": w, "out_backprop": y, **attrs}
+    if op_type.endswith("Filter"):
+        return {"input": x, "filter_sizes": Const(w.shape), "out_backprop": y, **attrs}
+    return {"input": x, "filter": w, **attrs}
+
+
+def max_pool_operands(x: np.ndarray, y: np.ndarray, attrs: dict[str, Any]) -> dict[str, Any]:
+    return {"orig_input": x, "orig_output": y, "grad": image(*y.shape), **attrs}
+
+
+def check_windows(op_type: str, drawn: tuple[Any, ...]) -> None:
+    size, kernel, attrs, grid = drawn
+    assert not OneOp(op_type, window_operands(op_type, size, kernel, attrs)).differing(grid)
+
+
+@pytest.mark.parametrize("op_type", WINDOWS)
+@settings(deadline=None, max_examples=12, derandomize=True)
+@given(data=st.data())
+def test_windows_of_any_geometry(op_type, data):
+    check_windows(op_type, data.draw(windows(WINDOWS[op_type])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op_type", WINDOWS)
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_windows_of_any_geometry_at_length(op_type, data):
+    check_windows(op_type, data.draw(windows(WINDOWS[op_type])))
+
+
+# What rules refuse ------------------------------------------------------------------------------------------
+
+SQUARE = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+CONV = {"input": image(), "filter": image(3, 3, 4, 2), **SQUARE}
+CHANNELS_FIRST = {"ksize": [1, 1, 2, 2], "strides": [1, 1, 2, 2], "padding": "VALID", "data_format": "NCHW"}
+
+REFUSED = [
+    ("Relu", {"features": image()}, "P", "Relu is not linear in a gradient"),
+    ("Mul", {"x": image(), "y": image()}, "PP", r"not linear in the gradient\(s\) at operand\(s\) \[0, 1\]"),
+    ("RealDiv", {"x": image(), "y": image()}, "FP", r"not linear in the gradient\(s\) at operand\(s\) \[1\]"),
+    ("ReluGrad", {"gradients": image(), "features": image()}, "FP", "not linear"),
+    ("AddV2", {"x": image(), "y": image()}, "FP", "adds forward values to a gradient"),
+    ("AddN", {"inputs": [image(), image(), image()]}, "PPF", "adds forward values to a gradient"),
+    ("Sub", {"x": image(), "y": image(4)}, "PI", "adds forward values to a gradient"),
+    ("Mul", {"x": image(3, 1, 1, 4), "y": image()}, "PF", "spreads a gradient over the image or the batch"),
+    (
+        "Mul",
+        {"x": image(1, HEIGHT, WIDTH, 4), "y": image()},
+        "PF",
+        "spreads a gradient over the image or the batch",
+    ),
+    ("AddV2", {"x": image(3, 1, 1, 4), "y": image()}, "PP", "spreads a gradient"),
+    ("Add", {"x": image(), "y": image(WIDTH, 4)}, "FI", "varies over the image"),
+    ("Add", {"x": image(), "y": image()}, "FI", "not the same for all tiles"),
+    ("SelectV2", {"condition": flags(), "t": image(), "e": image()}, "PFF", "selection by a gradient"),
+    (
+        "SelectV2",
+        {"condition": flags(), "t": image(), "e": image()},
+        "FPF",
+        "between a gradient and forward values",
+    ),
+    ("Select", {"condition": flags(3), "x": image(), "y": image()}, "IFF", "one condition per image"),
+    ("Conv2D", CONV, "FF", "its filter is computed from image data"),
+    ("Conv2DBackpropFilter", filter_gradient_case(False), "FIF", "forward values on one side and a gradient"),
+    ("Conv2DBackpropFilter", filter_gradient_case(False), "PIP", "forward values on one side and a gradient"),
+    ("MaxPool", {"input": image(), **POOL}, "P", "MaxPool of a gradient"),
+    ("AvgPool", {"value": image(), **POOL}, "P", "AvgPool of a gradient"),
+    ("AvgPool", {"value": image(), **CHANNELS_FIRST}, "F", 'data_format "NCHW"'),
+    (
+        "MaxPool",
+        {"input": image(), **POOL, "ksize": [1, 1, 1, 2], "strides": [1, 1, 1, 2]},
+        "F",
+        "batch or channels",
+    ),
+    ("MaxPoolGrad", max_pool_gradient_case(), "FFF", "needs forward values and one gradient"),
+    ("AvgPoolGrad", CASES["AvgPoolGrad"](), "IF", "AvgPoolGrad of forward values"),
+    ("BiasAddGrad", {"out_backprop": image()}, "F", "reduces over the image"),
+    ("Mean", {"input": image(), "axis": Const([1, 2])}, "F", "reduces over the image"),
+    ("Sum", {"input": image(), "axis": Const([0, 1, 2])}, "F", "reduces over the image"),
+    ("Sum", {"input": image(), "axis": Const([1, 2])}, "P", "reduces over the image"),
+    ("Max", {"input": image(), "axis": Const([0, 1, 2])}, "P", "reduces over the image"),
+    (
+        "Max",
+        {"input": image(), "axis": Const([3]), "keep_dims": True},
+        "P",
+        "Max is not linear in a gradient",
+    ),
+    ("Sum", {"input": image(), "axis": Const([3])}, "F", "drops the axis"),
+    ("Sum", {"input": image(), "axis": numbers(1)}, "FI", "axes computed at run time"),
+    ("Sum", {"input": image(3, 4), "axis": Const([1])}, "F", r"not \(batch, height, width, channels\)"),
+    ("PadV2", VARIANTS[3][1], "P", "padded with a value other than zero"),
+    (
+        "Pad",
+        {"input": image(), "paddings": Const([[1, 0], [0, 0], [0, 0], [0, 0]])},
+        "F",
+        "padding of the batch",
+    ),
+    ("Pad", {"input": image(), "paddings": numbers(4, 2)}, "FI", "padding computed at run time"),
+    (
+        "Slice",
+        {"input": image(), "begin": Const([1, 0, 0, 0]), "size": Const([2, 5, 5, 4])},
+        "F",
+        "a slice of the batch",
+    ),
+    (
+        "Slice",
+        {"input": image(), "begin": numbers(4), "size": Const([-1, 5, 5, 4])},
+        "FI",
+        "computed at run time",
+    ),
+    ("ConcatV2", {"values": [image(), image()], "axis": Const(1)}, "FF", "another axis than the channels"),
+    ("ConcatV2", {"values": [image(), image()], "axis": Const(3)}, "FP", "forward values and gradients"),
+    ("ConcatV2", {"values": [image(), image()], "axis": Const(3)}, "FI", "the same for all tiles"),
+    ("Split", {"axis": Const(2), "value": image(), "num_split": 2}, "IF", "another axis than the channels"),
+]
+
+
+@pytest.mark.parametrize(
+    ("op_type", "operands", "kinds", "reason"),
+    REFUSED,
+    ids=[f"{r[0]}-{r[2]}-{n}" for n, r in enumerate(REFUSED)],
+)
+def test_rules_refuse_with_a_reason(op_type, operands, kinds, reason):
+    one_op = OneOp(op_type, operands)
+    letters = {"F": FULL, "P": PARTIAL, "I": INVARIANT}
+    given_kinds = tuple(letters[letter] for letter in kinds)
+    padded = given_kinds + (INVARIANT,) * (len(one_op.node.inputs) - len(given_kinds))
+    with pytest.raises(NotTileableError, match=reason):
+        one_op.result(padded)
+
+
+def test_unknown_image_sizes_are_refused():
+    graph = tf.Graph()
+    with graph.as_default():
+        x = tf.raw_ops.Placeholder(dtype=tf.float32, shape=(None, None, 8, 3))
+        tf.raw_ops.MaxPool(input=x, **POOL, name="pool")
+    node = from_tf_graph(graph, [], [], []).nodes["pool"]
+    with pytest.raises(NotTileableError, match="unknown image size"):
+        find_rule(node).demand(OpView(node, Evaluator()), 0, Interval(np.array([0]), np.array([1])))
+
+
+# The registry -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_rule_for_an_op_type_is_refused():
+    with pytest.raises(ValueError, match="`Conv2D` already has a rule.*Remove one"):
+        add_rule("Conv2D", Rule())
+    with pytest.raises(ValueError, match="`MatMul` already has a rule"):
+        add_rule("MatMul", Rule())
+    with pytest.raises(ValueError, match="`Relu` already has a rule.*'because'"):
+        not_tileable("because", "Relu")
+
+
+def test_no_rule_and_not_tileable_are_told_apart():
+    with pytest.raises(NotTileableError, match="no tiling rule for op type FancyNewOp"):
+        find_rule(Node("n", "FancyNewOp"))
+    with pytest.raises(NotTileableError, match="it mixes all pixels of an image"):
+        find_rule(Node("n", "MatMul"))
+
+
+def test_the_registry_is_not_changed_through_its_copy():
+    registered().clear()
+    assert "Conv2D" in registered()
+
+
+# Rules broken on purpose ------------------------------------------------------------------------------------
+
+
+def one_row_up(method: Callable[..., Interval]) -> Callable[..., Interval]:
+    return lambda self, rows: method(self, rows).shift(-1)
+
+
+def wrong_padding(in_extent: int, span: int, stride: int) -> int:
+    out = -(-in_extent // stride)
+    return (max((out - 1) * stride + span - in_extent, 0) + 1) // 2  # The odd row before instead of after.
+
+
+BREAKS = [
+    ("gather off by one", "Conv2D", lambda m: m.setattr(Window, "gather", one_row_up(Window.gather))),
+    ("gather off by one", "MaxPoolGrad", lambda m: m.setattr(Window, "gather", one_row_up(Window.gather))),
+    (
+        "gather off by one",
+        "Conv2DBackpropFilter",
+        lambda m: m.setattr(Window, "gather", one_row_up(Window.gather)),
+    ),
+    (
+        "touch off by one",
+        "Conv2DBackpropInput",
+        lambda m: m.setattr(Window, "touch", one_row_up(Window.touch)),
+    ),
+    ("SAME of the wrong side", "Conv2D", lambda m: m.setattr(convolution, "same_padding", wrong_padding)),
+    ("SAME of the wrong side", "AvgPool", lambda m: m.setattr(convolution, "same_padding", wrong_padding)),
+    ("zero instead of the lowest", "MaxPool", lambda m: m.setattr(pooling.MaxPool, "fill", 0.0)),
+    (
+        "divisor of VALID",
+        "AvgPool",
+        lambda m: m.setattr(pooling, "rescaled", lambda e, op, p, value, w: value),
+    ),
+    (
+        "rows of another tile",
+        "BiasAddGrad",
+        lambda m: m.setattr(tiles, "partition", lambda n, t: whole(n, t)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("what", "op_type", "break_it"), BREAKS, ids=[f"{b[1]}: {b[0]}" for b in BREAKS])
+def test_a_broken_rule_is_noticed(what, op_type, break_it, monkeypatch):
+    stride = {"strides": [1, 2, 2, 1]} if "strides" in CASES[op_type]() else {}
+    operands = CASES[op_type]() | stride
+    if op_type in ("MaxPool", "AvgPool"):
+        operands = {key: -np.abs(v) if isinstance(v, np.ndarray) else v for key, v in operands.items()}
+    grid = Grid(1, (3, 3))
+    assert not OneOp(op_type, operands).differing(grid)
+    break_it(monkeypatch)
+    try:
+        noticed = bool(OneOp(op_type, operands).differing(grid))
+    except AssertionError as refused:
+        noticed = "lacks rows" in str(refused)  # The planner's own check came first.
+    assert noticed
