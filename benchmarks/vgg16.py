@@ -180,6 +180,7 @@ def measure(*, what: str, variant: str, spec: dict[str, Any], emit: _child.Emit)
         epochs=chosen.warmup + chosen.steps,
         steps_per_epoch=1,
         callbacks=[*filter(None, [rewriter]), hooks],
+        shuffle=False,
         verbose=0,
     )
     figures = _figures(what, meter)
@@ -282,7 +283,7 @@ def run(spec: Spec, runs: int, variants: Sequence[str], say: Callable[[str], Non
                 elif variant == "plain":
                     failed[variant] = outcome.how_it_ended()
                 else:
-                    raise _child.ChildError(f"{outcome.how_it_ended()}\n{outcome.log_tail(40)}")
+                    raise _child.ChildError(_why_failed(outcome))
                 told = _told(outcome)
                 say(f"{what} {index + 1}/{runs} {variant}: {told} ({time.monotonic() - began:.0f} s)")
     return {name: {"failed": failed[name]} if name in failed else _merge(parts[name]) for name in variants}
@@ -294,6 +295,13 @@ def _measure_in_child(what: str, variant: str, spec: Spec) -> _child.Outcome:
     if spec.device == "gpu":
         env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     return _child.run_child("benchmarks.vgg16:measure", kwargs, env=env)
+
+
+def _why_failed(outcome: _child.Outcome) -> str:
+    """Returns the reason, with the end of the log unless the command line asked for what cannot be."""
+    if outcome.error and outcome.error["type"] in ("BudgetError", "SegmentError"):
+        return outcome.how_it_ended()
+    return f"{outcome.how_it_ended()}\n{outcome.log_tail(40)}"
 
 
 def _told(outcome: _child.Outcome) -> str:

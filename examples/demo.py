@@ -87,6 +87,7 @@ def train(
         epochs=steps,
         steps_per_epoch=1,
         callbacks=[*filter(None, [callback]), report],
+        shuffle=False,
         verbose=0,
     )
     emit({"peak_rss": _child.status_bytes("VmHWM")})

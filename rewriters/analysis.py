@@ -8,7 +8,7 @@ from rewriters import rules
 from rewriters.errors import NotTileableError, RewriteError
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.registry import SPATIAL_DIMS, Kind, OpView, find_rule
-from rewriters.roles import backward_nodes, data_nodes, reads_shape_only
+from rewriters.roles import backward_nodes, data_nodes, derived_nodes, reads_shape_only
 from rewriters.values import Evaluator
 
 __all__: list[str] = []
@@ -26,6 +26,7 @@ class Analysis:
         successors: Nodes that wait for a node's value (not just its shape) or effect.
         readers: (node, operand) pairs that read a tensor.
         backward: Nodes of the backward pass and the update.
+        derived: Those of them that are computed from forward values alone.
         data: Nodes that depend on data, not on variables alone.
         evaluate: Static evaluator.
     """
@@ -37,6 +38,8 @@ class Analysis:
         self.successors = self._successors()
         self.readers = graph.consumers()
         self.backward = backward_nodes(graph, self.order, backward_scopes)
+        self.derived = derived_nodes(graph, self.order, self.backward)
+        self.backward |= self.derived
         self.data = data_nodes(self.order)
         self.evaluate = Evaluator()
         self._views: dict[Node, OpView] = {}

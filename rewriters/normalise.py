@@ -6,7 +6,8 @@
 4. `Sum` over no axes and `Reshape` to the same shape are bypassed; with an unknown
    batch autodiff leaves one of each behind every broadcasting operation.
 5. `Shape` of a tensor whose sizes are known becomes a constant, so that no shape
-   op keeps an activation alive.
+   op keeps an activation alive; `ShapeN`, which keeps several alive, becomes one
+   `Shape` each.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def normalise(graph: Graph) -> Graph:
     evaluate = Evaluator()
     _bypass_no_ops(graph, evaluate)
     graph.prune()
+    _split_shapes(graph)
     _freeze_shapes(graph, evaluate)
     graph.prune()
     return graph
@@ -94,6 +96,20 @@ def _changes_nothing(node: Node, source: Tensor, evaluate: Evaluator) -> bool:
     if len(have) == len(target) and all(t in (h, -1) for h, t in zip(have, target, strict=True)):
         return node.op == "Reshape" or -1 not in target
     return False
+
+
+def _split_shapes(graph: Graph) -> None:
+    """One `Shape` per operand of `ShapeN`, which keeps all of them for the sake of one."""
+    mapping: dict[Tensor, Tensor] = {}
+    for node in list(graph.nodes.values()):
+        if node.op != "ShapeN":
+            continue
+        attrs = {key: node.attrs[key] for key in ("T", "out_type")}
+        for index, source in enumerate(node.inputs):
+            name = graph.unique_name(f"{node.name}/shape_{index}")
+            shape = Node(name, "Shape", [source], node.control_inputs, attrs, node.device, [node.outputs[index]])
+            mapping[node.out(index)] = graph.add(shape).out()
+    graph.replace_tensors(mapping)
 
 
 def _freeze_shapes(graph: Graph, evaluate: Evaluator) -> None:

@@ -2,9 +2,10 @@
 
 Autodiff marks what it makes: gradient tapes and `tf.gradients` open name
 scopes, and some op types exist only as gradients. Those are the seeds;
-backward is what descends from them, and what is computed for them alone. Two things are not followed: effects that
-an assignment orders (a second forward pass after an update reads variables
-after it, and is still a forward pass), and control edges out of stateful ops.
+backward is what descends from them, and what is computed for them alone
+(`derived_nodes`). Two things are not followed: effects that an assignment orders
+(a second forward pass after an update reads variables after it, and is still a
+forward pass), and control edges out of stateful ops.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ def backward_nodes(graph: Graph, order: list[Node], scopes: tuple[str, ...] = ()
             not node.stateful and any(c in result and not c.stateful for c in node.control_inputs)
         ):
             result.add(node)
-    return result | _derived(graph, order, result)
+    return result
 
 
-def _derived(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
+def derived_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
     """What backward functions compute from forward values alone, such as silu's `beta * features`.
 
-    No gradient goes into such an op and no scope names it: it is elementwise, was made
-    after the backward pass had begun, and no forward op reads it.
+    It counts as backward, and is no gradient. No gradient goes into such an op and no
+    scope names it: it is elementwise, was made after the backward pass had begun, and no
+    forward op reads it.
     """
     created = {node: number for number, node in enumerate(graph.nodes.values())}
     begin = min((created[node] for node in backward), default=0)

@@ -181,7 +181,8 @@ class _BackwardPart:
             return Kind.FULL
         if not is_image(tensor):
             return Kind.INVARIANT
-        return Kind.PARTIAL if tensor.node in self.analysis.backward else Kind.FULL
+        gradient = tensor.node in self.analysis.backward and tensor.node not in self.analysis.derived
+        return Kind.PARTIAL if gradient else Kind.FULL
 
     def _kinds(self, node: Node) -> list[Kind]:
         data = find_rule(node).data(self.analysis.view(node))
@@ -200,6 +201,9 @@ class _BackwardPart:
         kinds = self._kinds(node)
         if Kind.REDUCED in kinds:
             raise NotTileableError("it waits for a sum over the image")
+        for tensor, kind in zip(node.inputs, kinds, strict=True):
+            if kind is not Kind.INVARIANT and (tensor.shape is None or None in tensor.shape[1:3]):
+                raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
         result = find_rule(node).result(self.analysis.view(node), kinds)
         if result is not Kind.REDUCED and not all(is_image(node.out(i)) for i in range(len(node.outputs))):
             raise NotTileableError("its result is not an image")

@@ -1,0 +1,244 @@
+"""A normalised step computes the same, with nothing left in it that would mislead the rules."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import Step, error, keras_step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rewriters import normalise
+from rewriters.build import Importer
+from rewriters.graph import Graph, Node, from_concrete_function
+from rewriters.inline import is_call
+from rewriters.values import Evaluator
+
+
+def imported(concrete_fn, graph):
+    importer = Importer(graph, concrete_fn)
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs[: importer.num_arguments]]
+    return tf.function(lambda *args: importer(args), input_signature=specs, autograph=False)
+
+
+def ops(graph):
+    return [node.op for node in graph.nodes.values()]
+
+
+def net(x):
+    x = keras.layers.Conv2D(4, 3, activation="silu")(x)
+    y = keras.layers.Conv2DTranspose(4, 3, padding="same", activation="gelu")(x)
+    x = keras.layers.PReLU(shared_axes=[1, 2])(keras.layers.Concatenate()([x, y]))
+    return keras.layers.LayerNormalization()(x * 2.0 + y[:, :1, :1, :1])
+
+
+@pytest.fixture(params=[True, False], ids=["known", "unknown"])
+def step(request):
+    return keras_step(net, (9, 10), 3, request.param, keras.optimizers.Adam(global_clipnorm=1.0))
+
+
+def test_the_step_computes_the_same(step):
+    want = step.run(step.concrete_fn)
+    got = step.run(imported(step.concrete_fn, normalise.read(step.concrete_fn)))
+    assert not {name: error(got[name], want[name]) for name in want if error(got[name], want[name]) > 1e-12}
+
+
+def test_nothing_is_left_that_does_nothing(step):
+    graph, evaluate = normalise.read(step.concrete_fn), Evaluator()
+    before = from_concrete_function(step.concrete_fn)
+    assert "Sum" in ops(before) and "IdentityN" in ops(before)
+    assert not {"IdentityN", "ShapeN"} & set(ops(graph))
+    for node in graph.nodes.values():
+        if node.op == "Sum":
+            assert evaluate(node.inputs[1]) != ()
+        if node.op == "Reshape":
+            assert node.inputs[0].shape is None or node.outputs[0][1] != node.inputs[0].shape
+        if node.op in ("Shape", "BroadcastGradientArgs", "ConcatOffset"):
+            readers = graph.consumers()
+            outs = [node.out(i) for i in range(len(node.outputs))]
+            assert all(evaluate.ints(out) is None or out not in readers for out in outs)
+
+
+def test_an_unknown_batch_leaves_sums_over_nothing_that_go():
+    step = keras_step(lambda x: keras.layers.Conv2D(2, 3)(x) * x[:, 2:, 2:, :2], (9, 9), 3, known_batch=False)
+    graph, evaluate = from_concrete_function(step.concrete_fn), Evaluator()
+    assert any(n.op == "Sum" and evaluate(n.inputs[1]) == () for n in graph.nodes.values())
+    after = normalise.normalise(graph)
+    assert not any(n.op == "Sum" and evaluate(n.inputs[1]) == () for n in after.nodes.values())
+
+
+def test_the_graph_that_is_given_stays_as_it_was(step):
+    graph = from_concrete_function(step.concrete_fn)
+    before = graph.to_graph_def().SerializeToString(deterministic=True)
+    normalise.normalise(graph)
+    assert graph.to_graph_def().SerializeToString(deterministic=True) == before
+
+
+def test_dead_operations_go():
+    v = tf.Variable(1.0)
+
+    @tf.function(autograph=False)
+    def body(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.sin(x) * v
+        tape.gradient(y, [x, v])
+        return y
+
+    concrete_fn = body.get_concrete_function(tf.TensorSpec((3,), tf.float32))
+    assert "Cos" in ops(Graph.copy(from_concrete_function(concrete_fn)))
+    assert "Cos" not in ops(normalise.read(concrete_fn))
+
+
+def test_who_waited_for_a_bypassed_node_waits_for_what_it_passed_on():
+    """Also through a chain of them, and for what they themselves waited for."""
+    spec = [(tf.float32, (2,))]
+    source, other, waited = (
+        Node(name, "Placeholder", outputs=spec) for name in ("source", "other", "waited")
+    )
+    first = Node("first", "IdentityN", [source.out(), other.out()], [waited], outputs=spec * 2)
+    second = Node("second", "IdentityN", [first.out(1)], outputs=spec)
+    reader = Node("reader", "Neg", [second.out()], [second], outputs=spec)
+    late = Node("late", "Neg", [source.out()], [first], outputs=spec)
+    nodes = {n.name: n for n in (source, other, waited, first, second, reader, late)}
+    library = tf.compat.v1.GraphDef().library
+    outputs = [reader.out(), late.out(), first.out(0)]
+    inputs = [source.out(), other.out(), waited.out()]
+    graph = normalise.normalise(Graph(nodes, inputs, outputs, [], library, None))
+    names = {node.name: {c.name for c in node.control_inputs} for node in graph.nodes.values()}
+    assert set(names) == {"source", "other", "waited", "reader", "late"}
+    assert [t.name for t in graph.nodes["reader"].inputs] == ["other:0"]
+    assert names["reader"] >= {"other"} and names["late"] == {"source", "other", "waited"}
+    assert graph.outputs[2].name == "source:0"
+
+
+def test_one_shape_does_not_keep_the_others_alive():
+    @tf.function(autograph=False)
+    def body(x, y):
+        return tf.raw_ops.ShapeN(input=[x, tf.exp(y)])[0]
+
+    spec = tf.TensorSpec((None, 3), tf.float32)
+    graph = normalise.read(body.get_concrete_function(spec, spec))
+    assert "Exp" not in ops(graph) and "Shape" in ops(graph)
+
+
+# Inlining --------------------------------------------------------------------------------------------------
+
+
+def checked(body, variables, *specs):
+    """The inlined step against the plain one, over two steps."""
+    concrete_fn = tf.function(body, autograph=False).get_concrete_function(*specs)
+    graph = normalise.read(concrete_fn)
+    assert not any(is_call(node) for node in graph.nodes.values())
+    random = np.random.default_rng(0)
+    batches = [[random.normal(size=spec.shape) for spec in specs] for _ in range(2)]
+    step = Step(concrete_fn, variables, batches)
+    want, got = step.run(concrete_fn), step.run(imported(concrete_fn, graph))
+    assert list(want) == list(got)
+    assert not {name for name in want if error(got[name], want[name]) > 1e-12}
+    return graph
+
+
+VECTOR = tf.TensorSpec((4,), tf.float64)
+
+
+def test_calls_within_calls_are_inlined():
+    @tf.function
+    def inner(x):
+        return tf.sin(x), x
+
+    @tf.function
+    def outer(x, y):
+        a, b = inner(x)
+        c, d = inner(b + y)
+        return d, a * c, y  # An argument as it came.
+
+    def body(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            a, b, c = outer(x, x**2)
+            d, *_ = outer(c, b)
+            loss = tf.reduce_sum(a * b + c * d)
+        return loss, tape.gradient(loss, x), outer(x, x)
+
+    graph = checked(body, [], VECTOR)
+    assert ops(graph).count("Sin") > 2
+
+
+def test_a_function_with_effects_alone_keeps_them():
+    v = tf.Variable([1.0] * 4, dtype="float64")
+
+    @tf.function
+    def bump():
+        v.assign_add(v)
+
+    def body(x):
+        before = v.read_value()
+        bump()
+        between = v * x
+        bump()
+        bump()
+        return before, between, v.read_value()
+
+    checked(body, [v], VECTOR)
+
+
+class Machine:
+    """Effects on two variables, each directly or in a call (in a call)."""
+
+    def __init__(self):
+        self.v = [tf.Variable(1.0, dtype="float64"), tf.Variable(2.0, dtype="float64")]
+
+    def do(self, what, which):
+        variable, other = self.v[which], self.v[1 - which]
+        match what:
+            case "add":
+                variable.assign_add(1.0)
+            case "double":
+                variable.assign(variable * 2.0)
+            case "copy":
+                variable.assign(other)
+        return variable + 0.0 if what == "read" else tf.constant(0.0, tf.float64)
+
+    def run(self, what, which, depth):
+        if depth == 0:
+            return self.do(what, which)
+        return tf.function(lambda: self.run(what, which, depth - 1), autograph=False)()
+
+
+programs = st.lists(
+    st.tuples(st.sampled_from(["add", "double", "copy", "read"]), st.integers(0, 1), st.integers(0, 2)),
+    min_size=1,
+    max_size=7,
+)
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(programs)
+def test_effects_stay_in_order_whatever_is_inlined(program):
+    machine = Machine()
+    checked(lambda: [machine.run(*line) for line in program], machine.v)
+
+
+def test_prints_and_assertions_in_calls_stay(capfd):
+    @tf.function
+    def speak(x):
+        tf.print("sum is", tf.reduce_sum(x))
+        tf.debugging.assert_less(x, tf.constant(1e3, x.dtype), "too large")
+        return x + 1.0
+
+    concrete_fn = tf.function(lambda x: speak(speak(x))).get_concrete_function(VECTOR)
+    function = imported(concrete_fn, normalise.read(concrete_fn))
+    function(tf.zeros(4, tf.float64))
+    assert capfd.readouterr().err.split("\n")[:2] == ["sum is 0", "sum is 4"]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+        function(tf.fill([4], tf.constant(1e4, tf.float64)))
+
+
+def test_a_call_that_must_be_compiled_stays_a_call():
+    @tf.function(jit_compile=True)
+    def compiled(x):
+        return x * 2.0
+
+    concrete_fn = tf.function(lambda x: compiled(x)).get_concrete_function(VECTOR)
+    assert any("PartitionedCall" in op for op in ops(normalise.read(concrete_fn)))
