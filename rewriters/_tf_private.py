@@ -97,9 +97,9 @@ def _handle_data(tensor: Any) -> Any:
     return handle_data_util.get_resource_handle_data(tensor)
 
 
-def variable_bytes(concrete_fn: Any) -> int:
-    """Bytes of all variables that a traced function reads or writes."""
-    total = 0
+def variable_sizes(concrete_fn: Any) -> list[int]:
+    """Bytes of each variable that a traced function reads or writes."""
+    sizes = []
     for tensor in concrete_fn.captured_inputs:
         if tensor.dtype != tf.resource:
             continue
@@ -109,8 +109,8 @@ def variable_bytes(concrete_fn: Any) -> int:
         for item in data.shape_and_type:
             shape = tf.TensorShape(item.shape)
             if shape.is_fully_defined():
-                total += int(shape.num_elements() or 0) * tf.dtypes.as_dtype(item.dtype).size
-    return total
+                sizes.append(int(shape.num_elements() or 0) * tf.dtypes.as_dtype(item.dtype).size)
+    return sizes
 
 
 def _captured_value(tensor: Any) -> tuple[bool, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 
 import tensorflow as tf
 
+from rewriters.allocator import BestFit, Exact, Pool
 from rewriters.graph import Node
 
 __all__: list[str] = []
@@ -24,6 +26,18 @@ def keeps_statistics() -> bool:
     except (ValueError, RuntimeError, tf.errors.OpError):
         return False
     return True
+
+
+def pool() -> Pool:
+    """A model of the device's empty memory.
+
+    Where the device keeps statistics they are those of TensorFlow's best-fit allocator; otherwise
+    memory comes from the C library. A GPU gives all of its memory at once unless told to let it grow.
+    """
+    if not keeps_statistics() or os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
+        return Exact()
+    gpus = tf.config.list_physical_devices("GPU")
+    return BestFit(growing=not gpus or bool(tf.config.experimental.get_memory_growth(gpus[0])))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import tensorflow as tf
 from rewriters import _tf_private
 from rewriters.analysis import Analysis
 from rewriters.graph import Node, Tensor
-from rewriters.intervals import Interval
+from rewriters.intervals import Fit, Interval, fit
 from rewriters.loops import LoopState, tile_loop
 from rewriters.registry import SPATIAL_DIMS, Kind, find_rule
 from rewriters.segments import Segment
@@ -221,31 +221,27 @@ class _Tile:
             return value
         key = (tensor, fill, *(array.tobytes() for i in (*have, *need) for array in (i.lo, i.hi)))
         if key not in self._fits:
-            self._fits[key] = self._padded(self._cropped(value, have, need), have, need, fill)
+            fits = [fit(h, n) for h, n in zip(have, need, strict=True)]
+            self._fits[key] = self._padded(self._cropped(value, fits), fits, fill)
         return self._fits[key]
 
-    def _cropped(self, value: Any, have: Region, need: Region) -> Any:
+    def _cropped(self, value: Any, fits: Sequence[Fit]) -> Any:
         spans: list[Span] = [None] * 4
-        for axis, (h, n) in enumerate(zip(have, need, strict=True)):
-            lo, hi = _overlap(h, n)
-            if not (np.array_equal(lo, h.lo) and np.array_equal(hi, h.hi)):
-                spans[SPATIAL_DIMS[axis]] = (self.lookup(lo - h.lo, axis), self.lookup(hi - lo, axis))
+        for axis, way in enumerate(fits):
+            if way.crops:
+                spans[SPATIAL_DIMS[axis]] = (self.lookup(way.begin, axis), self.lookup(way.size, axis))
         return DeviceBuffer(value).read(spans)
 
-    def _padded(self, value: Any, have: Region, need: Region, fill: float | str) -> Any:
-        paddings: list[list[Any]] = [[0, 0] for _ in range(4)]
-        for axis, (h, n) in enumerate(zip(have, need, strict=True)):
-            lo, hi = _overlap(h, n)
-            before = np.where(hi > lo, lo - n.lo, n.size)
-            after = n.size - before - (hi - lo)
-            paddings[SPATIAL_DIMS[axis]] = [self.lookup(before, axis), self.lookup(after, axis)]
-        flat = [number for pair in paddings for number in pair]
-        if all(isinstance(number, int) and number == 0 for number in flat):
+    def _padded(self, value: Any, fits: Sequence[Fit], fill: float | str) -> Any:
+        if not any(way.pads for way in fits):
             return value
+        paddings: list[list[Any]] = [[0, 0] for _ in range(4)]
+        for axis, way in enumerate(fits):
+            paddings[SPATIAL_DIMS[axis]] = [self.lookup(way.before, axis), self.lookup(way.after, axis)]
         low = value.dtype.min if fill == "lowest" else fill
         return tf.raw_ops.PadV2(
             input=value,
-            paddings=tf.reshape(stacked(flat), [4, 2]),
+            paddings=tf.reshape(stacked([number for pair in paddings for number in pair]), [4, 2]),
             constant_values=tf.constant(low, value.dtype),
         )
 
@@ -276,11 +272,6 @@ class _Tile:
         """Run-time batch size of a tile tensor."""
         static = operand.shape[BATCH_DIM]
         return static if static is not None else tf.shape(operand)[BATCH_DIM]
-
-
-def _overlap(have: Interval, need: Interval) -> tuple[np.ndarray, np.ndarray]:
-    lo = np.clip(need.lo, have.lo, have.hi)
-    return lo, np.maximum(np.clip(need.hi, have.lo, have.hi), lo)
 
 
 def _attr(value: Any) -> Any:

@@ -81,6 +81,37 @@ def hull_of(intervals: Sequence[Interval]) -> Interval:
     return result
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fit:
+    """How the rows that a tile has become the rows that an op needs: cut, then padded.
+
+    Attributes:
+        begin: First row to cut out, counted from the first that is there.
+        size: Rows to cut out.
+        before: Rows of padding before them.
+        after: Rows of padding behind them.
+        crops: Whether any tile loses a row.
+        pads: Whether any tile is padded.
+    """
+
+    begin: np.ndarray
+    size: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+    crops: bool
+    pads: bool
+
+
+def fit(have: Interval, need: Interval) -> Fit:
+    """The way from the rows `have` to the rows `need`."""
+    lo = np.clip(need.lo, have.lo, have.hi)
+    hi = np.maximum(np.clip(need.hi, have.lo, have.hi), lo)
+    before = np.where(hi > lo, lo - need.lo, need.size)
+    after = need.size - before - (hi - lo)
+    crops = not (np.array_equal(lo, have.lo) and np.array_equal(hi, have.hi))
+    return Fit(lo - have.lo, hi - lo, before, after, crops, bool(np.any(before) or np.any(after)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
     """Geometry of a sliding window along one axis.
@@ -123,7 +154,3 @@ class Window:
         hi = (rows.hi - 1 + self.pad) // self.stride + 1
         lo = np.clip(lo, 0, self.out_extent - 1)
         return Interval(lo, np.clip(np.maximum(hi, lo + 1), 1, self.out_extent))
-
-    def raw_extent(self, out: np.ndarray) -> np.ndarray:
-        """Rows covered by `out` neighbouring windows."""
-        return (out - 1) * self.stride + self.span

@@ -3,21 +3,22 @@
 Liveness over the graph, in the order of an executor that runs what is ready first, with known shapes: a tensor is
 allocated when its op runs and freed after its last reader. Ops that pass their
 operand on or may overwrite it allocate nothing, as in TensorFlow. A tile loop is one
-op whose scratch is the peak of a turn of its body over the largest tile. What
-the model does not know is which order the executor takes among ready ops
-and what kernels allocate inside; the measured peak is reported beside it.
+op during which some of its turns run. The sequence of allocations is replayed
+against a model of the device's allocator. What the model does not know is which
+order the executor takes among ready ops and what kernels allocate inside; the
+measured peak is reported beside it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
+import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rewriters import device
+from rewriters.allocator import Exact, Pool
 from rewriters.graph import Graph, Node, Tensor
-from rewriters.tiles import Phase
 
 __all__: list[str] = []
 
@@ -39,10 +40,10 @@ class Peak:
     """The worst moment.
 
     Attributes:
-        peak_bytes: Bytes alive, fixed ones included.
+        peak_bytes: Bytes that the device counts as taken, fixed ones included.
         at: Name of the op that runs then.
         largest: (name, bytes) of the biggest tensors alive, biggest first.
-        timeline: (op name, bytes alive while it runs), in order.
+        timeline: (op name, bytes taken while it runs), in order.
     """
 
     peak_bytes: int
@@ -51,24 +52,53 @@ class Peak:
     timeline: tuple[tuple[str, int], ...]
 
 
-def liveness(
+class Action(enum.Enum):
+    """What happens to memory."""
+
+    ALLOCATE = "allocate"
+    RUN = "run"
+    FREE = "free"
+
+
+class Event(NamedTuple):
+    """One step of a schedule.
+
+    Attributes:
+        action: What happens.
+        key: Number of the buffer, for `ALLOCATE` and `FREE`.
+        num_bytes: Size of the buffer, or bytes that an op takes only while it runs.
+        name: Tensor that is allocated, or op that runs.
+    """
+
+    action: Action
+    key: int
+    num_bytes: int
+    name: str
+
+
+def passes_on(node: Node) -> bool:
+    """Whether an op's output is its operand's buffer."""
+    return node.op in _ALIAS and len(node.outputs) == 1
+
+
+def schedule(
     order: Sequence[Node],
     num_bytes: Callable[[Tensor], int],
     scratch: Mapping[Node, int],
     keep: Iterable[Tensor] = (),
-    fixed_bytes: int = 0,
-) -> Peak:
-    """Simulate an order of ops.
+    alias: Callable[[Node], bool] = passes_on,
+) -> list[Event]:
+    """The allocations of ops that run in a given order.
 
     Args:
         order: Ops in the order they run.
         num_bytes: Bytes of a tensor.
         scratch: Bytes that an op needs only while it runs.
-        keep: Tensors that are never freed.
-        fixed_bytes: Bytes alive throughout.
+        keep: Tensors that are freed at the end only.
+        alias: Whether an op passes its operand on.
     """
+    events: list[Event] = []
     buffer: dict[Tensor, int] = {}
-    owners: dict[int, str] = {}
     uses: dict[int, int] = {}
     size: dict[int, int] = {}
     reads: dict[Tensor, int] = {}
@@ -77,49 +107,46 @@ def liveness(
             reads[tensor] = reads.get(tensor, 0) + 1
     for tensor in keep:
         reads[tensor] = reads.get(tensor, 0) + 1
-    alive = fixed_bytes
-    best: tuple[int, str, dict[int, int]] = (alive, "", {})
-    timeline = []
     for number, node in enumerate(order):
-        reusable = _reusable(node, buffer, uses, num_bytes)
+        reusable = _reusable(node, buffer, uses, size, num_bytes)
         for index in range(len(node.outputs)):
             tensor = node.out(index)
             count = reads.get(tensor, 0)
             source = node.inputs[0] if node.inputs else None
-            if node.op in _ALIAS and source in buffer and len(node.outputs) == 1:
+            if source in buffer and alias(node):
                 buffer[tensor] = buffer[source]
                 uses[buffer[tensor]] += count
                 continue
             if reusable is not None and num_bytes(tensor) == size[reusable]:
                 buffer[tensor] = reusable
                 uses[reusable] += count
-                owners[reusable] = tensor.name
                 reusable = None
                 continue
             key = number * 64 + index
             silent = node.op in _NO_BYTES or (not count and node.op.endswith("While"))
             buffer[tensor], uses[key] = key, count
             size[key] = 0 if silent else num_bytes(tensor)
-            owners[key] = tensor.name
-            alive += size[key]
-        now = alive + scratch.get(node, 0)
+            if size[key]:
+                events.append(Event(Action.ALLOCATE, key, size[key], tensor.name))
         if node.op not in _NO_BYTES:
-            timeline.append((node.name, now))
-        if now > best[0]:
-            best = (now, node.name, {k: b for k, b in size.items() if b})
+            events.append(Event(Action.RUN, -1, scratch.get(node, 0), node.name))
         for tensor in node.inputs:
             if tensor in buffer:
                 uses[buffer[tensor]] -= 1
         for tensor in (*node.inputs, *(node.out(i) for i in range(len(node.outputs)))):
             key = buffer.get(tensor, -1)
-            if key in size and uses[key] <= 0:
-                alive -= size.pop(key)
-    largest = sorted(((owners[k], b) for k, b in best[2].items()), key=lambda item: -item[1])[:10]
-    return Peak(best[0], best[1], tuple(largest), tuple(timeline))
+            if key in size and uses[key] <= 0 and size.pop(key):
+                events.append(Event(Action.FREE, key, 0, tensor.name))
+    events.extend(Event(Action.FREE, key, 0, "") for key, amount in size.items() if amount)
+    return events
 
 
 def _reusable(
-    node: Node, buffer: Mapping[Tensor, int], uses: Mapping[int, int], num_bytes: Callable[[Tensor], int]
+    node: Node,
+    buffer: Mapping[Tensor, int],
+    uses: Mapping[int, int],
+    size: Mapping[int, int],
+    num_bytes: Callable[[Tensor], int],
 ) -> int | None:
     """Buffer of an operand that ends here and that the op may overwrite."""
     if node.op not in _IN_PLACE:
@@ -127,30 +154,82 @@ def _reusable(
     wanted = num_bytes(node.out())
     for tensor in node.inputs:
         key = buffer.get(tensor)
-        if key is not None and uses.get(key) == node.inputs.count(tensor) and num_bytes(tensor) == wanted:
+        if key is not None and uses.get(key) == node.inputs.count(tensor) and size.get(key) == wanted:
             if tensor.node.op not in _NO_BYTES:
                 return key
     return None
 
 
-def graph_peak(graph: Graph, scratch: Mapping[str, int], batch: int, fixed_bytes: int) -> Peak:
-    """Peak of a whole graph; `scratch` by op name (tile loops)."""
+Turns = Mapping[str, Sequence[Sequence[Event]]]
+"""Schedules of turns that run one after another while a loop runs, by the loop's name."""
+
+
+def replay(events: Sequence[Event], pool: Pool, turns: Turns | None = None) -> Peak:
+    """Take and give back memory as scheduled; whatever `pool` holds already stays."""
+    held: dict[int, Any] = {}
+    timeline: list[tuple[str, int]] = []
+    peak, worst, at = pool.in_use, 0, ""
+    for number, (action, key, num_bytes, name) in enumerate(events):
+        if action is Action.ALLOCATE:
+            held[key] = pool.allocate(num_bytes)
+            continue
+        if action is Action.FREE:
+            pool.free(held.pop(key))
+            continue
+        handle = pool.allocate(num_bytes)
+        inner = (replay(turn, pool).peak_bytes for turn in (turns or {}).get(name, ()))
+        now = max(pool.in_use, *inner, 0)
+        pool.free(handle)
+        timeline.append((name, now))
+        if now > peak:
+            peak, worst, at = now, number, name
+    return Peak(peak, at, _largest(events[:worst]), tuple(timeline))
+
+
+def _largest(events: Sequence[Event]) -> tuple[tuple[str, int], ...]:
+    alive: dict[int, Event] = {}
+    for event in events:
+        if event.action is Action.ALLOCATE:
+            alive[event.key] = event
+        elif event.action is Action.FREE:
+            del alive[event.key]
+    largest = sorted(alive.values(), key=lambda event: -event.num_bytes)[:10]
+    return tuple((event.name, event.num_bytes) for event in largest)
+
+
+def graph_peak(graph: Graph, turns: Turns, batch: int, fixed: Sequence[int], pool: Pool | None = None) -> Peak:
+    """Peak of a whole graph.
+
+    Args:
+        graph: A step.
+        turns: Schedules of the turns of its tile loops.
+        batch: Size of an unknown batch.
+        fixed: Bytes of each variable.
+        pool: The device's memory.
+    """
     order = graph.execution_order()
-    named = _together({node: device.kernel_scratch(node, _small_pixels(node)) for node in order})
-    named.update({graph.nodes[name]: amount for name, amount in scratch.items() if name in graph.nodes})
-    arguments = sum(t.num_bytes(batch) for t in graph.inputs)
-    return liveness(order, lambda t: t.num_bytes(batch), named, graph.outputs, fixed_bytes + arguments)
+    scratch = together({node: device.kernel_scratch(node, _small_pixels(node)) for node in order}, order)
+    pool = pool or Exact()
+    for num_bytes in (*fixed, *(t.num_bytes(batch) for t in graph.inputs)):
+        pool.allocate(num_bytes)
+    return replay(schedule(order, lambda t: t.num_bytes(batch), scratch, graph.outputs), pool, turns)
 
 
-def _together(scratch: Mapping[Node, int]) -> dict[Node, int]:
-    """Both gradients of a convolution wait for the same tensor, so they run, and allocate, at once."""
+def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Node, int]:
+    """Both gradients of a convolution wait for the same tensor, so they run, and allocate, at once.
+
+    Args:
+        scratch: Bytes of each op.
+        originals: The same ops in the original graph, where the two share an operand.
+    """
     groups: dict[Tensor, int] = {}
-    for node, amount in scratch.items():
-        if amount and len(node.inputs) > 1:
-            groups[node.inputs[-1]] = groups.get(node.inputs[-1], 0) + amount
+    last = [node.inputs[-1] if len(node.inputs) > 1 else None for node in originals]
+    for amount, tensor in zip(scratch.values(), last, strict=True):
+        if amount and tensor is not None:
+            groups[tensor] = groups.get(tensor, 0) + amount
     return {
-        node: groups[node.inputs[-1]] if amount and len(node.inputs) > 1 else amount
-        for node, amount in scratch.items()
+        node: groups[tensor] if amount and tensor is not None else amount
+        for (node, amount), tensor in zip(scratch.items(), last, strict=True)
     }
 
 
@@ -160,62 +239,3 @@ def _small_pixels(node: Node) -> int:
         return 0
     shape = node.inputs[2].shape
     return 0 if shape is None or len(shape) != 4 else int(shape[1] or 0) * int(shape[2] or 0)
-
-
-def tile_bytes(phase: Phase, tensor: Tensor, batch: int) -> int:
-    """Bytes of a tensor in the largest tile of a phase."""
-    region = phase.regions.get(tensor)
-    if region is None or tensor.shape is None:
-        return tensor.num_bytes(batch)
-    per_tile = -(-batch // min(phase.grid.batch, batch))
-    rows, columns = (int(interval.size.max()) for interval in region)
-    leading = per_tile if tensor.shape[0] != 1 else 1
-    return leading * rows * columns * int(tensor.shape[3] or 1) * tensor.dtype.size
-
-
-@functools.lru_cache(maxsize=128)
-def phase_scratch(phase: Phase, batch: int) -> int:
-    """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
-    sliced = [_Slice(tensor) for tensor in phase.reads]
-    stand_in = {s.tensor: s.node.out() for s in sliced}
-    body: list[Node] = []
-    scratch: dict[Node, int] = {}
-    sizes: dict[Tensor, int] = {s.node.out(): tile_bytes(phase, s.tensor, batch) for s in sliced}
-    renamed: dict[Tensor, Tensor] = dict(stand_in)
-    for node in phase.body:
-        inputs = [renamed[t] for t in node.inputs if t in renamed]
-        copy = Node(node.name, node.op, inputs, (), {}, "", node.outputs)
-        body.append(copy)
-        needs = [plan.needs[2] for plan in phase.plans[node] if len(plan.needs) == 3]
-        pixels = math.prod(int(need.size.max()) for need in needs if need is not None) if needs else 0
-        scratch[copy] = device.kernel_scratch(node, pixels)
-        for index in range(len(node.outputs)):
-            tensor = node.out(index)
-            if tensor not in stand_in:
-                renamed[tensor] = copy.out(index)
-                sizes[copy.out(index)] = tile_bytes(phase, tensor, batch)
-    ends = [renamed[t] for t in (*phase.writes, *phase.accumulates) if t in renamed]
-    # Slices are made when first needed, as the executor would once their op is ready.
-    order = _lazily(body, {s.node.out(): s.node for s in sliced})
-    return liveness(order, lambda t: sizes.get(t, 0), _together(scratch), ends).peak_bytes
-
-
-class _Slice:
-    """Stand-in for the op that cuts a whole tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.node = Node(f"slice/{tensor.name}", "StridedSlice", (), (), {}, "", [tensor.node.outputs[tensor.index]])
-
-
-def _lazily(body: Sequence[Node], sources: Mapping[Tensor, Node]) -> list[Node]:
-    placed: set[Node] = set()
-    order: list[Node] = []
-    for node in body:
-        for tensor in node.inputs:
-            source = sources.get(tensor)
-            if source is not None and source not in placed:
-                placed.add(source)
-                order.append(source)
-        order.append(node)
-    return order

@@ -601,7 +601,7 @@ def test_a_budget_that_cannot_be_met_is_told_by_the_first_batch():
 
 
 def test_one_line_at_the_start_and_one_after_the_first_step(capsys, monkeypatch):
-    monkeypatch.setattr("tflms_sft._install.reset_peak", lambda: False)
+    monkeypatch.setattr("tflms_sft._install.reset_peak", lambda: None)
     callback = SFT((2, 3))
     net().fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], **SETTINGS)
     start, peak = capsys.readouterr().out.splitlines()
@@ -614,8 +614,8 @@ def test_one_line_at_the_start_and_one_after_the_first_step(capsys, monkeypatch)
 @pytest.mark.parametrize(("peak", "over"), [(500 * 2**10, False), (2**20, True)])
 def test_the_measured_peak_is_printed_next_to_the_predicted_one(capsys, monkeypatch, peak, over):
     measured = tflms_sft.Measurement(peak, "a test")
-    monkeypatch.setattr("tflms_sft._install.reset_peak", lambda: True)
-    monkeypatch.setattr("tflms_sft._install.read_peak", lambda: measured)
+    monkeypatch.setattr("tflms_sft._install.reset_peak", lambda: 0)
+    monkeypatch.setattr("tflms_sft._install.read_peak", lambda in_use, own: measured)
     callback = MemoryBudget(BUDGET)
     net().fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
     start, line = capsys.readouterr().out.splitlines()

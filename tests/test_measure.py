@@ -37,7 +37,7 @@ IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float3
 @pytest.fixture
 def records(monkeypatch):
     """Allocation records, whatever else this device has."""
-    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: False)
+    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: None)
 
 
 @pytest.mark.usefixtures("records")

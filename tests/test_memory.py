@@ -6,8 +6,9 @@ import tensorflow as tf
 from keras import layers
 
 import tflms_sft
+from rewriters.allocator import Exact
 from rewriters.graph import Node
-from rewriters.memory import liveness
+from rewriters.memory import replay, schedule
 from tflms_sft import AutoParams, SFTParams
 
 KB = 1000
@@ -19,9 +20,9 @@ def op(name, kind, *inputs, size=KB, outputs=1):
     return node if outputs > 1 else node.out()
 
 
-def peak(*order, scratch=None, **options):
+def peak(*order, scratch=None, keep=(), pool=None):
     nodes = [item if isinstance(item, Node) else item.node for item in order]
-    return liveness(nodes, lambda tensor: tensor.num_bytes(), scratch or {}, **options)
+    return replay(schedule(nodes, lambda tensor: tensor.num_bytes(), scratch or {}, keep), pool or Exact())
 
 
 def test_a_chain_holds_two_tensors_at_a_time():
@@ -100,7 +101,9 @@ def test_kept_outputs_stay_and_fixed_bytes_are_always_there():
     a = op("a", "Conv2D")
     b = op("b", "Conv2D", a)
     c = op("c", "Conv2D", b)
-    found = peak(a, b, c, keep=[a], fixed_bytes=10 * KB)
+    pool = Exact()
+    pool.allocate(10 * KB)
+    found = peak(a, b, c, keep=[a], pool=pool)
     assert [alive for _, alive in found.timeline] == [11 * KB, 12 * KB, 13 * KB]
 
 
@@ -119,7 +122,9 @@ def test_arguments_and_weights_take_nothing_and_are_not_overwritten():
 
 
 def test_an_empty_graph_takes_the_fixed_bytes():
-    assert peak(fixed_bytes=7).peak_bytes == 7
+    pool = Exact()
+    pool.allocate(7)
+    assert peak(pool=pool).peak_bytes == 7
 
 
 # Whole steps ------------------------------------------------------------------------------------------------
@@ -155,7 +160,7 @@ IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float3
 
 
 def test_the_prediction_of_a_plain_step_is_near_the_measured_peak(monkeypatch):
-    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: False)
+    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: None)
     step = step_of(*blocks())
     predicted = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES).plan.predicted.peak_bytes
     measured = np.median([tflms_sft.measure(step, IMAGES).peak_bytes for _ in range(3)])

@@ -8,18 +8,19 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rewriters import _tf_private
+from rewriters import _tf_private, device
 from rewriters.analysis import Analysis
 from rewriters.build import Importer
 from rewriters.cost import phase_cost, step_cost
 from rewriters.errors import NotTileableError, SegmentError
 from rewriters.ft import LeftAlone, auto_segments
 from rewriters.graph import Graph, Node, Tensor
-from rewriters.memory import Peak, graph_peak, phase_scratch
+from rewriters.memory import Peak, graph_peak
 from rewriters.normalise import read
 from rewriters.segments import Segment, build_segment, forward_ops
 from rewriters.sft import SegmentPlan, loop_nodes, plan_segment, tile_segments
 from rewriters.tiles import Grid
+from rewriters.turns import loop_turns, phase_scratch
 from tflms_sft._names import LayerRecord, display_names, resolve
 from tflms_sft._params import AutoParams, SegmentSpec, SFTParams, parse_num_tiles
 from tflms_sft._plan import Plan, PlannedSegment, Prediction
@@ -38,7 +39,7 @@ class Traced:
         record: Keras layers seen while it was traced.
         batch: Batch size to plan for.
         batch_is_fixed: Whether the graph knows it.
-        fixed_bytes: Bytes of all variables.
+        variables: Bytes of each variable.
     """
 
     concrete_fn: Any
@@ -46,7 +47,12 @@ class Traced:
     record: LayerRecord
     batch: int
     batch_is_fixed: bool
-    fixed_bytes: int
+    variables: list[int]
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of all variables."""
+        return sum(self.variables)
 
 
 @contextlib.contextmanager
@@ -85,7 +91,7 @@ def analyse(concrete_fn: Any, record: LayerRecord | None = None, batch: int | No
         record or LayerRecord(),
         known or batch or 1,
         known is not None,
-        _tf_private.variable_bytes(concrete_fn),
+        _tf_private.variable_sizes(concrete_fn),
     )
 
 
@@ -242,17 +248,17 @@ def predict(traced: Traced, graph: Graph, plans: Sequence[SegmentPlan]) -> tuple
     """Peak and relative cost of a graph with tile loops."""
     batch, analysis = traced.batch, traced.analysis
     loops = loop_nodes(graph)
-    scratch = {
-        loops[plan.segment.name, phase.name]: phase_scratch(phase, batch)
+    turns = {
+        loops[plan.segment.name, phase.name]: loop_turns(phase, batch)
         for plan in plans
         for phase in plan.phases
         if (plan.segment.name, phase.name) in loops
     }
-    peak = graph_peak(graph, scratch, batch, traced.fixed_bytes)
+    peak = graph_peak(graph, turns, batch, traced.variables, device.pool())
     whole = step_cost(analysis, analysis.order, batch)
     tiled = step_cost(analysis, {n for p in plans for n in (*p.segment.forward, *p.segment.backward)}, batch)
-    turns = sum(phase_cost(analysis, phase, batch) for plan in plans for phase in plan.phases)
-    return peak, (whole - tiled + turns) / max(whole, 1.0)
+    loop_cost = sum(phase_cost(analysis, phase, batch) for plan in plans for phase in plan.phases)
+    return peak, (whole - tiled + loop_cost) / max(whole, 1.0)
 
 
 def finish(

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from rewriters import _tf_private
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from tflms_sft._compile import analyse, collector_paused, rewrite_traced
@@ -62,6 +63,7 @@ class Installation:
         self._jit_compile: Any = None
         self._installed: Any = None
         self._measured = False
+        self._variables: list[int] = []
 
     def install(self) -> None:
         """Replace the train step; what an earlier training left behind is taken out first.
@@ -150,12 +152,12 @@ class Installation:
     def _watched(self, iterator: Any) -> Any:
         """Run, and report the measured peak of the first step."""
         first = not self._measured
-        counted = first and reset_peak()
+        in_use = reset_peak() if first else None
         result = self._inner(iterator)
         if first and self.plan is not None:
             self._measured = True
             tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
-            self.plan.measured = read_peak() if counted else None
+            self.plan.measured = None if in_use is None else read_peak(in_use, self._variables)
             self._on_measured(self.plan)
         return result
 
@@ -228,6 +230,7 @@ class Installation:
             importer, plan = rewrite_traced(analyse(traced, record, known[0] if known else None), self._params)
         if self.plan is None:
             self.plan = plan
+            self._variables = _tf_private.variable_sizes(traced)
             self._on_plan(plan)
         return importer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,24 +15,36 @@ ALLOCATOR = "allocator statistics"
 RECORDS = "allocation records of one step"
 
 
-def reset_peak() -> bool:
-    """Start a new measurement; `False` if this device keeps no statistics."""
+def reset_peak() -> int | None:
+    """Start a new measurement; returns the bytes in use, or `None` if this device keeps no statistics."""
     try:
         tf.config.experimental.reset_memory_stats(device.name())
+        return int(tf.config.experimental.get_memory_info(device.name())["current"])
     except (ValueError, RuntimeError, tf.errors.OpError):
-        return False
-    return True
+        return None
 
 
-def read_peak() -> Measurement | None:
-    """The peak since `reset_peak`, or `None` if this device keeps no statistics."""
+def read_peak(in_use: int, own: Sequence[int]) -> Measurement | None:
+    """The peak since `reset_peak`, less what was in use that is not the step's (data sets, other models).
+
+    Args:
+        in_use: Bytes in use when the step began.
+        own: Sizes of what the step itself had in use then, such as its variables.
+
+    Returns:
+        The peak, or `None` if this device keeps no statistics.
+    """
     try:
         info = tf.config.experimental.get_memory_info(device.name())
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
     if not info["peak"]:
         return None  # Some allocators count only blocks above a size.
-    return Measurement(int(info["peak"]), f"{ALLOCATOR} of {device.name()}")
+    pool = device.pool()
+    for num_bytes in own:
+        pool.allocate(num_bytes)
+    others = max(in_use - pool.in_use, 0)
+    return Measurement(int(info["peak"]) - others, f"{ALLOCATOR} of {device.name()}")
 
 
 def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
@@ -57,16 +70,17 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     run = step if callable(step) else concrete_fn
     variables = list(concrete_fn.graph.variables)
     saved = [variable.read_value() for variable in variables]
+    sizes = _tf_private.variable_sizes(concrete_fn)
     try:
-        if reset_peak():
+        if reset_peak() is not None:
             run(*args, **kwargs)  # The first run also pays for graph optimisation.
-            reset_peak()
-            before = _saved_bytes(saved)
+            in_use = reset_peak()
             run(*args, **kwargs)
-            found = read_peak()
+            held = [t for t in tf.nest.flatten((args, kwargs)) if isinstance(t, tf.Tensor)]
+            found = read_peak(in_use or 0, [*sizes, *(int(tf.size(t)) * t.dtype.size for t in held)])
             if found is not None:
-                return Measurement(max(found.peak_bytes - before, 0), found.source)
-        fixed = _tf_private.variable_bytes(concrete_fn)
+                return found
+        fixed = sum(sizes)
         timeline = _tf_private.allocation_timeline(concrete_fn, tf.nest.flatten((args, kwargs)))
         peak = max((alive for _, alive in timeline), default=0)
         shifted = tuple((time_s, alive + fixed) for time_s, alive in timeline)
@@ -87,7 +101,3 @@ def _concrete(step: Any, args: Any, kwargs: Any) -> Any:
         "`step` must be a rewritten step, a `tf.function` or a `ConcreteFunction`. "
         f"Received: step={step!r} of type {type(step).__name__}."
     )
-
-
-def _saved_bytes(saved: list[Any]) -> int:
-    return sum(int(tf.size(value)) * value.dtype.size for value in saved)

@@ -19,10 +19,11 @@ from rewriters.cost import op_cost, phase_cost, step_cost
 from rewriters.errors import BudgetError, NotTileableError
 from rewriters.ft import Component, LeftAlone, find_components, try_segment
 from rewriters.graph import Node, Tensor
-from rewriters.memory import Peak, phase_scratch
+from rewriters.memory import Peak
 from rewriters.segments import Segment
 from rewriters.sft import SegmentPlan, plan_segment, tile_segments
 from rewriters.tiles import Grid
+from rewriters.turns import phase_scratch
 from tflms_sft._compile import AUTO_TILES, Traced, clamped, predict, unsupported_layers
 from tflms_sft._params import AutoParams
 from tflms_sft._units import format_bytes

@@ -1,0 +1,169 @@
+"""The memory of one turn of a tile loop.
+
+The body of a planned phase, with what the emission adds to it: slices of whole
+tensors, rows cut and padded for an op, sums into whole gradients. Sizes differ
+between a tile at the border, which is padded, and one inside, which is larger,
+so turns are told apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rewriters import device
+from rewriters.allocator import Exact
+from rewriters.graph import Node, Tensor
+from rewriters.intervals import fit
+from rewriters.memory import Event, passes_on, replay, schedule, together
+from rewriters.registry import SPATIAL_DIMS
+from rewriters.tiles import Phase, Region
+
+__all__: list[str] = []
+
+Tile = tuple[int, ...]
+"""Row and column of a tile in its grid."""
+
+
+def loop_turns(phase: Phase, batch: int) -> list[list[Event]]:
+    """Schedules of turns that between them meet every border, in the order of the loop."""
+    marks = [sorted({0, count // 2, count - 1}) for count in phase.grid.spatial]
+    return [_body(phase).events(tile, batch) for tile in itertools.product(*marks)]
+
+
+@functools.lru_cache(maxsize=1024)
+def phase_scratch(phase: Phase, batch: int) -> int:
+    """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
+    rows, columns = phase.grid.spatial
+    tiles = {(0, 0), (rows // 2, columns // 2)}
+    return max(replay(_body(phase).events(tile, batch), Exact()).peak_bytes for tile in tiles)
+
+
+@functools.lru_cache(maxsize=256)
+def _body(phase: Phase) -> _Body:
+    return _Body(phase)
+
+
+class _Body:
+    """Ops of a turn as stand-ins that know the rows of their results for every tile."""
+
+    def __init__(self, phase: Phase) -> None:
+        self.phase = phase
+        self.order: list[Node] = []
+        self.originals: list[Node] = []
+        self.ends: list[Tensor] = []
+        self._rows: dict[Tensor, tuple[np.ndarray, ...]] = {}
+        self._unchanged: dict[Node, tuple[np.ndarray, ...]] = {}
+        self._values: dict[Tensor, Tensor] = {}
+        self._fits: dict[tuple[object, ...], Tensor] = {}
+        for node in phase.body:
+            self._add_op(node)
+        for tensor in phase.writes:
+            self.ends.append(self._moved(self._value(tensor), phase.regions[tensor], phase.cells[tensor]))
+        for tensor in phase.accumulates:
+            self.ends.append(self._accumulated(tensor))
+
+    def events(self, tile: Tile, batch: int) -> list[Event]:
+        """Schedule of the turn of one tile."""
+        scratch = {
+            node: device.kernel_scratch(original, self._small_pixels(original, tile))
+            for node, original in zip(self.order, self.originals, strict=True)
+        }
+
+        def alias(node: Node) -> bool:
+            same = self._unchanged.get(node)
+            return passes_on(node) if same is None else all(s[i] for s, i in zip(same, tile, strict=True))
+
+        def num_bytes(tensor: Tensor) -> int:
+            return self._num_bytes(tensor, tile, batch)
+
+        return schedule(self.order, num_bytes, together(scratch, self.originals), self.ends, alias)
+
+    def _num_bytes(self, tensor: Tensor, tile: Tile, batch: int) -> int:
+        rows = self._rows.get(tensor)
+        if rows is None or tensor.shape is None:
+            return tensor.num_bytes(batch)
+        leading = 1 if tensor.shape[0] == 1 else -(-batch // min(self.phase.grid.batch, batch))
+        pixels = math.prod(int(count[index]) for count, index in zip(rows, tile, strict=True))
+        return leading * pixels * int(tensor.shape[3] or 1) * tensor.dtype.size
+
+    def _small_pixels(self, node: Node, tile: Tile) -> int:
+        """Windows of a gradient of a convolution."""
+        plan = self.phase.plans.get(node)
+        if plan is None or len(plan[0].needs) != 3 or plan[0].needs[2] is None:
+            return 0
+        rows = [p.needs[2] for p in plan]
+        return math.prod(int(need.size[i]) for need, i in zip(rows, tile, strict=True) if need is not None)
+
+    def _place(self, node: Node, original: Node, rows: Iterable[np.ndarray] | None) -> Tensor:
+        self.order.append(node)
+        self.originals.append(original)
+        if rows is not None:
+            held = tuple(rows)
+            self._rows.update((node.out(index), held) for index in range(len(node.outputs)))
+        return node.out()
+
+    def _helper(self, op: str, like: Tensor, operands: Sequence[Tensor], rows: Iterable[np.ndarray]) -> Tensor:
+        outputs = [like.node.outputs[like.index]]
+        node = Node(f"{op}/{like.name}/{len(self.order)}", op, operands, outputs=outputs)
+        return self._place(node, node, rows)
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        """Stand-in for what the turn holds of a tensor; a whole one is sliced when it is first needed."""
+        if tensor not in self._values:
+            self._values[tensor] = self._slice(tensor, self.phase.regions[tensor])
+        return self._values[tensor]
+
+    def _slice(self, tensor: Tensor, region: Region) -> Tensor:
+        assert tensor.shape is not None
+        extents = [int(tensor.shape[dim] or 0) for dim in SPATIAL_DIMS]
+        whole = all(np.all(i.size == extent) for i, extent in zip(region, extents, strict=True))
+        op = "Placeholder" if whole and self.phase.grid.batch == 1 else "StridedSlice"
+        return self._helper(op, tensor, (), (i.size for i in region))
+
+    def _add_op(self, node: Node) -> None:
+        plan = self.phase.plans[node]
+        operands = []
+        for position, tensor in enumerate(node.inputs):
+            need = tuple(p.needs[position] for p in plan)
+            if tensor in self.phase.regions and need[0] is not None:
+                value = self._value(tensor)
+                operands.append(self._moved(value, self.phase.regions[tensor], need))  # type: ignore[arg-type]
+        copy = Node(node.name, node.op, operands, outputs=node.outputs)
+        if plan[0].out is None:
+            self._place(copy, node, None)
+            return
+        made = tuple(p.made for p in plan)
+        self._place(copy, node, (i.size for i in made))  # type: ignore[union-attr]
+        for index in range(len(node.outputs)):
+            tensor = node.out(index)
+            if tensor not in self.phase.reads:
+                out = tuple(p.out for p in plan)
+                self._values[tensor] = self._moved(copy.out(index), made, out)  # type: ignore[arg-type]
+
+    def _moved(self, value: Tensor, have: Region, need: Region) -> Tensor:
+        """Rows cut and padded; in a tile where nothing is to do the kernels pass their operand on."""
+        if all(h.same(n) for h, n in zip(have, need, strict=True)):
+            return value
+        key = (value, *(array.tobytes() for i in (*have, *need) for array in (i.lo, i.hi)))
+        if key not in self._fits:
+            fits = [fit(h, n) for h, n in zip(have, need, strict=True)]
+            result = value
+            if any(way.crops for way in fits):
+                result = self._helper("StridedSlice", value, [result], (way.size for way in fits))
+                self._unchanged[result.node] = tuple(way.size == h.size for way, h in zip(fits, have, strict=True))
+            if any(way.pads for way in fits):
+                result = self._helper("PadV2", value, [result], (n.size for n in need))
+                self._unchanged[result.node] = tuple(way.size == n.size for way, n in zip(fits, need, strict=True))
+            self._fits[key] = result
+        return self._fits[key]
+
+    def _accumulated(self, tensor: Tensor) -> Tensor:
+        """A part of a gradient added to what the whole one holds in its place."""
+        rows = [i.size for i in self.phase.regions[tensor]]
+        held = self._slice(tensor, self.phase.regions[tensor])
+        return self._helper("AddV2", tensor, [held, self._value(tensor)], rows)
