@@ -43,6 +43,7 @@ class Spec:
         batch: Images per step.
         segments: Names of the layers whose outputs end the segments, in order.
         num_tiles: Tiles per segment.
+        backward_num_tiles: Those of the backward loops.
         memory_budget: Where given, MemoryBudget plans and the two above are not used.
         warmup: Steps before the counted ones; the first of them traces.
         steps: Counted steps.
@@ -54,6 +55,7 @@ class Spec:
     batch: int
     segments: tuple[str, ...]
     num_tiles: tuple[Pair, ...]
+    backward_num_tiles: tuple[Pair, ...]
     memory_budget: str | None
     warmup: int
     steps: int
@@ -66,7 +68,10 @@ class Spec:
         if self.memory_budget:
             parts.append(f"budget{self.memory_budget}")
         else:
-            parts += [f"{exit_}-{h}x{w}" for exit_, (h, w) in zip(self.segments, self.num_tiles, strict=True)]
+            grids = zip(self.segments, self.num_tiles, self.backward_num_tiles, strict=True)
+            for exit_, forward, backward in grids:
+                different = () if forward == backward else (backward,)
+                parts.append("-".join([exit_, *(f"{h}x{w}" for h, w in (forward, *different))]))
         if self.device != "cpu":
             parts.append(self.device)
         return re.sub(r"[^\w.-]", "_", "_".join(parts))
@@ -203,8 +208,10 @@ def _without_timelines(plan: dict[str, Any]) -> dict[str, Any]:
 
 def _spec_of(fields: dict[str, Any]) -> Spec:
     """Undoes what JSON does to tuples."""
-    tiles = tuple((height, width) for height, width in fields["num_tiles"])
-    return Spec(**{**fields, "segments": tuple(fields["segments"]), "num_tiles": tiles})
+    tiles = {
+        key: tuple((height, width) for height, width in fields[key]) for key in ("num_tiles", "backward_num_tiles")
+    }
+    return Spec(**{**fields, "segments": tuple(fields["segments"]), **tiles})
 
 
 def _batches(spec: Spec) -> Any:
@@ -228,9 +235,12 @@ def _rewriter(spec: Spec) -> Any:
     if spec.memory_budget:
         return tflms_sft.MemoryBudget(spec.memory_budget)
     entries = (_nets.INPUT_NAME, *spec.segments[:-1])
-    pieces = zip(entries, spec.segments, spec.num_tiles, strict=True)
+    pieces = zip(entries, spec.segments, spec.num_tiles, spec.backward_num_tiles, strict=True)
     return tflms_sft.SFT(
-        segments=[tflms_sft.SegmentSpec(entry, exit_, num_tiles=tiles) for entry, exit_, tiles in pieces]
+        segments=[
+            tflms_sft.SegmentSpec(entry, exit_, num_tiles=forward, backward_num_tiles=backward)
+            for entry, exit_, forward, backward in pieces
+        ]
     )
 
 
@@ -419,6 +429,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vgg16", description=__doc__)
     parser.add_argument("--image-size", type=_positive, required=True, metavar="N")
     parser.add_argument("--num-tiles", type=_tiles, metavar="HxW,...", help="tiles of each segment")
+    parser.add_argument("--backward-num-tiles", type=_tiles, metavar="HxW,...", help="default: as --num-tiles")
     parser.add_argument("--segments", metavar="EXIT,...", help="layers whose outputs end the segments")
     parser.add_argument("--memory-budget", metavar="SIZE", help="have MemoryBudget plan, e.g. 1.2GiB")
     parser.add_argument("--model", choices=sorted(_nets.NETS), default="vgg16")
@@ -430,15 +441,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--skip-plain", action="store_true", help="measure only the rewritten step")
     parser.add_argument("--json", type=Path, metavar="PATH", help="default: a file in benchmarks/results/")
     options = parser.parse_args(arguments)
-    if options.memory_budget and (options.num_tiles or options.segments):
+    if options.memory_budget and (options.num_tiles or options.backward_num_tiles or options.segments):
         parser.error("--memory-budget plans segments and tiles itself")
     exits, tiles = _nets.DEFAULT_SEGMENTS[options.model]
     options.segments = tuple(options.segments.split(",")) if options.segments else exits
     options.num_tiles = options.num_tiles or tiles
-    if len(options.num_tiles) != len(options.segments):
-        parser.error(
-            f"one --num-tiles per segment. Received: {len(options.num_tiles)} for {len(options.segments)}"
-        )
+    options.backward_num_tiles = options.backward_num_tiles or options.num_tiles
+    for flag, grids in (("num", options.num_tiles), ("backward-num", options.backward_num_tiles)):
+        if len(grids) != len(options.segments):
+            parser.error(f"one --{flag}-tiles per segment. Received: {len(grids)} for {len(options.segments)}")
     return options
 
 

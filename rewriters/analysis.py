@@ -7,6 +7,7 @@ import functools
 from rewriters import rules
 from rewriters.errors import NotTileableError, RewriteError
 from rewriters.graph import Graph, Node, Tensor
+from rewriters.inline import is_xla_call
 from rewriters.registry import SPATIAL_DIMS, Kind, OpView, find_rule
 from rewriters.roles import backward_nodes, data_nodes, derived_nodes, reads_shape_only
 from rewriters.values import Evaluator
@@ -110,6 +111,8 @@ def check_forward(analysis: Analysis, node: Node) -> None:
     Raises:
         NotTileableError: With the reason.
     """
+    if is_xla_call(node):
+        raise NotTileableError("XLA compiles it as a whole, as Keras asks for grouped convolutions")
     if node.stateful:
         raise NotTileableError("it has side effects or draws random numbers")
     kinds = forward_kinds(analysis, node)

@@ -14,6 +14,34 @@ from rewriters.graph import Node
 __all__: list[str] = []
 
 
+_ALIAS = frozenset(
+    "Identity IdentityN Reshape Squeeze ExpandDims StopGradient PreventGradient Snapshot Bitcast EnsureShape".split()
+)
+_IN_PLACE = frozenset(
+    "Abs Add AddN AddV2 BiasAdd Cast Ceil ClipByValue Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor LeakyRelu "
+    "LeakyReluGrad Log Log1p Maximum Minimum Mul MulNoNan Neg Pow RealDiv Reciprocal Relu Relu6 Relu6Grad ReluGrad "
+    "Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Softplus SoftplusGrad Softsign "
+    "SoftsignGrad Sqrt SqrtGrad Square SquaredDifference Sub Tanh TanhGrad".split()
+)
+_NO_BYTES = frozenset(["Placeholder", "Const", "ReadVariableOp", "VarHandleOp", "Empty", "NoOp"])
+"""Ops whose outputs exist anyway (arguments, weights) or are counted elsewhere (a loop's buffers)."""
+
+
+def passes_on(node: Node) -> bool:
+    """Whether an op's output is its operand's buffer."""
+    return node.op in _ALIAS and len(node.outputs) == 1
+
+
+def overwrites(node: Node) -> bool:
+    """Whether an op's kernel takes the buffer of an operand that nobody else reads."""
+    return node.op in _IN_PLACE
+
+
+def allocates(node: Node) -> bool:
+    """Whether an op makes something that was not there before."""
+    return node.op not in _NO_BYTES
+
+
 def name() -> str:
     """The device whose memory counts: the first GPU if there is one."""
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"

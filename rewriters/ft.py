@@ -42,12 +42,14 @@ class LeftAlone:
     """Something that stays as it was.
 
     Attributes:
-        name: Op or range of ops.
+        name: Op, the first one of a range.
         reason: Why.
+        last: Last op of the range.
     """
 
     name: str
     reason: str
+    last: str = ""
 
 
 def ft_dimensions(analysis: Analysis, node: Node) -> frozenset[str]:
@@ -117,6 +119,9 @@ def find_components(analysis: Analysis) -> tuple[list[Component], list[LeftAlone
         level[node] = max(
             (level[p] + (1 if p in tiled else 0) for p in (*data, *node.control_inputs) if p in level), default=0
         )
+        if node in analysis.data and any(t.shape is not None and len(t.shape) > 4 for t in node.inputs):
+            left.append(LeftAlone(node.name, f"{node.op}: tensors of more than 4 dimensions are not tiled yet"))
+            continue
         if node not in analysis.data or not any(is_image(t) for t in node.inputs):
             continue
         try:
@@ -234,7 +239,7 @@ def auto_segments(
     taken: set[Node] = set()
     for component in components:
         for part in find_segments(analysis, component, memory_capacity, batch):
-            for segment in _largest(analysis, component, part, taken, left, name_of):
+            for segment in _largest(analysis, component, part, taken, left, name_of, batch):
                 taken.update(segment.backward)
                 segments.append(segment)
     return segments, left
@@ -258,6 +263,21 @@ def try_segment(analysis: Analysis, component: Component, part: range, taken: se
     return segment
 
 
+def saved_bytes(analysis: Analysis, segment: Segment, batch: int) -> int:
+    """Bytes that a step keeps less for its backward pass when a segment is tiled.
+
+    What lies inside need not be kept any more. An entry that nothing but the recomputation reads later must.
+    """
+
+    def kept(tensor: Tensor) -> bool:
+        return any(r in analysis.backward and not reads_shape_only(r, p) for r, p in analysis.readers.get(tensor, ()))
+
+    made = [node.out(i) for node in segment.forward for i in range(len(node.outputs))]
+    inside = [t for t in made if t not in segment.available and kept(t)]
+    newly = [t for t in segment.entries if t.node.op != "Placeholder" and not kept(t)]
+    return sum(t.num_bytes(batch) for t in inside) - sum(t.num_bytes(batch) for t in newly)
+
+
 def _largest(
     analysis: Analysis,
     component: Component,
@@ -265,21 +285,27 @@ def _largest(
     taken: set[Node],
     left: list[LeftAlone],
     name_of: dict[str, int],
+    batch: int,
 ) -> list[Segment]:
     """The range as one segment, or as few as possible, cut where a single tensor goes on."""
-    try:
-        return [try_segment(analysis, component, part, taken, next_name(name_of))]
-    except NotTileableError as error:
-        name_of["segment"] -= 1
-        reason = str(error)
     bounds = [cut + 1 for cut in component.cuts if cut in part and cut + 1 < part.stop]
+    try:
+        segment = try_segment(analysis, component, part, taken, next_name(name_of))
+        if saved_bytes(analysis, segment, batch) > 0:
+            return [segment]
+        bounds = []  # Parts of it would keep more, not less.
+        reason = "tiles would keep as much for the backward pass as it does now"
+    except NotTileableError as error:
+        reason = str(error)
+    name_of["segment"] -= 1
     if not bounds:
         first, last = component.nodes[part.start], component.nodes[part.stop - 1]
-        left.append(LeftAlone(f"{first.name} ... {last.name}", reason))
+        left.append(LeftAlone(first.name, reason, last.name))
         return []
     middle = min(bounds, key=lambda b: abs(2 * b - part.start - part.stop))
     found: list[Segment] = []
     for half in (range(part.start, middle), range(middle, part.stop)):
-        more = _largest(analysis, component, half, taken | {n for s in found for n in s.backward}, left, name_of)
+        used = taken | {n for s in found for n in s.backward}
+        more = _largest(analysis, component, half, used, left, name_of, batch)
         found.extend(more)
     return found

@@ -24,10 +24,13 @@ def is_call(node: Any) -> bool:
 
     A function that must be compiled by XLA computes with other kernels: it stays a call.
     """
-    if node.op not in _CALLS:
-        return False
+    return node.op in _CALLS and not is_xla_call(node)
+
+
+def is_xla_call(node: Any) -> bool:
+    """Whether a node (or node definition) calls a function that XLA must compile."""
     attrs = node.attr if hasattr(node, "attr") else node.attrs
-    return not ("_XlaMustCompile" in attrs and attrs["_XlaMustCompile"].b)
+    return node.op in _CALLS and "_XlaMustCompile" in attrs and bool(attrs["_XlaMustCompile"].b)
 
 
 def inlined(concrete_fn: Any) -> Graph:

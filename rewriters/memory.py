@@ -22,19 +22,6 @@ from rewriters.graph import Graph, Node, Tensor
 
 __all__: list[str] = []
 
-_ALIAS = frozenset(
-    "Identity IdentityN Reshape Squeeze ExpandDims StopGradient PreventGradient Snapshot Bitcast EnsureShape".split()
-)
-_IN_PLACE = frozenset(
-    "Abs Add AddN AddV2 BiasAdd Cast Ceil ClipByValue Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor LeakyRelu "
-    "LeakyReluGrad Log Log1p Maximum Minimum Mul MulNoNan Neg Pow RealDiv Reciprocal Relu Relu6 Relu6Grad ReluGrad "
-    "Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Softplus SoftplusGrad Softsign "
-    "SoftsignGrad Sqrt SqrtGrad Square SquaredDifference Sub Tanh TanhGrad".split()
-)
-_NO_BYTES = frozenset(["Placeholder", "Const", "ReadVariableOp", "VarHandleOp", "Empty", "NoOp"])
-"""Ops whose outputs exist anyway (arguments, weights) or are counted elsewhere (a loop's buffers)."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Peak:
     """The worst moment.
@@ -76,17 +63,12 @@ class Event(NamedTuple):
     name: str
 
 
-def passes_on(node: Node) -> bool:
-    """Whether an op's output is its operand's buffer."""
-    return node.op in _ALIAS and len(node.outputs) == 1
-
-
 def schedule(
     order: Sequence[Node],
     num_bytes: Callable[[Tensor], int],
     scratch: Mapping[Node, int],
     keep: Iterable[Tensor] = (),
-    alias: Callable[[Node], bool] = passes_on,
+    alias: Callable[[Node], bool] = device.passes_on,
 ) -> list[Event]:
     """The allocations of ops that run in a given order.
 
@@ -123,12 +105,12 @@ def schedule(
                 reusable = None
                 continue
             key = number * 64 + index
-            silent = node.op in _NO_BYTES or (not count and node.op.endswith("While"))
+            silent = not device.allocates(node) or (not count and node.op.endswith("While"))
             buffer[tensor], uses[key] = key, count
             size[key] = 0 if silent else num_bytes(tensor)
             if size[key]:
                 events.append(Event(Action.ALLOCATE, key, size[key], tensor.name))
-        if node.op not in _NO_BYTES:
+        if device.allocates(node):
             events.append(Event(Action.RUN, -1, scratch.get(node, 0), node.name))
         for tensor in node.inputs:
             if tensor in buffer:
@@ -149,13 +131,13 @@ def _reusable(
     num_bytes: Callable[[Tensor], int],
 ) -> int | None:
     """Buffer of an operand that ends here and that the op may overwrite."""
-    if node.op not in _IN_PLACE:
+    if not device.overwrites(node):
         return None
     wanted = num_bytes(node.out())
     for tensor in node.inputs:
         key = buffer.get(tensor)
         if key is not None and uses.get(key) == node.inputs.count(tensor) and size.get(key) == wanted:
-            if tensor.node.op not in _NO_BYTES:
+            if device.allocates(tensor.node):
                 return key
     return None
 

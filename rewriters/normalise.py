@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from rewriters.graph import Graph, Node, Tensor, from_concrete_function
 from rewriters.inline import inlined, is_call
-from rewriters.values import BATCH, Evaluator, shape_value
+from rewriters.values import Evaluator, shape_value
 
 __all__: list[str] = []
 
@@ -135,8 +135,3 @@ def int_constant(graph: Graph, name: str, value: tuple[int, ...], dtype: tf.DTyp
         "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
     }
     return graph.add(Node(graph.unique_name(name), "Const", (), (), attrs, "", [(dtype, array.shape)]))
-
-
-def is_batch(value: Any) -> bool:
-    """Whether a dimension is the symbolic batch."""
-    return value is BATCH

@@ -3,7 +3,7 @@
 A rule says everything about one op type that tiling needs: which operands carry
 image data, which rows of them an output needs or a gradient reaches, whether the
 op is linear in a gradient, and how it runs on a tile. There is one rule per op
-type and nothing about ops anywhere else.
+type; what kernels do with memory, tiled or not, is in `device.py`.
 
 Inside a tile loop every tensor has a kind:
 

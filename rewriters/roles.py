@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from rewriters.graph import Graph, Node, Tensor
+from rewriters.graph import Graph, Node
 from rewriters.registry import registered
 from rewriters.rules.elementwise import Pointwise
 
@@ -87,17 +87,7 @@ def data_nodes(order: list[Node]) -> set[Node]:
     return result
 
 
-def trainable_update(node: Node) -> bool:
-    """Whether the node writes a variable."""
-    return node.op.startswith(("Assign", "ResourceApply", "ResourceScatter"))
-
-
 def reads_shape_only(node: Node, position: int) -> bool:
     """Whether operand `position` matters only by its shape."""
     del position
     return node.op in ("Shape", "ShapeN", "Size", "Rank")
-
-
-def spatial_rank4(tensor: Tensor) -> bool:
-    """Whether a tensor looks like `(batch, height, width, channels)`."""
-    return tensor.shape is not None and len(tensor.shape) == 4

@@ -296,6 +296,14 @@ class _BackwardPart:
             or tensor.node in self.analysis.constants
         )
 
+    def _operands(self, node: Node) -> list[Tensor]:
+        """Operands that an op would read inside of the loop: sizes and the like are made anew there."""
+        try:
+            rebuilt = find_rule(node).rebuilt(self.analysis.view(node))
+        except NotTileableError:
+            rebuilt = []
+        return [tensor for position, tensor in enumerate(node.inputs) if position not in rebuilt]
+
     def _grad_entries(self) -> set[Tensor]:
         return {t for n in self.nodes for t in n.inputs if t not in self.made and self.kind(t) is Kind.PARTIAL}
 
@@ -303,7 +311,7 @@ class _BackwardPart:
         """Kind of the result if an optional op may move in, else `None`."""
         if node not in self.analysis.backward:
             return None
-        if not all(self._belongs(t) or t in incoming for t in node.inputs):
+        if not all(self._belongs(t) or t in incoming for t in self._operands(node)):
             return None
         try:
             kind = self._try(node)
@@ -332,7 +340,7 @@ class _BackwardPart:
         for tensor in sorted(self._grad_entries(), key=lambda t: self.analysis.position[t.node]):
             node = tensor.node
             own = [t for t in node.inputs if t in self.owned or t in self.whole or t.node in self.ops]
-            others = [t for t in node.inputs if not self._belongs(t)]
+            others = [t for t in self._operands(node) if not self._belongs(t)]
             partial = [t for t in others if self.kind(t) is Kind.PARTIAL]
             if not own or others != partial or node in self.nodes or tensor in self.analysis.graph.outputs:
                 continue

@@ -19,7 +19,7 @@ from rewriters import device
 from rewriters.allocator import Exact
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import fit
-from rewriters.memory import Event, passes_on, replay, schedule, together
+from rewriters.memory import Event, replay, schedule, together
 from rewriters.registry import SPATIAL_DIMS
 from rewriters.tiles import Phase, Region
 
@@ -76,7 +76,7 @@ class _Body:
 
         def alias(node: Node) -> bool:
             same = self._unchanged.get(node)
-            return passes_on(node) if same is None else all(s[i] for s, i in zip(same, tile, strict=True))
+            return device.passes_on(node) if same is None else all(s[i] for s, i in zip(same, tile, strict=True))
 
         def num_bytes(tensor: Tensor) -> int:
             return self._num_bytes(tensor, tile, batch)

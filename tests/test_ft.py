@@ -252,3 +252,49 @@ def test_automatic_segments_are_numbered_and_share_no_backward_op():
     for one, other in itertools.combinations(segments, 2):
         assert not set(one.backward) & set(other.backward)
         assert not set(one.forward) & set(other.forward)
+
+
+# What is left alone -----------------------------------------------------------------------------------------
+
+
+def whole(x):
+    """A layer that no rule tiles."""
+    return layers.Lambda(lambda t: tf.reverse(t, [1]))(x)
+
+
+def test_what_a_segment_saves_is_what_it_need_not_keep():
+    analysis = analysed(lambda x: conv(name="two")(conv(name="one")(x)))
+    (segment,), _ = ft.auto_segments(analysis, None, 1, {})
+    assert ft.saved_bytes(analysis, segment, 1) == 4 * 32 * 32 * 4, "the first of two activations; the image is there"
+
+
+def test_an_entry_that_only_the_recomputation_reads_counts_against_a_segment():
+    """Without tiles the first activation is kept; with them, what it is computed from."""
+
+    def body(*more):
+        def build(x):
+            for layer in (whole, layers.Activation("relu"), *more, whole):
+                x = layer(x)
+            return x
+
+        return build
+
+    segments, left = ft.auto_segments(analysed(body(conv(activation=None))), None, 1, {})
+    assert segments == [] and any("would keep as much" in item.reason for item in left)
+    analysis = analysed(body(conv(3), conv(3)))
+    (segment,), _ = ft.auto_segments(analysis, None, 1, {})
+    assert ft.saved_bytes(analysis, segment, 1) == (2 - 1) * 3 * 32 * 32 * 4
+
+
+def test_volumes_are_left_alone_with_a_reason():
+    image = keras.Input((8, 8, 8, 2))
+    model = keras.Model(image, layers.Flatten()(layers.Conv3D(2, 3)(image)))
+
+    @tf.function
+    def step(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    _, left = ft.auto_segments(Analysis(read(step.get_concrete_function(tf.zeros((1, 8, 8, 8, 2))))), None, 1, {})
+    assert left[0].reason == "Conv3D: tensors of more than 4 dimensions are not tiled yet"

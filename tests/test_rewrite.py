@@ -470,3 +470,59 @@ def test_a_budget_gives_the_results_of_the_plain_step(make):
     assert len(got) > 3 + len(start) - 1
     assert not np.array_equal(start[0], want[3]), "the step trains"
     assert close(got, want, 1e-10)
+
+
+# What a budget stores ---------------------------------------------------------------------------------------
+
+
+def test_room_in_the_budget_goes_to_stored_tensors():
+    """With room for it, inner tensors are kept and the arithmetic falls, within the budget."""
+    step = gradients(net(size=48))
+    images = np.zeros((2, 48, 48, 3), "float32")
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images, LABELS).plan.original.peak_bytes
+    plans = [
+        tflms_sft.rewrite(step, AutoParams(int(plain * part), headroom=0), images, LABELS).plan
+        for part in (0.75, 0.8, 0.85, 0.9, 0.95)
+    ]
+    assert all(plan.changed and plan.predicted.peak_bytes <= plan.memory_budget for plan in plans)
+    assert any(segment.stored for plan in plans for segment in plan.segments)
+    ratios = [plan.predicted.time_ratio for plan in plans]
+    assert ratios == sorted(ratios, reverse=True), "more memory never costs more time"
+
+
+def test_a_budget_with_stored_tensors_gives_the_results_of_the_plain_step():
+    keras.config.set_floatx("float64")
+    step = gradients(net(size=48))
+    images = np.random.default_rng(3).normal(size=(2, 48, 48, 3))
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images, LABELS).plan.original.peak_bytes
+    fast = tflms_sft.rewrite(step, AutoParams(int(plain * 0.9), headroom=0), images, LABELS)
+    assert any(segment.stored for segment in fast.plan.segments)
+    assert close(fast(images, LABELS), step(images, LABELS), tolerance=1e-10)
+
+
+def test_stored_tensors_can_be_named():
+    step = gradients()
+    spec = SegmentSpec("photo", "pool", stored="two")
+    fast = tflms_sft.rewrite(step, segments(spec), *BATCH)
+    assert fast.plan.segments[0].stored == ("two",)
+    assert close(fast(*BATCH), step(*BATCH), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", ["photo", "head"])
+def test_a_stored_tensor_lies_inside_of_its_segment(name):
+    spec = SegmentSpec("photo", "pool", stored=("one", name))
+    with pytest.raises(SegmentError, match="`stored` names .* which the segment does not make"):
+        tflms_sft.rewrite(gradients(), segments(spec), *BATCH)
+
+
+# Unknown batches --------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_batch_is_planned_like_a_known_one():
+    def plan(batch):
+        specs = tf.TensorSpec((batch, 24, 24, 3)), tf.TensorSpec((batch,), tf.int32)
+        spec = SegmentSpec("one", "pool"), SegmentSpec("photo", "one")
+        return tflms_sft.rewrite(gradients(), segments(*spec), *specs).plan
+
+    known, unknown = plan(1), plan(None)
+    assert [s.backward_ops for s in unknown.segments] == [s.backward_ops for s in known.segments]

@@ -172,8 +172,12 @@ def _named_segment(traced: Traced, spec: SegmentSpec, name: str, taken: set[Node
     shared = analysis.sorted(ops & used)
     if shared:
         raise SegmentError(f"{_shown(spec)} overlaps another segment at `{shared[0].name}` ({shared[0].op}).")
+    stored = frozenset(t for n in spec.stored_names for t in resolve(n, "stored", graph, traced.record))
+    outside = sorted(t.name for t in stored if t.node not in ops)
+    if outside:
+        raise SegmentError(f"{_shown(spec)}: `stored` names {outside}, which the segment does not make.")
     try:
-        segment = build_segment(analysis, name, ops, taken)
+        segment = build_segment(analysis, name, ops, taken, stored - set(exits))
     except NotTileableError as error:
         raise SegmentError(f"{_shown(spec)} cannot be tiled: {_with_layer(traced, error)}") from None
     extra = [t for t in segment.exits if t not in exits]
@@ -275,7 +279,7 @@ def finish(
         batch=traced.batch,
         batch_is_fixed=traced.batch_is_fixed,
         segments=tuple(_described(traced, plan, names) for plan in plans),
-        left_alone=tuple(_left(traced, item) for item in left),
+        left_alone=_reasons(traced, left),
         original=_prediction(original, traced.fixed_bytes, 1.0),
         predicted=_prediction(peak, traced.fixed_bytes, ratio),
         memory_budget=budget,
@@ -287,19 +291,27 @@ def _prediction(peak: Peak, fixed_bytes: int, ratio: float) -> Prediction:
     return Prediction(peak.peak_bytes, fixed_bytes, ratio, peak.largest, peak.timeline)
 
 
-def _left(traced: Traced, item: LeftAlone) -> tuple[str, str]:
-    call = traced.record.layer_of_op.get(item.name)
-    if call is None:
-        return item.name, item.reason
-    hint = ""
-    if call.kind == "BatchNormalization" and call.trainable:
-        hint = "; its statistics in training mode are not supported yet, freeze it with `trainable=False`"
-    return f"layer {call.layer!r} ({call.kind})", item.reason + hint
+def _reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str], ...]:
+    """(what, why), each layer once with its first reason."""
+    reasons: dict[str, str] = {}
+    for item in left:
+        call = traced.record.layer_of_op.get(item.name)
+        hint = ""
+        if call is not None and call.kind == "BatchNormalization" and call.trainable:
+            hint = "; its statistics in training mode are not supported yet, freeze it with `trainable=False`"
+        names = list(dict.fromkeys(_layer_name(traced, op) for op in (item.name, item.last) if op))
+        reasons.setdefault(" to ".join(names), item.reason + hint)
+    return tuple(reasons.items())
+
+
+def _layer_name(traced: Traced, op: str) -> str:
+    call = traced.record.layer_of_op.get(op)
+    return op if call is None else f"layer {call.layer!r} ({call.kind})"
 
 
 def _described(traced: Traced, plan: SegmentPlan, names: Mapping[Tensor, str]) -> PlannedSegment:
     segment = plan.segment
-    forward, backward = plan.phases[0], plan.phases[-1]
+    forward, *others = plan.phases
     entry, exit_ = segment.entries[0], segment.exits[0]
 
     def rows(tensor: Tensor) -> tuple[int, int]:
@@ -314,11 +326,11 @@ def _described(traced: Traced, plan: SegmentPlan, names: Mapping[Tensor, str]) -
         entries=shown(segment.entries),
         exits=shown(segment.exits),
         num_tiles=(forward.grid.batch, *forward.grid.spatial),
-        backward_num_tiles=(backward.grid.batch, *backward.grid.spatial),
+        backward_num_tiles=tuple(n for phase in others for n in (phase.grid.batch, *phase.grid.spatial)),
         stored=shown(sorted(segment.stored, key=lambda t: t.name)),
         forward_ops=len(segment.forward),
         backward_ops=len(segment.backward),
-        tile_bytes=(phase_scratch(forward, traced.batch), phase_scratch(backward, traced.batch)),
+        tile_bytes=tuple(phase_scratch(phase, traced.batch) for phase in plan.phases),
         tile_rows=(rows(exit_), rows(entry)),
         notes=tuple(segment.notes),
     )
@@ -326,4 +338,4 @@ def _described(traced: Traced, plan: SegmentPlan, names: Mapping[Tensor, str]) -
 
 def unsupported_layers(traced: Traced, left: Sequence[LeftAlone]) -> list[str]:
     """Layers that this version cannot tile, by name."""
-    return list(dict.fromkeys(_left(traced, item)[0] for item in left))
+    return [name for name, _ in _reasons(traced, left)]

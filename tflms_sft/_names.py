@@ -120,9 +120,7 @@ def _remember(record: LayerRecord, layer: Any, args: Any, outputs: Any, ops: tup
     if isinstance(layer, keras.Model) and getattr(layer, "inputs", None) and args:
         given = [t for t in tf.nest.flatten(args[0]) if tf.is_tensor(t) and hasattr(t, "op")]
         for symbol, tensor in zip(layer.inputs, given, strict=False):
-            for layer_in in layer.layers:
-                if isinstance(layer_in, keras.layers.InputLayer) and layer_in.output is symbol:
-                    record.inputs[layer_in.name] = tensor.name
+            record.inputs[symbol.name] = tensor.name
 
 
 def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list[Tensor]:

@@ -70,6 +70,8 @@ class SegmentSpec:
             from axis names. `None` takes that of `SFTParams`.
         halo: `"recompute"`. `None` takes that of `SFTParams`.
         backward_num_tiles: A number of its own for the backward loop. `None` takes that of `SFTParams`.
+        stored: Names of tensors between entry and exit that are kept whole instead of recomputed, which costs
+            their bytes and saves arithmetic.
 
     Example:
     >>> SegmentSpec("input_layer", "block3_pool", num_tiles=(4, 4))
@@ -80,11 +82,14 @@ class SegmentSpec:
     num_tiles: Any = None
     halo: str | None = None
     backward_num_tiles: Any = None
+    stored: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check everything that can be checked without a network."""
         _names(self.entry, "entry")
         _names(self.exit, "exit")
+        if self.stored != ():
+            _names(self.stored, "stored")
         for argument in ("num_tiles", "backward_num_tiles"):
             if getattr(self, argument) is not None:
                 parse_num_tiles(getattr(self, argument), argument)
@@ -100,6 +105,11 @@ class SegmentSpec:
     def exits(self) -> tuple[str, ...]:
         """Exit names as a tuple."""
         return _names(self.exit, "exit")
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of stored tensors as a tuple."""
+        return () if self.stored == () else _names(self.stored, "stored")
 
 
 @dataclasses.dataclass(frozen=True)

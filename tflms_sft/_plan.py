@@ -52,11 +52,11 @@ class PlannedSegment:
         entries: Names of what goes in; they can be pasted into a `SegmentSpec`.
         exits: Names of what comes out.
         num_tiles: Tiles along (batch, height, width) in the forward loop.
-        backward_num_tiles: The same in the backward loop.
+        backward_num_tiles: The same in the backward loop; empty if there is none.
         stored: Names of inner tensors that are kept instead of recomputed.
         forward_ops: Number of forward ops.
         backward_ops: Number of backward ops.
-        tile_bytes: Predicted peak of one turn, (forward, backward).
+        tile_bytes: Predicted peak of one turn of each loop.
         tile_rows: Largest (height, width) of a tile of the exit, and of the entry with its halo.
         notes: What a reader should know.
     """
@@ -69,7 +69,7 @@ class PlannedSegment:
     stored: tuple[str, ...]
     forward_ops: int
     backward_ops: int
-    tile_bytes: tuple[int, int]
+    tile_bytes: tuple[int, ...]
     tile_rows: tuple[tuple[int, int], tuple[int, int]]
     notes: tuple[str, ...] = ()
 
@@ -107,7 +107,7 @@ class Plan:
         before, after = format_bytes(self.original.peak_bytes), format_bytes(self.predicted.peak_bytes)
         if not self.changed:
             return f"nothing rewritten, predicted peak {after}" + self._budget_text()
-        distinct = list(dict.fromkeys("x".join(map(str, _short(s.backward_num_tiles))) for s in self.segments))
+        distinct = list(dict.fromkeys(_grid(s.backward_num_tiles or s.num_tiles) for s in self.segments))
         grids = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
         return (
             f"{len(self.segments)} segment(s) in {grids} tiles, predicted peak {after} instead of {before}, "
@@ -122,15 +122,7 @@ class Plan:
         size = f"batch {self.batch}" if self.batch_is_fixed else f"batches of up to {self.batch}"
         lines = [f"Plan for {size}: {self.headline()}"]
         for segment in self.segments:
-            (rows, columns), (in_rows, in_columns) = segment.tile_rows
-            lines.append(
-                f"  {segment.name}: {_joined(segment.entries)} -> {_joined(segment.exits)}, "
-                f"{'x'.join(map(str, _short(segment.num_tiles)))} tiles forward, "
-                f"{'x'.join(map(str, _short(segment.backward_num_tiles)))} backward; "
-                f"exit tile {rows}x{columns} from {in_rows}x{in_columns} of the entry; "
-                f"turn {format_bytes(segment.tile_bytes[0])} forward, {format_bytes(segment.tile_bytes[1])} backward; "
-                f"{segment.forward_ops} + {segment.backward_ops} ops"
-            )
+            lines.append(f"  {_segment_line(segment)}")
             if segment.stored:
                 lines.append(f"    stored: {', '.join(segment.stored)}")
             lines.extend(f"    {note}" for note in segment.notes)
@@ -141,9 +133,15 @@ class Plan:
             lines.append(f"  measured peak: {format_bytes(self.measured.peak_bytes)} ({self.measured.source})")
         if self.left_alone:
             lines.append("  left alone:")
-            lines.extend(f"    {name}: {reason}" for name, reason in self.left_alone)
+            lines.extend(f"    {names}: {reason}" for reason, names in self._left_by_reason().items())
         lines.extend(f"  {note}" for note in self.notes)
         return "\n".join(lines)
+
+    def _left_by_reason(self) -> dict[str, str]:
+        found: dict[str, list[str]] = {}
+        for name, reason in self.left_alone:
+            found.setdefault(reason, []).append(name)
+        return {reason: _shortened(names) for reason, names in found.items()}
 
     def to_json(self, indent: int | None = 2) -> str:
         """The whole plan as JSON, timelines included."""
@@ -166,8 +164,31 @@ class Plan:
         return draw_plan(self, path)
 
 
-def _short(counts: tuple[int, ...]) -> tuple[int, ...]:
-    return counts if counts[0] != 1 else counts[1:]
+_MOST_NAMES = 4
+"""Names after which a list in a report is cut short."""
+
+
+def _segment_line(segment: PlannedSegment) -> str:
+    (rows, columns), (in_rows, in_columns) = segment.tile_rows
+    grids, turns = f"{_grid(segment.num_tiles)} tiles forward", f"turn {format_bytes(segment.tile_bytes[0])} forward"
+    if segment.backward_num_tiles:
+        grids += f", {_grid(segment.backward_num_tiles)} backward"
+        turns += f", {format_bytes(segment.tile_bytes[1])} backward"
+    return (
+        f"{segment.name}: {_joined(segment.entries)} -> {_joined(segment.exits)}, {grids}; "
+        f"exit tile {rows}x{columns} from {in_rows}x{in_columns} of the entry; {turns}; "
+        f"{segment.forward_ops} + {segment.backward_ops} ops"
+    )
+
+
+def _grid(counts: tuple[int, ...]) -> str:
+    """`4x4`, or `2x4x4` with several batch tiles."""
+    return "x".join(map(str, counts if counts[0] != 1 else counts[1:]))
+
+
+def _shortened(names: list[str]) -> str:
+    rest = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _joined(names: tuple[str, ...]) -> str:

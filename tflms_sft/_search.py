@@ -9,11 +9,13 @@ over (bytes waiting, time) pairs, of which only the undominated ones are kept.
 
 The chain's sums are an estimate. A plan is accepted when the liveness model of the
 whole rewritten step agrees; otherwise the search is repeated with what it missed.
+What room is then left goes to inner tensors that are stored instead of recomputed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from rewriters.cost import op_cost, phase_cost, step_cost
 from rewriters.errors import BudgetError, NotTileableError
@@ -22,7 +24,7 @@ from rewriters.graph import Node, Tensor
 from rewriters.memory import Peak
 from rewriters.segments import Segment
 from rewriters.sft import SegmentPlan, plan_segment, tile_segments
-from rewriters.tiles import Grid
+from rewriters.tiles import Grid, Planner
 from rewriters.turns import phase_scratch
 from tflms_sft._compile import AUTO_TILES, Traced, clamped, predict, unsupported_layers
 from tflms_sft._params import AutoParams
@@ -32,6 +34,9 @@ MAX_CUTS = 12
 """Places where a segment may end; with more, those where the least is kept are taken."""
 
 MAX_ROUNDS = 12
+
+LEAST_SAVED = 0.002
+"""Part of a step's arithmetic below which a tensor is not worth storing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +61,15 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A plan for the whole step with what the model says of it."""
+
+    plans: list[SegmentPlan]
+    peak: Peak
+    time_ratio: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Path:
     """Choices from the start of a component up to a cut."""
 
@@ -77,24 +91,89 @@ def search(traced: Traced, params: AutoParams) -> tuple[list[SegmentPlan], list[
     if original.peak_bytes <= budget:
         return [], left
     chains = [_Chain(traced, component) for component in components]
-    best: tuple[Peak, list[SegmentPlan]] | None = None
+    found = _fitting(traced, chains, budget) or _smallest(traced, chains)
+    if found.peak.peak_bytes > budget:
+        raise _too_small(traced, params, found.peak, left)
+    return _storing(traced, found, budget).plans, left
+
+
+def _fitting(traced: Traced, chains: list[_Chain], budget: int) -> Candidate | None:
+    """The cheapest whole step that fits, by lowering what the chains aim at until the model agrees, then raising it."""
+    low, high, best = 0, budget, None
     target = budget
     for _ in range(MAX_ROUNDS):
-        plans = _plans(traced, chains, target)
-        if plans is None:
+        candidate = _candidate(traced, chains, target)
+        if candidate is None:
+            low = target
+        elif candidate.peak.peak_bytes <= budget:
+            if best is None or candidate.time_ratio < best.time_ratio:
+                best = candidate
+            low = target
+        else:
+            high = target
+        if best is None and candidate is not None:
+            target = min(int(target * 0.9), target - (candidate.peak.peak_bytes - budget))
+        elif high - low < 0.02 * budget:
             break
-        peak, _ = predict(traced, tile_segments(traced.analysis, plans) if plans else traced.analysis.graph, plans)
-        if best is None or peak.peak_bytes < best[0].peak_bytes:
-            best = (peak, plans)
-        if peak.peak_bytes <= budget:
-            return plans, left
-        target = min(int(target * 0.9), target - (peak.peak_bytes - budget))
-    smallest = _smallest(traced, chains)
-    if best is None or smallest[0].peak_bytes < best[0].peak_bytes:
-        best = smallest
-    if best[0].peak_bytes <= budget:
-        return best[1], left
-    raise _too_small(traced, params, best[0], left)
+        else:
+            target = (low + high) // 2
+    return best
+
+
+def _candidate(traced: Traced, chains: list[_Chain], target: int) -> Candidate | None:
+    plans = _plans(traced, chains, target)
+    return None if plans is None else _modelled(traced, plans)
+
+
+def _modelled(traced: Traced, plans: list[SegmentPlan]) -> Candidate:
+    graph = tile_segments(traced.analysis, plans) if plans else traced.analysis.graph
+    return Candidate(plans, *predict(traced, graph, plans))
+
+
+def _storing(traced: Traced, found: Candidate, budget: int) -> Candidate:
+    """Inner tensors kept whole where the budget has room for them and that saves arithmetic, the best ones first."""
+    refused: set[Tensor] = set()
+    for _ in range(MAX_ROUNDS):
+        room = budget - found.peak.peak_bytes
+        options = [
+            (saved / size, tensor.name, position, tensor)
+            for position, plan in enumerate(found.plans)
+            for tensor, size, saved in _storable(traced, plan, room)
+            if tensor not in refused
+        ]
+        if not options:
+            break
+        _, _, position, tensor = max(options)
+        plans = list(found.plans)
+        plans[position] = _restored(traced, plans[position], tensor)
+        candidate = _modelled(traced, plans)
+        if candidate.peak.peak_bytes <= budget and candidate.time_ratio < found.time_ratio:
+            found = candidate
+        else:
+            refused.add(tensor)
+    return found
+
+
+def _storable(traced: Traced, plan: SegmentPlan, room: int) -> Iterator[tuple[Tensor, int, float]]:
+    """Inner tensors that fit into `room`, with their bytes and the part of the step's arithmetic that they save."""
+    analysis, batch = traced.analysis, traced.batch
+    whole = step_cost(analysis, analysis.order, batch)
+    now = phase_cost(analysis, plan.phases[-1], batch)
+    for node in plan.segment.forward:
+        for index in range(len(node.outputs)):
+            tensor = node.out(index)
+            size = tensor.num_bytes(batch)
+            if tensor in plan.segment.available or size > room:
+                continue
+            saved = (now - phase_cost(analysis, _restored(traced, plan, tensor).phases[-1], batch)) / whole
+            if saved > LEAST_SAVED:
+                yield tensor, size, saved
+
+
+def _restored(traced: Traced, plan: SegmentPlan, tensor: Tensor) -> SegmentPlan:
+    """The plan with one more tensor stored."""
+    segment = dataclasses.replace(plan.segment, stored=plan.segment.stored | {tensor})
+    return plan_segment(traced.analysis, segment, plan.phases[0].grid, plan.phases[-1].grid)
 
 
 def _too_small(traced: Traced, params: AutoParams, peak: Peak, left: list[LeftAlone]) -> BudgetError:
@@ -113,18 +192,12 @@ def _too_small(traced: Traced, params: AutoParams, peak: Peak, left: list[LeftAl
     return error
 
 
-def _smallest(traced: Traced, chains: list[_Chain]) -> tuple[Peak, list[SegmentPlan]]:
+def _smallest(traced: Traced, chains: list[_Chain]) -> Candidate:
     """The plan with the lowest peak over a range of targets."""
-    best: tuple[Peak, list[SegmentPlan]] | None = None
-    floor = min((chain.lowest() for chain in chains), default=0)
-    for factor in (1.0, 1.1, 1.3, 1.6, 2.0):
-        plans = _plans(traced, chains, int((floor + traced.fixed_bytes) * factor)) or []
-        graph = tile_segments(traced.analysis, plans) if plans else traced.analysis.graph
-        peak, _ = predict(traced, graph, plans)
-        if best is None or peak.peak_bytes < best[0].peak_bytes:
-            best = (peak, plans)
-    assert best is not None
-    return best
+    floor = min((chain.lowest() for chain in chains), default=0) + traced.fixed_bytes
+    targets = [int(floor * factor) for factor in (1.0, 1.1, 1.3, 1.6, 2.0)]
+    candidates = [_candidate(traced, chains, target) or _modelled(traced, []) for target in targets]
+    return min(candidates, key=lambda candidate: candidate.peak.peak_bytes)
 
 
 def _plans(traced: Traced, chains: list[_Chain], target: int) -> list[SegmentPlan] | None:
@@ -147,8 +220,22 @@ def _plans(traced: Traced, chains: list[_Chain], target: int) -> list[SegmentPla
         except NotTileableError:
             continue  # A neighbour took its backward ops: it stays as it is, and the model counts it so.
         taken.update(segment.backward)
-        plans.append(plan_segment(traced.analysis, segment, clamped(segment, choice.grid)))
+        plans.append(_planned(traced, segment, clamped(segment, choice.grid)))
     return plans
+
+
+def _planned(traced: Traced, segment: Segment, grid: Grid) -> SegmentPlan:
+    """Loops with `grid` backward, and forward as few tiles as need no more memory: fewer halos for nothing."""
+    backward = plan_segment(traced.analysis, segment, grid)
+    limit = phase_scratch(backward.phases[-1], traced.batch)
+    for count in AUTO_TILES:
+        fewer = clamped(segment, Grid(grid.batch, (count, count)))
+        if fewer.num_tiles >= grid.num_tiles:
+            break
+        forward = Planner(traced.analysis, segment).forward(fewer)
+        if phase_scratch(forward, traced.batch) <= limit:
+            return SegmentPlan(segment, [forward, *backward.phases[1:]])
+    return backward
 
 
 class _Chain:
@@ -256,7 +343,7 @@ class _Chain:
         grid = clamped(segment, Grid(1, (count, count)))
         if count > 1 and max(grid.spatial) < count:
             return None
-        plan = plan_segment(analysis, segment, grid)
+        plan = _planned(self.traced, segment, grid)
         scratch = max(phase_scratch(phase, batch) for phase in plan.phases)
         waits = sum(t.num_bytes(batch) for t in segment.exits)
         grads = sum(t.num_bytes(batch) for t in (*segment.grad_entries, *segment.grad_exits, *segment.reductions))

@@ -1,0 +1,141 @@
+"""The memory of a loop's turns: what the emitted body makes, tile by tile."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from rewriters import device
+from rewriters.analysis import Analysis
+from rewriters.emit import trace_phase
+from rewriters.memory import Action
+from rewriters.normalise import read
+from rewriters.segments import build_segment
+from rewriters.sft import plan_segment
+from rewriters.tiles import Grid
+from rewriters.turns import loop_turns, phase_scratch
+
+FLOAT = 4
+
+
+@pytest.fixture(autouse=True)
+def no_scratch(monkeypatch):
+    """What kernels take inside depends on the processor."""
+    monkeypatch.setattr(device, "kernel_scratch", lambda node, pixels: 0)
+
+
+def planned(*body, grid=(4, 4), size=64, batch=1, channels=8, batch_tiles=1):
+    image = x = keras.Input((size, size, channels))
+    for layer in body:
+        x = layer(x)
+    model = keras.Model(image, layers.GlobalAveragePooling2D()(x))
+
+    @tf.function
+    def step(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images, training=True) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    analysis = Analysis(read(step.get_concrete_function(tf.TensorSpec((batch, size, size, channels)))))
+    ops = {n for n in analysis.order if n.op in FORWARD and n not in analysis.backward}
+    segment = build_segment(analysis, "segment1", ops, set())
+    return analysis, segment, plan_segment(analysis, segment, Grid(batch_tiles, grid)).phases
+
+
+FORWARD = ("Conv2D", "BiasAdd", "Relu", "MaxPool")
+
+
+def conv(kernel=3, **options):
+    return layers.Conv2D(8, kernel, padding="same", **options)
+
+
+def peaks(phase, batch=1):
+    """Most bytes held by each turn."""
+    result = []
+    for turn in loop_turns(phase, batch):
+        held, alive, most = {}, 0, 0
+        for action, key, num_bytes, _ in turn:
+            if action is Action.ALLOCATE:
+                held[key] = num_bytes
+                alive += num_bytes
+            elif action is Action.FREE:
+                alive -= held.pop(key)
+            most = max(most, alive)
+        assert alive == 0 and not held, "a turn gives everything back"
+        result.append(most)
+    return result
+
+
+def image(rows, columns, channels=8):
+    return rows * columns * channels * FLOAT
+
+
+def test_a_turn_takes_the_slice_the_padded_slice_and_the_result():
+    _, _, (forward, *_) = planned(conv(use_bias=False))
+    corner, edge, *_ = found = peaks(forward)
+    assert len(found) == 9
+    # The slice at a corner has 17 x 17 rows and is padded to 18 x 18; slice and padded copy, or copy and result.
+    assert corner == max(image(17, 17) + image(18, 18), image(18, 18) + image(16, 16))
+    assert edge == image(17, 18) + image(18, 18)
+    assert found[4] == image(18, 18) + image(16, 16), "inside, nothing is padded"
+
+
+def test_a_convolution_of_single_pixels_pads_nothing():
+    _, _, (forward, *_) = planned(conv(1, use_bias=False))
+    assert set(peaks(forward)) == {2 * image(16, 16)}
+
+
+def test_one_tile_slices_and_pads_nothing():
+    _, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1))
+    assert peaks(forward) == [image(64, 64)], "the image itself is read"
+
+
+def test_tiles_of_the_batch_hold_their_share():
+    _, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1), batch=4, batch_tiles=2)
+    assert peaks(forward, batch=4) == [2 * (2 * image(64, 64))], "a slice of two images, and the result"
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 3), (5, 4)])
+def test_scratch_is_the_peak_of_a_corner_or_of_an_inner_tile(grid):
+    _, _, phases = planned(conv(activation="relu"), conv(activation="relu"), layers.MaxPool2D(2), grid=grid)
+    for phase in phases:
+        found = peaks(phase)
+        assert phase_scratch(phase, 1) in found
+        assert phase_scratch(phase, 1) >= 0.9 * max(found)
+
+
+def test_the_backward_turn_adds_to_the_whole_gradient():
+    _, segment, (_, backward) = planned(layers.Identity(), conv(activation="relu"), conv(activation="relu"))
+    names = [event.name for event in loop_turns(backward, 1)[4] if event.action is Action.RUN]
+    assert not segment.grad_exits, "nobody asked for the image's gradient"
+    assert not any(name.startswith("AddV2") for name in names)
+    _, segment, (_, backward) = planned(conv(activation="relu"), conv(activation="relu"), conv())
+    assert any("Conv2DBackpropInput" in name for name in names)
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (3, 5)])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_the_model_cuts_and_pads_where_the_emitted_loop_does(grid, kernel):
+    analysis, segment, phases = planned(conv(kernel, activation="relu"), conv(3), layers.MaxPool2D(2), grid=grid)
+    for phase in phases:
+        graph = trace_phase(analysis, segment, phase)
+        body = next(f for f in graph.as_graph_def().library.function if "body" in f.signature.name)
+        emitted = [node.op for node in body.node_def]
+        turns = loop_turns(phase, 1)
+        modelled = {e.name.split("/")[0] for turn in turns for e in turn if e.action is Action.RUN}
+        assert ("PadV2" in emitted) == ("PadV2" in modelled)
+        padded = {e.name for turn in turns for e in turn if e.name.startswith("PadV2/") and e.action is Action.RUN}
+        assert len(padded) == emitted.count("PadV2")
+
+
+def test_bytes_of_a_turn_are_those_of_the_tensors_that_run():
+    """Every tensor of a turn against the shape that the emitted op has when it runs."""
+    analysis, segment, (forward, *_) = planned(conv(activation="relu"), conv(), layers.MaxPool2D(2), grid=(2, 2))
+    graph = trace_phase(analysis, segment, forward)
+    (name,) = [f.signature.name for f in graph.as_graph_def().library.function if "body" in f.signature.name]
+    assert name
+    largest = max(e.num_bytes for turn in loop_turns(forward, 1) for e in turn if e.action is Action.ALLOCATE)
+    rows = [forward.plans[n][0].made.size.max() for n in forward.body]
+    assert largest == max(image(int(r) + 2, int(r) + 2) for r in rows) or largest == image(36, 36)
+    assert np.all(np.array(rows) <= 34)
