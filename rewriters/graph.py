@@ -174,26 +174,15 @@ class Graph:
     def levels(self) -> dict[Node, int]:
         """The topological order γ of TFLMS (Le et al., 2018, section 3): longest distance from a source.
 
-        Data and control edges count alike. `toposort` gives the same levels and
-        rescans all nodes for each; `graphlib` is linear.
+        Data and control edges count alike.
+
+        Raises:
+            RewriteError: If the graph has a cycle.
         """
-        sorter: graphlib.TopologicalSorter[Node] = graphlib.TopologicalSorter(
-            {node: predecessors(node) for node in self.nodes.values()}
-        )
-        try:
-            sorter.prepare()
-        except graphlib.CycleError as error:
-            names = [node.name for node in error.args[1][:8]]
-            raise RewriteError(f"The graph has a cycle through {names}.") from error
-        result: dict[Node, int] = {}
-        level = 0
-        while sorter.is_active():
-            ready = sorter.get_ready()
-            for node in ready:
-                result[node] = level
-            sorter.done(*ready)
-            level += 1
-        return result
+        level: dict[Node, int] = {}
+        for node in self.execution_order():
+            level[node] = 1 + max((level[before] for before in predecessors(node)), default=-1)
+        return dict(sorted(level.items(), key=lambda item: item[1]))
 
     def topological(self) -> list[Node]:
         """Nodes in an order that respects data and control edges, by level."""
@@ -203,6 +192,9 @@ class Graph:
         """An order like the executor's: first ready, first run.
 
         Levels would put every variable's update at the very end, after all gradients.
+
+        Raises:
+            RewriteError: If the graph has a cycle.
         """
         waiting: dict[Node, int] = {}
         after: dict[Node, list[Node]] = {node: [] for node in self.nodes.values()}
@@ -220,6 +212,8 @@ class Graph:
                 waiting[other] -= 1
                 if not waiting[other]:
                     ready.append(other)
+        if len(order) < len(self.nodes):
+            raise RewriteError(f"The graph has a cycle through {_cycle(self.nodes.values())}.")
         return order
 
     def replace_tensors(self, mapping: Mapping[Tensor, Tensor]) -> None:
@@ -256,6 +250,16 @@ class Graph:
             for key, value in node.attrs.items():
                 node_def.attr[key].CopyFrom(value)
         return graph_def
+
+
+def _cycle(nodes: Iterable[Node]) -> list[str]:
+    """Names of some nodes on a cycle."""
+    sorter = graphlib.TopologicalSorter({node: predecessors(node) for node in nodes})
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        return [node.name for node in error.args[1][:8]]
+    return []
 
 
 def predecessors(node: Node) -> list[Node]:

@@ -54,9 +54,12 @@ class DeviceBuffer:
 
     def read(self, region: Sequence[Span]) -> Any:
         """The values of a region; the tensor itself if the region is all of it."""
-        if all(span is None for span in region):
+        return self._read(region, _corners(region))
+
+    def _read(self, region: Sequence[Span], corners: tuple[Any, Any] | None) -> Any:
+        if corners is None:
             return self.handle
-        begin, end = _corners(region)
+        begin, end = corners
         value = tf.raw_ops.StridedSlice(
             input=self.handle, begin=begin, end=end, strides=[1] * len(region), **_masks(region)
         )
@@ -66,10 +69,13 @@ class DeviceBuffer:
 
     def write(self, region: Sequence[Span], value: Any) -> Any:
         """The tensor with a region replaced."""
-        if all(span is None for span in region):
+        return self._write(region, _corners(region), value)
+
+    def _write(self, region: Sequence[Span], corners: tuple[Any, Any] | None, value: Any) -> Any:
+        if corners is None:
             value.set_shape(self.handle.shape)
             return value
-        begin, end = _corners(region)
+        begin, end = corners
         result = tf.raw_ops.TensorStridedSliceUpdate(
             input=self.handle, begin=begin, end=end, strides=[1] * len(region), value=value, **_masks(region)
         )
@@ -78,14 +84,18 @@ class DeviceBuffer:
 
     def accumulate(self, region: Sequence[Span], value: Any) -> Any:
         """The tensor with `value` added to a region."""
-        return self.write(region, self.read(region) + value)
+        corners = _corners(region)
+        return self._write(region, corners, self._read(region, corners) + value)
 
 
 def _static(size: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _corners(region: Sequence[Span]) -> tuple[Any, Any]:
+def _corners(region: Sequence[Span]) -> tuple[Any, Any] | None:
+    """First and one past the last position along each dimension; `None` for the whole tensor."""
+    if all(span is None for span in region):
+        return None
     begin = [0 if span is None else span[0] for span in region]
     end = [0 if span is None else span[0] + span[1] for span in region]
     return stacked(begin), stacked(end)

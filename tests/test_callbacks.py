@@ -652,3 +652,39 @@ def test_nothing_is_printed_if_not_wanted(capsys):
 
 def test_there_is_no_plan_before_the_first_training():
     assert tiles().plan is None and budgeted().plan is None
+
+
+# Several images ---------------------------------------------------------------------------------------------
+
+
+def test_two_images_of_different_sizes_that_the_trace_does_not_know():
+    """Keras traces for unknown sizes; each input keeps those of its own first batch."""
+    keras.config.set_floatx("float64")
+
+    def two():
+        keras.utils.set_random_seed(3)
+        large, small = (keras.Input((None, None, 3), name=name) for name in ("large", "small"))
+        parts = []
+        for x in (large, small):
+            for _ in range(2):
+                x = layers.Conv2D(3, 3, padding="same", activation="relu")(x)
+            parts.append(layers.GlobalAveragePooling2D()(x))
+        model = keras.Model([large, small], layers.Dense(2)(layers.Concatenate()(parts)))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
+        return model
+
+    random = np.random.default_rng(0)
+    images = random.normal(size=(4, 24, 20, 3)), random.normal(size=(4, 10, 12, 3))
+    shapes = tuple((None, None, None, 3) for _ in images)
+    signature = tuple(tf.TensorSpec(s, tf.float64) for s in shapes), tf.TensorSpec((None, 2), tf.float64)
+
+    def data():
+        pairs = [((images[0][i : i + 2], images[1][i : i + 2]), np.ones((2, 2))) for i in (0, 2)]
+        known = tf.data.experimental.assert_cardinality(len(pairs))
+        return tf.data.Dataset.from_generator(lambda: iter(pairs), output_signature=signature).apply(known)
+
+    model, plain, callback = two(), two(), SFT((2, 2), verbose=0)
+    model.fit(data(), callbacks=[callback], verbose=0, shuffle=False)
+    plain.fit(data(), verbose=0, shuffle=False)
+    assert len(callback.plan.segments) == 2
+    assert same(model, plain)

@@ -22,7 +22,8 @@ def classifier(body, **options):
 
 def step_of(model):
     """A `tf.function` that returns the loss and the gradients."""
-    model.build((2, 16, 16, 3))
+    if not model.built:
+        model.build((2, 16, 16, 3))
 
     @tf.function
     def step(images, labels):
@@ -64,6 +65,16 @@ def test_the_input_layer_means_the_image():
     (segment,) = rewritten(classifier(chain), SegmentSpec("photo", "second")).plan.segments
     assert segment.entries == ("photo",)
     assert segment.tile_rows == ((8, 8), (10, 10))  # Two 3x3 convolutions, at the border on one side.
+
+
+def test_the_input_of_a_sequential_model_has_its_name():
+    head = layers.GlobalAveragePooling2D(), layers.Dense(2)
+    model = keras.Sequential([keras.Input((16, 16, 3), name="photo"), conv("first"), conv("second"), *head])
+    (segment,) = rewritten(model, SegmentSpec("photo", "second")).plan.segments
+    assert segment.entries == ("photo",)
+    unnamed = keras.Sequential([conv("first"), conv("second"), *head])
+    (segment,) = tflms_sft.rewrite(step_of(unnamed), SFTParams(num_tiles=(2, 2)), *BATCH).plan.segments
+    assert segment.entries == (unnamed.inputs[0].name,)
 
 
 def test_ops_and_tensors_have_names_too():

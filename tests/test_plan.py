@@ -77,7 +77,7 @@ def test_the_summary_of_automatic_segments_tells_what_is_left_alone(step):
 def test_an_unknown_batch_is_told(step):
     specs = [SegmentSpec("photo", "pool")]
     plan = tflms_sft.rewrite(step, SFTParams((2, 2), specs), tf.TensorSpec((None, 32, 32, 3))).plan
-    assert plan.summary().startswith("Plan for batches of up to ")
+    assert plan.summary().startswith("Plan for any batch, with the bytes of batch 1: ")
 
 
 def test_nothing_rewritten_is_told_with_the_budget(step):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,11 @@ class Traced:
     def fixed_bytes(self) -> int:
         """Bytes of all variables."""
         return sum(self.variables)
+
+    @functools.cached_property
+    def cost(self) -> float:
+        """Arithmetic of the step as it was."""
+        return step_cost(self.analysis, self.analysis.order, self.batch)
 
 
 @contextlib.contextmanager
@@ -259,7 +265,7 @@ def predict(traced: Traced, graph: Graph, plans: Sequence[SegmentPlan]) -> tuple
         if (plan.segment.name, phase.name) in loops
     }
     peak = graph_peak(graph, turns, batch, traced.variables, device.pool())
-    whole = step_cost(analysis, analysis.order, batch)
+    whole = traced.cost
     tiled = step_cost(analysis, {n for p in plans for n in (*p.segment.forward, *p.segment.backward)}, batch)
     loop_cost = sum(phase_cost(analysis, phase, batch) for plan in plans for phase in plan.phases)
     return peak, (whole - tiled + loop_cost) / max(whole, 1.0)

@@ -55,7 +55,8 @@ class Installation:
         self._training = training
         self.plan: Plan | None = None
         self._params = params
-        self._shapes = {"x": batch_shape} if batch_shape else {}
+        self._batch_shape = batch_shape
+        self._first_batch: list[tuple[int, ...]] = []
         self._on_plan = on_plan
         self._on_measured = on_measured
         self._steps: dict[Any, Importer] = {}
@@ -140,7 +141,8 @@ class Installation:
     def run(self, iterator: Any) -> Any:
         """The model's train function: looks at the first batch, then hands on."""
         try:
-            if self._shapes or self.plan is not None or not isinstance(iterator, tf.data.Iterator):
+            known = bool(self._batch_shape or self._first_batch) or self.plan is not None
+            if known or not isinstance(iterator, tf.data.Iterator):
                 return self._watched(iterator)
             return self._watched(self._peeked(iterator))
         except (StopIteration, tf.errors.OutOfRangeError):
@@ -180,16 +182,19 @@ class Installation:
         return iter(tf.data.Dataset.from_generator(generate, output_signature=spec))
 
     def _note(self, data: Any) -> None:
-        for tensor in tf.nest.flatten(data):
-            if len(tensor.shape) == 4:
-                self._shapes.setdefault("x", tuple(tensor.shape))
+        self._first_batch = [tuple(tensor.shape) for tensor in tf.nest.flatten(data)]
+
+    @property
+    def _images(self) -> tuple[int, ...] | None:
+        """Shape of the largest batch of images: as given, or that of the first batch."""
+        return self._batch_shape or next((shape for shape in self._first_batch if len(shape) == 4), None)
 
     @tf.autograph.experimental.do_not_convert
     def train_step(self, data: Any) -> Any:
         """What Keras traces: the original step, traced once per signature, rewritten and imported."""
         if tf.executing_eagerly():
             return self._original(data)
-        specs = tf.nest.map_structure(self._spec, data)
+        specs = tf.nest.pack_sequence_as(data, list(map(self._spec, tf.nest.flatten(data), itertools.count())))
         key = tuple(tf.nest.flatten(specs))
         if key not in self._steps:
             # Not under `tf.init_scope`: it pauses gradient tapes, those of the step too.
@@ -209,11 +214,13 @@ class Installation:
         with tf.control_dependencies([tf.debugging.assert_less_equal(tf.shape(tensor)[0], plan.batch, message=text)]):
             return tf.identity(tensor)
 
-    def _spec(self, tensor: Any) -> Any:
+    def _spec(self, tensor: Any, position: int) -> Any:
+        """Signature of one input: the batch as Keras has it, an unknown image size as first seen."""
         if tensor is None:
             return None
         shape = tensor.shape.as_list() if tensor.shape.rank is not None else None
-        known = self._shapes.get("x")
+        seen = self._first_batch[position] if position < len(self._first_batch) else None
+        known = seen or self._batch_shape
         if shape is not None and known is not None and len(shape) == len(known) == 4:
             shape[1:3] = [k if s is None else s for s, k in zip(shape[1:3], known[1:3], strict=True)]
         return tf.TensorSpec(shape, tensor.dtype)
@@ -224,7 +231,7 @@ class Installation:
             traced = tf.function(lambda data: original(data), autograph=False).get_concrete_function(specs)
         record.finish(traced.graph)
         check_image_sizes(traced)
-        known = self._shapes.get("x")
+        known = self._images
         self._require_batch(traced, known)
         with collector_paused():
             importer, plan = rewrite_traced(analyse(traced, record, known[0] if known else None), self._params)

@@ -80,7 +80,7 @@ class Plan:
 
     Attributes:
         changed: Whether anything was rewritten.
-        batch: Batch size that the bytes hold for; smaller batches run too.
+        batch: Batch size that the bytes hold for. Smaller ones run too; larger ones if there is no budget.
         batch_is_fixed: Whether the step was traced for this batch alone.
         segments: What runs tile by tile.
         left_alone: (name, reason) of image ops that stay as they were.
@@ -114,13 +114,19 @@ class Plan:
             f"about {self.predicted.time_ratio:.2f}x the arithmetic" + self._budget_text()
         )
 
+    def _batch_text(self) -> str:
+        if self.batch_is_fixed:
+            return f"batch {self.batch}"
+        if self.memory_budget is not None:
+            return f"batches of up to {self.batch}"
+        return f"any batch, with the bytes of batch {self.batch}"
+
     def _budget_text(self) -> str:
         return "" if self.memory_budget is None else f", budget {format_bytes(self.memory_budget)}"
 
     def summary(self) -> str:
         """A report of several lines."""
-        size = f"batch {self.batch}" if self.batch_is_fixed else f"batches of up to {self.batch}"
-        lines = [f"Plan for {size}: {self.headline()}"]
+        lines = [f"Plan for {self._batch_text()}: {self.headline()}"]
         for segment in self.segments:
             lines.append(f"  {_segment_line(segment)}")
             if segment.stored:

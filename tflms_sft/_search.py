@@ -157,7 +157,6 @@ def _storing(traced: Traced, found: Candidate, budget: int) -> Candidate:
 def _storable(traced: Traced, plan: SegmentPlan, room: int) -> Iterator[tuple[Tensor, int, float]]:
     """Inner tensors that fit into `room`, with their bytes and the part of the step's arithmetic that they save."""
     analysis, batch = traced.analysis, traced.batch
-    whole = step_cost(analysis, analysis.order, batch)
     now = phase_cost(analysis, plan.phases[-1], batch)
     for node in plan.segment.forward:
         for index in range(len(node.outputs)):
@@ -165,7 +164,7 @@ def _storable(traced: Traced, plan: SegmentPlan, room: int) -> Iterator[tuple[Te
             size = tensor.num_bytes(batch)
             if tensor in plan.segment.available or size > room:
                 continue
-            saved = (now - phase_cost(analysis, _restored(traced, plan, tensor).phases[-1], batch)) / whole
+            saved = (now - phase_cost(analysis, _restored(traced, plan, tensor).phases[-1], batch)) / traced.cost
             if saved > LEAST_SAVED:
                 yield tensor, size, saved
 
