@@ -38,7 +38,12 @@ def step_cost(analysis: Analysis, nodes: Iterable[Node], batch: int) -> float:
 
 def phase_cost(analysis: Analysis, phase: Phase, batch: int) -> float:
     """Cost of all turns of a loop: every op by the part of the image that it covers, halos included."""
-    return sum(op_cost(analysis, node, batch) * _coverage(analysis, phase, node) for node in phase.body)
+    return sum(turn_cost(analysis, phase, node, batch) for node in phase.body)
+
+
+def turn_cost(analysis: Analysis, phase: Phase, node: Node, batch: int) -> float:
+    """Cost of one op in all turns of a loop."""
+    return op_cost(analysis, node, batch) * _coverage(analysis, phase, node)
 
 
 def _coverage(analysis: Analysis, phase: Phase, node: Node) -> float:

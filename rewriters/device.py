@@ -27,6 +27,9 @@ _NO_BYTES = frozenset(["Placeholder", "Const", "ReadVariableOp", "VarHandleOp", 
 """Ops whose outputs exist anyway (arguments, weights) or are counted elsewhere (a loop's buffers)."""
 
 
+_CONVOLUTIONS = ("Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
+
+
 def passes_on(node: Node) -> bool:
     """Whether an op's output is its operand's buffer."""
     return node.op in _ALIAS and len(node.outputs) == 1
@@ -74,26 +77,31 @@ def unfolds_convolutions() -> bool:
     return name().startswith("CPU") and not keeps_statistics()
 
 
-def kernel_scratch(node: Node, pixels: int) -> int:
-    """Bytes that a convolution's kernel allocates for itself while it runs.
+def kernel_scratch(node: Node, images: int, pixels: int) -> int:
+    """Bytes that the kernel of a convolution or a pool allocates for itself while it runs.
 
     Args:
         node: The op.
-        pixels: Rows times columns of its small side (one per window) that it works on.
+        images: Images that it works on.
+        pixels: Rows times columns of its small side (one per window).
 
     Returns:
         Bytes; 0 for other ops, and on a GPU. TensorFlow's own CPU kernels, which are also those for
-        float64, unfold one image for a gradient: a row of `taps * channels` per window. oneDNN keeps the
+        float64, unfold one image for a gradient of a convolution: a row of `taps * channels` per window;
+        and the gradient of a maximum finds the maxima again, with their positions. oneDNN keeps a
         filter, or its gradient, in a layout of its own, once more on the way in or out.
     """
-    if not name().startswith("CPU") or node.op not in ("Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"):
+    if node.op not in ("MaxPoolGrad", *_CONVOLUTIONS) or not name().startswith("CPU"):
         return 0
-    gradient = node.op != "Conv2D"
     dtype = node.outputs[0][0]
+    own = unfolds_convolutions() or dtype == tf.float64
+    if node.op == "MaxPoolGrad":
+        shape = node.outputs[0][1]
+        return images * pixels * int((shape or (0,))[-1] or 0) * (dtype.size + tf.int64.size) if own else 0
     shape = node.outputs[0][1] if node.op == "Conv2DBackpropFilter" else node.inputs[1].shape
     if shape is None or None in shape:
         return 0
     sizes = [int(dim or 1) for dim in shape]
-    if unfolds_convolutions() or dtype == tf.float64:
-        return pixels * math.prod(sizes[:3]) * dtype.size if gradient else 0
+    if own:
+        return pixels * math.prod(sizes[:3]) * dtype.size if node.op != "Conv2D" else 0
     return 2 * math.prod(sizes) * dtype.size

@@ -190,7 +190,7 @@ def graph_peak(graph: Graph, turns: Turns, batch: int, fixed: Sequence[int], poo
         pool: The device's memory.
     """
     order = graph.execution_order()
-    scratch = together({node: device.kernel_scratch(node, _small_pixels(node)) for node in order}, order)
+    scratch = together({node: op_scratch(node, batch) for node in order}, order)
     pool = pool or Exact()
     for num_bytes in (*fixed, *(t.num_bytes(batch) for t in graph.inputs)):
         pool.allocate(num_bytes)
@@ -215,9 +215,10 @@ def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Nod
     }
 
 
-def _small_pixels(node: Node) -> int:
-    """Rows times columns of the operand with one pixel per window, of a gradient of a convolution."""
-    if len(node.inputs) != 3:
-        return 0
-    shape = node.inputs[2].shape
-    return 0 if shape is None or len(shape) != 4 else int(shape[1] or 0) * int(shape[2] or 0)
+def op_scratch(node: Node, batch: int) -> int:
+    """Bytes that the kernel of a full-size op takes while it runs."""
+    shape = node.inputs[2].shape if len(node.inputs) == 3 else None
+    if shape is None or len(shape) != 4:
+        return device.kernel_scratch(node, batch, 0)
+    images = batch if shape[0] is None else shape[0]
+    return device.kernel_scratch(node, images, int(shape[1] or 0) * int(shape[2] or 0))

@@ -55,10 +55,19 @@ def tile_segments(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
     return _Rewriter(analysis, plans).run()
 
 
+def outline(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
+    """The graph of `tile_segments` with loops that have no bodies yet, each a single op.
+
+    All that the memory model asks for, in a fraction of the time: bodies are traced by TensorFlow.
+    """
+    return _Rewriter(analysis, plans, bodies=False).run()
+
+
 class _Rewriter:
-    def __init__(self, analysis: Analysis, plans: list[SegmentPlan]) -> None:
+    def __init__(self, analysis: Analysis, plans: list[SegmentPlan], bodies: bool = True) -> None:
         self.analysis = analysis
         self.plans = plans
+        self.bodies = bodies
         self.graph = analysis.graph.copy()
         self.replaced: dict[Tensor, Tensor] = {}
         self.moved: dict[Node, Node] = {}
@@ -123,13 +132,32 @@ class _Rewriter:
         self.replaced[self._own(reader).out(index)] = graph.add(concat).out()
 
     def _splice(self, segment: Segment, phase: Phase) -> Node:
-        """Insert a traced loop under its scope; returns the loop's node."""
-        traced = trace_phase(self.analysis, segment, phase)
-        part = from_tf_graph(traced, traced.inputs, traced.outputs, [])
+        """Insert a loop under its scope; returns the loop's node."""
         prefix = self.graph.unique_name(f"sft/{segment.name}/{phase.name}")
-        outer = dict(zip(part.inputs, map(self._tensor, phase_inputs(phase, segment)), strict=True))
         start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
         start.control_inputs = self._waits(segment, phase)
+        loop, results = (self._traced if self.bodies else self._outlined)(segment, phase, prefix, start)
+        for old, new in zip(phase_outputs(phase), results, strict=True):
+            self.replaced[self._tensor(old)] = new
+        for node in self._members(segment, phase):
+            self.moved[self._own(node)] = loop
+        return loop
+
+    def _members(self, segment: Segment, phase: Phase) -> list[Node]:
+        return segment.forward if phase.name == "forward" else segment.backward
+
+    def _outlined(self, segment: Segment, phase: Phase, prefix: str, start: Node) -> tuple[Node, list[Tensor]]:
+        """The loop as one op without a body."""
+        inputs = [self._tensor(tensor) for tensor in phase_inputs(phase, segment)]
+        outputs = [tensor.node.outputs[tensor.index] for tensor in phase_outputs(phase)]
+        loop = self.graph.add(Node(f"{prefix}/while", "While", inputs, [start], outputs=outputs))
+        return loop, [loop.out(index) for index in range(len(outputs))]
+
+    def _traced(self, segment: Segment, phase: Phase, prefix: str, start: Node) -> tuple[Node, list[Tensor]]:
+        """The loop as TensorFlow traces it."""
+        traced = trace_phase(self.analysis, segment, phase)
+        part = from_tf_graph(traced, traced.inputs, traced.outputs, [])
+        outer = dict(zip(part.inputs, map(self._tensor, phase_inputs(phase, segment)), strict=True))
         placeholders = {t.node for t in part.inputs}
         loop: Node | None = None
         for node in part.nodes.values():
@@ -143,19 +171,14 @@ class _Rewriter:
             self.graph.add(node)
         self.graph.library.MergeFrom(part.library)
         assert loop is not None
-        for old, new in zip(phase_outputs(phase), part.outputs, strict=True):
-            self.replaced[self._tensor(old)] = outer.get(new, new)
-        members = segment.forward if phase.name == "forward" else segment.backward
-        for node in members:
-            self.moved[self._own(node)] = loop
-        return loop
+        return loop, [outer.get(tensor, tensor) for tensor in part.outputs]
 
     def _waits(self, segment: Segment, phase: Phase) -> list[Node]:
         """Control inputs of a loop: those of its ops, and the data without which it cannot begin.
 
         The latter keep the runtime from allocating the loop's buffers at the start of the step.
         """
-        members = segment.forward if phase.name == "forward" else segment.backward
+        members = self._members(segment, phase)
         inside = set(members) | set(segment.forward)
         waits = [c for node in members for c in node.control_inputs if c not in inside]
         waits += [t.node for t in phase.reads if t.node not in inside]

@@ -70,7 +70,7 @@ class _Body:
     def events(self, tile: Tile, batch: int) -> list[Event]:
         """Schedule of the turn of one tile."""
         scratch = {
-            node: device.kernel_scratch(original, self._small_pixels(original, tile))
+            node: device.kernel_scratch(original, self._images(batch), self._small_pixels(original, tile))
             for node, original in zip(self.order, self.originals, strict=True)
         }
 
@@ -87,12 +87,16 @@ class _Body:
         rows = self._rows.get(tensor)
         if rows is None or tensor.shape is None:
             return tensor.num_bytes(batch)
-        leading = 1 if tensor.shape[0] == 1 else -(-batch // min(self.phase.grid.batch, batch))
+        leading = 1 if tensor.shape[0] == 1 else self._images(batch)
         pixels = math.prod(int(count[index]) for count, index in zip(rows, tile, strict=True))
         return leading * pixels * int(tensor.shape[3] or 1) * tensor.dtype.size
 
+    def _images(self, batch: int) -> int:
+        """Images of the largest tile."""
+        return -(-batch // min(self.phase.grid.batch, batch))
+
     def _small_pixels(self, node: Node, tile: Tile) -> int:
-        """Windows of a gradient of a convolution."""
+        """Windows of a gradient of a convolution or a pool."""
         plan = self.phase.plans.get(node)
         if plan is None or len(plan[0].needs) != 3 or plan[0].needs[2] is None:
             return 0

@@ -64,7 +64,7 @@ def test_the_rewritten_step_needs_less():
     step = gradients(net())
     plain = tflms_sft.measure(step, IMAGES).peak_bytes
     fast = tflms_sft.rewrite(step, SFTParams((4, 4)), IMAGES)
-    assert tflms_sft.measure(fast, IMAGES).peak_bytes < 0.6 * plain
+    assert tflms_sft.measure(fast, IMAGES).peak_bytes - IMAGES.nbytes < 0.6 * (plain - IMAGES.nbytes)
 
 
 def test_all_ways_to_hand_a_step_over_give_about_the_same():

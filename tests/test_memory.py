@@ -2,10 +2,12 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers
 
 import tflms_sft
+from rewriters import device
 from rewriters.allocator import Exact
 from rewriters.graph import Node
 from rewriters.memory import replay, schedule
@@ -165,6 +167,17 @@ def test_the_prediction_of_a_plain_step_is_near_the_measured_peak(monkeypatch):
     predicted = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES).plan.predicted.peak_bytes
     measured = np.median([tflms_sft.measure(step, IMAGES).peak_bytes for _ in range(3)])
     assert abs(predicted - measured) < 0.15 * measured
+
+
+@pytest.mark.parametrize("tiles", [(2, 2), (3, 4)])
+def test_the_prediction_of_a_tiled_step_is_near_the_measured_peak(monkeypatch, tiles):
+    """Slices, cut and padded rows included, but no allocator's fragments: records have what was asked for."""
+    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: None)
+    monkeypatch.setattr(device, "pool", Exact)
+    step = step_of(*blocks())
+    fast = tflms_sft.rewrite(step, SFTParams(tiles), IMAGES)
+    measured = np.median([tflms_sft.measure(fast, IMAGES).peak_bytes for _ in range(3)])
+    assert abs(fast.plan.predicted.peak_bytes - measured) < 0.15 * measured
 
 
 def test_more_tiles_need_less():

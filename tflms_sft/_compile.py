@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rewriters import _tf_private, device
@@ -19,14 +20,14 @@ from rewriters.graph import Graph, Node, Tensor
 from rewriters.memory import Peak, graph_peak
 from rewriters.normalise import read
 from rewriters.segments import Segment, build_segment, forward_ops
-from rewriters.sft import SegmentPlan, loop_nodes, plan_segment, tile_segments
+from rewriters.sft import SegmentPlan, loop_nodes, outline, plan_segment, tile_segments
 from rewriters.tiles import Grid
 from rewriters.turns import loop_turns, phase_scratch
 from tflms_sft._names import LayerRecord, display_names, resolve
 from tflms_sft._params import AutoParams, SegmentSpec, SFTParams, parse_num_tiles
 from tflms_sft._plan import Plan, PlannedSegment, Prediction
 
-AUTO_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+AUTO_TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Tiles per axis that are tried, fewest first."""
 
 
@@ -229,6 +230,29 @@ def clamped(segment: Segment, grid: Grid) -> Grid:
     return Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, most, strict=True)))
 
 
+def auto_grids(segment: Segment) -> list[Grid]:
+    """Grids to try, from one tile up; the longer side of a tile is split first, so that halos stay small."""
+    most = [min(rows, AUTO_TILES[-1]) for rows in _most_tiles(segment)]
+    counts = [[n for n in AUTO_TILES if n < rows] + [rows] for rows in most]
+    shape = max((t.shape for t in segment.exits if t.shape is not None), key=lambda s: int(s[1] or 1) * int(s[2] or 1))
+    extents = [int(shape[1] or 1), int(shape[2] or 1)]
+    at = [0, 0]
+    grids = [Grid(1, (counts[0][0], counts[1][0]))]
+    while any(index + 1 < len(steps) for index, steps in zip(at, counts, strict=True)):
+        _, axis = max(
+            (extents[axis] / counts[axis][at[axis]], -axis) for axis in (0, 1) if at[axis] + 1 < len(counts[axis])
+        )
+        at[-axis] += 1
+        grids.append(Grid(1, (counts[0][at[0]], counts[1][at[1]])))
+    return grids
+
+
+def fewest(grids: Sequence[Grid], fits: Callable[[Grid], bool]) -> Grid | None:
+    """The first grid that fits, given that with it all later ones do."""
+    index = bisect.bisect_left(grids, True, key=fits)
+    return grids[index] if index < len(grids) else None
+
+
 def _planned(
     traced: Traced, segment: Segment, grid: Grid | None, backward: Grid | None, capacity: int | None, clamp: bool
 ) -> SegmentPlan:
@@ -241,28 +265,23 @@ def _planned(
             check_tiles(segment, backward or grid, None)
         return plan_segment(traced.analysis, segment, grid, backward)
     limit = capacity or sum(t.num_bytes(traced.batch) for t in (*segment.entries, *segment.exits))
-    best: tuple[int, SegmentPlan] | None = None
-    for count in AUTO_TILES:
-        tiles = clamped(segment, Grid(1, (count, count)))
-        plan = plan_segment(traced.analysis, segment, tiles, backward)
-        scratch = max(phase_scratch(phase, traced.batch) for phase in plan.phases)
-        if best is None or scratch < best[0]:
-            best = (scratch, plan)
-        if scratch <= limit or tiles.spatial == _most_tiles(segment):
-            break
-    assert best is not None
-    return best[1]
+    analysis, batch = traced.analysis, traced.batch
+
+    def fits(tiles: Grid) -> bool:
+        plan = plan_segment(analysis, segment, tiles, backward)
+        return max(phase_scratch(phase, batch) for phase in plan.phases) <= limit
+
+    grids = auto_grids(segment)
+    return plan_segment(analysis, segment, fewest(grids, fits) or grids[-1], backward)
 
 
-def predict(traced: Traced, graph: Graph, plans: Sequence[SegmentPlan]) -> tuple[Peak, float]:
-    """Peak and relative cost of a graph with tile loops."""
+def predict(traced: Traced, plans: list[SegmentPlan]) -> tuple[Peak, float]:
+    """Peak and relative cost of the step with these tile loops."""
     batch, analysis = traced.batch, traced.analysis
+    graph = outline(analysis, plans) if plans else analysis.graph
     loops = loop_nodes(graph)
     turns = {
-        loops[plan.segment.name, phase.name]: loop_turns(phase, batch)
-        for plan in plans
-        for phase in plan.phases
-        if (plan.segment.name, phase.name) in loops
+        loops[plan.segment.name, phase.name]: loop_turns(phase, batch) for plan in plans for phase in plan.phases
     }
     peak = graph_peak(graph, turns, batch, traced.variables, device.pool())
     whole = traced.cost
@@ -276,9 +295,9 @@ def finish(
 ) -> tuple[Graph, Plan]:
     """Emit the graph and describe it."""
     analysis = traced.analysis
-    original, _ = predict(traced, analysis.graph, [])
+    original, _ = predict(traced, [])
     graph = tile_segments(analysis, plans) if plans else analysis.graph
-    peak, ratio = predict(traced, graph, plans)
+    peak, ratio = predict(traced, plans) if plans else (original, 1.0)
     names = display_names(analysis.graph, traced.record)
     plan = Plan(
         changed=bool(plans),

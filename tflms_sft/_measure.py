@@ -71,23 +71,29 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     variables = list(concrete_fn.graph.variables)
     saved = [variable.read_value() for variable in variables]
     sizes = _tf_private.variable_sizes(concrete_fn)
+    given = tf.nest.flatten((args, kwargs))
     try:
         if reset_peak() is not None:
             run(*args, **kwargs)  # The first run also pays for graph optimisation.
             in_use = reset_peak()
             run(*args, **kwargs)
-            held = [t for t in tf.nest.flatten((args, kwargs)) if isinstance(t, tf.Tensor)]
-            found = read_peak(in_use or 0, [*sizes, *(int(tf.size(t)) * t.dtype.size for t in held)])
+            found = read_peak(in_use or 0, [*sizes, *(_size(t) for t in given if isinstance(t, tf.Tensor))])
             if found is not None:
                 return found
-        fixed = sum(sizes)
-        timeline = _tf_private.allocation_timeline(concrete_fn, tf.nest.flatten((args, kwargs)))
+        fixed = sum(sizes) + sum(_size(value) for value in given)
+        timeline = _tf_private.allocation_timeline(concrete_fn, given)
         peak = max((alive for _, alive in timeline), default=0)
         shifted = tuple((time_s, alive + fixed) for time_s, alive in timeline)
         return Measurement(peak + fixed, RECORDS, shifted)
     finally:
         for variable, value in zip(variables, saved, strict=True):
             variable.assign(value)
+
+
+def _size(value: Any) -> int:
+    """Bytes of an argument."""
+    array = tf.convert_to_tensor(value)
+    return int(tf.size(array)) * array.dtype.size
 
 
 def _concrete(step: Any, args: Any, kwargs: Any) -> Any:

@@ -16,26 +16,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
-from rewriters.cost import op_cost, phase_cost, step_cost
+import numpy as np
+
+from rewriters.cost import op_cost, phase_cost, step_cost, turn_cost
 from rewriters.errors import BudgetError, NotTileableError
 from rewriters.ft import Component, LeftAlone, find_components, try_segment
 from rewriters.graph import Node, Tensor
-from rewriters.memory import Peak
+from rewriters.memory import Peak, op_scratch
 from rewriters.segments import Segment
-from rewriters.sft import SegmentPlan, plan_segment, tile_segments
+from rewriters.sft import SegmentPlan, plan_segment
 from rewriters.tiles import Grid, Planner
 from rewriters.turns import phase_scratch
-from tflms_sft._compile import AUTO_TILES, Traced, clamped, predict, unsupported_layers
+from tflms_sft._compile import Traced, auto_grids, fewest, predict, unsupported_layers
 from tflms_sft._params import AutoParams
 from tflms_sft._units import format_bytes
 
-MAX_CUTS = 12
-"""Places where a segment may end; with more, those where the least is kept are taken."""
+MAX_CUTS = 8
+"""Most places where a segment may end; in a longer network they are spread over what it keeps."""
 
 MAX_ROUNDS = 12
 
-LEAST_SAVED = 0.002
+MOST_FITTING = 3
+"""Plans of which it is found out what they could store."""
+
+FINER = (0.8, 0.6)
+"""Parts of the target of the cheapest plan, for plans with more tiles and with room to store more."""
+
+LEAST_SAVED = 0.005
 """Part of a step's arithmetic below which a tensor is not worth storing."""
 
 
@@ -87,47 +96,60 @@ def search(traced: Traced, params: AutoParams) -> tuple[list[SegmentPlan], list[
     """
     budget = int(params.memory_budget * (1 - params.headroom))
     components, left = find_components(traced.analysis)
-    original, _ = predict(traced, traced.analysis.graph, [])
+    original, _ = predict(traced, [])
     if original.peak_bytes <= budget:
         return [], left
     chains = [_Chain(traced, component) for component in components]
-    found = _fitting(traced, chains, budget) or _smallest(traced, chains)
-    if found.peak.peak_bytes > budget:
-        raise _too_small(traced, params, found.peak, left)
-    return _storing(traced, found, budget).plans, left
+    fitting = _fitting(traced, chains, budget)
+    if not fitting:
+        smallest = _smallest(traced, chains)
+        if smallest.peak.peak_bytes > budget:
+            raise _too_small(traced, params, smallest.peak, left)
+        fitting = [smallest]
+    # A plan with more tiles may come out cheaper, because it leaves room to store more.
+    best = min((_storing(traced, candidate, budget) for candidate in fitting), key=lambda found: found.time_ratio)
+    return best.plans, left
 
 
-def _fitting(traced: Traced, chains: list[_Chain], budget: int) -> Candidate | None:
-    """The cheapest whole step that fits, by lowering what the chains aim at until the model agrees, then raising it."""
-    low, high, best = 0, budget, None
-    target = budget
+def _fitting(traced: Traced, chains: list[_Chain], budget: int) -> list[Candidate]:
+    """Plans for the whole step that fit, the cheapest first, `MOST_FITTING` of them.
+
+    The chains' sums may be too low or too high, so what they aim at is lowered until the model of
+    the whole step agrees, and otherwise raised, by bisection, as long as it does.
+    """
+    low, high, target = 0, 2 * budget, budget
+    seen: dict[Any, Candidate] = {}
     for _ in range(MAX_ROUNDS):
-        candidate = _candidate(traced, chains, target)
-        if candidate is None:
-            low = target
-        elif candidate.peak.peak_bytes <= budget:
-            if best is None or candidate.time_ratio < best.time_ratio:
-                best = candidate
+        candidate = _candidate(traced, chains, target, seen)
+        if candidate is None or candidate.peak.peak_bytes <= budget:
             low = target
         else:
             high = target
-        if best is None and candidate is not None:
-            target = min(int(target * 0.9), target - (candidate.peak.peak_bytes - budget))
-        elif high - low < 0.02 * budget:
+        if high - low < 0.02 * budget or (candidate is None and target >= budget):
             break
+        if candidate is not None and low == 0:  # None has fitted yet.
+            target = min(int(target * 0.9), target - (candidate.peak.peak_bytes - budget))
         else:
             target = (low + high) // 2
-    return best
+    for part in FINER:
+        _candidate(traced, chains, int(low * part), seen)
+    fitting = [candidate for candidate in seen.values() if candidate.peak.peak_bytes <= budget]
+    return sorted(fitting, key=lambda candidate: candidate.time_ratio)[:MOST_FITTING]
 
 
-def _candidate(traced: Traced, chains: list[_Chain], target: int) -> Candidate | None:
+def _candidate(traced: Traced, chains: list[_Chain], target: int, seen: dict[Any, Candidate]) -> Candidate | None:
+    """What the chains propose for a target; `seen` has what was modelled before."""
     plans = _plans(traced, chains, target)
-    return None if plans is None else _modelled(traced, plans)
+    if plans is None:
+        return None
+    key = tuple((plan.segment.forward[0], plan.segment.forward[-1], *(p.grid for p in plan.phases)) for plan in plans)
+    if key not in seen:
+        seen[key] = _modelled(traced, plans)
+    return seen[key]
 
 
 def _modelled(traced: Traced, plans: list[SegmentPlan]) -> Candidate:
-    graph = tile_segments(traced.analysis, plans) if plans else traced.analysis.graph
-    return Candidate(plans, *predict(traced, graph, plans))
+    return Candidate(plans, *predict(traced, plans))
 
 
 def _storing(traced: Traced, found: Candidate, budget: int) -> Candidate:
@@ -157,16 +179,29 @@ def _storing(traced: Traced, found: Candidate, budget: int) -> Candidate:
 def _storable(traced: Traced, plan: SegmentPlan, room: int) -> Iterator[tuple[Tensor, int, float]]:
     """Inner tensors that fit into `room`, with their bytes and the part of the step's arithmetic that they save."""
     analysis, batch = traced.analysis, traced.batch
-    now = phase_cost(analysis, plan.phases[-1], batch)
-    for node in plan.segment.forward:
-        for index in range(len(node.outputs)):
-            tensor = node.out(index)
-            size = tensor.num_bytes(batch)
-            if tensor in plan.segment.available or size > room:
-                continue
-            saved = (now - phase_cost(analysis, _restored(traced, plan, tensor).phases[-1], batch)) / traced.cost
-            if saved > LEAST_SAVED:
-                yield tensor, size, saved
+    body = plan.phases[-1].body
+    cost = {n: turn_cost(analysis, plan.phases[-1], n, batch) for n in body if n not in analysis.backward}
+    wanted = [t for node in body if node in analysis.backward for t in node.inputs if t.node in cost]
+    for tensor in (node.out(index) for node in cost for index in range(len(node.outputs))):
+        size = tensor.num_bytes(batch)
+        if tensor in plan.segment.available or size > room:
+            continue
+        needed = _recomputed(wanted, plan.segment.available | {tensor})
+        saved = sum(amount for node, amount in cost.items() if node not in needed) / traced.cost
+        if saved > LEAST_SAVED:
+            yield tensor, size, saved
+
+
+def _recomputed(wanted: list[Tensor], available: set[Tensor]) -> set[Node]:
+    """Ops that have to run for the wanted tensors."""
+    found: set[Node] = set()
+    stack = list(wanted)
+    while stack:
+        tensor = stack.pop()
+        if tensor not in available and tensor.node not in found:
+            found.add(tensor.node)
+            stack.extend(tensor.node.inputs)
+    return found
 
 
 def _restored(traced: Traced, plan: SegmentPlan, tensor: Tensor) -> SegmentPlan:
@@ -195,7 +230,8 @@ def _smallest(traced: Traced, chains: list[_Chain]) -> Candidate:
     """The plan with the lowest peak over a range of targets."""
     floor = min((chain.lowest() for chain in chains), default=0) + traced.fixed_bytes
     targets = [int(floor * factor) for factor in (1.0, 1.1, 1.3, 1.6, 2.0)]
-    candidates = [_candidate(traced, chains, target) or _modelled(traced, []) for target in targets]
+    seen: dict[Any, Candidate] = {}
+    candidates = [_candidate(traced, chains, target, seen) or _modelled(traced, []) for target in targets]
     return min(candidates, key=lambda candidate: candidate.peak.peak_bytes)
 
 
@@ -219,7 +255,7 @@ def _plans(traced: Traced, chains: list[_Chain], target: int) -> list[SegmentPla
         except NotTileableError:
             continue  # A neighbour took its backward ops: it stays as it is, and the model counts it so.
         taken.update(segment.backward)
-        plans.append(_planned(traced, segment, clamped(segment, choice.grid)))
+        plans.append(_planned(traced, segment, choice.grid))
     return plans
 
 
@@ -227,14 +263,10 @@ def _planned(traced: Traced, segment: Segment, grid: Grid) -> SegmentPlan:
     """Loops with `grid` backward, and forward as few tiles as need no more memory: fewer halos for nothing."""
     backward = plan_segment(traced.analysis, segment, grid)
     limit = phase_scratch(backward.phases[-1], traced.batch)
-    for count in AUTO_TILES:
-        fewer = clamped(segment, Grid(grid.batch, (count, count)))
-        if fewer.num_tiles >= grid.num_tiles:
-            break
-        forward = Planner(traced.analysis, segment).forward(fewer)
-        if phase_scratch(forward, traced.batch) <= limit:
-            return SegmentPlan(segment, [forward, *backward.phases[1:]])
-    return backward
+    forward = Planner(traced.analysis, segment).forward
+    coarser = [g for g in auto_grids(segment) if g.num_tiles < grid.num_tiles]
+    chosen = fewest(coarser, lambda g: phase_scratch(forward(g), traced.batch) <= limit)
+    return backward if chosen is None else SegmentPlan(segment, [forward(chosen), *backward.phases[1:]])
 
 
 class _Chain:
@@ -245,18 +277,39 @@ class _Chain:
         self.component = component
         self.bounds = self._bounds()
         self._segments: dict[tuple[int, int], Segment | None] = {}
-        self._tiled: dict[tuple[int, int, int], Choice | None] = {}
+        self._grids: dict[tuple[int, int], list[Grid]] = {}
+        self._needed: dict[tuple[int, int, Grid], int] = {}
+        self._tiled: dict[tuple[int, int, Grid], Choice] = {}
         self._plain: dict[tuple[int, int], Choice] = {}
 
     def _bounds(self) -> list[int]:
-        """Where segments may begin and end: cuts at which less is kept than around them, smallest first."""
-        size = len(self.component.nodes)
-        inner = [cut for cut in self.component.cuts if cut < size - 1]
-        kept = {cut: self.component.cut_tensor(self.traced.analysis, cut).num_bytes(self.traced.batch) for cut in inner}
+        """Where segments may begin and end: `MAX_CUTS` of the component's cuts.
+
+        First those that keep less than the cuts on both sides, such as pools; then, of each stretch of
+        the network that keeps about as much for the backward pass, the one that keeps least.
+        """
+        analysis, batch, component = self.traced.analysis, self.traced.batch, self.component
+        size = len(component.nodes)
+        inner = [cut for cut in component.cuts if cut < size - 1]
+        kept = {cut: component.cut_tensor(analysis, cut).num_bytes(batch) for cut in inner}
         # Of neighbours that keep the same amount the last one is enough: it leaves more to recompute.
         inner = [c for i, c in enumerate(inner) if i + 1 == len(inner) or kept[inner[i + 1]] != kept[c]]
-        inner = sorted(sorted(inner, key=lambda c: kept[c])[: MAX_CUTS - 1])
-        return [0, *(cut + 1 for cut in inner), size]
+        around = [np.inf, *(kept[cut] for cut in inner), np.inf]
+        lows = [c for i, c in enumerate(inner) if around[i] > kept[c] < around[i + 2]]
+        own = np.array([sum(t.num_bytes(batch) for t in self._saved(node)) for node in component.nodes])
+        before = np.cumsum(own) - own
+        stretches: dict[int, int] = {}
+        for cut in inner:
+            stretch = int(before[cut] * MAX_CUTS // (before[-1] + 1))
+            stretches[stretch] = min(stretches.get(stretch, cut), cut, key=kept.__getitem__)
+        ranked = [*sorted(lows, key=kept.__getitem__), *sorted(stretches.values(), key=kept.__getitem__)]
+        return [0, *(cut + 1 for cut in sorted(list(dict.fromkeys(ranked))[:MAX_CUTS])), size]
+
+    def _saved(self, node: Node) -> list[Tensor]:
+        """Outputs of a forward op that wait for the backward pass."""
+        analysis = self.traced.analysis
+        outputs = [node.out(index) for index in range(len(node.outputs))]
+        return [t for t in outputs if any(r in analysis.backward for r, _ in analysis.readers.get(t, ()))]
 
     def cheapest(self, budget: int) -> Path | None:
         """The cheapest path whose peak fits."""
@@ -288,13 +341,18 @@ class _Chain:
         plain = self._plain_choice(first, last)
         if plain.waits + plain.needs <= budget:
             result.append(plain)
-        for count in AUTO_TILES:
-            choice = self._tiled_choice(first, last, count)
-            if choice is None:
-                break
-            if choice.waits + choice.needs <= budget:
-                result.append(choice)
-                break
+        segment = self._segment(first, last)
+        if segment is None:
+            return result
+
+        waits = sum(t.num_bytes(self.traced.batch) for t in segment.exits)
+
+        def fits(grid: Grid) -> bool:
+            return waits + self._needs(first, last, segment, grid) <= budget
+
+        grid = fewest(self._grids[first, last], fits)
+        if grid is not None:
+            result.append(self._tiled_choice(first, last, segment, grid))
         return result
 
     def _plain_choice(self, first: int, last: int) -> Choice:
@@ -316,7 +374,9 @@ class _Chain:
                     grads.append(tensor.num_bytes(batch))
             waits = sum(tensor.num_bytes(batch) for tensor in saved)
             costs += step_cost(analysis, readers, batch)
-            self._plain[first, last] = Choice(first, last, None, waits, 2 * max(grads), costs)
+            # Two gradients at once, and both kernels of a convolution.
+            needs = 2 * max(grads) + 2 * max((op_scratch(node, batch) for node in (*nodes, *readers)), default=0)
+            self._plain[first, last] = Choice(first, last, None, waits, needs, costs)
         return self._plain[first, last]
 
     def _segment(self, first: int, last: int) -> Segment | None:
@@ -326,28 +386,28 @@ class _Chain:
             except NotTileableError:
                 segment = None
             self._segments[first, last] = segment
+            self._grids[first, last] = auto_grids(segment) if segment else []
         return self._segments[first, last]
 
-    def _tiled_choice(self, first: int, last: int, count: int) -> Choice | None:
-        key = (first, last, count)
-        if key not in self._tiled:
-            self._tiled[key] = self._make(first, last, count)
-        return self._tiled[key]
+    def _needs(self, first: int, last: int, segment: Segment, grid: Grid) -> int:
+        """Bytes that tiling takes while its loops run; the backward loop's turn is the larger one."""
+        key = (first, last, grid)
+        if key not in self._needed:
+            batch = self.traced.batch
+            scratch = phase_scratch(Planner(self.traced.analysis, segment).backward(grid), batch)
+            grads = (*segment.grad_entries, *segment.grad_exits, *segment.reductions)
+            self._needed[key] = scratch + sum(t.num_bytes(batch) for t in grads)
+        return self._needed[key]
 
-    def _make(self, first: int, last: int, count: int) -> Choice | None:
-        segment = self._segment(first, last)
-        if segment is None:
-            return None
-        analysis, batch = self.traced.analysis, self.traced.batch
-        grid = clamped(segment, Grid(1, (count, count)))
-        if count > 1 and max(grid.spatial) < count:
-            return None
-        plan = _planned(self.traced, segment, grid)
-        scratch = max(phase_scratch(phase, batch) for phase in plan.phases)
-        waits = sum(t.num_bytes(batch) for t in segment.exits)
-        grads = sum(t.num_bytes(batch) for t in (*segment.grad_entries, *segment.grad_exits, *segment.reductions))
-        cost = sum(phase_cost(analysis, phase, batch) for phase in plan.phases)
-        return Choice(first, last, grid, waits, scratch + grads, cost)
+    def _tiled_choice(self, first: int, last: int, segment: Segment, grid: Grid) -> Choice:
+        key = (first, last, grid)
+        if key not in self._tiled:
+            analysis, batch = self.traced.analysis, self.traced.batch
+            phases = plan_segment(analysis, segment, grid).phases
+            waits = sum(t.num_bytes(batch) for t in segment.exits)
+            cost = sum(phase_cost(analysis, phase, batch) for phase in phases)
+            self._tiled[key] = Choice(first, last, grid, waits, self._needs(first, last, segment, grid), cost)
+        return self._tiled[key]
 
 
 def _keep(front: list[Path], new: Path) -> None:

@@ -1,0 +1,89 @@
+"""The search for a plan within a budget: grids, and what it prefers."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tflms_sft
+from rewriters import ft
+from rewriters.analysis import Analysis
+from rewriters.normalise import read
+from rewriters.tiles import Grid
+from tflms_sft import AutoParams
+from tflms_sft._compile import auto_grids, fewest
+
+
+def step_of(height, width, depth=3, filters=8):
+    image = x = keras.Input((height, width, 3), batch_size=1)
+    for _ in range(depth):
+        for _ in range(2):
+            x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
+        x = layers.MaxPool2D(2)(x)
+    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
+
+    @tf.function
+    def step(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images, training=True) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    step.model = model
+    return step
+
+
+def segment_of(height, width):
+    step = step_of(height, width)
+    analysis = Analysis(read(step.get_concrete_function(tf.TensorSpec((1, height, width, 3)))))
+    (segment,), _ = ft.auto_segments(analysis, None, 1, {})
+    return segment
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (256, 64), (64, 40), (8, 8), (800, 8)])
+def test_grids_grow_from_one_tile_and_keep_tiles_square(shape):
+    grids = [grid.spatial for grid in auto_grids(segment_of(*shape))]
+    rows, columns = shape[0] // 8, shape[1] // 8  # The exit, after three pools.
+    assert grids[0] == (1, 1)
+    assert grids[-1] == (min(rows, 64), min(columns, 64)), "as many tiles as the exit has rows"
+    for before, after in zip(grids, grids[1:], strict=False):
+        assert sorted(b - a > 0 for a, b in zip(before, after, strict=True)) == [False, True], "one axis at a time"
+    for high, wide in grids:
+        if 1 < high < min(rows, 64) and 1 < wide < min(columns, 64):
+            assert 0.3 < (rows / high) / (columns / wide) < 3
+
+
+@pytest.mark.parametrize("first", [0, 1, 4, 5])
+def test_the_fewest_that_fit(first):
+    grids = [Grid(1, (count, 1)) for count in range(1, 6)]
+    found = fewest(grids, lambda grid: grid.num_tiles > first)
+    assert found == (grids[first] if first < 5 else None)
+
+
+def test_a_long_image_is_cut_along_its_long_side_first():
+    step = step_of(512, 32)
+    images = np.zeros((1, 512, 32, 3), "float32")
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
+    plan = tflms_sft.rewrite(step, AutoParams(plain // 2), images).plan
+    _, rows, columns = plan.segments[0].backward_num_tiles
+    assert rows > columns
+
+
+def test_a_smaller_budget_takes_more_arithmetic_and_is_kept():
+    step = step_of(128, 128)
+    images = np.zeros((1, 128, 128, 3), "float32")
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
+    plans = [tflms_sft.rewrite(step, AutoParams(int(plain * part)), images).plan for part in (0.9, 0.6, 0.4)]
+    assert all(plan.predicted.peak_bytes <= 0.9 * plan.memory_budget for plan in plans)
+    ratios = [plan.predicted.time_ratio for plan in plans]
+    assert 1 < ratios[0] <= ratios[1] <= ratios[2]
+
+
+def test_the_forward_loop_has_no_more_tiles_than_the_backward_loop():
+    step = step_of(128, 128)
+    images = np.zeros((1, 128, 128, 3), "float32")
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
+    segments = tflms_sft.rewrite(step, AutoParams(int(plain * 0.4)), images).plan.segments
+    tiles = [(np.prod(s.num_tiles), np.prod(s.backward_num_tiles)) for s in segments]
+    assert all(forward <= backward for forward, backward in tiles)
+    assert any(forward < backward for forward, backward in tiles)
