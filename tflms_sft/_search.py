@@ -1,14 +1,8 @@
 """The fewest tiles that fit: which segments, how many tiles, what stays as it is.
 
-A network is a chain of blocks between points where a single tensor goes on. Each
-block either stays as it is (its activations wait for the backward pass) or lies in a
-segment with some number of tiles (its exit waits, and every turn recomputes). Along
-the chain, bytes that wait add up; a plan fits if at every block what waits plus what
-the block needs while it runs stays within the budget. That makes it a shortest path
-over (bytes waiting, time) pairs, of which only the undominated ones are kept.
-
-The chain's sums are an estimate. A plan is accepted when the liveness model of the
-whole rewritten step agrees; otherwise the search is repeated with what it missed.
+The network is a chain of blocks (`_chain.py`), whose sums are an estimate. A plan is
+accepted when the liveness model of the whole rewritten step agrees; what the chain aims
+at is lowered until it does, then raised as far as it goes.
 What room is then left goes to inner tensors that are stored instead of recomputed.
 """
 
@@ -18,25 +12,22 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from rewriters.cost import op_cost, phase_cost, step_cost, turn_cost
+from rewriters.cost import turn_cost
 from rewriters.errors import BudgetError, NotTileableError
-from rewriters.ft import Component, LeftAlone, find_components, try_segment
+from rewriters.ft import LeftAlone, find_components, try_segment
 from rewriters.graph import Node, Tensor
-from rewriters.memory import Peak, op_scratch
+from rewriters.memory import Peak
 from rewriters.segments import Segment
 from rewriters.sft import SegmentPlan, plan_segment
 from rewriters.tiles import Grid, Planner
 from rewriters.turns import phase_scratch
+from tflms_sft._chain import Chain, Choice
 from tflms_sft._compile import Traced, auto_grids, fewest, predict, unsupported_layers
 from tflms_sft._params import AutoParams
 from tflms_sft._units import format_bytes
 
-MAX_CUTS = 8
-"""Most places where a segment may end; in a longer network they are spread over what it keeps."""
-
 MAX_ROUNDS = 12
+"""Targets that are tried, and tensors that are stored."""
 
 MOST_FITTING = 3
 """Plans of which it is found out what they could store."""
@@ -49,43 +40,12 @@ LEAST_SAVED = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """What to do with the blocks from one cut to another.
-
-    Attributes:
-        first: First position in the component.
-        last: One past the last position.
-        grid: Tiles, or `None` to leave the blocks as they are.
-        waits: Bytes that it leaves waiting for the backward pass.
-        needs: Bytes that it needs on top while it runs.
-        cost: Arithmetic.
-    """
-
-    first: int
-    last: int
-    grid: Grid | None
-    waits: int
-    needs: int
-    cost: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Candidate:
     """A plan for the whole step with what the model says of it."""
 
     plans: list[SegmentPlan]
     peak: Peak
     time_ratio: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Path:
-    """Choices from the start of a component up to a cut."""
-
-    waits: int
-    cost: float
-    peak: int
-    choices: tuple[Choice, ...]
 
 
 def search(traced: Traced, params: AutoParams) -> tuple[list[SegmentPlan], list[LeftAlone]]:
@@ -99,7 +59,7 @@ def search(traced: Traced, params: AutoParams) -> tuple[list[SegmentPlan], list[
     original, _ = predict(traced, [])
     if original.peak_bytes <= budget:
         return [], left
-    chains = [_Chain(traced, component) for component in components]
+    chains = [Chain(traced, component) for component in components]
     fitting = _fitting(traced, chains, budget)
     if not fitting:
         smallest = _smallest(traced, chains)
@@ -111,7 +71,7 @@ def search(traced: Traced, params: AutoParams) -> tuple[list[SegmentPlan], list[
     return best.plans, left
 
 
-def _fitting(traced: Traced, chains: list[_Chain], budget: int) -> list[Candidate]:
+def _fitting(traced: Traced, chains: list[Chain], budget: int) -> list[Candidate]:
     """Plans for the whole step that fit, the cheapest first, `MOST_FITTING` of them.
 
     The chains' sums may be too low or too high, so what they aim at is lowered until the model of
@@ -137,7 +97,7 @@ def _fitting(traced: Traced, chains: list[_Chain], budget: int) -> list[Candidat
     return sorted(fitting, key=lambda candidate: candidate.time_ratio)[:MOST_FITTING]
 
 
-def _candidate(traced: Traced, chains: list[_Chain], target: int, seen: dict[Any, Candidate]) -> Candidate | None:
+def _candidate(traced: Traced, chains: list[Chain], target: int, seen: dict[Any, Candidate]) -> Candidate | None:
     """What the chains propose for a target; `seen` has what was modelled before."""
     plans = _plans(traced, chains, target)
     if plans is None:
@@ -226,7 +186,7 @@ def _too_small(traced: Traced, params: AutoParams, peak: Peak, left: list[LeftAl
     return error
 
 
-def _smallest(traced: Traced, chains: list[_Chain]) -> Candidate:
+def _smallest(traced: Traced, chains: list[Chain]) -> Candidate:
     """The plan with the lowest peak over a range of targets."""
     floor = min((chain.lowest() for chain in chains), default=0) + traced.fixed_bytes
     targets = [int(floor * factor) for factor in (1.0, 1.1, 1.3, 1.6, 2.0)]
@@ -235,10 +195,10 @@ def _smallest(traced: Traced, chains: list[_Chain]) -> Candidate:
     return min(candidates, key=lambda candidate: candidate.peak.peak_bytes)
 
 
-def _plans(traced: Traced, chains: list[_Chain], target: int) -> list[SegmentPlan] | None:
+def _plans(traced: Traced, chains: list[Chain], target: int) -> list[SegmentPlan] | None:
     """The cheapest plan whose chains fit, or `None`."""
     waiting = traced.fixed_bytes + sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
-    chosen: list[tuple[_Chain, Choice]] = []
+    chosen: list[tuple[Chain, Choice]] = []
     for chain in chains:
         path = chain.cheapest(target - waiting)
         if path is None:
@@ -267,152 +227,3 @@ def _planned(traced: Traced, segment: Segment, grid: Grid) -> SegmentPlan:
     coarser = [g for g in auto_grids(segment) if g.num_tiles < grid.num_tiles]
     chosen = fewest(coarser, lambda g: phase_scratch(forward(g), traced.batch) <= limit)
     return backward if chosen is None else SegmentPlan(segment, [forward(chosen), *backward.phases[1:]])
-
-
-class _Chain:
-    """One component as a chain of blocks."""
-
-    def __init__(self, traced: Traced, component: Component) -> None:
-        self.traced = traced
-        self.component = component
-        self.bounds = self._bounds()
-        self._segments: dict[tuple[int, int], Segment | None] = {}
-        self._grids: dict[tuple[int, int], list[Grid]] = {}
-        self._needed: dict[tuple[int, int, Grid], int] = {}
-        self._tiled: dict[tuple[int, int, Grid], Choice] = {}
-        self._plain: dict[tuple[int, int], Choice] = {}
-
-    def _bounds(self) -> list[int]:
-        """Where segments may begin and end: `MAX_CUTS` of the component's cuts.
-
-        First those that keep less than the cuts on both sides, such as pools; then, of each stretch of
-        the network that keeps about as much for the backward pass, the one that keeps least.
-        """
-        analysis, batch, component = self.traced.analysis, self.traced.batch, self.component
-        size = len(component.nodes)
-        inner = [cut for cut in component.cuts if cut < size - 1]
-        kept = {cut: component.cut_tensor(analysis, cut).num_bytes(batch) for cut in inner}
-        # Of neighbours that keep the same amount the last one is enough: it leaves more to recompute.
-        inner = [c for i, c in enumerate(inner) if i + 1 == len(inner) or kept[inner[i + 1]] != kept[c]]
-        around = [np.inf, *(kept[cut] for cut in inner), np.inf]
-        lows = [c for i, c in enumerate(inner) if around[i] > kept[c] < around[i + 2]]
-        own = np.array([sum(t.num_bytes(batch) for t in self._saved(node)) for node in component.nodes])
-        before = np.cumsum(own) - own
-        stretches: dict[int, int] = {}
-        for cut in inner:
-            stretch = int(before[cut] * MAX_CUTS // (before[-1] + 1))
-            stretches[stretch] = min(stretches.get(stretch, cut), cut, key=kept.__getitem__)
-        ranked = [*sorted(lows, key=kept.__getitem__), *sorted(stretches.values(), key=kept.__getitem__)]
-        return [0, *(cut + 1 for cut in sorted(list(dict.fromkeys(ranked))[:MAX_CUTS])), size]
-
-    def _saved(self, node: Node) -> list[Tensor]:
-        """Outputs of a forward op that wait for the backward pass."""
-        analysis = self.traced.analysis
-        outputs = [node.out(index) for index in range(len(node.outputs))]
-        return [t for t in outputs if any(r in analysis.backward for r, _ in analysis.readers.get(t, ()))]
-
-    def cheapest(self, budget: int) -> Path | None:
-        """The cheapest path whose peak fits."""
-        fronts: dict[int, list[Path]] = {self.bounds[0]: [Path(0, 0.0, 0, ())]}
-        for start, first in enumerate(self.bounds[:-1]):
-            for path in fronts.get(first, []):
-                for last in self.bounds[start + 1 :]:
-                    for choice in self._options(first, last, budget - path.waits):
-                        peak = max(path.peak, path.waits + choice.waits + choice.needs)
-                        new = Path(path.waits + choice.waits, path.cost + choice.cost, peak, (*path.choices, choice))
-                        _keep(fronts.setdefault(last, []), new)
-        ends = fronts.get(self.bounds[-1], [])
-        return min(ends, key=lambda path: path.cost) if ends else None
-
-    def lowest(self) -> int:
-        """Bytes without which no choice does."""
-        low, high = 1, max(self._plain_choice(self.bounds[0], self.bounds[-1]).waits * 4, 1)
-        while low < high:
-            middle = (low + high) // 2
-            if self.cheapest(middle) is None:
-                low = middle + max(middle // 100, 1)
-            else:
-                high = middle
-        return low
-
-    def _options(self, first: int, last: int, budget: int) -> list[Choice]:
-        """Leaving the blocks as they are, and the fewest tiles with which they fit."""
-        result = []
-        plain = self._plain_choice(first, last)
-        if plain.waits + plain.needs <= budget:
-            result.append(plain)
-        segment = self._segment(first, last)
-        if segment is None:
-            return result
-
-        waits = sum(t.num_bytes(self.traced.batch) for t in segment.exits)
-
-        def fits(grid: Grid) -> bool:
-            return waits + self._needs(first, last, segment, grid) <= budget
-
-        grid = fewest(self._grids[first, last], fits)
-        if grid is not None:
-            result.append(self._tiled_choice(first, last, segment, grid))
-        return result
-
-    def _plain_choice(self, first: int, last: int) -> Choice:
-        if (first, last) not in self._plain:
-            analysis, batch = self.traced.analysis, self.traced.batch
-            nodes = self.component.nodes[first:last]
-            saved: dict[Tensor, None] = {}
-            grads: list[int] = [0]
-            costs = 0.0
-            readers: dict[Node, None] = {}
-            for node in nodes:
-                costs += op_cost(analysis, node, batch)
-                for index in range(len(node.outputs)):
-                    tensor = node.out(index)
-                    later = [r for r, _ in analysis.readers.get(tensor, ()) if r in analysis.backward]
-                    readers.update(dict.fromkeys(later))
-                    if later:
-                        saved[tensor] = None
-                    grads.append(tensor.num_bytes(batch))
-            waits = sum(tensor.num_bytes(batch) for tensor in saved)
-            costs += step_cost(analysis, readers, batch)
-            # Two gradients at once, and both kernels of a convolution.
-            needs = 2 * max(grads) + 2 * max((op_scratch(node, batch) for node in (*nodes, *readers)), default=0)
-            self._plain[first, last] = Choice(first, last, None, waits, needs, costs)
-        return self._plain[first, last]
-
-    def _segment(self, first: int, last: int) -> Segment | None:
-        if (first, last) not in self._segments:
-            try:
-                segment = try_segment(self.traced.analysis, self.component, range(first, last), set(), "candidate")
-            except NotTileableError:
-                segment = None
-            self._segments[first, last] = segment
-            self._grids[first, last] = auto_grids(segment) if segment else []
-        return self._segments[first, last]
-
-    def _needs(self, first: int, last: int, segment: Segment, grid: Grid) -> int:
-        """Bytes that tiling takes while its loops run; the backward loop's turn is the larger one."""
-        key = (first, last, grid)
-        if key not in self._needed:
-            batch = self.traced.batch
-            scratch = phase_scratch(Planner(self.traced.analysis, segment).backward(grid), batch)
-            grads = (*segment.grad_entries, *segment.grad_exits, *segment.reductions)
-            self._needed[key] = scratch + sum(t.num_bytes(batch) for t in grads)
-        return self._needed[key]
-
-    def _tiled_choice(self, first: int, last: int, segment: Segment, grid: Grid) -> Choice:
-        key = (first, last, grid)
-        if key not in self._tiled:
-            analysis, batch = self.traced.analysis, self.traced.batch
-            phases = plan_segment(analysis, segment, grid).phases
-            waits = sum(t.num_bytes(batch) for t in segment.exits)
-            cost = sum(phase_cost(analysis, phase, batch) for phase in phases)
-            self._tiled[key] = Choice(first, last, grid, waits, self._needs(first, last, segment, grid), cost)
-        return self._tiled[key]
-
-
-def _keep(front: list[Path], new: Path) -> None:
-    """Add a path unless one with less waiting costs no more; drop those that it beats."""
-    if any(old.waits <= new.waits and old.cost <= new.cost for old in front):
-        return
-    front[:] = [old for old in front if not (new.waits <= old.waits and new.cost <= old.cost)]
-    front.append(new)
