@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from random import Random
 from typing import Any, Protocol
 
 __all__: list[str] = []
@@ -76,6 +77,25 @@ class BestFit:
         self._region = self.FIRST_REGION if growing else 2**50
         self._end = 0
         self._free: list[tuple[int, int, _Chunk]] = []
+
+    @classmethod
+    def used(cls, number: int, scale: int) -> BestFit:
+        """A growing pool as other work may have left it: in pieces, some of them still taken.
+
+        Args:
+            number: Which of many such pools; 0 is a fresh one.
+            scale: About the bytes of the other work.
+
+        Returns:
+            A pool whose `in_use` is 0: what is taken already does not count.
+        """
+        pool, random = cls(growing=True), Random(number)
+        if number:
+            held = [pool.allocate(random.randint(1, scale)) for _ in range(random.randint(1, 4))]
+            for handle in held[: random.randint(0, len(held))]:
+                pool.free(handle)
+            pool.in_use = 0
+        return pool
 
     def allocate(self, num_bytes: int) -> _Chunk | None:
         """Take memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -26,6 +27,9 @@ _IN_PLACE = frozenset(
 _NO_BYTES = frozenset(["Placeholder", "Const", "ReadVariableOp", "VarHandleOp", "Empty", "NoOp"])
 """Ops whose outputs exist anyway (arguments, weights) or are counted elsewhere (a loop's buffers)."""
 
+
+STATES = 6
+"""States of a growing pool that are tried; peaks differ by a third between them."""
 
 _CONVOLUTIONS = ("Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
 
@@ -67,8 +71,20 @@ def pool() -> Pool:
     """
     if not keeps_statistics() or os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
         return Exact()
+    return BestFit(growing=_grows())
+
+
+def pools(scale: int) -> Iterator[Pool]:
+    """The same in several states that earlier work of about `scale` bytes may leave it in, empty ones first."""
+    first = pool()
+    yield first
+    if isinstance(first, BestFit) and _grows():
+        yield from (BestFit.used(number, scale) for number in range(1, STATES))
+
+
+def _grows() -> bool:
     gpus = tf.config.list_physical_devices("GPU")
-    return BestFit(growing=not gpus or bool(tf.config.experimental.get_memory_growth(gpus[0])))
+    return not gpus or bool(tf.config.experimental.get_memory_growth(gpus[0]))
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rewriters import device
-from rewriters.allocator import Exact, Pool
+from rewriters.allocator import Pool
 from rewriters.graph import Graph, Node, Tensor
 
 __all__: list[str] = []
@@ -179,22 +179,32 @@ def _largest(events: Sequence[Event]) -> tuple[tuple[str, int], ...]:
     return tuple((event.name, event.num_bytes) for event in largest)
 
 
-def graph_peak(graph: Graph, turns: Turns, batch: int, fixed: Sequence[int], pool: Pool | None = None) -> Peak:
-    """Peak of a whole graph.
+def graph_peak(graph: Graph, turns: Turns, batch: int, fixed: Sequence[int], limit: int | None = None) -> Peak:
+    """Peak of a whole graph: the worst of the states that the device's memory may be in.
 
     Args:
         graph: A step.
         turns: Schedules of the turns of its tile loops.
         batch: Size of an unknown batch.
         fixed: Bytes of each variable.
-        pool: The device's memory.
+        limit: Bytes above which the first state found will do.
     """
     order = graph.execution_order()
     scratch = together({node: op_scratch(node, batch) for node in order}, order)
-    pool = pool or Exact()
-    for num_bytes in (*fixed, *(t.num_bytes(batch) for t in graph.inputs)):
-        pool.allocate(num_bytes)
-    return replay(schedule(order, lambda t: t.num_bytes(batch), scratch, graph.outputs), pool, turns)
+    events = schedule(order, lambda t: t.num_bytes(batch), scratch, graph.outputs)
+    held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]
+    worst: Peak | None = None
+    for pool in device.pools(sum(held) + max((e.num_bytes for e in events), default=0)):
+        for num_bytes in held:
+            pool.allocate(num_bytes)
+        for _ in range(2):  # The second step finds the memory in pieces.
+            peak = replay(events, pool, turns)
+            worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst
+        assert worst is not None
+        if limit is not None and worst.peak_bytes > limit:
+            break
+    assert worst is not None
+    return worst
 
 
 def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Node, int]:

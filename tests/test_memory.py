@@ -173,7 +173,7 @@ def test_the_prediction_of_a_plain_step_is_near_the_measured_peak(monkeypatch):
 def test_the_prediction_of_a_tiled_step_is_near_the_measured_peak(monkeypatch, tiles):
     """Slices, cut and padded rows included, but no allocator's fragments: records have what was asked for."""
     monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: None)
-    monkeypatch.setattr(device, "pool", Exact)
+    monkeypatch.setattr(device, "pools", lambda scale: [Exact()])
     step = step_of(*blocks())
     fast = tflms_sft.rewrite(step, SFTParams(tiles), IMAGES)
     measured = np.median([tflms_sft.measure(fast, IMAGES).peak_bytes for _ in range(3)])

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rewriters import _tf_private, device
+from rewriters import _tf_private
 from rewriters.analysis import Analysis
 from rewriters.build import Importer
 from rewriters.cost import phase_cost, step_cost
@@ -275,15 +275,15 @@ def _planned(
     return plan_segment(analysis, segment, fewest(grids, fits) or grids[-1], backward)
 
 
-def predict(traced: Traced, plans: list[SegmentPlan]) -> tuple[Peak, float]:
-    """Peak and relative cost of the step with these tile loops."""
+def predict(traced: Traced, plans: list[SegmentPlan], limit: int | None = None) -> tuple[Peak, float]:
+    """Peak and relative cost of the step with these tile loops; a peak above `limit` need not be the worst."""
     batch, analysis = traced.batch, traced.analysis
     graph = outline(analysis, plans) if plans else analysis.graph
     loops = loop_nodes(graph)
     turns = {
         loops[plan.segment.name, phase.name]: loop_turns(phase, batch) for plan in plans for phase in plan.phases
     }
-    peak = graph_peak(graph, turns, batch, traced.variables, device.pool())
+    peak = graph_peak(graph, turns, batch, traced.variables, limit)
     whole = traced.cost
     tiled = step_cost(analysis, {n for p in plans for n in (*p.segment.forward, *p.segment.backward)}, batch)
     loop_cost = sum(phase_cost(analysis, phase, batch) for plan in plans for phase in plan.phases)
@@ -295,9 +295,10 @@ def finish(
 ) -> tuple[Graph, Plan]:
     """Emit the graph and describe it."""
     analysis = traced.analysis
-    original, _ = predict(traced, [])
+    original, _ = predict(traced, [], limit=0)
     graph = tile_segments(analysis, plans) if plans else analysis.graph
-    peak, ratio = predict(traced, plans) if plans else (original, 1.0)
+    # A budget has to be kept in every state of the device's memory; otherwise a fresh one tells enough.
+    peak, ratio = predict(traced, plans, None if budget else 0) if plans else (original, 1.0)
     names = display_names(analysis.graph, traced.record)
     plan = Plan(
         changed=bool(plans),

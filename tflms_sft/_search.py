@@ -80,7 +80,7 @@ def _fitting(traced: Traced, chains: list[Chain], budget: int) -> list[Candidate
     low, high, target = 0, 2 * budget, budget
     seen: dict[Any, Candidate] = {}
     for _ in range(MAX_ROUNDS):
-        candidate = _candidate(traced, chains, target, seen)
+        candidate = _candidate(traced, chains, target, seen, budget)
         if candidate is None or candidate.peak.peak_bytes <= budget:
             low = target
         else:
@@ -92,24 +92,26 @@ def _fitting(traced: Traced, chains: list[Chain], budget: int) -> list[Candidate
         else:
             target = (low + high) // 2
     for part in FINER:
-        _candidate(traced, chains, int(low * part), seen)
+        _candidate(traced, chains, int(low * part), seen, budget)
     fitting = [candidate for candidate in seen.values() if candidate.peak.peak_bytes <= budget]
     return sorted(fitting, key=lambda candidate: candidate.time_ratio)[:MOST_FITTING]
 
 
-def _candidate(traced: Traced, chains: list[Chain], target: int, seen: dict[Any, Candidate]) -> Candidate | None:
+def _candidate(
+    traced: Traced, chains: list[Chain], target: int, seen: dict[Any, Candidate], budget: int | None = None
+) -> Candidate | None:
     """What the chains propose for a target; `seen` has what was modelled before."""
     plans = _plans(traced, chains, target)
     if plans is None:
         return None
     key = tuple((plan.segment.forward[0], plan.segment.forward[-1], *(p.grid for p in plan.phases)) for plan in plans)
     if key not in seen:
-        seen[key] = _modelled(traced, plans)
+        seen[key] = _modelled(traced, plans, budget)
     return seen[key]
 
 
-def _modelled(traced: Traced, plans: list[SegmentPlan]) -> Candidate:
-    return Candidate(plans, *predict(traced, plans))
+def _modelled(traced: Traced, plans: list[SegmentPlan], budget: int | None = None) -> Candidate:
+    return Candidate(plans, *predict(traced, plans, budget))
 
 
 def _storing(traced: Traced, found: Candidate, budget: int) -> Candidate:
@@ -128,7 +130,7 @@ def _storing(traced: Traced, found: Candidate, budget: int) -> Candidate:
         _, _, position, tensor = max(options)
         plans = list(found.plans)
         plans[position] = _restored(traced, plans[position], tensor)
-        candidate = _modelled(traced, plans)
+        candidate = _modelled(traced, plans, budget)
         if candidate.peak.peak_bytes <= budget and candidate.time_ratio < found.time_ratio:
             found = candidate
         else:
