@@ -119,7 +119,8 @@ def find_components(analysis: Analysis) -> tuple[list[Component], list[LeftAlone
         level[node] = max(
             (level[p] + (1 if p in tiled else 0) for p in (*data, *node.control_inputs) if p in level), default=0
         )
-        if node in analysis.data and any(t.shape is not None and len(t.shape) > 4 for t in node.inputs):
+        volume = any(t.shape is not None and len(t.shape) > 4 for t in node.inputs)
+        if volume and node in analysis.data and not reads_shape_only(node, 0):
             left.append(LeftAlone(node.name, f"{node.op}: tensors of more than 4 dimensions are not tiled yet"))
             continue
         if node not in analysis.data or not any(is_image(t) for t in node.inputs):

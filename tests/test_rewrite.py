@@ -378,8 +378,14 @@ def test_as_many_tiles_as_rows_work():
 
 
 def test_automatic_segments_take_fewer_tiles_where_there_are_fewer_rows():
-    fast = tflms_sft.rewrite(gradients(), SFTParams(num_tiles=(100, 1)), *BATCH)
-    assert fast.plan.segments[0].num_tiles == (1, 12, 1)
+    def body(x):
+        x = layers.Lambda(lambda t: tf.reverse(t, [1]))(plain_body(x))  # No rule tiles it.
+        for _ in range(2):
+            x = layers.Conv2D(6, 3, padding="same", activation="relu")(x)
+        return layers.MaxPool2D(2)(x)
+
+    fast = tflms_sft.rewrite(gradients(net(body)), SFTParams(num_tiles=(12, 1)), *BATCH)
+    assert [segment.num_tiles for segment in fast.plan.segments] == [(1, 12, 1), (1, 6, 1)]
 
 
 # What comes out -----------------------------------------------------------------------------------------------
@@ -526,3 +532,10 @@ def test_an_unknown_batch_is_planned_like_a_known_one():
 
     known, unknown = plan(1), plan(None)
     assert [s.backward_ops for s in unknown.segments] == [s.backward_ops for s in known.segments]
+
+
+def test_more_tiles_than_any_automatic_segment_has_rows_are_refused():
+    for params in (SFTParams((13, 1)), SFTParams((2, 2), backward_num_tiles=(1, 10**9))):
+        with pytest.raises(ValueError, match="`num_tiles` asks for .* Use at most 12"):
+            tflms_sft.rewrite(gradients(), params, *BATCH)
+    assert tflms_sft.rewrite(gradients(), SFTParams((12, 12)), *BATCH).plan.changed

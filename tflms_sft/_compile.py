@@ -134,6 +134,9 @@ def plan_sft(traced: Traced, params: SFTParams) -> tuple[list[SegmentPlan], list
     if params.segments != "auto":
         return _explicit(traced, params, grid, backward), []
     segments, left = auto_segments(traced.analysis, params.memory_capacity, traced.batch, {})
+    for asked in (grid, backward):
+        if asked is not None and segments:  # Smaller segments get fewer tiles; the largest one has to have enough rows.
+            check_tiles(max(segments, key=_most_tiles), asked)
     plans = []
     for segment in segments:
         try:
@@ -201,18 +204,19 @@ def _with_layer(traced: Traced, error: Exception) -> str:
     return text
 
 
-def check_tiles(segment: Segment, grid: Grid, batch: int | None) -> None:
+def check_tiles(segment: Segment, grid: Grid) -> None:
     """Refuse more tiles than an exit, or a gradient that comes in, has rows.
+
+    More batch tiles than samples are empty and skipped at run time.
 
     Raises:
         ValueError: With the numbers.
     """
-    del batch  # More batch tiles than samples are empty and skipped at run time.
     for tensor in (*segment.exits, *segment.grad_entries):
         assert tensor.shape is not None
         for axis, name in enumerate(("height", "width")):
             rows = tensor.shape[axis + 1]
-            if rows is not None and grid.spatial[axis] > rows > 1 or (rows == 1 and grid.spatial[axis] > 1):
+            if rows is not None and grid.spatial[axis] > rows:
                 raise ValueError(
                     f"`num_tiles` asks for {grid.spatial[axis]} tiles along the {name}, and `{tensor.name}` of "
                     f"{segment.name} has {rows} row(s). Use at most {rows}. Received: num_tiles={grid}."
@@ -261,8 +265,8 @@ def _planned(
             grid = clamped(segment, grid)
             backward = backward and clamped(segment, backward)
         else:
-            check_tiles(segment, grid, None)
-            check_tiles(segment, backward or grid, None)
+            check_tiles(segment, grid)
+            check_tiles(segment, backward or grid)
         return plan_segment(traced.analysis, segment, grid, backward)
     limit = capacity or sum(t.num_bytes(traced.batch) for t in (*segment.entries, *segment.exits))
     analysis, batch = traced.analysis, traced.batch

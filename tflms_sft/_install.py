@@ -287,7 +287,8 @@ def start_line(installation: Installation) -> str:
 def peak_line(plan: Plan) -> str:
     """The measured peak next to the predicted one."""
     if plan.measured is None:
-        return "tflms-sft: peak of the first step not measured (this device keeps no memory statistics)"
+        why = "this device keeps no memory statistics, or none of tensors so small"
+        return f"tflms-sft: peak of the first step not measured ({why})"
     text = f"tflms-sft: measured peak {format_bytes(plan.measured.peak_bytes)}"
     text += f" in the first step, predicted {format_bytes(plan.predicted.peak_bytes)}"
     if plan.memory_budget is not None and plan.measured.peak_bytes > plan.memory_budget:
