@@ -85,7 +85,7 @@ def _fitting(traced: Traced, chains: list[Chain], budget: int) -> list[Candidate
             low = target
         else:
             high = target
-        if high - low < 0.02 * budget or (candidate is None and target >= budget):
+        if high - low < 0.02 * budget:
             break
         if candidate is not None and low == 0:  # None has fitted yet.
             target = min(int(target * 0.9), target - (candidate.peak.peak_bytes - budget))
