@@ -18,7 +18,6 @@ from rewriters.ft import Component, try_segment
 from rewriters.graph import Node, Tensor
 from rewriters.memory import op_scratch
 from rewriters.segments import Segment
-from rewriters.sft import plan_segment
 from rewriters.tiles import Grid, Planner
 from rewriters.turns import phase_scratch
 from tflms_sft._compile import Traced, auto_grids, fewest
@@ -190,7 +189,10 @@ class Chain:
         key = (first, last, grid)
         if key not in self._tiled:
             analysis, batch = self.traced.analysis, self.traced.batch
-            phases = plan_segment(analysis, segment, grid).phases
+            planner = Planner(analysis, segment)
+            # About the forward grid that the plan will have; finding it takes longer than an estimate is worth.
+            coarser = Grid(grid.batch, tuple(-(-count // 2) for count in grid.spatial))
+            phases = [planner.forward(coarser), planner.backward(grid)]
             waits = sum(t.num_bytes(batch) for t in segment.exits)
             cost = sum(phase_cost(analysis, phase, batch) for phase in phases)
             self._tiled[key] = Choice(first, last, grid, waits, self._needs(first, last, segment, grid), cost)
