@@ -200,9 +200,8 @@ def graph_peak(graph: Graph, turns: Turns, batch: int, fixed: Sequence[int], lim
         for _ in range(2):  # The second step finds the memory in pieces.
             peak = replay(events, pool, turns)
             worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst
-        assert worst is not None
-        if limit is not None and worst.peak_bytes > limit:
-            break
+            if limit is not None and worst.peak_bytes > limit:
+                return worst
     assert worst is not None
     return worst
 

@@ -32,7 +32,7 @@ Tile = tuple[int, ...]
 def loop_turns(phase: Phase, batch: int) -> list[list[Event]]:
     """Schedules of turns that between them meet every border, in the order of the loop."""
     marks = [sorted({0, count // 2, count - 1}) for count in phase.grid.spatial]
-    return [_body(phase).events(tile, batch) for tile in itertools.product(*marks)]
+    return [_turn(phase, tile, batch) for tile in itertools.product(*marks)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -40,7 +40,13 @@ def phase_scratch(phase: Phase, batch: int) -> int:
     """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
     rows, columns = phase.grid.spatial
     tiles = {(0, 0), (rows // 2, columns // 2)}
-    return max(replay(_body(phase).events(tile, batch), Exact()).peak_bytes for tile in tiles)
+    return max(replay(_turn(phase, tile, batch), Exact()).peak_bytes for tile in tiles)
+
+
+@functools.lru_cache(maxsize=512)
+def _turn(phase: Phase, tile: Tile, batch: int) -> list[Event]:
+    """Schedule of the turn of one tile."""
+    return _body(phase).events(tile, batch)
 
 
 @functools.lru_cache(maxsize=256)

@@ -279,10 +279,20 @@ def _planned(
     return plan_segment(analysis, segment, fewest(grids, fits) or grids[-1], backward)
 
 
-def predict(traced: Traced, plans: list[SegmentPlan], limit: int | None = None) -> tuple[Peak, float]:
-    """Peak and relative cost of the step with these tile loops; a peak above `limit` need not be the worst."""
+def predict(
+    traced: Traced, plans: list[SegmentPlan], limit: int | None = None, graph: Graph | None = None
+) -> tuple[Peak, float]:
+    """Peak and relative cost of the step with these tile loops.
+
+    Args:
+        traced: The step.
+        plans: Its segments.
+        limit: A peak above it need not be the worst.
+        graph: The rewritten graph if it exists already; an outline of it gives the same to a few bytes.
+    """
     batch, analysis = traced.batch, traced.analysis
-    graph = outline(analysis, plans) if plans else analysis.graph
+    if graph is None:
+        graph = outline(analysis, plans) if plans else analysis.graph
     loops = loop_nodes(graph)
     turns = {
         loops[plan.segment.name, phase.name]: loop_turns(phase, batch) for plan in plans for phase in plan.phases
@@ -302,7 +312,10 @@ def finish(
     original, _ = predict(traced, [], limit=0)
     graph = tile_segments(analysis, plans) if plans else analysis.graph
     # A budget has to be kept in every state of the device's memory; otherwise a fresh one tells enough.
-    peak, ratio = predict(traced, plans, None if budget else 0) if plans else (original, 1.0)
+    if plans and budget:
+        peak, ratio = predict(traced, plans)  # As the search did.
+    else:
+        peak, ratio = predict(traced, plans, limit=0, graph=graph) if plans else (original, 1.0)
     names = display_names(analysis.graph, traced.record)
     plan = Plan(
         changed=bool(plans),
