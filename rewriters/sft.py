@@ -9,6 +9,7 @@ loop, and the backward functions are the graph's own backward ops.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 
 import tensorflow as tf
 
@@ -19,6 +20,7 @@ from rewriters.graph import Graph, Node, Tensor, from_tf_graph
 from rewriters.normalise import int_constant
 from rewriters.roles import reads_shape_only
 from rewriters.segments import Segment
+from rewriters.sharing import program_key
 from rewriters.tiles import Grid, Phase, Planner
 
 __all__: list[str] = []
@@ -71,6 +73,7 @@ class _Rewriter:
         self.graph = analysis.graph.copy()
         self.replaced: dict[Tensor, Tensor] = {}
         self.moved: dict[Node, Node] = {}
+        self.programs: dict[Hashable, Graph] = {}
 
     def run(self) -> Graph:
         """Splice every loop in, hand readers over, drop what was replaced."""
@@ -155,8 +158,7 @@ class _Rewriter:
 
     def _traced(self, segment: Segment, phase: Phase, prefix: str, start: Node) -> tuple[Node, list[Tensor]]:
         """The loop as TensorFlow traces it."""
-        traced = trace_phase(self.analysis, segment, phase)
-        part = from_tf_graph(traced, traced.inputs, traced.outputs, [])
+        part = self._program(segment, phase)
         outer = dict(zip(part.inputs, map(self._tensor, phase_inputs(phase, segment)), strict=True))
         placeholders = {t.node for t in part.inputs}
         loop: Node | None = None
@@ -169,9 +171,17 @@ class _Rewriter:
                 node.control_inputs = [*node.control_inputs, start]
             loop = node if node.op in ("While", "StatelessWhile") else loop
             self.graph.add(node)
-        self.graph.library.MergeFrom(part.library)
         assert loop is not None
         return loop, [outer.get(tensor, tensor) for tensor in part.outputs]
+
+    def _program(self, segment: Segment, phase: Phase) -> Graph:
+        """The loop in a graph of its own. Segments in which it is the same share its body."""
+        key = program_key(self.analysis, segment, phase)
+        if key not in self.programs:
+            traced = trace_phase(self.analysis, segment, phase)
+            self.programs[key] = from_tf_graph(traced, traced.inputs, traced.outputs, [])
+            self.graph.library.MergeFrom(self.programs[key].library)
+        return self.programs[key].copy()
 
     def _waits(self, segment: Segment, phase: Phase) -> list[Node]:
         """Control inputs of a loop: those of its ops, and the data without which it cannot begin.

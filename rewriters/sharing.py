@@ -1,0 +1,82 @@
+"""Loops that are the same program.
+
+Networks repeat themselves: most blocks of a stage differ in their weights alone,
+which a loop receives as arguments. A loop is traced once for all segments in
+which it is the same, and they share its body; tracing is most of what rewriting a
+large network costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from rewriters.analysis import Analysis
+from rewriters.emit import phase_inputs, phase_outputs
+from rewriters.graph import Node, Tensor
+from rewriters.segments import Segment
+from rewriters.tiles import AxisPlan, Phase, Region
+
+__all__: list[str] = []
+
+_MAX_ELEMENTS = 64
+
+
+def program_key(analysis: Analysis, segment: Segment, phase: Phase) -> Hashable:
+    """Equal for two loops if tracing them gives the same function of their inputs.
+
+    Holds everything that tracing reads: ops with their attributes, how they are wired, static operands,
+    shapes and kinds, rows of every tensor in every tile. Names are left out.
+    """
+    return _Key(analysis, segment, phase).build()
+
+
+class _Key:
+    def __init__(self, analysis: Analysis, segment: Segment, phase: Phase) -> None:
+        self.analysis = analysis
+        self.segment = segment
+        self.phase = phase
+        self.numbers: dict[Tensor, int] = {}
+
+    def build(self) -> Hashable:
+        phase = self.phase
+        inputs = tuple(self._number(tensor) for tensor in phase_inputs(phase, self.segment))
+        body = tuple(self._op(node) for node in phase.body)
+        ends = tuple(self._number(tensor) for tensor in phase_outputs(phase))
+        roles = (len(phase.writes), len(phase.accumulates), tuple(map(self._number, phase.reads)))
+        cells = tuple(_rows(phase.cells.get(tensor)) for tensor in phase.writes)
+        tensors = tuple(self._tensor(tensor) for tensor in self.numbers)
+        return (phase.name, phase.grid, phase.direction, inputs, body, ends, roles, cells, tensors)
+
+    def _number(self, tensor: Tensor) -> int:
+        return self.numbers.setdefault(tensor, len(self.numbers))
+
+    def _op(self, node: Node) -> Hashable:
+        operands = tuple(self._number(tensor) for tensor in node.inputs)
+        results = tuple(self._number(node.out(index)) for index in range(len(node.outputs)))
+        attrs = tuple(sorted((key, value.SerializeToString(deterministic=True)) for key, value in node.attrs.items()))
+        return (node.op, attrs, operands, results, tuple(_axis_plan(plan) for plan in self.phase.plans[node]))
+
+    def _tensor(self, tensor: Tensor) -> Hashable:
+        kind = self.segment.kinds.get(tensor)
+        return (tensor.shape, tensor.dtype, kind, _rows(self.phase.regions.get(tensor)), self._static(tensor))
+
+    def _static(self, tensor: Tensor) -> Hashable:
+        """What a rule can know of an operand's value."""
+        node = tensor.node
+        if node.op == "Const" and math.prod(dim or 0 for dim in tensor.shape or ()) <= _MAX_ELEMENTS:
+            return node.attrs["value"].SerializeToString(deterministic=True)
+        value: Any = self.analysis.evaluate(tensor)
+        return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+
+
+def _rows(region: Region | None) -> Hashable:
+    return None if region is None else tuple((rows.lo.tobytes(), rows.hi.tobytes()) for rows in region)
+
+
+def _axis_plan(plan: AxisPlan) -> Hashable:
+    rows = (plan.out, plan.made, *plan.needs)
+    return tuple(None if r is None else (r.lo.tobytes(), r.hi.tobytes()) for r in rows)

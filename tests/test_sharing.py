@@ -1,0 +1,82 @@
+"""Loops that are the same program share their body; loops that differ in anything do not."""
+
+import pytest
+from equivalence import Cut, differing, keras_step, rewrite
+from keras import layers, ops
+
+GRID = (2, 3)
+
+
+def block(x, number, *, pads=((1, 1), (1, 1)), kernel=3, strides=1, slope=0.2, scale=2.0, pool=layers.MaxPooling2D):
+    """A block whose exit has its entry's shape for all of these options but one."""
+    x = layers.ZeroPadding2D(pads)(x)
+    x = layers.Conv2D(3, kernel, padding="same", strides=strides)(x)
+    x = layers.LeakyReLU(slope)(x)
+    return pool(3, strides=1, padding="valid", name=f"out{number}")(x * scale)
+
+
+def chain(**second):
+    """Two blocks, the second with other options."""
+    return lambda x: block(block(x, 1), 2, **second)
+
+
+def cuts(first=GRID, second=GRID):
+    return Cut("input", "out1", first), Cut("out1", "out2", second)
+
+
+def bodies(step, *cuts, loops=4):
+    """Names of the functions that the loops run."""
+    found = [n for n in rewrite(step.concrete_fn, *cuts).graph.nodes.values() if n.op in ("While", "StatelessWhile")]
+    assert len(found) == loops
+    return {loop.attrs["body"].func.name for loop in found}
+
+
+@pytest.mark.parametrize("known_batch", (True, False))
+def test_equal_blocks_share_their_bodies(known_batch):
+    step = keras_step(chain(), batch=2, known_batch=known_batch)
+    assert len(bodies(step, *cuts())) == 3  # The first block's image needs no gradient, so its backward loop differs.
+    assert differing(step, *cuts()) == {}
+
+
+def test_three_equal_blocks_need_the_bodies_of_two():
+    step = keras_step(lambda x: block(block(block(x, 1), 2), 3))
+    ends = ("input", "out1", "out2", "out3")
+    three = [Cut(a, b, GRID) for a, b in zip(ends, ends[1:], strict=False)]
+    assert len(bodies(step, *three, loops=6)) == 3
+    assert differing(step, *three) == {}
+
+
+@pytest.mark.parametrize(
+    "second",
+    (
+        {"pads": ((2, 0), (1, 1))},
+        {"kernel": 1},
+        {"strides": 2},
+        {"slope": 0.3},
+        {"scale": 3.0},
+        {"pool": layers.AveragePooling2D},
+    ),
+)
+def test_blocks_that_differ_have_bodies_of_their_own(second):
+    step = keras_step(chain(**second))
+    assert len(bodies(step, *cuts())) == 4
+    assert differing(step, *cuts()) == {}
+
+
+def test_other_grids_have_bodies_of_their_own():
+    step = keras_step(chain())
+    assert len(bodies(step, *cuts((2, 3), (3, 2)))) == 4
+    assert differing(step, *cuts((2, 3), (3, 2))) == {}
+
+
+@pytest.mark.parametrize(("offset", "shared"), ((0, True), (2, False)))
+def test_static_operands_count(offset, shared):
+    """Slices of the same size from other channels differ in the value of an operand alone."""
+
+    def block(x, number, offset):
+        x = ops.slice(layers.Conv2D(6, 3, padding="same")(x), (0, 0, 0, offset), (2, 37, 40, 3))
+        return layers.ReLU(name=f"out{number}")(x)
+
+    step = keras_step(lambda x: block(block(x, 1, 0), 2, offset))
+    assert len(bodies(step, *cuts(), loops=2)) == (1 if shared else 2)  # No backward loop ends in a slice.
+    assert differing(step, *cuts(), needs_backward=False) == {}
