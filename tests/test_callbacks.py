@@ -514,6 +514,42 @@ def test_two_models_at_a_time_do_not_disturb_each_other():
     assert is_plain(first) and is_plain(second)
 
 
+class TrainsOnItsOwn(keras.callbacks.Callback):
+    """One more step or training inside of a training; notes whether the steps of the outer one are rewritten."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.rewritten = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.rewritten.append(not is_plain(self.model))
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 0:
+            self.inner(self.model)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    (
+        lambda model: model.train_on_batch(X[4:8], Y[4:8]),
+        lambda model: model.fit(X[4:8], Y[4:8], **SETTINGS),
+        lambda model: model.fit(X[4:8], Y[4:8], callbacks=[tiles()], **SETTINGS),
+    ),
+    ids=("train_on_batch", "fit", "rewritten fit"),
+)
+@both
+def test_a_callback_may_train_on_its_own(make, inner):
+    model, plain = net(), net()
+    outer, other = TrainsOnItsOwn(inner), TrainsOnItsOwn(inner)
+    callback = make()
+    model.fit(X, Y, batch_size=4, callbacks=[callback, outer], **SETTINGS)
+    plain.fit(X, Y, batch_size=4, callbacks=[other], **SETTINGS)
+    assert callback.plan.changed and outer.rewritten == [True] * 3
+    assert same(model, plain) and is_plain(model)
+
+
 # Normalisation that trains ----------------------------------------------------------------------------------
 
 

@@ -45,6 +45,11 @@ class _Rewriting(keras.callbacks.Callback):
         )
         self._installation.install()
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Install again if another callback ran a training of its own."""
+        if self._installation is not None:
+            self._installation.resume()
+
     def on_train_end(self, logs: Any = None) -> None:
         """Take out."""
         if self._installation is not None:

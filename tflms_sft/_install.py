@@ -88,6 +88,20 @@ class Installation:
                 )
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+        self._place()
+        self._make()
+
+    def resume(self) -> None:
+        """Put the step back that a call inside of this training took out, a `train_on_batch` in a callback.
+
+        Such a call asks for a train function as a new training does, and runs the plain step.
+        """
+        if _SLOT not in self.model.__dict__:
+            self._place()
+            self.model.train_function = self._installed
+
+    def _place(self) -> None:
+        model = self.model
         self._original = model.train_step
         self._make_plain = model.make_train_function
         self._saved = {name: model.__dict__.get(name) for name in ("train_step", "make_train_function")}
@@ -97,7 +111,6 @@ class Installation:
         object.__setattr__(model, "train_step", self.train_step)
         if self._training is not None:
             object.__setattr__(model, "make_train_function", self._asked_again)
-        self._make()
 
     def _make(self) -> None:
         self._steps.clear()
