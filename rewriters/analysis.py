@@ -10,6 +10,7 @@ from rewriters.graph import Graph, Node, Tensor
 from rewriters.inline import is_xla_call
 from rewriters.registry import SPATIAL_DIMS, Kind, OpView, find_rule
 from rewriters.roles import backward_nodes, data_nodes, derived_nodes, reads_shape_only
+from rewriters.sizes import Size
 from rewriters.values import Evaluator
 
 __all__: list[str] = []
@@ -42,7 +43,7 @@ class Analysis:
         self.derived = derived_nodes(graph, self.order, self.backward)
         self.backward |= self.derived
         self.data = data_nodes(self.order)
-        self.evaluate = Evaluator()
+        self.evaluate = Evaluator(graph, self.order)
         self._views: dict[Node, OpView] = {}
 
     def _successors(self) -> dict[Node, list[Node]]:
@@ -105,6 +106,16 @@ def forward_kinds(analysis: Analysis, node: Node, inside: set[Node] | None = Non
     return kinds
 
 
+def _check_batches(analysis: Analysis, node: Node, images: list[Tensor]) -> None:
+    """Refuse an op on images of unknown numbers that may differ: one of them may be spread over the other."""
+    sizes = analysis.evaluate.sizes
+    numbers = [size for size in map(sizes.of, images) if size != 1]
+    if any(isinstance(size, Size) for size in numbers):
+        if not all(sizes.same(numbers[0], size) for size in numbers):
+            shapes = ", ".join(str(tensor.shape) for tensor in images)
+            raise NotTileableError(f"its images ({shapes}) may be of different numbers when the step runs")
+
+
 def check_forward(analysis: Analysis, node: Node) -> None:
     """Refuse a forward op that cannot run on tiles of forward values.
 
@@ -120,6 +131,8 @@ def check_forward(analysis: Analysis, node: Node) -> None:
         raise NotTileableError("no operand is an image")
     result = find_rule(node).result(analysis.view(node), kinds)
     assert result is Kind.FULL
+    images = [tensor for tensor, kind in zip(node.inputs, kinds, strict=True) if kind is Kind.FULL]
+    _check_batches(analysis, node, [*images, node.out()])
     for index in range(len(node.outputs)):
         out = node.out(index)
         if out.shape is None or len(out.shape) != 4 or any(out.shape[dim] is None for dim in SPATIAL_DIMS):

@@ -35,9 +35,10 @@ class Importer:
         if len(arguments) != self.num_arguments:
             raise TypeError(f"expected {self.num_arguments} tensors. Received: {len(arguments)}.")
         captured = [outer.capture(t) for t in self.concrete_fn.captured_inputs]
+        fed = self._checked([*arguments, *captured])
         mapping = {
             placeholder.name: value
-            for placeholder, value in zip(self.graph.inputs, [*arguments, *captured], strict=True)
+            for placeholder, value in zip(self.graph.inputs, fed, strict=True)
         }
         results = tf.graph_util.import_graph_def(
             self._graph_def,
@@ -49,6 +50,26 @@ class Importer:
         # An argument that is returned as it came is not part of the import.
         flat = [mapping.get(t.name, r) for t, r in zip(self.graph.outputs, flat, strict=True)]
         return _tf_private.pack_outputs(self.concrete_fn, flat)
+
+    def _checked(self, fed: list[Any]) -> list[Any]:
+        """The inputs, those behind a check that the rewriting took to have equal leading sizes.
+
+        An unknown size that turns out to be 1 would be spread over the other.
+        """
+        checks = []
+        for pair in sorted(self.graph.same_size):
+            names = [self.graph.inputs[position].node.name for position in pair]
+            text = (
+                f"The inputs {names[0]!r} and {names[1]!r} of the step were taken to have the same leading size, which "
+                "their shapes leave open. Trace the step with known sizes: pass `tf.TensorSpec`s or arrays."
+            )
+            sizes = [tf.shape(fed[position])[0] for position in pair]
+            checks.append(tf.debugging.assert_equal(*sizes, message=text))
+        fed = list(fed)
+        with tf.control_dependencies(checks):
+            for position in {position for pair in self.graph.same_size for position in pair}:
+                fed[position] = tf.identity(fed[position])
+        return fed
 
     def _used(self, tensor_name: str) -> bool:
         return tensor_name.removesuffix(":0") in self.graph.nodes

@@ -116,6 +116,7 @@ class Graph:
         library: Function definitions that nodes refer to.
         versions: Producer versions, needed for import.
         aliases: Tensors that normalisation replaced, by their old name.
+        same_size: Pairs of positions in `inputs` whose unknown leading sizes are taken to be the same.
     """
 
     nodes: dict[str, Node]
@@ -125,6 +126,7 @@ class Graph:
     library: Any
     versions: Any
     aliases: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    same_size: set[tuple[int, int]] = dataclasses.field(default_factory=set)
 
     def copy(self) -> Graph:
         """A graph with nodes of its own, so that edits do not reach this one."""
@@ -146,6 +148,7 @@ class Graph:
             library,
             self.versions,
             {old: Tensor(new[t.node.name], t.index) for old, t in self.aliases.items() if t.node.name in new},
+            set(self.same_size),
         )
 
     def add(self, node: Node) -> Node:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from rewriters.graph import Graph, Node, Tensor, from_concrete_function
 from rewriters.inline import inlined, is_call
-from rewriters.values import Evaluator, shape_value
+from rewriters.values import Evaluator
 
 __all__: list[str] = []
 
@@ -39,7 +39,7 @@ def normalise(graph: Graph) -> Graph:
     graph = graph.copy()
     graph.prune()
     _bypass_identity_n(graph)
-    evaluate = Evaluator()
+    evaluate = Evaluator(graph)
     _bypass_no_ops(graph, evaluate)
     graph.prune()
     _split_shapes(graph)
@@ -90,10 +90,11 @@ def _changes_nothing(node: Node, source: Tensor, evaluate: Evaluator) -> bool:
         return evaluate(node.inputs[1]) == ()
     if node.op not in ("Reshape", "BroadcastTo"):
         return False
-    have, target = shape_value(source), evaluate(node.inputs[1])
+    have, target = evaluate.shape(source), evaluate(node.inputs[1])
     if have is None or not isinstance(target, tuple) or None in have or None in target:
         return False
-    if len(have) == len(target) and all(t in (h, -1) for h, t in zip(have, target, strict=True)):
+    same = evaluate.sizes.same
+    if len(have) == len(target) and all(t == -1 or same(h, t) for h, t in zip(have, target, strict=True)):
         return node.op == "Reshape" or -1 not in target
     return False
 

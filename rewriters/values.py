@@ -1,52 +1,45 @@
-"""Static evaluation of shapes and small integer tensors, with a symbolic batch.
+"""Static evaluation of shapes and small integer tensors, with symbols for unknown leading sizes.
 
 With an unknown batch size TensorFlow computes the operands of `Sum`, `Reshape`,
 `Slice` or `Conv2DBackpropInput` at run time, from the shapes of *full-size*
 tensors. On a tile the same ops would compute something else, so they are
 evaluated here, before tiling. A value is an `int`, a nested list of them as a flat
-tuple, `BATCH` for the unknown batch size, or `None` where it is not known.
+tuple, a `Size` for an unknown leading size, or `None` where it is not known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from rewriters.graph import Node, Tensor
+from rewriters.graph import Graph, Node, Tensor
+from rewriters.sizes import LeadingSizes, Size
 
 __all__: list[str] = []
 
 _MAX_ELEMENTS = 64
 
 
-class _Batch:
-    """The unknown batch size. Equal to itself alone."""
-
-    def __repr__(self) -> str:
-        return "BATCH"
-
-
-BATCH = _Batch()
-Dim = int | _Batch | None
+Dim = int | Size | None
 Value = Dim | tuple[Dim, ...] | np.ndarray
 
 
-def shape_value(tensor: Tensor) -> tuple[Dim, ...] | None:
-    """The static shape, an unknown leading size taken as the batch."""
-    if tensor.shape is None:
-        return None
-    return tuple(BATCH if dim is None and axis == 0 else dim for axis, dim in enumerate(tensor.shape))
-
-
 class Evaluator:
-    """Evaluates tensors on demand and remembers the results."""
+    """Evaluates tensors on demand and remembers the results.
 
-    def __init__(self) -> None:
+    Attributes:
+        sizes: Unknown leading sizes, by tensor.
+    """
+
+    def __init__(self, graph: Graph, order: Iterable[Node] | None = None) -> None:
+        """For the tensors of a graph; `order` is a topological one if it is known already."""
         self._known: dict[Tensor, Value] = {}
+        self.sizes = LeadingSizes(graph)
+        self.sizes.find(graph.execution_order() if order is None else order, self)
 
     def __call__(self, tensor: Tensor) -> Value:
         """Value of `tensor`: a dim for a scalar, a tuple for a vector, `None` if not known."""
@@ -62,10 +55,16 @@ class Evaluator:
             return value  # type: ignore[return-value]
         return None
 
+    def shape(self, tensor: Tensor) -> tuple[Dim, ...] | None:
+        """The static shape, with a `Size` for an unknown leading size."""
+        if not tensor.shape:
+            return tensor.shape
+        return (self.sizes.of(tensor), *tensor.shape[1:])
+
     def _evaluate(self, tensor: Tensor) -> Value:
         node = tensor.node
         if node.op in ("Shape", "ShapeN"):
-            return shape_value(node.inputs[tensor.index])
+            return self.shape(node.inputs[tensor.index])
         handler = _HANDLERS.get(node.op)
         if handler is None:
             return None
@@ -75,6 +74,8 @@ class Evaluator:
         if any(v is None for v in operands):
             return None
         try:
+            if node.op == "BroadcastGradientArgs":
+                return _summed_axes(operands[tensor.index], operands[1 - tensor.index], self.sizes.same)
             return handler(node, tensor.index, operands)
         except (TypeError, ZeroDivisionError, IndexError):
             return None  # Arithmetic on the symbolic batch: not known.
@@ -159,17 +160,19 @@ def _strided_slice(node: Node, _index: int, operands: list[Any]) -> Value:
     return value[first : last : stride[0]]
 
 
-def _broadcast_gradient_args(_node: Node, index: int, operands: list[Any]) -> Value:
-    """Axes over which the gradient of operand `index` of a broadcasting op is summed."""
-    rank = max(len(v) for v in operands)
-    mine, other = ((1,) * (rank - len(v)) + v for v in (operands[index], operands[1 - index]))
+def _summed_axes(mine: Any, other: Any, same: Callable[[Any, Any], bool]) -> Value:
+    """Axes over which the gradient of an operand of shape `mine` of a broadcasting op is summed."""
+    rank = max(len(mine), len(other))
+    added = rank - len(mine)
+    mine, other = ((1,) * (rank - len(v)) + v for v in (mine, other))
     axes = []
     for axis, (a, b) in enumerate(zip(mine, other, strict=True)):
         if a is None or b is None:
             return None
-        # A symbolic batch against itself needs no sum; against 1 it needs one, whatever it turns out to be.
-        if a == 1 and (b != 1 or axis < rank - len(operands[index])):
-            axes.append(axis)
+        if a == 1 and (b != 1 or axis < added):
+            axes.append(axis)  # An unknown size against 1 needs a sum, whatever it turns out to be.
+        elif a != 1 and b != 1 and not same(a, b):
+            return None  # One of the two may turn out to be 1.
     return tuple(axes)
 
 
@@ -224,7 +227,7 @@ _HANDLERS: dict[str, Callable[[Node, int, list[Any]], Value]] = {
     "ConcatV2": _concat,
     "Slice": _slice,
     "StridedSlice": _strided_slice,
-    "BroadcastGradientArgs": _broadcast_gradient_args,
+    "BroadcastGradientArgs": _first,  # By `_summed_axes`.
     "ConcatOffset": _concat_offset,
     "Range": _range,
     "Fill": _fill,

@@ -575,10 +575,8 @@ def test_activity_regularizers():
     assert not differing(keras_step(net, (11, 12)), Cut(grid=(2, 3)))
 
 
-@pytest.mark.xfail(
-    raises=tf.errors.InvalidArgumentError, reason="every unknown leading size counts as the batch"
-)
 def test_one_image_taken_from_an_unknown_batch():
+    """Its leading size is unknown as well, and not the batch."""
     w = weights(*KERNELS)
 
     def forward(x):

@@ -522,9 +522,10 @@ def test_unknown_image_sizes_are_refused():
     with graph.as_default():
         x = tf.raw_ops.Placeholder(dtype=tf.float32, shape=(None, None, 8, 3))
         tf.raw_ops.MaxPool(input=x, **POOL, name="pool")
-    node = from_tf_graph(graph, [], [], []).nodes["pool"]
+    read = from_tf_graph(graph, [], [], [])
+    node = read.nodes["pool"]
     with pytest.raises(NotTileableError, match="unknown image size"):
-        find_rule(node).demand(OpView(node, Evaluator()), 0, Interval(np.array([0]), np.array([1])))
+        find_rule(node).demand(OpView(node, Evaluator(read)), 0, Interval(np.array([0]), np.array([1])))
 
 
 # The registry -----------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from rewriters import _tf_private
 from rewriters.graph import Node, from_concrete_function
-from rewriters.values import BATCH, Evaluator, constant, shape_value
+from rewriters.sizes import Size
+from rewriters.values import Evaluator, constant
 
 SIZE = 5
 """Of the batch, where TensorFlow runs."""
@@ -22,14 +23,14 @@ def known(value, batch=SIZE):
         return value.tolist()
     if isinstance(value, tuple):
         return [known(v, batch) for v in value]
-    return batch if value is BATCH else value
+    return batch if isinstance(value, Size) else value
 
 
 def evaluated(function, *specs):
     """Evaluator's values of the results of `function`."""
     concrete_fn = tf.function(function, autograph=False).get_concrete_function(*specs)
     graph = from_concrete_function(concrete_fn)
-    evaluate = Evaluator()
+    evaluate = Evaluator(graph)
     return [evaluate(t) for t in graph.outputs], concrete_fn
 
 
@@ -117,16 +118,18 @@ def test_an_unknown_size_elsewhere_is_not_the_batch():
     (value, first), _ = evaluated(
         lambda x: (shape_of(x), shape_of(x)[0]), tf.TensorSpec((None, None, 3), tf.float32)
     )
-    assert value == (BATCH, None, 3) and first is BATCH
+    assert isinstance(first, Size) and value == (first, None, 3)
 
 
 def test_ints_are_whole_or_nothing():
     (_,), concrete_fn = evaluated(lambda x: shape_of(x), tf.TensorSpec((None, 3), tf.float32))
-    graph, evaluate = from_concrete_function(concrete_fn), Evaluator()
+    graph = from_concrete_function(concrete_fn)
+    evaluate = Evaluator(graph)
     assert evaluate.ints(graph.outputs[0]) is None
-    assert shape_value(graph.inputs[0]) == (BATCH, 3)
+    assert evaluate.shape(graph.inputs[0]) == (evaluate.sizes.of(graph.inputs[0]), 3)
     (_,), concrete_fn = evaluated(lambda x: shape_of(x), tf.TensorSpec((2, 3), tf.float32))
-    assert Evaluator().ints(from_concrete_function(concrete_fn).outputs[0]) == (2, 3)
+    graph = from_concrete_function(concrete_fn)
+    assert Evaluator(graph).ints(graph.outputs[0]) == (2, 3)
 
 
 def test_large_constants_are_left_alone():
@@ -216,7 +219,8 @@ def test_every_value_found_in_a_training_step_is_true(batch_known):
         return keras.layers.LayerNormalization()(x)
 
     step = keras_step(net, (9, 10), SIZE, batch_known, keras.optimizers.Adam(global_clipnorm=1.0))
-    graph, evaluate = from_concrete_function(step.concrete_fn), Evaluator()
+    graph = from_concrete_function(step.concrete_fn)
+    evaluate = Evaluator(graph)
     tensors = [
         node.out(index)
         for node in graph.nodes.values()

@@ -11,7 +11,7 @@ from rewriters.errors import NotTileableError
 from rewriters.intervals import Interval, hull_of
 from rewriters.registry import SPATIAL_DIMS, AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
 from rewriters.rules.elementwise import Pointwise, identity
-from rewriters.values import BATCH, constant
+from rewriters.values import constant
 
 __all__: list[str] = []
 
@@ -112,7 +112,9 @@ class Slice(Shift):
         if op.ints(1)[0] != 0 or source is None or out is None or source[0] != out[0]:
             raise NotTileableError("a slice of the batch")
         size = op.evaluate(op.node.inputs[2])
-        if source[0] is None and not (isinstance(size, tuple) and size[0] in (-1, BATCH)):
+        sizes = op.evaluate.sizes
+        whole = isinstance(size, tuple) and (size[0] == -1 or sizes.same(size[0], sizes.of(op.node.inputs[0])))
+        if source[0] is None and not whole:
             raise NotTileableError("a slice of the batch by a size computed at run time")
         return super().result(op, kinds)
 
