@@ -61,12 +61,14 @@ def copy_handle_data(source: Any, target: Any) -> None:
         handle_data_util.copy_handle_data(source, target)
 
 
-def create_op(op_type: str, operands: Sequence[Any], dtypes: Sequence[Any], attrs: Any, name: str) -> list[Any]:
+def create_op(
+    op_type: str, operands: Sequence[Any], dtypes: Sequence[Any], attrs: Any, name: str, device: str
+) -> list[Any]:
     """Add any op, by type, to the graph being traced. `tf.raw_ops` wants attributes as Python values."""
     graph = tf.compat.v1.get_default_graph()
-    operation = graph._create_op_internal(
-        op_type, [tf.convert_to_tensor(t) for t in operands], list(dtypes), attrs=dict(attrs), name=name
-    )
+    values = [tf.convert_to_tensor(t) for t in operands]
+    with tf.device(device or None):
+        operation = graph._create_op_internal(op_type, values, list(dtypes), attrs=dict(attrs), name=name)
     return list(operation.outputs)
 
 
@@ -74,8 +76,10 @@ def pack_outputs(concrete_fn: Any, flat: Sequence[Any]) -> Any:
     """Flat results in the structure that the traced function returned (`None` leaves kept)."""
     structured = concrete_fn.structured_outputs
     remaining = iter(flat)
-    leaves = [None if leaf is None else next(remaining) for leaf in tf.nest.flatten(structured)]
-    return tf.nest.pack_sequence_as(structured, leaves)
+    parts = tf.nest.flatten(structured, expand_composites=True)  # Of `tf.IndexedSlices` and the like.
+    leaves = [None if leaf is None else next(remaining) for leaf in parts]
+    assert next(remaining, None) is None, "more results than the structure has"
+    return tf.nest.pack_sequence_as(structured, leaves, expand_composites=True)
 
 
 def register_functions(library: Any) -> None:
@@ -95,6 +99,19 @@ def _handle_data(tensor: Any) -> Any:
     if isinstance(tensor, ops.EagerTensor):
         return tensor._handle_data
     return handle_data_util.get_resource_handle_data(tensor)
+
+
+def captured_variables(concrete_fn: Any) -> list[tuple[Any, Any]]:
+    """(handle, dtype) of each variable that a traced function reads or writes.
+
+    `FuncGraph.variables` knows only those that were used as Python objects while it was traced.
+    """
+    found = []
+    for tensor in concrete_fn.captured_inputs:
+        data = _handle_data(tensor) if tensor.dtype == tf.resource else None
+        if data is not None and data.is_set and len(data.shape_and_type) == 1:
+            found.append((tensor, tf.dtypes.as_dtype(data.shape_and_type[0].dtype)))
+    return found
 
 
 def variable_sizes(concrete_fn: Any) -> list[int]:

@@ -50,9 +50,8 @@ class Analysis:
         """Successors by data and control, without reads of a shape: those move to the segment's entry."""
         result: dict[Node, list[Node]] = {node: [] for node in self.order}
         for node in self.order:
-            for position, tensor in enumerate(node.inputs):
-                if not reads_shape_only(node, position):
-                    result[tensor.node].append(node)
+            for tensor in () if reads_shape_only(node) else node.inputs:
+                result[tensor.node].append(node)
             for before in node.control_inputs:
                 result[before].append(node)
         return result

@@ -85,7 +85,8 @@ class _Loop:
         assert tensor.shape is not None
         dtype = accumulator_dtype(tensor.dtype) if zero else tensor.dtype
         dims = [self.batch if dim is None else int(dim) for dim in tensor.shape]
-        return LoopState(allocate(stacked(dims) if dims else [], dtype, zero), tensor.shape)
+        with tf.device(tensor.node.device or None):
+            return LoopState(allocate(stacked(dims) if dims else [], dtype, zero), tensor.shape)
 
     def _turn(self, index: Any, values: list[Any]) -> list[Any]:
         phase = self.phase
@@ -255,7 +256,7 @@ class _Tile:
         """The op with other operands and, where given, other attributes (those that it has)."""
         changed = {key: _attr(value) for key, value in attrs.items() if key in node.attrs}
         dtypes = [dtype for dtype, _ in node.outputs]
-        return _tf_private.create_op(node.op, operands, dtypes, {**node.attrs, **changed}, node.name)
+        return _tf_private.create_op(node.op, operands, dtypes, {**node.attrs, **changed}, node.name, node.device)
 
     def axis_values(self, node: Node, position: int | None, values: Any, axis: int, dtype: Any) -> Any:
         """The part of a per-row vector for the rows that an op makes or that operand `position` holds."""

@@ -115,12 +115,12 @@ def find_components(analysis: Analysis) -> tuple[list[Component], list[LeftAlone
     for node in analysis.order:
         if node in analysis.backward:
             continue
-        data = [t.node for p, t in enumerate(node.inputs) if not reads_shape_only(node, p)]
+        data = [] if reads_shape_only(node) else [t.node for t in node.inputs]
         level[node] = max(
             (level[p] + (1 if p in tiled else 0) for p in (*data, *node.control_inputs) if p in level), default=0
         )
         volume = any(t.shape is not None and len(t.shape) > 4 for t in node.inputs)
-        if volume and node in analysis.data and not reads_shape_only(node, 0):
+        if volume and node in analysis.data and not reads_shape_only(node):
             left.append(LeftAlone(node.name, f"{node.op}: tensors of more than 4 dimensions are not tiled yet"))
             continue
         if node not in analysis.data or not any(is_image(t) for t in node.inputs):
@@ -128,7 +128,7 @@ def find_components(analysis: Analysis) -> tuple[list[Component], list[LeftAlone
         try:
             check_forward(analysis, node)
         except NotTileableError as error:
-            if not reads_shape_only(node, 0):
+            if not reads_shape_only(node):
                 left.append(LeftAlone(node.name, f"{node.op}: {error}"))
             continue
         tiled.add(node)
@@ -271,7 +271,7 @@ def saved_bytes(analysis: Analysis, segment: Segment, batch: int) -> int:
     """
 
     def kept(tensor: Tensor) -> bool:
-        return any(r in analysis.backward and not reads_shape_only(r, p) for r, p in analysis.readers.get(tensor, ()))
+        return any(r in analysis.backward and not reads_shape_only(r) for r, p in analysis.readers.get(tensor, ()))
 
     made = [node.out(i) for node in segment.forward for i in range(len(node.outputs))]
     inside = [t for t in made if t not in segment.available and kept(t)]

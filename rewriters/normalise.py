@@ -7,17 +7,18 @@
    batch autodiff leaves one of each behind every broadcasting operation.
 5. `Shape` of a tensor whose sizes are known becomes a constant, so that no shape
    op keeps an activation alive; `ShapeN`, which keeps several alive, becomes one
-   `Shape` each.
+   `Shape` each, and `Size` a product over a `Shape`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from rewriters.graph import Graph, Node, Tensor, from_concrete_function
+from rewriters.graph import Graph, Node, Tensor, from_concrete_function, predecessors
 from rewriters.inline import inlined, is_call
 from rewriters.values import Evaluator
 
@@ -49,38 +50,55 @@ def normalise(graph: Graph) -> Graph:
 
 
 def _bypass(graph: Graph, mapping: dict[Tensor, Tensor]) -> None:
-    """Hand readers on, and those who waited for the bypassed node: they wait for what it passed on."""
+    """Hand readers on, and those who waited for the bypassed node: they wait for what it passed on.
+
+    A node that waits for an effect for which what it passes on does not wait is no such node: its readers wait
+    for an assertion through it, maybe.
+    """
     sources: dict[Node, list[Node]] = {}
     for old, new in mapping.items():
         sources.setdefault(old.node, []).append(new.node)
     for node in graph.nodes.values():
         if any(c in sources for c in node.control_inputs):
-            waits = [s for c in node.control_inputs for s in [*sources.get(c, [c]), *_controls(c, sources)]]
+            waits = [s for c in node.control_inputs for s in sources.get(c, [c])]
             node.control_inputs = list(dict.fromkeys(waits))
     graph.replace_tensors(mapping)
 
 
-def _controls(node: Node, sources: dict[Node, list[Node]]) -> list[Node]:
-    """Control inputs of a bypassed node, through other bypassed nodes."""
-    if node not in sources:
-        return []
-    return [s for c in node.control_inputs for s in [*sources.get(c, [c]), *_controls(c, sources)]]
-
-
 def _bypass_identity_n(graph: Graph) -> None:
-    mapping: dict[Tensor, Tensor] = {}
-    for node in graph.topological():
-        if node.op == "IdentityN":
-            for index, source in enumerate(node.inputs):
-                mapping[node.out(index)] = mapping.get(source, source)
+    order, mapping = graph.topological(), dict[Tensor, Tensor]()
+    effects = _effects(order)
+    for node in order:
+        if node.op != "IdentityN" or any(effects[node] & ~effects[source.node] for source in node.inputs):
+            continue
+        for index, source in enumerate(node.inputs):
+            mapping[node.out(index)] = mapping.get(source, source)
     _bypass(graph, mapping)
 
 
+def _effects(order: Iterable[Node]) -> dict[Node, int]:
+    """For every node the effects (assignments, assertions) that come before it, as a set of bits."""
+    result: dict[Node, int] = {}
+    number = 0
+    for node in order:
+        before = 0
+        for other in predecessors(node):
+            before |= result[other]
+        if node.stateful and node.op not in ("ReadVariableOp", "Placeholder"):
+            before |= 1 << number
+            number += 1
+        result[node] = before
+    return result
+
+
 def _bypass_no_ops(graph: Graph, evaluate: Evaluator) -> None:
-    mapping: dict[Tensor, Tensor] = {}
-    for node in graph.topological():
+    order, mapping = graph.topological(), dict[Tensor, Tensor]()
+    effects = _effects(order)
+    for node in order:
         source = mapping.get(node.inputs[0], node.inputs[0]) if node.inputs else None
-        if source is not None and _changes_nothing(node, source, evaluate):
+        if source is None or effects[node] & ~effects[source.node]:
+            continue
+        if _changes_nothing(node, source, evaluate):
             mapping[node.out()] = source
     _bypass(graph, mapping)
 
@@ -100,17 +118,45 @@ def _changes_nothing(node: Node, source: Tensor, evaluate: Evaluator) -> bool:
 
 
 def _split_shapes(graph: Graph) -> None:
-    """One `Shape` per operand of `ShapeN`, which keeps all of them for the sake of one."""
+    """`Shape` is the only op left that asks for sizes: one per operand of `ShapeN`, a product of it for `Size`.
+
+    `ShapeN` keeps all of its operands for the sake of one.
+    """
     mapping: dict[Tensor, Tensor] = {}
     for node in list(graph.nodes.values()):
-        if node.op != "ShapeN":
-            continue
-        attrs = {key: node.attrs[key] for key in ("T", "out_type")}
-        for index, source in enumerate(node.inputs):
-            name = graph.unique_name(f"{node.name}/shape_{index}")
-            shape = Node(name, "Shape", [source], node.control_inputs, attrs, node.device, [node.outputs[index]])
-            mapping[node.out(index)] = graph.add(shape).out()
+        if node.op == "ShapeN":
+            for index in range(len(node.inputs)):
+                mapping[node.out(index)] = _shape_of(graph, node, index).out()
+        elif node.op == "Size" and node.inputs[0].shape is not None:
+            mapping[node.out()] = _number_of_elements(graph, node).out()
+        elif node.op == "Rank" and node.inputs[0].shape is not None and not node.control_inputs:
+            rank = int_constant(graph, f"{node.name}/static", len(node.inputs[0].shape), tf.int32)
+            mapping[node.out()] = rank.out()
     graph.replace_tensors(mapping)
+
+
+def _shape_of(graph: Graph, node: Node, index: int = 0) -> Node:
+    """A `Shape` of an operand of a node that asks for sizes."""
+    source = node.inputs[index]
+    attrs = {key: node.attrs[key] for key in ("T", "out_type")}
+    rank = None if source.shape is None else (len(source.shape),)
+    name = graph.unique_name(f"{node.name}/shape_{index}")
+    dtype = node.outputs[index][0]
+    return graph.add(Node(name, "Shape", [source], node.control_inputs, attrs, node.device, [(dtype, rank)]))
+
+
+def _number_of_elements(graph: Graph, node: Node) -> Node:
+    """`Size` as a product over the shape."""
+    dtype, shape = node.outputs[0]
+    axes = int_constant(graph, f"{node.name}/axes", (0,), tf.int32)
+    attrs = {
+        "T": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum),
+        "Tidx": tf.compat.v1.AttrValue(type=tf.int32.as_datatype_enum),
+        "keep_dims": tf.compat.v1.AttrValue(b=False),
+    }
+    operands = [_shape_of(graph, node).out(), axes.out()]
+    name = graph.unique_name(f"{node.name}/product")
+    return graph.add(Node(name, "Prod", operands, (), attrs, node.device, [(dtype, shape)]))
 
 
 def _freeze_shapes(graph: Graph, evaluate: Evaluator) -> None:
@@ -118,7 +164,7 @@ def _freeze_shapes(graph: Graph, evaluate: Evaluator) -> None:
     readers = graph.consumers()
     mapping: dict[Tensor, Tensor] = {}
     for node in list(graph.nodes.values()):
-        if node.op not in ("Shape", "ShapeN", "BroadcastGradientArgs", "ConcatOffset"):
+        if node.op not in ("Shape", "BroadcastGradientArgs", "ConcatOffset") or node.control_inputs:
             continue
         for index in range(len(node.outputs)):
             tensor = node.out(index)
@@ -128,8 +174,8 @@ def _freeze_shapes(graph: Graph, evaluate: Evaluator) -> None:
     graph.replace_tensors(mapping)
 
 
-def int_constant(graph: Graph, name: str, value: tuple[int, ...], dtype: tf.DType) -> Node:
-    """Add a constant vector."""
+def int_constant(graph: Graph, name: str, value: int | tuple[int, ...], dtype: tf.DType) -> Node:
+    """Add a constant number or vector."""
     array = np.array(value, dtype.as_numpy_dtype)
     attrs = {
         "dtype": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum),

@@ -87,7 +87,6 @@ def data_nodes(order: list[Node]) -> set[Node]:
     return result
 
 
-def reads_shape_only(node: Node, position: int) -> bool:
-    """Whether operand `position` matters only by its shape."""
-    del position
+def reads_shape_only(node: Node) -> bool:
+    """Whether the operands matter only by their shape."""
     return node.op in ("Shape", "ShapeN", "Size", "Rank")

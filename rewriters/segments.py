@@ -30,7 +30,7 @@ class Segment:
     Attributes:
         name: For scopes and reports.
         entries: Image tensors that go in, whole; they are sliced, not recomputed.
-        exits: Tensors that come out, whole.
+        exits: Tensors that come out, whole; none if only the backward part needs what the forward part makes.
         forward: Forward ops in topological order.
         backward: Backward ops in topological order.
         kinds: Kind of every tensor that an op of the segment reads or makes.
@@ -67,7 +67,7 @@ def forward_ops(analysis: Analysis, entries: Iterable[Tensor], exits: Iterable[T
     above: set[Node] = set()
 
     def value_readers(tensor: Tensor) -> list[Node]:
-        return [r for r, p in analysis.readers.get(tensor, ()) if not reads_shape_only(r, p)]
+        return [r for r, p in analysis.readers.get(tensor, ()) if not reads_shape_only(r)]
 
     stack = [reader for entry in entries for reader in value_readers(entry)]
     while stack:
@@ -126,7 +126,14 @@ def build_segment(
         for tensor, reason in part.leaks.items():
             notes.append(f"`{tensor.name}` stays whole: {reason}")
             exits.append(tensor)
-    return _assemble(analysis, name, ops, exits, part, stored, notes)
+    segment = _assemble(analysis, name, ops, exits, part, stored, notes)
+    sizes = analysis.evaluate.sizes
+    unknown = [sizes.of(t) for t in segment.entries if t.shape is not None and t.shape[0] is None]
+    if not all(sizes.same(unknown[0], size) for size in unknown):
+        raise NotTileableError("its entries may be of different numbers of images when the step runs")
+    if not segment.exits and not segment.grad_entries:
+        raise NotTileableError("nothing that it makes is needed outside of it")
+    return segment
 
 
 def _exits(analysis: Analysis, ops: set[Node]) -> list[Tensor]:
@@ -137,7 +144,7 @@ def _exits(analysis: Analysis, ops: set[Node]) -> list[Tensor]:
         for index in range(len(node.outputs)):
             tensor = node.out(index)
             outside = any(
-                reader not in ops and reader not in analysis.backward and not reads_shape_only(reader, position)
+                reader not in ops and reader not in analysis.backward and not reads_shape_only(reader)
                 for reader, position in analysis.readers.get(tensor, ())
             )
             if outside or tensor in results:
@@ -205,6 +212,8 @@ class _BackwardPart:
             if kind is not Kind.INVARIANT and (tensor.shape is None or None in tensor.shape[1:3]):
                 raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
         result = find_rule(node).result(self.analysis.view(node), kinds)
+        if result is not Kind.FULL and not all(dtype.is_floating for dtype, _ in node.outputs):
+            raise NotTileableError("it makes a gradient that is no floating point number: parts of it are rounded")
         if result is not Kind.REDUCED and not all(is_image(node.out(i)) for i in range(len(node.outputs))):
             raise NotTileableError("its result is not an image")
         return result
@@ -261,7 +270,7 @@ class _BackwardPart:
             if not missing:
                 return
             for node in self.analysis.sorted(missing):
-                if reads_shape_only(node, 0) or node.op == "Const":
+                if reads_shape_only(node) or node.op == "Const":
                     self.nodes.add(node)  # Control edges alone: nothing to run in the loop.
                     continue
                 try:
@@ -284,7 +293,7 @@ class _BackwardPart:
                 raise NotTileableError(f"its backward pass goes through `{node.name}` ({node.op}): {error}") from None
 
     def _readers(self, tensor: Tensor) -> list[Node]:
-        return [r for r, p in self.analysis.readers.get(tensor, ()) if not reads_shape_only(r, p)]
+        return [r for r, p in self.analysis.readers.get(tensor, ()) if not reads_shape_only(r)]
 
     def _belongs(self, tensor: Tensor) -> bool:
         """Whether an operand comes from this segment rather than from elsewhere."""
@@ -401,7 +410,7 @@ def _assemble(
         for index in range(len(node.outputs)):
             tensor = node.out(index)
             outside = tensor in outputs or any(
-                r not in part.nodes and not reads_shape_only(r, p) for r, p in analysis.readers.get(tensor, ())
+                r not in part.nodes and not reads_shape_only(r) for r, p in analysis.readers.get(tensor, ())
             )
             if outside and part.made[tensor] is Kind.FULL:
                 raise NotTileableError(f"`{tensor.name}`, derived from recomputed values, is needed elsewhere")

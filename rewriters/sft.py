@@ -38,6 +38,10 @@ class SegmentPlan:
     segment: Segment
     phases: list[Phase]
 
+    def phase(self, name: str) -> Phase | None:
+        """The loop of that name, if the segment has one."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
 
 def plan_segment(analysis: Analysis, segment: Segment, grid: Grid, backward_grid: Grid | None = None) -> SegmentPlan:
     """Plan the loops of one segment."""
@@ -93,27 +97,34 @@ class _Rewriter:
         return Tensor(self._own(tensor.node), tensor.index)
 
     def _repoint_shapes(self) -> None:
-        """Shape ops of tensors that will not exist read the batch from the segment's entry instead."""
+        """Shape ops of tensors that a loop makes read the batch from the segment's entry instead.
+
+        Some of the tensors will not exist; and the loop itself may wait for what is made from the shape of its
+        exit, the mask of a dropout.
+        """
         for plan in self.plans:
             segment = plan.segment
             inside = {n.out(i) for n in (*segment.forward, *segment.backward) for i in range(len(n.outputs))}
-            gone = inside - {*segment.exits, *segment.stored, *segment.grad_exits, *segment.reductions}
-            for tensor in sorted(gone, key=lambda t: t.name):
-                for reader, position in self.analysis.readers.get(tensor, ()):
-                    if reads_shape_only(reader, position):
-                        self._repoint(reader, position, tensor, segment)
+            kept = {*segment.exits, *segment.stored, *segment.grad_exits, *segment.reductions}
+            # All unknown leading sizes in a segment are the same.
+            source = next((t for t in segment.entries if t.shape is not None and t.shape[0] is None), None)
+            for tensor in sorted(inside, key=lambda t: t.name):
+                for reader, _ in self.analysis.readers.get(tensor, ()):
+                    known = tensor.shape is not None and None not in tensor.shape[1:]
+                    if reader.op == "Shape" and source is not None and known:
+                        self._repoint(reader, tensor, source)
+                    elif reads_shape_only(reader) and tensor not in kept:
+                        raise RewriteError(f"`{reader.name}` ({reader.op}) needs the size of `{tensor.name}`.")
 
-    def _repoint(self, reader: Node, position: int, tensor: Tensor, segment: Segment) -> None:
-        source = next((t for t in segment.entries if t.shape is not None and t.shape[0] is None), None)
-        index = position if reader.op == "ShapeN" else 0
+    def _repoint(self, reader: Node, tensor: Tensor, source: Tensor) -> None:
         shape = tensor.shape
-        if source is None or shape is None or reader.op not in ("Shape", "ShapeN") or None in shape[1:]:
-            raise RewriteError(f"`{reader.name}` ({reader.op}) needs the size of `{tensor.name}` at run time.")
-        dtype = reader.outputs[index][0]
-        graph, name = self.graph, f"{reader.name}/of_tile_{index}"
+        assert shape is not None and source.shape is not None
+        dtype = reader.outputs[0][0]
+        graph, name = self.graph, f"{reader.name}/of_tile"
         type_attr = {"out_type": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)}
         typed = {"T": tf.compat.v1.AttrValue(type=source.dtype.as_datatype_enum), **type_attr}
-        size = graph.add(Node(graph.unique_name(name), "Shape", [self._tensor(source)], (), typed, "", [(dtype, (4,))]))
+        outputs = [(dtype, (len(source.shape),))]
+        size = graph.add(Node(graph.unique_name(name), "Shape", [self._tensor(source)], (), typed, "", outputs))
         begin = int_constant(graph, f"{name}/begin", (0,), tf.int32)
         count = int_constant(graph, f"{name}/size", (1,), tf.int32)
         attrs = {
@@ -123,8 +134,7 @@ class _Rewriter:
         operands = [size.out(), begin.out(), count.out()]
         batch = graph.add(Node(graph.unique_name(name), "Slice", operands, (), attrs, "", [(dtype, (1,))]))
         rest = int_constant(graph, f"{name}/rest", tuple(int(d or 0) for d in shape[1:]), dtype)
-        axis = int_constant(graph, f"{name}/axis", (), tf.int32)
-        axis.attrs["value"] = tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(0, tf.int32))
+        axis = int_constant(graph, f"{name}/axis", 0, tf.int32)
         attrs = {
             "T": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum),
             "Tidx": tf.compat.v1.AttrValue(type=tf.int32.as_datatype_enum),
@@ -132,7 +142,7 @@ class _Rewriter:
         }
         operands = [batch.out(), rest.out(), axis.out()]
         concat = Node(graph.unique_name(name), "ConcatV2", operands, (), attrs, "", [(dtype, (len(shape),))])
-        self.replaced[self._own(reader).out(index)] = graph.add(concat).out()
+        self.replaced[self._own(reader).out()] = graph.add(concat).out()
 
     def _splice(self, segment: Segment, phase: Phase) -> Node:
         """Insert a loop under its scope; returns the loop's node."""
@@ -204,7 +214,7 @@ class _Rewriter:
         for node in self.graph.nodes.values():
             if node in self.moved or not any(c in self.moved for c in node.control_inputs):
                 continue
-            if node.op == "Const" or reads_shape_only(node, 0):
+            if node.op == "Const" or reads_shape_only(node):
                 node.control_inputs = [c for c in node.control_inputs if c not in self.moved]
             else:
                 node.control_inputs = list(dict.fromkeys(self.moved.get(c, c) for c in node.control_inputs))

@@ -58,7 +58,8 @@ class _Key:
         operands = tuple(self._number(tensor) for tensor in node.inputs)
         results = tuple(self._number(node.out(index)) for index in range(len(node.outputs)))
         attrs = tuple(sorted((key, value.SerializeToString(deterministic=True)) for key, value in node.attrs.items()))
-        return (node.op, attrs, operands, results, tuple(_axis_plan(plan) for plan in self.phase.plans[node]))
+        plans = tuple(_axis_plan(plan) for plan in self.phase.plans[node])
+        return (node.op, node.device, attrs, operands, results, plans)
 
     def _tensor(self, tensor: Tensor) -> Hashable:
         kind = self.segment.kinds.get(tensor)

@@ -124,8 +124,11 @@ class Planner:
         self.segment = segment
 
     def phases(self, grid: Grid, backward_grid: Grid) -> list[Phase]:
-        """The tile loops of a segment without barriers: forward, then recompute and backward."""
-        result = [self.forward(grid)]
+        """The tile loops of a segment without barriers: forward, then recompute and backward.
+
+        There is no forward loop if nothing outside of the segment waits for it, such as a loss that is not returned.
+        """
+        result = [self.forward(grid)] if self.segment.exits or self.segment.stored else []
         if self.segment.backward:
             result.append(self.backward(backward_grid))
         return result

@@ -71,14 +71,14 @@ class Evaluator:
         if node.op == "Const":
             return handler(node, tensor.index, [])
         operands = [self(t) for t in node.inputs]
-        if any(v is None for v in operands):
+        if any(v is None or (isinstance(v, np.ndarray) and node.op not in _MATRIX_OPS) for v in operands):
             return None
         try:
             if node.op == "BroadcastGradientArgs":
                 return _summed_axes(operands[tensor.index], operands[1 - tensor.index], self.sizes.same)
             return handler(node, tensor.index, operands)
-        except (TypeError, ZeroDivisionError, IndexError):
-            return None  # Arithmetic on the symbolic batch: not known.
+        except (TypeError, ValueError, ZeroDivisionError, IndexError):
+            return None  # Arithmetic on a symbol, or on a matrix: not known.
 
 
 def constant(node: Node) -> np.ndarray | None:
@@ -106,7 +106,9 @@ def _vector(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _product(_node: Node, _index: int, operands: list[Any]) -> Value:
+def _product(node: Node, _index: int, operands: list[Any]) -> Value:
+    if operands[1] == () or node.attrs["keep_dims"].b:
+        return operands[0] if operands[1] == () else None
     values = [v for v in _vector(operands[0]) if v != 1]
     if len(values) == 1:
         return values[0]
@@ -201,14 +203,19 @@ def _reshape(_node: Node, _index: int, operands: list[Any]) -> Value:
     return value if len(_vector(target)) == 1 else None
 
 
-def _gather(_node: Node, _index: int, operands: list[Any]) -> Value:
-    values, indices = operands[0], operands[1]
+def _gather(node: Node, _index: int, operands: list[Any]) -> Value:
+    values, indices, axis = operands
+    if axis != 0 or node.attrs["batch_dims"].i:
+        return None
     return tuple(values[i] for i in indices) if isinstance(indices, tuple) else values[indices]
 
 
 def _first(_node: Node, _index: int, operands: list[Any]) -> Value:
     return operands[0]
 
+
+_MATRIX_OPS = frozenset(("Slice", "Reshape", "Identity"))
+"""Those whose handler takes a matrix; to the others it is not known."""
 
 _HANDLERS: dict[str, Callable[[Node, int, list[Any]], Value]] = {
     "Const": _const,

@@ -447,6 +447,38 @@ def test_eager_models_are_refused_with_the_remedy(make):
     assert is_plain(model)
 
 
+def test_functions_that_run_eagerly_are_refused_with_the_remedy():
+    model = net()
+    tf.config.run_functions_eagerly(True)
+    try:
+        with pytest.raises(RewriteError, match=r"Call `tf.config.run_functions_eagerly\(False\)`"):
+            with tflms_sft.budget(model, BUDGET):
+                raise AssertionError("not reached")
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert is_plain(model)
+
+
+def test_replicas_are_refused_with_the_remedy():
+    class Replicas:
+        num_replicas_in_sync = 2
+
+    model = net()
+    model._distribute_strategy = Replicas()
+    with pytest.raises(RewriteError, match="trains on 2 replicas .*not supported yet"):
+        with tflms_sft.budget(model, "1GiB"):
+            raise AssertionError("not reached")
+
+
+def test_batches_that_are_not_dense_are_refused_with_the_remedy():
+    model = net()
+    ragged = tf.RaggedTensor.from_tensor(tf.constant(Y[:, None]))
+    data = tf.data.Dataset.from_tensor_slices((X, ragged)).batch(4)
+    with pytest.raises(RewriteError, match="holds a RaggedTensor; only dense tensors can be rewritten"):
+        model.fit(data, callbacks=[tiles()], **SETTINGS)
+    assert is_plain(model)
+
+
 def test_models_that_are_not_ready_are_refused_with_the_remedy():
     image = keras.Input((8, 8, 3))
     model = keras.Model(image, layers.Conv2D(2, 3)(image), name="mine")

@@ -10,7 +10,7 @@ import tensorflow as tf
 from equivalence import Cut, Step, differing, error, keras_step, rewrite
 from keras import layers
 
-from rewriters.errors import NotTileableError, RewriteError
+from rewriters.errors import NotTileableError
 from rewriters.intervals import Window
 from rewriters.registry import Kind
 from rewriters.rules.elementwise import Additive
@@ -502,15 +502,76 @@ def test_shapes_of_inner_tensors_stay_known():
     assert not differing(one_loss(forward, w), Cut(grid=(2, 2), batch=2))
 
 
-def test_a_size_at_run_time_is_refused():
+@pytest.mark.parametrize("size", (tf.size, lambda x: tf.reduce_prod(tf.shape(x)), tf.rank, lambda x: tf.shape(x)[0]))
+def test_a_size_of_what_is_not_there_any_more(size):
     w = weights(*KERNELS)
 
     def forward(x):
         hidden = tf.nn.relu(conv_op(x, w[0]))
-        return tf.reduce_sum(three_layers(hidden, w[1:]) ** 2) / tf.cast(tf.size(hidden), "float64")
+        return tf.reduce_sum(three_layers(hidden, w[1:]) ** 2) / tf.cast(size(hidden), "float64")
 
-    with pytest.raises(RewriteError, match="needs the size of `Relu:0` at run time"):
-        rewrite(one_loss(forward, w).concrete_fn, Cut(grid=(2, 2)))
+    assert not differing(one_loss(forward, w), Cut(grid=(2, 2)))
+
+
+def test_the_shape_of_an_exit_from_which_the_segment_makes_a_mask():
+    """The loop would wait for its own exit."""
+
+    def net(x):
+        first = conv(4, name="first")(x)
+        head = layers.GlobalAveragePooling2D()(first)
+        second = conv(4, name="second")(layers.Dropout(0.3, seed=1)(first))
+        return second * layers.Reshape((1, 1, 4))(layers.Dense(4)(head))
+
+    step = keras_step(net, (11, 12), [3, 3, 1], known_batch=False)
+    assert not differing(step, Cut("input", ("first", "second"), (2, 2)))
+    assert not differing(step, Cut("input", ("first", "second"), (2, 2), batch=2))
+
+
+def test_a_gradient_that_is_rounded_is_cast_whole():
+    """Parts of a gradient that are cast to integers do not add up to the whole one, cast."""
+    w = weights(*KERNELS)
+
+    def body(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(three_layers(x, w) ** 2)
+        return loss, tf.cast(tape.gradient(loss, x), "int32")
+
+    assert not differing(hand_written(body, w, images()), Cut(grid=(2, 2)))
+
+
+def test_a_loss_that_is_not_returned_needs_no_forward_loop():
+    w = weights(*KERNELS)
+
+    def body(x, target):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.identity((three_layers(x, w) - target) ** 2, "last"))
+        descend(w, tape.gradient(loss, w))
+
+    batches = [a + b for a, b in zip(images(), images(), strict=True)]
+    specs = [tf.TensorSpec((None, *a.shape[1:]), a.dtype) for a in batches[0]]
+    step = Step(tf.function(body).get_concrete_function(*specs), w, batches)
+    cut = Cut(("x", "target"), "last", (2, 3), batch=2)
+    assert not differing(step, cut)
+    loops = [n.name for n in rewrite(step.concrete_fn, cut).graph.nodes.values() if n.op.endswith("While")]
+    assert loops == ["sft/segment0/backward/while"]
+    stored = Cut(("x", "target"), "last", (2, 3), backward_grid=(1, 2), stored=("Relu",))
+    assert not differing(step, stored)
+    assert len([n for n in rewrite(step.concrete_fn, stored).graph.nodes.values() if n.op.endswith("While")]) == 2
+
+
+def test_an_op_stays_on_the_device_that_it_was_given():
+    w = weights(*KERNELS)
+
+    def forward(x):
+        with tf.device("/device:CPU:0"):
+            return tf.reduce_sum(three_layers(x, w) ** 2)
+
+    step = one_loss(forward, w)
+    graph = rewrite(step.concrete_fn, Cut(grid=(2, 2))).graph
+    nodes = [node for function in graph.library.function for node in function.node_def if node.op == "Conv2D"]
+    assert nodes and all("CPU:0" in node.device for node in nodes)
+    assert not differing(step, Cut(grid=(2, 2)))
 
 
 def test_a_part_of_the_batch_is_refused():

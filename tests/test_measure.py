@@ -8,6 +8,7 @@ from keras import layers
 
 import tflms_sft
 from tflms_sft import SFTParams
+from tflms_sft._plan import Measurement
 
 SIZE = 128
 
@@ -75,7 +76,17 @@ def test_all_ways_to_hand_a_step_over_give_about_the_same():
     assert np.allclose([by_keyword, by_concrete], by_function, rtol=0.3)
 
 
-def test_weights_slots_metrics_and_seeds_are_as_before():
+@pytest.fixture(params=["records", "statistics"])
+def either_way(request, monkeypatch):
+    """Devices without and with allocator statistics; where there are some, the step itself runs, twice."""
+    statistics = request.param == "statistics"
+    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: 0 if statistics else None)
+    if statistics:
+        monkeypatch.setattr("tflms_sft._measure.read_peak", lambda in_use, own: Measurement(1, "statistics"))
+    return request.param
+
+
+def test_weights_slots_metrics_and_seeds_are_as_before(either_way):
     keras.utils.set_random_seed(0)
     image = keras.Input((16, 16, 3))
     x = layers.BatchNormalization()(layers.Conv2D(4, 3)(image))
@@ -89,7 +100,7 @@ def test_weights_slots_metrics_and_seeds_are_as_before():
     step = tf.function(lambda x, y: model.train_step((x, y)))
     rewritten = tflms_sft.rewrite(step, SFTParams((2, 2)), images, labels)
     for measured in (step, rewritten):
-        tflms_sft.measure(measured, images, labels)
+        assert either_way in tflms_sft.measure(measured, images, labels).source
         assert all(np.array_equal(a, v) for a, v in zip(before, variables, strict=True))
     step(images, labels)
     assert not all(np.array_equal(a, v) for a, v in zip(before, variables, strict=True))

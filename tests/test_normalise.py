@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rewriters import normalise
 from rewriters.build import Importer
-from rewriters.graph import Graph, Node, from_concrete_function
+from rewriters.graph import Graph, Node, ancestors, from_concrete_function
 from rewriters.inline import is_call
 from rewriters.values import Evaluator
 
@@ -93,25 +93,38 @@ def test_dead_operations_go():
 
 
 def test_who_waited_for_a_bypassed_node_waits_for_what_it_passed_on():
-    """Also through a chain of them, and for what they themselves waited for."""
+    """Also through a chain of them."""
     spec = [(tf.float32, (2,))]
-    source, other, waited = (
-        Node(name, "Placeholder", outputs=spec) for name in ("source", "other", "waited")
-    )
-    first = Node("first", "IdentityN", [source.out(), other.out()], [waited], outputs=spec * 2)
+    source, other = (Node(name, "Placeholder", outputs=spec) for name in ("source", "other"))
+    first = Node("first", "IdentityN", [source.out(), other.out()], outputs=spec * 2)
     second = Node("second", "IdentityN", [first.out(1)], outputs=spec)
     reader = Node("reader", "Neg", [second.out()], [second], outputs=spec)
     late = Node("late", "Neg", [source.out()], [first], outputs=spec)
-    nodes = {n.name: n for n in (source, other, waited, first, second, reader, late)}
+    nodes = {n.name: n for n in (source, other, first, second, reader, late)}
     library = tf.compat.v1.GraphDef().library
     outputs = [reader.out(), late.out(), first.out(0)]
-    inputs = [source.out(), other.out(), waited.out()]
-    graph = normalise.normalise(Graph(nodes, inputs, outputs, [], library, None))
+    graph = normalise.normalise(Graph(nodes, [source.out(), other.out()], outputs, [], library, None))
     names = {node.name: {c.name for c in node.control_inputs} for node in graph.nodes.values()}
-    assert set(names) == {"source", "other", "waited", "reader", "late"}
+    assert set(names) == {"source", "other", "reader", "late"}
     assert [t.name for t in graph.nodes["reader"].inputs] == ["other:0"]
-    assert names["reader"] >= {"other"} and names["late"] == {"source", "other", "waited"}
+    assert names["reader"] >= {"other"} and names["late"] == {"source", "other"}
     assert graph.outputs[2].name == "source:0"
+
+
+def test_a_check_on_the_way_stays_before_what_follows():
+    """What waits for an assertion does so through an op that changes nothing."""
+    variable = tf.Variable(tf.ones((2, 3)))
+
+    @tf.function(autograph=False)
+    def body(x):
+        with tf.control_dependencies([tf.debugging.assert_positive(x)]):
+            same = tf.reshape(x, (2, 3))
+        variable.assign_sub(same)
+        return same
+
+    graph = normalise.read(body.get_concrete_function(tf.TensorSpec((2, 3))))
+    update = next(node for node in graph.nodes.values() if node.op == "AssignSubVariableOp")
+    assert "If" in {node.op for node in ancestors([update])}  # The guard around the assertion.
 
 
 def test_one_shape_does_not_keep_the_others_alive():

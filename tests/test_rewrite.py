@@ -150,6 +150,45 @@ def test_nests_in_and_out_are_kept():
     assert close(got["found"], step(batch)["found"])
 
 
+def test_results_that_consist_of_several_tensors():
+    """The gradient of an embedding is one: values and the rows that they belong to."""
+    model, table = net(), tf.Variable(tf.ones((7, 2)))
+
+    @tf.function
+    def step(images, labels):
+        with tf.GradientTape() as tape:
+            scores = model(images, training=True) * tf.gather(table, labels)
+            loss = tf.reduce_sum(scores**2)
+        of_table, of_model = tape.gradient(loss, [table, model.trainable_variables])
+        ragged = tf.RaggedTensor.from_row_lengths(labels, [1, 0, 1])
+        return {"gradients": [of_table, of_model], "ragged": ragged, "last": loss, "none": None}
+
+    got, want = tflms_sft.rewrite(step, TILES, *BATCH)(*BATCH), step(*BATCH)
+    assert isinstance(got["gradients"][0], tf.IndexedSlices) and isinstance(got["ragged"], tf.RaggedTensor)
+    assert got["none"] is None and got["last"].shape == ()
+    tf.nest.assert_same_structure(got, want, expand_composites=True)
+    flat = [tf.nest.flatten(result, expand_composites=True) for result in (got, want)]
+    assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(*flat, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("value", (tf.ragged.constant([[1.0], []]), tf.sparse.eye(3), tf.RaggedTensorSpec((2, None))))
+def test_arguments_that_are_not_dense_are_refused_with_the_remedy(value):
+    step = tf.function(lambda images, more: tf.reduce_sum(images))
+    with pytest.raises(RewriteError, match="have to be dense tensors. Received.*Pass its parts"):
+        tflms_sft.rewrite(step, TILES, IMAGES, value)
+    with pytest.raises(RewriteError, match="have to be dense tensors"):
+        tflms_sft.rewrite(step.get_concrete_function(IMAGES, value), TILES)
+
+
+def test_functions_that_run_eagerly_are_refused_with_the_remedy():
+    tf.config.run_functions_eagerly(True)
+    try:
+        with pytest.raises(RewriteError, match=r"Call `tf.config.run_functions_eagerly\(False\)`"):
+            tflms_sft.rewrite(gradients(), TILES, *BATCH)
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
 def test_arguments_that_are_no_tensors_are_fixed():
     inner = gradients()
 

@@ -165,3 +165,25 @@ def test_images_of_numbers_that_may_differ_end_a_segment():
     with pytest.raises(NotTileableError, match="may be of different numbers"):
         rewrite(step.concrete_fn, Cut(("out", "first"), "last", (2, 2)))
     assert not differing(step, Cut(grid=(2, 2)))
+
+
+def joined(x, reference):
+    """Two batches in one, of which a part is looked at."""
+    kernel = tf.constant(np.random.default_rng(0).normal(size=(3, 3, 3, 3)))
+    with tf.GradientTape() as tape:
+        tape.watch([x, reference, kernel])
+        y = tf.nn.relu(tf.nn.conv2d(tf.concat([x, reference], 0), kernel, 1, "SAME"))
+        first = tf.slice(tf.nn.conv2d(y, kernel, 1, "SAME"), [0, 0, 0, 0], [tf.shape(x)[0], 8, 9, 3])
+        loss = tf.reduce_mean(tf.nn.relu(first + 0.1) ** 2) + tf.reduce_mean(y)
+    return loss, tape.gradient(loss, [x, reference, kernel])
+
+
+def test_two_batches_joined_to_one():
+    specs = [tf.TensorSpec((None, 8, 9, 3), tf.float64)] * 2
+    params = tflms_sft.SFTParams((2, 2), [tflms_sft.SegmentSpec("concat", "Conv2D_1")])
+    step = tflms_sft.rewrite(tf.function(joined), params, *specs)
+    assert step.plan.changed
+    for sizes_ in ((2, 3), (3, 1), (2, 2)):
+        got, want = step(*pair(*sizes_)), joined(*pair(*sizes_))
+        for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)

@@ -67,6 +67,7 @@ EXPRESSIONS = {
     "Reshape of a matrix": lambda s, x: tf.reshape(tf.constant(MATRIX), [8]),
     "Prod": lambda s, x: tf.reduce_prod(s[1:]),
     "Prod with ones and a batch": lambda s, x: tf.reduce_prod(tf.concat([s[:1], [1, 1]], 0)),
+    "Prod over no axes": lambda s, x: tf.raw_ops.Prod(input=s[1:], axis=tf.zeros([0], tf.int32)),
     "Prod of nothing": lambda s, x: tf.reduce_prod(s[4:]),
     "Add": lambda s, x: tf.raw_ops.Add(x=s[1:], y=3),
     "AddV2": lambda s, x: tf.raw_ops.AddV2(x=s[1:], y=s[1:]),
@@ -101,6 +102,10 @@ UNKNOWN = {
     "a range up to the batch": lambda s, x: tf.range(s[0]),
     "division by zero": lambda s, x: s[1] // (s[1] - 9),
     "the end of a vector": lambda s, x: tf.gather(s, s[1]),
+    "a matrix of one number": lambda s, x: tf.fill([4, 2], s[1]),
+    "a product of a matrix": lambda s, x: tf.reduce_prod(tf.constant(MATRIX)),
+    "a column": lambda s, x: tf.gather(tf.constant(MATRIX), 1, axis=1),
+    "parts of a matrix": lambda s, x: tf.concat([tf.constant(MATRIX), tf.constant(MATRIX)], 1),
     "another axis": lambda s, x: tf.raw_ops.StridedSlice(
         input=s, begin=[0], end=[4], strides=[1], new_axis_mask=1
     ),

@@ -192,7 +192,7 @@ class Chain:
             planner = Planner(analysis, segment)
             # About the forward grid that the plan will have; finding it takes longer than an estimate is worth.
             coarser = Grid(grid.batch, tuple(-(-count // 2) for count in grid.spatial))
-            phases = [planner.forward(coarser), planner.backward(grid)]
+            phases = [*([planner.forward(coarser)] if segment.exits else []), planner.backward(grid)]
             waits = sum(t.num_bytes(batch) for t in segment.exits)
             cost = sum(phase_cost(analysis, phase, batch) for phase in phases)
             self._tiled[key] = Choice(first, last, grid, waits, self._needs(first, last, segment, grid), cost)

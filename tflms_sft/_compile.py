@@ -21,7 +21,7 @@ from rewriters.memory import Peak, graph_peak
 from rewriters.normalise import read
 from rewriters.segments import Segment, build_segment, forward_ops
 from rewriters.sft import SegmentPlan, loop_nodes, outline, plan_segment, tile_segments
-from rewriters.tiles import Grid
+from rewriters.tiles import Grid, Phase
 from rewriters.turns import loop_turns, phase_scratch
 from tflms_sft._names import LayerRecord, display_names, resolve
 from tflms_sft._params import AutoParams, SegmentSpec, SFTParams, parse_num_tiles
@@ -238,7 +238,8 @@ def auto_grids(segment: Segment) -> list[Grid]:
     """Grids to try, from one tile up; the longer side of a tile is split first, so that halos stay small."""
     most = [min(rows, AUTO_TILES[-1]) for rows in _most_tiles(segment)]
     counts = [[n for n in AUTO_TILES if n < rows] + [rows] for rows in most]
-    shape = max((t.shape for t in segment.exits if t.shape is not None), key=lambda s: int(s[1] or 1) * int(s[2] or 1))
+    shapes = [t.shape for t in segment.exits or segment.grad_entries if t.shape is not None]
+    shape = max(shapes, key=lambda s: int(s[1] or 1) * int(s[2] or 1))
     extents = [int(shape[1] or 1), int(shape[2] or 1)]
     at = [0, 0]
     grids = [Grid(1, (counts[0][0], counts[1][0]))]
@@ -354,11 +355,12 @@ def _layer_name(traced: Traced, op: str) -> str:
 
 def _described(traced: Traced, plan: SegmentPlan, names: Mapping[Tensor, str]) -> PlannedSegment:
     segment = plan.segment
-    forward, *others = plan.phases
-    entry, exit_ = segment.entries[0], segment.exits[0]
+    forward, backward = plan.phase("forward"), plan.phase("backward")
+    ends = forward.writes if forward else segment.grad_entries
 
     def rows(tensor: Tensor) -> tuple[int, int]:
-        region = forward.cells.get(tensor) or forward.regions[tensor]
+        phase = plan.phases[0]
+        region = phase.cells.get(tensor) or phase.regions[tensor]
         return int(region[0].size.max()), int(region[1].size.max())
 
     def shown(tensors: Sequence[Tensor]) -> tuple[str, ...]:
@@ -368,15 +370,20 @@ def _described(traced: Traced, plan: SegmentPlan, names: Mapping[Tensor, str]) -
         name=segment.name,
         entries=shown(segment.entries),
         exits=shown(segment.exits),
-        num_tiles=(forward.grid.batch, *forward.grid.spatial),
-        backward_num_tiles=tuple(n for phase in others for n in (phase.grid.batch, *phase.grid.spatial)),
+        num_tiles=_counts(forward),
+        backward_num_tiles=_counts(backward),
         stored=shown(sorted(segment.stored, key=lambda t: t.name)),
         forward_ops=len(segment.forward),
         backward_ops=len(segment.backward),
         tile_bytes=tuple(phase_scratch(phase, traced.batch) for phase in plan.phases),
-        tile_rows=(rows(exit_), rows(entry)),
+        tile_rows=(rows(ends[0]), rows(segment.entries[0])),
         notes=tuple(segment.notes),
     )
+
+
+def _counts(phase: Phase | None) -> tuple[int, ...]:
+    """Tiles along (batch, height, width); nothing without a loop."""
+    return () if phase is None else (phase.grid.batch, *phase.grid.spatial)
 
 
 def unsupported_layers(traced: Traced, left: Sequence[LeftAlone]) -> list[str]:

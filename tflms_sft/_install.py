@@ -25,7 +25,7 @@ from tflms_sft._measure import read_peak, reset_peak
 from tflms_sft._names import recorded_layers
 from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
-from tflms_sft._rewrite import check_image_sizes
+from tflms_sft._rewrite import check_graphs_run, check_image_sizes
 from tflms_sft._units import format_bytes
 
 _SLOT = "_tflms_sft_installation"
@@ -207,6 +207,7 @@ class Installation:
         """What Keras traces: the original step, traced once per signature, rewritten and imported."""
         if tf.executing_eagerly():
             return self._original(data)
+        self._require_tensors(data)
         specs = tf.nest.pack_sequence_as(data, list(map(self._spec, tf.nest.flatten(data), itertools.count())))
         key = tuple(tf.nest.flatten(specs))
         if key not in self._steps:
@@ -215,6 +216,14 @@ class Installation:
         flat = [self._within(t) for t in tf.nest.flatten(data) if t is not None]
         pairs = zip(flat, [s for s in key if s is not None], strict=True)
         return self._steps[key]([tf.ensure_shape(t, s.shape) for t, s in pairs])
+
+    def _require_tensors(self, data: Any) -> None:
+        for value in tf.nest.flatten(data):
+            if value is not None and not isinstance(value, tf.Tensor):
+                raise RewriteError(
+                    f"A batch of model {self.model.name!r} holds a {type(value).__name__}; only dense tensors can be "
+                    "rewritten. Give the data set dense tensors, padded where they are ragged."
+                )
 
     def _within(self, tensor: Any) -> Any:
         """A batch of images that a budget's plan holds for; a larger one is an error that names both sizes."""
@@ -283,6 +292,13 @@ def check_model(model: Any) -> None:
     if model.run_eagerly:
         raise RewriteError(
             f"Model {model.name!r} runs eagerly, so there is no graph to rewrite. Compile it with `run_eagerly=False`."
+        )
+    check_graphs_run()
+    strategy = getattr(model, "distribute_strategy", None)
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        raise RewriteError(
+            f"Model {model.name!r} trains on {strategy.num_replicas_in_sync} replicas ({type(strategy).__name__}), "
+            "which is not supported yet. Build and compile it outside of the strategy's scope."
         )
     if not model.built:
         raise RewriteError(f"Model {model.name!r} has no weights yet. Call it on a batch, or `model.build`, first.")

@@ -68,8 +68,10 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     """
     concrete_fn = _concrete(step, args, kwargs)
     run = step if callable(step) else concrete_fn
-    variables = list(concrete_fn.graph.variables)
-    saved = [variable.read_value() for variable in variables]
+    saved = [
+        (handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
+        for handle, dtype in _tf_private.captured_variables(concrete_fn)
+    ]
     sizes = _tf_private.variable_sizes(concrete_fn)
     given = tf.nest.flatten((args, kwargs))
     try:
@@ -86,8 +88,8 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
         shifted = tuple((time_s, alive + fixed) for time_s, alive in timeline)
         return Measurement(peak + fixed, RECORDS, shifted)
     finally:
-        for variable, value in zip(variables, saved, strict=True):
-            variable.assign(value)
+        for handle, value in saved:
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 def _size(value: Any) -> int:

@@ -51,13 +51,14 @@ class PlannedSegment:
         name: Its name scope is `sft/<name>`.
         entries: Names of what goes in; they can be pasted into a `SegmentSpec`.
         exits: Names of what comes out.
-        num_tiles: Tiles along (batch, height, width) in the forward loop.
+        num_tiles: Tiles along (batch, height, width) in the forward loop; empty if nothing waits for one.
         backward_num_tiles: The same in the backward loop; empty if there is none.
         stored: Names of inner tensors that are kept instead of recomputed.
         forward_ops: Number of forward ops.
         backward_ops: Number of backward ops.
         tile_bytes: Predicted peak of one turn of each loop.
-        tile_rows: Largest (height, width) of a tile of the exit, and of the entry with its halo.
+        tile_rows: Largest (height, width) of a tile of the exit (of the incoming gradient, if there is none), and of
+            the entry with its halo.
         notes: What a reader should know.
     """
 
@@ -176,13 +177,18 @@ _MOST_NAMES = 4
 
 def _segment_line(segment: PlannedSegment) -> str:
     (rows, columns), (in_rows, in_columns) = segment.tile_rows
-    grids, turns = f"{_grid(segment.num_tiles)} tiles forward", f"turn {format_bytes(segment.tile_bytes[0])} forward"
-    if segment.backward_num_tiles:
-        grids += f", {_grid(segment.backward_num_tiles)} backward"
-        turns += f", {format_bytes(segment.tile_bytes[1])} backward"
+    loops = [
+        (counts, name)
+        for counts, name in ((segment.num_tiles, "forward"), (segment.backward_num_tiles, "backward"))
+        if counts
+    ]
+    grids = ", ".join(f"{_grid(counts)} {name}" for counts, name in loops).replace(" ", " tiles ", 1)
+    sizes = zip(segment.tile_bytes, loops, strict=True)
+    turns = "turn " + ", ".join(f"{format_bytes(size)} {name}" for size, (_, name) in sizes)
+    end = "exit" if segment.num_tiles else "gradient"
     return (
         f"{segment.name}: {_joined(segment.entries)} -> {_joined(segment.exits)}, {grids}; "
-        f"exit tile {rows}x{columns} from {in_rows}x{in_columns} of the entry; {turns}; "
+        f"{end} tile {rows}x{columns} from {in_rows}x{in_columns} of the entry; {turns}; "
         f"{segment.forward_ops} + {segment.backward_ops} ops"
     )
 
@@ -198,4 +204,4 @@ def _shortened(names: list[str]) -> str:
 
 
 def _joined(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else "(" + ", ".join(names) + ")"
+    return names[0] if len(names) == 1 else f"({', '.join(names)})" if names else "nothing"

@@ -24,11 +24,30 @@ def is_concrete(step: Any) -> bool:
 
 def spec_of(value: Any) -> Any:
     """The `TensorSpec` of a tensor, array or variable; anything else as it is."""
+    composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices))
+    if composite or (isinstance(value, tf.TypeSpec) and not isinstance(value, tf.TensorSpec)):
+        raise RewriteError(
+            f"Arguments of a rewritten step have to be dense tensors. Received: a {type(value).__name__}. Pass its "
+            "parts as arguments and put them together inside of the step."
+        )
     if isinstance(value, tf.TypeSpec) or value is None:
         return value
     if tf.is_tensor(value) or hasattr(value, "__array_interface__") or isinstance(value, tf.Variable):
         return tf.TensorSpec(value.shape, value.dtype)
     return value
+
+
+def check_graphs_run() -> None:
+    """Refuse while TensorFlow runs functions eagerly: there is no graph to rewrite.
+
+    Raises:
+        RewriteError: With the remedy.
+    """
+    if tf.config.functions_run_eagerly():
+        raise RewriteError(
+            "`tf.config.run_functions_eagerly(True)` is on, so there is no graph to rewrite. "
+            "Call `tf.config.run_functions_eagerly(False)`."
+        )
 
 
 def check_image_sizes(concrete_fn: Any) -> None:
@@ -154,11 +173,13 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
     >>> loss = fast_enough(images, labels)
     """
     chosen = one_of(params)
+    check_graphs_run()
     record = LayerRecord()
     if is_concrete(step):
         if example_args or example_kwargs:
             raise TypeError("`step` is traced already, so example arguments have no effect. Leave them out.")
         concrete_fn = step
+        tf.nest.map_structure(spec_of, step.structured_input_signature)
     elif hasattr(step, "get_concrete_function"):
         args, kwargs = tf.nest.map_structure(spec_of, (example_args, example_kwargs))
         with recorded_layers() as record:

@@ -225,6 +225,8 @@ def _planned(traced: Traced, segment: Segment, grid: Grid) -> SegmentPlan:
     """Loops with `grid` backward, and forward as few tiles as need no more memory: fewer halos for nothing."""
     backward = plan_segment(traced.analysis, segment, grid)
     limit = phase_scratch(backward.phases[-1], traced.batch)
+    if backward.phase("forward") is None:
+        return backward
     forward = Planner(traced.analysis, segment).forward
     coarser = [g for g in auto_grids(segment) if g.num_tiles < grid.num_tiles]
     chosen = fewest(coarser, lambda g: phase_scratch(forward(g), traced.batch) <= limit)

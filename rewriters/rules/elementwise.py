@@ -112,6 +112,21 @@ class LinearIn(Pointwise):
         return Kind.PARTIAL
 
 
+@tiling_rule("Cast")
+class Cast(LinearIn):
+    """Linear between floating point types; to an integer it rounds, and parts that are rounded do not add up."""
+
+    def __init__(self) -> None:
+        super().__init__((0,))
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """`PARTIAL` for a gradient that stays one."""
+        types = (op.node.inputs[0].dtype, op.node.out().dtype)
+        if kinds[0] is Kind.PARTIAL and not all(dtype.is_floating or dtype.is_complex for dtype in types):
+            raise NotTileableError(f"a gradient cast from {types[0].name} to {types[1].name} is rounded")
+        return super().result(op, kinds)
+
+
 class Additive(Pointwise):
     """Sums: all operands are gradients or none is."""
 
@@ -204,7 +219,7 @@ _POINTWISE = (
 )
 _LINEAR_IN = {
     (0,): (
-        "Identity Snapshot Neg Cast RealDiv Div DivNoNan StopGradient PreventGradient ReluGrad Relu6Grad EluGrad "
+        "Identity Snapshot Neg RealDiv Div DivNoNan StopGradient PreventGradient ReluGrad Relu6Grad EluGrad "
         "SeluGrad SoftplusGrad SoftsignGrad LeakyReluGrad"
     ),
     (1,): "TanhGrad SigmoidGrad SqrtGrad RsqrtGrad InvGrad ReciprocalGrad",
