@@ -459,6 +459,74 @@ def test_functions_that_run_eagerly_are_refused_with_the_remedy():
     assert is_plain(model)
 
 
+class Undecided(keras.Model):
+    """Its layers get their weights when it is first called, not when it is built."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = layers.Conv2D(4, 3, activation="relu"), layers.Dense(3)
+
+    def call(self, x):
+        return self.head(tf.reduce_mean(self.conv(x), [1, 2]))
+
+
+@pytest.mark.filterwarnings("ignore:`build..` was called on layer")
+def test_a_model_that_is_built_without_weights_is_left_as_it_was():
+    model = Undecided()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.build((None, 24, 24, 3))
+    with pytest.raises(RewriteError, match="has no weights yet. Call it on a batch first"):
+        model.fit(X, Y, callbacks=[tiles()], **SETTINGS)
+    model(X[:1])
+    model.fit(X, Y, callbacks=[tiles(segments=[SegmentSpec("data", "conv2d")])], **SETTINGS)
+
+
+def test_a_model_of_which_nothing_trains_is_refused():
+    model = net()
+    model.trainable = False
+    with pytest.raises(RewriteError, match="has no trainable weights, so a step computes no gradients"):
+        with tflms_sft.budget(model, "1GiB"):
+            raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("verbose", ("x", 2, None))
+def test_verbose_is_checked(verbose):
+    with pytest.raises(ValueError, match="`verbose` must be 0 or 1. Received: verbose="):
+        SFT(verbose=verbose)
+
+
+def test_a_used_callback_can_be_copied():
+    callback = tiles()
+    net().fit(X, Y, callbacks=[callback], **SETTINGS)
+    callback.set_model(None)
+    assert copy.deepcopy(callback).plan.headline() == callback.plan.headline()
+
+
+def test_a_partial_batch_after_whole_ones_in_a_hand_written_loop():
+    """Keras traces it for any batch; the plan holds for the first one's size."""
+    model, plain = net(), net()
+    with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
+        for start, stop in ((0, 4), (4, 8), (8, 10)):
+            got = model.train_on_batch(X[start:stop], Y[start:stop])
+            want = plain.train_on_batch(X[start:stop], Y[start:stop])
+            assert np.allclose(got, want)
+    assert installed.plan.changed and same(model, plain)
+
+
+def test_images_of_another_size_than_the_first_are_an_error_with_the_remedy():
+    def images():
+        yield X[:4], Y[:4]
+        yield X[:4, :20], Y[:4]
+
+    signature = (tf.TensorSpec((None, None, 24, 3), tf.float64), tf.TensorSpec((None,), tf.int64))
+    data = tf.data.Dataset.from_generator(images, output_signature=signature)
+    model = net(size=None)
+    text = "planned for images of 24x24.*Train on images of one size"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        model.fit(data, callbacks=[tiles()], **SETTINGS)
+    assert is_plain(model)
+
+
 def test_replicas_are_refused_with_the_remedy():
     class Replicas:
         num_replicas_in_sync = 2
@@ -487,7 +555,7 @@ def test_models_that_are_not_ready_are_refused_with_the_remedy():
             raise AssertionError("not reached")
     unbuilt = keras.Sequential([layers.Conv2D(2, 3)], name="mine")
     unbuilt.compile("sgd", "mse")
-    with pytest.raises(RewriteError, match="'mine' has no weights yet. Call it on a batch, or `model.build`, first"):
+    with pytest.raises(RewriteError, match="'mine' has no weights yet. Call it on a batch first"):
         with tflms_sft.budget(unbuilt, "1GiB"):
             raise AssertionError("not reached")
     with pytest.raises(TypeError, match="`model` must be a compiled `keras.Model`. Received: None"):

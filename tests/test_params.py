@@ -79,6 +79,7 @@ MAKERS = [
         (4, TypeError, 'expected "auto", (height, width), (batch, height, width)'),
         (True, TypeError, 'expected "auto", (height, width), (batch, height, width)'),
         ("many", TypeError, 'expected "auto", (height, width), (batch, height, width)'),
+        ({}, ValueError, "names no axis"),
         (np.array([2, 2]), TypeError, 'expected "auto", (height, width), (batch, height, width)'),
     ],
     ids=repr,
@@ -162,7 +163,7 @@ def test_memory_capacity_is_read_as_bytes():
         (True, TypeError),
         (float("nan"), TypeError),
         ("1", ValueError),
-        ("1 TiB", ValueError),
+        ("1 PiB", ValueError),
     ],
 )
 def test_capacities_and_budgets_are_refused_by_name(value, kind):

@@ -132,6 +132,14 @@ def test_the_picture_is_a_png_and_a_figure(plan, tmp_path, measured):
     )
 
 
+def test_the_file_has_the_name_that_was_given(plan, tmp_path):
+    pytest.importorskip("matplotlib")
+    plan.plot(tmp_path / "picture")
+    assert [path.name for path in tmp_path.iterdir()] == ["picture"]
+    with pytest.raises(IsADirectoryError):
+        plan.plot(tmp_path)
+
+
 def test_the_figure_alone_is_drawn_without_a_path(plan):
     pytest.importorskip("matplotlib")
     assert plan.plot().axes

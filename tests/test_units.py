@@ -20,6 +20,9 @@ def fresh_keras():
         ("3kB", 3000),
         ("3MB", 3_000_000),
         ("3GB", 3_000_000_000),
+        ("2TB", 2 * 10**12),
+        ("2TiB", 2**41),
+        (np.int64(5), 5),
         ("3KiB", 3072),
         ("3MiB", 3 * 2**20),
         ("8GiB", 8 * 2**30),
@@ -40,13 +43,19 @@ def test_other_types_are_refused_with_argument_value_and_expectation(value):
 
 
 @pytest.mark.parametrize(
-    "value", ["8", "8 gib", "8Gib", "8GB/s", "-8GiB", "nan GiB", "inf GiB", "1e3 MB", "GiB", "", "1,5 GiB", "8TiB"]
+    "value", ["8", "8 gib", "8Gib", "8GB/s", "-8GiB", "nan GiB", "inf GiB", "1e3 MB", "GiB", "", "1,5 GiB", "8PiB"]
 )
 def test_strings_that_are_not_a_number_with_a_known_unit_are_refused(value):
-    with pytest.raises(ValueError, match="followed by one of B, kB, MB, GB, KiB, MiB, GiB") as error:
+    with pytest.raises(ValueError, match="followed by one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB") as error:
         parse_bytes(value, "memory_capacity")
     assert "`memory_capacity` must be a positive number" in str(error.value)
     assert f"memory_capacity={value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("value", [2**63, "9" * 400 + "GiB", "9000000 TiB"])
+def test_more_than_64_bits_count_is_refused(value):
+    with pytest.raises(ValueError, match="`memory_budget` is more than any memory has. Received: memory_budget=9"):
+        parse_bytes(value, "memory_budget")
 
 
 @pytest.mark.parametrize("value", [0, -1, "0B", "0.0 GiB", "0.4B"])
@@ -64,6 +73,7 @@ def test_less_than_a_byte_is_refused(value):
         (1024, "1.00 KiB"),
         (1536, "1.50 KiB"),
         (512 * 2**20, "512 MiB"),
+        (2**41, "2.00 TiB"),
         (3.4 * 2**30, "3.40 GiB"),
         (-2048, "-2.00 KiB"),
     ],

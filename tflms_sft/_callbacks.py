@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tflms_sft._install import Installation, peak_line, start_line
 from tflms_sft._params import AutoParams, SegmentSpec, SFTParams
@@ -20,7 +22,7 @@ class _Rewriting(keras.callbacks.Callback):
         super().__init__()
         self._rewrite_params = params
         self._batch_shape = checked_shape(batch_shape)
-        self._verbose = verbose
+        self._verbose = checked_verbose(verbose)
         self._installation: Installation | None = None
         self._last_plan: Plan | None = None
         self._told_validation = False
@@ -54,6 +56,7 @@ class _Rewriting(keras.callbacks.Callback):
         """Take out."""
         if self._installation is not None:
             self._installation.restore()
+            self._installation = None  # It holds the graph.
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Say that validation during training is not covered."""
@@ -82,13 +85,26 @@ def checked_shape(batch_shape: Sequence[int] | None) -> tuple[int, ...] | None:
     if batch_shape is None:
         return None
     expected = "`batch_shape` must be (batch, height, width, channels), the shape of the largest batch of images."
+    if isinstance(batch_shape, tf.TensorShape) and batch_shape.rank is not None:
+        batch_shape = batch_shape.as_list()
     if not isinstance(batch_shape, (tuple, list)) or not all(
-        isinstance(size, int) and not isinstance(size, bool) for size in batch_shape
+        isinstance(size, numbers.Integral) and not isinstance(size, bool) for size in batch_shape
     ):
         raise TypeError(f"{expected} Received: batch_shape={batch_shape!r}.")
     if len(batch_shape) != 4 or min(batch_shape) < 1:
         raise ValueError(f"{expected} Received: batch_shape={batch_shape!r}.")
-    return tuple(batch_shape)
+    return tuple(map(int, batch_shape))
+
+
+def checked_verbose(verbose: int) -> int:
+    """0 or 1.
+
+    Raises:
+        ValueError: For anything else.
+    """
+    if verbose not in (0, 1):
+        raise ValueError(f"`verbose` must be 0 or 1. Received: verbose={verbose!r}.")
+    return int(verbose)
 
 
 class MemoryBudget(_Rewriting):
@@ -96,7 +112,7 @@ class MemoryBudget(_Rewriting):
 
     Args:
         memory_budget: Most bytes alive on the device at any moment of a step, weights and optimizer
-            slots included: an int, or a string such as `"8GiB"` (B, kB, MB, GB, KiB, MiB, GiB).
+            slots included: an int, or a string such as `"8GiB"` (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB).
         headroom: Part of the budget that the prediction leaves free. Defaults to 0.1.
         batch_shape: `(batch, height, width, channels)` of the largest batch. Defaults to `None`: that of
             the first batch.
@@ -189,6 +205,7 @@ def budget(
     ...         model.train_on_batch(images, labels)
     """
     installation: Installation
+    verbose = checked_verbose(verbose)
 
     def planned(plan: Plan) -> None:
         if verbose:

@@ -136,7 +136,7 @@ def plan_sft(traced: Traced, params: SFTParams) -> tuple[list[SegmentPlan], list
     segments, left = auto_segments(traced.analysis, params.memory_capacity, traced.batch, {})
     for asked in (grid, backward):
         if asked is not None and segments:  # Smaller segments get fewer tiles; the largest one has to have enough rows.
-            check_tiles(max(segments, key=_most_tiles), asked)
+            check_tiles(traced, max(segments, key=_most_tiles), asked)
     plans = []
     for segment in segments:
         try:
@@ -173,10 +173,11 @@ def _named_segment(traced: Traced, spec: SegmentSpec, name: str, taken: set[Node
     entries = [t for n in spec.entries for t in resolve(n, "entry", graph, traced.record)]
     exits = [t for n in spec.exits for t in resolve(n, "exit", graph, traced.record)]
     ops = forward_ops(analysis, entries, exits)
-    missing = [t.name for t in exits if t.node not in ops]
+    missing = [n for n in spec.exits if any(t.node not in ops for t in resolve(n, "exit", graph, traced.record))]
     if missing:
+        same = " They are the same." if set(entries) == set(exits) else ""
         raise SegmentError(
-            f"{_shown(spec)}: no path of forward operations leads from the entry to {missing}. "
+            f"{_shown(spec)}: no path of forward operations leads from the entry to {missing}.{same} "
             "Name an exit that depends on the entry."
         )
     shared = analysis.sorted(ops & used)
@@ -204,7 +205,7 @@ def _with_layer(traced: Traced, error: Exception) -> str:
     return text
 
 
-def check_tiles(segment: Segment, grid: Grid) -> None:
+def check_tiles(traced: Traced, segment: Segment, grid: Grid) -> None:
     """Refuse more tiles than an exit, or a gradient that comes in, has rows.
 
     More batch tiles than samples are empty and skipped at run time.
@@ -217,9 +218,12 @@ def check_tiles(segment: Segment, grid: Grid) -> None:
         for axis, name in enumerate(("height", "width")):
             rows = tensor.shape[axis + 1]
             if rows is not None and grid.spatial[axis] > rows:
+                names = display_names(traced.analysis.graph, traced.record)
+                where = f"{names.get(tensor, tensor.name)!r}" if tensor in segment.exits else "a gradient on its way"
+                into = ", ".join(repr(names.get(t, t.name)) for t in segment.entries)
                 raise ValueError(
-                    f"`num_tiles` asks for {grid.spatial[axis]} tiles along the {name}, and `{tensor.name}` of "
-                    f"{segment.name} has {rows} row(s). Use at most {rows}. Received: num_tiles={grid}."
+                    f"`num_tiles` asks for {grid.spatial[axis]} tiles along the {name}, and {where} to {into} "
+                    f"({segment.name}) has {rows} row(s). Use at most {rows}. Received: num_tiles={grid}."
                 )
 
 
@@ -266,8 +270,8 @@ def _planned(
             grid = clamped(segment, grid)
             backward = backward and clamped(segment, backward)
         else:
-            check_tiles(segment, grid)
-            check_tiles(segment, backward or grid)
+            check_tiles(traced, segment, grid)
+            check_tiles(traced, segment, backward or grid)
         return plan_segment(traced.analysis, segment, grid, backward)
     limit = capacity or sum(t.num_bytes(traced.batch) for t in (*segment.entries, *segment.exits))
     analysis, batch = traced.analysis, traced.batch

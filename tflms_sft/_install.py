@@ -210,12 +210,14 @@ class Installation:
         self._require_tensors(data)
         specs = tf.nest.pack_sequence_as(data, list(map(self._spec, tf.nest.flatten(data), itertools.count())))
         key = tuple(tf.nest.flatten(specs))
+        if not self._first_batch and all(s is None or s.shape.is_fully_defined() for s in key):
+            self._first_batch = [() if s is None else tuple(s.shape) for s in key]
         if key not in self._steps:
             # Not under `tf.init_scope`: it pauses gradient tapes, those of the step too.
             self._steps[key] = self._rewritten(specs)
         flat = [self._within(t) for t in tf.nest.flatten(data) if t is not None]
         pairs = zip(flat, [s for s in key if s is not None], strict=True)
-        return self._steps[key]([tf.ensure_shape(t, s.shape) for t, s in pairs])
+        return self._steps[key]([_of_size(t, s.shape) for t, s in pairs])
 
     def _require_tensors(self, data: Any) -> None:
         for value in tf.nest.flatten(data):
@@ -274,6 +276,18 @@ class Installation:
                 )
 
 
+def _of_size(tensor: Any, shape: Any) -> Any:
+    """The tensor with its planned shape; images of another size are an error that names both."""
+    if tensor.shape.is_compatible_with(shape) and not tensor.shape.is_fully_defined() and shape.rank == 4:
+        text = (
+            f"Tiles are planned for images of {shape[1]}x{shape[2]}, the size of the first batch. "
+            "Train on images of one size, or resize or pad them."
+        )
+        with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(tensor)[1:3], shape[1:3], message=text)]):
+            tensor = tf.identity(tensor)
+    return tf.ensure_shape(tensor, shape)
+
+
 def check_model(model: Any) -> None:
     """Refuse models that no step can be rewritten for.
 
@@ -300,8 +314,10 @@ def check_model(model: Any) -> None:
             f"Model {model.name!r} trains on {strategy.num_replicas_in_sync} replicas ({type(strategy).__name__}), "
             "which is not supported yet. Build and compile it outside of the strategy's scope."
         )
-    if not model.built:
-        raise RewriteError(f"Model {model.name!r} has no weights yet. Call it on a batch, or `model.build`, first.")
+    if not model.built or not model.weights:
+        raise RewriteError(f"Model {model.name!r} has no weights yet. Call it on a batch first.")
+    if not model.trainable_variables:
+        raise RewriteError(f"Model {model.name!r} has no trainable weights, so a step computes no gradients.")
 
 
 def start_line(installation: Installation) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ def parse_num_tiles(value: Any, argument: str) -> Grid | None:
         unknown = [axis for axis in value if axis not in AXIS_NAMES]
         if unknown:
             raise ValueError(f"`{argument}` names unknown axes {unknown}; {expected}. Received: {argument}={value!r}.")
+        if not value:
+            raise ValueError(f"`{argument}` names no axis; {expected}. Received: {argument}={value!r}.")
         counts = tuple(value.get(axis, 1) for axis in AXIS_NAMES)
     elif isinstance(value, (tuple, list)):
         if len(value) not in (2, 3):
@@ -36,11 +39,12 @@ def parse_num_tiles(value: Any, argument: str) -> Grid | None:
     else:
         raise TypeError(f"`{argument}`: {expected}. Received: {argument}={value!r} of type {type(value).__name__}.")
     for count in counts:
-        if isinstance(count, bool) or not isinstance(count, int):
+        if isinstance(count, bool) or not isinstance(count, numbers.Integral):
             raise TypeError(f"`{argument}` counts tiles in integers. Received: {argument}={value!r}.")
         if count < 1:
             raise ValueError(f"`{argument}` must be at least 1 along every axis. Received: {argument}={value!r}.")
-    return Grid(counts[0], tuple(counts[1:]))
+    batch, *spatial = map(int, counts)
+    return Grid(batch, tuple(spatial))
 
 
 def _check_halo(value: Any) -> None:
@@ -179,7 +183,8 @@ class AutoParams:
     def __post_init__(self) -> None:
         """Check and convert."""
         object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget, "memory_budget"))
-        if isinstance(self.headroom, bool) or not isinstance(self.headroom, (int, float)):
+        if isinstance(self.headroom, bool) or not isinstance(self.headroom, numbers.Real):
             raise TypeError(f"`headroom` must be a number from 0 to below 1. Received: headroom={self.headroom!r}.")
+        object.__setattr__(self, "headroom", float(self.headroom))
         if not 0 <= self.headroom < 1:
             raise ValueError(f"`headroom` must be a number from 0 to below 1. Received: headroom={self.headroom!r}.")

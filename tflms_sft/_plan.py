@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from typing import Any
 
 from tflms_sft._units import format_bytes
@@ -110,8 +111,9 @@ class Plan:
             return f"nothing rewritten, predicted peak {after}" + self._budget_text()
         distinct = list(dict.fromkeys(_grid(s.backward_num_tiles or s.num_tiles) for s in self.segments))
         grids = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
+        more = " (MORE than before)" if self.predicted.peak_bytes > self.original.peak_bytes else ""
         return (
-            f"{len(self.segments)} segment(s) in {grids} tiles, predicted peak {after} instead of {before}, "
+            f"{len(self.segments)} segment(s) in {grids} tiles, predicted peak {after} instead of {before}{more}, "
             f"about {self.predicted.time_ratio:.2f}x the arithmetic" + self._budget_text()
         )
 
@@ -154,7 +156,7 @@ class Plan:
         """The whole plan as JSON, timelines included."""
         return json.dumps(dataclasses.asdict(self), indent=indent)
 
-    def plot(self, path: str | None = None) -> Any:
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draw the predicted memory over the ops of a step, before and after, with the measured peak.
 
         Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from tflms_sft._units import format_bytes
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from tflms_sft._plan import Plan, Prediction
 
 
-def draw_plan(plan: Plan, path: str | None) -> Any:
+def draw_plan(plan: Plan, path: str | os.PathLike[str] | None) -> Any:
     """Draw predicted memory before and after, the budget, and the measured peak."""
     try:
         from matplotlib.figure import Figure
@@ -45,7 +46,8 @@ def draw_plan(plan: Plan, path: str | None) -> Any:
         bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none"},
     )
     if path is not None:
-        figure.savefig(path, dpi=120)
+        # Without a format matplotlib adds one to names that have none, and writes another file than was asked for.
+        figure.savefig(path, dpi=120, format=os.path.splitext(path)[1][1:] or "png")
     return figure
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {
+    **{"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+}
+_MOST = 2**63
+"""TensorFlow counts bytes in 64 bits."""
+
 _PATTERN = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*$")
 
 
@@ -15,13 +22,13 @@ def parse_bytes(value: object, argument: str) -> int:
         TypeError: For anything that is neither, `bool` and `float` included.
         ValueError: For a string without a known unit, and for less than one byte.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, str)):
         raise TypeError(
             f'`{argument}` must be an int (bytes) or a string with a unit, such as "8GiB". '
             f"Received: {argument}={value!r} of type {type(value).__name__}."
         )
-    if isinstance(value, int):
-        amount = value
+    if not isinstance(value, str):
+        amount = int(value)
     else:
         match = _PATTERN.match(value)
         if match is None or match.group(2) not in _UNITS:
@@ -29,7 +36,9 @@ def parse_bytes(value: object, argument: str) -> int:
                 f'`{argument}` must be a positive number followed by one of {", ".join(_UNITS)}, such as "8GiB". '
                 f"Received: {argument}={value!r}."
             )
-        amount = int(float(match.group(1)) * _UNITS[match.group(2)])
+        amount = int(min(float(match.group(1)) * _UNITS[match.group(2)], float(_MOST)))
+    if amount >= _MOST:
+        raise ValueError(f"`{argument}` is more than any memory has. Received: {argument}={str(value):.40}.")
     if amount < 1:
         raise ValueError(f"`{argument}` must be at least one byte. Received: {argument}={value!r}.")
     return amount
@@ -37,7 +46,7 @@ def parse_bytes(value: object, argument: str) -> int:
 
 def format_bytes(amount: float) -> str:
     """`"3.4 GiB"`, `"512 MiB"`, `"17 B"`."""
-    for unit in ("GiB", "MiB", "KiB"):
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(amount) >= _UNITS[unit]:
             number = amount / _UNITS[unit]
             return f"{number:.2f} {unit}" if number < 10 else f"{number:.0f} {unit}"
