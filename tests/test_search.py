@@ -15,8 +15,8 @@ from tflms_sft import AutoParams
 from tflms_sft._compile import auto_grids, fewest
 
 
-def step_of(height, width, depth=3, filters=8):
-    image = x = keras.Input((height, width, 3), batch_size=1)
+def step_of(height, width, depth=3, filters=8, batch=1):
+    image = x = keras.Input((height, width, 3), batch_size=batch)
     for _ in range(depth):
         for _ in range(2):
             x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
@@ -42,7 +42,7 @@ def segment_of(height, width):
 
 @pytest.mark.parametrize("shape", [(64, 64), (256, 64), (64, 40), (8, 8), (800, 8)])
 def test_grids_grow_from_one_tile_and_keep_tiles_square(shape):
-    grids = [grid.spatial for grid in auto_grids(segment_of(*shape))]
+    grids = [grid.spatial for grid in auto_grids(segment_of(*shape), 1)]
     rows, columns = shape[0] // 8, shape[1] // 8  # The exit, after three pools.
     assert grids[0] == (1, 1)
     assert grids[-1] == (min(rows, 64), min(columns, 64)), "as many tiles as the exit has rows"
@@ -51,6 +51,16 @@ def test_grids_grow_from_one_tile_and_keep_tiles_square(shape):
     for high, wide in grids:
         if 1 < high < min(rows, 64) and 1 < wide < min(columns, 64):
             assert 0.3 < (rows / high) / (columns / wide) < 3
+
+
+@pytest.mark.parametrize("batch", [2, 7, 100])
+def test_the_batch_is_split_before_the_image(batch):
+    grids = auto_grids(segment_of(64, 64), batch)
+    images = [grid.batch for grid in grids]
+    assert images == sorted(images) and images[0] == 1 and images[-1] == batch
+    assert all(grid.spatial == (1, 1) for grid in grids if grid.batch < batch)
+    alone = [grid.spatial for grid in auto_grids(segment_of(64, 64), 1)]
+    assert [grid.spatial for grid in grids if grid.batch == batch] == alone
 
 
 @pytest.mark.parametrize("first", [0, 1, 4, 5])
@@ -87,3 +97,27 @@ def test_the_forward_loop_has_no_more_tiles_than_the_backward_loop():
     tiles = [(np.prod(s.num_tiles), np.prod(s.backward_num_tiles)) for s in segments]
     assert all(forward <= backward for forward, backward in tiles)
     assert any(forward < backward for forward, backward in tiles)
+
+
+def test_batches_are_split_without_halos():
+    step = step_of(64, 64, batch=8)
+    images = np.zeros((8, 64, 64, 3), "float32")
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
+    plan = tflms_sft.rewrite(step, AutoParams(plain // 2), images).plan
+    assert all(segment.backward_num_tiles[0] > 1 for segment in plan.segments)
+    assert plan.predicted.time_ratio < 1.5  # The recomputation of the forward pass, and nothing twice.
+
+
+@pytest.mark.parametrize(("size", "batch", "depth"), [(64, 1, 3), (64, 8, 3), (33, 3, 1)])
+def test_the_smallest_budget_is_below_the_plain_step_and_can_be_met(size, batch, depth):
+    step = step_of(size, size, depth, batch=batch)
+    images = np.zeros((batch, size, size, 3), "float32")
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
+    with pytest.raises(tflms_sft.BudgetError) as caught:
+        tflms_sft.rewrite(step, AutoParams(1), images)
+    smallest = caught.value.smallest_bytes
+    assert smallest < plain
+    assert tflms_sft.rewrite(step, AutoParams(smallest), images).plan.changed
+    with pytest.raises(tflms_sft.BudgetError) as caught:
+        tflms_sft.rewrite(step, AutoParams(int(0.9 * smallest)), images)
+    assert 0.9 * smallest < caught.value.smallest_bytes <= smallest

@@ -238,26 +238,32 @@ def clamped(segment: Segment, grid: Grid) -> Grid:
     return Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, most, strict=True)))
 
 
-def auto_grids(segment: Segment) -> list[Grid]:
-    """Grids to try, from one tile up; the longer side of a tile is split first, so that halos stay small."""
+def auto_grids(segment: Segment, batch: int) -> list[Grid]:
+    """Grids to try, from one tile up, each with more tiles than the one before.
+
+    The batch is split first, which costs no halo; then the longer side of a tile, so that halos stay small.
+    """
     most = [min(rows, AUTO_TILES[-1]) for rows in _most_tiles(segment)]
     counts = [[n for n in AUTO_TILES if n < rows] + [rows] for rows in most]
     shapes = [t.shape for t in segment.exits or segment.grad_entries if t.shape is not None]
     shape = max(shapes, key=lambda s: int(s[1] or 1) * int(s[2] or 1))
     extents = [int(shape[1] or 1), int(shape[2] or 1)]
     at = [0, 0]
-    grids = [Grid(1, (counts[0][0], counts[1][0]))]
+    grids = [Grid(images, (counts[0][0], counts[1][0])) for images in (*(n for n in AUTO_TILES if n < batch), batch)]
     while any(index + 1 < len(steps) for index, steps in zip(at, counts, strict=True)):
         _, axis = max(
             (extents[axis] / counts[axis][at[axis]], -axis) for axis in (0, 1) if at[axis] + 1 < len(counts[axis])
         )
         at[-axis] += 1
-        grids.append(Grid(1, (counts[0][at[0]], counts[1][at[1]])))
+        grids.append(Grid(batch, (counts[0][at[0]], counts[1][at[1]])))
     return grids
 
 
 def fewest(grids: Sequence[Grid], fits: Callable[[Grid], bool]) -> Grid | None:
-    """The first grid that fits, given that with it all later ones do."""
+    """The first grid that fits, given that with it all later ones do.
+
+    Halos make that nearly true and not always: a grid before may fit as well.
+    """
     index = bisect.bisect_left(grids, True, key=fits)
     return grids[index] if index < len(grids) else None
 
@@ -280,7 +286,7 @@ def _planned(
         plan = plan_segment(analysis, segment, tiles, backward)
         return max(phase_scratch(phase, batch) for phase in plan.phases) <= limit
 
-    grids = auto_grids(segment)
+    grids = auto_grids(segment, batch)
     return plan_segment(analysis, segment, fewest(grids, fits) or grids[-1], backward)
 
 

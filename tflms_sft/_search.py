@@ -32,6 +32,9 @@ MAX_ROUNDS = 12
 MOST_FITTING = 3
 """Plans of which it is found out what they could store."""
 
+LOWER_ROUNDS = 4
+"""Attempts to go below the smallest plan found, before an error names it."""
+
 FINER = (0.8, 0.6)
 """Parts of the target of the cheapest plan, for plans with more tiles and with room to store more."""
 
@@ -189,17 +192,29 @@ def _too_small(traced: Traced, params: AutoParams, peak: Peak, left: list[LeftAl
 
 
 def _smallest(traced: Traced, chains: list[Chain]) -> Candidate:
-    """The plan with the lowest peak over a range of targets."""
-    floor = min((chain.lowest() for chain in chains), default=0) + traced.fixed_bytes
-    targets = [int(floor * factor) for factor in (1.0, 1.1, 1.3, 1.6, 2.0)]
+    """The plan with the lowest peak that is found: from the first targets that can be met, then below."""
     seen: dict[Any, Candidate] = {}
-    candidates = [_candidate(traced, chains, target, seen) or _modelled(traced, []) for target in targets]
-    return min(candidates, key=lambda candidate: candidate.peak.peak_bytes)
+    target = _held(traced) + max((chain.lowest() for chain in chains), default=0)
+    while chains and len(seen) < MOST_FITTING and target < 2**62:
+        _candidate(traced, chains, target, seen)
+        target = int(target * 1.1) + 1
+    smallest = min([*seen.values(), _modelled(traced, [])], key=lambda candidate: candidate.peak.peak_bytes)
+    for _ in range(LOWER_ROUNDS):
+        lower = _fitting(traced, chains, int(smallest.peak.peak_bytes * 0.95))
+        if not lower:
+            break
+        smallest = min(lower, key=lambda candidate: candidate.peak.peak_bytes)
+    return smallest
+
+
+def _held(traced: Traced) -> int:
+    """Bytes that are there throughout a step: variables and arguments."""
+    return traced.fixed_bytes + sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
 
 
 def _plans(traced: Traced, chains: list[Chain], target: int) -> list[SegmentPlan] | None:
     """The cheapest plan whose chains fit, or `None`."""
-    waiting = traced.fixed_bytes + sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
+    waiting = _held(traced)
     chosen: list[tuple[Chain, Choice]] = []
     for chain in chains:
         path = chain.cheapest(target - waiting)
@@ -228,6 +243,6 @@ def _planned(traced: Traced, segment: Segment, grid: Grid) -> SegmentPlan:
     if backward.phase("forward") is None:
         return backward
     forward = Planner(traced.analysis, segment).forward
-    coarser = [g for g in auto_grids(segment) if g.num_tiles < grid.num_tiles]
+    coarser = [g for g in auto_grids(segment, traced.batch) if g.num_tiles < grid.num_tiles]
     chosen = fewest(coarser, lambda g: phase_scratch(forward(g), traced.batch) <= limit)
     return backward if chosen is None else SegmentPlan(segment, [forward(chosen), *backward.phases[1:]])
