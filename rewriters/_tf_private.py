@@ -101,6 +101,12 @@ def _handle_data(tensor: Any) -> Any:
     return handle_data_util.get_resource_handle_data(tensor)
 
 
+def must_compile(concrete_fn: Any) -> bool:
+    """Whether XLA has to compile a traced function."""
+    attrs = concrete_fn.function_def.attr
+    return "_XlaMustCompile" in attrs and bool(attrs["_XlaMustCompile"].b)
+
+
 def captured_variables(concrete_fn: Any) -> list[tuple[Any, Any]]:
     """(handle, dtype) of each variable that a traced function reads or writes.
 

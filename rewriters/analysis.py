@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Container
 
 from rewriters import rules
 from rewriters.errors import NotTileableError, RewriteError
@@ -33,13 +34,14 @@ class Analysis:
         evaluate: Static evaluator.
     """
 
-    def __init__(self, graph: Graph, backward_scopes: tuple[str, ...] = ()) -> None:
+    def __init__(self, graph: Graph, backward_scopes: tuple[str, ...] = (), forward: Container[str] = ()) -> None:
+        """Analyse; `backward_scopes` and `forward` as for `backward_nodes`."""
         self.graph = graph
         self.order = graph.topological()
         self.position = {node: index for index, node in enumerate(self.order)}
         self.successors = self._successors()
         self.readers = graph.consumers()
-        self.backward = backward_nodes(graph, self.order, backward_scopes)
+        self.backward = backward_nodes(graph, self.order, backward_scopes, forward)
         self.derived = derived_nodes(graph, self.order, self.backward)
         self.backward |= self.derived
         self.data = data_nodes(self.order)

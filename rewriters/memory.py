@@ -1,26 +1,32 @@
 """How many bytes are alive at the worst moment of a step.
 
-Liveness over the graph, in the order of an executor that runs what is ready first, with known shapes: a tensor is
-allocated when its op runs and freed after its last reader. Ops that pass their
-operand on or may overwrite it allocate nothing, as in TensorFlow. A tile loop is one
-op during which some of its turns run. The sequence of allocations is replayed
-against a model of the device's allocator. What the model does not know is which
-order the executor takes among ready ops and what kernels allocate inside; the
-measured peak is reported beside it.
+Liveness over the graph, in the order of an executor that runs what is ready first,
+with known shapes: a tensor is allocated when its op runs and freed after its last
+reader. Ops that pass their operand on or may overwrite it allocate nothing, as in
+TensorFlow. A tile loop is one op during which some of its turns run. The sequence of
+allocations is replayed against a model of the device's allocator. What the model does
+not know is which order the executor takes among ready ops and what kernels allocate
+inside; the measured peak is reported beside it. `unmodelled` lists the ops whose
+tensors have sizes that no graph tells.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
 from rewriters import device
 from rewriters.allocator import Pool
+from rewriters.analysis import Analysis
 from rewriters.graph import Graph, Node, Tensor
 
 __all__: list[str] = []
+
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
@@ -63,6 +69,86 @@ class Event(NamedTuple):
     name: str
 
 
+@dataclasses.dataclass
+class _Buffer:
+    """Memory of one or more tensors, one of which may be another's operand."""
+
+    key: int
+    num_bytes: int
+    uses: int = 0
+
+
+class _Scheduler:
+    """Follows buffers through ops that run one after another."""
+
+    def __init__(
+        self,
+        order: Sequence[Node],
+        num_bytes: Callable[[Tensor], int],
+        keep: Iterable[Tensor],
+        alias: Callable[[Node], bool],
+    ) -> None:
+        self.events: list[Event] = []
+        self._num_bytes = num_bytes
+        self._alias = alias
+        self._buffers: dict[Tensor, _Buffer] = {}
+        self._alive: dict[int, _Buffer] = {}
+        self._keys = itertools.count()
+        self._reads: dict[Tensor, int] = {}
+        for tensor in itertools.chain(keep, *(node.inputs for node in order)):
+            self._reads[tensor] = self._reads.get(tensor, 0) + 1
+
+    def run(self, node: Node, scratch: int) -> None:
+        """Buffers for the results, the op itself, then operands and results that nobody reads any more."""
+        reusable = self._reusable(node)
+        outputs = [node.out(index) for index in range(len(node.outputs))]
+        for tensor in outputs:
+            buffer, reusable = self._buffer(node, tensor, reusable)
+            buffer.uses += self._reads.get(tensor, 0)
+            self._buffers[tensor] = buffer
+        if device.allocates(node):
+            self.events.append(Event(Action.RUN, -1, scratch, node.name))
+        for tensor in node.inputs:
+            if tensor in self._buffers:
+                self._buffers[tensor].uses -= 1
+        for tensor in (*node.inputs, *outputs):
+            held = self._buffers.get(tensor)
+            if held is not None and held.uses <= 0 and held.key in self._alive:
+                del self._alive[held.key]
+                self.events.append(Event(Action.FREE, held.key, 0, tensor.name))
+
+    def end(self) -> list[Event]:
+        """All events; what is still alive is freed."""
+        return [*self.events, *(Event(Action.FREE, key, 0, "") for key in self._alive)]
+
+    def _buffer(self, node: Node, tensor: Tensor, reusable: _Buffer | None) -> tuple[_Buffer, _Buffer | None]:
+        """The buffer of a result: an operand's, or a new one; and what is left to be reused."""
+        source = self._buffers.get(node.inputs[0]) if node.inputs else None
+        if source is not None and self._alias(node):
+            return source, reusable
+        if reusable is not None and self._num_bytes(tensor) == reusable.num_bytes:
+            return reusable, None
+        silent = not device.allocates(node) or (not self._reads.get(tensor) and node.op.endswith("While"))
+        buffer = _Buffer(next(self._keys), 0 if silent else self._num_bytes(tensor))
+        if buffer.num_bytes:
+            self._alive[buffer.key] = buffer
+            self.events.append(Event(Action.ALLOCATE, buffer.key, buffer.num_bytes, tensor.name))
+        return buffer, reusable
+
+    def _reusable(self, node: Node) -> _Buffer | None:
+        """Buffer of an operand that ends here and that the op may overwrite."""
+        if not device.overwrites(node):
+            return None
+        wanted = self._num_bytes(node.out())
+        for tensor in node.inputs:
+            buffer = self._buffers.get(tensor)
+            if buffer is None or buffer.uses != node.inputs.count(tensor) or buffer.num_bytes != wanted:
+                continue
+            if device.allocates(tensor.node):
+                return buffer
+        return None
+
+
 def schedule(
     order: Sequence[Node],
     num_bytes: Callable[[Tensor], int],
@@ -79,67 +165,10 @@ def schedule(
         keep: Tensors that are freed at the end only.
         alias: Whether an op passes its operand on.
     """
-    events: list[Event] = []
-    buffer: dict[Tensor, int] = {}
-    uses: dict[int, int] = {}
-    size: dict[int, int] = {}
-    reads: dict[Tensor, int] = {}
+    scheduler = _Scheduler(order, num_bytes, keep, alias)
     for node in order:
-        for tensor in node.inputs:
-            reads[tensor] = reads.get(tensor, 0) + 1
-    for tensor in keep:
-        reads[tensor] = reads.get(tensor, 0) + 1
-    for number, node in enumerate(order):
-        reusable = _reusable(node, buffer, uses, size, num_bytes)
-        for index in range(len(node.outputs)):
-            tensor = node.out(index)
-            count = reads.get(tensor, 0)
-            source = node.inputs[0] if node.inputs else None
-            if source in buffer and alias(node):
-                buffer[tensor] = buffer[source]
-                uses[buffer[tensor]] += count
-                continue
-            if reusable is not None and num_bytes(tensor) == size[reusable]:
-                buffer[tensor] = reusable
-                uses[reusable] += count
-                reusable = None
-                continue
-            key = number * 64 + index
-            silent = not device.allocates(node) or (not count and node.op.endswith("While"))
-            buffer[tensor], uses[key] = key, count
-            size[key] = 0 if silent else num_bytes(tensor)
-            if size[key]:
-                events.append(Event(Action.ALLOCATE, key, size[key], tensor.name))
-        if device.allocates(node):
-            events.append(Event(Action.RUN, -1, scratch.get(node, 0), node.name))
-        for tensor in node.inputs:
-            if tensor in buffer:
-                uses[buffer[tensor]] -= 1
-        for tensor in (*node.inputs, *(node.out(i) for i in range(len(node.outputs)))):
-            key = buffer.get(tensor, -1)
-            if key in size and uses[key] <= 0 and size.pop(key):
-                events.append(Event(Action.FREE, key, 0, tensor.name))
-    events.extend(Event(Action.FREE, key, 0, "") for key, amount in size.items() if amount)
-    return events
-
-
-def _reusable(
-    node: Node,
-    buffer: Mapping[Tensor, int],
-    uses: Mapping[int, int],
-    size: Mapping[int, int],
-    num_bytes: Callable[[Tensor], int],
-) -> int | None:
-    """Buffer of an operand that ends here and that the op may overwrite."""
-    if not device.overwrites(node):
-        return None
-    wanted = num_bytes(node.out())
-    for tensor in node.inputs:
-        key = buffer.get(tensor)
-        if key is not None and uses.get(key) == node.inputs.count(tensor) and size.get(key) == wanted:
-            if device.allocates(tensor.node):
-                return key
-    return None
+        scheduler.run(node, scratch.get(node, 0))
+    return scheduler.end()
 
 
 Turns = Mapping[str, Sequence[Sequence[Event]]]
@@ -231,3 +260,24 @@ def op_scratch(node: Node, batch: int) -> int:
         return device.kernel_scratch(node, batch, 0)
     images = batch if shape[0] is None else shape[0]
     return device.kernel_scratch(node, images, int(shape[1] or 0) * int(shape[2] or 0))
+
+
+def unmodelled(analysis: Analysis) -> list[Node]:
+    """Forward ops that hold memory of which the graph does not tell how much: the prediction leaves it out.
+
+    Lists of tensors, loops, branches and calls that the step brought along, and masks.
+    """
+    found = []
+    for node in analysis.order:
+        if node not in analysis.data or node in analysis.backward:
+            continue
+        lists = any(dtype == tf.variant for dtype, _ in node.outputs)
+        inner = any(value.HasField("func") for value in node.attrs.values()) and not _checks_only(node)
+        if lists or inner or node.op == "Where":
+            found.append(node)
+    return found
+
+
+def _checks_only(node: Node) -> bool:
+    """Whether an op with a body makes no tensor of a size worth counting: the guard of an assertion."""
+    return all(dtype == tf.bool and shape == () for dtype, shape in node.outputs)

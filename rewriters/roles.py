@@ -11,6 +11,7 @@ forward pass), and control edges out of stateful ops.
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from rewriters.graph import Graph, Node
 from rewriters.registry import registered
@@ -27,17 +28,26 @@ def is_seed(node: Node) -> bool:
     return bool(_SCOPE.search(node.name)) or (bool(_TYPE.search(node.op)) and node.op != "StopGradient")
 
 
-def backward_nodes(graph: Graph, order: list[Node], scopes: tuple[str, ...] = ()) -> set[Node]:
+def is_autodiff_name(name: str) -> bool:
+    """Whether a name scope of this name looks like one that autodiff opens."""
+    return bool(_SCOPE.search(f"{name}/"))
+
+
+def backward_nodes(
+    graph: Graph, order: list[Node], scopes: tuple[str, ...] = (), forward: Container[str] = ()
+) -> set[Node]:
     """Seeds and what descends from them.
 
     Args:
         graph: The joint graph.
         order: Its nodes in topological order.
         scopes: Name prefixes that count as backward too (`optimizer_scopes`).
+        forward: Names of ops that are forward for sure: a user may call a layer `gradients`.
     """
     result: set[Node] = set()
     for node in order:
-        if is_seed(node) or any(node.name.startswith(scope) for scope in scopes):
+        seed = is_seed(node) and node.name not in forward
+        if seed or any(node.name.startswith(scope) for scope in scopes):
             result.add(node)
         elif any(t.node in result for t in node.inputs) or (
             # custom_gradient functions order their ops after the incoming gradient by control edges.

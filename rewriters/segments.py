@@ -191,7 +191,8 @@ class _BackwardPart:
         gradient = tensor.node in self.analysis.backward and tensor.node not in self.analysis.derived
         return Kind.PARTIAL if gradient else Kind.FULL
 
-    def _kinds(self, node: Node) -> list[Kind]:
+    def kinds(self, node: Node) -> list[Kind]:
+        """Kinds of the operands of a backward op."""
         data = find_rule(node).data(self.analysis.view(node))
         return [self.kind(t) if p in data or t in self.made else Kind.INVARIANT for p, t in enumerate(node.inputs)]
 
@@ -205,7 +206,7 @@ class _BackwardPart:
             raise NotTileableError("it belongs to another segment")
         if node.stateful:
             raise NotTileableError("it has side effects")
-        kinds = self._kinds(node)
+        kinds = self.kinds(node)
         if Kind.REDUCED in kinds:
             raise NotTileableError("it waits for a sum over the image")
         for tensor, kind in zip(node.inputs, kinds, strict=True):
@@ -397,7 +398,7 @@ def _assemble(
         for index in range(len(node.outputs)):
             kinds[node.out(index)] = Kind.FULL
     for node in backward:
-        for tensor, kind in zip(node.inputs, part._kinds(node), strict=True):
+        for tensor, kind in zip(node.inputs, part.kinds(node), strict=True):
             kinds.setdefault(tensor, kind)
             if tensor in part.made or tensor.node in ops:
                 continue

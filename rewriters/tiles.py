@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Any
 
 from rewriters.analysis import Analysis
 from rewriters.graph import Node, Tensor
@@ -86,6 +87,7 @@ class Phase:
         reads: Whole tensors that are sliced.
         invariants: Tensors that are passed whole.
         cells: Partition of the written tensors.
+        cache: What others derive from the phase; it lives as long.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Phase:
     reads: list[Tensor]
     invariants: list[Tensor]
     cells: dict[Tensor, Region]
+    cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
 
 def _extents(tensor: Tensor) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,8 +26,23 @@ from rewriters.tiles import Phase, Region
 
 __all__: list[str] = []
 
+R = TypeVar("R")
+
 Tile = tuple[int, ...]
 """Row and column of a tile in its grid."""
+
+
+def _kept(function: Callable[..., R]) -> Callable[..., R]:
+    """Remember results in the phase that is the first argument."""
+
+    @functools.wraps(function)
+    def remembering(phase: Phase, *others: Hashable) -> R:
+        key = (function.__name__, *others)
+        if key not in phase.cache:
+            phase.cache[key] = function(phase, *others)
+        return phase.cache[key]
+
+    return remembering
 
 
 def loop_turns(phase: Phase, batch: int) -> list[list[Event]]:
@@ -35,7 +51,7 @@ def loop_turns(phase: Phase, batch: int) -> list[list[Event]]:
     return [_turn(phase, tile, batch) for tile in itertools.product(*marks)]
 
 
-@functools.lru_cache(maxsize=1024)
+@_kept
 def phase_scratch(phase: Phase, batch: int) -> int:
     """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
     rows, columns = phase.grid.spatial
@@ -43,13 +59,13 @@ def phase_scratch(phase: Phase, batch: int) -> int:
     return max(replay(_turn(phase, tile, batch), Exact()).peak_bytes for tile in tiles)
 
 
-@functools.lru_cache(maxsize=512)
+@_kept
 def _turn(phase: Phase, tile: Tile, batch: int) -> list[Event]:
     """Schedule of the turn of one tile."""
     return _body(phase).events(tile, batch)
 
 
-@functools.lru_cache(maxsize=256)
+@_kept
 def _body(phase: Phase) -> _Body:
     return _Body(phase)
 

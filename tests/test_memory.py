@@ -197,3 +197,20 @@ def test_the_prediction_grows_with_the_batch():
     ]
     one, two, four = (p.peak_bytes - p.fixed_bytes for p in peaks)
     assert abs(two / one - 2) < 0.02 and abs(four / one - 4) < 0.04
+
+
+@pytest.mark.parametrize(
+    ("layer", "named"),
+    ((layers.LSTM(4), True), (layers.Dense(4, name="product"), False), (layers.Dropout(0.5), False)),
+    ids=("a loop", "a product", "a mask that is drawn"),
+)
+def test_what_no_graph_tells_is_named(layer, named):
+    image = keras.Input((16, 16, 3), batch_size=1)
+    x = keras.layers.Conv2D(4, 3, padding="same", activation="relu")(image)
+    x = keras.layers.Flatten()(layer(keras.layers.Reshape((16, 64))(x)))
+    model = keras.Model(image, keras.layers.Dense(2)(x))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    callback = tflms_sft.MemoryBudget("1GiB", verbose=0)
+    model.fit(np.zeros((1, 16, 16, 3)), np.zeros(1), batch_size=1, verbose=0, callbacks=[callback])
+    (note,) = callback.plan.notes or ("",)
+    assert ("not in the predicted peak" in note and layer.name in note) == named

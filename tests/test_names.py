@@ -1,5 +1,7 @@
 """Names of layers, ops and tensors, and what each means in a traced step."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -196,3 +198,24 @@ def test_watching_layers_ends_with_the_trace():
             assert layers.Layer.__call__ is not call
             raise RuntimeError("inside")
     assert layers.Layer.__call__ is call
+
+
+def test_two_threads_may_trace_at_the_same_time():
+    """The class that is watched is afterwards as it was."""
+    before = keras.layers.Layer.__call__
+    inside, may_end = threading.Event(), threading.Event()
+
+    def other():
+        with recorded_layers():
+            inside.set()
+            may_end.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(10)
+    ended = threading.Timer(0.1, may_end.set)
+    ended.start()
+    with recorded_layers():
+        assert may_end.is_set()  # One at a time.
+    thread.join()
+    assert keras.layers.Layer.__call__ is before

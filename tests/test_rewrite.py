@@ -180,6 +180,21 @@ def test_arguments_that_are_not_dense_are_refused_with_the_remedy(value):
         tflms_sft.rewrite(step.get_concrete_function(IMAGES, value), TILES)
 
 
+def test_a_step_that_xla_compiles_runs_without_and_says_so():
+    model = net()
+
+    @tf.function(jit_compile=True)
+    def step(images, labels):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, images, labels)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    fast = tflms_sft.rewrite(step, TILES, *BATCH)
+    assert "compiled by XLA" in fast.plan.summary() and fast.plan.changed
+    assert close(fast(*BATCH), step(*BATCH), tolerance=1e-5)
+    assert tflms_sft.rewrite(gradients(), TILES, *BATCH).plan.notes == ()
+
+
 def test_functions_that_run_eagerly_are_refused_with_the_remedy():
     tf.config.run_functions_eagerly(True)
     try:

@@ -1,10 +1,12 @@
 """What is forward and what is backward."""
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import keras_step
 
+import tflms_sft
 from rewriters import normalise
 from rewriters.analysis import Analysis
 from rewriters.errors import RewriteError
@@ -152,3 +154,20 @@ def test_seeds(name, op_type, seed):
 
 def test_only_shape_ops_read_only_a_shape():
     assert reads_shape_only(Node("n", "ShapeN")) and not reads_shape_only(Node("n", "Relu"))
+
+
+def test_a_layer_may_be_called_like_a_scope_of_autodiff():
+    """Its ops are forward; a plan is found as for any other name."""
+
+    def headline(name):
+        image = keras.Input((24, 24, 3), batch_size=1)
+        x = keras.layers.Conv2D(4, 3, activation="relu", name=name)(image)
+        x = keras.layers.Conv2D(4, 3, activation="relu")(x)
+        model = keras.Model(image, keras.layers.Dense(2)(keras.layers.GlobalAveragePooling2D()(x)))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        callback = tflms_sft.SFT((2, 2), verbose=0)
+        model.fit(np.zeros((1, 24, 24, 3)), np.zeros(1), batch_size=1, verbose=0, callbacks=[callback])
+        return callback.plan.headline()
+
+    assert headline("gradients") == headline("gradient_tape") == headline("first")
+    assert headline("first").startswith("1 segment(s)")

@@ -12,23 +12,27 @@ from typing import Any
 
 from rewriters import _tf_private
 from rewriters.analysis import Analysis
-from rewriters.build import Importer
 from rewriters.cost import phase_cost, step_cost
 from rewriters.errors import NotTileableError, SegmentError
 from rewriters.ft import LeftAlone, auto_segments
 from rewriters.graph import Graph, Node, Tensor
-from rewriters.memory import Peak, graph_peak
+from rewriters.memory import Peak, graph_peak, unmodelled
 from rewriters.normalise import read
+from rewriters.roles import is_autodiff_name
 from rewriters.segments import Segment, build_segment, forward_ops
 from rewriters.sft import SegmentPlan, loop_nodes, outline, plan_segment, tile_segments
 from rewriters.tiles import Grid, Phase
 from rewriters.turns import loop_turns, phase_scratch
 from tflms_sft._names import LayerRecord, display_names, resolve
-from tflms_sft._params import AutoParams, SegmentSpec, SFTParams, parse_num_tiles
+from tflms_sft._params import SegmentSpec, SFTParams, parse_num_tiles
 from tflms_sft._plan import Plan, PlannedSegment, Prediction
 
 AUTO_TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Tiles per axis that are tried, fewest first."""
+
+
+MOST_NAMES = 3
+"""Names after which a list in a note is cut short."""
 
 
 @dataclasses.dataclass
@@ -89,13 +93,15 @@ def analyse(concrete_fn: Any, record: LayerRecord | None = None, batch: int | No
         RewriteError: If it computes no gradients.
     """
     graph = read(concrete_fn)
-    analysis = Analysis(graph)
+    record = record or LayerRecord()
+    misleading = any(is_autodiff_name(call.layer) for call in record.calls)
+    analysis = Analysis(graph, forward=record.layer_of_op.keys() if misleading else ())
     analysis.require_backward()
     known = _static_batch(graph, len(concrete_fn.inputs) - len(concrete_fn.captured_inputs))
     return Traced(
         concrete_fn,
         analysis,
-        record or LayerRecord(),
+        record,
         known or batch or 1,
         known is not None,
         _tf_private.variable_sizes(concrete_fn),
@@ -107,24 +113,6 @@ def _static_batch(graph: Graph, num_arguments: int) -> int | None:
     shapes = [t.shape for t in graph.inputs[:num_arguments] if t.shape]
     ranked = sorted(shapes, key=lambda shape: -len(shape))
     return ranked[0][0] if ranked else 1
-
-
-def rewrite_traced(traced: Traced, params: SFTParams | AutoParams) -> tuple[Importer, Plan]:
-    """Rewrite a step.
-
-    Raises:
-        SegmentError: For a segment given by name that cannot be tiled.
-        BudgetError: For a budget that no plan meets.
-    """
-    if isinstance(params, AutoParams):
-        from tflms_sft._search import search
-
-        plans, left = search(traced, params)
-        graph, plan = finish(traced, plans, left, params.memory_budget)
-        return Importer(graph, traced.concrete_fn), plan
-    plans, left = plan_sft(traced, params)
-    graph, plan = finish(traced, plans, left, None)
-    return Importer(graph, traced.concrete_fn), plan
 
 
 def plan_sft(traced: Traced, params: SFTParams) -> tuple[list[SegmentPlan], list[LeftAlone]]:
@@ -337,8 +325,18 @@ def finish(
         original=_prediction(original, traced.fixed_bytes, 1.0),
         predicted=_prediction(peak, traced.fixed_bytes, ratio),
         memory_budget=budget,
+        notes=_notes(traced),
     )
     return graph, plan
+
+
+def _notes(traced: Traced) -> tuple[str, ...]:
+    """What the prediction leaves out, by layer."""
+    names = list(dict.fromkeys(_layer_name(traced, node.name) for node in unmodelled(traced.analysis)))
+    if not names:
+        return ()
+    shown = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+    return (f"not in the predicted peak, because only a run tells: what is kept inside of {shown}",)
 
 
 def _prediction(peak: Peak, fixed_bytes: int, ratio: float) -> Prediction:

@@ -20,12 +20,12 @@ import tensorflow as tf
 from rewriters import _tf_private
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
-from tflms_sft._compile import analyse, collector_paused, rewrite_traced
+from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._measure import read_peak, reset_peak
 from tflms_sft._names import recorded_layers
 from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
-from tflms_sft._rewrite import check_graphs_run, check_image_sizes
+from tflms_sft._rewrite import check_graphs_run, check_image_sizes, rewrite_traced
 from tflms_sft._units import format_bytes
 
 _SLOT = "_tflms_sft_installation"
@@ -326,7 +326,7 @@ def start_line(installation: Installation) -> str:
     text = f"tflms-sft: {installation.plan.headline()}"
     if installation.turned_off_jit:
         text += "; XLA (`jit_compile`) is off for this training"
-    return text
+    return "; ".join([text, *installation.plan.notes])
 
 
 def peak_line(plan: Plan) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -94,6 +95,15 @@ def lookup(graph: Graph, tensor_name: str) -> Tensor | None:
 @contextlib.contextmanager
 def recorded_layers() -> Iterator[LayerRecord]:
     """Watch every Keras layer call while a step is traced."""
+    with _WATCHING:
+        yield from _watched()
+
+
+_WATCHING = threading.RLock()
+"""The class is changed while one thread traces; another one waits."""
+
+
+def _watched() -> Iterator[LayerRecord]:
     record = LayerRecord()
     original = keras.layers.Layer.__call__
 

@@ -11,10 +11,11 @@ import tensorflow as tf
 from rewriters import _tf_private
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
-from tflms_sft._compile import analyse, collector_paused, rewrite_traced
+from tflms_sft._compile import Traced, analyse, collector_paused, finish, plan_sft
 from tflms_sft._names import LayerRecord, recorded_layers
 from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
+from tflms_sft._search import search
 
 
 def is_concrete(step: Any) -> bool:
@@ -195,6 +196,22 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
         return _compiled(concrete_fn, record, _batch_of((example_args, example_kwargs)), chosen)
 
 
+def rewrite_traced(traced: Traced, params: SFTParams | AutoParams) -> tuple[Importer, Plan]:
+    """Rewrite a step.
+
+    Raises:
+        SegmentError: For a segment given by name that cannot be tiled.
+        BudgetError: For a budget that no plan meets.
+    """
+    if isinstance(params, AutoParams):
+        plans, left = search(traced, params)
+        graph, plan = finish(traced, plans, left, params.memory_budget)
+        return Importer(graph, traced.concrete_fn), plan
+    plans, left = plan_sft(traced, params)
+    graph, plan = finish(traced, plans, left, None)
+    return Importer(graph, traced.concrete_fn), plan
+
+
 def _compiled(
     concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: SFTParams | AutoParams
 ) -> RewrittenStep:
@@ -206,6 +223,8 @@ def _compiled(
             "or pass example arguments of the largest batch."
         )
     importer, plan = rewrite_traced(traced, chosen)
+    if _tf_private.must_compile(concrete_fn):
+        plan.notes += ("the step was compiled by XLA (`jit_compile`); rewritten it runs without",)
     return RewrittenStep(concrete_fn, importer, plan)
 
 

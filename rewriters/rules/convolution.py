@@ -10,6 +10,7 @@ gradient decides only what its rows outside of the tile are: zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,11 +96,13 @@ class Convolution(Rule):
         return kinds[position]
 
     def flops(self, op: OpView, batch: int) -> float:
-        """Two per tap, output channel and pixel of the small side."""
-        small, taps = self.side(op, self.small).shape, self.side(op, self.filter).shape
-        assert small is not None and taps is not None
-        rows = float(batch if small[0] is None else small[0]) * small[1] * small[2]  # type: ignore[operator]
-        return 2.0 * rows * taps[0] * taps[1] * taps[2] * taps[3]  # type: ignore[operator]
+        """Two per tap, output channel and pixel of the small side; 0 where a size is not known."""
+        small, taps = self.side(op, self.small).shape or (), self.side(op, self.filter).shape or ()
+        sizes = [*(small[1:3] or [None]), *(taps or [None])]
+        if None in sizes:
+            return 0.0
+        images = batch if small[0] is None else small[0]
+        return 2.0 * images * math.prod(float(size or 0) for size in sizes)
 
     def valid(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Run on operands that bring their own padding."""
