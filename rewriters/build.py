@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from rewriters import _tf_private
 from rewriters.graph import Graph
+from rewriters.tiers import Tier
 
 __all__: list[str] = []
 
@@ -19,11 +20,13 @@ class Importer:
     Attributes:
         graph: The graph.
         concrete_fn: The function that it was read from; it holds the captured tensors.
+        tier: Where the graph swaps to, if it does.
     """
 
-    def __init__(self, graph: Graph, concrete_fn: Any) -> None:
+    def __init__(self, graph: Graph, concrete_fn: Any, tier: Tier | None = None) -> None:
         self.graph = graph
         self.concrete_fn = concrete_fn
+        self.tier = tier
         self._graph_def = graph.to_graph_def()
         _tf_private.register_functions(graph.library)
         self.num_arguments = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
@@ -50,6 +53,11 @@ class Importer:
         # An argument that is returned as it came is not part of the import.
         flat = [mapping.get(t.name, r) for t, r in zip(self.graph.outputs, flat, strict=True)]
         return _tf_private.pack_outputs(self.concrete_fn, flat)
+
+    def abandon(self) -> None:
+        """Give up what a step that failed has left in the tier."""
+        if self.tier is not None:
+            self.tier.clear()
 
     def _checked(self, fed: list[Any]) -> list[Any]:
         """The inputs, those behind a check that the rewriting took to have equal leading sizes.

@@ -8,7 +8,7 @@ Details are attributes, set after construction.
 
 from __future__ import annotations
 
-__all__ = ["BudgetError", "RewriteError", "SegmentError"]
+__all__ = ["BudgetError", "RewriteError", "SegmentError", "SwapError"]
 
 
 class RewriteError(Exception):
@@ -17,6 +17,10 @@ class RewriteError(Exception):
 
 class SegmentError(RewriteError):
     """A segment that was asked for by name and cannot be tiled."""
+
+
+class SwapError(RewriteError):
+    """Swapping as it was asked for cannot be done."""
 
 
 class BudgetError(RewriteError):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -208,7 +208,14 @@ def _largest(events: Sequence[Event]) -> tuple[tuple[str, int], ...]:
     return tuple((event.name, event.num_bytes) for event in largest)
 
 
-def graph_peak(graph: Graph, turns: Turns, batch: int, fixed: Sequence[int], limit: int | None = None) -> Peak:
+def graph_peak(
+    graph: Graph,
+    turns: Turns,
+    batch: int,
+    fixed: Sequence[int],
+    limit: int | None = None,
+    away: Container[Node] = (),
+) -> Peak:
     """Peak of a whole graph: the worst of the states that the device's memory may be in.
 
     Args:
@@ -217,15 +224,23 @@ def graph_peak(graph: Graph, turns: Turns, batch: int, fixed: Sequence[int], lim
         batch: Size of an unknown batch.
         fixed: Bytes of each variable.
         limit: Bytes above which the first state found will do.
+        away: Ops whose results are in other memory; who reads them has a copy on the device.
     """
+
+    def num_bytes(tensor: Tensor) -> int:
+        return 0 if tensor.node in away else tensor.num_bytes(batch)
+
+    def alias(node: Node) -> bool:
+        return device.passes_on(node) and node not in away and not any(t.node in away for t in node.inputs)
+
     order = graph.execution_order()
     scratch = together({node: op_scratch(node, batch) for node in order}, order)
-    events = schedule(order, lambda t: t.num_bytes(batch), scratch, graph.outputs)
+    events = schedule(order, num_bytes, scratch, graph.outputs, alias)
     held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]
     worst: Peak | None = None
     for pool in device.pools(sum(held) + max((e.num_bytes for e in events), default=0)):
-        for num_bytes in held:
-            pool.allocate(num_bytes)
+        for amount in held:
+            pool.allocate(amount)
         for _ in range(2):  # The second step finds the memory in pieces.
             peak = replay(events, pool, turns)
             worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst

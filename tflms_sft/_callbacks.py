@@ -11,16 +11,18 @@ import keras
 import tensorflow as tf
 
 from tflms_sft._install import Installation, peak_line, start_line
+from tflms_sft._lms_params import LMSParams
 from tflms_sft._params import AutoParams, SegmentSpec, SFTParams
 from tflms_sft._plan import Plan
+from tflms_sft._rewrite import chosen_of
 
 
 class _Rewriting(keras.callbacks.Callback):
     """Installs a rewritten step at the start of training and takes it out at the end."""
 
-    def __init__(self, params: SFTParams | AutoParams, batch_shape: Sequence[int] | None, verbose: int) -> None:
+    def __init__(self, params: Any, batch_shape: Sequence[int] | None, verbose: int) -> None:
         super().__init__()
-        self._rewrite_params = params
+        self._rewrite_params = chosen_of(params)
         self._batch_shape = checked_shape(batch_shape)
         self._verbose = checked_verbose(verbose)
         self._installation: Installation | None = None
@@ -178,6 +180,38 @@ class SFT(_Rewriting):
         super().__init__(params, batch_shape, verbose)
 
 
+class LMS(_Rewriting):
+    """Train with swapping to host memory or disk (TFLMS), as told.
+
+    Args:
+        tiles: `SFTParams` to tile with before; what is left between the segments is swapped. Defaults to `None`.
+        batch_shape: `(batch, height, width, channels)` of the largest batch. Defaults to `None`: that of
+            the first batch.
+        verbose: 0 prints nothing, 1 one line at the start and one after the first step. Defaults to 1.
+        **params: As in `LMSParams`.
+
+    Attributes:
+        plan: What was done; see `Plan.summary()`.
+
+    Raises:
+        SwapError: In the first step, if nothing can be swapped as asked for.
+
+    Example:
+    >>> model.fit(data, callbacks=[tflms_sft.LMS(tier="disk", spill_dir="/scratch")])
+    """
+
+    def __init__(
+        self,
+        *,
+        tiles: SFTParams | None = None,
+        batch_shape: Sequence[int] | None = None,
+        verbose: int = 1,
+        **params: Any,
+    ) -> None:
+        swaps = LMSParams(**params)
+        super().__init__(swaps if tiles is None else [tiles, swaps], batch_shape, verbose)
+
+
 @contextlib.contextmanager
 def budget(
     model: Any,
@@ -215,7 +249,7 @@ def budget(
         if verbose:
             print(peak_line(plan), flush=True)
 
-    params = AutoParams(memory_budget, headroom)
+    params = chosen_of(AutoParams(memory_budget, headroom))
     installation = Installation(model, params, checked_shape(batch_shape), planned, measured, owner="`budget`")
     installation.install()
     try:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from rewriters import _tf_private
@@ -279,7 +279,11 @@ def _planned(
 
 
 def predict(
-    traced: Traced, plans: list[SegmentPlan], limit: int | None = None, graph: Graph | None = None
+    traced: Traced,
+    plans: list[SegmentPlan],
+    limit: int | None = None,
+    graph: Graph | None = None,
+    away: Container[Node] = (),
 ) -> tuple[Peak, float]:
     """Peak and relative cost of the step with these tile loops.
 
@@ -288,6 +292,7 @@ def predict(
         plans: Its segments.
         limit: A peak above it need not be the worst.
         graph: The rewritten graph if it exists already; an outline of it gives the same to a few bytes.
+        away: Ops of that graph whose results are not in the device's memory.
     """
     batch, analysis = traced.batch, traced.analysis
     if graph is None:
@@ -296,7 +301,7 @@ def predict(
     turns = {
         loops[plan.segment.name, phase.name]: loop_turns(phase, batch) for plan in plans for phase in plan.phases
     }
-    peak = graph_peak(graph, turns, batch, traced.variables, limit)
+    peak = graph_peak(graph, turns, batch, traced.variables, limit, away)
     whole = traced.cost
     tiled = step_cost(analysis, {n for p in plans for n in (*p.segment.forward, *p.segment.backward)}, batch)
     loop_cost = sum(phase_cost(analysis, phase, batch) for plan in plans for phase in plan.phases)
@@ -322,8 +327,8 @@ def finish(
         batch_is_fixed=traced.batch_is_fixed,
         segments=tuple(_described(traced, plan, names) for plan in plans),
         left_alone=_reasons(traced, left),
-        original=_prediction(original, traced.fixed_bytes, 1.0),
-        predicted=_prediction(peak, traced.fixed_bytes, ratio),
+        original=prediction(original, traced.fixed_bytes, 1.0),
+        predicted=prediction(peak, traced.fixed_bytes, ratio),
         memory_budget=budget,
         notes=_notes(traced),
     )
@@ -339,7 +344,8 @@ def _notes(traced: Traced) -> tuple[str, ...]:
     return (f"not in the predicted peak, because only a run tells: what is kept inside of {shown}",)
 
 
-def _prediction(peak: Peak, fixed_bytes: int, ratio: float) -> Prediction:
+def prediction(peak: Peak, fixed_bytes: int, ratio: float) -> Prediction:
+    """As a plan reports it."""
     return Prediction(peak.peak_bytes, fixed_bytes, ratio, peak.largest, peak.timeline)
 
 

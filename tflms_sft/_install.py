@@ -23,9 +23,8 @@ from rewriters.errors import RewriteError
 from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._measure import read_peak, reset_peak
 from tflms_sft._names import recorded_layers
-from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
-from tflms_sft._rewrite import check_graphs_run, check_image_sizes, rewrite_traced
+from tflms_sft._rewrite import Chosen, check_graphs_run, check_image_sizes, rewrite_traced
 from tflms_sft._units import format_bytes
 
 _SLOT = "_tflms_sft_installation"
@@ -42,7 +41,7 @@ class Installation:
     def __init__(
         self,
         model: Any,
-        params: SFTParams | AutoParams,
+        params: Chosen,
         batch_shape: tuple[int, ...] | None,
         on_plan: Callable[[Plan], None],
         on_measured: Callable[[Plan], None],
@@ -161,6 +160,8 @@ class Installation:
         except (StopIteration, tf.errors.OutOfRangeError):
             raise  # The normal end of an epoch.
         except BaseException:
+            for importer in self._steps.values():
+                importer.abandon()
             self.restore()
             raise
 
@@ -230,7 +231,7 @@ class Installation:
     def _within(self, tensor: Any) -> Any:
         """A batch of images that a budget's plan holds for; a larger one is an error that names both sizes."""
         plan = self.plan
-        if not isinstance(self._params, AutoParams) or plan is None or tensor.shape.rank != 4:
+        if not self._params.has_budget or plan is None or tensor.shape.rank != 4:
             return tensor
         if tensor.shape[0] is not None:
             return tensor
@@ -266,7 +267,7 @@ class Installation:
         return importer
 
     def _require_batch(self, traced: Any, known: Any) -> None:
-        if known or not isinstance(self._params, AutoParams):
+        if known or not self._params.has_budget:
             return
         for tensor in traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]:
             if tensor.shape.rank == 4 and tensor.shape[0] is None:

@@ -76,6 +76,23 @@ class PlannedSegment:
     notes: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannedSwap:
+    """A tensor that leaves the device and comes back.
+
+    Attributes:
+        tensor: Its name.
+        num_bytes: Its size.
+        readers: Names of the operations that read it after it came back, per swap-in.
+        controls: Name of the operation after which each swap-in starts.
+    """
+
+    tensor: str
+    num_bytes: int
+    readers: tuple[tuple[str, ...], ...]
+    controls: tuple[str, ...]
+
+
 @dataclasses.dataclass(eq=False)
 class Plan:
     """How a step was rewritten.
@@ -91,6 +108,9 @@ class Plan:
         measured: Peak of a real step, once there was one.
         memory_budget: Bytes, if there was a budget.
         notes: Remarks.
+        swaps: Tensors that leave the device in every step.
+        swap_tier: Where they go: `"host"` or `"disk"`; empty if there are none.
+        not_swapped: (tensor, why it stays) of those that could not be swapped.
     """
 
     changed: bool
@@ -103,18 +123,37 @@ class Plan:
     measured: Measurement | None = None
     memory_budget: int | None = None
     notes: tuple[str, ...] = ()
+    swaps: tuple[PlannedSwap, ...] = ()
+    swap_tier: str = ""
+    not_swapped: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Bytes that are swapped out in a step."""
+        return sum(swap.num_bytes for swap in self.swaps)
 
     def headline(self) -> str:
         """One line: what was done and what is expected."""
         before, after = format_bytes(self.original.peak_bytes), format_bytes(self.predicted.peak_bytes)
         if not self.changed:
             return f"nothing rewritten, predicted peak {after}" + self._budget_text()
+        more = " (MORE than before)" if self.predicted.peak_bytes > self.original.peak_bytes else ""
+        peaks = f"predicted peak {after} instead of {before}{more}"
+        if not self.segments:
+            return f"{self._swap_text()}, {peaks}" + self._budget_text()
         distinct = list(dict.fromkeys(_grid(s.backward_num_tiles or s.num_tiles) for s in self.segments))
         grids = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
-        more = " (MORE than before)" if self.predicted.peak_bytes > self.original.peak_bytes else ""
+        swaps = f", {self._swap_text()}" if self.swaps else ""
         return (
-            f"{len(self.segments)} segment(s) in {grids} tiles, predicted peak {after} instead of {before}{more}, "
+            f"{len(self.segments)} segment(s) in {grids} tiles{swaps}, {peaks}, "
             f"about {self.predicted.time_ratio:.2f}x the arithmetic" + self._budget_text()
+        )
+
+    def _swap_text(self) -> str:
+        ways = sum(len(swap.controls) for swap in self.swaps)
+        return (
+            f"{len(self.swaps)} tensor(s) of {format_bytes(self.swapped_bytes)} swapped to {self.swap_tier} and "
+            f"in again {ways} time(s) a step"
         )
 
     def _batch_text(self) -> str:
@@ -135,6 +174,13 @@ class Plan:
             if segment.stored:
                 lines.append(f"    stored: {', '.join(segment.stored)}")
             lines.extend(f"    {note}" for note in segment.notes)
+        largest = sorted(self.swaps, key=lambda swap: -swap.num_bytes)
+        for swap in largest[:MOST_SWAPS]:
+            lines.append(f"  swapped: {format_bytes(swap.num_bytes):>9}  {swap.tensor}, back after {swap.controls[0]}")
+        if len(largest) > MOST_SWAPS:
+            rest = format_bytes(sum(swap.num_bytes for swap in largest[MOST_SWAPS:]))
+            lines.append(f"  swapped: {rest:>9}  in {len(largest) - MOST_SWAPS} more")
+        lines.extend(f"  not swapped: {tensor}: {reason}" for tensor, reason in self.not_swapped[:MOST_SWAPS])
         fixed = format_bytes(self.predicted.fixed_bytes)
         lines.append(f"  weights and optimizer slots: {fixed}; largest at the predicted peak:")
         lines.extend(f"    {format_bytes(amount):>9}  {name}" for name, amount in self.predicted.largest[:5])
@@ -172,6 +218,9 @@ class Plan:
 
         return draw_plan(self, path)
 
+
+MOST_SWAPS = 5
+"""Swaps that a report names."""
 
 _MOST_NAMES = 4
 """Names after which a list in a report is cut short."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +12,15 @@ import tensorflow as tf
 from rewriters import _tf_private
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
-from tflms_sft._compile import Traced, analyse, collector_paused, finish, plan_sft
-from tflms_sft._names import LayerRecord, recorded_layers
+from rewriters.sft import loop_nodes
+from rewriters.tiers import HostTier
+from tflms_sft._compile import Traced, analyse, collector_paused, finish, plan_sft, predict, prediction
+from tflms_sft._lms_params import LMSParams
+from tflms_sft._names import LayerRecord, display_names, recorded_layers
 from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
 from tflms_sft._search import search
+from tflms_sft._swap import away, described, swap
 
 
 def is_concrete(step: Any) -> bool:
@@ -98,7 +103,12 @@ class RewrittenStep:
         Raises:
             TypeError: For arguments of another structure, shape or dtype than the step was rewritten for.
         """
-        return self._function(*self._flat(args, kwargs))
+        flat = self._flat(args, kwargs)
+        try:
+            return self._function(*flat)
+        except BaseException:
+            self._importer.abandon()
+            raise
 
     def __reduce__(self) -> Any:
         """Refuse to be pickled."""
@@ -157,7 +167,8 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
 
     Args:
         step: A `tf.function` that computes gradients (and updates), or a `ConcreteFunction` of one.
-        params: `SFTParams` or `AutoParams`, or a list of one of them.
+        params: `SFTParams`, `AutoParams` or `LMSParams`, or a list of one of the first two and the last:
+            tiles first, then swaps of what is left between the segments.
         *example_args: For a `tf.function`: arguments of a step, or `tf.TensorSpec`s of them.
         **example_kwargs: The same by keyword.
 
@@ -173,7 +184,7 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
     >>> fast_enough = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(4, 4)), images, labels)
     >>> loss = fast_enough(images, labels)
     """
-    chosen = one_of(params)
+    chosen = chosen_of(params)
     check_graphs_run()
     record = LayerRecord()
     if is_concrete(step):
@@ -196,28 +207,41 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
         return _compiled(concrete_fn, record, _batch_of((example_args, example_kwargs)), chosen)
 
 
-def rewrite_traced(traced: Traced, params: SFTParams | AutoParams) -> tuple[Importer, Plan]:
-    """Rewrite a step.
+def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
+    """Rewrite a step: tiles first, then swaps of what is left between the segments.
 
     Raises:
         SegmentError: For a segment given by name that cannot be tiled.
         BudgetError: For a budget that no plan meets.
+        SwapError: If nothing can be swapped as asked for.
     """
-    if isinstance(params, AutoParams):
-        plans, left = search(traced, params)
-        graph, plan = finish(traced, plans, left, params.memory_budget)
+    plans, left, budget = [], [], None  # type: ignore[var-annotated]
+    if isinstance(chosen.tiles, AutoParams):
+        plans, left = search(traced, chosen.tiles)
+        budget = chosen.tiles.memory_budget
+    elif chosen.tiles is not None:
+        plans, left = plan_sft(traced, chosen.tiles)
+    graph, plan = finish(traced, plans, left, budget)
+    if chosen.swaps is None:
         return Importer(graph, traced.concrete_fn), plan
-    plans, left = plan_sft(traced, params)
-    graph, plan = finish(traced, plans, left, None)
-    return Importer(graph, traced.concrete_fn), plan
+    loops = [name for (_, phase), name in loop_nodes(graph).items() if phase == "backward"]
+    swapped = swap(graph, chosen.swaps, traced.batch, loops)
+    peak, ratio = predict(traced, plans, limit=0, graph=swapped.graph, away=away(swapped))
+    plan = dataclasses.replace(
+        plan,
+        changed=True,
+        predicted=prediction(peak, traced.fixed_bytes, ratio),
+        swaps=described(swapped, traced.batch, display_names(graph, traced.record)),
+        swap_tier="host" if isinstance(swapped.tier, HostTier) else "disk",
+        not_swapped=tuple(swapped.left),
+    )
+    return Importer(swapped.graph, traced.concrete_fn, swapped.tier), plan
 
 
-def _compiled(
-    concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: SFTParams | AutoParams
-) -> RewrittenStep:
+def _compiled(concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen) -> RewrittenStep:
     """Analyse, plan and emit."""
     traced = analyse(concrete_fn, record, batch)
-    if isinstance(chosen, AutoParams) and batch is None and not traced.batch_is_fixed:
+    if chosen.has_budget and batch is None and not traced.batch_is_fixed:
         raise RewriteError(
             "The batch size is unknown, and a budget needs one. Trace with a `tf.TensorSpec` that gives it, "
             "or pass example arguments of the largest batch."
@@ -236,16 +260,37 @@ def _batch_of(example_args: Any) -> int | None:
     return None
 
 
-def one_of(params: Any) -> SFTParams | AutoParams:
-    """The single parameter object of a list.
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """What to do with a step, in this order."""
+
+    tiles: SFTParams | AutoParams | None = None
+    swaps: LMSParams | None = None
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the plan holds for one size of the batch."""
+        return isinstance(self.tiles, AutoParams)
+
+
+def chosen_of(params: Any) -> Chosen:
+    """The parameter objects of a list.
 
     Raises:
         TypeError: For anything else.
+        ValueError: For an order that makes no sense.
     """
     items: Sequence[Any] = params if isinstance(params, (list, tuple)) else [params]
-    if len(items) != 1 or not isinstance(items[0], (SFTParams, AutoParams)):
+    tiles = [item for item in items if isinstance(item, (SFTParams, AutoParams))]
+    swaps = [item for item in items if isinstance(item, LMSParams)]
+    if not items or len(tiles) + len(swaps) < len(items) or len(tiles) > 1 or len(swaps) > 1:
         raise TypeError(
-            "`params` must be `SFTParams(...)` or `AutoParams(...)`, or a list of one of them. "
-            f"Received: params={params!r}."
+            "`params` must be `SFTParams(...)`, `AutoParams(...)` or `LMSParams(...)`, or a list of one of the first "
+            f"two and the last. Received: params={params!r}."
         )
-    return items[0]
+    if tiles and swaps and items[0] is swaps[0]:
+        raise ValueError(
+            "`params` tiles first and then swaps what is left between the segments; swapped tensors cannot be tiled. "
+            f"Give `LMSParams` last. Received: params={params!r}."
+        )
+    return Chosen(tiles[0] if tiles else None, swaps[0] if swaps else None)

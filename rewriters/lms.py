@@ -1,0 +1,263 @@
+"""The LMS pass: swap tensors that wait long out of the device's memory, and in again.
+
+Le et al., "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (2018). An edge from f1 to f2 becomes
+f2 . si . so . f1 (Eq. 5 and 6): a swap-out that runs when the tensor is made, and a swap-in that a control edge holds
+back until the tensor is soon needed. All swap-outs of a tensor are one (4.2.2), swap-ins are one where their readers
+are close (4.2.3). Where the tensor is meanwhile is a matter of the tier (`tiers.py`).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+
+from rewriters.analysis import Analysis
+from rewriters.control import ControlSearch
+from rewriters.errors import RewriteError
+from rewriters.graph import Graph, Node, Tensor
+from rewriters.roles import reads_shape_only
+from rewriters.tiers import Tier
+
+__all__: list[str] = []
+
+_SOURCES = frozenset(("Placeholder", "PlaceholderWithDefault", "Const", "ReadVariableOp", "VarHandleOp", "NoOp"))
+"""What makes tensors that are there anyway: arguments, constants, and parameters, which are never swapped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapOptions:
+    """Table 2 of the paper, checked and without defaults; see `LMSParams` for the meanings."""
+
+    starting_scope: str | None = None
+    starting_op_names: tuple[str, ...] = ()
+    excl_scopes: tuple[str, ...] = ()
+    incl_scopes: tuple[str, ...] = ()
+    excl_types: tuple[str, ...] = ()
+    incl_types: tuple[str, ...] = ()
+    n_tensors: int = -1
+    lb: int = 1
+    ub: int = 10000
+    ctrld_strategy: str = "chain_rule"
+    fuse_swapins: bool = False
+    fuse_distance: int = 10
+    swap_branches: bool = False
+    branch_threshold: int = 0
+    min_bytes: int = 0
+
+
+@dataclasses.dataclass
+class SwapIn:
+    """One way back onto the device.
+
+    Attributes:
+        readers: Operations that read this copy.
+        control: Operation after which it starts.
+    """
+
+    readers: list[Node]
+    control: Node
+
+
+@dataclasses.dataclass
+class Swap:
+    """A tensor that leaves the device.
+
+    Attributes:
+        tensor: What is swapped.
+        swap_ins: Its copies on the way back, in γ.
+    """
+
+    tensor: Tensor
+    swap_ins: list[SwapIn]
+
+
+@dataclasses.dataclass
+class SwapPlan:
+    """What is swapped and what is not.
+
+    Attributes:
+        swaps: In the order in which the search meets the tensors.
+        left: (name of a tensor, why it stays).
+    """
+
+    swaps: list[Swap]
+    left: list[tuple[str, str]]
+
+
+def plan_swaps(analysis: Analysis, options: SwapOptions, batch: int) -> SwapPlan:
+    """Choose tensors, their swap-ins and the control operations.
+
+    Args:
+        analysis: Of the graph as it is, loops of an earlier pass included.
+        options: What to swap.
+        batch: Size of an unknown batch.
+    """
+    return _Planner(analysis, options, batch).run()
+
+
+class _Planner:
+    def __init__(self, analysis: Analysis, options: SwapOptions, batch: int) -> None:
+        self.analysis = analysis
+        self.options = options
+        self.batch = batch
+        self.search = ControlSearch(analysis.graph, analysis.backward)
+        self.left: list[tuple[str, str]] = []
+
+    def run(self) -> SwapPlan:
+        swaps: list[Swap] = []
+        for tensor in self._reachable():
+            if 0 <= self.options.n_tensors <= len(swaps):
+                break
+            swap = self._swap(tensor)
+            if swap is not None:
+                swaps.append(swap)
+        return SwapPlan(swaps, self.left)
+
+    def _reachable(self) -> Iterable[Tensor]:
+        """Tensors of forward operations, breadth first from the starting operations (5.1)."""
+        queue = collections.deque(self._starts())
+        seen = set(queue)
+        while queue:
+            node = queue.popleft()
+            yield from (node.out(index) for index in range(len(node.outputs)))
+            for index in range(len(node.outputs)):
+                for reader, _ in self.analysis.readers.get(node.out(index), ()):
+                    if reader not in seen and reader not in self.analysis.backward:
+                        seen.add(reader)
+                        queue.append(reader)
+
+    def _starts(self) -> list[Node]:
+        scope, names = self.options.starting_scope, self.options.starting_op_names
+        forward = [node for node in self.analysis.order if node not in self.analysis.backward]
+        if scope is None and not names:
+            return [t.node for t in self.analysis.graph.inputs if t.node in self.analysis.data]
+        return [n for n in forward if n.name in names or (scope is not None and in_scope(n.name, scope))]
+
+    def _swap(self, tensor: Tensor) -> Swap | None:
+        """The swap of a tensor, `None` if it stays."""
+        edges = self._long_edges(tensor)
+        if not edges or not self._wanted(tensor):
+            return None
+        if tensor.num_bytes(self.batch) < max(self.options.min_bytes, 1):
+            return None
+        swap_ins: list[SwapIn] = []
+        for reader in edges:
+            level = self.search.level[reader]
+            if self.options.fuse_swapins and swap_ins:
+                first = self.search.level[swap_ins[-1].readers[0]]
+                if level - first <= self.options.fuse_distance:
+                    swap_ins[-1].readers.append(reader)
+                    continue
+            control = self._control(tensor.node, reader)
+            if control is None:
+                self.left.append((tensor.name, f"nothing is found that could trigger its way back to `{reader.name}`"))
+            else:
+                swap_ins.append(SwapIn([reader], control))
+        return Swap(tensor, swap_ins) if swap_ins else None
+
+    def _long_edges(self, tensor: Tensor) -> list[Node]:
+        """Readers that come much later, in γ: backward ones, and those at the end of a long branch (4.1)."""
+        if tensor.node.op in _SOURCES or tensor.node not in self.analysis.data or not _is_data(tensor):
+            return []
+        found: dict[Node, None] = {}
+        for reader, _ in self.analysis.readers.get(tensor, ()):
+            if reads_shape_only(reader) or _updates(reader):
+                continue
+            distance = self.search.level[reader] - self.search.level[tensor.node]
+            branch = self.options.swap_branches and distance > self.options.branch_threshold
+            if distance > 1 and (reader in self.analysis.backward or branch):
+                found[reader] = None
+        return sorted(found, key=self.search.level.__getitem__)
+
+    def _wanted(self, tensor: Tensor) -> bool:
+        """Whether scopes and types let it go; what is excluded stays even if it is included."""
+        node, options = tensor.node, self.options
+        if any(in_scope(node.name, scope) for scope in options.excl_scopes) or node.op in options.excl_types:
+            return False
+        if not options.incl_scopes and not options.incl_types:
+            return True
+        return any(in_scope(node.name, scope) for scope in options.incl_scopes) or node.op in options.incl_types
+
+    def _control(self, source: Node, reader: Node) -> Node | None:
+        options = self.options
+        backward = reader in self.analysis.backward
+        if options.ctrld_strategy == "chain_rule" and backward:
+            return self.search.chain_rule(source, reader, options.lb, options.ub)
+        return self.search.direct_order(source, reader, options.lb, options.ub)
+
+
+def in_scope(name: str, scope: str) -> bool:
+    """Whether an operation lies in a name scope, at any depth, or has that name."""
+    return f"/{name}/".find(f"/{scope.strip('/')}/") >= 0
+
+
+def _is_data(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool or tensor.dtype.is_complex
+
+
+def _updates(node: Node) -> bool:
+    """Whether an operation writes a variable: edges next to variables are left alone (5.1)."""
+    return node.op.startswith("Assign") or node.op.startswith("Resource")
+
+
+def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int) -> Graph:
+    """A new graph with swap-outs and swap-ins.
+
+    Args:
+        graph: What the swaps were planned for.
+        swaps: What to swap.
+        tier: Where to.
+        max_in_flight: Swap-outs that may be under way at a time; further tensors are not made before one has ended.
+
+    Raises:
+        RewriteError: If the graph had a cycle then, which is a mistake in a strategy.
+    """
+    level = graph.levels()
+    new = graph.copy()
+    outs: list[_Out] = []
+    for swap in swaps:
+        source = Tensor(new.nodes[swap.tensor.node.name], swap.tensor.index)
+        prefix = new.unique_name(f"lms/{source.node.name}")
+        held = tier.swap_out(new, source, f"{prefix}/swap_out", len(swap.swap_ins))
+        outs.append(_Out(level[swap.tensor.node], source.node, held.node))
+        for number, swap_in in enumerate(swap.swap_ins):
+            back = tier.swap_in(new, held, source, new.nodes[swap_in.control.name], f"{prefix}/swap_in_{number}")
+            for reader in swap_in.readers:
+                node = new.nodes[reader.name]
+                node.inputs = [back if t == source else t for t in node.inputs]
+    _bound(outs, max_in_flight)
+    _updates_last(new, outs, {new.nodes[node.name]: level[node] for node in graph.keep})
+    try:
+        new.levels()
+    except RewriteError as error:
+        raise RewriteError(f"Swapping would make the step wait for itself: {error}") from None
+    return new
+
+
+@dataclasses.dataclass(frozen=True)
+class _Out:
+    """A swap-out: γ of what makes the tensor, that operation, and the one that takes the tensor away."""
+
+    level: int
+    producer: Node
+    done: Node
+
+
+def _bound(outs: list[_Out], max_in_flight: int) -> None:
+    """Let the producer of a tensor wait for the swap-out of one `max_in_flight` before it.
+
+    Otherwise, where writing is slower than computing, tensors queue up on the device. Like every edge that
+    swapping adds, it leads from a lower to a higher γ, so that no cycle comes about.
+    """
+    outs = sorted(outs, key=lambda out: out.level)
+    for before, after in zip(outs, outs[max_in_flight:], strict=False):
+        if after.level > before.level:
+            after.producer.control_inputs.append(before.done)
+
+
+def _updates_last(graph: Graph, outs: list[_Out], kept: dict[Node, int]) -> None:
+    """Variables change after all swap-outs before them have ended, so that a failed one leaves them as they were."""
+    for node, level in kept.items():
+        if _updates(node):
+            node.control_inputs.extend(out.done for out in outs if out.level < level)

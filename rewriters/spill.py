@@ -1,0 +1,138 @@
+"""Tensors in files that have no name: nobody else can open them, and nothing is left of them when the process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import itertools
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+from typing import IO, Any
+
+import numpy as np
+
+__all__: list[str] = []
+
+
+class SpillError(OSError):
+    """A tensor could not be written to disk, or read back."""
+
+
+@dataclasses.dataclass
+class _Held:
+    """A tensor in a file, with how often it is still read."""
+
+    file: IO[bytes]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    reads: int
+
+
+class SpillStore:
+    """Writes arrays to files in a directory and reads them back.
+
+    The files are made without a name where the file system can do that, and lose it at once elsewhere; the operating
+    system takes them away when they are closed or when the process ends in whatever way.
+
+    Args:
+        directory: Where.
+        page_cache: Whether written pages may stay in memory that the operating system can take back. Without,
+            every write waits for the disk.
+    """
+
+    def __init__(self, directory: str, page_cache: bool = True) -> None:
+        self.directory = directory
+        self.page_cache = page_cache
+        self._held: dict[int, _Held] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def write(self, array: np.ndarray, reads: int, name: str) -> int:
+        """Put an array away, to be read `reads` times; returns the number by which it is read.
+
+        Raises:
+            SpillError: Naming the directory, the bytes needed, and the bytes free.
+        """
+        file: IO[bytes] | None = None
+        try:
+            file = tempfile.TemporaryFile(dir=self.directory, buffering=0)
+            _write_all(file.fileno(), np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            if not self.page_cache:
+                os.fdatasync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            if file is not None:
+                file.close()
+            raise self._failure(name, array.nbytes, error) from None
+        with self._lock:
+            number = next(self._numbers)
+            self._held[number] = _Held(file, array.dtype, array.shape, reads)
+        return number
+
+    def read(self, number: Any) -> np.ndarray:
+        """The array of that number; after its last read the file is gone.
+
+        It lies in memory pages of its own, which TensorFlow takes over as they are: other memory, which need not
+        begin at a multiple of 64 bytes, it copies.
+        """
+        held = self._held[int(number)]
+        size = int(np.prod(held.shape, dtype=np.int64)) * held.dtype.itemsize
+        if not size:
+            self._done(int(number), held)
+            return np.zeros(held.shape, held.dtype)
+        pages = mmap.mmap(-1, size)
+        try:
+            _read_all(held.file.fileno(), memoryview(pages))
+            if not self.page_cache:
+                os.posix_fadvise(held.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise SpillError(f"Swapping in from {self.directory!r} failed: {error}") from None
+        self._done(int(number), held)
+        return np.frombuffer(pages, np.uint8).view(held.dtype).reshape(held.shape)
+
+    def _done(self, number: int, held: _Held) -> None:
+        with self._lock:
+            held.reads -= 1
+            if held.reads == 0:
+                del self._held[number]
+                held.file.close()
+
+    def clear(self) -> None:
+        """Give up what a step left that did not end."""
+        with self._lock:
+            for held in self._held.values():
+                held.file.close()
+            self._held.clear()
+
+    def free_bytes(self) -> int:
+        """Bytes that the directory's file system has free."""
+        return shutil.disk_usage(self.directory).free
+
+    def _failure(self, name: str, needed: int, error: OSError) -> SpillError:
+        free = "unknown"
+        with contextlib.suppress(OSError):
+            free = str(self.free_bytes())
+        what = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"cannot be written: {error.strerror}"
+        return SpillError(
+            f"The disk of {self.directory!r} {what}. Swapping out `{name}` needs {needed} bytes, {free} are free. "
+            "Give another directory as `spill_dir=`, or swap fewer tensors."
+        )
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    written = 0
+    while written < len(data):
+        written += os.pwrite(descriptor, data[written:], written)
+
+
+def _read_all(descriptor: int, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], done)
+        if count == 0:
+            raise OSError(errno.EIO, "the file is shorter than what was written")
+        done += count

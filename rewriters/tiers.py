@@ -1,0 +1,114 @@
+"""Where swapped tensors are: the codec pair f and its inverse of TFLMS, section 4.2.1, as operations."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from rewriters import _tf_private
+from rewriters.graph import Graph, Node, Tensor, from_tf_graph
+from rewriters.spill import SpillStore
+
+__all__: list[str] = []
+
+HOST = "/device:CPU:0"
+
+
+class Tier(Protocol):
+    """A place outside of the device's memory."""
+
+    def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
+        """Add the operation that takes a tensor away, to be brought back `times`; its result stands for it there."""
+
+    def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
+        """Add the operation that brings it back, after `control`; its result is the tensor `like`."""
+
+    def clear(self) -> None:
+        """Give up what a step that failed has left."""
+
+
+class HostTier:
+    """Host memory beside an accelerator.
+
+    Both operations are identities placed on the host; TensorFlow copies at the border (section 3.4).
+    """
+
+    def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
+        """An identity on the host."""
+        del times
+        return graph.add(_identity(tensor, tensor, name, [])).out()
+
+    def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
+        """Another one, from which the readers copy."""
+        return graph.add(_identity(held, like, name, [control])).out()
+
+    def clear(self) -> None:
+        """Nothing is left."""
+
+
+class DiskTier:
+    """Files without a name, read and written by Python functions that the graph calls.
+
+    Attributes:
+        store: The files.
+        references: What has to stay alive as long as the graph may run.
+    """
+
+    def __init__(self, store: SpillStore) -> None:
+        self.store = store
+        self.references: list[Any] = []
+
+    def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
+        """Write a file; the result is its number."""
+        store = self.store
+
+        def write(array: np.ndarray) -> np.int64:
+            return np.int64(store.write(array, times, name))
+
+        def call(value: Any) -> Any:
+            return tf.numpy_function(write, [value], tf.int64, stateful=True)
+
+        (number,) = self._spliced(graph, name, call, [tensor], [((), tf.int64)], [])
+        return number
+
+    def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
+        """Read the file with that number."""
+        store, dtype = self.store, like.dtype
+
+        def call(number: Any) -> Any:
+            return tf.ensure_shape(tf.numpy_function(store.read, [number], dtype, stateful=True), like.shape)
+
+        (value,) = self._spliced(graph, name, call, [held], [(like.shape, dtype)], [control])
+        return value
+
+    def clear(self) -> None:
+        """Close files that nobody will read any more."""
+        self.store.clear()
+
+    def _spliced(
+        self, graph: Graph, name: str, call: Any, operands: list[Tensor], results: list[Any], controls: list[Node]
+    ) -> list[Tensor]:
+        """Trace `call`, and put its operations into the graph, on the host."""
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in operands]
+        traced = _tf_private.trace_func_graph(name.replace("/", "_"), call, specs)
+        self.references.append(traced)  # It keeps the Python function.
+        part = from_tf_graph(traced, traced.inputs, traced.outputs, [])
+        outer = dict(zip(part.inputs, operands, strict=True))
+        for node in part.nodes.values():
+            if node.op == "Placeholder":
+                continue
+            node.name = graph.unique_name(name if node.op == "PyFunc" else f"{name}/{node.name}")
+            node.inputs = [outer.get(t, t) for t in node.inputs]
+            if node.op == "PyFunc":
+                node.device = HOST
+                node.control_inputs = [*node.control_inputs, *controls]
+                node.outputs = [(dtype, shape) for shape, dtype in results]
+            graph.add(node)
+        return list(part.outputs)
+
+
+def _identity(operand: Tensor, like: Tensor, name: str, controls: list[Node]) -> Node:
+    attrs = {"T": tf.compat.v1.AttrValue(type=like.dtype.as_datatype_enum)}
+    return Node(name, "Identity", [operand], controls, attrs, HOST, [(like.dtype, like.shape)])

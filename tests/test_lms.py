@@ -1,0 +1,231 @@
+"""Swapping: the step computes the same bits, and the graph has what the parameters say."""
+
+import dataclasses
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import Cut, Step, keras_step, plan
+from keras import layers
+
+from rewriters import normalise, sft
+from rewriters.analysis import Analysis
+from rewriters.build import Importer
+from rewriters.control import ControlSearch
+from rewriters.graph import ancestors
+from rewriters.lms import SwapOptions, insert_swaps, plan_swaps
+from rewriters.spill import SpillStore
+from rewriters.tiers import DiskTier, HostTier
+
+
+@dataclasses.dataclass
+class Swapped:
+    """A step with swaps: its plan, its graph, and the function."""
+
+    plan: object
+    graph: object
+    function: object
+
+
+def swapped(step, tier=None, max_in_flight=2, cuts=(), **options):
+    analysis = Analysis(normalise.read(step.concrete_fn))
+    if cuts:
+        analysis = Analysis(sft.tile_segments(analysis, plan(analysis, cuts)))
+    tier = tier or HostTier()
+    found = plan_swaps(analysis, SwapOptions(**options), 2)
+    graph = insert_swaps(analysis.graph, found.swaps, tier, max_in_flight)
+    importer = Importer(graph, step.concrete_fn)
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]
+    function = tf.function(lambda *args: importer(args), input_signature=specs).get_concrete_function()
+    return Swapped(found, graph, function)
+
+
+def same_bits(step, function):
+    want, got = step.run(step.concrete_fn), step.run(function)
+    assert list(want) == list(got)
+    return all(np.array_equal(got[name], want[name]) for name in want)
+
+
+@pytest.fixture(params=["host", "disk"])
+def tier(request, tmp_path):
+    return HostTier() if request.param == "host" else DiskTier(SpillStore(str(tmp_path)))
+
+
+def plain(x):
+    for filters in (4, 6, 8):
+        x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
+        x = layers.Conv2D(filters, 3, padding="same", activation="silu")(x)
+        x = layers.MaxPooling2D(2)(x)
+    return x
+
+
+def normed(x):
+    x = layers.BatchNormalization()(layers.Conv2D(4, 3)(x))
+    return layers.Dropout(0.5, seed=1)(layers.ReLU()(x))
+
+
+def branches(x):
+    """A U-Net's: what the first level makes is read at its end."""
+    first = layers.Conv2D(4, 3, padding="same", activation="relu")(x)
+    low = layers.Conv2D(8, 3, padding="same", activation="relu")(layers.MaxPooling2D(2)(first))
+    low = layers.Conv2D(8, 3, padding="same", activation="relu")(low)
+    return layers.Concatenate()([first, layers.Conv2DTranspose(4, 2, strides=2, activation="relu")(low)])
+
+
+NETS = {"plain": plain, "normed": normed, "branches": branches}
+
+
+@pytest.mark.parametrize("strategy", ("chain_rule", "direct_order"))
+@pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
+@pytest.mark.parametrize("net", NETS)
+def test_the_same_bits(net, known_batch, strategy, tier):
+    step = keras_step(NETS[net], (16, 24), 2, known_batch, keras.optimizers.Adam(), steps=4)
+    found = swapped(step, tier, ctrld_strategy=strategy, swap_branches=True)
+    assert len(found.plan.swaps) >= 4
+    assert same_bits(step, found.function)
+    if isinstance(tier, DiskTier):
+        assert not tier.store._held, "all files are closed"
+        assert os.listdir(tier.store.directory) == []
+
+
+def test_tiles_first_then_swaps_of_what_is_between(tier):
+    step = keras_step(plain, (16, 24), 2)
+    cuts = (Cut("input", "max_pooling2d", (2, 2)),)
+    found = swapped(step, tier, cuts=cuts)
+    assert any(swap.tensor.node.name.startswith("sft/") for swap in found.plan.swaps)
+    tiled = swapped(step, tier, cuts=cuts, n_tensors=0)
+    assert same_bits(Step(tiled.function, step.variables, step.batches), found.function)
+
+
+def test_every_swap_in_waits_for_its_control_operation():
+    step = keras_step(plain, (16, 24), 2)
+    found = swapped(step)
+    for swap in found.plan.swaps:
+        for swap_in in swap.swap_ins:
+            reader = found.graph.nodes[swap_in.readers[0].name]
+            (copy,) = (t.node for t in reader.inputs if t.node.name.startswith(f"lms/{swap.tensor.node.name}/swap_in"))
+            assert [c.name for c in copy.control_inputs] == [swap_in.control.name]
+            assert copy.inputs[0].node.name.endswith("swap_out")
+            assert found.graph.nodes[swap_in.control.name] in ancestors([reader])
+
+
+# Every parameter shows in the graph ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traced():
+    keras.backend.clear_session()
+    return keras_step(branches, (16, 24), 2)
+
+
+def swapped_tensors(step, **options):
+    return [swap.tensor.name for swap in swapped(step, **options).plan.swaps]
+
+
+def test_all_reachable_tensors_by_default_and_the_first_n(traced):
+    everything = swapped_tensors(traced)
+    assert len(everything) >= 6
+    assert swapped_tensors(traced, n_tensors=3) == everything[:3]
+
+
+def test_scopes_and_types(traced):
+    everything = swapped_tensors(traced)
+    relus = [name for name in everything if "Relu" in name]
+    assert 0 < len(relus) < len(everything)
+    assert swapped_tensors(traced, incl_types=("Relu",)) == relus
+    assert swapped_tensors(traced, excl_types=("Relu",)) == [name for name in everything if name not in relus]
+    first = [name for name in everything if "/conv2d_1/" in name]
+    assert 0 < len(first) < len(everything)
+    assert swapped_tensors(traced, incl_scopes=("conv2d_1",)) == first
+    assert swapped_tensors(traced, excl_scopes=("conv2d_1",)) == [name for name in everything if name not in first]
+    assert swapped_tensors(traced, incl_scopes=("conv2d_1",), incl_types=("Relu",)) == [
+        name for name in everything if name in {*first, *relus}
+    ]
+    assert swapped_tensors(traced, incl_types=("Relu",), excl_scopes=("conv2d_1",)) == [
+        name for name in relus if name not in first
+    ]
+
+
+def test_the_search_starts_where_it_is_told(traced):
+    everything = swapped_tensors(traced)
+    (start,) = (name.split(":")[0] for name in everything if name.endswith("max_pooling2d_1/MaxPool2d:0"))
+    later = swapped_tensors(traced, starting_op_names=(start,))
+    assert later[0].startswith(start) and set(later) < set(everything)
+    assert swapped_tensors(traced, starting_scope=start.rpartition("/")[0]) == later
+
+
+def controls(step, **options):
+    found = swapped(step, **options)
+    search = ControlSearch(found.graph, ())
+    return [
+        search.level[found.graph.nodes[way.readers[0].name]] - search.level[found.graph.nodes[way.control.name]]
+        for swap in found.plan.swaps
+        for way in swap.swap_ins
+    ]
+
+
+@pytest.mark.parametrize("strategy", ("chain_rule", "direct_order"))
+def test_a_larger_lb_fetches_earlier(traced, strategy):
+    near, far = (controls(traced, ctrld_strategy=strategy, lb=lb) for lb in (1, 4))
+    assert np.mean(far) > np.mean(near) + 1
+
+
+def test_the_upper_bound_limits_the_search_and_what_finds_nothing_is_listed(traced):
+    found = swapped(traced, ctrld_strategy="direct_order", lb=5, ub=6).plan
+    assert not found.swaps and all("could trigger its way back" in reason for _, reason in found.left)
+    assert {name for name, _ in found.left} >= set(swapped_tensors(traced, ctrld_strategy="direct_order"))
+
+
+def test_strategies_differ(traced):
+    by = {s: swapped(traced, ctrld_strategy=s).plan.swaps for s in ("chain_rule", "direct_order")}
+    names = {s: [way.control.name for swap in swaps for way in swap.swap_ins] for s, swaps in by.items()}
+    assert names["chain_rule"] != names["direct_order"]
+
+
+def test_swap_ins_are_fused_where_readers_are_close(traced):
+    def ways(**options):
+        return [len(swap.swap_ins) for swap in swapped(traced, **options).plan.swaps]
+
+    alone, fused = ways(), ways(fuse_swapins=True, fuse_distance=100)
+    assert max(alone) > 1 and set(fused) == {1} and len(alone) == len(fused)
+    assert ways(fuse_swapins=True, fuse_distance=0) != fused
+    found = swapped(traced, fuse_swapins=True, fuse_distance=100)
+    assert same_bits(traced, found.function)
+
+
+def test_long_branches_are_swapped_if_asked_for(traced):
+    def forward_readers(**options):
+        found = swapped(traced, **options)
+        ways = [way for swap in found.plan.swaps for way in swap.swap_ins]
+        return [r.op for way in ways for r in way.readers if not r.name.startswith("gradient_tape")]
+
+    assert "ConcatV2" not in forward_readers()
+    assert "ConcatV2" in forward_readers(swap_branches=True, branch_threshold=3)
+    assert "ConcatV2" not in forward_readers(swap_branches=True, branch_threshold=50)
+
+
+def test_small_tensors_stay(traced):
+    sizes = [swap.tensor.num_bytes(2) for swap in swapped(traced).plan.swaps]
+    limit = sorted(sizes)[len(sizes) // 2]
+    large = swapped(traced, min_bytes=limit).plan.swaps
+    assert len(large) == sum(size >= limit for size in sizes) < len(sizes)
+
+
+def test_what_is_made_next_waits_for_swap_outs_before(traced):
+    def waiting(max_in_flight):
+        nodes = swapped(traced, max_in_flight=max_in_flight).graph.nodes.values()
+        return sum(
+            c.name.endswith("swap_out") for n in nodes for c in n.control_inputs if not n.op.startswith("Assign")
+        )
+
+    assert waiting(1) > waiting(4) > waiting(100) == 0
+
+
+def test_parameters_are_never_swapped(traced):
+    found = swapped(traced)
+    assert all(swap.tensor.node.op not in ("ReadVariableOp", "Placeholder", "Const") for swap in found.plan.swaps)
+    kept = [node for node in found.graph.keep if node.name.startswith("sgd/Assign")]
+    outs = {node.name for node in found.graph.nodes.values() if node.name.endswith("swap_out")}
+    assert kept and all(outs <= {c.name for c in node.control_inputs} for node in kept), "updates come last"

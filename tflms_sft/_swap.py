@@ -1,0 +1,165 @@
+"""From swap parameters to a graph with swaps, and what the plan says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+
+import tensorflow as tf
+
+from rewriters import device
+from rewriters.analysis import Analysis
+from rewriters.errors import SwapError
+from rewriters.graph import Graph, Node, Tensor
+from rewriters.lms import Swap, SwapPlan, in_scope, insert_swaps, plan_swaps
+from rewriters.spill import SpillStore
+from rewriters.tiers import DiskTier, HostTier
+from tflms_sft._lms_params import LMSParams
+from tflms_sft._plan import PlannedSwap
+from tflms_sft._units import format_bytes
+
+MOST_REASONS = 4
+"""Reasons after which an error is cut short."""
+
+
+@dataclasses.dataclass
+class Swapped:
+    """A graph with swaps.
+
+    Attributes:
+        graph: The graph.
+        swaps: What is swapped.
+        left: (tensor, why it stays).
+        tier: Where to; it has to live as long as the graph may run.
+    """
+
+    graph: Graph
+    swaps: list[Swap]
+    left: list[tuple[str, str]]
+    tier: HostTier | DiskTier
+
+
+def swap(graph: Graph, params: LMSParams, batch: int, backward_loops: Iterable[str]) -> Swapped:
+    """Swap as the parameters say.
+
+    Args:
+        graph: A step, tiled or not.
+        params: What to swap.
+        batch: Size of an unknown batch.
+        backward_loops: Names of loops that belong to the backward phase.
+
+    Raises:
+        SwapError: For names that are not in the graph, a tier that is not there, and if nothing can be swapped.
+    """
+    tier = make_tier(params)
+    _check_names(graph, params)
+    analysis = Analysis(graph, (*params.optimizer_scopes, *backward_loops))
+    plan = plan_swaps(analysis, params.options(), batch)
+    if not plan.swaps:
+        raise SwapError(_nothing(analysis, params, plan, batch))
+    if isinstance(tier, DiskTier):
+        _check_space(tier.store, sum(s.tensor.num_bytes(batch) for s in plan.swaps))
+    return Swapped(insert_swaps(graph, plan.swaps, tier, params.max_in_flight), plan.swaps, plan.left, tier)
+
+
+def make_tier(params: LMSParams) -> HostTier | DiskTier:
+    """The tier that was asked for.
+
+    Raises:
+        SwapError: For the host tier without an accelerator: what is swapped out would stay in the same memory.
+    """
+    beside = device.name().startswith("GPU") or len(tf.config.list_logical_devices("CPU")) > 1
+    if params.tier == "host" and not beside:
+        raise SwapError(
+            '`tier="host"` needs an accelerator: on a machine without one host memory is the device\'s own. '
+            'Use `tier="disk"`.'
+        )
+    if params.tier == "host" or (params.tier == "auto" and device.name().startswith("GPU")):
+        return HostTier()
+    return DiskTier(SpillStore(params.directory, params.page_cache))
+
+
+def _check_space(store: SpillStore, needed: int) -> None:
+    free = store.free_bytes()
+    if needed > free:
+        raise SwapError(
+            f"`spill_dir` has too little space: a step swaps {format_bytes(needed)} ({needed} bytes) to "
+            f"{store.directory!r}, {format_bytes(free)} are free. Give another directory, or swap fewer tensors "
+            "(`n_tensors`)."
+        )
+
+
+def _check_names(graph: Graph, params: LMSParams) -> None:
+    """Refuse scopes, operations and types that the step has not, with the nearest that it has."""
+    names = list(graph.nodes)
+    scopes = list(dict.fromkeys(part for name in names for part in _prefixes(name)))
+    types = list(dict.fromkeys(node.op for node in graph.nodes.values()))
+    single = () if params.starting_scope is None else (params.starting_scope,)
+    for argument, wanted in (
+        ("optimizer_scopes", params.optimizer_scopes),
+        ("starting_scope", single),
+        ("excl_scopes", params.excl_scopes),
+        ("incl_scopes", params.incl_scopes),
+    ):
+        _require(argument, wanted, lambda scope: any(in_scope(name, scope) for name in names), scopes)
+    _require("starting_op_names", params.starting_op_names, graph.nodes.__contains__, names)
+    for argument in ("excl_types", "incl_types"):
+        _require(argument, getattr(params, argument), types.__contains__, types)
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[: count + 1]) for count in range(len(parts))] + parts
+
+
+def _require(argument: str, wanted: Iterable[str], known: Callable[[str], bool], names: list[str]) -> None:
+    for name in wanted:
+        if not known(name):
+            near = difflib.get_close_matches(name, names, n=4, cutoff=0.4) or names[:4]
+            raise SwapError(
+                f"`{argument}` names nothing in the step. Received: {name!r}. "
+                f"Nearest: {', '.join(repr(n) for n in near)}."
+            )
+
+
+def _nothing(analysis: Analysis, params: LMSParams, plan: SwapPlan, batch: int) -> str:
+    """Why nothing is swapped."""
+    everything = dataclasses.replace(params.options(), min_bytes=0, excl_scopes=(), excl_types=(), incl_scopes=())
+    everything = dataclasses.replace(everything, incl_types=(), starting_scope=None, starting_op_names=(), n_tensors=-1)
+    found = plan_swaps(analysis, everything, batch).swaps
+    if plan.left:
+        shown = "; ".join(f"`{name}`: {reason}" for name, reason in plan.left[:MOST_REASONS])
+        return f"Nothing can be swapped. {shown}. Lower `lb` or raise `ub`."
+    if not found:
+        return (
+            "Nothing can be swapped: no forward operation makes a tensor that the backward phase reads much later. "
+            "Pass a step that computes gradients, with layers between a tensor and its last reader."
+        )
+    largest = max(swap.tensor.num_bytes(batch) for swap in found)
+    return (
+        f"Nothing is swapped: {len(found)} tensor(s) could be, the largest of {format_bytes(largest)}, and scopes, "
+        f"types, the starting point or `min_bytes` ({format_bytes(params.options().min_bytes)}) leave none. Widen them."
+    )
+
+
+def away(swapped: Swapped) -> set[Node]:
+    """Swap-outs whose result is not in the device's memory."""
+    if isinstance(swapped.tier, DiskTier):
+        return set()
+    return {n for n in swapped.graph.nodes.values() if n.name.startswith("lms/") and n.name.endswith("/swap_out")}
+
+
+def described(swapped: Swapped, batch: int, names: Mapping[Tensor, str]) -> tuple[PlannedSwap, ...]:
+    """What the plan says of each swap."""
+    return tuple(
+        PlannedSwap(
+            tensor=names.get(s.tensor, s.tensor.name),
+            num_bytes=s.tensor.num_bytes(batch),
+            readers=tuple(tuple(reader.name for reader in way.readers) for way in s.swap_ins),
+            controls=tuple(way.control.name for way in s.swap_ins),
+        )
+        for s in swapped.swaps
+    )
+
+
