@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import threading
+import weakref
 from typing import IO, Any
 
 import numpy as np
@@ -49,7 +50,9 @@ class SpillStore:
         self.page_cache = page_cache
         self._held: dict[int, _Held] = {}
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # A collection may end an array's life while it is held.
+        self._in_memory = 0
+        self._peak = 0
 
     def write(self, array: np.ndarray, reads: int, name: str) -> int:
         """Put an array away, to be read `reads` times; returns the number by which it is read.
@@ -85,6 +88,8 @@ class SpillStore:
             self._done(int(number), held)
             return np.zeros(held.shape, held.dtype)
         pages = mmap.mmap(-1, size)
+        self._count(size)
+        weakref.finalize(pages, self._count, -size)
         try:
             _read_all(held.file.fileno(), memoryview(pages))
             if not self.page_cache:
@@ -93,6 +98,20 @@ class SpillStore:
             raise SpillError(f"Swapping in from {self.directory!r} failed: {error}") from None
         self._done(int(number), held)
         return np.frombuffer(pages, np.uint8).view(held.dtype).reshape(held.shape)
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self._in_memory += size
+            self._peak = max(self._peak, self._in_memory)
+
+    def reset_peak(self) -> None:
+        """Start to look for the most bytes that are in memory at a time."""
+        with self._lock:
+            self._peak = self._in_memory
+
+    def peak_bytes(self) -> int:
+        """Most bytes of arrays that had been read and were in memory at a time, which no allocator counts."""
+        return self._peak
 
     def _done(self, number: int, held: _Held) -> None:
         with self._lock:

@@ -28,6 +28,12 @@ class Tier(Protocol):
     def clear(self) -> None:
         """Give up what a step that failed has left."""
 
+    def reset_peak(self) -> None:
+        """Start a new measurement of `peak_bytes`."""
+
+    def peak_bytes(self) -> int:
+        """Most bytes at a time that the tier itself had on the device, unseen by the device's allocator."""
+
 
 class HostTier:
     """Host memory beside an accelerator.
@@ -46,6 +52,13 @@ class HostTier:
 
     def clear(self) -> None:
         """Nothing is left."""
+
+    def reset_peak(self) -> None:
+        """Nothing is held."""
+
+    def peak_bytes(self) -> int:
+        """Copies on the device are the allocator's."""
+        return 0
 
 
 class DiskTier:
@@ -86,6 +99,14 @@ class DiskTier:
     def clear(self) -> None:
         """Close files that nobody will read any more."""
         self.store.clear()
+
+    def reset_peak(self) -> None:
+        """Of the arrays that were read."""
+        self.store.reset_peak()
+
+    def peak_bytes(self) -> int:
+        """Arrays that were read lie in pages of their own."""
+        return self.store.peak_bytes()
 
     def _spliced(
         self, graph: Graph, name: str, call: Any, operands: list[Tensor], results: list[Any], controls: list[Node]

@@ -751,7 +751,7 @@ def test_one_line_at_the_start_and_one_after_the_first_step(capsys, monkeypatch)
 def test_the_measured_peak_is_printed_next_to_the_predicted_one(capsys, monkeypatch, peak, over):
     measured = tflms_sft.Measurement(peak, "a test")
     monkeypatch.setattr("tflms_sft._install.reset_peak", lambda: 0)
-    monkeypatch.setattr("tflms_sft._install.read_peak", lambda in_use, own: measured)
+    monkeypatch.setattr("tflms_sft._install.read_peak", lambda in_use, own, tiers: measured)
     callback = MemoryBudget(BUDGET)
     net().fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
     start, line = capsys.readouterr().out.splitlines()

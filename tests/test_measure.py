@@ -38,7 +38,7 @@ IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float3
 @pytest.fixture
 def records(monkeypatch):
     """Allocation records, whatever else this device has."""
-    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: None)
+    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda tiers=(): None)
 
 
 @pytest.mark.usefixtures("records")
@@ -80,9 +80,9 @@ def test_all_ways_to_hand_a_step_over_give_about_the_same():
 def either_way(request, monkeypatch):
     """Devices without and with allocator statistics; where there are some, the step itself runs, twice."""
     statistics = request.param == "statistics"
-    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: 0 if statistics else None)
+    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda tiers=(): 0 if statistics else None)
     if statistics:
-        monkeypatch.setattr("tflms_sft._measure.read_peak", lambda in_use, own: Measurement(1, "statistics"))
+        monkeypatch.setattr("tflms_sft._measure.read_peak", lambda in_use, own, tiers: Measurement(1, "statistics"))
     return request.param
 
 

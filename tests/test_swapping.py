@@ -271,6 +271,18 @@ def test_files_are_private_and_gone_after_their_last_read(tmp_path):
     assert np.array_equal(store.read(number), array) and not open_files(tmp_path)
 
 
+def test_what_was_read_is_counted_while_it_is_in_memory(tmp_path):
+    store = SpillStore(str(tmp_path))
+    numbers = [store.write(np.ones(1000), 1, "test") for _ in range(3)]
+    first, second = store.read(numbers[0]), store.read(numbers[1])
+    del first
+    third = store.read(numbers[2])
+    assert store.peak_bytes() == 16000 and third.sum() == second.sum() == 1000
+    del second, third
+    store.reset_peak()
+    assert store.peak_bytes() == 0
+
+
 @pytest.mark.parametrize("dtype", ("float32", "float16", "int8", "bool", "bfloat16", "complex64"))
 @pytest.mark.parametrize("shape", ((), (0,), (3,), (2, 0, 3), (2, 3, 4)))
 def test_any_array_comes_back(tmp_path, dtype, shape):

@@ -20,6 +20,7 @@ import tensorflow as tf
 from rewriters import _tf_private
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
+from rewriters.tiers import Tier
 from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._measure import read_peak, reset_peak
 from tflms_sft._names import recorded_layers
@@ -173,7 +174,7 @@ class Installation:
         if first and self.plan is not None:
             self._measured = True
             tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
-            self.plan.measured = None if in_use is None else read_peak(in_use, self._variables)
+            self.plan.measured = None if in_use is None else read_peak(in_use, self._variables, self._tiers)
             self._on_measured(self.plan)
         return result
 
@@ -194,6 +195,10 @@ class Installation:
             yield from batches
 
         return iter(tf.data.Dataset.from_generator(generate, output_signature=spec))
+
+    @property
+    def _tiers(self) -> list[Tier]:
+        return [importer.tier for importer in self._steps.values() if importer.tier is not None]
 
     def _note(self, data: Any) -> None:
         self._first_batch = [tuple(tensor.shape) for tensor in tf.nest.flatten(data)]

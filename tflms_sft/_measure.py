@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from rewriters import _tf_private, device
+from rewriters.tiers import Tier
 from tflms_sft._plan import Measurement
 from tflms_sft._rewrite import RewrittenStep, is_concrete
 
@@ -15,8 +16,10 @@ ALLOCATOR = "allocator statistics"
 RECORDS = "allocation records of one step"
 
 
-def reset_peak() -> int | None:
+def reset_peak(tiers: Iterable[Tier] = ()) -> int | None:
     """Start a new measurement; returns the bytes in use, or `None` if this device keeps no statistics."""
+    for tier in tiers:
+        tier.reset_peak()
     try:
         tf.config.experimental.reset_memory_stats(device.name())
         return int(tf.config.experimental.get_memory_info(device.name())["current"])
@@ -24,12 +27,13 @@ def reset_peak() -> int | None:
         return None
 
 
-def read_peak(in_use: int, own: Sequence[int]) -> Measurement | None:
+def read_peak(in_use: int, own: Sequence[int], tiers: Iterable[Tier] = ()) -> Measurement | None:
     """The peak since `reset_peak`, less what was in use that is not the step's (data sets, other models).
 
     Args:
         in_use: Bytes in use when the step began.
         own: Sizes of what the step itself had in use then, such as its variables.
+        tiers: Where the step swaps to. What they hold in memory is added, at its own peak: an upper bound.
 
     Returns:
         The peak, or `None` if this device keeps no statistics.
@@ -44,7 +48,9 @@ def read_peak(in_use: int, own: Sequence[int]) -> Measurement | None:
     for num_bytes in own:
         pool.allocate(num_bytes)
     others = max(in_use - pool.in_use, 0)
-    return Measurement(int(info["peak"]) - others, f"{ALLOCATOR} of {device.name()}")
+    swapped = sum(tier.peak_bytes() for tier in tiers)
+    source = f"{ALLOCATOR} of {device.name()}" + (", and what was read from disk" if swapped else "")
+    return Measurement(int(info["peak"]) - others + swapped, source)
 
 
 def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
@@ -77,9 +83,10 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     try:
         if reset_peak() is not None:
             run(*args, **kwargs)  # The first run also pays for graph optimisation.
-            in_use = reset_peak()
+            tiers = step.tiers if isinstance(step, RewrittenStep) else []
+            in_use = reset_peak(tiers)
             run(*args, **kwargs)
-            found = read_peak(in_use or 0, [*sizes, *(_size(t) for t in given if isinstance(t, tf.Tensor))])
+            found = read_peak(in_use or 0, [*sizes, *(_size(t) for t in given if isinstance(t, tf.Tensor))], tiers)
             if found is not None:
                 return found
         fixed = sum(sizes) + sum(_size(value) for value in given)

@@ -13,7 +13,7 @@ from rewriters import _tf_private
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.sft import loop_nodes
-from rewriters.tiers import HostTier
+from rewriters.tiers import HostTier, Tier
 from tflms_sft._compile import Traced, analyse, collector_paused, finish, plan_sft, predict, prediction
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._names import LayerRecord, display_names, recorded_layers
@@ -109,6 +109,11 @@ class RewrittenStep:
         except BaseException:
             self._importer.abandon()
             raise
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """Where the step swaps to."""
+        return [] if self._importer.tier is None else [self._importer.tier]
 
     def __reduce__(self) -> Any:
         """Refuse to be pickled."""
