@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _child, _nets
+from benchmarks import _child, _meter, _nets
 
 RESULTS = Path(__file__).resolve().parent / "results"
 VARIANTS = ("plain", "rewritten")
@@ -81,78 +81,6 @@ class Spec:
 # In the child.
 
 
-class StepMeter:
-    """Reads clock and memory around each step of `model.fit`.
-
-    Counted steps begin after the warm-up; what came before them, tracing and planning included, is the
-    cold part, which is measured from the start of `fit`.
-    """
-
-    def __init__(self, spec: Spec, emit: _child.Emit) -> None:
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
-        self.net_rss: list[int] = []
-        self.peaks: list[int] = []
-        self.cold_seconds = 0.0
-        self.cold_net_rss = 0
-        self._spec = spec
-        self._emit = emit
-        self._device = f"{spec.device.upper()}:0"
-
-    def start(self) -> None:
-        """Marks the start of `fit`."""
-        self._before_fit = _child.status_bytes("VmRSS")
-        _child.reset_peak_rss()
-        self._fit_began = time.perf_counter()
-
-    def begin(self, _: int, logs: dict[str, Any] | None = None) -> None:
-        """Marks the start of a step."""
-        if len(self.losses) >= self._spec.warmup:
-            if not self.seconds:
-                self._warm_rss = _child.status_bytes("VmRSS")
-            _child.reset_peak_rss()
-            self._reset_allocator_peak()
-        self._began = time.perf_counter()
-        self._cpu_began = time.process_time()
-
-    def end(self, _: int, logs: dict[str, Any] | None = None) -> None:
-        """Marks the end of a step; reading the loss waits for the step."""
-        loss = float((logs or {})["loss"])
-        seconds = time.perf_counter() - self._began
-        cpu_seconds = time.process_time() - self._cpu_began
-        peak_rss = _child.status_bytes("VmHWM")
-        if not self.losses:
-            self.cold_seconds = time.perf_counter() - self._fit_began
-            self.cold_net_rss = peak_rss - self._before_fit
-        if len(self.losses) >= self._spec.warmup:
-            self.seconds.append(seconds)
-            self.cpu_seconds.append(cpu_seconds)
-            self.net_rss.append(peak_rss - self._warm_rss)
-            peak = self._allocator_peak()
-            if peak:
-                self.peaks.append(peak)
-        self.losses.append(loss)
-        self._emit({"step": len(self.losses), "seconds": seconds, "loss": loss})
-
-    def _reset_allocator_peak(self) -> None:
-        import tensorflow as tf
-
-        try:
-            tf.config.experimental.reset_memory_stats(self._device)
-        except ValueError:
-            pass  # the allocator in use keeps no statistics
-
-    def _allocator_peak(self) -> int:
-        """Returns 0 where the allocator in use keeps no statistics."""
-        import tensorflow as tf
-
-        try:
-            return tf.config.experimental.get_memory_info(self._device)["peak"]
-        except ValueError:
-            return 0
-
-
 def measure(*, what: str, variant: str, spec: dict[str, Any], emit: _child.Emit) -> dict[str, Any]:
     """Trains for the warm-up and the counted steps and returns the figures of one child.
 
@@ -176,7 +104,7 @@ def measure(*, what: str, variant: str, spec: dict[str, Any], emit: _child.Emit)
     optimizer.build(model.trainable_variables)
     data = _batches(chosen)
     rewriter = _rewriter(chosen) if variant == "rewritten" else None
-    meter = StepMeter(chosen, emit)
+    meter = _meter.StepMeter(chosen.warmup, chosen.device, emit)
     hooks = keras.callbacks.LambdaCallback(on_train_batch_begin=meter.begin, on_train_batch_end=meter.end)
     meter.start()
     # One step per epoch: within an epoch Keras logs the running mean of the loss.
@@ -250,7 +178,7 @@ def _nbytes(variable: Any) -> int:
     return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
-def _figures(what: str, meter: StepMeter) -> dict[str, Any]:
+def _figures(what: str, meter: _meter.StepMeter) -> dict[str, Any]:
     if what == "memory":
         return {"net_rss_bytes": max(meter.net_rss), "net_rss_bytes_cold": meter.cold_net_rss}
     return {
