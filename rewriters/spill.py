@@ -81,23 +81,36 @@ class SpillStore:
 
         It lies in memory pages of its own, which TensorFlow takes over as they are: other memory, which need not
         begin at a multiple of 64 bytes, it copies.
+
+        Raises:
+            SpillError: If the disk fails.
         """
         held = self._held[int(number)]
         size = int(np.prod(held.shape, dtype=np.int64)) * held.dtype.itemsize
         if not size:
             self._done(int(number), held)
             return np.zeros(held.shape, held.dtype)
-        pages = mmap.mmap(-1, size)
-        self._count(size)
-        weakref.finalize(pages, self._count, -size)
         try:
-            _read_all(held.file.fileno(), memoryview(pages))
-            if not self.page_cache:
-                os.posix_fadvise(held.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            pages = self._pages(held.file.fileno(), size)
         except OSError as error:
             raise SpillError(f"Swapping in from {self.directory!r} failed: {error}") from None
+        self._count(size)
+        weakref.finalize(pages, self._count, -size)
         self._done(int(number), held)
         return np.frombuffer(pages, np.uint8).view(held.dtype).reshape(held.shape)
+
+    def _pages(self, descriptor: int, size: int) -> mmap.mmap:
+        """Memory with the contents of a file.
+
+        With the page cache it is the cache's own pages, copied only if TensorFlow computes in place; without it
+        they are read past it.
+        """
+        if self.page_cache:
+            return mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        pages = mmap.mmap(-1, size)
+        _read_all(descriptor, memoryview(pages))
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return pages
 
     def _count(self, size: int) -> None:
         with self._lock:

@@ -261,14 +261,20 @@ def test_nothing_is_left_of_a_process_that_was_stopped_in_a_step(tmp_path, sent)
     assert os.listdir(tmp_path) == []
 
 
-def test_files_are_private_and_gone_after_their_last_read(tmp_path):
-    store = SpillStore(str(tmp_path))
+@pytest.mark.parametrize("page_cache", (True, False))
+def test_files_are_private_and_gone_after_their_last_read(tmp_path, page_cache):
+    store = SpillStore(str(tmp_path), page_cache)
     array = np.arange(12.0).reshape(3, 4)
     number = store.write(array, 2, "test")
     (file,) = (held.file for held in store._held.values())
     assert os.fstat(file.fileno()).st_mode & 0o077 == 0
-    assert np.array_equal(store.read(number), array) and open_files(tmp_path)
-    assert np.array_equal(store.read(number), array) and not open_files(tmp_path)
+    first = store.read(number)
+    assert np.array_equal(first, array) and open_files(tmp_path)
+    first[:] = 0  # An operation that computes in place.
+    second = store.read(number)
+    assert np.array_equal(second, array)
+    del first, second
+    assert not open_files(tmp_path)
 
 
 def test_what_was_read_is_counted_while_it_is_in_memory(tmp_path):
