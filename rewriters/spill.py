@@ -25,19 +25,22 @@ class SpillError(OSError):
 
 @dataclasses.dataclass
 class _Held:
-    """A tensor in a file, with how often it is still read."""
+    """A tensor in a file, with how often it is still read, and by how many arrays the file's pages are in use."""
 
     file: IO[bytes]
+    num_bytes: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     reads: int
+    mapped: int = 0
 
 
 class SpillStore:
     """Writes arrays to files in a directory and reads them back.
 
     The files are made without a name where the file system can do that, and lose it at once elsewhere; the operating
-    system takes them away when they are closed or when the process ends in whatever way.
+    system takes them away when they are closed or when the process ends in whatever way. A file is written again by
+    the next step, which is several times faster than to write a new one.
 
     Args:
         directory: Where.
@@ -49,6 +52,8 @@ class SpillStore:
         self.directory = directory
         self.page_cache = page_cache
         self._held: dict[int, _Held] = {}
+        self._free: dict[int, list[IO[bytes]]] = {}
+        weakref.finalize(self, _close_all, self._held, self._free)
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()  # A collection may end an array's life while it is held.
         self._in_memory = 0
@@ -62,7 +67,7 @@ class SpillStore:
         """
         file: IO[bytes] | None = None
         try:
-            file = tempfile.TemporaryFile(dir=self.directory, buffering=0)
+            file = self._file(array.nbytes)
             _write_all(file.fileno(), np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             if not self.page_cache:
                 os.fdatasync(file.fileno())
@@ -73,8 +78,15 @@ class SpillStore:
             raise self._failure(name, array.nbytes, error) from None
         with self._lock:
             number = next(self._numbers)
-            self._held[number] = _Held(file, array.dtype, array.shape, reads)
+            self._held[number] = _Held(file, array.nbytes, array.dtype, array.shape, reads)
         return number
+
+    def _file(self, size: int) -> IO[bytes]:
+        """A file of an earlier array of that size that nobody reads any more, or a new one."""
+        with self._lock:
+            if self._free.get(size):
+                return self._free[size].pop()
+        return tempfile.TemporaryFile(dir=self.directory, buffering=0)
 
     def read(self, number: Any) -> np.ndarray:
         """The array of that number; after its last read the file is gone.
@@ -86,17 +98,21 @@ class SpillStore:
             SpillError: If the disk fails.
         """
         held = self._held[int(number)]
-        size = int(np.prod(held.shape, dtype=np.int64)) * held.dtype.itemsize
-        if not size:
-            self._done(int(number), held)
+        if not held.num_bytes:
+            with self._lock:
+                held.reads -= 1
+            self._reuse(int(number), held)
             return np.zeros(held.shape, held.dtype)
         try:
-            pages = self._pages(held.file.fileno(), size)
+            pages = self._pages(held.file.fileno(), held.num_bytes)
         except OSError as error:
             raise SpillError(f"Swapping in from {self.directory!r} failed: {error}") from None
-        self._count(size)
-        weakref.finalize(pages, self._count, -size)
-        self._done(int(number), held)
+        with self._lock:
+            held.reads -= 1
+            held.mapped += 1
+            self._in_memory += held.num_bytes
+            self._peak = max(self._peak, self._in_memory)
+        weakref.finalize(pages, self._unmapped, int(number), held)
         return np.frombuffer(pages, np.uint8).view(held.dtype).reshape(held.shape)
 
     def _pages(self, descriptor: int, size: int) -> mmap.mmap:
@@ -112,10 +128,18 @@ class SpillStore:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         return pages
 
-    def _count(self, size: int) -> None:
+    def _unmapped(self, number: int, held: _Held) -> None:
+        """An array that was read is no longer in use."""
         with self._lock:
-            self._in_memory += size
-            self._peak = max(self._peak, self._in_memory)
+            held.mapped -= 1
+            self._in_memory -= held.num_bytes
+        self._reuse(number, held)
+
+    def _reuse(self, number: int, held: _Held) -> None:
+        """Let the file be written again if nobody will read it or has its pages."""
+        with self._lock:
+            if held.reads == 0 and held.mapped == 0 and self._held.pop(number, None) is not None:
+                self._free.setdefault(held.num_bytes, []).append(held.file)
 
     def reset_peak(self) -> None:
         """Start to look for the most bytes that are in memory at a time."""
@@ -126,19 +150,10 @@ class SpillStore:
         """Most bytes of arrays that had been read and were in memory at a time, which no allocator counts."""
         return self._peak
 
-    def _done(self, number: int, held: _Held) -> None:
-        with self._lock:
-            held.reads -= 1
-            if held.reads == 0:
-                del self._held[number]
-                held.file.close()
-
     def clear(self) -> None:
-        """Give up what a step left that did not end."""
+        """Close all files: those of a step that did not end, and those kept for the next one."""
         with self._lock:
-            for held in self._held.values():
-                held.file.close()
-            self._held.clear()
+            _close_all(self._held, self._free)
 
     def free_bytes(self) -> int:
         """Bytes that the directory's file system has free."""
@@ -153,6 +168,13 @@ class SpillStore:
             f"The disk of {self.directory!r} {what}. Swapping out `{name}` needs {needed} bytes, {free} are free. "
             "Give another directory as `spill_dir=`, or swap fewer tensors."
         )
+
+
+def _close_all(held: dict[int, _Held], free: dict[int, list[IO[bytes]]]) -> None:
+    for file in (*(one.file for one in held.values()), *itertools.chain(*free.values())):
+        file.close()
+    held.clear()
+    free.clear()
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -139,7 +139,7 @@ def test_fit_gives_the_same_bits_and_leaves_no_file(tmp_path, page_cache, capfd)
     callback = swapping(tmp_path, page_cache=page_cache, verbose=1)
     model.fit(X, Y, epochs=2, callbacks=[callback], **SETTINGS)
     plain.fit(X, Y, epochs=2, **SETTINGS)
-    assert same(model, plain) and os.listdir(tmp_path) == []
+    assert same(model, plain) and os.listdir(tmp_path) == [] and open_files(tmp_path) == []
     plan = callback.plan
     assert plan.changed and plan.swap_tier == "disk" and plan.swapped_bytes == sum(s.num_bytes for s in plan.swaps)
     assert f"{len(plan.swaps)} tensor(s) of" in capfd.readouterr().out
@@ -262,7 +262,7 @@ def test_nothing_is_left_of_a_process_that_was_stopped_in_a_step(tmp_path, sent)
 
 
 @pytest.mark.parametrize("page_cache", (True, False))
-def test_files_are_private_and_gone_after_their_last_read(tmp_path, page_cache):
+def test_files_are_private_and_written_again_when_nobody_reads_them(tmp_path, page_cache):
     store = SpillStore(str(tmp_path), page_cache)
     array = np.arange(12.0).reshape(3, 4)
     number = store.write(array, 2, "test")
@@ -273,7 +273,15 @@ def test_files_are_private_and_gone_after_their_last_read(tmp_path, page_cache):
     first[:] = 0  # An operation that computes in place.
     second = store.read(number)
     assert np.array_equal(second, array)
+    other = store.write(array + 1, 1, "test")  # The first one's pages are in use: another file.
+    assert np.array_equal(second, array)
     del first, second
+    assert np.array_equal(store.read(other), array + 1)
+    files = len({held.file for held in store._held.values()} | set(sum(store._free.values(), [])))
+    assert files == 2
+    assert np.array_equal(store.read(store.write(array + 2, 1, "test")), array + 2)
+    assert len(sum(store._free.values(), [])) == 2, "no third one"
+    store.clear()
     assert not open_files(tmp_path)
 
 

@@ -136,6 +136,8 @@ class Installation:
         if model.__dict__.get(_SLOT) is not self:
             return
         object.__delattr__(model, _SLOT)
+        for importer in self._steps.values():
+            importer.abandon()
         for name, saved in self._saved.items():
             if saved is not None:
                 object.__setattr__(model, name, saved)
@@ -161,8 +163,6 @@ class Installation:
         except (StopIteration, tf.errors.OutOfRangeError):
             raise  # The normal end of an epoch.
         except BaseException:
-            for importer in self._steps.values():
-                importer.abandon()
             self.restore()
             raise
 
