@@ -25,14 +25,19 @@ class SpillError(OSError):
 
 @dataclasses.dataclass
 class _Held:
-    """A tensor in a file, with how often it is still read, and by how many arrays the file's pages are in use."""
+    """A tensor in a file, with how often it is still read, and the arrays that were made of the file's pages."""
 
     file: IO[bytes]
     num_bytes: int
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     reads: int
-    mapped: int = 0
+    pages: list[weakref.ref[mmap.mmap]] = dataclasses.field(default_factory=list)
+
+    @property
+    def in_use(self) -> int:
+        """Arrays of its pages that are alive."""
+        return sum(pages() is not None for pages in self.pages)
 
 
 class SpillStore:
@@ -55,8 +60,7 @@ class SpillStore:
         self._free: dict[int, list[IO[bytes]]] = {}
         weakref.finalize(self, _close_all, self._held, self._free)
         self._numbers = itertools.count(1)
-        self._lock = threading.RLock()  # A collection may end an array's life while it is held.
-        self._in_memory = 0
+        self._lock = threading.Lock()
         self._peak = 0
 
     def write(self, array: np.ndarray, reads: int, name: str) -> int:
@@ -84,6 +88,7 @@ class SpillStore:
     def _file(self, size: int) -> IO[bytes]:
         """A file of an earlier array of that size that nobody reads any more, or a new one."""
         with self._lock:
+            self._collect()
             if self._free.get(size):
                 return self._free[size].pop()
         return tempfile.TemporaryFile(dir=self.directory, buffering=0)
@@ -99,9 +104,7 @@ class SpillStore:
         """
         held = self._held[int(number)]
         if not held.num_bytes:
-            with self._lock:
-                held.reads -= 1
-            self._reuse(int(number), held)
+            held.reads -= 1
             return np.zeros(held.shape, held.dtype)
         try:
             pages = self._pages(held.file.fileno(), held.num_bytes)
@@ -109,10 +112,8 @@ class SpillStore:
             raise SpillError(f"Swapping in from {self.directory!r} failed: {error}") from None
         with self._lock:
             held.reads -= 1
-            held.mapped += 1
-            self._in_memory += held.num_bytes
-            self._peak = max(self._peak, self._in_memory)
-        weakref.finalize(pages, self._unmapped, int(number), held)
+            held.pages.append(weakref.ref(pages))
+            self._peak = max(self._peak, self._in_memory())
         return np.frombuffer(pages, np.uint8).view(held.dtype).reshape(held.shape)
 
     def _pages(self, descriptor: int, size: int) -> mmap.mmap:
@@ -128,23 +129,24 @@ class SpillStore:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         return pages
 
-    def _unmapped(self, number: int, held: _Held) -> None:
-        """An array that was read is no longer in use."""
-        with self._lock:
-            held.mapped -= 1
-            self._in_memory -= held.num_bytes
-        self._reuse(number, held)
+    def _in_memory(self) -> int:
+        return sum(held.num_bytes * held.in_use for held in self._held.values())
 
-    def _reuse(self, number: int, held: _Held) -> None:
-        """Let the file be written again if nobody will read it or has its pages."""
-        with self._lock:
-            if held.reads == 0 and held.mapped == 0 and self._held.pop(number, None) is not None:
+    def _collect(self) -> None:
+        """Let files be written again that nobody will read and whose pages nobody has.
+
+        They are looked for. To be called when an array's life ends would be simpler, but an interrupt that arrives
+        in such a call is lost.
+        """
+        for number, held in list(self._held.items()):
+            if held.reads == 0 and not held.in_use:
+                del self._held[number]
                 self._free.setdefault(held.num_bytes, []).append(held.file)
 
     def reset_peak(self) -> None:
         """Start to look for the most bytes that are in memory at a time."""
         with self._lock:
-            self._peak = self._in_memory
+            self._peak = self._in_memory()
 
     def peak_bytes(self) -> int:
         """Most bytes of arrays that had been read and were in memory at a time, which no allocator counts."""

@@ -280,6 +280,7 @@ def test_files_are_private_and_written_again_when_nobody_reads_them(tmp_path, pa
     files = len({held.file for held in store._held.values()} | set(sum(store._free.values(), [])))
     assert files == 2
     assert np.array_equal(store.read(store.write(array + 2, 1, "test")), array + 2)
+    store._collect()
     assert len(sum(store._free.values(), [])) == 2, "no third one"
     store.clear()
     assert not open_files(tmp_path)
