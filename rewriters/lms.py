@@ -16,7 +16,7 @@ from rewriters.analysis import Analysis
 from rewriters.control import ControlSearch
 from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Node, Tensor
-from rewriters.roles import reads_shape_only
+from rewriters.roles import in_scope, reads_shape_only
 from rewriters.tiers import Tier
 
 __all__: list[str] = []
@@ -187,11 +187,6 @@ class _Planner:
         return self.search.direct_order(source, reader, options.lb, options.ub)
 
 
-def in_scope(name: str, scope: str) -> bool:
-    """Whether an operation lies in a name scope, at any depth, or has that name."""
-    return f"/{name}/".find(f"/{scope.strip('/')}/") >= 0
-
-
 def _is_data(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool or tensor.dtype.is_complex
 
@@ -201,8 +196,8 @@ def _updates(node: Node) -> bool:
     return node.op.startswith("Assign") or node.op.startswith("Resource")
 
 
-def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int) -> Graph:
-    """A new graph with swap-outs and swap-ins.
+def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int) -> tuple[Graph, list[Node]]:
+    """A new graph with swap-outs and swap-ins, and the swap-outs.
 
     Args:
         graph: What the swaps were planned for.
@@ -232,7 +227,7 @@ def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int
         new.levels()
     except RewriteError as error:
         raise RewriteError(f"Swapping would make the step wait for itself: {error}") from None
-    return new
+    return new, [out.done for out in outs]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,11 @@ def is_autodiff_name(name: str) -> bool:
     return bool(_SCOPE.search(f"{name}/"))
 
 
+def in_scope(name: str, scope: str) -> bool:
+    """Whether an operation lies in a name scope, at any depth, or has that name."""
+    return f"/{name}/".find(f"/{scope.strip('/')}/") >= 0
+
+
 def backward_nodes(
     graph: Graph, order: list[Node], scopes: tuple[str, ...] = (), forward: Container[str] = ()
 ) -> set[Node]:
@@ -41,13 +46,13 @@ def backward_nodes(
     Args:
         graph: The joint graph.
         order: Its nodes in topological order.
-        scopes: Name prefixes that count as backward too (`optimizer_scopes`).
+        scopes: Name scopes that count as backward too (`optimizer_scopes`).
         forward: Names of ops that are forward for sure: a user may call a layer `gradients`.
     """
     result: set[Node] = set()
     for node in order:
         seed = is_seed(node) and node.name not in forward
-        if seed or any(node.name.startswith(scope) for scope in scopes):
+        if seed or any(in_scope(node.name, scope) for scope in scopes):
             result.add(node)
         elif any(t.node in result for t in node.inputs) or (
             # custom_gradient functions order their ops after the incoming gradient by control edges.

@@ -35,7 +35,7 @@ def swapped(step, tier=None, max_in_flight=2, cuts=(), **options):
         analysis = Analysis(sft.tile_segments(analysis, plan(analysis, cuts)))
     tier = tier or HostTier()
     found = plan_swaps(analysis, SwapOptions(**options), 2)
-    graph = insert_swaps(analysis.graph, found.swaps, tier, max_in_flight)
+    graph, _ = insert_swaps(analysis.graph, found.swaps, tier, max_in_flight)
     importer = Importer(graph, step.concrete_fn)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]
     function = tf.function(lambda *args: importer(args), input_signature=specs).get_concrete_function()
@@ -154,6 +154,28 @@ def test_the_search_starts_where_it_is_told(traced):
     later = swapped_tensors(traced, starting_op_names=(start,))
     assert later[0].startswith(start) and set(later) < set(everything)
     assert swapped_tensors(traced, starting_scope=start.rpartition("/")[0]) == later
+
+
+def test_scopes_that_belong_to_the_backward_phase_are_found_or_given():
+    weight = tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 4, 4)))
+
+    def by_hand(x):
+        """A gradient that no tape made: nothing marks it but the scope it is in."""
+        y = tf.nn.relu(tf.nn.conv2d(x, weight, 1, "SAME"))
+        z = tf.nn.conv2d(tf.tanh(tf.exp(y)), weight, 1, "SAME")
+        with tf.name_scope("net"), tf.name_scope("by_hand"):
+            weight.assign_sub(tf.ones((3, 3, 4, 4), y.dtype) * tf.reduce_sum(y * tf.sin(z)) * 1e-6)
+        return tf.reduce_sum(z)
+
+    x = np.random.default_rng(1).normal(size=(4, 8, 8, 4))
+    step = Step(tf.function(by_hand).get_concrete_function(tf.constant(x)), [weight], [(x,)] * 4)
+    assert not swapped(step).plan.swaps
+    graph = normalise.read(step.concrete_fn)
+    for scope in ("net/by_hand", "by_hand", "net"):
+        analysis = Analysis(graph, (scope,))
+        swaps = plan_swaps(analysis, SwapOptions(), 4).swaps
+        assert [swap.tensor.node.op for swap in swaps][:1] == ["Relu"]
+    assert not plan_swaps(Analysis(graph, ("hand",)), SwapOptions(), 4).swaps, "a scope is a whole name"
 
 
 def controls(step, **options):

@@ -20,7 +20,7 @@ from tflms_sft._names import LayerRecord, display_names, recorded_layers
 from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
 from tflms_sft._search import search
-from tflms_sft._swap import away, described, swap
+from tflms_sft._swap import described, swap
 
 
 def is_concrete(step: Any) -> bool:
@@ -231,7 +231,7 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
         return Importer(graph, traced.concrete_fn), plan
     loops = [name for (_, phase), name in loop_nodes(graph).items() if phase == "backward"]
     swapped = swap(graph, chosen.swaps, traced.batch, loops)
-    peak, ratio = predict(traced, plans, limit=0, graph=swapped.graph, away=away(swapped))
+    peak, ratio = predict(traced, plans, limit=0, graph=swapped.graph, away=swapped.away)
     plan = dataclasses.replace(
         plan,
         changed=True,

@@ -12,7 +12,8 @@ from rewriters import device
 from rewriters.analysis import Analysis
 from rewriters.errors import SwapError
 from rewriters.graph import Graph, Node, Tensor
-from rewriters.lms import Swap, SwapPlan, in_scope, insert_swaps, plan_swaps
+from rewriters.lms import Swap, SwapPlan, insert_swaps, plan_swaps
+from rewriters.roles import in_scope
 from rewriters.spill import SpillStore
 from rewriters.tiers import DiskTier, HostTier
 from tflms_sft._lms_params import LMSParams
@@ -32,12 +33,14 @@ class Swapped:
         swaps: What is swapped.
         left: (tensor, why it stays).
         tier: Where to; it has to live as long as the graph may run.
+        away: Swap-outs whose results are not in the device's memory.
     """
 
     graph: Graph
     swaps: list[Swap]
     left: list[tuple[str, str]]
     tier: HostTier | DiskTier
+    away: frozenset[Node]
 
 
 def swap(graph: Graph, params: LMSParams, batch: int, backward_loops: Iterable[str]) -> Swapped:
@@ -60,7 +63,10 @@ def swap(graph: Graph, params: LMSParams, batch: int, backward_loops: Iterable[s
         raise SwapError(_nothing(analysis, params, plan, batch))
     if isinstance(tier, DiskTier):
         _check_space(tier.store, sum(s.tensor.num_bytes(batch) for s in plan.swaps))
-    return Swapped(insert_swaps(graph, plan.swaps, tier, params.max_in_flight), plan.swaps, plan.left, tier)
+    new, outs = insert_swaps(graph, plan.swaps, tier, params.max_in_flight)
+    # A swap-out to disk makes the number of a file, which the device may well have.
+    away = frozenset(outs) if isinstance(tier, HostTier) else frozenset[Node]()
+    return Swapped(new, plan.swaps, plan.left, tier, away)
 
 
 def make_tier(params: LMSParams) -> HostTier | DiskTier:
@@ -141,13 +147,6 @@ def _nothing(analysis: Analysis, params: LMSParams, plan: SwapPlan, batch: int) 
         f"Nothing is swapped: {len(found)} tensor(s) could be, the largest of {format_bytes(largest)}, and scopes, "
         f"types, the starting point or `min_bytes` ({format_bytes(params.options().min_bytes)}) leave none. Widen them."
     )
-
-
-def away(swapped: Swapped) -> set[Node]:
-    """Swap-outs whose result is not in the device's memory."""
-    if isinstance(swapped.tier, DiskTier):
-        return set()
-    return {n for n in swapped.graph.nodes.values() if n.name.startswith("lms/") and n.name.endswith("/swap_out")}
 
 
 def described(swapped: Swapped, batch: int, names: Mapping[Tensor, str]) -> tuple[PlannedSwap, ...]:
