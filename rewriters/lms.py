@@ -12,6 +12,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable
 
+from rewriters import sums
 from rewriters.analysis import Analysis
 from rewriters.control import ControlSearch
 from rewriters.errors import RewriteError
@@ -140,6 +141,9 @@ class _Planner:
         if not edges or not self._wanted(tensor):
             return None
         if tensor.num_bytes(self.batch) < max(self.options.min_bytes, 1):
+            return None
+        if any(sums.has_an_order(self.analysis, reader) for reader, _ in self.analysis.readers[tensor]):
+            self.left.append((tensor.name, "it is added up with others, in an order that swapping might change"))
             return None
         swap_ins: list[SwapIn] = []
         for reader in edges:

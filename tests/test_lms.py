@@ -99,6 +99,45 @@ def test_tiles_first_then_swaps_of_what_is_between(tier):
     assert same_bits(Step(tiled.function, step.variables, step.batches), found.function)
 
 
+def test_sums_of_swapped_tensors_are_added_up_in_the_same_order():
+    weights = [tf.Variable(np.random.default_rng(n).normal(size=(3, 3, 4, 4))) for n in range(4)]
+
+    def function(x):
+        """Three tensors that wait for a sum; a gradient reads them too."""
+        with tf.GradientTape() as tape:
+            held = [tf.exp(tf.nn.conv2d(x, w, 1, "SAME") * 0.1) for w in weights[:3]]
+            y = tf.reduce_mean(held[0] * held[1] * held[2]) * x
+            for _ in range(4):
+                y = tf.tanh(tf.nn.conv2d(y, weights[3], 1, "SAME"))
+            loss = tf.reduce_sum((held[2] + y + held[0] + held[1] * 0.3 + tf.add_n([y, *held])) ** 2)
+        gradients = tape.gradient(loss, weights)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.assign_sub(1e-5 * gradient)
+        return loss
+
+    x = np.random.default_rng(9).normal(size=(2, 8, 8, 4))
+    step = Step(tf.function(function).get_concrete_function(tf.constant(x)), weights, [(x,)] * 4)
+    found = swapped(step, swap_branches=True, branch_threshold=3)
+    assert len(found.plan.swaps) >= 3 and same_bits(step, found.function)
+    assert [reason for _, reason in found.plan.left if "in an order that swapping might change" in reason]
+
+
+def test_sums_with_other_readers_in_between_are_swapped():
+    """Pre-activation blocks: each sum is read by the next one and by a normalisation."""
+
+    def net(x):
+        x = layers.Conv2D(4, 3, padding="same")(x)
+        for _ in range(3):
+            y = layers.ReLU()(layers.BatchNormalization()(x))
+            x = x + layers.Conv2D(4, 3, padding="same")(y)
+        return x
+
+    step = keras_step(net, (12, 16), 2, steps=4)
+    found = swapped(step)
+    assert len([swap for swap in found.plan.swaps if swap.tensor.node.name.split("/")[1].startswith("Add")]) == 2
+    assert same_bits(step, found.function)
+
+
 def test_every_swap_in_waits_for_its_control_operation():
     step = keras_step(plain, (16, 24), 2)
     found = swapped(step)

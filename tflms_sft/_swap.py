@@ -10,8 +10,10 @@ import tensorflow as tf
 
 from rewriters import device
 from rewriters.analysis import Analysis
+from rewriters.broadcasts import keep_small
 from rewriters.errors import SwapError
 from rewriters.graph import Graph, Node, Tensor
+from rewriters.late import start_late
 from rewriters.lms import Swap, SwapPlan, insert_swaps, plan_swaps
 from rewriters.roles import in_scope
 from rewriters.spill import SpillStore
@@ -57,7 +59,8 @@ def swap(graph: Graph, params: LMSParams, batch: int, backward_loops: Iterable[s
     """
     tier = make_tier(params)
     _check_names(graph, params)
-    analysis = Analysis(graph, (*params.optimizer_scopes, *backward_loops))
+    analysis = _prepared(graph, (*params.optimizer_scopes, *backward_loops), params.min_bytes, batch)
+    graph = analysis.graph
     plan = plan_swaps(analysis, params.options(), batch)
     if not plan.swaps:
         raise SwapError(_nothing(analysis, params, plan, batch))
@@ -67,6 +70,12 @@ def swap(graph: Graph, params: LMSParams, batch: int, backward_loops: Iterable[s
     # A swap-out to disk makes the number of a file, which the device may well have.
     away = frozenset(outs) if isinstance(tier, HostTier) else frozenset[Node]()
     return Swapped(new, plan.swaps, plan.left, tier, away)
+
+
+def _prepared(graph: Graph, scopes: tuple[str, ...], min_bytes: int, batch: int) -> Analysis:
+    """The graph without what would be large, and there early, for nothing: swapping alone cannot help that."""
+    small = keep_small(Analysis(graph, scopes))
+    return Analysis(start_late(Analysis(small, scopes), min_bytes, batch), scopes)
 
 
 def make_tier(params: LMSParams) -> HostTier | DiskTier:

@@ -1,0 +1,158 @@
+"""Values that stay small, and values that are made late: the same bits from a graph that needs less."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import Step, keras_step
+from keras import layers
+
+from rewriters import normalise
+from rewriters.analysis import Analysis
+from rewriters.broadcasts import keep_small
+from rewriters.build import Importer
+from rewriters.graph import ancestors
+from rewriters.late import start_late
+
+RNG = np.random.default_rng(0)
+
+
+def changed(step, change):
+    """The graph after a change, and whether it computes the same bits."""
+    graph = change(Analysis(normalise.read(step.concrete_fn)))
+    importer = Importer(graph, step.concrete_fn)
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]
+    function = tf.function(lambda *args: importer(args), input_signature=specs).get_concrete_function()
+    want, got = step.run(step.concrete_fn), step.run(function)
+    assert list(want) == list(got)
+    return graph, all(np.array_equal(got[name], want[name]) for name in want)
+
+
+def of(function, *shapes, known=True, dtype="float64"):
+    """A step of a function of arrays."""
+    specs = [tf.TensorSpec(shape if known else (None, *shape[1:]), dtype) for shape in shapes]
+    batches = [[RNG.normal(size=shape).astype(dtype) for shape in shapes]] * 2
+    return Step(tf.function(function).get_concrete_function(*specs), [], batches)
+
+
+def whole(graph, op):
+    """Results of a type of operation that are as large as an image."""
+    shapes = [node.outputs[0][1] for node in graph.nodes.values() if node.op == op]
+    return [shape for shape in shapes if shape and len(shape) == 4 and shape[1] != 1]
+
+
+@pytest.mark.parametrize("dtype", ("float64", "float32"))
+@pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
+def test_normalisation_in_training_mode_repeats_nothing(known, dtype):
+    def net(x):
+        x = layers.BatchNormalization()(layers.Conv2D(4, 3)(x))
+        return layers.Conv2D(4, 3)(layers.LayerNormalization()(layers.ReLU()(x)))
+
+    keras.config.set_floatx(dtype)
+    step = keras_step(net, (12, 16), 2, known, keras.optimizers.Adam(), steps=4)
+    before = normalise.read(step.concrete_fn)
+    graph, same = changed(step, keep_small)
+    assert same
+    for op, fewer in (("Tile" if known else "BroadcastTo", 2), ("RealDiv", 2), ("AddN", 1)):
+        assert len(whole(before, op)) - len(whole(graph, op)) >= fewer, op
+
+
+@pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: x + tf.broadcast_to(tf.reduce_mean(x, (1, 2), keepdims=True), tf.shape(x)) / 3.0,
+        lambda x, y: x * tf.tile(tf.reduce_sum(x, (0, 1, 2), keepdims=True), (tf.shape(x)[0], 4, 5, 1)),
+        lambda x, y: tf.fill(tf.shape(x), tf.reduce_sum(y)) - x,
+        lambda x, y: tf.add_n([tf.fill(tf.shape(x), tf.reduce_sum(y)), tf.exp(x)]),
+        lambda x, y: tf.add_n([tf.fill(tf.shape(x), tf.reduce_sum(y)), tf.exp(x), tf.abs(y), tf.math.sign(x)]),
+        lambda x, y: tf.fill(tf.shape(x), tf.reduce_sum(y)) ** 2 + x,
+        lambda x, y: tf.maximum(tf.cast(tf.fill((4, 5, 2), tf.reduce_sum(y)), x.dtype), x),
+    ],
+)
+def test_an_operation_that_repeats_its_operands_reads_them_small(function, known):
+    step = of(function, (3, 4, 5, 2), (3, 4, 5, 2), known=known)
+    graph, same = changed(step, keep_small)
+    assert same
+    assert not any(node.op in ("Fill", "Tile", "BroadcastTo", "AddN") for node in graph.nodes.values())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: tf.tile(x, (1, 2, 1, 1)) + 1.0,
+        lambda x: tf.nn.conv2d(tf.fill((2, 4, 4, 1), tf.reduce_sum(x)), tf.ones((3, 3, 1, 1), x.dtype), 1, "SAME"),
+        lambda x: tf.reduce_sum(tf.fill((7, 7), tf.reduce_sum(x)) * 2.0),
+        lambda x: tf.fill((2, 3), tf.reduce_sum(x)),
+        lambda x: tf.fill((2, 3), tf.reduce_sum(x)) + tf.fill((3,), tf.reduce_sum(x)),
+        lambda x: tf.add_n([x, x + tf.fill(tf.shape(x), tf.reduce_sum(x)), x * x]) + 1.0,
+        lambda x: x * 3.0 + (tf.fill(tf.shape(x), tf.reduce_sum(x)) + tf.exp(x)),
+        lambda x: tf.add_n([x, tf.multiply(x, 1.1, "y"), tf.exp(tf.fill(tf.shape(x), tf.reduce_sum(x)), "z")]),
+        lambda x: tf.concat([x, tf.fill(tf.shape(x), tf.reduce_sum(x)) * 3.0], -1),
+    ],
+)
+def test_who_needs_the_whole_has_it(function):
+    step = of(function, (2, 4, 4, 1))
+    graph, same = changed(step, keep_small)
+    assert same and any(node.op in ("Tile", "Fill") for node in graph.nodes.values())
+
+
+def test_sizes_that_may_differ_are_not_taken_for_equal():
+    """One row of a gather is repeated to all rows of the other: what is small then is known only when it runs."""
+    step = of(lambda x: (tf.gather(x, [1]) + tf.fill((1, 2), x[0, 0])) * x, (3, 2), known=False)
+    _, same = changed(step, keep_small)
+    assert same
+
+
+def test_order_is_kept():
+    variable = tf.Variable(1.0, dtype="float64")
+
+    def function(x):
+        before = variable.read_value()
+        with tf.control_dependencies([before]):
+            repeated = tf.fill(tf.shape(x), tf.reduce_sum(x))
+        with tf.control_dependencies([repeated]):
+            variable.assign_add(tf.reduce_sum(x))
+        return repeated / 2.0 + x * before
+
+    step = of(function, (2, 3))
+    step = Step(step.concrete_fn, [variable], step.batches)
+    graph, same = changed(step, keep_small)
+    assign = next(node for node in graph.nodes.values() if node.op == "AssignAddVariableOp")
+    assert same and any(n.op == "ReadVariableOp" for n in ancestors(assign.control_inputs))
+
+
+# Late ---------------------------------------------------------------------------------------------------------
+
+
+def test_momentum_waits_for_the_gradient():
+    def net(x):
+        return layers.Conv2D(8, 3)(layers.Conv2D(8, 3)(x))
+
+    step = keras_step(net, (12, 16), 2, True, keras.optimizers.SGD(0.1, momentum=0.9), steps=4)
+    before = normalise.read(step.concrete_fn)
+    graph, same = changed(step, lambda analysis: start_late(analysis, 1, 2))
+    assert same
+    waiting = [n for n in graph.nodes.values() if len(n.control_inputs) > len(before.nodes[n.name].control_inputs)]
+    assert len([n for n in waiting if n.name.startswith("sgd/")]) >= 4
+    backward = Analysis(before).backward
+    assert all(before.nodes[n.control_inputs[-1].name] in backward for n in waiting if n.name.startswith("sgd/"))
+    large, _ = changed(step, lambda analysis: start_late(analysis, 2000, 2))
+    assert sum(len(n.control_inputs) for n in large.nodes.values()) < sum(
+        len(n.control_inputs) for n in graph.nodes.values()
+    )
+
+
+def test_a_value_that_others_wait_for_or_that_is_returned_starts_at_once():
+    weight = tf.Variable(RNG.normal(size=(3, 3)))
+
+    def function(x):
+        scaled, returned = weight * 2.0, weight * 3.0
+        with tf.control_dependencies([scaled]):
+            y = tf.exp(x)
+        return tf.matmul(y, scaled), returned
+
+    step = of(function, (2, 3))
+    step = Step(step.concrete_fn, [weight], step.batches)
+    graph, same = changed(step, lambda analysis: start_late(analysis, 1, 2))
+    assert same and not any(n.control_inputs for n in graph.nodes.values() if n.op == "Mul")
