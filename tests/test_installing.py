@@ -1,0 +1,452 @@
+"""One training after another, several at once, and models that are refused: a rewritten step is taken out after."""
+
+import copy
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from training import (
+    BUDGET,
+    SETTINGS,
+    X,
+    Y,
+    both,
+    budgeted,
+    each_slowly,
+    is_plain,
+    net,
+    same,
+    same_history,
+    state,
+    tiles,
+)
+
+import tflms_sft
+from tflms_sft import SFT, BudgetError, MemoryBudget, RewriteError, SegmentError, SegmentSpec
+
+# One training after another -------------------------------------------------------------------------------
+
+
+@each_slowly
+def test_a_second_fit_with_the_same_callback(make):
+    callback = make()
+    model, plain = net(), net()
+    for _ in range(2):
+        got = model.fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
+        assert callback.plan.changed and is_plain(model)
+        assert same_history(got, plain.fit(X, Y, batch_size=4, **SETTINGS))
+    assert same(model, plain)
+
+
+@pytest.mark.slow
+def test_plain_and_rewritten_trainings_in_turn():
+    model, plain = net(), net()
+    for callbacks in ([], [tiles()], [], [budgeted()]):
+        model.fit(X, Y, batch_size=4, callbacks=callbacks, **SETTINGS)
+        plain.fit(X, Y, batch_size=4, **SETTINGS)
+    assert same(model, plain)
+
+
+def test_the_same_callback_on_another_model_and_another_size():
+    callback = tiles()
+    fit = {"batch_size": 4, **SETTINGS}
+    net().fit(X, Y, callbacks=[callback], **fit)
+    first = callback.plan
+    model, plain = net(size=16), net(size=16)
+    model.fit(X[:, :16, :16], Y, callbacks=[callback], **fit)
+    plain.fit(X[:, :16, :16], Y, **fit)
+    assert callback.plan is not first and callback.plan.segments[0].tile_rows[0] == (4, 3)
+    assert same(model, plain)
+
+
+@pytest.mark.slow
+def test_compiling_anew_between_trainings():
+    callback = tiles()
+    model, plain = net(), net()
+    for optimizer in ("adam", "sgd"):
+        for each, callbacks in ((model, [callback]), (plain, [])):
+            each.compile(optimizer, each.loss, jit_compile=False)
+            each.fit(X, Y, batch_size=4, callbacks=callbacks, **SETTINGS)
+    assert all(np.allclose(a, b, atol=1e-10) for a, b in zip(state(model), state(plain), strict=True))
+
+
+class Raise(keras.callbacks.Callback):
+    """Ends a training in another callback, where nobody else can see it."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def on_train_batch_end(self, batch, logs=None):
+        raise self.error
+
+
+def interrupted(model, *callbacks, error=KeyboardInterrupt):
+    with pytest.raises(error):
+        model.fit(X, Y, batch_size=4, callbacks=[*callbacks, Raise(error)], **SETTINGS)
+
+
+@each_slowly
+def test_a_plain_fit_after_an_interrupt_in_another_callback(make):
+    model, plain = net(), net()
+    interrupted(model, make())
+    interrupted(plain)
+    got = model.fit(X, Y, batch_size=4, **SETTINGS)
+    assert is_plain(model), "Keras said nothing, but the next training took the rewritten step out"
+    assert same_history(got, plain.fit(X, Y, batch_size=4, **SETTINGS))
+    assert same(model, plain)
+
+
+@pytest.mark.slow
+def test_training_by_batches_after_an_interrupt_is_plain():
+    model, plain = net(), net()
+    interrupted(model, tiles())
+    interrupted(plain)
+    assert np.allclose(model.train_on_batch(X[:4], Y[:4]), plain.train_on_batch(X[:4], Y[:4]))
+    assert is_plain(model)
+    assert same(model, plain)
+
+
+def test_a_rewritten_fit_after_an_interrupt():
+    model, plain = net(), net()
+    callback = tiles()
+    interrupted(model, callback)
+    interrupted(plain)
+    model.fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
+    plain.fit(X, Y, batch_size=4, **SETTINGS)
+    assert callback.plan.changed and is_plain(model)
+    assert same(model, plain)
+
+
+@pytest.mark.slow
+def test_a_budget_after_an_interrupt():
+    model = net()
+    interrupted(model, tiles())
+    with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
+        model.train_on_batch(X[:4], Y[:4])
+    assert installed.plan.changed and is_plain(model)
+
+
+@pytest.mark.slow
+def test_compiling_anew_after_an_interrupt_keeps_what_was_compiled():
+    model = net(jit_compile=True)
+    interrupted(model, tiles())
+    model.compile("sgd", model.loss, jit_compile=False)
+    model.fit(X, Y, batch_size=4, **SETTINGS)
+    assert is_plain(model) and model.jit_compile is False
+
+
+class FailingLater(keras.Model):
+    """Its step fails from the third batch on."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.count = self.add_weight(name="count", initializer="zeros", trainable=False, dtype="int32")
+
+    def train_step(self, data):
+        self.count.assign_add(1)
+        with tf.control_dependencies([tf.debugging.assert_less(self.count.value, 3, "third batch")]):
+            return super().train_step(data)
+
+
+def failing():
+    model = net()
+    result = FailingLater(model.inputs, model.outputs)
+    result.compile("adam", model.loss, jit_compile=False)
+    return result
+
+
+@each_slowly
+def test_an_error_in_a_step_leaves_the_model_as_it_was(make):
+    model, plain = failing(), failing()
+    original = model.train_step
+    for each, callbacks in ((model, [make()]), (plain, [])):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="third batch"):
+            each.fit(X, Y, batch_size=4, callbacks=callbacks, **SETTINGS)
+    assert is_plain(model) and model.train_step == original
+    assert same(model, plain)
+    for each in (model, plain):
+        each.count.assign(-10)
+        each.fit(X, Y, batch_size=4, **SETTINGS)
+    assert same(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("callback", "error", "text"),
+    [
+        (MemoryBudget("10KiB", verbose=0), BudgetError, "smallest plan found needs"),
+        (SFT(segments=[SegmentSpec("photo", "pol")], verbose=0), SegmentError, "Nearest: 'pool"),
+        (SFT((13, 1), [SegmentSpec("photo", "pool0")], verbose=0), ValueError, "Use at most 12"),
+    ],
+    ids=["budget", "name", "tiles"],
+)
+def test_what_cannot_be_done_is_told_in_the_first_step_and_changes_nothing(callback, error, text):
+    model, plain = net(), net()
+    with pytest.raises(error, match=text):
+        model.fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
+    assert is_plain(model) and callback.plan is None
+    for each in (model, plain):
+        each.fit(X, Y, batch_size=4, **SETTINGS)
+    assert same(model, plain)
+
+
+def test_a_train_step_set_on_the_model_itself_is_put_back():
+    model = net()
+    inner = model.train_step
+    model.train_step = own = lambda data: inner(data)
+    callback = tiles()
+    model.fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
+    assert callback.plan.changed
+    assert model.__dict__["train_step"] is own
+
+
+def test_a_callback_that_freezes_a_layer_has_the_rewritten_step_traced_anew():
+    class Freeze(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                self.model.get_layer("conv0a").trainable = False
+                self.model.make_train_function(force=True)
+
+    class Watch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.plain = is_plain(self.model)
+
+    model, plain, watch = net(), net(), Watch()
+    model.fit(X, Y, batch_size=4, epochs=2, callbacks=[tiles(), Freeze(), watch], **SETTINGS)
+    plain.fit(X, Y, batch_size=4, epochs=2, callbacks=[Freeze()], **SETTINGS)
+    assert not watch.plain and is_plain(model)
+    assert all(np.allclose(a, b, atol=1e-10) for a, b in zip(model.get_weights(), plain.get_weights(), strict=True))
+
+
+# XLA, eager, and other settings of the model ----------------------------------------------------------
+
+
+def test_xla_is_off_during_the_training_says_so_and_is_on_again_after(capsys):
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.jit = self.model.jit_compile
+
+    model, look = net(jit_compile=True), Look()
+    model.fit(X, Y, batch_size=4, callbacks=[SFT((2, 2)), look], **SETTINGS)
+    assert look.jit is False
+    assert model.jit_compile is True
+    assert "XLA (`jit_compile`) is off for this training" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_xla_is_not_mentioned_where_it_was_off(capsys):
+    net().fit(X, Y, batch_size=4, callbacks=[SFT((2, 2))], **SETTINGS)
+    assert "XLA" not in capsys.readouterr().out
+
+
+@both
+def test_eager_models_are_refused_with_the_remedy(make):
+    model = net(run_eagerly=True)
+    with pytest.raises(RewriteError, match="runs eagerly, so there is no graph to rewrite.*`run_eagerly=False`"):
+        model.fit(X, Y, batch_size=4, callbacks=[make()], **SETTINGS)
+    assert is_plain(model)
+
+
+def test_functions_that_run_eagerly_are_refused_with_the_remedy():
+    model = net()
+    tf.config.run_functions_eagerly(True)
+    try:
+        with pytest.raises(RewriteError, match=r"Call `tf.config.run_functions_eagerly\(False\)`"):
+            with tflms_sft.budget(model, BUDGET):
+                raise AssertionError("not reached")
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert is_plain(model)
+
+
+class Undecided(keras.Model):
+    """Its layers get their weights when it is first called, not when it is built."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = layers.Conv2D(4, 3, activation="relu"), layers.Dense(3)
+
+    def call(self, x):
+        return self.head(tf.reduce_mean(self.conv(x), [1, 2]))
+
+
+@pytest.mark.filterwarnings("ignore:`build..` was called on layer")
+def test_a_model_that_is_built_without_weights_is_left_as_it_was():
+    model = Undecided()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.build((None, 24, 24, 3))
+    with pytest.raises(RewriteError, match="has no weights yet. Call it on a batch first"):
+        model.fit(X, Y, callbacks=[tiles()], **SETTINGS)
+    model(X[:1])
+    model.fit(X, Y, callbacks=[tiles(segments=[SegmentSpec("data", "conv2d")])], **SETTINGS)
+
+
+def test_a_model_of_which_nothing_trains_is_refused():
+    model = net()
+    model.trainable = False
+    with pytest.raises(RewriteError, match="has no trainable weights, so a step computes no gradients"):
+        with tflms_sft.budget(model, "1GiB"):
+            raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize("verbose", ("x", 2, None))
+def test_verbose_is_checked(verbose):
+    with pytest.raises(ValueError, match="`verbose` must be 0 or 1. Received: verbose="):
+        SFT(verbose=verbose)
+
+
+def test_a_used_callback_can_be_copied():
+    callback = tiles()
+    net().fit(X, Y, callbacks=[callback], **SETTINGS)
+    callback.set_model(None)
+    assert copy.deepcopy(callback).plan.headline() == callback.plan.headline()
+
+
+def test_a_partial_batch_after_whole_ones_in_a_hand_written_loop():
+    """Keras traces it for any batch; the plan holds for the first one's size."""
+    model, plain = net(), net()
+    with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
+        for start, stop in ((0, 4), (4, 8), (8, 10)):
+            got = model.train_on_batch(X[start:stop], Y[start:stop])
+            want = plain.train_on_batch(X[start:stop], Y[start:stop])
+            assert np.allclose(got, want)
+    assert installed.plan.changed and same(model, plain)
+
+
+def test_images_of_another_size_than_the_first_are_an_error_with_the_remedy():
+    def images():
+        yield X[:4], Y[:4]
+        yield X[:4, :20], Y[:4]
+
+    signature = (tf.TensorSpec((None, None, 24, 3), tf.float64), tf.TensorSpec((None,), tf.int64))
+    data = tf.data.Dataset.from_generator(images, output_signature=signature)
+    model = net(size=None)
+    text = "planned for images of 24x24.*Train on images of one size"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+        model.fit(data, callbacks=[tiles()], **SETTINGS)
+    assert is_plain(model)
+
+
+def test_replicas_are_refused_with_the_remedy():
+    class Replicas:
+        num_replicas_in_sync = 2
+
+    model = net()
+    model._distribute_strategy = Replicas()
+    with pytest.raises(RewriteError, match="trains on 2 replicas .*not supported yet"):
+        with tflms_sft.budget(model, "1GiB"):
+            raise AssertionError("not reached")
+
+
+def test_batches_that_are_not_dense_are_refused_with_the_remedy():
+    model = net()
+    ragged = tf.RaggedTensor.from_tensor(tf.constant(Y[:, None]))
+    data = tf.data.Dataset.from_tensor_slices((X, ragged)).batch(4)
+    with pytest.raises(RewriteError, match="holds a RaggedTensor; only dense tensors can be rewritten"):
+        model.fit(data, callbacks=[tiles()], **SETTINGS)
+    assert is_plain(model)
+
+
+def test_models_that_are_not_ready_are_refused_with_the_remedy():
+    image = keras.Input((8, 8, 3))
+    model = keras.Model(image, layers.Conv2D(2, 3)(image), name="mine")
+    with pytest.raises(RewriteError, match="'mine' is not compiled with an optimizer. Call `model.compile` first"):
+        with tflms_sft.budget(model, "1GiB"):
+            raise AssertionError("not reached")
+    unbuilt = keras.Sequential([layers.Conv2D(2, 3)], name="mine")
+    unbuilt.compile("sgd", "mse")
+    with pytest.raises(RewriteError, match="'mine' has no weights yet. Call it on a batch first"):
+        with tflms_sft.budget(unbuilt, "1GiB"):
+            raise AssertionError("not reached")
+    with pytest.raises(TypeError, match="`model` must be a compiled `keras.Model`. Received: None"):
+        with tflms_sft.budget(None, "1GiB"):
+            raise AssertionError("not reached")
+    with pytest.raises(TypeError, match="`memory_budget` must be an int"):
+        with tflms_sft.budget(net(), 1.5):
+            raise AssertionError("not reached")
+
+
+# Two at once -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "second"), [(tiles, budgeted), (budgeted, budgeted), (tiles, tiles)])
+def test_two_callbacks_that_rewrite_are_refused(first, second):
+    model = net()
+    with pytest.raises(ValueError, match="Two things rewrite the train step of model '.*' at once") as error:
+        model.fit(X, Y, batch_size=4, callbacks=[first(), second()], **SETTINGS)
+    for callback in (first(), second()):
+        assert f"the callback `{type(callback).__name__}`" in str(error.value)
+    assert "`SFT` takes several in `segments=`" in str(error.value)
+    assert is_plain(model)
+    model.fit(X, Y, batch_size=4, callbacks=[first()], **SETTINGS)
+
+
+def test_a_callback_inside_of_a_budget_is_refused_and_the_budget_stays():
+    model = net()
+    with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
+        with pytest.raises(ValueError, match="at once: `budget` and the callback `SFT`"):
+            model.fit(X, Y, batch_size=4, callbacks=[tiles()], **SETTINGS)
+        with pytest.raises(ValueError, match="at once: `budget` and `budget`"):
+            with tflms_sft.budget(model, BUDGET):
+                raise AssertionError("not reached")
+        model.train_on_batch(X[:4], Y[:4])
+        assert installed.plan.changed
+    assert is_plain(model)
+
+
+@pytest.mark.slow
+def test_a_plain_fit_inside_of_a_budget_is_rewritten():
+    model, plain = net(), net()
+    with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
+        model.fit(X, Y, batch_size=4, **SETTINGS)
+    plain.fit(X, Y, batch_size=4, **SETTINGS)
+    assert installed.plan.changed and is_plain(model)
+    assert same(model, plain)
+
+
+@pytest.mark.slow
+def test_two_models_at_a_time_do_not_disturb_each_other():
+    first, second = net(), net()
+    with tflms_sft.budget(first, BUDGET, verbose=0) as one, tflms_sft.budget(second, BUDGET, verbose=0) as two:
+        first.train_on_batch(X[:4], Y[:4])
+        second.train_on_batch(X[:4], Y[:4])
+    assert one.plan.changed and two.plan.changed and one.plan is not two.plan
+    assert is_plain(first) and is_plain(second)
+
+
+class TrainsOnItsOwn(keras.callbacks.Callback):
+    """One more step or training inside of a training; notes whether the steps of the outer one are rewritten."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.rewritten = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.rewritten.append(not is_plain(self.model))
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 0:
+            self.inner(self.model)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    (
+        lambda model: model.train_on_batch(X[4:8], Y[4:8]),
+        lambda model: model.fit(X[4:8], Y[4:8], **SETTINGS),
+        lambda model: model.fit(X[4:8], Y[4:8], callbacks=[tiles()], **SETTINGS),
+    ),
+    ids=("train_on_batch", "fit", "rewritten fit"),
+)
+@both
+def test_a_callback_may_train_on_its_own(make, inner):
+    model, plain = net(), net()
+    outer, other = TrainsOnItsOwn(inner), TrainsOnItsOwn(inner)
+    callback = make()
+    model.fit(X, Y, batch_size=4, callbacks=[callback, outer], **SETTINGS)
+    plain.fit(X, Y, batch_size=4, callbacks=[other], **SETTINGS)
+    assert callback.plan.changed and outer.rewritten == [True] * 3
+    assert same(model, plain) and is_plain(model)
