@@ -1,27 +1,20 @@
 """Every op rule alone: the op on tiles against the op on the whole image."""
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import TOLERANCE, error
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from one_op import FULL, HEIGHT, INVARIANT, PARTIAL, WIDTH, Const, OneOp, flags, image, numbers
 
-from rewriters import sft, tiles
-from rewriters.analysis import Analysis
-from rewriters.build import Importer
+from rewriters import tiles
 from rewriters.errors import NotTileableError
-from rewriters.graph import Node, Tensor, from_concrete_function, from_tf_graph
+from rewriters.graph import Node, from_tf_graph
 from rewriters.intervals import Interval, Window, whole
-from rewriters.registry import Kind, OpView, Rule, add_rule, find_rule, not_tileable, registered
+from rewriters.registry import OpView, Rule, add_rule, find_rule, not_tileable, registered
 from rewriters.rules import convolution, pooling
-from rewriters.segments import Segment
-from rewriters.tiles import Grid, Planner
+from rewriters.tiles import Grid
 from rewriters.values import Evaluator
 
 
@@ -30,126 +23,9 @@ def fresh_keras():
     """No Keras here: nothing to clean up."""
 
 
-BATCH, HEIGHT, WIDTH = 3, 13, 14
-FULL, PARTIAL, INVARIANT, REDUCED = Kind.FULL, Kind.PARTIAL, Kind.INVARIANT, Kind.REDUCED
-
-
-@dataclasses.dataclass(frozen=True)
-class Const:
-    """An operand that is part of the graph; arrays are arguments of it."""
-
-    value: Any
-
-
-class OneOp:
-    """A graph with a single op, its operands as arguments, and the means to run it on tiles."""
-
-    def __init__(self, op_type: str, operands: dict[str, Any], batch_known: bool = True) -> None:
-        leaves = tf.nest.flatten(operands)
-        self.arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
-        raw_op = getattr(tf.raw_ops, op_type)
-
-        def body(*args: Any) -> Any:
-            remaining = iter(args)
-            values = [
-                next(remaining)
-                if isinstance(leaf, np.ndarray)
-                else tf.constant(leaf.value)
-                if isinstance(leaf, Const)
-                else leaf
-                for leaf in leaves
-            ]
-            return raw_op(**tf.nest.pack_sequence_as(operands, values), name="the_op")
-
-        def shape(array: np.ndarray) -> tuple[int | None, ...]:
-            unknown = array.ndim == 4 and array.shape[0] == BATCH and not batch_known
-            return (None, *array.shape[1:]) if unknown else array.shape
-
-        specs = [tf.TensorSpec(shape(a), a.dtype) for a in self.arrays]
-        self.concrete_fn = tf.function(body, autograph=False).get_concrete_function(*specs)
-        self.analysis = Analysis(from_concrete_function(self.concrete_fn))
-        self.node = self.analysis.graph.nodes["the_op"]
-        self.rule = find_rule(self.node)
-        self.view = self.analysis.view(self.node)
-
-    def result(self, kinds: tuple[Kind, ...]) -> Kind:
-        return self.rule.result(self.view, kinds)
-
-    def accepted(self) -> Iterator[tuple[tuple[Kind, ...], Kind]]:
-        """All kinds of operands that the rule takes, with the kind of the result."""
-        data = self.rule.data(self.view)
-        choices = [
-            (FULL, PARTIAL) if p in data and t.shape is not None and len(t.shape) == 4 else (INVARIANT,)
-            for p, t in enumerate(self.node.inputs)
-        ]
-        for kinds in itertools.product(*choices):
-            try:
-                yield kinds, self.result(kinds)
-            except NotTileableError:
-                continue
-
-    def tiled(self, kinds: tuple[Kind, ...], result: Kind, grid: Grid) -> list[np.ndarray]:
-        """The op in a tile loop of its own: forward, or backward if a gradient goes in."""
-        outs = [self.node.out(i) for i in range(len(self.node.outputs))]
-        by_kind: dict[Kind, list[Tensor]] = {kind: [] for kind in Kind}
-        for tensor, kind in zip(self.node.inputs, kinds, strict=True):
-            by_kind[kind].append(tensor)
-        segment = Segment(
-            name="alone",
-            entries=by_kind[FULL],
-            exits=outs if result is FULL else [],
-            forward=[self.node] if result is FULL else [],
-            backward=[] if result is FULL else [self.node],
-            kinds=dict(zip(self.node.inputs, kinds, strict=True)) | dict.fromkeys(outs, result),
-            grad_entries=by_kind[PARTIAL],
-            grad_exits=outs if result is PARTIAL else [],
-            reductions=outs if result is REDUCED else [],
-            invariants=by_kind[INVARIANT],
-        )
-        planner = Planner(self.analysis, segment)
-        phase = planner.forward(grid) if result is FULL else planner.backward(grid)
-        graph = sft.tile_segments(self.analysis, [sft.SegmentPlan(segment, [phase])])
-        importer = Importer(graph, self.concrete_fn)
-        specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.concrete_fn.inputs]
-        function = tf.function(lambda *args: importer(args), input_signature=specs, autograph=False)
-        return [np.array(value) for value in tf.nest.flatten(function(*map(tf.constant, self.arrays)))]
-
-    def whole(self) -> list[np.ndarray]:
-        return [
-            np.array(value) for value in tf.nest.flatten(self.concrete_fn(*map(tf.constant, self.arrays)))
-        ]
-
-    def differing(self, *grids: Grid) -> dict[str, float]:
-        """For every accepted use and grid where tiles give something else: the error."""
-        found: dict[str, float] = {}
-        want = self.whole()
-        uses = list(self.accepted())
-        assert uses, f"no use of {self.node.op} is accepted"
-        for (kinds, result), grid in itertools.product(uses, grids):
-            got = self.tiled(kinds, result, grid)
-            worst = max(error(g, w) for g, w in zip(got, want, strict=True))
-            if not worst <= TOLERANCE:
-                found[f"{[k.value for k in kinds]} -> {result.value}, grid {grid}"] = worst
-        return found
-
-
 GRIDS = [Grid(1, (1, 1)), Grid(2, (6, 5))]
 
 # One case for every rule ------------------------------------------------------------------------------------
-
-
-def image(*shape: int, low: float = -2.0, high: float = 2.0, seed: int = 0) -> np.ndarray:
-    """Random numbers; by default three images of 13x14 pixels with 4 channels."""
-    shape = shape or (3, HEIGHT, WIDTH, 4)
-    return np.random.default_rng(seed + len(shape)).uniform(low, high, size=shape)
-
-
-def numbers(*shape: int) -> np.ndarray:
-    return np.random.default_rng(3).integers(1, 9, size=shape or (3, HEIGHT, WIDTH, 4)).astype("int32")
-
-
-def flags(*shape: int, seed: int = 0) -> np.ndarray:
-    return image(*shape, seed=seed) > 0
 
 
 Builder = Callable[[], dict[str, Any]]
@@ -332,88 +208,6 @@ def test_other_uses_of_the_rules(op_type, operands, batch_known):
 )
 def test_unknown_batch(op_type):
     assert not OneOp(op_type, CASES[op_type](), batch_known=False).differing(Grid(1, (1, 1)), Grid(2, (2, 3)))
-
-
-# Windows of every geometry ----------------------------------------------------------------------------------
-
-WINDOWS = {
-    "Conv2D": "convolution",
-    "Conv2DBackpropInput": "convolution",
-    "Conv2DBackpropFilter": "convolution",
-    "DepthwiseConv2dNative": "depthwise",
-    "DepthwiseConv2dNativeBackpropInput": "depthwise",
-    "DepthwiseConv2dNativeBackpropFilter": "depthwise",
-    "MaxPool": "pool",
-    "MaxPoolGrad": "pool",
-    "AvgPool": "pool",
-    "AvgPoolGrad": "pool",
-}
-
-
-@st.composite
-def windows(draw, family: str) -> tuple[tuple[int, int], tuple[int, int], dict[str, Any], Grid]:
-    """Image size, kernel, attributes and a grid; tiles may be thinner than a halo, and more than rows."""
-    size = draw(st.tuples(st.integers(5, 15), st.integers(5, 15)))
-    kernel = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
-    stride = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
-    if family == "depthwise":
-        stride = stride[:1] * 2  # The op takes nothing else.
-    padding = draw(st.sampled_from(["SAME", "VALID"] if family == "pool" else ["SAME", "VALID", "EXPLICIT"]))
-    attrs: dict[str, Any] = {"strides": [1, *stride, 1], "padding": padding}
-    if padding == "EXPLICIT":
-        sides = [draw(st.integers(0, k - 1)) for k in kernel for _ in range(2)]
-        attrs["explicit_paddings"] = [0, 0, *sides, 0, 0]
-    grid = Grid(draw(st.integers(1, 2)), (draw(st.integers(1, 6)), draw(st.integers(1, 6))))
-    return size, kernel, attrs, grid
-
-
-def window_operands(
-    op_type: str, size: tuple[int, int], kernel: tuple[int, int], attrs: dict[str, Any]
-) -> dict[str, Any]:
-    """Operands for an op of `WINDOWS`; the small side is as large as TensorFlow makes it."""
-    x = image(2, *size, 2)
-    if WINDOWS[op_type] == "pool":
-        attrs = attrs | {"ksize": [1, *kernel, 1]}
-        if op_type.startswith("Max"):
-            x = np.round(x)  # Ties.
-            y = tf.raw_ops.MaxPool(input=tf.constant(x), **attrs).numpy()
-            return {"input": x, **attrs} if op_type == "MaxPool" else max_pool_operands(x, y, attrs)
-        y = tf.raw_ops.AvgPool(value=tf.constant(x), **attrs).numpy()
-        gradient = {"orig_input_shape": Const(x.shape), "grad": image(*y.shape), **attrs}
-        return {"value": x, **attrs} if op_type == "AvgPool" else gradient
-    w = image(*kernel, 2, 2)
-    depthwise = WINDOWS[op_type] == "depthwise"
-    forward = tf.raw_ops.DepthwiseConv2dNative if depthwise else tf.raw_ops.Conv2D
-    y = image(*forward(input=tf.constant(x), filter=tf.constant(w), **attrs).shape)
-    if op_type.endswith("Input"):
-        return {"input_sizes": Const(x.shape), "filter": w, "out_backprop": y, **attrs}
-    if op_type.endswith("Filter"):
-        return {"input": x, "filter_sizes": Const(w.shape), "out_backprop": y, **attrs}
-    return {"input": x, "filter": w, **attrs}
-
-
-def max_pool_operands(x: np.ndarray, y: np.ndarray, attrs: dict[str, Any]) -> dict[str, Any]:
-    return {"orig_input": x, "orig_output": y, "grad": image(*y.shape), **attrs}
-
-
-def check_windows(op_type: str, drawn: tuple[Any, ...]) -> None:
-    size, kernel, attrs, grid = drawn
-    assert not OneOp(op_type, window_operands(op_type, size, kernel, attrs)).differing(grid)
-
-
-@pytest.mark.parametrize("op_type", WINDOWS)
-@settings(deadline=None, max_examples=12, derandomize=True)
-@given(data=st.data())
-def test_windows_of_any_geometry(op_type, data):
-    check_windows(op_type, data.draw(windows(WINDOWS[op_type])))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op_type", WINDOWS)
-@settings(deadline=None, max_examples=100)
-@given(data=st.data())
-def test_windows_of_any_geometry_at_length(op_type, data):
-    check_windows(op_type, data.draw(windows(WINDOWS[op_type])))
 
 
 # What rules refuse ------------------------------------------------------------------------------------------

@@ -1,0 +1,135 @@
+"""One op in a graph of its own, on the whole image and on tiles; a helper, no test."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from equivalence import TOLERANCE, error
+
+from rewriters import sft
+from rewriters.analysis import Analysis
+from rewriters.build import Importer
+from rewriters.errors import NotTileableError
+from rewriters.graph import Tensor, from_concrete_function
+from rewriters.registry import Kind, find_rule
+from rewriters.segments import Segment
+from rewriters.tiles import Grid, Planner
+
+BATCH, HEIGHT, WIDTH = 3, 13, 14
+FULL, PARTIAL, INVARIANT, REDUCED = Kind.FULL, Kind.PARTIAL, Kind.INVARIANT, Kind.REDUCED
+
+
+@dataclasses.dataclass(frozen=True)
+class Const:
+    """An operand that is part of the graph; arrays are arguments of it."""
+
+    value: Any
+
+
+class OneOp:
+    """A graph with a single op, its operands as arguments, and the means to run it on tiles."""
+
+    def __init__(self, op_type: str, operands: dict[str, Any], batch_known: bool = True) -> None:
+        leaves = tf.nest.flatten(operands)
+        self.arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
+        raw_op = getattr(tf.raw_ops, op_type)
+
+        def body(*args: Any) -> Any:
+            remaining = iter(args)
+            values = [
+                next(remaining)
+                if isinstance(leaf, np.ndarray)
+                else tf.constant(leaf.value)
+                if isinstance(leaf, Const)
+                else leaf
+                for leaf in leaves
+            ]
+            return raw_op(**tf.nest.pack_sequence_as(operands, values), name="the_op")
+
+        def shape(array: np.ndarray) -> tuple[int | None, ...]:
+            unknown = array.ndim == 4 and array.shape[0] == BATCH and not batch_known
+            return (None, *array.shape[1:]) if unknown else array.shape
+
+        specs = [tf.TensorSpec(shape(a), a.dtype) for a in self.arrays]
+        self.concrete_fn = tf.function(body, autograph=False).get_concrete_function(*specs)
+        self.analysis = Analysis(from_concrete_function(self.concrete_fn))
+        self.node = self.analysis.graph.nodes["the_op"]
+        self.rule = find_rule(self.node)
+        self.view = self.analysis.view(self.node)
+
+    def result(self, kinds: tuple[Kind, ...]) -> Kind:
+        return self.rule.result(self.view, kinds)
+
+    def accepted(self) -> Iterator[tuple[tuple[Kind, ...], Kind]]:
+        """All kinds of operands that the rule takes, with the kind of the result."""
+        data = self.rule.data(self.view)
+        choices = [
+            (FULL, PARTIAL) if p in data and t.shape is not None and len(t.shape) == 4 else (INVARIANT,)
+            for p, t in enumerate(self.node.inputs)
+        ]
+        for kinds in itertools.product(*choices):
+            try:
+                yield kinds, self.result(kinds)
+            except NotTileableError:
+                continue
+
+    def tiled(self, kinds: tuple[Kind, ...], result: Kind, grid: Grid) -> list[np.ndarray]:
+        """The op in a tile loop of its own: forward, or backward if a gradient goes in."""
+        outs = [self.node.out(i) for i in range(len(self.node.outputs))]
+        by_kind: dict[Kind, list[Tensor]] = {kind: [] for kind in Kind}
+        for tensor, kind in zip(self.node.inputs, kinds, strict=True):
+            by_kind[kind].append(tensor)
+        segment = Segment(
+            name="alone",
+            entries=by_kind[FULL],
+            exits=outs if result is FULL else [],
+            forward=[self.node] if result is FULL else [],
+            backward=[] if result is FULL else [self.node],
+            kinds=dict(zip(self.node.inputs, kinds, strict=True)) | dict.fromkeys(outs, result),
+            grad_entries=by_kind[PARTIAL],
+            grad_exits=outs if result is PARTIAL else [],
+            reductions=outs if result is REDUCED else [],
+            invariants=by_kind[INVARIANT],
+        )
+        planner = Planner(self.analysis, segment)
+        phase = planner.forward(grid) if result is FULL else planner.backward(grid)
+        graph = sft.tile_segments(self.analysis, [sft.SegmentPlan(segment, [phase])])
+        importer = Importer(graph, self.concrete_fn)
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.concrete_fn.inputs]
+        function = tf.function(lambda *args: importer(args), input_signature=specs, autograph=False)
+        return [np.array(value) for value in tf.nest.flatten(function(*map(tf.constant, self.arrays)))]
+
+    def whole(self) -> list[np.ndarray]:
+        return [
+            np.array(value) for value in tf.nest.flatten(self.concrete_fn(*map(tf.constant, self.arrays)))
+        ]
+
+    def differing(self, *grids: Grid) -> dict[str, float]:
+        """For every accepted use and grid where tiles give something else: the error."""
+        found: dict[str, float] = {}
+        want = self.whole()
+        uses = list(self.accepted())
+        assert uses, f"no use of {self.node.op} is accepted"
+        for (kinds, result), grid in itertools.product(uses, grids):
+            got = self.tiled(kinds, result, grid)
+            worst = max(error(g, w) for g, w in zip(got, want, strict=True))
+            if not worst <= TOLERANCE:
+                found[f"{[k.value for k in kinds]} -> {result.value}, grid {grid}"] = worst
+        return found
+
+
+def image(*shape: int, low: float = -2.0, high: float = 2.0, seed: int = 0) -> np.ndarray:
+    """Random numbers; by default three images of 13x14 pixels with 4 channels."""
+    shape = shape or (3, HEIGHT, WIDTH, 4)
+    return np.random.default_rng(seed + len(shape)).uniform(low, high, size=shape)
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(3).integers(1, 9, size=shape or (3, HEIGHT, WIDTH, 4)).astype("int32")
+
+
+def flags(*shape: int, seed: int = 0) -> np.ndarray:
+    return image(*shape, seed=seed) > 0
