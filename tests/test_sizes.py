@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import Cut, differing, rewrite
-from test_equivalence import KERNELS, one_loss, three_layers, weights
+from hand_written import KERNELS, one_loss, three_layers, weights
 
 import tflms_sft
 from rewriters.errors import NotTileableError
