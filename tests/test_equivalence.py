@@ -24,14 +24,6 @@ def fresh():
     keras.utils.set_random_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def fresh_keras():
-    """As in every test, without the full garbage collection: it takes as long as a small test."""
-    fresh()
-    yield
-    fresh()
-
-
 # Nets -------------------------------------------------------------------------------------------------------
 
 
