@@ -26,6 +26,7 @@ from rewriters.turns import loop_turns, phase_scratch
 from tflms_sft._names import LayerRecord, display_names, resolve
 from tflms_sft._params import SegmentSpec, SFTParams, parse_num_tiles
 from tflms_sft._plan import Plan, PlannedSegment, Prediction
+from tflms_sft._text import shortened
 
 AUTO_TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Tiles per axis that are tried, fewest first."""
@@ -340,7 +341,7 @@ def _notes(traced: Traced) -> tuple[str, ...]:
     names = list(dict.fromkeys(_layer_name(traced, node.name) for node in unmodelled(traced.analysis)))
     if not names:
         return ()
-    shown = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+    shown = shortened(names, MOST_NAMES)
     return (f"not in the predicted peak, because only a run tells: what is kept inside of {shown}",)
 
 

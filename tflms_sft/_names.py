@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ import tensorflow as tf
 
 from rewriters.errors import SegmentError
 from rewriters.graph import Graph, Tensor
+from tflms_sft._text import nearest
 
 
 @dataclasses.dataclass
@@ -151,11 +151,9 @@ def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list
     tensor = lookup(graph, name)
     if tensor is not None:
         return [tensor]
-    known = [*layers, *graph.nodes]
-    near = difflib.get_close_matches(name, known, n=4, cutoff=0.4) or list(layers)[:4]
     raise SegmentError(
         f"`{argument}` names nothing in the step: no layer, op or tensor. Received: {argument}={name!r}. "
-        f"Nearest: {', '.join(repr(n) for n in near)}."
+        + nearest(name, [*layers, *graph.nodes], otherwise=list(layers))
     )
 
 

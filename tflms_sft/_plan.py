@@ -7,6 +7,7 @@ import json
 import os
 from typing import Any
 
+from tflms_sft._text import shortened
 from tflms_sft._units import format_bytes
 
 
@@ -196,7 +197,7 @@ class Plan:
         found: dict[str, list[str]] = {}
         for name, reason in self.left_alone:
             found.setdefault(reason, []).append(name)
-        return {reason: _shortened(names) for reason, names in found.items()}
+        return {reason: shortened(names, _MOST_NAMES) for reason, names in found.items()}
 
     def to_json(self, indent: int | None = 2) -> str:
         """The whole plan as JSON, timelines included."""
@@ -247,11 +248,6 @@ def _segment_line(segment: PlannedSegment) -> str:
 def _grid(counts: tuple[int, ...]) -> str:
     """`4x4`, or `2x4x4` with several batch tiles."""
     return "x".join(map(str, counts if counts[0] != 1 else counts[1:]))
-
-
-def _shortened(names: list[str]) -> str:
-    rest = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _joined(names: tuple[str, ...]) -> str:

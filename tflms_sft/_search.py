@@ -24,6 +24,7 @@ from rewriters.turns import phase_scratch
 from tflms_sft._chain import Chain, Choice
 from tflms_sft._compile import Traced, auto_grids, fewest, predict, unsupported_layers
 from tflms_sft._params import AutoParams
+from tflms_sft._text import shortened
 from tflms_sft._units import format_bytes
 
 MAX_ROUNDS = 12
@@ -31,6 +32,9 @@ MAX_ROUNDS = 12
 
 MOST_FITTING = 3
 """Plans of which it is found out what they could store."""
+
+MOST_NAMES = 6
+"""Layers after which the list in an error is cut short."""
 
 LOWER_ROUNDS = 4
 """Attempts to go below the smallest plan found, before an error names it."""
@@ -179,7 +183,7 @@ def _too_small(traced: Traced, params: AutoParams, peak: Peak, left: list[LeftAl
     smallest = int(peak.peak_bytes / (1 - params.headroom)) + 1
     name, size = peak.largest[0] if peak.largest else ("the variables", traced.fixed_bytes)
     layers = unsupported_layers(traced, left)
-    stuck = f" Left as they are: {', '.join(layers[:6])}{' and others' if len(layers) > 6 else ''}." if layers else ""
+    stuck = f" Left as they are: {shortened(layers, MOST_NAMES)}." if layers else ""
     error = BudgetError(
         f"`memory_budget` is too small for this step. Received: memory_budget={format_bytes(params.memory_budget)}. "
         f"The smallest plan found needs {format_bytes(smallest)} ({smallest} bytes, headroom of "

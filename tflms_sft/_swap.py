@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 
 import tensorflow as tf
@@ -20,6 +19,7 @@ from rewriters.spill import SpillStore
 from rewriters.tiers import DiskTier, HostTier
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._plan import PlannedSwap
+from tflms_sft._text import nearest
 from tflms_sft._units import format_bytes
 
 MOST_REASONS = 4
@@ -131,11 +131,7 @@ def _prefixes(name: str) -> list[str]:
 def _require(argument: str, wanted: Iterable[str], known: Callable[[str], bool], names: list[str]) -> None:
     for name in wanted:
         if not known(name):
-            near = difflib.get_close_matches(name, names, n=4, cutoff=0.4) or names[:4]
-            raise SwapError(
-                f"`{argument}` names nothing in the step. Received: {name!r}. "
-                f"Nearest: {', '.join(repr(n) for n in near)}."
-            )
+            raise SwapError(f"`{argument}` names nothing in the step. Received: {name!r}. {nearest(name, names)}")
 
 
 def _nothing(analysis: Analysis, params: LMSParams, plan: SwapPlan, batch: int) -> str:

@@ -1,0 +1,25 @@
+"""Lists of names in errors and reports."""
+
+import pytest
+
+from tflms_sft._text import nearest, shortened
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Nothing here touches Keras, and resetting it takes longer than the tests."""
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [([], ""), (["a", "b"], "a, b"), (list("abc"), "a, b and 1 more"), (list("abcde"), "a, b and 3 more")],
+)
+def test_a_list_is_cut_short_and_says_by_how_much(names, text):
+    assert shortened(names, 2) == text
+
+
+def test_the_nearest_names_are_offered_or_some_names_at_all():
+    known = ["block1/conv", "block1/pool", "one", "two", "three", "four"]
+    assert nearest("block1/cnv", known).startswith("Nearest: 'block1/conv'")
+    assert nearest("zzz", known) == "Nearest: 'block1/conv', 'block1/pool', 'one', 'two'."
+    assert nearest("zzz", known, otherwise=["three"]) == "Nearest: 'three'."

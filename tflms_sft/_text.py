@@ -1,0 +1,27 @@
+"""Lists of names in errors and reports, kept short."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+_MOST_NEAREST = 4
+
+
+def nearest(name: str, known: Sequence[str], otherwise: Sequence[str] | None = None) -> str:
+    """The known names that are most like a name that is not known, as the end of an error.
+
+    Args:
+        name: What was written.
+        known: What could have been meant.
+        otherwise: What to offer if nothing is like it. Defaults to the first of `known`.
+    """
+    near = difflib.get_close_matches(name, known, n=_MOST_NEAREST, cutoff=0.4)
+    near = near or list(known if otherwise is None else otherwise)[:_MOST_NEAREST]
+    return f"Nearest: {', '.join(map(repr, near))}."
+
+
+def shortened(names: Sequence[str], most: int) -> str:
+    """`"a, b, c"`, or `"a, b and 3 more"`."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
