@@ -1,0 +1,116 @@
+"""Swapping computes the same bits for whole networks: deep, residual, volumes, noise, half precision."""
+
+import keras
+import numpy as np
+import pytest
+from equivalence import keras_step, model_step
+from keras import layers
+from test_lms import same_bits, swapped
+
+from rewriters.spill import SpillStore
+from rewriters.tiers import DiskTier, HostTier
+
+
+@pytest.fixture(params=["host", "disk"])
+def tier(request, tmp_path):
+    return HostTier() if request.param == "host" else DiskTier(SpillStore(str(tmp_path)))
+
+
+def conv(x, filters, kernel=3, **options):
+    return layers.Conv2D(filters, kernel, padding="same", **options)(x)
+
+
+def vgg(x):
+    for filters, depth in ((4, 2), (6, 2), (8, 3)):
+        for _ in range(depth):
+            x = conv(x, filters, activation="relu")
+        x = layers.MaxPooling2D(2)(x)
+    return x
+
+
+def bottlenecks(x):
+    """Batch statistics in training mode, shortcuts that wait, strides."""
+    x = layers.ReLU()(layers.BatchNormalization()(conv(x, 8, use_bias=False)))
+    for filters, strides in ((4, 1), (6, 2)):
+        y = layers.ReLU()(layers.BatchNormalization()(conv(x, filters, 1, strides=strides, use_bias=False)))
+        y = layers.ReLU()(layers.BatchNormalization()(conv(y, filters, use_bias=False)))
+        y = layers.BatchNormalization()(conv(y, 2 * filters, 1, use_bias=False))
+        if y.shape != x.shape:
+            x = layers.BatchNormalization()(conv(x, 2 * filters, 1, strides=strides, use_bias=False))
+        x = layers.ReLU()(layers.Add()([x, y]))
+    return x
+
+
+def noisy(x):
+    for filters in (4, 6):
+        x = layers.ReLU()(layers.BatchNormalization()(conv(x, filters)))
+        x = layers.Dropout(0.3, seed=filters)(x)
+        x = layers.SpatialDropout2D(0.2, seed=filters)(x)
+    return x
+
+
+NETS = {"vgg": (vgg, 8), "bottlenecks": (bottlenecks, 20), "noisy": (noisy, 8)}
+"""With the fewest tensors that have to be swapped, so that a comparison shows something."""
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_images(net, tier):
+    body, fewest = NETS[net]
+    step = keras_step(body, (16, 24), 2, False, keras.optimizers.Adam(), steps=4)
+    found = swapped(step, tier)
+    assert len(found.plan.swaps) >= fewest
+    assert same_bits(step, found.function)
+
+
+def volumes(x):
+    """A U-Net over volumes."""
+
+    def block(x, filters):
+        for _ in range(2):
+            x = layers.Conv3D(filters, 3, padding="same", use_bias=False)(x)
+            x = layers.ReLU()(layers.BatchNormalization()(x))
+        return x
+
+    first = block(x, 3)
+    second = block(layers.MaxPooling3D(2)(first), 4)
+    low = block(layers.MaxPooling3D(2)(second), 6)
+    second = layers.Concatenate()([second, layers.Conv3DTranspose(4, 2, strides=2)(low)])
+    first = layers.Concatenate()([first, layers.Conv3DTranspose(3, 2, strides=2)(block(second, 4))])
+    return layers.Conv3D(3, 1)(block(first, 3))
+
+
+def test_volumes_with_long_branches(tier):
+    """Every voxel has a label; what the first levels make is read by `Concatenate` much later.
+
+    In float32: TensorFlow has no `MaxPool3D` of float64.
+    """
+    volume = keras.Input((8, 12, 8, 1))
+    model = keras.Model(volume, volumes(volume))
+    random = np.random.default_rng(0)
+    shape = (2, 8, 12, 8)
+    batches = [
+        (random.normal(size=(*shape, 1)).astype("float32"), random.integers(0, 3, shape, "int32")) for _ in range(4)
+    ]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = model_step(model, batches, False, {"optimizer": keras.optimizers.Adam(), "loss": loss})
+    found = swapped(step, tier, swap_branches=True, branch_threshold=5)
+    readers = {r.op for swap in found.plan.swaps for way in swap.swap_ins for r in way.readers}
+    assert len(found.plan.swaps) >= 20 and {"ConcatV2", "Conv3DBackpropFilterV2"} <= readers
+    assert same_bits(step, found.function)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_half_precision(policy, tier):
+    """With float16 `Model.compile` puts a `LossScaleOptimizer` around the optimizer, whose update is a `cond`."""
+    keras.config.set_dtype_policy(policy)
+
+    def net(x):
+        return layers.Dropout(0.3, seed=1)(layers.ReLU()(layers.BatchNormalization()(conv(vgg(x), 4))))
+
+    step = keras_step(net, (16, 24), 2, False, keras.optimizers.Adam(), floatx="float32", steps=4)
+    found = swapped(step, tier)
+    types = [swap.tensor.dtype.name for swap in found.plan.swaps]
+    assert types.count(policy.removeprefix("mixed_")) >= 8
+    assert any("dynamic_scale" in variable.path for variable in step.variables) == (policy == "mixed_float16")
+    assert all(np.isfinite(value).all() for value in step.run(step.concrete_fn).values()), "no update is skipped"
+    assert same_bits(step, found.function)
