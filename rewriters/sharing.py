@@ -19,10 +19,9 @@ from rewriters.emit import phase_inputs, phase_outputs
 from rewriters.graph import Node, Tensor
 from rewriters.segments import Segment
 from rewriters.tiles import AxisPlan, Phase, Region
+from rewriters.values import MAX_ELEMENTS
 
 __all__: list[str] = []
-
-_MAX_ELEMENTS = 64
 
 
 def program_key(analysis: Analysis, segment: Segment, phase: Phase) -> Hashable:
@@ -68,7 +67,7 @@ class _Key:
     def _static(self, tensor: Tensor) -> Hashable:
         """What a rule can know of an operand's value."""
         node = tensor.node
-        if node.op == "Const" and math.prod(dim or 0 for dim in tensor.shape or ()) <= _MAX_ELEMENTS:
+        if node.op == "Const" and math.prod(dim or 0 for dim in tensor.shape or ()) <= MAX_ELEMENTS:
             return node.attrs["value"].SerializeToString(deterministic=True)
         value: Any = self.analysis.evaluate(tensor)
         return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value

@@ -21,11 +21,13 @@ from rewriters.sizes import LeadingSizes, Size
 
 __all__: list[str] = []
 
-_MAX_ELEMENTS = 64
-
+MAX_ELEMENTS = 64
+"""Of a constant whose value is read here; larger ones are data."""
 
 Dim = int | Size | None
 Value = Dim | tuple[Dim, ...] | np.ndarray
+Handler = Callable[[Node, int, list[Any]], Value]
+"""Of a node, the index of a result and the operands' values, the value of that result."""
 
 
 class Evaluator:
@@ -65,7 +67,7 @@ class Evaluator:
         node = tensor.node
         if node.op in ("Shape", "ShapeN"):
             return self.shape(node.inputs[tensor.index])
-        handler = _HANDLERS.get(node.op)
+        handler = self._handler(node)
         if handler is None:
             return None
         if node.op == "Const":
@@ -74,11 +76,16 @@ class Evaluator:
         if any(v is None or (isinstance(v, np.ndarray) and node.op not in _MATRIX_OPS) for v in operands):
             return None
         try:
-            if node.op == "BroadcastGradientArgs":
-                return _summed_axes(operands[tensor.index], operands[1 - tensor.index], self.sizes.same)
             return handler(node, tensor.index, operands)
         except (TypeError, ValueError, ZeroDivisionError, IndexError):
             return None  # Arithmetic on a symbol, or on a matrix: not known.
+
+    def _handler(self, node: Node) -> Handler | None:
+        """That of `BroadcastGradientArgs` asks which sizes are the same; values are enough for the others."""
+        return self._summed_axes if node.op == "BroadcastGradientArgs" else _HANDLERS.get(node.op)
+
+    def _summed_axes(self, _node: Node, index: int, operands: list[Any]) -> Value:
+        return _summed_axes(operands[index], operands[1 - index], self.sizes.same)
 
 
 def constant(node: Node) -> np.ndarray | None:
@@ -88,7 +95,7 @@ def constant(node: Node) -> np.ndarray | None:
 
 def _const(node: Node, _index: int, _operands: list[Any]) -> Value:
     dtype, shape = node.outputs[0]
-    if not dtype.is_integer or shape is None or len(shape) > 2 or math.prod(d or 0 for d in shape) > _MAX_ELEMENTS:
+    if not dtype.is_integer or shape is None or len(shape) > 2 or math.prod(d or 0 for d in shape) > MAX_ELEMENTS:
         return None
     array = constant(node)
     assert array is not None
@@ -121,7 +128,7 @@ def _as_int(value: Any) -> int:
     return value
 
 
-def _binary(function: Callable[[int, int], int]) -> Callable[[Node, int, list[Any]], Value]:
+def _binary(function: Callable[[int, int], int]) -> Handler:
     def handler(_node: Node, _index: int, operands: list[Any]) -> Value:
         a, b = operands
         if not isinstance(a, tuple) and not isinstance(b, tuple):
@@ -217,7 +224,7 @@ def _first(_node: Node, _index: int, operands: list[Any]) -> Value:
 _MATRIX_OPS = frozenset(("Slice", "Reshape", "Identity"))
 """Those whose handler takes a matrix; to the others it is not known."""
 
-_HANDLERS: dict[str, Callable[[Node, int, list[Any]], Value]] = {
+_HANDLERS: dict[str, Handler] = {
     "Const": _const,
     "Identity": _first,
     "Cast": lambda node, _i, v: v[0] if node.outputs[0][0].is_integer else None,
@@ -234,7 +241,6 @@ _HANDLERS: dict[str, Callable[[Node, int, list[Any]], Value]] = {
     "ConcatV2": _concat,
     "Slice": _slice,
     "StridedSlice": _strided_slice,
-    "BroadcastGradientArgs": _first,  # By `_summed_axes`.
     "ConcatOffset": _concat_offset,
     "Range": _range,
     "Fill": _fill,
