@@ -7,7 +7,7 @@
    batch autodiff leaves one of each behind every broadcasting operation.
 5. `Shape` of a tensor whose sizes are known becomes a constant, so that no shape
    op keeps an activation alive; `ShapeN`, which keeps several alive, becomes one
-   `Shape` each, and `Size` a product over a `Shape`.
+   `Shape` each, `Size` a product over a `Shape`, and `Rank` a constant.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def _changes_nothing(node: Node, source: Tensor, evaluate: Evaluator) -> bool:
 def _split_shapes(graph: Graph) -> None:
     """`Shape` is the only op left that asks for sizes: one per operand of `ShapeN`, a product of it for `Size`.
 
+    `Rank` is known; what waited through it for an assertion waits through the constant.
     `ShapeN` keeps all of its operands for the sake of one.
     """
     mapping: dict[Tensor, Tensor] = {}
@@ -129,8 +130,9 @@ def _split_shapes(graph: Graph) -> None:
                 mapping[node.out(index)] = _shape_of(graph, node, index).out()
         elif node.op == "Size" and node.inputs[0].shape is not None:
             mapping[node.out()] = _number_of_elements(graph, node).out()
-        elif node.op == "Rank" and node.inputs[0].shape is not None and not node.control_inputs:
+        elif node.op == "Rank" and node.inputs[0].shape is not None:
             rank = int_constant(graph, f"{node.name}/static", len(node.inputs[0].shape), tf.int32)
+            rank.control_inputs = list(node.control_inputs)
             mapping[node.out()] = rank.out()
     graph.replace_tensors(mapping)
 

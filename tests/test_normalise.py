@@ -137,6 +137,20 @@ def test_one_shape_does_not_keep_the_others_alive():
     assert "Exp" not in ops(graph) and "Shape" in ops(graph)
 
 
+def test_a_rank_is_known_and_waits_for_what_it_waited_for():
+    @tf.function(autograph=False)
+    def body(x):
+        hidden = tf.exp(x)
+        with tf.control_dependencies([tf.debugging.assert_positive(x)]):
+            return tf.raw_ops.Rank(input=hidden)
+
+    concrete_fn = body.get_concrete_function(tf.TensorSpec((None, 3), tf.float32))
+    graph = normalise.read(concrete_fn)
+    assert not {"Rank", "Exp"} & set(ops(graph))
+    assert "If" in {node.op for node in ancestors([graph.outputs[0].node])}  # The guard around the assertion.
+    assert imported(concrete_fn, graph)(tf.ones((1, 3))).numpy() == 2
+
+
 # Inlining --------------------------------------------------------------------------------------------------
 
 
