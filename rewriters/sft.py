@@ -114,7 +114,11 @@ class _Rewriter:
                     if reader.op == "Shape" and source is not None and known:
                         self._repoint(reader, tensor, source)
                     elif reads_shape_only(reader) and tensor not in kept:
-                        raise RewriteError(f"`{reader.name}` ({reader.op}) needs the size of `{tensor.name}`.")
+                        raise RewriteError(
+                            f"`{reader.name}` ({reader.op}) needs the size of `{tensor.name}`, which is inside of a "
+                            "segment and never whole. Take the size of an argument of the step instead, or keep the "
+                            "tensor: name it in `stored` of a `SegmentSpec`, or let the segment end there."
+                        )
 
     def _repoint(self, reader: Node, tensor: Tensor, source: Tensor) -> None:
         shape = tensor.shape

@@ -5,7 +5,7 @@ import tensorflow as tf
 from equivalence import Cut, Step, differing, error, rewrite
 from hand_written import KERNELS, conv_op, descend, hand_written, images, one_loss, three_layers, weights
 
-from rewriters.errors import NotTileableError
+from rewriters.errors import NotTileableError, RewriteError
 
 
 def test_two_optimizers_that_read_variables_before_and_after_an_update():
@@ -202,6 +202,26 @@ def test_a_segment_waits_for_an_assertion_on_its_input():
     assert not differing(step, Cut(grid=(2, 2)))
     with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
         rewrite(step.concrete_fn, Cut(grid=(2, 2))).function(tf.constant(step.batches[0][0] * 1e6))
+
+
+def test_a_size_that_waits_is_refused_with_the_remedy():
+    w = weights(*KERNELS)
+
+    def body(x):
+        with tf.GradientTape() as tape:
+            hidden = tf.nn.relu(conv_op(x, w[0]))
+            with tf.control_dependencies([tf.debugging.assert_less(x, tf.constant(1e3, "float64"))]):
+                size = tf.raw_ops.Shape(input=hidden)
+            loss = tf.reduce_sum(three_layers(hidden, w[1:]) ** 2) / tf.cast(size[1], "float64")
+        gradients = tape.gradient(loss, w)
+        descend(w, gradients)
+        return loss, gradients
+
+    specs = [tf.TensorSpec(a.shape, a.dtype) for a in images()[0]]
+    step = Step(tf.function(body).get_concrete_function(*specs), w, images())
+    with pytest.raises(RewriteError, match="`Shape` .* needs the size of `Relu:0`.*Take the size of .*`stored` of a"):
+        rewrite(step.concrete_fn, Cut(grid=(2, 2)))
+    assert not differing(step, Cut(grid=(2, 2), stored=("Relu",))), "the remedy"
 
 
 def test_shapes_of_inner_tensors_stay_known():
