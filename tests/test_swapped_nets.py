@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from equivalence import keras_step, model_step
 from keras import layers
-from test_lms import same_bits, swapped
+from swapping import same_bits, swapped
 
 from rewriters.spill import SpillStore
 from rewriters.tiers import DiskTier, HostTier
