@@ -4,6 +4,10 @@ Le et al., "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (2018),
 that is not there early; without a control edge the runtime reads a tensor back as soon as it was written. Where the
 paper takes one candidate at random, here it is the one that comes first in the graph's order, so that the same graph
 is always rewritten the same way.
+
+One thing is added. Not all of the backward phase runs late: the shape of an activation, which autodiff asks for, is
+known as soon as the activation is, and what it triggered would be back at once. So a control operation must not be
+ready before the operation that reads the tensor is (`late.readiness`).
 """
 
 from __future__ import annotations
@@ -24,10 +28,19 @@ class ControlSearch:
         graph: As it is before swapping.
         backward: Operations of the backward phase and the update.
         levels: The topological order γ; that of `graph.levels()` if it is not given.
+        ready: How far the forward phase has to have come before an operation can run; the same for all if it is not
+            given.
     """
 
-    def __init__(self, graph: Graph, backward: Container[Node], levels: Mapping[Node, int] | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        backward: Container[Node],
+        levels: Mapping[Node, int] | None = None,
+        ready: Mapping[Node, int] | None = None,
+    ) -> None:
         self.level = dict(levels if levels is not None else graph.levels())
+        self.ready = dict.fromkeys(self.level, 0) if ready is None else ready
         self._backward = backward
         self._order = {node: index for index, node in enumerate(self.level)}
         self._successors: dict[Node, list[Node]] = {node: [] for node in self.level}
@@ -51,8 +64,14 @@ class ControlSearch:
         lowest = max(self.level[target] - ub + 1, self.level[source])
         for level, ancestors in self._ancestors_by_level(target, lowest):
             if level <= self.level[target] - lb:
-                return self._first(ancestors)
+                found = [node for node in ancestors if self._is_late(node, target)]
+                if found:
+                    return self._first(found)
         return None
+
+    def _is_late(self, node: Node, target: Node) -> bool:
+        """Whether a node runs as late as the target, not as soon as some activation is there."""
+        return target not in self._backward or self.ready[node] >= self.ready[target]
 
     def _ancestors_by_level(self, target: Node, lowest: int) -> Iterator[tuple[int, list[Node]]]:
         """Ancestors above a level, those that come latest first."""
@@ -107,7 +126,7 @@ class ControlSearch:
     def _between(self, source: Node, node: Node, target: Node) -> bool:
         """Whether a node comes after the source, and the target after it and because of it."""
         low, high = self.level[source], self.level[target]
-        return low < self.level[node] < high and self._reaches(node, target)
+        return low < self.level[node] < high and self._is_late(node, target) and self._reaches(node, target)
 
     def _reaches(self, node: Node, target: Node) -> bool:
         """Whether there is a path; only nodes below the target in γ can lie on it."""

@@ -1,44 +1,97 @@
-"""What depends on no data is not computed before it is needed.
+"""When operations can run, and those held back that could run long before anybody needs them.
 
 The executor runs what is ready. An optimizer's `momentum * velocity` is ready when a step begins: without an edge that
-holds it back, a copy of all weights waits through the forward and the backward phase for the gradients to come.
+holds it back, a copy of all weights waits through the forward and the backward phase for the gradients to come. So it
+is with what a gradient is multiplied with, where that depends on activations alone.
 """
 
 from __future__ import annotations
 
 from rewriters.analysis import Analysis
-from rewriters.graph import Graph, Node
+from rewriters.graph import Graph, Node, Tensor, predecessors
+from rewriters.roles import reads_shape_only
 
 __all__: list[str] = []
 
+FROM_THE_START = -1
+"""Of operations that depend on no data."""
+
+
+def readiness(analysis: Analysis) -> dict[Node, int]:
+    """How far the forward phase has to have come before an operation can run.
+
+    The level γ of the last forward operation that it depends on. Gradients have that of the loss; the shape of an
+    activation, which autodiff asks for, has that of the activation, though it belongs to the backward phase.
+    """
+    level = analysis.graph.levels()
+    found: dict[Node, int] = {}
+    for node in analysis.order:
+        if node in analysis.data and node not in analysis.backward:
+            found[node] = level[node]
+        else:
+            found[node] = max((found[before] for before in predecessors(node)), default=FROM_THE_START)
+    return found
+
 
 def start_late(analysis: Analysis, min_bytes: int, batch: int) -> Graph:
-    """A new graph in which large values of variables alone wait for what they are combined with.
+    """A new graph in which large values that could be there early wait for what they are combined with.
 
     Args:
         analysis: Of a step.
         min_bytes: Results below are left alone.
         batch: Size of an unknown batch.
     """
-    graph = analysis.graph.copy()
-    for node in analysis.order:
-        control = _control(analysis, node, min_bytes, batch)
-        if control is not None:
-            graph.nodes[node.name].control_inputs.append(graph.nodes[control.name])
-    return graph
+    return _Pass(analysis, min_bytes, batch).run()
 
 
-def _control(analysis: Analysis, node: Node, min_bytes: int, batch: int) -> Node | None:
-    """The last of the operations whose results the node's is combined with first; `None` if it may start at once."""
-    if node in analysis.data or node.stateful or not node.inputs:
-        return None
-    if sum(node.out(index).num_bytes(batch) for index in range(len(node.outputs))) < min_bytes:
-        return None
-    readers = {reader for index in range(len(node.outputs)) for reader, _ in analysis.readers.get(node.out(index), ())}
-    waiting = {reader for reader in analysis.successors[node]} - readers
-    if not readers or waiting or not readers <= analysis.data:
-        return None
-    # No operand of the first reader in γ comes after the node, so that no cycle comes about.
-    first = min(readers, key=analysis.position.__getitem__)
-    operands = [tensor.node for tensor in first.inputs if tensor.node in analysis.data]
-    return max(operands, key=analysis.position.__getitem__, default=None)
+class _Pass:
+    def __init__(self, analysis: Analysis, min_bytes: int, batch: int) -> None:
+        self.analysis = analysis
+        self.min_bytes = min_bytes
+        self.batch = batch
+        self.ready = readiness(analysis)
+        self.waits: dict[Node, Node] = {}
+
+    def run(self) -> Graph:
+        graph = self.analysis.graph.copy()
+        for node in reversed(self.analysis.order):  # Who waits lets what it reads wait as well.
+            control = self._control(node)
+            if control is not None:
+                self.waits[node] = control
+                self.ready[node] = self.ready[control]
+                graph.nodes[node.name].control_inputs.append(graph.nodes[control.name])
+        return graph
+
+    def _control(self, node: Node) -> Node | None:
+        """The operation that a node should wait for; `None` if it may run at once."""
+        forward = node in self.analysis.data and node not in self.analysis.backward
+        if forward or node.stateful or not node.inputs or reads_shape_only(node):
+            return None
+        outputs = [node.out(index) for index in range(len(node.outputs))]
+        readers = {reader for tensor in outputs for reader, _ in self.analysis.readers.get(tensor, ())}
+        if not readers or not self._is_large(outputs) or set(self.analysis.successors[node]) - readers:
+            return None
+        if min(self.ready[reader] for reader in readers) <= self.ready[node]:
+            return None
+        first = min(readers, key=self.analysis.position.__getitem__)
+        others = [tensor.node for tensor in first.inputs] + ([self.waits[first]] if first in self.waits else [])
+        control = max(others, key=lambda other: (self.ready[other], self.analysis.position[other]))
+        there_anyway = control.op == "Placeholder"
+        return None if there_anyway or self._reaches(node, control) else control
+
+    def _is_large(self, outputs: list[Tensor]) -> bool:
+        return sum(tensor.num_bytes(self.batch) for tensor in outputs) >= self.min_bytes
+
+    def _reaches(self, node: Node, target: Node) -> bool:
+        """Whether there is a path from a node to another, by the edges added so far too."""
+        stack, seen = [target], {target}
+        while stack:
+            current = stack.pop()
+            if current is node:
+                return True
+            before = predecessors(current) + ([self.waits[current]] if current in self.waits else [])
+            # An edge that was added may lead from a later to an earlier position, so that positions limit nothing.
+            new = [other for other in before if other not in seen]
+            seen.update(new)
+            stack.extend(new)
+        return False

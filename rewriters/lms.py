@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from rewriters import sums
 from rewriters.analysis import Analysis
+from rewriters.broadcasts import keep_small
 from rewriters.control import ControlSearch
 from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Node, Tensor
+from rewriters.late import readiness, start_late
 from rewriters.roles import in_scope, reads_shape_only
 from rewriters.tiers import Tier
 
@@ -86,11 +88,27 @@ class SwapPlan:
     left: list[tuple[str, str]]
 
 
+def prepare(
+    graph: Graph, min_bytes: int, batch: int, scopes: tuple[str, ...] = (), forward: Container[str] = ()
+) -> Analysis:
+    """The graph without what is large, or early, for nothing: what swapping alone cannot help.
+
+    Args:
+        graph: As it is, loops of an earlier pass included.
+        min_bytes: Results below may be early.
+        batch: Size of an unknown batch.
+        scopes: Of operations that belong to the backward phase, as for `Analysis`.
+        forward: Names of operations that belong to the forward phase, as for `Analysis`.
+    """
+    small = keep_small(Analysis(graph, scopes, forward))
+    return Analysis(start_late(Analysis(small, scopes, forward), min_bytes, batch), scopes, forward)
+
+
 def plan_swaps(analysis: Analysis, options: SwapOptions, batch: int) -> SwapPlan:
     """Choose tensors, their swap-ins and the control operations.
 
     Args:
-        analysis: Of the graph as it is, loops of an earlier pass included.
+        analysis: Of the graph, prepared.
         options: What to swap.
         batch: Size of an unknown batch.
     """
@@ -102,7 +120,7 @@ class _Planner:
         self.analysis = analysis
         self.options = options
         self.batch = batch
-        self.search = ControlSearch(analysis.graph, analysis.backward)
+        self.search = ControlSearch(analysis.graph, analysis.backward, ready=readiness(analysis))
         self.left: list[tuple[str, str]] = []
 
     def run(self) -> SwapPlan:
@@ -142,7 +160,7 @@ class _Planner:
             return None
         if tensor.num_bytes(self.batch) < max(self.options.min_bytes, 1):
             return None
-        if any(sums.has_an_order(self.analysis, reader) for reader, _ in self.analysis.readers[tensor]):
+        if any(sums.has_an_order(self.analysis, reader, tensor) for reader, _ in self.analysis.readers[tensor]):
             self.left.append((tensor.name, "it is added up with others, in an order that swapping might change"))
             return None
         swap_ins: list[SwapIn] = []
@@ -164,15 +182,17 @@ class _Planner:
         """Readers that come much later, in γ: backward ones, and those at the end of a long branch (4.1)."""
         if tensor.node.op in _SOURCES or tensor.node not in self.analysis.data or not _is_data(tensor):
             return []
+        level, backward = self.search.level, self.analysis.backward
+        readers = [reader for reader, _ in self.analysis.readers.get(tensor, ()) if not reads_shape_only(reader)]
+        last_forward = max((level[reader] for reader in readers if reader not in backward), default=level[tensor.node])
         found: dict[Node, None] = {}
-        for reader, _ in self.analysis.readers.get(tensor, ()):
-            if reads_shape_only(reader) or _updates(reader):
-                continue
-            distance = self.search.level[reader] - self.search.level[tensor.node]
+        for reader in readers:
+            distance = level[reader] - level[tensor.node]
             branch = self.options.swap_branches and distance > self.options.branch_threshold
-            if distance > 1 and (reader in self.analysis.backward or branch):
+            late = self.search.ready[reader] > last_forward if reader in backward else branch
+            if distance > 1 and late and not _updates(reader):
                 found[reader] = None
-        return sorted(found, key=self.search.level.__getitem__)
+        return sorted(found, key=level.__getitem__)
 
     def _wanted(self, tensor: Tensor) -> bool:
         """Whether scopes and types let it go; what is excluded stays even if it is included."""

@@ -7,6 +7,8 @@ same bits come out depends on names, shapes and readers of the operands, which r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rewriters.analysis import Analysis
 from rewriters.graph import Node, Tensor
 
@@ -19,17 +21,39 @@ MOST_AT_ONCE = 8
 
 
 def follows_another(analysis: Analysis, node: Node) -> bool:
-    """Whether a sum may be made one with another, of which it is the only reader, or the other of it."""
+    """Whether a sum may be made one with another."""
+    return node.op in OPS and (_next(analysis, node) is not None or any(_joins(analysis, t) for t in node.inputs))
+
+
+def has_an_order(analysis: Analysis, node: Node, operand: Tensor) -> bool:
+    """Whether a sum depends on the order of its operands, one of which is given.
+
+    Operands of one shape are added up first, and two numbers give the same sum either way.
+    """
     if node.op not in OPS:
         return False
-    pairs = [(tensor, node) for tensor in node.inputs]
-    pairs += [(node.out(), reader) for reader, _ in analysis.readers.get(node.out(), ())]
-    return any(t.node.op in OPS and r.op in OPS and len(analysis.readers[t]) == 1 for t, r in pairs)
+    while (reader := _next(analysis, node)) is not None:
+        node = reader
+    return sum(tensor.shape == operand.shape for tensor in _operands(analysis, node)) > 2
 
 
-def has_an_order(analysis: Analysis, node: Node) -> bool:
-    """Whether the sum of its operands depends on their order: two numbers give the same sum either way."""
-    return node.op in OPS and (len(node.inputs) > 2 or follows_another(analysis, node))
+def _operands(analysis: Analysis, node: Node) -> Iterator[Tensor]:
+    """Of a sum, and of the sums that it may be made one with."""
+    for tensor in node.inputs:
+        yield from _operands(analysis, tensor.node) if _joins(analysis, tensor) else (tensor,)
+
+
+def _joins(analysis: Analysis, tensor: Tensor) -> bool:
+    """Whether a sum has one reader only, into which it may be taken."""
+    return tensor.node.op in OPS and len(analysis.readers.get(tensor, ())) == 1 and tensor not in analysis.graph.outputs
+
+
+def _next(analysis: Analysis, node: Node) -> Node | None:
+    """The sum into which a sum may be taken."""
+    if not _joins(analysis, node.out()):
+        return None
+    ((reader, _),) = analysis.readers[node.out()]
+    return reader if reader.op in OPS else None
 
 
 def in_order(node: Node) -> list[Tensor]:

@@ -61,6 +61,29 @@ class HostTier:
         return 0
 
 
+class Outline:
+    """Stands for the disk tier where a graph is only looked at: the operations, without functions behind them."""
+
+    def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
+        """One that makes a number."""
+        del times
+        return graph.add(Node(name, "PyFunc", [tensor], (), {}, HOST, [(tf.int64, ())])).out()
+
+    def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
+        """One that makes the tensor."""
+        return graph.add(Node(name, "PyFunc", [held], [control], {}, HOST, [(like.dtype, like.shape)])).out()
+
+    def clear(self) -> None:
+        """Nothing is left."""
+
+    def reset_peak(self) -> None:
+        """Nothing is held."""
+
+    def peak_bytes(self) -> int:
+        """Nothing is held."""
+        return 0
+
+
 class DiskTier:
     """Files without a name, read and written by Python functions that the graph calls.
 

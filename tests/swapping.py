@@ -9,7 +9,7 @@ from equivalence import plan
 from rewriters import normalise, sft
 from rewriters.analysis import Analysis
 from rewriters.build import Importer
-from rewriters.lms import SwapOptions, insert_swaps, plan_swaps
+from rewriters.lms import SwapOptions, insert_swaps, plan_swaps, prepare
 from rewriters.tiers import HostTier
 
 
@@ -26,6 +26,7 @@ def swapped(step, tier=None, max_in_flight=2, cuts=(), **options):
     analysis = Analysis(normalise.read(step.concrete_fn))
     if cuts:
         analysis = Analysis(sft.tile_segments(analysis, plan(analysis, cuts)))
+    analysis = prepare(analysis.graph, 1, 2)
     tier = tier or HostTier()
     found = plan_swaps(analysis, SwapOptions(**options), 2)
     graph, _ = insert_swaps(analysis.graph, found.swaps, tier, max_in_flight)

@@ -12,7 +12,7 @@ from rewriters.analysis import Analysis
 from rewriters.broadcasts import keep_small
 from rewriters.build import Importer
 from rewriters.graph import ancestors
-from rewriters.late import start_late
+from rewriters.late import readiness, start_late
 
 RNG = np.random.default_rng(0)
 
@@ -141,6 +141,40 @@ def test_momentum_waits_for_the_gradient():
     assert sum(len(n.control_inputs) for n in large.nodes.values()) < sum(
         len(n.control_inputs) for n in graph.nodes.values()
     )
+
+
+def test_what_a_gradient_is_multiplied_with_waits_for_it():
+    """The gradient of silu needs a value that is computed from activations alone."""
+
+    def net(x):
+        for _ in range(3):
+            x = keras.ops.silu(layers.Conv2D(4, 3)(x))
+        return x
+
+    step = keras_step(net, (16, 16), 2, steps=4)
+    before = Analysis(normalise.read(step.concrete_fn))
+    early = [n.name for n in before.derived if n.outputs[0][1] and len(n.outputs[0][1]) == 4]
+    graph, same = changed(step, lambda analysis: start_late(analysis, 1, 2))
+    after = Analysis(graph)
+    ready, was = readiness(after), readiness(before)
+    (last,) = {ready[node] for node in after.backward if node.op == "Conv2DBackpropInput"}
+    assert same and len(early) >= 3
+    for name in early:
+        assert was[before.graph.nodes[name]] < last == ready[graph.nodes[name]]
+
+
+def test_waiting_makes_no_cycle():
+    """What one early value would wait for is computed from another."""
+
+    def function(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(tf.nn.silu(tf.nn.silu(x) * x) * tf.sigmoid(x))
+        return tape.gradient(y, x)
+
+    step = of(function, (2, 4, 4, 1))
+    graph, same = changed(step, lambda analysis: start_late(analysis, 1, 2))
+    assert same and graph.levels()
 
 
 def test_a_value_that_others_wait_for_or_that_is_returned_starts_at_once():

@@ -47,6 +47,7 @@ class Traced:
         batch: Batch size to plan for.
         batch_is_fixed: Whether the graph knows it.
         variables: Bytes of each variable.
+        forward: Names of ops that are forward for sure, where a layer's name misleads.
     """
 
     concrete_fn: Any
@@ -55,6 +56,7 @@ class Traced:
     batch: int
     batch_is_fixed: bool
     variables: list[int]
+    forward: Container[str] = ()
 
     @property
     def fixed_bytes(self) -> int:
@@ -96,7 +98,8 @@ def analyse(concrete_fn: Any, record: LayerRecord | None = None, batch: int | No
     graph = read(concrete_fn)
     record = record or LayerRecord()
     misleading = any(is_autodiff_name(call.layer) for call in record.calls)
-    analysis = Analysis(graph, forward=record.layer_of_op.keys() if misleading else ())
+    forward: Container[str] = record.layer_of_op.keys() if misleading else ()
+    analysis = Analysis(graph, forward=forward)
     analysis.require_backward()
     known = _static_batch(graph, len(concrete_fn.inputs) - len(concrete_fn.captured_inputs))
     return Traced(
@@ -106,6 +109,7 @@ def analyse(concrete_fn: Any, record: LayerRecord | None = None, batch: int | No
         known or batch or 1,
         known is not None,
         _tf_private.variable_sizes(concrete_fn),
+        forward,
     )
 
 

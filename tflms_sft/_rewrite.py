@@ -12,7 +12,6 @@ import tensorflow as tf
 from rewriters import _tf_private
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
-from rewriters.sft import loop_nodes
 from rewriters.tiers import HostTier, Tier
 from tflms_sft._compile import Traced, analyse, collector_paused, finish, plan_sft, predict, prediction
 from tflms_sft._lms_params import LMSParams
@@ -229,8 +228,7 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
     graph, plan = finish(traced, plans, left, budget)
     if chosen.swaps is None:
         return Importer(graph, traced.concrete_fn), plan
-    loops = [name for (_, phase), name in loop_nodes(graph).items() if phase == "backward"]
-    swapped = swap(graph, chosen.swaps, traced.batch, loops)
+    swapped = swap(traced, graph, chosen.swaps)
     peak, ratio = predict(traced, plans, limit=0, graph=swapped.graph, away=swapped.away)
     plan = dataclasses.replace(
         plan,

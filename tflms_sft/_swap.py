@@ -9,14 +9,14 @@ import tensorflow as tf
 
 from rewriters import device
 from rewriters.analysis import Analysis
-from rewriters.broadcasts import keep_small
 from rewriters.errors import SwapError
 from rewriters.graph import Graph, Node, Tensor
-from rewriters.late import start_late
-from rewriters.lms import Swap, SwapPlan, insert_swaps, plan_swaps
+from rewriters.lms import Swap, SwapPlan, insert_swaps, plan_swaps, prepare
 from rewriters.roles import in_scope
+from rewriters.sft import loop_nodes
 from rewriters.spill import SpillStore
 from rewriters.tiers import DiskTier, HostTier
+from tflms_sft._compile import Traced
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._plan import PlannedSwap
 from tflms_sft._text import nearest
@@ -45,37 +45,36 @@ class Swapped:
     away: frozenset[Node]
 
 
-def swap(graph: Graph, params: LMSParams, batch: int, backward_loops: Iterable[str]) -> Swapped:
+def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
     """Swap as the parameters say.
 
     Args:
-        graph: A step, tiled or not.
+        traced: The step.
+        graph: Its graph, tiled or not.
         params: What to swap.
-        batch: Size of an unknown batch.
-        backward_loops: Names of loops that belong to the backward phase.
 
     Raises:
         SwapError: For names that are not in the graph, a tier that is not there, and if nothing can be swapped.
     """
-    tier = make_tier(params)
+    batch, tier = traced.batch, make_tier(params)
     _check_names(graph, params)
-    analysis = _prepared(graph, (*params.optimizer_scopes, *backward_loops), params.min_bytes, batch)
-    graph = analysis.graph
+    analysis = prepared(traced, graph, params)
     plan = plan_swaps(analysis, params.options(), batch)
     if not plan.swaps:
         raise SwapError(_nothing(analysis, params, plan, batch))
     if isinstance(tier, DiskTier):
         _check_space(tier.store, sum(s.tensor.num_bytes(batch) for s in plan.swaps))
-    new, outs = insert_swaps(graph, plan.swaps, tier, params.max_in_flight)
+    new, outs = insert_swaps(analysis.graph, plan.swaps, tier, params.max_in_flight)
     # A swap-out to disk makes the number of a file, which the device may well have.
     away = frozenset(outs) if isinstance(tier, HostTier) else frozenset[Node]()
     return Swapped(new, plan.swaps, plan.left, tier, away)
 
 
-def _prepared(graph: Graph, scopes: tuple[str, ...], min_bytes: int, batch: int) -> Analysis:
-    """The graph without what would be large, and there early, for nothing: swapping alone cannot help that."""
-    small = keep_small(Analysis(graph, scopes))
-    return Analysis(start_late(Analysis(small, scopes), min_bytes, batch), scopes)
+def prepared(traced: Traced, graph: Graph, params: LMSParams) -> Analysis:
+    """The graph as swaps are planned for it."""
+    loops = [name for (_, phase), name in loop_nodes(graph).items() if phase == "backward"]
+    scopes = (*params.optimizer_scopes, *loops)
+    return prepare(graph, params.min_bytes, traced.batch, scopes, traced.forward)
 
 
 def make_tier(params: LMSParams) -> HostTier | DiskTier:

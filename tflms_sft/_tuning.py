@@ -1,0 +1,83 @@
+"""How many tensors to swap and how early to fetch them: the tuning of TFLMS, section 5.2, by the memory model."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+from rewriters.graph import Node
+from rewriters.lms import Swap, insert_swaps, plan_swaps
+from rewriters.memory import Peak
+from rewriters.sft import SegmentPlan, outline
+from rewriters.tiers import HostTier, Outline
+from tflms_sft._compile import Traced, predict
+from tflms_sft._lms_params import LMSParams
+from tflms_sft._swap import make_tier, prepared
+
+LOWER_BOUNDS = (1, 2, 3, 5, 8, 12, 18, 27, 40)
+"""Values of `lb` that are tried. Farther ahead nothing is gained: a transfer has long ended."""
+
+
+class Swaps:
+    """A step with any number of swaps, as the memory model sees it.
+
+    Args:
+        traced: The step.
+        plans: Its segments.
+        params: What to swap at most, and how early to fetch it at least.
+    """
+
+    def __init__(self, traced: Traced, plans: list[SegmentPlan], params: LMSParams) -> None:
+        self.params = params
+        self._traced = traced
+        self._plans = plans
+        self._on_host = isinstance(make_tier(params), HostTier)
+        graph = outline(traced.analysis, plans) if plans else traced.analysis.graph
+        self._analysis = prepared(traced, graph, params)
+        self._planned: dict[int, list[Swap]] = {}
+
+    def planned(self, lb: int) -> list[Swap]:
+        """All swaps there may be, those first that the search meets first."""
+        if lb not in self._planned:
+            options = dataclasses.replace(self.params.options(), lb=lb)
+            self._planned[lb] = plan_swaps(self._analysis, options, self._traced.batch).swaps
+        return self._planned[lb]
+
+    def peak(self, count: int, lb: int, limit: int | None = None) -> Peak:
+        """Predicted peak with the first `count` swaps; one above `limit` need not be the worst."""
+        tier = HostTier() if self._on_host else Outline()
+        swaps = self.planned(lb)[:count]
+        graph, outs = insert_swaps(self._analysis.graph, swaps, tier, self.params.max_in_flight)
+        away: frozenset[Node] = frozenset(outs if self._on_host else ())
+        return predict(self._traced, self._plans, limit, graph, away)[0]
+
+    def tuned(self, limit: int) -> LMSParams | None:
+        """The fewest tensors, and for them the largest `lb`, with which the step fits; `None` if it never does."""
+        lb = self.params.lb
+        count = self._fewest(lb, limit)
+        if count is None:
+            return None
+        wanted = [swap.tensor for swap in self.planned(lb)[:count]]
+
+        def too_early(bound: int) -> bool:
+            # What has no control operation that far ahead would not be swapped: it must be the same tensors.
+            same = [swap.tensor for swap in self.planned(bound)[:count]] == wanted
+            return not same or self.peak(count, bound, limit).peak_bytes > limit
+
+        higher = [bound for bound in LOWER_BOUNDS if lb < bound <= self.params.ub]
+        found = bisect.bisect_left(higher, True, key=too_early)
+        lb = higher[found - 1] if found else lb
+        return dataclasses.replace(self.params, n_tensors=count, lb=lb)
+
+    def _fewest(self, lb: int, limit: int) -> int | None:
+        """By bisection: more swaps need less memory, but for what is under way."""
+        low, high = 0, len(self.planned(lb))
+        if high == 0 or self.peak(high, lb, limit).peak_bytes > limit:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.peak(middle, lb, limit).peak_bytes > limit:
+                low = middle
+            else:
+                high = middle
+        return high
