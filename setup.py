@@ -32,11 +32,12 @@ setup(
     extras_require={
         "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}"],
         "plot": ["matplotlib"],
-        "examples": ["matplotlib", "scikit-image"],
+        "examples": ["matplotlib", "nibabel", "scikit-image"],
         "test": [
             "hypothesis",
             "matplotlib",
             "mypy",
+            "nibabel",
             "pytest",
             "pytest-xdist",
             "ruff",
