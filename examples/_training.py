@@ -105,14 +105,6 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error("--compare compares with plain training: give --lms or --memory-budget as well")
 
 
-def set_up(options: argparse.Namespace) -> None:
-    """Sets what TensorFlow reads when it starts."""
-    if options.compare:
-        # Operations that run side by side share threads, and some kernels of volumes split their sums by those
-        # that are free: even two plain trainings would differ in the last bits.
-        os.environ["TF_NUM_INTEROP_THREADS"] = "1"
-
-
 def rewriting_name(options: argparse.Namespace) -> str | None:
     """Returns what the memory options ask for, None where they ask for nothing."""
     if options.lms:

@@ -151,7 +151,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains on the pictures of the command line, or on crops."""
     options = parse_arguments(arguments)
-    _training.set_up(options)
     if options.images:
         train(options.images, options)
         return
