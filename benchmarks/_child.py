@@ -36,6 +36,11 @@ _NOISE = re.compile(
     r"^(I\d{4} |W\d{4} .*op_kernel|WARNING: All log messages|To enable the following instructions"
     r"|E\d{4} .*(cuInit|CUDA|cuda)|\d{4}-\d\d-\d\d .*: I )"
 )
+# In the words of TensorFlow, of oneDNN (whose status 1 is dnnl_out_of_memory), of the C++ and C libraries, of NumPy.
+_OOM = re.compile(
+    r"OOM when allocating tensor with shape\[[\d,]*\] and type \w+"
+    r"|Status: 1, message: [^,]*|std::bad_alloc|Cannot allocate memory|Unable to allocate [^\n]* for an array"
+)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -92,6 +97,24 @@ class Outcome:
         """Returns the last lines of the log without TensorFlow's usual noise."""
         kept = [line for line in self.log.splitlines() if line.strip() and not _NOISE.match(line)]
         return "\n".join(kept[-lines:])
+
+
+def out_of_memory(outcome: Outcome) -> str | None:
+    """Returns the words in which a child ran out of memory, None where it did not.
+
+    After some failed allocations TensorFlow's oneDNN kernels go on with a null pointer. Such a child is
+    killed by a signal, with the failed allocation as the last line of its log.
+    """
+    if outcome.ok:
+        return None
+    text = (outcome.error["message"] if outcome.error else "") + outcome.log
+    found = _OOM.search(text)
+    if found is None and outcome.error and outcome.error["type"] == "MemoryError":
+        return "MemoryError"
+    if found is None:
+        return None
+    ended = outcome.error["type"] if outcome.error else outcome.how_it_ended()
+    return f"{ended}: {found.group(0)}"
 
 
 class ChildError(RuntimeError):

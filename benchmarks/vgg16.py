@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _child, _meter, _nets
+from benchmarks import _arguments, _child, _meter, _nets
 
 RESULTS = Path(__file__).resolve().parent / "results"
 VARIANTS = ("plain", "rewritten")
@@ -355,16 +355,16 @@ def versions() -> dict[str, str]:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vgg16", description=__doc__)
-    parser.add_argument("--image-size", type=_positive, required=True, metavar="N")
+    parser.add_argument("--image-size", type=_arguments.positive, required=True, metavar="N")
     parser.add_argument("--num-tiles", type=_tiles, metavar="HxW,...", help="tiles of each segment")
     parser.add_argument("--backward-num-tiles", type=_tiles, metavar="HxW,...", help="default: as --num-tiles")
     parser.add_argument("--segments", metavar="EXIT,...", help="layers whose outputs end the segments")
     parser.add_argument("--memory-budget", metavar="SIZE", help="have MemoryBudget plan, e.g. 1.2GiB")
     parser.add_argument("--model", choices=sorted(_nets.NETS), default="vgg16")
-    parser.add_argument("--batch", type=_positive, default=1)
-    parser.add_argument("--steps", type=_positive, default=3, help="counted steps of each child")
-    parser.add_argument("--warmup", type=_positive, default=1, help="steps before the counted ones")
-    parser.add_argument("--runs", type=_positive, default=3, help="children of each variant and kind")
+    parser.add_argument("--batch", type=_arguments.positive, default=1)
+    parser.add_argument("--steps", type=_arguments.positive, default=3, help="counted steps of each child")
+    parser.add_argument("--warmup", type=_arguments.positive, default=1, help="steps before the counted ones")
+    parser.add_argument("--runs", type=_arguments.positive, default=3, help="children of each variant and kind")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--skip-plain", action="store_true", help="measure only the rewritten step")
     parser.add_argument("--json", type=Path, metavar="PATH", help="default: a file in benchmarks/results/")
@@ -379,13 +379,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         if len(grids) != len(options.segments):
             parser.error(f"one --{flag}-tiles per segment. Received: {len(grids)} for {len(options.segments)}")
     return options
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1. Received: {number}")
-    return number
 
 
 def _tiles(text: str) -> tuple[Pair, ...]:

@@ -14,7 +14,6 @@ The exit code is 0 only if parts 1, 3 and 4 came out as said.
 import argparse
 import dataclasses
 import math
-import re
 import resource
 import sys
 import tempfile
@@ -23,18 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _child
+from benchmarks import _arguments, _child
 
 VIEWS = 8
-# In the words of TensorFlow, of oneDNN (whose status 1 is dnnl_out_of_memory), and of the C++ library.
-_OOM = "|".join(
-    (
-        r"OOM when allocating tensor with shape\[[\d,]*\] and type \w+",
-        r"Status: 1, message: [^,]*",
-        r"std::bad_alloc",
-        r"Cannot allocate memory",
-    )
-)
 SAMPLE_SECONDS = 0.05
 GIB = 2**30
 # Names of the runs, as the table and the picture show them.
@@ -300,24 +290,6 @@ def run_part(title: str, options: argparse.Namespace, **kwargs: Any) -> Run:
     return Run(title, outcome, steps, facts)
 
 
-def out_of_memory(outcome: _child.Outcome) -> str | None:
-    """Returns the words in which a child ran out of memory, None where it did not.
-
-    After some failed allocations TensorFlow's oneDNN kernels go on with a null pointer. Such a child is
-    killed by a signal, with the failed allocation as the last line of its log.
-    """
-    if outcome.ok:
-        return None
-    text = (outcome.error["message"] if outcome.error else "") + outcome.log
-    found = re.search(_OOM, text)
-    if found is None and outcome.error and outcome.error["type"] == "MemoryError":
-        return "MemoryError"
-    if found is None:
-        return None
-    ended = outcome.error["type"] if outcome.error else outcome.how_it_ended()
-    return f"{ended}: {found.group(0)}"
-
-
 def differences(plain: Path, rewritten: Path) -> tuple[float, float]:
     """Compares the weights that two children saved.
 
@@ -361,7 +333,7 @@ class Claims:
         if run.outcome.ok:
             self.check(True, claim, f"{len(run.steps)} steps")
             return
-        self.check(False, claim, out_of_memory(run.outcome) or run.outcome.how_it_ended())
+        self.check(False, claim, _child.out_of_memory(run.outcome) or run.outcome.how_it_ended())
         if not run.outcome.error or run.outcome.error["type"] != "BudgetError":  # which says it all
             print(run.outcome.log_tail(), file=sys.stderr)
 
@@ -400,7 +372,7 @@ def table(runs: Sequence[Run]) -> str:
         lines.append(
             [
                 run.title,
-                "trained" if run.outcome.ok else "out of memory" if out_of_memory(run.outcome) else "failed",
+                "trained" if run.outcome.ok else "out of memory" if _child.out_of_memory(run.outcome) else "failed",
                 str(len(run.steps)),
                 f"{run.steps[0]['seconds']:.1f} s" if run.steps else "-",
                 f"{seconds:.1f} s" if seconds else "-",
@@ -435,7 +407,7 @@ def draw(runs: Sequence[Run], cap: int, path: Path) -> None:
         if not run.outcome.ok:
             end = max(zip(heights, times, strict=True))[::-1]  # the highest point: dying gives memory back
             axes.plot(*end, "x", color=colors[run.title], markersize=11, markeredgewidth=3)
-            words = "out of memory" if out_of_memory(run.outcome) else "failed"
+            words = "out of memory" if _child.out_of_memory(run.outcome) else "failed"
             axes.annotate(words, end, (10, -4), textcoords="offset points")
     axes.axhline(cap / GIB, color="black", linestyle="--", linewidth=1, label=f"cap, {size(cap)}")
     axes.set(xlabel="seconds since the process began", ylabel="memory of the process (anonymous RSS), GiB")
@@ -467,7 +439,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("budget", "cap"):
         text = getattr(options, name)
         try:
-            setattr(options, name, parse_size(text) if text else None)
+            setattr(options, name, _arguments.parse_size(text) if text else None)
         except ValueError as error:
             parser.error(f"--{name}: {error}")
     if options.image and not options.image.is_file():
@@ -475,23 +447,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def parse_size(text: str) -> int:
-    """Returns the bytes of a text such as "1.5GiB" or "900MiB".
-
-    Raises:
-        ValueError: The text is no such size.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i)?B?", text.strip())
-    if not found:
-        raise ValueError(f'expected a size such as "1.5GiB". Received: {text!r}')
-    return int(float(found.group(1)) * 1024 ** " KMGT".index((found.group(2) or " ")[0]))
-
-
 def plain_under_cap(options: argparse.Namespace, claims: Claims) -> Run:
     """Part 1."""
     print("1. The plain step under a memory cap", flush=True)
     run = run_part(PLAIN_CAPPED, options, budget=options.budget, cap=options.cap or "default")
-    evidence = out_of_memory(run.outcome)
+    evidence = _child.out_of_memory(run.outcome)
     if evidence is None and not run.outcome.ok:
         raise _child.ChildError(f"{run.outcome.how_it_ended()}\n{run.outcome.log_tail()}")
     claims.check(evidence is not None, "it runs out of memory", evidence or "it trained")
