@@ -1,14 +1,16 @@
-"""The networks of the benchmarks: convolutional parts of known classifiers, for any image size.
+"""The networks of the benchmarks, for any image size.
 
-The fully connected head is replaced by global average pooling and one dense layer, so that the image size
-is free and the weights are small beside the activations. Keras is imported inside the functions: the
+In the classifiers that are tiled the fully connected head is replaced by global average pooling and one dense layer,
+so that the image size is free and the weights are small beside the activations. What is swapped, `TASKS`, cannot be
+tiled: BatchNorm is in training mode, and one network works on volumes. Keras is imported inside the functions: the
 parent process of a benchmark needs only the tables.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import keras
@@ -26,6 +28,11 @@ _DARKNET19 = (
     ((512, 3), (256, 1), (512, 3), (256, 1), (512, 3)),
     ((1024, 3), (512, 1), (1024, 3), (512, 1), (1024, 3)),
 )
+_UNET_FILTERS = (32, 64, 128, 256)
+
+SEED = 1
+LEARNING_RATE = 1e-6
+"""An untrained ResNet amplifies roundings, by which even plain runs differ, within a few steps."""
 
 
 def vgg16(image_size: int) -> keras.Model:
@@ -64,6 +71,94 @@ def darknet19(image_size: int) -> keras.Model:
             x = keras.layers.MaxPooling2D(2, name=f"pool{block}")(x)
     return _classifier("darknet19", image, x)
 
+
+def resnet50(image_size: int) -> keras.Model:
+    """Builds ResNet-50 as Keras has it, with logits at its end."""
+    import keras
+
+    shape = (image_size, image_size, 3)
+    return keras.applications.ResNet50(
+        weights=None, input_shape=shape, classes=CLASSES, classifier_activation=None, name="resnet50"
+    )
+
+
+def unet3d(image_size: int) -> keras.Model:
+    """Builds a 3-D U-Net: four levels, their skips, and logits per voxel."""
+    import keras
+
+    x = image = keras.Input((image_size, image_size, image_size, 1), name=INPUT_NAME)
+    skips = []
+    for filters in _UNET_FILTERS[:-1]:
+        skips.append(_volume_block(x, filters))
+        x = keras.layers.MaxPooling3D(2)(skips[-1])
+    x = _volume_block(x, _UNET_FILTERS[-1])
+    for filters, skip in zip(_UNET_FILTERS[-2::-1], reversed(skips), strict=True):
+        x = keras.layers.Conv3DTranspose(filters, 2, strides=2)(x)
+        x = _volume_block(keras.layers.Concatenate()([skip, x]), filters)
+    return keras.Model(image, keras.layers.Conv3D(CLASSES, 1, name="logits")(x), name="unet3d")
+
+
+def _volume_block(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
+    import keras
+
+    for _ in range(2):
+        x = keras.layers.Conv3D(filters, 3, padding="same", use_bias=False)(x)
+        x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A network and what it is trained on.
+
+    Attributes:
+        title: For tables.
+        build: Makes the network for an image size.
+        dimensions: Axes of an image.
+        channels: Of an image.
+        per_pixel: Whether there is a label for each pixel rather than for each image.
+        image_size: Default height, width and depth.
+        batch: Default batch.
+    """
+
+    title: str
+    build: Callable[[int], keras.Model]
+    dimensions: int
+    channels: int
+    per_pixel: bool
+    image_size: int
+    batch: int
+
+    def shapes(self, image_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of one image and of its labels."""
+        space = (image_size,) * self.dimensions
+        return (*space, self.channels), space if self.per_pixel else ()
+
+    def compiled(self, image_size: int) -> keras.Model:
+        """Builds the network, ready to train: float32, SGD with momentum, so that each weight has one slot."""
+        import keras
+
+        keras.utils.set_random_seed(SEED)
+        model = self.build(image_size)
+        optimizer = keras.optimizers.SGD(LEARNING_RATE, momentum=0.9)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        optimizer.build(model.trainable_variables)
+        return model
+
+    def noise(self, image_size: int, batch: int) -> tuple[Any, Any]:
+        """Returns a batch of images and labels, the same in each process."""
+        import numpy as np
+
+        generator = np.random.default_rng(SEED)
+        image, label = self.shapes(image_size)
+        images = generator.standard_normal((batch, *image), dtype=np.float32)
+        return images, generator.integers(CLASSES, size=(batch, *label), dtype=np.int32)
+
+
+TASKS = {
+    "resnet50": Task("ResNet-50", resnet50, 2, 3, False, image_size=512, batch=2),
+    "unet3d": Task("3-D U-Net", unet3d, 3, 1, True, image_size=88, batch=1),
+}
 
 NETS: dict[str, Callable[[int], keras.Model]] = {"vgg16": vgg16, "vgg19": vgg19, "darknet19": darknet19}
 

@@ -1,31 +1,55 @@
 """Swapping to disk: memory, time and bytes moved over the parameters of TFLMS.
 
-    python -m benchmarks.lms [--image-size 512] [--batch 2] [--runs 1]
+    python -m benchmarks.lms [--net resnet50|unet3d] [--runs 1] [--plot lms.png] [--json lms.json]
+    python -m benchmarks.lms --grid
 
-Trains ResNet-50 plain and with swaps, as the paper's Figures 6 to 8 vary them: tensors, lower bound, strategy, fused
-swap-ins; and what the disk tier adds: the page cache, and one inter-op thread. Every cell is a process of its own, one
-for the time and one for the memory.
+Trains ResNet-50 or a 3-D U-Net plain and with swaps, as the paper's Figures 6 to 9 vary them: tensors, lower bound,
+strategy, fused swap-ins, branches; and what the disk tier adds: the page cache, and one inter-op thread. Every cell is
+two processes of its own, one for the time and one for the memory. A run measures all cells in turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks import _child, _meter
-
-SEED = 1
-LEARNING_RATE = 1e-6
-"""An untrained ResNet amplifies roundings, by which even plain runs differ, within a few steps."""
+from benchmarks import _arguments, _child, _lms_report, _meter, _nets
 
 ONE_THREAD = {"TF_NUM_INTEROP_THREADS": "1"}
+GRID_BOUNDS = (1, 5, 20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variation:
+    """What is worth trying with a network.
+
+    Attributes:
+        some: How many tensors the cell with fewer than all of them swaps.
+        thresholds: `branch_threshold`s. Within a training BatchNorm a tensor's last reader comes up to 10 later in γ,
+            so that 0 swaps tensors that are needed at once; the shortcuts of ResNet-50 are 31 and 45 long, the skips
+            of the U-Net 30, 86 and 142.
+        grid: How many tensors the rows of the grid swap; -1 is all.
+    """
+
+    some: int
+    thresholds: tuple[int, ...]
+    grid: tuple[int, ...]
+
+
+VARIATIONS = {
+    "resnet50": Variation(30, (20,), (15, 30, 60, -1)),
+    "unet3d": Variation(10, (0, 20, 100), (5, 10, 20, -1)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,55 +57,133 @@ class Cell:
     """One configuration.
 
     Attributes:
-        name: For the table.
         params: Of `LMSParams`; `None` trains plain.
-        env: Environment on top.
-        base: Name of the plain cell that it is compared with.
+        one_thread: Whether TensorFlow runs one operation at a time.
     """
 
-    name: str
     params: dict[str, Any] | None
-    env: dict[str, str] = dataclasses.field(default_factory=dict)
-    base: str = "plain"
+    one_thread: bool = False
+
+    @property
+    def series(self) -> str:
+        """The name without the lower bound: what has the same one is a line in a plot."""
+        return ", ".join(self._parts(bound=False))
+
+    @property
+    def name(self) -> str:
+        """For the table and for `--cells`."""
+        return ", ".join(self._parts(bound=True))
+
+    @property
+    def base(self) -> str:
+        """Name of the plain cell that it is compared with."""
+        return Cell(None, self.one_thread).name
+
+    @property
+    def lb(self) -> int:
+        """The lower bound."""
+        return (self.params or {}).get("lb", 1)
+
+    @property
+    def past_cache(self) -> bool:
+        """Whether all that it swaps goes through the disk."""
+        return self.params is not None and not self.params.get("page_cache", True)
+
+    def _parts(self, bound: bool) -> Iterable[str]:
+        params = self.params
+        if params is None:
+            yield "plain"
+        else:
+            count = params.get("n_tensors", -1)
+            yield "all" if count < 0 else f"{count} tensors"
+            if "ctrld_strategy" in params:
+                yield params["ctrld_strategy"]
+            if bound:
+                yield f"lb={self.lb}"
+            if params.get("fuse_swapins"):
+                yield "fused"
+            if params.get("swap_branches"):
+                yield f"branches > {params.get('branch_threshold', 0)}"
+            if self.past_cache:
+                yield "no page cache"
+        if self.one_thread:
+            yield "one inter-op thread"
 
 
-CELLS = (
-    Cell("plain", None),
-    Cell("all, lb=1", {}),
-    Cell("all, lb=5", {"lb": 5}),
-    Cell("all, lb=20", {"lb": 20}),
-    Cell("all, direct_order, lb=1", {"ctrld_strategy": "direct_order"}),
-    Cell("all, direct_order, lb=20", {"ctrld_strategy": "direct_order", "lb": 20}),
-    Cell("30 tensors, lb=1", {"n_tensors": 30}),
-    Cell("all, lb=1, fused", {"fuse_swapins": True}),
-    Cell("all, lb=1, no page cache", {"page_cache": False}),
-    Cell("plain, one inter-op thread", None, ONE_THREAD),
-    Cell("all, lb=1, one inter-op thread", {}, ONE_THREAD, "plain, one inter-op thread"),
-)
+def usual_cells(net: str) -> list[Cell]:
+    """What is measured if nothing else is asked for."""
+    variation = VARIATIONS[net]
+    return [
+        Cell(None),
+        Cell({}),
+        Cell({"lb": 5}),
+        Cell({"lb": 20}),
+        Cell({"ctrld_strategy": "direct_order"}),
+        Cell({"ctrld_strategy": "direct_order", "lb": 20}),
+        Cell({"n_tensors": variation.some}),
+        Cell({"fuse_swapins": True}),
+        *(Cell({"swap_branches": True, "branch_threshold": least}) for least in variation.thresholds),
+        Cell({"page_cache": False}),
+        Cell(None, one_thread=True),
+        Cell({}, one_thread=True),
+    ]
+
+
+def grid_cells(net: str) -> list[Cell]:
+    """The paper's Figures 6 and 7: numbers of tensors and lower bounds, each with each."""
+    return [
+        Cell(None),
+        *(Cell({"n_tensors": count, "lb": lb}) for count in VARIATIONS[net].grid for lb in GRID_BOUNDS),
+    ]
+
+
+def chosen_cells(net: str, names: Sequence[str], grid: bool) -> list[Cell]:
+    """The cells of a command line, with the plain ones that they are compared with.
+
+    Raises:
+        ValueError: For names that are no cells.
+    """
+    known = {cell.name: cell for cell in (*usual_cells(net), *grid_cells(net))}
+    unknown = sorted(set(names) - known.keys())
+    if unknown:
+        raise ValueError(f"--cells names {unknown}; known are {list(known)}")
+    if not names and not grid:
+        return usual_cells(net)
+    wanted = {*names, *(cell.name for cell in grid_cells(net) if grid)}
+    wanted |= {known[name].base for name in wanted}
+    return [cell for name, cell in known.items() if name in wanted]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# In the child.
 
 
 def measure(
-    *, what: str, params: dict[str, Any] | None, size: int, batch: int, warmup: int, steps: int, emit: _child.Emit
+    *,
+    what: str,
+    net: str,
+    params: dict[str, Any] | None,
+    size: int,
+    batch: int,
+    warmup: int,
+    steps: int,
+    emit: _child.Emit,
 ) -> dict[str, Any]:
     """Trains in a child and returns its figures: times, or RSS, as the parent's environment allows."""
     import keras
-    import numpy as np
 
     import tflms_sft
 
-    keras.utils.set_random_seed(SEED)
-    model = keras.applications.ResNet50(weights=None, input_shape=(size, size, 3), classes=10)
-    optimizer = keras.optimizers.SGD(LEARNING_RATE, momentum=0.9)
-    model.compile(optimizer, "sparse_categorical_crossentropy", jit_compile=False)
-    optimizer.build(model.trainable_variables)
-    images = np.random.default_rng(SEED).normal(size=(batch, size, size, 3)).astype("float32")
+    task = _nets.TASKS[net]
+    model = task.compiled(size)
+    images, labels = task.noise(size, batch)
     swap = None if params is None else tflms_sft.LMS(**{"tier": "disk", "verbose": 0, **params})
     meter = _meter.StepMeter(warmup, "cpu", emit)
     hooks = keras.callbacks.LambdaCallback(on_train_batch_begin=meter.begin, on_train_batch_end=meter.end)
     meter.start()
     model.fit(
         images,
-        np.arange(batch) % 10,
+        labels,
         batch_size=batch,
         epochs=warmup + steps,
         callbacks=[*filter(None, [swap]), hooks],
@@ -90,7 +192,7 @@ def measure(
     )
     figures: dict[str, Any] = {"losses": meter.losses}
     if what == "memory":
-        figures["net_rss_bytes"] = max(meter.net_rss)
+        figures["net_rss_bytes"] = [max(meter.net_rss)]
     else:
         figures["step_seconds"] = meter.seconds
     if swap is not None:
@@ -101,86 +203,116 @@ def measure(
     return figures
 
 
-def disk_bandwidth(directory: str, nbytes: int = 2**29) -> float:
-    """Bytes per second that a file takes which is written through to the disk."""
-    block = os.urandom(2**24)
+# ----------------------------------------------------------------------------------------------------------
+# In the parent.
+
+
+def disk_bandwidth(directory: str, nbytes: int = 2**29) -> tuple[float, float]:
+    """Bytes per second that the disk itself writes, and reads, in blocks one after another."""
+    block = bytearray(os.urandom(2**24))
+    starts = range(0, nbytes, len(block))
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        descriptor = file.fileno()
         began = time.perf_counter()
-        for _ in range(nbytes // len(block)):
-            file.write(block)
-        os.fdatasync(file.fileno())
-        return nbytes / (time.perf_counter() - began)
+        for start in starts:
+            os.pwrite(descriptor, block, start)
+        os.fdatasync(descriptor)
+        written = time.perf_counter() - began
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # else they come from the page cache
+        began = time.perf_counter()
+        for start in starts:
+            os.preadv(descriptor, [block], start)
+        return nbytes / written, nbytes / (time.perf_counter() - began)
 
 
 def run(cells: Sequence[Cell], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Figures by cell; of several runs all times, and the largest memory."""
-    results: dict[str, dict[str, Any]] = {}
+    """Figures by cell, those of all runs together; a cell that fails says why and is not run again."""
+    results: dict[str, dict[str, Any]] = {cell.name: {} for cell in cells}
     for index in range(options.runs):
         for cell in cells:
             for what in ("time", "memory"):
-                kwargs = {"what": what, "params": cell.params, "size": options.image_size, "batch": options.batch}
-                kwargs |= {"warmup": options.warmup, "steps": options.steps}
-                env = {**cell.env, **(_child.TRUE_RSS_ENV if what == "memory" else {})}
-                figures = _child.call_in_child("benchmarks.lms:measure", kwargs, env=env)
-                merged = results.setdefault(cell.name, {})
-                merged["step_seconds"] = merged.get("step_seconds", []) + figures.pop("step_seconds", [])
-                merged["net_rss_bytes"] = max(merged.get("net_rss_bytes", 0), figures.pop("net_rss_bytes", 0))
-                merged |= figures
-                print(f"{index + 1}/{options.runs} {cell.name}: {what} done", flush=True)
+                found = results[cell.name]
+                if "failed" in found:
+                    continue
+                outcome = _measured(cell, what, options)
+                told = "done" if outcome.ok else outcome.how_it_ended()
+                print(f"{index + 1}/{options.runs} {cell.name}: {what} {told}", flush=True)
+                if outcome.ok:
+                    join(found, outcome.result)
+                else:
+                    found["failed"] = outcome.how_it_ended()
+                    print(outcome.log_tail(), file=sys.stderr, flush=True)
     return results
 
 
-def table(cells: Sequence[Cell], results: dict[str, dict[str, Any]]) -> str:
-    """The figures as a Markdown table."""
-    lines = [
-        "| ResNet-50 | tensors | out | in | net RSS | of plain | step | of plain | loss differs |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for cell in cells:
-        found, base = results[cell.name], results[cell.base]
-        seconds = statistics.median(found["step_seconds"])
-        differs = max(abs(a - b) for a, b in zip(found["losses"], base["losses"], strict=True))
-        moved = [f"{found.get(key, 0) / 2**20:.0f} MiB" for key in ("swapped_bytes", "read_bytes")]
-        cells_of_row = [
-            cell.name,
-            str(found.get("tensors", 0)),
-            *moved,
-            f"{found['net_rss_bytes'] / 2**20:.0f} MiB",
-            f"{found['net_rss_bytes'] / base['net_rss_bytes']:.2f}",
-            f"{seconds:.2f} s",
-            f"{seconds / statistics.median(base['step_seconds']):.2f}",
-            f"{differs:.1e}",
-        ]
-        lines.append(f"| {' | '.join(cells_of_row)} |")
-    return "\n".join(lines)
+def _measured(cell: Cell, what: str, options: argparse.Namespace) -> _child.Outcome:
+    kwargs = {"what": what, "net": options.net, "params": cell.params, "size": options.image_size}
+    kwargs |= {"batch": options.batch, "warmup": options.warmup, "steps": options.steps}
+    env = {**(ONE_THREAD if cell.one_thread else {}), **(_child.TRUE_RSS_ENV if what == "memory" else {})}
+    return _child.run_child("benchmarks.lms:measure", kwargs, env=env)
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--image-size", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--cells", nargs="*", help="names of cells, with their plain ones; all by default")
-    parser.add_argument("--json", help="file for all figures")
-    options = parser.parse_args()
-    wanted = options.cells or [cell.name for cell in CELLS]
-    unknown = sorted(set(wanted) - {cell.name for cell in CELLS})
-    if unknown:
-        parser.error(f"--cells names {unknown}; known are {[cell.name for cell in CELLS]}")
-    named = {*wanted, *(cell.base for cell in CELLS if cell.name in wanted)}
-    cells = [cell for cell in CELLS if cell.name in named]
-    bandwidth = disk_bandwidth(tempfile.gettempdir())
+def join(found: dict[str, Any], figures: dict[str, Any]) -> None:
+    """Adds what one child measured: times and sizes are collected, the rest is the same in each."""
+    for key in ("step_seconds", "net_rss_bytes"):
+        found[key] = found.get(key, []) + figures.pop(key, [])
+    found |= figures
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line; `options.chosen` are the cells."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.lms", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, positive = parser.add_argument, _arguments.positive
+    add("--net", choices=sorted(_nets.TASKS), default="resnet50")
+    add("--image-size", type=positive, metavar="N", help="height, width and depth; default: as the network has it")
+    add("--batch", type=positive, help="default: as the network has it")
+    add("--runs", type=positive, default=1, help="children of each cell and kind of measurement")
+    add("--warmup", type=positive, default=1, help="steps before the counted ones")
+    add("--steps", type=positive, default=3, help="counted steps of each child")
+    add("--cells", nargs="+", default=[], metavar="NAME", help="cells by name, with their plain ones")
+    add("--grid", action="store_true", help="several n_tensors x several lb, instead of the usual cells")
+    add("--plot", type=Path, metavar="FILE.png", help="picture of memory and time; needs matplotlib")
+    add("--json", type=Path, metavar="FILE", help="file for all figures")
+    options = parser.parse_args(arguments)
+    task = _nets.TASKS[options.net]
+    options.image_size = options.image_size or task.image_size
+    options.batch = options.batch or task.batch
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+    try:
+        options.chosen = chosen_cells(options.net, options.cells, options.grid)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints and writes the figures."""
+    options = parse_arguments(arguments)
+    cells, directory = options.chosen, tempfile.gettempdir()
+    before = disk_bandwidth(directory)
     results = run(cells, options)
-    size = f"{options.image_size} px, batch {options.batch}"
-    print(f"\n{size}, disk writes {bandwidth / 2**20:.0f} MiB/s in {tempfile.gettempdir()}\n")
-    print(table(cells, results))
+    disks = [before, disk_bandwidth(directory)]
+    write, read = (statistics.mean(speeds) for speeds in zip(*disks, strict=True))
+    title = _nets.TASKS[options.net].title
+    print(f"\n{title}, {options.image_size} px, batch {options.batch}; medians of {options.steps} step(s) ", end="")
+    print(f"in each of {options.runs} run(s)")
+    print(f"disk of {directory}, before and after, past the page cache: {_lms_report.speeds(disks)}\n")
+    print(_lms_report.table(title, cells, results))
+    print(_lms_report.bounds(cells, results, write, read))
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"bandwidth": bandwidth, "options": vars(options), "cells": results}, file, indent=1)
+        asked = {name: getattr(options, name) for name in ("net", "image_size", "batch", "runs", "warmup", "steps")}
+        report = {"options": asked, "disk": disks, "cells": results}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.plot:
+        _lms_report.draw(f"{title}, {options.image_size} px, batch {options.batch}", cells, results, options.plot)
+    return 1 if any("failed" in found for found in results.values()) else 0
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

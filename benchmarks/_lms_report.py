@@ -1,0 +1,187 @@
+"""Tables and the picture of `benchmarks.lms`."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.lms import Cell
+
+MIB = 2**20
+SLACK = 1.2
+"""A swap past the page cache may take this many times what the disk takes at its own speed."""
+
+Results = dict[str, dict[str, Any]]
+
+
+def speeds(disks: Sequence[tuple[float, float]]) -> str:
+    """The disk's bandwidths, as they were measured one after another."""
+    write, read = (", ".join(f"{speed / MIB:.0f}" for speed in found) for found in zip(*disks, strict=True))
+    return f"writes {write} MiB/s, reads {read} MiB/s"
+
+
+def seconds(found: dict[str, Any]) -> float | None:
+    """The median time of a step, None where the cell failed."""
+    return statistics.median(found["step_seconds"]) if found.get("step_seconds") else None
+
+
+def net_rss(found: dict[str, Any]) -> float | None:
+    """The median over the runs of the largest net RSS of a step, None where the cell failed."""
+    return statistics.median(found["net_rss_bytes"]) if found.get("net_rss_bytes") else None
+
+
+def relative(figure: Callable[[dict[str, Any]], float | None], cell: Cell, results: Results) -> float | None:
+    """A figure of a cell over that of its plain cell, None where one of them failed."""
+    own, plain = figure(results[cell.name]), figure(results[cell.base])
+    return None if own is None or plain is None else own / plain
+
+
+def table(title: str, cells: Sequence[Cell], results: Results) -> str:
+    """The figures as a Markdown table; cells that failed are named below it."""
+    lines = [
+        f"| {title} | tensors | out | in | net RSS | of plain | step | of plain | loss differs |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in cells:
+        found = results[cell.name]
+        columns = [
+            cell.name,
+            str(found.get("tensors", 0)),
+            *(f"{found.get(key, 0) / MIB:.0f} MiB" for key in ("swapped_bytes", "read_bytes")),
+            _shown(net_rss(found), "{:.0f} MiB", MIB),
+            _shown(relative(net_rss, cell, results), "{:.2f}"),
+            _shown(seconds(found), "{:.2f} s"),
+            _shown(relative(seconds, cell, results), "{:.2f}"),
+            _shown(_loss_gap(found, results[cell.base]), "{:.1e}"),
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    failed = [f"{cell.name} failed: {why}" for cell in cells if (why := results[cell.name].get("failed"))]
+    return "\n".join([*lines, *failed])
+
+
+def _shown(value: float | None, form: str, unit: int = 1) -> str:
+    return "-" if value is None else form.format(value / unit)
+
+
+def _loss_gap(found: dict[str, Any], plain: dict[str, Any]) -> float | None:
+    if "losses" not in found or "losses" not in plain:
+        return None
+    return max(abs(a - b) for a, b in zip(found["losses"], plain["losses"], strict=True))
+
+
+def bound(plain_seconds: float, found: dict[str, Any], write: float, read: float) -> float:
+    """What a step may take that waits for the disk and for nothing else, in seconds.
+
+    Args:
+        plain_seconds: Time of the plain step.
+        found: Figures of the cell.
+        write: Bytes per second that the disk writes.
+        read: Bytes per second that it reads.
+    """
+    return plain_seconds + SLACK * (found["swapped_bytes"] / write + found["read_bytes"] / read)
+
+
+def bounds(cells: Sequence[Cell], results: Results, write: float, read: float) -> str:
+    """A line for each cell past the page cache: its time, the bound, and whether it holds; empty without such cells."""
+    lines = []
+    for cell in (cell for cell in cells if cell.past_cache):
+        found = results[cell.name]
+        own, plain = seconds(found), seconds(results[cell.base])
+        if own is None or plain is None:
+            continue
+        most = bound(plain, found, write, read)
+        lines.append(
+            f"{cell.name}: {own:.2f} s a step; {'within' if own <= most else 'NOT within'} {most:.2f} s = {plain:.2f} "
+            f"+ {SLACK} x ({found['swapped_bytes'] / MIB:.0f} MiB at {write / MIB:.0f} MiB/s "
+            f"+ {found['read_bytes'] / MIB:.0f} MiB at {read / MIB:.0f} MiB/s)"
+        )
+    return "\n".join(["", *lines]) if lines else ""
+
+
+Points = dict[str, list[tuple[float, float]]]
+
+
+def draw(title: str, cells: Sequence[Cell], results: Results, path: Path) -> None:
+    """Draws memory over time for all cells, and both over the lower bound and over the number of tensors.
+
+    Everything is relative to the plain cell. A line joins cells that differ in one parameter only.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [cell for cell in cells if relative(net_rss, cell, results) and relative(seconds, cell, results)]
+    swapped = [cell for cell in shown if cell.params is not None]
+    some = [cell for cell in swapped if _only_tensors_and_bound(cell)]
+    figure, axes = pyplot.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
+    styles = _styles(cell.series for cell in swapped)
+    both = points(swapped, results, lambda cell: relative(seconds, cell, results), net_rss)
+    _lines(axes[0, 0], both, styles, "step time, of plain", "net RSS, of plain")
+    axes[0, 0].plot(1, 1, "*", color="black", markersize=12, label="plain")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    axes[1, 0].axis("off")  # The names have this place to themselves, so that they cover no point.
+    axes[1, 0].legend(handles, labels, loc="upper center", fontsize=9, ncols=1 if len(labels) <= 12 else 2)
+    for row, (value, name) in enumerate(((net_rss, "net RSS, of plain"), (seconds, "step time, of plain"))):
+        over_lb = _long(points(swapped, results, lambda cell: cell.lb, value))
+        _lines(axes[row, 1], over_lb, styles, "lower bound, lb (colours as on the left)", name)
+        if over_lb:
+            bounds_shown = sorted({x for line in over_lb.values() for x, _ in line})
+            axes[row, 1].set_xscale("log")
+            axes[row, 1].set_xticks(bounds_shown, [f"{x:.0f}" for x in bounds_shown])
+            axes[row, 1].minorticks_off()
+        count = points(some, results, lambda cell: results[cell.name]["tensors"], value, lambda cell: f"lb={cell.lb}")
+        _lines(axes[row, 2], _long(count), _styles(count), "tensors swapped", name)
+        if _long(count):
+            axes[row, 2].legend(fontsize=9)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def points(
+    cells: Sequence[Cell],
+    results: Results,
+    across: Callable[[Cell], float | None],
+    figure: Callable[[dict[str, Any]], float | None],
+    series: Callable[[Cell], str] = lambda cell: cell.series,
+) -> Points:
+    """(x, figure relative to plain) of each cell by series, by the parameter that the series varies."""
+    lines: Points = {series(cell): [] for cell in cells}
+    for cell in sorted(cells, key=lambda cell: (cell.lb, results[cell.name]["tensors"])):
+        x, y = across(cell), relative(figure, cell, results)
+        if x is not None and y is not None:
+            lines[series(cell)].append((x, y))
+    return lines
+
+
+def _only_tensors_and_bound(cell: Cell) -> bool:
+    return not cell.one_thread and set(cell.params or {}) <= {"n_tensors", "lb"}
+
+
+def _long(lines: Points) -> Points:
+    """Lines of at least two points."""
+    return {series: line for series, line in lines.items() if len(line) > 1}
+
+
+def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A colour and a marker for each name."""
+    from matplotlib import colormaps
+
+    colors = itertools.cycle([*colormaps["tab10"].colors, *colormaps["Dark2"].colors])
+    looks = zip(dict.fromkeys(names), colors, itertools.cycle("osD^vP>X<pdh"), strict=False)
+    return {name: {"color": color, "marker": marker, "linewidth": 1, "alpha": 0.8} for name, color, marker in looks}
+
+
+def _lines(axes: Any, lines: Points, styles: dict[str, dict[str, Any]], across: str, up: str) -> None:
+    if not lines:
+        axes.axis("off")
+        return
+    for series, line in lines.items():
+        axes.plot(*zip(*line, strict=True), label=series, **styles[series])
+    axes.set(xlabel=across, ylabel=up)
+    axes.grid(alpha=0.3)
