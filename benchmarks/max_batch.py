@@ -67,7 +67,9 @@ def _step(net: str, image_size: int, batch: int, params: dict[str, Any] | None) 
     return model, tflms_sft.rewrite(step, tflms_sft.LMSParams(**{"tier": "disk", **params}), *specs)
 
 
-def predict(*, net: str, image_size: int, memory: int, variant: str, emit: _child.Emit) -> dict[str, Any]:
+def predict(
+    *, net: str, image_size: int, memory: int, params: dict[str, Any] | None, emit: _child.Emit
+) -> dict[str, Any]:
     """Finds the largest batch whose predicted peak is within `memory`.
 
     Returns:
@@ -80,9 +82,9 @@ def predict(*, net: str, image_size: int, memory: int, variant: str, emit: _chil
     def peak(batch: int) -> int:
         if batch not in peaks:
             keras.backend.clear_session()
-            _, rewritten = _step(net, image_size, batch, LEAST_MEMORY)
-            plan = rewritten.plan
-            peaks[batch] = (plan.original if VARIANTS[variant] is None else plan.predicted).peak_bytes
+            _, rewritten = _step(net, image_size, batch, LEAST_MEMORY if params is None else params)
+            plan = rewritten.plan  # which tells of the plain step too
+            peaks[batch] = (plan.original if params is None else plan.predicted).peak_bytes
             emit({"batch": batch, "peak_bytes": peaks[batch]})
         return peaks[batch]
 
@@ -94,13 +96,20 @@ def predict(*, net: str, image_size: int, memory: int, variant: str, emit: _chil
 
 
 def train(
-    *, net: str, image_size: int, batch: int, memory: int | None, variant: str, steps: int, emit: _child.Emit
+    *,
+    net: str,
+    image_size: int,
+    batch: int,
+    memory: int | None,
+    params: dict[str, Any] | None,
+    steps: int,
+    emit: _child.Emit,
 ) -> None:
     """Trains under the cap, or without one to see what a step needs."""
     import tensorflow as tf
 
     task = _nets.TASKS[net]
-    model, step = _step(net, image_size, batch, VARIANTS[variant])
+    model, step = _step(net, image_size, batch, params)
     images, labels = map(tf.constant, task.noise(image_size, batch))
     float(step(images, labels))
     fixed = 4 * sum(math.prod(v.shape) for v in [*model.weights, *model.optimizer.variables])
@@ -165,7 +174,7 @@ def attempt(options: argparse.Namespace, variant: str, batch: int, memory: int |
     kwargs = {"net": options.net, "image_size": options.image_size, "batch": batch, "memory": memory}
     outcome = _child.run_child(
         "benchmarks.max_batch:train",
-        {**kwargs, "variant": variant, "steps": options.steps},
+        {**kwargs, "params": VARIANTS[variant], "steps": options.steps},
         env=_child.TRUE_RSS_ENV,
         on_event=take,
         sample_seconds=SAMPLE_SECONDS,
@@ -207,7 +216,8 @@ def told(trial: Trial) -> str:
 
 def examine(options: argparse.Namespace, variant: str) -> dict[str, Any]:
     """Predicts the largest batch of a variant, tries it and a tenth more, and searches by trials if asked to."""
-    kwargs = {"net": options.net, "image_size": options.image_size, "memory": options.memory, "variant": variant}
+    kwargs = {"net": options.net, "image_size": options.image_size, "memory": options.memory}
+    kwargs["params"] = VARIANTS[variant]
 
     def tell(event: _child.Event) -> None:
         print(f"{variant}, batch {event['batch']}: predicted {event['peak_bytes'] / MIB:.0f} MiB", flush=True)
