@@ -88,10 +88,8 @@ def predict(
             emit({"batch": batch, "peak_bytes": peaks[batch]})
         return peaks[batch]
 
-    few, more = _nets.TASKS[net].batch, 4 * _nets.TASKS[net].batch
-    per_image = (peak(more) - peak(few)) / (more - few)
-    guess = few + int((memory - peak(few)) / per_image)
-    batch = largest(lambda batch: peak(batch) <= memory, max(guess, 1))
+    guess = extrapolated(peak, memory, 2, 8)
+    batch = largest(lambda batch: peak(batch) <= memory, guess)
     return {"batch": batch, "peak_bytes": peak(max(batch, 1))}
 
 
@@ -153,6 +151,17 @@ def largest(fits: Callable[[int], bool], guess: int, part: float = 0.0) -> int:
         else:
             asked = (low + high) // 2
     return low
+
+
+def extrapolated(peak: Callable[[int], int], memory: int, few: int, more: int) -> int:
+    """Guesses the batch with that peak from the peaks of two, and once more from that of the guess."""
+    for _ in range(2):
+        per_image = max((peak(more) - peak(few)) / (more - few), 1.0)
+        guess = min(more + int((memory - peak(more)) / per_image), 16 * more)
+        few, more = more, max(guess, 1)
+        if few == more:
+            break
+    return more
 
 
 def attempt(options: argparse.Namespace, variant: str, batch: int, memory: int | None) -> Trial:

@@ -151,6 +151,13 @@ def test_the_largest_is_found_by_asking_for_each_number_once(guess):
         assert min(asked) >= 1
 
 
+def test_guesses_follow_the_peak():
+    assert max_batch.extrapolated(lambda batch: 10 + 3 * batch, 100, 2, 8) == 30
+    assert max_batch.extrapolated(lambda batch: 100 + max(0, batch - 10), 150, 2, 8) in range(50, 70)
+    assert max_batch.extrapolated(lambda batch: 1000 * batch, 500, 2, 8) == 1
+    assert max_batch.extrapolated(lambda batch: 7, 500, 2, 8) > 8  # a flat start is not followed for ever
+
+
 def test_the_largest_may_be_rough():
     asked = []
     found = max_batch.largest(lambda n: asked.append(n) or n <= 970, 1000, part=0.05)
