@@ -70,8 +70,10 @@ class Outline:
         return graph.add(Node(name, "PyFunc", [tensor], (), {}, HOST, [(tf.int64, ())])).out()
 
     def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
-        """One that makes the tensor."""
-        return graph.add(Node(name, "PyFunc", [held], [control], {}, HOST, [(like.dtype, like.shape)])).out()
+        """One that makes the tensor, and one that checks its shape: the order of all others depends on how many."""
+        outputs = [(like.dtype, like.shape)]
+        made = graph.add(Node(name, "PyFunc", [held], [control], {}, HOST, outputs))
+        return graph.add(Node(f"{name}/EnsureShape", "EnsureShape", [made.out()], (), {}, "", outputs)).out()
 
     def clear(self) -> None:
         """Nothing is left."""

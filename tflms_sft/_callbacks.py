@@ -78,7 +78,7 @@ class _Rewriting(keras.callbacks.Callback):
 
 
 def checked_shape(batch_shape: Sequence[int] | None) -> tuple[int, ...] | None:
-    """`(batch, height, width, channels)` as positive integers.
+    """`(batch, ..., channels)` as positive integers.
 
     Raises:
         TypeError: For another type.
@@ -86,14 +86,17 @@ def checked_shape(batch_shape: Sequence[int] | None) -> tuple[int, ...] | None:
     """
     if batch_shape is None:
         return None
-    expected = "`batch_shape` must be (batch, height, width, channels), the shape of the largest batch of images."
+    expected = (
+        "`batch_shape` must be (batch, height, width, channels), the shape of the largest batch of images, or that of "
+        "a batch of volumes or sequences."
+    )
     if isinstance(batch_shape, tf.TensorShape) and batch_shape.rank is not None:
         batch_shape = batch_shape.as_list()
     if not isinstance(batch_shape, (tuple, list)) or not all(
         isinstance(size, numbers.Integral) and not isinstance(size, bool) for size in batch_shape
     ):
         raise TypeError(f"{expected} Received: batch_shape={batch_shape!r}.")
-    if len(batch_shape) != 4 or min(batch_shape) < 1:
+    if len(batch_shape) not in (3, 4, 5) or min(batch_shape) < 1:
         raise ValueError(f"{expected} Received: batch_shape={batch_shape!r}.")
     return tuple(map(int, batch_shape))
 
@@ -116,8 +119,10 @@ class MemoryBudget(_Rewriting):
         memory_budget: Most bytes alive on the device at any moment of a step, weights and optimizer
             slots included: an int, or a string such as `"8GiB"` (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB).
         headroom: Part of the budget that the prediction leaves free. Defaults to 0.1.
-        batch_shape: `(batch, height, width, channels)` of the largest batch. Defaults to `None`: that of
-            the first batch.
+        swap: Whether activations may go to host memory or disk where tiles do not do, or would cost much: a bool, or
+            `LMSParams` that say which, and where to. Defaults to `True`.
+        batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
+            Defaults to `None`: that of the first batch.
         verbose: 0 prints nothing, 1 one line at the start and one after the first step. Defaults to 1.
 
     Attributes:
@@ -135,10 +140,11 @@ class MemoryBudget(_Rewriting):
         memory_budget: Any,
         *,
         headroom: float = 0.1,
+        swap: bool | LMSParams = True,
         batch_shape: Sequence[int] | None = None,
         verbose: int = 1,
     ) -> None:
-        super().__init__(AutoParams(memory_budget, headroom), batch_shape, verbose)
+        super().__init__(AutoParams(memory_budget, headroom, swap), batch_shape, verbose)
 
 
 class SFT(_Rewriting):
@@ -150,8 +156,8 @@ class SFT(_Rewriting):
         memory_capacity: As in `SFTParams`.
         halo: As in `SFTParams`.
         backward_num_tiles: As in `SFTParams`.
-        batch_shape: `(batch, height, width, channels)` of the largest batch. Defaults to `None`: that of
-            the first batch.
+        batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
+            Defaults to `None`: that of the first batch.
         verbose: 0 prints nothing, 1 one line at the start and one after the first step. Defaults to 1.
 
     Attributes:
@@ -185,8 +191,8 @@ class LMS(_Rewriting):
 
     Args:
         tiles: `SFTParams` to tile with before; what is left between the segments is swapped. Defaults to `None`.
-        batch_shape: `(batch, height, width, channels)` of the largest batch. Defaults to `None`: that of
-            the first batch.
+        batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
+            Defaults to `None`: that of the first batch.
         verbose: 0 prints nothing, 1 one line at the start and one after the first step. Defaults to 1.
         **params: As in `LMSParams`.
 
@@ -218,6 +224,7 @@ def budget(
     memory_budget: Any,
     *,
     headroom: float = 0.1,
+    swap: bool | LMSParams = True,
     batch_shape: Sequence[int] | None = None,
     verbose: int = 1,
 ) -> Iterator[Installation]:
@@ -227,6 +234,7 @@ def budget(
         model: A compiled Keras model with weights.
         memory_budget: As in `MemoryBudget`.
         headroom: As in `MemoryBudget`.
+        swap: As in `MemoryBudget`.
         batch_shape: As in `MemoryBudget`.
         verbose: As in `MemoryBudget`.
 
@@ -249,7 +257,7 @@ def budget(
         if verbose:
             print(peak_line(plan), flush=True)
 
-    params = chosen_of(AutoParams(memory_budget, headroom))
+    params = chosen_of(AutoParams(memory_budget, headroom, swap))
     installation = Installation(model, params, checked_shape(batch_shape), planned, measured, owner="`budget`")
     installation.install()
     try:

@@ -206,7 +206,7 @@ class Installation:
     @property
     def _images(self) -> tuple[int, ...] | None:
         """Shape of the largest batch of images: as given, or that of the first batch."""
-        return self._batch_shape or next((shape for shape in self._first_batch if len(shape) == 4), None)
+        return self._batch_shape or max(self._first_batch, key=len, default=None)
 
     @tf.autograph.experimental.do_not_convert
     def train_step(self, data: Any) -> Any:
@@ -236,7 +236,7 @@ class Installation:
     def _within(self, tensor: Any) -> Any:
         """A batch of images that a budget's plan holds for; a larger one is an error that names both sizes."""
         plan = self.plan
-        if not self._params.has_budget or plan is None or tensor.shape.rank != 4:
+        if not self._params.has_budget or plan is None or not _is_image(tensor.shape):
             return tensor
         if tensor.shape[0] is not None:
             return tensor
@@ -251,8 +251,8 @@ class Installation:
         shape = tensor.shape.as_list() if tensor.shape.rank is not None else None
         seen = self._first_batch[position] if position < len(self._first_batch) else None
         known = seen or self._batch_shape
-        if shape is not None and known is not None and len(shape) == len(known) == 4:
-            shape[1:3] = [k if s is None else s for s, k in zip(shape[1:3], known[1:3], strict=True)]
+        if shape is not None and known is not None and len(shape) == len(known) and _is_image(tensor.shape):
+            shape[1:-1] = [k if s is None else s for s, k in zip(shape[1:-1], known[1:-1], strict=True)]
         return tf.TensorSpec(shape, tensor.dtype)
 
     def _rewritten(self, specs: Any) -> Importer:
@@ -275,7 +275,7 @@ class Installation:
         if known or not self._params.has_budget:
             return
         for tensor in traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]:
-            if tensor.shape.rank == 4 and tensor.shape[0] is None:
+            if _is_image(tensor.shape) and tensor.shape[0] is None:
                 raise RewriteError(
                     f"The batch size of `{tensor.name}` is unknown: {tensor.shape}, and a budget needs one. "
                     "Pass `batch_shape=`, the shape of the largest batch of images."
@@ -284,14 +284,20 @@ class Installation:
 
 def _of_size(tensor: Any, shape: Any) -> Any:
     """The tensor with its planned shape; images of another size are an error that names both."""
-    if tensor.shape.is_compatible_with(shape) and not tensor.shape.is_fully_defined() and shape.rank == 4:
+    if tensor.shape.is_compatible_with(shape) and not tensor.shape.is_fully_defined() and _is_image(shape):
+        sizes = shape[1:-1]
         text = (
-            f"Tiles are planned for images of {shape[1]}x{shape[2]}, the size of the first batch. "
+            f"The step is planned for images of {'x'.join(map(str, sizes))}, the size of the first batch. "
             "Train on images of one size, or resize or pad them."
         )
-        with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(tensor)[1:3], shape[1:3], message=text)]):
+        with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(tensor)[1:-1], sizes, message=text)]):
             tensor = tf.identity(tensor)
     return tf.ensure_shape(tensor, shape)
+
+
+def _is_image(shape: tf.TensorShape) -> bool:
+    """Whether a shape has a batch, one to three spatial axes, and channels."""
+    return shape.rank in (3, 4, 5)
 
 
 def check_model(model: Any) -> None:

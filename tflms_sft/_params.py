@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rewriters.tiles import Grid
+from tflms_sft._lms_params import LMSParams
 from tflms_sft._units import parse_bytes
 
 AXIS_NAMES = ("batch", "height", "width")
@@ -171,6 +172,8 @@ class AutoParams:
             optimizer slots included: an int, or a string such as `"8GiB"`.
         headroom: Part of the budget that the prediction leaves free, because the order in which ready ops run,
             and so the peak, varies from run to run. Defaults to 0.1.
+        swap: Whether activations may be swapped to host memory or disk where tiles do not do, or would cost much:
+            `True`, `False`, or `LMSParams` that say which, and where to. Defaults to `True`.
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -179,9 +182,12 @@ class AutoParams:
 
     memory_budget: Any
     headroom: float = 0.1
+    swap: bool | LMSParams = True
 
     def __post_init__(self) -> None:
         """Check and convert."""
+        if not isinstance(self.swap, (bool, LMSParams)):
+            raise TypeError(f"`swap` must be a bool or `LMSParams(...)`. Received: swap={self.swap!r}.")
         object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget, "memory_budget"))
         if isinstance(self.headroom, bool) or not isinstance(self.headroom, numbers.Real):
             raise TypeError(f"`headroom` must be a number from 0 to below 1. Received: headroom={self.headroom!r}.")

@@ -13,12 +13,12 @@ from rewriters import _tf_private
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.tiers import HostTier, Tier
+from tflms_sft._choose import Choice, choose
 from tflms_sft._compile import Traced, analyse, collector_paused, finish, plan_sft, predict, prediction
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._names import LayerRecord, display_names, recorded_layers
 from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
-from tflms_sft._search import search
 from tflms_sft._swap import described, swap
 
 
@@ -171,8 +171,8 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
 
     Args:
         step: A `tf.function` that computes gradients (and updates), or a `ConcreteFunction` of one.
-        params: `SFTParams`, `AutoParams` or `LMSParams`, or a list of one of the first two and the last:
-            tiles first, then swaps of what is left between the segments.
+        params: `SFTParams`, `AutoParams` or `LMSParams`, or a list: `SFTParams` and `LMSParams` tile first, then
+            swap what is left between the segments; with `AutoParams`, `LMSParams` say what may be swapped.
         *example_args: For a `tf.function`: arguments of a step, or `tf.TensorSpec`s of them.
         **example_kwargs: The same by keyword.
 
@@ -189,6 +189,18 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
     >>> loss = fast_enough(images, labels)
     """
     chosen = chosen_of(params)
+    concrete_fn, record = traced_once(step, example_args, example_kwargs)
+    with collector_paused():
+        return _compiled(concrete_fn, record, batch_of((example_args, example_kwargs)), chosen)
+
+
+def traced_once(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, LayerRecord]:
+    """The step for one signature, with the Keras layers seen while it was traced.
+
+    Raises:
+        RewriteError: For arguments that cannot be rewritten.
+        TypeError: If it is no function of TensorFlow, and for arguments of one that is traced already.
+    """
     check_graphs_run()
     record = LayerRecord()
     if is_concrete(step):
@@ -207,8 +219,7 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
             f"Received: step={step!r} of type {type(step).__name__}. Wrap it: `tf.function(step)`."
         )
     check_image_sizes(concrete_fn)
-    with collector_paused():
-        return _compiled(concrete_fn, record, _batch_of((example_args, example_kwargs)), chosen)
+    return concrete_fn, record
 
 
 def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
@@ -219,17 +230,21 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
         BudgetError: For a budget that no plan meets.
         SwapError: If nothing can be swapped as asked for.
     """
-    plans, left, budget = [], [], None  # type: ignore[var-annotated]
+    choice = Choice([], [], chosen.swaps)
+    budget = None
     if isinstance(chosen.tiles, AutoParams):
-        plans, left = search(traced, chosen.tiles)
+        choice = choose(traced, chosen.tiles)
         budget = chosen.tiles.memory_budget
     elif chosen.tiles is not None:
-        plans, left = plan_sft(traced, chosen.tiles)
-    graph, plan = finish(traced, plans, left, budget)
-    if chosen.swaps is None:
+        choice = Choice(*plan_sft(traced, chosen.tiles), chosen.swaps)
+    graph, plan = finish(traced, choice.plans, choice.left, budget)
+    plan.notes += (choice.why,) if choice.why else ()
+    if choice.swaps is None:
         return Importer(graph, traced.concrete_fn), plan
-    swapped = swap(traced, graph, chosen.swaps)
-    peak, ratio = predict(traced, plans, limit=0, graph=swapped.graph, away=swapped.away)
+    swapped = swap(traced, graph, choice.swaps)
+    # A budget has to be kept in every state of the device's memory, as the search saw to.
+    limit = 0 if budget is None else None
+    peak, ratio = predict(traced, choice.plans, limit, swapped.graph, swapped.away)
     plan = dataclasses.replace(
         plan,
         changed=True,
@@ -244,23 +259,32 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
 def _compiled(concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen) -> RewrittenStep:
     """Analyse, plan and emit."""
     traced = analyse(concrete_fn, record, batch)
-    if chosen.has_budget and batch is None and not traced.batch_is_fixed:
-        raise RewriteError(
-            "The batch size is unknown, and a budget needs one. Trace with a `tf.TensorSpec` that gives it, "
-            "or pass example arguments of the largest batch."
-        )
+    if chosen.has_budget:
+        require_batch(traced, batch)
     importer, plan = rewrite_traced(traced, chosen)
     if _tf_private.must_compile(concrete_fn):
         plan.notes += ("the step was compiled by XLA (`jit_compile`); rewritten it runs without",)
     return RewrittenStep(concrete_fn, importer, plan)
 
 
-def _batch_of(example_args: Any) -> int | None:
-    for value in tf.nest.flatten(example_args):
-        shape = getattr(value, "shape", None)
-        if shape is not None and len(shape) == 4 and shape[0] is not None:
-            return int(shape[0])
-    return None
+def require_batch(traced: Traced, batch: int | None) -> None:
+    """Refuse a step of which nobody says how large its batches are.
+
+    Raises:
+        RewriteError: With the remedy.
+    """
+    if batch is None and not traced.batch_is_fixed:
+        raise RewriteError(
+            "The batch size is unknown, and a budget needs one. Trace with a `tf.TensorSpec` that gives it, "
+            "or pass example arguments of the largest batch."
+        )
+
+
+def batch_of(example_args: Any) -> int | None:
+    """Leading size of the argument with the most axes, the first of several: images before labels."""
+    shapes = [getattr(value, "shape", None) for value in tf.nest.flatten(example_args)]
+    known = [tuple(shape) for shape in shapes if shape and shape[0] is not None]
+    return int(max(known, key=len)[0]) if known else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,4 +320,8 @@ def chosen_of(params: Any) -> Chosen:
             "`params` tiles first and then swaps what is left between the segments; swapped tensors cannot be tiled. "
             f"Give `LMSParams` last. Received: params={params!r}."
         )
+    if tiles and swaps and isinstance(tiles[0], AutoParams):
+        if tiles[0].swap is not True:
+            raise ValueError(f"`params` tells twice what may be swapped: leave out `swap=`. Received: {params!r}.")
+        return Chosen(dataclasses.replace(tiles[0], swap=swaps[0]))
     return Chosen(tiles[0] if tiles else None, swaps[0] if swaps else None)

@@ -9,12 +9,13 @@ What room is then left goes to inner tensors that are stored instead of recomput
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from rewriters.cost import turn_cost
-from rewriters.errors import BudgetError, NotTileableError
-from rewriters.ft import LeftAlone, find_components, try_segment
+from rewriters.errors import NotTileableError
+from rewriters.ft import find_components, try_segment
 from rewriters.graph import Node, Tensor
 from rewriters.memory import Peak
 from rewriters.segments import Segment
@@ -22,19 +23,13 @@ from rewriters.sft import SegmentPlan, plan_segment
 from rewriters.tiles import Grid, Planner
 from rewriters.turns import phase_scratch
 from tflms_sft._chain import Chain, Choice
-from tflms_sft._compile import Traced, auto_grids, fewest, predict, unsupported_layers
-from tflms_sft._params import AutoParams
-from tflms_sft._text import shortened
-from tflms_sft._units import format_bytes
+from tflms_sft._compile import Traced, auto_grids, fewest, predict
 
 MAX_ROUNDS = 12
 """Targets that are tried, and tensors that are stored."""
 
 MOST_FITTING = 3
 """Plans of which it is found out what they could store."""
-
-MOST_NAMES = 6
-"""Layers after which the list in an error is cut short."""
 
 LOWER_ROUNDS = 4
 """Attempts to go below the smallest plan found, before an error names it."""
@@ -55,27 +50,39 @@ class Candidate:
     time_ratio: float
 
 
-def search(traced: Traced, params: AutoParams) -> tuple[list[SegmentPlan], list[LeftAlone]]:
-    """Plans of segments whose whole step fits, with the least arithmetic found.
+class TileSearch:
+    """Tile plans of one step.
 
-    Raises:
-        BudgetError: If none fits; it names the smallest that does and its largest tensor.
+    Attributes:
+        left: What cannot be tiled.
     """
-    budget = int(params.memory_budget * (1 - params.headroom))
-    components, left = find_components(traced.analysis)
-    original, _ = predict(traced, [])
-    if original.peak_bytes <= budget:
-        return [], left
-    chains = [Chain(traced, component) for component in components]
-    fitting = _fitting(traced, chains, budget)
-    if not fitting:
-        smallest = _smallest(traced, chains)
-        if smallest.peak.peak_bytes > budget:
-            raise _too_small(traced, params, smallest.peak, left)
-        fitting = [smallest]
-    # A plan with more tiles may come out cheaper, because it leaves room to store more.
-    best = min((_storing(traced, candidate, budget) for candidate in fitting), key=lambda found: found.time_ratio)
-    return best.plans, left
+
+    def __init__(self, traced: Traced) -> None:
+        self._traced = traced
+        components, self.left = find_components(traced.analysis)
+        self._chains = [Chain(traced, component) for component in components]
+
+    def cheapest(self, limit: int) -> Candidate | None:
+        """The plan with the least arithmetic found whose step stays below `limit` bytes."""
+        if not self._chains:
+            return None
+        fitting = _fitting(self._traced, self._chains, limit)
+        if not fitting:
+            if self.smallest.peak.peak_bytes > limit:
+                return None
+            fitting = [self.smallest]
+        # A plan with more tiles may come out cheaper, because it leaves room to store more.
+        candidates = [_storing(self._traced, candidate, limit) for candidate in fitting]
+        return min(candidates, key=lambda found: found.time_ratio)
+
+    @functools.cached_property
+    def smallest(self) -> Candidate:
+        """The plan with the lowest peak that is found."""
+        return _smallest(self._traced, self._chains)
+
+    def proposed(self, target: int) -> Candidate | None:
+        """What is proposed for a target, whether its step meets it or not."""
+        return _candidate(self._traced, self._chains, target, {}) if self._chains else None
 
 
 def _fitting(traced: Traced, chains: list[Chain], budget: int) -> list[Candidate]:
@@ -177,22 +184,6 @@ def _restored(traced: Traced, plan: SegmentPlan, tensor: Tensor) -> SegmentPlan:
     """The plan with one more tensor stored."""
     segment = dataclasses.replace(plan.segment, stored=plan.segment.stored | {tensor})
     return plan_segment(traced.analysis, segment, plan.phases[0].grid, plan.phases[-1].grid)
-
-
-def _too_small(traced: Traced, params: AutoParams, peak: Peak, left: list[LeftAlone]) -> BudgetError:
-    smallest = int(peak.peak_bytes / (1 - params.headroom)) + 1
-    name, size = peak.largest[0] if peak.largest else ("the variables", traced.fixed_bytes)
-    layers = unsupported_layers(traced, left)
-    stuck = f" Left as they are: {shortened(layers, MOST_NAMES)}." if layers else ""
-    error = BudgetError(
-        f"`memory_budget` is too small for this step. Received: memory_budget={format_bytes(params.memory_budget)}. "
-        f"The smallest plan found needs {format_bytes(smallest)} ({smallest} bytes, headroom of "
-        f"{params.headroom:.0%} included), of which `{name}` is {format_bytes(size)} and variables are "
-        f"{format_bytes(traced.fixed_bytes)}. Raise the budget, or shrink the batch or the image.{stuck}"
-    )
-    error.smallest_bytes = smallest
-    error.tensor = name
-    return error
 
 
 def _smallest(traced: Traced, chains: list[Chain]) -> Candidate:

@@ -1,0 +1,186 @@
+"""Tiles, swaps or both for a budget, and `LMSParams.tuned`."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tflms_sft
+from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
+from tflms_sft._choose import MOST_TILED
+
+IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
+VOLUMES = np.random.default_rng(0).normal(size=(2, 24, 24, 24, 2)).astype("float32")
+LABELS = np.arange(2) % 2
+
+
+def tileable(x):
+    for _ in range(6):
+        x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+    return x
+
+
+def volumetric(x):
+    """Nothing of it can be tiled."""
+    for _ in range(4):
+        x = layers.ReLU()(layers.BatchNormalization()(layers.Conv3D(8, 3, padding="same")(x)))
+    return x
+
+
+def mixed(x):
+    """Half of it can be tiled."""
+    x = tileable(x)
+    for _ in range(4):
+        x = layers.LayerNormalization()(layers.Conv2D(16, 3, padding="same")(x))
+    return x
+
+
+def data_for(body):
+    return VOLUMES if body is volumetric else IMAGES
+
+
+def model_of(body):
+    keras.utils.set_random_seed(1)
+    image = keras.Input(data_for(body).shape[1:], name="photo")
+    pool = layers.GlobalAveragePooling3D if body is volumetric else layers.GlobalAveragePooling2D
+    model = keras.Model(image, layers.Dense(2)(pool()(body(image))))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def step_of(model):
+    return tf.function(lambda x, y: model.train_step((x, y)))
+
+
+def plan_for(body, part, **options):
+    step, data = step_of(model_of(body)), data_for(body)
+    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), data, LABELS).plan.original.peak_bytes
+    budget = int(part * plain / 0.9)
+    return tflms_sft.rewrite(step, AutoParams(budget, **options), data, LABELS).plan, budget
+
+
+def test_a_step_that_fits_is_left_as_it_is():
+    plan, _ = plan_for(tileable, 1.2)
+    assert not plan.changed and not plan.swaps and not plan.notes
+
+
+def test_tiles_come_first():
+    plan, budget = plan_for(tileable, 0.6)
+    assert plan.segments and not plan.swaps and plan.predicted.time_ratio <= MOST_TILED
+    assert plan.predicted.peak_bytes <= 0.9 * budget
+
+
+def test_swaps_where_no_tiles_fit():
+    plan, budget = plan_for(volumetric, 0.6)
+    assert plan.swaps and not plan.segments and plan.predicted.peak_bytes <= 0.9 * budget
+    assert "swaps, because no tiles fit" in plan.notes and "swaps, because no tiles fit" in plan.summary()
+
+
+def test_swaps_where_tiles_would_take_much(monkeypatch):
+    monkeypatch.setattr("tflms_sft._choose.MOST_TILED", 1.01)
+    plan, budget = plan_for(tileable, 0.8)
+    assert plan.swaps and not plan.segments and plan.predicted.peak_bytes <= 0.9 * budget
+    assert plan.notes[-1].startswith("swaps, because tiles would take 1.")
+
+
+def test_both_where_neither_is_enough():
+    step = step_of(model_of(mixed))
+    smallest = {}
+    for name, swap in (("tiles", False), ("both", True)):
+        with pytest.raises(BudgetError) as caught:
+            tflms_sft.rewrite(step, AutoParams("100KiB", swap=swap), IMAGES, LABELS)
+        smallest[name] = caught.value.smallest_bytes
+    assert smallest["both"] < smallest["tiles"]
+    plan = tflms_sft.rewrite(step, AutoParams(int(1.05 * smallest["both"])), IMAGES, LABELS).plan
+    assert plan.swaps and plan.predicted.peak_bytes <= 0.95 * smallest["both"]
+    assert any("because" in note for note in plan.notes)
+
+
+def test_no_swaps_if_they_are_not_wanted():
+    with pytest.raises(BudgetError, match="Left as they are"):
+        plan_for(volumetric, 0.6, swap=False)
+
+
+def test_a_larger_budget_swaps_less():
+    small, large = (plan_for(volumetric, part)[0] for part in (0.6, 0.85))
+    assert 0 < len(large.swaps) < len(small.swaps)
+
+
+def test_what_may_be_swapped_is_obeyed(tmp_path):
+    swap = LMSParams(tier="disk", spill_dir=tmp_path, incl_types="Relu", min_bytes=0)
+    plan, _ = plan_for(volumetric, 0.85, swap=swap)
+    assert plan.swaps and all("Relu" in s.tensor or "re_lu" in s.tensor for s in plan.swaps)
+    step, budget = step_of(model_of(volumetric)), plan.memory_budget
+    listed = tflms_sft.rewrite(step, [AutoParams(budget), swap], VOLUMES, LABELS).plan
+    assert [s.num_bytes for s in listed.swaps] == [s.num_bytes for s in plan.swaps]
+    with pytest.raises(ValueError, match="tells twice what may be swapped"):
+        tflms_sft.rewrite(step, [AutoParams(budget, swap=False), swap], VOLUMES, LABELS)
+    with pytest.raises(TypeError, match="`swap` must be a bool or `LMSParams"):
+        AutoParams("1GiB", swap="disk")
+
+
+@pytest.mark.parametrize(("body", "part"), [(volumetric, 0.6), (mixed, 0.5)])
+def test_fit_under_a_budget_gives_the_same_training(body, part, capfd):
+    """Batches of 4, 4 and 1, in float32: TensorFlow pools no volumes in float64."""
+    data = np.concatenate([data_for(body)] * 5)[:9]
+    labels = np.arange(9) % 2
+    models = [model_of(body), model_of(body)]
+    plain = tflms_sft.rewrite(step_of(models[0]), AutoParams("8GiB"), data[:4], labels[:4]).plan
+    callback = MemoryBudget(int(part * plain.original.peak_bytes / 0.9))
+    for model, callbacks in zip(models, ([callback], []), strict=True):
+        model.fit(data, labels, batch_size=4, epochs=2, callbacks=callbacks, shuffle=False, verbose=0)
+    assert callback.plan.batch == 4 and not callback.plan.batch_is_fixed
+    assert callback.plan.swaps and "because" in capfd.readouterr().out
+    for a, b in zip(*(model.variables for model in models), strict=True):
+        assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+# Tuned --------------------------------------------------------------------------------------------------------
+
+
+def test_tuned_swaps_the_fewest_tensors_and_fetches_them_early():
+    step = step_of(model_of(volumetric))
+    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), VOLUMES, LABELS).plan.original.peak_bytes
+    found = {}
+    for part in (0.55, 0.8):
+        budget = int(part * plain / 0.9)
+        params = LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
+        plan = tflms_sft.rewrite(step, params, VOLUMES, LABELS).plan
+        assert plan.predicted.peak_bytes <= 0.9 * budget and len(plan.swaps) == params.n_tensors
+        fewer = LMSParams(tier="disk", min_bytes=0, n_tensors=params.n_tensors - 1)
+        assert tflms_sft.rewrite(step, fewer, VOLUMES, LABELS).plan.predicted.peak_bytes > 0.9 * budget * 0.99
+        found[part] = params
+    assert found[0.8].n_tensors < found[0.55].n_tensors and found[0.8].lb > 1
+
+
+def test_tuned_goes_by_what_is_measured(monkeypatch):
+    step = step_of(model_of(volumetric))
+    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), VOLUMES, LABELS).plan.original.peak_bytes
+    budget = int(0.85 * plain / 0.9)
+    asked = []
+
+    def measured(step, params, arguments):
+        asked.append(params.n_tensors)
+        return budget + budget // 10 if len(asked) == 1 else budget
+
+    monkeypatch.setattr("tflms_sft._tuned._measured", measured)
+    params = LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
+    assert len(asked) == 2 and params.n_tensors == asked[1] > asked[0]
+    monkeypatch.setattr("tflms_sft._tuned._measured", lambda *_: 2 * budget)
+    with pytest.raises(BudgetError, match="too small for this step with swaps alone.*headroom of 10% included"):
+        LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
+
+
+def test_tuned_without_a_batch_or_room():
+    step = step_of(model_of(volumetric))
+    specs = tf.TensorSpec((None, 24, 24, 24, 2)), tf.TensorSpec((None,), tf.int64)
+    with pytest.raises(tflms_sft.RewriteError, match="The batch size is unknown, and a budget needs one"):
+        LMSParams.tuned(step, "1GiB", *specs, tier="disk", min_bytes=0)
+    with pytest.raises(BudgetError, match="lower `min_bytes`, or use `AutoParams`") as caught:
+        LMSParams.tuned(step, "100KiB", VOLUMES, LABELS, tier="disk", min_bytes=0)
+    assert caught.value.smallest_bytes > 2**20 and caught.value.tensor
+    with pytest.raises(tflms_sft.SwapError, match="`incl_types` names nothing"):
+        LMSParams.tuned(step, "1GiB", VOLUMES, LABELS, tier="disk", incl_types="Rule")
