@@ -4,8 +4,8 @@ The gradient of a mean is a few numbers, repeated over the image, divided by a c
 normalisation in training mode has two of them in each layer. Elementwise operations repeat their operands themselves,
 so that the copies are not needed: less memory at the worst moment of a step, and fewer passes over it.
 
-Additions have to be made in the same order (`sums.py`): those that follow one another are left alone, and an `AddN` is
-taken apart only where it is sure to begin with its first operand by name.
+Additions have to be made in the same order (`sums.py`). Those that follow one another are left alone; an `AddN` of
+several is taken apart, so that its order no longer depends on who else reads its operands, and when.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from rewriters import sums
 from rewriters.analysis import Analysis
-from rewriters.device import passes_on
 from rewriters.graph import Graph, Node, Tensor
 
 __all__: list[str] = []
@@ -58,7 +57,7 @@ class _Pass:
             source = self._repeated(node)
             if source is not None:
                 self.small[node.out()] = self._operand(source)
-            elif any(tensor in self.small for tensor in node.inputs):
+            elif any(tensor in self.small for tensor in node.inputs) or (node.op == "AddN" and len(node.inputs) > 2):
                 self._through(node)
         self._wait_for_small()
         self.graph.same_size |= self.analysis.graph.same_size
@@ -106,9 +105,10 @@ class _Pass:
         """
         if node.op not in _UNARY | _BINARY | sums.OPS or any(tensor.shape is None for tensor in node.inputs):
             return
-        if sums.follows_another(self.analysis, node) or (node.op == "AddN" and not self._starts_with_first(node)):
+        if sums.follows_another(self.analysis, node) or len(node.inputs) > sums.MOST_AT_ONCE:
             return
-        operands = [self._operand(tensor) for tensor in (sums.in_order(node) if node.op == "AddN" else node.inputs)]
+        ordered = sums.in_order(self.analysis, node) if node.op == "AddN" else node.inputs
+        operands = [self._operand(tensor) for tensor in ordered]
         shape, wanted = self._together(operands), self._sizes(node.out())
         if shape is None or None in wanted:
             return
@@ -120,11 +120,6 @@ class _Pass:
         else:
             first = self._apply(node, operands[:-1])
             mine.op, mine.attrs, mine.inputs = "AddV2", {"T": mine.attrs["T"]}, [first.tensor, operands[-1].tensor]
-
-    def _starts_with_first(self, node: Node) -> bool:
-        first = sums.in_order(node)[0]
-        alone = len(self.analysis.readers[first]) == 1 and first not in self.analysis.graph.outputs
-        return len(node.inputs) <= 2 or (len(node.inputs) <= sums.MOST_AT_ONCE and alone and not passes_on(first.node))
 
     def _apply(self, node: Node, operands: Sequence[_Small]) -> _Small:
         """The operation on small operands. `AddN` takes equal shapes only: it becomes additions in the same order."""

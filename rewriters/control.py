@@ -30,6 +30,7 @@ class ControlSearch:
         levels: The topological order γ; that of `graph.levels()` if it is not given.
         ready: How far the forward phase has to have come before an operation can run; the same for all if it is not
             given.
+        untouched: Operations that must not be control operations.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class ControlSearch:
         backward: Container[Node],
         levels: Mapping[Node, int] | None = None,
         ready: Mapping[Node, int] | None = None,
+        untouched: Container[Node] = (),
     ) -> None:
         self.level = dict(levels if levels is not None else graph.levels())
         self.ready = dict.fromkeys(self.level, 0) if ready is None else ready
         self._backward = backward
+        self._untouched = untouched
         self._order = {node: index for index, node in enumerate(self.level)}
         self._successors: dict[Node, list[Node]] = {node: [] for node in self.level}
         for node in self.level:
@@ -64,13 +67,15 @@ class ControlSearch:
         lowest = max(self.level[target] - ub + 1, self.level[source])
         for level, ancestors in self._ancestors_by_level(target, lowest):
             if level <= self.level[target] - lb:
-                found = [node for node in ancestors if self._is_late(node, target)]
+                found = [node for node in ancestors if self._may_trigger(node, target)]
                 if found:
                     return self._first(found)
         return None
 
-    def _is_late(self, node: Node, target: Node) -> bool:
-        """Whether a node runs as late as the target, not as soon as some activation is there."""
+    def _may_trigger(self, node: Node, target: Node) -> bool:
+        """Whether a node may be a control operation: it runs as late as the target, not as soon as some activation."""
+        if node in self._untouched:
+            return False
         return target not in self._backward or self.ready[node] >= self.ready[target]
 
     def _ancestors_by_level(self, target: Node, lowest: int) -> Iterator[tuple[int, list[Node]]]:
@@ -126,7 +131,7 @@ class ControlSearch:
     def _between(self, source: Node, node: Node, target: Node) -> bool:
         """Whether a node comes after the source, and the target after it and because of it."""
         low, high = self.level[source], self.level[target]
-        return low < self.level[node] < high and self._is_late(node, target) and self._reaches(node, target)
+        return low < self.level[node] < high and self._may_trigger(node, target) and self._reaches(node, target)
 
     def _reaches(self, node: Node, target: Node) -> bool:
         """Whether there is a path; only nodes below the target in γ can lie on it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import graphlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -191,10 +191,13 @@ class Graph:
         """Nodes in an order that respects data and control edges, by level."""
         return list(self.levels())
 
-    def execution_order(self) -> list[Node]:
+    def execution_order(self, slow: Container[Node] = ()) -> list[Node]:
         """An order like the executor's: first ready, first run.
 
         Levels would put every variable's update at the very end, after all gradients.
+
+        Args:
+            slow: Nodes that end only when all others wait for them.
 
         Raises:
             RewriteError: If the graph has a cycle.
@@ -207,14 +210,15 @@ class Graph:
             for other in before:
                 after[other].append(node)
         ready = collections.deque(node for node, count in waiting.items() if not count)
+        late = collections.deque[Node]()
         order: list[Node] = []
-        while ready:
-            node = ready.popleft()
+        while ready or late:
+            node = ready.popleft() if ready else late.popleft()
             order.append(node)
             for other in after[node]:
                 waiting[other] -= 1
                 if not waiting[other]:
-                    ready.append(other)
+                    (late if other in slow else ready).append(other)
         if len(order) < len(self.nodes):
             raise RewriteError(f"The graph has a cycle through {_cycle(self.nodes.values())}.")
         return order

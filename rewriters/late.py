@@ -7,6 +7,7 @@ is with what a gradient is multiplied with, where that depends on activations al
 
 from __future__ import annotations
 
+from rewriters import sums
 from rewriters.analysis import Analysis
 from rewriters.graph import Graph, Node, Tensor, predecessors
 from rewriters.roles import reads_shape_only
@@ -51,6 +52,7 @@ class _Pass:
         self.batch = batch
         self.ready = readiness(analysis)
         self.waits: dict[Node, Node] = {}
+        self.untouched = sums.merged(analysis)
 
     def run(self) -> Graph:
         graph = self.analysis.graph.copy()
@@ -65,7 +67,7 @@ class _Pass:
     def _control(self, node: Node) -> Node | None:
         """The operation that a node should wait for; `None` if it may run at once."""
         forward = node in self.analysis.data and node not in self.analysis.backward
-        if forward or node.stateful or not node.inputs or reads_shape_only(node):
+        if forward or node.stateful or not node.inputs or reads_shape_only(node) or node in self.untouched:
             return None
         outputs = [node.out(index) for index in range(len(node.outputs))]
         readers = {reader for tensor in outputs for reader, _ in self.analysis.readers.get(tensor, ())}
@@ -76,8 +78,9 @@ class _Pass:
         first = min(readers, key=self.analysis.position.__getitem__)
         others = [tensor.node for tensor in first.inputs] + ([self.waits[first]] if first in self.waits else [])
         control = max(others, key=lambda other: (self.ready[other], self.analysis.position[other]))
-        there_anyway = control.op == "Placeholder"
-        return None if there_anyway or self._reaches(node, control) else control
+        if control.op == "Placeholder" or control in self.untouched or self._reaches(node, control):
+            return None
+        return control
 
     def _is_large(self, outputs: list[Tensor]) -> bool:
         return sum(tensor.num_bytes(self.batch) for tensor in outputs) >= self.min_bytes

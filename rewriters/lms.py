@@ -19,6 +19,7 @@ from rewriters.control import ControlSearch
 from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.late import readiness, start_late
+from rewriters.order import serialise
 from rewriters.roles import in_scope, reads_shape_only
 from rewriters.tiers import Tier
 
@@ -69,10 +70,12 @@ class Swap:
     Attributes:
         tensor: What is swapped.
         swap_ins: Its copies on the way back, in γ.
+        merged: Whether what makes it may be made one with other sums, and must have no more control edges.
     """
 
     tensor: Tensor
     swap_ins: list[SwapIn]
+    merged: bool = False
 
 
 @dataclasses.dataclass
@@ -91,17 +94,20 @@ class SwapPlan:
 def prepare(
     graph: Graph, min_bytes: int, batch: int, scopes: tuple[str, ...] = (), forward: Container[str] = ()
 ) -> Analysis:
-    """The graph without what is large, or early, for nothing: what swapping alone cannot help.
+    """The graph without what is large, early, or there at once for nothing: what swapping alone cannot help.
 
     Args:
         graph: As it is, loops of an earlier pass included.
-        min_bytes: Results below may be early.
+        min_bytes: Results below may be early, and made in any order.
         batch: Size of an unknown batch.
         scopes: Of operations that belong to the backward phase, as for `Analysis`.
         forward: Names of operations that belong to the forward phase, as for `Analysis`.
     """
-    small = keep_small(Analysis(graph, scopes, forward))
-    return Analysis(start_late(Analysis(small, scopes, forward), min_bytes, batch), scopes, forward)
+    small = Analysis(keep_small(Analysis(graph, scopes, forward)), scopes, forward)
+    late = start_late(small, min_bytes, batch)
+    backward, untouched = ({node.name for node in nodes} for nodes in (small.backward, sums.merged(small)))
+    serialise(late, backward, untouched, min_bytes, batch)
+    return Analysis(late, scopes, forward)
 
 
 def plan_swaps(analysis: Analysis, options: SwapOptions, batch: int) -> SwapPlan:
@@ -120,7 +126,9 @@ class _Planner:
         self.analysis = analysis
         self.options = options
         self.batch = batch
-        self.search = ControlSearch(analysis.graph, analysis.backward, ready=readiness(analysis))
+        self.untouched = sums.merged(analysis)
+        ready = readiness(analysis)
+        self.search = ControlSearch(analysis.graph, analysis.backward, ready=ready, untouched=self.untouched)
         self.left: list[tuple[str, str]] = []
 
     def run(self) -> SwapPlan:
@@ -176,7 +184,7 @@ class _Planner:
                 self.left.append((tensor.name, f"nothing is found that could trigger its way back to `{reader.name}`"))
             else:
                 swap_ins.append(SwapIn([reader], control))
-        return Swap(tensor, swap_ins) if swap_ins else None
+        return Swap(tensor, swap_ins, tensor.node in self.untouched) if swap_ins else None
 
     def _long_edges(self, tensor: Tensor) -> list[Node]:
         """Readers that come much later, in γ: backward ones, and those at the end of a long branch (4.1)."""
@@ -237,11 +245,12 @@ def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int
     outs: list[_Out] = []
     for swap in swaps:
         source = Tensor(new.nodes[swap.tensor.node.name], swap.tensor.index)
-        prefix = new.unique_name(f"lms/{source.node.name}")
-        held = tier.swap_out(new, source, f"{prefix}/swap_out", len(swap.swap_ins))
-        outs.append(_Out(level[swap.tensor.node], source.node, held.node))
+        prefix = f"lms/{source.node.name}" + (f"_{source.index}" if source.index else "")
+        held = tier.swap_out(new, source, new.unique_name(f"{prefix}/swap_out"), len(swap.swap_ins))
+        outs.append(_Out(level[swap.tensor.node], source.node, held.node, swap.merged))
         for number, swap_in in enumerate(swap.swap_ins):
-            back = tier.swap_in(new, held, source, new.nodes[swap_in.control.name], f"{prefix}/swap_in_{number}")
+            name = new.unique_name(f"{prefix}/swap_in_{number}")
+            back = tier.swap_in(new, held, source, new.nodes[swap_in.control.name], name)
             for reader in swap_in.readers:
                 node = new.nodes[reader.name]
                 node.inputs = [back if t == source else t for t in node.inputs]
@@ -256,11 +265,12 @@ def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int
 
 @dataclasses.dataclass(frozen=True)
 class _Out:
-    """A swap-out: γ of what makes the tensor, that operation, and the one that takes the tensor away."""
+    """A swap-out: γ of what makes the tensor, that operation, the one that takes the tensor away; see `Swap.merged`."""
 
     level: int
     producer: Node
     done: Node
+    merged: bool
 
 
 def _bound(outs: list[_Out], max_in_flight: int) -> None:
@@ -271,7 +281,7 @@ def _bound(outs: list[_Out], max_in_flight: int) -> None:
     """
     outs = sorted(outs, key=lambda out: out.level)
     for before, after in zip(outs, outs[max_in_flight:], strict=False):
-        if after.level > before.level:
+        if after.level > before.level and not after.merged:
             after.producer.control_inputs.append(before.done)
 
 

@@ -215,6 +215,7 @@ def graph_peak(
     fixed: Sequence[int],
     limit: int | None = None,
     away: Container[Node] = (),
+    slow: Container[Node] = (),
 ) -> Peak:
     """Peak of a whole graph: the worst of the states that the device's memory may be in.
 
@@ -225,6 +226,7 @@ def graph_peak(
         fixed: Bytes of each variable.
         limit: Bytes above which the first state found will do.
         away: Ops whose results are in other memory; who reads them has a copy on the device.
+        slow: Ops that end only when all others wait for them, such as writes to a disk.
     """
 
     def num_bytes(tensor: Tensor) -> int:
@@ -233,7 +235,7 @@ def graph_peak(
     def alias(node: Node) -> bool:
         return device.passes_on(node) and node not in away and not any(t.node in away for t in node.inputs)
 
-    order = graph.execution_order()
+    order = graph.execution_order(slow)
     scratch = together({node: op_scratch(node, batch) for node in order}, order)
     events = schedule(order, num_bytes, scratch, graph.outputs, alias)
     held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]

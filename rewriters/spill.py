@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from typing import IO, Any
 
 import numpy as np
@@ -62,6 +63,7 @@ class SpillStore:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._peak = 0
+        self._allocated: Callable[[], int] = _nothing
 
     def write(self, array: np.ndarray, reads: int, name: str) -> int:
         """Put an array away, to be read `reads` times; returns the number by which it is read.
@@ -88,6 +90,7 @@ class SpillStore:
     def _file(self, size: int) -> IO[bytes]:
         """A file of an earlier array of that size that nobody reads any more, or a new one."""
         with self._lock:
+            self._look()
             self._collect()
             if self._free.get(size):
                 return self._free[size].pop()
@@ -111,9 +114,9 @@ class SpillStore:
         except OSError as error:
             raise SpillError(f"Swapping in from {self.directory!r} failed: {error}") from None
         with self._lock:
+            self._look()
             held.reads -= 1
             held.pages.append(weakref.ref(pages))
-            self._peak = max(self._peak, self._in_memory())
         return np.frombuffer(pages, np.uint8).view(held.dtype).reshape(held.shape)
 
     def _pages(self, descriptor: int, size: int) -> mmap.mmap:
@@ -143,14 +146,26 @@ class SpillStore:
                 del self._held[number]
                 self._free.setdefault(held.num_bytes, []).append(held.file)
 
-    def reset_peak(self) -> None:
-        """Start to look for the most bytes that are in memory at a time."""
+    def _look(self) -> None:
+        """Note how much is in memory, whenever that is about to change."""
+        self._peak = max(self._peak, self._in_memory() + self._allocated())
+
+    def reset_peak(self, allocated: Callable[[], int] | None = None) -> None:
+        """Start to look for the most bytes that are in memory at a time.
+
+        Args:
+            allocated: Most bytes that the device's allocator had given out since it was asked last.
+        """
         with self._lock:
-            self._peak = self._in_memory()
+            self._allocated = allocated or _nothing
+            self._peak = 0
+            self._look()
 
     def peak_bytes(self) -> int:
-        """Most bytes of arrays that had been read and were in memory at a time, which no allocator counts."""
-        return self._peak
+        """Most bytes that were in memory at a time: arrays that had been read, and what was allocated meanwhile."""
+        with self._lock:
+            self._look()
+            return self._peak
 
     def clear(self) -> None:
         """Close all files: those of a step that did not end, and those kept for the next one."""
@@ -170,6 +185,10 @@ class SpillStore:
             f"The disk of {self.directory!r} {what}. Swapping out `{name}` needs {needed} bytes, {free} are free. "
             "Give another directory as `spill_dir=`, or swap fewer tensors."
         )
+
+
+def _nothing() -> int:
+    return 0
 
 
 def _close_all(held: dict[int, _Held], free: dict[int, list[IO[bytes]]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rewriters.analysis import Analysis
+from rewriters.device import passes_on
 from rewriters.graph import Node, Tensor
 
 __all__: list[str] = []
@@ -23,6 +24,11 @@ MOST_AT_ONCE = 8
 def follows_another(analysis: Analysis, node: Node) -> bool:
     """Whether a sum may be made one with another."""
     return node.op in OPS and (_next(analysis, node) is not None or any(_joins(analysis, t) for t in node.inputs))
+
+
+def merged(analysis: Analysis) -> set[Node]:
+    """Sums that may be made one with others, which a control edge from or to them would prevent."""
+    return {node for node in analysis.order if follows_another(analysis, node)}
 
 
 def has_an_order(analysis: Analysis, node: Node, operand: Tensor) -> bool:
@@ -56,6 +62,21 @@ def _next(analysis: Analysis, node: Node) -> Node | None:
     return reader if reader.op in OPS else None
 
 
-def in_order(node: Node) -> list[Tensor]:
-    """Operands of a sum as TensorFlow's optimizer sorts them."""
-    return sorted(node.inputs, key=lambda tensor: tensor.name.removesuffix(":0"))
+def in_order(analysis: Analysis, node: Node) -> list[Tensor]:
+    """Operands of an `AddN` as they are added up.
+
+    TensorFlow's optimizer sorts them by name; the kernel changes the first one with the first whose memory it may
+    have for the sum. Of an operand with other readers that depends on whether they have ended by then: here it is
+    taken that they have not.
+    """
+    operands = sorted(node.inputs, key=lambda tensor: tensor.name.removesuffix(":0"))
+    own = next((index for index, tensor in enumerate(operands) if _is_alone(analysis, tensor)), 0)
+    operands[0], operands[own] = operands[own], operands[0]
+    return operands
+
+
+def _is_alone(analysis: Analysis, tensor: Tensor) -> bool:
+    """Whether a sum is the only reader of a tensor, and of the memory that it is in."""
+    if len(analysis.readers[tensor]) != 1 or tensor in analysis.graph.outputs or not tensor.node.inputs:
+        return False
+    return not passes_on(tensor.node) or _is_alone(analysis, tensor.node.inputs[0])

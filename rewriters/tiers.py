@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,11 +29,11 @@ class Tier(Protocol):
     def clear(self) -> None:
         """Give up what a step that failed has left."""
 
-    def reset_peak(self) -> None:
-        """Start a new measurement of `peak_bytes`."""
+    def reset_peak(self, allocated: Callable[[], int]) -> None:
+        """Start a new measurement of `peak_bytes`; `allocated` tells the allocator's peak since it was asked last."""
 
     def peak_bytes(self) -> int:
-        """Most bytes at a time that the tier itself had on the device, unseen by the device's allocator."""
+        """Most bytes at a time on the device: the allocator's, and what the tier has there unseen by it; or 0."""
 
 
 class HostTier:
@@ -53,7 +54,7 @@ class HostTier:
     def clear(self) -> None:
         """Nothing is left."""
 
-    def reset_peak(self) -> None:
+    def reset_peak(self, allocated: Callable[[], int]) -> None:
         """Nothing is held."""
 
     def peak_bytes(self) -> int:
@@ -78,7 +79,7 @@ class Outline:
     def clear(self) -> None:
         """Nothing is left."""
 
-    def reset_peak(self) -> None:
+    def reset_peak(self, allocated: Callable[[], int]) -> None:
         """Nothing is held."""
 
     def peak_bytes(self) -> int:
@@ -103,6 +104,7 @@ class DiskTier:
         store = self.store
 
         def write(array: np.ndarray) -> np.int64:
+            _give_back()
             return np.int64(store.write(array, times, name))
 
         def call(value: Any) -> Any:
@@ -115,8 +117,12 @@ class DiskTier:
         """Read the file with that number."""
         store, dtype = self.store, like.dtype
 
+        def read(number: np.int64) -> np.ndarray:
+            _give_back()
+            return store.read(number)
+
         def call(number: Any) -> Any:
-            return tf.ensure_shape(tf.numpy_function(store.read, [number], dtype, stateful=True), like.shape)
+            return tf.ensure_shape(tf.numpy_function(read, [number], dtype, stateful=True), like.shape)
 
         (value,) = self._spliced(graph, name, call, [held], [(like.shape, dtype)], [control])
         return value
@@ -125,9 +131,9 @@ class DiskTier:
         """Close files that nobody will read any more."""
         self.store.clear()
 
-    def reset_peak(self) -> None:
-        """Of the arrays that were read."""
-        self.store.reset_peak()
+    def reset_peak(self, allocated: Callable[[], int]) -> None:
+        """Of the arrays that are read, and the allocator's meanwhile."""
+        self.store.reset_peak(allocated)
 
     def peak_bytes(self) -> int:
         """Arrays that were read lie in pages of their own."""
@@ -153,6 +159,16 @@ class DiskTier:
                 node.outputs = [(dtype, shape) for shape, dtype in results]
             graph.add(node)
         return list(part.outputs)
+
+
+def _give_back() -> None:
+    """Let TensorFlow give back arrays that it has no use for any more.
+
+    Its own threads must not do so. It does the next time that an operation with a result is run from Python, which may
+    be long after: without this two swapped-in tensors wait at the worst moment of a step.
+    """
+    with tf.device(HOST):
+        tf.add(0, 0)
 
 
 def _identity(operand: Tensor, like: Tensor, name: str, controls: list[Node]) -> Node:

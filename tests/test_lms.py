@@ -1,5 +1,7 @@
 """Swapping: the step computes the same bits, and the graph has what the parameters say."""
 
+import functools
+import operator
 import os
 
 import keras
@@ -72,27 +74,33 @@ def test_tiles_first_then_swaps_of_what_is_between(tier):
     assert same_bits(Step(tiled.function, step.variables, step.batches), found.function)
 
 
-def test_sums_of_swapped_tensors_are_added_up_in_the_same_order():
+def one_by_one(tensors):
+    return functools.reduce(operator.add, tensors)
+
+
+@pytest.mark.parametrize("add", (tf.add_n, one_by_one))
+def test_sums_of_swapped_tensors_are_added_up_in_the_same_order(add):
     weights = [tf.Variable(np.random.default_rng(n).normal(size=(3, 3, 4, 4))) for n in range(4)]
 
     def function(x):
         """Three tensors that a sum reads, which waits for a fourth one, and so do their own gradients."""
         with tf.GradientTape() as tape:
-            held = [tf.exp(tf.nn.conv2d(x, w, 1, "SAME") * 0.1) for w in weights[:3]]
+            held = [tf.exp(tf.nn.conv2d(x, w, 1, "SAME")) for w in weights[:3]]
             y = x
             for _ in range(4):
                 y = tf.tanh(tf.nn.conv2d(y, weights[3], 1, "SAME"))
-            loss = tf.reduce_sum(tf.add_n([y, *held]) ** 2)
+            loss = tf.reduce_sum(add([y, *held]) ** 2)
         gradients = tape.gradient(loss, weights)
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.assign_sub(1e-5 * gradient)
         return loss
 
-    x = np.random.default_rng(9).normal(size=(2, 8, 8, 4))
+    x = 0.1 * np.random.default_rng(9).normal(size=(2, 8, 8, 4))
     step = Step(tf.function(function).get_concrete_function(tf.constant(x)), weights, [(x,)] * 4)
     found = swapped(step, swap_branches=True, branch_threshold=3)
     assert len(found.plan.swaps) >= 3 and same_bits(step, found.function)
-    assert [reason for _, reason in found.plan.left if "in an order that swapping might change" in reason]
+    left = [reason for _, reason in found.plan.left if "in an order that swapping might change" in reason]
+    assert bool(left) == (add is one_by_one)
 
 
 def test_sums_with_other_readers_in_between_are_swapped():
@@ -140,7 +148,7 @@ def test_nothing_comes_back_during_the_forward_phase(net, strategy):
         deepest = max(ready[graph.nodes[swap.tensor.node.name]] for swap in found.plan.swaps)
         assert len(outs) >= 4 and all(ready[node] >= deepest for node in ways)
         peaks[known] = graph_peak(graph, {}, 2, [], limit=0, away=outs).peak_bytes
-    assert peaks[False] <= 1.1 * peaks[True]
+    assert peaks[False] <= 1.3 * peaks[True]
 
 
 # Every parameter shows in the graph ---------------------------------------------------------------------------
@@ -158,7 +166,7 @@ def swapped_tensors(step, **options):
 
 def test_all_reachable_tensors_by_default_and_the_first_n(traced):
     everything = swapped_tensors(traced)
-    assert len(everything) >= 6
+    assert len(everything) >= 5
     assert swapped_tensors(traced, n_tensors=3) == everything[:3]
 
 

@@ -290,12 +290,40 @@ def test_what_was_read_is_counted_while_it_is_in_memory(tmp_path):
     store = SpillStore(str(tmp_path))
     numbers = [store.write(np.ones(1000), 1, "test") for _ in range(3)]
     first, second = store.read(numbers[0]), store.read(numbers[1])
+    assert store.peak_bytes() == 16000
     del first
     third = store.read(numbers[2])
     assert store.peak_bytes() == 16000 and third.sum() == second.sum() == 1000
     del second, third
     store.reset_peak()
     assert store.peak_bytes() == 0
+
+
+def test_what_is_allocated_meanwhile_is_added(tmp_path):
+    store = SpillStore(str(tmp_path))
+    numbers = [store.write(np.ones(1000), 1, "test") for _ in range(2)]
+    peaks = iter([10, 500, 70, 3])
+    store.reset_peak(lambda: next(peaks))
+    first = store.read(numbers[0])  # 500 before it, when nothing else was in memory.
+    second = store.read(numbers[1])  # 70 beside the first.
+    del first
+    assert second.sum() == 1000 and store.peak_bytes() == 8070  # And 3 beside the second.
+
+
+def test_arrays_are_given_back_when_the_next_tensor_moves(tmp_path):
+    store, alive = SpillStore(str(tmp_path)), []
+    look = store._look
+    store._look = lambda: (alive.append(store._in_memory()), look())[1]
+    model = net()
+    step = tf.function(lambda x, y: model.train_step((x, y)))
+    params = LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=0, ctrld_strategy="direct_order", fuse_swapins=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tflms_sft._swap.SpillStore", lambda *_: store)
+        model.optimizer.build(model.trainable_variables)
+        fast = tflms_sft.rewrite(step, params, tf.constant(X[:2]), tf.constant(Y[:2]))
+    fast(X[:2], Y[:2])
+    largest = max(swap.num_bytes for swap in fast.plan.swaps)
+    assert len(alive) > 20 and max(alive) <= 2 * largest
 
 
 @pytest.mark.parametrize("dtype", ("float32", "float16", "int8", "bool", "bfloat16", "complex64"))

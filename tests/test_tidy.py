@@ -87,7 +87,6 @@ def test_an_operation_that_repeats_its_operands_reads_them_small(function, known
         lambda x: tf.fill((2, 3), tf.reduce_sum(x)) + tf.fill((3,), tf.reduce_sum(x)),
         lambda x: tf.add_n([x, x + tf.fill(tf.shape(x), tf.reduce_sum(x)), x * x]) + 1.0,
         lambda x: x * 3.0 + (tf.fill(tf.shape(x), tf.reduce_sum(x)) + tf.exp(x)),
-        lambda x: tf.add_n([x, tf.multiply(x, 1.1, "y"), tf.exp(tf.fill(tf.shape(x), tf.reduce_sum(x)), "z")]),
         lambda x: tf.concat([x, tf.fill(tf.shape(x), tf.reduce_sum(x)) * 3.0], -1),
     ],
 )

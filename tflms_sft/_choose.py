@@ -81,7 +81,7 @@ def swaps_within(params: AutoParams) -> LMSParams:
     if isinstance(params.swap, LMSParams):
         return params.swap
     smallest = max(SMALLEST_SWAP, min(LARGEST_SWAP, params.memory_budget // 256))
-    return LMSParams(fuse_swapins=True, min_bytes=smallest)
+    return LMSParams(ctrld_strategy="direct_order", fuse_swapins=True, max_in_flight=1, min_bytes=smallest)
 
 
 def _swapped(

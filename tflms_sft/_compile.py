@@ -289,6 +289,7 @@ def predict(
     limit: int | None = None,
     graph: Graph | None = None,
     away: Container[Node] = (),
+    slow: Container[Node] = (),
 ) -> tuple[Peak, float]:
     """Peak and relative cost of the step with these tile loops.
 
@@ -298,6 +299,7 @@ def predict(
         limit: A peak above it need not be the worst.
         graph: The rewritten graph if it exists already; an outline of it gives the same to a few bytes.
         away: Ops of that graph whose results are not in the device's memory.
+        slow: Ops of that graph that end only when others wait for them.
     """
     batch, analysis = traced.batch, traced.analysis
     if graph is None:
@@ -306,7 +308,7 @@ def predict(
     turns = {
         loops[plan.segment.name, phase.name]: loop_turns(phase, batch) for plan in plans for phase in plan.phases
     }
-    peak = graph_peak(graph, turns, batch, traced.variables, limit, away)
+    peak = graph_peak(graph, turns, batch, traced.variables, limit, away, slow)
     whole = traced.cost
     tiled = step_cost(analysis, {n for p in plans for n in (*p.segment.forward, *p.segment.backward)}, batch)
     loop_cost = sum(phase_cost(analysis, phase, batch) for plan in plans for phase in plan.phases)

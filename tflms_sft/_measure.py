@@ -18,13 +18,21 @@ RECORDS = "allocation records of one step"
 
 def reset_peak(tiers: Iterable[Tier] = ()) -> int | None:
     """Start a new measurement; returns the bytes in use, or `None` if this device keeps no statistics."""
-    for tier in tiers:
-        tier.reset_peak()
     try:
         tf.config.experimental.reset_memory_stats(device.name())
-        return int(tf.config.experimental.get_memory_info(device.name())["current"])
+        in_use = int(tf.config.experimental.get_memory_info(device.name())["current"])
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
+    for tier in tiers:
+        tier.reset_peak(_allocated)
+    return in_use
+
+
+def _allocated() -> int:
+    """The allocator's peak since this was asked last."""
+    peak = int(tf.config.experimental.get_memory_info(device.name())["peak"])
+    tf.config.experimental.reset_memory_stats(device.name())
+    return peak
 
 
 def read_peak(in_use: int, own: Sequence[int], tiers: Iterable[Tier] = ()) -> Measurement | None:
@@ -33,24 +41,24 @@ def read_peak(in_use: int, own: Sequence[int], tiers: Iterable[Tier] = ()) -> Me
     Args:
         in_use: Bytes in use when the step began.
         own: Sizes of what the step itself had in use then, such as its variables.
-        tiers: Where the step swaps to. What they hold in memory is added, at its own peak: an upper bound.
+        tiers: Where the step swaps to, which know what they have in memory.
 
     Returns:
         The peak, or `None` if this device keeps no statistics.
     """
+    swapped = max((tier.peak_bytes() for tier in tiers), default=0)
     try:
-        info = tf.config.experimental.get_memory_info(device.name())
+        peak = max(swapped, int(tf.config.experimental.get_memory_info(device.name())["peak"]))
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
-    if not info["peak"]:
+    if not peak:
         return None  # Some allocators count only blocks above a size.
     pool = device.pool()
     for num_bytes in own:
         pool.allocate(num_bytes)
     others = max(in_use - pool.in_use, 0)
-    swapped = sum(tier.peak_bytes() for tier in tiers)
     source = f"{ALLOCATOR} of {device.name()}" + (", and what was read from disk" if swapped else "")
-    return Measurement(int(info["peak"]) - others + swapped, source)
+    return Measurement(peak - others, source)
 
 
 def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:

@@ -244,7 +244,7 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
     swapped = swap(traced, graph, choice.swaps)
     # A budget has to be kept in every state of the device's memory, as the search saw to.
     limit = 0 if budget is None else None
-    peak, ratio = predict(traced, choice.plans, limit, swapped.graph, swapped.away)
+    peak, ratio = predict(traced, choice.plans, limit, swapped.graph, swapped.away, swapped.outs)
     plan = dataclasses.replace(
         plan,
         changed=True,

@@ -35,13 +35,15 @@ class Swapped:
         swaps: What is swapped.
         left: (tensor, why it stays).
         tier: Where to; it has to live as long as the graph may run.
-        away: Swap-outs whose results are not in the device's memory.
+        outs: Swap-outs.
+        away: Those whose results are not in the device's memory.
     """
 
     graph: Graph
     swaps: list[Swap]
     left: list[tuple[str, str]]
     tier: HostTier | DiskTier
+    outs: frozenset[Node]
     away: frozenset[Node]
 
 
@@ -67,7 +69,7 @@ def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
     new, outs = insert_swaps(analysis.graph, plan.swaps, tier, params.max_in_flight)
     # A swap-out to disk makes the number of a file, which the device may well have.
     away = frozenset(outs) if isinstance(tier, HostTier) else frozenset[Node]()
-    return Swapped(new, plan.swaps, plan.left, tier, away)
+    return Swapped(new, plan.swaps, plan.left, tier, frozenset(outs), away)
 
 
 def prepared(traced: Traced, graph: Graph, params: LMSParams) -> Analysis:

@@ -49,7 +49,7 @@ class Swaps:
         swaps = self.planned(lb)[:count]
         graph, outs = insert_swaps(self._analysis.graph, swaps, tier, self.params.max_in_flight)
         away: frozenset[Node] = frozenset(outs if self._on_host else ())
-        return predict(self._traced, self._plans, limit, graph, away)[0]
+        return predict(self._traced, self._plans, limit, graph, away, frozenset(outs))[0]
 
     def tuned(self, limit: int) -> LMSParams | None:
         """The fewest tensors, and for them the largest `lb`, with which the step fits; `None` if it never does."""

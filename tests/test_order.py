@@ -1,0 +1,99 @@
+"""Large operations one after another: the same bits, a lower peak, and an order that memory is the reason for."""
+
+import keras
+import pytest
+import tensorflow as tf
+from equivalence import keras_step
+from keras import layers
+from test_tidy import changed
+
+from rewriters import normalise, sums
+from rewriters.analysis import Analysis
+from rewriters.graph import Graph, Node, predecessors
+from rewriters.late import readiness
+from rewriters.memory import graph_peak
+from rewriters.order import serialise
+
+
+def serialised(analysis, min_bytes=1):
+    graph = analysis.graph.copy()
+    backward, untouched = ({n.name for n in nodes} for nodes in (analysis.backward, sums.merged(analysis)))
+    serialise(graph, backward, untouched, min_bytes, 2)
+    return graph
+
+
+def forked(x):
+    """Two branches, each of which needs much for a while."""
+    x = layers.Conv2D(8, 3, padding="same")(x)
+    a, b = (layers.BatchNormalization()(layers.Conv2D(8, 1)(x)) for _ in range(2))
+    return layers.ReLU()(a * b)
+
+
+@pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
+def test_the_same_bits_and_no_higher_peak(known):
+    step = keras_step(forked, (16, 16), 2, known, keras.optimizers.Adam(), steps=4)
+    before = Analysis(normalise.read(step.concrete_fn))
+    graph, same = changed(step, serialised)
+    assert same
+    peaks = [graph_peak(g, {}, 2, [], limit=0).peak_bytes for g in (before.graph, graph)]
+    assert peaks[1] <= peaks[0]
+
+
+def test_the_forward_phase_waits_for_nothing_of_the_backward_phase():
+    """With an unknown batch the backward phase has operations that run early."""
+    step = keras_step(forked, (16, 16), 2, known_batch=False)
+    before = Analysis(normalise.read(step.concrete_fn))
+    graph = serialised(before)
+    after = Analysis(graph)
+    assert {n.name for n in after.backward} == {n.name for n in before.backward}
+    ready = readiness(after)
+    assert all(ready[n] == after.graph.levels()[n] for n in after.order if n in after.data - after.backward)
+
+
+def test_sums_that_may_be_merged_are_not_touched():
+    def net(x):
+        return layers.Conv2D(4, 1)(x) + layers.Conv2D(4, 1)(x) + layers.Conv2D(4, 1)(x)
+
+    step = keras_step(net, (8, 8), 2)
+    analysis = Analysis(normalise.read(step.concrete_fn))
+    names = {node.name for node in sums.merged(analysis)}
+    graph = serialised(analysis)
+    assert len(names) >= 2 and not any(graph.nodes[name].control_inputs for name in names)
+    assert not any(before.name in names for node in graph.nodes.values() for before in node.control_inputs)
+
+
+def test_small_operations_stay_free():
+    step = keras_step(forked, (16, 16), 2)
+    analysis = Analysis(normalise.read(step.concrete_fn))
+    large = 2 * 16 * 16 * 8 * 8
+    few, all_ = (sum(len(n.control_inputs) for n in serialised(analysis, m).nodes.values()) for m in (large, 1))
+    none = sum(len(n.control_inputs) for n in analysis.graph.nodes.values())
+    assert none < few < all_
+
+
+def by_hand():
+    """A tensor `x` that two branches read; each makes two more of its size, and something small of them."""
+    graph = Graph({}, [], [], [], None, None)
+
+    def add(name, op, inputs, size):
+        return graph.add(Node(name, op, [n.out() for n in inputs], outputs=[(tf.float64, (size,))]))
+
+    source = add("source", "Const", [], 1)
+    x = add("x", "Roll", [source], 100)
+    ends = []
+    for branch in "ab":
+        first, second = (add(f"{branch}{n}", "Roll", [x], 100) for n in (1, 2))
+        ends.append(add(f"{branch}3", "Roll", [first, second], 1))
+    graph.outputs = [add("end", "Roll", ends, 1).out()]
+    return graph
+
+
+def test_a_branch_ends_before_another_begins():
+    graph = by_hand()
+    serialise(graph, (), (), 800, 1)
+    order = [node.name for node in graph.topological() if node.name[0] in "ab"]
+    assert order in (["a1", "a2", "a3", "b1", "b2", "b3"], ["a2", "a1", "a3", "b1", "b2", "b3"])
+    assert [c.name for c in graph.nodes["b1"].control_inputs] == ["a3"]
+    peaks = [graph_peak(g, {}, 1, [], limit=0).peak_bytes for g in (by_hand(), graph)]
+    assert peaks[0] >= 5 * 800 and peaks[1] < 3 * 800 + 100
+    assert all(len(set(predecessors(node))) == len(predecessors(node)) for node in graph.nodes.values())
