@@ -33,3 +33,11 @@ def size(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least one byte. Received: {text!r}")
     return number
+
+
+def part(text: str) -> float:
+    """An argument that is a number from 0 to below 1."""
+    number = float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to below 1. Received: {number}")
+    return number

@@ -14,8 +14,9 @@ are private mappings of their files. The page cache is not in it: what was swapp
 operating system takes back when somebody needs it. Tensors come from the C library's `malloc`, each large one a mapping
 that ends with it; TensorFlow's own pool would keep and round up what it once had.
 
-The largest batch is first predicted, by the plan's `peak_bytes`, without a step being run; a trial with it has to end
-well, one with a tenth more has not to. `--search measured` also looks for the largest batch by trials alone.
+The largest batch is first predicted, by the plan's `peak_bytes`, without a step being run, with the headroom that
+`MemoryBudget` leaves; a trial with it has to end well, one with a tenth more has not to. `--search measured` also looks
+for the largest batch by trials alone.
 """
 
 from __future__ import annotations
@@ -225,8 +226,8 @@ def told(trial: Trial) -> str:
 
 def examine(options: argparse.Namespace, variant: str) -> dict[str, Any]:
     """Predicts the largest batch of a variant, tries it and a tenth more, and searches by trials if asked to."""
-    kwargs = {"net": options.net, "image_size": options.image_size, "memory": options.memory}
-    kwargs["params"] = VARIANTS[variant]
+    kwargs = {"net": options.net, "image_size": options.image_size, "params": VARIANTS[variant]}
+    kwargs["memory"] = int(options.memory * (1 - options.headroom))
 
     def tell(event: _child.Event) -> None:
         print(f"{variant}, batch {event['batch']}: predicted {event['peak_bytes'] / MIB:.0f} MiB", flush=True)
@@ -292,6 +293,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--net", choices=sorted(_nets.TASKS), default="resnet50")
     add("--image-size", type=_arguments.positive, default=224, metavar="N", help="default: %(default)s")
     add("--memory", type=_arguments.size, default="2GiB", metavar="SIZE", help="the cap; default: %(default)s")
+    add("--headroom", type=_arguments.part, default=0.1, help="of a prediction; default: %(default)s")
     add("--steps", type=_arguments.positive, default=2, help="steps of a trial; default: %(default)s")
     add("--search", choices=("predicted", "measured"), default="predicted", help="measured: also by trials alone")
     add("--json", type=Path, metavar="FILE", help="file for all figures")
@@ -305,7 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     title = f"{_nets.TASKS[options.net].title}, {options.image_size} px, {options.memory / MIB:.0f} MiB"
     print(f"\n{table(title, results)}")
     if options.json:
-        asked = {name: getattr(options, name) for name in ("net", "image_size", "memory", "steps", "search")}
+        names = ("net", "image_size", "memory", "headroom", "steps", "search")
+        asked = {name: getattr(options, name) for name in names}
         report = {"options": asked, "params": LEAST_MEMORY, "results": results}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(found.get("tried", {}).get("fits") for found in results.values()) else 1

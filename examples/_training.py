@@ -83,20 +83,18 @@ def add_options(parser: argparse.ArgumentParser, *, batch_size: int, epochs: int
     training("--steps", type=positive, default=steps, metavar="N", help=f"steps of an epoch (default: {all_data})")
     training("--seed", type=whole_number(0, MOST_SEED), default=0, metavar="N", help="default: %(default)s")
     memory = parser.add_argument_group("memory, without which the step runs as it is").add_argument
-    memory("--memory-budget", metavar="BYTES", help='train within this, such as "2GiB" (MemoryBudget)')
-    memory("--lms", action="store_true", help="swap activations out of memory until they are read (LMS)")
-    memory("--tier", choices=TIERS, help="where --lms puts them (default: host beside a GPU, else disk)")
+    memory("--memory-budget", metavar="BYTES", help='train within this, such as "2GiB", by tiles or swaps')
+    memory("--lms", action="store_true", help="swap all activations out of memory until they are read (LMS)")
+    memory("--tier", choices=TIERS, help="where they go (default: host beside a GPU, else disk)")
     memory("--spill-dir", metavar="DIR", help="where the disk tier writes (default: the directory for temporary files)")
     memory("--compare", action="store_true", help="train plain as well, and compare losses and weights")
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends the program where options do not go together."""
-    if options.lms and options.memory_budget:
-        parser.error("--memory-budget and --lms cannot be combined yet: give one of them")
     for name in ("tier", "spill_dir"):
-        if getattr(options, name) and not options.lms:
-            parser.error(f"--{name.replace('_', '-')} says where --lms swaps to: give --lms as well")
+        if getattr(options, name) and rewriting_name(options) is None:
+            parser.error(f"--{name.replace('_', '-')} says where to swap to: give --lms or --memory-budget as well")
     if options.tier == "host" and options.spill_dir:
         parser.error("--spill-dir is for the disk tier: leave out --tier host")
     if options.spill_dir and not os.path.isdir(options.spill_dir):
@@ -107,9 +105,9 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 def rewriting_name(options: argparse.Namespace) -> str | None:
     """Returns what the memory options ask for, None where they ask for nothing."""
-    if options.lms:
-        return "swapping"
-    return "the budget" if options.memory_budget else None
+    if options.memory_budget:
+        return "the budget"
+    return "swapping" if options.lms else None
 
 
 def rewriting_callback(options: argparse.Namespace) -> keras.callbacks.Callback | None:
@@ -121,11 +119,15 @@ def rewriting_callback(options: argparse.Namespace) -> keras.callbacks.Callback 
     import tflms_sft
 
     try:
-        if options.lms:
-            return tflms_sft.LMS(tier=options.tier or "auto", spill_dir=options.spill_dir)
+        # What needs least memory; how many tensors, and how early, a budget finds out by itself.
+        swaps = {"tier": options.tier or "auto", "spill_dir": options.spill_dir, "ctrld_strategy": "direct_order"}
+        swaps |= {"fuse_swapins": True, "max_in_flight": 1}
         if options.memory_budget:
             text = options.memory_budget
-            return tflms_sft.MemoryBudget(int(text) if text.isdecimal() else text)
+            budget = int(text) if text.isdecimal() else text
+            return tflms_sft.MemoryBudget(budget, swap=tflms_sft.LMSParams(**swaps))
+        if options.lms:
+            return tflms_sft.LMS(**swaps)
     except ValueError as error:
         raise UserError(str(error)) from None
     return None

@@ -145,7 +145,17 @@ def _captured_value(tensor: Any) -> tuple[bool, Any]:
 
 
 def allocation_timeline(concrete_fn: Any, arguments: Sequence[Any]) -> list[tuple[float, int]]:
-    """(seconds, bytes alive) over one run, from the allocation records of a fully traced session step.
+    """(seconds, bytes alive) over one run, from the allocation records of a fully traced session step."""
+    records: list[tuple[int, int]] = []
+    for device in step_stats(concrete_fn, arguments).dev_stats:
+        for node in device.node_stats:
+            for memory in node.memory:
+                records.extend(_freed([(r.alloc_micros, r.alloc_bytes) for r in memory.allocation_records]))
+    return _summed(records)
+
+
+def step_stats(concrete_fn: Any, arguments: Sequence[Any]) -> Any:
+    """`StepStats` of one run: when each operation ran, where, and what it allocated.
 
     Metadata of an eagerly run function come back without records; a session's have them. The step runs
     on a copy of the variables, fed with their values.
@@ -171,7 +181,8 @@ def allocation_timeline(concrete_fn: Any, arguments: Sequence[Any]) -> list[tupl
         assign = [tf.raw_ops.AssignVariableOp(resource=h, value=tf.constant(v)) for h, v in values]
         feed = {f: a.numpy() if hasattr(a, "numpy") else a for f, a in zip(feeds, arguments, strict=True)}
         options = tf.compat.v1.RunOptions(trace_level=tf.compat.v1.RunOptions.FULL_TRACE)
-        with tf.compat.v1.Session(graph=graph) as session:
+        config = tf.compat.v1.ConfigProto(device_count={"CPU": len(tf.config.list_logical_devices("CPU"))})
+        with tf.compat.v1.Session(graph=graph, config=config) as session:
             session.run(assign)
             # Tensors, not their ops: Grappler drops what is run for no value and has no effect.
             targets = [f.op if getattr(f, "dtype", None) in (tf.resource, tf.variant) else f for f in fetched]
@@ -179,12 +190,7 @@ def allocation_timeline(concrete_fn: Any, arguments: Sequence[Any]) -> list[tupl
             session.run(assign)
             metadata = tf.compat.v1.RunMetadata()
             session.run(targets, feed, options=options, run_metadata=metadata)
-    records: list[tuple[int, int]] = []
-    for device in metadata.step_stats.dev_stats:
-        for node in device.node_stats:
-            for memory in node.memory:
-                records.extend(_freed([(r.alloc_micros, r.alloc_bytes) for r in memory.allocation_records]))
-    return _summed(records)
+    return metadata.step_stats
 
 
 def _freed(records: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -20,6 +20,24 @@ import numpy as np
 __all__: list[str] = []
 
 
+def is_in_memory(directory: str, mounts: str = "/proc/self/mounts") -> bool:
+    """Whether files in a directory lie in memory themselves; `False` where the system does not tell.
+
+    Args:
+        directory: Any path.
+        mounts: The system's table of file systems.
+    """
+    path = os.path.join(os.path.realpath(directory), "")
+    found, kind = "", ""
+    with contextlib.suppress(OSError), open(mounts, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            _, point, type_, *_ = line.split(" ")
+            point = os.path.join(point.replace("\\040", " "), "")
+            if path.startswith(point) and len(point) >= len(found):
+                found, kind = point, type_
+    return kind in ("tmpfs", "ramfs")
+
+
 class SpillError(OSError):
     """A tensor could not be written to disk, or read back."""
 
@@ -127,7 +145,7 @@ class SpillStore:
         """
         if self.page_cache:
             return mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        pages = mmap.mmap(-1, size)
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _read_all(descriptor, memoryview(pages))
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         return pages

@@ -163,9 +163,8 @@ def test_crops_are_pictures_of_all_classes(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--lms", "--memory-budget", "1GiB"], "--memory-budget and --lms cannot be combined yet: give one of them"),
-        (["--tier", "disk"], "--tier says where --lms swaps to: give --lms as well"),
-        (["--spill-dir", "."], "--spill-dir says where --lms swaps to: give --lms as well"),
+        (["--tier", "disk"], "--tier says where to swap to: give --lms or --memory-budget as well"),
+        (["--spill-dir", "."], "--spill-dir says where to swap to: give --lms or --memory-budget as well"),
         (["--lms", "--tier", "host", "--spill-dir", "."], "--spill-dir is for the disk tier: leave out --tier host"),
         (["--lms", "--spill-dir", "no/such"], "--spill-dir: no such directory. Received: no/such"),
         (["--compare"], "--compare compares with plain training: give --lms or --memory-budget as well"),

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -14,7 +15,7 @@ import tensorflow as tf
 from keras import layers
 
 import tflms_sft
-from rewriters.spill import SpillError, SpillStore
+from rewriters.spill import SpillError, SpillStore, is_in_memory
 from tflms_sft import LMS, LMSParams, RewriteError, SegmentSpec, SFTParams, SwapError
 
 X = np.random.default_rng(0).normal(size=(6, 24, 24, 3))
@@ -122,6 +123,25 @@ def test_too_little_space_is_an_error_before_the_first_step(tmp_path, monkeypatc
     monkeypatch.setattr(SpillStore, "free_bytes", lambda self: 1000)
     with pytest.raises(SwapError, match=f"too little space: a step swaps .* to .{tmp_path}., 1000 B are free"):
         net().fit(X, Y, callbacks=[swapping(tmp_path)], **SETTINGS)
+
+
+def test_files_in_memory_are_no_disk(tmp_path, monkeypatch):
+    """The table is the system's; a longer mount point is nearer."""
+    table = tmp_path / "mounts"
+    (tmp_path / "a b" / "c").mkdir(parents=True)
+    space = str(tmp_path / "a b").replace(" ", "\\040")
+    table.write_text(f"disk / ext4 rw 0 0\ntmpfs {space} tmpfs rw 0 0\ndisk {space}/c ext4 rw 0 0\n")
+    found = [is_in_memory(str(tmp_path / path), str(table)) for path in ("", "a b", "a b/d", "a b/c", "a bc")]
+    assert found == [False, True, True, False, False]
+    assert not is_in_memory(str(tmp_path), str(tmp_path / "no such table"))
+    monkeypatch.setattr("tflms_sft._lms_params.is_in_memory", lambda path: path != "/var/tmp")
+    assert LMSParams().directory == "/var/tmp" and LMSParams(spill_dir=tmp_path).directory == str(tmp_path)
+    monkeypatch.setattr("tflms_sft._lms_params.is_in_memory", lambda path: True)
+    assert LMSParams().directory == tempfile.gettempdir()
+    monkeypatch.setattr("tflms_sft._swap.is_in_memory", lambda path: True)
+    callback = swapping(tmp_path)
+    net().fit(X, Y, callbacks=[callback], **SETTINGS)
+    assert f"{str(tmp_path)!r} is in memory, so that swapping there saves none" in callback.plan.notes[-1]
 
 
 def test_the_order_of_passes(tmp_path):

@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewriters.lms import SwapOptions
+from rewriters.spill import is_in_memory
 from tflms_sft._units import parse_bytes
 
 STRATEGIES = ("chain_rule", "direct_order")
 TIERS = ("auto", "host", "disk")
+
+_ON_DISK = "/var/tmp"
+"""For large temporary files, by the Filesystem Hierarchy Standard."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +46,8 @@ class LMSParams:
         branch_threshold: Distance in γ above which a forward operation is much later. Defaults to 0.
         tier: Where tensors go: `"host"` memory beside an accelerator, `"disk"`, or `"auto"`: host if there is an
             accelerator, else disk.
-        spill_dir: Directory for the disk tier. Defaults to the system's directory for temporary files.
+        spill_dir: Directory for the disk tier. Defaults to the system's directory for temporary files, or to
+            `/var/tmp` where that is in memory.
         page_cache: Whether what is written to disk may stay in memory that the operating system can take back;
             `False` makes every write wait for the disk. Defaults to `True`.
         min_bytes: Smaller tensors stay: an int, or a string such as `"1MiB"`. Defaults to 1 MiB.
@@ -142,7 +147,10 @@ class LMSParams:
     @property
     def directory(self) -> str:
         """Where the disk tier writes."""
-        return self.spill_dir or tempfile.gettempdir()
+        usual = tempfile.gettempdir()
+        if self.spill_dir or not is_in_memory(usual):
+            return self.spill_dir or usual
+        return _ON_DISK if os.access(_ON_DISK, os.W_OK) and not is_in_memory(_ON_DISK) else usual
 
     def options(self) -> SwapOptions:
         """What the compiler needs to know."""

@@ -19,7 +19,7 @@ from tflms_sft._lms_params import LMSParams
 from tflms_sft._names import LayerRecord, display_names, recorded_layers
 from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
-from tflms_sft._swap import described, swap
+from tflms_sft._swap import described, notes, swap
 
 
 def is_concrete(step: Any) -> bool:
@@ -252,6 +252,7 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
         swaps=described(swapped, traced.batch, display_names(graph, traced.record)),
         swap_tier="host" if isinstance(swapped.tier, HostTier) else "disk",
         not_swapped=tuple(swapped.left),
+        notes=(*plan.notes, *notes(swapped.tier)),
     )
     return Importer(swapped.graph, traced.concrete_fn, swapped.tier), plan
 

@@ -14,7 +14,7 @@ from rewriters.graph import Graph, Node, Tensor
 from rewriters.lms import Swap, SwapPlan, insert_swaps, plan_swaps, prepare
 from rewriters.roles import in_scope
 from rewriters.sft import loop_nodes
-from rewriters.spill import SpillStore
+from rewriters.spill import SpillStore, is_in_memory
 from rewriters.tiers import DiskTier, HostTier
 from tflms_sft._compile import Traced
 from tflms_sft._lms_params import LMSParams
@@ -94,6 +94,14 @@ def make_tier(params: LMSParams) -> HostTier | DiskTier:
     if params.tier == "host" or (params.tier == "auto" and device.name().startswith("GPU")):
         return HostTier()
     return DiskTier(SpillStore(params.directory, params.page_cache))
+
+
+def notes(tier: HostTier | DiskTier) -> tuple[str, ...]:
+    """What a user should know of where tensors go."""
+    if isinstance(tier, DiskTier) and is_in_memory(tier.store.directory):
+        where = tier.store.directory
+        return (f"{where!r} is in memory, so that swapping there saves none: give a disk as `spill_dir`",)
+    return ()
 
 
 def _check_space(store: SpillStore, needed: int) -> None:
