@@ -207,7 +207,8 @@ def test_other_headrooms_are_refused(value, kind):
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        ((4, 32, 32), ValueError),
+        ((4, 32), ValueError),
+        ((4, 2, 8, 8, 8, 3), ValueError),
         ((0, 32, 32, 3), ValueError),
         ((4, -1, 32, 3), ValueError),
         ((None, 32, 32, 3), TypeError),
@@ -218,7 +219,7 @@ def test_other_headrooms_are_refused(value, kind):
     ],
     ids=repr,
 )
-def test_batch_shapes_are_four_positive_integers(value, kind):
+def test_batch_shapes_are_three_to_five_positive_integers(value, kind):
     for make in (
         lambda: tflms_sft.SFT(batch_shape=value),
         lambda: tflms_sft.MemoryBudget("1GiB", batch_shape=value),

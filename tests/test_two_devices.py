@@ -51,8 +51,8 @@ SMALL = """
     ran = {}
     for device in _tf_private.step_stats(fast.concrete_function, [x]).dev_stats:
         for node in device.node_stats:
-            begin = node.all_start_micros + node.op_start_rel_micros
-            ran[node.node_name] = device.device, begin, node.all_start_micros + node.op_end_rel_micros
+            begin = node.all_start_nanos + node.op_start_rel_nanos
+            ran[node.node_name] = device.device, begin, node.all_start_nanos + node.op_end_rel_nanos
     swaps = {name for name in ran if re.search(r"^lms/.*/swap_(out|in_\\d+)$", name)}  # Not the copies at the border.
     print(len(swaps), all(ran[name][0].endswith("CPU:0") for name in swaps))
     # Exact names: copies at the border are called after what they copy.
@@ -63,8 +63,8 @@ SMALL = """
     checked = late = 0
     for swap in fast.plan.swaps:
         for number, control in enumerate(swap.controls):
-            way = next((n for n in swaps if n.endswith(f"/swap_in_{number}") and swap.tensor.split(":")[0] in n), None)
-            if way is not None and control in ran:
+            way = f"lms/{swap.tensor.split(':')[0]}/swap_in_{number}"
+            if way in ran and control in ran:
                 checked += 1
                 late += ran[way][1] >= ran[control][2]
     print(checked, late)
