@@ -251,9 +251,10 @@ def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int
         for number, swap_in in enumerate(swap.swap_ins):
             name = new.unique_name(f"{prefix}/swap_in_{number}")
             back = tier.swap_in(new, held, source, new.nodes[swap_in.control.name], name)
-            for reader in swap_in.readers:
-                node = new.nodes[reader.name]
+            readers = [new.nodes[reader.name] for reader in swap_in.readers]
+            for node in readers:
                 node.inputs = [back if t == source else t for t in node.inputs]
+            tier.give_back(new, new.unique_name(f"{prefix}/given_back_{number}"), readers)
     _bound(outs, max_in_flight)
     _updates_last(new, outs, {new.nodes[node.name]: level[node] for node in graph.keep})
     try:

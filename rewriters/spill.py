@@ -164,6 +164,11 @@ class SpillStore:
                 del self._held[number]
                 self._free.setdefault(held.num_bytes, []).append(held.file)
 
+    def look(self) -> None:
+        """Note how much is in memory, before some of it is given back."""
+        with self._lock:
+            self._look()
+
     def _look(self) -> None:
         """Note how much is in memory, whenever that is about to change."""
         self._peak = max(self._peak, self._in_memory() + self._allocated())

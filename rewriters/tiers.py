@@ -26,6 +26,9 @@ class Tier(Protocol):
     def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
         """Add the operation that brings it back, after `control`; its result is the tensor `like`."""
 
+    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> None:
+        """Have what was brought back for these readers freed at once after them, if that takes anything."""
+
     def clear(self) -> None:
         """Give up what a step that failed has left."""
 
@@ -51,6 +54,9 @@ class HostTier:
         """Another one, from which the readers copy."""
         return graph.add(_identity(held, like, name, [control])).out()
 
+    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> None:
+        """It is freed at once."""
+
     def clear(self) -> None:
         """Nothing is left."""
 
@@ -75,6 +81,10 @@ class Outline:
         outputs = [(like.dtype, like.shape)]
         made = graph.add(Node(name, "PyFunc", [held], [control], {}, HOST, outputs))
         return graph.add(Node(f"{name}/EnsureShape", "EnsureShape", [made.out()], (), {}, "", outputs)).out()
+
+    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> None:
+        """One that makes a number."""
+        graph.keep.append(graph.add(Node(name, "PyFunc", (), readers, {}, HOST, [(tf.int64, ())])))
 
     def clear(self) -> None:
         """Nothing is left."""
@@ -104,7 +114,6 @@ class DiskTier:
         store = self.store
 
         def write(array: np.ndarray) -> np.int64:
-            _give_back()
             return np.int64(store.write(array, times, name))
 
         def call(value: Any) -> Any:
@@ -117,15 +126,31 @@ class DiskTier:
         """Read the file with that number."""
         store, dtype = self.store, like.dtype
 
-        def read(number: np.int64) -> np.ndarray:
-            _give_back()
-            return store.read(number)
-
         def call(number: Any) -> Any:
-            return tf.ensure_shape(tf.numpy_function(read, [number], dtype, stateful=True), like.shape)
+            return tf.ensure_shape(tf.numpy_function(store.read, [number], dtype, stateful=True), like.shape)
 
         (value,) = self._spliced(graph, name, call, [held], [(like.shape, dtype)], [control])
         return value
+
+    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> None:
+        """Let TensorFlow give back an array that it has no use for any more.
+
+        Its own threads must not do so. It does the next time that an operation with a result is run from Python, which
+        may be long after: without this a tensor or two wait at the worst moment of a step.
+        """
+        store = self.store
+
+        def give() -> np.int64:
+            store.look()
+            with tf.device(HOST):
+                tf.add(0, 0)
+            return np.int64(0)
+
+        def call() -> Any:
+            return tf.numpy_function(give, [], tf.int64, stateful=True)
+
+        (done,) = self._spliced(graph, name, call, [], [((), tf.int64)], readers)
+        graph.keep.append(done.node)
 
     def clear(self) -> None:
         """Close files that nobody will read any more."""
@@ -159,16 +184,6 @@ class DiskTier:
                 node.outputs = [(dtype, shape) for shape, dtype in results]
             graph.add(node)
         return list(part.outputs)
-
-
-def _give_back() -> None:
-    """Let TensorFlow give back arrays that it has no use for any more.
-
-    Its own threads must not do so. It does the next time that an operation with a result is run from Python, which may
-    be long after: without this two swapped-in tensors wait at the worst moment of a step.
-    """
-    with tf.device(HOST):
-        tf.add(0, 0)
 
 
 def _identity(operand: Tensor, like: Tensor, name: str, controls: list[Node]) -> Node:
