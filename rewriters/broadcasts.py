@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
 from rewriters import sums
 from rewriters.analysis import Analysis
 from rewriters.graph import Graph, Node, Tensor
@@ -103,7 +105,9 @@ class _Pass:
 
         Its result is then as large as before, or small as well; in between it is left as it was.
         """
-        if node.op not in _UNARY | _BINARY | sums.OPS or any(tensor.shape is None for tensor in node.inputs):
+        if node.op not in _UNARY | _BINARY | sums.OPS or node.outputs[0][0] == tf.variant:
+            return  # Lists of tensors are added up too, and by `AddN` alone.
+        if any(tensor.shape is None for tensor in node.inputs):
             return
         if sums.follows_another(self.analysis, node) or len(node.inputs) > sums.MOST_AT_ONCE:
             return

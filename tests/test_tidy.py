@@ -121,6 +121,29 @@ def test_order_is_kept():
     assert same and any(n.op == "ReadVariableOp" for n in ancestors(assign.control_inputs))
 
 
+def test_lists_of_tensors_are_added_up_as_they_were():
+    weight = tf.Variable(RNG.normal(size=(3, 3, 2, 2)))
+
+    def function(x):
+        with tf.GradientTape() as tape:
+            held = tf.nn.relu(tf.nn.conv2d(x, weight, 1, "SAME"))
+            many = tf.raw_ops.TensorListFromTensor(tensor=held, element_shape=[4, 4, 2])
+            a, b, c = (
+                tf.raw_ops.TensorListGetItem(
+                    input_handle=many, index=index, element_shape=[4, 4, 2], element_dtype=x.dtype
+                )
+                for index in (0, 1, 0)
+            )
+            loss = tf.reduce_sum(a * b + tf.exp(c))
+        weight.assign_sub(1e-3 * tape.gradient(loss, weight))
+        return loss
+
+    step = of(function, (2, 4, 4, 2))
+    step = Step(step.concrete_fn, [weight], step.batches)
+    graph, same = changed(step, keep_small)
+    assert same and any(n.op == "AddN" and n.outputs[0][0] == tf.variant for n in graph.nodes.values())
+
+
 # Late ---------------------------------------------------------------------------------------------------------
 
 
