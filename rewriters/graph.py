@@ -246,14 +246,18 @@ class Graph:
         return len(dropped)
 
     def to_graph_def(self) -> Any:
-        """The graph as a `GraphDef`, nodes in topological order."""
+        """The graph as a `GraphDef`, nodes in topological order.
+
+        Inputs are fed, so that nobody has to wait for them: an edge would ask for their placeholders.
+        """
+        fed = {tensor.node for tensor in self.inputs}
         graph_def = tf.compat.v1.GraphDef(library=self.library, versions=self.versions)
         for node in self.topological():
             node_def = graph_def.node.add(name=node.name, op=node.op, device=node.device)
             for tensor in node.inputs:
                 suffix = f":{tensor.index}" if tensor.index else ""
                 node_def.input.append(tensor.node.name + suffix)
-            node_def.input.extend(sorted("^" + before.name for before in set(node.control_inputs)))
+            node_def.input.extend(sorted("^" + before.name for before in set(node.control_inputs) - fed))
             for key, value in node.attrs.items():
                 node_def.attr[key].CopyFrom(value)
         return graph_def

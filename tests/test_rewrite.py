@@ -594,3 +594,22 @@ def test_more_tiles_than_any_automatic_segment_has_rows_are_refused():
         with pytest.raises(ValueError, match="`num_tiles` asks for .* Use at most 12"):
             tflms_sft.rewrite(gradients(), params, *BATCH)
     assert tflms_sft.rewrite(gradients(), SFTParams((12, 12)), *BATCH).plan.changed
+
+
+@pytest.mark.parametrize("params", (SFTParams((2, 2)), tflms_sft.LMSParams(tier="disk", min_bytes=0)))
+def test_operations_that_wait_for_an_argument(params):
+    """And a number among the arguments, which has no batch."""
+    weight = tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 4, 4)))
+
+    def step(images, gate):
+        with tf.GradientTape() as tape:
+            with tf.control_dependencies([gate]):
+                y = tf.nn.relu(tf.nn.conv2d(images, weight, 1, "SAME"))
+            loss = tf.reduce_sum(tf.nn.relu(tf.nn.conv2d(y, weight, 1, "SAME")))
+        return loss, tape.gradient(loss, weight)
+
+    arguments = tf.constant(np.random.default_rng(1).normal(size=(2, 16, 16, 4))), tf.constant(1.0)
+    found = tflms_sft.rewrite(tf.function(step), params, *arguments)
+    assert found.plan.changed and found.plan.batch == 2
+    for got, want in zip(found(*arguments), step(*arguments), strict=True):
+        assert np.allclose(got, want, rtol=1e-12, atol=0)

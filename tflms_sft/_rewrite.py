@@ -283,9 +283,9 @@ def require_batch(traced: Traced, batch: int | None) -> None:
 
 def batch_of(example_args: Any) -> int | None:
     """Leading size of the argument with the most axes, the first of several: images before labels."""
-    shapes = [getattr(value, "shape", None) for value in tf.nest.flatten(example_args)]
-    known = [tuple(shape) for shape in shapes if shape and shape[0] is not None]
-    return int(max(known, key=len)[0]) if known else None
+    shapes = [tf.TensorShape(getattr(value, "shape", None)) for value in tf.nest.flatten(example_args)]
+    known = [shape for shape in shapes if shape.rank and shape[0] is not None]
+    return int(max(known, key=lambda shape: shape.rank)[0]) if known else None
 
 
 @dataclasses.dataclass(frozen=True)
