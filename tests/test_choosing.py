@@ -122,6 +122,17 @@ def test_what_may_be_swapped_is_obeyed(tmp_path):
         AutoParams("1GiB", swap="disk")
 
 
+def test_names_are_checked_against_the_step_not_against_what_tiles_leave_of_it():
+    step = step_of(model_of(mixed))
+    tiles = tflms_sft.SFTParams((2, 2), [tflms_sft.SegmentSpec("photo", "conv2d_3")])
+    both = [tiles, LMSParams(excl_scopes="conv2d_1", min_bytes=0)]
+    assert tflms_sft.rewrite(step, both, IMAGES, LABELS).plan.swaps
+    wrong = LMSParams(excl_scopes="conf2d_1")
+    for params in (AutoParams("6MiB", swap=wrong), [tiles, wrong]):
+        with pytest.raises(tflms_sft.SwapError, match="`excl_scopes` names nothing in the step.*Nearest: .*conv2d"):
+            tflms_sft.rewrite(step, params, IMAGES, LABELS)
+
+
 @pytest.mark.parametrize(("body", "part"), [(volumetric, 0.6), (mixed, 0.5)])
 def test_fit_under_a_budget_gives_the_same_training(body, part, capfd):
     """Batches of 4, 4 and 1, in float32: TensorFlow pools no volumes in float64."""

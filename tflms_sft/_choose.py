@@ -72,7 +72,7 @@ def choose(traced: Traced, params: AutoParams) -> Choice:
     if found is not None:
         return found
     if tiles is not None:
-        return Choice(tiles.plans, search.left)
+        return Choice(tiles.plans, search.left, why="tiles, because swaps do not fit")
     raise _too_small(traced, params, search)
 
 

@@ -59,7 +59,7 @@ def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
         SwapError: For names that are not in the graph, a tier that is not there, and if nothing can be swapped.
     """
     batch, tier = traced.batch, make_tier(params)
-    _check_names(graph, params)
+    check_names(traced, graph, params)
     analysis = prepared(traced, graph, params)
     plan = plan_swaps(analysis, params.options(), batch)
     if not plan.swaps:
@@ -114,11 +114,16 @@ def _check_space(store: SpillStore, needed: int) -> None:
         )
 
 
-def _check_names(graph: Graph, params: LMSParams) -> None:
-    """Refuse scopes, operations and types that the step has not, with the nearest that it has."""
-    names = list(graph.nodes)
+def check_names(traced: Traced, graph: Graph, params: LMSParams) -> None:
+    """Refuse scopes, operations and types that the step has neither as it was nor tiled, with the nearest it has.
+
+    Raises:
+        SwapError: For the first of them.
+    """
+    nodes = {**traced.analysis.graph.nodes, **graph.nodes}
+    names = list(nodes)
     scopes = list(dict.fromkeys(part for name in names for part in _prefixes(name)))
-    types = list(dict.fromkeys(node.op for node in graph.nodes.values()))
+    types = list(dict.fromkeys(node.op for node in nodes.values()))
     single = () if params.starting_scope is None else (params.starting_scope,)
     for argument, wanted in (
         ("optimizer_scopes", params.optimizer_scopes),
@@ -127,7 +132,7 @@ def _check_names(graph: Graph, params: LMSParams) -> None:
         ("incl_scopes", params.incl_scopes),
     ):
         _require(argument, wanted, lambda scope: any(in_scope(name, scope) for name in names), scopes)
-    _require("starting_op_names", params.starting_op_names, graph.nodes.__contains__, names)
+    _require("starting_op_names", params.starting_op_names, nodes.__contains__, names)
     for argument in ("excl_types", "incl_types"):
         _require(argument, getattr(params, argument), types.__contains__, types)
 

@@ -12,7 +12,7 @@ from rewriters.sft import SegmentPlan, outline
 from rewriters.tiers import HostTier, Outline
 from tflms_sft._compile import Traced, predict
 from tflms_sft._lms_params import LMSParams
-from tflms_sft._swap import make_tier, prepared
+from tflms_sft._swap import check_names, make_tier, prepared
 
 LOWER_BOUNDS = (1, 2, 3, 5, 8, 12, 18, 27, 40)
 """Values of `lb` that are tried. Farther ahead nothing is gained: a transfer has long ended."""
@@ -25,6 +25,9 @@ class Swaps:
         traced: The step.
         plans: Its segments.
         params: What to swap at most, and how early to fetch it at least.
+
+    Raises:
+        SwapError: For names that are not in the step, and a tier that is not there.
     """
 
     def __init__(self, traced: Traced, plans: list[SegmentPlan], params: LMSParams) -> None:
@@ -33,6 +36,7 @@ class Swaps:
         self._plans = plans
         self._on_host = isinstance(make_tier(params), HostTier)
         graph = outline(traced.analysis, plans) if plans else traced.analysis.graph
+        check_names(traced, graph, params)
         self._analysis = prepared(traced, graph, params)
         self._planned: dict[int, list[Swap]] = {}
 
