@@ -181,6 +181,22 @@ def test_tiles_and_then_swaps(tmp_path):
     assert "1 segment(s) in 2x2 tiles" in callback.plan.headline() and "swapped to disk" in callback.plan.headline()
 
 
+@pytest.mark.parametrize("strategy", ["chain_rule", "direct_order"])
+def test_what_is_kept_between_segments_is_swapped(tmp_path, strategy):
+    """Nothing but loops reads it, and what the loops of the backward phase begin with is backward too."""
+    model, plain = net(), net()
+    for layer in (*model.layers, *plain.layers):
+        if isinstance(layer, layers.BatchNormalization):
+            layer.trainable = False
+    tiles = SFTParams((2, 2), [SegmentSpec("photo", "one_relu"), SegmentSpec("one_relu", "pool")])
+    callback = swapping(tmp_path, tiles=tiles, ctrld_strategy=strategy)
+    model.fit(X, Y, callbacks=[callback], **SETTINGS)
+    plain.fit(X, Y, callbacks=[tflms_sft.SFT(tiles.num_tiles, tiles.segments, verbose=0)], **SETTINGS)
+    assert same(model, plain)
+    readers = [reader for swap in callback.plan.swaps for back in swap.readers for reader in back]
+    assert "sft/segment2/backward/while" in readers
+
+
 def test_a_rewritten_step(tmp_path):
     model = net()
     model.optimizer.build(model.trainable_variables)

@@ -75,7 +75,7 @@ def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
 def prepared(traced: Traced, graph: Graph, params: LMSParams) -> Analysis:
     """The graph as swaps are planned for it."""
     loops = [name for (_, phase), name in loop_nodes(graph).items() if phase == "backward"]
-    scopes = (*params.optimizer_scopes, *loops)
+    scopes = (*params.optimizer_scopes, *(name.rpartition("/")[0] for name in loops))  # with what a loop begins with
     return prepare(graph, params.min_bytes, traced.batch, scopes, traced.forward)
 
 
