@@ -71,10 +71,18 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass
 class _Buffer:
-    """Memory of one or more tensors, one of which may be another's operand."""
+    """Memory of one or more tensors, one of which may be another's operand.
+
+    Attributes:
+        key: Number by which events name it.
+        num_bytes: Its size.
+        foreign: Whether it is not TensorFlow's own, which never writes into a NumPy array.
+        uses: How often it is still read.
+    """
 
     key: int
     num_bytes: int
+    foreign: bool
     uses: int = 0
 
 
@@ -129,7 +137,8 @@ class _Scheduler:
         if reusable is not None and self._num_bytes(tensor) == reusable.num_bytes:
             return reusable, None
         silent = not device.allocates(node) or (not self._reads.get(tensor) and node.op.endswith("While"))
-        buffer = _Buffer(next(self._keys), 0 if silent else self._num_bytes(tensor))
+        foreign = node.op in ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+        buffer = _Buffer(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
         if buffer.num_bytes:
             self._alive[buffer.key] = buffer
             self.events.append(Event(Action.ALLOCATE, buffer.key, buffer.num_bytes, tensor.name))
@@ -144,7 +153,7 @@ class _Scheduler:
             buffer = self._buffers.get(tensor)
             if buffer is None or buffer.uses != node.inputs.count(tensor) or buffer.num_bytes != wanted:
                 continue
-            if device.allocates(tensor.node):
+            if device.allocates(tensor.node) and not buffer.foreign:
                 return buffer
         return None
 

@@ -7,12 +7,18 @@ one stream, so that nothing is lost if the large ones wait for each other; the p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Iterator
+from typing import NamedTuple
 
-from rewriters.device import passes_on
+from rewriters.device import overwrites, passes_on
 from rewriters.graph import Graph, Node, Tensor, predecessors
+from rewriters.roles import reads_shape_only
 
 __all__: list[str] = []
+
+MOST_LOOKED_AT = 100
+"""Operations that are looked at to find out what operands need."""
 
 
 def serialise(
@@ -29,17 +35,42 @@ def serialise(
         min_bytes: What is much.
         batch: Size of an unknown batch.
     """
-    last: Node | None = None
-    last_forward: Node | None = None
-    for node, moved in _Order(graph, batch).run():
-        free = passes_on(node) or not node.inputs or node.op == "ReadVariableOp"
-        if moved < max(min_bytes, 1) or free or node.name in untouched:
+    lines = {True: _Line(), False: _Line()}  # of the backward phase, of the forward phase alone
+    for node, moved, read in _Order(graph, batch).run():
+        free = passes_on(node) or not node.inputs or node.op == "ReadVariableOp" or reads_shape_only(node)
+        if free or node.name in untouched:
             continue
-        before = last if node.name in backward else last_forward
-        if before is not None and before not in predecessors(node):
-            node.control_inputs.append(before)
-        last = node
-        last_forward = last_forward if node.name in backward else node
+        phases = (True,) if node.name in backward else (True, False)
+        if moved >= max(min_bytes, 1):
+            line = lines[phases[-1]]
+            before = [*line.readers, *([line.last] if line.last is not None else [])]
+            node.control_inputs.extend(other for other in before if other not in predecessors(node))
+            for phase in phases:
+                lines[phase] = _Line(node)
+        elif read >= max(min_bytes, 1):
+            for phase in phases:
+                lines[phase].readers.append(node)
+
+
+@dataclasses.dataclass
+class _Line:
+    """What the next large operation waits for.
+
+    Attributes:
+        last: The one before it.
+        readers: What has read large tensors since, for something small, such as a filter's gradient: what they read
+            is not free before they have ended.
+    """
+
+    last: Node | None = None
+    readers: list[Node] = dataclasses.field(default_factory=list)
+
+
+class _Need(NamedTuple):
+    """Bytes that it takes to make something at the worst moment, and those that stay of it."""
+
+    peak: int
+    kept: int
 
 
 class _Order:
@@ -70,8 +101,8 @@ class _Order:
                 shared = passes_on(node) and node.inputs
                 self._root[node.out(index)] = self._root[node.inputs[0]] if shared else node.out(index)
 
-    def run(self) -> Iterator[tuple[Node, int]]:
-        """Nodes in order, with the bytes that each takes or, if that is more, frees."""
+    def run(self) -> Iterator[tuple[Node, int, int]]:
+        """Nodes in order, with the bytes that each takes or, if that is more, frees; and those that it reads."""
         for goal in sorted((node for node in self._rank if not self._after[node]), key=self._rank.__getitem__):
             stack = [goal]
             while stack:
@@ -79,13 +110,47 @@ class _Order:
                 if node in self._done:
                     stack.pop()
                 elif self._waiting[node]:
-                    missing = [other for other in dict.fromkeys(predecessors(node)) if other not in self._done]
-                    stack.append(min(missing, key=self._rank.__getitem__))
+                    stack.append(self._first(node))
                 else:
                     stack.pop()
                     yield from self._do(node)
 
-    def _do(self, node: Node) -> Iterator[tuple[Node, int]]:
+    def _first(self, node: Node) -> Node:
+        """Which operation before a node to do first: of its operands the one that needs most beyond what stays of it.
+
+        The order of R. Sethi and J. D. Ullman, "The Generation of Optimal Code for Arithmetic Expressions" (1970), with
+        bytes for registers. It is best for trees, which a few operations may be, but not a whole phase: there, and
+        among operations that a node only waits for, the one that is ready first is done first.
+        """
+        missing = [other for other in dict.fromkeys(predecessors(node)) if other not in self._done]
+        operands = {tensor.node for tensor in node.inputs}
+        if len(missing) > 1 and operands.issuperset(missing):
+            known: dict[Node, _Need] = {}
+            needs = {other: self._need(other, known) for other in missing}
+            if len(known) <= MOST_LOOKED_AT:
+                return min(missing, key=lambda other: (needs[other].kept - needs[other].peak, self._rank[other]))
+        return min(missing, key=self._rank.__getitem__)
+
+    def _need(self, node: Node, known: dict[Node, _Need]) -> _Need:
+        """What it takes to make a node's results, operands that are not there yet included."""
+        if node in known or len(known) > MOST_LOOKED_AT:
+            return known.get(node, _Need(0, 0))
+        known[node] = _Need(0, 0)  # counts as looked at
+        missing = [other for other in dict.fromkeys(predecessors(node)) if other not in self._done]
+        peak = held = 0
+        for need in sorted((self._need(other, known) for other in missing), key=lambda need: need.kept - need.peak):
+            peak = max(peak, held + need.peak)
+            held += need.kept
+        taken, freed = self._moves(node)
+        made = [buffer for buffer in self._made(node) if buffer.node in missing]
+        in_place = overwrites(node) and any(buffer.num_bytes(self._batch) == taken for buffer in made)
+        known[node] = _Need(
+            max(peak, held + (0 if in_place else taken)),
+            held + taken - freed - sum(buffer.num_bytes(self._batch) for buffer in made),
+        )
+        return known[node]
+
+    def _do(self, node: Node) -> Iterator[tuple[Node, int, int]]:
         """A node, and all that then can run and frees more than it takes."""
         pending = [node]
         while pending:
@@ -96,7 +161,7 @@ class _Order:
             self._done.add(current)
             for tensor in current.inputs:
                 self._readers[self._root[tensor]].discard(current)
-            yield current, max(taken, freed)
+            yield current, max(taken, freed), sum(b.num_bytes(self._batch) for b in self._made(current))
             for other in self._after[current]:
                 self._waiting[other] -= 1
             ready = {o for t in current.inputs for o in self._readers[self._root[t]]} | set(self._after[current])
@@ -110,6 +175,9 @@ class _Order:
         """Bytes that a node takes, and that nobody needs after it."""
         results = (node.out(index) for index in range(len(node.outputs)))
         taken = sum(t.num_bytes(self._batch) for t in results if self._root[t] == t)
-        buffers = {self._root[tensor] for tensor in node.inputs}
-        last = [buffer for buffer in buffers if self._readers[buffer] == {node} and buffer.node.inputs]
+        last = [buffer for buffer in self._made(node) if self._readers[buffer] == {node}]
         return taken, sum(buffer.num_bytes(self._batch) for buffer in last)
+
+    def _made(self, node: Node) -> list[Tensor]:
+        """The memory that a node reads, except that of arguments, variables and constants."""
+        return [buffer for buffer in dict.fromkeys(self._root[t] for t in node.inputs) if buffer.node.inputs]
