@@ -6,8 +6,9 @@ it stands in for and why the public interface is not enough.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -122,7 +123,12 @@ def captured_variables(concrete_fn: Any) -> list[tuple[Any, Any]]:
 
 def variable_sizes(concrete_fn: Any) -> list[int]:
     """Bytes of each variable that a traced function reads or writes."""
-    sizes = []
+    return [size for _, size in variable_places(concrete_fn)]
+
+
+def variable_places(concrete_fn: Any) -> list[tuple[str, int]]:
+    """(device, bytes) of each variable that a traced function reads or writes."""
+    found = []
     for tensor in concrete_fn.captured_inputs:
         if tensor.dtype != tf.resource:
             continue
@@ -132,8 +138,15 @@ def variable_sizes(concrete_fn: Any) -> list[int]:
         for item in data.shape_and_type:
             shape = tf.TensorShape(item.shape)
             if shape.is_fully_defined():
-                sizes.append(int(shape.num_elements() or 0) * tf.dtypes.as_dtype(item.dtype).size)
-    return sizes
+                size = int(shape.num_elements() or 0) * tf.dtypes.as_dtype(item.dtype).size
+                found.append((short_device(tensor.device), size))
+    return found
+
+
+def short_device(name: str) -> str:
+    """`GPU:0` of `/job:localhost/replica:0/task:0/device:GPU:0`; the host's if there is none."""
+    found = re.search(r"(CPU|GPU|TPU|XPU):\d+", name, re.IGNORECASE)
+    return found.group().upper() if found else "CPU:0"
 
 
 def _captured_value(tensor: Any) -> tuple[bool, Any]:
@@ -144,14 +157,40 @@ def _captured_value(tensor: Any) -> tuple[bool, Any]:
     return True, tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype).numpy()
 
 
-def allocation_timeline(concrete_fn: Any, arguments: Sequence[Any]) -> list[tuple[float, int]]:
-    """(seconds, bytes alive) over one run, from the allocation records of a fully traced session step."""
-    records: list[tuple[int, int]] = []
-    for device in step_stats(concrete_fn, arguments).dev_stats:
+def allocations(stats: Any) -> list[tuple[str, int, int, str]]:
+    """(device, microseconds, bytes, operation) of everything that was taken or, below zero, given back in a step.
+
+    Args:
+        stats: What `step_stats` returned.
+    """
+    found = []
+    for device in stats.dev_stats:
         for node in device.node_stats:
             for memory in node.memory:
-                records.extend(_freed([(r.alloc_micros, r.alloc_bytes) for r in memory.allocation_records]))
-    return _summed(records)
+                # Operations on a GPU take host memory too.
+                place = "CPU:0" if "GPU" in device.device and "GPU" not in memory.allocator_name else device.device
+                for micros, amount in _freed([(r.alloc_micros, r.alloc_bytes) for r in memory.allocation_records]):
+                    found.append((short_device(place), micros, amount, node.node_name))
+    return found
+
+
+class Times(NamedTuple):
+    """When an operation began and ended, in microseconds, and the bytes of its results."""
+
+    begun: int
+    ended: int
+    num_bytes: int
+
+
+def times(stats: Any) -> dict[str, Times]:
+    """The same for what ran, by the operation's name."""
+    found = {}
+    for device in stats.dev_stats:
+        for node in device.node_stats:
+            begun = node.all_start_micros
+            made = sum(output.tensor_description.allocation_description.requested_bytes for output in node.output)
+            found[node.node_name] = Times(begun, begun + node.op_end_rel_micros, made)
+    return found
 
 
 def step_stats(concrete_fn: Any, arguments: Sequence[Any]) -> Any:
@@ -203,14 +242,3 @@ def _freed(records: list[tuple[int, int]]) -> list[tuple[int, int]]:
             continue
         result.append((micros, amount))
     return result
-
-
-def _summed(records: list[tuple[int, int]]) -> list[tuple[float, int]]:
-    """Bytes alive over time; records start at the first one."""
-    timeline: list[tuple[float, int]] = []
-    alive = 0
-    records.sort(key=lambda record: record[0])
-    for micros, amount in records:
-        alive += amount
-        timeline.append(((micros - records[0][0]) * 1e-6, alive))
-    return timeline

@@ -27,6 +27,8 @@ _IN_PLACE = frozenset(
 _NO_BYTES = frozenset(["Placeholder", "Const", "ReadVariableOp", "VarHandleOp", "Empty", "NoOp"])
 """Ops whose outputs exist anyway (arguments, weights) or are counted elsewhere (a loop's buffers)."""
 
+PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+"""Ops that call a Python function; the arrays that it makes are not the device's allocator's."""
 
 STATES = 6
 """States of a growing pool that are tried; peaks differ by a third between them."""

@@ -137,7 +137,7 @@ class _Scheduler:
         if reusable is not None and self._num_bytes(tensor) == reusable.num_bytes:
             return reusable, None
         silent = not device.allocates(node) or (not self._reads.get(tensor) and node.op.endswith("While"))
-        foreign = node.op in ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+        foreign = node.op in device.PYTHON
         buffer = _Buffer(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
         if buffer.num_bytes:
             self._alive[buffer.key] = buffer

@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import tflms_sft
+from rewriters import device
 from tflms_sft import SFTParams
 from tflms_sft._plan import Measurement
 
@@ -54,10 +55,33 @@ def test_the_peak_lies_between_the_activations_and_a_few_times_that():
 @pytest.mark.usefixtures("records")
 def test_the_timeline_rises_to_the_peak_and_ends_low():
     found = tflms_sft.measure(gradients(net()), IMAGES)
-    times, alive = zip(*found.timeline, strict=True)
+    (line,) = found.timelines
+    times, alive = zip(*line.points, strict=True)
     assert times[0] == 0 and list(times) == sorted(times) and times[-1] > 0
     assert max(alive) == found.peak_bytes
     assert alive[-1] < found.peak_bytes / 2
+
+
+def test_timelines_tell_what_the_allocator_tells():
+    """Both are of runs of the same step; its order varies a little."""
+    step = gradients(net())
+    found = tflms_sft.measure(step, IMAGES, timelines=True)
+    (line,) = found.timelines
+    assert line.device == "CPU:0" and abs(line.peak_bytes - found.peak_bytes) < 0.25 * found.peak_bytes
+    assert all(size > 0 for _, size in line.largest) and line.largest[0][1] >= IMAGES.nbytes
+    assert tflms_sft.measure(step, IMAGES).timelines == () or not device.keeps_statistics()
+
+
+def test_what_is_read_from_disk_is_in_the_timeline(tmp_path):
+    """No allocator knows of it."""
+    params = tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=IMAGES.nbytes)
+    fast = tflms_sft.rewrite(gradients(net()), params, IMAGES)
+    found = tflms_sft.measure(fast, IMAGES, timelines=True)
+    assert fast.plan.measured is found
+    (line,) = found.timelines
+    assert any("/swap_in_" in name and size == IMAGES.nbytes for name, size in line.largest)
+    end = sum(4 * int(tf.size(v)) for v in fast.concrete_function.variables) + IMAGES.nbytes
+    assert line.points[-1][1] - end < 0.1 * IMAGES.nbytes, "everything was given back"
 
 
 @pytest.mark.usefixtures("records")

@@ -127,9 +127,30 @@ def test_the_picture_is_a_png_and_a_figure(plan, tmp_path, measured):
     assert path.read_bytes().startswith(b"\x89PNG")
     (axes,) = figure.axes
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert [label.split(",")[0] for label in labels] == ["original", "rewritten", "budget"] + (
-        ["measured peak"] if measured else []
-    )
+    expected = ["original, peak", "rewritten, peak", *(["rewritten, measured peak 1.00"] if measured else []), "budget"]
+    assert len(labels) == len(expected) and all(map(str.startswith, labels, expected))
+
+
+def test_what_was_measured_is_drawn_beside_what_was_predicted(step, tmp_path):
+    pytest.importorskip("matplotlib")
+    fast = tflms_sft.rewrite(step, SFTParams((4, 1), [SegmentSpec("photo", "pool")]), IMAGES)
+    before, after = (tflms_sft.measure(function, IMAGES, timelines=True) for function in (step, fast))
+    assert fast.plan.measured is after
+    figure = fast.plan.plot(tmp_path / "plan.png", before)
+    predicted, measured = figure.axes
+    for axes, found in ((predicted, fast.plan.predicted), (measured, after.timelines[0])):
+        (text,) = axes.texts
+        assert text.get_text().startswith("largest at the peak:") and found.largest[0][0][-20:] in text.get_text()
+    lines = {line.get_label().split(",")[0]: line for line in measured.get_lines()}
+    for found, label in ((before, "original"), (after, "rewritten")):
+        assert max(lines[label].get_ydata()) == pytest.approx(found.timelines[0].peak_bytes / 2**20)
+        assert lines[label].get_label().startswith(f"{label}, peak ")
+
+
+@pytest.mark.parametrize("argument", ["before", "after"])
+def test_something_else_than_a_measurement_is_refused(plan, argument):
+    with pytest.raises(TypeError, match=f"`{argument}` must be what `tflms_sft.measure` returned. Received: .*=3 of"):
+        plan.plot(**{argument: 3})
 
 
 def test_the_file_has_the_name_that_was_given(plan, tmp_path):

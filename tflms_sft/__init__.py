@@ -5,7 +5,7 @@ from tflms_sft._callbacks import LMS, SFT, MemoryBudget, budget
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._measure import measure
 from tflms_sft._params import AutoParams, SegmentSpec, SFTParams
-from tflms_sft._plan import Measurement, Plan, PlannedSegment, PlannedSwap, Prediction
+from tflms_sft._plan import Measurement, Plan, PlannedSegment, PlannedSwap, Prediction, Timeline
 from tflms_sft._rewrite import RewrittenStep, rewrite
 from tflms_sft._version import __version__
 
@@ -27,6 +27,7 @@ __all__ = [
     "SegmentError",
     "SegmentSpec",
     "SwapError",
+    "Timeline",
     "__version__",
     "budget",
     "measure",

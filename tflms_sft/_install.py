@@ -17,12 +17,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from rewriters import _tf_private
+from rewriters import _tf_private, device
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.tiers import Tier
 from tflms_sft._compile import analyse, collector_paused
-from tflms_sft._measure import read_peak, reset_peak
+from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._names import recorded_layers
 from tflms_sft._plan import Plan
 from tflms_sft._rewrite import Chosen, check_graphs_run, check_image_sizes, rewrite_traced
@@ -221,6 +221,9 @@ class Installation:
         if key not in self._steps:
             # Not under `tf.init_scope`: it pauses gradient tapes, those of the step too.
             self._steps[key] = self._rewritten(specs)
+            tier = self._steps[key].tier
+            if not self._measured and tier is not None and device.keeps_statistics():
+                watch(tier)
         flat = [self._within(t) for t in tf.nest.flatten(data) if t is not None]
         pairs = zip(flat, [s for s in key if s is not None], strict=True)
         return self._steps[key]([_of_size(t, s.shape) for t, s in pairs])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,8 +11,9 @@ import tensorflow as tf
 
 from rewriters import _tf_private, device
 from rewriters.tiers import Tier
-from tflms_sft._plan import Measurement
+from tflms_sft._plan import Measurement, Timeline
 from tflms_sft._rewrite import RewrittenStep, is_concrete
+from tflms_sft._timeline import timelines as device_timelines
 
 ALLOCATOR = "allocator statistics"
 RECORDS = "allocation records of one step"
@@ -24,8 +27,13 @@ def reset_peak(tiers: Iterable[Tier] = ()) -> int | None:
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
     for tier in tiers:
-        tier.reset_peak(_allocated)
+        watch(tier)
     return in_use
+
+
+def watch(tier: Tier) -> None:
+    """Have a tier that came after `reset_peak` take part in the measurement."""
+    tier.reset_peak(_allocated)
 
 
 def _allocated() -> int:
@@ -61,7 +69,7 @@ def read_peak(in_use: int, own: Sequence[int], tiers: Iterable[Tier] = ()) -> Me
     return Measurement(peak - others, source)
 
 
-def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
+def measure(step: Any, *args: Any, timelines: bool = False, **kwargs: Any) -> Measurement:
     """Run one step and tell the peak of what was alive on the device.
 
     The step's variables are put back afterwards, so that weights, optimizer slots,
@@ -70,12 +78,15 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
     Args:
         step: What `rewrite` returned, a `tf.function`, or a `ConcreteFunction`.
         *args: Arguments of a step.
-        **kwargs: The same by keyword.
+        timelines: Whether to tell what was alive when, on each device. That takes two more runs, on a copy of the
+            variables, in which operations take longer than otherwise.
+        **kwargs: Arguments of a step by keyword.
 
     Returns:
         `peak_bytes`, variables included; `source` says which of two it is. Allocator statistics are used
         where the device has them (a GPU; a CPU with oneDNN). Otherwise the step runs once with a full
-        trace and its allocation records are added up, which also gives a `timeline`.
+        trace and its allocation records are added up, which also gives `timelines`. The measurement of a
+        rewritten step is its `plan.measured` too.
 
     Raises:
         TypeError: If `step` cannot be traced.
@@ -86,25 +97,37 @@ def measure(step: Any, *args: Any, **kwargs: Any) -> Measurement:
         (handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
         for handle, dtype in _tf_private.captured_variables(concrete_fn)
     ]
+    tiers = step.tiers if isinstance(step, RewrittenStep) else []
     sizes = _tf_private.variable_sizes(concrete_fn)
     given = tf.nest.flatten((args, kwargs))
     try:
+        found = None
         if reset_peak() is not None:
             run(*args, **kwargs)  # The first run also pays for graph optimisation.
-            tiers = step.tiers if isinstance(step, RewrittenStep) else []
             in_use = reset_peak(tiers)
             run(*args, **kwargs)
             found = read_peak(in_use or 0, [*sizes, *(_size(t) for t in given if isinstance(t, tf.Tensor))], tiers)
-            if found is not None:
-                return found
-        fixed = sum(sizes) + sum(_size(value) for value in given)
-        timeline = _tf_private.allocation_timeline(concrete_fn, given)
-        peak = max((alive for _, alive in timeline), default=0)
-        shifted = tuple((time_s, alive + fixed) for time_s, alive in timeline)
-        return Measurement(peak + fixed, RECORDS, shifted)
+        if found is None or timelines:
+            lines = _timelines(concrete_fn, given)
+            peak = Measurement(lines[0].peak_bytes, RECORDS) if found is None else found
+            found = dataclasses.replace(peak, timelines=lines)
     finally:
         for handle, value in saved:
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+    if isinstance(step, RewrittenStep):
+        step.plan.measured = found
+    return found
+
+
+def _timelines(concrete_fn: Any, given: list[Any]) -> tuple[Timeline, ...]:
+    """What one run allocates, with the variables and arguments, which are there already."""
+    fixed = collections.Counter[str]()
+    for place, num_bytes in _tf_private.variable_places(concrete_fn):
+        fixed[place] += num_bytes
+    for value in given:
+        place = _tf_private.short_device(value.device) if isinstance(value, tf.Tensor) else device.name()
+        fixed[place] += _size(value)
+    return device_timelines(concrete_fn, given, fixed)
 
 
 def _size(value: Any) -> int:

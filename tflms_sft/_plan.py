@@ -31,18 +31,35 @@ class Prediction:
 
 
 @dataclasses.dataclass(frozen=True)
+class Timeline:
+    """What was alive on a device while a step ran.
+
+    Attributes:
+        device: Such as `"GPU:0"`.
+        peak_bytes: The most at a time, variables and arguments included.
+        largest: (operation that made it, bytes) of the largest things alive then.
+        points: (seconds, bytes alive), one for each change.
+    """
+
+    device: str
+    peak_bytes: int
+    largest: tuple[tuple[str, int], ...]
+    points: tuple[tuple[float, int], ...] = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
 class Measurement:
     """What a run of one step took.
 
     Attributes:
         peak_bytes: As in `Prediction`.
         source: Where the number comes from.
-        timeline: (seconds, bytes alive), if the source has one.
+        timelines: What was alive when, on each device, the one whose memory counts first; if they were asked for.
     """
 
     peak_bytes: int
     source: str
-    timeline: tuple[tuple[float, int], ...] = dataclasses.field(repr=False, default=())
+    timelines: tuple[Timeline, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,21 +220,40 @@ class Plan:
         """The whole plan as JSON, timelines included."""
         return json.dumps(dataclasses.asdict(self), indent=indent)
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draw the predicted memory over the ops of a step, before and after, with the measured peak.
+    def plot(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        before: Measurement | None = None,
+        after: Measurement | None = None,
+    ) -> Any:
+        """Draw memory over a step, before and after: as predicted, and as measured if there are timelines of it.
 
         Args:
             path: File to write; `None` only returns the figure.
+            before: Of the step as it was: `tflms_sft.measure(step, *batch, timelines=True)`.
+            after: Of the rewritten step. Defaults to `measured`.
 
         Returns:
             The matplotlib figure.
 
         Raises:
             ImportError: Without matplotlib (`pip install "tflms-sft[plot]"`).
+            TypeError: If `before` or `after` is no `Measurement`.
+
+        Example:
+        >>> fast = tflms_sft.rewrite(step, tflms_sft.LMSParams(), images, labels)
+        >>> before, after = (tflms_sft.measure(s, images, labels, timelines=True) for s in (step, fast))
+        >>> fast.plan.plot("plan.png", before, after)
         """
         from tflms_sft._plot import draw_plan
 
-        return draw_plan(self, path)
+        for argument, value in (("before", before), ("after", after)):
+            if not isinstance(value, Measurement | None):
+                raise TypeError(
+                    f"`{argument}` must be what `tflms_sft.measure` returned. Received: {argument}={value!r} of type "
+                    f"{type(value).__name__}."
+                )
+        return draw_plan(self, path, before, after or self.measured)
 
 
 MOST_SWAPS = 5

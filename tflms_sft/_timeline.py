@@ -1,0 +1,90 @@
+"""What was alive when in a run of a step, device by device."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rewriters import _tf_private, device
+from tflms_sft._plan import Timeline
+
+_PASS_ON = ("EnsureShape", "Identity", "Reshape")
+_MOST_NAMED = 10
+
+
+class _Change(NamedTuple):
+    """Bytes that an operation takes (or, below zero, gives back) at a time."""
+
+    micros: int
+    num_bytes: int
+    name: str
+
+
+def timelines(concrete_fn: Any, arguments: Sequence[Any], fixed: Mapping[str, int]) -> tuple[Timeline, ...]:
+    """Run a step on a copy of its variables, fully traced, and add up its allocations.
+
+    Args:
+        concrete_fn: The step.
+        arguments: Its arguments, flat.
+        fixed: Bytes of variables and arguments on each device.
+
+    Returns:
+        One for each device that something was allocated on, after that of the device whose memory counts.
+    """
+    stats = _tf_private.step_stats(concrete_fn, arguments)
+    changes = collections.defaultdict[str, list[_Change]](list)
+    changes[device.name()] = []
+    for place, micros, num_bytes, name in _tf_private.allocations(stats):
+        changes[place].append(_Change(micros, num_bytes, name))
+    changes["CPU:0"].extend(_arrays(concrete_fn.graph, stats))
+    begin = min((change.micros for found in changes.values() for change in found), default=0)
+    return tuple(_summed(place, found, begin, fixed.get(place, 0)) for place, found in changes.items())
+
+
+def _arrays(graph: Any, stats: Any) -> Iterator[_Change]:
+    """What Python functions made, which no allocator knows of: tensors that were read from disk.
+
+    They are alive until the last reader has ended, or, if a Python function waits for that to give them back, until it
+    runs.
+    """
+    times = _tf_private.times(stats)
+    giver = {
+        reader.name: operation.name
+        for operation in graph.get_operations()
+        if operation.type in device.PYTHON and not operation.inputs
+        for reader in operation.control_inputs
+    }
+    for operation in graph.get_operations():
+        if operation.type not in device.PYTHON or operation.name not in times:
+            continue
+        _, ended, num_bytes = times[operation.name]
+        readers = [reader.name for reader in _readers(operation) if reader.name in times]
+        given_back = [times[giver[name]].begun for name in readers if giver.get(name) in times]
+        last = max(given_back or [times[name].ended for name in readers], default=ended)
+        yield _Change(ended, num_bytes, operation.name)
+        yield _Change(last, -num_bytes, operation.name)
+
+
+def _readers(operation: Any) -> Iterator[Any]:
+    for output in operation.outputs:
+        for reader in output.consumers():
+            if reader.type in _PASS_ON:
+                yield from _readers(reader)
+            else:
+                yield reader
+
+
+def _summed(place: str, changes: list[_Change], begin: int, fixed: int) -> Timeline:
+    alive, peak = fixed, fixed
+    held: collections.Counter[str] = collections.Counter()
+    largest: dict[str, int] = {}
+    points: list[tuple[float, int]] = []
+    for change in sorted(changes):  # At one time, what is given back first.
+        alive += change.num_bytes
+        held[change.name] += change.num_bytes
+        points.append(((change.micros - begin) * 1e-6, alive))
+        if alive > peak:
+            peak, largest = alive, dict(held)
+    named = sorted(((name, size) for name, size in largest.items() if size > 0), key=lambda item: -item[1])
+    return Timeline(place, peak, tuple(named[:_MOST_NAMED]), tuple(points))
