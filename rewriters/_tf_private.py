@@ -7,7 +7,7 @@ it stands in for and why the public interface is not enough.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -54,6 +54,18 @@ def default_func_graph() -> Any:
     """The function graph being traced, or None outside of a trace."""
     graph = tf.compat.v1.get_default_graph()
     return graph if isinstance(graph, func_graph.FuncGraph) else None
+
+
+def run_independently(operations: Iterable[Any]) -> None:
+    """Let stateful operations of the function that is being traced run as soon as their edges allow.
+
+    Automatic control dependencies bring all others into one line, in the order in which they were made.
+    """
+    graph = default_func_graph()
+    manager = getattr(graph, "experimental_acd_manager", None)
+    if manager is not None:
+        for operation in operations:
+            manager.run_independently(operation)
 
 
 def copy_handle_data(source: Any, target: Any) -> None:

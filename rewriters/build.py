@@ -28,6 +28,9 @@ class Importer:
         self.concrete_fn = concrete_fn
         self.tier = tier
         self._graph_def = graph.to_graph_def()
+        # Swaps, and buffers that loops begin with: what they have to wait for, their edges say.
+        self._independent = [node.name for node in graph.nodes.values() if node.op == "Empty"]
+        self._independent += [] if tier is None else tier.operations
         _tf_private.register_functions(graph.library)
         self.num_arguments = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
 
@@ -43,15 +46,17 @@ class Importer:
             placeholder.name: value
             for placeholder, value in zip(self.graph.inputs, fed, strict=True)
         }
+        names = [t.name for t in self.graph.outputs]
         results = tf.graph_util.import_graph_def(
             self._graph_def,
             input_map={name: value for name, value in mapping.items() if self._used(name)},
-            return_elements=[t.name for t in self.graph.outputs] or None,
+            return_elements=[*names, *self._independent] or None,
             name="",
         )
-        flat = list(results or [])
+        found = list(results or [])
+        _tf_private.run_independently(found[len(names) :])
         # An argument that is returned as it came is not part of the import.
-        flat = [mapping.get(t.name, r) for t, r in zip(self.graph.outputs, flat, strict=True)]
+        flat = [mapping.get(name, result) for name, result in zip(names, found, strict=False)]
         return _tf_private.pack_outputs(self.concrete_fn, flat)
 
     def abandon(self) -> None:

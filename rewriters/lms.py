@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 from rewriters import sums
 from rewriters.analysis import Analysis
 from rewriters.broadcasts import keep_small
 from rewriters.control import ControlSearch
 from rewriters.errors import RewriteError
-from rewriters.graph import Graph, Node, Tensor
+from rewriters.graph import Graph, Node, Tensor, predecessors
 from rewriters.late import readiness, start_late
 from rewriters.order import serialise
 from rewriters.roles import in_scope, reads_shape_only
@@ -243,6 +243,7 @@ def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int
     level = graph.levels()
     new = graph.copy()
     outs: list[_Out] = []
+    ways: list[_Way] = []
     for swap in swaps:
         source = Tensor(new.nodes[swap.tensor.node.name], swap.tensor.index)
         prefix = f"lms/{source.node.name}" + (f"_{source.index}" if source.index else "")
@@ -254,8 +255,10 @@ def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int
             readers = [new.nodes[reader.name] for reader in swap_in.readers]
             for node in readers:
                 node.inputs = [back if t == source else t for t in node.inputs]
-            tier.give_back(new, new.unique_name(f"{prefix}/given_back_{number}"), readers)
+            given = tier.give_back(new, new.unique_name(f"{prefix}/given_back_{number}"), readers)
+            ways.append(_Way(new.nodes[name], swap_in, given))
     _bound(outs, max_in_flight)
+    _one_by_one(ways, level)
     _updates_last(new, outs, {new.nodes[node.name]: level[node] for node in graph.keep})
     try:
         new.levels()
@@ -284,6 +287,49 @@ def _bound(outs: list[_Out], max_in_flight: int) -> None:
     for before, after in zip(outs, outs[max_in_flight:], strict=False):
         if after.level > before.level and not after.merged:
             after.producer.control_inputs.append(before.done)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """The operation that a swap-in starts with, what was planned, and the operation that gives its tensor back."""
+
+    start: Node
+    plan: SwapIn
+    given: Node | None
+
+
+def _one_by_one(ways: list[_Way], level: Mapping[Node, int]) -> None:
+    """Let a swap-in wait until the tensors are given back whose readers ran before its control operation.
+
+    Both become ready at the same time, and what is given back last is at the worst moment still there.
+    """
+    starts: dict[Node, list[Node]] = {}
+    for way in ways:
+        starts.setdefault(way.plan.control, []).append(way.start)
+    waiting = {way.given: way.plan.readers for way in ways if way.given is not None}
+    for control in sorted(starts, key=level.__getitem__):
+        ended = {given: readers for given, readers in waiting.items() if _last(readers, level) <= level[control]}
+        lowest = min((level[reader] for readers in ended.values() for reader in readers), default=0)
+        passed = _ancestors(control, level, lowest) if ended else set()
+        for given in [given for given, readers in ended.items() if passed.issuperset(readers)]:
+            del waiting[given]
+            for start in starts[control]:
+                start.control_inputs.append(given)
+
+
+def _last(readers: Iterable[Node], level: Mapping[Node, int]) -> int:
+    return max(level[reader] for reader in readers)
+
+
+def _ancestors(node: Node, level: Mapping[Node, int], lowest: int) -> set[Node]:
+    """A node and those before it that are not below a level."""
+    found, stack = {node}, [node]
+    while stack:
+        for before in predecessors(stack.pop()):
+            if before not in found and level[before] >= lowest:
+                found.add(before)
+                stack.append(before)
+    return found
 
 
 def _updates_last(graph: Graph, outs: list[_Out], kept: dict[Node, int]) -> None:

@@ -103,7 +103,7 @@ class _Scheduler:
         self._alive: dict[int, _Buffer] = {}
         self._keys = itertools.count()
         self._reads: dict[Tensor, int] = {}
-        for tensor in itertools.chain(keep, *(node.inputs for node in order)):
+        for tensor in itertools.chain(keep, *(_needed(node) for node in order)):
             self._reads[tensor] = self._reads.get(tensor, 0) + 1
 
     def run(self, node: Node, scratch: int) -> None:
@@ -116,10 +116,11 @@ class _Scheduler:
             self._buffers[tensor] = buffer
         if device.allocates(node):
             self.events.append(Event(Action.RUN, -1, scratch, node.name))
-        for tensor in node.inputs:
+        needed = _needed(node)
+        for tensor in needed:
             if tensor in self._buffers:
                 self._buffers[tensor].uses -= 1
-        for tensor in (*node.inputs, *outputs):
+        for tensor in (*needed, *outputs):
             held = self._buffers.get(tensor)
             if held is not None and held.uses <= 0 and held.key in self._alive:
                 del self._alive[held.key]
@@ -156,6 +157,21 @@ class _Scheduler:
             if device.allocates(tensor.node) and not buffer.foreign:
                 return buffer
         return None
+
+
+def _needed(node: Node) -> list[Tensor]:
+    """What an op reads; arrays that Python made are also there until the op that gives them back has run."""
+    if node.op not in device.PYTHON or node.inputs:
+        return node.inputs
+    read = dict.fromkeys(tensor for reader in node.control_inputs for tensor in reader.inputs)
+    return [tensor for tensor in read if _source(tensor).op in device.PYTHON]
+
+
+def _source(tensor: Tensor) -> Node:
+    node = tensor.node
+    while device.passes_on(node) and node.inputs:
+        node = node.inputs[0].node
+    return node
 
 
 def schedule(

@@ -18,7 +18,13 @@ HOST = "/device:CPU:0"
 
 
 class Tier(Protocol):
-    """A place outside of the device's memory."""
+    """A place outside of the device's memory.
+
+    Attributes:
+        operations: Names of the stateful operations that it added.
+    """
+
+    operations: list[str]
 
     def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
         """Add the operation that takes a tensor away, to be brought back `times`; its result stands for it there."""
@@ -26,8 +32,8 @@ class Tier(Protocol):
     def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
         """Add the operation that brings it back, after `control`; its result is the tensor `like`."""
 
-    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> None:
-        """Have what was brought back for these readers freed at once after them, if that takes anything."""
+    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> Node | None:
+        """Have what was brought back for these readers freed at once after them, by an operation if that takes one."""
 
     def clear(self) -> None:
         """Give up what a step that failed has left."""
@@ -45,6 +51,9 @@ class HostTier:
     Both operations are identities placed on the host; TensorFlow copies at the border (section 3.4).
     """
 
+    def __init__(self) -> None:
+        self.operations: list[str] = []
+
     def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
         """An identity on the host."""
         del times
@@ -55,7 +64,7 @@ class HostTier:
         return graph.add(_identity(held, like, name, [control])).out()
 
     def give_back(self, graph: Graph, name: str, readers: list[Node]) -> None:
-        """It is freed at once."""
+        """No operation: it is freed at once."""
 
     def clear(self) -> None:
         """Nothing is left."""
@@ -71,6 +80,9 @@ class HostTier:
 class Outline:
     """Stands for the disk tier where a graph is only looked at: the operations, without functions behind them."""
 
+    def __init__(self) -> None:
+        self.operations: list[str] = []
+
     def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
         """One that makes a number."""
         del times
@@ -82,9 +94,11 @@ class Outline:
         made = graph.add(Node(name, "PyFunc", [held], [control], {}, HOST, outputs))
         return graph.add(Node(f"{name}/EnsureShape", "EnsureShape", [made.out()], (), {}, "", outputs)).out()
 
-    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> None:
+    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> Node:
         """One that makes a number."""
-        graph.keep.append(graph.add(Node(name, "PyFunc", (), readers, {}, HOST, [(tf.int64, ())])))
+        node = graph.add(Node(name, "PyFunc", (), readers, {}, HOST, [(tf.int64, ())]))
+        graph.keep.append(node)
+        return node
 
     def clear(self) -> None:
         """Nothing is left."""
@@ -102,11 +116,13 @@ class DiskTier:
 
     Attributes:
         store: The files.
+        operations: Names of those that call a Python function.
         references: What has to stay alive as long as the graph may run.
     """
 
     def __init__(self, store: SpillStore) -> None:
         self.store = store
+        self.operations: list[str] = []
         self.references: list[Any] = []
 
     def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
@@ -132,7 +148,7 @@ class DiskTier:
         (value,) = self._spliced(graph, name, call, [held], [(like.shape, dtype)], [control])
         return value
 
-    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> None:
+    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> Node:
         """Let TensorFlow give back an array that it has no use for any more.
 
         Its own threads must not do so. It does the next time that an operation with a result is run from Python, which
@@ -151,6 +167,7 @@ class DiskTier:
 
         (done,) = self._spliced(graph, name, call, [], [((), tf.int64)], readers)
         graph.keep.append(done.node)
+        return done.node
 
     def clear(self) -> None:
         """Close files that nobody will read any more."""
@@ -181,6 +198,7 @@ class DiskTier:
             if node.op == "PyFunc":
                 node.device = HOST
                 node.control_inputs = [*node.control_inputs, *controls]
+                self.operations.append(node.name)
                 node.outputs = [(dtype, shape) for shape, dtype in results]
             graph.add(node)
         return list(part.outputs)
