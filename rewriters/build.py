@@ -29,8 +29,8 @@ class Importer:
         self.tier = tier
         self._graph_def = graph.to_graph_def()
         # Swaps, and buffers that loops begin with: what they have to wait for, their edges say.
-        self._independent = [node.name for node in graph.nodes.values() if node.op == "Empty"]
-        self._independent += [] if tier is None else tier.operations
+        swaps = set() if tier is None else set(tier.operations)
+        self._independent = [n.name for n in graph.nodes.values() if n.op == "Empty" or n.name in swaps]
         _tf_private.register_functions(graph.library)
         self.num_arguments = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
 

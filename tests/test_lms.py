@@ -131,6 +131,35 @@ def test_every_swap_in_waits_for_its_control_operation():
             assert found.graph.nodes[swap_in.control.name] in ancestors([reader])
 
 
+def test_swaps_wait_for_nothing_but_what_their_edges_say(tmp_path):
+    """Automatic control dependencies would bring them into one line: a tensor would come back after a later one."""
+    step = keras_step(plain, (16, 16), 2)
+    found = swapped(step, DiskTier(SpillStore(str(tmp_path))))
+    imported = {operation.name: operation for operation in found.function.graph.get_operations()}
+    calls = [node for node in found.graph.nodes.values() if node.op == "PyFunc"]
+    assert len(calls) >= 3 * len(found.plan.swaps) >= 15
+    for node in calls:
+        assert {c.name for c in imported[node.name].control_inputs} == {c.name for c in node.control_inputs}
+
+
+def test_a_swap_in_waits_until_earlier_tensors_are_given_back(tmp_path):
+    step = keras_step(plain, (16, 16), 2)
+    found = swapped(step, DiskTier(SpillStore(str(tmp_path))), ctrld_strategy="direct_order", fuse_swapins=True)
+    swap_ins, waited = {}, set()
+    for swap in found.plan.swaps:
+        for number, swap_in in enumerate(swap.swap_ins):
+            swap_ins[f"lms/{swap.tensor.node.name}/swap_in_{number}"] = swap_in
+    for name, swap_in in swap_ins.items():
+        for before in found.graph.nodes[name].control_inputs:
+            if "/given_back_" in before.name:
+                waited.add(before)
+                ran = {node.name for node in ancestors([found.graph.nodes[swap_in.control.name]])}
+                readers = swap_ins[before.name.replace("given_back", "swap_in")].readers
+                assert {reader.name for reader in readers} <= ran
+    given = [node for node in found.graph.nodes.values() if "/given_back_" in node.name and node.op == "PyFunc"]
+    assert 0.5 * len(given) <= len(waited) < len(given)
+
+
 @pytest.mark.parametrize("strategy", ("chain_rule", "direct_order"))
 @pytest.mark.parametrize("net", NETS)
 def test_nothing_comes_back_during_the_forward_phase(net, strategy):

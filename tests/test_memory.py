@@ -53,6 +53,17 @@ def test_elementwise_ops_overwrite_an_operand_that_ends():
     assert [alive for _, alive in peak(a, b, c).timeline] == [KB, KB, KB]
 
 
+def test_arrays_that_python_made_are_not_overwritten_and_live_until_they_are_given_back():
+    a = op("a", "PyFunc")
+    b = op("b", "EnsureShape", a)
+    c = op("c", "Relu", b)
+    d = op("d", "Conv2D", c)
+    given = Node("given", "PyFunc", control_inputs=[c.node], outputs=[(tf.int64, ())])
+    assert [alive for _, alive in peak(a, b, c, d).timeline] == [KB, KB, 2 * KB, 2 * KB]
+    assert [alive for _, alive in peak(a, b, c, d, given).timeline][:4] == [KB, KB, 2 * KB, 3 * KB]
+    assert [alive for _, alive in peak(a, b, c, given, d).timeline] == [KB, KB, 2 * KB, 2 * KB + 8, 2 * KB]
+
+
 def test_an_operand_that_is_read_later_is_not_overwritten():
     a = op("a", "Conv2D")
     b = op("b", "Relu", a)

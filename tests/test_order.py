@@ -97,3 +97,41 @@ def test_a_branch_ends_before_another_begins():
     peaks = [graph_peak(g, {}, 1, [], limit=0).peak_bytes for g in (by_hand(), graph)]
     assert peaks[0] >= 5 * 800 and peaks[1] < 3 * 800 + 100
     assert all(len(set(predecessors(node))) == len(predecessors(node)) for node in graph.nodes.values())
+
+
+def test_what_reads_much_for_something_small_ends_before_more_is_made():
+    """A filter's gradient holds the gradient that it reads; the other reader of that may end first."""
+    graph = Graph({}, [], [], [], None, None)
+
+    def add(name, inputs, size):
+        return graph.add(Node(name, "Roll", [n.out() for n in inputs], outputs=[(tf.float64, (size,))]))
+
+    source = graph.add(Node("source", "Const", outputs=[(tf.float64, (1,))]))
+    gradient = add("gradient", [source], 100)
+    small = add("small", [gradient], 1)
+    first = add("first", [gradient], 100)
+    second = add("second", [first], 100)
+    graph.outputs = [small.out(), second.out()]
+    serialise(graph, (), (), 800, 1)
+    assert small in first.control_inputs + second.control_inputs
+    assert gradient not in small.control_inputs, "both readers may run at once"
+
+
+def test_the_operand_that_needs_most_is_made_first():
+    """As in a normalisation's gradient: `scaled` could be there early, and would wait while the other part is made."""
+    graph = Graph({}, [], [], [], None, None)
+
+    def add(name, op, inputs, size):
+        return graph.add(Node(name, op, [n.out() for n in inputs], outputs=[(tf.float64, (size,))]))
+
+    source = graph.add(Node("source", "Const", outputs=[(tf.float64, (1,))]))
+    gradient = add("gradient", "Roll", [source], 100)
+    scaled = add("scaled", "Roll", [gradient], 100)
+    wide = add("wide", "Roll", [gradient], 300)
+    narrow = add("narrow", "Roll", [wide], 100)
+    end = add("end", "Roll", [scaled, narrow], 100)
+    graph.outputs = [end.out()]
+    serialise(graph, (), (), 800, 1)
+    order = [node.name for node in graph.topological()]
+    assert order.index("narrow") < order.index("scaled")
+    assert graph_peak(graph, {}, 1, [], limit=0).peak_bytes < 8 * (100 + 300 + 100) + 8 * 50
