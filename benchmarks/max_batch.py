@@ -14,9 +14,10 @@ are private mappings of their files. The page cache is not in it: what was swapp
 operating system takes back when somebody needs it. Tensors come from the C library's `malloc`, each large one a mapping
 that ends with it; TensorFlow's own pool would keep and round up what it once had.
 
-The largest batch is first predicted, by the plan's `peak_bytes`, without a step being run, with the headroom that
-`MemoryBudget` leaves; a trial with it has to end well, one with a tenth more has not to. `--search measured` also looks
-for the largest batch by trials alone.
+The largest batch is first predicted, by the plan's `peak_bytes`, without a step being run; a trial with it has to end
+well, one with a tenth more has not to. `MemoryBudget` leaves headroom, as a process that trained something else before
+has its memory in pieces; here there is none, and none is left unless `--headroom` says so. `--search measured` also
+looks for the largest batch by trials alone.
 """
 
 from __future__ import annotations
@@ -293,7 +294,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--net", choices=sorted(_nets.TASKS), default="resnet50")
     add("--image-size", type=_arguments.positive, default=224, metavar="N", help="default: %(default)s")
     add("--memory", type=_arguments.size, default="2GiB", metavar="SIZE", help="the cap; default: %(default)s")
-    add("--headroom", type=_arguments.part, default=0.1, help="of a prediction; default: %(default)s")
+    add("--headroom", type=_arguments.part, default=0.0, help="of a prediction; default: %(default)s")
     add("--steps", type=_arguments.positive, default=2, help="steps of a trial; default: %(default)s")
     add("--search", choices=("predicted", "measured"), default="predicted", help="measured: also by trials alone")
     add("--json", type=Path, metavar="FILE", help="file for all figures")

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from benchmarks import _arguments, _child, _lms_report, lms, max_batch
+from benchmarks import _arguments, _child, _lms_report, accuracy, lms, max_batch
 
 
 def outcome(returncode=0, error=None, log=""):
@@ -30,6 +30,8 @@ def test_sizes():
         (max_batch.parse_arguments, ["--memory", "2 bananas"], "--memory: expected a size"),
         (max_batch.parse_arguments, ["--memory", "0GiB"], "--memory: must be at least one byte"),
         (max_batch.parse_arguments, ["--search", "guess"], "--search: invalid choice"),
+        (accuracy.parse_arguments, ["--cases", "vgg16"], "--cases: invalid choice: 'vgg16'"),
+        (accuracy.parse_arguments, ["--within", "2"], "--within: must be from 0 to below 1. Received: 2"),
     ],
 )
 def test_wrong_arguments_are_refused(parse, arguments, message, capsys):
@@ -188,3 +190,25 @@ def test_the_table_compares_with_plain():
     assert rows[5] == "| 10 % more | 11: out of memory | 48: out of memory |  |"
     assert rows[6] == "| largest batch, by trials | 11 | 44 | 4.00 |"
     assert rows[8] == "| the same, per image | 0.10 s | 0.10 s |  |"
+
+
+# Predictions.
+
+
+NEAR = [((100, 90, 300), True), ((100, 130, 130), False), ((84, 84, 84), False)]
+
+
+@pytest.mark.parametrize(("measured", "near"), NEAR)
+def test_a_prediction_is_held_against_the_median(measured, near):
+    found = [{"predicted": 100 * 2**20, "measured": value * 2**20} for value in measured]
+    cells, is_near = accuracy.row(accuracy.Case("vgg16", "plain"), found, 0.15)
+    assert is_near is near and cells[0] == "VGG-16, plain" and cells[1] == "100 MiB"
+    assert cells[3:5] == [f"{min(measured)} MiB", f"{max(measured)} MiB"]
+    assert cells[5].endswith("(too far)") is not near
+
+
+def test_every_network_is_predicted_plain_and_rewritten():
+    for net in accuracy.NETS:
+        how = [case.tiles is not None or case.swaps is not None for case in accuracy.CASES if case.net == net]
+        assert True in how and False in how
+    assert len({case.name for case in accuracy.CASES}) == len(accuracy.CASES) >= 6

@@ -167,6 +167,16 @@ def test_fit_gives_the_same_bits_and_leaves_no_file(tmp_path, page_cache, capfd)
     assert plan.predicted.peak_bytes < plan.original.peak_bytes
 
 
+def test_the_first_step_is_measured_with_what_is_read_from_disk(tmp_path, monkeypatch):
+    """The tier is not there yet when the measurement of a `fit` begins: the step is traced in it."""
+    watched = []
+    monkeypatch.setattr("tflms_sft._install.watch", watched.append)
+    monkeypatch.setattr("rewriters.device.keeps_statistics", lambda: True)
+    net().fit(X, Y, epochs=2, callbacks=[swapping(tmp_path)], **SETTINGS)
+    (tier,) = watched
+    assert tier.store.directory == str(tmp_path)
+
+
 def test_tiles_and_then_swaps(tmp_path):
     model, plain = net(), net()
     for layer in (*model.layers, *plain.layers):

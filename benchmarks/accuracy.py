@@ -1,0 +1,163 @@
+"""How near predicted peaks are to measured ones, for plain, tiled and swapped steps of three networks.
+
+    python -m benchmarks.accuracy [--runs 5] [--cases NAME ...] [--json accuracy.json]
+
+The prediction is the plan's, made before anything runs. Each measurement is a process of its own, in which
+`tflms_sft.measure` runs the step twice and tells the peak of the second: of TensorFlow's allocator, and of what was
+read from disk at the same time. The exit code is 1 if a median is not within `--within` of its prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import _arguments, _child, _nets
+
+MIB = 2**20
+
+NETS = {
+    "vgg16": _nets.Task("VGG-16", _nets.vgg16, 2, 3, False, image_size=768, batch=1),
+    **_nets.TASKS,
+}
+TILES = {"segments": [["image", "pool3", [4, 4]], ["pool3", "pool5", [2, 2]]]}
+LEAST_MEMORY = {"ctrld_strategy": "direct_order", "fuse_swapins": True, "max_in_flight": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A network and what is done to its step.
+
+    Attributes:
+        net: Key of `NETS`.
+        how: In words.
+        tiles: Segments, each with an entry, an exit and the number of tiles; None leaves it whole.
+        swaps: Fields of `LMSParams` besides `tier`; None swaps nothing.
+    """
+
+    net: str
+    how: str
+    tiles: dict[str, Any] | None = None
+    swaps: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """In the table, and on the command line."""
+        return f"{self.net}, {self.how}"
+
+
+CASES = [
+    Case("vgg16", "plain"),
+    Case("vgg16", "tiled", tiles=TILES),
+    Case("vgg16", "swapped", swaps=LEAST_MEMORY),
+    Case("vgg16", "tiled and swapped", tiles=TILES, swaps=LEAST_MEMORY),
+    Case("resnet50", "plain"),
+    Case("resnet50", "swapped", swaps=LEAST_MEMORY),
+    Case("resnet50", "swapped, defaults", swaps={}),
+    Case("unet3d", "plain"),
+    Case("unet3d", "swapped", swaps=LEAST_MEMORY),
+    Case("unet3d", "swapped, defaults", swaps={}),
+]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# In the child.
+
+
+def examine(
+    *,
+    net: str,
+    tiles: dict[str, Any] | None,
+    swaps: dict[str, Any] | None,
+    image_size: int | None,
+    emit: _child.Emit,
+) -> dict[str, Any]:
+    """Rewrites a step, runs it, and returns the predicted and the measured peak."""
+    del emit
+    import tensorflow as tf
+
+    import tflms_sft
+
+    task = NETS[net]
+    size = image_size or task.image_size
+    model = task.compiled(size)
+    images, labels = map(tf.constant, task.noise(size, task.batch))
+    step = tf.function(lambda images, labels: model.train_step((images, labels))["loss"], autograph=False)
+    params: list[Any] = []
+    if tiles is not None:
+        specs = [tflms_sft.SegmentSpec(entry, exit_, tuple(count)) for entry, exit_, count in tiles["segments"]]
+        params.append(tflms_sft.SFTParams(segments=specs))
+    if swaps is not None:
+        params.append(tflms_sft.LMSParams(tier="disk", **swaps))
+    changed = tflms_sft.rewrite(step, params or tflms_sft.AutoParams("1TiB"), images, labels)
+    found = tflms_sft.measure(changed if params else step, images, labels)
+    return {"predicted": changed.plan.predicted.peak_bytes, "measured": found.peak_bytes, "source": found.source}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# In the parent.
+
+
+def row(case: Case, found: list[dict[str, Any]], within: float) -> tuple[list[str], bool]:
+    """A line of the table, and whether the prediction is near."""
+    predicted = found[0]["predicted"]
+    measured = [one["measured"] for one in found]
+    median = statistics.median(measured)
+    near = abs(predicted - median) <= within * median
+    cells = (predicted, median, min(measured), max(measured))
+    return [
+        f"{NETS[case.net].title}, {case.how}",
+        *(f"{value / MIB:.0f} MiB" for value in cells),
+        f"{predicted / median - 1:+.1%}" + ("" if near else " (too far)"),
+    ], near
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.accuracy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    names = [case.name for case in CASES]
+    add("--cases", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}; default: all")
+    add("--image-size", type=_arguments.positive, metavar="N", help="of all; default: each network's own")
+    add("--runs", type=_arguments.positive, default=5, help="processes for each; default: %(default)s")
+    add("--within", type=_arguments.part, default=0.15, help="part of the median; default: %(default)s")
+    add("--json", type=Path, metavar="FILE", help="file for all figures")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints; returns 1 if a prediction is too far from what was measured."""
+    options = parse_arguments(arguments)
+    title = f"Peak of a step, median of {options.runs}"
+    lines = [[title, "predicted", "measured", "lowest", "highest", "predicted / measured"], ["---"] * 6]
+    near, report = True, {}
+    for case in (case for case in CASES if case.name in options.cases):
+        kwargs = {"net": case.net, "tiles": case.tiles, "swaps": case.swaps, "image_size": options.image_size}
+        found = [_child.call_in_child("benchmarks.accuracy:examine", kwargs) for _ in range(options.runs)]
+        line, is_near = row(case, found, options.within)
+        print(", ".join(line), flush=True)
+        lines.append(line)
+        near, report[case.name] = near and is_near, found
+    print("\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if near else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except _child.ChildError as error:
+        sys.exit(f"A child failed for a reason of its own: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
