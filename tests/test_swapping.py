@@ -125,6 +125,14 @@ def test_too_little_space_is_an_error_before_the_first_step(tmp_path, monkeypatc
         net().fit(X, Y, callbacks=[swapping(tmp_path)], **SETTINGS)
 
 
+def test_too_few_files_are_an_error_before_the_first_step(tmp_path, monkeypatch):
+    opened = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("resource.getrlimit", lambda which: (opened + 3, 10**6))
+    with pytest.raises(SwapError, match=f"each to a file of its own; this process may have {opened + 3} files open"):
+        net().fit(X, Y, callbacks=[swapping(tmp_path)], **SETTINGS)
+    net().fit(X, Y, callbacks=[swapping(tmp_path, n_tensors=1)], **SETTINGS)
+
+
 def test_files_in_memory_are_no_disk(tmp_path, monkeypatch):
     """The table is the system's; a longer mount point is nearer."""
     table = tmp_path / "mounts"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import resource
 from collections.abc import Callable, Iterable, Mapping
 
 import tensorflow as tf
@@ -66,6 +69,7 @@ def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
         raise SwapError(_nothing(analysis, params, plan, batch))
     if isinstance(tier, DiskTier):
         _check_space(tier.store, sum(s.tensor.num_bytes(batch) for s in plan.swaps))
+        _check_files(len(plan.swaps))
     new, outs = insert_swaps(analysis.graph, plan.swaps, tier, params.max_in_flight)
     # A swap-out to disk makes the number of a file, which the device may well have.
     away = frozenset(outs) if isinstance(tier, HostTier) else frozenset[Node]()
@@ -111,6 +115,20 @@ def _check_space(store: SpillStore, needed: int) -> None:
             f"`spill_dir` has too little space: a step swaps {format_bytes(needed)} ({needed} bytes) to "
             f"{store.directory!r}, {format_bytes(free)} are free. Give another directory, or swap fewer tensors "
             "(`n_tensors`)."
+        )
+
+
+def _check_files(needed: int) -> None:
+    """Refuse more tensors at a time than the process may have files open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = 0
+    with contextlib.suppress(OSError):  # Not every system tells what is open.
+        opened = len(os.listdir("/proc/self/fd"))
+    if limit != resource.RLIM_INFINITY and opened + needed > limit:
+        raise SwapError(
+            f"A step swaps {needed} tensors to disk, each to a file of its own; this process may have {limit} files "
+            f"open, and has {opened}. Raise the limit (`ulimit -n {2 * (opened + needed)}` in the shell), or swap "
+            "fewer tensors (`n_tensors`, or a larger `min_bytes`)."
         )
 
 
