@@ -52,8 +52,7 @@ def _draw_predicted(axes: Any, plan: Plan, before: Measurement | None, after: Me
         _fill(axes, shares, values, f"{label}, peak {format_bytes(prediction.peak_bytes)}", color)
     for found, (label, color) in zip((before, after), LABELS, strict=True):
         if found is not None and not found.timelines:
-            text = f"{label}, measured peak {format_bytes(found.peak_bytes)}"
-            axes.axhline(found.peak_bytes / MIB, color=color, ls=":", lw=1.5, label=text)
+            _peak_line(axes, found, f"{label}, measured peak {format_bytes(found.peak_bytes)}", color)
     axes.set_title("Predicted, by liveness")
     axes.set_xlabel("progress of one training step (share of its ops)")
     axes.set_xlim(0, 1)
@@ -69,6 +68,8 @@ def _draw_measured(axes: Any, plan: Plan, before: Measurement | None, after: Mea
             seconds, alive = zip(*last.points, strict=True) if last.points else ((0.0,), (last.peak_bytes,))
             text = f"{label}, peak {format_bytes(last.peak_bytes)}"
             _fill(axes, seconds, [amount / MIB for amount in alive], text, color)
+            if found.peak_bytes != last.peak_bytes:  # Of another run, untraced, in another state of the memory.
+                _peak_line(axes, found, f"{label}, peak by statistics {format_bytes(found.peak_bytes)}", color)
     assert last is not None
     axes.set_title(f"Measured, by allocation records of {last.device}")
     axes.set_xlabel("time of one training step (s), fully traced")
@@ -80,6 +81,10 @@ def _draw_measured(axes: Any, plan: Plan, before: Measurement | None, after: Mea
 def _fill(axes: Any, places: Sequence[float], values: Sequence[float], label: str, color: str) -> None:
     axes.fill_between(places, values, step="post", color=color, alpha=0.25)
     axes.plot(places, values, drawstyle="steps-post", color=color, lw=1, label=label)
+
+
+def _peak_line(axes: Any, found: Measurement, label: str, color: str) -> None:
+    axes.axhline(found.peak_bytes / MIB, color=color, ls=":", lw=1.5, label=label)
 
 
 def _name(axes: Any, largest: Sequence[tuple[str, int]]) -> None:
