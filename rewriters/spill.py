@@ -31,7 +31,7 @@ def is_in_memory(directory: str, mounts: str = "/proc/self/mounts") -> bool:
     found, kind = "", ""
     with contextlib.suppress(OSError), open(mounts, encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            _, point, type_, *_ = line.split(" ")
+            _, point, type_ = (*line.split(" "), "", "", "")[:3]
             point = os.path.join(point.replace("\\040", " "), "")
             if path.startswith(point) and len(point) >= len(found):
                 found, kind = point, type_

@@ -138,7 +138,7 @@ def test_files_in_memory_are_no_disk(tmp_path, monkeypatch):
     table = tmp_path / "mounts"
     (tmp_path / "a b" / "c").mkdir(parents=True)
     space = str(tmp_path / "a b").replace(" ", "\\040")
-    table.write_text(f"disk / ext4 rw 0 0\ntmpfs {space} tmpfs rw 0 0\ndisk {space}/c ext4 rw 0 0\n")
+    table.write_text(f"disk / ext4 rw 0 0\n\nodd\ntmpfs {space} tmpfs rw 0 0\ndisk {space}/c ext4 rw 0 0\n")
     found = [is_in_memory(str(tmp_path / path), str(table)) for path in ("", "a b", "a b/d", "a b/c", "a bc")]
     assert found == [False, True, True, False, False]
     assert not is_in_memory(str(tmp_path), str(tmp_path / "no such table"))
