@@ -278,7 +278,8 @@ def test_a_full_disk_ends_the_step_and_leaves_the_weights(tmp_path, monkeypatch)
 
 
 CHILD = """
-    import sys
+    import signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells have it ignored in the background.
     import numpy as np, keras, tflms_sft
     from keras import layers
     image = x = keras.Input((64, 64, 3))

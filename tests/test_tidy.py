@@ -185,6 +185,23 @@ def test_what_a_gradient_is_multiplied_with_waits_for_it():
         assert was[before.graph.nodes[name]] < last == ready[graph.nodes[name]]
 
 
+def test_what_is_computed_for_something_that_waits_waits_too():
+    weight = tf.Variable(RNG.normal(size=(3, 3, 2, 2)))
+
+    def function(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.nn.conv2d(x, weight, 1, "SAME") ** 2)
+        gradient = tape.gradient(loss, weight)
+        factor = tf.sin(tf.exp(weight, name="first"), name="second")
+        weight.assign_sub(1e-3 * gradient * factor)
+        return loss
+
+    step = of(function, (2, 4, 4, 2))
+    step = Step(step.concrete_fn, [weight], step.batches)
+    graph, same = changed(step, lambda analysis: start_late(analysis, 1, 2))
+    assert same and all(graph.nodes[name].control_inputs for name in ("first", "second"))
+
+
 def test_waiting_makes_no_cycle():
     """What one early value would wait for is computed from another."""
 
