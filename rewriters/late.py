@@ -17,6 +17,12 @@ __all__: list[str] = []
 FROM_THE_START = -1
 """Of operations that depend on no data."""
 
+_MADE_ONE = frozenset(
+    "Add AddV2 BatchMatMulV2 BiasAdd Conv2D Conv3D DepthwiseConv2dNative Elu LeakyRelu MatMul Pad PadV2 Relu Relu6 "
+    "Sigmoid Tanh".split()
+)
+"""What TensorFlow may make one operation with its reader, whatever edges there are: a convolution and its bias."""
+
 
 def readiness(analysis: Analysis) -> dict[Node, int]:
     """How far the forward phase has to have come before an operation can run.
@@ -77,10 +83,19 @@ class _Pass:
             return None
         first = min(readers, key=self.analysis.position.__getitem__)
         others = [tensor.node for tensor in first.inputs] + ([self.waits[first]] if first in self.waits else [])
-        control = max(others, key=lambda other: (self.ready[other], self.analysis.position[other]))
+        control = self._last(others)
+        while control is not None and control.op in _MADE_ONE:
+            # Made one with what reads both, it would wait for a node that waits for it.
+            control = self._last(predecessors(control))
+        if control is None or self.ready[control] <= self.ready[node]:
+            return None
         if control.op == "Placeholder" or control in self.untouched or self._reaches(node, control):
             return None
         return control
+
+    def _last(self, nodes: list[Node]) -> Node | None:
+        """The one that can run last."""
+        return max(nodes, key=lambda node: (self.ready[node], self.analysis.position[node]), default=None)
 
     def _is_large(self, outputs: list[Tensor]) -> bool:
         return sum(tensor.num_bytes(self.batch) for tensor in outputs) >= self.min_bytes

@@ -216,6 +216,21 @@ def test_waiting_makes_no_cycle():
     assert same and graph.levels()
 
 
+def test_what_is_added_to_a_convolution_does_not_wait_for_it():
+    """oneDNN makes a convolution and its bias one operation, which would then wait for itself."""
+
+    def net(x):
+        return layers.Conv2D(4, 3)(keras.ops.relu(layers.Conv2D(4, 3)(x)))
+
+    step = keras_step(net, (12, 16), 2)
+    graph, same = changed(step, lambda analysis: start_late(analysis, 1, 2))
+    assert same
+    found = [node for node in graph.nodes.values() if node.op == "BiasAdd" and node.inputs[0].node.op == "Conv2D"]
+    assert len(found) == 2
+    for node in found:
+        assert node.inputs[0].node not in ancestors([node.inputs[1].node])
+
+
 def test_a_value_that_others_wait_for_or_that_is_returned_starts_at_once():
     weight = tf.Variable(RNG.normal(size=(3, 3)))
 
