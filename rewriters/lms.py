@@ -333,7 +333,19 @@ def _ancestors(node: Node, level: Mapping[Node, int], lowest: int) -> set[Node]:
 
 
 def _updates_last(graph: Graph, outs: list[_Out], kept: dict[Node, int]) -> None:
-    """Variables change after all swap-outs before them have ended, so that a failed one leaves them as they were."""
-    for node, level in kept.items():
-        if _updates(node):
-            node.control_inputs.extend(out.done for out in outs if out.level < level)
+    """Variables change after all swap-outs before them have ended, so that a failed one leaves them as they were.
+
+    An operation stands for all swap-outs up to a level: edges from each of them to each update would be too many.
+    """
+    outs = sorted(outs, key=lambda out: out.level)
+    passed, ended = 0, list[Node]()
+    for node, level in sorted(kept.items(), key=lambda item: item[1]):
+        if not _updates(node):
+            continue
+        before = passed
+        while passed < len(outs) and outs[passed].level < level:
+            passed += 1
+        if passed > before:
+            done = [out.done for out in outs[before:passed]]
+            ended = [graph.add(Node(graph.unique_name("lms/swapped_out"), "NoOp", (), [*ended, *done]))]
+        node.control_inputs.extend(ended)

@@ -308,7 +308,7 @@ def test_what_is_made_next_waits_for_swap_outs_before(traced):
     def waiting(max_in_flight):
         nodes = swapped(traced, max_in_flight=max_in_flight).graph.nodes.values()
         return sum(
-            c.name.endswith("swap_out") for n in nodes for c in n.control_inputs if not n.op.startswith("Assign")
+            c.name.endswith("swap_out") for n in nodes for c in n.control_inputs if not n.op.startswith(("Assign", "NoOp"))
         )
 
     assert waiting(1) > waiting(4) > waiting(100) == 0
@@ -319,4 +319,11 @@ def test_parameters_are_never_swapped(traced):
     assert all(swap.tensor.node.op not in ("ReadVariableOp", "Placeholder", "Const") for swap in found.plan.swaps)
     kept = [node for node in found.graph.keep if node.name.startswith("sgd/Assign")]
     outs = {node.name for node in found.graph.nodes.values() if node.name.endswith("swap_out")}
-    assert kept and all(outs <= {c.name for c in node.control_inputs} for node in kept), "updates come last"
+    assert kept and all(outs <= {before.name for before in ancestors([node])} for node in kept), "updates come last"
+
+
+def test_edges_that_bring_updates_last_are_few(traced):
+    found = swapped(traced)
+    edges = sum(c.name.startswith("lms/") for node in found.graph.keep for c in node.control_inputs)
+    swaps, updates = len(found.plan.swaps), sum(node.op.startswith("Assign") for node in found.graph.keep)
+    assert 0 < edges <= swaps + 2 * updates < swaps * updates
