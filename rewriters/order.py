@@ -90,6 +90,7 @@ class _Order:
         self._root: dict[Tensor, Tensor] = {}
         self._readers: dict[Tensor, set[Node]] = {}
         self._done: set[Node] = set()
+        self._by_rank: dict[Node, Iterator[Node]] = {}
         self._find_buffers()
 
     def _find_buffers(self) -> None:
@@ -122,6 +123,10 @@ class _Order:
         bytes for registers. It is best for trees, which a few operations may be, but not a whole phase: there, and
         among operations that a node only waits for, the one that is ready first is done first.
         """
+        if len(predecessors(node)) > MOST_LOOKED_AT:  # Looked at once, not again after each of them.
+            if node not in self._by_rank:
+                self._by_rank[node] = iter(sorted(predecessors(node), key=self._rank.__getitem__))
+            return next(other for other in self._by_rank[node] if other not in self._done)
         missing = [other for other in dict.fromkeys(predecessors(node)) if other not in self._done]
         operands = {tensor.node for tensor in node.inputs}
         if len(missing) > 1 and operands.issuperset(missing):
@@ -164,7 +169,10 @@ class _Order:
             yield current, max(taken, freed), sum(b.num_bytes(self._batch) for b in self._made(current))
             for other in self._after[current]:
                 self._waiting[other] -= 1
-            ready = {o for t in current.inputs for o in self._readers[self._root[t]]} | set(self._after[current])
+            ready = set(self._after[current])
+            for buffer in self._made(current):
+                if len(self._readers[buffer]) == 1:  # It would free the buffer; of several none would.
+                    ready |= self._readers[buffer]
             for other in sorted(ready, key=self._rank.__getitem__, reverse=True):
                 if other not in self._done and not self._waiting[other]:
                     takes, frees = self._moves(other)
