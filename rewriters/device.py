@@ -24,6 +24,9 @@ _IN_PLACE = frozenset(
     "Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Softplus SoftplusGrad Softsign "
     "SoftsignGrad Sqrt SqrtGrad Square SquaredDifference Sub Tanh TanhGrad".split()
 )
+_CONTRACTIONS = frozenset("BatchMatMulV2 Conv2D Conv3D DepthwiseConv2dNative MatMul".split())
+_FOLLOW = frozenset("Add AddV2 BiasAdd Elu LeakyRelu Relu Relu6 Sigmoid Tanh".split())
+_PADS = frozenset(("Pad", "PadV2"))
 _NO_BYTES = frozenset(["Placeholder", "Const", "ReadVariableOp", "VarHandleOp", "Empty", "NoOp"])
 """Ops whose outputs exist anyway (arguments, weights) or are counted elsewhere (a loop's buffers)."""
 
@@ -44,6 +47,20 @@ def passes_on(node: Node) -> bool:
 def overwrites(node: Node) -> bool:
     """Whether an op's kernel takes the buffer of an operand that nobody else reads."""
     return node.op in _IN_PLACE
+
+
+def may_be_taken_in(node: Node, reader: Node | None = None) -> bool:
+    """Whether TensorFlow may make an operation one with its reader, such as a convolution and its bias.
+
+    oneDNN does so whatever edges there are: what the reader waits for must not wait for the operation.
+
+    Args:
+        node: The operation.
+        reader: Its only reader; any if it is not given.
+    """
+    if node.op in _PADS:
+        return reader is None or reader.op in _CONTRACTIONS
+    return node.op in _CONTRACTIONS | _FOLLOW and (reader is None or reader.op in _FOLLOW)
 
 
 def allocates(node: Node) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from rewriters import sums
 from rewriters.analysis import Analysis
+from rewriters.device import may_be_taken_in
 from rewriters.graph import Graph, Node, Tensor, predecessors
 from rewriters.roles import reads_shape_only
 
@@ -16,12 +17,6 @@ __all__: list[str] = []
 
 FROM_THE_START = -1
 """Of operations that depend on no data."""
-
-_MADE_ONE = frozenset(
-    "Add AddV2 BatchMatMulV2 BiasAdd Conv2D Conv3D DepthwiseConv2dNative Elu LeakyRelu MatMul Pad PadV2 Relu Relu6 "
-    "Sigmoid Tanh".split()
-)
-"""What TensorFlow may make one operation with its reader, whatever edges there are: a convolution and its bias."""
 
 
 def readiness(analysis: Analysis) -> dict[Node, int]:
@@ -84,7 +79,7 @@ class _Pass:
         first = min(readers, key=self.analysis.position.__getitem__)
         others = [tensor.node for tensor in first.inputs] + ([self.waits[first]] if first in self.waits else [])
         control = self._last(others)
-        while control is not None and control.op in _MADE_ONE:
+        while control is not None and may_be_taken_in(control):
             # Made one with what reads both, it would wait for a node that waits for it.
             control = self._last(predecessors(control))
         if control is None or self.ready[control] <= self.ready[node]:

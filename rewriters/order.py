@@ -8,10 +8,10 @@ one stream, so that nothing is lost if the large ones wait for each other; the p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rewriters.device import overwrites, passes_on
+from rewriters.device import may_be_taken_in, overwrites, passes_on
 from rewriters.graph import Graph, Node, Tensor, predecessors
 from rewriters.roles import reads_shape_only
 
@@ -36,7 +36,12 @@ def serialise(
         batch: Size of an unknown batch.
     """
     lines = {True: _Line(), False: _Line()}  # of the backward phase, of the forward phase alone
+    readers = graph.consumers()
+    done: set[Node] = set()
+    at_once: set[Node] = set()
     for node, moved, read in _Order(graph, batch).run():
+        done.add(node)
+        at_once |= _made_one_with(node, readers, done)
         free = passes_on(node) or not node.inputs or node.op == "ReadVariableOp" or reads_shape_only(node)
         if free or node.name in untouched:
             continue
@@ -44,12 +49,35 @@ def serialise(
         if moved >= max(min_bytes, 1):
             line = lines[phases[-1]]
             before = [*line.readers, *([line.last] if line.last is not None else [])]
-            node.control_inputs.extend(other for other in before if other not in predecessors(node))
+            if node not in at_once:
+                node.control_inputs.extend(other for other in before if other not in predecessors(node))
             for phase in phases:
-                lines[phase] = _Line(node)
+                lines[phase] = _Line(node, list(before) if node in at_once else [])
         elif read >= max(min_bytes, 1):
             for phase in phases:
                 lines[phase].readers.append(node)
+
+
+def _made_one_with(
+    node: Node, readers: Mapping[Tensor, Sequence[tuple[Node, int]]], done: Container[Node]
+) -> set[Node]:
+    """What must not wait for what runs after a node: a reader that it may be made one with, and its other operands.
+
+    The two would be one operation then, which waits for itself.
+    """
+    found: set[Node] = set()
+    while len(reading := readers.get(node.out(), ()) if len(node.outputs) == 1 else ()) == 1:
+        reader = reading[0][0]
+        if not may_be_taken_in(node, reader):
+            break
+        stack = [reader]
+        while stack:
+            current = stack.pop()
+            if current not in found and current not in done:
+                found.add(current)
+                stack.extend(predecessors(current))
+        node = reader
+    return found
 
 
 @dataclasses.dataclass

@@ -9,8 +9,9 @@ from test_tidy import changed
 
 from rewriters import normalise, sums
 from rewriters.analysis import Analysis
-from rewriters.graph import Graph, Node, predecessors
+from rewriters.graph import Graph, Node, ancestors, predecessors
 from rewriters.late import readiness
+from rewriters.lms import prepare
 from rewriters.memory import graph_peak
 from rewriters.order import serialise
 
@@ -135,3 +136,26 @@ def test_the_operand_that_needs_most_is_made_first():
     order = [node.name for node in graph.topological()]
     assert order.index("narrow") < order.index("scaled")
     assert graph_peak(graph, {}, 1, [], limit=0).peak_bytes < 8 * (100 + 300 + 100) + 8 * 50
+
+
+def test_nothing_comes_between_what_onednn_makes_one():
+    """A padding and its convolution, a convolution and its bias: as one operation they would wait for themselves."""
+    kernel, bias = tf.Variable(tf.ones((3, 3, 4, 4))), tf.Variable(tf.ones((4,)))
+
+    def function(x):
+        with tf.GradientTape() as tape:
+            y = tf.nn.conv2d(tf.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), kernel * 2.0, 1, "VALID")
+            loss = tf.reduce_sum(tf.nn.relu(tf.nn.bias_add(y, bias * 2.0)))
+        kernel.assign_sub(tape.gradient(loss, kernel))
+        return loss
+
+    concrete_fn = tf.function(function).get_concrete_function(tf.TensorSpec((2, 8, 8, 4)))
+    graph = prepare(normalise.read(concrete_fn), 1, 2).graph
+    pairs = [(t.node, n) for n in graph.nodes.values() for t in n.inputs if (t.node.op, n.op) in PAIRS]
+    assert len(pairs) == 2
+    for node, reader in pairs:
+        others = [before for before in predecessors(reader) if before is not node]
+        assert node not in ancestors(others)
+
+
+PAIRS = (("Pad", "Conv2D"), ("Conv2D", "BiasAdd"))
