@@ -106,12 +106,16 @@ class SpillStore:
         return number
 
     def _file(self, size: int) -> IO[bytes]:
-        """A file of an earlier array of that size that nobody reads any more, or a new one."""
+        """A file of an earlier array that nobody reads any more, of that size if there is one, or a new one."""
         with self._lock:
             self._look()
             self._collect()
-            if self._free.get(size):
-                return self._free[size].pop()
+            # Batches of many sizes would leave files of each.
+            free = next((files for files in (self._free.get(size), *self._free.values()) if files), None)
+            if free:
+                file = free.pop()
+                file.truncate(size)
+                return file
         return tempfile.TemporaryFile(dir=self.directory, buffering=0)
 
     def read(self, number: Any) -> np.ndarray:

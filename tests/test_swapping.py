@@ -341,6 +341,14 @@ def test_files_are_private_and_written_again_when_nobody_reads_them(tmp_path, pa
     assert not open_files(tmp_path)
 
 
+def test_arrays_of_many_sizes_leave_one_file(tmp_path):
+    store = SpillStore(str(tmp_path))
+    for size in (3000, 5000, 1000, 4000):
+        assert np.array_equal(store.read(store.write(np.arange(size), 1, "a")), np.arange(size))
+        (file,) = open_files(tmp_path)
+    assert sum(os.stat(file.fileno()).st_size for held in store._held.values() for file in [held.file]) == 4000 * 8
+
+
 def test_what_was_read_is_counted_while_it_is_in_memory(tmp_path):
     store = SpillStore(str(tmp_path))
     numbers = [store.write(np.ones(1000), 1, "test") for _ in range(3)]
