@@ -17,7 +17,7 @@ from rewriters.analysis import Analysis
 from rewriters.broadcasts import keep_small
 from rewriters.control import ControlSearch
 from rewriters.errors import RewriteError
-from rewriters.graph import Graph, Node, Tensor, predecessors
+from rewriters.graph import Graph, Node, Tensor, ancestors, predecessors
 from rewriters.late import readiness, start_late
 from rewriters.order import serialise
 from rewriters.roles import in_scope, reads_shape_only
@@ -225,7 +225,7 @@ def _is_data(tensor: Tensor) -> bool:
 
 def _updates(node: Node) -> bool:
     """Whether an operation writes a variable: edges next to variables are left alone (5.1)."""
-    return node.op.startswith("Assign") or node.op.startswith("Resource")
+    return node.op.startswith(("Assign", "Resource")) and not node.op.startswith("ResourceGather")
 
 
 def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int) -> tuple[Graph, list[Node]]:
@@ -259,7 +259,10 @@ def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int
             ways.append(_Way(new.nodes[name], swap_in, given))
     _bound(outs, max_in_flight)
     _one_by_one(ways, level)
-    _updates_last(new, outs, {new.nodes[node.name]: level[node] for node in graph.keep})
+    needed = ancestors(swap.tensor.node for swap in swaps)
+    last = max(level.values()) + 1
+    updates = [node for node in level if _updates(node)]
+    _updates_last(new, outs, {new.nodes[n.name]: level[n] if n in needed else last for n in updates})
     try:
         new.levels()
     except RewriteError as error:
@@ -332,16 +335,20 @@ def _ancestors(node: Node, level: Mapping[Node, int], lowest: int) -> set[Node]:
     return found
 
 
-def _updates_last(graph: Graph, outs: list[_Out], kept: dict[Node, int]) -> None:
-    """Variables change after all swap-outs before them have ended, so that a failed one leaves them as they were.
+def _updates_last(graph: Graph, outs: list[_Out], updates: Mapping[Node, int]) -> None:
+    """Variables change after the swap-outs have ended, so that a failed one leaves them as they were.
 
     An operation stands for all swap-outs up to a level: edges from each of them to each update would be too many.
+
+    Args:
+        graph: The new graph; it is edited.
+        outs: Its swap-outs.
+        updates: What writes a variable, with the level γ below which swap-outs come first: its own if a swapped tensor
+            is computed from what it does, such as the state of a generator that is drawn from again.
     """
     outs = sorted(outs, key=lambda out: out.level)
     passed, ended = 0, list[Node]()
-    for node, level in sorted(kept.items(), key=lambda item: item[1]):
-        if not _updates(node):
-            continue
+    for node, level in sorted(updates.items(), key=lambda item: item[1]):
         before = passed
         while passed < len(outs) and outs[passed].level < level:
             passed += 1

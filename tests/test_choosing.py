@@ -133,6 +133,35 @@ def test_names_are_checked_against_the_step_not_against_what_tiles_leave_of_it()
             tflms_sft.rewrite(step, params, IMAGES, LABELS)
 
 
+@pytest.mark.parametrize("net", ("normed", "enlarged"))
+def test_the_smallest_budget_that_is_told_is_met_and_so_is_any_above(net):
+    """Small tensors are swapped only under small budgets, and tiles are tried in steps: neither may leave a gap."""
+
+    def body(x):
+        x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+        x = layers.BatchNormalization()(x) if net == "normed" else layers.MaxPooling2D()(x)
+        x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+        return layers.Conv2D(2, 1)(x if net == "normed" else layers.UpSampling2D()(x))
+
+    image = keras.Input((96, 88, 3))
+    model = keras.Model(image, body(image))
+
+    @tf.function
+    def step(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(images, training=True) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    images = tf.TensorSpec((2, 96, 88, 3))
+    with pytest.raises(BudgetError) as caught:
+        tflms_sft.rewrite(step, AutoParams("1KiB"), images)
+    smallest = caught.value.smallest_bytes
+    assert f"({smallest} bytes, headroom of 10% included)" in str(caught.value) and "(1024 bytes)" in str(caught.value)
+    for factor in (1, 1.02, 1.1, 1.3):
+        plan = tflms_sft.rewrite(step, AutoParams(int(factor * smallest)), images).plan
+        assert plan.predicted.peak_bytes < 0.9 * factor * smallest + 64  # The numbers of a few files.
+
+
 @pytest.mark.parametrize(("body", "part"), [(volumetric, 0.6), (mixed, 0.5)])
 def test_fit_under_a_budget_gives_the_same_training(body, part, capfd):
     """Batches of 4, 4 and 1, in float32: TensorFlow pools no volumes in float64."""

@@ -8,7 +8,7 @@ from keras import layers
 
 import tflms_sft
 from rewriters import device
-from tflms_sft import SFTParams
+from tflms_sft import SFTParams, _measure
 from tflms_sft._plan import Measurement
 
 SIZE = 128
@@ -151,3 +151,11 @@ def test_what_is_no_step_is_refused(step):
     ) as e:
         tflms_sft.measure(step, 1)
     assert f"of type {type(step).__name__}" in str(e.value)
+
+
+@pytest.mark.parametrize(("peak", "expected"), ((0, None), (800, None), (1100, 1100)))
+def test_a_peak_below_what_the_step_itself_has_is_none(monkeypatch, peak, expected):
+    """Some allocators count only blocks above a size."""
+    monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": peak, "current": 0})
+    found = _measure.read_peak(0, [600, 400])
+    assert (found and found.peak_bytes) == expected

@@ -613,3 +613,21 @@ def test_operations_that_wait_for_an_argument(params):
     assert found.plan.changed and found.plan.batch == 2
     for got, want in zip(found(*arguments), step(*arguments), strict=True):
         assert np.allclose(got, want, rtol=1e-12, atol=0)
+
+
+def test_keyword_only_arguments_with_defaults():
+    weight = tf.Variable(np.ones((3, 3, 4, 4)))
+
+    @tf.function
+    def step(images, *, scale=2.0, gate=None):
+        with tf.GradientTape() as tape:
+            loss = scale * tf.reduce_sum(tf.nn.relu(tf.nn.conv2d(images, weight, 1, "SAME")) ** 2)
+        return loss, tape.gradient(loss, weight)
+
+    images = tf.constant(np.random.default_rng(1).normal(size=(2, 16, 16, 4)))
+    fast = tflms_sft.rewrite(step, SFTParams((2, 2)), images)
+    for got, want in zip(fast(images), step(images), strict=True):
+        assert np.allclose(got, want, rtol=1e-12, atol=0)
+    assert float(fast(images, scale=2.0)[0]) == float(fast(images)[0])
+    with pytest.raises(TypeError, match="rewritten for one signature"):
+        fast(images, scale=3.0)

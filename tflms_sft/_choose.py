@@ -38,6 +38,9 @@ MOST_NAMES = 6
 """Layers after which the list in an error is cut short."""
 
 
+BOTH = "tiles and swaps, because neither fit alone"
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """What to do with a step.
@@ -73,14 +76,17 @@ def choose(traced: Traced, params: AutoParams) -> Choice:
         return found
     if tiles is not None:
         return Choice(tiles.plans, search.left, why="tiles, because swaps do not fit")
+    found = None if params.swap is False else _least(traced, search, params, limit)
+    if found is not None:
+        return found
     raise _too_small(traced, params, search)
 
 
-def swaps_within(params: AutoParams) -> LMSParams:
-    """What may be swapped for a budget."""
+def swaps_within(params: AutoParams, least: bool = False) -> LMSParams:
+    """What may be swapped for a budget: small tensors only if it is small, or where the `least` memory is wanted."""
     if isinstance(params.swap, LMSParams):
         return params.swap
-    smallest = max(SMALLEST_SWAP, min(LARGEST_SWAP, params.memory_budget // 256))
+    smallest = SMALLEST_SWAP if least else max(SMALLEST_SWAP, min(LARGEST_SWAP, params.memory_budget // 256))
     return LMSParams(ctrld_strategy="direct_order", fuse_swapins=True, max_in_flight=1, min_bytes=smallest)
 
 
@@ -99,7 +105,16 @@ def _swapped(
         if candidate is not None and candidate.plans:
             rest = Swaps(traced, candidate.plans, wanted).tuned(limit)
             if rest is not None:
-                return Choice(candidate.plans, search.left, rest, "tiles and swaps, because neither fit alone")
+                return Choice(candidate.plans, search.left, rest, BOTH)
+    return None
+
+
+def _least(traced: Traced, search: TileSearch, params: AutoParams, limit: int) -> Choice | None:
+    """The plans of `_smallest`: whatever it tells is the smallest budget has to be met, and any above."""
+    for plans in ([], search.smallest.plans):
+        found = Swaps(traced, plans, swaps_within(params, least=True)).tuned(limit)
+        if found is not None:
+            return Choice(plans, search.left, found, BOTH if plans else "swaps, because no tiles fit")
     return None
 
 
@@ -110,10 +125,11 @@ def _too_small(traced: Traced, params: AutoParams, search: TileSearch) -> Budget
     layers = unsupported_layers(traced, search.left)
     stuck = f" Left as they are: {shortened(layers, MOST_NAMES)}." if layers else ""
     error = BudgetError(
-        f"`memory_budget` is too small for this step. Received: memory_budget={format_bytes(params.memory_budget)}. "
-        f"The smallest plan found needs {format_bytes(smallest)} ({smallest} bytes, headroom of "
-        f"{params.headroom:.0%} included), of which `{name}` is {format_bytes(size)} and variables are "
-        f"{format_bytes(traced.fixed_bytes)}. Raise the budget, or shrink the batch or the image.{stuck}"
+        "`memory_budget` is too small for this step. Received: memory_budget="
+        f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes). The smallest plan found needs "
+        f"{format_bytes(smallest)} ({smallest} bytes, headroom of {params.headroom:.0%} included), of which `{name}` "
+        f"is {format_bytes(size)} and variables are {format_bytes(traced.fixed_bytes)}. Raise the budget, or shrink "
+        f"the batch or the image.{stuck}"
     )
     error.smallest_bytes = smallest
     error.tensor = name
@@ -125,8 +141,6 @@ def _smallest(traced: Traced, params: AutoParams, search: TileSearch) -> Peak:
     peaks = [search.smallest.peak]
     if params.swap is not False:
         for plans in ([], search.smallest.plans):
-            swaps = Swaps(traced, plans, swaps_within(params))
-            count = len(swaps.planned(swaps.params.lb))
-            if count:
-                peaks.append(swaps.peak(count, swaps.params.lb))
+            found = Swaps(traced, plans, swaps_within(params, least=True)).smallest()
+            peaks.extend([] if found is None else [found[1]])
     return min(peaks, key=lambda peak: peak.peak_bytes)

@@ -59,12 +59,12 @@ def read_peak(in_use: int, own: Sequence[int], tiers: Iterable[Tier] = ()) -> Me
         peak = max(swapped, int(tf.config.experimental.get_memory_info(device.name())["peak"]))
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
-    if not peak:
-        return None  # Some allocators count only blocks above a size.
     pool = device.pool()
     for num_bytes in own:
         pool.allocate(num_bytes)
     others = max(in_use - pool.in_use, 0)
+    if not peak or peak - others < sum(own):
+        return None  # Some allocators count only blocks above a size: the figure would be too low.
     source = f"{ALLOCATOR} of {device.name()}" + (", and what was read from disk" if swapped else "")
     return Measurement(peak - others, source)
 

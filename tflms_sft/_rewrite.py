@@ -150,8 +150,9 @@ class RewrittenStep:
         for name, spec in list(zip(names, positional, strict=False))[len(args) :]:
             if name in kwargs:
                 args.append(kwargs.pop(name))
-            elif not any(isinstance(leaf, tf.TypeSpec) for leaf in tf.nest.flatten(spec)):
+            elif _is_fixed(spec):
                 args.append(spec)
+        kwargs.update({name: spec for name, spec in keywords.items() if name not in kwargs and _is_fixed(spec)})
         try:
             tf.nest.assert_same_structure((positional, keywords), (tuple(args), kwargs), check_types=False)
         except (TypeError, ValueError):
@@ -164,6 +165,11 @@ class RewrittenStep:
             f"This step was rewritten for one signature. Expected: {self._signature}. Received: {given}. "
             "Rewrite the step for these arguments too."
         )
+
+
+def _is_fixed(spec: Any) -> bool:
+    """Whether an argument of a signature has no tensor in it."""
+    return not any(isinstance(leaf, tf.TypeSpec) for leaf in tf.nest.flatten(spec))
 
 
 def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -> RewrittenStep:

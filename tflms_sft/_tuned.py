@@ -53,14 +53,16 @@ def _measured(step: Any, params: LMSParams, example_args: Any) -> int:
 
 
 def _too_small(swaps: Swaps, budget: int, headroom: float) -> BudgetError:
-    peak = swaps.peak(len(swaps.planned(swaps.params.lb)), swaps.params.lb)
+    best = swaps.smallest()
+    assert best is not None, "there was something to swap"
+    count, peak = best
     smallest = int(peak.peak_bytes / (1 - headroom)) + 1
     name, size = peak.largest[0]
     error = BudgetError(
-        f"`memory_budget` is too small for this step with swaps alone. Received: {format_bytes(budget)}. With "
-        f"{len(swaps.planned(swaps.params.lb))} tensors swapped it needs {format_bytes(smallest)} ({smallest} bytes, "
-        f"headroom of {headroom:.0%} included) by prediction, of which `{name}` is {format_bytes(size)}. Raise the "
-        "budget, lower `min_bytes`, or use `AutoParams`, which tiles as well."
+        f"`memory_budget` is too small for this step with swaps alone. Received: {format_bytes(budget)} ({budget} "
+        f"bytes). With {count} tensors swapped it needs {format_bytes(smallest)} ({smallest} bytes, headroom of "
+        f"{headroom:.0%} included) by prediction, of which `{name}` is {format_bytes(size)}. Raise the budget, lower "
+        "`min_bytes`, or use `AutoParams`, which tiles as well."
     )
     error.smallest_bytes = smallest
     error.tensor = name

@@ -73,11 +73,22 @@ class Swaps:
         lb = higher[found - 1] if found else lb
         return dataclasses.replace(self.params, n_tensors=count, lb=lb)
 
+    def smallest(self) -> tuple[int, Peak] | None:
+        """How many tensors need least of some numbers that are tried, and that peak; `None` if none can be swapped."""
+        found = [(count, self.peak(count, self.params.lb)) for count in self._counts(self.params.lb)]
+        return min(found, key=lambda one: one[1].peak_bytes) if found else None
+
+    def _counts(self, lb: int) -> list[int]:
+        """All, and fewer: with more swaps more is under way, and the allocator has more pieces."""
+        most = len(self.planned(lb))
+        return sorted({max(most * part // 4, 1) for part in (4, 3, 2, 1)}, reverse=True) if most else []
+
     def _fewest(self, lb: int, limit: int) -> int | None:
-        """By bisection: more swaps need less memory, but for what is under way."""
-        low, high = 0, len(self.planned(lb))
-        if high == 0 or self.peak(high, lb, limit).peak_bytes > limit:
+        """By bisection, from a number that fits: mostly more swaps need less memory."""
+        high = next((count for count in self._counts(lb) if self.peak(count, lb, limit).peak_bytes <= limit), None)
+        if high is None:
             return None
+        low = 0
         while high - low > 1:
             middle = (low + high) // 2
             if self.peak(middle, lb, limit).peak_bytes > limit:
