@@ -165,7 +165,13 @@ def _captured_value(tensor: Any) -> tuple[bool, Any]:
     """Whether a captured tensor stands for a variable, and its value."""
     if tensor.dtype != tf.resource:
         return False, tensor.numpy()
-    dtype = tf.dtypes.as_dtype(_handle_data(tensor).shape_and_type[0].dtype)
+    data = _handle_data(tensor)
+    if data is None or not data.is_set:
+        raise TypeError(
+            "The step uses a resource that is no variable (a lookup table, an iterator): the run that is traced needs "
+            "a copy of what it uses, and of this there is none. Take it out, or measure without `timelines`."
+        )
+    dtype = tf.dtypes.as_dtype(data.shape_and_type[0].dtype)
     return True, tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype).numpy()
 
 

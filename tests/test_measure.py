@@ -159,3 +159,18 @@ def test_a_peak_below_what_the_step_itself_has_is_none(monkeypatch, peak, expect
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": peak, "current": 0})
     found = _measure.read_peak(0, [600, 400])
     assert (found and found.peak_bytes) == expected
+
+
+def test_what_cannot_be_copied_is_named():
+    keys = tf.lookup.KeyValueTensorInitializer(tf.constant([1, 2]), tf.constant([3.0, 4.0]))
+    table = tf.lookup.StaticHashTable(keys, 0.0)
+    weight = tf.Variable(1.0)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(table.lookup(x)) * weight
+        return tape.gradient(loss, weight)
+
+    with pytest.raises(TypeError, match="a resource that is no variable .a lookup table"):
+        tflms_sft.measure(step, tf.constant([1, 2]), timelines=True)

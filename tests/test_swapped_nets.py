@@ -1,5 +1,9 @@
 """Swapping computes the same bits for whole networks: deep, residual, volumes, noise, half precision."""
 
+import subprocess
+import sys
+import textwrap
+
 import keras
 import numpy as np
 import pytest
@@ -114,3 +118,62 @@ def test_half_precision(policy, tier):
     assert any("dynamic_scale" in variable.path for variable in step.variables) == (policy == "mixed_float16")
     assert all(np.isfinite(value).all() for value in step.run(step.concrete_fn).values()), "no update is skipped"
     assert same_bits(step, found.function)
+
+
+ONEDNN = """
+    import os, sys
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
+    import keras, numpy as np, tensorflow as tf, tflms_sft
+    from keras import layers
+
+    def chain():
+        for filters in (8, 8, 4):
+            yield layers.Conv2D(filters, 3, activation="relu")
+        yield layers.GlobalAveragePooling2D()
+
+    def padded():
+        yield layers.ZeroPadding2D(1)
+        yield layers.Conv2D(8, 3, activation="relu")
+        yield layers.BatchNormalization()
+        yield layers.DepthwiseConv2D(3, activation="tanh")
+        yield layers.ZeroPadding2D(1)
+        yield layers.Conv2D(4, 3)
+        yield layers.LeakyReLU()
+        yield layers.Flatten()
+        yield layers.Dense(8, activation="relu")
+
+    def volume():
+        yield layers.Reshape((12, 12, 3, 1))
+        for _ in range(2):
+            yield layers.Conv3D(4, 3, padding="same", activation="relu")
+        yield layers.GlobalAveragePooling3D()
+
+    def trained(net, policy, callbacks):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        keras.config.set_dtype_policy(policy)
+        image = x = keras.Input((12, 12, 3))
+        for layer in net():
+            x = layer(x)
+        model = keras.Model(image, layers.Dense(2, dtype="float32")(x))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, jit_compile=False)
+        images = np.random.default_rng(0).normal(size=(6, 12, 12, 3)).astype("float32")
+        model.fit(images, np.arange(6) % 2, batch_size=2, shuffle=False, verbose=0, callbacks=callbacks)
+        return [np.array(v, "float32") for v in model.variables]
+
+    for net in (chain, padded, volume):
+        for policy, far in (("float32", 1e-5), ("mixed_bfloat16", 2e-2)):
+            swap = tflms_sft.LMS(tier="disk", spill_dir=sys.argv[1], min_bytes=0, verbose=0)
+            pairs = zip(trained(net, policy, [swap]), trained(net, policy, []), strict=True)
+            most = max(np.max(np.abs(got - want) / (1 + np.abs(want))) for got, want in pairs)
+            print(net.__name__, policy, len(swap.plan.swaps) > 2, most < far, most, flush=True)
+"""
+
+
+def test_with_onednn(tmp_path):
+    """It makes operations one whatever edges there are, which must not close a cycle. Other tests are without it."""
+    code = textwrap.dedent(ONEDNN)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=300)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 6 and all(line[2:4] == ["True", "True"] for line in lines), done.stdout + done.stderr[-2000:]

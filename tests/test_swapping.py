@@ -186,6 +186,21 @@ def test_the_first_step_is_measured_with_what_is_read_from_disk(tmp_path, monkey
     assert tier.store.directory == str(tmp_path)
 
 
+@pytest.mark.parametrize("tiles", [3, LMSParams()])
+def test_tiles_are_named_where_they_are_wrong(tiles):
+    with pytest.raises(TypeError, match=r"`tiles` must be `SFTParams\(...\)` or None. Received: tiles="):
+        LMS(tiles=tiles)
+
+
+def test_recurrent_layers_are_told():
+    image = keras.Input((24, 24, 3))
+    x = layers.LSTM(4)(layers.Reshape((24, 72))(image))
+    model = keras.Model(image, layers.Dense(3)(x))
+    model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(SwapError, match="what loops keep inside, such as recurrent layers, is not swapped"):
+        model.fit(X[:2], np.zeros((2, 3)), verbose=0, callbacks=[swapping(None)])
+
+
 def test_tiles_and_then_swaps(tmp_path):
     model, plain = net(), net()
     for layer in (*model.layers, *plain.layers):

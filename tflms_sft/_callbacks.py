@@ -214,6 +214,8 @@ class LMS(_Rewriting):
         verbose: int = 1,
         **params: Any,
     ) -> None:
+        if not isinstance(tiles, SFTParams | None):
+            raise TypeError(f"`tiles` must be `SFTParams(...)` or None. Received: tiles={tiles!r}.")
         swaps = LMSParams(**params)
         super().__init__(swaps if tiles is None else [tiles, swaps], batch_shape, verbose)
 

@@ -83,8 +83,9 @@ class Installation:
             if previous._training is None or same_fit:
                 raise ValueError(
                     f"Two things rewrite the train step of model {model.name!r} at once: {previous._owner} and "
-                    f"{self._owner}. Use one: `MemoryBudget` and `budget` choose segments themselves, and `SFT` takes "
-                    "several in `segments=`."
+                    f"{self._owner}. Use one: `MemoryBudget` and `budget` choose segments and swaps themselves "
+                    "(`swap=LMSParams(...)` says which), `SFT` takes several in `segments=`, and "
+                    "`LMS(tiles=SFTParams(...))` tiles first."
                 )
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)

@@ -173,11 +173,15 @@ def _nothing(analysis: Analysis, params: LMSParams, plan: SwapPlan, batch: int) 
     found = plan_swaps(analysis, everything, batch).swaps
     if plan.left:
         shown = "; ".join(f"`{name}`: {reason}" for name, reason in plan.left[:MOST_REASONS])
-        return f"Nothing can be swapped. {shown}. Lower `lb` or raise `ub`."
+        return (
+            f"Nothing can be swapped. {shown}. Lower `lb` or raise `ub`; what loops keep inside, such as recurrent "
+            "layers, is not swapped."
+        )
     if not found:
         return (
             "Nothing can be swapped: no forward operation makes a tensor that the backward phase reads much later. "
-            "Pass a step that computes gradients, with layers between a tensor and its last reader."
+            "Pass a step that computes gradients, with layers between a tensor and its last reader; what loops keep "
+            "inside, such as recurrent layers, is not swapped."
         )
     largest = max(swap.tensor.num_bytes(batch) for swap in found)
     return (
