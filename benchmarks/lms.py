@@ -38,17 +38,19 @@ class Variation:
         thresholds: `branch_threshold`s. Within a training BatchNorm a tensor's last reader comes up to 10 later in γ,
             so that 0 swaps tensors that are needed at once; the shortcuts of ResNet-50 are 31 and 45 long, the skips
             of the U-Net 30, 86 and 142.
+        enough: How many are, with what needs least memory, for about a third of it.
         grid: How many tensors the rows of the grid swap; -1 is all.
     """
 
     some: int
+    enough: int
     thresholds: tuple[int, ...]
     grid: tuple[int, ...]
 
 
 VARIATIONS = {
-    "resnet50": Variation(30, (20,), (15, 30, 60, -1)),
-    "unet3d": Variation(10, (0, 20, 100), (5, 10, 20, -1)),
+    "resnet50": Variation(30, 60, (20,), (15, 30, 60, -1)),
+    "unet3d": Variation(10, 20, (0, 20, 100), (5, 10, 20, -1)),
 }
 
 
@@ -122,6 +124,7 @@ def usual_cells(net: str) -> list[Cell]:
         Cell({"ctrld_strategy": "direct_order", "lb": 20}),
         Cell({"n_tensors": variation.some}),
         Cell({"fuse_swapins": True}),
+        Cell({"n_tensors": variation.enough, "ctrld_strategy": "direct_order", "fuse_swapins": True}),
         *(Cell({"swap_branches": True, "branch_threshold": least}) for least in variation.thresholds),
         Cell({"page_cache": False}),
         Cell(None, one_thread=True),

@@ -199,6 +199,8 @@ class Plan:
             rest = format_bytes(sum(swap.num_bytes for swap in largest[MOST_SWAPS:]))
             lines.append(f"  swapped: {rest:>9}  in {len(largest) - MOST_SWAPS} more")
         lines.extend(f"  not swapped: {tensor}: {reason}" for tensor, reason in self.not_swapped[:MOST_SWAPS])
+        if len(self.not_swapped) > MOST_SWAPS:
+            lines.append(f"  not swapped: {len(self.not_swapped) - MOST_SWAPS} more (`plan.not_swapped`)")
         fixed = format_bytes(self.predicted.fixed_bytes)
         lines.append(f"  weights and optimizer slots: {fixed}; largest at the predicted peak:")
         lines.extend(f"    {format_bytes(amount):>9}  {name}" for name, amount in self.predicted.largest[:5])
