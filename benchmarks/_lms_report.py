@@ -118,29 +118,42 @@ def draw(title: str, cells: Sequence[Cell], results: Results, path: Path) -> Non
     shown = [cell for cell in cells if relative(net_rss, cell, results) and relative(seconds, cell, results)]
     swapped = [cell for cell in shown if cell.params is not None]
     some = [cell for cell in swapped if _only_tensors_and_bound(cell)]
-    figure, axes = pyplot.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
     styles = _styles(cell.series for cell in swapped)
+    rows = [
+        (
+            name,
+            _long(points(swapped, results, lambda cell: cell.lb, value)),
+            _long(points(some, results, lambda cell: results[cell.name]["tensors"], value, lambda c: f"lb={c.lb}")),
+        )
+        for value, name in ((net_rss, "net RSS, of plain"), (seconds, "step time, of plain"))
+    ]
+    columns = 1 + any(row[1] for row in rows) + any(row[2] for row in rows)
+    figure, axes = pyplot.subplots(2, columns, figsize=(5.5 * columns, 8.5), layout="constrained", squeeze=False)
     both = points(swapped, results, lambda cell: relative(seconds, cell, results), net_rss)
     _lines(axes[0, 0], both, styles, "step time, of plain", "net RSS, of plain")
     axes[0, 0].plot(1, 1, "*", color="black", markersize=12, label="plain")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     axes[1, 0].axis("off")  # The names have this place to themselves, so that they cover no point.
     axes[1, 0].legend(handles, labels, loc="upper center", fontsize=9, ncols=1 if len(labels) <= 12 else 2)
-    for row, (value, name) in enumerate(((net_rss, "net RSS, of plain"), (seconds, "step time, of plain"))):
-        over_lb = _long(points(swapped, results, lambda cell: cell.lb, value))
-        _lines(axes[row, 1], over_lb, styles, "lower bound, lb (colours as on the left)", name)
+    for (name, over_lb, over_count), places in zip(rows, axes[:, 1:], strict=True):
+        free = iter(places)
         if over_lb:
-            bounds_shown = sorted({x for line in over_lb.values() for x, _ in line})
-            axes[row, 1].set_xscale("log")
-            axes[row, 1].set_xticks(bounds_shown, [f"{x:.0f}" for x in bounds_shown])
-            axes[row, 1].minorticks_off()
-        count = points(some, results, lambda cell: results[cell.name]["tensors"], value, lambda cell: f"lb={cell.lb}")
-        _lines(axes[row, 2], _long(count), _styles(count), "tensors swapped", name)
-        if _long(count):
-            axes[row, 2].legend(fontsize=9)
+            _over_lb(next(free), over_lb, styles, name)
+        if over_count:
+            last = next(free)
+            _lines(last, over_count, _styles(over_count), "tensors swapped", name)
+            last.legend(fontsize=9)
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _over_lb(axes: Any, lines: Points, styles: dict[str, dict[str, Any]], up: str) -> None:
+    _lines(axes, lines, styles, "lower bound, lb (colours as on the left)", up)
+    shown = sorted({x for line in lines.values() for x, _ in line})
+    axes.set_xscale("log")
+    axes.set_xticks(shown, [f"{x:.0f}" for x in shown])
+    axes.minorticks_off()
 
 
 def points(

@@ -35,10 +35,10 @@ class Variation:
 
     Attributes:
         some: How many tensors the cell with fewer than all of them swaps.
+        enough: How many, with the strategy that needs least memory, bring it to about a third.
         thresholds: `branch_threshold`s. Within a training BatchNorm a tensor's last reader comes up to 10 later in γ,
             so that 0 swaps tensors that are needed at once; the shortcuts of ResNet-50 are 31 and 45 long, the skips
             of the U-Net 30, 86 and 142.
-        enough: How many are, with what needs least memory, for about a third of it.
         grid: How many tensors the rows of the grid swap; -1 is all.
     """
 

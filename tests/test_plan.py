@@ -78,8 +78,8 @@ def test_the_summary_tells_how_many_more_are_not_swapped(plan):
     left = tuple((f"tensor{number}:0", "a reason") for number in range(8))
     lines = dataclasses.replace(plan, not_swapped=left).summary().splitlines()
     found = [line for line in lines if line.startswith("  not swapped: ")]
-    assert found[0] == "  not swapped: tensor0:0: a reason" and found[-1] == "  not swapped: 3 more (`plan.not_swapped`)"
-    assert len(found) == 6
+    assert found[0] == "  not swapped: tensor0:0: a reason" and len(found) == 6
+    assert found[-1] == "  not swapped: 3 more (`plan.not_swapped`)"
 
 
 def test_an_unknown_batch_is_told(step):
