@@ -1,11 +1,14 @@
 """Rewritten steps that are written by hand: two optimizers, several heads, effects, custom gradients."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import Cut, Step, differing, error, rewrite
 from hand_written import KERNELS, conv_op, descend, hand_written, images, one_loss, three_layers, weights
 
+import tflms_sft
 from rewriters.errors import NotTileableError, RewriteError
+from tflms_sft import SFTParams
 
 
 def test_two_optimizers_that_read_variables_before_and_after_an_update():
@@ -330,3 +333,40 @@ def test_one_image_taken_from_an_unknown_batch():
         return tf.reduce_mean((out - out[:1]) ** 2)
 
     assert not differing(one_loss(forward, w), Cut(grid=(2, 2)))
+
+
+@pytest.mark.parametrize("params", (SFTParams((2, 2)), tflms_sft.LMSParams(tier="disk", min_bytes=0)))
+def test_operations_that_wait_for_an_argument(params):
+    """And a number among the arguments, which has no batch."""
+    weight = tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 4, 4)))
+
+    def step(images, gate):
+        with tf.GradientTape() as tape:
+            with tf.control_dependencies([gate]):
+                y = tf.nn.relu(tf.nn.conv2d(images, weight, 1, "SAME"))
+            loss = tf.reduce_sum(tf.nn.relu(tf.nn.conv2d(y, weight, 1, "SAME")))
+        return loss, tape.gradient(loss, weight)
+
+    arguments = tf.constant(np.random.default_rng(1).normal(size=(2, 16, 16, 4))), tf.constant(1.0)
+    found = tflms_sft.rewrite(tf.function(step), params, *arguments)
+    assert found.plan.changed and found.plan.batch == 2
+    for got, want in zip(found(*arguments), step(*arguments), strict=True):
+        assert np.allclose(got, want, rtol=1e-12, atol=0)
+
+
+def test_keyword_only_arguments_with_defaults():
+    weight = tf.Variable(np.ones((3, 3, 4, 4)))
+
+    @tf.function
+    def step(images, *, scale=2.0, gate=None):
+        with tf.GradientTape() as tape:
+            loss = scale * tf.reduce_sum(tf.nn.relu(tf.nn.conv2d(images, weight, 1, "SAME")) ** 2)
+        return loss, tape.gradient(loss, weight)
+
+    images = tf.constant(np.random.default_rng(1).normal(size=(2, 16, 16, 4)))
+    fast = tflms_sft.rewrite(step, SFTParams((2, 2)), images)
+    for got, want in zip(fast(images), step(images), strict=True):
+        assert np.allclose(got, want, rtol=1e-12, atol=0)
+    assert float(fast(images, scale=2.0)[0]) == float(fast(images)[0])
+    with pytest.raises(TypeError, match="rewritten for one signature"):
+        fast(images, scale=3.0)
