@@ -259,10 +259,10 @@ def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int
             ways.append(_Way(new.nodes[name], swap_in, given))
     _bound(outs, max_in_flight)
     _one_by_one(ways, level)
-    needed = ancestors(swap.tensor.node for swap in swaps)
+    needed = ancestors(out.done for out in outs)  # by the new edges too
     last = max(level.values()) + 1
-    updates = [node for node in level if _updates(node)]
-    _updates_last(new, outs, {new.nodes[n.name]: level[n] if n in needed else last for n in updates})
+    updates = {new.nodes[node.name]: level[node] for node in level if _updates(node)}
+    _updates_last(new, outs, {node: at if node in needed else last for node, at in updates.items()})
     try:
         new.levels()
     except RewriteError as error:

@@ -15,9 +15,9 @@ from swapping import same_bits, swapped
 from rewriters import normalise
 from rewriters.analysis import Analysis
 from rewriters.control import ControlSearch
-from rewriters.graph import ancestors
+from rewriters.graph import Graph, Node, ancestors
 from rewriters.late import readiness
-from rewriters.lms import SwapOptions, plan_swaps
+from rewriters.lms import Swap, SwapIn, SwapOptions, insert_swaps, plan_swaps
 from rewriters.memory import graph_peak
 from rewriters.spill import SpillStore
 from rewriters.tiers import DiskTier, HostTier
@@ -311,6 +311,29 @@ def test_what_is_made_next_waits_for_swap_outs_before(traced):
         return sum(before.name.endswith("swap_out") for node in others for before in node.control_inputs)
 
     assert waiting(1) > waiting(4) > waiting(100) == 0
+
+
+def test_an_update_that_a_swap_in_waits_for_does_not_wait_for_what_is_computed_from_it():
+    """Only by the edge of the swap-in: of two readers that share one, the control operation comes before the first."""
+    empty = tf.compat.v1.GraphDef()
+    graph = Graph({}, [], [], [], empty.library, empty.versions)
+
+    def add(name, op, inputs, controls=()):
+        return graph.add(Node(name, op, [n.out() for n in inputs], controls, {}, "", [(tf.float64, (100,))]))
+
+    image = add("image", "Placeholder", [])
+    first = add("first", "Roll", [image])
+    update = add("update", "AssignVariableOp", [add("mean", "Roll", [image])])
+    control = add("control", "Roll", [image], [update])
+    reader = add("reader", "AddV2", [control, first])
+    other = add("other", "Roll", [first])
+    second = add("second", "Roll", [other])
+    end = add("end", "AddV2", [reader, second])
+    graph.outputs, graph.keep = [end.out()], [update]
+    swaps = [Swap(first.out(), [SwapIn([reader, other], control)]), Swap(second.out(), [SwapIn([end], reader)])]
+    new, outs = insert_swaps(graph, swaps, HostTier(), 2)
+    waited = ancestors([new.nodes["update"]])
+    assert {out.name for out in outs} - {node.name for node in waited} == {"lms/second/swap_out"}
 
 
 def test_parameters_are_never_swapped(traced):
