@@ -15,9 +15,11 @@ from rewriters.graph import Node
 __all__: list[str] = []
 
 
-_ALIAS = frozenset(
+ALIASES = frozenset(
     "Identity IdentityN Reshape Squeeze ExpandDims StopGradient PreventGradient Snapshot Bitcast EnsureShape".split()
 )
+"""Ops whose output is their operand's buffer, if they have one output."""
+
 _IN_PLACE = frozenset(
     "Abs Add AddN AddV2 BiasAdd Cast Ceil ClipByValue Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor LeakyRelu "
     "LeakyReluGrad Log Log1p Maximum Minimum Mul MulNoNan Neg Pow RealDiv Reciprocal Relu Relu6 Relu6Grad ReluGrad "
@@ -41,7 +43,7 @@ _CONVOLUTIONS = ("Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
 
 def passes_on(node: Node) -> bool:
     """Whether an op's output is its operand's buffer."""
-    return node.op in _ALIAS and len(node.outputs) == 1
+    return node.op in ALIASES and len(node.outputs) == 1
 
 
 def overwrites(node: Node) -> bool:

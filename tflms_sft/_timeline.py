@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rewriters import _tf_private, device
 from tflms_sft._plan import Timeline
 
-_PASS_ON = ("EnsureShape", "Identity", "Reshape")
 _MOST_NAMED = 10
 
 
@@ -69,22 +69,19 @@ def _arrays(graph: Any, stats: Any) -> Iterator[_Change]:
 def _readers(operation: Any) -> Iterator[Any]:
     for output in operation.outputs:
         for reader in output.consumers():
-            if reader.type in _PASS_ON:
+            if reader.type in device.ALIASES:
                 yield from _readers(reader)
             else:
                 yield reader
 
 
 def _summed(place: str, changes: list[_Change], begin: int, fixed: int) -> Timeline:
-    alive, peak = fixed, fixed
+    changes = sorted(changes)  # At one time, what is given back first.
+    alive = list(itertools.accumulate((change.num_bytes for change in changes), initial=fixed))
+    peak = max(alive)
     held: collections.Counter[str] = collections.Counter()
-    largest: dict[str, int] = {}
-    points: list[tuple[float, int]] = []
-    for change in sorted(changes):  # At one time, what is given back first.
-        alive += change.num_bytes
+    for change in changes[: alive.index(peak)]:
         held[change.name] += change.num_bytes
-        points.append(((change.micros - begin) * 1e-6, alive))
-        if alive > peak:
-            peak, largest = alive, dict(held)
-    named = sorted(((name, size) for name, size in largest.items() if size > 0), key=lambda item: -item[1])
+    named = sorted(((name, size) for name, size in held.items() if size > 0), key=lambda item: -item[1])
+    points = [((c.micros - begin) * 1e-6, amount) for c, amount in zip(changes, alive[1:], strict=True)]
     return Timeline(place, peak, tuple(named[:_MOST_NAMED]), tuple(points))
