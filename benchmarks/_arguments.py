@@ -4,6 +4,13 @@ import argparse
 import re
 
 
+def parser(program: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser for `python -m program`, whose help shows a module's text as it is written."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {program}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
 def positive(text: str) -> int:
     """An argument that is an integer of at least 1."""
     number = int(text)

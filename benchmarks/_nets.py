@@ -155,6 +155,9 @@ class Task:
         return images, generator.integers(CLASSES, size=(batch, *label), dtype=np.int32)
 
 
+LEAST_MEMORY = {"ctrld_strategy": "direct_order", "lb": 1, "max_in_flight": 1, "fuse_swapins": True}
+"""Fields of `LMSParams`: a tensor comes back as late as it can, and waits for no second one on its way out."""
+
 TASKS = {
     "resnet50": Task("ResNet-50", resnet50, 2, 3, False, image_size=512, batch=2),
     "unet3d": Task("3-D U-Net", unet3d, 3, 1, True, image_size=88, batch=1),

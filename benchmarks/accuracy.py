@@ -27,7 +27,6 @@ NETS = {
     **_nets.TASKS,
 }
 TILES = {"segments": [["image", "pool3", [4, 4]], ["pool3", "pool5", [2, 2]]]}
-LEAST_MEMORY = {"ctrld_strategy": "direct_order", "fuse_swapins": True, "max_in_flight": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +54,13 @@ class Case:
 CASES = [
     Case("vgg16", "plain"),
     Case("vgg16", "tiled", tiles=TILES),
-    Case("vgg16", "swapped", swaps=LEAST_MEMORY),
-    Case("vgg16", "tiled and swapped", tiles=TILES, swaps=LEAST_MEMORY),
+    Case("vgg16", "swapped", swaps=_nets.LEAST_MEMORY),
+    Case("vgg16", "tiled and swapped", tiles=TILES, swaps=_nets.LEAST_MEMORY),
     Case("resnet50", "plain"),
-    Case("resnet50", "swapped", swaps=LEAST_MEMORY),
+    Case("resnet50", "swapped", swaps=_nets.LEAST_MEMORY),
     Case("resnet50", "swapped, defaults", swaps={}),
     Case("unet3d", "plain"),
-    Case("unet3d", "swapped", swaps=LEAST_MEMORY),
+    Case("unet3d", "swapped", swaps=_nets.LEAST_MEMORY),
     Case("unet3d", "swapped, defaults", swaps={}),
 ]
 
@@ -120,11 +119,7 @@ def row(case: Case, found: list[dict[str, Any]], within: float) -> tuple[list[st
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.accuracy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _arguments.parser("benchmarks.accuracy", __doc__)
     add = parser.add_argument
     names = [case.name for case in CASES]
     add("--cases", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}; default: all")

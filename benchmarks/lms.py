@@ -264,9 +264,7 @@ def join(found: dict[str, Any], figures: dict[str, Any]) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; `options.chosen` are the cells."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lms", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _arguments.parser("benchmarks.lms", __doc__)
     add, positive = parser.add_argument, _arguments.positive
     add("--net", choices=sorted(_nets.TASKS), default="resnet50")
     add("--image-size", type=positive, metavar="N", help="height, width and depth; default: as the network has it")

@@ -38,9 +38,7 @@ from benchmarks import _arguments, _child, _nets
 
 MIB = 2**20
 SAMPLE_SECONDS = 0.01
-# What needs the least memory: a tensor comes back as late as it can, and waits for no second one on its way out.
-LEAST_MEMORY = {"ctrld_strategy": "direct_order", "lb": 1, "max_in_flight": 1, "fuse_swapins": True}
-VARIANTS: dict[str, dict[str, Any] | None] = {"plain": None, "swapped": LEAST_MEMORY}
+VARIANTS: dict[str, dict[str, Any] | None] = {"plain": None, "swapped": _nets.LEAST_MEMORY}
 
 Trial = dict[str, Any]
 
@@ -84,7 +82,7 @@ def predict(
     def peak(batch: int) -> int:
         if batch not in peaks:
             keras.backend.clear_session()
-            _, rewritten = _step(net, image_size, batch, LEAST_MEMORY if params is None else params)
+            _, rewritten = _step(net, image_size, batch, _nets.LEAST_MEMORY if params is None else params)
             plan = rewritten.plan  # which tells of the plain step too
             peaks[batch] = (plan.original if params is None else plan.predicted).peak_bytes
             emit({"batch": batch, "peak_bytes": peaks[batch]})
@@ -285,11 +283,7 @@ def _time(trial: Trial | None, images: int = 1) -> str:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.max_batch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _arguments.parser("benchmarks.max_batch", __doc__)
     add = parser.add_argument
     add("--net", choices=sorted(_nets.TASKS), default="resnet50")
     add("--image-size", type=_arguments.positive, default=224, metavar="N", help="default: %(default)s")
@@ -310,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         names = ("net", "image_size", "memory", "headroom", "steps", "search")
         asked = {name: getattr(options, name) for name in names}
-        report = {"options": asked, "params": LEAST_MEMORY, "results": results}
+        report = {"options": asked, "params": _nets.LEAST_MEMORY, "results": results}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if all(found.get("tried", {}).get("fits") for found in results.values()) else 1
 

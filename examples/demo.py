@@ -420,11 +420,7 @@ def draw(runs: Sequence[Run], cap: int, path: Path) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.demo",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _arguments.parser("examples.demo", __doc__)
     add = parser.add_argument
     add("--image", type=Path, help="a photograph instead of scikit-image's retina")
     add("--image-size", type=int, metavar="N", help="scale it to N x N; from 704 up the default limits fit")

@@ -7,6 +7,7 @@ The rule, of which the plan repeats the part that applied:
 3. Otherwise swaps, if they fit: the fewest tensors, fetched as early as there is room.
 4. Otherwise tiles, whatever they take.
 5. Otherwise as few tiles as will do together with swaps of what they leave.
+6. Otherwise what needs least, small tensors swapped too.
 """
 
 from __future__ import annotations
