@@ -115,6 +115,7 @@ class Cell:
 def usual_cells(net: str) -> list[Cell]:
     """What is measured if nothing else is asked for."""
     variation = VARIATIONS[net]
+    enough = {"n_tensors": variation.enough, "ctrld_strategy": "direct_order", "fuse_swapins": True}
     return [
         Cell(None),
         Cell({}),
@@ -124,11 +125,12 @@ def usual_cells(net: str) -> list[Cell]:
         Cell({"ctrld_strategy": "direct_order", "lb": 20}),
         Cell({"n_tensors": variation.some}),
         Cell({"fuse_swapins": True}),
-        Cell({"n_tensors": variation.enough, "ctrld_strategy": "direct_order", "fuse_swapins": True}),
+        Cell(enough),
         *(Cell({"swap_branches": True, "branch_threshold": least}) for least in variation.thresholds),
         Cell({"page_cache": False}),
         Cell(None, one_thread=True),
         Cell({}, one_thread=True),
+        Cell(enough, one_thread=True),
     ]
 
 
