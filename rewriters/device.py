@@ -65,6 +65,11 @@ def may_be_taken_in(node: Node, reader: Node | None = None) -> bool:
     return node.op in _CONTRACTIONS | _FOLLOW and (reader is None or reader.op in _FOLLOW)
 
 
+def writes_in_place() -> bool:
+    """Whether rows of a tensor are best replaced by `InplaceUpdate`: a GPU's strided assignment is as fast."""
+    return name().startswith("CPU")
+
+
 def allocates(node: Node) -> bool:
     """Whether an op makes something that was not there before."""
     return node.op not in _NO_BYTES

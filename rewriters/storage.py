@@ -6,10 +6,13 @@ residence (host memory, a file) is another class and nothing else changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
+
+from rewriters import device
 
 __all__: list[str] = []
 
@@ -45,8 +48,8 @@ def allocate(shape: Any, dtype: tf.DType, zero: bool) -> Any:
 class DeviceBuffer:
     """A tensor on the device of the loop.
 
-    A loop variable with a single reader is updated in place, so that writing a tile
-    costs the tile and not the tensor.
+    A loop variable is changed in place, so that writing a tile costs the tile and not the tensor. It must have no
+    other reader, and begin as what `allocate` made anew: a constant would be another one in the next step.
     """
 
     def __init__(self, tensor: Any) -> None:
@@ -54,9 +57,7 @@ class DeviceBuffer:
 
     def read(self, region: Sequence[Span]) -> Any:
         """The values of a region; the tensor itself if the region is all of it."""
-        return self._read(region, _corners(region))
-
-    def _read(self, region: Sequence[Span], corners: tuple[Any, Any] | None) -> Any:
+        corners = _corners(region)
         if corners is None:
             return self.handle
         begin, end = corners
@@ -69,23 +70,67 @@ class DeviceBuffer:
 
     def write(self, region: Sequence[Span], value: Any) -> Any:
         """The tensor with a region replaced."""
-        return self._write(region, _corners(region), value)
-
-    def _write(self, region: Sequence[Span], corners: tuple[Any, Any] | None, value: Any) -> Any:
-        if corners is None:
-            value.set_shape(self.handle.shape)
-            return value
-        begin, end = corners
-        result = tf.raw_ops.TensorStridedSliceUpdate(
-            input=self.handle, begin=begin, end=end, strides=[1] * len(region), value=value, **_masks(region)
-        )
-        result.set_shape(self.handle.shape)
-        return result
+        return self._changed(region, value, tf.raw_ops.InplaceUpdate, lambda: value)
 
     def accumulate(self, region: Sequence[Span], value: Any) -> Any:
         """The tensor with `value` added to a region."""
+        return self._changed(region, value, tf.raw_ops.InplaceAdd, lambda: self.read(region) + value)
+
+    def _changed(self, region: Sequence[Span], value: Any, in_place: Any, replacement: Callable[[], Any]) -> Any:
+        """The tensor with what an operation in place makes of a region, or with `replacement`."""
         corners = _corners(region)
-        return self._write(region, corners, self._read(region, corners) + value)
+        if corners is None:
+            result = replacement()
+        elif device.writes_in_place():
+            rows = _Rows(self.handle, region)
+            result = rows.restored(in_place(x=rows.of(self.handle), i=rows.index, v=rows.of(value)))
+        else:
+            begin, end = corners
+            result = tf.raw_ops.TensorStridedSliceUpdate(
+                input=self.handle,
+                begin=begin,
+                end=end,
+                strides=[1] * len(region),
+                value=replacement(),
+                **_masks(region),
+            )
+        result.set_shape(self.handle.shape)
+        return result
+
+
+class _Rows:
+    """A tensor as a matrix whose rows are contiguous and lie wholly inside or outside of a region.
+
+    `InplaceUpdate` and `InplaceAdd` copy whole rows. A strided assignment copies number by number, which takes many
+    times as long on a CPU. They write into their operand whoever else may read it: here nobody does, it is the
+    variable of a loop.
+
+    Attributes:
+        index: The rows inside of the region.
+    """
+
+    def __init__(self, tensor: Any, region: Sequence[Span]) -> None:
+        self._shape = [dim if dim is not None else tf.shape(tensor)[i] for i, dim in enumerate(tensor.shape)]
+        self._split = max(i for i, span in enumerate(region) if span is not None) + 1
+        self._width = math.prod(self._shape[self._split :])
+        self.index = tf.reshape(self._positions(region), [-1])
+
+    def _positions(self, region: Sequence[Span]) -> Any:
+        """Row numbers, one axis for each dimension that is split."""
+        result: Any = 0
+        for dim, span in enumerate(region[: self._split]):
+            begin, size = (0, self._shape[dim]) if span is None else span
+            own = tf.range(size) + begin
+            result = tf.expand_dims(result * self._shape[dim], -1) + own
+        return result
+
+    def of(self, tensor: Any) -> Any:
+        """The tensor as such a matrix."""
+        return tf.reshape(tensor, [-1, self._width])
+
+    def restored(self, matrix: Any) -> Any:
+        """Back to the whole tensor's shape."""
+        return tf.reshape(matrix, stacked(self._shape))
 
 
 def _static(size: Any) -> int | None:
