@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from rewriters import _tf_private
 from rewriters.analysis import Analysis
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Fit, Interval, fit
-from rewriters.loops import LoopState, tile_loop
+from rewriters.loops import tile_loop
 from rewriters.registry import SPATIAL_DIMS, Kind, find_rule
+from rewriters.results import Accumulated, MergedMoments, Reduced, Result, Written
 from rewriters.segments import Segment
-from rewriters.storage import DeviceBuffer, Span, allocate, stacked
+from rewriters.storage import DeviceBuffer, Span, stacked
 from rewriters.tiles import AXES, Phase, Region
 
 __all__: list[str] = []
@@ -23,22 +25,19 @@ __all__: list[str] = []
 BATCH_DIM = 0
 
 
-def accumulator_dtype(dtype: tf.DType) -> tf.DType:
-    """Sums of half precision numbers are kept in float32."""
-    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
-
-
 def phase_inputs(phase: Phase, segment: Segment) -> list[Tensor]:
     """Whole tensors that the loop reads, in the order of the traced function's arguments."""
-    batch = [batch_source(phase, segment)]
+    source = batch_source(phase, segment)
+    batch = [] if source is None else [source]
     return list(dict.fromkeys([*batch, *phase.reads, *phase.invariants]))
 
 
-def batch_source(phase: Phase, segment: Segment) -> Tensor:
-    """A tensor whose leading size is the batch at run time."""
+def batch_source(phase: Phase, segment: Segment) -> Tensor | None:
+    """A tensor whose leading size is the batch at run time; `None` if no image goes in."""
     candidates = [t for t in (*phase.reads, *segment.entries) if t.shape is not None]
     unknown = [t for t in candidates if t.shape is not None and t.shape[BATCH_DIM] is None]
-    return unknown[0] if unknown else max(candidates, key=lambda t: t.shape[BATCH_DIM])  # type: ignore[index,arg-type,return-value]
+    known = [t for t in candidates if t.shape]
+    return unknown[0] if unknown else max(known, key=lambda t: t.shape[BATCH_DIM], default=None)  # type: ignore[index,arg-type,return-value]
 
 
 def phase_outputs(phase: Phase) -> list[Tensor]:
@@ -65,50 +64,56 @@ class _Loop:
         self.segment = segment
         self.phase = phase
         self.outer = outer
-        source = outer[batch_source(phase, segment)]
-        static = source.shape[BATCH_DIM]
-        self.batch = static if static is not None else tf.shape(source)[BATCH_DIM]
+        self.batch = self._images()
         self.batch_tiles = 1 if phase.grid.batch == 1 else tf.minimum(phase.grid.batch, self.batch)
+
+    def _images(self) -> Any:
+        """Number of images in the batch."""
+        source = batch_source(self.phase, self.segment)
+        if source is None:
+            return max(int(tensor.shape[BATCH_DIM] or 1) for tensor in self.phase.writes if tensor.shape)
+        value = self.outer[source]
+        static = value.shape[BATCH_DIM]
+        return static if static is not None else tf.shape(value)[BATCH_DIM]
 
     def run(self) -> list[Any]:
         """Emit the loop; results in the dtype of the original tensors."""
-        phase = self.phase
-        states = [self._state(t, zero=False) for t in phase.writes]
-        states += [self._state(t, zero=True) for t in phase.accumulates]
-        states += [self._state(t, zero=True) for t in phase.reductions]
-        spatial = int(np.prod(phase.grid.spatial))
-        results = tile_loop(self.batch_tiles * spatial, states, self._turn, phase.direction)
-        wanted = phase_outputs(phase)
-        return [r if r.dtype == t.dtype else tf.cast(r, t.dtype) for r, t in zip(results, wanted, strict=True)]
+        results = phase_results(self.analysis, self.phase)
+        states = [result.initial(self) for result in results]
+        sizes = [len(own) for own in states]
 
-    def _state(self, tensor: Tensor, zero: bool) -> LoopState:
-        assert tensor.shape is not None
-        dtype = accumulator_dtype(tensor.dtype) if zero else tensor.dtype
-        dims = [self.batch if dim is None else int(dim) for dim in tensor.shape]
-        with tf.device(tensor.node.device or None):
-            return LoopState(allocate(stacked(dims) if dims else [], dtype, zero), tensor.shape)
+        def turn(index: Any, values: list[Any]) -> list[Any]:
+            tile = _Tile(self, index)
+            tile.run()
+            parts = zip(results, _grouped(values, sizes), strict=True)
+            return [value for result, own in parts for value in result.update(tile, own)]
 
-    def _turn(self, index: Any, values: list[Any]) -> list[Any]:
-        phase = self.phase
-        tile = _Tile(self, index)
-        tile.run()
-        writes = len(phase.writes)
-        gradients = writes + len(phase.accumulates)
-        result = []
-        for position, (tensor, value) in enumerate(zip(phase_outputs(phase), values, strict=True)):
-            if position < writes:
-                cell = phase.cells[tensor]
-                part = tile.fit(tensor, cell, 0.0)
-                result.append(DeviceBuffer(value).write(tile.spans(tensor, cell), part))
-                continue
-            part = tf.cast(tile.values[tensor], value.dtype)
-            if position < gradients:
-                region = tile.spans(tensor, phase.regions[tensor])
-                result.append(DeviceBuffer(value).accumulate(region, part))
-            else:
-                part.set_shape(tensor.shape)  # Inference loses it where the tile's size is not constant.
-                result.append(value + part)
-        return result
+        spatial = int(np.prod(self.phase.grid.spatial))
+        values = tile_loop(self.batch_tiles * spatial, list(itertools.chain(*states)), turn, self.phase.direction)
+        made: dict[Tensor, Any] = {}
+        for result, own in zip(results, _grouped(values, sizes), strict=True):
+            made.update(zip(result.tensors, result.final(own), strict=True))
+        return [made[tensor] for tensor in phase_outputs(self.phase)]
+
+
+def _grouped(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
+    """The values by the results that they belong to."""
+    rest = iter(values)
+    return (list(itertools.islice(rest, size)) for size in sizes)
+
+
+def phase_results(analysis: Analysis, phase: Phase) -> list[Result]:
+    """What a loop makes."""
+    results: list[Result] = [Written(tensor, phase.cells[tensor]) for tensor in phase.writes]
+    results += [Accumulated(tensor, phase.regions[tensor]) for tensor in phase.accumulates]
+    alone = phase.grid.num_tiles == 1
+    results += [MergedMoments(moments, phase.cells[moments.image], alone) for moments in phase.moments]
+    together = {tensor for moments in phase.moments for tensor in (moments.mean, moments.variance)}
+    for tensor in phase.reductions:
+        if tensor not in together:
+            rule, view = find_rule(tensor.node), analysis.view(tensor.node)
+            results.append(Reduced(tensor, rule.combined(view), rule.per_image(view)))
+    return results
 
 
 class _Tile:
@@ -139,7 +144,7 @@ class _Tile:
 
     def _counted_once(self, tensor: Tensor, value: Any) -> Any:
         """Zeros for a tile beyond the last row (or the only image) of a gradient: another tile has what it holds."""
-        if self.segment.kinds[tensor] is not Kind.PARTIAL:
+        if self.segment.kinds.get(tensor) is not Kind.PARTIAL:
             return value
         assert tensor.shape is not None
         if self._batch is not None and tensor.shape[BATCH_DIM] == 1:
@@ -176,6 +181,14 @@ class _Tile:
 
     # Rows of tensors -----------------------------------------------------------------------------------------
 
+    def value(self, tensor: Tensor) -> Any:
+        """What the turn made of a tensor."""
+        return self.values[tensor]
+
+    def images(self) -> Span:
+        """The images of the batch that the turn works on; `None` for all."""
+        return self._batch
+
     def lookup(self, values: np.ndarray, axis: int) -> Any:
         """Number of this tile in a vector over the tiles of an axis; a constant if all agree."""
         values = np.asarray(values, np.int32)
@@ -209,7 +222,7 @@ class _Tile:
         wherever the tile holds none.
         """
         have = self.phase.regions[tensor]
-        if self.segment.kinds[tensor] is Kind.FULL:
+        if self.segment.kinds.get(tensor) is Kind.FULL:
             assert tensor.shape is not None
             for axis in AXES:
                 inside = need[axis].clip(int(tensor.shape[SPATIAL_DIMS[axis]]))  # type: ignore[arg-type]
@@ -268,6 +281,24 @@ class _Tile:
         shape = [1, 1, 1, 1]
         shape[SPATIAL_DIMS[axis]] = -1
         return tf.reshape(part, shape)
+
+    def has_all_images(self) -> bool:
+        """Whether the batch is not split."""
+        return self._batch is None
+
+    def whole_batch(self) -> Any:
+        """Run-time size of the whole batch."""
+        return self.loop.batch
+
+    def spread(self, node: Node, operand: Any) -> Any:
+        """One value for all rows as the rows that the op makes."""
+        shape = node.out().shape
+        assert shape is not None
+        images = shape[BATCH_DIM]
+        if images != 1:
+            images = self.loop.batch if self._batch is None else self._batch[1]
+        rows = [self.lookup(plan.made.size, axis) for axis, plan in enumerate(self.phase.plans[node])]  # type: ignore[union-attr]
+        return tf.broadcast_to(operand, stacked([images, *rows, int(shape[3] or 1)]))
 
     def batch_size(self, operand: Any) -> Any:
         """Run-time batch size of a tile tensor."""

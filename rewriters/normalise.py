@@ -8,6 +8,7 @@
 5. `Shape` of a tensor whose sizes are known becomes a constant, so that no shape
    op keeps an activation alive; `ShapeN`, which keeps several alive, becomes one
    `Shape` each, `Size` a product over a `Shape`, and `Rank` a constant.
+6. Shapes of sums over axes that TensorFlow does not know when it traces are found, and 4 is done once more.
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ def read(concrete_fn: Any) -> Graph:
 
 
 def normalise(graph: Graph) -> Graph:
-    """A copy of `graph` after steps 2 to 5."""
+    """A copy of `graph` after steps 2 to 6."""
     graph = graph.copy()
     graph.prune()
     _bypass_identity_n(graph)
-    evaluate = Evaluator(graph)
-    _bypass_no_ops(graph, evaluate)
-    graph.prune()
-    _split_shapes(graph)
-    _freeze_shapes(graph, evaluate)
-    graph.prune()
+    found = True
+    while found:  # What is found of shapes may tell of more operations that they change nothing.
+        evaluate = Evaluator(graph)
+        _bypass_no_ops(graph, evaluate)
+        graph.prune()
+        found = _find_shapes_of_sums(graph, evaluate)
+        _split_shapes(graph)
+        _freeze_shapes(graph, evaluate)
+        graph.prune()
     return graph
 
 
@@ -115,6 +119,30 @@ def _changes_nothing(node: Node, source: Tensor, evaluate: Evaluator) -> bool:
     if len(have) == len(target) and all(t == -1 or same(h, t) for h, t in zip(have, target, strict=True)):
         return node.op == "Reshape" or -1 not in target
     return False
+
+
+def _find_shapes_of_sums(graph: Graph, evaluate: Evaluator) -> bool:
+    """Shapes that TensorFlow does not infer, because it does not know the axes before the step runs.
+
+    Returns:
+        Whether there were any.
+    """
+    found = False
+    for node in graph.nodes.values():
+        if node.op not in ("Sum", "Mean", "Max", "Min", "Prod"):
+            continue
+        dtype, shape = node.outputs[0]
+        dims, axes = node.inputs[0].shape, evaluate(node.inputs[1])
+        axes = (axes,) if isinstance(axes, int) else axes
+        known = isinstance(axes, tuple) and all(isinstance(axis, int) for axis in axes)
+        if not known or dims is None or (shape is not None and None not in shape[1:]):
+            continue
+        summed = {int(axis) % len(dims) for axis in axes}  # type: ignore[arg-type,union-attr]
+        keep = node.attrs["keep_dims"].b
+        left = [1 if i in summed else dim for i, dim in enumerate(dims) if keep or i not in summed]
+        found |= tuple(left) != shape
+        node.outputs[0] = (dtype, tuple(left))
+    return found
 
 
 def _split_shapes(graph: Graph) -> None:

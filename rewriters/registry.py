@@ -44,6 +44,15 @@ class Kind(enum.Enum):
     REDUCED = "reduced"
 
 
+class Combination(enum.Enum):
+    """How the parts of a reduction over the image become one."""
+
+    ADD = "add"
+    MULTIPLY = "multiply"
+    MAXIMUM = "maximum"
+    MINIMUM = "minimum"
+
+
 @dataclasses.dataclass(frozen=True)
 class OpView:
     """A node as a rule sees it: full-size shapes and static operand values.
@@ -110,6 +119,15 @@ class Emitter(Protocol):
     def batch_size(self, operand: Any) -> Any:
         """Run-time batch size of a tile tensor."""
 
+    def has_all_images(self) -> bool:
+        """Whether the batch is not split."""
+
+    def whole_batch(self) -> Any:
+        """Run-time size of the whole batch."""
+
+    def spread(self, node: Node, operand: Any) -> Any:
+        """One value for all rows as the rows that the op makes."""
+
 
 class Rule:
     """Base of all rules: an op that works element by element.
@@ -123,6 +141,9 @@ class Rule:
 
     moves_rows: bool = False
     """Whether fitting the operand is part of the op, so that it is never copied as it is."""
+
+    cheap: bool = False
+    """Whether to run the op again costs no more than to read its operands."""
 
     def rebuilt(self, op: OpView) -> list[int]:
         """Positions of the operands (shapes, offsets) that `emit` makes anew for a tile."""
@@ -141,9 +162,37 @@ class Rule:
         """
         raise NotImplementedError
 
+    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Kind of the outputs where gradients are true values of their rows as well: no operand is `PARTIAL`.
+
+        Raises:
+            NotTileableError: If the op cannot run on tiles this way, with the reason.
+        """
+        return self.result(op, kinds)
+
     def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """Plan for a `FULL` result of which rows `out` are wanted."""
         raise NotImplementedError
+
+    def summed(self, op: OpView) -> int:
+        """Of a sum over the image: the operand of which every turn sums up its own part."""
+        raise NotImplementedError
+
+    def part(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
+        """Plan for the part of a sum over the image that the rows `cell` of operand `summed` make."""
+        needs: list[Interval | None] = [None] * len(op.node.inputs)
+        needs[self.summed(op)] = cell
+        return AxisPlan(None, None, needs)
+
+    def combined(self, op: OpView) -> Combination:
+        """How the parts become one."""
+        del op
+        return Combination.ADD
+
+    def per_image(self, op: OpView) -> bool:
+        """Whether a sum over the image has one result for each image of the batch, along its first dimension."""
+        del op
+        return False
 
     def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """Plan for a `PARTIAL` or `REDUCED` result, given the rows `parts` of its partial operands."""

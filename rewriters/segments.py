@@ -19,6 +19,7 @@ from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor, ancestors, between
 from rewriters.registry import Kind, find_rule
 from rewriters.roles import reads_shape_only
+from rewriters.stored import Loop
 
 __all__: list[str] = []
 
@@ -40,6 +41,7 @@ class Segment:
         invariants: Tensors that are the same for all tiles.
         stored: Forward tensors kept whole and sliced instead of recomputed.
         notes: What a reader of the plan should know.
+        loops: With barriers, the loops in the order they run in; all kinds are `FULL` or `INVARIANT` then.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Segment:
     invariants: list[Tensor]
     stored: frozenset[Tensor] = frozenset()
     notes: list[str] = dataclasses.field(default_factory=list)
+    loops: list[Loop] = dataclasses.field(default_factory=list)
 
     @property
     def available(self) -> set[Tensor]:

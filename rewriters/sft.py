@@ -9,6 +9,7 @@ loop, and the backward functions are the graph's own backward ops.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Hashable
 
 import tensorflow as tf
@@ -16,6 +17,7 @@ import tensorflow as tf
 from rewriters.analysis import Analysis
 from rewriters.emit import phase_inputs, phase_outputs, trace_phase
 from rewriters.errors import RewriteError
+from rewriters.gather import Gatherer
 from rewriters.graph import Graph, Node, Tensor, from_tf_graph
 from rewriters.normalise import int_constant
 from rewriters.roles import reads_shape_only
@@ -45,7 +47,11 @@ class SegmentPlan:
 
 def plan_segment(analysis: Analysis, segment: Segment, grid: Grid, backward_grid: Grid | None = None) -> SegmentPlan:
     """Plan the loops of one segment."""
-    return SegmentPlan(segment, Planner(analysis, segment).phases(grid, backward_grid or grid))
+    backward = backward_grid or grid
+    if segment.loops:
+        gatherer = Gatherer(analysis, segment)
+        return SegmentPlan(segment, gatherer.phases(lambda loop: backward if loop.backward else grid))
+    return SegmentPlan(segment, Planner(analysis, segment).phases(grid, backward))
 
 
 def tile_segments(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
@@ -78,14 +84,15 @@ class _Rewriter:
         self.replaced: dict[Tensor, Tensor] = {}
         self.moved: dict[Node, Node] = {}
         self.programs: dict[Hashable, Graph] = {}
+        self.starts: dict[Node, Node] = {}
 
     def run(self) -> Graph:
         """Splice every loop in, hand readers over, drop what was replaced."""
         self._repoint_shapes()
-        loops = [(self._splice(plan.segment, phase), phase) for plan in self.plans for phase in plan.phases]
+        loops = [self._splice_all(plan) for plan in self.plans]
         self._redirect_controls()
         self.graph.replace_tensors(self.replaced)
-        self._chain([loop for loop, _ in loops])
+        self._chain(loops)
         self.graph.prune()
         self._check_gone()
         return self.graph
@@ -148,32 +155,45 @@ class _Rewriter:
         concat = Node(graph.unique_name(name), "ConcatV2", operands, (), attrs, "", [(dtype, (len(shape),))])
         self.replaced[self._own(reader).out()] = graph.add(concat).out()
 
-    def _splice(self, segment: Segment, phase: Phase) -> Node:
+    def _splice_all(self, plan: SegmentPlan) -> list[Node]:
+        """Insert the loops of a segment; returns their nodes.
+
+        A later loop may write a tensor once more that an earlier one had written: the loops after it read the new one,
+        so that the old one need not wait for them.
+        """
+        newest: dict[Tensor, Tensor] = {}
+        return [self._splice(plan.segment, phase, newest) for phase in plan.phases]
+
+    def _splice(self, segment: Segment, phase: Phase, newest: dict[Tensor, Tensor]) -> Node:
         """Insert a loop under its scope; returns the loop's node."""
         prefix = self.graph.unique_name(f"sft/{segment.name}/{phase.name}")
         start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
         start.control_inputs = self._waits(segment, phase)
-        loop, results = (self._traced if self.bodies else self._outlined)(segment, phase, prefix, start)
+        inputs = [newest.get(tensor, self._tensor(tensor)) for tensor in phase_inputs(phase, segment)]
+        loop, results = (self._traced if self.bodies else self._outlined)(segment, phase, prefix, start, inputs)
         for old, new in zip(phase_outputs(phase), results, strict=True):
-            self.replaced[self._tensor(old)] = new
-        for node in self._members(segment, phase):
+            self.replaced.setdefault(self._tensor(old), new)
+            newest[old] = new
+        for node in phase.home:
             self.moved[self._own(node)] = loop
+        self.starts[loop] = start
         return loop
 
-    def _members(self, segment: Segment, phase: Phase) -> list[Node]:
-        return segment.forward if phase.name == "forward" else segment.backward
-
-    def _outlined(self, segment: Segment, phase: Phase, prefix: str, start: Node) -> tuple[Node, list[Tensor]]:
+    def _outlined(
+        self, segment: Segment, phase: Phase, prefix: str, start: Node, inputs: list[Tensor]
+    ) -> tuple[Node, list[Tensor]]:
         """The loop as one op without a body."""
-        inputs = [self._tensor(tensor) for tensor in phase_inputs(phase, segment)]
+        del segment
         outputs = [tensor.node.outputs[tensor.index] for tensor in phase_outputs(phase)]
         loop = self.graph.add(Node(f"{prefix}/while", "While", inputs, [start], outputs=outputs))
         return loop, [loop.out(index) for index in range(len(outputs))]
 
-    def _traced(self, segment: Segment, phase: Phase, prefix: str, start: Node) -> tuple[Node, list[Tensor]]:
+    def _traced(
+        self, segment: Segment, phase: Phase, prefix: str, start: Node, inputs: list[Tensor]
+    ) -> tuple[Node, list[Tensor]]:
         """The loop as TensorFlow traces it."""
         part = self._program(segment, phase)
-        outer = dict(zip(part.inputs, map(self._tensor, phase_inputs(phase, segment)), strict=True))
+        outer = dict(zip(part.inputs, inputs, strict=True))
         placeholders = {t.node for t in part.inputs}
         loop: Node | None = None
         for node in part.nodes.values():
@@ -202,11 +222,10 @@ class _Rewriter:
 
         The latter keep the runtime from allocating the loop's buffers at the start of the step.
         """
-        members = self._members(segment, phase)
-        inside = set(members) | set(segment.forward)
-        waits = [c for node in members for c in node.control_inputs if c not in inside]
+        inside = {*segment.forward, *segment.backward} if segment.loops else {*segment.forward, *phase.home}
+        waits = [c for node in phase.home for c in node.control_inputs if c not in inside]
         waits += [t.node for t in phase.reads if t.node not in inside]
-        if phase.name == "backward":
+        if phase.backward and not segment.loops:
             waits += [t.node for t in segment.grad_entries]
         return [self._own(node) for node in dict.fromkeys(waits) if node.op != "Placeholder"]
 
@@ -223,12 +242,19 @@ class _Rewriter:
             else:
                 node.control_inputs = list(dict.fromkeys(self.moved.get(c, c) for c in node.control_inputs))
 
-    def _chain(self, loops: list[Node]) -> None:
-        """Run one loop at a time: two at once would add their peaks."""
+    def _chain(self, loops: list[list[Node]]) -> None:
+        """Run one loop at a time, those of a segment in their order: two at once would add their peaks."""
+        for own in loops:
+            self._one_after_another(own)
         order = {node: index for index, node in enumerate(self.graph.topological())}
-        loops = sorted(loops, key=order.__getitem__)
+        self._one_after_another(sorted(itertools.chain(*loops), key=order.__getitem__))
+
+    def _one_after_another(self, loops: list[Node]) -> None:
+        """A loop's buffers wait, too."""
         for before, after in zip(loops, loops[1:], strict=False):
-            after.control_inputs.append(before)
+            waits = self.starts[after].control_inputs
+            if before not in waits:
+                waits.append(before)
 
     def _check_gone(self) -> None:
         left = [node.name for node in self.moved if self.graph.nodes.get(node.name) is node]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rewriters.analysis import Analysis
+from rewriters.barriers import Moments
 from rewriters.emit import phase_inputs, phase_outputs
 from rewriters.graph import Node, Tensor
 from rewriters.segments import Segment
@@ -47,8 +48,13 @@ class _Key:
         ends = tuple(self._number(tensor) for tensor in phase_outputs(phase))
         roles = (len(phase.writes), len(phase.accumulates), tuple(map(self._number, phase.reads)))
         cells = tuple(_rows(phase.cells.get(tensor)) for tensor in phase.writes)
+        moments = tuple(self._moments(pair) for pair in phase.moments)
         tensors = tuple(self._tensor(tensor) for tensor in self.numbers)
-        return (phase.name, phase.grid, phase.direction, inputs, body, ends, roles, cells, tensors)
+        return (phase.backward, phase.grid, phase.direction, inputs, body, ends, roles, cells, moments, tensors)
+
+    def _moments(self, pair: Moments) -> Hashable:
+        numbers = tuple(map(self._number, (pair.image, pair.mean, pair.variance)))
+        return (numbers, pair.axes, pair.keep_dims, _rows(self.phase.cells[pair.image]))
 
     def _number(self, tensor: Tensor) -> int:
         return self.numbers.setdefault(tensor, len(self.numbers))

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from rewriters.analysis import Analysis
+from rewriters.barriers import Moments
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval, partition, whole
 from rewriters.registry import SPATIAL_DIMS, AxisPlan, Kind, find_rule
@@ -74,7 +76,7 @@ class Phase:
     """One tile loop.
 
     Attributes:
-        name: `"forward"` or `"backward"`.
+        name: `"forward"` or `"backward"`; with a number where there are several.
         grid: Numbers of tiles.
         direction: Order of the tiles.
         body: Ops of one turn, in topological order.
@@ -87,6 +89,9 @@ class Phase:
         reads: Whole tensors that are sliced.
         invariants: Tensors that are passed whole.
         cells: Partition of the written tensors.
+        backward: Whether it belongs to the backward phase.
+        moments: Variances among the reductions that are computed together with their means.
+        home: Operations of the graph that the loop stands for; others it runs again.
         cache: What others derive from the phase; it lives as long.
     """
 
@@ -103,6 +108,9 @@ class Phase:
     reads: list[Tensor]
     invariants: list[Tensor]
     cells: dict[Tensor, Region]
+    backward: bool
+    moments: list[Moments] = dataclasses.field(default_factory=list)
+    home: list[Node] = dataclasses.field(default_factory=list)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
 
@@ -119,11 +127,89 @@ def cells_of(tensor: Tensor, grid: Grid) -> Region:
     )
 
 
-class Planner:
+class Rows:
+    """The rows that operands must hold, for operations whose results are wanted."""
+
+    def __init__(self, analysis: Analysis, kinds: Mapping[Tensor, Kind]) -> None:
+        self.analysis = analysis
+        self.kinds = kinds
+
+    def one_tile(self, node: Node, grid: Grid) -> tuple[AxisPlan, ...] | None:
+        """With a single tile every op sees whole tensors and runs as it stands: the same bits come out."""
+        view, rule = self.analysis.view(node), find_rule(node)
+        if any(count != 1 for count in grid.spatial) or rule.moves_rows:
+            return None
+        plans = []
+        reduced = self.kinds.get(node.out(), Kind.REDUCED) is Kind.REDUCED
+        for axis in AXES:
+            needs: list[Interval | None] = [
+                whole(view.extent(t, axis), 1) if self.kinds[t] in (Kind.FULL, Kind.PARTIAL) else None
+                for t in node.inputs
+            ]
+            out = None if reduced else whole(view.extent(node.out(), axis), 1)
+            plans.append(AxisPlan(out, out, needs))
+        return tuple(plans)
+
+    def want(self, node: Node, plan: tuple[AxisPlan, ...], wanted: dict[Tensor, Region]) -> None:
+        """Add what an op needs of forward tensors, clipped to the image."""
+        for position, tensor in enumerate(node.inputs):
+            if self.kinds[tensor] is not Kind.FULL or plan[0].needs[position] is None:
+                continue
+            extents = _extents(tensor)
+            need = tuple(
+                p.needs[position].clip(extent).nonempty(extent)  # type: ignore[union-attr]
+                for p, extent in zip(plan, extents, strict=True)
+            )
+            old = wanted.get(tensor)
+            wanted[tensor] = need if old is None else tuple(a.hull(b) for a, b in zip(old, need, strict=True))
+
+    def demand(
+        self, nodes: list[Node], wanted: dict[Tensor, Region], available: set[Tensor], grid: Grid
+    ) -> tuple[dict[Tensor, Region], dict[Node, tuple[AxisPlan, ...]]]:
+        """Regions of forward tensors, from the wanted ones back to what is available; unwanted ops are left out."""
+        plans: dict[Node, tuple[AxisPlan, ...]] = {}
+        for node in reversed(nodes):
+            outs = [node.out(i) for i in range(len(node.outputs))]
+            regions = [wanted[t] for t in outs if t in wanted and t not in available]
+            if not regions:
+                continue
+            view, rule = self.analysis.view(node), find_rule(node)
+            out = regions[0]
+            for other in regions[1:]:
+                out = tuple(a.hull(b) for a, b in zip(out, other, strict=True))
+            plan = self.one_tile(node, grid) or tuple(rule.demand(view, axis, out[axis]) for axis in AXES)
+            out = tuple(p.out for p in plan)  # type: ignore[misc]
+            plans[node] = plan
+            for tensor in outs:
+                if tensor not in available:
+                    wanted[tensor] = out
+            self.want(node, plan, wanted)
+        return wanted, plans
+
+    def inputs(
+        self, body: Sequence[Node], plans: Mapping[Node, tuple[AxisPlan, ...]], available: Container[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Whole tensors that are sliced, and those that are passed whole."""
+        made = {node.out(i) for node in body for i in range(len(node.outputs))}
+        reads, invariants = dict[Tensor, None](), dict[Tensor, None]()
+        for node in body:
+            rebuilt = find_rule(node).rebuilt(self.analysis.view(node))
+            for position, tensor in enumerate(node.inputs):
+                if position in rebuilt:
+                    continue
+                if self.kinds[tensor] is Kind.INVARIANT or plans[node][0].needs[position] is None:
+                    if tensor not in made:
+                        invariants[tensor] = None
+                elif tensor not in made or tensor in available:
+                    reads[tensor] = None
+        return list(reads), list(invariants)
+
+
+class Planner(Rows):
     """Plans the phases of one segment."""
 
     def __init__(self, analysis: Analysis, segment: Segment) -> None:
-        self.analysis = analysis
+        super().__init__(analysis, segment.kinds)
         self.segment = segment
 
     def phases(self, grid: Grid, backward_grid: Grid) -> list[Phase]:
@@ -141,7 +227,7 @@ class Planner:
         segment = self.segment
         writes = [*segment.exits, *sorted(segment.stored - set(segment.exits), key=lambda t: t.name)]
         cells = {tensor: cells_of(tensor, grid) for tensor in writes}
-        regions, plans = self._demand(segment.forward, dict(cells), set(segment.entries), grid)
+        regions, plans = self.demand(segment.forward, dict(cells), set(segment.entries), grid)
         return self._phase("forward", grid, segment.forward, regions, plans, writes, [], [], cells)
 
     def backward(self, grid: Grid) -> Phase:
@@ -153,8 +239,8 @@ class Planner:
         regions, plans = self._support(gradients, dict(cells), grid)
         wanted: dict[Tensor, Region] = {}
         for node in gradients:
-            self._want(node, plans[node], wanted)
-        full, full_plans = self._demand([*segment.forward, *derived], wanted, segment.available, grid)
+            self.want(node, plans[node], wanted)
+        full, full_plans = self.demand([*segment.forward, *derived], wanted, segment.available, grid)
         regions.update(full)
         plans.update(full_plans)
         return self._phase(
@@ -177,7 +263,7 @@ class Planner:
         for node in nodes:
             view, rule = self.analysis.view(node), find_rule(node)
             parts = [regions.get(t) if self.segment.kinds[t] is Kind.PARTIAL else None for t in node.inputs]
-            plan = self._one_tile(node, grid) or tuple(
+            plan = self.one_tile(node, grid) or tuple(
                 rule.reach(view, axis, [None if p is None else p[axis] for p in parts]) for axis in AXES
             )
             plans[node] = plan
@@ -185,58 +271,6 @@ class Planner:
                 for index in range(len(node.outputs)):
                     regions[node.out(index)] = tuple(p.out for p in plan)  # type: ignore[misc]
         return regions, plans
-
-    def _one_tile(self, node: Node, grid: Grid) -> tuple[AxisPlan, ...] | None:
-        """With a single tile every op sees whole tensors and runs as it stands: the same bits come out."""
-        view, rule = self.analysis.view(node), find_rule(node)
-        if any(count != 1 for count in grid.spatial) or rule.moves_rows:
-            return None
-        plans = []
-        for axis in AXES:
-            needs: list[Interval | None] = [
-                whole(view.extent(t, axis), 1) if self.segment.kinds[t] in (Kind.FULL, Kind.PARTIAL) else None
-                for t in node.inputs
-            ]
-            reduced = self.segment.kinds[node.out()] is Kind.REDUCED
-            out = None if reduced else whole(view.extent(node.out(), axis), 1)
-            plans.append(AxisPlan(out, out, needs))
-        return tuple(plans)
-
-    def _want(self, node: Node, plan: tuple[AxisPlan, ...], wanted: dict[Tensor, Region]) -> None:
-        """Add what an op needs of forward tensors, clipped to the image."""
-        for position, tensor in enumerate(node.inputs):
-            if self.segment.kinds[tensor] is not Kind.FULL or plan[0].needs[position] is None:
-                continue
-            extents = _extents(tensor)
-            need = tuple(
-                p.needs[position].clip(extent).nonempty(extent)  # type: ignore[union-attr]
-                for p, extent in zip(plan, extents, strict=True)
-            )
-            old = wanted.get(tensor)
-            wanted[tensor] = need if old is None else tuple(a.hull(b) for a, b in zip(old, need, strict=True))
-
-    def _demand(
-        self, nodes: list[Node], wanted: dict[Tensor, Region], available: set[Tensor], grid: Grid
-    ) -> tuple[dict[Tensor, Region], dict[Node, tuple[AxisPlan, ...]]]:
-        """Regions of forward tensors, from the wanted ones back to what is available; unwanted ops are left out."""
-        plans: dict[Node, tuple[AxisPlan, ...]] = {}
-        for node in reversed(nodes):
-            outs = [node.out(i) for i in range(len(node.outputs))]
-            regions = [wanted[t] for t in outs if t in wanted and t not in available]
-            if not regions:
-                continue
-            view, rule = self.analysis.view(node), find_rule(node)
-            out = regions[0]
-            for other in regions[1:]:
-                out = tuple(a.hull(b) for a, b in zip(out, other, strict=True))
-            plan = self._one_tile(node, grid) or tuple(rule.demand(view, axis, out[axis]) for axis in AXES)
-            out = tuple(p.out for p in plan)  # type: ignore[misc]
-            plans[node] = plan
-            for tensor in outs:
-                if tensor not in available:
-                    wanted[tensor] = out
-            self._want(node, plan, wanted)
-        return wanted, plans
 
     def _phase(
         self,
@@ -251,18 +285,8 @@ class Planner:
         cells: dict[Tensor, Region],
     ) -> Phase:
         body = [node for node in nodes if node in plans]
-        made = {node.out(i) for node in body for i in range(len(node.outputs))}
-        reads, invariants = dict[Tensor, None](), dict[Tensor, None]()
-        for node in body:
-            rebuilt = find_rule(node).rebuilt(self.analysis.view(node))
-            for position, tensor in enumerate(node.inputs):
-                if position in rebuilt:
-                    continue
-                if self.segment.kinds[tensor] is Kind.INVARIANT or plans[node][0].needs[position] is None:
-                    if tensor not in made:
-                        invariants[tensor] = None
-                elif tensor not in made or (name == "backward" and tensor in self.segment.available):
-                    reads[tensor] = None
+        available = self.segment.available if name == "backward" else set[Tensor]()
+        reads, invariants = self.inputs(body, plans, available)
         sources = {
             t: Source.STORED if t in reads else Source.RECOMPUTE for t in regions if self.segment.kinds[t] is Kind.FULL
         }
@@ -277,7 +301,9 @@ class Planner:
             writes,
             accumulates,
             reductions,
-            list(reads),
-            list(invariants),
+            reads,
+            invariants,
             cells,
+            backward=name == "backward",
+            home=self.segment.backward if name == "backward" else self.segment.forward,
         )

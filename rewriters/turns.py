@@ -18,6 +18,7 @@ import numpy as np
 
 from rewriters import device
 from rewriters.allocator import Exact
+from rewriters.barriers import Moments
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import fit
 from rewriters.memory import Event, replay, schedule, together
@@ -88,6 +89,8 @@ class _Body:
             self.ends.append(self._moved(self._value(tensor), phase.regions[tensor], phase.cells[tensor]))
         for tensor in phase.accumulates:
             self.ends.append(self._accumulated(tensor))
+        for pair in phase.moments:
+            self._add_moments(pair)
 
     def events(self, tile: Tile, batch: int) -> list[Event]:
         """Schedule of the turn of one tile."""
@@ -170,6 +173,12 @@ class _Body:
             if tensor not in self.phase.reads:
                 out = tuple(p.out for p in plan)
                 self._values[tensor] = self._moved(copy.out(index), made, out)  # type: ignore[arg-type]
+
+    def _add_moments(self, pair: Moments) -> None:
+        """The image, and its squared differences from the mean."""
+        cell = self.phase.cells[pair.image]
+        image = self._moved(self._value(pair.image), self.phase.regions[pair.image], cell)
+        self._helper("SquaredDifference", pair.image, [image], (i.size for i in cell))
 
     def _moved(self, value: Tensor, have: Region, need: Region) -> Tensor:
         """Rows cut and padded; in a tile where nothing is to do the kernels pass their operand on."""

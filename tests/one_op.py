@@ -10,12 +10,13 @@ import tensorflow as tf
 from equivalence import TOLERANCE, error
 
 from rewriters import sft
-from rewriters.analysis import Analysis
+from rewriters.analysis import Analysis, is_image
 from rewriters.build import Importer
 from rewriters.errors import NotTileableError
 from rewriters.graph import Tensor, from_concrete_function
 from rewriters.registry import Kind, find_rule
 from rewriters.segments import Segment
+from rewriters.stored import Loop
 from rewriters.tiles import Grid, Planner
 
 BATCH, HEIGHT, WIDTH = 3, 13, 14
@@ -96,7 +97,36 @@ class OneOp:
         )
         planner = Planner(self.analysis, segment)
         phase = planner.forward(grid) if result is FULL else planner.backward(grid)
-        graph = sft.tile_segments(self.analysis, [sft.SegmentPlan(segment, [phase])])
+        return self._run(sft.SegmentPlan(segment, [phase]))
+
+    def gathered(self, grid: Grid) -> list[np.ndarray] | None:
+        """The op in a loop of a segment with barriers; `None` if its rule refuses."""
+        data = self.rule.data(self.view)
+        kinds = [FULL if p in data and is_image(t) else INVARIANT for p, t in enumerate(self.node.inputs)]
+        try:
+            result = self.rule.gathered(self.view, kinds)
+        except NotTileableError:
+            return None
+        by_kind = {kind: [t for t, k in zip(self.node.inputs, kinds, strict=True) if k is kind] for kind in Kind}
+        outs = [self.node.out(i) for i in range(len(self.node.outputs))]
+        writes, sums = (outs, []) if result is FULL else ([], [self.node])
+        segment = Segment(
+            name="alone",
+            entries=by_kind[FULL],
+            exits=writes,
+            forward=[self.node],
+            backward=[],
+            kinds=dict(zip(self.node.inputs, kinds, strict=True)) | dict.fromkeys(writes, FULL),
+            grad_entries=[],
+            grad_exits=[],
+            reductions=[node.out() for node in sums],
+            invariants=by_kind[INVARIANT],
+            loops=[Loop(0, False, writes, sums, [], [self.node], by_kind[FULL])],
+        )
+        return self._run(sft.plan_segment(self.analysis, segment, grid))
+
+    def _run(self, plan: sft.SegmentPlan) -> list[np.ndarray]:
+        graph = sft.tile_segments(self.analysis, [plan])
         importer = Importer(graph, self.concrete_fn)
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.concrete_fn.inputs]
         function = tf.function(lambda *args: importer(args), input_signature=specs, autograph=False)
@@ -112,7 +142,13 @@ class OneOp:
         found: dict[str, float] = {}
         want = self.whole()
         uses = list(self.accepted())
-        assert uses, f"no use of {self.node.op} is accepted"
+        for grid in grids:
+            gathered = self.gathered(grid)
+            if gathered is not None:
+                worst = max(error(g, w) for g, w in zip(gathered, want, strict=True))
+                if not worst <= TOLERANCE:
+                    found[f"gathered, grid {grid}"] = worst
+            assert uses or gathered is not None, f"no use of {self.node.op} is accepted"
         for (kinds, result), grid in itertools.product(uses, grids):
             got = self.tiled(kinds, result, grid)
             worst = max(error(g, w) for g, w in zip(got, want, strict=True))

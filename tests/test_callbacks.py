@@ -164,14 +164,12 @@ def test_evaluate_and_predict_during_training_are_plain():
 # Normalisation that trains ----------------------------------------------------------------------------------
 
 
-def test_trainable_normalisation_is_told_by_layer_name():
-    callback = MemoryBudget("100KiB", verbose=0)
-    with pytest.raises(BudgetError, match=r"Left as they are: layer 'norm0' \(BatchNormalization\)"):
-        net(norm=True).fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
+def test_normalisation_in_training_mode_is_tiled_between_barriers():
     callback = tiles()
     net(norm=True).fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
-    reasons = dict(callback.plan.left_alone)
-    assert "freeze it with `trainable=False`" in reasons["layer 'norm0' (BatchNormalization)"]
+    (segment,) = callback.plan.segments
+    assert segment.num_loops == 4 and segment.kept and not callback.plan.left_alone
+    assert "loops between barriers" in callback.plan.summary()
 
 
 @pytest.mark.slow

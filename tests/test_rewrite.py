@@ -403,14 +403,14 @@ def test_segments_between_branches_are_not_connected():
 
 def normed_body(x):
     x = layers.Conv2D(4, 3, padding="same", name="one")(x)
-    x = layers.BatchNormalization(name="norm")(x)
+    x = layers.LayerNormalization(axis=1, name="norm")(x)
     return layers.MaxPool2D(2, name="pool")(x)
 
 
 def test_an_op_inside_that_cannot_be_tiled_is_named_with_its_layer():
     with pytest.raises(SegmentError, match="entry='photo', exit='pool' cannot be tiled: .*`.*norm") as error:
         tflms_sft.rewrite(gradients(net(normed_body)), segments(SegmentSpec("photo", "pool")), *BATCH)
-    assert "layer 'norm', BatchNormalization" in str(error.value)
+    assert "layer 'norm', LayerNormalization" in str(error.value)
 
 
 def test_an_exit_that_is_no_image_is_refused():
@@ -495,15 +495,15 @@ def test_the_headroom_stays_free(headroom):
 
 
 def test_a_budget_error_tells_of_layers_that_cannot_be_tiled():
-    with pytest.raises(BudgetError, match=r"Left as they are: layer 'norm' \(BatchNormalization\)"):
+    with pytest.raises(BudgetError, match=r"Left as they are: layer 'norm' \(LayerNormalization\)"):
         tflms_sft.rewrite(gradients(net(normed_body)), AutoParams("1kB"), *BATCH)
 
 
-def test_trainable_normalisation_is_left_alone_with_the_remedy():
+def test_normalisation_over_one_side_of_the_image_is_left_alone():
     plan = tflms_sft.rewrite(gradients(net(normed_body)), TILES, *BATCH).plan
     reasons = dict(plan.left_alone)
-    assert "freeze it with `trainable=False`" in reasons["layer 'norm' (BatchNormalization)"]
-    assert "layer 'norm' (BatchNormalization)" in plan.summary()
+    assert "reduces over the image" in reasons["layer 'norm' (LayerNormalization)"]
+    assert "layer 'norm' (LayerNormalization)" in plan.summary()
 
 
 def three_steps(step, function, start, batches):

@@ -90,6 +90,8 @@ cases("BiasAdd", lambda: {"value": image(), "bias": image(4)})
 cases("BiasAddGrad", lambda: {"out_backprop": image()})
 cases("Sum Mean", lambda: {"input": image(), "axis": Const([-1]), "keep_dims": True})
 cases("Max Min Prod", lambda: {"input": image(), "axis": Const([3]), "keep_dims": True})
+cases("Tile", lambda: {"input": image(3, 1, 1, 4), "multiples": Const([1, HEIGHT, WIDTH, 1])})
+cases("BroadcastTo", lambda: {"input": image(1, 1, 1, 1), "shape": Const([3, HEIGHT, WIDTH, 4])})
 cases("Softmax LogSoftmax", lambda: {"logits": image()})
 
 cases("Pad", lambda: {"input": image(), "paddings": Const([[0, 0], [1, 2], [3, 0], [1, 0]])})
@@ -157,18 +159,25 @@ def test_a_rule_on_tiles_is_the_op_on_the_image(op_type):
     assert not OneOp(op_type, CASES[op_type]()).differing(*GRIDS)
 
 
+NOT_ZERO = {
+    "input": image(),
+    "paddings": Const([[0, 0], [7, 1], [0, 0], [2, 0]]),
+    "constant_values": Const(np.float64(5)),
+}
 VARIANTS = [
     ("Sum", {"input": image(), "axis": Const([0, 1, 2]), "keep_dims": True}),
     ("Sum", {"input": image(), "axis": Const([-2, 0, 1, 3])}),
-    ("Pad", {"input": image(), "paddings": Const([[0, 0], [9, 9], [0, 8], [0, 0]])}),
-    (
-        "PadV2",
-        {
-            "input": image(),
-            "paddings": Const([[0, 0], [7, 1], [0, 0], [2, 0]]),
-            "constant_values": Const(np.float64(5)),
-        },
+    *(
+        (op_type, {"input": image(low=0.9, high=1.2), "axis": Const(axes), "keep_dims": keep})
+        for op_type in ("Sum", "Mean", "Max", "Min", "Prod")
+        for axes, keep in (([0, 1, 2], True), ([1, 2], False), ([-3, 2, 3], True), ([0, 1, 2, 3], False))
     ),
+    ("Tile", {"input": image(1, 1, 1, 4), "multiples": Const([3, HEIGHT, WIDTH, 1])}),
+    ("Tile", {"input": image(3, 1, 1, 1), "multiples": Const([1, HEIGHT, WIDTH, 4])}),
+    ("Tile", {"input": image(3, HEIGHT, WIDTH, 2), "multiples": Const([1, 1, 1, 3])}),
+    ("Tile", {"input": image(3, HEIGHT, 1, 2), "multiples": Const([1, 1, WIDTH, 1])}),
+    ("Pad", {"input": image(), "paddings": Const([[0, 0], [9, 9], [0, 8], [0, 0]])}),
+    ("PadV2", NOT_ZERO),
     ("Slice", {"input": image(), "begin": Const([0, 11, 0, 0]), "size": Const([-1, 2, 14, 4])}),
     ("ConcatV2", {"values": [image(seed=1), image(seed=2), image(seed=3)], "axis": Const(3)}),
     ("Add", {"x": image(), "y": image(3, 1, 1, 4)}),
@@ -270,7 +279,7 @@ REFUSED = [
     ("Sum", {"input": image(), "axis": Const([3])}, "F", "drops the axis"),
     ("Sum", {"input": image(), "axis": numbers(1)}, "FI", "axes computed at run time"),
     ("Sum", {"input": image(3, 4), "axis": Const([1])}, "F", r"not \(batch, height, width, channels\)"),
-    ("PadV2", VARIANTS[3][1], "P", "padded with a value other than zero"),
+    ("PadV2", NOT_ZERO, "P", "padded with a value other than zero"),
     (
         "Pad",
         {"input": image(), "paddings": Const([[1, 0], [0, 0], [0, 0], [0, 0]])},
@@ -293,6 +302,9 @@ REFUSED = [
     ("ConcatV2", {"values": [image(), image()], "axis": Const(1)}, "FF", "another axis than the channels"),
     ("ConcatV2", {"values": [image(), image()], "axis": Const(3)}, "FP", "forward values and gradients"),
     ("ConcatV2", {"values": [image(), image()], "axis": Const(3)}, "FI", "the same for all tiles"),
+    ("Tile", {"input": image(3, 1, 1, 4), "multiples": Const([1, HEIGHT, 1, 1])}, "P", "spreads a gradient"),
+    ("Tile", {"input": image(3, 2, 1, 4), "multiples": Const([1, HEIGHT, 1, 1])}, "F", "repetition of an image"),
+    ("Tile", {"input": image(3, 1, 1, 4), "multiples": Const([2, 1, 1, 1])}, "F", "over the batch"),
     ("Split", {"axis": Const(2), "value": image(), "num_split": 2}, "IF", "another axis than the channels"),
 ]
 

@@ -12,7 +12,7 @@ from rewriters.analysis import Analysis
 from rewriters.normalise import read
 from rewriters.tiles import Grid
 from tflms_sft import AutoParams
-from tflms_sft._compile import auto_grids, fewest
+from tflms_sft._grids import auto_grids, fewest
 
 
 def step_of(height, width, depth=3, filters=8, batch=1):

@@ -20,7 +20,8 @@ from rewriters.memory import op_scratch
 from rewriters.segments import Segment
 from rewriters.tiles import Grid, Planner
 from rewriters.turns import phase_scratch
-from tflms_sft._compile import Traced, auto_grids, fewest
+from tflms_sft._compile import Traced
+from tflms_sft._grids import auto_grids, fewest
 
 MAX_CUTS = 8
 """Most places where a segment may end; in a longer network they are spread over what it keeps."""

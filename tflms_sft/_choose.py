@@ -13,15 +13,17 @@ The rule, of which the plan repeats the part that applied:
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 from rewriters.errors import BudgetError
 from rewriters.ft import LeftAlone
 from rewriters.memory import Peak
 from rewriters.sft import SegmentPlan
-from tflms_sft._compile import Traced, predict, unsupported_layers
+from tflms_sft._barriers import Barriers, BarrierSearch
+from tflms_sft._compile import Candidate, Traced, predict, unsupported_layers
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._params import AutoParams
-from tflms_sft._search import Candidate, TileSearch
+from tflms_sft._search import TileSearch
 from tflms_sft._text import shortened
 from tflms_sft._tuning import Swaps
 from tflms_sft._units import format_bytes
@@ -40,6 +42,26 @@ MOST_NAMES = 6
 
 
 BOTH = "tiles and swaps, because neither fit alone"
+
+
+class Search(Protocol):
+    """Finds tiles.
+
+    Attributes:
+        left: What cannot be tiled.
+    """
+
+    left: list[LeftAlone]
+
+    @property
+    def smallest(self) -> Candidate:
+        """The plan with the lowest peak that is found."""
+
+    def cheapest(self, limit: int) -> Candidate | None:
+        """The plan with the least arithmetic found whose step stays below `limit` bytes."""
+
+    def proposed(self, target: int) -> Candidate | None:
+        """What is proposed for a target, whether its step meets it or not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +88,8 @@ def choose(traced: Traced, params: AutoParams) -> Choice:
         BudgetError: If nothing fits; it names the smallest budget that can be met and the largest tensor then.
     """
     limit = int(params.memory_budget * (1 - params.headroom))
-    search = TileSearch(traced)
+    barriers = Barriers(traced)
+    search: Search = BarrierSearch(traced, barriers) if barriers.present else TileSearch(traced)
     if predict(traced, [])[0].peak_bytes <= limit:
         return Choice([], search.left)
     tiles = search.cheapest(limit)
@@ -92,7 +115,7 @@ def swaps_within(params: AutoParams, least: bool = False) -> LMSParams:
 
 
 def _swapped(
-    traced: Traced, search: TileSearch, wanted: LMSParams, tiles: Candidate | None, limit: int
+    traced: Traced, search: Search, wanted: LMSParams, tiles: Candidate | None, limit: int
 ) -> Choice | None:
     """Swaps alone, or if need be with tiles; `None` if tiles alone are better or nothing fits."""
     alone = Swaps(traced, [], wanted).tuned(limit)
@@ -110,7 +133,7 @@ def _swapped(
     return None
 
 
-def _least(traced: Traced, search: TileSearch, params: AutoParams, limit: int) -> Choice | None:
+def _least(traced: Traced, search: Search, params: AutoParams, limit: int) -> Choice | None:
     """The plans of `_smallest`: whatever it tells is the smallest budget has to be met, and any above."""
     for plans in ([], search.smallest.plans):
         found = Swaps(traced, plans, swaps_within(params, least=True)).tuned(limit)
@@ -119,7 +142,7 @@ def _least(traced: Traced, search: TileSearch, params: AutoParams, limit: int) -
     return None
 
 
-def _too_small(traced: Traced, params: AutoParams, search: TileSearch) -> BudgetError:
+def _too_small(traced: Traced, params: AutoParams, search: Search) -> BudgetError:
     peak = _smallest(traced, params, search)
     smallest = int(peak.peak_bytes / (1 - params.headroom)) + 1
     name, size = peak.largest[0] if peak.largest else ("the variables", traced.fixed_bytes)
@@ -137,7 +160,7 @@ def _too_small(traced: Traced, params: AutoParams, search: TileSearch) -> Budget
     return error
 
 
-def _smallest(traced: Traced, params: AutoParams, search: TileSearch) -> Peak:
+def _smallest(traced: Traced, params: AutoParams, search: Search) -> Peak:
     """The lowest peak of tiles, of swaps, and of both."""
     peaks = [search.smallest.peak]
     if params.swap is not False:

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from rewriters import _tf_private
 from rewriters.analysis import Analysis
 from rewriters.cost import phase_cost, step_cost
-from rewriters.errors import NotTileableError, SegmentError
-from rewriters.ft import LeftAlone, auto_segments
+from rewriters.ft import LeftAlone
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.memory import Peak, graph_peak, unmodelled
 from rewriters.normalise import read
 from rewriters.roles import is_autodiff_name
-from rewriters.segments import Segment, build_segment, forward_ops
-from rewriters.sft import SegmentPlan, loop_nodes, outline, plan_segment, tile_segments
-from rewriters.tiles import Grid, Phase
+from rewriters.sft import SegmentPlan, loop_nodes, outline, tile_segments
+from rewriters.tiles import Phase
 from rewriters.turns import loop_turns, phase_scratch
-from tflms_sft._names import LayerRecord, display_names, resolve
-from tflms_sft._params import SegmentSpec, SFTParams, parse_num_tiles
+from tflms_sft._names import LayerRecord, display_names
 from tflms_sft._plan import Plan, PlannedSegment, Prediction
 from tflms_sft._text import shortened
 
-AUTO_TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
-"""Tiles per axis that are tried, fewest first."""
-
-
 MOST_NAMES = 3
 """Names after which a list in a note is cut short."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A plan for the whole step with what the model says of it."""
+
+    plans: list[SegmentPlan]
+    peak: Peak
+    time_ratio: float
 
 
 @dataclasses.dataclass
@@ -120,169 +121,6 @@ def _static_batch(graph: Graph, num_arguments: int) -> int | None:
     return ranked[0][0] if ranked else 1
 
 
-def plan_sft(traced: Traced, params: SFTParams) -> tuple[list[SegmentPlan], list[LeftAlone]]:
-    """Segments and tiles as the parameters say."""
-    grid = parse_num_tiles(params.num_tiles, "num_tiles")
-    backward = None if params.backward_num_tiles is None else parse_num_tiles(params.backward_num_tiles, "")
-    if params.segments != "auto":
-        return _explicit(traced, params, grid, backward), []
-    segments, left = auto_segments(traced.analysis, params.memory_capacity, traced.batch, {})
-    for asked in (grid, backward):
-        if asked is not None and segments:  # Smaller segments get fewer tiles; the largest one has to have enough rows.
-            check_tiles(traced, max(segments, key=_most_tiles), asked)
-    plans = []
-    for segment in segments:
-        try:
-            plans.append(_planned(traced, segment, grid, backward, params.memory_capacity, clamp=True))
-        except NotTileableError as error:
-            left.append(LeftAlone(segment.name, str(error)))
-    return plans, left
-
-
-def _explicit(traced: Traced, params: SFTParams, grid: Grid | None, backward: Grid | None) -> list[SegmentPlan]:
-    taken: set[Node] = set()
-    used: set[Node] = set()
-    plans = []
-    for number, spec in enumerate(params.segments, 1):
-        segment = _named_segment(traced, spec, f"segment{number}", taken, used)
-        taken.update(segment.backward)
-        used.update(segment.forward)
-        own = grid if spec.num_tiles is None else parse_num_tiles(spec.num_tiles, "num_tiles")
-        back = backward if spec.backward_num_tiles is None else parse_num_tiles(spec.backward_num_tiles, "")
-        try:
-            plans.append(_planned(traced, segment, own, back, params.memory_capacity, clamp=False))
-        except NotTileableError as error:
-            raise SegmentError(f"{_shown(spec)} cannot be tiled: {error}") from None
-    return plans
-
-
-def _shown(spec: SegmentSpec) -> str:
-    return f"The segment entry={spec.entry!r}, exit={spec.exit!r}"
-
-
-def _named_segment(traced: Traced, spec: SegmentSpec, name: str, taken: set[Node], used: set[Node]) -> Segment:
-    """The segment between two names."""
-    analysis, graph = traced.analysis, traced.analysis.graph
-    entries = [t for n in spec.entries for t in resolve(n, "entry", graph, traced.record)]
-    exits = [t for n in spec.exits for t in resolve(n, "exit", graph, traced.record)]
-    ops = forward_ops(analysis, entries, exits)
-    missing = [n for n in spec.exits if any(t.node not in ops for t in resolve(n, "exit", graph, traced.record))]
-    if missing:
-        same = " They are the same." if set(entries) == set(exits) else ""
-        raise SegmentError(
-            f"{_shown(spec)}: no path of forward operations leads from the entry to {missing}.{same} "
-            "Name an exit that depends on the entry."
-        )
-    shared = analysis.sorted(ops & used)
-    if shared:
-        raise SegmentError(f"{_shown(spec)} overlaps another segment at `{shared[0].name}` ({shared[0].op}).")
-    stored = frozenset(t for n in spec.stored_names for t in resolve(n, "stored", graph, traced.record))
-    outside = sorted(t.name for t in stored if t.node not in ops)
-    if outside:
-        raise SegmentError(f"{_shown(spec)}: `stored` names {outside}, which the segment does not make.")
-    try:
-        segment = build_segment(analysis, name, ops, taken, stored - set(exits))
-    except NotTileableError as error:
-        raise SegmentError(f"{_shown(spec)} cannot be tiled: {_with_layer(traced, error)}") from None
-    extra = [t for t in segment.exits if t not in exits]
-    segment.notes.extend(f"`{t.name}` is needed outside as well and is an exit" for t in extra)
-    return segment
-
-
-def _with_layer(traced: Traced, error: Exception) -> str:
-    """An error text with the Keras layer of the op that it names."""
-    text = str(error)
-    for op, call in traced.record.layer_of_op.items():
-        if f"`{op}`" in text:
-            return f"{text} (layer {call.layer!r}, {call.kind})"
-    return text
-
-
-def check_tiles(traced: Traced, segment: Segment, grid: Grid) -> None:
-    """Refuse more tiles than an exit, or a gradient that comes in, has rows.
-
-    More batch tiles than samples are empty and skipped at run time.
-
-    Raises:
-        ValueError: With the numbers.
-    """
-    for tensor in (*segment.exits, *segment.grad_entries):
-        assert tensor.shape is not None
-        for axis, name in enumerate(("height", "width")):
-            rows = tensor.shape[axis + 1]
-            if rows is not None and grid.spatial[axis] > rows:
-                names = display_names(traced.analysis.graph, traced.record)
-                where = f"{names.get(tensor, tensor.name)!r}" if tensor in segment.exits else "a gradient on its way"
-                into = ", ".join(repr(names.get(t, t.name)) for t in segment.entries)
-                raise ValueError(
-                    f"`num_tiles` asks for {grid.spatial[axis]} tiles along the {name}, and {where} to {into} "
-                    f"({segment.name}) has {rows} row(s). Use at most {rows}. Received: num_tiles={grid}."
-                )
-
-
-def _most_tiles(segment: Segment) -> tuple[int, ...]:
-    shapes = [t.shape for t in (*segment.exits, *segment.grad_entries) if t.shape is not None]
-    return tuple(min(int(shape[axis] or 1) for shape in shapes) for axis in (1, 2))
-
-
-def clamped(segment: Segment, grid: Grid) -> Grid:
-    """A grid with no more tiles than the segment's exits have rows."""
-    most = _most_tiles(segment)
-    return Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, most, strict=True)))
-
-
-def auto_grids(segment: Segment, batch: int) -> list[Grid]:
-    """Grids to try, from one tile up, each with more tiles than the one before.
-
-    The batch is split first, which costs no halo; then the longer side of a tile, so that halos stay small.
-    """
-    most = [min(rows, AUTO_TILES[-1]) for rows in _most_tiles(segment)]
-    counts = [[n for n in AUTO_TILES if n < rows] + [rows] for rows in most]
-    shapes = [t.shape for t in segment.exits or segment.grad_entries if t.shape is not None]
-    shape = max(shapes, key=lambda s: int(s[1] or 1) * int(s[2] or 1))
-    extents = [int(shape[1] or 1), int(shape[2] or 1)]
-    at = [0, 0]
-    grids = [Grid(images, (counts[0][0], counts[1][0])) for images in (*(n for n in AUTO_TILES if n < batch), batch)]
-    while any(index + 1 < len(steps) for index, steps in zip(at, counts, strict=True)):
-        _, axis = max(
-            (extents[axis] / counts[axis][at[axis]], -axis) for axis in (0, 1) if at[axis] + 1 < len(counts[axis])
-        )
-        at[-axis] += 1
-        grids.append(Grid(batch, (counts[0][at[0]], counts[1][at[1]])))
-    return grids
-
-
-def fewest(grids: Sequence[Grid], fits: Callable[[Grid], bool]) -> Grid | None:
-    """The first grid that fits, given that with it all later ones do.
-
-    Halos make that nearly true and not always: a grid before may fit as well.
-    """
-    index = bisect.bisect_left(grids, True, key=fits)
-    return grids[index] if index < len(grids) else None
-
-
-def _planned(
-    traced: Traced, segment: Segment, grid: Grid | None, backward: Grid | None, capacity: int | None, clamp: bool
-) -> SegmentPlan:
-    if grid is not None:
-        if clamp:
-            grid = clamped(segment, grid)
-            backward = backward and clamped(segment, backward)
-        else:
-            check_tiles(traced, segment, grid)
-            check_tiles(traced, segment, backward or grid)
-        return plan_segment(traced.analysis, segment, grid, backward)
-    limit = capacity or sum(t.num_bytes(traced.batch) for t in (*segment.entries, *segment.exits))
-    analysis, batch = traced.analysis, traced.batch
-
-    def fits(tiles: Grid) -> bool:
-        plan = plan_segment(analysis, segment, tiles, backward)
-        return max(phase_scratch(phase, batch) for phase in plan.phases) <= limit
-
-    grids = auto_grids(segment, batch)
-    return plan_segment(analysis, segment, fewest(grids, fits) or grids[-1], backward)
-
-
 def predict(
     traced: Traced,
     plans: list[SegmentPlan],
@@ -360,12 +198,8 @@ def _reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str]
     """(what, why), each layer once with its first reason."""
     reasons: dict[str, str] = {}
     for item in left:
-        call = traced.record.layer_of_op.get(item.name)
-        hint = ""
-        if call is not None and call.kind == "BatchNormalization" and call.trainable:
-            hint = "; its statistics in training mode are not supported yet, freeze it with `trainable=False`"
         names = list(dict.fromkeys(_layer_name(traced, op) for op in (item.name, item.last) if op))
-        reasons.setdefault(" to ".join(names), item.reason + hint)
+        reasons.setdefault(" to ".join(names), item.reason)
     return tuple(reasons.items())
 
 
@@ -376,13 +210,7 @@ def _layer_name(traced: Traced, op: str) -> str:
 
 def _described(traced: Traced, plan: SegmentPlan, names: Mapping[Tensor, str]) -> PlannedSegment:
     segment = plan.segment
-    forward, backward = plan.phase("forward"), plan.phase("backward")
-    ends = forward.writes if forward else segment.grad_entries
-
-    def rows(tensor: Tensor) -> tuple[int, int]:
-        phase = plan.phases[0]
-        region = phase.cells.get(tensor) or phase.regions[tensor]
-        return int(region[0].size.max()), int(region[1].size.max())
+    forward, backward = (_finest(plan, which) for which in (False, True))
 
     def shown(tensors: Sequence[Tensor]) -> tuple[str, ...]:
         return tuple(names.get(t, t.name) for t in tensors)
@@ -393,13 +221,57 @@ def _described(traced: Traced, plan: SegmentPlan, names: Mapping[Tensor, str]) -
         exits=shown(segment.exits),
         num_tiles=_counts(forward),
         backward_num_tiles=_counts(backward),
-        stored=shown(sorted(segment.stored, key=lambda t: t.name)),
+        stored=() if segment.loops else shown(sorted(segment.stored, key=lambda t: t.name)),
         forward_ops=len(segment.forward),
         backward_ops=len(segment.backward),
-        tile_bytes=tuple(phase_scratch(phase, traced.batch) for phase in plan.phases),
-        tile_rows=(rows(ends[0]), rows(segment.entries[0])),
+        tile_bytes=tuple(
+            max(phase_scratch(phase, traced.batch) for phase in plan.phases if phase.backward == which)
+            for which, loop in ((False, forward), (True, backward))
+            if loop is not None
+        ),
+        tile_rows=_tile_rows(plan, forward or plan.phases[0]),
         notes=tuple(segment.notes),
+        num_loops=len(plan.phases),
+        kept=shown(_kept(plan)),
     )
+
+
+def _finest(plan: SegmentPlan, backward: bool) -> Phase | None:
+    """The loop of a phase with the most tiles."""
+    phases = [phase for phase in plan.phases if phase.backward == backward]
+    return max(phases, key=lambda phase: phase.grid.num_tiles, default=None)
+
+
+def _tile_rows(plan: SegmentPlan, phase: Phase) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Largest (height, width) of a tile of what a loop makes, and of what it makes it from."""
+    segment = plan.segment
+    if segment.loops:
+        ends, begins = [*phase.cells], [t for t in phase.reads if t in phase.regions]
+    else:
+        ends, begins = (segment.grad_entries if phase.backward else phase.writes), segment.entries
+
+    def rows(tensors: Sequence[Tensor]) -> tuple[int, int]:
+        if not tensors:
+            return 0, 0
+        region = phase.cells.get(tensors[0]) or phase.regions[tensors[0]]
+        return int(region[0].size.max()), int(region[1].size.max())
+
+    return rows(ends), rows(begins)
+
+
+def _kept(plan: SegmentPlan) -> list[Tensor]:
+    """Tensors that wait, between barriers, from the forward phase for the backward phase."""
+    if not plan.segment.loops:
+        return []
+    made, again = dict[Tensor, None](), set[Tensor]()
+    kept: dict[Tensor, None] = {}
+    for phase in plan.phases:
+        if phase.backward:
+            kept.update((t, None) for t in phase.reads if t in made and t not in again)
+            again.update(phase.writes)
+        else:
+            made.update((t, None) for t in phase.writes)
+    return list(kept)
 
 
 def _counts(phase: Phase | None) -> tuple[int, ...]:

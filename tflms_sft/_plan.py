@@ -79,6 +79,10 @@ class PlannedSegment:
         tile_rows: Largest (height, width) of a tile of the exit (of the incoming gradient, if there is none), and of
             the entry with its halo.
         notes: What a reader should know.
+        num_loops: Tile loops. Between barriers, such as the moments of BatchNorm, each has its own; `num_tiles`,
+            `tile_bytes` and `tile_rows` are those with the most tiles then.
+        kept: Between barriers, names of the tensors that wait whole for the backward phase; what else it needs is
+            computed from them again.
     """
 
     name: str
@@ -92,6 +96,8 @@ class PlannedSegment:
     tile_bytes: tuple[int, ...]
     tile_rows: tuple[tuple[int, int], tuple[int, int]]
     notes: tuple[str, ...] = ()
+    num_loops: int = 2
+    kept: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +197,8 @@ class Plan:
             lines.append(f"  {_segment_line(segment)}")
             if segment.stored:
                 lines.append(f"    stored: {', '.join(segment.stored)}")
+            if segment.kept:
+                lines.append(f"    wait for the backward phase: {shortened(segment.kept, _MOST_NAMES)}")
             lines.extend(f"    {note}" for note in segment.notes)
         largest = sorted(self.swaps, key=lambda swap: -swap.num_bytes)
         for swap in largest[:MOST_SWAPS]:
@@ -276,6 +284,11 @@ def _segment_line(segment: PlannedSegment) -> str:
     sizes = zip(segment.tile_bytes, loops, strict=True)
     turns = "turn " + ", ".join(f"{format_bytes(size)} {name}" for size, (_, name) in sizes)
     end = "exit" if segment.num_tiles else "gradient"
+    if segment.kept or segment.num_loops > len(loops):
+        return (
+            f"{segment.name}: {_joined(segment.entries)} -> {_joined(segment.exits)}, {segment.num_loops} loops "
+            f"between barriers in up to {grids}; {turns}; {segment.forward_ops} + {segment.backward_ops} ops"
+        )
     return (
         f"{segment.name}: {_joined(segment.entries)} -> {_joined(segment.exits)}, {grids}; "
         f"{end} tile {rows}x{columns} from {in_rows}x{in_columns} of the entry; {turns}; "

@@ -14,12 +14,13 @@ from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.tiers import HostTier, Tier
 from tflms_sft._choose import Choice, choose
-from tflms_sft._compile import Traced, analyse, collector_paused, finish, plan_sft, predict, prediction
+from tflms_sft._compile import Traced, analyse, collector_paused, finish, predict, prediction
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._names import LayerRecord, display_names, recorded_layers
 from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
 from tflms_sft._swap import described, notes, swap
+from tflms_sft._tiling import plan_sft
 
 
 def is_concrete(step: Any) -> bool:

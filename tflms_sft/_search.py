@@ -17,13 +17,13 @@ from rewriters.cost import turn_cost
 from rewriters.errors import NotTileableError
 from rewriters.ft import find_components, try_segment
 from rewriters.graph import Node, Tensor
-from rewriters.memory import Peak
 from rewriters.segments import Segment
 from rewriters.sft import SegmentPlan, plan_segment
 from rewriters.tiles import Grid, Planner
 from rewriters.turns import phase_scratch
 from tflms_sft._chain import Chain, Choice
-from tflms_sft._compile import Traced, auto_grids, fewest, predict
+from tflms_sft._compile import Candidate, Traced, predict
+from tflms_sft._grids import auto_grids, fewest
 
 MAX_ROUNDS = 12
 """Targets that are tried, and tensors that are stored."""
@@ -39,15 +39,6 @@ FINER = (0.8, 0.6)
 
 LEAST_SAVED = 0.005
 """Part of a step's arithmetic below which a tensor is not worth storing."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A plan for the whole step with what the model says of it."""
-
-    plans: list[SegmentPlan]
-    peak: Peak
-    time_ratio: float
 
 
 class TileSearch:

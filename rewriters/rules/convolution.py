@@ -185,6 +185,21 @@ class SidesToFilter(Convolution):
             raise NotTileableError("a filter gradient needs forward values on one side and a gradient on the other")
         return Kind.REDUCED
 
+    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Both sides are whole."""
+        self.check(op, kinds)
+        if Kind.INVARIANT in (kinds[0], kinds[2]):
+            raise NotTileableError("a filter gradient needs an image on both sides")
+        return Kind.REDUCED
+
+    def summed(self, op: OpView) -> int:
+        """The side with one row per window: each window counts once."""
+        return 2
+
+    def part(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
+        """The windows and what lies below them."""
+        return AxisPlan(None, None, [self.window(op, axis).gather(cell), None, cell])
+
     def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The windows that meet the gradient, whichever side it is on."""
         window = self.window(op, axis)

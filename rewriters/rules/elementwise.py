@@ -58,6 +58,8 @@ def check_ranks(op: OpView, kinds: Sequence[Kind]) -> None:
 class Pointwise(Rule):
     """Elementwise, nonlinear: forward values in, forward values out."""
 
+    cheap = True
+
     def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """`FULL`, and nothing partial goes in."""
         check_ranks(op, kinds)

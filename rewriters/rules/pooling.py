@@ -102,6 +102,20 @@ class MaxPoolGrad(Pooling):
             raise NotTileableError("MaxPoolGrad needs forward values and one gradient")
         return Kind.PARTIAL
 
+    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """All three are images."""
+        self.check(op)
+        if any(kind is not Kind.FULL for kind in kinds):
+            raise NotTileableError("MaxPoolGrad needs three images")
+        return Kind.FULL
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The windows that meet the wanted rows, and all that lies below these."""
+        window = self.window(op, axis)
+        small = window.touch(out)
+        made = window.gather(small)
+        return AxisPlan(out, made, [made, small, small])
+
     def operand_fill(self, op: OpView, position: int) -> float | str:
         """The input is padded as in `MaxPool`."""
         return "lowest" if position == 0 else 0.0
@@ -172,6 +186,19 @@ class AvgPoolGrad(Pooling):
         if kinds[1] is not Kind.PARTIAL:
             raise NotTileableError("AvgPoolGrad of forward values")
         return Kind.PARTIAL
+
+    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Of an image."""
+        self.check(op)
+        if kinds[1] is not Kind.FULL:
+            raise NotTileableError("AvgPoolGrad of a tensor that is the same for all tiles")
+        return Kind.FULL
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The windows that meet the wanted rows."""
+        window = self.window(op, axis)
+        small = window.touch(out)
+        return AxisPlan(out, window.gather(small), [None, small])
 
     def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """All rows that the gradient's windows cover."""

@@ -20,6 +20,7 @@ class Shift(Rule):
     """The output is the input moved along the image; fitting the operand does all the work."""
 
     moves_rows = True
+    cheap = True
 
     def rebuilt(self, op: OpView) -> list[int]:
         """Offsets."""
@@ -152,6 +153,8 @@ class Concat(Pointwise):
 @tiling_rule("Split", "SplitV")
 class Split(Rule):
     """Along the channels; every output holds the same rows."""
+
+    cheap = True
 
     def data(self, op: OpView) -> list[int]:
         """The image (second operand of `Split`, first of `SplitV`)."""

@@ -1,0 +1,223 @@
+"""Which operations run on tiles where sums over the image lie between them, and in which loop each of them first can.
+
+A mean over the image, such as a moment of BatchNorm in training mode, makes all that depends on it wait for all tiles:
+it is a *barrier*. No operation is one by its type. Every operation is of one of three sorts:
+
+- *tiled*: it has a rule and makes an image;
+- a *sum*: it reduces images over all tiled axes (moments, gradients of filters and biases);
+- *outside*: everything else, which runs once, on whole tensors, between two loops.
+
+The level of an operation is the number of loops that have to end before it can run. Operations of one level share a
+loop. Forward and backward are not told apart: a gradient is an image like any other, each turn of a loop makes the
+rows of it that it needs (it *gathers*), and operations that add forward values to a gradient are nothing special.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container
+
+from rewriters.analysis import Analysis, check_batches, is_image
+from rewriters.errors import NotTileableError
+from rewriters.graph import Node, Tensor
+from rewriters.inline import is_xla_call
+from rewriters.registry import SPATIAL_DIMS, Kind, find_rule
+from rewriters.roles import reads_shape_only
+from rewriters.rules.reductions import Reduce
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """A variance that can be computed in the same loop as the mean that it is taken about.
+
+    Attributes:
+        image: What the moments are of.
+        mean: Result of the first reduction.
+        variance: Result of the second one.
+        axes: Both reduce over.
+        keep_dims: Whether the axes stay, in the variance.
+    """
+
+    image: Tensor
+    mean: Tensor
+    variance: Tensor
+    axes: tuple[int, ...]
+    keep_dims: bool
+
+
+@dataclasses.dataclass
+class Roles:
+    """Sorts and levels.
+
+    Attributes:
+        tiled: Operations that run on tiles, in topological order.
+        sums: Reductions over the image, in topological order.
+        kinds: Of the operands of both, and of the results of the tiled ones.
+        level: Of every operation.
+        moments: By the operation that makes the variance.
+        refused: Why other forward operations on images run on whole ones.
+    """
+
+    tiled: list[Node]
+    sums: list[Node]
+    kinds: dict[Tensor, Kind]
+    level: dict[Node, int]
+    moments: dict[Node, Moments]
+    refused: dict[Node, str]
+
+    def operands(self, node: Node) -> list[Tensor]:
+        """What a tiled operation or a sum reads of images: a variance the image itself."""
+        if node in self.moments:
+            return [self.moments[node].image]
+        return [t for t in dict.fromkeys(node.inputs) if self.kinds.get(t) is Kind.FULL]
+
+
+def find_roles(analysis: Analysis, allowed: Container[Node] | None = None, merge: bool = True) -> Roles:
+    """Sort the operations of a graph.
+
+    Args:
+        analysis: Of the graph.
+        allowed: Operations that may run on tiles; all if it is not given.
+        merge: Whether a variance may share the loop of its mean.
+    """
+    return _Sorter(analysis, allowed, merge).run()
+
+
+class _Sorter:
+    def __init__(self, analysis: Analysis, allowed: Container[Node] | None, merge: bool) -> None:
+        self.analysis = analysis
+        self.allowed = allowed
+        self.merge = merge
+        self.kinds: dict[Tensor, Kind] = {}
+        self.sort: dict[Node, Kind] = {}
+        self.refused: dict[Node, str] = {}
+        self.summed: set[Tensor] = set()
+        """What is computed from sums alone, such as gradients of filters, which have four dimensions as images have."""
+
+    def run(self) -> Roles:
+        for node in self.analysis.order:
+            if node not in self.analysis.data:
+                continue
+            kind = self._kind(node)
+            if kind is not None:
+                self.sort[node] = kind
+            if kind is Kind.FULL:
+                self.kinds.update((node.out(index), kind) for index in range(len(node.outputs)))
+            data = [t for t in node.inputs if t.node in self.analysis.data]
+            if kind is Kind.REDUCED or (kind is None and data and self.summed.issuperset(data)):
+                self.summed.update(node.out(index) for index in range(len(node.outputs)))
+        sums = [node for node, kind in self.sort.items() if kind is Kind.REDUCED]
+        moments = {node: found for node in sums if self.merge and (found := self._moments(node)) is not None}
+        tiled = [node for node, kind in self.sort.items() if kind is Kind.FULL]
+        return Roles(tiled, sums, self.kinds, self._levels(moments), moments, self.refused)
+
+    def _kind(self, node: Node) -> Kind | None:
+        """`FULL` for a tiled operation, `REDUCED` for a sum, `None` for others."""
+        if self.allowed is not None and node not in self.allowed:
+            return None
+        try:
+            kinds = self._operands(node)
+            result = find_rule(node).gathered(self.analysis.view(node), kinds)
+            self._check(node, kinds, result)
+        except NotTileableError as error:
+            reads_image = any(_is_spatial(t) and self._operand(t) is Kind.FULL for t in node.inputs)
+            if node not in self.analysis.backward and reads_image and not reads_shape_only(node):
+                self.refused[node] = str(error)
+            return None
+        for tensor, kind in zip(node.inputs, kinds, strict=True):
+            self.kinds.setdefault(tensor, kind)
+        return result
+
+    def _operands(self, node: Node) -> list[Kind]:
+        if is_xla_call(node):
+            raise NotTileableError("XLA compiles it as a whole, as Keras asks for grouped convolutions")
+        if node.stateful:
+            raise NotTileableError("it has side effects or draws random numbers")
+        data = find_rule(node).data(self.analysis.view(node))
+        return [self._operand(t) if p in data else Kind.INVARIANT for p, t in enumerate(node.inputs)]
+
+    def _check(self, node: Node, kinds: list[Kind], result: Kind) -> None:
+        """Refuse images of unknown size, and operations that have nothing to do with images."""
+        full = [t for t, kind in zip(node.inputs, kinds, strict=True) if kind is Kind.FULL]
+        results = [node.out(index) for index in range(len(node.outputs))] if result is Kind.FULL else []
+        check_batches(self.analysis, node, [*full, *results])
+        for tensor in (*full, *results):
+            if not _is_known(tensor):
+                raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
+        if not all(map(_is_spatial, results)) or not (results or any(map(_is_spatial, full))):
+            raise NotTileableError("it makes one value for all pixels")
+
+    def _operand(self, tensor: Tensor) -> Kind:
+        """Kind of what stands in the place of an image."""
+        if self.sort.get(tensor.node) is Kind.FULL:
+            return Kind.FULL
+        if tensor.node not in self.analysis.data or not is_image(tensor):
+            return Kind.INVARIANT
+        assert tensor.shape is not None
+        one_value = all(tensor.shape[dim] == 1 for dim in SPATIAL_DIMS)
+        return Kind.FULL if one_value or tensor not in self.summed else Kind.INVARIANT
+
+    def _moments(self, node: Node) -> Moments | None:
+        """The moments that a mean of squared differences from a mean belongs to (B. P. Welford, 1962)."""
+        difference = node.inputs[0].node
+        if node.op != "Mean" or self.sort.get(difference) is not Kind.FULL:
+            return None
+        if difference.op == "Square":
+            difference = difference.inputs[0].node
+            if difference.op != "Sub":
+                return None
+        elif difference.op != "SquaredDifference":
+            return None
+        rule = find_rule(node)
+        assert isinstance(rule, Reduce)
+        axes = rule.axes(self.analysis.view(node))
+        for image, other in (difference.inputs, reversed(difference.inputs)):
+            mean = _source(other)
+            if mean.node.op != "Mean" or mean.node.inputs[0] != image or self.sort.get(mean.node) is not Kind.REDUCED:
+                continue
+            same = rule.axes(self.analysis.view(mean.node)) == axes and mean.node.attrs["keep_dims"].b
+            waits = node.control_inputs or difference.control_inputs
+            if same and not waits and image.dtype.is_floating and mean.dtype == node.out().dtype:
+                keep = bool(node.attrs["keep_dims"].b)
+                return Moments(image, mean, node.out(), tuple(sorted(axes)), keep)
+        return None
+
+    def _levels(self, moments: dict[Node, Moments]) -> dict[Node, int]:
+        level: dict[Node, int] = {}
+        for node in self.analysis.order:
+            if node in moments:
+                level[node] = level[moments[node].mean.node]
+                continue
+            own = self.sort.get(node)
+            before = [] if reads_shape_only(node) else [t.node for t in node.inputs]
+            found = [self._after(other, own, level) for other in dict.fromkeys(before)]
+            found += [self._after(other, own, level) for other in node.control_inputs]
+            level[node] = max(found, default=0)
+        return level
+
+    def _after(self, before: Node, own: Kind | None, level: dict[Node, int]) -> int:
+        """Loops that have to end before what reads a node can run."""
+        sort = self.sort.get(before)
+        if sort is None:
+            return level[before]
+        same_loop = sort is Kind.FULL and own is not None
+        return level[before] + (0 if same_loop else 1)
+
+
+def _source(tensor: Tensor) -> Tensor:
+    """What a tensor is passed on from."""
+    while tensor.node.op in ("StopGradient", "Identity", "PreventGradient") and tensor.node.inputs:
+        tensor = tensor.node.inputs[0]
+    return tensor
+
+
+def _is_known(tensor: Tensor) -> bool:
+    shape = tensor.shape
+    return shape is not None and len(shape) == 4 and all(shape[dim] is not None for dim in SPATIAL_DIMS)
+
+
+def _is_spatial(tensor: Tensor) -> bool:
+    """Whether a tensor has more than one pixel."""
+    return _is_known(tensor) and any(tensor.shape[dim] != 1 for dim in SPATIAL_DIMS)  # type: ignore[index]

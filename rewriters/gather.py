@@ -1,0 +1,162 @@
+"""Tile loops of a segment with barriers: every turn gathers the rows that its own part needs.
+
+Each tensor that a loop writes, and each sum that it makes, is split over its *own* extent, so that every element is
+written and counted once. What a turn needs for that is followed backwards through the operations, as forward values
+are; gradients are images like others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rewriters.analysis import Analysis
+from rewriters.barriers import Roles
+from rewriters.errors import NotTileableError
+from rewriters.graph import Node, Tensor, predecessors
+from rewriters.registry import SPATIAL_DIMS, AxisPlan, Kind, find_rule
+from rewriters.roles import reads_shape_only
+from rewriters.segments import Segment
+from rewriters.stored import Loop, Storage
+from rewriters.tiles import AXES, Direction, Grid, Phase, Region, Rows, Source, cells_of
+
+__all__: list[str] = []
+
+
+def barrier_segment(
+    analysis: Analysis, name: str, roles: Roles, storage: Storage, kept: set[Tensor] | None = None
+) -> Segment:
+    """The tiled operations and sums of a graph as one segment.
+
+    Args:
+        analysis: Of the graph.
+        name: Of the segment.
+        roles: Its operations.
+        storage: What exists whole.
+        kept: As for `Storage.loops`.
+
+    Raises:
+        NotTileableError: If its images may be of different numbers.
+    """
+    nodes = analysis.sorted({*roles.tiled, *roles.sums})
+    loops = storage.loops(kept)
+    made = {node.out(index) for node in nodes for index in range(len(node.outputs))}
+    outer = [t for node in nodes for t in node.inputs if t not in made]
+    entries = list(dict.fromkeys(t for t in outer if roles.kinds.get(t) is Kind.FULL))
+    _check_batches(analysis, entries)
+    backward = [node for node in nodes if node in analysis.backward]
+    exits = sorted(storage.exits, key=lambda t: (analysis.position[t.node], t.index))
+    return Segment(
+        name,
+        entries=[t for t in entries if t.node not in analysis.backward],
+        exits=[t for t in exits if t.node not in analysis.backward],
+        forward=[node for node in nodes if node not in analysis.backward],
+        backward=backward,
+        kinds=dict(roles.kinds),
+        grad_entries=[t for t in entries if t.node in analysis.backward],
+        grad_exits=[t for t in exits if t.node in analysis.backward],
+        reductions=[node.out() for node in roles.sums],
+        invariants=list(dict.fromkeys(t for t in outer if roles.kinds.get(t) is not Kind.FULL)),
+        stored=frozenset(storage.stored - storage.exits),
+        loops=loops,
+    )
+
+
+def _check_batches(analysis: Analysis, entries: list[Tensor]) -> None:
+    sizes = analysis.evaluate.sizes
+    unknown = [sizes.of(t) for t in entries if t.shape is not None and t.shape[0] is None]
+    if not all(sizes.same(unknown[0], size) for size in unknown):
+        raise NotTileableError("its entries may be of different numbers of images when the step runs")
+
+
+class Gatherer(Rows):
+    """Plans the phases of one segment with barriers."""
+
+    def __init__(self, analysis: Analysis, segment: Segment) -> None:
+        super().__init__(analysis, segment.kinds)
+        self.segment = segment
+        self._home: dict[Node, int] = {}
+
+    def phases(self, grid_of: Callable[[Loop], Grid]) -> list[Phase]:
+        """One for each loop, with the tiles that `grid_of` gives it."""
+        numbers = {True: 0, False: 0}
+        seen: set[Node] = set()
+        result = []
+        for loop in self.segment.loops:
+            numbers[loop.backward] += 1
+            name = f"{'backward' if loop.backward else 'forward'}{numbers[loop.backward]}"
+            phase = self.phase(loop, grid_of(loop), name)
+            phase.home = [node for node in loop.nodes if node not in seen]
+            seen.update(phase.home)
+            result.append(phase)
+        return result
+
+    def clamped(self, loop: Loop, grid: Grid) -> Grid:
+        """No more tiles than the smallest image that the loop writes or sums up has rows."""
+        most = [min(extents) for extents in zip(*map(_extents, self.split(loop)), strict=True)]
+        return Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, most, strict=True)))
+
+    def split(self, loop: Loop) -> list[Tensor]:
+        """Images of which each turn has its own part."""
+        return [*loop.writes, *(self._summed(node) for node in loop.plain_sums), *(m.image for m in loop.moments)]
+
+    def _summed(self, node: Node) -> Tensor:
+        return node.inputs[find_rule(node).summed(self.analysis.view(node))]
+
+    def phase(self, loop: Loop, grid: Grid, name: str = "") -> Phase:
+        """The loop with `grid`, clamped."""
+        grid = self.clamped(loop, grid)
+        cells = {tensor: cells_of(tensor, grid) for tensor in self.split(loop)}
+        wanted: dict[Tensor, Region] = {t: cells[t] for t in (*loop.writes, *(m.image for m in loop.moments))}
+        sums = loop.plain_sums
+        sum_plans = {node: self._part(node, grid, cells[self._summed(node)]) for node in sums}
+        for node, plan in sum_plans.items():
+            self.want(node, plan, wanted)
+        tiled = [node for node in loop.body if node not in sum_plans]
+        regions, plans = self.demand(tiled, wanted, set(loop.reads), grid)
+        plans.update(sum_plans)
+        body = [node for node in loop.body if node in plans]
+        reads, invariants = self.inputs(body, plans, set(loop.reads))
+        reads += [m.image for m in loop.moments if m.image in loop.reads and m.image not in reads]
+        sources = {t: Source.STORED if t in reads else Source.RECOMPUTE for t in regions}
+        reductions = [t for m in loop.moments for t in (m.mean, m.variance)] + [node.out() for node in sums]
+        return Phase(
+            name,
+            grid,
+            Direction.ASCENDING,
+            body,
+            regions,
+            sources,
+            plans,
+            loop.writes,
+            [],
+            reductions,
+            reads,
+            invariants,
+            cells,
+            loop.backward,
+            loop.moments,
+        )
+
+    def _part(self, node: Node, grid: Grid, cell: Region) -> tuple[AxisPlan, ...]:
+        """The plan of a sum over the image."""
+        view, rule = self.analysis.view(node), find_rule(node)
+        return self.one_tile(node, grid) or tuple(rule.part(view, axis, cell[axis]) for axis in AXES)
+
+
+def _extents(tensor: Tensor) -> tuple[int, ...]:
+    assert tensor.shape is not None
+    return tuple(int(tensor.shape[dim] or 1) for dim in SPATIAL_DIMS)
+
+
+def has_barriers(analysis: Analysis, roles: Roles) -> bool:
+    """Whether a forward operation on tiles waits for a sum over the image."""
+    sums, tiled = set(roles.sums), set(roles.tiled)
+    waits: set[Node] = set()
+    for node in analysis.order:
+        if node in analysis.backward or reads_shape_only(node):
+            continue
+        if any(other in sums or other in waits for other in predecessors(node)):
+            if node in tiled:
+                return True
+            waits.add(node)
+    return False

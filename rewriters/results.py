@@ -1,0 +1,241 @@
+"""What a tile loop makes: whole tensors written cell by cell, gradients added up, reductions, moments.
+
+Each is a few variables of the loop, with what they are at first, what a turn makes of them, and what they are worth in
+the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from rewriters.barriers import Moments
+from rewriters.graph import Tensor
+from rewriters.loops import LoopState
+from rewriters.registry import Combination
+from rewriters.storage import DeviceBuffer, Span, allocate, stacked
+from rewriters.tiles import Region
+
+__all__: list[str] = []
+
+
+class Whole(Protocol):
+    """The loop, as a result sees it."""
+
+    batch: Any
+
+
+class Turn(Protocol):
+    """A turn of the loop, as a result sees it."""
+
+    def value(self, tensor: Tensor) -> Any:
+        """What the turn made of a tensor."""
+
+    def fit(self, tensor: Tensor, need: Region, fill: float | str) -> Any:
+        """Rows of an image that the turn holds."""
+
+    def spans(self, tensor: Tensor, region: Region) -> list[Span]:
+        """Where a region of an image lies in the whole one."""
+
+    def images(self) -> Span:
+        """The images of the batch that the turn works on; `None` for all."""
+
+
+class Result(Protocol):
+    """Something that a loop makes."""
+
+    tensors: list[Tensor]
+
+    def initial(self, loop: Whole) -> list[LoopState]:
+        """Its variables."""
+
+    def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
+        """The variables after a turn."""
+
+    def final(self, values: Sequence[Any]) -> list[Any]:
+        """The tensors."""
+
+
+def accumulator_dtype(dtype: tf.DType) -> tf.DType:
+    """Sums of half precision numbers are kept in float32."""
+    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+
+
+def _state(loop: Whole, tensor: Tensor, dtype: tf.DType, zero: bool) -> LoopState:
+    assert tensor.shape is not None
+    dims = [loop.batch if dim is None else int(dim) for dim in tensor.shape]
+    with tf.device(tensor.node.device or None):
+        return LoopState(allocate(stacked(dims) if dims else [], dtype, zero), tensor.shape)
+
+
+class Written:
+    """A tensor of which each turn writes its own cell."""
+
+    def __init__(self, tensor: Tensor, cell: Region) -> None:
+        self.tensors = [tensor]
+        self._cell = cell
+
+    def initial(self, loop: Whole) -> list[LoopState]:
+        """Anything: every element is written."""
+        return [_state(loop, self.tensors[0], self.tensors[0].dtype, zero=False)]
+
+    def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
+        """The cell in its place."""
+        (tensor,) = self.tensors
+        part = turn.fit(tensor, self._cell, 0.0)
+        return [DeviceBuffer(values[0]).write(turn.spans(tensor, self._cell), part)]
+
+    def final(self, values: Sequence[Any]) -> list[Any]:
+        """As it is."""
+        return list(values)
+
+
+class Accumulated:
+    """A gradient to which each turn adds its part; parts may overlap."""
+
+    def __init__(self, tensor: Tensor, region: Region) -> None:
+        self.tensors = [tensor]
+        self._region = region
+
+    def initial(self, loop: Whole) -> list[LoopState]:
+        """Zeros."""
+        return [_state(loop, self.tensors[0], accumulator_dtype(self.tensors[0].dtype), zero=True)]
+
+    def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
+        """The part added in its place."""
+        (tensor,) = self.tensors
+        part = tf.cast(turn.value(tensor), values[0].dtype)
+        return [DeviceBuffer(values[0]).accumulate(turn.spans(tensor, self._region), part)]
+
+    def final(self, values: Sequence[Any]) -> list[Any]:
+        """In the tensor's own type."""
+        return [tf.cast(values[0], self.tensors[0].dtype)]
+
+
+_COMBINE = {
+    Combination.ADD: (tf.add, None),
+    Combination.MULTIPLY: (tf.multiply, 1),
+    Combination.MAXIMUM: (tf.maximum, "min"),
+    Combination.MINIMUM: (tf.minimum, "max"),
+}
+"""How two parts become one, and what no part is: a number, or a bound of the type; `None` is zero."""
+
+
+class Reduced:
+    """A reduction over the image, of the batch or of each image."""
+
+    def __init__(self, tensor: Tensor, combination: Combination, per_image: bool) -> None:
+        self.tensors = [tensor]
+        self._combine, self._neutral = _COMBINE[combination]
+        self._adds = combination is Combination.ADD
+        self._per_image = per_image
+
+    def initial(self, loop: Whole) -> list[LoopState]:
+        """What changes no result."""
+        (tensor,) = self.tensors
+        dtype = accumulator_dtype(tensor.dtype) if self._adds else tensor.dtype
+        state = _state(loop, tensor, dtype, zero=True)
+        if self._neutral is None:
+            return [state]
+        neutral = getattr(dtype, self._neutral) if isinstance(self._neutral, str) else self._neutral
+        # Not a fill: it would be folded into a constant, and that be written to.
+        return [LoopState(state.initial + tf.constant(neutral, dtype), state.shape)]
+
+    def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
+        """The part combined with what the whole one has in its place."""
+        (tensor,) = self.tensors
+        part = tf.cast(turn.value(tensor), values[0].dtype)
+        part.set_shape(_part_shape(tensor, turn if self._per_image else None))
+        return [_combined(turn if self._per_image else None, values[0], part, self._combine)]
+
+    def final(self, values: Sequence[Any]) -> list[Any]:
+        """In the tensor's own type."""
+        return [tf.cast(values[0], self.tensors[0].dtype)]
+
+
+class MergedMoments:
+    """Mean and variance in one loop, merged from those of the parts.
+
+    T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances" (1979), equation 2.1: of two parts with `n` and `m` numbers, means `a` and `b` and sums of squared
+    differences `S` and `T`, the difference `d = b - a` gives the mean `a + d m / (n + m)` and the sum
+    `S + T + d^2 n m / (n + m)`. A difference of mean squares would cancel.
+    """
+
+    def __init__(self, moments: Moments, cell: Region, alone: bool) -> None:
+        """`alone` if there is one part only: it is computed as the step did, to the same bits."""
+        self.tensors = [moments.mean, moments.variance]
+        self._moments = moments
+        self._cell = cell
+        self._alone = alone
+        self._per_image = 0 not in moments.axes
+
+    def initial(self, loop: Whole) -> list[LoopState]:
+        """Of no numbers: how many they are, their mean, and their squared differences from it."""
+        mean = self._moments.mean
+        return [_state(loop, mean, accumulator_dtype(mean.dtype), zero=True) for _ in range(3)]
+
+    def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
+        """With those of a part."""
+        where = turn if self._per_image else None
+        count, mean, squares = (_read(where, value) for value in values)
+        image = tf.cast(turn.fit(self._moments.image, self._cell, 0.0), count.dtype)
+        axes = list(self._moments.axes)
+        shape = tf.shape(image)
+        number = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), count.dtype)
+        own = tf.reduce_mean(image, axes, keepdims=True)
+        differences = tf.math.squared_difference(image, own)
+        if self._alone:
+            one, spread = tf.ones_like(count), tf.reduce_mean(differences, axes, keepdims=True)
+            return [_written(None, v, p) for v, p in zip(values, (one, own, spread), strict=True)]
+        own_squares = tf.reduce_sum(differences, axes, keepdims=True)
+        total = count + number
+        difference = own - mean
+        new = [
+            total,
+            mean + difference * (number / total),
+            squares + own_squares + tf.square(difference) * (count * number / total),
+        ]
+        return [_written(where, value, part) for value, part in zip(values, new, strict=True)]
+
+    def final(self, values: Sequence[Any]) -> list[Any]:
+        """Mean and variance, in the tensors' own type."""
+        count, mean, squares = values
+        variance = squares / count
+        if not self._moments.keep_dims:
+            variance = tf.squeeze(variance, list(self._moments.axes))
+        results = [tf.cast(value, t.dtype) for value, t in zip((mean, variance), self.tensors, strict=True)]
+        for value, tensor in zip(results, self.tensors, strict=True):
+            value.set_shape(tensor.shape)
+        return results
+
+
+def _spans(turn: Turn, rank: int) -> list[Span]:
+    return [turn.images(), *([None] * (rank - 1))]
+
+
+def _read(turn: Turn | None, value: Any) -> Any:
+    """The part of a reduction for the images of a turn; all of it without one."""
+    return value if turn is None else DeviceBuffer(value).read(_spans(turn, value.shape.rank))
+
+
+def _written(turn: Turn | None, value: Any, part: Any) -> Any:
+    if turn is None:
+        part.set_shape(value.shape)
+        return part
+    return DeviceBuffer(value).write(_spans(turn, value.shape.rank), part)
+
+
+def _combined(turn: Turn | None, value: Any, part: Any, combine: Any) -> Any:
+    return _written(turn, value, combine(_read(turn, value), part))
+
+
+def _part_shape(tensor: Tensor, turn: Turn | None) -> list[int | None]:
+    """Inference loses it where the tile's size is not constant."""
+    assert tensor.shape is not None
+    shape = list(tensor.shape)
+    if turn is not None and turn.images() is not None:
+        shape[0] = None
+    return shape

@@ -1,0 +1,339 @@
+"""What has to exist whole between the loops of a segment with barriers, and from when to when.
+
+What a later loop needs of an earlier one is stored or computed again. Any set of stored tensors is correct; they
+differ in memory and time:
+
+- What is dear to compute (convolutions, pools, their gradients) and needed in a later loop is stored.
+- What is cheap is computed again, unless that would read more bytes than it has itself: else the sums of a residual
+  network, cheap from end to end, would be computed from all blocks before them, in each block.
+- Forward tensors that wait for the backward phase may be dropped after their last forward reader: the first backward
+  loop that needs them computes them again, from the *checkpoints* that stay, and stores them for the loops after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from rewriters.analysis import Analysis
+from rewriters.barriers import Moments, Roles
+from rewriters.graph import Node, Tensor
+from rewriters.registry import find_rule
+from rewriters.roles import reads_shape_only
+
+__all__: list[str] = []
+
+FINER = 0.85
+"""Part of the bytes of one set of checkpoints that the next one is to need."""
+
+MAX_ROUNDS = 20
+"""Attempts to find a set of stored tensors of which each is needed."""
+
+
+@dataclasses.dataclass
+class Loop:
+    """What one loop makes, before anything is said of tiles.
+
+    Attributes:
+        level: Loops with a smaller one have ended.
+        backward: Whether it belongs to the backward phase.
+        writes: Tensors that are stored.
+        sums: Reductions that it makes.
+        moments: Variances among them that come with their means.
+        body: Operations of a turn, in topological order.
+        reads: Tensors that exist whole, of which a turn takes its rows.
+    """
+
+    level: int
+    backward: bool
+    writes: list[Tensor]
+    sums: list[Node]
+    moments: list[Moments]
+    body: list[Node]
+    reads: list[Tensor]
+
+    @property
+    def plain_sums(self) -> list[Node]:
+        """Sums that are not made together with another one."""
+        apart = {node for pair in self.moments for node in (pair.mean.node, pair.variance.node)}
+        return [node for node in self.sums if node not in apart]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """All operations that it stands for."""
+        return list(dict.fromkeys((*self.body, *self.sums)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """The loops in which a stored tensor is wanted, all stored tensors being there.
+
+    Attributes:
+        made: Level of the loop that makes it first.
+        forward: Last forward level that reads it; `made` if none does.
+        backward: Last backward level that reads it; `made` if none does.
+    """
+
+    made: int
+    forward: int
+    backward: int
+
+
+class Storage:
+    """Finds what to store, and the loops that come of it.
+
+    Attributes:
+        exits: Tensors that an operation outside reads.
+        stored: All tensors that exist whole at some time.
+        needs: When they are wanted.
+    """
+
+    def __init__(
+        self, analysis: Analysis, roles: Roles, batch: int, extra: frozenset[Tensor] = frozenset()
+    ) -> None:
+        """For a graph whose operations have these roles; `extra` tensors are stored in any case."""
+        self._analysis = analysis
+        self._roles = roles
+        self._batch = batch
+        self._position = analysis.position
+        self._made = {node.out(index) for node in roles.tiled for index in range(len(node.outputs))}
+        self._sums = set(roles.sums)
+        self._readers = self._find_readers()
+        self._extra = (extra & self._made) | self._compared()
+        self.exits = self._find_exits()
+        self._last_forward = max(
+            (roles.level[n] for n in (*roles.tiled, *roles.sums) if n not in analysis.backward), default=-1
+        )
+        self.stored = self._find_stored()
+        self.needs = self._find_needs()
+
+    # What to store -------------------------------------------------------------------------------------------
+
+    def _find_readers(self) -> dict[Tensor, list[Node]]:
+        """Tiled operations and sums by the images that they read."""
+        readers: dict[Tensor, list[Node]] = {}
+        for node in (*self._roles.tiled, *self._roles.sums):
+            for tensor in self._roles.operands(node):
+                readers.setdefault(tensor, []).append(node)
+        return readers
+
+    def _compared(self) -> set[Tensor]:
+        """Numbers that are compared with others, such as all with the largest: made again they may differ in a bit."""
+        readers = (node for node in self._roles.tiled if node.op in ("Equal", "NotEqual"))
+        return {t for node in readers for t in self._roles.operands(node) if t in self._made and t.dtype.is_floating}
+
+    def _find_exits(self) -> set[Tensor]:
+        inside = {*self._roles.tiled, *self._roles.sums}
+        results = set(self._analysis.graph.outputs)
+
+        def is_exit(tensor: Tensor) -> bool:
+            readers = [r for r, _ in self._analysis.readers.get(tensor, ()) if not reads_shape_only(r)]
+            return tensor in results or any(reader not in inside for reader in readers)
+
+        return {tensor for tensor in self._made if is_exit(tensor)}
+
+    def _find_stored(self) -> set[Tensor]:
+        """A fixpoint: what is stored decides in which loops operations run again, and that what has to be stored."""
+        level = self._roles.level
+        always = self.exits | self._extra
+        stored = always | {t for t in self._made if not find_rule(t.node).cheap}
+        seen = []
+        for _ in range(MAX_ROUNDS):
+            last = self._last_needed(stored)
+            wanted = {t for t in stored if t in always or last.get(t, -1) > level[t.node]}
+            wanted |= self._not_worth_it(wanted, last)
+            if wanted in seen:
+                break
+            seen.append(wanted)
+            stored = wanted
+        return stored
+
+    def _last_needed(self, stored: set[Tensor]) -> dict[Tensor, int]:
+        """The last level at which each tensor is wanted; below zero if nobody wants it."""
+        last: dict[Tensor, int] = {}
+        for node in reversed(self._roles.tiled):
+            for index in range(len(node.outputs)):
+                readers = self._readers.get(node.out(index), ())
+                last[node.out(index)] = max((self._run_last(r, stored, last) for r in readers), default=-1)
+        return last
+
+    def _run_last(self, node: Node, stored: set[Tensor], last: dict[Tensor, int]) -> int:
+        """The last level at which an operation runs; below zero if nobody wants what it makes."""
+        own = self._roles.level[node]
+        if node in self._sums:
+            return own
+        outs = [node.out(index) for index in range(len(node.outputs))]
+        return max(own if t in stored else -1 if last[t] < 0 else max(own, last[t]) for t in outs)
+
+    def _not_worth_it(self, stored: set[Tensor], last: dict[Tensor, int]) -> set[Tensor]:
+        """Cheap tensors that would be computed from more bytes than they have."""
+        sources: dict[Tensor, frozenset[Tensor]] = {}
+        found: set[Tensor] = set()
+        for node in self._roles.tiled:
+            operands = self._roles.operands(node)
+            read = frozenset().union(*(sources.get(t, frozenset((t,))) for t in operands))
+            for index in range(len(node.outputs)):
+                tensor = node.out(index)
+                crosses = last.get(tensor, -1) > self._roles.level[node]
+                size = tensor.num_bytes(self._batch)
+                if tensor not in stored and crosses and sum(t.num_bytes(self._batch) for t in read) > size:
+                    found.add(tensor)
+                whole = tensor in stored or tensor in found
+                sources[tensor] = frozenset((tensor,)) if whole else read
+        return found
+
+    def _find_needs(self) -> dict[Tensor, Need]:
+        """Who wants the stored tensors, if all of them are there."""
+        last: dict[Tensor, list[int]] = {}
+        for level, roots in self._roots(self.stored).items():
+            _, reads = self._slice(roots, functools.partial(self._is_before, level=level))
+            for tensor in reads:
+                last.setdefault(tensor, []).append(level)
+        needs = {}
+        for tensor in self.stored:
+            made = self._roles.level[tensor.node]
+            forward = [at for at in last.get(tensor, ()) if at <= self._last_forward]
+            needs[tensor] = Need(made, max([made, *forward]), max([made, *last.get(tensor, ())]))
+        return needs
+
+    def _is_before(self, tensor: Tensor, level: int) -> bool:
+        return tensor in self.stored and self._roles.level[tensor.node] < level
+
+    # Loops ---------------------------------------------------------------------------------------------------
+
+    def _roots(self, stored: Iterable[Tensor]) -> dict[int, list[Node]]:
+        """What has to be made, by level in order."""
+        roots: dict[int, dict[Node, None]] = {}
+        for node in (*self._analysis.sorted({t.node for t in stored}), *self._roles.sums):
+            roots.setdefault(self._roles.level[node], {})[node] = None
+        return {level: list(roots[level]) for level in sorted(roots)}
+
+    def _slice(
+        self, roots: Sequence[Node], is_there: Callable[[Tensor], bool]
+    ) -> tuple[list[Node], list[Tensor]]:
+        """Operations that make the roots, and whole tensors that they read."""
+        body: set[Node] = set()
+        reads: dict[Tensor, None] = {}
+        stack = list(roots)
+        while stack:
+            node = stack.pop()
+            if node in body:
+                continue
+            body.add(node)
+            for tensor in self._roles.operands(node):
+                if tensor not in self._made or is_there(tensor):
+                    reads[tensor] = None
+                else:
+                    stack.append(tensor.node)
+        return self._analysis.sorted(body), sorted(reads, key=lambda t: (self._position[t.node], t.index))
+
+    def loops(self, kept: set[Tensor] | None = None) -> list[Loop]:
+        """The loops in the order they run in.
+
+        Args:
+            kept: Forward tensors that wait for the backward phase where they are; all if it is not given. Others are
+                dropped, and made again when they are needed.
+        """
+        dropped = set() if kept is None else {t for t in self.droppable() if t not in kept}
+        again: set[Tensor] = set()
+        found = []
+        for level, roots in self._roots(self.stored).items():
+
+            def is_there(tensor: Tensor, level: int = level) -> bool:
+                gone = tensor in dropped and level > self._last_forward and tensor not in again
+                return not gone and self._is_before(tensor, level)
+
+            body, reads = self._slice(roots, is_there)
+            writes = [t for t in self._outputs(roots) if t in self.stored]
+            if level > self._last_forward:
+                new = [t for t in self._outputs(body) if t in dropped - again and self.needs[t].backward > level]
+                writes += [t for t in new if t not in writes]
+                again.update(new)
+            found.append(self._loop(level, writes, roots, body, reads))
+        return found
+
+    def _outputs(self, nodes: Iterable[Node]) -> list[Tensor]:
+        return [node.out(index) for node in nodes if node not in self._sums for index in range(len(node.outputs))]
+
+    def _loop(
+        self, level: int, writes: list[Tensor], roots: list[Node], body: list[Node], reads: list[Tensor]
+    ) -> Loop:
+        sums = [node for node in roots if node in self._sums]
+        moments = [self._roles.moments[node] for node in sums if node in self._roles.moments]
+        backward = any(node in self._analysis.backward for node in roots)
+        loop = Loop(level, backward, writes, sums, moments, body, reads)
+        plain = set(loop.plain_sums)
+        loop.body = [node for node in body if node not in self._sums or node in plain]
+        return loop
+
+    # Checkpoints ---------------------------------------------------------------------------------------------
+
+    def droppable(self) -> set[Tensor]:
+        """Forward tensors that the backward phase can make again."""
+        fixed = self.exits | self._extra
+        return {t for t, need in self.needs.items() if t not in fixed and need.made <= self._last_forward}
+
+    def checkpoints(self) -> list[set[Tensor]]:
+        """Sets of forward tensors to keep, the first one all; of each of the next the backward phase needs less.
+
+        Between two checkpoints everything is made again, and is there at once. What is alive then is that, and the
+        checkpoints before it: those after it are not needed any more.
+        """
+        steps = self._steps()
+        found = [self.droppable()]
+        most = sum(step.made_again for step in steps)
+        while most > 0 and (kept := self._cut(steps, most)) is not None:
+            if kept not in found:
+                found.append(kept)
+            most = int(most * FINER)
+        return found
+
+    def _steps(self) -> list[_Step]:
+        """The forward loops, as far as checkpoints are concerned."""
+        dropped = [t for t in self.droppable() if self.needs[t].backward > self._last_forward]
+        return [
+            _Step(
+                frozenset(t for t, need in self.needs.items() if need.made <= level < need.forward),
+                sum(t.num_bytes(self._batch) for t in dropped if self.needs[t].made == level),
+            )
+            for level in range(self._last_forward + 1)
+        ]
+
+    def _cut(self, steps: list[_Step], most: int) -> set[Tensor] | None:
+        """The checkpoints of least bytes with which no more than `most` are ever needed, by dynamic programming."""
+        sizes = [sum(t.num_bytes(self._batch) for t in step.frontier) for step in steps]
+        total = [0, *itertools.accumulate(step.made_again for step in steps)]
+        kept: list[int | None] = [0]  # With a cut after so many loops: bytes of all checkpoints so far.
+        cut_before = [0]
+        for end in range(1, len(steps) + 1):
+            options = [
+                (before + (sizes[end - 1] if end < len(steps) else 0), begin)
+                for begin, before in enumerate(kept)
+                if before is not None and before + total[end] - total[begin] <= most
+            ]
+            size, begin = min(options, default=(None, 0))
+            kept.append(size)
+            cut_before.append(begin)
+        if kept[-1] is None:
+            return None
+        end = last = cut_before[-1]
+        found = {t for t, need in self.needs.items() if need.made >= last}  # Wanted at once.
+        while end > 0:
+            found |= steps[end - 1].frontier
+            end = cut_before[end]
+        return found & self.droppable()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A forward loop.
+
+    Attributes:
+        frontier: Tensors that later forward loops read: with them the backward phase can begin again after it.
+        made_again: Bytes of what it makes for the backward phase.
+    """
+
+    frontier: frozenset[Tensor]
+    made_again: int

@@ -1,0 +1,329 @@
+"""Segments with barriers: BatchNorm in training mode and other sums that a forward pass waits for."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import TOLERANCE, error, keras_step
+from keras import layers
+
+from rewriters import barriers, gather, normalise, results, sft
+from rewriters.analysis import Analysis
+from rewriters.barriers import Moments, find_roles
+from rewriters.build import Importer
+from rewriters.errors import RewriteError
+from rewriters.gather import barrier_segment, has_barriers
+from rewriters.graph import from_tf_graph
+from rewriters.rules import reductions
+from rewriters.stored import Storage
+from rewriters.tiles import Grid
+
+# Nets -------------------------------------------------------------------------------------------------------
+
+
+def conv(x, filters, kernel=3, **options):
+    """A convolution with BatchNorm in training mode."""
+    x = layers.Conv2D(filters, kernel, padding="same", **options)(x)
+    return layers.BatchNormalization(momentum=0.9)(x)
+
+
+def chain(x):
+    for filters, strides in ((3, 1), (4, 2), (5, 1)):
+        x = layers.ReLU()(conv(x, filters, strides=strides))
+    return x
+
+
+def bottlenecks(x):
+    x = layers.MaxPooling2D(3, 2, padding="same")(layers.ReLU()(conv(x, 4, 5, strides=2, use_bias=False)))
+    for filters, strides in ((6, 1), (8, 2), (8, 1)):
+        y = layers.ReLU()(conv(x, 3, 1, strides=strides))
+        y = conv(layers.ReLU()(conv(y, 3)), filters, 1)
+        if strides > 1 or x.shape[-1] != filters:
+            x = conv(x, filters, 1, strides=strides)
+        x = layers.ReLU()(layers.Add()([x, y]))
+    return x
+
+
+def squeeze_and_excite(x):
+    x = layers.Activation("silu")(conv(x, 6))
+    means = layers.GlobalAveragePooling2D(keepdims=True)(x)
+    gates = layers.Conv2D(6, 1, activation="sigmoid")(layers.Conv2D(3, 1, activation="silu")(means))
+    x = layers.Multiply()([x, gates])
+    x = layers.AveragePooling2D(3, 2, padding="same")(x)
+    x = layers.LayerNormalization()(layers.DepthwiseConv2D(3, padding="same")(x))
+    return layers.Activation("gelu")(layers.LayerNormalization(axis=(1, 2, 3))(x))
+
+
+def u_net(x):
+    skip = layers.ReLU()(conv(x, 4))
+    y = layers.ReLU()(conv(layers.MaxPooling2D(2, padding="same")(skip), 5))
+    y = layers.Conv2DTranspose(4, 3, strides=2, padding="same")(y)
+    y = layers.Cropping2D(((0, skip.shape[1] % 2), (0, skip.shape[2] % 2)))(y)
+    return layers.ReLU()(conv(layers.Concatenate()([skip, y]), 4))
+
+
+def extremes(x):
+    x = layers.ReLU()(conv(x, 4))
+    highest = layers.GlobalMaxPooling2D(keepdims=True)(x)
+    return layers.Activation("tanh")(conv(layers.Multiply()([x, highest]), 3))
+
+
+NETS = [chain, bottlenecks, squeeze_and_excite, u_net, extremes]
+
+# Rewriting --------------------------------------------------------------------------------------------------
+
+
+class Parts:
+    """A step, its roles, and what it stores."""
+
+    def __init__(self, concrete_fn, batch=2, merge=True):
+        self.concrete_fn = concrete_fn
+        self.analysis = Analysis(normalise.read(concrete_fn))
+        self.roles = find_roles(self.analysis, merge=merge)
+        self.storage = Storage(self.analysis, self.roles, batch)
+
+    def segment(self, kept=None):
+        return barrier_segment(self.analysis, "segment1", self.roles, self.storage, kept)
+
+    def rewritten(self, grid, backward_grid=None, kept=None):
+        plan = sft.plan_segment(self.analysis, self.segment(kept), grid, backward_grid)
+        importer = Importer(sft.tile_segments(self.analysis, [plan]), self.concrete_fn)
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.concrete_fn.inputs[: importer.num_arguments]]
+        function = tf.function(lambda *args: importer(args), input_signature=specs, autograph=False)
+        return function.get_concrete_function()
+
+
+def differing(step, function, tolerance=TOLERANCE):
+    want, got = step.run(step.concrete_fn), step.run(function)
+    assert list(want) == list(got)
+    errors = {name: error(got[name], want[name]) for name in want}
+    return {name: value for name, value in errors.items() if not value <= tolerance}
+
+
+def momentum():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
+def test_all_that_a_step_computes_is_the_same(net, known_batch):
+    step = keras_step(net, (17, 14), 3, known_batch, momentum())
+    parts = Parts(step.concrete_fn, 3)
+    assert has_barriers(parts.analysis, parts.roles)
+    fewest = parts.storage.checkpoints()[-1]
+    assert not differing(step, parts.rewritten(Grid(1, (3, 2)), Grid(2, (4, 3))))
+    assert not differing(step, parts.rewritten(Grid(2, (5, 1)), kept=fewest))
+    assert not differing(step, parts.rewritten(Grid(1, (17, 14)), kept=set()))
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_one_tile_gives_the_same_forward_pass_to_the_last_bit(net):
+    step = keras_step(net, (10, 9), 2, True, momentum(), steps=1)
+    want, got = step.run(step.concrete_fn), step.run(Parts(step.concrete_fn).rewritten(Grid(1, (1, 1))))
+    for name, value in want.items():
+        if "loss" in name or "moving" in name:
+            assert np.array_equal(value, got[name]), name
+    assert not differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (1, 1))), 1e-12)
+
+
+def test_variances_in_loops_of_their_own():
+    step = keras_step(chain, (9, 8), 2, True, momentum())
+    merged, apart = Parts(step.concrete_fn), Parts(step.concrete_fn, merge=False)
+    assert len(apart.segment().loops) == len(merged.segment().loops) + 3
+    assert not differing(step, apart.rewritten(Grid(1, (2, 3))))
+
+
+def test_two_losses_and_a_frozen_normalisation():
+    def net(x):
+        x = layers.ReLU()(conv(x, 4))
+        frozen = layers.BatchNormalization()
+        frozen.trainable = False
+        x = layers.Dropout(0.3, seed=3)(frozen(layers.Conv2D(3, 3)(x)))
+        return layers.ActivityRegularization(l2=0.1)(conv(x, 3))
+
+    step = keras_step(net, (12, 11), 2, True, momentum(), steps=1)
+    assert not differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (3, 2)), kept=set()))
+
+
+# Loops ------------------------------------------------------------------------------------------------------
+
+
+def test_each_batch_norm_is_one_barrier_forward_and_one_backward():
+    parts = Parts(keras_step(chain, (9, 8)).concrete_fn)
+    loops = parts.segment().loops
+    assert [loop.backward for loop in loops] == [False] * 4 + [True] * 4
+    assert all(len(loop.moments) == (number < 3) for number, loop in enumerate(loops))
+    assert [len(loop.writes) for loop in loops[:4]] == [1, 1, 1, 0]  # The convolutions' results and no others.
+    assert all(tensor.node.op == "Conv2D" for loop in loops[:4] for tensor in loop.writes)
+
+
+def test_what_would_be_computed_from_more_than_it_has_is_stored():
+    """The sums of a residual network: else each block would read all blocks before it."""
+    parts = Parts(keras_step(bottlenecks, (24, 24)).concrete_fn)
+    written = [tensor for loop in parts.segment().loops if not loop.backward for tensor in loop.writes]
+    assert sum(tensor.node.op in ("Add", "AddV2") for tensor in written) == 3
+    most = max(len(loop.reads) for loop in parts.segment().loops)
+    assert most <= 6
+
+
+def readable(loops):
+    """Tensors that each loop reads without having been written before."""
+    written = {tensor for loop in loops for tensor in loop.writes}
+    seen, missing = set(), []
+    for loop in loops:
+        missing += [tensor for tensor in loop.reads if tensor in written - seen]
+        seen.update(loop.writes)
+    return missing
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_loops_read_what_was_written_and_make_every_sum_once(net):
+    parts = Parts(keras_step(net, (17, 14)).concrete_fn)
+    for kept in [None, set(), *parts.storage.checkpoints()]:
+        loops = parts.segment(kept).loops
+        assert not readable(loops)
+        assert [loop.level for loop in loops] == sorted({loop.level for loop in loops})
+        sums = [node for loop in loops for node in loop.sums]
+        assert len(sums) == len(set(sums)) == len(parts.roles.sums)
+
+
+def held(loops, batch=2):
+    """Most bytes of whole tensors that are there at a time and were made by a loop."""
+    made, there = {}, [set() for _ in loops]
+    for number, loop in enumerate(loops):
+        for tensor in loop.reads:
+            for between in range(made.get(tensor, number), number + 1):
+                there[between].add((tensor, made.get(tensor)))
+        made.update((tensor, number) for tensor in loop.writes)
+    return max(sum(tensor.num_bytes(batch) for tensor, loop in every if loop is not None) for every in there)
+
+
+def test_checkpoints_need_less_and_less():
+    parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
+    loops = [parts.segment(kept).loops for kept in parts.storage.checkpoints()]
+    sizes = [held(every) for every in loops]
+    assert len(sizes) >= 3 and sizes[-1] < 0.6 * sizes[0]
+    first, last = (sum(len(loop.writes) for loop in every) for every in (loops[0], loops[-1]))
+    assert first < last < 1.5 * first, "made again, and each once"
+
+
+def test_nothing_to_store_is_no_endless_search():
+    def volumes(x):
+        x = layers.Reshape((17, 14, 3, 1))(x)
+        x = layers.BatchNormalization()(layers.Conv3D(2, 3)(x))
+        return layers.Reshape((15, 12, 2))(x)
+
+    parts = Parts(keras_step(volumes, (17, 14), floatx="float32").concrete_fn)
+    assert not has_barriers(parts.analysis, parts.roles)
+    assert len(parts.storage.checkpoints()) == 1
+
+
+def deep(x):
+    for _ in range(12):
+        x = layers.ReLU()(conv(x, 4))
+    return x
+
+
+def test_gradients_of_filters_are_no_images():
+    """They have four dimensions too, and the optimizer's operations on them are elementwise."""
+    parts = Parts(keras_step(chain, (9, 8), optimizer=keras.optimizers.Adam(0.01, clipnorm=1.0)).concrete_fn)
+    for node in parts.roles.tiled:
+        shape = node.outputs[0][1]
+        assert shape is not None and shape[0] == 2 and shape[1] > 3, node
+
+
+def test_what_is_refused_is_told_and_runs_whole():
+    def net(x):
+        x = layers.ReLU()(conv(x, 4))
+        x = layers.Conv2D(4, 3, padding="same", groups=2)(x)
+        return layers.ReLU()(conv(x, 4))
+
+    step = keras_step(net, (9, 8), 2, True, momentum())
+    parts = Parts(step.concrete_fn)
+    assert any("XLA" in reason for reason in parts.roles.refused.values())
+    assert not differing(step, parts.rewritten(Grid(1, (3, 3))))
+
+
+# Moments ----------------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """Stands for a loop whose turns are the parts of an array."""
+
+    batch = 1
+
+    def __init__(self, part):
+        self.part = part
+
+    def fit(self, tensor, need, fill):
+        return self.part
+
+    def images(self):
+        return None
+
+
+def moments_of(parts, dtype="float32"):
+    """By the formula that loops use, over parts of an image."""
+    graph = tf.Graph()
+    with graph.as_default():
+        image = tf.constant(np.concatenate(parts, 1).astype(dtype))
+        mean = tf.reduce_mean(image, [0, 1, 2], keepdims=True)
+        variance = tf.reduce_mean(tf.math.squared_difference(image, mean), [0, 1, 2])
+        moments = pair(graph, [image, mean, variance])
+    merged = results.MergedMoments(moments, (), alone=False)
+    values = [state.initial for state in merged.initial(Turns(None))]
+    for part in parts:
+        values = merged.update(Turns(tf.constant(part.astype(dtype))), values)
+    return [np.array(value).ravel()[0] for value in merged.final(values)]
+
+
+def pair(graph, tensors):
+    found = from_tf_graph(graph, [], tensors, []).outputs
+    return Moments(*found, axes=(0, 1, 2), keep_dims=False)
+
+
+def test_moments_of_uneven_parts_do_not_cancel():
+    """Mean over deviation of 4,000: a difference of mean squares would have no digit left in float32."""
+    random = np.random.default_rng(0)
+    parts = [random.normal(4000, 1, (2, rows, 50, 1)) for rows in (7, 1, 30, 6)]
+    whole = np.concatenate(parts, 1).astype("float32").astype("float64")
+    mean, variance = moments_of(parts)
+    assert abs(mean / whole.mean() - 1) < 1e-6 and abs(variance / whole.var() - 1) < 1e-4
+    squares = np.mean(np.square(whole.astype("float32"))) - np.square(np.mean(whole.astype("float32")))
+    assert abs(squares / whole.var() - 1) > 1e-2
+
+
+# Broken on purpose ------------------------------------------------------------------------------------------
+
+
+def no_waiting(self, before, own, level):
+    return level[before]
+
+
+BREAKS = {
+    "nothing waits for a sum": lambda m: m.setattr(barriers._Sorter, "_after", no_waiting),
+    "tiles overlap where they are summed": lambda m: m.setattr(
+        gather, "cells_of", lambda tensor, grid: tuple(i.hull(i.shift(-1).clip(99)) for i in CELLS(tensor, grid))
+    ),
+    "means that are not merged": lambda m: m.setattr(
+        results.MergedMoments, "update", lambda self, turn, values: [*MERGE(self, turn, values)[:1], *values[1:]]
+    ),
+    "a mean over a tile for one over the image": lambda m: m.setattr(
+        reductions.Reduce, "emit", lambda self, emitter, op, operands: emitter.clone(op.node, operands)
+    ),
+}
+CELLS, MERGE = gather.cells_of, results.MergedMoments.update
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_what_is_broken_on_purpose_is_noticed(what, monkeypatch):
+    def net(x):
+        x = chain(x)
+        return layers.Multiply()([x, layers.GlobalAveragePooling2D(keepdims=True)(x)])
+
+    step = keras_step(net, (9, 8), 2, True, momentum())
+    BREAKS[what](monkeypatch)
+    try:
+        assert differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (3, 2))))
+    except RewriteError as refused:
+        assert "cycle" in str(refused)

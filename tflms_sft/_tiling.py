@@ -1,0 +1,178 @@
+"""Segments and tiles as `SFTParams` say."""
+
+from __future__ import annotations
+
+from rewriters.analysis import Analysis
+from rewriters.errors import NotTileableError, SegmentError
+from rewriters.ft import LeftAlone, auto_segments
+from rewriters.graph import Node, Tensor, between
+from rewriters.segments import Segment, build_segment, forward_ops
+from rewriters.sft import SegmentPlan, plan_segment
+from rewriters.tiles import Grid
+from rewriters.turns import phase_scratch
+from tflms_sft._barriers import Barriers, fitted, largest
+from tflms_sft._compile import Traced
+from tflms_sft._grids import auto_grids, clamped, fewest, most_tiles
+from tflms_sft._names import display_names, resolve
+from tflms_sft._params import SegmentSpec, SFTParams, parse_num_tiles
+
+
+def plan_sft(traced: Traced, params: SFTParams) -> tuple[list[SegmentPlan], list[LeftAlone]]:
+    """Segments and tiles as the parameters say."""
+    grid = parse_num_tiles(params.num_tiles, "num_tiles")
+    backward = None if params.backward_num_tiles is None else parse_num_tiles(params.backward_num_tiles, "")
+    if params.segments != "auto":
+        return _explicit(traced, params, grid, backward), []
+    barriers = Barriers(traced)
+    if barriers.present:
+        return [_with_barriers(traced, barriers, grid, backward, params.memory_capacity)], barriers.left
+    segments, left = auto_segments(traced.analysis, params.memory_capacity, traced.batch, {})
+    for asked in (grid, backward):
+        if asked is not None and segments:  # Smaller segments get fewer tiles; the largest one has to have enough rows.
+            check_tiles(traced, max(segments, key=most_tiles), asked)
+    plans = []
+    for segment in segments:
+        try:
+            plans.append(_planned(traced, segment, grid, backward, params.memory_capacity, clamp=True))
+        except NotTileableError as error:
+            left.append(LeftAlone(segment.name, str(error)))
+    return plans, left
+
+
+def _with_barriers(
+    traced: Traced, barriers: Barriers, grid: Grid | None, backward: Grid | None, capacity: int | None
+) -> SegmentPlan:
+    """All that can be tiled, with as few tensors waiting for the backward phase as pays."""
+    segment = barriers.segment("segment1", barriers.checkpoints[-1])
+    for asked in (grid, backward):
+        if asked is not None:
+            check_tiles(traced, segment, asked)
+    if grid is None:
+        return fitted(traced, segment, capacity or largest(traced, segment))
+    return plan_segment(traced.analysis, segment, grid, backward)
+
+
+def _explicit(traced: Traced, params: SFTParams, grid: Grid | None, backward: Grid | None) -> list[SegmentPlan]:
+    taken: set[Node] = set()
+    used: set[Node] = set()
+    plans = []
+    for number, spec in enumerate(params.segments, 1):
+        segment = _named_segment(traced, spec, f"segment{number}", taken, used)
+        taken.update(segment.backward)
+        used.update(segment.forward)
+        own = grid if spec.num_tiles is None else parse_num_tiles(spec.num_tiles, "num_tiles")
+        back = backward if spec.backward_num_tiles is None else parse_num_tiles(spec.backward_num_tiles, "")
+        try:
+            plans.append(_planned(traced, segment, own, back, params.memory_capacity, clamp=False))
+        except NotTileableError as error:
+            raise SegmentError(f"{_shown(spec)} cannot be tiled: {error}") from None
+    return plans
+
+
+def _shown(spec: SegmentSpec) -> str:
+    return f"The segment entry={spec.entry!r}, exit={spec.exit!r}"
+
+
+def _named_segment(traced: Traced, spec: SegmentSpec, name: str, taken: set[Node], used: set[Node]) -> Segment:
+    """The segment between two names."""
+    analysis, graph = traced.analysis, traced.analysis.graph
+    entries = [t for n in spec.entries for t in resolve(n, "entry", graph, traced.record)]
+    exits = [t for n in spec.exits for t in resolve(n, "exit", graph, traced.record)]
+    ops = forward_ops(analysis, entries, exits)
+    missing = [n for n in spec.exits if any(t.node not in ops for t in resolve(n, "exit", graph, traced.record))]
+    if missing:
+        same = " They are the same." if set(entries) == set(exits) else ""
+        raise SegmentError(
+            f"{_shown(spec)}: no path of forward operations leads from the entry to {missing}.{same} "
+            "Name an exit that depends on the entry."
+        )
+    shared = analysis.sorted(ops & used)
+    if shared:
+        raise SegmentError(f"{_shown(spec)} overlaps another segment at `{shared[0].name}` ({shared[0].op}).")
+    stored = frozenset(t for n in spec.stored_names for t in resolve(n, "stored", graph, traced.record))
+    outside = sorted(t.name for t in stored if t.node not in ops)
+    if outside:
+        raise SegmentError(f"{_shown(spec)}: `stored` names {outside}, which the segment does not make.")
+    try:
+        segment = build_segment(analysis, name, ops, taken, stored - set(exits))
+    except NotTileableError as error:
+        barriers = Barriers(traced, _with_backward(analysis, ops) - taken, stored)
+        if not barriers.present or not set(exits) <= barriers.exits:
+            raise SegmentError(f"{_shown(spec)} cannot be tiled: {_with_layer(traced, error)}") from None
+        segment = barriers.segment(name, barriers.checkpoints[-1])
+    extra = [t for t in segment.exits if t not in exits]
+    segment.notes.extend(f"`{t.name}` is needed outside as well and is an exit" for t in extra)
+    return segment
+
+
+def _with_backward(analysis: Analysis, ops: set[Node]) -> set[Node]:
+    """Forward operations with the backward ones that read what they make, or lie between such."""
+    made = [node.out(index) for node in ops for index in range(len(node.outputs))]
+    readers = {r for t in made for r, _ in analysis.readers.get(t, ()) if r in analysis.backward}
+    return ops | readers | between(readers, analysis.successors, analysis.position)
+
+
+def _with_layer(traced: Traced, error: Exception) -> str:
+    """An error text with the Keras layer of the op that it names."""
+    text = str(error)
+    for op, call in traced.record.layer_of_op.items():
+        if f"`{op}`" in text:
+            return f"{text} (layer {call.layer!r}, {call.kind})"
+    return text
+
+
+def check_tiles(traced: Traced, segment: Segment, grid: Grid) -> None:
+    """Refuse more tiles than an exit, or a gradient that comes in, has rows.
+
+    More batch tiles than samples are empty and skipped at run time.
+
+    Raises:
+        ValueError: With the numbers.
+    """
+    for tensor in _limiting(segment):
+        assert tensor.shape is not None
+        for axis, name in enumerate(("height", "width")):
+            rows = tensor.shape[axis + 1]
+            if rows is not None and grid.spatial[axis] > rows:
+                names = display_names(traced.analysis.graph, traced.record)
+                where = f"{names.get(tensor, tensor.name)!r}" if tensor in segment.exits else "a gradient on its way"
+                into = ", ".join(repr(names.get(t, t.name)) for t in segment.entries)
+                raise ValueError(
+                    f"`num_tiles` asks for {grid.spatial[axis]} tiles along the {name}, and {where} to {into} "
+                    f"({segment.name}) has {rows} row(s). Use at most {rows}. Received: num_tiles={grid}."
+                )
+
+
+def _limiting(segment: Segment) -> list[Tensor]:
+    """Tensors that must have at least one row for each tile.
+
+    Loops between barriers get no more tiles than they have rows anyway; the largest one has to have enough.
+    """
+    if segment.loops:
+        written = [tensor for loop in segment.loops for tensor in loop.writes]
+        return sorted(written, key=lambda t: -int((t.shape or (0, 0))[1] or 0))[:1]
+    return [*segment.exits, *segment.grad_entries]
+
+
+def _planned(
+    traced: Traced, segment: Segment, grid: Grid | None, backward: Grid | None, capacity: int | None, clamp: bool
+) -> SegmentPlan:
+    if grid is not None:
+        if clamp:
+            grid = clamped(segment, grid)
+            backward = backward and clamped(segment, backward)
+        else:
+            check_tiles(traced, segment, grid)
+            check_tiles(traced, segment, backward or grid)
+        return plan_segment(traced.analysis, segment, grid, backward)
+    if segment.loops:
+        return fitted(traced, segment, capacity or largest(traced, segment))
+    limit = capacity or sum(t.num_bytes(traced.batch) for t in (*segment.entries, *segment.exits))
+    analysis, batch = traced.analysis, traced.batch
+
+    def fits(tiles: Grid) -> bool:
+        plan = plan_segment(analysis, segment, tiles, backward)
+        return max(phase_scratch(phase, batch) for phase in plan.phases) <= limit
+
+    grids = auto_grids(segment, batch)
+    return plan_segment(analysis, segment, fewest(grids, fits) or grids[-1], backward)
