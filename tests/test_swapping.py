@@ -1,6 +1,7 @@
 """Swapping for users: parameters, callbacks, and what happens when a disk is full or a process dies."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -294,6 +295,30 @@ def test_a_full_disk_ends_the_step_and_leaves_all_variables(tmp_path, monkeypatc
     assert same(model, plain)
     assert os.listdir(tmp_path) == [] and open_files(tmp_path) == []
     model.fit(X, Y, callbacks=[swapping(tmp_path, min_bytes=X[0].nbytes)], **SETTINGS)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 200 KiB; only a superuser can make one."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_file_system_that_is_really_full(small_disk, monkeypatch):
+    model, plain = net(), net()
+    for either in (model, plain):
+        either.fit(X, Y, **SETTINGS)
+    with pytest.raises(tflms_sft.SwapError, match="`spill_dir` has too little space"):
+        model.fit(X, Y, callbacks=[swapping(small_disk)], **SETTINGS)
+    monkeypatch.setattr("rewriters.spill.SpillStore.free_bytes", lambda self: 10**12)  # As if it filled up later.
+    with pytest.raises(tf.errors.OpError, match=f"SpillError: The disk of .{small_disk}. is full"):
+        model.fit(X, Y, callbacks=[swapping(small_disk)], **SETTINGS)
+    assert same(model, plain)
+    assert os.listdir(small_disk) == [] and open_files(small_disk) == []
+    model.fit(X[:2], Y[:2], **SETTINGS)
 
 
 CHILD = """
