@@ -151,15 +151,13 @@ class DiskTier:
     def give_back(self, graph: Graph, name: str, readers: list[Node]) -> Node:
         """Let TensorFlow give back an array that it has no use for any more.
 
-        Its own threads must not do so. It does the next time that an operation with a result is run from Python, which
-        may be long after: without this a tensor or two wait at the worst moment of a step.
+        Its own threads must not do so. It does the next time that it calls Python, which may be long after: without
+        this a tensor or two wait at the worst moment of a step.
         """
         store = self.store
 
         def give() -> np.int64:
             store.look()
-            with tf.device(HOST):
-                tf.add(0, 0)
             return np.int64(0)
 
         def call() -> Any:
