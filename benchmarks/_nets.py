@@ -163,7 +163,12 @@ TASKS = {
     "unet3d": Task("3-D U-Net", unet3d, 3, 1, True, image_size=88, batch=1),
 }
 
-NETS: dict[str, Callable[[int], keras.Model]] = {"vgg16": vgg16, "vgg19": vgg19, "darknet19": darknet19}
+NETS: dict[str, Callable[[int], keras.Model]] = {
+    "vgg16": vgg16,
+    "vgg19": vgg19,
+    "darknet19": darknet19,
+    "resnet50": resnet50,
+}
 
 # Exits of the segments and tiles of each where the command line names none.
 DEFAULT_SEGMENTS = {

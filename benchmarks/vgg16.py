@@ -371,7 +371,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.memory_budget and (options.num_tiles or options.backward_num_tiles or options.segments):
         parser.error("--memory-budget plans segments and tiles itself")
-    exits, tiles = _nets.DEFAULT_SEGMENTS[options.model]
+    if options.model not in _nets.DEFAULT_SEGMENTS and not (options.memory_budget or options.segments):
+        parser.error(f"--model {options.model} has no default segments. Give a --memory-budget, or --segments")
+    exits, tiles = _nets.DEFAULT_SEGMENTS.get(options.model, ((), ()))
     options.segments = tuple(options.segments.split(",")) if options.segments else exits
     options.num_tiles = options.num_tiles or tiles
     options.backward_num_tiles = options.backward_num_tiles or options.num_tiles
