@@ -107,7 +107,7 @@ def forward_kinds(analysis: Analysis, node: Node, inside: set[Node] | None = Non
     return kinds
 
 
-def check_batches(analysis: Analysis, node: Node, images: list[Tensor]) -> None:
+def _check_batches(analysis: Analysis, node: Node, images: list[Tensor]) -> None:
     """Refuse an op on images of unknown numbers that may differ: one of them may be spread over the other."""
     sizes = analysis.evaluate.sizes
     numbers = [size for size in map(sizes.of, images) if size != 1]
@@ -133,7 +133,7 @@ def check_forward(analysis: Analysis, node: Node) -> None:
     result = find_rule(node).result(analysis.view(node), kinds)
     assert result is Kind.FULL
     images = [tensor for tensor, kind in zip(node.inputs, kinds, strict=True) if kind is Kind.FULL]
-    check_batches(analysis, node, [*images, node.out()])
+    _check_batches(analysis, node, [*images, node.out()])
     for index in range(len(node.outputs)):
         out = node.out(index)
         if out.shape is None or len(out.shape) != 4 or any(out.shape[dim] is None for dim in SPATIAL_DIMS):

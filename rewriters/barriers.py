@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container
+from typing import Any
 
-from rewriters.analysis import Analysis, check_batches, is_image
+from rewriters.analysis import Analysis, is_image
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
 from rewriters.inline import is_xla_call
 from rewriters.registry import SPATIAL_DIMS, Kind, find_rule
 from rewriters.roles import reads_shape_only
 from rewriters.rules.reductions import Reduce
+from rewriters.sizes import Size
 
 __all__: list[str] = []
 
@@ -91,10 +93,13 @@ class _Sorter:
         self.allowed = allowed
         self.merge = merge
         self.kinds: dict[Tensor, Kind] = {}
+        self.batch = main_batch(analysis)
         self.sort: dict[Node, Kind] = {}
         self.refused: dict[Node, str] = {}
         self.summed: set[Tensor] = set()
-        """What is computed from sums alone, such as gradients of filters, which have four dimensions as images have."""
+        """What is computed from sums alone, such as the scales and offsets of a normalisation."""
+        self.filters: set[Tensor] = set()
+        """Gradients of filters and what an optimizer makes of them; they have four dimensions, as images have."""
 
     def run(self) -> Roles:
         for node in self.analysis.order:
@@ -105,9 +110,12 @@ class _Sorter:
                 self.sort[node] = kind
             if kind is Kind.FULL:
                 self.kinds.update((node.out(index), kind) for index in range(len(node.outputs)))
+            results = [node.out(index) for index in range(len(node.outputs))]
+            if "BackpropFilter" in node.op or (kind is None and self._is_filter(node)):
+                self.filters.update(results)
             data = [t for t in node.inputs if t.node in self.analysis.data]
             if kind is Kind.REDUCED or (kind is None and data and self.summed.issuperset(data)):
-                self.summed.update(node.out(index) for index in range(len(node.outputs)))
+                self.summed.update(results)
         sums = [node for node, kind in self.sort.items() if kind is Kind.REDUCED]
         moments = {node: found for node in sums if self.merge and (found := self._moments(node)) is not None}
         tiled = [node for node, kind in self.sort.items() if kind is Kind.FULL]
@@ -136,16 +144,28 @@ class _Sorter:
         if node.stateful:
             raise NotTileableError("it has side effects or draws random numbers")
         data = find_rule(node).data(self.analysis.view(node))
-        return [self._operand(t) if p in data else Kind.INVARIANT for p, t in enumerate(node.inputs)]
+        return [
+            self._operand(t) if p in data or self.sort.get(t.node) is Kind.FULL else Kind.INVARIANT
+            for p, t in enumerate(node.inputs)
+        ]
+
+    def _is_filter(self, node: Node) -> bool:
+        """Whether an operation that does not run on tiles makes something of a filter's gradient."""
+        try:
+            data = find_rule(node).data(self.analysis.view(node))
+        except NotTileableError:
+            data = list(range(len(node.inputs)))
+        return any(t in self.filters for p, t in enumerate(node.inputs) if p in data)
 
     def _check(self, node: Node, kinds: list[Kind], result: Kind) -> None:
         """Refuse images of unknown size, and operations that have nothing to do with images."""
         full = [t for t, kind in zip(node.inputs, kinds, strict=True) if kind is Kind.FULL]
         results = [node.out(index) for index in range(len(node.outputs))] if result is Kind.FULL else []
-        check_batches(self.analysis, node, [*full, *results])
         for tensor in (*full, *results):
             if not _is_known(tensor):
                 raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
+            if not self._in_batch(tensor):
+                raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} is of another number of images")
         if not all(map(_is_spatial, results)) or not (results or any(map(_is_spatial, full))):
             raise NotTileableError("it makes one value for all pixels")
 
@@ -155,9 +175,21 @@ class _Sorter:
             return Kind.FULL
         if tensor.node not in self.analysis.data or not is_image(tensor):
             return Kind.INVARIANT
+        if tensor in self.filters or not self._in_batch(tensor):
+            return Kind.INVARIANT
         assert tensor.shape is not None
         one_value = all(tensor.shape[dim] == 1 for dim in SPATIAL_DIMS)
         return Kind.FULL if one_value or tensor not in self.summed else Kind.INVARIANT
+
+    def _in_batch(self, tensor: Tensor) -> bool:
+        """Whether a tensor has as many images as the batch: turns take their part of all of them alike.
+
+        Two arguments of unknown numbers are not taken to have the same.
+        """
+        size = self.analysis.evaluate.sizes.of(tensor)
+        if isinstance(size, Size) and isinstance(self.batch, Size):
+            return size is self.batch or bool(size.arguments & self.batch.arguments)
+        return bool(size == self.batch)
 
     def _moments(self, node: Node) -> Moments | None:
         """The moments that a mean of squared differences from a mean belongs to (B. P. Welford, 1962)."""
@@ -178,7 +210,7 @@ class _Sorter:
             if mean.node.op != "Mean" or mean.node.inputs[0] != image or self.sort.get(mean.node) is not Kind.REDUCED:
                 continue
             same = rule.axes(self.analysis.view(mean.node)) == axes and mean.node.attrs["keep_dims"].b
-            waits = node.control_inputs or difference.control_inputs
+            waits = node.control_inputs or difference.control_inputs or node.inputs[0].node.control_inputs
             if same and not waits and image.dtype.is_floating and mean.dtype == node.out().dtype:
                 keep = bool(node.attrs["keep_dims"].b)
                 return Moments(image, mean, node.out(), tuple(sorted(axes)), keep)
@@ -204,6 +236,19 @@ class _Sorter:
             return level[before]
         same_loop = sort is Kind.FULL and own is not None
         return level[before] + (0 if same_loop else 1)
+
+
+def main_batch(analysis: Analysis) -> Any:
+    """The number of images that most of what the forward phase makes has."""
+    elements: dict[Any, int] = {}
+    for node in analysis.order:
+        if node in analysis.backward or node not in analysis.data or not node.inputs:
+            continue
+        for tensor in (node.out(index) for index in range(len(node.outputs))):
+            if _is_spatial(tensor):
+                size = analysis.evaluate.sizes.of(tensor)
+                elements[size] = elements.get(size, 0) + tensor.num_bytes()
+    return max(elements, key=elements.__getitem__, default=None)
 
 
 def _source(tensor: Tensor) -> Tensor:

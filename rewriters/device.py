@@ -65,6 +65,11 @@ def may_be_taken_in(node: Node, reader: Node | None = None) -> bool:
     return node.op in _CONTRACTIONS | _FOLLOW and (reader is None or reader.op in _FOLLOW)
 
 
+def comparing_kernels() -> frozenset[str]:
+    """Ops whose kernels look for operands that are the same to the last bit: a GPU's where the maximum came from."""
+    return frozenset(("MaxPoolGrad",)) if name().startswith("GPU") else frozenset()
+
+
 def writes_in_place() -> bool:
     """Whether rows of a tensor are best replaced by `InplaceUpdate`: a GPU's strided assignment is as fast."""
     return name().startswith("CPU")

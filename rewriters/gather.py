@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from rewriters.analysis import Analysis
 from rewriters.barriers import Roles
-from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor, predecessors
+from rewriters.intervals import whole
 from rewriters.registry import SPATIAL_DIMS, AxisPlan, Kind, find_rule
 from rewriters.roles import reads_shape_only
 from rewriters.segments import Segment
@@ -33,16 +33,12 @@ def barrier_segment(
         roles: Its operations.
         storage: What exists whole.
         kept: As for `Storage.loops`.
-
-    Raises:
-        NotTileableError: If its images may be of different numbers.
     """
     nodes = analysis.sorted({*roles.tiled, *roles.sums})
     loops = storage.loops(kept)
     made = {node.out(index) for node in nodes for index in range(len(node.outputs))}
     outer = [t for node in nodes for t in node.inputs if t not in made]
     entries = list(dict.fromkeys(t for t in outer if roles.kinds.get(t) is Kind.FULL))
-    _check_batches(analysis, entries)
     backward = [node for node in nodes if node in analysis.backward]
     exits = sorted(storage.exits, key=lambda t: (analysis.position[t.node], t.index))
     return Segment(
@@ -61,32 +57,22 @@ def barrier_segment(
     )
 
 
-def _check_batches(analysis: Analysis, entries: list[Tensor]) -> None:
-    sizes = analysis.evaluate.sizes
-    unknown = [sizes.of(t) for t in entries if t.shape is not None and t.shape[0] is None]
-    if not all(sizes.same(unknown[0], size) for size in unknown):
-        raise NotTileableError("its entries may be of different numbers of images when the step runs")
-
-
 class Gatherer(Rows):
     """Plans the phases of one segment with barriers."""
 
     def __init__(self, analysis: Analysis, segment: Segment) -> None:
         super().__init__(analysis, segment.kinds)
         self.segment = segment
-        self._home: dict[Node, int] = {}
 
     def phases(self, grid_of: Callable[[Loop], Grid]) -> list[Phase]:
         """One for each loop, with the tiles that `grid_of` gives it."""
         numbers = {True: 0, False: 0}
-        seen: set[Node] = set()
         result = []
         for loop in self.segment.loops:
             numbers[loop.backward] += 1
             name = f"{'backward' if loop.backward else 'forward'}{numbers[loop.backward]}"
             phase = self.phase(loop, grid_of(loop), name)
-            phase.home = [node for node in loop.nodes if node not in seen]
-            seen.update(phase.home)
+            phase.home = loop.home
             result.append(phase)
         return result
 
@@ -138,9 +124,19 @@ class Gatherer(Rows):
         )
 
     def _part(self, node: Node, grid: Grid, cell: Region) -> tuple[AxisPlan, ...]:
-        """The plan of a sum over the image."""
+        """The plan of a sum over the image. With a single tile it runs as it stands: the same bits come out."""
         view, rule = self.analysis.view(node), find_rule(node)
-        return self.one_tile(node, grid) or tuple(rule.part(view, axis, cell[axis]) for axis in AXES)
+        if any(count != 1 for count in grid.spatial):
+            return tuple(rule.part(view, axis, cell[axis]) for axis in AXES)
+        full = [self.kinds.get(t) is Kind.FULL for t in node.inputs]
+        return tuple(
+            AxisPlan(
+                None,
+                None,
+                [whole(view.extent(t, axis), 1) if f else None for t, f in zip(node.inputs, full, strict=True)],
+            )
+            for axis in AXES
+        )
 
 
 def _extents(tensor: Tensor) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ the end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -117,10 +118,10 @@ class Accumulated:
 _COMBINE = {
     Combination.ADD: (tf.add, None),
     Combination.MULTIPLY: (tf.multiply, 1),
-    Combination.MAXIMUM: (tf.maximum, "min"),
-    Combination.MINIMUM: (tf.minimum, "max"),
+    Combination.MAXIMUM: (tf.maximum, -math.inf),
+    Combination.MINIMUM: (tf.minimum, math.inf),
 }
-"""How two parts become one, and what no part is: a number, or a bound of the type; `None` is zero."""
+"""How two parts become one, and what no part is; `None` is zero."""
 
 
 class Reduced:
@@ -139,7 +140,9 @@ class Reduced:
         state = _state(loop, tensor, dtype, zero=True)
         if self._neutral is None:
             return [state]
-        neutral = getattr(dtype, self._neutral) if isinstance(self._neutral, str) else self._neutral
+        neutral = self._neutral
+        if math.isinf(neutral) and not dtype.is_floating:
+            neutral = dtype.min if neutral < 0 else dtype.max
         # Not a fill: it would be folded into a constant, and that be written to.
         return [LoopState(state.initial + tf.constant(neutral, dtype), state.shape)]
 
@@ -198,7 +201,8 @@ class MergedMoments:
             mean + difference * (number / total),
             squares + own_squares + tf.square(difference) * (count * number / total),
         ]
-        return [_written(where, value, part) for value, part in zip(values, new, strict=True)]
+        with tf.control_dependencies(new):  # All three are read before one of them is written.
+            return [_written(where, value, part) for value, part in zip(values, new, strict=True)]
 
     def final(self, values: Sequence[Any]) -> list[Any]:
         """Mean and variance, in the tensors' own type."""

@@ -49,7 +49,8 @@ class DeviceBuffer:
     """A tensor on the device of the loop.
 
     A loop variable is changed in place, so that writing a tile costs the tile and not the tensor. It must have no
-    other reader, and begin as what `allocate` made anew: a constant would be another one in the next step.
+    other reader that might come after the change, and begin as what `allocate` made anew: a constant would be another
+    one in the next step.
     """
 
     def __init__(self, tensor: Any) -> None:

@@ -12,11 +12,13 @@ differ in memory and time:
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from rewriters import device
 from rewriters.analysis import Analysis
 from rewriters.barriers import Moments, Roles
 from rewriters.graph import Node, Tensor
@@ -44,6 +46,7 @@ class Loop:
         moments: Variances among them that come with their means.
         body: Operations of a turn, in topological order.
         reads: Tensors that exist whole, of which a turn takes its rows.
+        home: Operations of the graph that the loop stands for: who waited for one of them waits for the loop.
     """
 
     level: int
@@ -53,17 +56,13 @@ class Loop:
     moments: list[Moments]
     body: list[Node]
     reads: list[Tensor]
+    home: list[Node] = dataclasses.field(default_factory=list)
 
     @property
     def plain_sums(self) -> list[Node]:
         """Sums that are not made together with another one."""
         apart = {node for pair in self.moments for node in (pair.mean.node, pair.variance.node)}
         return [node for node in self.sums if node not in apart]
-
-    @property
-    def nodes(self) -> list[Node]:
-        """All operations that it stands for."""
-        return list(dict.fromkeys((*self.body, *self.sums)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +120,8 @@ class Storage:
 
     def _compared(self) -> set[Tensor]:
         """Numbers that are compared with others, such as all with the largest: made again they may differ in a bit."""
-        readers = (node for node in self._roles.tiled if node.op in ("Equal", "NotEqual"))
+        compared = {"Equal", "NotEqual", *device.comparing_kernels()}
+        readers = (node for node in self._roles.tiled if node.op in compared)
         return {t for node in readers for t in self._roles.operands(node) if t in self._made and t.dtype.is_floating}
 
     def _find_exits(self) -> set[Tensor]:
@@ -252,6 +252,11 @@ class Storage:
                 writes += [t for t in new if t not in writes]
                 again.update(new)
             found.append(self._loop(level, writes, roots, body, reads))
+        levels = [loop.level for loop in found]
+        for node in (*self._roles.tiled, *self._roles.sums):
+            number = bisect.bisect_right(levels, self._roles.level[node]) - 1
+            if found:
+                found[max(number, 0)].home.append(node)
         return found
 
     def _outputs(self, nodes: Iterable[Node]) -> list[Tensor]:

@@ -140,7 +140,7 @@ class Rows:
         if any(count != 1 for count in grid.spatial) or rule.moves_rows:
             return None
         plans = []
-        reduced = self.kinds.get(node.out(), Kind.REDUCED) is Kind.REDUCED
+        reduced = self.kinds[node.out()] is Kind.REDUCED
         for axis in AXES:
             needs: list[Interval | None] = [
                 whole(view.extent(t, axis), 1) if self.kinds[t] in (Kind.FULL, Kind.PARTIAL) else None

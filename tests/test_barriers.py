@@ -7,6 +7,7 @@ import tensorflow as tf
 from equivalence import TOLERANCE, error, keras_step
 from keras import layers
 
+import tflms_sft
 from rewriters import barriers, gather, normalise, results, sft
 from rewriters.analysis import Analysis
 from rewriters.barriers import Moments, find_roles
@@ -14,6 +15,7 @@ from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.gather import barrier_segment, has_barriers
 from rewriters.graph import from_tf_graph
+from rewriters.registry import Combination
 from rewriters.rules import reductions
 from rewriters.stored import Storage
 from rewriters.tiles import Grid
@@ -143,6 +145,100 @@ def test_two_losses_and_a_frozen_normalisation():
 
     step = keras_step(net, (12, 11), 2, True, momentum(), steps=1)
     assert not differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (3, 2)), kept=set()))
+
+
+class OfTheImage(layers.Layer):
+    """Reductions that images read as they are, without their axes."""
+
+    def call(self, x):
+        x = (x - tf.reduce_mean(x, [0, 1, 2])) / tf.reduce_max(x)
+        steps = tf.reduce_mean(tf.cast(10 * x, tf.int32), [1, 2], keepdims=True)
+        return x * tf.cast(1 + steps, x.dtype) + tf.math.reduce_prod(1 + 1e-4 * tf.abs(x), [1, 2], keepdims=True)
+
+
+class OfEachImage(layers.Layer):
+    """Moments of each image, of as many channels as fill a line of memory."""
+
+    def call(self, x):
+        mean, variance = tf.nn.moments(x, [1, 2], keepdims=True)
+        return (x - mean) * tf.math.rsqrt(variance + 1e-3)
+
+
+class Doubled(layers.Layer):
+    """The batch twice, as a discriminator sees true and made images."""
+
+    def call(self, x):
+        return tf.concat([x, 2 * x], 0)
+
+
+class Halved(layers.Layer):
+    def call(self, x):
+        return x[: tf.shape(x)[0] // 2]
+
+
+class Reference(layers.Layer):
+    """One image beside the batch, with weights of its own."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(3, 3, 3, shape[-1]))
+        self.image = tf.constant(np.random.default_rng(1).normal(size=(1, *shape[1:3], 3)))
+
+    def call(self, x):
+        one = tf.nn.conv2d(self.image + 0 * tf.reduce_mean(x), self.kernel, 1, "SAME")
+        return x * tf.tanh(one)
+
+
+ODD = {
+    "reductions without axes": lambda x: OfTheImage()(layers.ReLU()(conv(x, 4))),
+    "moments of each image": lambda x: layers.ReLU()(OfEachImage()(layers.Conv2D(16, 3, padding="same")(x))),
+    "twice the batch": lambda x: Halved()(layers.ReLU()(conv(Doubled()(layers.ReLU()(conv(x, 4))), 4))),
+    "an image beside the batch": lambda x: Reference()(layers.ReLU()(conv(x, 4))),
+    "one pixel to the end": lambda x: layers.Conv2D(5, 1)(layers.GlobalAveragePooling2D(keepdims=True)(chain(x))),
+}
+
+
+@pytest.mark.parametrize("net", ODD)
+@pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
+def test_odd_steps(net, known_batch):
+    """The norm over all gradients lets those of filters depend on more than sums."""
+    optimizer = keras.optimizers.Adam(0.01, epsilon=1e-2, global_clipnorm=0.5)
+    step = keras_step(ODD[net], (12, 11), 3, known_batch, optimizer)
+    parts = Parts(step.concrete_fn, 3)
+    assert has_barriers(parts.analysis, parts.roles)
+    for grid in (Grid(1, (1, 1)), Grid(2, (3, 2))):
+        assert not differing(step, parts.rewritten(grid, kept=set()))
+
+
+def test_the_largest_of_nothing_but_minus_infinity():
+    image = tf.constant(np.full((2, 6, 5, 1), -np.inf))
+    whole = tf.function(lambda x: tf.reduce_max(x, [1, 2]), autograph=False).get_concrete_function(image)
+    tensor = from_tf_graph(whole.graph, whole.inputs, [whole.graph.get_operation_by_name("Max").outputs[0]], [])
+    found = results.Reduced(tensor.outputs[0], Combination.MAXIMUM, per_image=True)
+    assert np.all(np.array(found.initial(Turns(None))[0].initial) == -np.inf)
+
+
+def test_branches_of_two_batches_are_not_taken_to_be_of_one():
+    """Labelled images and seven times as many others, as in semi-supervised training."""
+    kernel = tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 3, 4)), dtype=tf.float64)
+
+    def normalised(x):
+        mean, variance = tf.nn.moments(x, [0, 1, 2], keepdims=True)
+        return tf.nn.relu((x - mean) * tf.math.rsqrt(variance + 1e-3))
+
+    @tf.function(autograph=False)
+    def step(few, many):
+        with tf.GradientTape() as tape:
+            parts = [normalised(tf.nn.conv2d(x, kernel, 1, "SAME")) for x in (few, many)]
+            loss = sum(tf.reduce_mean(tf.square(part) * 0.5 * part) for part in parts)
+        return loss, tape.gradient(loss, kernel)
+
+    random = np.random.default_rng(0)
+    few, many = (tf.constant(random.normal(size=(n, 9, 8, 3))) for n in (2, 14))
+    spec = tf.TensorSpec((None, 9, 8, 3), tf.float64)
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles={"batch": 2, "height": 2, "width": 1}), spec, spec)
+    assert fast.plan.segments
+    for got, want in zip(fast(few, many), step(few, many), strict=True):
+        assert error(got, want) < TOLERANCE
 
 
 # Loops ------------------------------------------------------------------------------------------------------

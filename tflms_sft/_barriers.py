@@ -18,7 +18,7 @@ from tflms_sft._compile import Candidate, Traced, predict
 from tflms_sft._grids import fewest, loop_grids
 
 TURNS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125)
-"""Bytes of a turn that are tried, over those of the largest tensor that a loop writes or reads."""
+"""Bytes of a turn that are tried, over those of the largest tensor that a loop writes."""
 
 
 Scratch = dict[tuple[object, ...], int]
@@ -50,6 +50,10 @@ class Barriers:
     def segment(self, name: str, kept: set[Tensor]) -> Segment:
         """The segment, with checkpoints."""
         return barrier_segment(self._traced.analysis, name, self._roles, self._storage, kept)
+
+    def stores(self, tensor: Tensor) -> bool:
+        """Whether a tensor is whole at some time."""
+        return tensor in self._storage.stored
 
     @property
     def exits(self) -> set[Tensor]:
@@ -85,7 +89,7 @@ def fitted(traced: Traced, segment: Segment, limit: float, known: Scratch | None
 
 
 def largest(traced: Traced, segment: Segment) -> int:
-    """Bytes of the largest tensor that is whole at some time."""
+    """Bytes of the largest tensor that a loop writes."""
     return max((t.num_bytes(traced.batch) for loop in segment.loops for t in loop.writes), default=1)
 
 
@@ -100,11 +104,12 @@ class BarrierSearch:
         self._traced = traced
         self._barriers = barriers
         self.left = barriers.left
-        self._known: dict[tuple[int, float], Candidate] = {}
+        self._plans: dict[tuple[int, float], SegmentPlan] = {}
+        self._exact: dict[tuple[int, float], Candidate] = {}
         self._scratch: Scratch = {}
 
     def cheapest(self, limit: int) -> Candidate | None:
-        """The plan with the least arithmetic found whose step stays below `limit` bytes.
+        """A plan whose step stays below `limit` bytes, with as little arithmetic as is found.
 
         Whatever is made again in the backward phase costs about the same, so that the first set of checkpoints that
         fits is taken; then the largest turns that fit with it.
@@ -139,11 +144,19 @@ class BarrierSearch:
         return self.cheapest(target) or self.smallest
 
     def _candidate(self, number: int, part: float, limit: int | None = None) -> Candidate:
-        if (number, part) not in self._known:
+        """Whether a peak above `limit` is the worst is not found out, nor remembered."""
+        key = (number, part)
+        if key not in self._exact:
             segment = self._barriers.segment("segment1", self._barriers.checkpoints[number])
-            plan = fitted(self._traced, segment, part * largest(self._traced, segment), self._scratch)
-            self._known[number, part] = Candidate([plan], *predict(self._traced, [plan], limit))
-        return self._known[number, part]
+            size = part * largest(self._traced, segment)
+            if key not in self._plans:
+                self._plans[key] = fitted(self._traced, segment, size, self._scratch)
+            plan = self._plans[key]
+            candidate = Candidate([plan], *predict(self._traced, [plan], limit))
+            if limit is not None and candidate.peak.peak_bytes > limit:
+                return candidate
+            self._exact[key] = candidate
+        return self._exact[key]
 
 
 def _peak_bytes(candidate: Candidate) -> int:

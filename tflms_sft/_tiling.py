@@ -99,6 +99,9 @@ def _named_segment(traced: Traced, spec: SegmentSpec, name: str, taken: set[Node
         barriers = Barriers(traced, _with_backward(analysis, ops) - taken, stored)
         if not barriers.present or not set(exits) <= barriers.exits:
             raise SegmentError(f"{_shown(spec)} cannot be tiled: {_with_layer(traced, error)}") from None
+        unknown = sorted(t.name for t in stored if not barriers.stores(t))
+        if unknown:
+            raise SegmentError(f"{_shown(spec)}: `stored` names {unknown}, which do not run on tiles.") from None
         segment = barriers.segment(name, barriers.checkpoints[-1])
     extra = [t for t in segment.exits if t not in exits]
     segment.notes.extend(f"`{t.name}` is needed outside as well and is an exit" for t in extra)

@@ -115,6 +115,8 @@ class Reduce(SumOverImage):
             raise NotTileableError("a reduction of a tensor that is the same for all tiles")
         if self._over_channels(op):
             return Kind.FULL
+        if op.node.op == "Mean" and not op.node.inputs[0].dtype.is_floating:
+            raise NotTileableError("a mean of integers: each part would be rounded")
         if self.axes(op) >= set(SPATIAL_DIMS):
             return Kind.REDUCED
         raise NotTileableError("it reduces over one side of the image alone")
@@ -139,13 +141,19 @@ class Reduce(SumOverImage):
         return plan
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """On the tile as on the image; a part of a mean is divided by what is in the whole image."""
+        """On the tile as on the image; a part of a mean is divided by what is in the whole image.
+
+        Parts of half precision numbers are summed up in float32, as the parts themselves are.
+        """
         alone = emitter.is_whole(op.node) and (self.per_image(op) or emitter.has_all_images())
-        if op.node.op != "Mean" or self._over_channels(op) or alone:
+        if op.node.op not in ("Sum", "Mean") or self._over_channels(op) or alone:
             return emitter.clone(op.node, operands)
-        image, axes = operands[0], sorted(self.axes(op))
-        number = divisor(emitter, op.node.inputs[0], axes)
-        return [tf.reduce_sum(image, axes, op.node.attrs["keep_dims"].b) / tf.cast(number, image.dtype)]
+        axes = sorted(self.axes(op))
+        image = tf.cast(operands[0], tf.float32) if operands[0].dtype in (tf.float16, tf.bfloat16) else operands[0]
+        total = tf.reduce_sum(image, axes, op.node.attrs["keep_dims"].b)
+        if op.node.op == "Sum":
+            return [total]
+        return [total / tf.cast(divisor(emitter, op.node.inputs[0], axes), total.dtype)]
 
 
 def divisor(emitter: Emitter, image: Tensor, axes: Sequence[int]) -> Any:
