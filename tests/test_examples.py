@@ -101,6 +101,7 @@ def test_ctrl_c_is_one_line():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=not_ignored,
     )
     try:
         wait_for(child.stdout, "Epoch 3")
@@ -110,6 +111,11 @@ def test_ctrl_c_is_one_line():
         child.kill()
     assert child.returncode == 130
     assert "Interrupted." in errors and "Traceback" not in errors
+
+
+def not_ignored():
+    """Shells have what runs in the background ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(stream, text, seconds=120):
