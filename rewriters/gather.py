@@ -71,9 +71,7 @@ class Gatherer(Rows):
         for loop in self.segment.loops:
             numbers[loop.backward] += 1
             name = f"{'backward' if loop.backward else 'forward'}{numbers[loop.backward]}"
-            phase = self.phase(loop, grid_of(loop), name)
-            phase.home = loop.home
-            result.append(phase)
+            result.append(self.phase(loop, grid_of(loop), name))
         return result
 
     def clamped(self, loop: Loop, grid: Grid) -> Grid:
@@ -106,21 +104,22 @@ class Gatherer(Rows):
         sources = {t: Source.STORED if t in reads else Source.RECOMPUTE for t in regions}
         reductions = [t for m in loop.moments for t in (m.mean, m.variance)] + [node.out() for node in sums]
         return Phase(
-            name,
-            grid,
-            Direction.ASCENDING,
-            body,
-            regions,
-            sources,
-            plans,
-            loop.writes,
-            [],
-            reductions,
-            reads,
-            invariants,
-            cells,
-            loop.backward,
-            loop.moments,
+            name=name,
+            grid=grid,
+            direction=Direction.ASCENDING,
+            body=body,
+            regions=regions,
+            sources=sources,
+            plans=plans,
+            writes=loop.writes,
+            accumulates=[],
+            reductions=reductions,
+            reads=reads,
+            invariants=invariants,
+            cells=cells,
+            backward=loop.backward,
+            moments=loop.moments,
+            home=loop.home,
         )
 
     def _part(self, node: Node, grid: Grid, cell: Region) -> tuple[AxisPlan, ...]:

@@ -71,8 +71,8 @@ class Need:
 
     Attributes:
         made: Level of the loop that makes it first.
-        forward: Last forward level that reads it; `made` if none does.
-        backward: Last backward level that reads it; `made` if none does.
+        forward: Last level of the forward phase that reads it; `made` if none does.
+        backward: Last level of all that reads it; `made` if none does.
     """
 
     made: int
