@@ -53,3 +53,45 @@ def test_gradients_of_one_float32_step_are_those_of_the_plain_step(name: str) ->
         scale = max(float(tf.reduce_max(tf.abs(b))), 1e-4 * largest)
         error = float(tf.reduce_max(tf.abs(a - b))) / scale
         assert error <= 2e-5, f"{variable.path}: {error}"
+
+
+TRAINED = ["ResNet50V2", "MobileNetV2", "MobileNetV3Small", "EfficientNetB0", "Xception"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_normalisation_in_training_mode(name: str) -> None:
+    """In float64: loss, gradients and moving statistics of one step; all that works on images is tiled."""
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(0)
+    base = getattr(keras.applications, name)(
+        weights=None, include_top=False, input_shape=(SIZE, SIZE, 3), pooling="avg"
+    )
+    model = keras.Model(base.input, keras.layers.Dense(5)(base.output))
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Dropout):
+            layer.rate = 0.0  # Steps that draw the same numbers are another test's.
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    @tf.function(autograph=False)
+    def gradients(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, model(images, training=True))
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    images = tf.constant(60 * np.random.RandomState(0).normal(size=(2, SIZE, SIZE, 3)))
+    labels = tf.constant([1, 2])
+    fast = tflms_sft.rewrite(gradients, tflms_sft.SFTParams(num_tiles=(3, 2)), images, labels)
+    assert not fast.plan.left_alone and fast.plan.segments[0].num_loops > 60
+    assert fast.plan.predicted.peak_bytes < fast.plan.original.peak_bytes
+    start = [np.array(variable) for variable in model.variables]
+    found = []
+    for function in (gradients, fast):
+        for variable, value in zip(model.variables, start, strict=True):
+            variable.assign(value)
+        loss, grads = function(images, labels)
+        found.append([np.array(v) for v in (loss, *grads, *model.non_trainable_variables)])
+    largest = max(np.abs(value).max() for value in found[0][1 : 1 + len(model.trainable_variables)])
+    assert largest > 1e-3, "the comparison would be empty: the gradients have faded"
+    for want, got in zip(*found, strict=True):
+        assert np.abs(got - want).max() <= 1e-9 * max(np.abs(want).max(), 1e-4 * largest)
