@@ -13,11 +13,11 @@ from rewriters.analysis import Analysis
 from rewriters.barriers import Roles
 from rewriters.graph import Node, Tensor, predecessors
 from rewriters.intervals import whole
-from rewriters.registry import SPATIAL_DIMS, AxisPlan, Kind, find_rule
+from rewriters.registry import AxisPlan, Kind, find_rule
 from rewriters.roles import reads_shape_only
 from rewriters.segments import Segment
 from rewriters.stored import Loop, Storage
-from rewriters.tiles import AXES, Direction, Grid, Phase, Region, Rows, Source, cells_of
+from rewriters.tiles import AXES, Direction, Grid, Phase, Region, Rows, Source, cells_of, extents_of
 
 __all__: list[str] = []
 
@@ -76,7 +76,7 @@ class Gatherer(Rows):
 
     def clamped(self, loop: Loop, grid: Grid) -> Grid:
         """No more tiles than the smallest image that the loop writes or sums up has rows."""
-        most = [min(extents) for extents in zip(*map(_extents, self.split(loop)), strict=True)]
+        most = [min(extents) for extents in zip(*map(extents_of, self.split(loop)), strict=True)]
         return Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, most, strict=True)))
 
     def split(self, loop: Loop) -> list[Tensor]:
@@ -136,11 +136,6 @@ class Gatherer(Rows):
             )
             for axis in AXES
         )
-
-
-def _extents(tensor: Tensor) -> tuple[int, ...]:
-    assert tensor.shape is not None
-    return tuple(int(tensor.shape[dim] or 1) for dim in SPATIAL_DIMS)
 
 
 def has_barriers(analysis: Analysis, roles: Roles) -> bool:

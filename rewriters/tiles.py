@@ -114,7 +114,8 @@ class Phase:
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
 
-def _extents(tensor: Tensor) -> tuple[int, ...]:
+def extents_of(tensor: Tensor) -> tuple[int, ...]:
+    """Rows along each tiled axis."""
     assert tensor.shape is not None
     return tuple(int(tensor.shape[dim]) for dim in SPATIAL_DIMS)  # type: ignore[arg-type]
 
@@ -123,7 +124,7 @@ def cells_of(tensor: Tensor, grid: Grid) -> Region:
     """The partition of a tensor into the cells of a grid. A tile beyond the last row gets that row once more."""
     return tuple(
         partition(extent, tiles).nonempty(extent)
-        for extent, tiles in zip(_extents(tensor), grid.spatial, strict=True)
+        for extent, tiles in zip(extents_of(tensor), grid.spatial, strict=True)
     )
 
 
@@ -155,7 +156,7 @@ class Rows:
         for position, tensor in enumerate(node.inputs):
             if self.kinds[tensor] is not Kind.FULL or plan[0].needs[position] is None:
                 continue
-            extents = _extents(tensor)
+            extents = extents_of(tensor)
             need = tuple(
                 p.needs[position].clip(extent).nonempty(extent)  # type: ignore[union-attr]
                 for p, extent in zip(plan, extents, strict=True)

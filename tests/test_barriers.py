@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, error, keras_step
 from keras import layers
+from one_op import Const, OneOp
 
 import tflms_sft
 from rewriters import barriers, gather, normalise, results, sft
@@ -321,11 +322,28 @@ def deep(x):
 
 
 def test_gradients_of_filters_are_no_images():
-    """They have four dimensions too, and the optimizer's operations on them are elementwise."""
-    parts = Parts(keras_step(chain, (9, 8), optimizer=keras.optimizers.Adam(0.01, clipnorm=1.0)).concrete_fn)
+    """They have four dimensions too, here as many rows as the batch, and the optimizer works on them elementwise."""
+    optimizer = keras.optimizers.Adam(0.01, global_clipnorm=1.0)
+    parts = Parts(keras_step(chain, (9, 8), 3, optimizer=optimizer).concrete_fn, 3)
     for node in parts.roles.tiled:
         shape = node.outputs[0][1]
-        assert shape is not None and shape[0] == 2 and shape[1] > 3, node
+        assert shape is not None and shape[0] == 3 and shape[1] > 3, node
+
+
+def test_what_is_made_again_is_read_and_what_was_there_before_is_free():
+    parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
+    plan = sft.plan_segment(parts.analysis, parts.segment(set()), Grid(1, (2, 2)))
+    graph = sft.outline(parts.analysis, [plan])
+    loops = [graph.nodes[sft.loop_nodes(graph)["segment1", phase.name]] for phase in plan.phases]
+    readers, checked = graph.consumers(), 0
+    for number, phase in enumerate(plan.phases):
+        for position, tensor in enumerate(phase.writes):
+            later = [n for n in range(number + 1, len(loops)) if tensor in plan.phases[n].writes]
+            if later:
+                reading = {loops.index(r) for r, _ in readers[loops[number].out(position)] if r in loops}
+                assert reading and max(reading) < later[0]
+                checked += 1
+    assert checked > 5
 
 
 def test_what_is_refused_is_told_and_runs_whole():
@@ -423,3 +441,108 @@ def test_what_is_broken_on_purpose_is_noticed(what, monkeypatch):
         assert differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (3, 2))))
     except RewriteError as refused:
         assert "cycle" in str(refused)
+
+
+# As users ask for it ----------------------------------------------------------------------------------------
+
+IMAGES, LABELS = np.random.default_rng(0).normal(size=(4, 40, 36, 3)), np.array([0, 1, 2, 0])
+
+
+def model_of(floatx="float64"):
+    keras.config.set_floatx(floatx)
+    keras.utils.set_random_seed(1)
+    image = x = keras.Input((40, 36, 3), name="photo")
+    for number in range(6):
+        x = layers.Conv2D(8, 3, padding="same", name=f"conv{number}")(x)
+        x = layers.ReLU(name=f"relu{number}")(layers.BatchNormalization()(x))
+    model = keras.Model(image, layers.Dense(3, dtype=floatx)(layers.GlobalAveragePooling2D()(x)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(momentum(), loss, jit_compile=False)
+    return model
+
+
+def trained(callbacks, floatx="float64"):
+    model = model_of(floatx)
+    model.fit(IMAGES, LABELS, batch_size=2, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)  # inside of one that scales losses
+    return [np.array(v) for v in (*model.variables, *optimizer.variables)]
+
+
+def furthest(callbacks, floatx="float64"):
+    return max(error(got, want) for got, want in zip(trained(callbacks, floatx), trained([], floatx), strict=True))
+
+
+def test_named_segments_with_barriers_inside():
+    specs = [
+        tflms_sft.SegmentSpec("photo", "relu2", num_tiles=(4, 3)),
+        tflms_sft.SegmentSpec("relu2", "relu4", num_tiles=(3, 1), stored="conv4"),
+    ]
+    callback = tflms_sft.SFT(segments=specs, verbose=0)
+    assert furthest([callback]) < TOLERANCE
+    assert [segment.exits for segment in callback.plan.segments] == [("relu2",), ("relu4",)]
+    assert all(segment.num_loops > 2 for segment in callback.plan.segments)
+
+
+def test_what_a_named_segment_cannot_store_is_told():
+    image = keras.Input((20, 18, 3), name="photo")
+    x = layers.ReLU()(conv(image, 4))
+    x = layers.Conv2D(4, 3, padding="same", groups=2, use_bias=False, name="grouped")(x)
+    x = layers.ReLU(name="out")(conv(x, 4))
+    model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    spec = tflms_sft.SegmentSpec("photo", "out", num_tiles=(2, 2), stored="grouped")
+    with pytest.raises(tflms_sft.SegmentError, match="`stored` names .*which do not run on tiles"):
+        model.fit(IMAGES[:, :20, :18], LABELS, verbose=0, callbacks=[tflms_sft.SFT(segments=[spec], verbose=0)])
+
+
+@pytest.mark.parametrize("part", (0.85, 0.6))
+def test_a_budget_of_tiles_alone(part):
+    plain = tflms_sft.MemoryBudget("1GiB", verbose=0)
+    trained([plain])
+    budget = int(part * plain.plan.original.peak_bytes / 0.9)
+    callback = tflms_sft.MemoryBudget(budget, swap=False, verbose=0)
+    assert furthest([callback]) < TOLERANCE
+    assert callback.plan.segments and not callback.plan.swaps
+    assert callback.plan.predicted.peak_bytes <= 0.9 * budget
+
+
+def test_the_smallest_budget_told_can_be_met():
+    with pytest.raises(tflms_sft.BudgetError) as caught:
+        trained([tflms_sft.MemoryBudget("1kB", swap=False, verbose=0)])
+    callback = tflms_sft.MemoryBudget(caught.value.smallest_bytes, swap=False, verbose=0)
+    trained([callback])
+    assert callback.plan.segments
+
+
+def test_what_waits_between_the_loops_is_swapped(tmp_path):
+    model, plain = model_of(), model_of()
+    for each in (model, plain):
+        each.optimizer.build(each.trainable_variables)
+    params = [
+        tflms_sft.SFTParams(num_tiles=(4, 2)),
+        tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=0, ctrld_strategy="direct_order"),
+    ]
+    step = tf.function(lambda x, y: model.train_step((x, y))["loss"])
+    fast = tflms_sft.rewrite(step, params, IMAGES[:2], LABELS[:2])
+    assert fast.plan.segments and fast.plan.swaps
+    for _ in range(2):
+        fast(IMAGES[:2], LABELS[:2])
+        plain.train_step((IMAGES[:2], LABELS[:2]))
+    for got, want in zip(model.variables, plain.variables, strict=True):
+        assert error(np.array(got), np.array(want)) < TOLERANCE
+
+
+@pytest.mark.parametrize("policy", ("mixed_float16", "mixed_bfloat16"))
+def test_half_precision_is_as_near_as_the_plain_step(policy):
+    """To what the same step gives in float32."""
+    exact = trained([], "float32")
+    keras.config.set_dtype_policy(policy)
+    plain, tiled = (trained(callbacks, "float32") for callbacks in ([], [tflms_sft.SFT(num_tiles=(4, 3), verbose=0)]))
+    off = [max(error(g, w) for g, w in zip(found, exact, strict=True)) for found in (plain, tiled)]
+    assert 0 < off[1] < 1.5 * off[0] + 1e-3
+
+
+def test_the_mean_of_many_half_precision_numbers():
+    """Their number alone is more than float16 holds: TensorFlow's own mean of them is zero on a CPU."""
+    one = OneOp("Mean", {"input": np.full((2, 300, 300, 1), 0.5, "float16"), "axis": Const([1, 2])})
+    assert np.all(np.array(one.gathered(Grid(1, (3, 1)))) == 0.5)
