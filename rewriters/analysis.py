@@ -9,7 +9,8 @@ from rewriters import rules
 from rewriters.errors import NotTileableError, RewriteError
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.inline import is_xla_call
-from rewriters.registry import SPATIAL_DIMS, Kind, OpView, find_rule
+from rewriters.layouts import Layouts
+from rewriters.registry import Kind, OpView, find_rule
 from rewriters.roles import backward_nodes, data_nodes, derived_nodes, reads_shape_only
 from rewriters.sizes import Size
 from rewriters.values import Evaluator
@@ -32,6 +33,7 @@ class Analysis:
         derived: Those of them that are computed from forward values alone.
         data: Nodes that depend on data, not on variables alone.
         evaluate: Static evaluator.
+        layouts: Where the axes of images lie.
     """
 
     def __init__(self, graph: Graph, backward_scopes: tuple[str, ...] = (), forward: Container[str] = ()) -> None:
@@ -46,7 +48,9 @@ class Analysis:
         self.backward |= self.derived
         self.data = data_nodes(self.order)
         self.evaluate = Evaluator(graph, self.order)
+        self.layouts = Layouts()
         self._views: dict[Node, OpView] = {}
+        self._find_layouts()
 
     def _successors(self) -> dict[Node, list[Node]]:
         """Successors by data and control, without reads of a shape: those move to the segment's entry."""
@@ -58,11 +62,43 @@ class Analysis:
                 result[before].append(node)
         return result
 
+    def _find_layouts(self) -> None:
+        anchors, links = [], []
+        for node in self.order:
+            try:
+                rule, view = find_rule(node), self.view(node)
+                anchors += rule.anchors(view)
+                links += rule.links(view)
+            except NotTileableError:
+                continue  # It will not run on tiles.
+        outputs = (node.out(index) for node in self.order for index in range(len(node.outputs)))
+        self.layouts.find(anchors, links, outputs)
+
     def view(self, node: Node) -> OpView:
         """The node as rules see it."""
         if node not in self._views:
-            self._views[node] = OpView(node, self.evaluate)
+            self._views[node] = OpView(node, self.evaluate, self.layouts)
         return self._views[node]
+
+    def extents(self, tensor: Tensor) -> tuple[int | None, ...] | None:
+        """Rows along each axis; `None` for what holds no image."""
+        layout = self.layouts.of(tensor)
+        return None if layout is None else layout.extents(tensor)
+
+    def entries_per_image(self, tensor: Tensor) -> int:
+        """Entries of the first dimension for each image: one, except where pixels have been made images."""
+        layout = self.layouts.of(tensor)
+        return 1 if layout is None else layout.per_image
+
+    def has_known_size(self, tensor: Tensor) -> bool:
+        """Whether a tensor is an image of a size known when the step is traced."""
+        extents = self.extents(tensor)
+        return extents is not None and None not in extents
+
+    def is_image(self, tensor: Tensor) -> bool:
+        """Whether a tensor holds images rather than one value for all pixels of all of them."""
+        extents = self.extents(tensor)
+        return extents is not None and (any(rows != 1 for rows in extents) or tensor.shape[0] != 1)  # type: ignore[index]
 
     @functools.cached_property
     def constants(self) -> set[Node]:
@@ -86,13 +122,6 @@ class Analysis:
             )
 
 
-def is_image(tensor: Tensor) -> bool:
-    """Whether a tensor is `(batch, height, width, channels)` data rather than one value for all pixels."""
-    if tensor.shape is None or len(tensor.shape) != 4:
-        return False
-    return any(tensor.shape[dim] != 1 for dim in (0, *SPATIAL_DIMS))
-
-
 def forward_kinds(analysis: Analysis, node: Node, inside: set[Node] | None = None) -> list[Kind]:
     """Kinds of the operands of a forward op, image-shaped ones in data positions being `FULL`.
 
@@ -102,7 +131,7 @@ def forward_kinds(analysis: Analysis, node: Node, inside: set[Node] | None = Non
     data = find_rule(node).data(analysis.view(node))
     kinds = []
     for position, tensor in enumerate(node.inputs):
-        full = (inside is not None and tensor.node in inside) or (position in data and is_image(tensor))
+        full = (inside is not None and tensor.node in inside) or (position in data and analysis.is_image(tensor))
         kinds.append(Kind.FULL if full else Kind.INVARIANT)
     return kinds
 
@@ -110,6 +139,9 @@ def forward_kinds(analysis: Analysis, node: Node, inside: set[Node] | None = Non
 def _check_batches(analysis: Analysis, node: Node, images: list[Tensor]) -> None:
     """Refuse an op on images of unknown numbers that may differ: one of them may be spread over the other."""
     sizes = analysis.evaluate.sizes
+    entries = {analysis.entries_per_image(tensor) for tensor in images}
+    if len(entries) > 1:
+        return  # It makes images of pixels, or pixels of images.
     numbers = [size for size in map(sizes.of, images) if size != 1]
     if any(isinstance(size, Size) for size in numbers):
         if not all(sizes.same(numbers[0], size) for size in numbers):
@@ -134,7 +166,8 @@ def check_forward(analysis: Analysis, node: Node) -> None:
     assert result is Kind.FULL
     images = [tensor for tensor, kind in zip(node.inputs, kinds, strict=True) if kind is Kind.FULL]
     _check_batches(analysis, node, [*images, node.out()])
+    analysis.view(node).check_axes([*images, node.out()])
     for index in range(len(node.outputs)):
         out = node.out(index)
-        if out.shape is None or len(out.shape) != 4 or any(out.shape[dim] is None for dim in SPATIAL_DIMS):
-            raise NotTileableError(f"its output has shape {out.shape}, not a known (batch, height, width, channels)")
+        if not analysis.has_known_size(out):
+            raise NotTileableError(f"its output of shape {out.shape} is no image of known size")

@@ -18,11 +18,11 @@ import dataclasses
 from collections.abc import Container
 from typing import Any
 
-from rewriters.analysis import Analysis, is_image
+from rewriters.analysis import Analysis
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
 from rewriters.inline import is_xla_call
-from rewriters.registry import SPATIAL_DIMS, Kind, find_rule
+from rewriters.registry import Kind, find_rule
 from rewriters.roles import reads_shape_only
 from rewriters.rules.reductions import Reduce
 from rewriters.sizes import Size
@@ -84,16 +84,38 @@ def find_roles(analysis: Analysis, allowed: Container[Node] | None = None, merge
         allowed: Operations that may run on tiles; all if it is not given.
         merge: Whether a variance may share the loop of its mean.
     """
-    return _Sorter(analysis, allowed, merge).run()
+    excluded: set[Node] = set()
+    while True:
+        roles = _Sorter(analysis, allowed, merge, excluded).run()
+        ended = _ended_among_pixels(analysis, roles)
+        if not ended:
+            return roles
+        excluded |= ended
+
+
+def _ended_among_pixels(analysis: Analysis, roles: Roles) -> set[Node]:
+    """Operations on images made of pixels that others read, on whole ones: no turn could hand over its part."""
+    inside = {*roles.tiled, *roles.sums}
+    found = set()
+    for node in roles.tiled:
+        for tensor in (node.out(index) for index in range(len(node.outputs))):
+            if analysis.entries_per_image(tensor) != 1:
+                readers = (reader for reader, _ in analysis.readers.get(tensor, ()) if not reads_shape_only(reader))
+                if tensor in analysis.graph.outputs or any(reader not in inside for reader in readers):
+                    found.add(node)
+    return found
 
 
 class _Sorter:
-    def __init__(self, analysis: Analysis, allowed: Container[Node] | None, merge: bool) -> None:
+    def __init__(
+        self, analysis: Analysis, allowed: Container[Node] | None, merge: bool, excluded: Container[Node]
+    ) -> None:
         self.analysis = analysis
         self.allowed = allowed
         self.merge = merge
+        self.excluded = excluded
         self.kinds: dict[Tensor, Kind] = {}
-        self.batch = main_batch(analysis)
+        self.batch, self.axes = main_images(analysis)
         self.sort: dict[Node, Kind] = {}
         self.refused: dict[Node, str] = {}
         self.summed: set[Tensor] = set()
@@ -126,11 +148,13 @@ class _Sorter:
         if self.allowed is not None and node not in self.allowed:
             return None
         try:
+            if node in self.excluded:
+                raise NotTileableError("it works on images made of pixels, which what follows takes as a whole")
             kinds = self._operands(node)
             result = find_rule(node).gathered(self.analysis.view(node), kinds)
             self._check(node, kinds, result)
         except NotTileableError as error:
-            reads_image = any(_is_spatial(t) and self._operand(t) is Kind.FULL for t in node.inputs)
+            reads_image = any(_is_spatial(self.analysis, t) and self._operand(t) is Kind.FULL for t in node.inputs)
             if node not in self.analysis.backward and reads_image and not reads_shape_only(node):
                 self.refused[node] = str(error)
             return None
@@ -162,23 +186,26 @@ class _Sorter:
         full = [t for t, kind in zip(node.inputs, kinds, strict=True) if kind is Kind.FULL]
         results = [node.out(index) for index in range(len(node.outputs))] if result is Kind.FULL else []
         for tensor in (*full, *results):
-            if not _is_known(tensor):
+            if not self.analysis.has_known_size(tensor):
                 raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
+            if len(self.analysis.extents(tensor) or ()) != self.axes:
+                raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} has another number of axes")
             if not self._in_batch(tensor):
                 raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} is of another number of images")
-        if not all(map(_is_spatial, results)) or not (results or any(map(_is_spatial, full))):
+        if not all(_is_spatial(self.analysis, t) for t in results or full) and (
+            results or not any(_is_spatial(self.analysis, t) for t in full)
+        ):
             raise NotTileableError("it makes one value for all pixels")
 
     def _operand(self, tensor: Tensor) -> Kind:
         """Kind of what stands in the place of an image."""
         if self.sort.get(tensor.node) is Kind.FULL:
             return Kind.FULL
-        if tensor.node not in self.analysis.data or not is_image(tensor):
+        if tensor.node not in self.analysis.data or not self.analysis.is_image(tensor):
             return Kind.INVARIANT
-        if tensor in self.filters or not self._in_batch(tensor):
+        if tensor in self.filters or not self._in_batch(tensor) or self.analysis.entries_per_image(tensor) != 1:
             return Kind.INVARIANT
-        assert tensor.shape is not None
-        one_value = all(tensor.shape[dim] == 1 for dim in SPATIAL_DIMS)
+        one_value = not _is_spatial(self.analysis, tensor)
         return Kind.FULL if one_value or tensor not in self.summed else Kind.INVARIANT
 
     def _in_batch(self, tensor: Tensor) -> bool:
@@ -186,6 +213,8 @@ class _Sorter:
 
         Two arguments of unknown numbers are not taken to have the same.
         """
+        if self.analysis.entries_per_image(tensor) != 1:
+            return True  # It was made of what has been looked at.
         size = self.analysis.evaluate.sizes.of(tensor)
         if isinstance(size, Size) and isinstance(self.batch, Size):
             return size is self.batch or bool(size.arguments & self.batch.arguments)
@@ -238,17 +267,17 @@ class _Sorter:
         return level[before] + (0 if same_loop else 1)
 
 
-def main_batch(analysis: Analysis) -> Any:
-    """The number of images that most of what the forward phase makes has."""
-    elements: dict[Any, int] = {}
+def main_images(analysis: Analysis) -> tuple[Any, int]:
+    """The number of images, and of their axes, that most of what the forward phase makes has."""
+    elements: dict[tuple[Any, int], int] = {}
     for node in analysis.order:
         if node in analysis.backward or node not in analysis.data or not node.inputs:
             continue
         for tensor in (node.out(index) for index in range(len(node.outputs))):
-            if _is_spatial(tensor):
-                size = analysis.evaluate.sizes.of(tensor)
-                elements[size] = elements.get(size, 0) + tensor.num_bytes()
-    return max(elements, key=elements.__getitem__, default=None)
+            if _is_spatial(analysis, tensor):
+                key = (analysis.evaluate.sizes.of(tensor), len(analysis.extents(tensor) or ()))
+                elements[key] = elements.get(key, 0) + tensor.num_bytes()
+    return max(elements, key=elements.__getitem__, default=(None, 0))
 
 
 def _source(tensor: Tensor) -> Tensor:
@@ -258,11 +287,6 @@ def _source(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _is_known(tensor: Tensor) -> bool:
-    shape = tensor.shape
-    return shape is not None and len(shape) == 4 and all(shape[dim] is not None for dim in SPATIAL_DIMS)
-
-
-def _is_spatial(tensor: Tensor) -> bool:
+def _is_spatial(analysis: Analysis, tensor: Tensor) -> bool:
     """Whether a tensor has more than one pixel."""
-    return _is_known(tensor) and any(tensor.shape[dim] != 1 for dim in SPATIAL_DIMS)  # type: ignore[index]
+    return analysis.has_known_size(tensor) and any(rows != 1 for rows in analysis.extents(tensor) or ())

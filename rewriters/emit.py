@@ -12,13 +12,13 @@ import tensorflow as tf
 from rewriters import _tf_private
 from rewriters.analysis import Analysis
 from rewriters.graph import Node, Tensor
-from rewriters.intervals import Fit, Interval, fit
+from rewriters.intervals import Fit, fit
 from rewriters.loops import tile_loop
-from rewriters.registry import SPATIAL_DIMS, Kind, find_rule
+from rewriters.registry import Kind, find_rule
 from rewriters.results import Accumulated, MergedMoments, Reduced, Result, Written
 from rewriters.segments import Segment
 from rewriters.storage import DeviceBuffer, Span, stacked
-from rewriters.tiles import AXES, Phase, Region
+from rewriters.tiles import Phase, Region
 
 __all__: list[str] = []
 
@@ -126,11 +126,13 @@ class _Tile:
         self.values: dict[Tensor, Any] = {}
         self._lookups: dict[tuple[int, bytes], Any] = {}
         self._fits: dict[Any, Any] = {}
-        rows, columns = self.phase.grid.spatial
-        self._indices = [(index // columns) % rows, index % columns]
+        self._indices: list[Any] = []
+        for count in reversed(self.phase.grid.spatial):
+            self._indices.insert(0, index % count if count > 1 else 0)
+            index = index // count if count > 1 else index
         self._batch: Span = None
         if loop.phase.grid.batch > 1:
-            number = index // (rows * columns)
+            number = index
             begin = number * loop.batch // loop.batch_tiles
             self._batch = (begin, (number + 1) * loop.batch // loop.batch_tiles - begin)
 
@@ -149,9 +151,8 @@ class _Tile:
         assert tensor.shape is not None
         if self._batch is not None and tensor.shape[BATCH_DIM] == 1:
             value = tf.where(self._batch[0] == 0, value, tf.zeros_like(value))
-        for axis, tiles in enumerate(self.phase.grid.spatial):
-            extent = tensor.shape[SPATIAL_DIMS[axis]]
-            if extent is not None and tiles > extent:
+        for axis, (tiles, extent) in enumerate(zip(self.phase.grid.spatial, self._extents(tensor), strict=True)):
+            if tiles > extent:
                 value = tf.where(self._indices[axis] < extent, value, tf.zeros_like(value))
         return value
 
@@ -174,6 +175,8 @@ class _Tile:
             if tensor in self.phase.reads:
                 continue  # It exists whole and was sliced.
             if plan[0].out is not None:
+                if value.shape.rank is None:  # Inferred from a shape that is computed.
+                    value.set_shape([None] * len(tensor.shape))  # type: ignore[arg-type]
                 made = tuple(p.made for p in plan)
                 out = tuple(p.out for p in plan)
                 value = self._moved(value, made, out, 0.0, tensor)  # type: ignore[arg-type]
@@ -205,15 +208,21 @@ class _Tile:
         spans: list[Span] = [None] * len(tensor.shape)
         if self._batch is not None and tensor.shape[BATCH_DIM] != 1:
             spans[BATCH_DIM] = self._batch
-        for axis, interval in enumerate(region):
-            dim = SPATIAL_DIMS[axis]
-            if not self._is_all(interval, tensor, axis):
+        places = zip(self._dims(tensor), region, self._extents(tensor), strict=True)
+        for axis, (dim, interval, extent) in enumerate(places):
+            if dim is not None and not (np.all(interval.lo == 0) and np.all(interval.hi == extent)):
                 spans[dim] = (self.lookup(interval.lo, axis), self.lookup(interval.size, axis))
         return spans
 
-    def _is_all(self, interval: Interval, tensor: Tensor, axis: int) -> bool:
-        assert tensor.shape is not None
-        return bool(np.all(interval.lo == 0) and np.all(interval.hi == tensor.shape[SPATIAL_DIMS[axis]]))
+    def _dims(self, tensor: Tensor) -> tuple[int | None, ...]:
+        layout = self.loop.analysis.layouts.of(tensor)
+        assert layout is not None
+        return layout.dims
+
+    def _extents(self, tensor: Tensor) -> tuple[int, ...]:
+        extents = self.loop.analysis.extents(tensor)
+        assert extents is not None and None not in extents
+        return extents  # type: ignore[return-value]
 
     def fit(self, tensor: Tensor, need: Region, fill: float | str) -> Any:
         """The rows `need` of a tensor from those that the tile holds.
@@ -223,10 +232,8 @@ class _Tile:
         """
         have = self.phase.regions[tensor]
         if self.segment.kinds.get(tensor) is Kind.FULL:
-            assert tensor.shape is not None
-            for axis in AXES:
-                inside = need[axis].clip(int(tensor.shape[SPATIAL_DIMS[axis]]))  # type: ignore[arg-type]
-                assert have[axis].covers(inside), f"{tensor.name} lacks rows that an op needs"
+            for held, wanted, extent in zip(have, need, self._extents(tensor), strict=True):
+                assert held.covers(wanted.clip(extent)), f"{tensor.name} lacks rows that an op needs"
         return self._moved(self.values[tensor], have, need, fill, tensor)
 
     def _moved(self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor) -> Any:
@@ -236,26 +243,29 @@ class _Tile:
         key = (tensor, fill, *(array.tobytes() for i in (*have, *need) for array in (i.lo, i.hi)))
         if key not in self._fits:
             fits = [fit(h, n) for h, n in zip(have, need, strict=True)]
-            self._fits[key] = self._padded(self._cropped(value, fits), fits, fill)
+            dims = self._dims(tensor)
+            self._fits[key] = self._padded(self._cropped(value, fits, dims), fits, dims, fill)
         return self._fits[key]
 
-    def _cropped(self, value: Any, fits: Sequence[Fit]) -> Any:
-        spans: list[Span] = [None] * 4
-        for axis, way in enumerate(fits):
+    def _cropped(self, value: Any, fits: Sequence[Fit], dims: Sequence[int | None]) -> Any:
+        spans: list[Span] = [None] * value.shape.rank
+        for axis, (way, dim) in enumerate(zip(fits, dims, strict=True)):
             if way.crops:
-                spans[SPATIAL_DIMS[axis]] = (self.lookup(way.begin, axis), self.lookup(way.size, axis))
+                assert dim is not None
+                spans[dim] = (self.lookup(way.begin, axis), self.lookup(way.size, axis))
         return DeviceBuffer(value).read(spans)
 
-    def _padded(self, value: Any, fits: Sequence[Fit], fill: float | str) -> Any:
+    def _padded(self, value: Any, fits: Sequence[Fit], dims: Sequence[int | None], fill: float | str) -> Any:
         if not any(way.pads for way in fits):
             return value
-        paddings: list[list[Any]] = [[0, 0] for _ in range(4)]
-        for axis, way in enumerate(fits):
-            paddings[SPATIAL_DIMS[axis]] = [self.lookup(way.before, axis), self.lookup(way.after, axis)]
+        paddings: list[list[Any]] = [[0, 0] for _ in range(value.shape.rank)]
+        for axis, (way, dim) in enumerate(zip(fits, dims, strict=True)):
+            if dim is not None:
+                paddings[dim] = [self.lookup(way.before, axis), self.lookup(way.after, axis)]
         low = value.dtype.min if fill == "lowest" else fill
         return tf.raw_ops.PadV2(
             input=value,
-            paddings=tf.reshape(stacked([number for pair in paddings for number in pair]), [4, 2]),
+            paddings=tf.reshape(stacked([number for pair in paddings for number in pair]), [-1, 2]),
             constant_values=tf.constant(low, value.dtype),
         )
 
@@ -278,9 +288,18 @@ class _Tile:
         assert rows is not None
         begin, size = self.lookup(rows.lo, axis), self.lookup(rows.size, axis)
         part = tf.slice(tf.constant(values, dtype), stacked([begin]), stacked([size]))
-        shape = [1, 1, 1, 1]
-        shape[SPATIAL_DIMS[axis]] = -1
-        return tf.reshape(part, shape)
+        tensor = node.out() if position is None else node.inputs[position]
+        dim, rank = self._dims(tensor)[axis], len(tensor.shape or ())
+        return part if dim is None else tf.reshape(part, [-1 if at == dim else 1 for at in range(rank)])
+
+    def axis_positions(self, node: Node, position: int, rows: np.ndarray, axis: int) -> Any:
+        """For the rows that an op makes, where the rows that a table names are in what operand `position` holds."""
+        plan = self.phase.plans[node][axis]
+        held = plan.needs[position]
+        assert plan.made is not None and held is not None
+        begin, size = self.lookup(plan.made.lo, axis), self.lookup(plan.made.size, axis)
+        part = tf.slice(tf.constant(rows, tf.int32), stacked([begin]), stacked([size]))
+        return part - self.lookup(held.lo, axis)
 
     def has_all_images(self) -> bool:
         """Whether the batch is not split."""
@@ -290,15 +309,19 @@ class _Tile:
         """Run-time size of the whole batch."""
         return self.loop.batch
 
-    def spread(self, node: Node, operand: Any) -> Any:
-        """One value for all rows as the rows that the op makes."""
-        shape = node.out().shape
-        assert shape is not None
-        images = shape[BATCH_DIM]
-        if images != 1:
+    def made_shape(self, node: Node) -> Any:
+        """Shape of what the op makes."""
+        tensor = node.out()
+        assert tensor.shape is not None
+        sizes: list[Any] = list(tensor.shape)
+        if sizes[BATCH_DIM] != 1:
             images = self.loop.batch if self._batch is None else self._batch[1]
-        rows = [self.lookup(plan.made.size, axis) for axis, plan in enumerate(self.phase.plans[node])]  # type: ignore[union-attr]
-        return tf.broadcast_to(operand, stacked([images, *rows, int(shape[3] or 1)]))
+            layout = self.loop.analysis.layouts.of(tensor)
+            sizes[BATCH_DIM] = images if layout is None or layout.per_image == 1 else images * layout.per_image
+        for axis, (dim, plan) in enumerate(zip(self._dims(tensor), self.phase.plans[node], strict=True)):
+            if dim is not None:
+                sizes[dim] = self.lookup(plan.made.size, axis)  # type: ignore[union-attr]
+        return stacked(sizes)
 
     def batch_size(self, operand: Any) -> Any:
         """Run-time batch size of a tile tensor."""

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rewriters.analysis import Analysis, check_forward, is_image
+from rewriters.analysis import Analysis, check_forward
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval
@@ -34,7 +34,8 @@ from rewriters.segments import Segment, build_segment
 
 __all__: list[str] = []
 
-TILED_DIMS = frozenset({"batch", "height", "width"})
+DIMS = {2: frozenset({"batch", "height", "width"}), 3: frozenset({"batch", "depth", "height", "width"})}
+"""Dimensions by the number of axes; a sequence is an image of one row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +59,12 @@ def ft_dimensions(analysis: Analysis, node: Node) -> frozenset[str]:
         check_forward(analysis, node)
     except NotTileableError:
         return frozenset()
-    return TILED_DIMS
+    return DIMS[len(analysis.extents(node.out()) or ())]
 
 
 def segment_dimensions(analysis: Analysis, nodes: Iterable[Node]) -> frozenset[str]:
     """FT-compatible dimensions of a segment: the common ones of its operators (4.1.2, `FTdimsIntersect`)."""
-    dims = TILED_DIMS
-    for node in nodes:
-        dims &= ft_dimensions(analysis, node)
-    return dims
+    return frozenset.intersection(*(ft_dimensions(analysis, node) for node in nodes))
 
 
 def scale_and_delta(analysis: Analysis, node: Node, operand: int, axis: int) -> tuple[int, int]:
@@ -119,11 +117,7 @@ def find_components(analysis: Analysis) -> tuple[list[Component], list[LeftAlone
         level[node] = max(
             (level[p] + (1 if p in tiled else 0) for p in (*data, *node.control_inputs) if p in level), default=0
         )
-        volume = any(t.shape is not None and len(t.shape) > 4 for t in node.inputs)
-        if volume and node in analysis.data and not reads_shape_only(node):
-            left.append(LeftAlone(node.name, f"{node.op}: tensors of more than 4 dimensions are not tiled yet"))
-            continue
-        if node not in analysis.data or not any(is_image(t) for t in node.inputs):
+        if node not in analysis.data or not any(analysis.is_image(t) for t in node.inputs):
             continue
         try:
             check_forward(analysis, node)
@@ -166,6 +160,8 @@ def _component(analysis: Analysis, nodes: list[Node]) -> Component:
 def _single_output(analysis: Analysis, nodes: list[Node], position: int) -> bool:
     inside = set(nodes)
     node = nodes[position]
+    if analysis.entries_per_image(node.out()) != 1:
+        return False  # Its images are made of pixels: turns could not take their part of it.
     read = [i for i in range(len(node.outputs)) if any(r in inside for r, _ in analysis.readers.get(node.out(i), ()))]
     return len(read) <= 1
 

@@ -17,7 +17,7 @@ from rewriters.registry import AxisPlan, Kind, find_rule
 from rewriters.roles import reads_shape_only
 from rewriters.segments import Segment
 from rewriters.stored import Loop, Storage
-from rewriters.tiles import AXES, Direction, Grid, Phase, Region, Rows, Source, cells_of, extents_of
+from rewriters.tiles import Direction, Grid, Phase, Region, Rows, Source
 
 __all__: list[str] = []
 
@@ -76,7 +76,7 @@ class Gatherer(Rows):
 
     def clamped(self, loop: Loop, grid: Grid) -> Grid:
         """No more tiles than the smallest image that the loop writes or sums up has rows."""
-        most = [min(extents) for extents in zip(*map(extents_of, self.split(loop)), strict=True)]
+        most = [min(extents) for extents in zip(*map(self.extents, self.split(loop)), strict=True)]
         return Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, most, strict=True)))
 
     def split(self, loop: Loop) -> list[Tensor]:
@@ -89,7 +89,7 @@ class Gatherer(Rows):
     def phase(self, loop: Loop, grid: Grid, name: str = "") -> Phase:
         """The loop with `grid`, clamped."""
         grid = self.clamped(loop, grid)
-        cells = {tensor: cells_of(tensor, grid) for tensor in self.split(loop)}
+        cells = {tensor: self.cells_of(tensor, grid) for tensor in self.split(loop)}
         wanted: dict[Tensor, Region] = {t: cells[t] for t in (*loop.writes, *(m.image for m in loop.moments))}
         sums = loop.plain_sums
         sum_plans = {node: self._part(node, grid, cells[self._summed(node)]) for node in sums}
@@ -118,6 +118,7 @@ class Gatherer(Rows):
             invariants=invariants,
             cells=cells,
             backward=loop.backward,
+            layouts=self.analysis.layouts,
             moments=loop.moments,
             home=loop.home,
         )
@@ -126,7 +127,7 @@ class Gatherer(Rows):
         """The plan of a sum over the image. With a single tile it runs as it stands: the same bits come out."""
         view, rule = self.analysis.view(node), find_rule(node)
         if any(count != 1 for count in grid.spatial):
-            return tuple(rule.part(view, axis, cell[axis]) for axis in AXES)
+            return tuple(rule.part(view, axis, cell[axis]) for axis in range(len(cell)))
         full = [self.kinds.get(t) is Kind.FULL for t in node.inputs]
         return tuple(
             AxisPlan(
@@ -134,7 +135,7 @@ class Gatherer(Rows):
                 None,
                 [whole(view.extent(t, axis), 1) if f else None for t, f in zip(node.inputs, full, strict=True)],
             )
-            for axis in AXES
+            for axis in range(len(cell))
         )
 
 

@@ -47,6 +47,14 @@ class Interval:
         """Moved by `offset` rows."""
         return Interval(self.lo + offset, self.hi + offset)
 
+    def times(self, factor: int) -> Interval:
+        """The rows of which each of these is `factor`."""
+        return Interval(self.lo * factor, self.hi * factor)
+
+    def blocks(self, size: int) -> Interval:
+        """The blocks of `size` rows that hold these rows."""
+        return Interval(self.lo // size, -((-self.hi) // size))
+
     def nonempty(self, extent: int) -> Interval:
         """With one row inside `[0, extent)` where a tile is empty: kernels want non-empty operands."""
         lo = np.where(self.size == 0, np.clip(self.lo, 0, extent - 1), self.lo)

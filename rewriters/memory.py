@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -298,10 +299,10 @@ def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Nod
 def op_scratch(node: Node, batch: int) -> int:
     """Bytes that the kernel of a full-size op takes while it runs."""
     shape = node.inputs[2].shape if len(node.inputs) == 3 else None
-    if shape is None or len(shape) != 4:
+    if shape is None or len(shape) < 4:
         return device.kernel_scratch(node, batch, 0)
     images = batch if shape[0] is None else shape[0]
-    return device.kernel_scratch(node, images, int(shape[1] or 0) * int(shape[2] or 0))
+    return device.kernel_scratch(node, images, math.prod(int(dim or 0) for dim in shape[1:-1]))
 
 
 def unmodelled(analysis: Analysis) -> list[Node]:

@@ -8,7 +8,10 @@
 5. `Shape` of a tensor whose sizes are known becomes a constant, so that no shape
    op keeps an activation alive; `ShapeN`, which keeps several alive, becomes one
    `Shape` each, `Size` a product over a `Shape`, and `Rank` a constant.
-6. Shapes of sums over axes that TensorFlow does not know when it traces are found, and 4 is done once more.
+6. Shapes that TensorFlow does not know when it traces (of sums, by their axes, and of reshapes) are found, and 4 is
+   done once more.
+7. The gradient of a repetition, a sum over a reshape to (times, size, times, size, ...), becomes a sum over the axes
+   that were repeated.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ def read(concrete_fn: Any) -> Graph:
 
 
 def normalise(graph: Graph) -> Graph:
-    """A copy of `graph` after steps 2 to 6."""
+    """A copy of `graph` after steps 2 to 7."""
     graph = graph.copy()
     graph.prune()
     _bypass_identity_n(graph)
@@ -47,6 +50,8 @@ def normalise(graph: Graph) -> Graph:
         _bypass_no_ops(graph, evaluate)
         graph.prune()
         found = _find_shapes_of_sums(graph, evaluate)
+        found |= _find_shapes_of_reshapes(graph, evaluate)
+        found |= _sum_repetitions(graph, evaluate)
         _split_shapes(graph)
         _freeze_shapes(graph, evaluate)
         graph.prune()
@@ -143,6 +148,70 @@ def _find_shapes_of_sums(graph: Graph, evaluate: Evaluator) -> bool:
         found |= tuple(left) != shape
         node.outputs[0] = (dtype, tuple(left))
     return found
+
+
+def _find_shapes_of_reshapes(graph: Graph, evaluate: Evaluator) -> bool:
+    """By the shape that they are told. Of two unknown sizes it would not be known which is which.
+
+    Returns:
+        Whether there were any.
+    """
+    found = False
+    for node in graph.nodes.values():
+        if node.op != "Reshape":
+            continue
+        dtype, shape = node.outputs[0]
+        told = evaluate(node.inputs[1])
+        if not isinstance(told, tuple) or (shape is not None and None not in shape[1:]):
+            continue
+        new = tuple(size if isinstance(size, int) and size >= 0 else None for size in told)
+        if None not in new[1:]:
+            node.outputs[0] = (dtype, new)
+            found = True
+    return found
+
+
+def _sum_repetitions(graph: Graph, evaluate: Evaluator) -> bool:
+    """What autodiff makes of `Tile`, without the reshape that takes every axis apart.
+
+    Returns:
+        Whether there were any.
+    """
+    mapping: dict[Tensor, Tensor] = {}
+    for node in list(graph.nodes.values()):
+        if node.op != "Sum" or node.attrs["keep_dims"].b:
+            continue
+        before = node.inputs[0].node
+        if before.op != "Reshape" or node.control_inputs or before.control_inputs:
+            continue
+        source, told = before.inputs[0], evaluate(before.inputs[1])
+        shape, axes = evaluate.shape(source), evaluate.ints(node.inputs[1])
+        if shape is None or not isinstance(told, tuple) or axes != tuple(range(0, 2 * len(shape), 2)):
+            continue
+        if len(told) != 2 * len(shape):
+            continue
+        times, sizes = told[::2], told[1::2]
+        kept = [a == 1 and (evaluate.sizes.same(b, c) or b == -1) for a, b, c in zip(times, sizes, shape, strict=True)]
+        summed = [b == 1 and evaluate.sizes.same(a, c) for a, b, c in zip(times, sizes, shape, strict=True)]
+        if all(k or s for k, s in zip(kept, summed, strict=True)):
+            mapping[node.out()] = _sum_over(graph, node, source, tuple(i for i, k in enumerate(kept) if not k))
+    graph.replace_tensors(mapping)
+    return bool(mapping)
+
+
+def _sum_over(graph: Graph, node: Node, source: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """`source` summed over axes that stay, in the place of another sum."""
+    assert source.shape is not None
+    operand = int_constant(graph, f"{node.name}/axes", axes, tf.int32)
+    attrs = {
+        "T": tf.compat.v1.AttrValue(type=source.dtype.as_datatype_enum),
+        "Tidx": tf.compat.v1.AttrValue(type=tf.int32.as_datatype_enum),
+        "keep_dims": tf.compat.v1.AttrValue(b=True),
+    }
+    shape = tuple(1 if dim in axes else size for dim, size in enumerate(source.shape))
+    name = graph.unique_name(f"{node.name}/repeated")
+    new = Node(name, "Sum", [source, operand.out()], (), attrs, node.device, [(source.dtype, shape)])
+    return graph.add(new).out()
 
 
 def _split_shapes(graph: Graph) -> None:

@@ -24,16 +24,15 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval
+from rewriters.layouts import Anchor, Layout, Layouts, Link
 from rewriters.values import Evaluator
 
 __all__: list[str] = []
-
-SPATIAL_DIMS = (1, 2)
-"""Positions of the tiled axes, height and width, in `(batch, height, width, channels)`."""
-
 
 class Kind(enum.Enum):
     """What a tensor holds inside a tile loop."""
@@ -60,18 +59,45 @@ class OpView:
     Attributes:
         node: The operation.
         evaluate: Static evaluation of its small integer operands.
+        layouts: Where the axes lie.
     """
 
     node: Node
     evaluate: Evaluator
+    layouts: Layouts
+
+    def layout(self, tensor: Tensor) -> Layout:
+        """Where the axes of `tensor` lie."""
+        layout = self.layouts.of(tensor)
+        if layout is None:
+            raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} is no image")
+        return layout
+
+    def dim(self, tensor: Tensor, axis: int) -> int | None:
+        """The dimension of `tensor` that is `axis`; `None` if it has one row and no dimension for it."""
+        return self.layout(tensor).dims[axis]
 
     def extent(self, tensor: Tensor, axis: int) -> int:
-        """Full size of `tensor` along spatial axis `axis` (0 is height, 1 is width)."""
-        assert tensor.shape is not None
-        size = tensor.shape[SPATIAL_DIMS[axis]]
+        """Full size of `tensor` along an axis (the first is height, or depth)."""
+        size = self.layout(tensor).extents(tensor)[axis]
         if size is None:
             raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
         return size
+
+    def check_axes(self, images: Sequence[Tensor]) -> None:
+        """Refuse images of which some have more axes than others.
+
+        Raises:
+            NotTileableError: With their names.
+        """
+        numbers = {len(self.layout(tensor).dims) for tensor in images}
+        if len(numbers) > 1:
+            names = ", ".join(f"`{tensor.name}`" for tensor in images)
+            raise NotTileableError(f"{names} have different numbers of axes")
+
+    def axes(self, tensor: Tensor) -> range:
+        """All axes."""
+        return range(len(self.layout(tensor).dims))
 
     def ints(self, operand: int) -> tuple[int, ...]:
         """Value of an integer operand that must be known when the step is traced."""
@@ -119,14 +145,17 @@ class Emitter(Protocol):
     def batch_size(self, operand: Any) -> Any:
         """Run-time batch size of a tile tensor."""
 
+    def axis_positions(self, node: Node, position: int, rows: np.ndarray, axis: int) -> Any:
+        """For the rows that the op makes, the positions in operand `position` of the rows that a table names."""
+
     def has_all_images(self) -> bool:
         """Whether the batch is not split."""
 
     def whole_batch(self) -> Any:
         """Run-time size of the whole batch."""
 
-    def spread(self, node: Node, operand: Any) -> Any:
-        """One value for all rows as the rows that the op makes."""
+    def made_shape(self, node: Node) -> Any:
+        """Shape of what the op makes."""
 
 
 class Rule:
@@ -144,6 +173,21 @@ class Rule:
 
     cheap: bool = False
     """Whether to run the op again costs no more than to read its operands."""
+
+    def anchors(self, op: OpView) -> list[Anchor]:
+        """Tensors of which the op says where their axes lie."""
+        del op
+        return []
+
+    def links(self, op: OpView) -> list[Link]:
+        """Tensors whose axes lie as those of another; of the same rank, in the same dimensions."""
+        out = op.node.out()
+        if out.shape is None:
+            return []
+        same = {dim: dim for dim in range(len(out.shape))}
+        operands = [op.node.inputs[position] for position in self.data(op)]
+        others = [*operands, *(op.node.out(index) for index in range(1, len(op.node.outputs)))]
+        return [Link(t, out, same) for t in others if t.shape is not None and len(t.shape) == len(same)]
 
     def rebuilt(self, op: OpView) -> list[int]:
         """Positions of the operands (shapes, offsets) that `emit` makes anew for a tile."""

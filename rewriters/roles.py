@@ -97,9 +97,14 @@ def data_nodes(order: list[Node]) -> set[Node]:
         if node.op == "Placeholder":
             if node.outputs[0][0].name != "resource":
                 result.add(node)
-        elif any(t.node in result for t in node.inputs) or (node.stateful and node.outputs):
+        elif any(t.node in result for t in node.inputs) or _draws(node):
             result.add(node)
     return result
+
+
+def _draws(node: Node) -> bool:
+    """Whether a node makes something new in each step; stateless draws count on with a seed that is a variable."""
+    return bool(node.outputs) and (node.stateful or node.op.startswith("StatelessRandom"))
 
 
 def reads_shape_only(node: Node) -> bool:

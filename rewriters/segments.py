@@ -14,7 +14,7 @@ import dataclasses
 import heapq
 from collections.abc import Iterable
 
-from rewriters.analysis import Analysis, check_forward, forward_kinds, is_image
+from rewriters.analysis import Analysis, check_forward, forward_kinds
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor, ancestors, between
 from rewriters.registry import Kind, find_rule
@@ -130,6 +130,10 @@ def build_segment(
             notes.append(f"`{tensor.name}` stays whole: {reason}")
             exits.append(tensor)
     segment = _assemble(analysis, name, ops, exits, part, stored, notes)
+    borders = (*segment.entries, *segment.exits, *segment.stored, *segment.grad_entries, *segment.grad_exits)
+    mixed = [t.name for t in borders if analysis.entries_per_image(t) != 1]
+    if mixed:
+        raise NotTileableError(f"at its border pixels have been made images (`{mixed[0]}`)")
     sizes = analysis.evaluate.sizes
     unknown = [sizes.of(t) for t in segment.entries if t.shape is not None and t.shape[0] is None]
     if not all(sizes.same(unknown[0], size) for size in unknown):
@@ -189,7 +193,7 @@ class _BackwardPart:
             return self.made[tensor]
         if tensor.node in self.ops:
             return Kind.FULL
-        if not is_image(tensor):
+        if not self.analysis.is_image(tensor):
             return Kind.INVARIANT
         gradient = tensor.node in self.analysis.backward and tensor.node not in self.analysis.derived
         return Kind.PARTIAL if gradient else Kind.FULL
@@ -213,12 +217,15 @@ class _BackwardPart:
         if Kind.REDUCED in kinds:
             raise NotTileableError("it waits for a sum over the image")
         for tensor, kind in zip(node.inputs, kinds, strict=True):
-            if kind is not Kind.INVARIANT and (tensor.shape is None or None in tensor.shape[1:3]):
+            if kind is not Kind.INVARIANT and not self.analysis.has_known_size(tensor):
                 raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
+        images = [t for t, kind in zip(node.inputs, kinds, strict=True) if kind is not Kind.INVARIANT]
+        self.analysis.view(node).check_axes(images)
         result = find_rule(node).result(self.analysis.view(node), kinds)
         if result is not Kind.FULL and not all(dtype.is_floating for dtype, _ in node.outputs):
             raise NotTileableError("it makes a gradient that is no floating point number: parts of it are rounded")
-        if result is not Kind.REDUCED and not all(is_image(node.out(i)) for i in range(len(node.outputs))):
+        results = [] if result is Kind.REDUCED else [node.out(index) for index in range(len(node.outputs))]
+        if not all(map(self.analysis.is_image, results)):
             raise NotTileableError("its result is not an image")
         return result
 

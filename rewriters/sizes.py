@@ -41,6 +41,9 @@ class LeadingSizes:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._found: dict[Tensor, Size] = {}
+        self._multiples: dict[tuple[Size, int], Size] = {}
+        """Sizes of what has several entries for each of another, such as pixels made images."""
+        self._divided: dict[tuple[Size, int], Size] = {}
         self._groups: list[set[int]] = []
         for pair in graph.same_size:
             self._join(set(pair))
@@ -87,6 +90,8 @@ class LeadingSizes:
         position = _shape_operand(node.op)
         if position is not None:
             return self._from_shape(node, position, evaluate)
+        if node.op in ("SpaceToBatchND", "BatchToSpaceND"):
+            return self._in_blocks(node, evaluate(node.inputs[1]))
         if node.op in _OWN_SIZE or any(word in node.op for word in _OWN_SIZE_WORDS):
             return None
         keeps = _KEEPS.get(node.op)
@@ -98,6 +103,18 @@ class LeadingSizes:
         if not sizes or not all(size.arguments for size in sizes):  # type: ignore[union-attr]
             return None
         return Size(*frozenset[int]().union(*(size.arguments for size in sizes)))  # type: ignore[union-attr]
+
+    def _in_blocks(self, node: Node, block: Any) -> Size | None:
+        """A multiple of the operand's size, or what that is a multiple of."""
+        size = self.of(node.inputs[0])
+        if not isinstance(size, Size) or not isinstance(block, tuple) or not all(isinstance(b, int) for b in block):
+            return None
+        factor = math.prod(block)
+        if node.op == "BatchToSpaceND":
+            return self._divided.get((size, factor))
+        multiple = self._multiples.setdefault((size, factor), Size())
+        self._divided[multiple, factor] = size
+        return multiple
 
     def _from_shape(self, node: Node, position: int, evaluate: Callable[[Tensor], Any]) -> Size | None:
         shape = evaluate(node.inputs[position])
@@ -191,10 +208,10 @@ _SHAPE_OPERAND = {
     "BroadcastTo": 1,
     "Slice": 2,
     "Tile": 1,
-    **dict.fromkeys(("Fill", "Empty", "StridedSliceGrad", "Conv2DBackpropInput"), 0),
+    **dict.fromkeys(("Fill", "Empty", "StridedSliceGrad", "Conv2DBackpropInput", "Conv3DBackpropInputV2"), 0),
 }
 
 _OWN_SIZE = frozenset(("Where", "Range", "Einsum", "CropAndResize", "While", "StatelessWhile", "If", "StatelessIf"))
 
-_OWN_SIZE_WORDS = ("Gather", "Unique", "Dynamic", "SpaceToBatch", "BatchToSpace", "Segment", "TensorList", "Call")
+_OWN_SIZE_WORDS = ("Gather", "Unique", "Dynamic", "Segment", "TensorList", "Call")
 """Parts of the names of op families."""

@@ -98,9 +98,11 @@ class Storage:
         self._batch = batch
         self._position = analysis.position
         self._made = {node.out(index) for node in roles.tiled for index in range(len(node.outputs))}
+        self._storable = {t for t in self._made if analysis.entries_per_image(t) == 1}
+        """Where pixels have been made images, the images of a turn do not lie together."""
         self._sums = set(roles.sums)
         self._readers = self._find_readers()
-        self._extra = (extra & self._made) | self._compared()
+        self._extra = (extra & self._storable) | self._compared()
         self.exits = self._find_exits()
         self._last_forward = max(
             (roles.level[n] for n in (*roles.tiled, *roles.sums) if n not in analysis.backward), default=-1
@@ -122,7 +124,8 @@ class Storage:
         """Numbers that are compared with others, such as all with the largest: made again they may differ in a bit."""
         compared = {"Equal", "NotEqual", *device.comparing_kernels()}
         readers = (node for node in self._roles.tiled if node.op in compared)
-        return {t for node in readers for t in self._roles.operands(node) if t in self._made and t.dtype.is_floating}
+        operands = {t for node in readers for t in self._roles.operands(node)}
+        return {t for t in operands & self._storable if t.dtype.is_floating}
 
     def _find_exits(self) -> set[Tensor]:
         inside = {*self._roles.tiled, *self._roles.sums}
@@ -138,7 +141,7 @@ class Storage:
         """A fixpoint: what is stored decides in which loops operations run again, and that what has to be stored."""
         level = self._roles.level
         always = self.exits | self._extra
-        stored = always | {t for t in self._made if not find_rule(t.node).cheap}
+        stored = always | {t for t in self._storable if not find_rule(t.node).cheap}
         seen = []
         for _ in range(MAX_ROUNDS):
             last = self._last_needed(stored)
@@ -178,7 +181,7 @@ class Storage:
                 tensor = node.out(index)
                 crosses = last.get(tensor, -1) > self._roles.level[node]
                 size = tensor.num_bytes(self._batch)
-                if tensor not in stored and crosses and sum(t.num_bytes(self._batch) for t in read) > size:
+                if tensor in self._storable - stored and crosses and sum(t.num_bytes(self._batch) for t in read) > size:
                     found.add(tensor)
                 whole = tensor in stored or tensor in found
                 sources[tensor] = frozenset((tensor,)) if whole else read

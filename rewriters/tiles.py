@@ -21,16 +21,14 @@ from rewriters.analysis import Analysis
 from rewriters.barriers import Moments
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval, partition, whole
-from rewriters.registry import SPATIAL_DIMS, AxisPlan, Kind, find_rule
+from rewriters.layouts import Layouts
+from rewriters.registry import AxisPlan, Kind, find_rule
 from rewriters.segments import Segment
 
 __all__: list[str] = []
 
 Region = tuple[Interval, ...]
 """One interval per spatial axis."""
-
-AXES = range(len(SPATIAL_DIMS))
-
 
 class Source(enum.Enum):
     """Where the rows of a tensor come from that a loop body holds."""
@@ -52,7 +50,7 @@ class Grid:
 
     Attributes:
         batch: Tiles along the batch, at most its size at run time.
-        spatial: Tiles along height and width.
+        spatial: Tiles along each axis: height and width, or depth, height and width.
     """
 
     batch: int
@@ -90,6 +88,7 @@ class Phase:
         invariants: Tensors that are passed whole.
         cells: Partition of the written tensors.
         backward: Whether it belongs to the backward phase.
+        layouts: Where the axes of its tensors lie.
         moments: Variances among the reductions that are computed together with their means.
         home: Operations of the graph that the loop stands for; others it runs again.
         cache: What others derive from the phase; it lives as long.
@@ -109,23 +108,10 @@ class Phase:
     invariants: list[Tensor]
     cells: dict[Tensor, Region]
     backward: bool
+    layouts: Layouts
     moments: list[Moments] = dataclasses.field(default_factory=list)
     home: list[Node] = dataclasses.field(default_factory=list)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
-
-
-def extents_of(tensor: Tensor) -> tuple[int, ...]:
-    """Rows along each tiled axis."""
-    assert tensor.shape is not None
-    return tuple(int(tensor.shape[dim]) for dim in SPATIAL_DIMS)  # type: ignore[arg-type]
-
-
-def cells_of(tensor: Tensor, grid: Grid) -> Region:
-    """The partition of a tensor into the cells of a grid. A tile beyond the last row gets that row once more."""
-    return tuple(
-        partition(extent, tiles).nonempty(extent)
-        for extent, tiles in zip(extents_of(tensor), grid.spatial, strict=True)
-    )
 
 
 class Rows:
@@ -135,6 +121,19 @@ class Rows:
         self.analysis = analysis
         self.kinds = kinds
 
+    def extents(self, tensor: Tensor) -> tuple[int, ...]:
+        """Rows along each axis."""
+        extents = self.analysis.extents(tensor)
+        assert extents is not None and None not in extents, tensor
+        return extents  # type: ignore[return-value]
+
+    def cells_of(self, tensor: Tensor, grid: Grid) -> Region:
+        """The partition of a tensor into the cells of a grid. A tile beyond the last row gets that row once more."""
+        return tuple(
+            partition(extent, tiles).nonempty(extent)
+            for extent, tiles in zip(self.extents(tensor), grid.spatial, strict=True)
+        )
+
     def one_tile(self, node: Node, grid: Grid) -> tuple[AxisPlan, ...] | None:
         """With a single tile every op sees whole tensors and runs as it stands: the same bits come out."""
         view, rule = self.analysis.view(node), find_rule(node)
@@ -142,7 +141,7 @@ class Rows:
             return None
         plans = []
         reduced = self.kinds[node.out()] is Kind.REDUCED
-        for axis in AXES:
+        for axis in range(len(grid.spatial)):
             needs: list[Interval | None] = [
                 whole(view.extent(t, axis), 1) if self.kinds[t] in (Kind.FULL, Kind.PARTIAL) else None
                 for t in node.inputs
@@ -156,7 +155,7 @@ class Rows:
         for position, tensor in enumerate(node.inputs):
             if self.kinds[tensor] is not Kind.FULL or plan[0].needs[position] is None:
                 continue
-            extents = extents_of(tensor)
+            extents = self.extents(tensor)
             need = tuple(
                 p.needs[position].clip(extent).nonempty(extent)  # type: ignore[union-attr]
                 for p, extent in zip(plan, extents, strict=True)
@@ -178,7 +177,9 @@ class Rows:
             out = regions[0]
             for other in regions[1:]:
                 out = tuple(a.hull(b) for a, b in zip(out, other, strict=True))
-            plan = self.one_tile(node, grid) or tuple(rule.demand(view, axis, out[axis]) for axis in AXES)
+            plan = self.one_tile(node, grid) or tuple(
+                rule.demand(view, axis, out[axis]) for axis in range(len(grid.spatial))
+            )
             out = tuple(p.out for p in plan)  # type: ignore[misc]
             plans[node] = plan
             for tensor in outs:
@@ -227,7 +228,7 @@ class Planner(Rows):
         """Exits and stored tensors from the entries."""
         segment = self.segment
         writes = [*segment.exits, *sorted(segment.stored - set(segment.exits), key=lambda t: t.name)]
-        cells = {tensor: cells_of(tensor, grid) for tensor in writes}
+        cells = {tensor: self.cells_of(tensor, grid) for tensor in writes}
         regions, plans = self.demand(segment.forward, dict(cells), set(segment.entries), grid)
         return self._phase("forward", grid, segment.forward, regions, plans, writes, [], [], cells)
 
@@ -236,7 +237,7 @@ class Planner(Rows):
         segment = self.segment
         gradients = [n for n in segment.backward if segment.kinds[n.out()] is not Kind.FULL]
         derived = [n for n in segment.backward if segment.kinds[n.out()] is Kind.FULL]
-        cells = {tensor: cells_of(tensor, grid) for tensor in segment.grad_entries}
+        cells = {tensor: self.cells_of(tensor, grid) for tensor in segment.grad_entries}
         regions, plans = self._support(gradients, dict(cells), grid)
         wanted: dict[Tensor, Region] = {}
         for node in gradients:
@@ -265,7 +266,8 @@ class Planner(Rows):
             view, rule = self.analysis.view(node), find_rule(node)
             parts = [regions.get(t) if self.segment.kinds[t] is Kind.PARTIAL else None for t in node.inputs]
             plan = self.one_tile(node, grid) or tuple(
-                rule.reach(view, axis, [None if p is None else p[axis] for p in parts]) for axis in AXES
+                rule.reach(view, axis, [None if p is None else p[axis] for p in parts])
+                for axis in range(len(grid.spatial))
             )
             plans[node] = plan
             if self.segment.kinds[node.out()] is Kind.PARTIAL:
@@ -306,5 +308,6 @@ class Planner(Rows):
             invariants,
             cells,
             backward=name == "backward",
+            layouts=self.analysis.layouts,
             home=self.segment.backward if name == "backward" else self.segment.forward,
         )

@@ -22,7 +22,6 @@ from rewriters.barriers import Moments
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import fit
 from rewriters.memory import Event, replay, schedule, together
-from rewriters.registry import SPATIAL_DIMS
 from rewriters.tiles import Phase, Region
 
 __all__: list[str] = []
@@ -55,8 +54,7 @@ def loop_turns(phase: Phase, batch: int) -> list[list[Event]]:
 @_kept
 def phase_scratch(phase: Phase, batch: int) -> int:
     """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
-    rows, columns = phase.grid.spatial
-    tiles = {(0, 0), (rows // 2, columns // 2)}
+    tiles = {tuple(0 for _ in phase.grid.spatial), tuple(count // 2 for count in phase.grid.spatial)}
     return max(replay(_turn(phase, tile, batch), Exact()).peak_bytes for tile in tiles)
 
 
@@ -80,6 +78,7 @@ class _Body:
         self.originals: list[Node] = []
         self.ends: list[Tensor] = []
         self._rows: dict[Tensor, tuple[np.ndarray, ...]] = {}
+        self._pixel_bytes: dict[Tensor, int] = {}
         self._unchanged: dict[Node, tuple[np.ndarray, ...]] = {}
         self._values: dict[Tensor, Tensor] = {}
         self._fits: dict[tuple[object, ...], Tensor] = {}
@@ -114,7 +113,14 @@ class _Body:
             return tensor.num_bytes(batch)
         leading = 1 if tensor.shape[0] == 1 else self._images(batch)
         pixels = math.prod(int(count[index]) for count, index in zip(rows, tile, strict=True))
-        return leading * pixels * int(tensor.shape[3] or 1) * tensor.dtype.size
+        return leading * pixels * self._pixel_bytes[tensor]
+
+    def _bytes_of_pixel(self, tensor: Tensor) -> int:
+        """Of all channels, and of the pixels that were made images."""
+        layout = self.phase.layouts.of(tensor)
+        assert layout is not None and tensor.shape is not None
+        channels = (int(tensor.shape[dim] or 1) for dim in layout.others(len(tensor.shape)))
+        return layout.per_image * math.prod(channels) * tensor.dtype.size
 
     def _images(self, batch: int) -> int:
         """Images of the largest tile."""
@@ -133,13 +139,18 @@ class _Body:
         self.originals.append(original)
         if rows is not None:
             held = tuple(rows)
-            self._rows.update((node.out(index), held) for index in range(len(node.outputs)))
+            for index in range(len(node.outputs)):
+                self._rows[node.out(index)] = held
+                self._pixel_bytes[node.out(index)] = self._bytes_of_pixel(original.out(index))
         return node.out()
 
     def _helper(self, op: str, like: Tensor, operands: Sequence[Tensor], rows: Iterable[np.ndarray]) -> Tensor:
         outputs = [like.node.outputs[like.index]]
         node = Node(f"{op}/{like.name}/{len(self.order)}", op, operands, outputs=outputs)
-        return self._place(node, node, rows)
+        self._place(node, node, None)
+        self._rows[node.out()] = tuple(rows)
+        self._pixel_bytes[node.out()] = self._pixel_bytes.get(like) or self._bytes_of_pixel(like)
+        return node.out()
 
     def _value(self, tensor: Tensor) -> Tensor:
         """Stand-in for what the turn holds of a tensor; a whole one is sliced when it is first needed."""
@@ -148,9 +159,9 @@ class _Body:
         return self._values[tensor]
 
     def _slice(self, tensor: Tensor, region: Region) -> Tensor:
-        assert tensor.shape is not None
-        extents = [int(tensor.shape[dim] or 0) for dim in SPATIAL_DIMS]
-        whole = all(np.all(i.size == extent) for i, extent in zip(region, extents, strict=True))
+        layout = self.phase.layouts.of(tensor)
+        assert layout is not None
+        whole = all(np.all(i.size == extent) for i, extent in zip(region, layout.extents(tensor), strict=True))
         op = "Placeholder" if whole and self.phase.grid.batch == 1 else "StridedSlice"
         return self._helper(op, tensor, (), (i.size for i in region))
 

@@ -106,7 +106,7 @@ def _from_array(array: np.ndarray) -> Value:
     """A matrix (the operand of `Pad`) stays an array."""
     if array.ndim > 1:
         return array
-    return tuple(int(v) for v in array) if array.ndim else int(array)
+    return tuple(v if isinstance(v, Size) else int(v) for v in array) if array.ndim else int(array)
 
 
 def _vector(value: Any) -> tuple[Any, ...]:
@@ -141,7 +141,23 @@ def _binary(function: Callable[[int, int], int]) -> Handler:
 
 
 def _pack(_node: Node, _index: int, operands: list[Any]) -> Value:
-    return None if any(isinstance(v, tuple) for v in operands) else tuple(operands)
+    if not any(isinstance(v, tuple) for v in operands):
+        return tuple(operands)
+    return np.array(operands, object) if len({len(v) for v in operands}) == 1 else None
+
+
+def _transpose(_node: Node, _index: int, operands: list[Any]) -> Value:
+    value, order = operands
+    return _from_array(value.transpose(order)) if isinstance(value, np.ndarray) else value
+
+
+def _stitch(_node: Node, _index: int, operands: list[Any]) -> Value:
+    """Numbers put in their places; of several for a place the last one."""
+    half = len(operands) // 2
+    places = [place for part in operands[:half] for place in _vector(part)]
+    values = [value for part in operands[half:] for value in _vector(part)]
+    found = dict(zip(places, values, strict=True))
+    return tuple(found[place] for place in range(len(found)))
 
 
 def _concat(_node: Node, _index: int, operands: list[Any]) -> Value:
@@ -203,7 +219,7 @@ def _fill(_node: Node, _index: int, operands: list[Any]) -> Value:
 
 def _reshape(_node: Node, _index: int, operands: list[Any]) -> Value:
     if isinstance(operands[0], np.ndarray):
-        return _from_array(operands[0].reshape(operands[1]))
+        return _from_array(operands[0].reshape(_vector(operands[1])))
     value, target = _vector(operands[0]), operands[1]
     if target == ():
         return value[0]
@@ -221,7 +237,7 @@ def _first(_node: Node, _index: int, operands: list[Any]) -> Value:
     return operands[0]
 
 
-_MATRIX_OPS = frozenset(("Slice", "Reshape", "Identity"))
+_MATRIX_OPS = frozenset(("Slice", "Reshape", "Identity", "Transpose"))
 """Those whose handler takes a matrix; to the others it is not known."""
 
 _HANDLERS: dict[str, Handler] = {
@@ -246,4 +262,7 @@ _HANDLERS: dict[str, Handler] = {
     "Fill": _fill,
     "Reshape": _reshape,
     "GatherV2": _gather,
+    "Transpose": _transpose,
+    "DynamicStitch": _stitch,
+    "InvertPermutation": lambda _node, _i, v: tuple(int(p) for p in np.argsort([_as_int(p) for p in v[0]])),
 }

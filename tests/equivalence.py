@@ -43,11 +43,15 @@ class Step:
         concrete_fn: The plain step.
         variables: All that it reads or writes.
         batches: Arguments of each step.
+        function: What was traced, if it may be traced again.
+        specs: With what.
     """
 
     concrete_fn: Any
     variables: Sequence[Any]
     batches: Sequence[Sequence[Any]]
+    function: Any = None
+    specs: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         self._start = [np.array(v) for v in self.variables]
@@ -201,10 +205,14 @@ def model_step(model: Any, batches: Any, known_batch: bool, compile_args: dict[s
         logs = model.train_step(data)
         return {"logs": logs, "gradients": list(gradients)}
 
-    model.optimizer.apply = recording
-    try:
-        concrete_fn = tf.function(traced).get_concrete_function(*specs)
-    finally:
-        del model.optimizer.apply
+    def function(*data: Any) -> Any:
+        model.optimizer.apply = recording
+        try:
+            return traced(*data)
+        finally:
+            del model.optimizer.apply
+
+    step = tf.function(function, autograph=False)
+    concrete_fn = step.get_concrete_function(*specs)
     variables = {id(v): v for v in [*model.variables, *model.optimizer.variables, *model.metrics_variables]}
-    return Step(concrete_fn, list(variables.values()), batches)
+    return Step(concrete_fn, list(variables.values()), batches, tf.function(function, autograph=False), specs)

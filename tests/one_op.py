@@ -10,7 +10,7 @@ import tensorflow as tf
 from equivalence import TOLERANCE, error
 
 from rewriters import sft
-from rewriters.analysis import Analysis, is_image
+from rewriters.analysis import Analysis
 from rewriters.build import Importer
 from rewriters.errors import NotTileableError
 from rewriters.graph import Tensor, from_concrete_function
@@ -51,7 +51,7 @@ class OneOp:
             return raw_op(**tf.nest.pack_sequence_as(operands, values), name="the_op")
 
         def shape(array: np.ndarray) -> tuple[int | None, ...]:
-            unknown = array.ndim == 4 and array.shape[0] == BATCH and not batch_known
+            unknown = array.ndim >= 3 and array.shape[0] == BATCH and not batch_known
             return (None, *array.shape[1:]) if unknown else array.shape
 
         specs = [tf.TensorSpec(shape(a), a.dtype) for a in self.arrays]
@@ -68,7 +68,7 @@ class OneOp:
         """All kinds of operands that the rule takes, with the kind of the result."""
         data = self.rule.data(self.view)
         choices = [
-            (FULL, PARTIAL) if p in data and t.shape is not None and len(t.shape) == 4 else (INVARIANT,)
+            (FULL, PARTIAL) if p in data and self.analysis.layouts.of(t) is not None else (INVARIANT,)
             for p, t in enumerate(self.node.inputs)
         ]
         for kinds in itertools.product(*choices):
@@ -102,7 +102,7 @@ class OneOp:
     def gathered(self, grid: Grid) -> list[np.ndarray] | None:
         """The op in a loop of a segment with barriers; `None` if its rule refuses."""
         data = self.rule.data(self.view)
-        kinds = [FULL if p in data and is_image(t) else INVARIANT for p, t in enumerate(self.node.inputs)]
+        kinds = [FULL if p in data and self.analysis.is_image(t) else INVARIANT for p, t in enumerate(self.node.inputs)]
         try:
             result = self.rule.gathered(self.view, kinds)
         except NotTileableError:
@@ -137,22 +137,33 @@ class OneOp:
             np.array(value) for value in tf.nest.flatten(self.concrete_fn(*map(tf.constant, self.arrays)))
         ]
 
+    def fitting(self, grid: Grid) -> Grid:
+        """The grid for as many axes as there are; images that are made of pixels are not split."""
+        tensors = (*self.node.inputs, self.node.out())
+        layouts = [layout for t in tensors if (layout := self.analysis.layouts.of(t)) is not None]
+        axes = max(len(layout.dims) for layout in layouts)
+        batch = grid.batch if all(layout.per_image == 1 for layout in layouts) else 1
+        return Grid(batch, (*grid.spatial, *[max(grid.spatial) // 2 + 1] * (axes - len(grid.spatial)))[:axes])
+
     def differing(self, *grids: Grid) -> dict[str, float]:
         """For every accepted use and grid where tiles give something else: the error."""
         found: dict[str, float] = {}
+        types = {t.dtype for t in (*self.node.inputs, self.node.out()) if t.dtype.is_floating}
+        tolerance = 1e-6 if len(types) == 1 and tf.float32 in types else TOLERANCE
+        grids = tuple(map(self.fitting, grids))
         want = self.whole()
         uses = list(self.accepted())
         for grid in grids:
             gathered = self.gathered(grid)
             if gathered is not None:
                 worst = max(error(g, w) for g, w in zip(gathered, want, strict=True))
-                if not worst <= TOLERANCE:
+                if not worst <= tolerance:
                     found[f"gathered, grid {grid}"] = worst
             assert uses or gathered is not None, f"no use of {self.node.op} is accepted"
         for (kinds, result), grid in itertools.product(uses, grids):
             got = self.tiled(kinds, result, grid)
             worst = max(error(g, w) for g, w in zip(got, want, strict=True))
-            if not worst <= TOLERANCE:
+            if not worst <= tolerance:
                 found[f"{[k.value for k in kinds]} -> {result.value}, grid {grid}"] = worst
         return found
 

@@ -286,9 +286,9 @@ def test_an_entry_that_only_the_recomputation_reads_counts_against_a_segment():
     assert ft.saved_bytes(analysis, segment, 1) == (2 - 1) * 3 * 32 * 32 * 4
 
 
-def test_volumes_are_left_alone_with_a_reason():
+def test_volumes_are_tiled_and_what_joins_their_axes_is_left_alone_with_a_reason():
     image = keras.Input((8, 8, 8, 2))
-    model = keras.Model(image, layers.Flatten()(layers.Conv3D(2, 3)(image)))
+    model = keras.Model(image, layers.Flatten()(layers.ReLU()(layers.Conv3D(2, 3)(image))))
 
     @tf.function
     def step(images):
@@ -296,5 +296,7 @@ def test_volumes_are_left_alone_with_a_reason():
             loss = tf.reduce_sum(model(images) ** 2)
         return loss, tape.gradient(loss, model.trainable_variables)
 
-    _, left = ft.auto_segments(Analysis(read(step.get_concrete_function(tf.zeros((1, 8, 8, 8, 2))))), None, 1, {})
-    assert left[0].reason == "Conv3D: tensors of more than 4 dimensions are not tiled yet"
+    read_step = Analysis(read(step.get_concrete_function(tf.zeros((1, 8, 8, 8, 2)))))
+    (component, *_), left = ft.find_components(read_step)
+    assert {"Conv3D", "Relu"} <= {node.op for node in component.nodes}
+    assert left[0].reason == "Reshape: `functional_1/flatten_1/Reshape:0` of shape (1, 432) is no image"

@@ -9,7 +9,7 @@ import pytest
 
 import tflms_sft
 from tflms_sft import AutoParams, SegmentSpec, SFTParams
-from tflms_sft._params import parse_num_tiles
+from tflms_sft._num_tiles import parse_num_tiles
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +17,7 @@ def fresh_keras():
     """Nothing here touches Keras, and resetting it takes longer than the tests."""
 
 
+IMAGE, VOLUME, SEQUENCE = ("height", "width"), ("depth", "height", "width"), (None, "length")
 SPEC = SegmentSpec("input", "pool", num_tiles=(2, 2))
 
 
@@ -24,20 +25,41 @@ SPEC = SegmentSpec("input", "pool", num_tiles=(2, 2))
 
 
 @pytest.mark.parametrize(
-    ("value", "batch", "spatial"),
+    ("value", "names", "batch", "spatial"),
     [
-        ((4, 2), 1, (4, 2)),
-        ([4, 2], 1, (4, 2)),
-        ((3, 4, 2), 3, (4, 2)),
-        ({"height": 4, "width": 2}, 1, (4, 2)),
-        ({"batch": 2}, 2, (1, 1)),
-        ({"width": 5, "batch": 2, "height": 3}, 2, (3, 5)),
-        ((1, 1), 1, (1, 1)),
+        ((4, 2), IMAGE, 1, (4, 2)),
+        ([4, 2], IMAGE, 1, (4, 2)),
+        ((3, 4, 2), IMAGE, 3, (4, 2)),
+        ((3, 4, 2), VOLUME, 1, (3, 4, 2)),
+        ((2, 3, 4, 2), VOLUME, 2, (3, 4, 2)),
+        ({"height": 4, "width": 2}, IMAGE, 1, (4, 2)),
+        ({"depth": 4, "width": 2}, VOLUME, 1, (4, 1, 2)),
+        ({"batch": 2}, IMAGE, 2, (1, 1)),
+        ({"width": 5, "batch": 2, "height": 3}, IMAGE, 2, (3, 5)),
+        ((1, 1), IMAGE, 1, (1, 1)),
+        ((5,), SEQUENCE, 1, (1, 5)),
+        ((2, 5), SEQUENCE, 2, (1, 5)),
+        ({"length": 5}, SEQUENCE, 1, (1, 5)),
     ],
 )
-def test_counts_by_position_or_by_name(value, batch, spatial):
-    grid = parse_num_tiles(value, "num_tiles")
+def test_counts_by_position_or_by_name(value, names, batch, spatial):
+    grid = parse_num_tiles(value, "num_tiles").grid(names)
     assert (grid.batch, grid.spatial) == (batch, spatial)
+
+
+@pytest.mark.parametrize(
+    ("value", "names", "text"),
+    [
+        ((2,), IMAGE, "`num_tiles` has 1 count(s), and what is tiled has 2 axes. Give (height, width) or (batch,"),
+        ((2, 2), VOLUME, "has 3 axes. Give (depth, height, width)"),
+        ((1, 2, 3, 4), IMAGE, "has 4 count(s)"),
+        ({"depth": 2}, IMAGE, "names ['depth'], and what is tiled has the axes batch, height, width"),
+        ({"height": 2}, SEQUENCE, "the axes batch, length"),
+    ],
+)
+def test_counts_for_other_axes_are_refused(value, names, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        parse_num_tiles(value, "num_tiles").grid(names)
 
 
 def test_auto_leaves_the_number_of_tiles_open():
@@ -71,16 +93,14 @@ MAKERS = [
         ((True, 2), TypeError, "counts tiles in integers"),
         (("2", "2"), TypeError, "counts tiles in integers"),
         ((2, None), TypeError, "counts tiles in integers"),
-        ((2,), ValueError, "has 1 counts"),
         ((), ValueError, "has 0 counts"),
-        ((1, 2, 3, 4), ValueError, "has 4 counts"),
+        ((1, 2, 3, 4, 5), ValueError, "has 5 counts"),
         ({"rows": 2}, ValueError, "names unknown axes ['rows']"),
-        ({"depth": 2, "height": 2}, ValueError, "names unknown axes ['depth']"),
-        (4, TypeError, 'expected "auto", (height, width), (batch, height, width)'),
-        (True, TypeError, 'expected "auto", (height, width), (batch, height, width)'),
-        ("many", TypeError, 'expected "auto", (height, width), (batch, height, width)'),
+        (4, TypeError, 'expected "auto", one count for each axis such as (height, width)'),
+        (True, TypeError, 'expected "auto", one count for each axis such as (height, width)'),
+        ("many", TypeError, 'expected "auto", one count for each axis such as (height, width)'),
         ({}, ValueError, "names no axis"),
-        (np.array([2, 2]), TypeError, 'expected "auto", (height, width), (batch, height, width)'),
+        (np.array([2, 2]), TypeError, 'expected "auto", one count for each axis such as (height, width)'),
     ],
     ids=repr,
 )

@@ -37,12 +37,12 @@ def segment_of(height, width):
     step = step_of(height, width)
     analysis = Analysis(read(step.get_concrete_function(tf.TensorSpec((1, height, width, 3)))))
     (segment,), _ = ft.auto_segments(analysis, None, 1, {})
-    return segment
+    return analysis, segment
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (256, 64), (64, 40), (8, 8), (800, 8)])
 def test_grids_grow_from_one_tile_and_keep_tiles_square(shape):
-    grids = [grid.spatial for grid in auto_grids(segment_of(*shape), 1)]
+    grids = [grid.spatial for grid in auto_grids(*segment_of(*shape), 1)]
     rows, columns = shape[0] // 8, shape[1] // 8  # The exit, after three pools.
     assert grids[0] == (1, 1)
     assert grids[-1] == (min(rows, 64), min(columns, 64)), "as many tiles as the exit has rows"
@@ -55,11 +55,11 @@ def test_grids_grow_from_one_tile_and_keep_tiles_square(shape):
 
 @pytest.mark.parametrize("batch", [2, 7, 100])
 def test_the_batch_is_split_before_the_image(batch):
-    grids = auto_grids(segment_of(64, 64), batch)
+    grids = auto_grids(*segment_of(64, 64), batch)
     images = [grid.batch for grid in grids]
     assert images == sorted(images) and images[0] == 1 and images[-1] == batch
     assert all(grid.spatial == (1, 1) for grid in grids if grid.batch < batch)
-    alone = [grid.spatial for grid in auto_grids(segment_of(64, 64), 1)]
+    alone = [grid.spatial for grid in auto_grids(*segment_of(64, 64), 1)]
     assert [grid.spatial for grid in grids if grid.batch == batch] == alone
 
 

@@ -80,7 +80,7 @@ def fitted(traced: Traced, segment: Segment, limit: float, known: Scratch | None
         return scratch[key]
 
     def grid_of(loop: Loop) -> Grid:
-        grids = loop_grids(gatherer.split(loop), traced.batch)
+        grids = loop_grids(traced.analysis, gatherer.split(loop), traced.batch)
         # Filters in a kernel's own layout, say, are there with any number of tiles.
         most = limit + turn(loop, grids[-1])
         return fewest(grids, lambda grid: turn(loop, grid) <= most) or grids[-1]

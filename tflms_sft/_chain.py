@@ -173,7 +173,7 @@ class Chain:
             except NotTileableError:
                 segment = None
             self._segments[first, last] = segment
-            self._grids[first, last] = auto_grids(segment, self.traced.batch) if segment else []
+            self._grids[first, last] = auto_grids(self.traced.analysis, segment, self.traced.batch) if segment else []
         return self._segments[first, last]
 
     def _needs(self, first: int, last: int, segment: Segment, grid: Grid) -> int:

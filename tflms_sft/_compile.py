@@ -242,19 +242,19 @@ def _finest(plan: SegmentPlan, backward: bool) -> Phase | None:
     return max(phases, key=lambda phase: phase.grid.num_tiles, default=None)
 
 
-def _tile_rows(plan: SegmentPlan, phase: Phase) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Largest (height, width) of a tile of what a loop makes, and of what it makes it from."""
+def _tile_rows(plan: SegmentPlan, phase: Phase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Largest rows along each axis of a tile of what a loop makes, and of what it makes it from."""
     segment = plan.segment
     if segment.loops:
         ends, begins = [*phase.cells], [t for t in phase.reads if t in phase.regions]
     else:
         ends, begins = (segment.grad_entries if phase.backward else phase.writes), segment.entries
 
-    def rows(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    def rows(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         if not tensors:
-            return 0, 0
+            return tuple(0 for _ in phase.grid.spatial)
         region = phase.cells.get(tensors[0]) or phase.regions[tensors[0]]
-        return int(region[0].size.max()), int(region[1].size.max())
+        return tuple(int(interval.size.max()) for interval in region)
 
     return rows(ends), rows(begins)
 
@@ -275,7 +275,7 @@ def _kept(plan: SegmentPlan) -> list[Tensor]:
 
 
 def _counts(phase: Phase | None) -> tuple[int, ...]:
-    """Tiles along (batch, height, width); nothing without a loop."""
+    """Tiles along the batch and each axis; nothing without a loop."""
     return () if phase is None else (phase.grid.batch, *phase.grid.spatial)
 
 

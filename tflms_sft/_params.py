@@ -4,48 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rewriters.tiles import Grid
 from tflms_sft._lms_params import LMSParams
+from tflms_sft._num_tiles import parse_num_tiles
 from tflms_sft._units import parse_bytes
-
-AXIS_NAMES = ("batch", "height", "width")
-
-
-def parse_num_tiles(value: Any, argument: str) -> Grid | None:
-    """A grid from `"auto"` (`None`), a tuple of two or three counts, or a mapping of axis names.
-
-    Raises:
-        TypeError: For another type, or counts that are not integers.
-        ValueError: For counts below one, unknown axes, or the wrong number of them.
-    """
-    if isinstance(value, str) and value == "auto":
-        return None
-    expected = (
-        'expected "auto", (height, width), (batch, height, width), or a mapping such as {"height": 4, "width": 4}'
-    )
-    if isinstance(value, Mapping):
-        unknown = [axis for axis in value if axis not in AXIS_NAMES]
-        if unknown:
-            raise ValueError(f"`{argument}` names unknown axes {unknown}; {expected}. Received: {argument}={value!r}.")
-        if not value:
-            raise ValueError(f"`{argument}` names no axis; {expected}. Received: {argument}={value!r}.")
-        counts = tuple(value.get(axis, 1) for axis in AXIS_NAMES)
-    elif isinstance(value, (tuple, list)):
-        if len(value) not in (2, 3):
-            raise ValueError(f"`{argument}` has {len(value)} counts; {expected}. Received: {argument}={value!r}.")
-        counts = (1, *value) if len(value) == 2 else tuple(value)
-    else:
-        raise TypeError(f"`{argument}`: {expected}. Received: {argument}={value!r} of type {type(value).__name__}.")
-    for count in counts:
-        if isinstance(count, bool) or not isinstance(count, numbers.Integral):
-            raise TypeError(f"`{argument}` counts tiles in integers. Received: {argument}={value!r}.")
-        if count < 1:
-            raise ValueError(f"`{argument}` must be at least 1 along every axis. Received: {argument}={value!r}.")
-    batch, *spatial = map(int, counts)
-    return Grid(batch, tuple(spatial))
 
 
 def _check_halo(value: Any) -> None:
@@ -71,8 +35,9 @@ class SegmentSpec:
         entry: Name of the tensor that goes in (it is kept, not recomputed): a Keras layer, whose output
             it is, or an op, or a tensor. A tuple for several.
         exit: Name of the tensor that comes out, likewise.
-        num_tiles: Number of tiles along the exit: `(height, width)`, `(batch, height, width)` or a mapping
-            from axis names. `None` takes that of `SFTParams`.
+        num_tiles: Number of tiles along the exit: `(height, width)`, of volumes `(depth, height, width)`, of
+            sequences `(length,)`; with one more in front for the batch; or a mapping from axis names. `None` takes
+            that of `SFTParams`.
         halo: `"recompute"`. `None` takes that of `SFTParams`.
         backward_num_tiles: A number of its own for the backward loop. `None` takes that of `SFTParams`.
         stored: Names of tensors between entry and exit that are kept whole instead of recomputed, which costs
@@ -123,7 +88,8 @@ class SFTParams:
 
     Args:
         num_tiles: Number of tiles along the exit of each segment, split as evenly as possible:
-            `(height, width)`, `(batch, height, width)`, or a mapping such as
+            `(height, width)`, of volumes `(depth, height, width)`, of sequences `(length,)`; with one more in
+            front for the batch, as in `(batch, height, width)`; or a mapping such as
             `{"batch": 1, "height": 4, "width": 4}`. `"auto"` takes the fewest tiles whose turn needs no more
             memory than the segment's own entry and exit, or than `memory_capacity` if that is given.
         segments: `"auto"`, or a list of `SegmentSpec`.

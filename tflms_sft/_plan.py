@@ -70,14 +70,14 @@ class PlannedSegment:
         name: Its name scope is `sft/<name>`.
         entries: Names of what goes in; they can be pasted into a `SegmentSpec`.
         exits: Names of what comes out.
-        num_tiles: Tiles along (batch, height, width) in the forward loop; empty if nothing waits for one.
+        num_tiles: Tiles along the batch and each axis in the forward loop; empty if nothing waits for one.
         backward_num_tiles: The same in the backward loop; empty if there is none.
         stored: Names of inner tensors that are kept instead of recomputed.
         forward_ops: Number of forward ops.
         backward_ops: Number of backward ops.
         tile_bytes: Predicted peak of one turn of each loop.
-        tile_rows: Largest (height, width) of a tile of the exit (of the incoming gradient, if there is none), and of
-            the entry with its halo.
+        tile_rows: Rows along each axis of the largest tile of the exit (of the incoming gradient, if there is none),
+            and of the entry with its halo.
         notes: What a reader should know.
         num_loops: Tile loops. Between barriers, such as the moments of BatchNorm, each has its own; `num_tiles`,
             `tile_bytes` and `tile_rows` are those with the most tiles then.
@@ -94,7 +94,7 @@ class PlannedSegment:
     forward_ops: int
     backward_ops: int
     tile_bytes: tuple[int, ...]
-    tile_rows: tuple[tuple[int, int], tuple[int, int]]
+    tile_rows: tuple[tuple[int, ...], tuple[int, ...]]
     notes: tuple[str, ...] = ()
     num_loops: int = 2
     kept: tuple[str, ...] = ()
@@ -274,7 +274,7 @@ _MOST_NAMES = 4
 
 
 def _segment_line(segment: PlannedSegment) -> str:
-    (rows, columns), (in_rows, in_columns) = segment.tile_rows
+    rows, in_rows = ("x".join(map(str, size)) for size in segment.tile_rows)
     loops = [
         (counts, name)
         for counts, name in ((segment.num_tiles, "forward"), (segment.backward_num_tiles, "backward"))
@@ -291,7 +291,7 @@ def _segment_line(segment: PlannedSegment) -> str:
         )
     return (
         f"{segment.name}: {_joined(segment.entries)} -> {_joined(segment.exits)}, {grids}; "
-        f"{end} tile {rows}x{columns} from {in_rows}x{in_columns} of the entry; {turns}; "
+        f"{end} tile {rows} from {in_rows} of the entry; {turns}; "
         f"{segment.forward_ops} + {segment.backward_ops} ops"
     )
 

@@ -64,7 +64,7 @@ def check_image_sizes(concrete_fn: Any) -> None:
     """
     for tensor in concrete_fn.inputs[: len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)]:
         shape = tensor.shape
-        if shape.rank == 4 and None in shape.as_list()[1:3]:
+        if shape.rank in (4, 5) and None in shape.as_list()[1:-1]:
             raise RewriteError(
                 f"The image size of argument `{tensor.name}` is unknown: {shape}. Tiles are planned for known sizes. "
                 "Trace with a `tf.TensorSpec` that gives height and width; under `fit`, pass `batch_shape=`."

@@ -229,6 +229,6 @@ def _planned(traced: Traced, segment: Segment, grid: Grid) -> SegmentPlan:
     if backward.phase("forward") is None:
         return backward
     forward = Planner(traced.analysis, segment).forward
-    coarser = [g for g in auto_grids(segment, traced.batch) if g.num_tiles < grid.num_tiles]
+    coarser = [g for g in auto_grids(traced.analysis, segment, traced.batch) if g.num_tiles < grid.num_tiles]
     chosen = fewest(coarser, lambda g: phase_scratch(forward(g), traced.batch) <= limit)
     return backward if chosen is None else SegmentPlan(segment, [forward(chosen), *backward.phases[1:]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rewriters.analysis import Analysis
 from rewriters.errors import NotTileableError, SegmentError
 from rewriters.ft import LeftAlone, auto_segments
@@ -14,45 +16,54 @@ from tflms_sft._barriers import Barriers, fitted, largest
 from tflms_sft._compile import Traced
 from tflms_sft._grids import auto_grids, clamped, fewest, most_tiles
 from tflms_sft._names import display_names, resolve
-from tflms_sft._params import SegmentSpec, SFTParams, parse_num_tiles
+from tflms_sft._num_tiles import NumTiles, axis_names, parse_num_tiles
+from tflms_sft._params import SegmentSpec, SFTParams
 
 
 def plan_sft(traced: Traced, params: SFTParams) -> tuple[list[SegmentPlan], list[LeftAlone]]:
     """Segments and tiles as the parameters say."""
-    grid = parse_num_tiles(params.num_tiles, "num_tiles")
-    backward = None if params.backward_num_tiles is None else parse_num_tiles(params.backward_num_tiles, "")
+    tiles = parse_num_tiles(params.num_tiles, "num_tiles")
+    backward = _backward(params.backward_num_tiles)
     if params.segments != "auto":
-        return _explicit(traced, params, grid, backward), []
+        return _explicit(traced, params, tiles, backward), []
     barriers = Barriers(traced)
     if barriers.present:
-        return [_with_barriers(traced, barriers, grid, backward, params.memory_capacity)], barriers.left
+        return [_with_barriers(traced, barriers, tiles, backward, params.memory_capacity)], barriers.left
     segments, left = auto_segments(traced.analysis, params.memory_capacity, traced.batch, {})
-    for asked in (grid, backward):
+    for asked in (tiles, backward):
         if asked is not None and segments:  # Smaller segments get fewer tiles; the largest one has to have enough rows.
-            check_tiles(traced, max(segments, key=most_tiles), asked)
+            largest_one = max(segments, key=lambda segment: most_tiles(traced.analysis, segment))
+            check_tiles(traced, largest_one, _grid(traced, largest_one, asked))
     plans = []
     for segment in segments:
         try:
-            plans.append(_planned(traced, segment, grid, backward, params.memory_capacity, clamp=True))
+            plans.append(_planned(traced, segment, tiles, backward, params.memory_capacity, clamp=True))
         except NotTileableError as error:
             left.append(LeftAlone(segment.name, str(error)))
     return plans, left
 
 
+def _backward(value: Any) -> NumTiles | None:
+    return None if value is None else parse_num_tiles(value, "backward_num_tiles")
+
+
+def _grid(traced: Traced, segment: Segment, tiles: NumTiles | None) -> Grid:
+    """What was asked for, for the axes that a segment has."""
+    assert tiles is not None
+    return tiles.grid(axis_names(traced.analysis, segment))
+
+
 def _with_barriers(
-    traced: Traced, barriers: Barriers, grid: Grid | None, backward: Grid | None, capacity: int | None
+    traced: Traced, barriers: Barriers, tiles: NumTiles | None, backward: NumTiles | None, capacity: int | None
 ) -> SegmentPlan:
     """All that can be tiled, with as few tensors waiting for the backward phase as pays."""
     segment = barriers.segment("segment1", barriers.checkpoints[-1])
-    for asked in (grid, backward):
-        if asked is not None:
-            check_tiles(traced, segment, asked)
-    if grid is None:
-        return fitted(traced, segment, capacity or largest(traced, segment))
-    return plan_segment(traced.analysis, segment, grid, backward)
+    return _planned(traced, segment, tiles, backward, capacity, clamp=False)
 
 
-def _explicit(traced: Traced, params: SFTParams, grid: Grid | None, backward: Grid | None) -> list[SegmentPlan]:
+def _explicit(
+    traced: Traced, params: SFTParams, tiles: NumTiles | None, backward: NumTiles | None
+) -> list[SegmentPlan]:
     taken: set[Node] = set()
     used: set[Node] = set()
     plans = []
@@ -60,8 +71,8 @@ def _explicit(traced: Traced, params: SFTParams, grid: Grid | None, backward: Gr
         segment = _named_segment(traced, spec, f"segment{number}", taken, used)
         taken.update(segment.backward)
         used.update(segment.forward)
-        own = grid if spec.num_tiles is None else parse_num_tiles(spec.num_tiles, "num_tiles")
-        back = backward if spec.backward_num_tiles is None else parse_num_tiles(spec.backward_num_tiles, "")
+        own = tiles if spec.num_tiles is None else parse_num_tiles(spec.num_tiles, "num_tiles")
+        back = backward if spec.backward_num_tiles is None else _backward(spec.backward_num_tiles)
         try:
             plans.append(_planned(traced, segment, own, back, params.memory_capacity, clamp=False))
         except NotTileableError as error:
@@ -132,10 +143,9 @@ def check_tiles(traced: Traced, segment: Segment, grid: Grid) -> None:
     Raises:
         ValueError: With the numbers.
     """
-    for tensor in _limiting(segment):
-        assert tensor.shape is not None
-        for axis, name in enumerate(("height", "width")):
-            rows = tensor.shape[axis + 1]
+    labels = axis_names(traced.analysis, segment)
+    for tensor in _limiting(traced, segment):
+        for axis, (name, rows) in enumerate(zip(labels, traced.analysis.extents(tensor) or (), strict=True)):
             if rows is not None and grid.spatial[axis] > rows:
                 names = display_names(traced.analysis.graph, traced.record)
                 where = f"{names.get(tensor, tensor.name)!r}" if tensor in segment.exits else "a gradient on its way"
@@ -146,36 +156,43 @@ def check_tiles(traced: Traced, segment: Segment, grid: Grid) -> None:
                 )
 
 
-def _limiting(segment: Segment) -> list[Tensor]:
+def _limiting(traced: Traced, segment: Segment) -> list[Tensor]:
     """Tensors that must have at least one row for each tile.
 
     Loops between barriers get no more tiles than they have rows anyway; the largest one has to have enough.
     """
     if segment.loops:
         written = [tensor for loop in segment.loops for tensor in loop.writes]
-        return sorted(written, key=lambda t: -int((t.shape or (0, 0))[1] or 0))[:1]
+        return sorted(written, key=lambda t: traced.analysis.extents(t) or (), reverse=True)[:1]
     return [*segment.exits, *segment.grad_entries]
 
 
 def _planned(
-    traced: Traced, segment: Segment, grid: Grid | None, backward: Grid | None, capacity: int | None, clamp: bool
+    traced: Traced,
+    segment: Segment,
+    tiles: NumTiles | None,
+    backward: NumTiles | None,
+    capacity: int | None,
+    clamp: bool,
 ) -> SegmentPlan:
-    if grid is not None:
+    back = None if backward is None else _grid(traced, segment, backward)
+    if tiles is not None:
+        grid = _grid(traced, segment, tiles)
         if clamp:
-            grid = clamped(segment, grid)
-            backward = backward and clamped(segment, backward)
+            grid = clamped(traced.analysis, segment, grid)
+            back = back and clamped(traced.analysis, segment, back)
         else:
             check_tiles(traced, segment, grid)
-            check_tiles(traced, segment, backward or grid)
-        return plan_segment(traced.analysis, segment, grid, backward)
+            check_tiles(traced, segment, back or grid)
+        return plan_segment(traced.analysis, segment, grid, back)
     if segment.loops:
         return fitted(traced, segment, capacity or largest(traced, segment))
     limit = capacity or sum(t.num_bytes(traced.batch) for t in (*segment.entries, *segment.exits))
     analysis, batch = traced.analysis, traced.batch
 
-    def fits(tiles: Grid) -> bool:
-        plan = plan_segment(analysis, segment, tiles, backward)
+    def fits(grid: Grid) -> bool:
+        plan = plan_segment(analysis, segment, grid, back)
         return max(phase_scratch(phase, batch) for phase in plan.phases) <= limit
 
-    grids = auto_grids(segment, batch)
-    return plan_segment(analysis, segment, fewest(grids, fits) or grids[-1], backward)
+    grids = auto_grids(analysis, segment, batch)
+    return plan_segment(analysis, segment, fewest(grids, fits) or grids[-1], back)

@@ -1,7 +1,7 @@
 """All op rules. Importing this package fills the registry; add a new module here."""
 
-from rewriters.rules import convolution, elementwise, pooling, reductions, shaping
+from rewriters.rules import blocks, convolution, elementwise, pooling, reductions, resizing, shaping, slices
 
 __all__: list[str] = []
 
-_ = (convolution, elementwise, pooling, reductions, shaping)
+_ = (blocks, convolution, elementwise, pooling, reductions, resizing, shaping, slices)

@@ -19,8 +19,9 @@ import tensorflow as tf
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval, Window
-from rewriters.registry import SPATIAL_DIMS, AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
-from rewriters.rules.elementwise import require_nhwc
+from rewriters.layouts import Anchor, Link
+from rewriters.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.rules.elementwise import require_format, sides_by_format, spatial_dims
 
 __all__: list[str] = []
 
@@ -31,13 +32,13 @@ def same_padding(in_extent: int, span: int, stride: int) -> int:
     return max((out - 1) * stride + span - in_extent, 0) // 2
 
 
-def padding_before(node: Node, axis: int, in_extent: int, span: int, stride: int) -> int:
-    """Rows of padding before the image, by the op's `padding` attribute."""
+def padding_before(node: Node, dim: int, in_extent: int, span: int, stride: int) -> int:
+    """Rows of padding before the image along a dimension, by the op's `padding` attribute."""
     mode = node.attrs["padding"].s
     if mode == b"SAME":
         return same_padding(in_extent, span, stride)
     if mode == b"EXPLICIT":
-        return int(node.attrs["explicit_paddings"].list.i[2 * SPATIAL_DIMS[axis]])
+        return int(node.attrs["explicit_paddings"].list.i[2 * dim])
     return 0
 
 
@@ -72,22 +73,34 @@ class Convolution(Rule):
     def window(self, op: OpView, axis: int) -> Window:
         """Geometry along one axis, from full-size shapes."""
         node = op.node
-        dim = SPATIAL_DIMS[axis]
+        dim = spatial_dims(node, len(self.side(op, self.large).shape or ()))[axis]
         stride = op.attr_ints("strides")[dim]
-        dilation = (op.attr_ints("dilations") or [1, 1, 1, 1])[dim]
+        dilation = (op.attr_ints("dilations") or [1] * (dim + 1))[dim]
         kernel = self.filter_rows(op, axis)
         rows = op.extent(self.side(op, self.large), axis)
         span = (kernel - 1) * dilation + 1
-        pad = padding_before(node, axis, rows, span, stride)
+        pad = padding_before(node, dim, rows, span, stride)
         return Window(kernel, stride, dilation, pad, rows, op.extent(self.side(op, self.small), axis))
 
     def check(self, op: OpView, kinds: Sequence[Kind]) -> None:
         """Refuse what no convolution rule can do."""
-        require_nhwc(op.node)
-        for axis in range(len(SPATIAL_DIMS)):
+        sides = [self.side(op, self.large), self.side(op, self.small)]
+        require_format(op, sides)
+        for axis in op.axes(sides[0]):
             self.window(op, axis)
+        large, taps = sides[0].shape, self.side(op, self.filter).shape
+        if len(op.attr_ints("strides")) != len(large or ()) or len(taps or ()) != len(large or ()):
+            raise NotTileableError("its filter has another number of axes than the image")
         if self.filter is not None and kinds[self.filter] is not Kind.INVARIANT:
             raise NotTileableError("its filter is computed from image data")
+
+    def anchors(self, op: OpView) -> list[Anchor]:
+        """Both sides, by the data format."""
+        return sides_by_format(op.node, [self.side(op, self.large), self.side(op, self.small)])
+
+    def links(self, op: OpView) -> list[Link]:
+        """None: both sides are known."""
+        return []
 
     def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """A map of one side to the other is linear: the output is what the operand is."""
@@ -98,7 +111,7 @@ class Convolution(Rule):
     def flops(self, op: OpView, batch: int) -> float:
         """Two per tap, output channel and pixel of the small side; 0 where a size is not known."""
         small, taps = self.side(op, self.small).shape or (), self.side(op, self.filter).shape or ()
-        sizes = [*(small[1:3] or [None]), *(taps or [None])]
+        sizes = [*((small[dim] for dim in spatial_dims(op.node, len(small))) if small else [None]), *(taps or [None])]
         if None in sizes:
             return 0.0
         images = batch if small[0] is None else small[0]
@@ -111,7 +124,7 @@ class Convolution(Rule):
         return emitter.clone(op.node, operands, padding="VALID", explicit_paddings=[])
 
 
-@tiling_rule("Conv2D", "DepthwiseConv2dNative")
+@tiling_rule("Conv2D", "Conv3D", "DepthwiseConv2dNative")
 class LargeToSmall(Convolution):
     """A convolution, or the gradient of a transposed one."""
 
@@ -133,7 +146,7 @@ class LargeToSmall(Convolution):
         return self.valid(emitter, op, operands)
 
 
-@tiling_rule("Conv2DBackpropInput", "DepthwiseConv2dNativeBackpropInput")
+@tiling_rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput")
 class SmallToLarge(Convolution):
     """The gradient of a convolution's input, or a transposed convolution."""
 
@@ -162,17 +175,16 @@ class SmallToLarge(Convolution):
         small = operands[2]
         large = op.node.out().shape
         assert large is not None
-        if emitter.is_whole(op.node):
-            rows: list[Any] = [large[1], large[2]]
-        else:
+        sizes: list[Any] = [emitter.batch_size(small), *large[1:]]
+        if not emitter.is_whole(op.node):
             shape = tf.shape(small)
-            windows = [self.window(op, axis) for axis in range(2)]
-            rows = [(shape[d] - 1) * w.stride + w.span for d, w in zip(SPATIAL_DIMS, windows, strict=True)]
-        sizes = tf.stack([emitter.batch_size(small), *rows, large[3]])
-        return self.valid(emitter, op, [sizes, operands[1], small])
+            for axis, dim in enumerate(spatial_dims(op.node, len(large))):
+                window = self.window(op, axis)
+                sizes[dim] = (shape[dim] - 1) * window.stride + window.span
+        return self.valid(emitter, op, [tf.stack(sizes), operands[1], small])
 
 
-@tiling_rule("Conv2DBackpropFilter", "DepthwiseConv2dNativeBackpropFilter")
+@tiling_rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
 class SidesToFilter(Convolution):
     """The gradient of the filter: a sum over the image, tile by tile."""
 

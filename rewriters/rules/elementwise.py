@@ -10,16 +10,8 @@ import numpy as np
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval, hull_of, whole
-from rewriters.registry import (
-    SPATIAL_DIMS,
-    AxisPlan,
-    Kind,
-    OpView,
-    Rule,
-    add_rule,
-    not_tileable,
-    tiling_rule,
-)
+from rewriters.layouts import Anchor
+from rewriters.registry import AxisPlan, Kind, OpView, Rule, add_rule, not_tileable, tiling_rule
 from rewriters.values import constant
 
 __all__: list[str] = []
@@ -28,31 +20,52 @@ __all__: list[str] = []
 def broadcasts(op: OpView, position: int, axis: int) -> bool:
     """Whether operand `position` has one row where the output has many."""
     operand, out = op.node.inputs[position], op.node.out()
-    return operand.shape is None or len(operand.shape) < 4 or (op.extent(operand, axis) == 1 != op.extent(out, axis))
+    dim = op.dim(out, axis)
+    if dim is None:
+        return False
+    assert out.shape is not None
+    return aligned(operand, len(out.shape))[dim] == 1 != op.extent(out, axis)
+
+
+def aligned(tensor: Tensor, rank: int) -> tuple[int | None, ...]:
+    """A shape as it is broadcast to another rank."""
+    if tensor.shape is None:
+        raise NotTileableError(f"operand `{tensor.name}` has an unknown rank")
+    return (1,) * (rank - len(tensor.shape)) + tensor.shape
 
 
 def spreads(op: OpView, position: int) -> bool:
     """Whether operand `position` has one row, or one image, where the output has many."""
     operand, out = op.node.inputs[position].shape, op.node.out().shape
-    if any(broadcasts(op, position, axis) for axis in range(len(SPATIAL_DIMS))):
+    if any(broadcasts(op, position, axis) for axis in op.axes(op.node.out())):
         return True
-    return operand is not None and out is not None and operand[0] == 1 != out[0]
+    return operand is None or out is None or len(operand) < len(out) or operand[0] == 1 != out[0]
 
 
 def check_ranks(op: OpView, kinds: Sequence[Kind]) -> None:
     """Refuse operands whose rows do not line up with those of the output."""
     out = op.node.out()
-    if out.shape is None or len(out.shape) != 4:
-        raise NotTileableError(f"its output has shape {out.shape}, not (batch, height, width, channels)")
+    layout = op.layout(out)
+    assert out.shape is not None
     for operand, kind in zip(op.node.inputs, kinds, strict=True):
-        if operand.shape is None:
-            raise NotTileableError(f"operand `{operand.name}` has an unknown rank")
-        aligned = (1,) * (4 - len(operand.shape)) + operand.shape
-        rows = tuple(aligned[dim] for dim in SPATIAL_DIMS)
-        if len(operand.shape) < 4 and rows != (1, 1):
-            raise NotTileableError(f"operand `{operand.name}` of shape {operand.shape} varies over the image")
-        if kind is Kind.INVARIANT and (rows != (1, 1) or aligned[0] != 1):
+        shape = aligned(operand, len(out.shape))
+        varies = any(dim is not None and shape[dim] != 1 for dim in layout.dims)
+        if kind is Kind.INVARIANT and (varies or shape[0] != 1):
             raise NotTileableError(f"operand `{operand.name}` of shape {operand.shape} is not the same for all tiles")
+        if kind is Kind.INVARIANT or not (varies or kind is Kind.PARTIAL):
+            continue
+        if len(operand.shape or ()) < len(out.shape) or not lie_alike(op, operand):
+            raise NotTileableError(f"operand `{operand.name}` of shape {operand.shape} lies otherwise than the output")
+
+
+def lie_alike(op: OpView, operand: Tensor) -> bool:
+    """Whether the axes of an operand that has them are the output's."""
+    out = op.node.out()
+    one, other = op.layout(operand), op.layout(out)
+    if len(one.dims) != len(other.dims) or one.per_image != other.per_image:
+        return False
+    pairs = enumerate(zip(one.dims, other.dims, strict=True))
+    return all(a == b or op.extent(operand, axis) == 1 for axis, (a, b) in pairs)
 
 
 class Pointwise(Rule):
@@ -82,12 +95,10 @@ class Pointwise(Rule):
         for position in range(len(op.node.inputs)):
             if position not in self.data(op):
                 needs.append(None)
-            elif broadcasts(op, position, axis):
-                tensor = op.node.inputs[position]
-                spatial = tensor.shape is not None and len(tensor.shape) == 4
-                needs.append(whole(1, len(out.lo)) if spatial else None)
+            elif len(op.node.inputs[position].shape or ()) < len(op.node.out().shape or ()):
+                needs.append(None)
             else:
-                needs.append(out)
+                needs.append(whole(1, len(out.lo)) if broadcasts(op, position, axis) else out)
         return needs
 
 
@@ -181,9 +192,13 @@ class BiasAdd(Pointwise):
     """Adds a vector over the channels."""
 
     def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
-        """Only channels-last; the bias is invariant."""
-        require_nhwc(op.node)
+        """The bias is the same for all tiles."""
+        require_channels(op, op.node.out())
         return super().result(op, kinds)
+
+    def anchors(self, op: OpView) -> list[Anchor]:
+        """By the data format, where that leaves no doubt."""
+        return sides_by_format(op.node, [op.node.out()])
 
     def data(self, op: OpView) -> list[int]:
         """The image; the bias is passed whole."""
@@ -202,14 +217,50 @@ class Zeros(Pointwise):
 
 @tiling_rule("Softmax", "LogSoftmax")
 class OverChannels(Pointwise):
-    """Works along the last axis, which is never tiled."""
+    """Works along the last dimension."""
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """That has to be one of channels."""
+        out = op.node.out()
+        rank = len(out.shape or ())
+        if rank - 1 not in op.layout(out).others(rank):
+            raise NotTileableError("it works along an axis of the image")
+        return super().result(op, kinds)
 
 
-def require_nhwc(node: Node) -> None:
-    """Refuse channels-first layouts."""
+def spatial_dims(node: Node, rank: int) -> tuple[int, ...]:
+    """Where the `data_format` attribute says that the axes are."""
     layout = node.attrs.get("data_format")
-    if layout is not None and layout.s not in (b"", b"NHWC"):
-        raise NotTileableError(f'data_format "{layout.s.decode()}": only "NHWC" (channels_last) can be tiled')
+    first = layout is not None and layout.s.startswith(b"NC")
+    return tuple(range(2, rank) if first else range(1, rank - 1))
+
+
+def channel_dim(node: Node, rank: int) -> int:
+    """Where the `data_format` attribute says that the channels are."""
+    return 1 if spatial_dims(node, rank)[-1:] == (rank - 1,) else rank - 1
+
+
+def sides_by_format(node: Node, tensors: Sequence[Tensor]) -> list[Anchor]:
+    """Layouts by the `data_format`; three dimensions may be those of a sequence, of which nobody knows the axes."""
+    return [(t, spatial_dims(node, len(t.shape))) for t in tensors if t.shape is not None and len(t.shape) in (4, 5)]
+
+
+def require_format(op: OpView, tensors: Sequence[Tensor]) -> None:
+    """Refuse images whose axes lie elsewhere than the `data_format` says."""
+    for tensor in tensors:
+        layout, dims = op.layout(tensor), spatial_dims(op.node, len(tensor.shape or ()))
+        here = len(layout.dims) == len(dims) and all(
+            a == b or op.extent(tensor, axis) == 1 == (tensor.shape or ())[b]
+            for axis, (a, b) in enumerate(zip(layout.dims, dims, strict=False))
+        )
+        if not here:
+            raise NotTileableError(f"the axes of `{tensor.name}` lie elsewhere than {op.node.op} takes them to")
+
+
+def require_channels(op: OpView, tensor: Tensor) -> None:
+    """Refuse an image with an axis where the `data_format` says that its channels are."""
+    if channel_dim(op.node, len(tensor.shape or ())) in op.layout(tensor).dims:
+        raise NotTileableError(f"{op.node.op} works along an axis of the image")
 
 
 _POINTWISE = (

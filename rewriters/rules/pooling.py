@@ -11,9 +11,10 @@ import tensorflow as tf
 from rewriters.errors import NotTileableError
 from rewriters.graph import Tensor
 from rewriters.intervals import Interval, Window
-from rewriters.registry import SPATIAL_DIMS, AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.layouts import Anchor, Link
+from rewriters.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
 from rewriters.rules.convolution import padding_before
-from rewriters.rules.elementwise import require_nhwc
+from rewriters.rules.elementwise import require_format, sides_by_format, spatial_dims
 
 __all__: list[str] = []
 
@@ -31,18 +32,32 @@ class Pooling(Rule):
 
     def window(self, op: OpView, axis: int) -> Window:
         """Geometry along one axis."""
-        dim = SPATIAL_DIMS[axis]
+        dim = spatial_dims(op.node, len(self.large(op).shape or ()))[axis]
         kernel, stride = op.attr_ints("ksize")[dim], op.attr_ints("strides")[dim]
         rows = op.extent(self.large(op), axis)
-        pad = padding_before(op.node, axis, rows, kernel, stride)
+        pad = padding_before(op.node, dim, rows, kernel, stride)
         return Window(kernel, stride, 1, pad, rows, op.extent(self.small(op), axis))
+
+    def windows(self, op: OpView) -> list[Window]:
+        """Geometry along all axes."""
+        return [self.window(op, axis) for axis in op.axes(self.large(op))]
+
+    def anchors(self, op: OpView) -> list[Anchor]:
+        """Both sides, by the data format."""
+        sides = [op.node.inputs[position] for position in self.data(op)]
+        return sides_by_format(op.node, [*sides, op.node.out()])
+
+    def links(self, op: OpView) -> list[Link]:
+        """None: both sides are known."""
+        return []
 
     def check(self, op: OpView) -> None:
         """Refuse pools over batch or channels and other layouts."""
-        require_nhwc(op.node)
+        require_format(op, [self.large(op), self.small(op)])
+        image = spatial_dims(op.node, len(op.attr_ints("ksize")))
         for name in ("ksize", "strides"):
             sizes = op.attr_ints(name)
-            if sizes[0] != 1 or sizes[3] != 1:
+            if any(size != 1 for dim, size in enumerate(sizes) if dim not in image):
                 raise NotTileableError(f"pooling over batch or channels ({name}={sizes})")
 
     def valid(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
@@ -72,7 +87,7 @@ class Pool(Pooling):
         return AxisPlan(out, out, [self.window(op, axis).gather(out)])
 
 
-@tiling_rule("MaxPool")
+@tiling_rule("MaxPool", "MaxPool3D")
 class MaxPool(Pool):
     """Padding never wins: it holds the lowest number."""
 
@@ -83,7 +98,7 @@ class MaxPool(Pool):
         return self.valid(emitter, op, operands)
 
 
-@tiling_rule("MaxPoolGrad")
+@tiling_rule("MaxPoolGrad", "MaxPool3DGrad")
 class MaxPoolGrad(Pooling):
     """Operands: input, output, gradient of the output. Ties fall as they do in the full op."""
 
@@ -99,14 +114,14 @@ class MaxPoolGrad(Pooling):
         """Linear in the gradient alone."""
         self.check(op)
         if kinds[0] is not Kind.FULL or kinds[1] is not Kind.FULL or kinds[2] is not Kind.PARTIAL:
-            raise NotTileableError("MaxPoolGrad needs forward values and one gradient")
+            raise NotTileableError(f"{op.node.op} needs forward values and one gradient")
         return Kind.PARTIAL
 
     def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """All three are images."""
         self.check(op)
         if any(kind is not Kind.FULL for kind in kinds):
-            raise NotTileableError("MaxPoolGrad needs three images")
+            raise NotTileableError(f"{op.node.op} needs three images")
         return Kind.FULL
 
     def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
@@ -148,7 +163,7 @@ def rescaled(emitter: Emitter, op: OpView, position: int | None, value: Any, win
     return value
 
 
-@tiling_rule("AvgPool")
+@tiling_rule("AvgPool", "AvgPool3D")
 class AvgPool(Pool):
     """The mean of the taps inside the image."""
 
@@ -157,10 +172,10 @@ class AvgPool(Pool):
         (value,) = self.valid(emitter, op, operands)
         if emitter.is_whole(op.node):
             return [value]
-        return [rescaled(emitter, op, None, value, [self.window(op, axis) for axis in range(2)])]
+        return [rescaled(emitter, op, None, value, self.windows(op))]
 
 
-@tiling_rule("AvgPoolGrad")
+@tiling_rule("AvgPoolGrad", "AvgPool3DGrad")
 class AvgPoolGrad(Pooling):
     """Operands: shape of the input, gradient of the output."""
 
@@ -184,14 +199,14 @@ class AvgPoolGrad(Pooling):
         """Linear in the gradient."""
         self.check(op)
         if kinds[1] is not Kind.PARTIAL:
-            raise NotTileableError("AvgPoolGrad of forward values")
+            raise NotTileableError(f"{op.node.op} of forward values")
         return Kind.PARTIAL
 
     def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """Of an image."""
         self.check(op)
         if kinds[1] is not Kind.FULL:
-            raise NotTileableError("AvgPoolGrad of a tensor that is the same for all tiles")
+            raise NotTileableError(f"{op.node.op} of a tensor that is the same for all tiles")
         return Kind.FULL
 
     def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
@@ -214,10 +229,11 @@ class AvgPoolGrad(Pooling):
         large = op.node.out().shape
         assert large is not None
         if emitter.is_whole(op.node):
-            sizes = tf.stack([emitter.batch_size(small), *large[1:]])
-            return emitter.clone(op.node, [sizes, small])
-        windows = [self.window(op, axis) for axis in range(2)]
+            return emitter.clone(op.node, [tf.stack([emitter.batch_size(small), *large[1:]]), small])
+        windows = self.windows(op)
         small = rescaled(emitter, op, 1, small, windows)
         shape = tf.shape(small)
-        rows = [(shape[d] - 1) * w.stride + w.kernel for d, w in zip(SPATIAL_DIMS, windows, strict=True)]
-        return self.valid(emitter, op, [tf.stack([shape[0], *rows, large[3]]), small])
+        sizes: list[Any] = [shape[0], *large[1:]]
+        for dim, window in zip(spatial_dims(op.node, len(large)), windows, strict=True):
+            sizes[dim] = (shape[dim] - 1) * window.stride + window.kernel
+        return self.valid(emitter, op, [tf.stack(sizes), small])

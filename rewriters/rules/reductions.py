@@ -10,10 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import NotTileableError
-from rewriters.graph import Tensor
 from rewriters.intervals import Interval, hull_of, whole
-from rewriters.registry import SPATIAL_DIMS, AxisPlan, Combination, Emitter, Kind, OpView, Rule, tiling_rule
-from rewriters.rules.elementwise import require_nhwc
+from rewriters.layouts import Anchor, Link
+from rewriters.registry import AxisPlan, Combination, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.rules.elementwise import lie_alike, require_channels, sides_by_format
 
 __all__: list[str] = []
 
@@ -43,16 +43,20 @@ class SumOverImage(Rule):
 class BiasAddGrad(SumOverImage):
     """The gradient of a bias."""
 
+    def anchors(self, op: OpView) -> list[Anchor]:
+        """By the data format, where that leaves no doubt."""
+        return sides_by_format(op.node, op.node.inputs)
+
     def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """A sum of a gradient."""
-        require_nhwc(op.node)
+        require_channels(op, op.node.inputs[0])
         if kinds[0] is not Kind.PARTIAL:
             raise NotTileableError(BARRIER)
         return Kind.REDUCED
 
     def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """A sum of an image."""
-        require_nhwc(op.node)
+        require_channels(op, op.node.inputs[0])
         if kinds[0] is not Kind.FULL:
             raise NotTileableError("BiasAddGrad of a tensor that is the same for all tiles")
         return Kind.REDUCED
@@ -88,36 +92,58 @@ class Reduce(SumOverImage):
         return {int(axis) % len(shape) for axis in axes}  # type: ignore[arg-type]
 
     def _over_channels(self, op: OpView) -> bool:
-        return self.axes(op) <= {3}
+        return self.axes(op).isdisjoint({0, *op.layout(op.node.inputs[0]).dims})
 
-    def _check(self, op: OpView) -> None:
-        shape = op.node.inputs[0].shape
-        if shape is None or len(shape) != 4:
-            raise NotTileableError("a reduction of a tensor that is not (batch, height, width, channels)")
-        if self._over_channels(op) and not op.node.attrs["keep_dims"].b:
-            raise NotTileableError("a reduction over channels that drops the axis")
+    def _check_dims(self, op: OpView) -> None:
+        """Refuse a result of which the axes are taken to lie elsewhere."""
+        image, out = op.node.inputs[0], op.node.out()
+        keep, axes = op.node.attrs["keep_dims"].b, self.axes(op)
+        moved = [dim if dim is None or keep else dim - sum(a < dim for a in axes) for dim in op.layout(image).dims]
+        if len(op.layout(out).dims) != len(moved) or any(
+            op.dim(out, axis) != dim and op.extent(image, axis) != 1 for axis, dim in enumerate(moved)
+        ):
+            raise NotTileableError("the axes of what it makes lie otherwise than those of the image")
+
+    def _over_image(self, op: OpView) -> bool:
+        image = op.node.inputs[0]
+        dims = {op.dim(image, axis) for axis in op.axes(image) if op.extent(image, axis) != 1}
+        return self.axes(op) >= dims
+
+    def links(self, op: OpView) -> list[Link]:
+        """Without the dimensions that disappear."""
+        image, out = op.node.inputs[0], op.node.out()
+        try:
+            axes = self.axes(op)
+        except NotTileableError:
+            return []
+        if 0 in axes or image.shape is None or out.shape is None:
+            return []
+        left = [dim for dim in range(len(image.shape)) if op.node.attrs["keep_dims"].b or dim not in axes]
+        return [Link(image, out, {dim: new for new, dim in enumerate(left)})] if len(left) == len(out.shape) else []
 
     def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """By the axes, and by linearity."""
-        self._check(op)
         if self._over_channels(op):
+            self._check_dims(op)
             if kinds[0] is Kind.PARTIAL and op.node.op not in ("Sum", "Mean"):
                 raise NotTileableError(f"{op.node.op} is not linear in a gradient")
             return kinds[0]
-        if op.node.op == "Sum" and kinds[0] is Kind.PARTIAL and self.axes(op) >= {0, *SPATIAL_DIMS}:
+        if op.node.op == "Sum" and kinds[0] is Kind.PARTIAL and self._over_image(op) and 0 in self.axes(op):
             return Kind.REDUCED
         raise NotTileableError(BARRIER)
 
     def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """By the axes; each image may have a result of its own."""
-        self._check(op)
         if kinds[0] is not Kind.FULL:
             raise NotTileableError("a reduction of a tensor that is the same for all tiles")
         if self._over_channels(op):
+            self._check_dims(op)
             return Kind.FULL
         if op.node.op == "Mean" and not op.node.inputs[0].dtype.is_floating:
             raise NotTileableError("a mean of integers: each part would be rounded")
-        if self.axes(op) >= set(SPATIAL_DIMS):
+        if self._over_image(op):
+            if self.per_image(op) and op.layout(op.node.inputs[0]).per_image != 1:
+                raise NotTileableError("a reduction of pixels that were made images")
             return Kind.REDUCED
         raise NotTileableError("it reduces over one side of the image alone")
 
@@ -153,13 +179,14 @@ class Reduce(SumOverImage):
         total = tf.reduce_sum(image, axes, op.node.attrs["keep_dims"].b)
         if op.node.op == "Sum":
             return [total]
-        return [total / tf.cast(divisor(emitter, op.node.inputs[0], axes), total.dtype)]
+        return [total / tf.cast(divisor(emitter, op, axes), total.dtype)]
 
 
-def divisor(emitter: Emitter, image: Tensor, axes: Sequence[int]) -> Any:
+def divisor(emitter: Emitter, op: OpView, axes: Sequence[int]) -> Any:
     """Numbers that a mean over these axes of a whole image is made of."""
+    image = op.node.inputs[0]
     assert image.shape is not None
-    images = 1 if image.shape[0] == 1 else emitter.whole_batch()
+    images = 1 if image.shape[0] == 1 else emitter.whole_batch() * op.layout(image).per_image
     return functools.reduce(operator.mul, (images if axis == 0 else image.shape[axis] for axis in axes))
 
 
@@ -184,11 +211,16 @@ class Spread(Rule):
     def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """Over the image forward values alone: the parts of a gradient would be counted in each tile."""
         operand, out = op.node.inputs[0].shape, op.node.out().shape
-        if operand is None or out is None or len(operand) != 4 or len(out) != 4 or None in (operand[3], out[3]):
-            raise NotTileableError("a repetition of a tensor that is not (batch, height, width, channels)")
-        over_image = [self._over_image(op, axis) for axis in range(len(SPATIAL_DIMS))]
-        if any(not over and operand[d] != out[d] for over, d in zip(over_image, SPATIAL_DIMS, strict=True)):
+        if operand is None or out is None or len(operand) != len(out) or None in (*operand[1:], *out[1:]):
+            raise NotTileableError("a repetition of a tensor of unknown shape")
+        over_image = [self._over_image(op, axis) for axis in op.axes(op.node.out())]
+        if any(
+            not over and op.extent(op.node.inputs[0], axis) != op.extent(op.node.out(), axis)
+            for axis, over in enumerate(over_image)
+        ):
             raise NotTileableError("a repetition of an image")
+        if not lie_alike(op, op.node.inputs[0]):
+            raise NotTileableError("a repetition of a tensor that lies otherwise than what it makes")
         one_image = kinds[0] is Kind.INVARIANT and operand[0] == 1
         if not (one_image or self._same_batch(op)):
             raise NotTileableError("a repetition over the batch")
@@ -221,6 +253,8 @@ class Spread(Rule):
         """As many rows as are wanted."""
         operand, out = op.node.inputs[0].shape, op.node.out().shape
         assert operand is not None and out is not None
-        channels = int(out[3] or 1) // int(operand[3] or 1)
-        value = operands[0] if channels == 1 else tf.tile(operands[0], [1, 1, 1, channels])
-        return [emitter.spread(op.node, value)]
+        others = op.layout(op.node.out()).others(len(out))
+        counts = [int(out[d] or 1) // int(operand[d] or 1) if d in others else 1 for d in range(len(out))]
+        again = any(count != 1 != operand[d] for d, count in enumerate(counts))
+        value = tf.tile(operands[0], counts) if again else operands[0]
+        return [tf.broadcast_to(value, emitter.made_shape(op.node))]

@@ -1,4 +1,4 @@
-"""Ops that move pixels without computing: pad, slice, concatenate and split over channels."""
+"""Ops that move pixels without computing: pad, slice, concatenate and split over channels, transpose."""
 
 from __future__ import annotations
 
@@ -9,11 +9,30 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.intervals import Interval, hull_of
-from rewriters.registry import SPATIAL_DIMS, AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
-from rewriters.rules.elementwise import Pointwise, identity
+from rewriters.layouts import Link
+from rewriters.registry import AxisPlan, Emitter, Kind, OpView, Rule, find_rule, tiling_rule
+from rewriters.rules.elementwise import Pointwise, identity, lie_alike
 from rewriters.values import constant
 
 __all__: list[str] = []
+
+
+def require_alike(op: OpView) -> None:
+    """Refuse an op of which the image it reads and the one it makes have their axes in different dimensions."""
+    out = op.node.out()
+    (operand,) = (op.node.inputs[position] for position in find_rule(op.node).data(op))
+    if op.layout(out).per_image != op.layout(operand).per_image:
+        raise NotTileableError("it takes images for pixels, or pixels for images")
+    for axis in op.axes(out):
+        if op.dim(out, axis) != op.dim(operand, axis) and not op.extent(out, axis) == op.extent(operand, axis) == 1:
+            raise NotTileableError("the image it reads has its axes in other dimensions than the one it makes")
+
+
+def is_over_channels(op: OpView, dim: Any) -> bool:
+    """Whether a dimension of the output is neither that of the images nor an axis."""
+    out = op.node.out()
+    rank = len(out.shape or ())
+    return isinstance(dim, int) and dim % rank in op.layout(out).others(rank)
 
 
 class Shift(Rule):
@@ -36,21 +55,23 @@ class Shift(Rule):
 
     def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """Moving is linear."""
-        for axis in range(len(SPATIAL_DIMS)):
+        require_alike(op)
+        for axis in op.axes(op.node.out()):
             self.offset(op, axis)
-        return kinds[0]
+        return kinds[self.data(op)[0]]
 
     def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The moved rows; those outside of the image are padding."""
         needs: list[Interval | None] = [None] * len(op.node.inputs)
-        needs[0] = out.shift(self.offset(op, axis))
+        needs[self.data(op)[0]] = out.shift(self.offset(op, axis))
         return AxisPlan(out, out, needs)
 
     def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The gradient's rows, moved; what falls outside of the output is cut."""
-        assert parts[0] is not None
+        part = parts[self.data(op)[0]]
+        assert part is not None
         extent = op.extent(op.node.out(), axis)
-        out = parts[0].shift(-self.offset(op, axis)).clip(extent).nonempty(extent)
+        out = part.shift(-self.offset(op, axis)).clip(extent).nonempty(extent)
         return self.demand(op, axis, out)
 
 
@@ -60,13 +81,14 @@ class Pad(Shift):
 
     def _paddings(self, op: OpView) -> list[list[int]]:
         paddings = constant(op.node.inputs[1].node)
-        if paddings is None or paddings.shape != (4, 2):
+        if paddings is None:
             raise NotTileableError("padding computed at run time")
         return paddings.tolist()
 
     def offset(self, op: OpView, axis: int) -> int:
         """Minus the rows of padding before the image."""
-        return -self._paddings(op)[SPATIAL_DIMS[axis]][0]
+        dim = op.dim(op.node.out(), axis)
+        return 0 if dim is None else -self._paddings(op)[dim][0]
 
     def _value(self, op: OpView) -> float:
         if len(op.node.inputs) < 3:
@@ -90,11 +112,12 @@ class Pad(Shift):
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Only channels are left to pad."""
-        before, after = self._paddings(op)[3]
-        if before == after == 0:
+        dims = op.layout(op.node.out()).dims
+        left = [[0, 0] if dim in dims else pair for dim, pair in enumerate(self._paddings(op))]
+        if not any(map(any, left)):
             return identity(operands)
         value = tf.constant(self._value(op), operands[0].dtype)
-        return [tf.raw_ops.PadV2(input=operands[0], paddings=[[0, 0]] * 3 + [[before, after]], constant_values=value)]
+        return [tf.raw_ops.PadV2(input=operands[0], paddings=left, constant_values=value)]
 
 
 @tiling_rule("Slice")
@@ -103,12 +126,11 @@ class Slice(Shift):
 
     def offset(self, op: OpView, axis: int) -> int:
         """First row taken."""
-        return op.ints(1)[SPATIAL_DIMS[axis]]
+        dim = op.dim(op.node.out(), axis)
+        return 0 if dim is None else op.ints(1)[dim]
 
     def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """The batch is taken whole."""
-        if len(op.ints(1)) != 4:
-            raise NotTileableError("a slice of a tensor that is not (batch, height, width, channels)")
         source, out = op.node.inputs[0].shape, op.node.out().shape
         if op.ints(1)[0] != 0 or source is None or out is None or source[0] != out[0]:
             raise NotTileableError("a slice of the batch")
@@ -123,9 +145,11 @@ class Slice(Shift):
         """Only channels are left to cut."""
         source, out = op.node.inputs[0].shape, op.node.out().shape
         assert source is not None and out is not None
-        if source[3] == out[3]:
+        others = [dim for dim in op.layout(op.node.out()).others(len(out)) if source[dim] != out[dim]]
+        if not others:
             return identity(operands)
-        return [tf.slice(operands[0], [0, 0, 0, op.ints(1)[3]], [-1, -1, -1, out[3]])]
+        begin = [op.ints(1)[dim] if dim in others else 0 for dim in range(len(out))]
+        return [tf.slice(operands[0], begin, [out[dim] if dim in others else -1 for dim in range(len(out))])]
 
 
 @tiling_rule("ConcatV2")
@@ -138,10 +162,10 @@ class Concat(Pointwise):
 
     def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """Concatenation over the image or the batch is refused."""
-        axis = op.evaluate(op.node.inputs[-1])
-        shape = op.node.out().shape
-        if axis not in (3, -1) or shape is None or len(shape) != 4:
+        if not is_over_channels(op, op.evaluate(op.node.inputs[-1])):
             raise NotTileableError("a concatenation along another axis than the channels")
+        if not all(lie_alike(op, op.node.inputs[position]) for position in self.data(op)):
+            raise NotTileableError("a concatenation of images that lie differently")
         image = kinds[:-1]
         if Kind.INVARIANT in image:
             raise NotTileableError("a concatenation of image data with a tensor that is the same for all tiles")
@@ -164,9 +188,9 @@ class Split(Rule):
         """Splitting is linear."""
         axis = op.evaluate(op.node.inputs[0 if op.node.op == "Split" else 2])
         (position,) = self.data(op)
-        shape = op.node.inputs[position].shape
-        if axis not in (3, -1) or shape is None or len(shape) != 4:
+        if not is_over_channels(op, axis):
             raise NotTileableError("a split along another axis than the channels")
+        require_alike(op)
         return kinds[position]
 
     def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
@@ -178,3 +202,39 @@ class Split(Rule):
     def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The same rows."""
         return self.demand(op, axis, hull_of([part for part in parts if part is not None]))
+
+
+@tiling_rule("Transpose")
+class Transpose(Rule):
+    """Between channels first and channels last; the images stay the first dimension."""
+
+    cheap = True
+
+    def data(self, op: OpView) -> list[int]:
+        """The image."""
+        return [0]
+
+    def links(self, op: OpView) -> list[Link]:
+        """By the permutation."""
+        order = op.evaluate.ints(op.node.inputs[1])
+        if not order or order[0] != 0:
+            return []
+        return [Link(op.node.inputs[0], op.node.out(), {old: new for new, old in enumerate(order)})]
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Moving is linear."""
+        order = op.ints(1)
+        source, out = op.layout(op.node.inputs[0]), op.layout(op.node.out())
+        moved = tuple(None if dim is None else order.index(dim) for dim in source.dims)
+        if order[0] != 0 or moved != out.dims:
+            raise NotTileableError("a transposition of images")
+        return kinds[0]
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The same rows."""
+        return AxisPlan(out, out, [out, None])
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The same rows."""
+        assert parts[0] is not None
+        return self.demand(op, axis, parts[0])

@@ -1,0 +1,119 @@
+"""Keras layers of every rank and layout between convolutions, whole steps: with and without barriers, any batch.
+
+Everything in them that works on images has to run on tiles.
+"""
+
+import keras
+import pytest
+from equivalence import TOLERANCE, batches_of, error, model_step
+from keras import layers
+
+import tflms_sft
+
+SIZES = {1: (37,), 2: (13, 12), 3: (9, 8, 7)}
+GRIDS = {1: [(5,), (2, 4)], 2: [(3, 2), (2, 4, 1)], 3: [(2, 2, 3), (2, 3, 1, 2)]}
+CONV = {1: layers.Conv1D, 2: layers.Conv2D, 3: layers.Conv3D}
+POOL = {1: layers.GlobalAveragePooling1D, 2: layers.GlobalAveragePooling2D, 3: layers.GlobalAveragePooling3D}
+
+
+def plain(x):
+    return x
+
+
+def normed(x):
+    return layers.BatchNormalization()(x)
+
+
+def grouped(x):
+    return layers.GroupNormalization(2 if x.shape[-1] % 2 == 0 else -1)(x)
+
+
+def channels_first(x):
+    x = layers.BatchNormalization(axis=1)(layers.Permute((3, 1, 2))(x))
+    return layers.Permute((2, 3, 1))(layers.ReLU()(layers.MaxPooling2D(2, data_format="channels_first")(x)))
+
+
+def pyramid(x):
+    small = layers.AveragePooling2D(2, padding="same")(x)
+    large = layers.UpSampling2D(2)(small)[:, : x.shape[1], : x.shape[2]]
+    return layers.Concatenate()([x, large])
+
+
+def sliced(x):
+    x = layers.Concatenate()([x[..., :2], x[..., 1:]])[:, 1:-1, ::2]
+    return x * keras.ops.mean(x, axis=-1)[..., None]
+
+
+def dropped(x):
+    x = layers.SpatialDropout2D(0.3, seed=2)(layers.Dropout(0.3, seed=1)(x))
+    return layers.GaussianNoise(0.3, seed=1)(x)
+
+
+NETS = {
+    "conv 3-D": (3, plain, lambda x: layers.Conv3D(4, 3, strides=2, padding="same")(x)),
+    "transposed 3-D": (3, normed, lambda x: layers.Conv3DTranspose(3, 3, strides=2, padding="same")(x)),
+    "upsampling 3-D": (3, normed, lambda x: layers.UpSampling3D((2, 1, 2))(x)),
+    "dilated 3-D": (3, plain, lambda x: layers.Conv3D(4, 3, dilation_rate=2, padding="same")(x)),
+    "cropping 3-D": (3, normed, lambda x: layers.ZeroPadding3D(1)(layers.Cropping3D(((1, 2), (0, 1), (1, 0)))(x))),
+    "groups 3-D": (3, grouped, plain),
+    "pooling 1-D": (1, plain, lambda x: layers.MaxPooling1D(2)(layers.Conv1D(4, 3, strides=2, padding="same")(x))),
+    "causal 1-D": (1, normed, lambda x: layers.Conv1D(4, 3, padding="causal", dilation_rate=2)(x)),
+    "separable 1-D": (1, normed, lambda x: layers.SeparableConv1D(4, 3, padding="same")(layers.UpSampling1D(3)(x))),
+    "transposed 1-D": (
+        1,
+        normed,
+        lambda x: layers.AveragePooling1D(3, 2, "same")(layers.Conv1DTranspose(4, 3, strides=2)(x)),
+    ),
+    "dilated": (2, plain, lambda x: layers.Conv2D(4, 3, dilation_rate=2, padding="same")(x)),
+    "dilated and normed": (2, normed, lambda x: layers.Conv2D(4, 3, dilation_rate=(2, 3))(x)),
+    "dilated depthwise": (2, normed, lambda x: layers.DepthwiseConv2D(3, dilation_rate=2, padding="same")(x)),
+    "upsampling": (2, plain, lambda x: layers.UpSampling2D(2)(x)),
+    "upsampling and normed": (2, normed, lambda x: layers.UpSampling2D((3, 2))(x)),
+    "bilinear": (2, normed, lambda x: layers.UpSampling2D((2, 3), interpolation="bilinear")(x)),
+    "resizing": (2, normed, lambda x: layers.Resizing(17, 9)(x)),
+    "resizing, nearest": (2, normed, lambda x: layers.Resizing(17, 9, interpolation="nearest")(x)),
+    "cropping": (2, normed, lambda x: layers.Cropping2D(((1, 2), (0, 1)))(x)),
+    "groups": (2, grouped, plain),
+    "channels first": (2, normed, channels_first),
+    "pyramid": (2, normed, pyramid),
+    "slices": (2, normed, sliced),
+    "dropout": (2, normed, dropped),
+    "over channels": (2, normed, lambda x: layers.UnitNormalization()(layers.RMSNormalization()(x))),
+    "shared slopes": (2, normed, lambda x: layers.LayerNormalization()(layers.PReLU(shared_axes=[1, 2])(x))),
+}
+
+
+def step_of(name, known_batch):
+    rank, norm, middle = NETS[name]
+    keras.config.set_floatx("float64")
+    image = keras.Input((*SIZES[rank], 2), batch_size=3 if known_batch else None)
+    x = layers.ReLU()(norm(CONV[rank](4, 3, padding="same")(image)))
+    x = layers.ReLU()(norm(CONV[rank](5, 3, padding="same")(middle(x))))
+    model = keras.Model(image, layers.Dense(3)(POOL[rank]()(x)))
+    arguments = {
+        "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
+        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    }
+    return model_step(model, batches_of([3, 3], (*SIZES[rank], 2)), known_batch, arguments)
+
+
+def check(name, known_batch, num_tiles):
+    step = step_of(name, known_batch)
+    fast = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=num_tiles))
+    left = [reason for _, reason in fast.plan.left_alone if "reduces over the image" not in reason]
+    assert fast.plan.segments and not left
+    want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
+    assert list(want) == list(got)
+    assert max(error(got[key], want[key]) for key in want) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_layer_between_convolutions(name):
+    check(name, False, GRIDS[NETS[name][0]][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tiles", (0, 1), ids=("one batch tile", "two"))
+@pytest.mark.parametrize("name", NETS)
+def test_a_layer_between_convolutions_with_a_known_batch(name, num_tiles):
+    check(name, True, GRIDS[NETS[name][0]][num_tiles])
