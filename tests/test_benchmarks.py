@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks import (
@@ -136,6 +137,16 @@ def test_labels_of_dice_loss_are_vectors():
     images, labels = _nets.TASKS["unet3d-dice"].noise(8, 1)
     assert images.shape == (1, 8, 8, 8, 1) and labels.shape == (1, 8, 8, 8, _nets.CLASSES)
     assert (labels.sum(-1) == 1).all() and labels.dtype == images.dtype
+
+
+def test_dice_loss_and_cross_entropy_of_each_volume():
+    _, labels = _nets.TASKS["unet3d-dice"].noise(8, 2)
+    loss = _nets.TASKS["unet3d-dice"].loss()
+    assert np.abs(loss(labels, 100 * labels)).max() < 1e-6
+    voxels, classes = 8**3, _nets.CLASSES
+    counts = labels.sum((1, 2, 3))
+    dice = 1 - np.mean((2 * counts / classes + 1) / (counts + voxels / classes + 1), axis=-1)
+    np.testing.assert_allclose(loss(labels, np.zeros_like(labels)), dice + np.log(classes), rtol=1e-5)
 
 
 # How `_compare` runs children and joins what they found.
