@@ -285,17 +285,23 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare(spec: Spec, results: Results) -> Results:
-    """Adds the time per pixel to what did not fail, and returns the ratios of plain to each rewritten variant."""
+    """Returns the ratios of plain to each rewritten variant.
+
+    What did not fail gets its time per pixel, and plain the prediction that the plans of the others have of it.
+    """
     pixels = _nets.TASKS[spec.net].pixels(spec.image_size, spec.batch)
     whole = {title: figures for title, figures in results.items() if "failed" not in figures}
     for figures in whole.values():
         figures["microseconds_per_pixel"] = figures["step_seconds_median"] / pixels * 1e6
     plain = whole.pop(PLAIN.title, None)
+    if plain is not None:
+        plans = (figures["plan"] for figures in whole.values() if figures["plan"])
+        plain["predicted_peak_bytes"] = next((plan["original"]["peak_bytes"] for plan in plans), None)
     return {} if plain is None else {title: _ratios(plain, figures) for title, figures in whole.items()}
 
 
 def _ratios(plain: dict[str, Any], rewritten: dict[str, Any]) -> dict[str, Any]:
-    sizes = ("peak_bytes", "net_rss_bytes", "net_rss_bytes_cold")
+    sizes = ("peak_bytes", "predicted_peak_bytes", "net_rss_bytes", "net_rss_bytes_cold")
     names = (*sizes, "step_seconds_median", "cpu_seconds_median", "cold_seconds")
     ratios = {n: plain[n] / rewritten[n] for n in names if plain.get(n) and rewritten.get(n)}
     pairs = zip(plain["losses"], rewritten["losses"], strict=True)

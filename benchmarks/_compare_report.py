@@ -147,7 +147,7 @@ def table(variants: Sequence[_compare.Variant], results: _compare.Results, ratio
     rows: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
         ("peak_bytes", "peak_bytes", lambda f: size(f["peak_bytes"])),
         ("peak of first step", "", lambda f: size(f["first_peak_bytes"])),
-        ("predicted peak_bytes", "", lambda f: size(f["predicted_peak_bytes"])),
+        ("predicted peak_bytes", "predicted_peak_bytes", lambda f: size(f["predicted_peak_bytes"])),
         ("fixed_bytes", "", lambda f: size(f["fixed_bytes"])),
         ("net_rss_bytes, warm", "net_rss_bytes", lambda f: size(f["net_rss_bytes"])),
         ("net_rss_bytes, cold", "net_rss_bytes_cold", lambda f: size(f["net_rss_bytes_cold"])),

@@ -208,9 +208,11 @@ def test_nothing_is_run_once_all_that_is_rewritten_failed(monkeypatch):
 
 
 def three_variants(monkeypatch):
+    planned = {"predicted_arithmetic": 1.25, "predicted_peak_bytes": 2**28}
+    planned["plan"] = {"original": {"peak_bytes": 3 * 2**28}}
     found = {
         "plain": (step_figures(1.0, 1024), rss_figures(900)),
-        "tiles 1/3": (step_figures(2.0, 256, loss=2.2) | {"predicted_arithmetic": 1.25}, rss_figures(300)),
+        "tiles 1/3": (step_figures(2.0, 256, loss=2.2) | planned, rss_figures(300)),
         "swaps 1GiB": (step_figures(4.0, 128), rss_figures(100)),
     }
     with_children(monkeypatch, found)
@@ -230,6 +232,7 @@ def test_the_table_compares_plain_with_each_variant(monkeypatch):
     assert rows[""] == ["plain", "tiles 1/3", "plain/tiles 1/3", "swaps 1GiB", "plain/swaps 1GiB"]
     assert rows["budget"] == ["-", "0.500 GiB", "", "0.000 GiB", ""]
     assert rows["peak_bytes"] == ["1.000 GiB", "0.250 GiB", "4.00", "0.125 GiB", "8.00"]
+    assert rows["predicted peak_bytes"] == ["0.750 GiB", "0.250 GiB", "3.00", "-", ""]
     assert rows["net_rss_bytes, warm"][2::2] == ["3.00", "9.00"]
     assert rows["step, median"] == ["2.00 s", "3.00 s", "0.67", "5.00 s", "0.40"]
     assert rows["predicted arithmetic"] == ["-", "1.25 x", "", "-", ""]
