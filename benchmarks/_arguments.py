@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from fractions import Fraction
 
 
 def parser(program: str, description: str | None) -> argparse.ArgumentParser:
@@ -40,6 +41,36 @@ def size(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least one byte. Received: {text!r}")
     return number
+
+
+def budget(text: str) -> str:
+    """An argument that is a size, or such as "1/3" the part of what the plain step needs; as it is written."""
+    if not is_part(text):
+        size(text)
+    elif not 0 < _fraction(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be more than 0 and less than 1. Received: {text!r}")
+    return text
+
+
+def budget_bytes(text: str, plain_bytes: int) -> int:
+    """Returns the bytes of a `budget`.
+
+    Args:
+        text: The budget.
+        plain_bytes: What the plain step needs; not used for a size.
+    """
+    return int(_fraction(text) * plain_bytes) if is_part(text) else parse_size(text)
+
+
+def is_part(text: str) -> bool:
+    """Whether a `budget` is a part of what the plain step needs."""
+    return "/" in text
+
+
+def _fraction(text: str) -> Fraction:
+    if not re.fullmatch(r"\d+/0*[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f'expected a part such as "1/3". Received: {text!r}')
+    return Fraction(text)
 
 
 def part(text: str) -> float:

@@ -1,15 +1,15 @@
 """The networks of the benchmarks, for any image size.
 
-In the classifiers that are tiled the fully connected head is replaced by global average pooling and one dense layer,
-so that the image size is free and the weights are small beside the activations. What is swapped, `TASKS`, cannot be
-tiled: BatchNorm is in training mode, and one network works on volumes. Keras is imported inside the functions: the
-parent process of a benchmark needs only the tables.
+In the classifiers the fully connected head is replaced by global average pooling and one dense layer, so that the
+image size is free and the weights are small beside the activations. Keras is imported inside the functions: the parent
+process of a benchmark needs only the tables.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ _DARKNET19 = (
     ((1024, 3), (512, 1), (1024, 3), (512, 1), (1024, 3)),
 )
 _UNET_FILTERS = (32, 64, 128, 256)
+_SLIM_UNET_FILTERS = (16, 32, 64, 128)
 
 SEED = 1
 LEARNING_RATE = 1e-6
@@ -82,19 +83,19 @@ def resnet50(image_size: int) -> keras.Model:
     )
 
 
-def unet3d(image_size: int) -> keras.Model:
-    """Builds a 3-D U-Net: four levels, their skips, and logits per voxel."""
+def unet3d(image_size: int, filters: Sequence[int] = _UNET_FILTERS) -> keras.Model:
+    """Builds a 3-D U-Net: a level for each number of filters, their skips, and logits per voxel."""
     import keras
 
     x = image = keras.Input((image_size, image_size, image_size, 1), name=INPUT_NAME)
     skips = []
-    for filters in _UNET_FILTERS[:-1]:
-        skips.append(_volume_block(x, filters))
+    for count in filters[:-1]:
+        skips.append(_volume_block(x, count))
         x = keras.layers.MaxPooling3D(2)(skips[-1])
-    x = _volume_block(x, _UNET_FILTERS[-1])
-    for filters, skip in zip(_UNET_FILTERS[-2::-1], reversed(skips), strict=True):
-        x = keras.layers.Conv3DTranspose(filters, 2, strides=2)(x)
-        x = _volume_block(keras.layers.Concatenate()([skip, x]), filters)
+    x = _volume_block(x, filters[-1])
+    for count, skip in zip(filters[-2::-1], reversed(skips), strict=True):
+        x = keras.layers.Conv3DTranspose(count, 2, strides=2)(x)
+        x = _volume_block(keras.layers.Concatenate()([skip, x]), count)
     return keras.Model(image, keras.layers.Conv3D(CLASSES, 1, name="logits")(x), name="unet3d")
 
 
@@ -105,6 +106,31 @@ def _volume_block(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
         x = keras.layers.Conv3D(filters, 3, padding="same", use_bias=False)(x)
         x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
     return x
+
+
+def _class_per_label() -> Any:
+    import keras
+
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def _dice_and_cross_entropy() -> Any:
+    """Soft Dice loss and cross-entropy, both of each volume.
+
+    Keras computes a cross-entropy of logits on a matrix of voxels by classes; this one keeps the volume's axes.
+    """
+    from keras import ops
+
+    volume = (1, 2, 3)
+
+    def loss(labels: Any, logits: Any) -> Any:
+        parts = ops.softmax(logits)
+        common = ops.sum(labels * parts, volume)
+        both = ops.sum(labels, volume) + ops.sum(parts, volume)
+        dice = 1 - ops.mean((2 * common + 1) / (both + 1), axis=-1)
+        return dice - ops.mean(ops.sum(labels * ops.log_softmax(logits), axis=-1), volume)
+
+    return loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +145,8 @@ class Task:
         per_pixel: Whether there is a label for each pixel rather than for each image.
         image_size: Default height, width and depth.
         batch: Default batch.
+        loss: Makes the loss, of labels and logits.
+        one_hot: Whether labels are vectors of ones and zeros rather than numbers of classes.
     """
 
     title: str
@@ -128,11 +156,17 @@ class Task:
     per_pixel: bool
     image_size: int
     batch: int
+    loss: Callable[[], Any] = _class_per_label
+    one_hot: bool = False
 
     def shapes(self, image_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shapes of one image and of its labels."""
         space = (image_size,) * self.dimensions
         return (*space, self.channels), space if self.per_pixel else ()
+
+    def pixels(self, image_size: int, batch: int) -> int:
+        """Returns the number of pixels, or voxels, of a batch."""
+        return batch * image_size**self.dimensions
 
     def compiled(self, image_size: int) -> keras.Model:
         """Builds the network, ready to train: float32, SGD with momentum, so that each weight has one slot."""
@@ -141,7 +175,7 @@ class Task:
         keras.utils.set_random_seed(SEED)
         model = self.build(image_size)
         optimizer = keras.optimizers.SGD(LEARNING_RATE, momentum=0.9)
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        model.compile(optimizer, self.loss(), jit_compile=False)
         optimizer.build(model.trainable_variables)
         return model
 
@@ -152,23 +186,32 @@ class Task:
         generator = np.random.default_rng(SEED)
         image, label = self.shapes(image_size)
         images = generator.standard_normal((batch, *image), dtype=np.float32)
-        return images, generator.integers(CLASSES, size=(batch, *label), dtype=np.int32)
+        labels = generator.integers(CLASSES, size=(batch, *label), dtype=np.int32)
+        return images, np.eye(CLASSES, dtype=np.float32)[labels] if self.one_hot else labels
 
 
 LEAST_MEMORY = {"ctrld_strategy": "direct_order", "lb": 1, "max_in_flight": 1, "fuse_swapins": True}
 """Fields of `LMSParams`: a tensor comes back as late as it can, and waits for no second one on its way out."""
 
 TASKS = {
+    "vgg16": Task("VGG-16", vgg16, 2, 3, False, image_size=768, batch=1),
+    "vgg19": Task("VGG-19", vgg19, 2, 3, False, image_size=768, batch=1),
+    "darknet19": Task("Darknet-19", darknet19, 2, 3, False, image_size=768, batch=1),
     "resnet50": Task("ResNet-50", resnet50, 2, 3, False, image_size=512, batch=2),
     "unet3d": Task("3-D U-Net", unet3d, 3, 1, True, image_size=88, batch=1),
+    "unet3d-dice": Task(
+        "3-D U-Net, slim",
+        functools.partial(unet3d, filters=_SLIM_UNET_FILTERS),
+        *(3, 1, True),
+        image_size=96,
+        batch=1,
+        loss=_dice_and_cross_entropy,
+        one_hot=True,
+    ),
 }
 
-NETS: dict[str, Callable[[int], keras.Model]] = {
-    "vgg16": vgg16,
-    "vgg19": vgg19,
-    "darknet19": darknet19,
-    "resnet50": resnet50,
-}
+SWAPPED = ("resnet50", "unet3d")
+"""The tasks that are trained with swaps alone: BatchNorm is in training mode, and one works on volumes."""
 
 # Exits of the segments and tiles of each where the command line names none.
 DEFAULT_SEGMENTS = {

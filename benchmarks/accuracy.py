@@ -22,10 +22,7 @@ from benchmarks import _arguments, _child, _nets
 
 MIB = 2**20
 
-NETS = {
-    "vgg16": _nets.Task("VGG-16", _nets.vgg16, 2, 3, False, image_size=768, batch=1),
-    **_nets.TASKS,
-}
+NETS = {name: _nets.TASKS[name] for name in ("vgg16", *_nets.SWAPPED)}
 TILES = {"segments": [["image", "pool3", [4, 4]], ["pool3", "pool5", [2, 2]]]}
 
 

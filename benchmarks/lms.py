@@ -268,7 +268,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; `options.chosen` are the cells."""
     parser = _arguments.parser("benchmarks.lms", __doc__)
     add, positive = parser.add_argument, _arguments.positive
-    add("--net", choices=sorted(_nets.TASKS), default="resnet50")
+    add("--net", choices=_nets.SWAPPED, default="resnet50")
     add("--image-size", type=positive, metavar="N", help="height, width and depth; default: as the network has it")
     add("--batch", type=positive, help="default: as the network has it")
     add("--runs", type=positive, default=1, help="children of each cell and kind of measurement")

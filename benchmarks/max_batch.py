@@ -285,7 +285,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = _arguments.parser("benchmarks.max_batch", __doc__)
     add = parser.add_argument
-    add("--net", choices=sorted(_nets.TASKS), default="resnet50")
+    add("--net", choices=_nets.SWAPPED, default="resnet50")
     add("--image-size", type=_arguments.positive, default=224, metavar="N", help="default: %(default)s")
     add("--memory", type=_arguments.size, default="2GiB", metavar="SIZE", help="the cap; default: %(default)s")
     add("--headroom", type=_arguments.part, default=0.0, help="of a prediction; default: %(default)s")

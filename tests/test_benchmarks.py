@@ -1,10 +1,27 @@
 """What the benchmarks compute and refuse themselves; what they measure is not tested."""
 
+import dataclasses
+import functools
 import itertools
+import json
 
+import numpy as np
 import pytest
 
-from benchmarks import _arguments, _child, _lms_report, accuracy, lms, max_batch
+from benchmarks import (
+    _arguments,
+    _child,
+    _compare,
+    _compare_report,
+    _lms_report,
+    _nets,
+    accuracy,
+    lms,
+    max_batch,
+    vgg16,
+)
+
+parse_resnet50 = functools.partial(_compare_report.parse_budgets, "benchmarks.resnet50", "", "resnet50")
 
 
 def outcome(returncode=0, error=None, log=""):
@@ -32,6 +49,24 @@ def test_sizes():
         (max_batch.parse_arguments, ["--search", "guess"], "--search: invalid choice"),
         (accuracy.parse_arguments, ["--cases", "vgg16"], "--cases: invalid choice: 'vgg16'"),
         (accuracy.parse_arguments, ["--within", "2"], "--within: must be from 0 to below 1. Received: 2"),
+        (vgg16.parse_arguments, [], "required: --image-size"),
+        (vgg16.parse_arguments, ["--image-size", "64", "--num-tiles", "4"], "expected HxW, as in 4x4,2x2. Received: 4"),
+        (
+            vgg16.parse_arguments,
+            ["--image-size", "64", "--segments", "pool5"],
+            "one --num-tiles per segment. Received: 2 for 1",
+        ),
+        (
+            vgg16.parse_arguments,
+            ["--image-size", "64", "--memory-budget", "1GiB", "--segments", "pool5"],
+            "--memory-budget plans segments and tiles itself",
+        ),
+        (vgg16.parse_arguments, ["--image-size", "64", "--model", "resnet50"], "resnet50 has no default segments"),
+        (parse_resnet50, [], "nothing to compare: give a --tile-budget or a --swap-budget"),
+        (parse_resnet50, ["--tile-budget", "4/3"], "--tile-budget: must be more than 0 and less than 1"),
+        (parse_resnet50, ["--tile-budget", "0/3"], "must be more than 0 and less than 1. Received: '0/3'"),
+        (parse_resnet50, ["--swap-budget", "1/0"], "--swap-budget: expected a part such as \"1/3\". Received: '1/0'"),
+        (parse_resnet50, ["--swap-budget", "much"], "--swap-budget: expected a size"),
     ],
 )
 def test_wrong_arguments_are_refused(parse, arguments, message, capsys):
@@ -44,6 +79,185 @@ def test_defaults_are_those_of_the_network():
     options = lms.parse_arguments(["--net", "unet3d"])
     assert (options.image_size, options.batch) == (88, 1)
     assert max_batch.parse_arguments([]).memory == 2 * 2**30
+
+
+def test_budgets_are_sizes_or_parts_of_the_plain_peak():
+    assert _arguments.budget_bytes("1.5GiB", 0) == 3 * 2**29
+    assert _arguments.budget_bytes("2/5", 10 * 2**20) == 4 * 2**20
+
+
+# What `_compare` measures, from the command line of its programs.
+
+
+def test_each_budget_is_a_variant():
+    options = parse_resnet50(["--tile-budget", "1/3", "980MiB", "1/3", "--swap-budget", "1/5"])
+    assert [(v.title, v.budget, v.swap) for v in options.rewritten] == [
+        ("tiles 1/3", "1/3", False),
+        ("tiles 980MiB", "980MiB", False),
+        ("swaps 1/5", "1/5", True),
+    ]
+    spec = _compare_report.spec_of("resnet50", options)
+    assert (spec.image_size, spec.batch, spec.steps) == (512, 2, 3)
+    assert _compare_report.file_name(spec, options.rewritten) == "resnet50_512_b2_tiles_1_3_tiles_980MiB_swaps_1_5"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--num-tiles", "4x4,2x2"], "vgg16_2048_b1_pool3-4x4_pool5-2x2"),
+        (
+            ["--num-tiles", "4x4,2x2", "--backward-num-tiles", "8x8,2x2", "--device", "gpu"],
+            "vgg16_2048_b1_pool3-4x4-8x8_pool5-2x2_gpu",
+        ),
+        (["--model", "resnet50", "--memory-budget", "980MiB", "--batch", "2"], "resnet50_2048_b2_budget980MiB"),
+        (["--memory-budget", "1/3"], "vgg16_2048_b1_budget1_3"),
+    ],
+)
+def test_results_are_named_by_network_size_and_plan(arguments, name):
+    options = vgg16.parse_arguments(["--image-size", "2048", *arguments])
+    spec = _compare_report.spec_of(options.model, options)
+    assert _compare_report.file_name(spec, [options.rewritten]) == name
+
+
+def test_segments_follow_one_another():
+    arguments = ["--image-size", "64", "--segments", "pool1,pool2", "--num-tiles", "4x4,2x1"]
+    segments = vgg16.parse_arguments(arguments).rewritten.segments
+    assert [(s["entry"], s["exit"], s["num_tiles"]) for s in segments] == [
+        ("image", "pool1", (4, 4)),
+        ("pool1", "pool2", (2, 1)),
+    ]
+
+
+@pytest.mark.parametrize(("net", "pixels"), [("resnet50", 2 * 64**2), ("unet3d-dice", 2 * 64**3)])
+def test_pixels_are_those_of_all_axes(net, pixels):
+    assert _nets.TASKS[net].pixels(64, 2) == pixels
+
+
+def test_labels_of_dice_loss_are_vectors():
+    images, labels = _nets.TASKS["unet3d-dice"].noise(8, 1)
+    assert images.shape == (1, 8, 8, 8, 1) and labels.shape == (1, 8, 8, 8, _nets.CLASSES)
+    assert (labels.sum(-1) == 1).all() and labels.dtype == images.dtype
+
+
+def test_dice_loss_and_cross_entropy_of_each_volume():
+    _, labels = _nets.TASKS["unet3d-dice"].noise(8, 2)
+    loss = _nets.TASKS["unet3d-dice"].loss()
+    assert np.abs(loss(labels, 100 * labels)).max() < 1e-6
+    voxels, classes = 8**3, _nets.CLASSES
+    counts = labels.sum((1, 2, 3))
+    dice = 1 - np.mean((2 * counts / classes + 1) / (counts + voxels / classes + 1), axis=-1)
+    np.testing.assert_allclose(loss(labels, np.zeros_like(labels)), dice + np.log(classes), rtol=1e-5)
+
+
+# How `_compare` runs children and joins what they found.
+
+SPEC = _compare.Spec("resnet50", 64, 2, warmup=1, steps=2, device="cpu")
+THIRD = _compare.Variant("tiles 1/3", budget="1/3", swap=False)
+FIXED = _compare.Variant("swaps 1GiB", budget="1GiB")
+
+
+def step_figures(seconds, mib, loss=2.0):
+    times = {"step_seconds": [seconds, seconds + 2], "step_cpu_seconds": [seconds], "cold_seconds": 10 * seconds}
+    return times | {"peak_bytes": mib * 2**20, "losses": [loss, 1.0], "fixed_bytes": 2**20}
+
+
+def rss_figures(mib):
+    return {"net_rss_bytes": mib * 2**20, "net_rss_bytes_cold": 2 * mib * 2**20}
+
+
+def test_parts_of_the_plain_peak_are_planned_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(_child, "call_in_child", lambda target, kwargs, env: asked.append(target) or 3 * 2**30)
+    found = _compare.with_bytes(SPEC, [_compare.PLAIN, THIRD, FIXED], print)
+    assert [variant.budget_bytes for variant in found] == [0, 2**30, 2**30]
+    assert asked == ["benchmarks._compare:plain_peak"]
+    _compare.with_bytes(SPEC, [_compare.PLAIN, FIXED], print)
+    assert len(asked) == 1
+
+
+def with_children(monkeypatch, found):
+    """Has children find what `found` says by title, an error's type or (time figures, memory figures)."""
+    ran = []
+
+    def measured(what, spec, variant):
+        ran.append((what, variant.title))
+        if isinstance(found[variant.title], str):
+            return outcome(1, {"type": found[variant.title], "message": "why"}, log="the log")
+        done = outcome()
+        done.result = found[variant.title][what == "memory"]
+        return done
+
+    monkeypatch.setattr(_compare, "_measured", measured)
+    return ran
+
+
+def test_variants_take_turns_and_a_failure_leaves_the_others(monkeypatch):
+    plain = step_figures(1.0, 100), rss_figures(90)
+    ran = with_children(monkeypatch, {"plain": plain, "tiles 1/3": "BudgetError", "swaps 1GiB": plain})
+    found = _compare.run(SPEC, 2, [_compare.PLAIN, THIRD, FIXED], lambda line: None)
+    assert ran[:5] == [("time", title) for title in ("plain", "tiles 1/3", "swaps 1GiB", "plain", "swaps 1GiB")]
+    assert found["tiles 1/3"] == {"failed": "BudgetError: why"}
+    assert found["plain"]["step_seconds"] == [1.0, 3.0] * 2 and found["plain"]["net_rss_bytes"] == 90 * 2**20
+
+
+def test_nothing_is_run_once_all_that_is_rewritten_failed(monkeypatch):
+    ran = with_children(monkeypatch, {"plain": (step_figures(1.0, 100),), "tiles 1/3": "TypeError"})
+    with pytest.raises(_child.ChildError, match="TypeError: why\nthe log"):
+        _compare.run(SPEC, 3, [_compare.PLAIN, THIRD], lambda line: None)
+    assert len(ran) == 2
+
+
+def three_variants(monkeypatch):
+    planned = {"predicted_arithmetic": 1.25, "predicted_peak_bytes": 2**28}
+    planned["plan"] = {"original": {"peak_bytes": 3 * 2**28}}
+    found = {
+        "plain": (step_figures(1.0, 1024), rss_figures(900)),
+        "tiles 1/3": (step_figures(2.0, 256, loss=2.2) | planned, rss_figures(300)),
+        "swaps 1GiB": (step_figures(4.0, 128), rss_figures(100)),
+    }
+    with_children(monkeypatch, found)
+    variants = [_compare.PLAIN, dataclasses.replace(THIRD, budget_bytes=2**29), FIXED]
+    results = _compare.run(SPEC, 1, variants, lambda line: None)
+    return variants, results
+
+
+def test_the_table_compares_plain_with_each_variant(monkeypatch):
+    variants, results = three_variants(monkeypatch)
+    ratios = _compare.compare(SPEC, results)
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in _compare_report.table(variants, results, ratios).splitlines()
+    ]
+    rows = {line[0]: line[1:] for line in lines}
+    assert rows[""] == ["plain", "tiles 1/3", "plain/tiles 1/3", "swaps 1GiB", "plain/swaps 1GiB"]
+    assert rows["budget"] == ["-", "0.500 GiB", "", "0.000 GiB", ""]
+    assert rows["peak_bytes"] == ["1.000 GiB", "0.250 GiB", "4.00", "0.125 GiB", "8.00"]
+    assert rows["predicted peak_bytes"] == ["0.750 GiB", "0.250 GiB", "3.00", "-", ""]
+    assert rows["net_rss_bytes, warm"][2::2] == ["3.00", "9.00"]
+    assert rows["step, median"] == ["2.00 s", "3.00 s", "0.67", "5.00 s", "0.40"]
+    assert rows["predicted arithmetic"] == ["-", "1.25 x", "", "-", ""]
+    assert rows["losses differ"] == ["-", "1.0e-01", "", "0.0e+00", ""]
+    assert rows["per pixel"][0] == f"{2e6 / (2 * 64**2):.3f} µs"
+
+
+def test_without_plain_there_is_nothing_to_compare_with(monkeypatch):
+    variants, results = three_variants(monkeypatch)
+    results["plain"] = {"failed": "killed by SIGKILL"}
+    assert _compare.compare(SPEC, results) == {}
+    lines = _compare_report.table(variants, results, {}).splitlines()
+    assert "plain/" not in lines[0] and "| failed " in lines[3]
+
+
+def test_the_report_is_written_and_tells_of_failures(monkeypatch, tmp_path, capsys):
+    found = {"plain": (step_figures(1.0, 8), rss_figures(4)), "swaps 1GiB": (step_figures(2.0, 4), rss_figures(2))}
+    with_children(monkeypatch, found | {"tiles 1MiB": "BudgetError"})
+    arguments = ["--tile-budget", "1MiB", "--swap-budget", "1GiB", "--runs", "1", "--json", str(tmp_path / "r.json")]
+    assert _compare_report.compare_budgets("benchmarks.resnet50", "", "resnet50", arguments) == 1
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["command"].startswith("python -m benchmarks.resnet50 --tile-budget 1MiB")
+    assert report["ratios"]["swaps 1GiB"]["net_rss_bytes"] == 2.0
+    assert [variant["budget_bytes"] for variant in report["variants"]] == [0, 2**20, 2**30]
+    assert "tiles 1MiB failed: BudgetError: why" in capsys.readouterr().out
 
 
 # Cells of `lms`.
