@@ -8,7 +8,7 @@ CODE := $(wildcard setup.py tflms_sft rewriters tests examples benchmarks)
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all fuzz lint clean
 
 demo: $(STAMP)
 	$(RUN) -m examples.demo
@@ -19,6 +19,10 @@ test: lint
 # An empty -m takes the place of the "not slow" in pyproject.toml.
 test-all: lint
 	$(RUN) -m pytest -n 2 --dist loadfile -m ""
+
+# Random networks: `make fuzz N=1000`, and `SEED=...` for those of another run.
+fuzz: $(STAMP)
+	$(RUN) tests/fuzz.py $(or $(N),1000) $(SEED)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check $(CODE)

@@ -91,9 +91,8 @@ class Analysis:
         return 1 if layout is None else layout.per_image
 
     def has_known_size(self, tensor: Tensor) -> bool:
-        """Whether a tensor is an image of a size known when the step is traced."""
-        extents = self.extents(tensor)
-        return extents is not None and None not in extents
+        """Whether a tensor is an image of which everything but the number is known when the step is traced."""
+        return self.layouts.of(tensor) is not None and None not in (tensor.shape or ())[1:]
 
     def is_image(self, tensor: Tensor) -> bool:
         """Whether a tensor holds images rather than one value for all pixels of all of them."""

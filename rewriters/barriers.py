@@ -274,7 +274,7 @@ def main_images(analysis: Analysis) -> tuple[Any, int]:
         if node in analysis.backward or node not in analysis.data or not node.inputs:
             continue
         for tensor in (node.out(index) for index in range(len(node.outputs))):
-            if _is_spatial(analysis, tensor):
+            if _is_spatial(analysis, tensor) and analysis.entries_per_image(tensor) == 1:
                 key = (analysis.evaluate.sizes.of(tensor), len(analysis.extents(tensor) or ()))
                 elements[key] = elements.get(key, 0) + tensor.num_bytes()
     return max(elements, key=elements.__getitem__, default=(None, 0))

@@ -110,12 +110,12 @@ class Layouts:
                     waiting.append(link.target)
 
     def _moved(self, link: Link) -> Layout | None:
-        """The layout of a link's target; `None` if an axis of more than one row gets lost."""
+        """The layout of a link's target; `None` if an axis of more than one row gets lost, or none is left."""
         shape, dims = link.source.shape, self._found[link.source].dims
         assert shape is not None
         moved = tuple(None if dim is None else link.moves.get(dim) for dim in dims)
         lost = [dim for dim, new in zip(dims, moved, strict=True) if dim is not None and new is None]
-        return None if any(shape[dim] != 1 for dim in lost) else Layout(moved)
+        return None if any(shape[dim] != 1 for dim in lost) or not any(moved) else Layout(moved)
 
     def _count_entries(self) -> None:
         """Follow what makes images of pixels: it begins where each entry is an image."""

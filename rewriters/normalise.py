@@ -8,8 +8,8 @@
 5. `Shape` of a tensor whose sizes are known becomes a constant, so that no shape
    op keeps an activation alive; `ShapeN`, which keeps several alive, becomes one
    `Shape` each, `Size` a product over a `Shape`, and `Rank` a constant.
-6. Shapes that TensorFlow does not know when it traces (of sums, by their axes, and of reshapes) are found, and 4 is
-   done once more.
+6. Shapes that TensorFlow does not know when it traces (of sums, by their axes, of reshapes, and of what is made of
+   them element by element) are found, and 4 is done once more.
 7. The gradient of a repetition, a sum over a reshape to (times, size, times, size, ...), becomes a sum over the axes
    that were repeated.
 """
@@ -51,6 +51,7 @@ def normalise(graph: Graph) -> Graph:
         graph.prune()
         found = _find_shapes_of_sums(graph, evaluate)
         found |= _find_shapes_of_reshapes(graph, evaluate)
+        found |= _find_shapes_of_elementwise(graph)
         found |= _sum_repetitions(graph, evaluate)
         _split_shapes(graph)
         _freeze_shapes(graph, evaluate)
@@ -168,6 +169,34 @@ def _find_shapes_of_reshapes(graph: Graph, evaluate: Evaluator) -> bool:
         if None not in new[1:]:
             node.outputs[0] = (dtype, new)
             found = True
+    return found
+
+
+_ELEMENTWISE = frozenset(
+    "Add AddV2 Cast DivNoNan Equal Greater GreaterEqual Identity Less LessEqual LogicalAnd LogicalNot LogicalOr "
+    "Maximum Minimum Mul Neg NotEqual RealDiv SelectV2 Sub".split()
+)
+
+
+def _find_shapes_of_elementwise(graph: Graph) -> bool:
+    """By those of the operands, once these are known.
+
+    Returns:
+        Whether there were any.
+    """
+    found = False
+    for node in graph.topological():
+        if node.op not in _ELEMENTWISE or None not in (node.outputs[0][1] or ())[1:]:
+            continue
+        shapes = [t.shape for t in node.inputs]
+        if any(shape is None or None in shape[1:] for shape in shapes):
+            continue
+        dtype, shape = node.outputs[0]
+        rank = len(shape or ())
+        aligned = [(1,) * (rank - len(own)) + own for own in shapes if own is not None]
+        known = [next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True)]
+        node.outputs[0] = (dtype, (shape[0], *known[1:]))  # type: ignore[index]
+        found = True
     return found
 
 

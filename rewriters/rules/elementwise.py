@@ -64,8 +64,9 @@ def lie_alike(op: OpView, operand: Tensor) -> bool:
     one, other = op.layout(operand), op.layout(out)
     if len(one.dims) != len(other.dims) or one.per_image != other.per_image:
         return False
+    shape = aligned(operand, len(out.shape or ()))
     pairs = enumerate(zip(one.dims, other.dims, strict=True))
-    return all(a == b or op.extent(operand, axis) == 1 for axis, (a, b) in pairs)
+    return all(a == b or op.extent(operand, axis) == 1 == (1 if b is None else shape[b]) for axis, (a, b) in pairs)
 
 
 class Pointwise(Rule):

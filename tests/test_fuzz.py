@@ -1,0 +1,23 @@
+"""The first of the random networks of `fuzz.py`; `make fuzz` runs others."""
+
+import collections
+
+import fuzz
+import pytest
+
+from rewriters.intervals import Window
+
+
+def test_random_networks_are_the_same_or_refused():
+    outcomes = collections.Counter()
+    fuzz.run(100, None, outcomes, shrink=False)
+    assert outcomes.total() == 100 and outcomes["exact"] > 60, outcomes
+
+
+def test_a_broken_rule_is_found(monkeypatch, capsys):
+    gather = Window.gather
+    monkeypatch.setattr(Window, "gather", lambda self, rows: gather(self, rows).shift(-1))
+    with pytest.raises(AssertionError, match="differs by|lacks rows"):
+        fuzz.run(100, None, collections.Counter(), shrink=False)
+    script = capsys.readouterr().out
+    assert "compare(keras.Model(x0, y)" in script and "PYTHONPATH=tests:." in script

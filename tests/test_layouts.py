@@ -1,0 +1,175 @@
+"""Where the axes of images lie, and what is refused where they lie otherwise than an op takes them to."""
+
+from fractions import Fraction
+
+import keras
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import layers
+
+import tflms_sft
+from rewriters import normalise
+from rewriters.analysis import Analysis, check_forward
+from rewriters.barriers import find_roles
+from rewriters.errors import NotTileableError
+from rewriters.graph import Node
+from rewriters.layouts import Layout, Layouts, Link
+from rewriters.rules.blocks import groups
+
+
+def analysis_of(function, *shapes):
+    specs = [tf.TensorSpec(shape) for shape in shapes]
+    return Analysis(normalise.read(tf.function(function, autograph=False).get_concrete_function(*specs)))
+
+
+def layouts_of(function, *shapes):
+    """The layouts of all tensors that are images, by op type."""
+    analysis = analysis_of(function, *shapes)
+    found = {}
+    for node in analysis.order:
+        for index in range(len(node.outputs)):
+            layout = analysis.layouts.of(node.out(index))
+            if layout is not None and node in analysis.data:
+                found.setdefault(node.op, []).append(layout)
+    return found
+
+
+# Following axes ---------------------------------------------------------------------------------------------
+
+
+def tensor(name, *shape):
+    return Node(name, "Placeholder", outputs=[(tf.float32, shape)]).out()
+
+
+def test_an_anchor_is_followed_both_ways():
+    a, b, c = tensor("a", None, 8, 6, 3), tensor("b", None, 3, 8, 6), tensor("c", None, 3, 8, 6)
+    found = Layouts()
+    found.find([(b, (2, 3))], [Link(a, b, {0: 0, 3: 1, 1: 2, 2: 3}), Link(b, c, {i: i for i in range(4)})], [a, b, c])
+    assert [found.of(t).dims for t in (a, b, c)] == [(1, 2), (2, 3), (2, 3)]
+
+
+def test_an_axis_of_one_row_may_get_lost_and_no_other():
+    row, sequence, image = tensor("row", None, 1, 9, 3), tensor("sequence", None, 9, 3), tensor("image", None, 4, 9, 3)
+    found = Layouts()
+    moves = {0: 0, 2: 1, 3: 2}
+    lost = tensor("lost", None, 9, 3)
+    found.find([(row, (1, 2)), (image, (1, 2))], [Link(row, sequence, moves), Link(image, lost, moves)], [])
+    assert found.of(sequence) == Layout((None, 1)) and found.of(sequence).extents(sequence) == (1, 9)
+    assert found.of(lost) is None
+
+
+def test_pixels_made_images_are_counted():
+    image, mixed, again = tensor("image", None, 8, 8, 2), tensor("mixed", None, 4, 4, 2), tensor("again", None, 8, 8, 2)
+    same = {i: i for i in range(4)}
+    found = Layouts()
+    found.find([(mixed, (1, 2))], [Link(image, mixed, same, Fraction(4)), Link(mixed, again, same, Fraction(1, 4))], [])
+    assert [found.of(t).per_image for t in (image, mixed, again)] == [1, 4, 1]
+
+
+def test_what_nothing_tells_of_has_its_channels_last():
+    found = Layouts()
+    image, volume, table = tensor("image", 2, 5, 6, 3), tensor("volume", 2, 4, 5, 6, 3), tensor("table", 2, 5, 3)
+    found.find([], [], [image, volume, table])
+    assert (found.of(image).dims, found.of(volume).dims, found.of(table)) == ((1, 2), (1, 2, 3), None)
+    assert found.of(volume).others(5) == [4]
+
+
+def test_a_sequence_is_an_image_of_one_row():
+    found = layouts_of(lambda x: layers.MaxPooling1D(2)(tf.nn.relu(x)), (None, 12, 3))
+    assert found["Relu"] == [Layout((None, 1))] and found["MaxPool"] == [Layout((1, 2))]
+
+
+def test_groups_and_channels_first():
+    norm = layers.GroupNormalization(2)
+    norm.build((2, 9, 8, 4))
+
+    def pooled(x):
+        return tf.nn.max_pool2d(x, 2, 2, "SAME")
+
+    grouped = layouts_of(lambda x: norm(pooled(x)), (2, 9, 8, 4))
+    assert grouped["SquaredDifference"] == [Layout((1, 2))]  # Of five dimensions.
+    first = layouts_of(lambda x: tf.nn.relu(tf.transpose(pooled(x), [0, 3, 1, 2])), (2, 9, 8, 4))
+    assert first["Relu"] == [Layout((2, 3))]
+
+
+# What a reshape does ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "found"),
+    [
+        ((9, 8, 4), (9, 8, 2, 2), [([0], [0]), ([1], [1]), ([2], [2, 3])]),
+        ((6, 2, 5, 3), (12, 5, 3), [([0, 1], [0]), ([2], [1]), ([3], [2])]),
+        ((1, 9, 3), (9, 3), [([1], [0]), ([2], [1])]),
+        ((4, 6), (6, 4), [([0, 1], [0, 1])]),
+        ((4, 6), (5, 5), None),
+        ((1, 1), (), []),
+    ],
+)
+def test_dimensions_that_a_reshape_joins_or_splits(have, want, found):
+    assert groups(have, want) == found
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
+def test_groups_have_the_same_elements_and_cannot_be_made_smaller(sizes, data):
+    """Any way to join neighbours is found out, up to dimensions of one."""
+    ends = sorted(data.draw(st.sets(st.integers(1, len(sizes) - 1)))) if len(sizes) > 1 else []
+    parts = [sizes[a:b] for a, b in zip([0, *ends], [*ends, len(sizes)], strict=True)]
+    joined = [int(tf.reduce_prod(part)) for part in parts]
+    found = groups(sizes, joined)
+    assert found is not None
+    assert sorted(dim for ins, _ in found for dim in ins) == [dim for dim, size in enumerate(sizes) if size != 1]
+    for ins, outs in found:
+        assert tf.reduce_prod([sizes[dim] for dim in ins]) == tf.reduce_prod([joined[dim] for dim in outs])
+
+
+# What is refused --------------------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "rows of two axes joined": (lambda x: tf.reshape(tf.nn.relu(x), [2, 72, 4]), "Reshape", "no image|several axes"),
+    "images apart": (lambda x: tf.nn.relu(tf.reshape(x, [4, 9, 4, 4])), "Reshape", "another number|apart"),
+    "turned around": (lambda x: tf.nn.relu(x)[:, ::-1], "StridedSlice", "turned around"),
+    "a single row": (lambda x: tf.nn.relu(x)[:, 3], "StridedSlice", "single row|no image"),
+    "some images": (lambda x: tf.nn.relu(x)[:1], "StridedSlice", "slice of the batch"),
+    "softmax over an axis": (lambda x: tf.nn.softmax(tf.transpose(x, [0, 3, 1, 2])), "Softmax", "along an axis"),
+    "axes exchanged": (lambda x: x[:, :8] + tf.transpose(x[:, :8], [0, 2, 1, 3]), "AddV2", "lies otherwise"),
+    "images for channels": (lambda x: tf.transpose(tf.nn.relu(x), [3, 1, 2, 0]), "Transpose", "of images"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_keep_the_axes_is_refused(what):
+    function, op, reason = REFUSED[what]
+    analysis = analysis_of(lambda x: function(tf.nn.max_pool2d(x, 1, 1, "SAME")), (2, 9, 8, 4))
+    node = next(node for node in analysis.order if node.op == op)
+    with pytest.raises(NotTileableError, match=reason):
+        check_forward(analysis, node)
+
+
+def test_images_made_of_pixels_that_something_takes_as_a_whole_are_not_tiled():
+    def step(x, w):
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            mixed = tf.space_to_batch(tf.nn.conv2d(x, w, 1, "SAME"), [2, 2], [[0, 0], [0, 0]])
+            loss = tf.reduce_sum(tf.reverse(tf.nn.relu(mixed), [0]) * tf.reduce_mean(mixed))
+        return tape.gradient(loss, w)
+
+    analysis = analysis_of(step, (3, 8, 6, 2), (3, 3, 2, 2))
+    roles = find_roles(analysis)
+    assert any(node.op == "Conv2D" for node in roles.tiled)
+    assert not any(analysis.entries_per_image(node.out()) != 1 for node in roles.tiled)
+    assert any("made of pixels" in reason for reason in roles.refused.values())
+
+
+def test_tiles_along_an_axis_that_there_is_not():
+    image = keras.Input((12, 10, 3))
+    x = layers.Conv2D(3, 3, activation="relu")(layers.Conv2D(3, 3, activation="relu")(image))
+    model = keras.Model(image, layers.GlobalAveragePooling2D()(x))
+    model.compile("sgd", "mse", jit_compile=False)
+    data = tf.zeros((2, 12, 10, 3)), tf.zeros((2, 3))
+    with pytest.raises(ValueError, match=r"names \['depth'\], and what is tiled has the axes batch, height, width"):
+        model.fit(*data, verbose=0, callbacks=[tflms_sft.SFT(num_tiles={"depth": 2}, verbose=0)])

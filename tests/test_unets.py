@@ -1,0 +1,71 @@
+"""U-Nets with BatchNorm, Dice loss and odd sizes, in two dimensions and three: all that a step computes."""
+
+import keras
+import numpy as np
+import pytest
+from equivalence import TOLERANCE, error, model_step
+from keras import layers
+
+import tflms_sft
+
+CONV = {2: layers.Conv2D, 3: layers.Conv3D}
+TRANSPOSED = {2: layers.Conv2DTranspose, 3: layers.Conv3DTranspose}
+SIZES = {2: (37, 26), 3: (13, 10, 11)}
+
+
+def block(x, filters, rank):
+    for _ in range(2):
+        x = layers.ReLU()(layers.BatchNormalization()(CONV[rank](filters, 3, padding="same")(x)))
+    return x
+
+
+def down(x, filters, rank):
+    """TensorFlow pools no volumes in float64."""
+    return layers.MaxPooling2D(2, padding="same")(x) if rank == 2 else CONV[3](filters, 2, 2, "same")(x)
+
+
+def up(x, skip, filters, rank, how):
+    """To the skip's size, which may be odd."""
+    if how == "transposed":
+        x = TRANSPOSED[rank](filters, 2, strides=2)(x)
+    elif how == "nearest":
+        x = (layers.UpSampling2D if rank == 2 else layers.UpSampling3D)(2)(x)
+    else:
+        x = layers.Resizing(*skip.shape[1:3], interpolation="bilinear")(x)
+    crops = tuple((0, have - want) for have, want in zip(x.shape[1:-1], skip.shape[1:-1], strict=True))
+    return (layers.Cropping2D if rank == 2 else layers.Cropping3D)(crops)(x)
+
+
+def u_net(rank, how, known_batch):
+    keras.config.set_floatx("float64")
+    x = image = keras.Input((*SIZES[rank], 2), batch_size=2 if known_batch else None)
+    skips = []
+    for filters in (3, 4):
+        skips.append(block(x, filters, rank))
+        x = down(skips[-1], filters, rank)
+    x = block(x, 5, rank)
+    for filters, skip in zip((4, 3), reversed(skips), strict=True):
+        x = block(layers.Concatenate()([skip, up(x, skip, filters, rank, how)]), filters, rank)
+    model = keras.Model(image, CONV[rank](1, 1, activation="sigmoid")(x))
+    numbers = np.random.default_rng(0)
+    batches = [
+        (numbers.normal(size=(2, *SIZES[rank], 2)), numbers.integers(0, 2, (2, *SIZES[rank], 1)).astype("float64"))
+        for _ in range(2)
+    ]
+    arguments = {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": keras.losses.Dice()}
+    return model_step(model, batches, known_batch, arguments)
+
+
+@pytest.mark.parametrize(
+    ("rank", "how"), [(2, "transposed"), (2, "nearest"), (2, "resized"), (3, "transposed"), (3, "nearest")]
+)
+@pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
+def test_a_u_net_is_the_same(rank, how, known_batch):
+    step = u_net(rank, how, known_batch)
+    counts = (3, 2) if rank == 2 else (2, 3, 2)
+    fast = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=counts))
+    (segment,) = fast.plan.segments
+    assert segment.num_loops > 20
+    assert fast.plan.predicted.peak_bytes < fast.plan.original.peak_bytes
+    want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
+    assert max(error(got[name], want[name]) for name in want) < TOLERANCE
