@@ -54,6 +54,7 @@ class Roles:
     """Sorts and levels.
 
     Attributes:
+        analysis: Of the graph.
         tiled: Operations that run on tiles, in topological order.
         sums: Reductions over the image, in topological order.
         kinds: Of the operands of both, and of the results of the tiled ones.
@@ -62,6 +63,7 @@ class Roles:
         refused: Why other forward operations on images run on whole ones.
     """
 
+    analysis: Analysis
     tiled: list[Node]
     sums: list[Node]
     kinds: dict[Tensor, Kind]
@@ -73,7 +75,9 @@ class Roles:
         """What a tiled operation or a sum reads of images: a variance the image itself."""
         if node in self.moments:
             return [self.moments[node].image]
-        return [t for t in dict.fromkeys(node.inputs) if self.kinds.get(t) is Kind.FULL]
+        rebuilt = find_rule(node).rebuilt(self.analysis.view(node))
+        read = (tensor for position, tensor in enumerate(node.inputs) if position not in rebuilt)
+        return [tensor for tensor in dict.fromkeys(read) if self.kinds.get(tensor) is Kind.FULL]
 
 
 def find_roles(analysis: Analysis, allowed: Container[Node] | None = None, merge: bool = True) -> Roles:
@@ -141,7 +145,7 @@ class _Sorter:
         sums = [node for node, kind in self.sort.items() if kind is Kind.REDUCED]
         moments = {node: found for node in sums if self.merge and (found := self._moments(node)) is not None}
         tiled = [node for node, kind in self.sort.items() if kind is Kind.FULL]
-        return Roles(tiled, sums, self.kinds, self._levels(moments), moments, self.refused)
+        return Roles(self.analysis, tiled, sums, self.kinds, self._levels(moments), moments, self.refused)
 
     def _kind(self, node: Node) -> Kind | None:
         """`FULL` for a tiled operation, `REDUCED` for a sum, `None` for others."""

@@ -16,7 +16,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rewriters import device
 from rewriters.analysis import Analysis
@@ -90,10 +90,25 @@ class Storage:
     """
 
     def __init__(
-        self, analysis: Analysis, roles: Roles, batch: int, extra: frozenset[Tensor] = frozenset()
+        self,
+        analysis: Analysis,
+        roles: Roles,
+        batch: int,
+        extra: frozenset[Tensor] = frozenset(),
+        cheap_flops: float = 0.0,
     ) -> None:
-        """For a graph whose operations have these roles; `extra` tensors are stored in any case."""
+        """Find them.
+
+        Args:
+            analysis: Of the graph.
+            roles: Of its operations.
+            batch: Images where the graph does not say.
+            extra: Tensors that are stored in any case.
+            cheap_flops: Operations that take no more for each byte that they make are cheap to run again, whatever
+                their rules say.
+        """
         self._analysis = analysis
+        self._cheap_flops = cheap_flops
         self._roles = roles
         self._batch = batch
         self._position = analysis.position
@@ -141,7 +156,7 @@ class Storage:
         """A fixpoint: what is stored decides in which loops operations run again, and that what has to be stored."""
         level = self._roles.level
         always = self.exits | self._extra
-        stored = always | {t for t in self._storable if not find_rule(t.node).cheap}
+        stored = always | {t for t in self._storable if not self._is_cheap(t)}
         seen = []
         for _ in range(MAX_ROUNDS):
             last = self._last_needed(stored)
@@ -152,6 +167,13 @@ class Storage:
             seen.append(wanted)
             stored = wanted
         return stored
+
+    def _is_cheap(self, tensor: Tensor) -> bool:
+        rule = find_rule(tensor.node)
+        if rule.cheap:
+            return True
+        flops = rule.flops(self._analysis.view(tensor.node), self._batch)
+        return 0 < flops <= self._cheap_flops * tensor.num_bytes(self._batch)
 
     def _last_needed(self, stored: set[Tensor]) -> dict[Tensor, int]:
         """The last level at which each tensor is wanted; below zero if nobody wants it."""
@@ -239,21 +261,17 @@ class Storage:
             kept: Forward tensors that wait for the backward phase where they are; all if it is not given. Others are
                 dropped, and made again when they are needed.
         """
-        dropped = set() if kept is None else {t for t in self.droppable() if t not in kept}
-        again: set[Tensor] = set()
-        found = []
+        gone = set() if kept is None else {t for t in self.droppable() if t not in kept}
+        found: list[Loop] = []
         for level, roots in self._roots(self.stored).items():
 
             def is_there(tensor: Tensor, level: int = level) -> bool:
-                gone = tensor in dropped and level > self._last_forward and tensor not in again
-                return not gone and self._is_before(tensor, level)
+                return not (level > self._last_forward and tensor in gone) and self._is_before(tensor, level)
 
+            if level > self._last_forward:
+                found += self._again(level, roots, gone, is_there)
             body, reads = self._slice(roots, is_there)
             writes = [t for t in self._outputs(roots) if t in self.stored]
-            if level > self._last_forward:
-                new = [t for t in self._outputs(body) if t in dropped - again and self.needs[t].backward > level]
-                writes += [t for t in new if t not in writes]
-                again.update(new)
             found.append(self._loop(level, writes, roots, body, reads))
         levels = [loop.level for loop in found]
         for node in (*self._roles.tiled, *self._roles.sums):
@@ -261,6 +279,27 @@ class Storage:
             if found:
                 found[max(number, 0)].home.append(node)
         return found
+
+    def _again(
+        self, level: int, roots: Sequence[Node], gone: set[Tensor], is_there: Callable[[Tensor], bool]
+    ) -> Iterator[Loop]:
+        """Loops that make dropped tensors again which a backward loop needs, and take them out of `gone`.
+
+        One for each of the forward loops that made them: in a single loop a turn would pay for the halos of all of
+        these convolutions together. Only a tensor that nobody wants later, made of what is there, is left to the turns.
+        """
+        body, _ = self._slice(roots, is_there)
+        missing = [t for t in self._outputs(body) if t in gone]
+        for made in sorted({self.needs[t].made for t in missing}):
+            tensors = [t for t in missing if self.needs[t].made == made]
+            if made == max(self.needs[t].made for t in missing):
+                tensors = [t for t in tensors if self.needs[t].backward > level]
+            if not tensors:
+                continue
+            nodes = list(dict.fromkeys(t.node for t in tensors))
+            inner, reads = self._slice(nodes, is_there)
+            gone.difference_update(tensors)
+            yield self._loop(level, tensors, nodes, inner, reads)
 
     def _outputs(self, nodes: Iterable[Node]) -> list[Tensor]:
         return [node.out(index) for node in nodes if node not in self._sums for index in range(len(node.outputs))]
@@ -270,8 +309,7 @@ class Storage:
     ) -> Loop:
         sums = [node for node in roots if node in self._sums]
         moments = [self._roles.moments[node] for node in sums if node in self._roles.moments]
-        backward = any(node in self._analysis.backward for node in roots)
-        loop = Loop(level, backward, writes, sums, moments, body, reads)
+        loop = Loop(level, level > self._last_forward, writes, sums, moments, body, reads)
         plain = set(loop.plain_sums)
         loop.body = [node for node in body if node not in self._sums or node in plain]
         return loop

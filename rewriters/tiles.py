@@ -140,11 +140,14 @@ class Rows:
         if any(count != 1 for count in grid.spatial) or rule.moves_rows:
             return None
         plans = []
+        rebuilt = rule.rebuilt(view)
         reduced = self.kinds[node.out()] is Kind.REDUCED
         for axis in range(len(grid.spatial)):
             needs: list[Interval | None] = [
-                whole(view.extent(t, axis), 1) if self.kinds[t] in (Kind.FULL, Kind.PARTIAL) else None
-                for t in node.inputs
+                whole(view.extent(t, axis), 1)
+                if self.kinds[t] in (Kind.FULL, Kind.PARTIAL) and position not in rebuilt
+                else None
+                for position, t in enumerate(node.inputs)
             ]
             out = None if reduced else whole(view.extent(node.out(), axis), 1)
             plans.append(AxisPlan(out, out, needs))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -55,22 +57,37 @@ def test_gradients_of_one_float32_step_are_those_of_the_plain_step(name: str) ->
         assert error <= 2e-5, f"{variable.path}: {error}"
 
 
-TRAINED = ["ResNet50V2", "MobileNetV2", "MobileNetV3Small", "EfficientNetB0", "Xception"]
+TRAINED = [
+    "VGG16",
+    "ResNet50",
+    "ResNet50V2",
+    "DenseNet121",
+    "MobileNetV2",
+    "MobileNetV3Small",
+    "EfficientNetB0",
+    "EfficientNetV2B0",
+    "InceptionV3",
+    "Xception",
+    "NASNetMobile",
+    "ConvNeXtTiny",
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINED)
-def test_normalisation_in_training_mode(name: str) -> None:
-    """In float64: loss, gradients and moving statistics of one step; all that works on images is tiled."""
-    keras.config.set_floatx("float64")
+def _trained(name: str, floatx: str, size: int = SIZE) -> keras.Model:
+    """With normalisation in training mode; weights are the same whatever the precision."""
+    keras.config.set_floatx(floatx)
     keras.utils.set_random_seed(0)
     base = getattr(keras.applications, name)(
-        weights=None, include_top=False, input_shape=(SIZE, SIZE, 3), pooling="avg"
+        weights=None, include_top=False, input_shape=(size, size, 3), pooling="avg"
     )
     model = keras.Model(base.input, keras.layers.Dense(5)(base.output))
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Dropout):
             layer.rate = 0.0  # Steps that draw the same numbers are another test's.
+    return model
+
+
+def _gradients_of(model: keras.Model) -> Any:
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     @tf.function(autograph=False)
@@ -79,19 +96,72 @@ def test_normalisation_in_training_mode(name: str) -> None:
             loss = loss_of(labels, model(images, training=True))
         return loss, tape.gradient(loss, model.trainable_variables)
 
+    return gradients
+
+
+def _one_step(model: keras.Model, start: Any, function: Any, images: Any, labels: Any) -> tuple[Any, Any]:
+    """Gradients, and the moving statistics after the step."""
+    model.set_weights(start)
+    _, found = function(images, labels)
+    return [np.array(g, np.float64) for g in found], [np.array(v, np.float64) for v in model.non_trainable_variables]
+
+
+def _furthest(got: Any, want: Any, floor: float) -> float:
+    return max((np.abs(a - b).max() / max(np.abs(b).max(), floor) for a, b in zip(got, want, strict=True)), default=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_one_float32_step_is_as_near_to_the_exact_one_as_the_plain_one(name: str) -> None:
+    """Gradients within 5e-5 and moving statistics within 1e-6, or as far as float32 itself is off.
+
+    As they are initialised many of these networks magnify a difference in the last digit a hundred thousand times, and
+    the plain step in float32 is as far from the same step in float64.
+    """
+    noise = np.random.RandomState(0).normal(size=(2, SIZE, SIZE, 3))
+    labels = tf.constant([1, 2])
+    model = _trained(name, "float32")
+    start, step, images = model.get_weights(), _gradients_of(model), tf.constant(noise, tf.float32)
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2)), images, labels)
+    assert fast.plan.changed
+    plain, tiled = (_one_step(model, start, function, images, labels) for function in (step, fast))
+    model = _trained(name, "float64")
+    exact = _one_step(model, start, _gradients_of(model), tf.constant(noise), labels)
+    largest = max(np.abs(g).max() for g in exact[0])
+    assert largest > 1e-3, "the comparison would be empty: the gradients have faded"
+    for part, floor, limit in ((0, 1e-4 * largest, 5e-5), (1, 1e-3, 1e-6)):
+        off = _furthest(tiled[part], exact[part], floor)
+        assert off <= limit + 2 * _furthest(plain[part], exact[part], floor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ResNet50V2", "MobileNetV2", "MobileNetV3Small", "EfficientNetB0", "Xception"])
+def test_three_steps_in_float64(name: str) -> None:
+    """Every weight, slot and moving statistic; all that works on images is tiled."""
+    keras.config.set_floatx("float64")
+    model = _trained(name, "float64")
+    optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    gradients = _gradients_of(model)
+
+    @tf.function(autograph=False)
+    def step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        loss, found = gradients(images, labels)
+        optimizer.apply(found, model.trainable_variables)
+        return loss
+
     images = tf.constant(60 * np.random.RandomState(0).normal(size=(2, SIZE, SIZE, 3)))
     labels = tf.constant([1, 2])
-    fast = tflms_sft.rewrite(gradients, tflms_sft.SFTParams(num_tiles=(3, 2)), images, labels)
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2)), images, labels)
     assert not fast.plan.left_alone and fast.plan.segments[0].num_loops > 60
     assert fast.plan.predicted.peak_bytes < fast.plan.original.peak_bytes
-    start = [np.array(variable) for variable in model.variables]
+    variables = [*model.variables, *optimizer.variables]
+    start = [np.array(variable) for variable in variables]
     found = []
-    for function in (gradients, fast):
-        for variable, value in zip(model.variables, start, strict=True):
+    for function in (step, fast):
+        for variable, value in zip(variables, start, strict=True):
             variable.assign(value)
-        loss, grads = function(images, labels)
-        found.append([np.array(v) for v in (loss, *grads, *model.non_trainable_variables)])
-    largest = max(np.abs(value).max() for value in found[0][1 : 1 + len(model.trainable_variables)])
-    assert largest > 1e-3, "the comparison would be empty: the gradients have faded"
+        losses = [np.array(function(images, labels)) for _ in range(3)]
+        found.append([*losses, *(np.array(variable) for variable in variables)])
     for want, got in zip(*found, strict=True):
-        assert np.abs(got - want).max() <= 1e-9 * max(np.abs(want).max(), 1e-4 * largest)
+        assert np.abs(got - want).max() <= 1e-9 * max(np.abs(want).max(), 1e-3)

@@ -79,11 +79,11 @@ NETS = [chain, bottlenecks, squeeze_and_excite, u_net, extremes]
 class Parts:
     """A step, its roles, and what it stores."""
 
-    def __init__(self, concrete_fn, batch=2, merge=True):
+    def __init__(self, concrete_fn, batch=2, merge=True, cheap_flops=0.0):
         self.concrete_fn = concrete_fn
         self.analysis = Analysis(normalise.read(concrete_fn))
         self.roles = find_roles(self.analysis, merge=merge)
-        self.storage = Storage(self.analysis, self.roles, batch)
+        self.storage = Storage(self.analysis, self.roles, batch, cheap_flops=cheap_flops)
 
     def segment(self, kept=None):
         return barrier_segment(self.analysis, "segment1", self.roles, self.storage, kept)
@@ -279,7 +279,9 @@ def test_loops_read_what_was_written_and_make_every_sum_once(net):
     for kept in [None, set(), *parts.storage.checkpoints()]:
         loops = parts.segment(kept).loops
         assert not readable(loops)
-        assert [loop.level for loop in loops] == sorted({loop.level for loop in loops})
+        assert [loop.level for loop in loops] == sorted(loop.level for loop in loops)
+        again = [loop for loop, after in zip(loops, loops[1:], strict=False) if loop.level == after.level]
+        assert all(loop.backward and loop.writes and not loop.sums for loop in again), "these make tensors again"
         sums = [node for loop in loops for node in loop.sums]
         assert len(sums) == len(set(sums)) == len(parts.roles.sums)
 
@@ -302,6 +304,27 @@ def test_checkpoints_need_less_and_less():
     assert len(sizes) >= 3 and sizes[-1] < 0.6 * sizes[0]
     first, last = (sum(len(loop.writes) for loop in every) for every in (loops[0], loops[-1]))
     assert first < last < 1.5 * first, "made again, and each once"
+
+
+def test_what_is_dropped_is_made_again_by_loops_of_its_own():
+    """In a single loop a turn would pay for the halos of all convolutions between two checkpoints."""
+    parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
+    for kept in (set(), *parts.storage.checkpoints()):
+        loops = parts.segment(kept).loops
+        convolutions = [sum(node.op == "Conv2D" for node in loop.body) for loop in loops]
+        assert max(convolutions) <= 2
+        written = [tensor for loop in loops for tensor in loop.writes]
+        assert max(map(written.count, written)) <= 2
+
+
+@pytest.mark.parametrize("net", (bottlenecks, u_net))
+def test_convolutions_that_are_cheap_are_not_stored(net):
+    step = keras_step(net, (17, 14), 3, True, momentum())
+    dear, cheap = Parts(step.concrete_fn, 3), Parts(step.concrete_fn, 3, cheap_flops=1e9)
+    fewer = dear.storage.stored - cheap.storage.stored
+    assert any("Conv2D" in tensor.node.op for tensor in fewer)
+    for kept in (None, cheap.storage.checkpoints()[-1]):
+        assert not differing(step, cheap.rewritten(Grid(2, (3, 2)), kept=kept))
 
 
 def test_nothing_to_store_is_no_endless_search():

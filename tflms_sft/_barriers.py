@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from rewriters.barriers import find_roles
 from rewriters.ft import LeftAlone
@@ -17,12 +18,40 @@ from rewriters.turns import phase_scratch
 from tflms_sft._compile import Candidate, Traced, predict
 from tflms_sft._grids import fewest, loop_grids
 
-TURNS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125)
-"""Bytes of a turn that are tried, over those of the largest tensor that a loop writes."""
+FINEST = 1 / 32
+"""Bytes of the smallest turns that are tried, over those of the largest tensor that a loop writes."""
 
+ROOM = 0.97
+"""Part of the room beside what is alive while a loop runs that its turns may take."""
+
+LESS_ROOM = 0.6
+"""Of that, what they may take if it turns out to be too much: memory is in pieces."""
+
+MAX_ROUNDS = 12
+"""Attempts to find how large turns may be."""
+
+CHEAP_FLOPS = (0.0, 40.0)
+"""For each byte that an operation makes, what running it again may take for it not to be stored; from the fastest on.
+
+A convolution of one tap from few channels to many is like that, such as the last one of a bottleneck, or a transposed
+one on the way up: it reads little, and what it makes is large.
+"""
 
 Scratch = dict[tuple[object, ...], int]
 """Bytes that a turn of a loop takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """One way to have what the backward phase needs.
+
+    Attributes:
+        storage: What exists whole at some time.
+        tensors: Of that, what waits for the backward phase; the rest is made again.
+    """
+
+    storage: Storage
+    tensors: frozenset[Tensor]
 
 
 class Barriers:
@@ -30,15 +59,22 @@ class Barriers:
 
     Attributes:
         left: Forward operations on images that do not.
-        checkpoints: Sets of tensors that may wait for the backward phase, the first one all.
+        ways: To have what the backward phase needs, about the fastest first.
+        fewest: The one that keeps least of those that store all that is dear.
     """
 
     def __init__(self, traced: Traced, allowed: Container[Node] | None = None, stored: Iterable[Tensor] = ()) -> None:
         self._traced = traced
         self._roles = find_roles(traced.analysis, allowed)
         self.left = [LeftAlone(node.name, f"{node.op}: {why}") for node, why in self._roles.refused.items()]
-        self._storage = Storage(traced.analysis, self._roles, traced.batch, frozenset(stored))
-        self.checkpoints = self._storage.checkpoints()
+        found = [
+            Storage(traced.analysis, self._roles, traced.batch, frozenset(stored), flops) for flops in CHEAP_FLOPS
+        ]
+        self._storage = found[0]
+        different = [storage for storage in found[1:] if storage.stored != found[0].stored]
+        ways = [[Kept(s, frozenset(kept)) for kept in s.checkpoints()] for s in (found[0], *different)]
+        self.fewest = ways[0][-1]
+        self.ways = [way for own in ways for way in own]
 
     @property
     def present(self) -> bool:
@@ -47,9 +83,9 @@ class Barriers:
             node in self._traced.analysis.backward for node in (*self._roles.tiled, *self._roles.sums)
         )
 
-    def segment(self, name: str, kept: set[Tensor]) -> Segment:
+    def segment(self, name: str, way: Kept) -> Segment:
         """The segment, with checkpoints."""
-        return barrier_segment(self._traced.analysis, name, self._roles, self._storage, kept)
+        return barrier_segment(self._traced.analysis, name, self._roles, way.storage, set(way.tensors))
 
     def stores(self, tensor: Tensor) -> bool:
         """Whether a tensor is whole at some time."""
@@ -70,22 +106,36 @@ def fitted(traced: Traced, segment: Segment, limit: float, known: Scratch | None
         limit: Bytes.
         known: What is known of turns; it is added to.
     """
-    gatherer = Gatherer(traced.analysis, segment)
-    scratch = {} if known is None else known
+    turns = _Turns(traced, segment, {} if known is None else known)
+    # Filters in a kernel's own layout, say, are there with any number of tiles.
+    return turns.plan(lambda loop, grids: limit + turns.num_bytes(loop, grids[-1]))
 
-    def turn(loop: Loop, grid: Grid) -> int:
+
+class _Turns:
+    """The turns of the loops of a segment with barriers."""
+
+    def __init__(self, traced: Traced, segment: Segment, known: Scratch) -> None:
+        self._traced = traced
+        self._segment = segment
+        self._known = known
+        self._gatherer = Gatherer(traced.analysis, segment)
+
+    def num_bytes(self, loop: Loop, grid: Grid) -> int:
+        """Bytes that a turn takes."""
         key = (loop.level, tuple(loop.body), tuple(loop.writes), grid)
-        if key not in scratch:
-            scratch[key] = phase_scratch(gatherer.phase(loop, grid), traced.batch)
-        return scratch[key]
+        if key not in self._known:
+            self._known[key] = phase_scratch(self._gatherer.phase(loop, grid), self._traced.batch)
+        return self._known[key]
 
-    def grid_of(loop: Loop) -> Grid:
-        grids = loop_grids(traced.analysis, gatherer.split(loop), traced.batch)
-        # Filters in a kernel's own layout, say, are there with any number of tiles.
-        most = limit + turn(loop, grids[-1])
-        return fewest(grids, lambda grid: turn(loop, grid) <= most) or grids[-1]
+    def plan(self, most: Callable[[Loop, list[Grid]], float]) -> SegmentPlan:
+        """Every loop with the fewest tiles of which a turn takes no more than `most` says, or with the most tiles."""
 
-    return SegmentPlan(segment, gatherer.phases(grid_of))
+        def grid_of(loop: Loop) -> Grid:
+            grids = loop_grids(self._traced.analysis, self._gatherer.split(loop), self._traced.batch)
+            limit = most(loop, grids)
+            return fewest(grids, lambda grid: self.num_bytes(loop, grid) <= limit) or grids[-1]
+
+        return SegmentPlan(self._segment, self._gatherer.phases(grid_of))
 
 
 def largest(traced: Traced, segment: Segment) -> int:
@@ -104,8 +154,8 @@ class BarrierSearch:
         self._traced = traced
         self._barriers = barriers
         self.left = barriers.left
-        self._plans: dict[tuple[int, float], SegmentPlan] = {}
-        self._exact: dict[tuple[int, float], Candidate] = {}
+        self._plans: dict[int, SegmentPlan] = {}
+        self._exact: dict[int, Candidate] = {}
         self._scratch: Scratch = {}
 
     def cheapest(self, limit: int) -> Candidate | None:
@@ -115,48 +165,64 @@ class BarrierSearch:
         fits is taken; then the largest turns that fit with it.
         """
         found: Candidate | None = None
-        for number in range(len(self._barriers.checkpoints)):
-            smallest = self._candidate(number, TURNS[-1], limit)
+        for number in range(len(self._barriers.ways)):
+            smallest = self._candidate(number, limit)
             if smallest.peak.peak_bytes > limit:
                 continue
-            best = self._coarsest(number, limit) or smallest
+            best = self._coarser(smallest, limit)
             if found is not None and best.time_ratio >= found.time_ratio:
                 break
             found = best
         return found
 
-    def _coarsest(self, number: int, limit: int) -> Candidate | None:
-        for part in TURNS[:-1]:
-            candidate = self._candidate(number, part, limit)
+    def _coarser(self, found: Candidate, limit: int) -> Candidate:
+        """The plan with turns as large as there is room for, loop by loop: small ones are for where memory is short."""
+        (plan,) = found.plans
+        loops, turns = plan.segment.loops, _Turns(self._traced, plan.segment, self._scratch)
+        scratch = (phase_scratch(phase, self._traced.batch) for phase in plan.phases)
+        beside = [taken - own for taken, own in zip(_taken(found), scratch, strict=True)]
+        rooms = {id(loop): ROOM * (limit - taken) for loop, taken in zip(loops, beside, strict=True)}
+        for _ in range(MAX_ROUNDS):
+            coarser = turns.plan(lambda loop, _: rooms[id(loop)])
+            candidate = Candidate([coarser], *predict(self._traced, [coarser], limit))
             if candidate.peak.peak_bytes <= limit:
                 return candidate
-        return None
+            over = [loop for loop, taken in zip(loops, _taken(candidate), strict=True) if taken > limit]
+            for loop in over or loops:
+                rooms[id(loop)] *= LESS_ROOM
+        return found
 
     @functools.cached_property
     def smallest(self) -> Candidate:
         """The plan with the lowest peak that is found."""
-        numbers = range(len(self._barriers.checkpoints))
+        numbers = range(len(self._barriers.ways))
         plain = Candidate([], *predict(self._traced, []))
-        return min([plain, *(self._candidate(n, TURNS[-1]) for n in numbers)], key=_peak_bytes)
+        return min([plain, *(self._candidate(n) for n in numbers)], key=_peak_bytes)
 
     def proposed(self, target: int) -> Candidate | None:
         """What is proposed for a target, whether its step meets it or not."""
         return self.cheapest(target) or self.smallest
 
-    def _candidate(self, number: int, part: float, limit: int | None = None) -> Candidate:
-        """Whether a peak above `limit` is the worst is not found out, nor remembered."""
-        key = (number, part)
-        if key not in self._exact:
-            segment = self._barriers.segment("segment1", self._barriers.checkpoints[number])
-            size = part * largest(self._traced, segment)
-            if key not in self._plans:
-                self._plans[key] = fitted(self._traced, segment, size, self._scratch)
-            plan = self._plans[key]
+    def _candidate(self, number: int, limit: int | None = None) -> Candidate:
+        """One of the ways, in small turns; whether a peak above `limit` is the worst is not found out."""
+        if number not in self._exact:
+            if number not in self._plans:
+                segment = self._barriers.segment("segment1", self._barriers.ways[number])
+                size = FINEST * largest(self._traced, segment)
+                self._plans[number] = fitted(self._traced, segment, size, self._scratch)
+            plan = self._plans[number]
             candidate = Candidate([plan], *predict(self._traced, [plan], limit))
             if limit is not None and candidate.peak.peak_bytes > limit:
                 return candidate
-            self._exact[key] = candidate
-        return self._exact[key]
+            self._exact[number] = candidate
+        return self._exact[number]
+
+
+def _taken(candidate: Candidate) -> list[int]:
+    """Bytes that are taken while each of the loops runs."""
+    (plan,) = candidate.plans
+    prefixes = [f"sft/{plan.segment.name}/{phase.name}/" for phase in plan.phases]
+    return [max(size for name, size in candidate.peak.timeline if name.startswith(prefix)) for prefix in prefixes]
 
 
 def _peak_bytes(candidate: Candidate) -> int:

@@ -57,7 +57,7 @@ def _with_barriers(
     traced: Traced, barriers: Barriers, tiles: NumTiles | None, backward: NumTiles | None, capacity: int | None
 ) -> SegmentPlan:
     """All that can be tiled, with as few tensors waiting for the backward phase as pays."""
-    segment = barriers.segment("segment1", barriers.checkpoints[-1])
+    segment = barriers.segment("segment1", barriers.fewest)
     return _planned(traced, segment, tiles, backward, capacity, clamp=False)
 
 
@@ -113,7 +113,7 @@ def _named_segment(traced: Traced, spec: SegmentSpec, name: str, taken: set[Node
         unknown = sorted(t.name for t in stored if not barriers.stores(t))
         if unknown:
             raise SegmentError(f"{_shown(spec)}: `stored` names {unknown}, which do not run on tiles.") from None
-        segment = barriers.segment(name, barriers.checkpoints[-1])
+        segment = barriers.segment(name, barriers.fewest)
     extra = [t for t in segment.exits if t not in exits]
     segment.notes.extend(f"`{t.name}` is needed outside as well and is an exit" for t in extra)
     return segment
