@@ -242,8 +242,9 @@ class _BackwardPart:
         heapq.heapify(heap)
         while heap:
             _, node = heapq.heappop(heap)
-            inside = [t for t in node.inputs if t.node in self.ops and t not in self.whole]
-            derived = [t for t in node.inputs if self.made.get(t) is Kind.FULL]
+            operands = self.operands(node)
+            inside = [t for t in operands if t.node in self.ops and t not in self.whole]
+            derived = [t for t in operands if self.made.get(t) is Kind.FULL]
             if not inside and not derived:
                 continue
             try:
@@ -316,7 +317,7 @@ class _BackwardPart:
             or tensor.node in self.analysis.constants
         )
 
-    def _operands(self, node: Node) -> list[Tensor]:
+    def operands(self, node: Node) -> list[Tensor]:
         """Operands that an op would read inside of the loop: sizes and the like are made anew there."""
         try:
             rebuilt = find_rule(node).rebuilt(self.analysis.view(node))
@@ -331,7 +332,7 @@ class _BackwardPart:
         """Kind of the result if an optional op may move in, else `None`."""
         if node not in self.analysis.backward:
             return None
-        if not all(self._belongs(t) or t in incoming for t in self._operands(node)):
+        if not all(self._belongs(t) or t in incoming for t in self.operands(node)):
             return None
         try:
             kind = self._try(node)
@@ -360,7 +361,7 @@ class _BackwardPart:
         for tensor in sorted(self._grad_entries(), key=lambda t: self.analysis.position[t.node]):
             node = tensor.node
             own = [t for t in node.inputs if t in self.owned or t in self.whole or t.node in self.ops]
-            others = [t for t in self._operands(node) if not self._belongs(t)]
+            others = [t for t in self.operands(node) if not self._belongs(t)]
             partial = [t for t in others if self.kind(t) is Kind.PARTIAL]
             if not own or others != partial or node in self.nodes or tensor in self.analysis.graph.outputs:
                 continue
@@ -408,9 +409,10 @@ def _assemble(
         for index in range(len(node.outputs)):
             kinds[node.out(index)] = Kind.FULL
     for node in backward:
+        operands = set(part.operands(node))
         for tensor, kind in zip(node.inputs, part.kinds(node), strict=True):
             kinds.setdefault(tensor, kind)
-            if tensor in part.made or tensor.node in ops:
+            if tensor in part.made or tensor.node in ops or tensor not in operands:
                 continue
             group = {Kind.FULL: entries, Kind.PARTIAL: grad_entries}.get(kind, invariants)
             group[tensor] = None
