@@ -210,11 +210,13 @@ LAYERS = {
 }
 """What is drawn, and how often."""
 
+# The gradient of a bias before BatchNorm is zero but for rounding, and divided by its own size it would not stay small:
+# epsilon is what it is divided by.
 OPTIMIZERS = (
     "SGD(0.1)",
     "SGD(0.1, momentum=0.9, nesterov=True)",
-    "Adam(0.01, global_clipnorm=1.0)",
-    "RMSprop(0.01, clipvalue=0.5)",
+    "Adam(0.01, epsilon=0.1, global_clipnorm=1.0)",
+    "RMSprop(0.01, epsilon=0.1, clipvalue=0.5)",
     "SGD(0.1, gradient_accumulation_steps=2)",
 )
 
