@@ -196,9 +196,8 @@ class _Sorter:
                 raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} has another number of axes")
             if not self._in_batch(tensor):
                 raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} is of another number of images")
-        if not all(_is_spatial(self.analysis, t) for t in results or full) and (
-            results or not any(_is_spatial(self.analysis, t) for t in full)
-        ):
+        spatial = [_is_spatial(self.analysis, tensor) for tensor in results or full]
+        if not (all(spatial) if results else any(spatial)):
             raise NotTileableError("it makes one value for all pixels")
 
     def _operand(self, tensor: Tensor) -> Kind:

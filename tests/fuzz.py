@@ -364,9 +364,8 @@ def execute(script: str) -> str:
     """Run a case; one that fails prints its script."""
     found: list[str] = []
     keras.backend.clear_session(free_memory=False)
-    space = {"keep": lambda outcome: found.append(outcome)}
     body = script.replace("from fuzz import AutoParams, SegmentSpec, SFTParams, compare\n", "")
-    space |= {"AutoParams": AutoParams, "SegmentSpec": SegmentSpec, "SFTParams": SFTParams}
+    space: dict[str, Any] = {"AutoParams": AutoParams, "SegmentSpec": SegmentSpec, "SFTParams": SFTParams}
     space["compare"] = lambda *args, **options: found.append(compare(*args, **options))
     try:
         exec(compile(body, "<case>", "exec"), space)

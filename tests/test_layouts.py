@@ -1,5 +1,10 @@
 """Where the axes of images lie, and what is refused where they lie otherwise than an op takes them to."""
 
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
 from fractions import Fraction
 
 import keras
@@ -173,3 +178,42 @@ def test_tiles_along_an_axis_that_there_is_not():
     data = tf.zeros((2, 12, 10, 3)), tf.zeros((2, 3))
     with pytest.raises(ValueError, match=r"names \['depth'\], and what is tiled has the axes batch, height, width"):
         model.fit(*data, verbose=0, callbacks=[tflms_sft.SFT(num_tiles={"depth": 2}, verbose=0)])
+
+
+CHANNELS_FIRST = """
+    import os
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
+    import keras, numpy as np, tensorflow as tf, tflms_sft
+    from keras import layers
+    from equivalence import error, model_step
+
+    keras.utils.set_random_seed(0)
+    keras.config.set_image_data_format("channels_first")
+    image = x = keras.Input((3, 14, 12), batch_size=3)
+    for filters in (4, 4, 5):
+        x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+        x = layers.ReLU()(layers.BatchNormalization(axis=1)(x))
+    x = layers.Conv2DTranspose(4, 3, strides=2, padding="same")(x)
+    model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
+    noise = np.random.RandomState(0)
+    batches = [(noise.normal(size=(3, 3, 14, 12)).astype("float32"), np.arange(3, dtype="int32")) for _ in range(2)]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = model_step(model, batches, True, {"optimizer": keras.optimizers.SGD(0.1), "loss": loss})
+    want = step.run(step.concrete_fn)
+    tiled = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=(3, 2)))
+    got = step.run(tiled.concrete_function)
+    assert set(got) == set(want) and not tiled.plan.left_alone
+    print(tiled.plan.segments[0].num_loops, max(error(got[key], want[key]) for key in want))
+"""
+
+
+def test_convolutions_with_channels_first():
+    """On the CPU only oneDNN has them, in float32; other tests are without it."""
+    code = textwrap.dedent(CHANNELS_FIRST)
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    loops, off = done.stdout.split()[-2:]
+    assert int(loops) > 6
+    assert float(off) < 1e-5

@@ -71,6 +71,9 @@ VARIANTS = [
         {"input": numbers().astype(float), "ksize": [1, 5, 5, 1], "strides": [1, 1, 1, 1], "padding": "SAME"},
     ),
     ("AvgPool", {"value": image(), "ksize": [1, 5, 4, 1], "strides": [1, 1, 3, 1], "padding": "SAME"}),
+    ("BiasAdd", {"value": image(), "bias": image(HEIGHT), "data_format": "NCHW"}),
+    ("BiasAddGrad", {"out_backprop": image(), "data_format": "NCHW"}),
+    ("Transpose", {"x": image(), "perm": Const([0, 2, 3, 1])}),
     ("Conv2D", convolution_case(False) | {"dilations": [1, 2, 3, 1], "strides": [1, 1, 1, 1]}),
 ]
 

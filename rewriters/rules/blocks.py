@@ -62,7 +62,7 @@ class Blocks(Rule):
         raise NotImplementedError
 
     def offset(self, op: OpView, axis: int) -> int:
-        """Rows before the image on the side that has more of them, added (space-to-batch) or cut off (its inverse)."""
+        """Rows before the image on the side that has more of them: of padding, or cut off. Negative for `Pad`."""
         del op, axis
         return 0
 

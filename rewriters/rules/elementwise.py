@@ -193,9 +193,13 @@ class BiasAdd(Pointwise):
     """Adds a vector over the channels."""
 
     def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
-        """The bias is the same for all tiles."""
+        """That of the image; the bias lies along its channels, wherever these are."""
         require_channels(op, op.node.out())
-        return super().result(op, kinds)
+        if kinds[1] is not Kind.INVARIANT:
+            raise NotTileableError("its bias is computed from image data")
+        if kinds[0] is Kind.PARTIAL:
+            raise NotTileableError("BiasAdd adds forward values to a gradient: tiles would count them twice")
+        return kinds[0]
 
     def anchors(self, op: OpView) -> list[Anchor]:
         """By the data format, where that leaves no doubt."""
@@ -232,6 +236,8 @@ class OverChannels(Pointwise):
 def spatial_dims(node: Node, rank: int) -> tuple[int, ...]:
     """Where the `data_format` attribute says that the axes are."""
     layout = node.attrs.get("data_format")
+    if layout is not None and b"VECT" in layout.s:
+        raise NotTileableError(f'data_format "{layout.s.decode()}": channels lie in two dimensions')
     first = layout is not None and layout.s.startswith(b"NC")
     return tuple(range(2, rank) if first else range(1, rank - 1))
 

@@ -1,8 +1,9 @@
-"""Ops that move pixels without computing: pad, slice, concatenate and split over channels, transpose."""
+"""Ops that move pixels without computing: pad, concatenate and split over channels, transpose."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +12,7 @@ from rewriters.errors import NotTileableError
 from rewriters.intervals import Interval, hull_of
 from rewriters.layouts import Link
 from rewriters.registry import AxisPlan, Emitter, Kind, OpView, Rule, find_rule, tiling_rule
+from rewriters.rules.blocks import Blocks
 from rewriters.rules.elementwise import Pointwise, identity, lie_alike
 from rewriters.values import constant
 
@@ -35,55 +37,20 @@ def is_over_channels(op: OpView, dim: Any) -> bool:
     return isinstance(dim, int) and dim % rank in op.layout(out).others(rank)
 
 
-class Shift(Rule):
-    """The output is the input moved along the image; fitting the operand does all the work."""
-
-    moves_rows = True
-    cheap = True
-
-    def rebuilt(self, op: OpView) -> list[int]:
-        """Offsets."""
-        return list(range(1, len(op.node.inputs)))
-
-    def data(self, op: OpView) -> list[int]:
-        """The image."""
-        return [0]
-
-    def offset(self, op: OpView, axis: int) -> int:
-        """Input row of output row 0."""
-        raise NotImplementedError
-
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
-        """Moving is linear."""
-        require_alike(op)
-        for axis in op.axes(op.node.out()):
-            self.offset(op, axis)
-        return kinds[self.data(op)[0]]
-
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The moved rows; those outside of the image are padding."""
-        needs: list[Interval | None] = [None] * len(op.node.inputs)
-        needs[self.data(op)[0]] = out.shift(self.offset(op, axis))
-        return AxisPlan(out, out, needs)
-
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The gradient's rows, moved; what falls outside of the output is cut."""
-        part = parts[self.data(op)[0]]
-        assert part is not None
-        extent = op.extent(op.node.out(), axis)
-        out = part.shift(-self.offset(op, axis)).clip(extent).nonempty(extent)
-        return self.demand(op, axis, out)
-
-
 @tiling_rule("Pad", "PadV2")
-class Pad(Shift):
-    """Constant padding; over the image it is the fill value of the operand."""
+class Pad(Blocks):
+    """Constant padding. Over the image it is the fill value of the operand, and fitting that does all the work."""
 
     def _paddings(self, op: OpView) -> list[list[int]]:
         paddings = constant(op.node.inputs[1].node)
         if paddings is None:
             raise NotTileableError("padding computed at run time")
         return paddings.tolist()
+
+    def block(self, op: OpView, axis: int) -> Fraction:
+        """One row of one."""
+        del op, axis
+        return Fraction(1)
 
     def offset(self, op: OpView, axis: int) -> int:
         """Minus the rows of padding before the image."""
@@ -108,7 +75,8 @@ class Pad(Shift):
             raise NotTileableError("padding of the batch")
         if self._value(op) != 0.0 and kinds[0] is Kind.PARTIAL:
             raise NotTileableError("a gradient padded with a value other than zero")
-        return super().result(op, kinds)
+        require_alike(op)
+        return kinds[0]
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Only channels are left to pad."""
@@ -118,38 +86,6 @@ class Pad(Shift):
             return identity(operands)
         value = tf.constant(self._value(op), operands[0].dtype)
         return [tf.raw_ops.PadV2(input=operands[0], paddings=left, constant_values=value)]
-
-
-@tiling_rule("Slice")
-class Slice(Shift):
-    """A fixed window of the image and of the channels; the gradient of `Pad` and of a concatenation."""
-
-    def offset(self, op: OpView, axis: int) -> int:
-        """First row taken."""
-        dim = op.dim(op.node.out(), axis)
-        return 0 if dim is None else op.ints(1)[dim]
-
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
-        """The batch is taken whole."""
-        source, out = op.node.inputs[0].shape, op.node.out().shape
-        if op.ints(1)[0] != 0 or source is None or out is None or source[0] != out[0]:
-            raise NotTileableError("a slice of the batch")
-        size = op.evaluate(op.node.inputs[2])
-        sizes = op.evaluate.sizes
-        whole = isinstance(size, tuple) and (size[0] == -1 or sizes.same(size[0], sizes.of(op.node.inputs[0])))
-        if source[0] is None and not whole:
-            raise NotTileableError("a slice of the batch by a size computed at run time")
-        return super().result(op, kinds)
-
-    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """Only channels are left to cut."""
-        source, out = op.node.inputs[0].shape, op.node.out().shape
-        assert source is not None and out is not None
-        others = [dim for dim in op.layout(op.node.out()).others(len(out)) if source[dim] != out[dim]]
-        if not others:
-            return identity(operands)
-        begin = [op.ints(1)[dim] if dim in others else 0 for dim in range(len(out))]
-        return [tf.slice(operands[0], begin, [out[dim] if dim in others else -1 for dim in range(len(out))])]
 
 
 @tiling_rule("ConcatV2")

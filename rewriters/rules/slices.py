@@ -1,4 +1,4 @@
-"""Strided slices, as indexing and cropping layers are traced, and their gradients."""
+"""Slices, as indexing, cropping layers and gradients of padding and concatenation are traced, and their gradients."""
 
 from __future__ import annotations
 
@@ -168,11 +168,11 @@ class Sliced(Rule):
             return sum(1 << position for position, marked in enumerate(positions) if marked)
 
         return {
-            "begin": [0 if whole else cut.begin for whole, cut in zip(moved, found, strict=True)],
+            "begin": [0 if every else cut.begin for every, cut in zip(moved, found, strict=True)],
             "end": ends,
             "strides": [cut.stride for cut in found],
             "begin_mask": mask(moved),
-            "end_mask": mask(whole or end < 0 for whole, end in zip(moved, ends, strict=True)),
+            "end_mask": mask(every or end < 0 for every, end in zip(moved, ends, strict=True)),
             "shrink_axis_mask": mask(cut.dim is not None and cut.out is None for cut in found),
             "new_axis_mask": mask(cut.dim is None for cut in found),
         }
@@ -188,7 +188,8 @@ class StridedSlice(Sliced):
 
     def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The rows that are taken, and those between them."""
-        return AxisPlan(out, out, [self.window(op, axis).gather(out), None, None, None])
+        others: list[Interval | None] = [None] * (len(op.node.inputs) - 1)
+        return AxisPlan(out, out, [self.window(op, axis).gather(out), *others])
 
     def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The rows of the gradient that are taken."""
@@ -198,6 +199,27 @@ class StridedSlice(Sliced):
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """The rows came with the operand."""
         return [tf.raw_ops.StridedSlice(input=operands[0], **self._bounds(op))]
+
+
+@tiling_rule("Slice")
+class Slice(StridedSlice):
+    """Operands: image, begin, size."""
+
+    def cuts(self, op: OpView) -> list[Cut]:
+        """As many as the result has."""
+        sizes = op.node.out().shape
+        if sizes is None:
+            raise NotTileableError("a slice of a tensor of unknown rank")
+        return [Cut(dim, dim, begin, size) for dim, (begin, size) in enumerate(zip(op.ints(1), sizes, strict=True))]
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Of an unknown number of images it has to be known that all are taken."""
+        image = op.node.inputs[0]
+        size, sizes = op.evaluate(op.node.inputs[2]), op.evaluate.sizes
+        every = isinstance(size, tuple) and (size[0] == -1 or sizes.same(size[0], sizes.of(image)))
+        if image.shape is not None and image.shape[0] is None and not every:
+            raise NotTileableError("a slice of the batch by a size computed at run time")
+        return super().result(op, kinds)
 
 
 @tiling_rule("StridedSliceGrad")
