@@ -155,7 +155,7 @@ def check_forward(analysis: Analysis, node: Node) -> None:
         NotTileableError: With the reason.
     """
     if is_xla_call(node):
-        raise NotTileableError("XLA compiles it as a whole, as Keras asks for grouped convolutions")
+        raise NotTileableError("XLA compiles it as a whole")
     if node.stateful:
         raise NotTileableError("it has side effects or draws random numbers")
     kinds = forward_kinds(analysis, node)

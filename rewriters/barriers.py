@@ -168,7 +168,7 @@ class _Sorter:
 
     def _operands(self, node: Node) -> list[Kind]:
         if is_xla_call(node):
-            raise NotTileableError("XLA compiles it as a whole, as Keras asks for grouped convolutions")
+            raise NotTileableError("XLA compiles it as a whole")
         if node.stateful:
             raise NotTileableError("it has side effects or draws random numbers")
         data = find_rule(node).data(self.analysis.view(node))

@@ -7,6 +7,8 @@ a training step lives by its effects.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -33,28 +35,55 @@ def is_xla_call(node: Any) -> bool:
     return node.op in _CALLS and "_XlaMustCompile" in attrs and bool(attrs["_XlaMustCompile"].b)
 
 
-def inlined(concrete_fn: Any) -> Graph:
-    """The graph of `concrete_fn` without calls, shapes inferred anew."""
+def inlined(concrete_fn: Any, also: Callable[[Any], bool] = lambda _function_def: False) -> Graph:
+    """The graph of `concrete_fn` without calls, shapes inferred anew.
+
+    Args:
+        concrete_fn: A traced function.
+        also: Says of the definition of a function that XLA must compile whether its body can do without.
+    """
     graph_def = concrete_fn.graph.as_graph_def()
+    functions = {f.signature.name: f for f in graph_def.library.function}
+
+    def opens(node: Any) -> bool:
+        return is_call(node) or (is_xla_call(node) and also(functions[node.attr["f"].func.name]))
+
     outputs = [_flat(t.name) for t in concrete_fn.outputs]
     keep = [op.name for op in _tf_private.control_outputs(concrete_fn)]
-    while any(is_call(node) for node in graph_def.node):
-        graph_def, outputs, keep = _inline_once(graph_def, outputs, keep)
-    return _imported(concrete_fn, graph_def, outputs, keep)
+    interface = _Interface(outputs, keep, {})
+    while any(opens(node) for node in graph_def.node):
+        graph_def, interface = _inline_once(graph_def, interface, opens, functions)
+    return _imported(concrete_fn, graph_def, interface)
 
 
 def _flat(name: str) -> str:
     return name.removesuffix(":0")
 
 
-def _inline_once(graph_def: Any, outputs: list[str], keep: list[str]) -> tuple[Any, list[str], list[str]]:
+@dataclasses.dataclass(frozen=True)
+class _Interface:
+    """Names that matter outside of a definition.
+
+    Attributes:
+        outputs: Flat results.
+        keep: Nodes that must run for their effect.
+        results: What became of the results of calls, by which layers are known.
+    """
+
+    outputs: list[str]
+    keep: list[str]
+    results: dict[str, str]
+
+
+def _inline_once(
+    graph_def: Any, interface: _Interface, opens: Callable[[Any], bool], functions: Mapping[str, Any]
+) -> tuple[Any, _Interface]:
     """Expand every call that stands in the graph now; bodies may hold further calls."""
-    functions = {f.signature.name: f for f in graph_def.library.function}
     result = tf.compat.v1.GraphDef(library=graph_def.library, versions=graph_def.versions)
     tensors: dict[str, str] = {}
     controls: dict[str, list[str]] = {}
     for node in graph_def.node:
-        if is_call(node):
+        if opens(node):
             _expand(node, functions[node.attr["f"].func.name], result, tensors, controls)
         else:
             result.node.add().CopyFrom(node)
@@ -72,10 +101,11 @@ def _inline_once(graph_def: Any, outputs: list[str], keep: list[str]) -> tuple[A
         data = [name for name in names if not name.startswith("^")]
         del node.input[:]
         node.input.extend(data + sorted({name for name in names if name.startswith("^")}))
-    kept = [
-        n for name in keep for n in ([_node_of(resolve(c)) for c in controls[name]] if name in controls else [name])
-    ]
-    return result, [resolve(name) for name in outputs], kept
+    kept: list[str] = []
+    for name in interface.keep:
+        kept.extend([_node_of(resolve(c)) for c in controls[name]] if name in controls else [name])
+    results = {name: resolve(new) for name, new in (interface.results | {name: name for name in tensors}).items()}
+    return result, _Interface([resolve(name) for name in interface.outputs], kept, results)
 
 
 def _node_of(tensor_name: str) -> str:
@@ -116,8 +146,9 @@ def _expand(call: Any, function_def: Any, result: Any, tensors: dict[str, str], 
     controls[call.name] = [f"{call.name}/{name}" for name in effects] or [name[1:] for name in waits]
 
 
-def _imported(concrete_fn: Any, graph_def: Any, outputs: list[str], keep: list[str]) -> Graph:
+def _imported(concrete_fn: Any, graph_def: Any, interface: _Interface) -> Graph:
     """Import the definition once more: only TensorFlow infers shapes."""
+    outputs, keep, results = interface.outputs, interface.keep, interface.results
     names = [t.op.name for t in concrete_fn.inputs]
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs]
     found: list[Any] = []
@@ -126,11 +157,16 @@ def _imported(concrete_fn: Any, graph_def: Any, outputs: list[str], keep: list[s
         for placeholder, source in zip(args, concrete_fn.inputs, strict=True):
             _tf_private.copy_handle_data(source, placeholder)
         mapping = {f"{name}:0": arg for name, arg in zip(names, args, strict=True)}
-        tensors = [name if ":" in name else f"{name}:0" for name in outputs]
+        tensors = [name if ":" in name else f"{name}:0" for name in [*outputs, *results.values()]]
         found.extend(
             tf.graph_util.import_graph_def(graph_def, input_map=mapping, return_elements=tensors + keep, name="")
         )
         return []
 
     traced = _tf_private.trace_func_graph("inlined", build, specs)
-    return from_tf_graph(traced, traced.inputs, found[: len(outputs)], found[len(outputs) :])
+    number, tensors = len(outputs), len(outputs) + len(results)
+    graph = from_tf_graph(traced, traced.inputs, found[:number], found[tensors:])
+    old = [t.name for t in concrete_fn.inputs] + [name if ":" in name else f"{name}:0" for name in results]
+    for name, new in zip(old, [*traced.inputs, *found[number:tensors]], strict=True):
+        graph.aliases[name] = graph.nodes[new.op.name].out(new.value_index)
+    return graph

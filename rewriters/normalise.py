@@ -1,6 +1,7 @@
 """Clean-up before analysis: the graph computes the same with less in it.
 
-1. Called functions are inlined (`inline.py`), so that rules see operations.
+1. Called functions are inlined (`inline.py`), so that rules see operations; of those that XLA compiles only
+   convolutions in groups, by other kernels (`grouped.py`).
 2. Dead nodes go: traces hold gradients that nobody asked for.
 3. `IdentityN` (the wrapper of every `custom_gradient`) is bypassed.
 4. `Sum` over no axes and `Reshape` to the same shape are bypassed; with an unknown
@@ -19,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
+from rewriters import grouped
 from rewriters.graph import Graph, Node, Tensor, from_concrete_function, predecessors
-from rewriters.inline import inlined, is_call
-from rewriters.values import Evaluator
+from rewriters.inline import inlined, is_call, is_xla_call
+from rewriters.values import Evaluator, int_constant
 
 __all__: list[str] = []
 
@@ -33,8 +34,10 @@ def read(concrete_fn: Any) -> Graph:
     """The normalised graph of a traced function."""
     graph = from_concrete_function(concrete_fn)
     graph.prune()
-    if any(is_call(node) for node in graph.nodes.values()):
-        graph = inlined(concrete_fn)
+    if any(is_call(node) or is_xla_call(node) for node in graph.nodes.values()):
+        graph = inlined(concrete_fn, grouped.is_only_convolution)
+        if not grouped.by_kernels_of_the_device(graph):
+            graph = inlined(concrete_fn)
         graph.prune()
     return normalise(graph)
 
@@ -300,13 +303,3 @@ def _freeze_shapes(graph: Graph, evaluate: Evaluator) -> None:
             if value is not None:
                 mapping[tensor] = int_constant(graph, f"{node.name}/static_{index}", value, tensor.dtype).out()
     graph.replace_tensors(mapping)
-
-
-def int_constant(graph: Graph, name: str, value: int | tuple[int, ...], dtype: tf.DType) -> Node:
-    """Add a constant number or vector."""
-    array = np.array(value, dtype.as_numpy_dtype)
-    attrs = {
-        "dtype": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum),
-        "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
-    }
-    return graph.add(Node(graph.unique_name(name), "Const", (), (), attrs, "", [(dtype, array.shape)]))

@@ -19,11 +19,11 @@ from rewriters.emit import phase_inputs, phase_outputs, trace_phase
 from rewriters.errors import RewriteError
 from rewriters.gather import Gatherer
 from rewriters.graph import Graph, Node, Tensor, from_tf_graph
-from rewriters.normalise import int_constant
 from rewriters.roles import reads_shape_only
 from rewriters.segments import Segment
 from rewriters.sharing import program_key
 from rewriters.tiles import Grid, Phase, Planner
+from rewriters.values import int_constant
 
 __all__: list[str] = []
 

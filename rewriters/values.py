@@ -93,6 +93,16 @@ def constant(node: Node) -> np.ndarray | None:
     return tf.make_ndarray(node.attrs["value"].tensor) if node.op == "Const" else None
 
 
+def int_constant(graph: Graph, name: str, value: int | tuple[int, ...], dtype: tf.DType) -> Node:
+    """Add a constant number or vector."""
+    array = np.array(value, dtype.as_numpy_dtype)
+    attrs = {
+        "dtype": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum),
+        "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
+    }
+    return graph.add(Node(graph.unique_name(name), "Const", (), (), attrs, "", [(dtype, array.shape)]))
+
+
 def _const(node: Node, _index: int, _operands: list[Any]) -> Value:
     dtype, shape = node.outputs[0]
     if not dtype.is_integer or shape is None or len(shape) > 2 or math.prod(d or 0 for d in shape) > MAX_ELEMENTS:

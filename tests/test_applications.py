@@ -76,6 +76,7 @@ TRAINED = [
 def _trained(name: str, floatx: str, size: int = SIZE) -> keras.Model:
     """With normalisation in training mode; weights are the same whatever the precision."""
     keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(floatx)  # Once it has been asked for it no longer follows the other.
     keras.utils.set_random_seed(0)
     base = getattr(keras.applications, name)(
         weights=None, include_top=False, input_shape=(size, size, 3), pooling="avg"
@@ -110,13 +111,19 @@ def _furthest(got: Any, want: Any, floor: float) -> float:
     return max((np.abs(a - b).max() / max(np.abs(b).max(), floor) for a, b in zip(got, want, strict=True)), default=0.0)
 
 
+def _apart(got: Any, want: Any) -> float:
+    """Distance of all together, relative to the length of `want`."""
+    differences = sum(((a - b) ** 2).sum() for a, b in zip(got, want, strict=True))
+    return float(np.sqrt(differences / sum((b**2).sum() for b in want)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_one_float32_step_is_as_near_to_the_exact_one_as_the_plain_one(name: str) -> None:
     """Gradients within 5e-5 and moving statistics within 1e-6, or as far as float32 itself is off.
 
-    As they are initialised many of these networks magnify a difference in the last digit a hundred thousand times, and
-    the plain step in float32 is as far from the same step in float64.
+    As they are initialised many of these networks magnify a difference in the last digit of an image a hundred thousand
+    times. So far is the plain step in float32 from the same step in float64, or would be with another last digit.
     """
     noise = np.random.RandomState(0).normal(size=(2, SIZE, SIZE, 3))
     labels = tf.constant([1, 2])
@@ -125,20 +132,24 @@ def test_one_float32_step_is_as_near_to_the_exact_one_as_the_plain_one(name: str
     fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2)), images, labels)
     assert fast.plan.changed
     plain, tiled = (_one_step(model, start, function, images, labels) for function in (step, fast))
+    last_digit = 1 + np.finfo(np.float32).eps * np.random.RandomState(1).choice([-1, 1], noise.shape)
+    shaken = _one_step(model, start, step, tf.constant(noise * last_digit, tf.float32), labels)
     model = _trained(name, "float64")
     exact = _one_step(model, start, _gradients_of(model), tf.constant(noise), labels)
     largest = max(np.abs(g).max() for g in exact[0])
     assert largest > 1e-3, "the comparison would be empty: the gradients have faded"
     for part, floor, limit in ((0, 1e-4 * largest, 5e-5), (1, 1e-3, 1e-6)):
-        off = _furthest(tiled[part], exact[part], floor)
-        assert off <= limit + 2 * _furthest(plain[part], exact[part], floor)
+        rounding = max(_furthest(found[part], exact[part], floor) for found in (plain, shaken))
+        assert _furthest(tiled[part], exact[part], floor) <= limit + 3 * rounding
+        if exact[part]:
+            rounding = max(_apart(found[part], exact[part]) for found in (plain, shaken))
+            assert _apart(tiled[part], exact[part]) <= limit + 3 * rounding
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ResNet50V2", "MobileNetV2", "MobileNetV3Small", "EfficientNetB0", "Xception"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_three_steps_in_float64(name: str) -> None:
-    """Every weight, slot and moving statistic; all that works on images is tiled."""
-    keras.config.set_floatx("float64")
+    """Every weight, slot and moving statistic, where rounding can hide nothing; all that works on images is tiled."""
     model = _trained(name, "float64")
     optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
     optimizer.build(model.trainable_variables)
@@ -153,7 +164,8 @@ def test_three_steps_in_float64(name: str) -> None:
     images = tf.constant(60 * np.random.RandomState(0).normal(size=(2, SIZE, SIZE, 3)))
     labels = tf.constant([1, 2])
     fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2)), images, labels)
-    assert not fast.plan.left_alone and fast.plan.segments[0].num_loops > 60
+    if name not in ("VGG16", "ConvNeXtTiny"):  # The one has no normalisation, the other flattens pixels.
+        assert not fast.plan.left_alone and fast.plan.segments[0].num_loops > 60
     assert fast.plan.predicted.peak_bytes < fast.plan.original.peak_bytes
     variables = [*model.variables, *optimizer.variables]
     start = [np.array(variable) for variable in variables]

@@ -367,10 +367,17 @@ def test_what_is_made_again_is_read_and_what_was_there_before_is_free():
     assert checked > 5
 
 
+class Compiled(layers.Layer):
+    """A function that the user lets XLA compile."""
+
+    def call(self, x):
+        return tf.function(lambda x: tf.tanh(2 * x), jit_compile=True)(x)
+
+
 def test_what_is_refused_is_told_and_runs_whole():
     def net(x):
         x = layers.ReLU()(conv(x, 4))
-        x = layers.Conv2D(4, 3, padding="same", groups=2)(x)
+        x = Compiled()(x)
         return layers.ReLU()(conv(x, 4))
 
     step = keras_step(net, (9, 8), 2, True, momentum())
@@ -507,13 +514,30 @@ def test_named_segments_with_barriers_inside():
 def test_what_a_named_segment_cannot_store_is_told():
     image = keras.Input((20, 18, 3), name="photo")
     x = layers.ReLU()(conv(image, 4))
+    x = Compiled(name="compiled")(x)
+    x = layers.ReLU(name="out")(conv(x, 4))
+    model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    spec = tflms_sft.SegmentSpec("photo", "out", num_tiles=(2, 2), stored="compiled")
+    with pytest.raises(tflms_sft.SegmentError, match="`stored` names .*which do not run on tiles"):
+        model.fit(IMAGES[:, :20, :18], LABELS, verbose=0, callbacks=[tflms_sft.SFT(segments=[spec], verbose=0)])
+
+
+def test_names_of_what_calls_return():
+    """Convolutions in groups are calls as Keras traces them, and have no op of their layer's name afterwards."""
+    image = keras.Input((20, 18, 3), name="photo")
+    x = layers.ReLU()(conv(image, 4))
     x = layers.Conv2D(4, 3, padding="same", groups=2, use_bias=False, name="grouped")(x)
     x = layers.ReLU(name="out")(conv(x, 4))
     model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
-    spec = tflms_sft.SegmentSpec("photo", "out", num_tiles=(2, 2), stored="grouped")
-    with pytest.raises(tflms_sft.SegmentError, match="`stored` names .*which do not run on tiles"):
-        model.fit(IMAGES[:, :20, :18], LABELS, verbose=0, callbacks=[tflms_sft.SFT(segments=[spec], verbose=0)])
+    specs = [
+        tflms_sft.SegmentSpec("photo", "grouped", num_tiles=(2, 2)),
+        tflms_sft.SegmentSpec("grouped", "out", num_tiles=(3, 3)),
+    ]
+    callback = tflms_sft.SFT(segments=specs, verbose=0)
+    model.fit(IMAGES[:, :20, :18], LABELS, verbose=0, callbacks=[callback])
+    assert [segment.exits for segment in callback.plan.segments] == [("grouped",), ("out",)]
 
 
 @pytest.mark.parametrize("part", (0.85, 0.6))

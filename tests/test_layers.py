@@ -78,6 +78,12 @@ NETS = {
     "pyramid": (2, normed, pyramid),
     "slices": (2, normed, sliced),
     "dropout": (2, normed, dropped),
+    "convolution in groups": (2, normed, lambda x: layers.Conv2D(6, 3, groups=2, strides=(2, 1), padding="same")(x)),
+    "one channel per group": (2, normed, lambda x: layers.Conv2D(8, 3, groups=4)(x)),
+    "one channel per group, dilated": (2, normed, lambda x: layers.Conv2D(4, 3, groups=4, dilation_rate=2)(x)),
+    "one channel per group, strides": (2, plain, lambda x: layers.Conv2D(4, 3, groups=4, strides=(1, 2))(x)),
+    "convolution in groups, 1-D": (1, normed, lambda x: layers.Conv1D(6, 3, groups=2, dilation_rate=2)(x)),
+    "convolution in groups, 3-D": (3, plain, lambda x: layers.Conv3D(4, 3, groups=2, padding="same")(x)),
     "over channels": (2, normed, lambda x: layers.UnitNormalization()(layers.RMSNormalization()(x))),
     "shared slopes": (2, normed, lambda x: layers.LayerNormalization()(layers.PReLU(shared_axes=[1, 2])(x))),
 }

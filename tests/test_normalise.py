@@ -271,3 +271,50 @@ def test_a_call_that_must_be_compiled_stays_a_call():
 
     concrete_fn = tf.function(lambda x: compiled(x)).get_concrete_function(VECTOR)
     assert any("PartitionedCall" in op for op in ops(normalise.read(concrete_fn)))
+
+
+# Convolutions in groups ---------------------------------------------------------------------------------
+
+
+def compiled_groups(image_shape, strides=1, dilations=1):
+    @tf.function(jit_compile=True)
+    def convolved(image, taps):
+        return tf.raw_ops.Conv2D(
+            input=image,
+            filter=taps,
+            strides=[1, strides, strides, 1],
+            padding="SAME",
+            dilations=[1, dilations, dilations, 1],
+        )
+
+    @tf.function(autograph=False)
+    def step(image, taps):
+        with tf.GradientTape() as tape:
+            tape.watch([image, taps])
+            value = tf.reduce_sum(tf.sin(convolved(image, taps)))
+        return value, *tape.gradient(value, [image, taps])
+
+    return step.get_concrete_function(tf.TensorSpec(image_shape), tf.TensorSpec((3, 3, 2, 6)))
+
+
+def test_a_compiled_convolution_in_groups_becomes_one_per_group():
+    graph = normalise.read(compiled_groups((None, 8, 7, 4)))
+    ops = [node.op for node in graph.nodes.values()]
+    assert not any("Call" in op for op in ops)
+    assert [ops.count(op) for op in ("Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("shape", "dilations"), [((None, 8, 7, None), 1), ((1, 8, 7, 4), 2)])
+def test_without_known_channels_or_kernels_it_stays_with_xla(shape, dilations):
+    graph = normalise.read(compiled_groups(shape, dilations=dilations))
+    calls = [node for node in graph.nodes.values() if "Call" in node.op]
+    assert len(calls) == 2 and all(node.attrs["_XlaMustCompile"].b for node in calls)
+    assert not any(node.op.startswith("Conv") for node in graph.nodes.values())
+
+
+def test_what_else_the_user_lets_xla_compile_stays_compiled():
+    compiled = tf.function(lambda x, y: tf.nn.conv2d(tf.tanh(x), y, 1, "SAME"), jit_compile=True)
+    step = tf.function(lambda x, y: compiled(x, y) + 1.0, autograph=False)
+    specs = tf.TensorSpec((1, 8, 7, 4)), tf.TensorSpec((3, 3, 2, 6))
+    graph = normalise.read(step.get_concrete_function(*specs))
+    assert any("Call" in node.op for node in graph.nodes.values())
