@@ -21,6 +21,9 @@ from rewriters.errors import RewriteError
 
 __all__: list[str] = []
 
+PER_PIXEL = "_per_pixel"
+"""Attribute of a call (`rewriters/pixels.py`): the op that its function runs on the pixels of images."""
+
 Shape = tuple[int | None, ...] | None
 
 _DROPPED_ATTRS = ("_output_shapes", "_class")

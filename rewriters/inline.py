@@ -35,7 +35,7 @@ def is_xla_call(node: Any) -> bool:
     return node.op in _CALLS and "_XlaMustCompile" in attrs and bool(attrs["_XlaMustCompile"].b)
 
 
-def inlined(concrete_fn: Any, also: Callable[[Any], bool] = lambda _function_def: False) -> Graph:
+def inlined(concrete_fn: Any, also: Callable[[Any], bool] | None = None) -> Graph:
     """The graph of `concrete_fn` without calls, shapes inferred anew.
 
     Args:
@@ -46,7 +46,9 @@ def inlined(concrete_fn: Any, also: Callable[[Any], bool] = lambda _function_def
     functions = {f.signature.name: f for f in graph_def.library.function}
 
     def opens(node: Any) -> bool:
-        return is_call(node) or (is_xla_call(node) and also(functions[node.attr["f"].func.name]))
+        if not is_xla_call(node):
+            return is_call(node)
+        return also is not None and also(functions[node.attr["f"].func.name])
 
     outputs = [_flat(t.name) for t in concrete_fn.outputs]
     keep = [op.name for op in _tf_private.control_outputs(concrete_fn)]

@@ -4,7 +4,7 @@
    convolutions in groups, by other kernels (`grouped.py`).
 2. Dead nodes go: traces hold gradients that nobody asked for.
 3. `IdentityN` (the wrapper of every `custom_gradient`) is bypassed.
-4. `Sum` over no axes and `Reshape` to the same shape are bypassed; with an unknown
+4. `Sum` over no axes, `Reshape` to the same shape and `Transpose` to the same order are bypassed; with an unknown
    batch autodiff leaves one of each behind every broadcasting operation.
 5. `Shape` of a tensor whose sizes are known becomes a constant, so that no shape
    op keeps an activation alive; `ShapeN`, which keeps several alive, becomes one
@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters import grouped
+from rewriters import grouped, pixels
 from rewriters.graph import Graph, Node, Tensor, from_concrete_function, predecessors
 from rewriters.inline import inlined, is_call, is_xla_call
 from rewriters.values import Evaluator, int_constant
@@ -30,20 +30,25 @@ from rewriters.values import Evaluator, int_constant
 __all__: list[str] = []
 
 
-def read(concrete_fn: Any) -> Graph:
-    """The normalised graph of a traced function."""
+def read(concrete_fn: Any, for_tiles: bool = True) -> Graph:
+    """The normalised graph of a traced function.
+
+    Args:
+        concrete_fn: What `get_concrete_function` returns.
+        for_tiles: Also make anew what is the same to rounding only: grouped convolutions, and 8.
+    """
     graph = from_concrete_function(concrete_fn)
     graph.prune()
     if any(is_call(node) or is_xla_call(node) for node in graph.nodes.values()):
-        graph = inlined(concrete_fn, grouped.is_only_convolution)
-        if not grouped.by_kernels_of_the_device(graph):
+        graph = inlined(concrete_fn, grouped.is_only_convolution if for_tiles else None)
+        if for_tiles and not grouped.by_kernels_of_the_device(graph):
             graph = inlined(concrete_fn)
         graph.prune()
-    return normalise(graph)
+    return normalise(graph, for_tiles)
 
 
-def normalise(graph: Graph) -> Graph:
-    """A copy of `graph` after steps 2 to 7."""
+def normalise(graph: Graph, for_tiles: bool = True) -> Graph:
+    """A copy of `graph` after steps 2 to 7, or 8."""
     graph = graph.copy()
     graph.prune()
     _bypass_identity_n(graph)
@@ -56,6 +61,8 @@ def normalise(graph: Graph) -> Graph:
         found |= _find_shapes_of_reshapes(graph, evaluate)
         found |= _find_shapes_of_elementwise(graph)
         found |= _sum_repetitions(graph, evaluate)
+        if for_tiles:
+            found |= pixels.as_images(graph, evaluate)
         _split_shapes(graph)
         _freeze_shapes(graph, evaluate)
         graph.prune()
@@ -119,6 +126,9 @@ def _bypass_no_ops(graph: Graph, evaluate: Evaluator) -> None:
 def _changes_nothing(node: Node, source: Tensor, evaluate: Evaluator) -> bool:
     if node.op == "Sum":
         return evaluate(node.inputs[1]) == ()
+    if node.op == "Transpose":
+        order = evaluate(node.inputs[1])
+        return isinstance(order, tuple) and order == tuple(range(len(order)))
     if node.op not in ("Reshape", "BroadcastTo"):
         return False
     have, target = evaluate.shape(source), evaluate(node.inputs[1])

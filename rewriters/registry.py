@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rewriters.errors import NotTileableError
-from rewriters.graph import Node, Tensor
+from rewriters.graph import PER_PIXEL, Node, Tensor
 from rewriters.intervals import Interval
 from rewriters.layouts import Anchor, Layout, Layouts, Link
 from rewriters.values import Evaluator
@@ -295,9 +295,11 @@ def find_rule(node: Node) -> Rule:
     Raises:
         NotTileableError: If there is none, or the op is known not to be tileable.
     """
-    rule = _RULES.get(node.op)
+    # A call of a function that runs one op on the pixels of an image has the rule of that op.
+    op = node.attrs[PER_PIXEL].s.decode() if PER_PIXEL in node.attrs else node.op
+    rule = _RULES.get(op)
     if rule is None:
-        raise NotTileableError(_REFUSED.get(node.op, f"no tiling rule for op type {node.op}"))
+        raise NotTileableError(_REFUSED.get(op, f"no tiling rule for op type {op}"))
     return rule
 
 

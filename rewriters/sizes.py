@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rewriters.graph import Graph, Node, Tensor
+from rewriters.graph import PER_PIXEL, Graph, Node, Tensor
 
 __all__: list[str] = []
 
@@ -92,6 +92,9 @@ class LeadingSizes:
             return self._from_shape(node, position, evaluate)
         if node.op in ("SpaceToBatchND", "BatchToSpaceND"):
             return self._in_blocks(node, evaluate(node.inputs[1]))
+        if PER_PIXEL in node.attrs:
+            size = self.of(node.inputs[0])
+            return size if isinstance(size, Size) else None
         if node.op in _OWN_SIZE or any(word in node.op for word in _OWN_SIZE_WORDS):
             return None
         keeps = _KEEPS.get(node.op)
@@ -189,7 +192,15 @@ def _axis_elsewhere(position: int) -> Callable[[Node, Sequence[Any]], bool]:
     return keeps
 
 
+def _einsum(node: Node, _values: Sequence[Any]) -> bool:
+    """The same letter comes first wherever the size is not known."""
+    *operands, out = node.attrs["equation"].s.decode().replace("->", ",").replace(" ", "").split(",")
+    unknown = [own for own, t in zip(operands, node.inputs, strict=True) if t.shape and t.shape[0] is None]
+    return "." not in out[:1] and all(own[:1] == out[:1] for own in unknown)
+
+
 _KEEPS: dict[str, Callable[[Node, Sequence[Any]], bool]] = {
+    "Einsum": _einsum,
     "StridedSlice": _strided,
     "ConcatV2": _axis_elsewhere(-1),
     "Split": _axis_elsewhere(0),
@@ -211,7 +222,7 @@ _SHAPE_OPERAND = {
     **dict.fromkeys(("Fill", "Empty", "StridedSliceGrad", "Conv2DBackpropInput", "Conv3DBackpropInputV2"), 0),
 }
 
-_OWN_SIZE = frozenset(("Where", "Range", "Einsum", "CropAndResize", "While", "StatelessWhile", "If", "StatelessIf"))
+_OWN_SIZE = frozenset(("Where", "Range", "CropAndResize", "While", "StatelessWhile", "If", "StatelessIf"))
 
 _OWN_SIZE_WORDS = ("Gather", "Unique", "Dynamic", "Segment", "TensorList", "Call")
 """Parts of the names of op families."""

@@ -13,7 +13,9 @@ from rewriters import sft
 from rewriters.analysis import Analysis
 from rewriters.build import Importer
 from rewriters.errors import NotTileableError
-from rewriters.graph import Tensor, from_concrete_function
+from rewriters.graph import PER_PIXEL, Tensor, from_concrete_function
+from rewriters.normalise import normalise
+from rewriters.pixels import CROSS_ENTROPIES
 from rewriters.registry import Kind, find_rule
 from rewriters.segments import Segment
 from rewriters.stored import Loop
@@ -30,13 +32,28 @@ class Const:
     value: Any
 
 
+def per_pixel_op(op_type: str) -> Any:
+    """An op on matrices of pixels between the reshapes that a step has there."""
+
+    def run(features: Any, labels: Any, name: str) -> Any:
+        classes, shape = features.shape[-1], tf.shape(features)
+        flat = [-1, classes] if labels.shape.rank == features.shape.rank else [-1]
+        loss, gradient = getattr(tf.raw_ops, op_type)(
+            features=tf.reshape(features, [-1, classes]), labels=tf.reshape(labels, flat), name=name
+        )
+        return [tf.reshape(loss, shape[:-1]), tf.reshape(gradient, shape)]
+
+    return run
+
+
 class OneOp:
     """A graph with a single op, its operands as arguments, and the means to run it on tiles."""
 
     def __init__(self, op_type: str, operands: dict[str, Any], batch_known: bool = True) -> None:
         leaves = tf.nest.flatten(operands)
         self.arrays = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
-        raw_op = getattr(tf.raw_ops, op_type)
+        per_pixel = op_type in CROSS_ENTROPIES
+        raw_op = per_pixel_op(op_type) if per_pixel else getattr(tf.raw_ops, op_type)
 
         def body(*args: Any) -> Any:
             remaining = iter(args)
@@ -56,8 +73,10 @@ class OneOp:
 
         specs = [tf.TensorSpec(shape(a), a.dtype) for a in self.arrays]
         self.concrete_fn = tf.function(body, autograph=False).get_concrete_function(*specs)
-        self.analysis = Analysis(from_concrete_function(self.concrete_fn))
-        self.node = self.analysis.graph.nodes["the_op"]
+        graph = from_concrete_function(self.concrete_fn)
+        self.analysis = Analysis(normalise(graph) if per_pixel else graph)
+        nodes = self.analysis.graph.nodes
+        self.node = next(node for node in nodes.values() if PER_PIXEL in node.attrs) if per_pixel else nodes["the_op"]
         self.rule = find_rule(self.node)
         self.view = self.analysis.view(self.node)
 

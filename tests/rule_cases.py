@@ -71,6 +71,12 @@ cases("Sum Mean", lambda: {"input": image(), "axis": Const([-1]), "keep_dims": T
 cases("Max Min Prod", lambda: {"input": image(), "axis": Const([3]), "keep_dims": True})
 cases("Tile", lambda: {"input": image(3, 1, 1, 4), "multiples": Const([1, HEIGHT, WIDTH, 1])})
 cases("BroadcastTo", lambda: {"input": image(1, 1, 1, 1), "shape": Const([3, HEIGHT, WIDTH, 4])})
+cases("Einsum", lambda: {"inputs": [image(), image(4, 5)], "equation": "bhwc,cd->bhwd"})
+cases("SoftmaxCrossEntropyWithLogits", lambda: {"features": image(), "labels": image()})
+cases(
+    "SparseSoftmaxCrossEntropyWithLogits",
+    lambda: {"features": image(), "labels": np.random.RandomState(5).randint(0, 4, (3, HEIGHT, WIDTH))},
+)
 cases("Softmax LogSoftmax", lambda: {"logits": image()})
 
 cases("Pad", lambda: {"input": image(), "paddings": Const([[0, 0], [1, 2], [3, 0], [1, 0]])})

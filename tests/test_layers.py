@@ -84,6 +84,9 @@ NETS = {
     "one channel per group, strides": (2, plain, lambda x: layers.Conv2D(4, 3, groups=4, strides=(1, 2))(x)),
     "convolution in groups, 1-D": (1, normed, lambda x: layers.Conv1D(6, 3, groups=2, dilation_rate=2)(x)),
     "convolution in groups, 3-D": (3, plain, lambda x: layers.Conv3D(4, 3, groups=2, padding="same")(x)),
+    "dense": (2, normed, lambda x: layers.Dense(5, activation="gelu")(x)),
+    "dense, 1-D": (1, normed, lambda x: layers.Dense(5)(layers.Dense(3, use_bias=False)(x))),
+    "dense, 3-D": (3, normed, lambda x: layers.EinsumDense("bdhwc,cx->bdhwx", (None, None, None, 3))(x)),
     "over channels": (2, normed, lambda x: layers.UnitNormalization()(layers.RMSNormalization()(x))),
     "shared slopes": (2, normed, lambda x: layers.LayerNormalization()(layers.PReLU(shared_axes=[1, 2])(x))),
 }

@@ -74,6 +74,10 @@ VARIANTS = [
     ("BiasAdd", {"value": image(), "bias": image(HEIGHT), "data_format": "NCHW"}),
     ("BiasAddGrad", {"out_backprop": image(), "data_format": "NCHW"}),
     ("Transpose", {"x": image(), "perm": Const([0, 2, 3, 1])}),
+    ("Einsum", {"inputs": [image(), image()], "equation": "bhwc,bhwd->cd"}),
+    ("Einsum", {"inputs": [image(), image()], "equation": "bhwc,bhwc->bhw"}),
+    ("Einsum", {"inputs": [image(5, 4), image()], "equation": "dc,b...c->b...d"}),
+    ("Einsum", {"inputs": [image(), image(4, 5)], "equation": "bhwc,cd->bwhd"}),
     ("Conv2D", convolution_case(False) | {"dilations": [1, 2, 3, 1], "strides": [1, 1, 1, 1]}),
 ]
 
@@ -185,6 +189,12 @@ REFUSED = [
     ("Tile", {"input": image(3, 2, 1, 4), "multiples": Const([1, HEIGHT, 1, 1])}, "F", "repetition of an image"),
     ("Tile", {"input": image(3, 1, 1, 4), "multiples": Const([2, 1, 1, 1])}, "F", "over the batch"),
     ("Split", {"axis": Const(2), "value": image(), "num_split": 2}, "IF", "another axis than the channels"),
+    ("Einsum", {"inputs": [image(), image()], "equation": "bhwc,bhwd->cd"}, "FF", "reduces over the image"),
+    ("Einsum", {"inputs": [image(), image()], "equation": "bhwc,bhwc->bhwc"}, "PP", "two gradients at once"),
+    ("Einsum", {"inputs": [image(), image()], "equation": "bhwc,bvwc->bhvc"}, "FF", "lie otherwise"),
+    ("Einsum", {"inputs": [image(), image(WIDTH, 5)], "equation": "bhwc,wv->bhvc"}, "FI", "as attention is"),
+    ("Einsum", {"inputs": [image(), image(4, 5)], "equation": "bhwc,cd->bhwd"}, "FF", "as attention is"),
+    ("Einsum", {"inputs": [image(3, HEIGHT, WIDTH, WIDTH)], "equation": "bhww->bhw"}, "F", "diagonal"),
 ]
 
 

@@ -85,18 +85,21 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def analyse(concrete_fn: Any, record: LayerRecord | None = None, batch: int | None = None) -> Traced:
+def analyse(
+    concrete_fn: Any, record: LayerRecord | None = None, batch: int | None = None, for_tiles: bool = True
+) -> Traced:
     """Read and analyse a traced step.
 
     Args:
         concrete_fn: A concrete function.
         record: Keras layers seen while it was traced.
         batch: Batch size where the graph leaves it open.
+        for_tiles: Whether it may be tiled, so that what is the same to rounding only may be made anew.
 
     Raises:
         RewriteError: If it computes no gradients.
     """
-    graph = read(concrete_fn)
+    graph = read(concrete_fn, for_tiles)
     record = record or LayerRecord()
     misleading = any(is_autodiff_name(call.layer) for call in record.calls)
     forward: Container[str] = record.layer_of_op.keys() if misleading else ()

@@ -268,7 +268,9 @@ class Installation:
         known = self._images
         self._require_batch(traced, known)
         with collector_paused():
-            importer, plan = rewrite_traced(analyse(traced, record, known[0] if known else None), self._params)
+            for_tiles = self._params.tiles is not None
+            analysed = analyse(traced, record, known[0] if known else None, for_tiles)
+            importer, plan = rewrite_traced(analysed, self._params)
         if self.plan is None:
             self.plan = plan
             self._variables = _tf_private.variable_sizes(traced)

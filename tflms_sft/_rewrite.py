@@ -266,7 +266,7 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
 
 def _compiled(concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen) -> RewrittenStep:
     """Analyse, plan and emit."""
-    traced = analyse(concrete_fn, record, batch)
+    traced = analyse(concrete_fn, record, batch, chosen.tiles is not None)
     if chosen.has_budget:
         require_batch(traced, batch)
     importer, plan = rewrite_traced(traced, chosen)

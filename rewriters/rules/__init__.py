@@ -1,7 +1,7 @@
 """All op rules. Importing this package fills the registry; add a new module here."""
 
-from rewriters.rules import blocks, convolution, elementwise, pooling, reductions, resizing, shaping, slices
+from rewriters.rules import blocks, convolution, elementwise, pixels, pooling, reductions, resizing, shaping, slices
 
 __all__: list[str] = []
 
-_ = (blocks, convolution, elementwise, pooling, reductions, resizing, shaping, slices)
+_ = (blocks, convolution, elementwise, pixels, pooling, reductions, resizing, shaping, slices)

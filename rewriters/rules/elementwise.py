@@ -302,7 +302,6 @@ not_tileable(
     "BatchMatMul",
     "BatchMatMulV2",
     "BatchMatMulV3",
-    "Einsum",
 )
 
 
