@@ -25,7 +25,6 @@ from rewriters.inline import is_xla_call
 from rewriters.registry import Kind, find_rule
 from rewriters.roles import reads_shape_only
 from rewriters.rules.reductions import Reduce
-from rewriters.sizes import Size
 
 __all__: list[str] = []
 
@@ -214,14 +213,12 @@ class _Sorter:
     def _in_batch(self, tensor: Tensor) -> bool:
         """Whether a tensor has as many images as the batch: turns take their part of all of them alike.
 
-        Two arguments of unknown numbers are not taken to have the same.
+        Two arguments of unknown numbers are taken to have the same where an operation takes images of both.
         """
         if self.analysis.entries_per_image(tensor) != 1:
             return True  # It was made of what has been looked at.
-        size = self.analysis.evaluate.sizes.of(tensor)
-        if isinstance(size, Size) and isinstance(self.batch, Size):
-            return size is self.batch or bool(size.arguments & self.batch.arguments)
-        return bool(size == self.batch)
+        sizes = self.analysis.evaluate.sizes
+        return sizes.meet(sizes.of(tensor), self.batch)
 
     def _moments(self, node: Node) -> Moments | None:
         """The moments that a mean of squared differences from a mean belongs to (B. P. Welford, 1962)."""

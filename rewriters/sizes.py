@@ -45,8 +45,11 @@ class LeadingSizes:
         """Sizes of what has several entries for each of another, such as pixels made images."""
         self._divided: dict[tuple[Size, int], Size] = {}
         self._groups: list[set[int]] = []
+        self._met: list[set[int]] = []
+        """Arguments whose images some operation takes together."""
         for pair in graph.same_size:
             self._join(set(pair))
+            self._met.append(set(pair))
 
     def find(self, order: Iterable[Node], evaluate: Callable[[Tensor], Any]) -> None:
         """Follow the sizes through the nodes, in topological order."""
@@ -80,6 +83,14 @@ class LeadingSizes:
             self._join(set(together))
         return True
 
+    def meet(self, a: Any, b: Any) -> bool:
+        """Whether two sizes are equal because some operation takes images of both; that is noted."""
+        if not isinstance(a, Size) or not isinstance(b, Size):
+            return self.same(a, b)
+        if a is b or a.arguments & b.arguments:
+            return True
+        return any(a.arguments & met and b.arguments & met for met in self._met) and self.same(a, b)
+
     def _join(self, positions: set[int]) -> None:
         touched = [group for group in self._groups if group & positions]
         self._groups = [group for group in self._groups if group not in touched]
@@ -105,7 +116,10 @@ class LeadingSizes:
             return next(iter(sizes))
         if not sizes or not all(size.arguments for size in sizes):  # type: ignore[union-attr]
             return None
-        return Size(*frozenset[int]().union(*(size.arguments for size in sizes)))  # type: ignore[union-attr]
+        together = frozenset[int]().union(*(size.arguments for size in sizes))  # type: ignore[union-attr]
+        if sum(len(tensor.shape or ()) > 2 for tensor in node.inputs) > 1:
+            self._met.append(set(together))
+        return Size(*together)
 
     def _in_blocks(self, node: Node, block: Any) -> Size | None:
         """A multiple of the operand's size, or what that is a multiple of."""

@@ -102,6 +102,17 @@ def test_that_arguments_have_one_size_is_noted_where_it_is_used():
     assert graph.copy().same_size == {(0, 1)}
 
 
+def test_arguments_meet_where_an_operation_takes_images_of_both():
+    for shape, expected in (((None, 5, 4), True), ((None, 4), False)):
+        specs = [tf.TensorSpec(shape)] * 3
+        step = tf.function(lambda x, y, z: (x + y, tf.tanh(z)), autograph=False)
+        graph = from_concrete_function(step.get_concrete_function(*specs))
+        found = Evaluator(graph).sizes
+        a, b, c = map(found.of, graph.inputs)
+        assert found.meet(a, a) and found.meet(a, b) is expected and not found.meet(a, c)
+        assert graph.same_size == ({(0, 1)} if expected else set())
+
+
 def test_numbers_and_unknown_sizes_are_not_the_same():
     graph, found = two(lambda x, y: x + y)
     assert found.same(3, 3) and not found.same(3, 4) and not found.same(3, found.of(graph.inputs[0]))

@@ -36,7 +36,25 @@ def up(x, skip, filters, rank, how):
     return (layers.Cropping2D if rank == 2 else layers.Cropping3D)(crops)(x)
 
 
-def u_net(rank, how, known_batch):
+def dice(pixels, numbers):
+    """One probability for each pixel."""
+    labels = numbers.integers(0, 2, (2, *pixels, 1)).astype("float64")
+    return 1, "sigmoid", keras.losses.Dice(), labels
+
+
+def sparse(pixels, numbers):
+    """Logits, and one label for each pixel."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return 3, None, loss, numbers.integers(0, 3, (2, *pixels))
+
+
+def categorical(pixels, numbers):
+    """Logits, and a distribution for each pixel."""
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)
+    return 4, None, loss, np.eye(4)[numbers.integers(0, 4, (2, *pixels))]
+
+
+def u_net(rank, how, known_batch, target=dice):
     keras.config.set_floatx("float64")
     x = image = keras.Input((*SIZES[rank], 2), batch_size=2 if known_batch else None)
     skips = []
@@ -46,13 +64,12 @@ def u_net(rank, how, known_batch):
     x = block(x, 5, rank)
     for filters, skip in zip((4, 3), reversed(skips), strict=True):
         x = block(layers.Concatenate()([skip, up(x, skip, filters, rank, how)]), filters, rank)
-    model = keras.Model(image, CONV[rank](1, 1, activation="sigmoid")(x))
     numbers = np.random.default_rng(0)
-    batches = [
-        (numbers.normal(size=(2, *SIZES[rank], 2)), numbers.integers(0, 2, (2, *SIZES[rank], 1)).astype("float64"))
-        for _ in range(2)
-    ]
-    arguments = {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": keras.losses.Dice()}
+    classes, activation, loss, _ = target(SIZES[rank], numbers)
+    model = keras.Model(image, CONV[rank](classes, 1, activation=activation)(x))
+    images = [numbers.normal(size=(2, *SIZES[rank], 2)) for _ in range(2)]
+    batches = [(image, target(SIZES[rank], numbers)[-1]) for image in images]
+    arguments = {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": loss}
     return model_step(model, batches, known_batch, arguments)
 
 
@@ -67,5 +84,21 @@ def test_a_u_net_is_the_same(rank, how, known_batch):
     (segment,) = fast.plan.segments
     assert segment.num_loops > 20
     assert fast.plan.predicted.peak_bytes < fast.plan.original.peak_bytes
+    same(step, fast)
+
+
+def same(step, fast):
     want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
+    assert set(want) == set(got)
     assert max(error(got[name], want[name]) for name in want) < TOLERANCE
+
+
+@pytest.mark.parametrize("target", (sparse, categorical))
+@pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
+def test_cross_entropies_of_pixels_run_on_tiles(target, known_batch):
+    step = u_net(2, "nearest", known_batch, target)
+    fast = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=(3, 2, 2)))
+    assert not fast.plan.left_alone
+    ops = {node.op for node in fast.concrete_function.graph.as_graph_def().node}
+    assert not any("CrossEntropy" in op or "Call" in op for op in ops), "a part of it is left outside"
+    same(step, fast)
