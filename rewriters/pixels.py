@@ -95,7 +95,7 @@ class _Unfolding:
         if changed:
             node.inputs[0] = self.images[node.inputs[0]]
         source, (_, out) = node.inputs[0], node.outputs[0]
-        if source.shape is None or None in source.shape[1:] or out is None:
+        if source.shape is None or len(source.shape) < 2 or None in source.shape[1:] or out is None:
             return changed
         matrix = len(out) == 2 and self._channels(node) == source.shape[-1]
         pixels = source.shape[1:-1] if matrix else source.shape[1:]

@@ -129,6 +129,15 @@ def _conv(d: Drawing, x: str) -> str:
     return f"layers.Conv{d.rank}D({d.number(1, 4)}, {d.counts(1, 3)}, {size}, padding={padding!r})({x})"
 
 
+def _grouped(d: Drawing, x: str) -> str:
+    groups = d.choice(*(n for n in range(1, 9) if d.shape(x)[-1] % n == 0))
+    return f"layers.Conv{d.rank}D({groups * d.number(1, 2)}, {d.counts(1, 3)}, groups={groups}, padding='same')({x})"
+
+
+def _dense(d: Drawing, x: str) -> str:
+    return f"layers.Dense({d.number(1, 4)}, activation={d.choice(None, 'relu', 'tanh')!r})({x})"
+
+
 def _depthwise(d: Drawing, x: str) -> str | None:
     if d.rank == 3:
         return None
@@ -195,6 +204,8 @@ def _sliced(d: Drawing, x: str) -> str:
 
 LAYERS = {
     _conv: 6,
+    _grouped: 1,
+    _dense: 1,
     _depthwise: 1,
     _transposed: 1,
     _pool: 2,
@@ -259,10 +270,13 @@ def _head(d: Drawing) -> list[str]:
     """What nothing reads goes into the classes, or the last of it into pixels."""
     last = d.tensors[-1]
     ends = [name for name in d.ends if name != last] or [last]
-    pools = [f"layers.Dense(2)(layers.GlobalAveragePooling{d.rank}D()({name}))" for name in ends]
-    if d.choice(True, False):
-        gate = f"layers.Reshape({(1,) * d.rank + (2,)})({' + '.join(pools)})"
-        return [f"y = layers.Activation('sigmoid')(layers.Conv{d.rank}D(2, 1)({last}) + {gate})"]
+    kind = d.choice("classes", "probabilities", "logits")
+    size = 3 if kind == "logits" else 2
+    pools = [f"layers.Dense({size})(layers.GlobalAveragePooling{d.rank}D()({name}))" for name in ends]
+    if kind != "classes":
+        gate = f"layers.Reshape({(1,) * d.rank + (size,)})({' + '.join(pools)})"
+        pixels = f"layers.Conv{d.rank}D({size}, 1)({last}) + {gate}"
+        return [f"y = layers.Activation('sigmoid')({pixels})" if kind == "probabilities" else f"y = {pixels}"]
     return [f"y = {' + '.join([*pools, f'layers.Dense(2)(layers.GlobalMaxPooling{d.rank}D()({last}))'])}"]
 
 
@@ -292,7 +306,7 @@ def compare(model: Any, optimizer: Any, params: Any, *, known_batch: bool, part:
     """Train for two steps, plain and rewritten.
 
     Args:
-        model: With images, or classes, as output.
+        model: With two classes as output; or images, of probabilities or, with three channels, of logits.
         optimizer: For it.
         params: How it is rewritten.
         known_batch: Whether the step is traced for 3 images, or for any number.
@@ -305,12 +319,16 @@ def compare(model: Any, optimizer: Any, params: Any, *, known_batch: bool, part:
         AssertionError: If anything differs.
     """
     numbers = np.random.default_rng(0)
-    batches = []
+    shape, batches = model.output.shape[1:], []
+    logits = len(shape) > 1 and shape[-1] == 3
     for size in (3, 3 if known_batch else 2):
-        shape = (size, *model.output.shape[1:])
-        target = numbers.integers(0, 2, size=shape).astype("float64")
-        batches.append((numbers.normal(size=(size, *model.input.shape[1:])), target))
-    loss = keras.losses.Dice() if len(model.output.shape) > 2 else keras.losses.BinaryCrossentropy(from_logits=True)
+        target = numbers.integers(0, 3, size=(size, *shape[:-1])) if logits else numbers.integers(0, 2, (size, *shape))
+        kind = "int64" if logits else "float64"
+        batches.append((numbers.normal(size=(size, *model.input.shape[1:])), target.astype(kind)))
+    if logits:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    else:
+        loss = keras.losses.Dice() if len(shape) > 1 else keras.losses.BinaryCrossentropy(from_logits=True)
     step = model_step(model, batches, known_batch, {"optimizer": optimizer, "loss": loss})
     try:
         if part is not None:
