@@ -1,0 +1,149 @@
+"""Every Keras layer as the coverage page examines it: between two convolutions, or why it is not.
+
+Keras is imported inside the functions, as everywhere in benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Use = tuple[str, int, Callable[[Any], Any]]
+"""What is special about a use, the number of axes, and a function from one tensor to another."""
+
+NOT_FOR_IMAGES = {
+    "recurrent, over sequences": "Bidirectional GRU GRUCell LSTM LSTMCell RNN SimpleRNN SimpleRNNCell StackedRNNCells",
+    "for tokens, text and categories": (
+        "CategoryEncoding Discretization Embedding HashedCrossing Hashing IntegerLookup Masking ReversibleEmbedding "
+        "StringLookup TextVectorization"
+    ),
+    "for sound": "MelSpectrogram STFTSpectrogram",
+    "a base class, or a wrapper of other frameworks": (
+        "FlaxLayer InputLayer JaxLayer Lambda Layer Pipeline TFSMLayer TorchModuleWrapper Wrapper"
+    ),
+    "augmentation, which belongs into the input pipeline": (
+        "AugMix AutoContrast ContrastLimitedAdaptiveHistogramEqualization CutMix Equalization MaxNumBoundingBoxes "
+        "MixUp RandAugment RandomBrightness RandomColorDegeneration RandomColorJitter RandomContrast RandomCrop "
+        "RandomElasticTransform RandomErasing RandomFlip RandomGaussianBlur RandomGrayscale RandomHue RandomInvert "
+        "RandomPerspective RandomPosterization RandomRotation RandomSaturation RandomSharpness RandomShear "
+        "RandomTranslation RandomZoom Solarization"
+    ),
+    "over sequences of images": "ConvLSTM1D ConvLSTM2D ConvLSTM3D TimeDistributed",
+}
+
+
+def uses() -> dict[str, list[Use]]:
+    """By the name of the layer's class."""
+    import keras
+    from keras import layers as kl
+
+    def halves(merge: Any) -> Callable[[Any], Any]:
+        return lambda x: merge([x, kl.Conv2D(4, 1)(x)])
+
+    def padded(layer: Any, size: Any) -> Callable[[Any], Any]:
+        return lambda x: layer(size)(x)
+
+    def attention(x: Any) -> Any:
+        return kl.MultiHeadAttention(2, 3)(x, x)
+
+    found: dict[str, list[Use]] = {
+        "Activation": [("gelu", 2, lambda x: kl.Activation("gelu")(x)), ("silu", 2, kl.Activation("silu"))],
+        "ActivityRegularization": [("", 2, lambda x: kl.ActivityRegularization(1e-3, 1e-3)(x))],
+        "Add": [("", 2, halves(kl.Add()))],
+        "AdditiveAttention": [("", 1, lambda x: kl.AdditiveAttention()([x, x]))],
+        "AlphaDropout": [("", 2, lambda x: kl.AlphaDropout(0.3, seed=1)(x))],
+        "Attention": [("", 1, lambda x: kl.Attention()([x, x]))],
+        "Average": [("", 2, halves(kl.Average()))],
+        "BatchNormalization": [
+            ("training", 2, lambda x: kl.BatchNormalization()(x)),
+            ("frozen", 2, lambda x: kl.BatchNormalization(trainable=False)(x)),
+        ],
+        "CenterCrop": [("", 2, lambda x: kl.CenterCrop(9, 8)(x))],
+        "Concatenate": [("", 2, halves(kl.Concatenate()))],
+        "Cropping1D": [("", 1, padded(kl.Cropping1D, (1, 2)))],
+        "Cropping2D": [("", 2, padded(kl.Cropping2D, ((1, 2), (0, 1))))],
+        "Cropping3D": [("", 3, padded(kl.Cropping3D, 1))],
+        "Dense": [("", 2, lambda x: kl.Dense(5, activation="relu")(x))],
+        "Dot": [("over channels", 1, lambda x: kl.Dot(-1)([x, x]))],
+        "Dropout": [("", 2, lambda x: kl.Dropout(0.3, seed=1)(x))],
+        "EinsumDense": [("", 2, lambda x: kl.EinsumDense("bhwc,cd->bhwd", (None, None, 5))(x))],
+        "ELU": [("", 2, lambda x: kl.ELU()(x))],
+        "Flatten": [("", 2, lambda x: kl.Flatten()(x))],
+        "GaussianDropout": [("", 2, lambda x: kl.GaussianDropout(0.3, seed=1)(x))],
+        "GaussianNoise": [("", 2, lambda x: kl.GaussianNoise(0.3, seed=1)(x))],
+        "GroupNormalization": [
+            ("groups", 2, lambda x: kl.GroupNormalization(2)(x)),
+            ("instances", 2, lambda x: kl.GroupNormalization(-1)(x)),
+        ],
+        "GroupQueryAttention": [("", 1, lambda x: kl.GroupQueryAttention(3, 2, 1)(x, x))],
+        "Identity": [("", 2, lambda x: kl.Identity()(x))],
+        "LayerNormalization": [
+            ("channels", 2, lambda x: kl.LayerNormalization()(x)),
+            ("whole image", 2, lambda x: kl.LayerNormalization(axis=(1, 2, 3))(x)),
+        ],
+        "LeakyReLU": [("", 2, lambda x: kl.LeakyReLU()(x))],
+        "Maximum": [("", 2, halves(kl.Maximum()))],
+        "Minimum": [("", 2, halves(kl.Minimum()))],
+        "MultiHeadAttention": [("", 1, attention)],
+        "Multiply": [
+            ("", 2, halves(kl.Multiply())),
+            (
+                "squeeze-and-excite",
+                2,
+                lambda x: x * kl.Dense(4, "sigmoid")(kl.GlobalAveragePooling2D(keepdims=True)(x)),
+            ),
+        ],
+        "Normalization": [("", 2, lambda x: kl.Normalization(mean=0.1, variance=2.0)(x))],
+        "Permute": [("", 2, lambda x: kl.Permute((2, 1, 3))(x))],
+        "PReLU": [
+            ("shared over axes", 2, lambda x: kl.PReLU(shared_axes=[1, 2])(x)),
+            ("a weight for each pixel", 2, lambda x: kl.PReLU()(x)),
+        ],
+        "ReLU": [("", 2, lambda x: kl.ReLU(6.0)(x))],
+        "RepeatVector": [("", 2, lambda x: kl.RepeatVector(9)(kl.GlobalMaxPooling2D()(x)))],
+        "Rescaling": [("", 2, lambda x: kl.Rescaling(0.5, 1.0)(x))],
+        "Reshape": [("channels in groups", 2, lambda x: kl.Reshape((*x.shape[1:3], 2, 2))(x)[..., 0])],
+        "Resizing": [
+            (how, 2, lambda x, how=how: kl.Resizing(17, 9, interpolation=how)(x))
+            for how in ("nearest", "bilinear", "bicubic")
+        ],
+        "RMSNormalization": [("", 2, lambda x: kl.RMSNormalization()(x))],
+        "Softmax": [("channels", 2, lambda x: kl.Softmax()(x)), ("image", 2, lambda x: kl.Softmax(axis=(1, 2))(x))],
+        "SpectralNormalization": [("", 2, lambda x: kl.SpectralNormalization(kl.Conv2D(4, 3))(x))],
+        "Subtract": [("", 2, halves(kl.Subtract()))],
+        "UnitNormalization": [("", 2, lambda x: kl.UnitNormalization()(x))],
+    }
+    for rank in (1, 2, 3):
+        found |= _of_rank(keras, rank)
+    return found
+
+
+def _of_rank(keras: Any, rank: int) -> dict[str, list[Use]]:
+    """Layers that are there for one, two and three axes."""
+
+    def layer(name: str, *args: Any, **options: Any) -> Callable[[Any], Any]:
+        return lambda x: getattr(keras.layers, name)(*args, **options)(x)
+
+    conv = f"Conv{rank}D"
+    found: dict[str, list[Use]] = {
+        conv: [
+            ("strides", rank, layer(conv, 4, 3, strides=2, padding="same")),
+            ("dilated", rank, layer(conv, 4, 3, dilation_rate=2)),
+            ("groups", rank, layer(conv, 6, 3, groups=2)),
+        ],
+        f"{conv}Transpose": [("", rank, layer(f"{conv}Transpose", 4, 3, strides=2, padding="same"))],
+        f"UpSampling{rank}D": [("nearest", rank, layer(f"UpSampling{rank}D", 2))],
+        f"ZeroPadding{rank}D": [("", rank, layer(f"ZeroPadding{rank}D", 1))],
+        f"SpatialDropout{rank}D": [("", rank, layer(f"SpatialDropout{rank}D", 0.3, seed=1))],
+    }
+    if rank < 3:
+        for name, options in ((f"DepthwiseConv{rank}D", {}), (f"SeparableConv{rank}D", {"filters": 5})):
+            found[name] = [("", rank, layer(name, kernel_size=3, padding="same", **options))]
+    if rank == 2:
+        found["UpSampling2D"].append(("bilinear", 2, layer("UpSampling2D", 2, interpolation="bilinear")))
+    for kind in ("Average", "Max"):
+        name = f"{kind}Pooling{rank}D"
+        found[name] = [("SAME", rank, layer(name, 3, 2, "same")), ("VALID", rank, layer(name, 2))]
+        found[f"Global{name}"] = [("", rank, layer(f"Global{name}"))]
+        found[f"Adaptive{name}"] = [("", rank, layer(f"Adaptive{name}", 4))]
+    return found

@@ -1,0 +1,320 @@
+"""Writes `docs/coverage.md`: what becomes of every Keras layer, and of the networks of `keras.applications`.
+
+    python -m benchmarks.coverage [--networks NAME ...] [--layers NAME ...] [--output docs/coverage.md]
+
+Every layer stands between two convolutions in a network of its own. The network is rewritten in tiles and trained for
+two steps from the same start as the plain one, in float64 where TensorFlow has kernels for it. Of the networks of
+`keras.applications`, with their normalisation in training mode, one step is compared in the same way, and peaks of a
+float32 step are measured, plain and with a budget for tiles alone. Each network has processes of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import _arguments, _child, _coverage_layers
+
+MIB = 2**20
+SIZES = {1: (23,), 2: (13, 12), 3: (9, 8, 7)}
+GRIDS = {1: (4,), 2: (3, 2), 3: (2, 2, 2)}
+NETWORKS = (
+    "VGG16 VGG19 ResNet50 ResNet101 ResNet50V2 DenseNet121 MobileNet MobileNetV2 MobileNetV3Small MobileNetV3Large "
+    "EfficientNetB0 EfficientNetV2B0 InceptionV3 InceptionResNetV2 Xception NASNetMobile ConvNeXtTiny"
+).split()
+COMPARED_SIZE, MEASURED_SIZE, MEASURED_BATCH = 80, 224, 4
+BUDGETS = (0.5, 0.6, 0.75)
+USUAL = ("nothing of it is needed in the backward pass", "tiles would keep as much")
+"""Reasons for which parts beside the layer are left alone."""
+
+# ----------------------------------------------------------------------------------------------------------
+# In the children.
+
+
+def _difference(model: Any, batches: Sequence[Any], step: Callable[..., Any], fast: Callable[..., Any]) -> float:
+    """Largest relative difference of losses and variables (weights, statistics, optimizer slots) after the steps."""
+    import numpy as np
+
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    start = [np.array(variable) for variable in variables]
+    found = []
+    for function in (step, fast):
+        for variable, value in zip(variables, start, strict=True):
+            variable.assign(value)
+        losses = [np.array(function(*batch)) for batch in batches]
+        found.append([*losses, *(np.array(variable) for variable in variables)])
+    wanted = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(*found, strict=True)]
+    return float(max(np.abs(got - want).max() / max(np.abs(want).max(), 1e-3) for want, got in wanted if want.size))
+
+
+def _step_of(model: Any) -> Any:
+    import keras
+    import tensorflow as tf
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(1e-3, momentum=0.9), loss, jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    return tf.function(lambda images, labels: model.train_step((images, labels))["loss"], autograph=False)
+
+
+def examine_layer(*, layer: str, use: int, floatx: str, emit: _child.Emit) -> dict[str, Any]:
+    """Rewrites the network around one layer; returns loops, reasons and the difference."""
+    del emit
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import tflms_sft
+
+    keras.config.set_floatx(floatx)
+    keras.utils.set_random_seed(0)
+    _, rank, function = _coverage_layers.uses()[layer][use]
+    conv = getattr(keras.layers, f"Conv{rank}D")
+    image = keras.Input((*SIZES[rank], 2), batch_size=3)
+    before = keras.layers.ReLU(name="before")(conv(4, 3, padding="same")(image))
+    after = function(before)
+    x = after
+    if len(x.shape) == rank + 2:
+        x = keras.layers.ReLU()(conv(5, 3, padding="same", name="after")(x))
+    model = keras.Model(image, keras.layers.Dense(3)(keras.layers.Flatten()(x)))
+    step = _step_of(model)
+    noise = np.random.RandomState(0)
+    batches = [(noise.normal(size=(3, *SIZES[rank], 2)).astype(floatx), np.arange(3)) for _ in range(2)]
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=GRIDS[rank]), *map(tf.constant, batches[0]))
+    flattened = "flatten"  # The last layer of every one of these networks joins the axes, which ends the segment.
+    reasons = [why for where, why in fast.plan.left_alone if flattened not in where]
+    return {
+        "loops": sum(segment.num_loops for segment in fast.plan.segments),
+        "segments": len(fast.plan.segments),
+        "reasons": reasons,
+        "difference": _difference(model, batches, step, fast),
+    }
+
+
+def compare_network(*, network: str, emit: _child.Emit) -> dict[str, Any]:
+    """One step in float64 with everything on tiles."""
+    del emit
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import tflms_sft
+
+    keras.config.set_floatx("float64")
+    model = _application(network, COMPARED_SIZE)
+    step = _step_of(model)
+    images = np.random.RandomState(0).normal(size=(2, COMPARED_SIZE, COMPARED_SIZE, 3))
+    batch = (tf.constant(images), tf.constant([1, 2]))
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2)), *batch)
+    return {
+        "loops": sum(segment.num_loops for segment in fast.plan.segments),
+        "segments": len(fast.plan.segments),
+        "reasons": sorted({why for _, why in fast.plan.left_alone}),
+        "difference": _difference(model, [batch], step, fast),
+    }
+
+
+def measure_network(*, network: str, part: float | None, emit: _child.Emit) -> dict[str, Any]:
+    """Peaks of a float32 step, plain (`part` is None) or with tiles in that part of the plain peak."""
+    del emit
+    import numpy as np
+    import tensorflow as tf
+
+    import tflms_sft
+
+    model = _application(network, MEASURED_SIZE)
+    step = _step_of(model)
+    shape = (MEASURED_BATCH, MEASURED_SIZE, MEASURED_SIZE, 3)
+    batch = (
+        tf.constant(np.random.RandomState(0).normal(size=shape), tf.float32),
+        tf.constant(np.arange(MEASURED_BATCH)),
+    )
+    plain = tflms_sft.rewrite(step, tflms_sft.AutoParams("1TiB"), *batch).plan.original
+    fixed = plain.fixed_bytes
+    if part is None:
+        found, ratio = tflms_sft.measure(step, *batch), 1.0
+    else:
+        budget = int(fixed + part * (plain.peak_bytes - fixed))
+        try:
+            fast = tflms_sft.rewrite(step, tflms_sft.AutoParams(budget, swap=False), *batch)
+        except tflms_sft.BudgetError as error:
+            return {"refused": str(error)}
+        found, ratio = tflms_sft.measure(fast, *batch), fast.plan.predicted.time_ratio
+    return {"peak": found.peak_bytes - fixed, "source": found.source, "cost": ratio}
+
+
+def _application(network: str, size: int) -> Any:
+    import keras
+
+    keras.utils.set_random_seed(0)
+    base = getattr(keras.applications, network)(
+        weights=None, include_top=False, input_shape=(size, size, 3), pooling="avg"
+    )
+    model = keras.Model(base.input, keras.layers.Dense(5)(base.output))
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Dropout):
+            layer.rate = 0.0
+    return model
+
+
+# ----------------------------------------------------------------------------------------------------------
+# In the parent.
+
+
+def outcome_of(found: dict[str, Any], baseline: int) -> str:
+    """In words: on tiles, with sums over the image, or left alone and why."""
+    told = dict.fromkeys(found["reasons"])
+    sums = [why for why in told if "everything after it waits" in why]
+    reasons = [why for why in told if why not in sums and not any(usual in why for usual in USUAL)]
+    if reasons:
+        return "left alone: " + "; ".join(reasons)
+    if sums:
+        return "ends a segment: a sum over the whole image"
+    if not found["segments"]:
+        return "left alone: " + "; ".join(told)
+    return "tiled" if found["loops"] <= baseline else f"tiled, with a barrier ({found['loops']} loops)"
+
+
+def layer_rows(names: Sequence[str]) -> list[list[str]]:
+    """Lines of the table of layers."""
+    table, baseline = _coverage_layers.uses(), 2
+    lines = []
+    for name in names:
+        for number, (what, rank, _) in enumerate(table[name]):
+            title = name + (f", {what}" if what else "") + ("" if name.endswith("D") or rank == 2 else f" ({rank}-D)")
+            found, floatx = None, "float64"
+            for floatx in ("float64", "float32"):
+                outcome = _child.run_child(
+                    "benchmarks.coverage:examine_layer",
+                    {"layer": name, "use": number, "floatx": floatx},
+                    env={"TF_ENABLE_ONEDNN_OPTS": "0"},
+                )
+                if outcome.ok:
+                    found = outcome.result
+                    break
+            if found is None:
+                lines.append([f"`{name}`{title[len(name) :]}", f"does not run plain: {outcome.how_it_ended()}", ""])
+            else:
+                lines.append(
+                    [
+                        f"`{name}`{title[len(name) :]}",
+                        outcome_of(found, baseline),
+                        f"{found['difference']:.0e}" + ("" if floatx == "float64" else " (float32)"),
+                    ]
+                )
+            print(" | ".join(lines[-1]), flush=True)
+    return lines
+
+
+def network_row(name: str) -> list[str]:
+    """Line of the table of networks."""
+    compared = _child.call_in_child(
+        "benchmarks.coverage:compare_network", {"network": name}, env={"TF_ENABLE_ONEDNN_OPTS": "0"}
+    )
+    target = "benchmarks.coverage:measure_network"
+    plain = _child.call_in_child(target, {"network": name, "part": None})
+    memory = "no plan with tiles alone in " + f"{BUDGETS[-1]:.0%} of it"
+    for part in BUDGETS:
+        tiled = _child.call_in_child(target, {"network": name, "part": part})
+        if "refused" not in tiled:
+            memory = f"{tiled['peak'] / MIB:.0f} MiB, {tiled['peak'] / plain['peak']:.2f} of it"
+            memory += f", {tiled['cost']:.2f}x arithmetic"
+            break
+    reasons = "; ".join(compared["reasons"])
+    how = f"{compared['loops']} loops in {compared['segments']} segment(s)"
+    line = [f"`{name}`", how, reasons or "nothing", f"{compared['difference']:.0e}"]
+    line += [f"{plain['peak'] / MIB:.0f} MiB", memory]
+    print(" | ".join(line), flush=True)
+    return line
+
+
+PAGE = """# What is covered
+
+Written by `python -m benchmarks.coverage`, with Keras {keras} and TensorFlow {tensorflow} on a CPU. Nothing in these
+tables is known to the compiler: it has one rule for each operation, and sees no layers and no networks.
+
+## Networks
+
+`keras.applications` with untrained weights and normalisation in training mode. *Loops*: one step of two images of
+{compared} x {compared} pixels in 3 x 2 tiles. *Difference*: of loss, weights, moving statistics and momenta after that
+step to those of the plain step, in float64, relative to the largest number of each. *Peaks*: measured, of a float32
+step with {batch} images of {measured} x {measured}, plain and with a budget for tiles alone that leaves half of the
+plain peak (or 0.6, or 0.75, if there is no plan for less), without weights and momenta.
+
+{networks}
+
+## Layers
+
+Between two convolutions in a network that ends in `Flatten` and `Dense`, two steps of three images with odd sizes.
+*Difference* as above, in float64 unless TensorFlow's CPU has no such kernel. A *barrier* is a sum over the whole image
+that the rest of the segment waits for, between two loops ([barriers.md](barriers.md)).
+
+{layers}
+
+## Layers that are not for images
+
+{others}
+"""
+
+
+def page(networks: list[list[str]], layers: list[list[str]], versions: dict[str, str]) -> str:
+    """The whole page."""
+    titles = ["network", "tiled", "left alone", "difference", "plain peak", "peak with tiles"]
+    others = [
+        f"- {why}: " + ", ".join(f"`{name}`" for name in names.split())
+        for why, names in _coverage_layers.NOT_FOR_IMAGES.items()
+    ]
+    return PAGE.format(
+        **versions,
+        compared=COMPARED_SIZE,
+        measured=MEASURED_SIZE,
+        batch=MEASURED_BATCH,
+        networks=_table(titles, networks),
+        layers=_table(["layer", "what becomes of it", "difference"], layers),
+        others="\n".join(others),
+    )
+
+
+def _table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(titles), *lines))
+
+
+def versions(*, emit: _child.Emit) -> dict[str, str]:
+    """Of what the page was written with."""
+    del emit
+    import keras
+    import tensorflow as tf
+
+    return {"keras": keras.__version__, "tensorflow": tf.__version__}
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = _arguments.parser("benchmarks.coverage", __doc__)
+    layers = sorted(_coverage_layers.uses())
+    parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=NETWORKS, metavar="NAME")
+    parser.add_argument("--layers", nargs="*", choices=layers, default=layers, metavar="NAME")
+    parser.add_argument("--output", type=Path, default=_child.ROOT / "docs" / "coverage.md", metavar="FILE")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Examines, prints and writes the page."""
+    options = parse_arguments(arguments)
+    known = _child.call_in_child("benchmarks.coverage:versions", {})
+    layers = layer_rows(options.layers)
+    networks = [network_row(name) for name in options.networks]
+    options.output.write_text(page(networks, layers, known))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except _child.ChildError as error:
+        sys.exit(f"A child failed: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
