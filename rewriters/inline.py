@@ -8,7 +8,7 @@ a training step lives by its effects.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -35,27 +35,34 @@ def is_xla_call(node: Any) -> bool:
     return node.op in _CALLS and "_XlaMustCompile" in attrs and bool(attrs["_XlaMustCompile"].b)
 
 
-def inlined(concrete_fn: Any, also: Callable[[Any], bool] | None = None) -> Graph:
+def inlined(
+    concrete_fn: Any, also: Callable[[Any], bool] | None = None, as_calls: Callable[[Any], bool] | None = None
+) -> Graph:
     """The graph of `concrete_fn` without calls, shapes inferred anew.
 
     Args:
         concrete_fn: A traced function.
         also: Says of the definition of a function that XLA must compile whether its body can do without.
+        as_calls: Turns operations of a definition without calls into calls, in place, and says whether there were any.
     """
     graph_def = concrete_fn.graph.as_graph_def()
-    functions = {f.signature.name: f for f in graph_def.library.function}
-
-    def opens(node: Any) -> bool:
-        if not is_xla_call(node):
-            return is_call(node)
-        return also is not None and also(functions[node.attr["f"].func.name])
-
     outputs = [_flat(t.name) for t in concrete_fn.outputs]
     keep = [op.name for op in _tf_private.control_outputs(concrete_fn)]
     interface = _Interface(outputs, keep, {})
-    while any(opens(node) for node in graph_def.node):
-        graph_def, interface = _inline_once(graph_def, interface, opens, functions)
+    more = True
+    while more:
+        functions = {f.signature.name: f for f in graph_def.library.function}
+        calls = {node.name for node in graph_def.node if _opens(node, functions, also)}
+        if calls:
+            graph_def, interface = _inline_once(graph_def, interface, calls, functions)
+        more = bool(calls) or (as_calls is not None and as_calls(graph_def))
     return _imported(concrete_fn, graph_def, interface)
+
+
+def _opens(node: Any, functions: Mapping[str, Any], also: Callable[[Any], bool] | None) -> bool:
+    if not is_xla_call(node):
+        return is_call(node)
+    return also is not None and also(functions[node.attr["f"].func.name])
 
 
 def _flat(name: str) -> str:
@@ -78,14 +85,14 @@ class _Interface:
 
 
 def _inline_once(
-    graph_def: Any, interface: _Interface, opens: Callable[[Any], bool], functions: Mapping[str, Any]
+    graph_def: Any, interface: _Interface, calls: Container[str], functions: Mapping[str, Any]
 ) -> tuple[Any, _Interface]:
-    """Expand every call that stands in the graph now; bodies may hold further calls."""
+    """Expand calls; bodies may hold further ones."""
     result = tf.compat.v1.GraphDef(library=graph_def.library, versions=graph_def.versions)
     tensors: dict[str, str] = {}
     controls: dict[str, list[str]] = {}
     for node in graph_def.node:
-        if opens(node):
+        if node.name in calls:
             _expand(node, functions[node.attr["f"].func.name], result, tensors, controls)
         else:
             result.node.add().CopyFrom(node)

@@ -1,7 +1,7 @@
 """Clean-up before analysis: the graph computes the same with less in it.
 
 1. Called functions are inlined (`inline.py`), so that rules see operations; of those that XLA compiles only
-   convolutions in groups, by other kernels (`grouped.py`).
+   convolutions in groups, by other kernels (`grouped.py`). Fused normalisation is written out (`fused.py`).
 2. Dead nodes go: traces hold gradients that nobody asked for.
 3. `IdentityN` (the wrapper of every `custom_gradient`) is bypassed.
 4. `Sum` over no axes, `Reshape` to the same shape and `Transpose` to the same order are bypassed; with an unknown
@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters import grouped, pixels
+from rewriters import fused, grouped, pixels
 from rewriters.graph import Graph, Node, Tensor, from_concrete_function, predecessors
 from rewriters.inline import inlined, is_call, is_xla_call
 from rewriters.values import Evaluator, int_constant
@@ -35,14 +35,14 @@ def read(concrete_fn: Any, for_tiles: bool = True) -> Graph:
 
     Args:
         concrete_fn: What `get_concrete_function` returns.
-        for_tiles: Also make anew what is the same to rounding only: grouped convolutions, and 8.
+        for_tiles: Also make anew what is the same to rounding only: grouped convolutions, fused normalisation, and 8.
     """
     graph = from_concrete_function(concrete_fn)
     graph.prune()
-    if any(is_call(node) or is_xla_call(node) for node in graph.nodes.values()):
-        graph = inlined(concrete_fn, grouped.is_only_convolution if for_tiles else None)
+    if any(is_call(node) or is_xla_call(node) or fused.is_fused(node) for node in graph.nodes.values()):
+        graph = inlined(concrete_fn, grouped.is_only_convolution, fused.as_calls) if for_tiles else inlined(concrete_fn)
         if for_tiles and not grouped.by_kernels_of_the_device(graph):
-            graph = inlined(concrete_fn)
+            graph = inlined(concrete_fn, None, fused.as_calls)
         graph.prune()
     return normalise(graph, for_tiles)
 

@@ -1,0 +1,156 @@
+"""Fused batch normalisation, written out.
+
+`FusedBatchNormV3` and its gradient do in one kernel what takes sums over all images between two passes over them. Each
+becomes a call of a function that does the same by elementary operations, to be inlined; the sums are barriers then,
+as those of Keras's own normalisation. Formulas: S. Ioffe and C. Szegedy, "Batch Normalization: Accelerating Deep
+Network Training by Reducing Internal Covariate Shift", 2015, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+__all__: list[str] = []
+
+_FORWARD, _BACKWARD = "FusedBatchNormV3", "FusedBatchNormGradV3"
+OPS = (_FORWARD, _BACKWARD)
+
+
+def is_fused(node: Any) -> bool:
+    """Whether a node (or node definition) is one of them."""
+    return node.op in OPS
+
+
+def as_calls(graph_def: Any) -> bool:
+    """Turn them into calls, in place.
+
+    All are left if a gradient in training mode takes what was kept for it from elsewhere: kernels keep other things.
+
+    Returns:
+        Whether there were any.
+    """
+    nodes = {node.name: node for node in graph_def.node}
+    kept = {_kept_by(node, nodes) for node in graph_def.node if node.op == _BACKWARD and node.attr["is_training"].b}
+    if None in kept:
+        return False
+    changed = False
+    for node in graph_def.node:
+        if is_fused(node):
+            function = _forward(node.attr) if node.op == _FORWARD else _backward(node.attr)
+            _become_call(graph_def, node, function)
+            changed = True
+    return changed
+
+
+def _kept_by(node: Any, nodes: Mapping[str, Any]) -> str | None:
+    """Name of the normalisation whose results operands 3 to 5 are, in that order."""
+    names = [name.partition(":") for name in node.input[3:6]]
+    sources = {name for name, _, _ in names}
+    if len(sources) > 1 or [index for _, _, index in names] != ["3", "4", "5"]:
+        return None
+    (source,) = sources
+    return source if source in nodes and nodes[source].op == _FORWARD else None
+
+
+def _become_call(graph_def: Any, node: Any, function: Any) -> None:
+    concrete_fn = function.get_concrete_function()
+    graph_def.library.function.append(concrete_fn.function_def)
+    waits = [name for name in node.input if name.startswith("^")]
+    data = [name for name in node.input if not name.startswith("^")][: len(concrete_fn.inputs)]
+    node.op = "PartitionedCall"
+    del node.input[:]
+    node.input.extend(data + waits)
+    node.attr.clear()
+    node.attr["f"].func.name = concrete_fn.function_def.signature.name
+    node.attr["Tin"].list.type.extend(t.dtype.as_datatype_enum for t in concrete_fn.inputs)
+    node.attr["Tout"].list.type.extend(t.dtype.as_datatype_enum for t in concrete_fn.outputs)
+
+
+class _Images:
+    """What the attributes say of the images.
+
+    Attributes:
+        rank: Dimensions.
+        axes: All but the channels.
+    """
+
+    def __init__(self, attr: Any) -> None:
+        self.dtype = tf.as_dtype(attr["T"].type)
+        self.sums = tf.as_dtype(attr["U"].type)
+        layout = attr["data_format"].s.decode()
+        self.rank = len(layout)
+        self.axes = [dim for dim, letter in enumerate(layout) if letter != "C"]
+        self.epsilon = attr["epsilon"].f
+        self.training = attr["is_training"].b
+        self.factor = attr["exponential_avg_factor"].f if "exponential_avg_factor" in attr else 1.0
+
+    def over_channels(self, vector: Any) -> Any:
+        """Shaped to broadcast against images."""
+        if self.rank - 1 not in self.axes:
+            return vector
+        return tf.reshape(vector, [1 if dim in self.axes else -1 for dim in range(self.rank)])
+
+    def moments(self, x: Any) -> tuple[Any, Any]:
+        """Mean and biased variance, a number for each channel."""
+        mean = tf.reduce_mean(x, self.axes, keepdims=True)
+        variance = tf.reduce_mean(tf.math.squared_difference(x, mean), self.axes, keepdims=True)
+        return tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
+
+    def number(self, x: Any) -> Any:
+        """Pixels of all images."""
+        return tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), self.axes)), self.sums)
+
+    def averaged(self, new: Any, old: Any) -> Any:
+        """A moving average, as far as the op is told to keep one."""
+        return new if self.factor == 1.0 else (1.0 - self.factor) * old + self.factor * new
+
+    def spec(self) -> tf.TensorSpec:
+        """Of an argument that is images."""
+        return tf.TensorSpec([None] * self.rank, self.dtype)
+
+    def vector(self) -> tf.TensorSpec:
+        """Of an argument with a number for each channel."""
+        return tf.TensorSpec([None], self.sums)
+
+
+def _forward(attr: Any) -> Any:
+    """Operands: images, scale, offset, mean and variance; results also what the gradient takes."""
+    images = _Images(attr)
+
+    def run(x: Any, scale: Any, offset: Any, given_mean: Any, given_variance: Any) -> Any:
+        x = tf.cast(x, images.sums)
+        mean, variance = told = given_mean, given_variance
+        if images.training:
+            mean, variance = images.moments(x)
+            number = images.number(x)
+            found = mean, variance * (number / tf.maximum(number - 1.0, 1.0))
+            told = tuple(images.averaged(new, old) for new, old in zip(found, told, strict=True))
+        scaled = tf.math.rsqrt(variance + images.epsilon) * scale
+        y = (x - images.over_channels(mean)) * images.over_channels(scaled) + images.over_channels(offset)
+        return tf.cast(y, images.dtype), *told, mean, variance, tf.zeros([0], images.sums)
+
+    return tf.function(run, input_signature=[images.spec(), *[images.vector()] * 4], autograph=False)
+
+
+def _backward(attr: Any) -> Any:
+    """Operands: gradient, images, scale, and what `_forward` kept: mean, variance and nothing."""
+    images = _Images(attr)
+
+    def run(dy: Any, x: Any, scale: Any, mean: Any, variance: Any) -> Any:
+        dy, x = tf.cast(dy, images.sums), tf.cast(x, images.sums)
+        deviation = images.over_channels(tf.math.rsqrt(variance + images.epsilon))
+        normal = (x - images.over_channels(mean)) * deviation
+        d_offset = tf.reduce_sum(dy, images.axes)
+        d_scale = tf.reduce_sum(dy * normal, images.axes)
+        dx = dy
+        if images.training:
+            number = images.number(x)
+            dx = dy - images.over_channels(d_offset / number) - normal * images.over_channels(d_scale / number)
+        dx = dx * (deviation * images.over_channels(scale))
+        return tf.cast(dx, images.dtype), d_scale, d_offset, *[tf.zeros([0], images.sums)] * 2
+
+    specs = [*[images.spec()] * 2, *[images.vector()] * 3]
+    return tf.function(run, input_signature=specs, autograph=False)
