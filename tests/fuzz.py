@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import os
 import random
 import re
@@ -172,9 +173,14 @@ def _padded(d: Drawing, x: str) -> str:
 
 
 def _norm(d: Drawing, x: str) -> str:
-    kinds = ("BatchNormalization()", "BatchNormalization()", "GroupNormalization(-1)", "LayerNormalization()")
-    extra = f"LayerNormalization(axis={tuple(range(1, d.rank + 2))})"
-    return f"layers.{d.choice(*kinds, 'RMSNormalization()', extra)}({x})"
+    """Of several numbers: one alone becomes zero but for rounding, or its sign, and what follows has no gradient."""
+    *pixels, channels = d.shape(x)
+    kinds = ["BatchNormalization()", "BatchNormalization()"]
+    if channels > 1:
+        kinds += ["LayerNormalization()", "RMSNormalization()"]
+    if math.prod(pixels) > 1:
+        kinds += ["GroupNormalization(-1)", f"LayerNormalization(axis={tuple(range(1, d.rank + 2))})"]
+    return f"layers.{d.choice(*kinds)}({x})"
 
 
 def _active(d: Drawing, x: str) -> str:
