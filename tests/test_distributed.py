@@ -1,0 +1,74 @@
+"""A step of several replicas, as `tf.distribute` traces it: one graph, with an image batch for each."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+REPLICAS = """
+    import sys
+    import keras, numpy as np, tensorflow as tf, tflms_sft
+    from keras import layers
+    from equivalence import error
+
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    keras.config.set_floatx("float64")
+    numbers = np.random.RandomState(0)
+    images = [tf.constant(numbers.normal(size=(2, 16, 14, 3))) for _ in range(2)]
+    labels = [tf.constant([0, 1]), tf.constant([2, 1])]
+
+    def trained(rewritten):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            x = image = keras.Input((16, 14, 3))
+            for filters in (4, 5, 4):
+                x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+                x = layers.ReLU()(layers.BatchNormalization()(x) if sys.argv[1] == "normed" else x)
+            model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, jit_compile=False)
+            model.optimizer.build(model.trainable_variables)
+            model._symbolic_build(data_batch=(images[0], labels[0]))
+
+        @tf.function(autograph=False)
+        def step(images, labels):
+            def of_replicas(values):
+                return strategy.experimental_distribute_values_from_function(
+                    lambda context: values[context.replica_id_in_sync_group]
+                )
+
+            results = strategy.run(model.train_step, args=((of_replicas(images), of_replicas(labels)),))
+            return strategy.reduce("MEAN", results["loss"], axis=None)
+
+        if rewritten:
+            step = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(2, 2)), images, labels)
+            segments = step.plan.segments
+            print(len(segments), sum(segment.num_loops for segment in segments), end=" ")
+        losses = [np.asarray(step(images, labels)) for _ in range(2)]
+        return losses + [np.asarray(v.numpy()) for v in (*model.variables, *model.optimizer.variables)]
+
+    plain, tiled = trained(False), trained(True)
+    print(max(error(got, want) for got, want in zip(tiled, plain, strict=True)))
+"""
+
+
+@pytest.mark.parametrize("net", ("plain", "normed"))
+def test_a_step_of_two_replicas_is_the_same(net):
+    """Devices are set before TensorFlow begins, so each case is a process of its own."""
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(REPLICAS), net],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    segments, loops, off = done.stdout.split()
+    assert (segments, loops) == ("2", "4") if net == "plain" else int(loops) > 6
+    assert float(off) < 1e-10
