@@ -1,6 +1,8 @@
 """Writes `docs/coverage.md`: what becomes of every Keras layer, and of the networks of `keras.applications`.
 
-    python -m benchmarks.coverage [--networks NAME ...] [--layers NAME ...] [--output docs/coverage.md]
+    python -m benchmarks.coverage [--networks NAME ...] [--layers NAME ...] [--results FILE] [--output docs/coverage.md]
+
+What was found before stays in the file of results; only what is named is examined again.
 
 Every layer stands between two convolutions in a network of its own. The network is rewritten in tiles and trained for
 two steps from the same start as the plain one, in float64 where TensorFlow has kernels for it. Of the networks of
@@ -11,6 +13,7 @@ float32 step are measured, plain and with a budget for tiles alone. Each network
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,8 +28,10 @@ NETWORKS = (
     "VGG16 VGG19 ResNet50 ResNet101 ResNet50V2 DenseNet121 MobileNet MobileNetV2 MobileNetV3Small MobileNetV3Large "
     "EfficientNetB0 EfficientNetV2B0 InceptionV3 InceptionResNetV2 Xception NASNetMobile ConvNeXtTiny"
 ).split()
-COMPARED_SIZE, MEASURED_SIZE, MEASURED_BATCH = 80, 224, 4
+COMPARED_SIZE, MEASURED_SIZE, MEASURED_BATCH = 96, 224, 4
 BUDGETS = (0.5, 0.6, 0.75)
+NO_BARRIER = 2
+"""Loops of a segment without: forward and backward."""
 USUAL = ("nothing of it is needed in the backward pass", "tiles would keep as much")
 """Reasons for which parts beside the layer are left alone."""
 
@@ -165,7 +170,7 @@ def _application(network: str, size: int) -> Any:
 # In the parent.
 
 
-def outcome_of(found: dict[str, Any], baseline: int) -> str:
+def outcome_of(found: dict[str, Any]) -> str:
     """In words: on tiles, with sums over the image, or left alone and why."""
     told = dict.fromkeys(found["reasons"])
     sums = [why for why in told if "everything after it waits" in why]
@@ -176,37 +181,28 @@ def outcome_of(found: dict[str, Any], baseline: int) -> str:
         return "ends a segment: a sum over the whole image"
     if not found["segments"]:
         return "left alone: " + "; ".join(told)
-    return "tiled" if found["loops"] <= baseline else f"tiled, with a barrier ({found['loops']} loops)"
+    return "tiled" if found["loops"] <= NO_BARRIER else f"tiled, with a barrier ({found['loops']} loops)"
 
 
-def layer_rows(names: Sequence[str]) -> list[list[str]]:
-    """Lines of the table of layers."""
-    table, baseline = _coverage_layers.uses(), 2
+def layer_rows(name: str) -> list[list[str]]:
+    """Lines of the table of layers, one for each use of a layer."""
     lines = []
-    for name in names:
-        for number, (what, rank, _) in enumerate(table[name]):
-            title = name + (f", {what}" if what else "") + ("" if name.endswith("D") or rank == 2 else f" ({rank}-D)")
-            found, floatx = None, "float64"
-            for floatx in ("float64", "float32"):
-                outcome = _child.run_child(
-                    "benchmarks.coverage:examine_layer",
-                    {"layer": name, "use": number, "floatx": floatx},
-                    env={"TF_ENABLE_ONEDNN_OPTS": "0"},
-                )
-                if outcome.ok:
-                    found = outcome.result
-                    break
-            if found is None:
-                lines.append([f"`{name}`{title[len(name) :]}", f"does not run plain: {outcome.how_it_ended()}", ""])
-            else:
-                lines.append(
-                    [
-                        f"`{name}`{title[len(name) :]}",
-                        outcome_of(found, baseline),
-                        f"{found['difference']:.0e}" + ("" if floatx == "float64" else " (float32)"),
-                    ]
-                )
-            print(" | ".join(lines[-1]), flush=True)
+    for number, (what, rank, _) in enumerate(_coverage_layers.uses()[name]):
+        title = f"`{name}`" + (f", {what}" if what else "") + ("" if name.endswith("D") or rank == 2 else f" ({rank}-D)")
+        for floatx in ("float64", "float32"):
+            outcome = _child.run_child(
+                "benchmarks.coverage:examine_layer",
+                {"layer": name, "use": number, "floatx": floatx},
+                env={"TF_ENABLE_ONEDNN_OPTS": "0"},
+            )
+            if outcome.ok:
+                break
+        if outcome.ok:
+            difference = f"{outcome.result['difference']:.0e}" + ("" if floatx == "float64" else " (float32)")
+            lines.append([title, outcome_of(outcome.result), difference])
+        else:
+            lines.append([title, f"does not run: {outcome.how_it_ended()}", ""])
+        print(" | ".join(lines[-1]), flush=True)
     return lines
 
 
@@ -250,7 +246,8 @@ plain peak (or 0.6, or 0.75, if there is no plan for less), without weights and 
 ## Layers
 
 Between two convolutions in a network that ends in `Flatten` and `Dense`, two steps of three images with odd sizes.
-*Difference* as above, in float64 unless TensorFlow's CPU has no such kernel. A *barrier* is a sum over the whole image
+*Difference* as above, in float64 unless TensorFlow's CPU has no such kernel; bilinear resizing makes float32 whatever
+goes in. A *barrier* is a sum over the whole image
 that the rest of the segment waits for, between two loops ([barriers.md](barriers.md)).
 
 {layers}
@@ -298,6 +295,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     layers = sorted(_coverage_layers.uses())
     parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=NETWORKS, metavar="NAME")
     parser.add_argument("--layers", nargs="*", choices=layers, default=layers, metavar="NAME")
+    results = _child.ROOT / "benchmarks" / "results" / "coverage.json"
+    parser.add_argument("--results", type=Path, default=results, metavar="FILE")
     parser.add_argument("--output", type=Path, default=_child.ROOT / "docs" / "coverage.md", metavar="FILE")
     return parser.parse_args(arguments)
 
@@ -305,9 +304,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Examines, prints and writes the page."""
     options = parse_arguments(arguments)
+    results: dict[str, Any] = {"layers": {}, "networks": {}}
+    if options.results.exists():
+        results = json.loads(options.results.read_text())
+    for kind, examine, names in (("layers", layer_rows, options.layers), ("networks", network_row, options.networks)):
+        for name in names:
+            results[kind][name] = examine(name)  # type: ignore[operator]
+            options.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     known = _child.call_in_child("benchmarks.coverage:versions", {})
-    layers = layer_rows(options.layers)
-    networks = [network_row(name) for name in options.networks]
+    layers = [line for name in sorted(results["layers"]) for line in results["layers"][name]]
+    networks = [results["networks"][name] for name in NETWORKS if name in results["networks"]]
     options.output.write_text(page(networks, layers, known))
     return 0
 
