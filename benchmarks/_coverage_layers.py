@@ -66,7 +66,7 @@ def uses() -> dict[str, list[Use]]:
         "Dense": [("", 2, lambda x: kl.Dense(5, activation="relu")(x))],
         "Dot": [("over channels", 1, lambda x: kl.Dot(-1)([x, x]))],
         "Dropout": [("", 2, lambda x: kl.Dropout(0.3, seed=1)(x))],
-        "EinsumDense": [("", 2, lambda x: kl.EinsumDense("bhwc,cd->bhwd", (None, None, 5))(x))],
+        "EinsumDense": [("", 2, lambda x: kl.EinsumDense("...c,cd->...d", 5)(x))],
         "ELU": [("", 2, lambda x: kl.ELU()(x))],
         "Flatten": [("", 2, lambda x: kl.Flatten()(x))],
         "GaussianDropout": [("", 2, lambda x: kl.GaussianDropout(0.3, seed=1)(x))],

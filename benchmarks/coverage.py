@@ -188,7 +188,8 @@ def layer_rows(name: str) -> list[list[str]]:
     """Lines of the table of layers, one for each use of a layer."""
     lines = []
     for number, (what, rank, _) in enumerate(_coverage_layers.uses()[name]):
-        title = f"`{name}`" + (f", {what}" if what else "") + ("" if name.endswith("D") or rank == 2 else f" ({rank}-D)")
+        title = f"`{name}`" + (f", {what}" if what else "")
+        title += "" if name.endswith("D") or rank == 2 else f" ({rank}-D)"
         for floatx in ("float64", "float32"):
             outcome = _child.run_child(
                 "benchmarks.coverage:examine_layer",
