@@ -155,6 +155,19 @@ def test_what_does_not_keep_the_axes_is_refused(what):
         check_forward(analysis, node)
 
 
+def test_rows_against_rows_are_refused():
+    """As additive attention does: rows along one dimension meet the same along another, both of one channel."""
+
+    def pairs(x):
+        rows = tf.squeeze(tf.nn.max_pool2d(x, 1, 1, "SAME"), 1)
+        return tf.expand_dims(rows, 2) + tf.expand_dims(rows, 1)
+
+    analysis = analysis_of(pairs, (2, 1, 8, 4))
+    node = next(node for node in analysis.order if node.op == "AddV2")
+    with pytest.raises(NotTileableError, match="lies otherwise"):
+        check_forward(analysis, node)
+
+
 def test_images_made_of_pixels_that_something_takes_as_a_whole_are_not_tiled():
     def step(x, w):
         with tf.GradientTape() as tape:

@@ -50,9 +50,15 @@ def check_ranks(op: OpView, kinds: Sequence[Kind]) -> None:
     for operand, kind in zip(op.node.inputs, kinds, strict=True):
         shape = aligned(operand, len(out.shape))
         varies = any(dim is not None and shape[dim] != 1 for dim in layout.dims)
-        if kind is Kind.INVARIANT and (varies or shape[0] != 1):
-            raise NotTileableError(f"operand `{operand.name}` of shape {operand.shape} is not the same for all tiles")
-        if kind is Kind.INVARIANT or not (varies or kind is Kind.PARTIAL):
+        if kind is Kind.INVARIANT:
+            if varies or shape[0] != 1:
+                raise NotTileableError(
+                    f"operand `{operand.name}` of shape {operand.shape} is not the same for all tiles"
+                )
+            continue
+        # Its own rows may lie where the output has something else, and one row where the output has many.
+        has_rows = any(rows != 1 for rows in op.layout(operand).extents(operand))
+        if not (varies or has_rows or kind is Kind.PARTIAL):
             continue
         if len(operand.shape or ()) < len(out.shape) or not lie_alike(op, operand):
             raise NotTileableError(f"operand `{operand.name}` of shape {operand.shape} lies otherwise than the output")
