@@ -166,6 +166,9 @@ def check_forward(analysis: Analysis, node: Node) -> None:
     images = [tensor for tensor, kind in zip(node.inputs, kinds, strict=True) if kind is Kind.FULL]
     _check_batches(analysis, node, [*images, node.out()])
     analysis.view(node).check_axes([*images, node.out()])
+    for tensor in images:
+        if not analysis.has_known_size(tensor):
+            raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
     for index in range(len(node.outputs)):
         out = node.out(index)
         if not analysis.has_known_size(out):

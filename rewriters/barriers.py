@@ -118,7 +118,10 @@ class _Sorter:
         self.merge = merge
         self.excluded = excluded
         self.kinds: dict[Tensor, Kind] = {}
-        self.batch, self.axes = main_images(analysis)
+        own = {device: main_images(analysis, device) for device in {node.device for node in analysis.order}}
+        whole, self.axes = main_images(analysis)
+        self.batch = {device: batch if axes else whole for device, (batch, axes) in own.items()}
+        """By device: replicas have a batch each."""
         self.sort: dict[Node, Kind] = {}
         self.refused: dict[Node, str] = {}
         self.summed: set[Tensor] = set()
@@ -157,7 +160,8 @@ class _Sorter:
             result = find_rule(node).gathered(self.analysis.view(node), kinds)
             self._check(node, kinds, result)
         except NotTileableError as error:
-            reads_image = any(_is_spatial(self.analysis, t) and self._operand(t) is Kind.FULL for t in node.inputs)
+            images = [t for t in node.inputs if _is_spatial(self.analysis, t)]
+            reads_image = any(self._operand(t, node.device) is Kind.FULL for t in images)
             if node not in self.analysis.backward and reads_image and not reads_shape_only(node):
                 self.refused[node] = str(error)
             return None
@@ -172,7 +176,7 @@ class _Sorter:
             raise NotTileableError("it has side effects or draws random numbers")
         data = find_rule(node).data(self.analysis.view(node))
         return [
-            self._operand(t) if p in data or self.sort.get(t.node) is Kind.FULL else Kind.INVARIANT
+            self._operand(t, node.device) if p in data or self.sort.get(t.node) is Kind.FULL else Kind.INVARIANT
             for p, t in enumerate(node.inputs)
         ]
 
@@ -193,32 +197,32 @@ class _Sorter:
                 raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
             if len(self.analysis.extents(tensor) or ()) != self.axes:
                 raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} has another number of axes")
-            if not self._in_batch(tensor):
+            if not self._in_batch(tensor, node.device):
                 raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} is of another number of images")
         spatial = [_is_spatial(self.analysis, tensor) for tensor in results or full]
         if not (all(spatial) if results else any(spatial)):
             raise NotTileableError("it makes one value for all pixels")
 
-    def _operand(self, tensor: Tensor) -> Kind:
-        """Kind of what stands in the place of an image."""
+    def _operand(self, tensor: Tensor, device: str) -> Kind:
+        """Kind of what stands in the place of an image for an operation on a device."""
         if self.sort.get(tensor.node) is Kind.FULL:
             return Kind.FULL
         if tensor.node not in self.analysis.data or not self.analysis.is_image(tensor):
             return Kind.INVARIANT
-        if tensor in self.filters or not self._in_batch(tensor) or self.analysis.entries_per_image(tensor) != 1:
+        if tensor in self.filters or not self._in_batch(tensor, device) or self.analysis.entries_per_image(tensor) != 1:
             return Kind.INVARIANT
         one_value = not _is_spatial(self.analysis, tensor)
         return Kind.FULL if one_value or tensor not in self.summed else Kind.INVARIANT
 
-    def _in_batch(self, tensor: Tensor) -> bool:
-        """Whether a tensor has as many images as the batch: turns take their part of all of them alike.
+    def _in_batch(self, tensor: Tensor, device: str) -> bool:
+        """Whether a tensor has as many images as the batch of a device: turns take their part of all of them alike.
 
         Two arguments of unknown numbers are taken to have the same where an operation takes images of both.
         """
         if self.analysis.entries_per_image(tensor) != 1:
             return True  # It was made of what has been looked at.
         sizes = self.analysis.evaluate.sizes
-        return sizes.meet(sizes.of(tensor), self.batch)
+        return sizes.meet(sizes.of(tensor), self.batch[device])
 
     def _moments(self, node: Node) -> Moments | None:
         """The moments that a mean of squared differences from a mean belongs to (B. P. Welford, 1962)."""
@@ -267,11 +271,13 @@ class _Sorter:
         return level[before] + (0 if same_loop else 1)
 
 
-def main_images(analysis: Analysis) -> tuple[Any, int]:
-    """The number of images, and of their axes, that most of what the forward phase makes has."""
+def main_images(analysis: Analysis, device: str | None = None) -> tuple[Any, int]:
+    """The number of images, and of their axes, that most of what the forward phase makes has, there or anywhere."""
     elements: dict[tuple[Any, int], int] = {}
     for node in analysis.order:
         if node in analysis.backward or node not in analysis.data or not node.inputs:
+            continue
+        if device not in (None, node.device):
             continue
         for tensor in (node.out(index) for index in range(len(node.outputs))):
             if _is_spatial(analysis, tensor) and analysis.entries_per_image(tensor) == 1:

@@ -34,7 +34,7 @@ def as_calls(graph_def: Any) -> bool:
     """
     nodes = {node.name: node for node in graph_def.node}
     kept = {_kept_by(node, nodes) for node in graph_def.node if node.op == _BACKWARD and node.attr["is_training"].b}
-    if None in kept:
+    if None in kept or _kept_elsewhere(graph_def, nodes):
         return False
     changed = False
     for node in graph_def.node:
@@ -53,6 +53,16 @@ def _kept_by(node: Any, nodes: Mapping[str, Any]) -> str | None:
         return None
     (source,) = sources
     return source if source in nodes and nodes[source].op == _FORWARD else None
+
+
+def _kept_elsewhere(graph_def: Any, nodes: Mapping[str, Any]) -> bool:
+    """Whether something else takes what is kept for the gradient, such as a branch with the gradient in it."""
+    asks_shape = ("ZerosLike", "Shape", "ShapeN", "OnesLike")  # As gradient tapes do.
+    for node in (node for node in graph_def.node if node.op not in (_BACKWARD, *asks_shape)):
+        for source, _, index in (name.partition(":") for name in node.input):
+            if index in ("3", "4", "5") and source in nodes and nodes[source].op == _FORWARD:
+                return True
+    return False
 
 
 def _become_call(graph_def: Any, node: Any, function: Any) -> None:

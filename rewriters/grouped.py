@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from rewriters import device
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.values import int_constant
 
@@ -33,7 +34,8 @@ _AROUND = frozenset(
 def is_only_convolution(function_def: Any) -> bool:
     """Whether a function is one convolution or its gradients, such that its body can stand for it.
 
-    Volumes with channels first and dilations beside those that are written as `SpaceToBatchND` have no CPU kernels.
+    Channels first and dilations, beside those that are written as `SpaceToBatchND`, have no CPU kernels; those for half
+    precision sum a filter's gradient up in half precision. All of these are left to XLA, on any device.
     """
     nodes = [node for node in function_def.node_def if node.op in _CONVOLUTIONS]
     return bool(nodes) and all(
@@ -43,7 +45,8 @@ def is_only_convolution(function_def: Any) -> bool:
 
 def _is_plain(node_def: Any) -> bool:
     dilations = node_def.attr["dilations"].list.i
-    return node_def.attr["data_format"].s.endswith(b"C") and all(dilation == 1 for dilation in dilations)
+    single = tf.as_dtype(node_def.attr["T"].type).size > tf.float16.size
+    return single and node_def.attr["data_format"].s.endswith(b"C") and all(dilation == 1 for dilation in dilations)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +87,10 @@ def by_kernels_of_the_device(graph: Graph) -> bool:
     Returns:
         Whether that could be done. If not, the graph is of no use: it does not run.
     """
-    gpus = tf.config.list_physical_devices("GPU")
+    on_cpu = device.name().startswith("CPU")
     mapping: dict[Tensor, Tensor] = {}
     for node in [node for node in graph.nodes.values() if node.op in _CONVOLUTIONS]:
-        if gpus and "CPU" not in node.device.upper():
+        if not on_cpu and "CPU" not in node.device.upper():
             continue
         groups = _groups(node)
         if groups is None:
@@ -98,7 +101,7 @@ def by_kernels_of_the_device(graph: Graph) -> bool:
             mapping[node.out()] = made
     graph.replace_tensors(mapping)
     graph.prune()
-    return True
+    return not any(tensor.node.name in graph.nodes for tensor in mapping)
 
 
 def _has_depthwise_kernel(node: Node, groups: _Groups) -> bool:

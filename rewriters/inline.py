@@ -103,6 +103,7 @@ def _inline_once(
         return name
 
     for node in result.node:
+        node.attr.pop("_class", None)  # It may name a call, or a node of a body, which has another name now.
         names: list[str] = []
         for name in node.input:
             before = controls.get(name[1:]) if name.startswith("^") else None
@@ -140,7 +141,7 @@ def _expand(call: Any, function_def: Any, result: Any, tensors: dict[str, str], 
         new = result.node.add()
         new.CopyFrom(node)
         new.name = f"{call.name}/{node.name}"
-        new.attr.pop("_class", None)  # It names a node of the body, which has another name now.
+        new.device = new.device or call.device
         del new.input[:]
         for name in node.input:
             new.input.append(f"^{_node_of(moved(name[1:]))}" if name.startswith("^") else moved(name))

@@ -23,11 +23,16 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters import fused, grouped, pixels
+from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Node, Tensor, from_concrete_function, predecessors
 from rewriters.inline import inlined, is_call, is_xla_call
+from rewriters.rules.elementwise import ELEMENTWISE
 from rewriters.values import Evaluator, int_constant
 
 __all__: list[str] = []
+
+MOST_PASSES = 1000
+"""More than any chain of operations needs of which each pass finds out about one more."""
 
 
 def read(concrete_fn: Any, for_tiles: bool = True) -> Graph:
@@ -52,8 +57,7 @@ def normalise(graph: Graph, for_tiles: bool = True) -> Graph:
     graph = graph.copy()
     graph.prune()
     _bypass_identity_n(graph)
-    found = True
-    while found:  # What is found of shapes may tell of more operations that they change nothing.
+    for _ in range(MOST_PASSES):  # What is found of shapes may tell of more operations that they change nothing.
         evaluate = Evaluator(graph)
         _bypass_no_ops(graph, evaluate)
         graph.prune()
@@ -66,7 +70,9 @@ def normalise(graph: Graph, for_tiles: bool = True) -> Graph:
         _split_shapes(graph)
         _freeze_shapes(graph, evaluate)
         graph.prune()
-    return graph
+        if not found:
+            return graph
+    raise RewriteError(f"The step did not come to rest in {MOST_PASSES} passes of normalisation. Please report it.")
 
 
 def _bypass(graph: Graph, mapping: dict[Tensor, Tensor]) -> None:
@@ -185,10 +191,8 @@ def _find_shapes_of_reshapes(graph: Graph, evaluate: Evaluator) -> bool:
     return found
 
 
-_ELEMENTWISE = frozenset(
-    "Add AddV2 Cast DivNoNan Equal Greater GreaterEqual Identity Less LessEqual LogicalAnd LogicalNot LogicalOr "
-    "Maximum Minimum Mul Neg NotEqual RealDiv SelectV2 Sub".split()
-)
+_SHAPED = ELEMENTWISE | {"BiasAdd", "Softmax", "LogSoftmax"}
+"""Op types whose result has the shape of the operands, or of the first."""
 
 
 def _find_shapes_of_elementwise(graph: Graph) -> bool:
@@ -199,17 +203,18 @@ def _find_shapes_of_elementwise(graph: Graph) -> bool:
     """
     found = False
     for node in graph.topological():
-        if node.op not in _ELEMENTWISE or None not in (node.outputs[0][1] or ())[1:]:
+        if node.op not in _SHAPED or None not in (node.outputs[0][1] or ())[1:]:
             continue
-        shapes = [t.shape for t in node.inputs]
+        shapes = [t.shape for t in (node.inputs if node.op in ELEMENTWISE else node.inputs[:1])]
         if any(shape is None or None in shape[1:] for shape in shapes):
             continue
         dtype, shape = node.outputs[0]
         rank = len(shape or ())
         aligned = [(1,) * (rank - len(own)) + own for own in shapes if own is not None]
         known = [next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True)]
-        node.outputs[0] = (dtype, (shape[0], *known[1:]))  # type: ignore[index]
-        found = True
+        if None not in known[1:]:
+            node.outputs[0] = (dtype, (shape[0], *known[1:]))  # type: ignore[index]
+            found = True
     return found
 
 
@@ -220,9 +225,12 @@ def _sum_repetitions(graph: Graph, evaluate: Evaluator) -> bool:
         Whether there were any.
     """
     mapping: dict[Tensor, Tensor] = {}
+    readers = graph.consumers()
     for node in list(graph.nodes.values()):
         if node.op != "Sum" or node.attrs["keep_dims"].b:
             continue
+        if not readers.get(node.out()) and node.out() not in graph.outputs:
+            continue  # What waits for it keeps it.
         before = node.inputs[0].node
         if before.op != "Reshape" or node.control_inputs or before.control_inputs:
             continue

@@ -17,17 +17,11 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.graph import PER_PIXEL, Graph, Node, Tensor
+from rewriters.rules.elementwise import ELEMENTWISE
+from rewriters.rules.pixels import CROSS_ENTROPIES, run_per_pixel
 from rewriters.values import Evaluator, int_constant
 
 __all__: list[str] = []
-
-_ELEMENTWISE = frozenset(
-    "Abs Add AddV2 BiasAdd Cast DivNoNan Elu EluGrad Equal Erf Exp Greater GreaterEqual Identity LeakyRelu "
-    "LeakyReluGrad Less LessEqual Log Log1p LogSoftmax LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul Neg "
-    "NotEqual Pow RealDiv Relu Relu6 Relu6Grad ReluGrad Rsqrt RsqrtGrad SelectV2 Selu SeluGrad Sigmoid SigmoidGrad "
-    "Softmax Softplus SoftplusGrad Sqrt SqrtGrad Square SquaredDifference Sub Tanh TanhGrad".split()
-)
-CROSS_ENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
 
 
 def as_images(graph: Graph, evaluate: Evaluator) -> bool:
@@ -37,26 +31,6 @@ def as_images(graph: Graph, evaluate: Evaluator) -> bool:
         Whether there were any.
     """
     return _Unfolding(graph, evaluate).run()
-
-
-def run_per_pixel(op: str, features: Any, labels: Any) -> list[Any]:
-    """A cross-entropy op on images.
-
-    Args:
-        op: Its type.
-        features: `(..., classes)`.
-        labels: The same shape, or without the classes.
-
-    Returns:
-        Loss, without the classes, and its gradient by `features`.
-    """
-    classes = features.shape[-1]
-    flat = [-1] if op.startswith("Sparse") else [-1, classes]
-    loss, gradient = getattr(tf.raw_ops, op)(
-        features=tf.reshape(features, [-1, classes]), labels=tf.reshape(labels, flat)
-    )
-    shape = tf.shape(features)
-    return [tf.reshape(loss, shape[:-1]), tf.reshape(gradient, shape)]
 
 
 class _Unfolding:
@@ -194,6 +168,8 @@ def _elementwise(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
     matrices = unfolding.matrices(node)
     ranks = {len(tensor.shape or ()) for tensor in matrices}
     others = [tensor.shape for tensor in node.inputs if tensor not in unfolding.images]
+    if ranks == {1} and "Softmax" in node.op:  # Over all pixels.
+        return ()
     if len(ranks) != 1 or any(shape is None or len(shape) >= max(ranks) for shape in others):
         return ()
     if not unfolding.alike(matrices) or ("data_format" in node.attrs and node.attrs["data_format"].s != b"NHWC"):
@@ -239,6 +215,9 @@ def _cross_entropy(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
         return ()
     features, labels = (unfolding.images[tensor] for tensor in node.inputs)
     assert features.shape and labels.shape
+    classes = () if node.op.startswith("Sparse") else features.shape[-1:]
+    if labels.shape[1:] != (*features.shape[1:-1], *classes):  # The kernel spreads one label over all classes.
+        return ()
     function = tf.function(lambda *images: run_per_pixel(node.op, *images), autograph=False)
     shapes = [(*[None] * (len(shape) - 1), shape[-1]) for shape in (features.shape, labels.shape)]
     specs = [tf.TensorSpec(shape, t.dtype) for shape, t in zip(shapes, (features, labels), strict=True)]
@@ -263,6 +242,6 @@ _MAKERS: dict[str, _Maker] = {
     "MatMul": _product,
     "BiasAddGrad": _bias_gradient,
     "ExpandDims": _expand,
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys((*ELEMENTWISE, "BiasAdd", "Softmax", "LogSoftmax"), _elementwise),
     **dict.fromkeys(CROSS_ENTROPIES, _cross_entropy),
 }

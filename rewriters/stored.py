@@ -46,6 +46,7 @@ class Loop:
         moments: Variances among them that come with their means.
         body: Operations of a turn, in topological order.
         reads: Tensors that exist whole, of which a turn takes its rows.
+        device: Of what it makes.
         home: Operations of the graph that the loop stands for: who waited for one of them waits for the loop.
     """
 
@@ -56,6 +57,7 @@ class Loop:
     moments: list[Moments]
     body: list[Node]
     reads: list[Tensor]
+    device: str = ""
     home: list[Node] = dataclasses.field(default_factory=list)
 
     @property
@@ -268,17 +270,31 @@ class Storage:
             def is_there(tensor: Tensor, level: int = level) -> bool:
                 return not (level > self._last_forward and tensor in gone) and self._is_before(tensor, level)
 
-            if level > self._last_forward:
-                found += self._again(level, roots, gone, is_there)
-            body, reads = self._slice(roots, is_there)
-            writes = [t for t in self._outputs(roots) if t in self.stored]
-            found.append(self._loop(level, writes, roots, body, reads))
-        levels = [loop.level for loop in found]
+            for own in self._apart(roots, is_there):
+                if level > self._last_forward:
+                    found += self._again(level, own, gone, is_there)
+                body, reads = self._slice(own, is_there)
+                writes = [t for t in self._outputs(own) if t in self.stored]
+                found.append(self._loop(level, writes, own, body, reads))
+        homes: dict[str, list[Loop]] = {}
+        for loop in found:
+            homes.setdefault(loop.device, []).append(loop)
         for node in (*self._roles.tiled, *self._roles.sums):
-            number = bisect.bisect_right(levels, self._roles.level[node]) - 1
             if found:
-                found[max(number, 0)].home.append(node)
+                loops = homes.get(node.device, found)
+                number = bisect.bisect_right([loop.level for loop in loops], self._roles.level[node]) - 1
+                loops[max(number, 0)].home.append(node)
         return found
+
+    def _apart(self, roots: Sequence[Node], is_there: Callable[[Tensor], bool]) -> list[list[Node]]:
+        """What replicas make is made by loops of their own: devices that share nothing."""
+        by_device: dict[str, list[Node]] = {}
+        for node in roots:
+            by_device.setdefault(node.device, []).append(node)
+        bodies = [self._slice(own, is_there)[0] for own in by_device.values()]
+        if len({node for body in bodies for node in body}) < sum(map(len, bodies)):
+            return [list(roots)]
+        return list(by_device.values())
 
     def _again(
         self, level: int, roots: Sequence[Node], gone: set[Tensor], is_there: Callable[[Tensor], bool]
@@ -309,7 +325,7 @@ class Storage:
     ) -> Loop:
         sums = [node for node in roots if node in self._sums]
         moments = [self._roles.moments[node] for node in sums if node in self._roles.moments]
-        loop = Loop(level, level > self._last_forward, writes, sums, moments, body, reads)
+        loop = Loop(level, level > self._last_forward, writes, sums, moments, body, reads, roots[0].device)
         plain = set(loop.plain_sums)
         loop.body = [node for node in body if node not in self._sums or node in plain]
         return loop

@@ -47,7 +47,8 @@ REFUSALS = {
         "which the segment does not make",
     ),
     tflms_sft.BudgetError: ("is too small for this step",),
-    ValueError: ("`num_tiles` asks for",),
+    # Without a convolution or a pool nothing tells how many axes there are.
+    ValueError: ("`num_tiles` asks for", "and what is tiled has"),
 }
 """What may be refused, and the words for it."""
 

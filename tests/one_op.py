@@ -15,8 +15,8 @@ from rewriters.build import Importer
 from rewriters.errors import NotTileableError
 from rewriters.graph import PER_PIXEL, Tensor, from_concrete_function
 from rewriters.normalise import normalise
-from rewriters.pixels import CROSS_ENTROPIES
 from rewriters.registry import Kind, find_rule
+from rewriters.rules.pixels import CROSS_ENTROPIES
 from rewriters.segments import Segment
 from rewriters.stored import Loop
 from rewriters.tiles import Grid, Planner

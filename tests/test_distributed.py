@@ -57,18 +57,78 @@ REPLICAS = """
 """
 
 
-@pytest.mark.parametrize("net", ("plain", "normed"))
-def test_a_step_of_two_replicas_is_the_same(net):
-    """Devices are set before TensorFlow begins, so each case is a process of its own."""
+FIT = """
+    import keras, numpy as np, tensorflow as tf, tflms_sft
+    from keras import layers
+    from equivalence import error
+
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    keras.config.set_floatx("float64")
+    numbers = np.random.RandomState(0)
+    images, labels = numbers.normal(size=(10, 16, 14, 3)), np.arange(10) % 3
+
+    def trained(callbacks):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            x = image = keras.Input((16, 14, 3))
+            for filters in (4, 5, 4):
+                x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+                x = layers.ReLU()(layers.BatchNormalization()(x))
+            model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
+        # The last batch has one image for each replica, the others two.
+        options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        history = model.fit(images, labels, callbacks=callbacks, **options).history
+        told = [np.array(history[key]) for key in ("loss", "accuracy")]
+        assert model.distribute_strategy is strategy
+        told.append(np.array(model.evaluate(images, labels, batch_size=4, verbose=0)))
+        return told + [np.asarray(v.numpy()) for v in (*model.variables, *model.optimizer.variables)]
+
+    plain = trained([])
+    tiled = tflms_sft.SFT(num_tiles=(2, 2), verbose=0)
+    budget = tflms_sft.MemoryBudget("220KiB", batch_shape=(4, 16, 14, 3), verbose=0)
+    for callback in (tiled, budget):
+        off = max(error(got, want) for got, want in zip(trained([callback]), plain, strict=True))
+        (segment,) = callback.plan.segments
+        print(callback.plan.batch, segment.num_loops, len(callback.plan.left_alone), off)
+    try:
+        trained([tflms_sft.LMS(tier="disk", verbose=0)])
+    except tflms_sft.RewriteError as error:
+        print("trains on 2 replicas, between which nothing can be swapped yet" in str(error))
+"""
+
+
+def run(script, *arguments):
     path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(REPLICAS), net],
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         env=os.environ | {"PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    segments, loops, off = done.stdout.split()
+    return done.stdout
+
+
+@pytest.mark.parametrize("net", ("plain", "normed"))
+def test_a_step_of_two_replicas_is_the_same(net):
+    """Devices are set before TensorFlow begins, so each case is a process of its own."""
+    segments, loops, off = run(REPLICAS, net).split()
     assert (segments, loops) == ("2", "4") if net == "plain" else int(loops) > 6
     assert float(off) < 1e-10
+
+
+def test_fit_on_two_replicas_is_the_same():
+    """Each replica has loops of its own, and a batch of its own of an unknown size."""
+    tiled, budget, refused = run(FIT).splitlines()
+    for line in (tiled, budget):
+        _, loops, left, off = line.split()
+        assert int(loops) >= 12 and int(loops) % 2 == 0 and left == "0"
+        assert float(off) < 1e-10
+    assert budget.split()[0] == "2", "a replica has half of the batch"
+    assert refused == "True"

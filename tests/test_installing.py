@@ -329,17 +329,6 @@ def test_images_of_another_size_than_the_first_are_an_error_with_the_remedy():
     assert is_plain(model)
 
 
-def test_replicas_are_refused_with_the_remedy():
-    class Replicas:
-        num_replicas_in_sync = 2
-
-    model = net()
-    model._distribute_strategy = Replicas()
-    with pytest.raises(RewriteError, match="trains on 2 replicas .*not supported yet"):
-        with tflms_sft.budget(model, "1GiB"):
-            raise AssertionError("not reached")
-
-
 def test_batches_that_are_not_dense_are_refused_with_the_remedy():
     model = net()
     ragged = tf.RaggedTensor.from_tensor(tf.constant(Y[:, None]))

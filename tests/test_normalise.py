@@ -318,3 +318,34 @@ def test_what_else_the_user_lets_xla_compile_stays_compiled():
     specs = tf.TensorSpec((1, 8, 7, 4)), tf.TensorSpec((3, 3, 2, 6))
     graph = normalise.read(step.get_concrete_function(*specs))
     assert any("Call" in node.op for node in graph.nodes.values())
+
+
+def test_half_precision_stays_with_xla():
+    """TensorFlow's own kernels sum a filter's gradient up in half precision."""
+    step = tf.function(
+        lambda x, w: tf.function(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), jit_compile=True)(x, w), autograph=False
+    )
+    specs = tf.TensorSpec((1, 8, 7, 4), tf.float16), tf.TensorSpec((3, 3, 2, 6), tf.float16)
+    assert any("Call" in op for op in ops(normalise.read(step.get_concrete_function(*specs))))
+
+
+# Coming to rest ------------------------------------------------------------------------------------------
+
+
+def test_pairs_of_a_batch_of_unknown_size_come_to_rest():
+    step = tf.function(lambda y: tf.expand_dims(y, 1) * y, autograph=False)
+    graph = normalise.read(step.get_concrete_function(tf.TensorSpec((None,))))
+    assert graph.outputs[0].shape == (None, None)
+
+
+def test_a_sum_that_something_waits_for_comes_to_rest():
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(tf.sin(tf.tile(x, [1, 3, 1, 1])))
+        gradient = tape.gradient(loss, x)
+        with tf.control_dependencies([gradient]):
+            return gradient, tf.identity(loss)
+
+    concrete_fn = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec((2, 1, 5, 3)))
+    assert "Sum" in ops(normalise.read(concrete_fn))

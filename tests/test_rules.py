@@ -194,6 +194,8 @@ REFUSED = [
     ("Einsum", {"inputs": [image(), image()], "equation": "bhwc,bvwc->bhvc"}, "FF", "lie otherwise"),
     ("Einsum", {"inputs": [image(), image(WIDTH, 5)], "equation": "bhwc,wv->bhvc"}, "FI", "as attention is"),
     ("Einsum", {"inputs": [image(), image(4, 5)], "equation": "bhwc,cd->bhwd"}, "FF", "as attention is"),
+    ("Einsum", {"inputs": [image(), image(3, 1, 1, 4)], "equation": "...c,...c->...c"}, "FF", "spreads one of them"),
+    ("Einsum", {"inputs": [image(), image(1, HEIGHT, WIDTH, 4)], "equation": "...c,...c->...c"}, "FF", "spreads one"),
     ("Einsum", {"inputs": [image(3, HEIGHT, WIDTH, WIDTH)], "equation": "bhww->bhw"}, "F", "diagonal"),
 ]
 

@@ -10,6 +10,7 @@ thing in every training, is replaced as well, and takes out what an earlier one 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._names import recorded_layers
 from tflms_sft._plan import Plan
+from tflms_sft._replicas import Replicas, RunInstead, number_of
 from tflms_sft._rewrite import Chosen, check_graphs_run, check_image_sizes, rewrite_traced
 from tflms_sft._units import format_bytes
 
@@ -65,6 +67,7 @@ class Installation:
         self._installed: Any = None
         self._measured = False
         self._variables: list[int] = []
+        self._num_replicas = 1
 
     def install(self) -> None:
         """Replace the train step; what an earlier training left behind is taken out first.
@@ -103,13 +106,23 @@ class Installation:
 
     def _place(self) -> None:
         model = self.model
+        strategy, replicas = model.distribute_strategy, None
         self._original = model.train_step
+        if number_of(strategy) > 1:
+            self._params = self._params.without_swaps(f"Model {model.name!r} trains on {number_of(strategy)} replicas")
+            replicas = Replicas(strategy, self._original)
+            self._original = replicas.step
+            self._num_replicas = number_of(strategy)
         self._make_plain = model.make_train_function
-        self._saved = {name: model.__dict__.get(name) for name in ("train_step", "make_train_function")}
+        names = ("train_step", "make_train_function", *(["_distribute_strategy"] if replicas else []))
+        self._saved = {name: model.__dict__.get(name) for name in names}
         self._jit_compile = model.jit_compile
         object.__setattr__(model, _SLOT, self)
         model.jit_compile = False
         object.__setattr__(model, "train_step", self.train_step)
+        if replicas is not None:
+            instead = functools.partial(self._train_replicas, replicas)
+            object.__setattr__(model, "_distribute_strategy", RunInstead(strategy, self.train_step, instead))
         if self._training is not None:
             object.__setattr__(model, "make_train_function", self._asked_again)
 
@@ -206,8 +219,10 @@ class Installation:
 
     @property
     def _images(self) -> tuple[int, ...] | None:
-        """Shape of the largest batch of images: as given, or that of the first batch."""
-        return self._batch_shape or max(self._first_batch, key=len, default=None)
+        """Shape of the largest batch of images of a replica: as given, or that of the first batch."""
+        if self._batch_shape is None:
+            return max(self._first_batch, key=len, default=None)
+        return (-(-self._batch_shape[0] // self._num_replicas), *self._batch_shape[1:])
 
     @tf.autograph.experimental.do_not_convert
     def train_step(self, data: Any) -> Any:
@@ -228,6 +243,11 @@ class Installation:
         flat = [self._within(t) for t in tf.nest.flatten(data) if t is not None]
         pairs = zip(flat, [s for s in key if s is not None], strict=True)
         return self._steps[key]([_of_size(t, s.shape) for t, s in pairs])
+
+    @tf.autograph.experimental.do_not_convert
+    def _train_replicas(self, replicas: Replicas, data: Any) -> Any:
+        """The step of all replicas, in the place of `strategy.run`."""
+        return replicas.results(self.train_step(replicas.apart(data)))
 
     def _require_tensors(self, data: Any) -> None:
         for value in tf.nest.flatten(data):
@@ -326,12 +346,6 @@ def check_model(model: Any) -> None:
             f"Model {model.name!r} runs eagerly, so there is no graph to rewrite. Compile it with `run_eagerly=False`."
         )
     check_graphs_run()
-    strategy = getattr(model, "distribute_strategy", None)
-    if strategy is not None and strategy.num_replicas_in_sync > 1:
-        raise RewriteError(
-            f"Model {model.name!r} trains on {strategy.num_replicas_in_sync} replicas ({type(strategy).__name__}), "
-            "which is not supported yet. Build and compile it outside of the strategy's scope."
-        )
     if not model.built or not model.weights:
         raise RewriteError(f"Model {model.name!r} has no weights yet. Call it on a batch first.")
     if not model.trainable_variables:

@@ -307,6 +307,17 @@ class Chosen:
         """Whether the plan holds for one size of the batch."""
         return isinstance(self.tiles, AutoParams)
 
+    def without_swaps(self, why: str) -> Chosen:
+        """The same with tiles alone.
+
+        Raises:
+            RewriteError: If swaps are asked for.
+        """
+        auto = isinstance(self.tiles, AutoParams)
+        if self.swaps is not None or (auto and isinstance(self.tiles.swap, LMSParams)):  # type: ignore[union-attr]
+            raise RewriteError(f"{why}, between which nothing can be swapped yet. Ask for tiles alone: `SFT`.")
+        return Chosen(dataclasses.replace(self.tiles, swap=False)) if auto else self  # type: ignore[type-var]
+
 
 def chosen_of(params: Any) -> Chosen:
     """The parameter objects of a list.

@@ -292,12 +292,17 @@ _LINEAR_IN = {
     (0, 1): "Mul MulNoNan",
 }
 
+_ADDITIVE = "Add AddV2 Sub AddN"
+
+ELEMENTWISE = frozenset(" ".join([_POINTWISE, *_LINEAR_IN.values(), _ADDITIVE, "Cast SelectV2"]).split())
+"""Op types whose result has the shape to which the operands are broadcast."""
+
 for _op_type in _POINTWISE.split():
     add_rule(_op_type, Pointwise())
 for _positions, _op_types in _LINEAR_IN.items():
     for _op_type in _op_types.split():
         add_rule(_op_type, LinearIn(_positions))
-for _op_type in ("Add", "AddV2", "Sub", "AddN"):
+for _op_type in _ADDITIVE.split():
     add_rule(_op_type, Additive())
 for _op_type in ("Select", "SelectV2"):
     add_rule(_op_type, Select())

@@ -7,15 +7,38 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from rewriters.errors import NotTileableError
 from rewriters.graph import PER_PIXEL
 from rewriters.intervals import Interval, hull_of
 from rewriters.layouts import Link
-from rewriters.pixels import CROSS_ENTROPIES, run_per_pixel
 from rewriters.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
-from rewriters.rules.elementwise import Pointwise, lie_alike
+from rewriters.rules.elementwise import Pointwise
 
 __all__: list[str] = []
+
+CROSS_ENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
+
+
+def run_per_pixel(op: str, features: Any, labels: Any) -> list[Any]:
+    """A cross-entropy op on images.
+
+    Args:
+        op: Its type.
+        features: `(..., classes)`.
+        labels: The same shape, or without the classes.
+
+    Returns:
+        Loss, without the classes, and its gradient by `features`.
+    """
+    classes = features.shape[-1]
+    flat = [-1] if op.startswith("Sparse") else [-1, classes]
+    loss, gradient = getattr(tf.raw_ops, op)(
+        features=tf.reshape(features, [-1, classes]), labels=tf.reshape(labels, flat)
+    )
+    shape = tf.shape(features)
+    return [tf.reshape(loss, shape[:-1]), tf.reshape(gradient, shape)]
 
 
 @tiling_rule("Einsum")
@@ -71,6 +94,12 @@ class Einsum(Rule):
         dims = op.layout(op.node.inputs[position]).dims
         return [own[0], *(None if dim is None else own[dim] for dim in dims)]
 
+    def _sizes(self, op: OpView, position: int) -> list[Any]:
+        """Whether there is one image alone, and the rows along each axis: an ellipsis broadcasts."""
+        tensor = op.node.inputs[position]
+        assert tensor.shape is not None
+        return [tensor.shape[0] == 1, *(op.extent(tensor, axis) for axis in op.axes(tensor))]
+
     def _check(self, op: OpView, kinds: Sequence[Kind]) -> None:
         *operands, out = self.labels(op)
         images = self._images(op)
@@ -79,6 +108,9 @@ class Einsum(Rule):
             raise NotTileableError("an Einsum of what is the same for all tiles")
         if any(place != places[0] for place in places):
             raise NotTileableError("an Einsum of images whose axes lie otherwise")
+        sizes = [self._sizes(op, position) for position in images]
+        if any(own != sizes[0] for own in sizes):
+            raise NotTileableError("an Einsum of images that spreads one of them over another")
         moved = {letter for letter in places[0] if letter is not None}
         for position, own in enumerate(operands):
             if position not in images and (kinds[position] is not Kind.INVARIANT or moved.intersection(own)):
@@ -90,6 +122,8 @@ class Einsum(Rule):
         dims = op.layout(op.node.out()).dims
         if [out[0], *(None if dim is None else out[dim] for dim in dims)] != places[0]:
             raise NotTileableError("an Einsum that moves the axes of an image, or sums over some of them")
+        if [op.extent(op.node.out(), axis) for axis in range(len(dims))] != sizes[0][1:]:
+            raise NotTileableError("an Einsum that spreads an image over an axis")
 
     def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
         """Linear in each operand."""
@@ -167,9 +201,11 @@ class CrossEntropy(Pointwise):
             raise NotTileableError("the rows of its matrix are no pixels of an image")
         if any(kind is not Kind.FULL for kind in kinds):
             raise NotTileableError(f"{op.node.op} needs an image, and labels for each of its pixels")
-        features = op.node.inputs[0]
-        if len(features.shape or ()) - 1 in op.layout(features).dims or not lie_alike(op, features):
+        features, labels = op.node.inputs
+        if len(features.shape or ()) - 1 in op.layout(features).dims:
             raise NotTileableError("its classes are an axis of the image")
+        if any(op.layout(tensor) != op.layout(features) for tensor in (labels, op.node.out(0), op.node.out(1))):
+            raise NotTileableError("the axes of its labels lie otherwise than those of the image")
         return Kind.FULL
 
     def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
