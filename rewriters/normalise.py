@@ -9,8 +9,8 @@
 5. `Shape` of a tensor whose sizes are known becomes a constant, so that no shape
    op keeps an activation alive; `ShapeN`, which keeps several alive, becomes one
    `Shape` each, `Size` a product over a `Shape`, and `Rank` a constant.
-6. Shapes that TensorFlow does not know when it traces (of sums, by their axes, of reshapes, and of what is made of
-   them element by element) are found, and 4 is done once more.
+6. Shapes that TensorFlow does not know when it traces (of sums, by their axes, of reshapes, and what follows from
+   them) are found, and 4 is done once more.
 7. The gradient of a repetition, a sum over a reshape to (times, size, times, size, ...), becomes a sum over the axes
    that were repeated.
 """
@@ -22,12 +22,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters import fused, grouped, pixels
+from rewriters import _tf_private, fused, grouped, pixels
 from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Node, Tensor, from_concrete_function, predecessors
 from rewriters.inline import inlined, is_call, is_xla_call
-from rewriters.rules.elementwise import ELEMENTWISE
-from rewriters.values import Evaluator, int_constant
+from rewriters.values import Evaluator, constant, int_constant
 
 __all__: list[str] = []
 
@@ -63,7 +62,7 @@ def normalise(graph: Graph, for_tiles: bool = True) -> Graph:
         graph.prune()
         found = _find_shapes_of_sums(graph, evaluate)
         found |= _find_shapes_of_reshapes(graph, evaluate)
-        found |= _find_shapes_of_elementwise(graph)
+        found |= _infer_shapes(graph)
         found |= _sum_repetitions(graph, evaluate)
         if for_tiles:
             found |= pixels.as_images(graph, evaluate)
@@ -191,31 +190,52 @@ def _find_shapes_of_reshapes(graph: Graph, evaluate: Evaluator) -> bool:
     return found
 
 
-_SHAPED = ELEMENTWISE | {"BiasAdd", "Softmax", "LogSoftmax"}
-"""Op types whose result has the shape of the operands, or of the first."""
-
-
-def _find_shapes_of_elementwise(graph: Graph) -> bool:
-    """By those of the operands, once these are known.
+def _infer_shapes(graph: Graph) -> bool:
+    """Let TensorFlow infer once more what follows from shapes that have been found.
 
     Returns:
         Whether there were any.
     """
     found = False
-    for node in graph.topological():
-        if node.op not in _SHAPED or None not in (node.outputs[0][1] or ())[1:]:
-            continue
-        shapes = [t.shape for t in (node.inputs if node.op in ELEMENTWISE else node.inputs[:1])]
-        if any(shape is None or None in shape[1:] for shape in shapes):
-            continue
-        dtype, shape = node.outputs[0]
-        rank = len(shape or ())
-        aligned = [(1,) * (rank - len(own)) + own for own in shapes if own is not None]
-        known = [next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True)]
-        if None not in known[1:]:
-            node.outputs[0] = (dtype, (shape[0], *known[1:]))  # type: ignore[index]
-            found = True
+    with tf.Graph().as_default():
+        for node in graph.topological():
+            if not any(_is_open(shape) for _, shape in node.outputs) or not node.inputs:
+                continue
+            if any(_is_open(tensor.shape) or tensor.dtype in (tf.resource, tf.variant) for tensor in node.inputs):
+                continue
+            better = [_joined(old, new) for (_, old), new in zip(node.outputs, _inferred(node), strict=True)]
+            found |= better != [shape for _, shape in node.outputs]
+            node.outputs = [(dtype, shape) for (dtype, _), shape in zip(node.outputs, better, strict=True)]
     return found
+
+
+def _joined(old: Any, new: Any) -> Any:
+    """What is found, with the first size as it was if that was known."""
+    if not old or not new or old[0] is None:
+        return old if new is None else new
+    return (old[0], *new[1:])
+
+
+def _is_open(shape: Any) -> bool:
+    """Whether more than the first size is not known."""
+    return shape is None or None in shape[1:]
+
+
+def _inferred(node: Node) -> list[Any]:
+    """Shapes that follow from those of the operands, where they say more; the default graph is of no other use."""
+    operands = [_stand_in(tensor) for tensor in node.inputs]
+    dtypes = [dtype for dtype, _ in node.outputs]
+    try:
+        results = _tf_private.create_op(node.op, operands, dtypes, node.attrs, "inferred", "")
+    except (ValueError, TypeError, tf.errors.OpError):
+        return [None] * len(node.outputs)  # It calls a function, say, that this graph does not have.
+    shapes = [None if result.shape.rank is None else tuple(result.shape) for result in results]
+    return [shape if shape is not None and not _is_open(shape) else None for shape in shapes]
+
+
+def _stand_in(tensor: Tensor) -> Any:
+    value = constant(tensor.node)
+    return tf.compat.v1.placeholder(tensor.dtype, tensor.shape) if value is None else tf.constant(value, tensor.dtype)
 
 
 def _sum_repetitions(graph: Graph, evaluate: Evaluator) -> bool:
