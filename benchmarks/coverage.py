@@ -221,7 +221,7 @@ def network_row(name: str) -> list[str]:
             memory = f"{tiled['peak'] / MIB:.0f} MiB, {tiled['peak'] / plain['peak']:.2f} of it"
             memory += f", {tiled['cost']:.2f}x arithmetic"
             break
-    reasons = "; ".join(compared["reasons"])
+    reasons = "; ".join(why for why in compared["reasons"] if "everything after it waits" not in why)
     how = f"{compared['loops']} loops in {compared['segments']} segment(s)"
     line = [f"`{name}`", how, reasons or "nothing", f"{compared['difference']:.0e}"]
     line += [f"{plain['peak'] / MIB:.0f} MiB", memory]
@@ -236,8 +236,9 @@ tables is known to the compiler: it has one rule for each operation, and sees no
 
 ## Networks
 
-`keras.applications` with untrained weights and normalisation in training mode. *Loops*: one step of two images of
-{compared} x {compared} pixels in 3 x 2 tiles. *Difference*: of loss, weights, moving statistics and momenta after that
+`keras.applications` with untrained weights and normalisation in training mode. *Tiled*: one step of two images of
+{compared} x {compared} pixels in 3 x 2 tiles. *Left alone*: why other operations on images run on whole ones, besides
+what comes after the last sum over the image. *Difference*: of loss, weights, moving statistics and momenta after that
 step to those of the plain step, in float64, relative to the largest number of each. *Peaks*: measured, of a float32
 step with {batch} images of {measured} x {measured}, plain and with a budget for tiles alone that leaves half of the
 plain peak (or 0.6, or 0.75, if there is no plan for less), without weights and momenta.
@@ -248,8 +249,8 @@ plain peak (or 0.6, or 0.75, if there is no plan for less), without weights and 
 
 Between two convolutions in a network that ends in `Flatten` and `Dense`, two steps of three images with odd sizes.
 *Difference* as above, in float64 unless TensorFlow's CPU has no such kernel; bilinear resizing makes float32 whatever
-goes in. A *barrier* is a sum over the whole image
-that the rest of the segment waits for, between two loops ([barriers.md](barriers.md)).
+goes in. A *barrier* is a sum over the whole image that the rest of the segment waits for, between two loops
+([barriers.md](barriers.md)).
 
 {layers}
 

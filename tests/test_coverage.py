@@ -1,0 +1,54 @@
+"""The coverage page: every Keras layer is examined or listed, and the page says what was found."""
+
+import inspect
+import json
+
+import keras
+import pytest
+
+from benchmarks import _child, _coverage_layers, coverage
+
+RESULTS = json.loads((_child.ROOT / "benchmarks" / "results" / "coverage.json").read_text())
+
+
+def layer_names():
+    """Without the other names that some have."""
+    found = inspect.getmembers(keras.layers, inspect.isclass)
+    return {name for name, member in found if issubclass(member, keras.layers.Layer) and member.__name__ == name}
+
+
+def test_every_layer_is_examined_or_listed():
+    listed = {name for names in _coverage_layers.NOT_FOR_IMAGES.values() for name in names.split()}
+    examined = set(_coverage_layers.uses())
+    assert not listed & examined
+    assert not layer_names() - listed - examined
+    assert set(RESULTS["layers"]) == examined
+
+
+def test_the_page_is_that_of_the_results():
+    page = (_child.ROOT / "docs" / "coverage.md").read_text()
+    lines = [line for lines in RESULTS["layers"].values() for line in lines] + list(RESULTS["networks"].values())
+    assert len(lines) > 100
+    for line in lines:
+        assert f"| {' | '.join(line)} |" in page
+
+
+@pytest.mark.parametrize(
+    ("found", "outcome"),
+    [
+        ({"reasons": [], "loops": 2, "segments": 1}, "tiled"),
+        ({"reasons": [], "loops": 7, "segments": 1}, "tiled, with a barrier (7 loops)"),
+        ({"reasons": ["Mean: ... everything after it waits ..."], "loops": 2, "segments": 1}, "ends a segment"),
+        ({"reasons": ["Foo: no", "Mean: everything after it waits"], "loops": 2, "segments": 1}, "left alone: Foo: no"),
+        ({"reasons": ["nothing of it is needed in the backward pass"], "loops": 2, "segments": 1}, "tiled"),
+        ({"reasons": ["nothing of it is needed in the backward pass"], "loops": 0, "segments": 0}, "left alone"),
+    ],
+)
+def test_outcomes_in_words(found, outcome):
+    assert coverage.outcome_of(found).startswith(outcome)
+
+
+def test_a_layer_in_a_process_of_its_own():
+    ((title, outcome, difference),) = coverage.layer_rows("AdditiveAttention")
+    assert title.startswith("`AdditiveAttention`") and outcome.startswith("left alone: AddV2")
+    assert float(difference) < 1e-12
