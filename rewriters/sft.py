@@ -85,6 +85,7 @@ class _Rewriter:
         self.moved: dict[Node, Node] = {}
         self.programs: dict[Hashable, Graph] = {}
         self.starts: dict[Node, Node] = {}
+        self.devices: dict[Node, str] = {}
 
     def run(self) -> Graph:
         """Splice every loop in, hand readers over, drop what was replaced."""
@@ -177,6 +178,7 @@ class _Rewriter:
         for node in phase.home:
             self.moved[self._own(node)] = loop
         self.starts[loop] = start
+        self.devices[loop] = next((node.device for node in (*phase.body, *phase.home)), "")
         return loop
 
     def _outlined(
@@ -250,11 +252,14 @@ class _Rewriter:
         self._one_after_another(sorted(itertools.chain(*loops), key=order.__getitem__))
 
     def _one_after_another(self, loops: list[Node]) -> None:
-        """A loop's buffers wait, too."""
-        for before, after in zip(loops, loops[1:], strict=False):
+        """On each device; a loop's buffers wait, too."""
+        last: dict[str, Node] = {}
+        for after in loops:
+            device = self.devices[after]
             waits = self.starts[after].control_inputs
-            if before not in waits:
-                waits.append(before)
+            if device in last and last[device] not in waits:
+                waits.append(last[device])
+            last[device] = after
 
     def _check_gone(self) -> None:
         left = [node.name for node in self.moved if self.graph.nodes.get(node.name) is node]

@@ -48,7 +48,10 @@ REPLICAS = """
         if rewritten:
             step = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(2, 2)), images, labels)
             segments = step.plan.segments
-            print(len(segments), sum(segment.num_loops for segment in segments), end=" ")
+            graph = step.concrete_function.graph
+            starts = [op for op in graph.get_operations() if op.name.endswith("/start")]
+            first = [op for op in starts if not any("while" in before.name for before in op.control_inputs)]
+            print(len(segments), sum(segment.num_loops for segment in segments), len(first), end=" ")
         losses = [np.asarray(step(images, labels)) for _ in range(2)]
         return losses + [np.asarray(v.numpy()) for v in (*model.variables, *model.optimizer.variables)]
 
@@ -118,8 +121,9 @@ def run(script, *arguments):
 @pytest.mark.parametrize("net", ("plain", "normed"))
 def test_a_step_of_two_replicas_is_the_same(net):
     """Devices are set before TensorFlow begins, so each case is a process of its own."""
-    segments, loops, off = run(REPLICAS, net).split()
+    segments, loops, first, off = run(REPLICAS, net).split()
     assert (segments, loops) == ("2", "4") if net == "plain" else int(loops) > 6
+    assert first == "2", "one replica does not wait for the other"
     assert float(off) < 1e-10
 
 
