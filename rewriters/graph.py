@@ -161,6 +161,12 @@ class Graph:
         self.nodes[node.name] = node
         return node
 
+    def add_beside(
+        self, near: Node, op: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any], outputs: Sequence[Any]
+    ) -> Node:
+        """Add a node that is named after another one and placed where that one is."""
+        return self.add(Node(self.unique_name(f"{near.name}/{op}"), op, inputs, (), attrs, near.device, outputs))
+
     def unique_name(self, name: str) -> str:
         """`name`, or `name_1`, `name_2`, ... if it is taken."""
         candidate, count = name, 0

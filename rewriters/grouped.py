@@ -1,23 +1,24 @@
 """Convolutions in groups, by kernels that TensorFlow has on a CPU.
 
 TensorFlow's own CPU kernels have no gradients of grouped convolutions, so Keras lets XLA compile each of them, on any
-device. XLA's CPU code for them is slow (10 to 100 times slower than what is made here, see `docs/decisions.md`), its
-memory is in nobody's plan, and a call cannot be tiled. Here the call becomes its body; on a CPU a convolution with one
-input channel per group then becomes a depthwise one, any other one convolution per group. On a GPU it stays what it
-is: cuDNN knows groups.
+device. XLA's CPU code for them is slow (about 5 to 100 times slower than what is made here, see
+`docs/decisions.md`), its memory is in nobody's plan, and a call cannot be tiled. Here the call becomes its body; on a
+CPU a convolution with one input channel per group then becomes a depthwise one, any other one convolution per group.
+On a GPU it stays what it is: cuDNN knows groups.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from rewriters import device
 from rewriters.graph import Graph, Node, Tensor
-from rewriters.values import int_constant
+from rewriters.inline import inlined
+from rewriters.values import int_constant, type_attr
 
 __all__: list[str] = []
 
@@ -31,7 +32,33 @@ _AROUND = frozenset(
 )
 
 
-def is_only_convolution(function_def: Any) -> bool:
+def inlined_with_kernels(concrete_fn: Any, as_calls: Callable[[Any], bool]) -> Graph:
+    """The graph of `concrete_fn` without calls, but for those in which the device has no kernels for a convolution.
+
+    Args:
+        concrete_fn: A traced function.
+        as_calls: That of `inlined`.
+    """
+    left: set[str] = set()
+    opened: set[str] = set()
+
+    def opens(call: str, function_def: Any) -> bool:
+        possible = call not in left and _is_only_convolution(function_def)
+        if possible:
+            opened.add(call)
+        return possible
+
+    while True:
+        opened.clear()
+        graph = inlined(concrete_fn, opens, as_calls)
+        without = _replace_grouped(graph)
+        failed = {call for call in opened if any(name.startswith(f"{call}/") for name in without)}
+        if not failed:
+            return graph
+        left |= failed
+
+
+def _is_only_convolution(function_def: Any) -> bool:
     """Whether a function is one convolution or its gradients, such that its body can stand for it.
 
     Channels first and dilations, beside those that are written as `SpaceToBatchND`, have no CPU kernels; those for half
@@ -81,27 +108,28 @@ def _groups(node: Node) -> _Groups | None:
     return _Groups(image[-1], taps)  # type: ignore[arg-type]
 
 
-def by_kernels_of_the_device(graph: Graph) -> bool:
+def _replace_grouped(graph: Graph) -> list[str]:
     """Replace grouped convolutions that would run on a CPU, in place.
 
     Returns:
-        Whether that could be done. If not, the graph is of no use: it does not run.
+        Names of convolutions of which it is not known whether they are in groups, or that could not go.
     """
     on_cpu = device.name().startswith("CPU")
     mapping: dict[Tensor, Tensor] = {}
+    unknown: list[str] = []
     for node in [node for node in graph.nodes.values() if node.op in _CONVOLUTIONS]:
         if not on_cpu and "CPU" not in node.device.upper():
             continue
         groups = _groups(node)
         if groups is None:
-            return False
-        if groups.number > 1:
+            unknown.append(node.name)
+        elif groups.number > 1:
             maker = _Maker(graph, node)
             made = _depthwise(maker, groups) if _has_depthwise_kernel(node, groups) else _one_by_one(maker, groups)
             mapping[node.out()] = made
     graph.replace_tensors(mapping)
     graph.prune()
-    return not any(tensor.node.name in graph.nodes for tensor in mapping)
+    return unknown + [tensor.node.name for tensor in mapping if tensor.node.name in graph.nodes]
 
 
 def _has_depthwise_kernel(node: Node, groups: _Groups) -> bool:
@@ -118,8 +146,7 @@ class _Maker:
         self.dtype = node.outputs[0][0]
 
     def _add(self, op: str, inputs: Sequence[Tensor], attrs: dict[str, Any], outputs: Sequence[Any]) -> Node:
-        name = self.graph.unique_name(f"{self.node.name}/{op}")
-        return self.graph.add(Node(name, op, inputs, (), attrs, self.node.device, outputs))
+        return self.graph.add_beside(self.node, op, inputs, attrs, outputs)
 
     def ints(self, value: int | tuple[int, ...]) -> Tensor:
         """A constant."""
@@ -127,20 +154,20 @@ class _Maker:
 
     def reshape(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The same numbers in order."""
-        attrs = {"T": _type(self.dtype), "Tshape": _type(tf.int32)}
+        attrs = {"T": type_attr(self.dtype), "Tshape": type_attr(tf.int32)}
         return self._add("Reshape", [tensor, self.ints(shape)], attrs, [(self.dtype, shape)]).out()
 
     def split(self, tensor: Tensor, number: int) -> list[Tensor]:
         """Over the last dimension."""
         assert tensor.shape is not None and tensor.shape[-1] is not None
         shape = (*tensor.shape[:-1], tensor.shape[-1] // number)
-        attrs = {"T": _type(self.dtype), "num_split": tf.compat.v1.AttrValue(i=number)}
+        attrs = {"T": type_attr(self.dtype), "num_split": tf.compat.v1.AttrValue(i=number)}
         node = self._add("Split", [self.ints(len(shape) - 1), tensor], attrs, [(self.dtype, shape)] * number)
         return [node.out(index) for index in range(number)]
 
     def concat(self, tensors: Sequence[Tensor], shape: Any) -> Tensor:
         """Over the last dimension."""
-        attrs = {"T": _type(self.dtype), "Tidx": _type(tf.int32), "N": tf.compat.v1.AttrValue(i=len(tensors))}
+        attrs = {"T": type_attr(self.dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=len(tensors))}
         return self._add("ConcatV2", [*tensors, self.ints(len(shape) - 1)], attrs, [(self.dtype, shape)]).out()
 
     def convolution(self, op: str, inputs: Sequence[Tensor], shape: Any) -> Tensor:
@@ -153,16 +180,12 @@ class _Maker:
     def sizes_of_group(self, sizes: Tensor, channels: int) -> Tensor:
         """Sizes of the image of one group. A batch that is unknown stays the one that it is."""
         rank = len(self.node.out().shape or ())
-        attrs = {"T": _type(sizes.dtype), "Index": _type(tf.int32)}
+        attrs = {"T": type_attr(sizes.dtype), "Index": type_attr(tf.int32)}
         begin, number = self.ints((0,)), self.ints((rank - 1,))
         others = self._add("Slice", [sizes, begin, number], attrs, [(sizes.dtype, (rank - 1,))])
-        attrs = {"T": _type(sizes.dtype), "Tidx": _type(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}
+        attrs = {"T": type_attr(sizes.dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}
         last = int_constant(self.graph, f"{self.node.name}/channels", (channels,), sizes.dtype).out()
         return self._add("ConcatV2", [others.out(), last, self.ints(0)], attrs, [(sizes.dtype, (rank,))]).out()
-
-
-def _type(dtype: tf.DType) -> Any:
-    return tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
 
 
 def _depthwise(maker: _Maker, groups: _Groups) -> Tensor:

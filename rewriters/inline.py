@@ -36,13 +36,14 @@ def is_xla_call(node: Any) -> bool:
 
 
 def inlined(
-    concrete_fn: Any, also: Callable[[Any], bool] | None = None, as_calls: Callable[[Any], bool] | None = None
+    concrete_fn: Any, also: Callable[[str, Any], bool] | None = None, as_calls: Callable[[Any], bool] | None = None
 ) -> Graph:
     """The graph of `concrete_fn` without calls, shapes inferred anew.
 
     Args:
         concrete_fn: A traced function.
-        also: Says of the definition of a function that XLA must compile whether its body can do without.
+        also: Says of a call that XLA must compile, by its name and the definition of its function, whether the body can
+            do without XLA.
         as_calls: Turns operations of a definition without calls into calls, in place, and says whether there were any.
     """
     graph_def = concrete_fn.graph.as_graph_def()
@@ -59,10 +60,10 @@ def inlined(
     return _imported(concrete_fn, graph_def, interface)
 
 
-def _opens(node: Any, functions: Mapping[str, Any], also: Callable[[Any], bool] | None) -> bool:
+def _opens(node: Any, functions: Mapping[str, Any], also: Callable[[str, Any], bool] | None) -> bool:
     if not is_xla_call(node):
         return is_call(node)
-    return also is not None and also(functions[node.attr["f"].func.name])
+    return also is not None and also(node.name, functions[node.attr["f"].func.name])
 
 
 def _flat(name: str) -> str:

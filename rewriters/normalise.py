@@ -26,7 +26,7 @@ from rewriters import _tf_private, fused, grouped, pixels
 from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Node, Tensor, from_concrete_function, predecessors
 from rewriters.inline import inlined, is_call, is_xla_call
-from rewriters.values import Evaluator, constant, int_constant
+from rewriters.values import Evaluator, constant, int_constant, type_attr
 
 __all__: list[str] = []
 
@@ -44,9 +44,7 @@ def read(concrete_fn: Any, for_tiles: bool = True) -> Graph:
     graph = from_concrete_function(concrete_fn)
     graph.prune()
     if any(is_call(node) or is_xla_call(node) or fused.is_fused(node) for node in graph.nodes.values()):
-        graph = inlined(concrete_fn, grouped.is_only_convolution, fused.as_calls) if for_tiles else inlined(concrete_fn)
-        if for_tiles and not grouped.by_kernels_of_the_device(graph):
-            graph = inlined(concrete_fn, None, fused.as_calls)
+        graph = grouped.inlined_with_kernels(concrete_fn, fused.as_calls) if for_tiles else inlined(concrete_fn)
         graph.prune()
     return normalise(graph, for_tiles)
 
@@ -274,8 +272,8 @@ def _sum_over(graph: Graph, node: Node, source: Tensor, axes: tuple[int, ...]) -
     assert source.shape is not None
     operand = int_constant(graph, f"{node.name}/axes", axes, tf.int32)
     attrs = {
-        "T": tf.compat.v1.AttrValue(type=source.dtype.as_datatype_enum),
-        "Tidx": tf.compat.v1.AttrValue(type=tf.int32.as_datatype_enum),
+        "T": type_attr(source.dtype),
+        "Tidx": type_attr(tf.int32),
         "keep_dims": tf.compat.v1.AttrValue(b=True),
     }
     shape = tuple(1 if dim in axes else size for dim, size in enumerate(source.shape))
@@ -319,8 +317,8 @@ def _number_of_elements(graph: Graph, node: Node) -> Node:
     dtype, shape = node.outputs[0]
     axes = int_constant(graph, f"{node.name}/axes", (0,), tf.int32)
     attrs = {
-        "T": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum),
-        "Tidx": tf.compat.v1.AttrValue(type=tf.int32.as_datatype_enum),
+        "T": type_attr(dtype),
+        "Tidx": type_attr(tf.int32),
         "keep_dims": tf.compat.v1.AttrValue(b=False),
     }
     operands = [_shape_of(graph, node).out(), axes.out()]

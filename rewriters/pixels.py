@@ -19,7 +19,7 @@ import tensorflow as tf
 from rewriters.graph import PER_PIXEL, Graph, Node, Tensor
 from rewriters.rules.elementwise import ELEMENTWISE
 from rewriters.rules.pixels import CROSS_ENTROPIES, run_per_pixel
-from rewriters.values import Evaluator, int_constant
+from rewriters.values import Evaluator, int_constant, type_attr
 
 __all__: list[str] = []
 
@@ -91,8 +91,8 @@ class _Unfolding:
     def _made_anew(self, node: Node) -> Sequence[Tensor]:
         if not any(tensor in self.images for tensor in node.inputs):
             return ()
-        maker = _MAKERS.get(node.op)
-        return maker(self, node) if maker is not None else ()
+        replace = _REPLACEMENTS.get(node.op)
+        return replace(self, node) if replace is not None else ()
 
     def _folded(self, old: Tensor, new: Tensor) -> Tensor:
         """The result as it was, for those that read it so."""
@@ -101,13 +101,8 @@ class _Unfolding:
         assert new.shape is not None and old.shape is not None
         shape = (-1, int(new.shape[-1] or 0)) if len(old.shape) == 2 else (-1,)
         told = int_constant(self.graph, f"{old.node.name}/pixels", shape, tf.int32).out()
-        attrs = {"T": _type(old.dtype), "Tshape": _type(tf.int32)}
-        return self.add(old.node, "Reshape", [new, told], attrs, [(old.dtype, old.shape)]).out()
-
-    def add(self, near: Node, op: str, inputs: Sequence[Tensor], attrs: dict[str, Any], outputs: Sequence[Any]) -> Node:
-        """A node, named after another."""
-        name = self.graph.unique_name(f"{near.name}/{op}")
-        return self.graph.add(Node(name, op, inputs, (), attrs, near.device, outputs))
+        attrs = {"T": type_attr(old.dtype), "Tshape": type_attr(tf.int32)}
+        return self.graph.add_beside(old.node, "Reshape", [new, told], attrs, [(old.dtype, old.shape)]).out()
 
     def alike(self, tensors: Sequence[Tensor]) -> bool:
         """Whether images have as many pixels along every axis, and as many axes."""
@@ -126,10 +121,6 @@ class _Unfolding:
     def matrices(self, node: Node) -> list[Tensor]:
         """The operands that are matrices of pixels."""
         return [tensor for tensor in node.inputs if tensor in self.images]
-
-
-def _type(dtype: tf.DType) -> Any:
-    return tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
 
 
 def _product(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
@@ -155,9 +146,9 @@ def _product(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
     attrs = {
         "equation": tf.compat.v1.AttrValue(s=equation.encode()),
         "N": tf.compat.v1.AttrValue(i=2),
-        "T": _type(node.outputs[0][0]),
+        "T": type_attr(node.outputs[0][0]),
     }
-    made = unfolding.add(node, "Einsum", operands, attrs, [(node.outputs[0][0], shape)]).out()
+    made = unfolding.graph.add_beside(node, "Einsum", operands, attrs, [(node.outputs[0][0], shape)]).out()
     if b not in unfolding.images:
         unfolding.images[node.out()] = made
     return [made]
@@ -182,7 +173,7 @@ def _elementwise(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
         shape = (*shape[:-1], next((size for size in last if size != 1), 1))
     if None in shape[1:]:
         return ()
-    made = unfolding.add(node, node.op, operands, dict(node.attrs), [(node.outputs[0][0], shape)]).out()
+    made = unfolding.graph.add_beside(node, node.op, operands, dict(node.attrs), [(node.outputs[0][0], shape)]).out()
     unfolding.images[node.out()] = made
     return [made]
 
@@ -192,7 +183,7 @@ def _bias_gradient(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
     image = unfolding.images[node.inputs[0]]
     if node.attrs["data_format"].s != b"NHWC" or len(node.inputs[0].shape or ()) != 2:
         return ()
-    return [unfolding.add(node, node.op, [image], dict(node.attrs), node.outputs).out()]
+    return [unfolding.graph.add_beside(node, node.op, [image], dict(node.attrs), node.outputs).out()]
 
 
 def _expand(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
@@ -202,9 +193,9 @@ def _expand(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
         return ()
     assert image.shape is not None
     last = int_constant(unfolding.graph, f"{node.name}/channels", -1, tf.int32).out()
-    attrs = dict(node.attrs) | {"Tdim": _type(tf.int32)}
+    attrs = dict(node.attrs) | {"Tdim": type_attr(tf.int32)}
     outputs = [(image.dtype, (*image.shape, 1))]
-    made = unfolding.add(node, "ExpandDims", [image, last], attrs, outputs).out()
+    made = unfolding.graph.add_beside(node, "ExpandDims", [image, last], attrs, outputs).out()
     unfolding.images[node.out()] = made
     return [made]
 
@@ -231,14 +222,14 @@ def _cross_entropy(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
         PER_PIXEL: tf.compat.v1.AttrValue(s=node.op.encode()),
     }
     outputs = [(features.dtype, features.shape[:-1]), (features.dtype, features.shape)]
-    made = unfolding.add(node, "PartitionedCall", [features, labels], attrs, outputs)
+    made = unfolding.graph.add_beside(node, "PartitionedCall", [features, labels], attrs, outputs)
     for index in range(2):
         unfolding.images[node.out(index)] = made.out(index)
     return [made.out(0), made.out(1)]
 
 
-_Maker = Callable[[_Unfolding, Node], Sequence[Tensor]]
-_MAKERS: dict[str, _Maker] = {
+_Replacement = Callable[[_Unfolding, Node], Sequence[Tensor]]
+_REPLACEMENTS: dict[str, _Replacement] = {
     "MatMul": _product,
     "BiasAddGrad": _bias_gradient,
     "ExpandDims": _expand,

@@ -23,7 +23,7 @@ from rewriters.roles import reads_shape_only
 from rewriters.segments import Segment
 from rewriters.sharing import program_key
 from rewriters.tiles import Grid, Phase, Planner
-from rewriters.values import int_constant
+from rewriters.values import int_constant, type_attr
 
 __all__: list[str] = []
 
@@ -133,25 +133,17 @@ class _Rewriter:
         assert shape is not None and source.shape is not None
         dtype = reader.outputs[0][0]
         graph, name = self.graph, f"{reader.name}/of_tile"
-        type_attr = {"out_type": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)}
-        typed = {"T": tf.compat.v1.AttrValue(type=source.dtype.as_datatype_enum), **type_attr}
+        attrs = {"T": type_attr(source.dtype), "out_type": type_attr(dtype)}
         outputs = [(dtype, (len(source.shape),))]
-        size = graph.add(Node(graph.unique_name(name), "Shape", [self._tensor(source)], (), typed, "", outputs))
+        size = graph.add(Node(graph.unique_name(name), "Shape", [self._tensor(source)], (), attrs, "", outputs))
         begin = int_constant(graph, f"{name}/begin", (0,), tf.int32)
         count = int_constant(graph, f"{name}/size", (1,), tf.int32)
-        attrs = {
-            "T": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum),
-            "Index": tf.compat.v1.AttrValue(type=tf.int32.as_datatype_enum),
-        }
+        attrs = {"T": type_attr(dtype), "Index": type_attr(tf.int32)}
         operands = [size.out(), begin.out(), count.out()]
         batch = graph.add(Node(graph.unique_name(name), "Slice", operands, (), attrs, "", [(dtype, (1,))]))
         rest = int_constant(graph, f"{name}/rest", tuple(int(d or 0) for d in shape[1:]), dtype)
         axis = int_constant(graph, f"{name}/axis", 0, tf.int32)
-        attrs = {
-            "T": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum),
-            "Tidx": tf.compat.v1.AttrValue(type=tf.int32.as_datatype_enum),
-            "N": tf.compat.v1.AttrValue(i=2),
-        }
+        attrs = {"T": type_attr(dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}
         operands = [batch.out(), rest.out(), axis.out()]
         concat = Node(graph.unique_name(name), "ConcatV2", operands, (), attrs, "", [(dtype, (len(shape),))])
         self.replaced[self._own(reader).out()] = graph.add(concat).out()

@@ -11,6 +11,7 @@ import tensorflow as tf
 from rewriters import _tf_private
 from rewriters.graph import Graph, Node, Tensor, from_tf_graph
 from rewriters.spill import SpillStore
+from rewriters.values import type_attr
 
 __all__: list[str] = []
 
@@ -203,5 +204,5 @@ class DiskTier:
 
 
 def _identity(operand: Tensor, like: Tensor, name: str, controls: list[Node]) -> Node:
-    attrs = {"T": tf.compat.v1.AttrValue(type=like.dtype.as_datatype_enum)}
+    attrs = {"T": type_attr(like.dtype)}
     return Node(name, "Identity", [operand], controls, attrs, HOST, [(like.dtype, like.shape)])

@@ -93,11 +93,16 @@ def constant(node: Node) -> np.ndarray | None:
     return tf.make_ndarray(node.attrs["value"].tensor) if node.op == "Const" else None
 
 
+def type_attr(dtype: tf.DType) -> Any:
+    """An attribute whose value is a type."""
+    return tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
+
+
 def int_constant(graph: Graph, name: str, value: int | tuple[int, ...], dtype: tf.DType) -> Node:
     """Add a constant number or vector."""
     array = np.array(value, dtype.as_numpy_dtype)
     attrs = {
-        "dtype": tf.compat.v1.AttrValue(type=dtype.as_datatype_enum),
+        "dtype": type_attr(dtype),
         "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
     }
     return graph.add(Node(graph.unique_name(name), "Const", (), (), attrs, "", [(dtype, array.shape)]))

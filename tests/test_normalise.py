@@ -312,6 +312,18 @@ def test_without_known_channels_or_kernels_it_stays_with_xla(shape, dilations):
     assert not any(node.op.startswith("Conv") for node in graph.nodes.values())
 
 
+def test_one_call_of_unknown_channels_does_not_keep_the_others_with_xla():
+    @tf.function(jit_compile=True)
+    def convolved(image, taps):
+        return tf.nn.conv2d(image, taps, 1, "SAME")
+
+    step = tf.function(lambda a, b, taps: (convolved(a, taps), convolved(b, taps)), autograph=False)
+    specs = [tf.TensorSpec(shape) for shape in ((1, 8, 7, 4), (1, 8, 7, None), (3, 3, 2, 6))]
+    graph = normalise.read(step.get_concrete_function(*specs))
+    ops = [node.op for node in graph.nodes.values()]
+    assert ops.count("Conv2D") == 2 and sum("Call" in op for op in ops) == 1
+
+
 def test_what_else_the_user_lets_xla_compile_stays_compiled():
     compiled = tf.function(lambda x, y: tf.nn.conv2d(tf.tanh(x), y, 1, "SAME"), jit_compile=True)
     step = tf.function(lambda x, y: compiled(x, y) + 1.0, autograph=False)
