@@ -8,6 +8,7 @@ differ in memory and time:
   network, cheap from end to end, would be computed from all blocks before them, in each block.
 - Forward tensors that wait for the backward phase may be dropped after their last forward reader: the first backward
   loop that needs them computes them again, from the *checkpoints* that stay, and stores them for the loops after it.
+- Before a backward loop, what several tensors that end there are read for is made one tensor, if that is smaller.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ __all__: list[str] = []
 
 FINER = 0.85
 """Part of the bytes of one set of checkpoints that the next one is to need."""
+
+LEAST_FREED = 1 / 2
+"""Part of the bytes of the largest tensor below which it is not worth a loop to have them free."""
 
 MAX_ROUNDS = 20
 """Attempts to find a set of stored tensors of which each is needed."""
@@ -254,7 +258,10 @@ class Storage:
                     reads[tensor] = None
                 else:
                     stack.append(tensor.node)
-        return self._analysis.sorted(body), sorted(reads, key=lambda t: (self._position[t.node], t.index))
+        return self._analysis.sorted(body), self._by_position(reads)
+
+    def _by_position(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        return sorted(tensors, key=lambda t: (self._position[t.node], t.index))
 
     def loops(self, kept: set[Tensor] | None = None) -> list[Loop]:
         """The loops in the order they run in.
@@ -272,10 +279,9 @@ class Storage:
 
             for own in self._apart(roots, is_there):
                 if level > self._last_forward:
-                    found += self._again(level, own, gone, is_there)
-                body, reads = self._slice(own, is_there)
-                writes = [t for t in self._outputs(own) if t in self.stored]
-                found.append(self._loop(level, writes, own, body, reads))
+                    found += self._backward(level, own, gone, is_there)
+                else:
+                    found.append(self._own(level, own, is_there))
         homes: dict[str, list[Loop]] = {}
         for loop in found:
             homes.setdefault(loop.device, []).append(loop)
@@ -295,6 +301,61 @@ class Storage:
         if len({node for body in bodies for node in body}) < sum(map(len, bodies)):
             return [list(roots)]
         return list(by_device.values())
+
+    def _own(self, level: int, roots: list[Node], is_there: Callable[[Tensor], bool]) -> Loop:
+        """The loop that makes the roots."""
+        body, reads = self._slice(roots, is_there)
+        return self._loop(level, [t for t in self._outputs(roots) if t in self.stored], roots, body, reads)
+
+    def _backward(
+        self, level: int, roots: list[Node], gone: set[Tensor], is_there: Callable[[Tensor], bool]
+    ) -> Iterator[Loop]:
+        """The loop of a backward level, and before it those that let go of tensors and that make dropped ones again."""
+        gathered: set[Tensor] = set()
+
+        def is_there_now(tensor: Tensor) -> bool:
+            return tensor in gathered or is_there(tensor)
+
+        for tensor in self._narrowest(level, roots):
+            yield from self._again(level, [tensor.node], gone, is_there_now)
+            body, reads = self._slice([tensor.node], is_there_now)
+            yield self._loop(level, [tensor], [tensor.node], body, reads)
+            gathered.add(tensor)
+        yield from self._again(level, roots, gone, is_there_now)
+        yield self._own(level, roots, is_there_now)
+
+    def _narrowest(self, level: int, roots: Sequence[Node]) -> list[Tensor]:
+        """Tensors to make before the loop of a level, each of several larger ones that nobody reads after that.
+
+        Such as what goes into the gradients of a convolution, made of its results and of the gradient behind the
+        normalisation that follows: the loop has one tensor to read with a halo instead of two, and room for larger
+        turns.
+        """
+        found: list[Tensor] = []
+        least = LEAST_FREED * max((t.num_bytes(self._batch) for t in self.stored), default=0)
+        while True:
+
+            def is_there(tensor: Tensor) -> bool:
+                return tensor in found or self._is_before(tensor, level)
+
+            body, _ = self._slice(roots, is_there)
+            made = [t for t in self._outputs(body) if t in self._storable and t.node not in roots]
+            freed = {t: self._freed(t, level, roots, is_there) for t in made}
+            best = max(made, key=freed.__getitem__, default=None)
+            if best is None or freed[best] < max(least, 1):
+                return self._by_position(found)
+            found.append(best)
+
+    def _freed(
+        self, tensor: Tensor, level: int, roots: Sequence[Node], is_there: Callable[[Tensor], bool]
+    ) -> int:
+        """Bytes that are free while the loop of a level runs if a tensor is made before; its own taken off."""
+        body, reads = self._slice([tensor.node], is_there)
+        others, still_read = self._slice(roots, lambda t: t == tensor or is_there(t))
+        if any(not find_rule(node).cheap for node in set(body) & set(others)):
+            return 0
+        ended = [t for t in reads if t not in still_read and t in self.needs and self.needs[t].backward <= level]
+        return sum(t.num_bytes(self._batch) for t in ended) - tensor.num_bytes(self._batch)
 
     def _again(
         self, level: int, roots: Sequence[Node], gone: set[Tensor], is_there: Callable[[Tensor], bool]
