@@ -34,57 +34,31 @@ NOT_FOR_IMAGES = {
 
 def uses() -> dict[str, list[Use]]:
     """By the name of the layer's class."""
-    import keras
-    from keras import layers as kl
+    from keras import layers
+
+    found = _of_several(layers) | _normalising(layers) | _by_pixel(layers) | _moving(layers)
+    for rank in (1, 2, 3):
+        found |= _of_rank(layers, rank)
+    return found
+
+
+def _of_several(kl: Any) -> dict[str, list[Use]]:
+    """Layers that put several images together."""
 
     def halves(merge: Any) -> Callable[[Any], Any]:
         return lambda x: merge([x, kl.Conv2D(4, 1)(x)])
 
-    def padded(layer: Any, size: Any) -> Callable[[Any], Any]:
-        return lambda x: layer(size)(x)
-
-    def attention(x: Any) -> Any:
-        return kl.MultiHeadAttention(2, 3)(x, x)
-
-    found: dict[str, list[Use]] = {
-        "Activation": [("gelu", 2, lambda x: kl.Activation("gelu")(x)), ("silu", 2, kl.Activation("silu"))],
-        "ActivityRegularization": [("", 2, lambda x: kl.ActivityRegularization(1e-3, 1e-3)(x))],
+    return {
         "Add": [("", 2, halves(kl.Add()))],
         "AdditiveAttention": [("", 1, lambda x: kl.AdditiveAttention()([x, x]))],
-        "AlphaDropout": [("", 2, lambda x: kl.AlphaDropout(0.3, seed=1)(x))],
         "Attention": [("", 1, lambda x: kl.Attention()([x, x]))],
         "Average": [("", 2, halves(kl.Average()))],
-        "BatchNormalization": [
-            ("training", 2, lambda x: kl.BatchNormalization()(x)),
-            ("frozen", 2, lambda x: kl.BatchNormalization(trainable=False)(x)),
-        ],
-        "CenterCrop": [("", 2, lambda x: kl.CenterCrop(9, 8)(x))],
         "Concatenate": [("", 2, halves(kl.Concatenate()))],
-        "Cropping1D": [("", 1, padded(kl.Cropping1D, (1, 2)))],
-        "Cropping2D": [("", 2, padded(kl.Cropping2D, ((1, 2), (0, 1))))],
-        "Cropping3D": [("", 3, padded(kl.Cropping3D, 1))],
-        "Dense": [("", 2, lambda x: kl.Dense(5, activation="relu")(x))],
         "Dot": [("over channels", 1, lambda x: kl.Dot(-1)([x, x]))],
-        "Dropout": [("", 2, lambda x: kl.Dropout(0.3, seed=1)(x))],
-        "EinsumDense": [("", 2, lambda x: kl.EinsumDense("...c,cd->...d", 5)(x))],
-        "ELU": [("", 2, lambda x: kl.ELU()(x))],
-        "Flatten": [("", 2, lambda x: kl.Flatten()(x))],
-        "GaussianDropout": [("", 2, lambda x: kl.GaussianDropout(0.3, seed=1)(x))],
-        "GaussianNoise": [("", 2, lambda x: kl.GaussianNoise(0.3, seed=1)(x))],
-        "GroupNormalization": [
-            ("groups", 2, lambda x: kl.GroupNormalization(2)(x)),
-            ("instances", 2, lambda x: kl.GroupNormalization(-1)(x)),
-        ],
         "GroupQueryAttention": [("", 1, lambda x: kl.GroupQueryAttention(3, 2, 1)(x, x))],
-        "Identity": [("", 2, lambda x: kl.Identity()(x))],
-        "LayerNormalization": [
-            ("channels", 2, lambda x: kl.LayerNormalization()(x)),
-            ("whole image", 2, lambda x: kl.LayerNormalization(axis=(1, 2, 3))(x)),
-        ],
-        "LeakyReLU": [("", 2, lambda x: kl.LeakyReLU()(x))],
         "Maximum": [("", 2, halves(kl.Maximum()))],
         "Minimum": [("", 2, halves(kl.Minimum()))],
-        "MultiHeadAttention": [("", 1, attention)],
+        "MultiHeadAttention": [("", 1, lambda x: kl.MultiHeadAttention(2, 3)(x, x))],
         "Multiply": [
             ("", 2, halves(kl.Multiply())),
             (
@@ -93,36 +67,79 @@ def uses() -> dict[str, list[Use]]:
                 lambda x: x * kl.Dense(4, "sigmoid")(kl.GlobalAveragePooling2D(keepdims=True)(x)),
             ),
         ],
+        "Subtract": [("", 2, halves(kl.Subtract()))],
+    }
+
+
+def _normalising(kl: Any) -> dict[str, list[Use]]:
+    """Layers that normalise."""
+    return {
+        "BatchNormalization": [
+            ("training", 2, lambda x: kl.BatchNormalization()(x)),
+            ("frozen", 2, lambda x: kl.BatchNormalization(trainable=False)(x)),
+        ],
+        "GroupNormalization": [
+            ("groups", 2, lambda x: kl.GroupNormalization(2)(x)),
+            ("instances", 2, lambda x: kl.GroupNormalization(-1)(x)),
+        ],
+        "LayerNormalization": [
+            ("channels", 2, lambda x: kl.LayerNormalization()(x)),
+            ("whole image", 2, lambda x: kl.LayerNormalization(axis=(1, 2, 3))(x)),
+        ],
         "Normalization": [("", 2, lambda x: kl.Normalization(mean=0.1, variance=2.0)(x))],
-        "Permute": [("", 2, lambda x: kl.Permute((2, 1, 3))(x))],
+        "RMSNormalization": [("", 2, lambda x: kl.RMSNormalization()(x))],
+        "SpectralNormalization": [("", 2, lambda x: kl.SpectralNormalization(kl.Conv2D(4, 3))(x))],
+        "UnitNormalization": [("", 2, lambda x: kl.UnitNormalization()(x))],
+    }
+
+
+def _by_pixel(kl: Any) -> dict[str, list[Use]]:
+    """Layers that work on each pixel by itself, and on its channels."""
+    return {
+        "Activation": [("gelu", 2, lambda x: kl.Activation("gelu")(x)), ("silu", 2, kl.Activation("silu"))],
+        "ActivityRegularization": [("", 2, lambda x: kl.ActivityRegularization(1e-3, 1e-3)(x))],
+        "AlphaDropout": [("", 2, lambda x: kl.AlphaDropout(0.3, seed=1)(x))],
+        "Dense": [("", 2, lambda x: kl.Dense(5, activation="relu")(x))],
+        "Dropout": [("", 2, lambda x: kl.Dropout(0.3, seed=1)(x))],
+        "EinsumDense": [("", 2, lambda x: kl.EinsumDense("...c,cd->...d", 5)(x))],
+        "ELU": [("", 2, lambda x: kl.ELU()(x))],
+        "GaussianDropout": [("", 2, lambda x: kl.GaussianDropout(0.3, seed=1)(x))],
+        "GaussianNoise": [("", 2, lambda x: kl.GaussianNoise(0.3, seed=1)(x))],
+        "Identity": [("", 2, lambda x: kl.Identity()(x))],
+        "LeakyReLU": [("", 2, lambda x: kl.LeakyReLU()(x))],
         "PReLU": [
             ("shared over axes", 2, lambda x: kl.PReLU(shared_axes=[1, 2])(x)),
             ("a weight for each pixel", 2, lambda x: kl.PReLU()(x)),
         ],
         "ReLU": [("", 2, lambda x: kl.ReLU(6.0)(x))],
-        "RepeatVector": [("", 2, lambda x: kl.RepeatVector(9)(kl.GlobalMaxPooling2D()(x)))],
         "Rescaling": [("", 2, lambda x: kl.Rescaling(0.5, 1.0)(x))],
+        "Softmax": [("channels", 2, lambda x: kl.Softmax()(x)), ("image", 2, lambda x: kl.Softmax(axis=(1, 2))(x))],
+    }
+
+
+def _moving(kl: Any) -> dict[str, list[Use]]:
+    """Layers that move pixels."""
+    return {
+        "CenterCrop": [("", 2, lambda x: kl.CenterCrop(9, 8)(x))],
+        "Cropping1D": [("", 1, lambda x: kl.Cropping1D((1, 2))(x))],
+        "Cropping2D": [("", 2, lambda x: kl.Cropping2D(((1, 2), (0, 1)))(x))],
+        "Cropping3D": [("", 3, lambda x: kl.Cropping3D(1)(x))],
+        "Flatten": [("", 2, lambda x: kl.Flatten()(x))],
+        "Permute": [("", 2, lambda x: kl.Permute((2, 1, 3))(x))],
+        "RepeatVector": [("", 2, lambda x: kl.RepeatVector(9)(kl.GlobalMaxPooling2D()(x)))],
         "Reshape": [("channels in groups", 2, lambda x: kl.Reshape((*x.shape[1:3], 2, 2))(x)[..., 0])],
         "Resizing": [
             (how, 2, lambda x, how=how: kl.Resizing(17, 9, interpolation=how)(x))
             for how in ("nearest", "bilinear", "bicubic")
         ],
-        "RMSNormalization": [("", 2, lambda x: kl.RMSNormalization()(x))],
-        "Softmax": [("channels", 2, lambda x: kl.Softmax()(x)), ("image", 2, lambda x: kl.Softmax(axis=(1, 2))(x))],
-        "SpectralNormalization": [("", 2, lambda x: kl.SpectralNormalization(kl.Conv2D(4, 3))(x))],
-        "Subtract": [("", 2, halves(kl.Subtract()))],
-        "UnitNormalization": [("", 2, lambda x: kl.UnitNormalization()(x))],
     }
-    for rank in (1, 2, 3):
-        found |= _of_rank(keras, rank)
-    return found
 
 
-def _of_rank(keras: Any, rank: int) -> dict[str, list[Use]]:
+def _of_rank(kl: Any, rank: int) -> dict[str, list[Use]]:
     """Layers that are there for one, two and three axes."""
 
     def layer(name: str, *args: Any, **options: Any) -> Callable[[Any], Any]:
-        return lambda x: getattr(keras.layers, name)(*args, **options)(x)
+        return lambda x: getattr(kl, name)(*args, **options)(x)
 
     conv = f"Conv{rank}D"
     found: dict[str, list[Use]] = {

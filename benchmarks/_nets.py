@@ -83,6 +83,24 @@ def resnet50(image_size: int) -> keras.Model:
     )
 
 
+def application(name: str, size: int) -> keras.Model:
+    """Builds one of `keras.applications` on images of 3 channels, with five classes and nothing drawn at random.
+
+    Steps that draw the same numbers are for other comparisons.
+    """
+    import keras
+
+    keras.utils.set_random_seed(0)
+    base = getattr(keras.applications, name)(
+        weights=None, include_top=False, input_shape=(size, size, 3), pooling="avg"
+    )
+    model = keras.Model(base.input, keras.layers.Dense(5)(base.output))
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Dropout):
+            layer.rate = 0.0
+    return model
+
+
 def unet3d(image_size: int, filters: Sequence[int] = _UNET_FILTERS) -> keras.Model:
     """Builds a 3-D U-Net: a level for each number of filters, their skips, and logits per voxel."""
     import keras

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child, _coverage_layers
+from benchmarks import _arguments, _child, _coverage_layers, _nets
 
 MIB = 2**20
 SIZES = {1: (23,), 2: (13, 12), 3: (9, 8, 7)}
@@ -110,7 +110,7 @@ def compare_network(*, network: str, emit: _child.Emit) -> dict[str, Any]:
     import tflms_sft
 
     keras.config.set_floatx("float64")
-    model = _application(network, COMPARED_SIZE)
+    model = _nets.application(network, COMPARED_SIZE)
     step = _step_of(model)
     images = np.random.RandomState(0).normal(size=(2, COMPARED_SIZE, COMPARED_SIZE, 3))
     batch = (tf.constant(images), tf.constant([1, 2]))
@@ -131,7 +131,7 @@ def measure_network(*, network: str, part: float | None, emit: _child.Emit) -> d
 
     import tflms_sft
 
-    model = _application(network, MEASURED_SIZE)
+    model = _nets.application(network, MEASURED_SIZE)
     step = _step_of(model)
     shape = (MEASURED_BATCH, MEASURED_SIZE, MEASURED_SIZE, 3)
     batch = (
@@ -150,20 +150,6 @@ def measure_network(*, network: str, part: float | None, emit: _child.Emit) -> d
             return {"refused": str(error)}
         found, ratio = tflms_sft.measure(fast, *batch), fast.plan.predicted.time_ratio
     return {"peak": found.peak_bytes - fixed, "source": found.source, "cost": ratio}
-
-
-def _application(network: str, size: int) -> Any:
-    import keras
-
-    keras.utils.set_random_seed(0)
-    base = getattr(keras.applications, network)(
-        weights=None, include_top=False, input_shape=(size, size, 3), pooling="avg"
-    )
-    model = keras.Model(base.input, keras.layers.Dense(5)(base.output))
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.Dropout):
-            layer.rate = 0.0
-    return model
 
 
 # ----------------------------------------------------------------------------------------------------------

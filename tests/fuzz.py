@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import os
 import random
@@ -37,6 +38,9 @@ from tflms_sft import AutoParams, SegmentSpec, SFTParams
 
 LARGEST = 20
 """Rows along an axis, so that a case takes a second or two."""
+
+SAY_EVERY = 50
+"""Cases after which a long run says how far it is."""
 
 REFUSALS = {
     tflms_sft.SegmentError: (
@@ -355,7 +359,13 @@ def compare(model: Any, optimizer: Any, params: Any, *, known_batch: bool, part:
     return "exact" if fast.plan.segments else "left as it was"
 
 
-def run(number: int, seed: int | None, outcomes: collections.Counter[str], shrink: bool = True) -> None:
+def run(
+    number: int,
+    seed: int | None,
+    outcomes: collections.Counter[str],
+    shrink: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> None:
     """Run so many cases; the first that fails is made as short as can be, and printed.
 
     Args:
@@ -363,6 +373,7 @@ def run(number: int, seed: int | None, outcomes: collections.Counter[str], shrin
         seed: Where they begin; the same every time if it is not given.
         outcomes: Is added to.
         shrink: Whether a case that fails is made shorter.
+        say: Is told from time to time how many have run.
     """
     phases = [hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])]
 
@@ -379,6 +390,8 @@ def run(number: int, seed: int | None, outcomes: collections.Counter[str], shrin
     @hypothesis.given(cases())
     def each(script: str) -> None:
         outcomes[execute(script)] += 1
+        if outcomes.total() % SAY_EVERY == 0:
+            say(f"{outcomes.total()} of {number}: {outcomes['exact']} exact")
 
     with warnings.catch_warnings():  # Layers that are drawn take their seeds from `random`.
         warnings.simplefilter("ignore", hypothesis.errors.HypothesisDeprecationWarning)
@@ -406,7 +419,7 @@ def main() -> int:
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.SystemRandom().randrange(2**32)
     print(f"{number} cases from seed {seed}", flush=True)
     outcomes: collections.Counter[str] = collections.Counter()
-    run(number, seed, outcomes)
+    run(number, seed, outcomes, say=functools.partial(print, flush=True))
     for outcome, times in outcomes.most_common():
         print(f"{times:6} {outcome}")
     return 0

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tflms_sft
+from benchmarks import _nets
 
 SIZE = 96
 
@@ -77,15 +78,7 @@ def _trained(name: str, floatx: str, size: int = SIZE) -> keras.Model:
     """With normalisation in training mode; weights are the same whatever the precision."""
     keras.config.set_floatx(floatx)
     keras.config.set_dtype_policy(floatx)  # Once it has been asked for it no longer follows the other.
-    keras.utils.set_random_seed(0)
-    base = getattr(keras.applications, name)(
-        weights=None, include_top=False, input_shape=(size, size, 3), pooling="avg"
-    )
-    model = keras.Model(base.input, keras.layers.Dense(5)(base.output))
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.Dropout):
-            layer.rate = 0.0  # Steps that draw the same numbers are another test's.
-    return model
+    return _nets.application(name, size)
 
 
 def _gradients_of(model: keras.Model) -> Any:

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-REPLICAS = """
+TWO_DEVICES = """
     import sys
     import keras, numpy as np, tensorflow as tf, tflms_sft
     from keras import layers
@@ -19,10 +19,8 @@ REPLICAS = """
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     keras.config.set_floatx("float64")
     numbers = np.random.RandomState(0)
-    images = [tf.constant(numbers.normal(size=(2, 16, 14, 3))) for _ in range(2)]
-    labels = [tf.constant([0, 1]), tf.constant([2, 1])]
 
-    def trained(rewritten):
+    def new_model():
         keras.utils.set_random_seed(0)
         with strategy.scope():
             x = image = keras.Input((16, 14, 3))
@@ -31,7 +29,18 @@ REPLICAS = """
                 x = layers.ReLU()(layers.BatchNormalization()(x) if sys.argv[1] == "normed" else x)
             model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, jit_compile=False)
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
+        return model
+"""
+
+REPLICAS = """
+    images = [tf.constant(numbers.normal(size=(2, 16, 14, 3))) for _ in range(2)]
+    labels = [tf.constant([0, 1]), tf.constant([2, 1])]
+
+    def trained(rewritten):
+        model = new_model()
+        with strategy.scope():
             model.optimizer.build(model.trainable_variables)
             model._symbolic_build(data_batch=(images[0], labels[0]))
 
@@ -61,28 +70,10 @@ REPLICAS = """
 
 
 FIT = """
-    import keras, numpy as np, tensorflow as tf, tflms_sft
-    from keras import layers
-    from equivalence import error
-
-    (cpu,) = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    keras.config.set_floatx("float64")
-    numbers = np.random.RandomState(0)
     images, labels = numbers.normal(size=(10, 16, 14, 3)), np.arange(10) % 3
 
     def trained(callbacks):
-        keras.utils.set_random_seed(0)
-        with strategy.scope():
-            x = image = keras.Input((16, 14, 3))
-            for filters in (4, 5, 4):
-                x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
-                x = layers.ReLU()(layers.BatchNormalization()(x))
-            model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-            model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
+        model = new_model()
         # The last batch has one image for each replica, the others two.
         options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
         history = model.fit(images, labels, callbacks=callbacks, **options).history
@@ -105,10 +96,11 @@ FIT = """
 """
 
 
-def run(script, *arguments):
+def run(script, net):
+    """What a script prints, in a process of its own: devices are set before TensorFlow begins."""
     path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        [sys.executable, "-c", textwrap.dedent(TWO_DEVICES + script), net],
         capture_output=True,
         text=True,
         timeout=300,
@@ -120,7 +112,6 @@ def run(script, *arguments):
 
 @pytest.mark.parametrize("net", ("plain", "normed"))
 def test_a_step_of_two_replicas_is_the_same(net):
-    """Devices are set before TensorFlow begins, so each case is a process of its own."""
     segments, loops, first, off = run(REPLICAS, net).split()
     assert (segments, loops) == ("2", "4") if net == "plain" else int(loops) > 6
     assert first == "2", "one replica does not wait for the other"
@@ -129,7 +120,7 @@ def test_a_step_of_two_replicas_is_the_same(net):
 
 def test_fit_on_two_replicas_is_the_same():
     """Each replica has loops of its own, and a batch of its own of an unknown size."""
-    tiled, budget, refused = run(FIT).splitlines()
+    tiled, budget, refused = run(FIT, "normed").splitlines()
     for line in (tiled, budget):
         _, loops, left, off = line.split()
         assert int(loops) >= 12 and int(loops) % 2 == 0 and left == "0"

@@ -77,7 +77,8 @@ class Replicas:
             return self._joined(parts)
         if isinstance(parts, dict):
             return {key: self.together(part) for key, part in parts.items()}
-        return type(parts)(map(self.together, parts))
+        inner = map(self.together, parts)
+        return type(parts)(*inner) if hasattr(parts, "_fields") else type(parts)(inner)
 
     def results(self, found: Any) -> Any:
         """The results as Keras takes them from `strategy.run`."""
