@@ -256,7 +256,9 @@ class _Sorter:
                 level[node] = level[moments[node].mean.node]
                 continue
             own = self.sort.get(node)
-            before = [] if reads_shape_only(node) else [t.node for t in node.inputs]
+            # The batch of what is tiled is asked of the entries; what is outside has to be there to be asked.
+            asks = reads_shape_only(node)
+            before = [t.node for t in node.inputs if not asks or self.sort.get(t.node) is None]
             found = [self._after(other, own, level) for other in dict.fromkeys(before)]
             found += [self._after(other, own, level) for other in node.control_inputs]
             level[node] = max(found, default=0)

@@ -34,10 +34,12 @@ def phase_inputs(phase: Phase, segment: Segment) -> list[Tensor]:
 
 def batch_source(phase: Phase, segment: Segment) -> Tensor | None:
     """A tensor whose leading size is the batch at run time; `None` if no image goes in."""
-    candidates = [t for t in (*phase.reads, *segment.entries) if t.shape is not None]
-    unknown = [t for t in candidates if t.shape is not None and t.shape[BATCH_DIM] is None]
-    known = [t for t in candidates if t.shape]
-    return unknown[0] if unknown else max(known, key=lambda t: t.shape[BATCH_DIM], default=None)  # type: ignore[index,arg-type,return-value]
+    for candidates in (phase.reads, segment.entries):  # Entries of another device may have another number of images.
+        shaped = [(t.shape[BATCH_DIM], t) for t in candidates if t.shape]
+        unknown = [t for size, t in shaped if size is None]
+        if shaped:
+            return unknown[0] if unknown else max(shaped, key=lambda pair: pair[0] or 0)[1]
+    return None
 
 
 def phase_outputs(phase: Phase) -> list[Tensor]:

@@ -66,14 +66,14 @@ def _is_only_convolution(function_def: Any) -> bool:
     """
     nodes = [node for node in function_def.node_def if node.op in _CONVOLUTIONS]
     return bool(nodes) and all(
-        node.op in _AROUND or (node.op in _CONVOLUTIONS and _is_plain(node)) for node in function_def.node_def
+        node.op in _AROUND or (node.op in _CONVOLUTIONS and _is_plain(node.attr)) for node in function_def.node_def
     )
 
 
-def _is_plain(node_def: Any) -> bool:
-    dilations = node_def.attr["dilations"].list.i
-    single = tf.as_dtype(node_def.attr["T"].type).size > tf.float16.size
-    return single and node_def.attr["data_format"].s.endswith(b"C") and all(dilation == 1 for dilation in dilations)
+def _is_plain(attrs: Any) -> bool:
+    dilations = attrs["dilations"].list.i
+    single = tf.as_dtype(attrs["T"].type).size > tf.float16.size
+    return single and attrs["data_format"].s.endswith(b"C") and all(dilation == 1 for dilation in dilations)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _replace_grouped(graph: Graph) -> list[str]:
     mapping: dict[Tensor, Tensor] = {}
     unknown: list[str] = []
     for node in [node for node in graph.nodes.values() if node.op in _CONVOLUTIONS]:
-        if not on_cpu and "CPU" not in node.device.upper():
+        if not _is_plain(node.attrs) or (not on_cpu and "CPU" not in node.device.upper()):
             continue
         groups = _groups(node)
         if groups is None:

@@ -103,18 +103,21 @@ def _inline_once(
             name = tensors[name]
         return name
 
+    def before(name: str) -> list[str]:
+        """Nodes to wait for in the place of one; a call without effects stands for what it waits for itself."""
+        return [n for c in controls[name] for n in before(c)] if name in controls else [_node_of(resolve(name))]
+
     for node in result.node:
         node.attr.pop("_class", None)  # It may name a call, or a node of a body, which has another name now.
         names: list[str] = []
         for name in node.input:
-            before = controls.get(name[1:]) if name.startswith("^") else None
-            names.extend([resolve(name)] if before is None else [f"^{_node_of(resolve(b))}" for b in before])
+            names.extend([f"^{n}" for n in before(name[1:])] if name.startswith("^") else [resolve(name)])
         data = [name for name in names if not name.startswith("^")]
         del node.input[:]
         node.input.extend(data + sorted({name for name in names if name.startswith("^")}))
     kept: list[str] = []
     for name in interface.keep:
-        kept.extend([_node_of(resolve(c)) for c in controls[name]] if name in controls else [name])
+        kept.extend(before(name))
     results = {name: resolve(new) for name, new in (interface.results | {name: name for name in tensors}).items()}
     return result, _Interface([resolve(name) for name in interface.outputs], kept, results)
 

@@ -327,15 +327,17 @@ def _number_of_elements(graph: Graph, node: Node) -> Node:
 
 
 def _freeze_shapes(graph: Graph, evaluate: Evaluator) -> None:
-    """Replace readers of known integer vectors by constants."""
+    """Replace readers of known integer vectors by constants; what waited through them waits through these."""
     readers = graph.consumers()
     mapping: dict[Tensor, Tensor] = {}
     for node in list(graph.nodes.values()):
-        if node.op not in ("Shape", "BroadcastGradientArgs", "ConcatOffset") or node.control_inputs:
+        if node.op not in ("Shape", "BroadcastGradientArgs", "ConcatOffset"):
             continue
         for index in range(len(node.outputs)):
             tensor = node.out(index)
             value = evaluate.ints(tensor) if readers.get(tensor) else None
             if value is not None:
-                mapping[tensor] = int_constant(graph, f"{node.name}/static_{index}", value, tensor.dtype).out()
+                known = int_constant(graph, f"{node.name}/static_{index}", value, tensor.dtype)
+                known.control_inputs = list(node.control_inputs)
+                mapping[tensor] = known.out()
     graph.replace_tensors(mapping)

@@ -114,12 +114,10 @@ class _Rewriter:
             segment = plan.segment
             inside = {n.out(i) for n in (*segment.forward, *segment.backward) for i in range(len(n.outputs))}
             kept = {*segment.exits, *segment.stored, *segment.grad_exits, *segment.reductions}
-            # All unknown leading sizes in a segment are the same.
-            source = next((t for t in segment.entries if t.shape is not None and t.shape[0] is None), None)
             for tensor in sorted(inside, key=lambda t: t.name):
                 for reader, _ in self.analysis.readers.get(tensor, ()):
-                    known = tensor.shape is not None and None not in tensor.shape[1:]
-                    if reader.op == "Shape" and source is not None and known:
+                    source = self._as_many(segment, tensor)
+                    if reader.op == "Shape" and source is not None:
                         self._repoint(reader, tensor, source)
                     elif reads_shape_only(reader) and tensor not in kept:
                         raise RewriteError(
@@ -127,6 +125,16 @@ class _Rewriter:
                             "segment and never whole. Take the size of an argument of the step instead, or keep the "
                             "tensor: name it in `stored` of a `SegmentSpec`, or let the segment end there."
                         )
+
+    def _as_many(self, segment: Segment, tensor: Tensor) -> Tensor | None:
+        """An entry with as many images as a tensor of an unknown number, all of whose other sizes are known."""
+        if not tensor.shape or tensor.shape[0] is not None or None in tensor.shape[1:]:
+            return None
+        sizes = self.analysis.evaluate.sizes
+        size = sizes.of(tensor)
+        entries = [t for t in segment.entries if t.shape and t.shape[0] is None]
+        batches = {sizes.of(t) for t in entries}
+        return next((t for t in entries if len(batches) == 1 or sizes.meet(sizes.of(t), size)), None)
 
     def _repoint(self, reader: Node, tensor: Tensor, source: Tensor) -> None:
         shape = tensor.shape

@@ -87,8 +87,10 @@ class LeadingSizes:
         """Whether two sizes are equal because some operation takes images of both; that is noted."""
         if not isinstance(a, Size) or not isinstance(b, Size):
             return self.same(a, b)
-        if a is b or a.arguments & b.arguments:
+        if a is b:
             return True
+        if a.arguments & b.arguments:
+            return self.same(a, b)
         return any(a.arguments & met and b.arguments & met for met in self._met) and self.same(a, b)
 
     def _join(self, positions: set[int]) -> None:

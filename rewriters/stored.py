@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from rewriters import device
 from rewriters.analysis import Analysis
@@ -130,6 +131,7 @@ class Storage:
         )
         self.stored = self._find_stored()
         self.needs = self._find_needs()
+        self._found_narrowest: dict[tuple[Any, ...], list[Tensor]] = {}
 
     # What to store -------------------------------------------------------------------------------------------
 
@@ -331,6 +333,13 @@ class Storage:
         normalisation that follows: the loop has one tensor to read with a halo instead of two, and room for larger
         turns.
         """
+        key = (level, *roots)
+        if key not in self._found_narrowest:
+            self._found_narrowest[key] = self._find_narrowest(level, roots)
+        return self._found_narrowest[key]
+
+    def _find_narrowest(self, level: int, roots: Sequence[Node]) -> list[Tensor]:
+        """One after another, that which lets go of most first."""
         found: list[Tensor] = []
         least = LEAST_FREED * max((t.num_bytes(self._batch) for t in self.stored), default=0)
         while True:
@@ -338,8 +347,11 @@ class Storage:
             def is_there(tensor: Tensor) -> bool:
                 return tensor in found or self._is_before(tensor, level)
 
-            body, _ = self._slice(roots, is_there)
-            made = [t for t in self._outputs(body) if t in self._storable and t.node not in roots]
+            body, reads = self._slice(roots, is_there)
+            if self._ending(reads, level) < least:  # Most levels of a deep network: the rest takes time.
+                return self._by_position(found)
+            dear = {t for node in body if not find_rule(node).cheap for t in self._roles.operands(node)}
+            made = [t for t in self._outputs(body) if t in dear & self._storable and t.node not in roots]
             freed = {t: self._freed(t, level, roots, is_there) for t in made}
             best = max(made, key=freed.__getitem__, default=None)
             if best is None or freed[best] < max(least, 1):
@@ -354,8 +366,12 @@ class Storage:
         others, still_read = self._slice(roots, lambda t: t == tensor or is_there(t))
         if any(not find_rule(node).cheap for node in set(body) & set(others)):
             return 0
-        ended = [t for t in reads if t not in still_read and t in self.needs and self.needs[t].backward <= level]
-        return sum(t.num_bytes(self._batch) for t in ended) - tensor.num_bytes(self._batch)
+        return self._ending(set(reads) - set(still_read), level) - tensor.num_bytes(self._batch)
+
+    def _ending(self, tensors: Iterable[Tensor], level: int) -> int:
+        """Bytes of those that no later level reads."""
+        ended = (t for t in tensors if t in self.needs and self.needs[t].backward <= level)
+        return sum(t.num_bytes(self._batch) for t in ended)
 
     def _again(
         self, level: int, roots: Sequence[Node], gone: set[Tensor], is_there: Callable[[Tensor], bool]

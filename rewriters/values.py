@@ -77,7 +77,7 @@ class Evaluator:
             return None
         try:
             return handler(node, tensor.index, operands)
-        except (TypeError, ValueError, ZeroDivisionError, IndexError):
+        except (TypeError, ValueError, ZeroDivisionError, IndexError, KeyError):
             return None  # Arithmetic on a symbol, or on a matrix: not known.
 
     def _handler(self, node: Node) -> Handler | None:
@@ -155,10 +155,13 @@ def _binary(function: Callable[[int, int], int]) -> Handler:
     return handler
 
 
-def _pack(_node: Node, _index: int, operands: list[Any]) -> Value:
+def _pack(node: Node, _index: int, operands: list[Any]) -> Value:
     if not any(isinstance(v, tuple) for v in operands):
         return tuple(operands)
-    return np.array(operands, object) if len({len(v) for v in operands}) == 1 else None
+    rows = np.array(operands, object)
+    if rows.ndim != 2:
+        return None
+    return rows if node.attrs["axis"].i in (0, -2) else rows.transpose()
 
 
 def _transpose(_node: Node, _index: int, operands: list[Any]) -> Value:

@@ -267,10 +267,10 @@ def test_what_would_be_computed_from_more_than_it_has_is_stored():
 
 def test_a_gradient_that_lets_go_of_two_tensors_is_made_before_it_is_read_with_a_halo(monkeypatch):
     """What comes out of the gradient of a normalisation, before the gradients of the convolution take it."""
-    parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
-    ways = []
+    concrete_fn, ways = keras_step(deep, (24, 24)).concrete_fn, []
     for least in (stored.LEAST_FREED, 100.0):
         monkeypatch.setattr(stored, "LEAST_FREED", least)
+        parts = Parts(concrete_fn)
         ways.append(parts.segment(parts.storage.checkpoints()[-1]).loops)
     at = [[any(node.op == "Conv2DBackpropInput" for node in loop.body) for loop in loops] for loops in ways]
     images = [[len(loop.reads) for loop in itertools.compress(*way)] for way in zip(ways, at, strict=True)]
