@@ -100,6 +100,11 @@ def _one_step(model: keras.Model, start: Any, function: Any, images: Any, labels
     return [np.array(g, np.float64) for g in found], [np.array(v, np.float64) for v in model.non_trainable_variables]
 
 
+def _shaken(noise: np.ndarray, seed: int, dtype: Any) -> np.ndarray:
+    """Images whose last digits are others."""
+    return noise * (1 + np.finfo(dtype).eps * np.random.RandomState(seed).choice([-1, 1], noise.shape))
+
+
 def _furthest(got: Any, want: Any, floor: float) -> float:
     return max((np.abs(a - b).max() / max(np.abs(b).max(), floor) for a, b in zip(got, want, strict=True)), default=0.0)
 
@@ -116,7 +121,7 @@ def test_one_float32_step_is_as_near_to_the_exact_one_as_the_plain_one(name: str
     """Gradients within 5e-5 and moving statistics within 1e-6, or as far as float32 itself is off.
 
     As they are initialised many of these networks magnify a difference in the last digit of an image a hundred thousand
-    times. So far is the plain step in float32 from the same step in float64, or would be with another last digit.
+    times. So far is the plain step in float32 from the same step in float64, or would be with other last digits.
     """
     noise = np.random.RandomState(0).normal(size=(2, SIZE, SIZE, 3))
     labels = tf.constant([1, 2])
@@ -125,24 +130,27 @@ def test_one_float32_step_is_as_near_to_the_exact_one_as_the_plain_one(name: str
     fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2)), images, labels)
     assert fast.plan.changed
     plain, tiled = (_one_step(model, start, function, images, labels) for function in (step, fast))
-    last_digit = 1 + np.finfo(np.float32).eps * np.random.RandomState(1).choice([-1, 1], noise.shape)
-    shaken = _one_step(model, start, step, tf.constant(noise * last_digit, tf.float32), labels)
+    shaken = [tf.constant(_shaken(noise, seed, np.float32), tf.float32) for seed in range(5)]
+    others = [_one_step(model, start, step, other, labels) for other in shaken]
     model = _trained(name, "float64")
     exact = _one_step(model, start, _gradients_of(model), tf.constant(noise), labels)
     largest = max(np.abs(g).max() for g in exact[0])
     assert largest > 1e-3, "the comparison would be empty: the gradients have faded"
     for part, floor, limit in ((0, 1e-4 * largest, 5e-5), (1, 1e-3, 1e-6)):
-        rounding = max(_furthest(found[part], exact[part], floor) for found in (plain, shaken))
+        rounding = max(_furthest(found[part], exact[part], floor) for found in (plain, *others))
         assert _furthest(tiled[part], exact[part], floor) <= limit + 3 * rounding
         if exact[part]:
-            rounding = max(_apart(found[part], exact[part]) for found in (plain, shaken))
+            rounding = max(_apart(found[part], exact[part]) for found in (plain, *others))
             assert _apart(tiled[part], exact[part]) <= limit + 3 * rounding
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_three_steps_in_float64(name: str) -> None:
-    """Every weight, slot and moving statistic, where rounding can hide nothing; all that works on images is tiled."""
+    """Every weight, slot and moving statistic, where rounding can hide nothing; all that works on images is tiled.
+
+    To 1e-9, or a few times what other last digits of the images come to: ResNet-50 magnifies these ten million times.
+    """
     model = _trained(name, "float64")
     optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
     optimizer.build(model.trainable_variables)
@@ -154,19 +162,22 @@ def test_three_steps_in_float64(name: str) -> None:
         optimizer.apply(found, model.trainable_variables)
         return loss
 
-    images = tf.constant(60 * np.random.RandomState(0).normal(size=(2, SIZE, SIZE, 3)))
-    labels = tf.constant([1, 2])
+    noise = 60 * np.random.RandomState(0).normal(size=(2, SIZE, SIZE, 3))
+    images, shaken, labels = tf.constant(noise), tf.constant(_shaken(noise, 0, np.float64)), tf.constant([1, 2])
     fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2)), images, labels)
-    if name not in ("VGG16", "ConvNeXtTiny"):  # The one has no normalisation, the other flattens pixels.
-        assert not fast.plan.left_alone and fast.plan.segments[0].num_loops > 60
-    assert fast.plan.predicted.peak_bytes < fast.plan.original.peak_bytes
+    if name in ("VGG16", "ConvNeXtTiny"):  # No barriers: one pair of loops, with halos larger than such images.
+        assert len(fast.plan.segments) == 1 and "normal" not in str(fast.plan.left_alone)
+    else:
+        assert fast.plan.segments[0].num_loops > 60
+        assert all("one value for all pixels" in reason for _, reason in fast.plan.left_alone)  # InceptionV3 ends so.
+        assert fast.plan.predicted.peak_bytes < fast.plan.original.peak_bytes
     variables = [*model.variables, *optimizer.variables]
     start = [np.array(variable) for variable in variables]
     found = []
-    for function in (step, fast):
+    for function, batch in ((step, images), (fast, images), (step, shaken)):
         for variable, value in zip(variables, start, strict=True):
             variable.assign(value)
-        losses = [np.array(function(images, labels)) for _ in range(3)]
+        losses = [np.array(function(batch, labels)) for _ in range(3)]
         found.append([*losses, *(np.array(variable) for variable in variables)])
-    for want, got in zip(*found, strict=True):
-        assert np.abs(got - want).max() <= 1e-9 * max(np.abs(want).max(), 1e-3)
+    plain, tiled, other = found
+    assert _furthest(tiled, plain, 1e-3) <= max(1e-9, 3 * min(_furthest(other, plain, 1e-3), 1e-8))

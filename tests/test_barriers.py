@@ -223,10 +223,6 @@ def test_branches_of_two_batches_are_not_taken_to_be_of_one():
     """Labelled images and seven times as many others, as in semi-supervised training."""
     kernel = tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 3, 4)), dtype=tf.float64)
 
-    def normalised(x):
-        mean, variance = tf.nn.moments(x, [0, 1, 2], keepdims=True)
-        return tf.nn.relu((x - mean) * tf.math.rsqrt(variance + 1e-3))
-
     @tf.function(autograph=False)
     def step(few, many):
         with tf.GradientTape() as tape:
@@ -241,6 +237,75 @@ def test_branches_of_two_batches_are_not_taken_to_be_of_one():
     assert fast.plan.segments
     for got, want in zip(fast(few, many), step(few, many), strict=True):
         assert error(got, want) < TOLERANCE
+
+
+def normalised(x):
+    mean, variance = tf.nn.moments(x, [0, 1, 2], keepdims=True)
+    return tf.nn.relu((x - mean) * tf.math.rsqrt(variance + 1e-3))
+
+
+def gradients_of(loss_of, *kernels, largest=np.inf):
+    """The step that gives a loss, which must not be larger, and its gradients; and images for it."""
+    random = np.random.default_rng(0)
+    weights = [tf.Variable(random.normal(size=shape)) for shape in kernels]
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = loss_of(x, *weights)
+        checks = [] if largest == np.inf else [tf.debugging.assert_less(loss, tf.constant(largest, tf.float64))]
+        with tf.control_dependencies(checks):
+            return loss, tape.gradient(loss, weights)
+
+    return step, tf.constant(random.normal(size=(4, 9, 8, 3))), tf.TensorSpec((None, 9, 8, 3), tf.float64)
+
+
+def furthest_of(step, images, spec, num_tiles=(2, 2)):
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=num_tiles), spec)
+    assert fast.plan.segments
+    pairs = zip(tf.nest.flatten(fast(images)), tf.nest.flatten(step(images)), strict=True)
+    return max(error(got, want) for got, want in pairs)
+
+
+def test_a_loss_that_is_linear_in_the_scores():
+    """As a critic's: most of the backward phase does not wait for the forward phase, but for shapes of its results."""
+
+    def loss_of(x, first, second, dense):
+        x = normalised(tf.nn.conv2d(normalised(tf.nn.conv2d(x, first, 1, "SAME")), second, 2, "SAME"))
+        return -tf.reduce_mean(tf.reshape(x, (tf.shape(x)[0], 80)) @ dense)
+
+    assert furthest_of(*gradients_of(loss_of, (3, 3, 3, 4), (3, 3, 4, 4), (80, 1))) < TOLERANCE
+
+
+@pytest.mark.parametrize("known", (True, False))
+def test_a_branch_on_another_device_with_more_images(known):
+    """It has loops and a batch of its own."""
+
+    def branch(x, kernels):
+        for kernel in kernels:
+            x = normalised(tf.nn.conv2d(x, kernel, 1, "SAME"))
+        return tf.reduce_mean(x)
+
+    def loss_of(x, *kernels):
+        few = branch(x, kernels[:2])
+        with tf.device("/CPU:0"):
+            many = branch(tf.concat([x, x[::-1] * 0.5, x + 1.0], 0), kernels[2:])
+        return tf.square(few + 1.0) + tf.square(many + 2.0) + few * many
+
+    step, images, spec = gradients_of(loss_of, *[(3, 3, 3, 4), (3, 3, 4, 4)] * 2)
+    assert furthest_of(step, images, images if known else spec, (2, 3, 2)) < TOLERANCE
+
+
+def test_gradients_asked_for_after_an_assertion():
+    """Their shapes wait for it, and are known all the same."""
+
+    def loss_of(x, first, second):
+        x = normalised(tf.nn.conv2d(normalised(tf.nn.conv2d(x, first, 1, "SAME")), second, 1, "SAME"))
+        return tf.reduce_mean(tf.square(x))
+
+    step, images, spec = gradients_of(loss_of, (3, 3, 3, 4), (3, 3, 4, 4), largest=1e9)
+    for known in (images, spec):
+        assert furthest_of(step, images, known) < TOLERANCE
 
 
 # Loops ------------------------------------------------------------------------------------------------------

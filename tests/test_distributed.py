@@ -70,11 +70,11 @@ REPLICAS = """
 
 
 FIT = """
-    images, labels = numbers.normal(size=(10, 16, 14, 3)), np.arange(10) % 3
+    images, labels = numbers.normal(size=(11, 16, 14, 3)), np.arange(11) % 3
 
     def trained(callbacks):
         model = new_model()
-        # The last batch has one image for each replica, the others two.
+        # The last batch has two images for one replica and one for the other.
         options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
         history = model.fit(images, labels, callbacks=callbacks, **options).history
         told = [np.array(history[key]) for key in ("loss", "accuracy")]

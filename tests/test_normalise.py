@@ -324,6 +324,46 @@ def test_one_call_of_unknown_channels_does_not_keep_the_others_with_xla():
     assert ops.count("Conv2D") == 2 and sum("Call" in op for op in ops) == 1
 
 
+def test_channels_first_are_not_taken_for_groups():
+    """Where something else has the calls of a step inlined."""
+
+    @tf.function(jit_compile=True)
+    def convolved(image, taps):
+        return tf.nn.conv2d(image, taps, 1, "SAME")
+
+    def step(first, last, taps, grouped_taps):
+        return tf.nn.conv2d(first, taps, 1, "SAME", data_format="NCHW"), convolved(last, grouped_taps)
+
+    specs = [tf.TensorSpec(shape) for shape in ((1, 4, 8, 12), (1, 8, 7, 4), (3, 3, 4, 6), (3, 3, 2, 6))]
+    graph = normalise.read(tf.function(step, autograph=False).get_concrete_function(*specs))
+    formats = [node.attrs["data_format"].s for node in graph.nodes.values() if node.op == "Conv2D"]
+    assert sorted(formats) == [b"NCHW", b"NHWC", b"NHWC"]
+
+
+def test_calls_without_effects_stand_for_what_they_wait_for():
+    @tf.function
+    def check(x):
+        tf.debugging.assert_greater(tf.reduce_sum(tf.abs(x)), 0.0, "only zeros")
+
+    @tf.function
+    def noise():
+        return tf.random.uniform((2, 8)) * 0.0
+
+    @tf.function(autograph=False)
+    def step(x):
+        check(x)
+        x = x + noise()
+        tf.debugging.assert_less(tf.reduce_sum(x), 100.0, "too much")
+        return x * 2.0
+
+    concrete_fn = step.get_concrete_function(tf.TensorSpec((2, 8)))
+    found = imported(concrete_fn, normalise.read(concrete_fn))
+    assert np.all(np.array(found(tf.ones((2, 8)))) == 2.0)
+    for number, words in ((0.0, "only zeros"), (50.0, "too much")):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=words):
+            found(tf.fill((2, 8), number))
+
+
 def test_what_else_the_user_lets_xla_compile_stays_compiled():
     compiled = tf.function(lambda x, y: tf.nn.conv2d(tf.tanh(x), y, 1, "SAME"), jit_compile=True)
     step = tf.function(lambda x, y: compiled(x, y) + 1.0, autograph=False)

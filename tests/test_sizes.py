@@ -113,6 +113,16 @@ def test_arguments_meet_where_an_operation_takes_images_of_both():
         assert graph.same_size == ({(0, 1)} if expected else set())
 
 
+def test_what_depends_on_two_arguments_meets_one_of_them_only_if_these_are_the_same():
+    specs = [tf.TensorSpec((None, 5, 4))] * 2
+    step = tf.function(lambda x, mask: (x * mask) + x, autograph=False)
+    graph = from_concrete_function(step.get_concrete_function(*specs))
+    found = Evaluator(graph).sizes
+    graph.same_size.clear()
+    (product,) = [node.out() for node in graph.nodes.values() if node.op == "Mul"]
+    assert found.meet(found.of(product), found.of(graph.inputs[0])) and graph.same_size == {(0, 1)}
+
+
 def test_numbers_and_unknown_sizes_are_not_the_same():
     graph, found = two(lambda x, y: x + y)
     assert found.same(3, 3) and not found.same(3, 4) and not found.same(3, found.of(graph.inputs[0]))
