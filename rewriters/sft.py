@@ -149,6 +149,10 @@ class _Rewriter:
         attrs = {"T": type_attr(dtype), "Index": type_attr(tf.int32)}
         operands = [size.out(), begin.out(), count.out()]
         batch = graph.add(Node(graph.unique_name(name), "Slice", operands, (), attrs, "", [(dtype, (1,))]))
+        entries = self.analysis.entries_per_image(tensor)
+        if entries != 1:
+            operands = [batch.out(), int_constant(graph, f"{name}/entries", entries, dtype).out()]
+            batch = graph.add_beside(batch, "Mul", operands, {"T": type_attr(dtype)}, [(dtype, (1,))])
         rest = int_constant(graph, f"{name}/rest", tuple(int(d or 0) for d in shape[1:]), dtype)
         axis = int_constant(graph, f"{name}/axis", 0, tf.int32)
         attrs = {"T": type_attr(dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}

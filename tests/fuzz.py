@@ -130,7 +130,7 @@ class Drawing:
 
 def _conv(d: Drawing, x: str) -> str:
     dilated = d.choice(False, False, True)
-    size = f"strides={d.counts(1, 1) if dilated else d.counts(1, 2)}, dilation_rate={d.number(1, 3) if dilated else 1}"
+    size = f"strides={d.counts(1, 1) if dilated else d.counts(1, 2)}, dilation_rate={d.counts(1, 3) if dilated else 1}"
     padding = d.choice("same", "valid")
     return f"layers.Conv{d.rank}D({d.number(1, 4)}, {d.counts(1, 3)}, {size}, padding={padding!r})({x})"
 

@@ -90,6 +90,16 @@ def test_other_uses_of_the_rules(op_type, operands, batch_known):
     assert not OneOp(op_type, operands, batch_known).differing(Grid(2, (6, 5)))
 
 
+@pytest.mark.parametrize("block", ([1, 3], [2, 1], [1, 1]))
+def test_axes_without_blocks(block):
+    """Paddings then are those of `Pad`, and crops those of a slice."""
+    there = {"input": image(), "block_shape": Const(block), "paddings": Const([[2, 1], [1, 0]])}
+    parts = image(3 * block[0] * block[1], 5, 4, 2)
+    back = {"input": parts, "block_shape": Const(block), "crops": Const([[1, 0], [0, 2]])}
+    for op_type, operands in (("SpaceToBatchND", there), ("BatchToSpaceND", back)):
+        assert not OneOp(op_type, operands).differing(Grid(1, (1, 1)), Grid(2, (3, 2)), Grid(1, (6, 5)))
+
+
 @pytest.mark.parametrize(
     "op_type",
     [

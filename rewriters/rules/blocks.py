@@ -195,6 +195,11 @@ class SpaceToBatch(PixelsAndImages):
         """One of n."""
         return Fraction(1, self.size(op, axis))
 
+    def offset(self, op: OpView, axis: int) -> int:
+        """Where an axis has no blocks, the output is the side with more rows, as that of `Pad`."""
+        padding = super().offset(op, axis)
+        return padding if self.size(op, axis) > 1 else -padding
+
     def _entries(self, op: OpView) -> Fraction:
         return Fraction(math.prod(self._sizes(op)))
 
