@@ -277,6 +277,20 @@ def test_a_loss_that_is_linear_in_the_scores():
     assert furthest_of(*gradients_of(loss_of, (3, 3, 3, 4), (3, 3, 4, 4), (80, 1))) < TOLERANCE
 
 
+@pytest.mark.parametrize("axes", ([0], [0, 1], [0, 3]))
+def test_a_mean_over_the_batch(axes):
+    """It has the rows of an image, but no batch; its gradient is spread over the batch again."""
+
+    def loss_of(x, first, second):
+        x = normalised(tf.nn.conv2d(x, first, 1, "SAME"))
+        x = x + tf.reduce_mean(x, axes, keepdims=True)
+        return tf.reduce_mean(tf.square(tf.nn.relu(tf.nn.conv2d(x, second, 1, "SAME"))))
+
+    step, images, spec = gradients_of(loss_of, (3, 3, 3, 4), (3, 3, 4, 4))
+    for known in (images, spec):
+        assert furthest_of(step, images, known) < TOLERANCE
+
+
 @pytest.mark.parametrize("known", (True, False))
 def test_a_branch_on_another_device_with_more_images(known):
     """It has loops and a batch of its own."""

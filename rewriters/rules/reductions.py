@@ -221,8 +221,9 @@ class Spread(Rule):
             raise NotTileableError("a repetition of an image")
         if not lie_alike(op, op.node.inputs[0]):
             raise NotTileableError("a repetition of a tensor that lies otherwise than what it makes")
-        one_image = kinds[0] is Kind.INVARIANT and operand[0] == 1
-        if not (one_image or self._same_batch(op)):
+        if kinds[0] is Kind.INVARIANT and not (operand[0] == 1 and all(over_image)):
+            raise NotTileableError("a repetition of images that no tile is cut from, such as a mean over the batch")
+        if kinds[0] is not Kind.INVARIANT and not self._same_batch(op):
             raise NotTileableError("a repetition over the batch")
         if kinds[0] is Kind.PARTIAL and any(
             over and op.extent(op.node.out(), axis) != 1 for axis, over in enumerate(over_image)
