@@ -131,10 +131,14 @@ class _Rewriter:
         if not tensor.shape or tensor.shape[0] is not None or None in tensor.shape[1:]:
             return None
         sizes = self.analysis.evaluate.sizes
-        size = sizes.of(tensor)
+        size = sizes.of_images(tensor, self.analysis.entries_per_image(tensor))
         entries = [t for t in segment.entries if t.shape and t.shape[0] is None]
-        batches = {sizes.of(t) for t in entries}
-        return next((t for t in entries if len(batches) == 1 or sizes.meet(sizes.of(t), size)), None)
+        there = [t for t in entries if t.node.device == tensor.node.device]
+        devices = {node.device for node in (*segment.forward, *segment.backward)}
+        # On a single device all unknown numbers of images in a segment are the same.
+        return next((t for t in entries if sizes.meet(sizes.of(t), size)), None) or next(
+            iter(entries if len(devices) == 1 else there), None
+        )
 
     def _repoint(self, reader: Node, tensor: Tensor, source: Tensor) -> None:
         shape = tensor.shape

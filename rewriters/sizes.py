@@ -68,6 +68,11 @@ class LeadingSizes:
         size = tensor.shape[0]
         return self._found.setdefault(tensor, Size()) if size is None else size
 
+    def of_images(self, tensor: Tensor, entries: int) -> int | Size | None:
+        """The number of images that a tensor was made of, with so many entries for each."""
+        size = self.of(tensor)
+        return self._divided.get((size, entries), size) if isinstance(size, Size) else size
+
     def same(self, a: Any, b: Any) -> bool:
         """Whether two sizes are equal; those of arguments are taken to be, and noted."""
         if not isinstance(a, Size) or not isinstance(b, Size):

@@ -67,6 +67,11 @@ NETS = {
     "dilated": (2, plain, lambda x: layers.Conv2D(4, 3, dilation_rate=2, padding="same")(x)),
     "dilated along one axis": (2, normed, lambda x: layers.Conv2D(4, 3, dilation_rate=(1, 3), padding="same")(x)),
     "dilated in depth": (3, plain, lambda x: layers.Conv3D(4, 3, dilation_rate=(2, 1, 1), padding="same")(x)),
+    "dilated, and no window": (
+        1,
+        plain,
+        lambda x: layers.BatchNormalization()(layers.Conv1D(3, 1, dilation_rate=2, padding="same")(x)),
+    ),
     "one tap, dilated": (1, normed, lambda x: layers.Conv1D(1, 1, dilation_rate=2, padding="same")(x)),
     "dilated and normed": (2, normed, lambda x: layers.Conv2D(4, 3, dilation_rate=(2, 3))(x)),
     "dilated depthwise": (2, normed, lambda x: layers.DepthwiseConv2D(3, dilation_rate=2, padding="same")(x)),
