@@ -72,8 +72,8 @@ class _Unfolding:
         if source.shape is None or len(source.shape) < 2 or None in source.shape[1:] or out is None:
             return changed
         matrix = len(out) == 2 and self._channels(node) == source.shape[-1]
-        pixels = source.shape[1:-1] if matrix else source.shape[1:]
-        # Of one pixel per image channels are all there is.
+        # A vector has no channels, but where all other sizes are one it has nothing else: the gradient of a bias.
+        pixels = source.shape[1:-1] if matrix or len(source.shape) > 2 else source.shape[1:]
         if (matrix or len(out) == 1) and math.prod(size or 0 for size in pixels) > 1:
             self.images[node.out()] = source
         return changed
