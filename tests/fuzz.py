@@ -49,6 +49,7 @@ REFUSALS = {
         "nothing that it makes is needed outside",
         "cannot be tiled",
         "which the segment does not make",
+        "which do not run on tiles",
     ),
     tflms_sft.BudgetError: ("is too small for this step",),
     # Without a convolution or a pool nothing tells how many axes there are.

@@ -72,6 +72,11 @@ NETS = {
         plain,
         lambda x: layers.BatchNormalization()(layers.Conv1D(3, 1, dilation_rate=2, padding="same")(x)),
     ),
+    "a sum of a tensor with itself": (
+        2,
+        normed,
+        lambda x: (lambda y: layers.Add()([y, y]))(layers.BatchNormalization()(x)),
+    ),
     "one tap, dilated": (1, normed, lambda x: layers.Conv1D(1, 1, dilation_rate=2, padding="same")(x)),
     "dilated and normed": (2, normed, lambda x: layers.Conv2D(4, 3, dilation_rate=(2, 3))(x)),
     "dilated depthwise": (2, normed, lambda x: layers.DepthwiseConv2D(3, dilation_rate=2, padding="same")(x)),
