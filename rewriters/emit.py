@@ -128,6 +128,7 @@ class _Tile:
         self.values: dict[Tensor, Any] = {}
         self._lookups: dict[tuple[int, bytes], Any] = {}
         self._fits: dict[Any, Any] = {}
+        self._outers: dict[Tensor, Any] = {}
         self._indices: list[Any] = []
         for count in reversed(self.phase.grid.spatial):
             self._indices.insert(0, index % count if count > 1 else 0)
@@ -141,10 +142,23 @@ class _Tile:
     def run(self) -> None:
         """Read the slices and run the body."""
         for tensor in self.phase.reads:
-            value = DeviceBuffer(self.loop.outer[tensor]).read(self.spans(tensor, self.phase.regions[tensor]))
+            value = DeviceBuffer(self._outer(tensor)).read(self.spans(tensor, self.phase.regions[tensor]))
             self.values[tensor] = self._counted_once(tensor, value)
         for node in self.phase.body:
             self._run_op(node)
+
+    def _outer(self, tensor: Tensor) -> Any:
+        """A tensor that is the same in every turn, behind an op.
+
+        TensorFlow's arithmetic optimizer makes 2 * k of two equal summands, however deep they are in a sum, and has the
+        factor wait for k. Where k is a variable of the loop itself, that may be its value after the last turn: the
+        factor never comes, and the step returns empty tensors without an error.
+        """
+        if tensor not in self._outers:
+            value = self.loop.outer[tensor]
+            plain = value.dtype not in (tf.resource, tf.variant)
+            self._outers[tensor] = tf.ensure_shape(value, value.shape) if plain else value
+        return self._outers[tensor]
 
     def _counted_once(self, tensor: Tensor, value: Any) -> Any:
         """Zeros for a tile beyond the last row (or the only image) of a gradient: another tile has what it holds."""
@@ -170,7 +184,7 @@ class _Tile:
                 need = tuple(p.needs[position] for p in plan)
                 operands.append(self.fit(tensor, need, rule.operand_fill(view, position)))  # type: ignore[arg-type]
             else:
-                operands.append(self.loop.outer[tensor])
+                operands.append(self._outer(tensor))
         results = rule.emit(self, view, operands)
         for index, value in enumerate(results):
             tensor = node.out(index)

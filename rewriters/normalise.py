@@ -54,8 +54,6 @@ def normalise(graph: Graph, for_tiles: bool = True) -> Graph:
     graph = graph.copy()
     graph.prune()
     _bypass_identity_n(graph)
-    if for_tiles:
-        _multiply_repeated(graph)
     for _ in range(MOST_PASSES):  # What is found of shapes may tell of more operations that they change nothing.
         evaluate = Evaluator(graph)
         _bypass_no_ops(graph, evaluate)
@@ -99,25 +97,6 @@ def _bypass_identity_n(graph: Graph) -> None:
         for index, source in enumerate(node.inputs):
             mapping[node.out(index)] = mapping.get(source, source)
     _bypass(graph, mapping)
-
-
-def _multiply_repeated(graph: Graph) -> None:
-    """A sum of one tensor with itself becomes a product.
-
-    TensorFlow's arithmetic optimizer does so, too, but in the body of a loop what then reads it may come out empty.
-    """
-    for node in list(graph.nodes.values()):
-        same = len(node.inputs) > 1 and len(set(node.inputs)) == 1 and node.inputs[0].dtype.is_floating
-        if node.op not in ("Add", "AddV2", "AddN") or not same:
-            continue
-        dtype = node.inputs[0].dtype
-        attrs = {
-            "dtype": type_attr(dtype),
-            "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(len(node.inputs), dtype, ())),
-        }
-        times = graph.add_beside(node, "Const", (), attrs, [(dtype, ())])
-        node.op, node.attrs = "Mul", {"T": node.attrs["T"]}
-        node.inputs = [node.inputs[0], times.out()]
 
 
 def _effects(order: Iterable[Node]) -> dict[Node, int]:

@@ -116,14 +116,15 @@ class _Rewriter:
             kept = {*segment.exits, *segment.stored, *segment.grad_exits, *segment.reductions}
             for tensor in sorted(inside, key=lambda t: t.name):
                 for reader, _ in self.analysis.readers.get(tensor, ()):
+                    if not reads_shape_only(reader):
+                        continue
                     source = self._as_many(segment, tensor)
-                    if reader.op == "Shape" and source is not None:
+                    if source is not None:
                         self._repoint(reader, tensor, source)
-                    elif reads_shape_only(reader) and tensor not in kept:
+                    elif tensor not in kept:
                         raise RewriteError(
-                            f"`{reader.name}` ({reader.op}) needs the size of `{tensor.name}`, which is inside of a "
-                            "segment and never whole. Take the size of an argument of the step instead, or keep the "
-                            "tensor: name it in `stored` of a `SegmentSpec`, or let the segment end there."
+                            f"`{reader.name}` asks for the number of images of `{tensor.name}`, which is never whole, "
+                            "and no entry of its segment is known to have as many. Please report it."
                         )
 
     def _as_many(self, segment: Segment, tensor: Tensor) -> Tensor | None:

@@ -49,6 +49,12 @@ def dropped(x):
     return layers.GaussianNoise(0.3, seed=1)(x)
 
 
+def shared(x):
+    """What both calls add is one tensor, and TensorFlow sums it before the rest."""
+    conv = layers.Conv2D(4, 3, padding="same", bias_initializer="random_normal")
+    return layers.Add()([conv(x), conv(layers.MaxPooling2D(3, 1, padding="same")(x))])
+
+
 NETS = {
     "conv 3-D": (3, plain, lambda x: layers.Conv3D(4, 3, strides=2, padding="same")(x)),
     "transposed 3-D": (3, normed, lambda x: layers.Conv3DTranspose(3, 3, strides=2, padding="same")(x)),
@@ -77,6 +83,7 @@ NETS = {
         normed,
         lambda x: (lambda y: layers.Add()([y, y]))(layers.BatchNormalization()(x)),
     ),
+    "one layer twice, summed": (2, normed, shared),
     "one tap, dilated": (1, normed, lambda x: layers.Conv1D(1, 1, dilation_rate=2, padding="same")(x)),
     "dilated and normed": (2, normed, lambda x: layers.Conv2D(4, 3, dilation_rate=(2, 3))(x)),
     "dilated depthwise": (2, normed, lambda x: layers.DepthwiseConv2D(3, dilation_rate=2, padding="same")(x)),
