@@ -115,9 +115,12 @@ class Analysis:
     def require_backward(self) -> None:
         """Refuse a function that computes no gradients."""
         if not self.backward:
+            loop = next((node for node in self.order if node.op in ("While", "StatelessWhile")), None)
+            unseen = "Gradients inside of a loop, as `{}`, are not seen: rewrite what a turn runs."
             raise RewriteError(
                 "The step has no backward part: no operation under a `gradient_tape/` or `gradients/` scope. "
                 "Pass the function that computes gradients and updates (a training step), not the model's call."
+                + (" " + unseen.format(loop.name) if loop else "")
             )
 
 

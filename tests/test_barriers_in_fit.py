@@ -22,7 +22,8 @@ def model_of(floatx="float64"):
     for number in range(6):
         x = layers.Conv2D(8, 3, padding="same", name=f"conv{number}")(x)
         x = layers.ReLU(name=f"relu{number}")(layers.BatchNormalization()(x))
-    model = keras.Model(image, layers.Dense(3, dtype=floatx)(layers.GlobalAveragePooling2D()(x)))
+    pooled = layers.GlobalAveragePooling2D(name="pooled")(x)
+    model = keras.Model(image, layers.Dense(3, dtype=floatx, name="scores")(pooled))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(momentum(), loss, jit_compile=False)
     return model
@@ -48,6 +49,19 @@ def test_named_segments_with_barriers_inside():
     assert furthest([callback]) < TOLERANCE
     assert [segment.exits for segment in callback.plan.segments] == [("relu2",), ("relu4",)]
     assert all(segment.num_loops > 2 for segment in callback.plan.segments)
+
+
+def test_a_named_segment_may_end_at_a_sum():
+    spec = tflms_sft.SegmentSpec("relu1", "pooled", num_tiles=(4, 3))
+    callback = tflms_sft.SFT(segments=[spec], verbose=0)
+    assert furthest([callback]) < TOLERANCE
+    assert callback.plan.segments[0].entries == ("relu1",)
+
+
+def test_a_named_segment_does_not_end_at_what_does_not_run_on_tiles():
+    spec = tflms_sft.SegmentSpec("relu1", "scores", num_tiles=(4, 3))
+    with pytest.raises(tflms_sft.SegmentError, match="'scores', Dense.* does not run on tiles.*end at images"):
+        trained([tflms_sft.SFT(segments=[spec], verbose=0)])
 
 
 def test_what_a_named_segment_cannot_store_is_told():

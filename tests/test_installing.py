@@ -178,9 +178,10 @@ def test_an_error_in_a_step_leaves_the_model_as_it_was(make):
     [
         (MemoryBudget("10KiB", verbose=0), BudgetError, "smallest plan found needs"),
         (SFT(segments=[SegmentSpec("photo", "pol")], verbose=0), SegmentError, "Nearest: 'pool"),
+        (SFT((2, 2), batch_shape=(8, 9, 24, 3), verbose=0), ValueError, r"None, 24, 24, 3.*batch_shape=\(8, 9"),
         (SFT((13, 1), [SegmentSpec("photo", "pool0")], verbose=0), ValueError, "Use at most 12"),
     ],
-    ids=["budget", "name", "tiles"],
+    ids=["budget", "name", "batch shape", "tiles"],
 )
 def test_what_cannot_be_done_is_told_in_the_first_step_and_changes_nothing(callback, error, text):
     model, plain = net(), net()

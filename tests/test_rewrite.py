@@ -337,6 +337,22 @@ def test_a_forward_function_is_refused_with_the_remedy():
         tflms_sft.rewrite(tf.function(lambda images: model(images)), TILES, IMAGES)
 
 
+def test_gradients_inside_of_a_loop_are_told_as_such():
+    model = net()
+
+    @tf.function
+    def step(images):
+        def turn(number, total):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(images))
+            return number + 1, total + tf.reduce_sum(tape.gradient(loss, model.trainable_variables)[0])
+
+        return tf.while_loop(lambda number, _: number < 2, turn, (0, 0.0))[1]
+
+    with pytest.raises(RewriteError, match="Gradients inside of a loop, as `while`, are not seen: rewrite what a turn"):
+        tflms_sft.rewrite(step, TILES, IMAGES)
+
+
 @pytest.mark.parametrize("step", [lambda images, labels: images, "step", None])
 def test_what_is_no_function_of_tensorflow_is_refused_with_the_remedy(step):
     with pytest.raises(TypeError, match=r"must be a `tf.function` or a `ConcreteFunction`.*Wrap it: `tf.function") as e:
@@ -381,7 +397,7 @@ def test_names_that_do_not_exist():
 
 def test_segments_that_overlap():
     specs = SegmentSpec("photo", "two"), SegmentSpec("one", "pool")
-    with pytest.raises(SegmentError, match="entry='one', exit='pool' overlaps another segment at `.*two"):
+    with pytest.raises(SegmentError, match="entry='one', exit='pool' overlaps .*exit='two' at `.*two"):
         tflms_sft.rewrite(gradients(), segments(*specs), *BATCH)
 
 

@@ -93,8 +93,8 @@ class Barriers:
 
     @property
     def exits(self) -> set[Tensor]:
-        """Tensors that operations outside read."""
-        return self._storage.exits
+        """Images that operations outside read, and all sums."""
+        return self._storage.exits | {node.out() for node in self._roles.sums}
 
 
 def fitted(traced: Traced, segment: Segment, limit: float, known: Scratch | None = None) -> SegmentPlan:

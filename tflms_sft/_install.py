@@ -285,6 +285,7 @@ class Installation:
             traced = tf.function(lambda data: original(data), autograph=False).get_concrete_function(specs)
         record.finish(traced.graph)
         check_image_sizes(traced)
+        self._check_batch_shape(traced)
         known = self._images
         self._require_batch(traced, known)
         with collector_paused():
@@ -297,15 +298,30 @@ class Installation:
             self._on_plan(plan)
         return importer
 
+    def _check_batch_shape(self, traced: Any) -> None:
+        """A shape that no images of the step have was meant for another model."""
+        given = self._batch_shape
+        images = [tensor.shape for tensor in _arguments(traced) if _is_image(tensor.shape)]
+        if given and images and not any(shape[1:].is_compatible_with(given[1:]) for shape in images):
+            raise ValueError(
+                f"`batch_shape` must be the shape of the images of model {self.model.name!r}, "
+                f"{' or '.join(str(tuple(shape)) for shape in images)}. Received: batch_shape={given}."
+            )
+
     def _require_batch(self, traced: Any, known: Any) -> None:
         if known or not self._params.has_budget:
             return
-        for tensor in traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]:
+        for tensor in _arguments(traced):
             if _is_image(tensor.shape) and tensor.shape[0] is None:
                 raise RewriteError(
                     f"The batch size of `{tensor.name}` is unknown: {tensor.shape}, and a budget needs one. "
                     "Pass `batch_shape=`, the shape of the largest batch of images."
                 )
+
+
+def _arguments(traced: Any) -> list[Any]:
+    """What a traced step takes that it does not capture."""
+    return traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]
 
 
 def _of_size(tensor: Any, shape: Any) -> Any:

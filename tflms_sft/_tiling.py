@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rewriters.analysis import Analysis
@@ -65,12 +66,12 @@ def _explicit(
     traced: Traced, params: SFTParams, tiles: NumTiles | None, backward: NumTiles | None
 ) -> list[SegmentPlan]:
     taken: set[Node] = set()
-    used: set[Node] = set()
+    used: dict[Node, SegmentSpec] = {}
     plans = []
     for number, spec in enumerate(params.segments, 1):
         segment = _named_segment(traced, spec, f"segment{number}", taken, used)
         taken.update(segment.backward)
-        used.update(segment.forward)
+        used.update(dict.fromkeys(segment.forward, spec))
         own = tiles if spec.num_tiles is None else parse_num_tiles(spec.num_tiles, "num_tiles")
         back = backward if spec.backward_num_tiles is None else _backward(spec.backward_num_tiles)
         try:
@@ -84,7 +85,9 @@ def _shown(spec: SegmentSpec) -> str:
     return f"The segment entry={spec.entry!r}, exit={spec.exit!r}"
 
 
-def _named_segment(traced: Traced, spec: SegmentSpec, name: str, taken: set[Node], used: set[Node]) -> Segment:
+def _named_segment(
+    traced: Traced, spec: SegmentSpec, name: str, taken: set[Node], used: Mapping[Node, SegmentSpec]
+) -> Segment:
     """The segment between two names."""
     analysis, graph = traced.analysis, traced.analysis.graph
     entries = [t for n in spec.entries for t in resolve(n, "entry", graph, traced.record)]
@@ -97,9 +100,13 @@ def _named_segment(traced: Traced, spec: SegmentSpec, name: str, taken: set[Node
             f"{_shown(spec)}: no path of forward operations leads from the entry to {missing}.{same} "
             "Name an exit that depends on the entry."
         )
-    shared = analysis.sorted(ops & used)
+    shared = analysis.sorted(ops & used.keys())
     if shared:
-        raise SegmentError(f"{_shown(spec)} overlaps another segment at `{shared[0].name}` ({shared[0].op}).")
+        other = used[shared[0]]
+        raise SegmentError(
+            f"{_shown(spec)} overlaps the segment entry={other.entry!r}, exit={other.exit!r} at "
+            f"{_with_layer(traced, f'`{shared[0].name}` ({shared[0].op})')}. Let one end where the other begins."
+        )
     stored = frozenset(t for n in spec.stored_names for t in resolve(n, "stored", graph, traced.record))
     outside = sorted(t.name for t in stored if t.node not in ops)
     if outside:
@@ -108,8 +115,16 @@ def _named_segment(traced: Traced, spec: SegmentSpec, name: str, taken: set[Node
         segment = build_segment(analysis, name, ops, taken, stored - set(exits))
     except NotTileableError as error:
         barriers = Barriers(traced, _with_backward(analysis, ops) - taken, stored)
-        if not barriers.present or not set(exits) <= barriers.exits:
+        if not barriers.present:
             raise SegmentError(f"{_shown(spec)} cannot be tiled: {_with_layer(traced, error)}") from None
+        whole = [t for t in exits if t not in barriers.exits]
+        if whole:
+            why = next((f": {left.reason}" for left in barriers.left if left.name == whole[0].node.name), "")
+            made = _with_layer(traced, f"`{whole[0].node.name}` ({whole[0].node.op})")
+            raise SegmentError(
+                f"{_shown(spec)}: {made} does not run on tiles{why}. "
+                "Let the segment end at images, or at a sum over them such as a global pooling."
+            ) from None
         unknown = sorted(t.name for t in stored if not barriers.stores(t))
         if unknown:
             raise SegmentError(f"{_shown(spec)}: `stored` names {unknown}, which do not run on tiles.") from None
@@ -126,7 +141,7 @@ def _with_backward(analysis: Analysis, ops: set[Node]) -> set[Node]:
     return ops | readers | between(readers, analysis.successors, analysis.position)
 
 
-def _with_layer(traced: Traced, error: Exception) -> str:
+def _with_layer(traced: Traced, error: object) -> str:
     """An error text with the Keras layer of the op that it names."""
     text = str(error)
     for op, call in traced.record.layer_of_op.items():
