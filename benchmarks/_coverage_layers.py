@@ -153,6 +153,9 @@ def _of_rank(kl: Any, rank: int) -> dict[str, list[Use]]:
         f"ZeroPadding{rank}D": [("", rank, layer(f"ZeroPadding{rank}D", 1))],
         f"SpatialDropout{rank}D": [("", rank, layer(f"SpatialDropout{rank}D", 0.3, seed=1))],
     }
+    if rank > 1:
+        last = (1,) * (rank - 1) + (2,)
+        found[conv].append(("dilated along one axis", rank, layer(conv, 4, 3, dilation_rate=last, padding="same")))
     if rank < 3:
         for name, options in ((f"DepthwiseConv{rank}D", {}), (f"SeparableConv{rank}D", {"filters": 5})):
             found[name] = [("", rank, layer(name, kernel_size=3, padding="same", **options))]

@@ -188,11 +188,16 @@ def keras_step(
 
 
 def model_step(model: Any, batches: Any, known_batch: bool, compile_args: dict[str, Any]) -> Step:
-    """`train_step` of a compiled model, traced once."""
+    """`train_step` of a compiled model, traced once. The model's inputs come first in a batch, one by one."""
+
+    def packed(data: Any) -> Any:
+        number = len(model.inputs)
+        return data if number == 1 else (list(data[:number]), *data[number:])
+
     model.compile(**compile_args)
     model.optimizer.build(model.trainable_variables)
     specs = [tf.TensorSpec(a.shape if known_batch else (None, *a.shape[1:]), a.dtype) for a in batches[0]]
-    model._symbolic_build(data_batch=batches[0])  # Metrics make their variables when they are first used.
+    model._symbolic_build(data_batch=packed(batches[0]))  # Metrics make their variables when they are first used.
     apply = model.optimizer.apply
     gradients = []
 
@@ -202,7 +207,7 @@ def model_step(model: Any, batches: Any, known_batch: bool, compile_args: dict[s
 
     def traced(*data: Any) -> Any:
         gradients.clear()
-        logs = model.train_step(data)
+        logs = model.train_step(packed(data))
         return {"logs": logs, "gradients": list(gradients)}
 
     def function(*data: Any) -> Any:

@@ -49,7 +49,7 @@ REFUSALS = {
         "nothing that it makes is needed outside",
         "cannot be tiled",
         "which the segment does not make",
-        "which do not run on tiles",
+        "not run on tiles",
     ),
     tflms_sft.BudgetError: ("is too small for this step",),
     # Without a convolution or a pool nothing tells how many axes there are.
@@ -133,7 +133,20 @@ def _conv(d: Drawing, x: str) -> str:
     dilated = d.choice(False, False, True)
     size = f"strides={d.counts(1, 1) if dilated else d.counts(1, 2)}, dilation_rate={d.counts(1, 3) if dilated else 1}"
     padding = d.choice("same", "valid")
-    return f"layers.Conv{d.rank}D({d.number(1, 4)}, {d.counts(1, 3)}, {size}, padding={padding!r})({x})"
+    penalty = d.choice(*[""] * 7, ", activity_regularizer='l2'")
+    return f"layers.Conv{d.rank}D({d.number(1, 4)}, {d.counts(1, 3)}, {size}, padding={padding!r}{penalty})({x})"
+
+
+def _shared(d: Drawing, x: str) -> str:
+    """A layer that is called twice."""
+    channels, other = d.shape(x)[-1], d.like(x)
+    kinds = [f"layers.Conv{d.rank}D({channels}, 3, padding='same', bias_initializer='normal')"]
+    kinds += ["layers.BatchNormalization()", "layers.BatchNormalization(trainable=False)"]
+    return f"(lambda f: f({x}) {d.choice('+', '*', '-')} f({other}))({d.choice(*kinds)})"
+
+
+def _stopped(d: Drawing, x: str) -> str:
+    return f"{x} {d.choice('+', '*')} keras.ops.stop_gradient({d.like(x)})"
 
 
 def _grouped(d: Drawing, x: str) -> str:
@@ -227,6 +240,8 @@ LAYERS = {
     _norm: 4,
     _active: 4,
     _excited: 1,
+    _shared: 1,
+    _stopped: 1,
     _joined: 2,
     _dropped: 1,
     _sliced: 1,
@@ -265,7 +280,9 @@ def cases(draw: Any) -> str:
     d = Drawing(draw, rank, space, [], names=["x0"])
     known = draw(st.booleans())
     size = (*d.counts(4, 7 if rank == 3 else 13), d.number(1, 3))
-    assert d.add(f"keras.Input({size}, batch_size={3 if known else None}, name='x0')")
+    inputs = draw(st.sampled_from(("x0", "x0", "x0", "x0", "[x0, x1]")))
+    for number in range(inputs.count("x")):
+        assert d.add(f"keras.Input({size}, batch_size={3 if known else None}, name='x{number}')")
     kinds = [kind for kind, often in LAYERS.items() for _ in range(often)]
     for _ in range(d.number(2, 8)):
         source = d.source()
@@ -275,7 +292,10 @@ def cases(draw: Any) -> str:
     lines = [*d.lines, *_head(d)]
     params = _params(d, known)
     optimizer = f"keras.optimizers.{draw(st.sampled_from(OPTIMIZERS))}"
-    return "\n".join([HEAD, *lines, f"compare(keras.Model(x0, y), {optimizer}, {params}, known_batch={known})", ""])
+    if not lines[-1].startswith("y = layers.Activation"):
+        params += draw(st.sampled_from(("", "", "", ", linear=True")))
+    call = f"compare(keras.Model({inputs}, y), {optimizer}, {params}, known_batch={known})"
+    return "\n".join([HEAD, *lines, call, ""])
 
 
 def _head(d: Drawing) -> list[str]:
@@ -309,12 +329,15 @@ def _params(d: Drawing, known: bool) -> str:
         return f"SFTParams(num_tiles={tiles()}, backward_num_tiles={backward})"
     pairs = [(entry, exit_) for exit_ in d.names for entry in d.names if entry in d.above[exit_]]
     entry, exit_ = d.choice(*pairs) if pairs else ("x0", "x0")
-    stored = d.draw(st.lists(st.sampled_from(d.names), max_size=2, unique=True))
+    between = [name for name in d.names if name in d.above[exit_] and entry in d.above[name]]
+    stored = d.draw(st.lists(st.sampled_from(between), max_size=2, unique=True)) if between else ()
     counts = f"num_tiles={tiles()}, backward_num_tiles={backward}, stored={tuple(stored)}"
     return f"SFTParams(segments=[SegmentSpec({entry!r}, {exit_!r}, {counts})])"
 
 
-def compare(model: Any, optimizer: Any, params: Any, *, known_batch: bool, part: float | None = None) -> str:
+def compare(
+    model: Any, optimizer: Any, params: Any, *, known_batch: bool, part: float | None = None, linear: bool = False
+) -> str:
     """Train for two steps, plain and rewritten.
 
     Args:
@@ -323,6 +346,7 @@ def compare(model: Any, optimizer: Any, params: Any, *, known_batch: bool, part:
         params: How it is rewritten.
         known_batch: Whether the step is traced for 3 images, or for any number.
         part: Of the plain step's peak, which is the budget then.
+        linear: Whether the loss is linear in the output, as that of a critic.
 
     Returns:
         `"exact"`, or the reason why it was refused.
@@ -336,8 +360,11 @@ def compare(model: Any, optimizer: Any, params: Any, *, known_batch: bool, part:
     for size in (3, 3 if known_batch else 2):
         target = numbers.integers(0, 3, size=(size, *shape[:-1])) if logits else numbers.integers(0, 2, (size, *shape))
         kind = "int64" if logits else "float64"
-        batches.append((numbers.normal(size=(size, *model.input.shape[1:])), target.astype(kind)))
-    if logits:
+        images = [numbers.normal(size=(size, *image.shape[1:])) for image in model.inputs]
+        batches.append((*images, target.astype(kind)))
+    if linear:
+        loss = _critic
+    elif logits:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     else:
         loss = keras.losses.Dice() if len(shape) > 1 else keras.losses.BinaryCrossentropy(from_logits=True)
@@ -358,6 +385,12 @@ def compare(model: Any, optimizer: Any, params: Any, *, known_batch: bool, part:
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] < TOLERANCE, f"{worst} differs by {errors[worst]:.1e}\n{fast.plan.summary()}"
     return "exact" if fast.plan.segments else "left as it was"
+
+
+def _critic(target: Any, score: Any) -> Any:
+    """As of Wasserstein critics: the gradients of a loss linear in the scores read no image."""
+    sign = keras.ops.cast(target, score.dtype) - 0.5
+    return keras.ops.mean(score * (sign[..., None] if len(target.shape) < len(score.shape) else sign))
 
 
 def run(

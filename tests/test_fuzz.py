@@ -20,4 +20,4 @@ def test_a_broken_rule_is_found(monkeypatch, capsys):
     with pytest.raises(AssertionError, match="differs by|lacks rows"):
         fuzz.run(100, None, collections.Counter(), shrink=False)
     script = capsys.readouterr().out
-    assert "compare(keras.Model(x0, y)" in script and "PYTHONPATH=tests:." in script
+    assert "compare(keras.Model(" in script and "PYTHONPATH=tests:." in script
