@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from rewriters import _tf_private
+from rewriters import _tf_private, sums
 from rewriters.analysis import Analysis
+from rewriters.device import passes_on
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Fit, fit
 from rewriters.loops import tile_loop
@@ -142,22 +143,24 @@ class _Tile:
     def run(self) -> None:
         """Read the slices and run the body."""
         for tensor in self.phase.reads:
-            value = DeviceBuffer(self._outer(tensor)).read(self.spans(tensor, self.phase.regions[tensor]))
+            value = self._outer(tensor, (node for node in self.phase.body if tensor in node.inputs))
+            value = DeviceBuffer(value).read(self.spans(tensor, self.phase.regions[tensor]))
             self.values[tensor] = self._counted_once(tensor, value)
         for node in self.phase.body:
             self._run_op(node)
 
-    def _outer(self, tensor: Tensor) -> Any:
-        """A tensor that is the same in every turn, behind an op.
+    def _outer(self, tensor: Tensor, readers: Iterable[Node]) -> Any:
+        """A tensor that is the same in every turn; for operations that add it up, behind an op.
 
         TensorFlow's arithmetic optimizer makes 2 * k of two equal summands, however deep they are in a sum, and has the
         factor wait for k. Where k is a variable of the loop itself, that may be its value after the last turn: the
         factor never comes, and the step returns empty tensors without an error.
         """
+        value = self.loop.outer[tensor]
+        if not any(node.op in sums.OPS or passes_on(node) for node in readers):
+            return value
         if tensor not in self._outers:
-            value = self.loop.outer[tensor]
-            plain = value.dtype not in (tf.resource, tf.variant)
-            self._outers[tensor] = tf.ensure_shape(value, value.shape) if plain else value
+            self._outers[tensor] = tf.ensure_shape(value, value.shape, tensor.node.name)
         return self._outers[tensor]
 
     def _counted_once(self, tensor: Tensor, value: Any) -> Any:
@@ -184,7 +187,7 @@ class _Tile:
                 need = tuple(p.needs[position] for p in plan)
                 operands.append(self.fit(tensor, need, rule.operand_fill(view, position)))  # type: ignore[arg-type]
             else:
-                operands.append(self._outer(tensor))
+                operands.append(self._outer(tensor, [node]))
         results = rule.emit(self, view, operands)
         for index, value in enumerate(results):
             tensor = node.out(index)
