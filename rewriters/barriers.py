@@ -175,10 +175,21 @@ class _Sorter:
         if node.stateful:
             raise NotTileableError("it has side effects or draws random numbers")
         data = find_rule(node).data(self.analysis.view(node))
-        return [
+        kinds = [
             self._operand(t, node.device) if p in data or self.sort.get(t.node) is Kind.FULL else Kind.INVARIANT
             for p, t in enumerate(node.inputs)
         ]
+        if Kind.FULL in kinds:
+            kinds = [
+                Kind.FULL if p in data and self._is_weight_of_pixels(t) else kind
+                for p, (t, kind) in enumerate(zip(node.inputs, kinds, strict=True))
+            ]
+        return kinds
+
+    def _is_weight_of_pixels(self, tensor: Tensor) -> bool:
+        """Whether something that no image goes into, beside one, has a value for each pixel."""
+        one = tensor.shape is not None and tensor.shape[:1] == (1,)
+        return one and tensor.node not in self.analysis.data and _is_spatial(self.analysis, tensor)
 
     def _is_filter(self, node: Node) -> bool:
         """Whether an operation that does not run on tiles makes something of a filter's gradient."""
@@ -197,7 +208,7 @@ class _Sorter:
                 raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
             if len(self.analysis.extents(tensor) or ()) != self.axes:
                 raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} has another number of axes")
-            if not self._in_batch(tensor, node.device):
+            if not self._in_batch(tensor, node.device) and not self._is_weight_of_pixels(tensor):
                 raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} is of another number of images")
         spatial = [_is_spatial(self.analysis, tensor) for tensor in results or full]
         if not (all(spatial) if results else any(spatial)):
@@ -238,6 +249,8 @@ class _Sorter:
         rule = find_rule(node)
         assert isinstance(rule, Reduce)
         axes = rule.axes(self.analysis.view(node))
+        if rule.per_pixel(self.analysis.view(node)):
+            return None
         for image, other in (difference.inputs, reversed(difference.inputs)):
             mean = _source(other)
             if mean.node.op != "Mean" or mean.node.inputs[0] != image or self.sort.get(mean.node) is not Kind.REDUCED:

@@ -115,7 +115,8 @@ def phase_results(analysis: Analysis, phase: Phase) -> list[Result]:
     for tensor in phase.reductions:
         if tensor not in together:
             rule, view = find_rule(tensor.node), analysis.view(tensor.node)
-            results.append(Reduced(tensor, rule.combined(view), rule.per_image(view)))
+            cell = phase.cells[tensor.node.inputs[rule.summed(view)]] if rule.per_pixel(view) else None
+            results.append(Reduced(tensor, rule.combined(view), rule.per_image(view), cell))
     return results
 
 

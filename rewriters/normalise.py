@@ -13,6 +13,7 @@
    them) are found, and 4 is done once more.
 7. The gradient of a repetition, a sum over a reshape to (times, size, times, size, ...), becomes a sum over the axes
    that were repeated.
+8. For tiles, matrices of pixels become images (`pixels.py`), and so does what has no batch (`parameters.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters import _tf_private, fused, grouped, pixels
+from rewriters import _tf_private, fused, grouped, parameters, pixels
 from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Node, Tensor, from_concrete_function, predecessors
 from rewriters.inline import inlined, is_call, is_xla_call
@@ -63,7 +64,7 @@ def normalise(graph: Graph, for_tiles: bool = True) -> Graph:
         found |= _infer_shapes(graph)
         found |= _sum_repetitions(graph, evaluate)
         if for_tiles:
-            found |= pixels.as_images(graph, evaluate)
+            found |= pixels.as_images(graph, evaluate) | parameters.as_images(graph, evaluate)
         _split_shapes(graph)
         _freeze_shapes(graph, evaluate)
         graph.prune()

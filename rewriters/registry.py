@@ -238,6 +238,11 @@ class Rule:
         del op
         return False
 
+    def per_pixel(self, op: OpView) -> bool:
+        """Whether a sum is one over the batch alone, and has one result for each pixel."""
+        del op
+        return False
+
     def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """Plan for a `PARTIAL` or `REDUCED` result, given the rows `parts` of its partial operands."""
         raise NotImplementedError

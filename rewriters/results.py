@@ -125,13 +125,23 @@ _COMBINE = {
 
 
 class Reduced:
-    """A reduction over the image, of the batch or of each image."""
+    """A reduction over the image, of the batch or of each image; or over the batch, of each pixel.
 
-    def __init__(self, tensor: Tensor, combination: Combination, per_image: bool) -> None:
+    Args:
+        tensor: What it makes.
+        combination: How parts become one.
+        per_image: Whether each image has a result of its own.
+        cell: Of a reduction over the batch alone, the pixels of a turn.
+    """
+
+    def __init__(
+        self, tensor: Tensor, combination: Combination, per_image: bool = False, cell: Region | None = None
+    ) -> None:
         self.tensors = [tensor]
         self._combine, self._neutral = _COMBINE[combination]
         self._adds = combination is Combination.ADD
         self._per_image = per_image
+        self._cell = cell
 
     def initial(self, loop: Whole) -> list[LoopState]:
         """What changes no result."""
@@ -149,9 +159,15 @@ class Reduced:
     def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
         """The part combined with what the whole one has in its place."""
         (tensor,) = self.tensors
-        part = tf.cast(turn.value(tensor), values[0].dtype)
-        part.set_shape(_part_shape(tensor, turn if self._per_image else None))
-        return [_combined(turn if self._per_image else None, values[0], part, self._combine)]
+        part, spans = tf.cast(turn.value(tensor), values[0].dtype), self._spans(turn)
+        part.set_shape(_part_shape(tensor, spans))
+        return [_written(spans, values[0], self._combine(_read(spans, values[0]), part))]
+
+    def _spans(self, turn: Turn) -> list[Span] | None:
+        (tensor,) = self.tensors
+        if self._cell is not None:
+            return turn.spans(tensor, self._cell)
+        return _images(turn, tensor) if self._per_image else None
 
     def final(self, values: Sequence[Any]) -> list[Any]:
         """In the tensor's own type."""
@@ -182,7 +198,7 @@ class MergedMoments:
 
     def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
         """With those of a part."""
-        where = turn if self._per_image else None
+        where = _images(turn, self._moments.mean) if self._per_image else None
         count, mean, squares = (_read(where, value) for value in values)
         image = tf.cast(turn.fit(self._moments.image, self._cell, 0.0), count.dtype)
         axes = list(self._moments.axes)
@@ -216,30 +232,26 @@ class MergedMoments:
         return results
 
 
-def _spans(turn: Turn, rank: int) -> list[Span]:
-    return [turn.images(), *([None] * (rank - 1))]
+def _images(turn: Turn, tensor: Tensor) -> list[Span]:
+    """Where the results for the images of a turn are."""
+    assert tensor.shape is not None
+    return [turn.images(), *([None] * (len(tensor.shape) - 1))]
 
 
-def _read(turn: Turn | None, value: Any) -> Any:
-    """The part of a reduction for the images of a turn; all of it without one."""
-    return value if turn is None else DeviceBuffer(value).read(_spans(turn, value.shape.rank))
+def _read(spans: list[Span] | None, value: Any) -> Any:
+    """A part of a reduction; all of it without spans."""
+    return value if spans is None else DeviceBuffer(value).read(spans)
 
 
-def _written(turn: Turn | None, value: Any, part: Any) -> Any:
-    if turn is None:
+def _written(spans: list[Span] | None, value: Any, part: Any) -> Any:
+    if spans is None:
         part.set_shape(value.shape)
         return part
-    return DeviceBuffer(value).write(_spans(turn, value.shape.rank), part)
+    return DeviceBuffer(value).write(spans, part)
 
 
-def _combined(turn: Turn | None, value: Any, part: Any, combine: Any) -> Any:
-    return _written(turn, value, combine(_read(turn, value), part))
-
-
-def _part_shape(tensor: Tensor, turn: Turn | None) -> list[int | None]:
+def _part_shape(tensor: Tensor, spans: list[Span] | None) -> list[int | None]:
     """Inference loses it where the tile's size is not constant."""
     assert tensor.shape is not None
-    shape = list(tensor.shape)
-    if turn is not None and turn.images() is not None:
-        shape[0] = None
-    return shape
+    cut = spans or [None] * len(tensor.shape)
+    return [size if span is None else None for size, span in zip(tensor.shape, cut, strict=True)]

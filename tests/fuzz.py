@@ -206,6 +206,11 @@ def _active(d: Drawing, x: str) -> str:
     return f"layers.Activation({d.choice('relu', 'silu', 'tanh', 'gelu', 'softplus', 'leaky_relu')!r})({x})"
 
 
+def _sloped(d: Drawing, x: str) -> str:
+    axes = tuple(axis for axis in range(1, d.rank + 1) if d.choice(True, False))
+    return f"layers.PReLU('random_normal', shared_axes={axes or None})({x})"
+
+
 def _excited(d: Drawing, x: str) -> str:
     pool = d.choice("Average", "Max")
     channels = d.shape(x)[-1]
@@ -239,6 +244,7 @@ LAYERS = {
     _padded: 1,
     _norm: 4,
     _active: 4,
+    _sloped: 1,
     _excited: 1,
     _shared: 1,
     _stopped: 1,

@@ -4,6 +4,7 @@ Everything in them that works on images has to run on tiles.
 """
 
 import keras
+import numpy as np
 import pytest
 from equivalence import TOLERANCE, batches_of, error, model_step
 from keras import layers
@@ -53,6 +54,18 @@ def shared(x):
     """What both calls add is one tensor, and TensorFlow sums it before the rest."""
     conv = layers.Conv2D(4, 3, padding="same", bias_initializer="random_normal")
     return layers.Add()([conv(x), conv(layers.MaxPooling2D(3, 1, padding="same")(x))])
+
+
+class Positions(layers.Layer):
+    """A weight and a number that is no weight for each pixel, with and without a first dimension."""
+
+    def build(self, shape):
+        sizes = shape[1:-1]
+        self.weight = self.add_weight(shape=(1, *sizes, 1), initializer="random_normal")
+        self.distance = np.hypot.reduce(np.indices(sizes) / 7.0, axis=0)[..., None]
+
+    def call(self, x):
+        return keras.ops.tanh(x + self.weight) * self.distance - self.weight
 
 
 NETS = {
@@ -108,6 +121,12 @@ NETS = {
     "dense, 1-D": (1, normed, lambda x: layers.Dense(5)(layers.Dense(3, use_bias=False)(x))),
     "dense, 3-D": (3, normed, lambda x: layers.EinsumDense("bdhwc,cx->bdhwx", (None, None, None, 3))(x)),
     "over channels": (2, normed, lambda x: layers.UnitNormalization()(layers.RMSNormalization()(x))),
+    "slopes for each pixel": (2, normed, lambda x: layers.PReLU("random_normal")(x)),
+    "slopes for each pixel, no barrier": (2, plain, lambda x: layers.PReLU("random_normal")(x)),
+    "positions": (2, normed, lambda x: Positions()(x)),
+    "positions, no barrier": (3, plain, lambda x: Positions()(x)),
+    "weights for each pixel": (1, normed, lambda x: layers.LayerNormalization(axis=(1, 2))(x)),
+    "weights for each pixel, 3-D": (3, plain, lambda x: layers.PReLU("random_normal")(x)),
     "shared slopes": (2, normed, lambda x: layers.LayerNormalization()(layers.PReLU(shared_axes=[1, 2])(x))),
 }
 

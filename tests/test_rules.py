@@ -49,7 +49,14 @@ VARIANTS = [
     *(
         (op_type, {"input": image(low=0.9, high=1.2), "axis": Const(axes), "keep_dims": keep})
         for op_type in ("Sum", "Mean", "Max", "Min", "Prod")
-        for axes, keep in (([0, 1, 2], True), ([1, 2], False), ([-3, 2, 3], True), ([0, 1, 2, 3], False))
+        for axes, keep in (
+            ([0, 1, 2], True),
+            ([1, 2], False),
+            ([-3, 2, 3], True),
+            ([0, 1, 2, 3], False),
+            ([0], True),
+            ([0, -1], True),
+        )
     ),
     ("Tile", {"input": image(1, 1, 1, 4), "multiples": Const([3, HEIGHT, WIDTH, 1])}),
     ("Tile", {"input": image(3, 1, 1, 1), "multiples": Const([1, HEIGHT, WIDTH, 4])}),

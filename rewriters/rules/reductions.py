@@ -73,7 +73,7 @@ _COMBINED = {
 
 @tiling_rule(*_COMBINED)
 class Reduce(SumOverImage):
-    """Over channels: pointwise. Over the whole image: a reduction. Else a barrier."""
+    """Over channels: pointwise. Over the whole image, or the batch: a reduction. Else a barrier."""
 
     cheap = True
 
@@ -104,10 +104,18 @@ class Reduce(SumOverImage):
         ):
             raise NotTileableError("the axes of what it makes lie otherwise than those of the image")
 
-    def _over_image(self, op: OpView) -> bool:
+    def per_pixel(self, op: OpView) -> bool:
+        """Over the batch, which stays as one image, and maybe channels: the gradient of a weight for each pixel."""
+        axes, sides = self.axes(op), self._sides(op)
+        return 0 in axes and bool(sides) and axes.isdisjoint(sides) and op.node.attrs["keep_dims"].b
+
+    def _sides(self, op: OpView) -> set[int | None]:
+        """Dimensions along which an image has more than one row."""
         image = op.node.inputs[0]
-        dims = {op.dim(image, axis) for axis in op.axes(image) if op.extent(image, axis) != 1}
-        return self.axes(op) >= dims
+        return {op.dim(image, axis) for axis in op.axes(image) if op.extent(image, axis) != 1}
+
+    def _over_image(self, op: OpView) -> bool:
+        return self.axes(op) >= self._sides(op)
 
     def links(self, op: OpView) -> list[Link]:
         """Without the dimensions that disappear."""
@@ -128,8 +136,12 @@ class Reduce(SumOverImage):
             if kinds[0] is Kind.PARTIAL and op.node.op not in ("Sum", "Mean"):
                 raise NotTileableError(f"{op.node.op} is not linear in a gradient")
             return kinds[0]
-        if op.node.op == "Sum" and kinds[0] is Kind.PARTIAL and self._over_image(op) and 0 in self.axes(op):
-            return Kind.REDUCED
+        if op.node.op == "Sum" and kinds[0] is Kind.PARTIAL:
+            if self.per_pixel(op):
+                self._check_dims(op)
+                return Kind.PARTIAL
+            if self._over_image(op) and 0 in self.axes(op):
+                return Kind.REDUCED
         raise NotTileableError(BARRIER)
 
     def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
@@ -141,7 +153,9 @@ class Reduce(SumOverImage):
             return Kind.FULL
         if op.node.op == "Mean" and not op.node.inputs[0].dtype.is_floating:
             raise NotTileableError("a mean of integers: each part would be rounded")
-        if self._over_image(op):
+        if self.per_pixel(op):
+            self._check_dims(op)
+        if self._over_image(op) or self.per_pixel(op):
             if self.per_image(op) and op.layout(op.node.inputs[0]).per_image != 1:
                 raise NotTileableError("a reduction of pixels that were made images")
             return Kind.REDUCED
@@ -162,7 +176,7 @@ class Reduce(SumOverImage):
     def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The same rows, or a sum over them."""
         plan = super().reach(op, axis, parts)
-        if self._over_channels(op):
+        if self._over_channels(op) or self.per_pixel(op):
             return AxisPlan(plan.needs[0], plan.needs[0], plan.needs)
         return plan
 

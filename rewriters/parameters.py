@@ -1,0 +1,75 @@
+"""What has a value for each pixel, but no batch, becomes one image: weights, positions, masks.
+
+An elementwise operation spreads it over the batch by itself, whether it has a first dimension of one or none. With
+one its axes are those of the images, so that tiles are cut from it as from them. Its gradient, a sum over the batch, is
+one image, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.graph import Graph, Node, Tensor
+from rewriters.rules.elementwise import ELEMENTWISE
+from rewriters.values import Evaluator, int_constant, type_attr
+
+__all__: list[str] = []
+
+RANKS = (3, 4, 5)
+"""Dimensions of a batch of images."""
+
+_REDUCTIONS = ("Sum", "Mean", "Max", "Min", "Prod")
+
+
+def as_images(graph: Graph, evaluate: Evaluator) -> bool:
+    """Give what has no batch one of one image, in place.
+
+    Returns:
+        Whether there was any.
+    """
+    images: dict[Tensor, Tensor] = {}
+    mapping: dict[Tensor, Tensor] = {}
+    for node in graph.topological():
+        if node.op in ELEMENTWISE:
+            rank = len(node.out().shape or ())
+            for position, tensor in enumerate(node.inputs):
+                if rank in RANKS and len(tensor.shape or ()) == rank - 1 and _has_pixels(tensor):
+                    if tensor not in images:
+                        images[tensor] = _expanded(graph, node, tensor)
+                    node.inputs[position] = images[tensor]
+        elif node.op in _REDUCTIONS and not node.attrs["keep_dims"].b and not node.control_inputs:
+            axes = evaluate(node.inputs[1])
+            over_batch = 0 in axes if isinstance(axes, tuple) else axes == 0
+            if over_batch and len(node.inputs[0].shape or ()) in RANKS and _has_pixels(node.out()):
+                mapping[node.out()] = _kept(graph, node, axes if isinstance(axes, tuple) else (axes,))
+    graph.replace_tensors(mapping)
+    graph.prune()
+    return bool(images or mapping)
+
+
+def _has_pixels(tensor: Tensor) -> bool:
+    """More than a value for each channel."""
+    shape = tensor.shape
+    return shape is not None and None not in shape and any(size != 1 for size in shape[:-1])
+
+
+def _expanded(graph: Graph, node: Node, tensor: Tensor) -> Tensor:
+    first = int_constant(graph, f"{tensor.node.name}/batch", 0, tf.int32).out()
+    attrs = {"T": type_attr(tensor.dtype), "Tdim": type_attr(tf.int32)}
+    outputs = [(tensor.dtype, (1, *(tensor.shape or ())))]
+    return graph.add_beside(node, "ExpandDims", [tensor, first], attrs, outputs).out()
+
+
+def _kept(graph: Graph, node: Node, axes: tuple[Any, ...]) -> Tensor:
+    """The same reduction that keeps its dimensions, and a reshape."""
+    dtype, source = node.outputs[0][0], node.inputs[0].shape or ()
+    gone = {int(axis) % len(source) for axis in axes}
+    kept = tuple(1 if dim in gone else size for dim, size in enumerate(source))
+    attrs = dict(node.attrs) | {"keep_dims": tf.compat.v1.AttrValue(b=True)}
+    image = graph.add_beside(node, node.op, list(node.inputs), attrs, [(dtype, kept)])
+    shape = tuple(int(size or 0) for size in node.out().shape or ())
+    sizes = int_constant(graph, f"{node.name}/pixels", shape, tf.int32).out()
+    attrs = {"T": type_attr(dtype), "Tshape": type_attr(tf.int32)}
+    return graph.add_beside(node, "Reshape", [image.out(), sizes], attrs, [(dtype, shape)]).out()
