@@ -116,7 +116,7 @@ class _Rewriter:
             kept = {*segment.exits, *segment.stored, *segment.grad_exits, *segment.reductions}
             for tensor in sorted(inside, key=lambda t: t.name):
                 for reader, _ in self.analysis.readers.get(tensor, ()):
-                    if not reads_shape_only(reader):
+                    if reader.op != "Shape":  # All that normalisation leaves of a tensor of known rank.
                         continue
                     source = self._as_many(segment, tensor)
                     if source is not None:
