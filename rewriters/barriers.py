@@ -250,7 +250,7 @@ class _Sorter:
         assert isinstance(rule, Reduce)
         axes = rule.axes(self.analysis.view(node))
         if rule.per_pixel(self.analysis.view(node)):
-            return None
+            return None  # Those of a turn would have to be merged in their place.
         for image, other in (difference.inputs, reversed(difference.inputs)):
             mean = _source(other)
             if mean.node.op != "Mean" or mean.node.inputs[0] != image or self.sort.get(mean.node) is not Kind.REDUCED:

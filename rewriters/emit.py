@@ -143,9 +143,13 @@ class _Tile:
 
     def run(self) -> None:
         """Read the slices and run the body."""
+        readers: dict[Tensor, list[Node]] = {}
+        for node in self.phase.body:
+            for tensor in node.inputs:
+                readers.setdefault(tensor, []).append(node)
         for tensor in self.phase.reads:
-            value = self._outer(tensor, (node for node in self.phase.body if tensor in node.inputs))
-            value = DeviceBuffer(value).read(self.spans(tensor, self.phase.regions[tensor]))
+            whole = DeviceBuffer(self._outer(tensor, readers.get(tensor, ())))
+            value = whole.read(self.spans(tensor, self.phase.regions[tensor]))
             self.values[tensor] = self._counted_once(tensor, value)
         for node in self.phase.body:
             self._run_op(node)

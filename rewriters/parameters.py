@@ -7,8 +7,6 @@ one image, too.
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from rewriters.graph import Graph, Node, Tensor
@@ -29,21 +27,20 @@ def as_images(graph: Graph, evaluate: Evaluator) -> bool:
     Returns:
         Whether there was any.
     """
-    images: dict[Tensor, Tensor] = {}
+    images: dict[tuple[Tensor, str], Tensor] = {}
     mapping: dict[Tensor, Tensor] = {}
     for node in graph.topological():
         if node.op in ELEMENTWISE:
             rank = len(node.out().shape or ())
             for position, tensor in enumerate(node.inputs):
                 if rank in RANKS and len(tensor.shape or ()) == rank - 1 and _has_pixels(tensor):
-                    if tensor not in images:
-                        images[tensor] = _expanded(graph, node, tensor)
-                    node.inputs[position] = images[tensor]
+                    if (tensor, node.device) not in images:
+                        images[tensor, node.device] = _expanded(graph, node, tensor)
+                    node.inputs[position] = images[tensor, node.device]
         elif node.op in _REDUCTIONS and not node.attrs["keep_dims"].b and not node.control_inputs:
-            axes = evaluate(node.inputs[1])
-            over_batch = 0 in axes if isinstance(axes, tuple) else axes == 0
-            if over_batch and len(node.inputs[0].shape or ()) in RANKS and _has_pixels(node.out()):
-                mapping[node.out()] = _kept(graph, node, axes if isinstance(axes, tuple) else (axes,))
+            axes = _axes(node, evaluate)
+            if 0 in axes and len(node.inputs[0].shape or ()) in RANKS and _has_pixels(node.out()):
+                mapping[node.out()] = _kept(graph, node, axes)
     graph.replace_tensors(mapping)
     graph.prune()
     return bool(images or mapping)
@@ -55,6 +52,15 @@ def _has_pixels(tensor: Tensor) -> bool:
     return shape is not None and None not in shape and any(size != 1 for size in shape[:-1])
 
 
+def _axes(node: Node, evaluate: Evaluator) -> set[int]:
+    """What a reduction is over, counted from the front; nothing if that is not known."""
+    value, shape = evaluate(node.inputs[1]), node.inputs[0].shape
+    axes = value if isinstance(value, tuple) else (value,)
+    if not shape or not all(isinstance(axis, int) for axis in axes):
+        return set()
+    return {int(axis) % len(shape) for axis in axes}  # type: ignore[arg-type]
+
+
 def _expanded(graph: Graph, node: Node, tensor: Tensor) -> Tensor:
     first = int_constant(graph, f"{tensor.node.name}/batch", 0, tf.int32).out()
     attrs = {"T": type_attr(tensor.dtype), "Tdim": type_attr(tf.int32)}
@@ -62,11 +68,10 @@ def _expanded(graph: Graph, node: Node, tensor: Tensor) -> Tensor:
     return graph.add_beside(node, "ExpandDims", [tensor, first], attrs, outputs).out()
 
 
-def _kept(graph: Graph, node: Node, axes: tuple[Any, ...]) -> Tensor:
+def _kept(graph: Graph, node: Node, axes: set[int]) -> Tensor:
     """The same reduction that keeps its dimensions, and a reshape."""
     dtype, source = node.outputs[0][0], node.inputs[0].shape or ()
-    gone = {int(axis) % len(source) for axis in axes}
-    kept = tuple(1 if dim in gone else size for dim, size in enumerate(source))
+    kept = tuple(1 if dim in axes else size for dim, size in enumerate(source))
     attrs = dict(node.attrs) | {"keep_dims": tf.compat.v1.AttrValue(b=True)}
     image = graph.add_beside(node, node.op, list(node.inputs), attrs, [(dtype, kept)])
     shape = tuple(int(size or 0) for size in node.out().shape or ())

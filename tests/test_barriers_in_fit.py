@@ -60,7 +60,7 @@ def test_a_named_segment_may_end_at_a_sum():
 
 def test_a_named_segment_does_not_end_at_what_does_not_run_on_tiles():
     spec = tflms_sft.SegmentSpec("relu1", "scores", num_tiles=(4, 3))
-    with pytest.raises(tflms_sft.SegmentError, match="'scores', Dense.* does not run on tiles.*end at images"):
+    with pytest.raises(tflms_sft.SegmentError, match="'scores', Dense.* does not run on tiles.*end at an operation"):
         trained([tflms_sft.SFT(segments=[spec], verbose=0)])
 
 

@@ -193,6 +193,16 @@ def test_what_cannot_be_done_is_told_in_the_first_step_and_changes_nothing(callb
     assert same(model, plain)
 
 
+def test_a_batch_shape_may_have_the_channels_that_the_model_adds():
+    image = keras.Input((24, 24))
+    x = keras.layers.Conv2D(4, 3, activation="relu")(keras.layers.Reshape((24, 24, 1))(image))
+    model = keras.Model(image, keras.layers.Dense(3)(keras.layers.GlobalAveragePooling2D()(x)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    callback = MemoryBudget("1GiB", batch_shape=(4, 24, 24, 1), verbose=0)
+    model.fit(X[..., 0], Y, batch_size=4, callbacks=[callback], **SETTINGS)
+    assert callback.plan is not None
+
+
 def test_a_train_step_set_on_the_model_itself_is_put_back():
     model = net()
     inner = model.train_step

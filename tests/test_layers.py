@@ -155,6 +155,25 @@ def check(name, known_batch, num_tiles):
     assert max(error(got[key], want[key]) for key in want) < TOLERANCE
 
 
+@pytest.mark.parametrize("norm", (plain, normed))
+@pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
+def test_weights_for_each_pixel_of_an_image_with_one_row(norm, known):
+    """Its axes lie elsewhere in between, and a sum over the batch has as many dimensions of one as it."""
+    keras.config.set_floatx("float64")
+    image = keras.Input((8, 1, 2), batch_size=3 if known else None)
+    x = norm(layers.Conv2D(4, 3, padding="same", activation="relu")(image))
+    x = layers.PReLU("random_normal")(layers.Permute((1, 3, 2))(x))
+    x = layers.Permute((1, 3, 2))(x - keras.ops.mean(x, axis=-4))
+    x = layers.Conv2D(4, 3, padding="same", activation="relu")(x)
+    model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    arguments = {"optimizer": keras.optimizers.SGD(0.1), "loss": loss}
+    step = model_step(model, batches_of([3, 3], (8, 1, 2)), known, arguments)
+    fast = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=(3, 1)))
+    want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
+    assert max(error(got[key], want[key]) for key in want) < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ("Attention", "AdditiveAttention"))
 def test_attention_is_left_alone(name):
     keras.config.set_floatx("float64")

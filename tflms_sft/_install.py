@@ -299,12 +299,12 @@ class Installation:
         return importer
 
     def _check_batch_shape(self, traced: Any) -> None:
-        """A shape that no images of the step have was meant for another model."""
+        """A shape that none of the images has that the step is given was meant for another model."""
         given = self._batch_shape
-        images = [tensor.shape for tensor in _arguments(traced) if _is_image(tensor.shape)]
+        images = [t.shape for t in _arguments(traced) if given and t.shape.rank == len(given)]
         if given and images and not any(shape[1:].is_compatible_with(given[1:]) for shape in images):
             raise ValueError(
-                f"`batch_shape` must be the shape of the images of model {self.model.name!r}, "
+                f"`batch_shape` must be the shape of the images that model {self.model.name!r} is given, "
                 f"{' or '.join(str(tuple(shape)) for shape in images)}. Received: batch_shape={given}."
             )
 
@@ -329,8 +329,8 @@ def _of_size(tensor: Any, shape: Any) -> Any:
     if tensor.shape.is_compatible_with(shape) and not tensor.shape.is_fully_defined() and _is_image(shape):
         sizes = shape[1:-1]
         text = (
-            f"The step is planned for images of {'x'.join(map(str, sizes))}, the size of the first batch. "
-            "Train on images of one size, or resize or pad them."
+            f"The step is planned for images of {'x'.join(map(str, sizes))}, the size of the first batch or of "
+            "`batch_shape`. Train on images of one size, or resize or pad them."
         )
         with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(tensor)[1:-1], sizes, message=text)]):
             tensor = tf.identity(tensor)

@@ -123,7 +123,7 @@ def _named_segment(
             made = _with_layer(traced, f"`{whole[0].node.name}` ({whole[0].node.op})")
             raise SegmentError(
                 f"{_shown(spec)}: {made} does not run on tiles{why}. "
-                "Let the segment end at images, or at a sum over them such as a global pooling."
+                "Let the segment end at an operation before it."
             ) from None
         unknown = sorted(t.name for t in stored if not barriers.stores(t))
         if unknown:

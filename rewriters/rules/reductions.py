@@ -100,7 +100,8 @@ class Reduce(SumOverImage):
         keep, axes = op.node.attrs["keep_dims"].b, self.axes(op)
         moved = [dim if dim is None or keep else dim - sum(a < dim for a in axes) for dim in op.layout(image).dims]
         if len(op.layout(out).dims) != len(moved) or any(
-            op.dim(out, axis) != dim and op.extent(image, axis) != 1 for axis, dim in enumerate(moved)
+            op.dim(out, axis) != dim and not op.extent(image, axis) == 1 == op.extent(out, axis)
+            for axis, dim in enumerate(moved)
         ):
             raise NotTileableError("the axes of what it makes lie otherwise than those of the image")
 
