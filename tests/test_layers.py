@@ -112,7 +112,7 @@ NETS = {
     "slices": (2, normed, sliced),
     "dropout": (2, normed, dropped),
     "convolution in groups": (2, normed, lambda x: layers.Conv2D(6, 3, groups=2, strides=(2, 1), padding="same")(x)),
-    "one channel per group": (2, normed, lambda x: layers.Conv2D(8, 3, groups=4)(x)),
+    "one channel per group": (2, normed, lambda x: layers.Conv2D(8, (3, 2), groups=4)(x)),
     "one channel per group, dilated": (2, normed, lambda x: layers.Conv2D(4, 3, groups=4, dilation_rate=2)(x)),
     "one channel per group, strides": (2, plain, lambda x: layers.Conv2D(4, 3, groups=4, strides=(1, 2))(x)),
     "convolution in groups, 1-D": (1, normed, lambda x: layers.Conv1D(6, 3, groups=2, dilation_rate=2)(x)),
