@@ -33,7 +33,9 @@ def as_images(graph: Graph, evaluate: Evaluator) -> bool:
         if node.op in ELEMENTWISE:
             rank = len(node.out().shape or ())
             for position, tensor in enumerate(node.inputs):
-                if rank in RANKS and len(tensor.shape or ()) == rank - 1 and _has_pixels(tensor):
+                if rank not in RANKS or len(tensor.shape or ()) != rank - 1 or _is_repeated(tensor):
+                    continue
+                if _has_pixels(tensor):
                     if (tensor, node.device) not in images:
                         images[tensor, node.device] = _expanded(graph, node, tensor)
                     node.inputs[position] = images[tensor, node.device]
@@ -50,6 +52,13 @@ def _has_pixels(tensor: Tensor) -> bool:
     """More than a value for each channel."""
     shape = tensor.shape
     return shape is not None and None not in shape and any(size != 1 for size in shape[:-1])
+
+
+def _is_repeated(tensor: Tensor) -> bool:
+    """Whether all pixels have one value, which is read as it is (`broadcasts.py`)."""
+    while tensor.node.op in ("Cast", "Identity"):
+        tensor = tensor.node.inputs[0]
+    return tensor.node.op in ("Fill", "BroadcastTo")
 
 
 def _axes(node: Node, evaluate: Evaluator) -> set[int]:
