@@ -14,11 +14,11 @@ demo: $(STAMP)
 	$(RUN) -m examples.demo
 
 test: lint
-	$(RUN) -m pytest -n 2 --dist loadfile
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # An empty -m takes the place of the "not slow" in pyproject.toml.
 test-all: lint
-	$(RUN) -m pytest -n 2 --dist loadfile -m ""
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m ""
 
 # Random networks: `make fuzz N=1000`, and `SEED=...` for those of another run.
 fuzz: $(STAMP)

@@ -39,7 +39,7 @@ setup(
             "mypy",
             "nibabel",
             "pytest",
-            "pytest-xdist",
+            "pytest-xdist>=3.7",
             "ruff",
             "scikit-image",
             "toposort",
