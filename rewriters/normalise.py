@@ -27,6 +27,7 @@ from rewriters import _tf_private, fused, grouped, parameters, pixels
 from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Node, Tensor, from_concrete_function, predecessors
 from rewriters.inline import inlined, is_call, is_xla_call
+from rewriters.rules.reductions import REDUCTIONS
 from rewriters.values import Evaluator, constant, int_constant, type_attr
 
 __all__: list[str] = []
@@ -152,15 +153,12 @@ def _find_shapes_of_sums(graph: Graph, evaluate: Evaluator) -> bool:
     """
     found = False
     for node in graph.nodes.values():
-        if node.op not in ("Sum", "Mean", "Max", "Min", "Prod"):
+        if node.op not in REDUCTIONS:
             continue
         dtype, shape = node.outputs[0]
-        dims, axes = node.inputs[0].shape, evaluate(node.inputs[1])
-        axes = (axes,) if isinstance(axes, int) else axes
-        known = isinstance(axes, tuple) and all(isinstance(axis, int) for axis in axes)
-        if not known or dims is None or (shape is not None and None not in shape[1:]):
+        dims, summed = node.inputs[0].shape, evaluate.axes(node)
+        if summed is None or dims is None or (shape is not None and None not in shape[1:]):
             continue
-        summed = {int(axis) % len(dims) for axis in axes}  # type: ignore[arg-type,union-attr]
         keep = node.attrs["keep_dims"].b
         left = [1 if i in summed else dim for i, dim in enumerate(dims) if keep or i not in summed]
         found |= tuple(left) != shape

@@ -11,14 +11,13 @@ import tensorflow as tf
 
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.rules.elementwise import ELEMENTWISE
+from rewriters.rules.reductions import REDUCTIONS
 from rewriters.values import Evaluator, int_constant, type_attr
 
 __all__: list[str] = []
 
 RANKS = (3, 4, 5)
 """Dimensions of a batch of images."""
-
-_REDUCTIONS = ("Sum", "Mean", "Max", "Min", "Prod")
 
 
 def as_images(graph: Graph, evaluate: Evaluator) -> bool:
@@ -33,14 +32,12 @@ def as_images(graph: Graph, evaluate: Evaluator) -> bool:
         if node.op in ELEMENTWISE:
             rank = len(node.out().shape or ())
             for position, tensor in enumerate(node.inputs):
-                if rank not in RANKS or len(tensor.shape or ()) != rank - 1 or _is_repeated(tensor):
-                    continue
-                if _has_pixels(tensor):
+                if rank in RANKS and len(tensor.shape or ()) == rank - 1 and _is_image(tensor):
                     if (tensor, node.device) not in images:
                         images[tensor, node.device] = _expanded(graph, node, tensor)
                     node.inputs[position] = images[tensor, node.device]
-        elif node.op in _REDUCTIONS and not node.attrs["keep_dims"].b and not node.control_inputs:
-            axes = _axes(node, evaluate)
+        elif node.op in REDUCTIONS and not node.attrs["keep_dims"].b and not node.control_inputs:
+            axes = evaluate.axes(node) or set()
             if 0 in axes and len(node.inputs[0].shape or ()) in RANKS and _has_pixels(node.out()):
                 mapping[node.out()] = _kept(graph, node, axes)
     graph.replace_tensors(mapping)
@@ -54,20 +51,12 @@ def _has_pixels(tensor: Tensor) -> bool:
     return shape is not None and None not in shape and any(size != 1 for size in shape[:-1])
 
 
-def _is_repeated(tensor: Tensor) -> bool:
-    """Whether all pixels have one value, which is read as it is (`broadcasts.py`)."""
-    while tensor.node.op in ("Cast", "Identity"):
-        tensor = tensor.node.inputs[0]
-    return tensor.node.op in ("Fill", "BroadcastTo")
-
-
-def _axes(node: Node, evaluate: Evaluator) -> set[int]:
-    """What a reduction is over, counted from the front; nothing if that is not known."""
-    value, shape = evaluate(node.inputs[1]), node.inputs[0].shape
-    axes = value if isinstance(value, tuple) else (value,)
-    if not shape or not all(isinstance(axis, int) for axis in axes):
-        return set()
-    return {int(axis) % len(shape) for axis in axes}  # type: ignore[arg-type]
+def _is_image(tensor: Tensor) -> bool:
+    """Whether pixels may have other values; a value that is repeated is read as it is (`broadcasts.py`)."""
+    source = tensor
+    while source.node.op in ("Cast", "Identity"):
+        source = source.node.inputs[0]
+    return _has_pixels(tensor) and source.node.op not in ("Fill", "BroadcastTo")
 
 
 def _expanded(graph: Graph, node: Node, tensor: Tensor) -> Tensor:

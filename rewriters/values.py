@@ -57,6 +57,14 @@ class Evaluator:
             return value  # type: ignore[return-value]
         return None
 
+    def axes(self, reduction: Node) -> set[int] | None:
+        """What a reduction is over, counted from the front; `None` if that, or the rank, is not known."""
+        value, shape = self(reduction.inputs[1]), reduction.inputs[0].shape
+        axes = value if isinstance(value, tuple) else (value,)
+        if shape is None or not all(isinstance(axis, int) for axis in axes):
+            return None
+        return {int(axis) % len(shape) for axis in axes}  # type: ignore[arg-type]
+
     def shape(self, tensor: Tensor) -> tuple[Dim, ...] | None:
         """The static shape, with a `Size` for an unknown leading size."""
         if not tensor.shape:

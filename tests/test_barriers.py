@@ -277,6 +277,22 @@ def test_a_loss_that_is_linear_in_the_scores():
     assert furthest_of(*gradients_of(loss_of, (3, 3, 3, 4), (3, 3, 4, 4), (80, 1))) < TOLERANCE
 
 
+def test_a_gradient_penalty():
+    """A gradient that the loss reads is taken for what comes before the loss, and runs on tiles with it."""
+
+    def loss_of(x, first, second):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            features = tf.nn.softplus(tf.nn.conv2d(normalised(tf.nn.conv2d(x, first, 1, "SAME")), second, 1, "SAME"))
+            score = tf.reduce_mean(features)
+        slope = tape.gradient(score, x)
+        return score + tf.reduce_mean((tf.sqrt(tf.reduce_sum(slope**2, [1, 2, 3])) - 1.0) ** 2)
+
+    step, images, spec = gradients_of(loss_of, (3, 3, 3, 4), (3, 3, 4, 4))
+    for known in (images, spec):
+        assert furthest_of(step, images, known) < TOLERANCE
+
+
 @pytest.mark.parametrize("axes", ([0], [0, 1], [0, 3]))
 def test_a_mean_over_the_batch(axes):
     """It has the rows of an image, but no batch; its gradient is spread over the batch again."""

@@ -69,6 +69,8 @@ _COMBINED = {
     "Min": Combination.MINIMUM,
     "Prod": Combination.MULTIPLY,
 }
+REDUCTIONS = frozenset(_COMBINED)
+"""Op types that reduce their first operand over the axes in the second."""
 
 
 @tiling_rule(*_COMBINED)
@@ -83,13 +85,12 @@ class Reduce(SumOverImage):
         Raises:
             NotTileableError: If they, or the operand's rank, are not known.
         """
-        shape, value = op.node.inputs[0].shape, op.evaluate(op.node.inputs[1])
-        if shape is None:
+        if op.node.inputs[0].shape is None:
             raise NotTileableError("a reduction of a tensor of unknown rank")
-        axes = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(axis, int) for axis in axes):
+        axes = op.evaluate.axes(op.node)
+        if axes is None:
             raise NotTileableError("a reduction over axes computed at run time")
-        return {int(axis) % len(shape) for axis in axes}  # type: ignore[arg-type]
+        return axes
 
     def _over_channels(self, op: OpView) -> bool:
         return self.axes(op).isdisjoint({0, *op.layout(op.node.inputs[0]).dims})
