@@ -22,6 +22,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--image-size", type=_arguments.positive, required=True, metavar="N")
     add("--num-tiles", type=_tiles, metavar="HxW,...", help="tiles of each segment")
     add("--backward-num-tiles", type=_tiles, metavar="HxW,...", help="default: as --num-tiles")
+    add("--halo", choices=("recompute", "carry"), help="where tiles have shared rows from; default: recompute")
     add("--segments", metavar="EXIT,...", help="layers whose outputs end the segments")
     add("--memory-budget", type=_arguments.budget, metavar="BUDGET", help='have MemoryBudget plan, e.g. "1.2GiB"')
     add("--model", choices=MODELS, default="vgg16")
@@ -29,7 +30,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     _compare_report.add_options(parser)
     options = parser.parse_args(arguments)
     if options.memory_budget:
-        if options.num_tiles or options.backward_num_tiles or options.segments:
+        if options.num_tiles or options.backward_num_tiles or options.segments or options.halo:
             parser.error("--memory-budget plans segments and tiles itself")
         slug = f"budget{options.memory_budget}"
         options.rewritten = _compare.Variant("rewritten", budget=options.memory_budget, slug=slug)
@@ -43,16 +44,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for flag, grids in (("num", forward), ("backward-num", backward)):
         if len(grids) != len(exits):
             parser.error(f"one --{flag}-tiles per segment. Received: {len(grids)} for {len(exits)}")
-    options.rewritten = _segments(exits, forward, backward)
+    options.rewritten = _segments(exits, forward, backward, options.halo or "recompute")
     return options
 
 
-def _segments(exits: Sequence[str], forward: Sequence[Pair], backward: Sequence[Pair]) -> _compare.Variant:
+def _segments(
+    exits: Sequence[str], forward: Sequence[Pair], backward: Sequence[Pair], halo: str
+) -> _compare.Variant:
     fields, names = [], []
     for entry, exit_, grid, other in zip((_nets.INPUT_NAME, *exits), exits, forward, backward, strict=False):
-        fields.append({"entry": entry, "exit": exit_, "num_tiles": grid, "backward_num_tiles": other})
+        counts = {"num_tiles": grid, "backward_num_tiles": other}
+        fields.append({"entry": entry, "exit": exit_, "halo": halo, **counts})
         grids = (grid,) if grid == other else (grid, other)
         names.append("-".join([exit_, *(f"{height}x{width}" for height, width in grids)]))
+    names += ["carry"] if halo == "carry" else []
     return _compare.Variant("rewritten", segments=tuple(fields), slug="_".join(names))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,15 +11,16 @@ import tensorflow as tf
 
 from rewriters import _tf_private, sums
 from rewriters.analysis import Analysis
+from rewriters.carrying import PassedOn, Saved, completed, joined, received
 from rewriters.device import passes_on
 from rewriters.graph import Node, Tensor
-from rewriters.intervals import Fit, fit
+from rewriters.intervals import Fit, Interval, fit
 from rewriters.loops import tile_loop
 from rewriters.registry import Kind, find_rule
 from rewriters.results import Accumulated, MergedMoments, Reduced, Result, Written
 from rewriters.segments import Segment
 from rewriters.storage import DeviceBuffer, Span, stacked
-from rewriters.tiles import Phase, Region
+from rewriters.tiles import Phase, Region, with_rows
 
 __all__: list[str] = []
 
@@ -30,7 +31,8 @@ def phase_inputs(phase: Phase, segment: Segment) -> list[Tensor]:
     """Whole tensors that the loop reads, in the order of the traced function's arguments."""
     source = batch_source(phase, segment)
     batch = [] if source is None else [source]
-    return list(dict.fromkeys([*batch, *phase.reads, *phase.invariants]))
+    saved = [carry.saved for carry in phase.carries.values() if carry.saved is not None]
+    return list(dict.fromkeys([*batch, *phase.reads, *phase.invariants, *saved]))
 
 
 def batch_source(phase: Phase, segment: Segment) -> Tensor | None:
@@ -45,7 +47,7 @@ def batch_source(phase: Phase, segment: Segment) -> Tensor | None:
 
 def phase_outputs(phase: Phase) -> list[Tensor]:
     """Tensors that the loop makes, in the order of the traced function's results."""
-    return [*phase.writes, *phase.accumulates, *phase.reductions]
+    return [*phase.writes, *phase.accumulates, *phase.reductions, *(save.saved for save in phase.saves)]
 
 
 def trace_phase(analysis: Analysis, segment: Segment, phase: Phase) -> Any:
@@ -86,9 +88,10 @@ class _Loop:
         sizes = [len(own) for own in states]
 
         def turn(index: Any, values: list[Any]) -> list[Any]:
-            tile = _Tile(self, index)
+            parts = list(zip(results, _grouped(values, sizes), strict=True))
+            carried = {result.tensor: own[0] for result, own in parts if isinstance(result, PassedOn)}
+            tile = _Tile(self, index, carried)
             tile.run()
-            parts = zip(results, _grouped(values, sizes), strict=True)
             return [value for result, own in parts for value in result.update(tile, own)]
 
         spatial = int(np.prod(self.phase.grid.spatial))
@@ -117,20 +120,30 @@ def phase_results(analysis: Analysis, phase: Phase) -> list[Result]:
             rule, view = find_rule(tensor.node), analysis.view(tensor.node)
             cell = phase.cells[tensor.node.inputs[rule.summed(view)]] if rule.per_pixel(view) else None
             results.append(Reduced(tensor, rule.combined(view), rule.per_image(view), cell))
+    results += [Saved(save, phase.regions[save.tensor]) for save in phase.saves]
+    for tensor, carry in phase.carries.items():
+        layout = analysis.layouts.of(tensor)
+        assert layout is not None
+        if carry.saved is None:
+            results.append(PassedOn(tensor, layout.dims, phase.regions[tensor], phase.row_axis))
     return results
 
 
 class _Tile:
     """One turn: slices, ops, fits. Implements what rules ask of an emitter."""
 
-    def __init__(self, loop: _Loop, index: Any) -> None:
+    def __init__(self, loop: _Loop, index: Any, carried: Mapping[Tensor, Any]) -> None:
         self.loop = loop
         self.phase = loop.phase
         self.segment = loop.segment
+        self.row_axis = loop.phase.row_axis
         self.values: dict[Tensor, Any] = {}
         self._lookups: dict[tuple[int, bytes], Any] = {}
         self._fits: dict[Any, Any] = {}
         self._outers: dict[Tensor, Any] = {}
+        self._carried = carried
+        self._received: dict[Tensor, Any] = {}
+        self._passed: dict[Tensor, Any] = {}
         self._indices: list[Any] = []
         for count in reversed(self.phase.grid.spatial):
             self._indices.insert(0, index % count if count > 1 else 0)
@@ -203,7 +216,10 @@ class _Tile:
                     value.set_shape([None] * len(tensor.shape))  # type: ignore[arg-type]
                 made = tuple(p.made for p in plan)
                 out = tuple(p.out for p in plan)
-                value = self._moved(value, made, out, 0.0, tensor)  # type: ignore[arg-type]
+                if tensor in self.phase.carries and self.segment.kinds.get(tensor) is Kind.PARTIAL:
+                    value = self._completed(tensor, value, made)  # type: ignore[arg-type]
+                else:
+                    value = self.moved(value, made, out, 0.0, tensor)  # type: ignore[arg-type]
             self.values[tensor] = value
 
     # Rows of tensors -----------------------------------------------------------------------------------------
@@ -232,13 +248,14 @@ class _Tile:
         spans: list[Span] = [None] * len(tensor.shape)
         if self._batch is not None and tensor.shape[BATCH_DIM] != 1:
             spans[BATCH_DIM] = self._batch
-        places = zip(self._dims(tensor), region, self._extents(tensor), strict=True)
+        places = zip(self.dims(tensor), region, self._extents(tensor), strict=True)
         for axis, (dim, interval, extent) in enumerate(places):
             if dim is not None and not (np.all(interval.lo == 0) and np.all(interval.hi == extent)):
                 spans[dim] = (self.lookup(interval.lo, axis), self.lookup(interval.size, axis))
         return spans
 
-    def _dims(self, tensor: Tensor) -> tuple[int | None, ...]:
+    def dims(self, tensor: Tensor) -> tuple[int | None, ...]:
+        """The dimensions of a tensor that are its axes."""
         layout = self.loop.analysis.layouts.of(tensor)
         assert layout is not None
         return layout.dims
@@ -258,16 +275,27 @@ class _Tile:
         if self.segment.kinds.get(tensor) is Kind.FULL:
             for held, wanted, extent in zip(have, need, self._extents(tensor), strict=True):
                 assert held.covers(wanted.clip(extent)), f"{tensor.name} lacks rows that an op needs"
-        return self._moved(self.values[tensor], have, need, fill, tensor)
+        carry = self.phase.carries.get(tensor)
+        if carry is None or self.segment.kinds.get(tensor) is Kind.PARTIAL:
+            return self.moved(self.values[tensor], have, need, fill, tensor)
+        rows = need[self.row_axis]
+        if np.all((rows.lo >= carry.received.hi) | (rows.size == 0)):
+            new = with_rows(have, self.row_axis, Interval(carry.received.hi, have[self.row_axis].hi))
+            return self.moved(self.values[tensor], new, need, fill, tensor)
+        key = (tensor, fill, "joined", *(array.tobytes() for i in need for array in (i.lo, i.hi)))
+        if key not in self._fits:
+            above = self._rows_received(tensor, self.values[tensor])
+            self._fits[key] = joined(self, tensor, self.values[tensor], above, carry, have, need, fill)
+        return self._fits[key]
 
-    def _moved(self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor) -> Any:
+    def moved(self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor) -> Any:
         """Crop and pad a value from the rows it has to the rows that are needed."""
         if all(h.same(n) for h, n in zip(have, need, strict=True)):
             return value
         key = (tensor, fill, *(array.tobytes() for i in (*have, *need) for array in (i.lo, i.hi)))
         if key not in self._fits:
             fits = [fit(h, n) for h, n in zip(have, need, strict=True)]
-            dims = self._dims(tensor)
+            dims = self.dims(tensor)
             self._fits[key] = self._padded(self._cropped(value, fits, dims), fits, dims, fill)
         return self._fits[key]
 
@@ -293,6 +321,36 @@ class _Tile:
             constant_values=tf.constant(low, value.dtype),
         )
 
+    # Rows from and for other turns ----------------------------------------------------------------------------
+
+    def row_dim(self, tensor: Tensor) -> int:
+        """The dimension along which rows of a tensor are carried."""
+        dim = self.dims(tensor)[self.row_axis]
+        assert dim is not None
+        return dim
+
+    def _rows_received(self, tensor: Tensor, like: Any) -> Any:
+        """Rows of a tensor that another turn, or another loop, has made."""
+        if tensor not in self._received:
+            carry = self.phase.carries[tensor]
+            source = self._carried[tensor] if carry.saved is None else self.loop.outer[carry.saved]
+            self._received[tensor] = received(self, tensor, carry, source, self.batch_size(like))
+        return self._received[tensor]
+
+    def _completed(self, tensor: Tensor, value: Any, made: Region) -> Any:
+        """The rows of a gradient that this turn completes."""
+        rows = self._rows_received(tensor, value)
+        carry, region = self.phase.carries[tensor], self.phase.regions[tensor]
+        result, self._passed[tensor] = completed(self, tensor, value, rows, carry, made, region)
+        return result
+
+    def passed_on(self, tensor: Tensor) -> Any:
+        """Rows of a tensor for the next turn."""
+        if tensor in self._passed:
+            return self._passed[tensor]
+        carry, region = self.phase.carries[tensor], self.phase.regions[tensor]
+        return self.fit(tensor, with_rows(region, self.row_axis, carry.passed), 0.0)
+
     # What rules ask for --------------------------------------------------------------------------------------
 
     def is_whole(self, node: Node) -> bool:
@@ -313,7 +371,7 @@ class _Tile:
         begin, size = self.lookup(rows.lo, axis), self.lookup(rows.size, axis)
         part = tf.slice(tf.constant(values, dtype), stacked([begin]), stacked([size]))
         tensor = node.out() if position is None else node.inputs[position]
-        dim, rank = self._dims(tensor)[axis], len(tensor.shape or ())
+        dim, rank = self.dims(tensor)[axis], len(tensor.shape or ())
         return part if dim is None else tf.reshape(part, [-1 if at == dim else 1 for at in range(rank)])
 
     def axis_positions(self, node: Node, position: int, rows: np.ndarray, axis: int) -> Any:
@@ -342,7 +400,7 @@ class _Tile:
             images = self.loop.batch if self._batch is None else self._batch[1]
             layout = self.loop.analysis.layouts.of(tensor)
             sizes[BATCH_DIM] = images if layout is None or layout.per_image == 1 else images * layout.per_image
-        for axis, (dim, plan) in enumerate(zip(self._dims(tensor), self.phase.plans[node], strict=True)):
+        for axis, (dim, plan) in enumerate(zip(self.dims(tensor), self.phase.plans[node], strict=True)):
             if dim is not None:
                 sizes[dim] = self.lookup(plan.made.size, axis)  # type: ignore[union-attr]
         return stacked(sizes)

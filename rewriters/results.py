@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from rewriters.barriers import Moments
@@ -29,7 +30,13 @@ class Whole(Protocol):
 
 
 class Turn(Protocol):
-    """A turn of the loop, as a result sees it."""
+    """A turn of the loop, as a result sees it.
+
+    Attributes:
+        row_axis: The axis along which rows are carried.
+    """
+
+    row_axis: int
 
     def value(self, tensor: Tensor) -> Any:
         """What the turn made of a tensor."""
@@ -42,6 +49,21 @@ class Turn(Protocol):
 
     def images(self) -> Span:
         """The images of the batch that the turn works on; `None` for all."""
+
+    def lookup(self, values: np.ndarray, axis: int) -> Any:
+        """Number of this turn's tile in a vector over the tiles of an axis."""
+
+    def moved(self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor) -> Any:
+        """Crop and pad a value of `tensor`."""
+
+    def row_dim(self, tensor: Tensor) -> int:
+        """The dimension along which rows of a tensor are carried."""
+
+    def dims(self, tensor: Tensor) -> tuple[int | None, ...]:
+        """The dimensions of a tensor that are its axes."""
+
+    def passed_on(self, tensor: Tensor) -> Any:
+        """Rows for the next turn."""
 
 
 class Result(Protocol):

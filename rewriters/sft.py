@@ -15,14 +15,16 @@ from collections.abc import Hashable
 import tensorflow as tf
 
 from rewriters.analysis import Analysis
+from rewriters.carries import SAVED
 from rewriters.emit import phase_inputs, phase_outputs, trace_phase
 from rewriters.errors import RewriteError
 from rewriters.gather import Gatherer
 from rewriters.graph import Graph, Node, Tensor, from_tf_graph
 from rewriters.roles import reads_shape_only
+from rewriters.rows import RowGatherer, RowPlanner
 from rewriters.segments import Segment
 from rewriters.sharing import program_key
-from rewriters.tiles import Grid, Phase, Planner
+from rewriters.tiles import Grid, Halo, Phase, Planner
 from rewriters.values import int_constant, type_attr
 
 __all__: list[str] = []
@@ -35,23 +37,36 @@ class SegmentPlan:
     Attributes:
         segment: What is tiled.
         phases: Loops in the order they run in.
+        halo: Where their turns have the rows from that they share.
     """
 
     segment: Segment
     phases: list[Phase]
+    halo: Halo = Halo.RECOMPUTE
 
     def phase(self, name: str) -> Phase | None:
         """The loop of that name, if the segment has one."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
 
-def plan_segment(analysis: Analysis, segment: Segment, grid: Grid, backward_grid: Grid | None = None) -> SegmentPlan:
+def plan_segment(
+    analysis: Analysis,
+    segment: Segment,
+    grid: Grid,
+    backward_grid: Grid | None = None,
+    halo: Halo = Halo.RECOMPUTE,
+) -> SegmentPlan:
     """Plan the loops of one segment."""
     backward = backward_grid or grid
     if segment.loops:
-        gatherer = Gatherer(analysis, segment)
-        return SegmentPlan(segment, gatherer.phases(lambda loop: backward if loop.backward else grid))
-    return SegmentPlan(segment, Planner(analysis, segment).phases(grid, backward))
+        gatherer = (RowGatherer if halo is Halo.CARRY else Gatherer)(analysis, segment)
+        return SegmentPlan(segment, gatherer.phases(lambda loop: backward if loop.backward else grid), halo)
+    return SegmentPlan(segment, planner_for(analysis, segment, halo).phases(grid, backward), halo)
+
+
+def planner_for(analysis: Analysis, segment: Segment, halo: Halo) -> Planner:
+    """What plans the loops of a segment without barriers, for any number of tiles."""
+    return (RowPlanner if halo is Halo.CARRY else Planner)(analysis, segment)
 
 
 def tile_segments(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
@@ -179,10 +194,11 @@ class _Rewriter:
         prefix = self.graph.unique_name(f"sft/{segment.name}/{phase.name}")
         start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
         start.control_inputs = self._waits(segment, phase)
-        inputs = [newest.get(tensor, self._tensor(tensor)) for tensor in phase_inputs(phase, segment)]
+        inputs = [newest[t] if t in newest else self._tensor(t) for t in phase_inputs(phase, segment)]
         loop, results = (self._traced if self.bodies else self._outlined)(segment, phase, prefix, start, inputs)
         for old, new in zip(phase_outputs(phase), results, strict=True):
-            self.replaced.setdefault(self._tensor(old), new)
+            if old.node.op != SAVED:
+                self.replaced.setdefault(self._tensor(old), new)
             newest[old] = new
         for node in phase.home:
             self.moved[self._own(node)] = loop

@@ -16,6 +16,7 @@ import numpy as np
 
 from rewriters.analysis import Analysis
 from rewriters.barriers import Moments
+from rewriters.carries import Carry, Save
 from rewriters.emit import phase_inputs, phase_outputs
 from rewriters.graph import Node, Tensor
 from rewriters.segments import Segment
@@ -49,8 +50,19 @@ class _Key:
         roles = (len(phase.writes), len(phase.accumulates), tuple(map(self._number, phase.reads)))
         cells = tuple(_rows(phase.cells.get(tensor)) for tensor in phase.writes)
         moments = tuple(self._moments(pair) for pair in phase.moments)
+        carries = tuple(self._carry(tensor, carry) for tensor, carry in phase.carries.items())
+        saves = tuple(self._save(save) for save in phase.saves)
+        rows = (phase.direction, phase.row_axis, carries, saves)
         tensors = tuple(self._tensor(tensor) for tensor in self.numbers)
-        return (phase.backward, phase.grid, phase.direction, inputs, body, ends, roles, cells, moments, tensors)
+        return (phase.backward, phase.grid, rows, inputs, body, ends, roles, cells, moments, tensors)
+
+    def _carry(self, tensor: Tensor, carry: Carry) -> Hashable:
+        saved = None if carry.saved is None else self._number(carry.saved)
+        return (self._number(tensor), _rows((carry.received, carry.passed)), saved)
+
+    def _save(self, save: Save) -> Hashable:
+        slots = tuple((_rows((rows,)), places.tobytes()) for rows, places in save.slots)
+        return (self._number(save.tensor), self._number(save.saved), slots)
 
     def _moments(self, pair: Moments) -> Hashable:
         numbers = tuple(map(self._number, (pair.image, pair.mean, pair.variance)))

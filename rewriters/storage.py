@@ -86,17 +86,23 @@ class DeviceBuffer:
             rows = _Rows(self.handle, region)
             result = rows.restored(in_place(x=rows.of(self.handle), i=rows.index, v=rows.of(value)))
         else:
-            begin, end = corners
-            result = tf.raw_ops.TensorStridedSliceUpdate(
-                input=self.handle,
-                begin=begin,
-                end=end,
-                strides=[1] * len(region),
-                value=replacement(),
-                **_masks(region),
-            )
+            result = replaced(self.handle, region, replacement())
         result.set_shape(self.handle.shape)
         return result
+
+
+def replaced(tensor: Any, region: Sequence[Span], value: Any) -> Any:
+    """A tensor with a region replaced; the same memory if nobody else reads it."""
+    corners = _corners(region)
+    if corners is None:
+        return value
+    begin, end = corners
+    strides = [1] * len(region)
+    result = tf.raw_ops.TensorStridedSliceUpdate(
+        input=tensor, begin=begin, end=end, strides=strides, value=value, **_masks(region)
+    )
+    result.set_shape(tensor.shape)
+    return result
 
 
 class _Rows:

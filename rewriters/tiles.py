@@ -19,6 +19,7 @@ from typing import Any
 
 from rewriters.analysis import Analysis
 from rewriters.barriers import Moments
+from rewriters.carries import Carry, Save
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval, partition, whole
 from rewriters.layouts import Layouts
@@ -30,11 +31,25 @@ __all__: list[str] = []
 Region = tuple[Interval, ...]
 """One interval per spatial axis."""
 
+
+def with_rows(region: Region, axis: int, rows: Interval) -> Region:
+    """A region with other rows along one axis."""
+    return (*region[:axis], rows, *region[axis + 1 :])
+
+
+class Halo(enum.Enum):
+    """Where a tile has the rows from that it shares with its neighbours."""
+
+    RECOMPUTE = "recompute"
+    CARRY = "carry"
+
+
 class Source(enum.Enum):
     """Where the rows of a tensor come from that a loop body holds."""
 
     RECOMPUTE = "recompute"
     STORED = "stored"
+    CARRY = "carry"
 
 
 class Direction(enum.Enum):
@@ -91,6 +106,10 @@ class Phase:
         layouts: Where the axes of its tensors lie.
         moments: Variances among the reductions that are computed together with their means.
         home: Operations of the graph that the loop stands for; others it runs again.
+        carries: Tensors of which a turn has rows from its neighbour. The region of a forward value holds these and
+            the ones it makes; that of a gradient those that it completes.
+        saves: Carried rows that are kept for the backward loop.
+        row_axis: The axis along which rows are carried.
         cache: What others derive from the phase; it lives as long.
     """
 
@@ -111,6 +130,9 @@ class Phase:
     layouts: Layouts
     moments: list[Moments] = dataclasses.field(default_factory=list)
     home: list[Node] = dataclasses.field(default_factory=list)
+    carries: dict[Tensor, Carry] = dataclasses.field(default_factory=dict)
+    saves: list[Save] = dataclasses.field(default_factory=list)
+    row_axis: int = 0
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
 
@@ -180,16 +202,29 @@ class Rows:
             out = regions[0]
             for other in regions[1:]:
                 out = tuple(a.hull(b) for a, b in zip(out, other, strict=True))
+            made = self.made(node, out)
             plan = self.one_tile(node, grid) or tuple(
-                rule.demand(view, axis, out[axis]) for axis in range(len(grid.spatial))
+                rule.demand(view, axis, made[axis]) for axis in range(len(grid.spatial))
             )
-            out = tuple(p.out for p in plan)  # type: ignore[misc]
+            plan, held = self.hold(node, out, plan)
             plans[node] = plan
             for tensor in outs:
                 if tensor not in available:
-                    wanted[tensor] = out
+                    wanted[tensor] = held
             self.want(node, plan, wanted)
         return wanted, plans
+
+    def made(self, node: Node, wanted: Region) -> Region:
+        """Of the rows that are wanted of an op's results, those that a tile makes itself."""
+        del node
+        return wanted
+
+    def hold(
+        self, node: Node, wanted: Region, plan: tuple[AxisPlan, ...]
+    ) -> tuple[tuple[AxisPlan, ...], Region]:
+        """The final plan of an op, and the rows of its results that a tile then holds."""
+        del node, wanted
+        return plan, tuple(p.out for p in plan)  # type: ignore[misc]
 
     def inputs(
         self, body: Sequence[Node], plans: Mapping[Node, tuple[AxisPlan, ...]], available: Container[Tensor]
@@ -274,9 +309,14 @@ class Planner(Rows):
             )
             plans[node] = plan
             if self.segment.kinds[node.out()] is Kind.PARTIAL:
-                for index in range(len(node.outputs)):
-                    regions[node.out(index)] = tuple(p.out for p in plan)  # type: ignore[misc]
+                reached = self.reached(node, plan)
+                regions.update((node.out(index), reached) for index in range(len(node.outputs)))
         return regions, plans
+
+    def reached(self, node: Node, plan: tuple[AxisPlan, ...]) -> Region:
+        """The rows of a gradient that a tile holds."""
+        del node
+        return tuple(p.out for p in plan)  # type: ignore[misc]
 
     def _phase(
         self,

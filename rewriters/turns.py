@@ -20,9 +20,9 @@ from rewriters import device
 from rewriters.allocator import Exact
 from rewriters.barriers import Moments
 from rewriters.graph import Node, Tensor
-from rewriters.intervals import fit
+from rewriters.intervals import Interval, fit
 from rewriters.memory import Event, replay, schedule, together
-from rewriters.tiles import Phase, Region
+from rewriters.tiles import Direction, Phase, Region, with_rows
 
 __all__: list[str] = []
 
@@ -82,8 +82,18 @@ class _Body:
         self._unchanged: dict[Node, tuple[np.ndarray, ...]] = {}
         self._values: dict[Tensor, Tensor] = {}
         self._fits: dict[tuple[object, ...], Tensor] = {}
+        # What the turn before left is there from the beginning; saved rows are read when they are needed.
+        self._received = {
+            tensor: self._rows_of(tensor, carry.received)
+            for tensor, carry in phase.carries.items()
+            if carry.saved is None
+        }
         for node in phase.body:
             self._add_op(node)
+        for tensor, carry in phase.carries.items():
+            if carry.saved is None and not self._is_gradient(tensor):
+                rows = with_rows(phase.regions[tensor], phase.row_axis, carry.passed)
+                self.ends.append(self._fitted(tensor, rows))
         for tensor in phase.writes:
             self.ends.append(self._moved(self._value(tensor), phase.regions[tensor], phase.cells[tensor]))
         for tensor in phase.accumulates:
@@ -171,8 +181,7 @@ class _Body:
         for position, tensor in enumerate(node.inputs):
             need = tuple(p.needs[position] for p in plan)
             if tensor in self.phase.regions and need[0] is not None:
-                value = self._value(tensor)
-                operands.append(self._moved(value, self.phase.regions[tensor], need))  # type: ignore[arg-type]
+                operands.append(self._fitted(tensor, need))  # type: ignore[arg-type]
         copy = Node(node.name, node.op, operands, outputs=node.outputs)
         if plan[0].out is None:
             self._place(copy, node, None)
@@ -183,7 +192,42 @@ class _Body:
             tensor = node.out(index)
             if tensor not in self.phase.reads:
                 out = tuple(p.out for p in plan)
-                self._values[tensor] = self._moved(copy.out(index), made, out)  # type: ignore[arg-type]
+                if tensor in self.phase.carries and self._is_gradient(tensor):
+                    self._values[tensor] = self._completed(tensor, copy.out(index), made)  # type: ignore[arg-type]
+                else:
+                    self._values[tensor] = self._moved(copy.out(index), made, out)  # type: ignore[arg-type]
+
+    def _is_gradient(self, tensor: Tensor) -> bool:
+        """Whether the rows of a tensor that are carried are parts of sums."""
+        carry = self.phase.carries[tensor]
+        return carry.saved is None and self.phase.direction is Direction.DESCENDING
+
+    def _rows_of(self, tensor: Tensor, rows: Interval) -> Tensor:
+        region = with_rows(self.phase.regions[tensor], self.phase.row_axis, rows)
+        return self._helper("StridedSlice", tensor, (), (i.size for i in region))
+
+    def _fitted(self, tensor: Tensor, need: Region) -> Tensor:
+        """Rows of a tensor: those that the turn has made are moved to where there is room for those that came in."""
+        value, have = self._value(tensor), self.phase.regions[tensor]
+        carry = self.phase.carries.get(tensor)
+        if carry is None or self._is_gradient(tensor):
+            return self._moved(value, have, need)
+        if tensor not in self._received:
+            self._received[tensor] = self._rows_of(tensor, carry.received)
+        axis = self.phase.row_axis
+        new = with_rows(have, axis, Interval(carry.received.hi, have[axis].hi))
+        result = self._moved(value, new, need)
+        if np.any((need[axis].lo < carry.received.hi) & (need[axis].size > 0)):
+            return self._helper("Identity", result, [result, self._received[tensor]], self._rows[result])
+        return result
+
+    def _completed(self, tensor: Tensor, value: Tensor, made: Region) -> Tensor:
+        """The rows of a gradient that the turn completes; what it hands on is kept."""
+        carry, region = self.phase.carries[tensor], self.phase.regions[tensor]
+        passed = self._moved(value, made, with_rows(region, self.phase.row_axis, carry.passed))
+        if passed != value:
+            self.ends.append(passed)
+        return self._moved(value, made, region)
 
     def _add_moments(self, pair: Moments) -> None:
         """The image, and its squared differences from the mean."""

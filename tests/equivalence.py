@@ -14,7 +14,7 @@ from rewriters.analysis import Analysis
 from rewriters.build import Importer
 from rewriters.graph import Graph, Tensor
 from rewriters.segments import Segment, build_segment, forward_ops
-from rewriters.tiles import Grid
+from rewriters.tiles import Grid, Halo
 
 FLOOR = 1e-3
 """Some gradients are zero in exact arithmetic; below this size errors are absolute."""
@@ -79,6 +79,7 @@ class Cut:
     batch: int = 1
     backward_grid: tuple[int, int] | None = None
     stored: tuple[str, ...] = ()
+    halo: str = "recompute"
 
 
 @dataclasses.dataclass
@@ -119,7 +120,7 @@ def plan(analysis: Analysis, cuts: Sequence[Cut]) -> list[sft.SegmentPlan]:
         segment = build_segment(analysis, f"segment{number}", ops, taken, stored)
         taken.update(segment.backward)
         backward = Grid(cut.batch, cut.backward_grid) if cut.backward_grid else None
-        plans.append(sft.plan_segment(analysis, segment, Grid(cut.batch, cut.grid), backward))
+        plans.append(sft.plan_segment(analysis, segment, Grid(cut.batch, cut.grid), backward, Halo(cut.halo)))
     return plans
 
 

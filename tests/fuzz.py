@@ -320,8 +320,12 @@ def _head(d: Drawing) -> list[str]:
 
 
 def _params(d: Drawing, known: bool) -> str:
+    halo = d.choice("recompute", "carry")
+
     def tiles() -> str:
         counts = d.choice(d.counts(1, 2), d.counts(1, 3), d.counts(1, 5))
+        if halo == "carry":  # Rows.
+            counts = (d.choice(counts[0], d.number(1, 8)), *([1] * (d.rank - 1)))
         return str((d.number(1, 3), *counts) if d.choice(True, False) else counts)
 
     kind = d.choice("tiles", "tiles", "tiles", "named", "capacity", "budget")
@@ -330,15 +334,15 @@ def _params(d: Drawing, known: bool) -> str:
     if kind == "budget":
         return f"AutoParams(1, swap=False), part={d.choice(0.5, 0.7, 0.9)}"
     if kind == "capacity":
-        return f"SFTParams(memory_capacity={d.number(1, 64) * 64})"
+        return f"SFTParams(memory_capacity={d.number(1, 64) * 64}, halo={halo!r})"
     backward = d.choice("None", tiles())
     if kind == "tiles":
-        return f"SFTParams(num_tiles={tiles()}, backward_num_tiles={backward})"
+        return f"SFTParams(num_tiles={tiles()}, backward_num_tiles={backward}, halo={halo!r})"
     pairs = [(entry, exit_) for exit_ in d.names for entry in d.names if entry in d.above[exit_]]
     entry, exit_ = d.choice(*pairs) if pairs else ("x0", "x0")
     between = [name for name in d.names if name in d.above[exit_] and entry in d.above[name]]
     stored = d.draw(st.lists(st.sampled_from(between), max_size=2, unique=True)) if between else ()
-    counts = f"num_tiles={tiles()}, backward_num_tiles={backward}, stored={tuple(stored)}"
+    counts = f"num_tiles={tiles()}, backward_num_tiles={backward}, stored={tuple(stored)}, halo={halo!r}"
     return f"SFTParams(segments=[SegmentSpec({entry!r}, {exit_!r}, {counts})])"
 
 

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, error, keras_step
 from keras import layers
+from nets import NORMALISED, bottlenecks, chain, conv_norm, u_net
 
 import tflms_sft
 from rewriters import barriers, normalise, results, sft, stored, tiles
@@ -21,58 +22,6 @@ from rewriters.registry import Combination
 from rewriters.rules import reductions
 from rewriters.stored import Storage
 from rewriters.tiles import Grid
-
-# Nets -------------------------------------------------------------------------------------------------------
-
-
-def conv(x, filters, kernel=3, **options):
-    """A convolution with BatchNorm in training mode."""
-    x = layers.Conv2D(filters, kernel, padding="same", **options)(x)
-    return layers.BatchNormalization(momentum=0.9)(x)
-
-
-def chain(x):
-    for filters, strides in ((3, 1), (4, 2), (5, 1)):
-        x = layers.ReLU()(conv(x, filters, strides=strides))
-    return x
-
-
-def bottlenecks(x):
-    x = layers.MaxPooling2D(3, 2, padding="same")(layers.ReLU()(conv(x, 4, 5, strides=2, use_bias=False)))
-    for filters, strides in ((6, 1), (8, 2), (8, 1)):
-        y = layers.ReLU()(conv(x, 3, 1, strides=strides))
-        y = conv(layers.ReLU()(conv(y, 3)), filters, 1)
-        if strides > 1 or x.shape[-1] != filters:
-            x = conv(x, filters, 1, strides=strides)
-        x = layers.ReLU()(layers.Add()([x, y]))
-    return x
-
-
-def squeeze_and_excite(x):
-    x = layers.Activation("silu")(conv(x, 6))
-    means = layers.GlobalAveragePooling2D(keepdims=True)(x)
-    gates = layers.Conv2D(6, 1, activation="sigmoid")(layers.Conv2D(3, 1, activation="silu")(means))
-    x = layers.Multiply()([x, gates])
-    x = layers.AveragePooling2D(3, 2, padding="same")(x)
-    x = layers.LayerNormalization()(layers.DepthwiseConv2D(3, padding="same")(x))
-    return layers.Activation("gelu")(layers.LayerNormalization(axis=(1, 2, 3))(x))
-
-
-def u_net(x):
-    skip = layers.ReLU()(conv(x, 4))
-    y = layers.ReLU()(conv(layers.MaxPooling2D(2, padding="same")(skip), 5))
-    y = layers.Conv2DTranspose(4, 3, strides=2, padding="same")(y)
-    y = layers.Cropping2D(((0, skip.shape[1] % 2), (0, skip.shape[2] % 2)))(y)
-    return layers.ReLU()(conv(layers.Concatenate()([skip, y]), 4))
-
-
-def extremes(x):
-    x = layers.ReLU()(conv(x, 4))
-    highest = layers.GlobalMaxPooling2D(keepdims=True)(x)
-    return layers.Activation("tanh")(conv(layers.Multiply()([x, highest]), 3))
-
-
-NETS = [chain, bottlenecks, squeeze_and_excite, u_net, extremes]
 
 # Rewriting --------------------------------------------------------------------------------------------------
 
@@ -108,7 +57,7 @@ def momentum():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("net", NORMALISED)
 @pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
 def test_all_that_a_step_computes_is_the_same(net, known_batch):
     step = keras_step(net, (17, 14), 3, known_batch, momentum())
@@ -120,7 +69,7 @@ def test_all_that_a_step_computes_is_the_same(net, known_batch):
     assert not differing(step, parts.rewritten(Grid(1, (17, 14)), kept=set()))
 
 
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("net", NORMALISED)
 def test_one_tile_gives_the_same_forward_pass_to_the_last_bit(net):
     step = keras_step(net, (10, 9), 2, True, momentum(), steps=1)
     want, got = step.run(step.concrete_fn), step.run(Parts(step.concrete_fn).rewritten(Grid(1, (1, 1))))
@@ -139,11 +88,11 @@ def test_variances_in_loops_of_their_own():
 
 def test_two_losses_and_a_frozen_normalisation():
     def net(x):
-        x = layers.ReLU()(conv(x, 4))
+        x = layers.ReLU()(conv_norm(x, 4))
         frozen = layers.BatchNormalization()
         frozen.trainable = False
         x = layers.Dropout(0.3, seed=3)(frozen(layers.Conv2D(3, 3)(x)))
-        return layers.ActivityRegularization(l2=0.1)(conv(x, 3))
+        return layers.ActivityRegularization(l2=0.1)(conv_norm(x, 3))
 
     step = keras_step(net, (12, 11), 2, True, momentum(), steps=1)
     assert not differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (3, 2)), kept=set()))
@@ -191,10 +140,10 @@ class Reference(layers.Layer):
 
 
 ODD = {
-    "reductions without axes": lambda x: OfTheImage()(layers.ReLU()(conv(x, 4))),
+    "reductions without axes": lambda x: OfTheImage()(layers.ReLU()(conv_norm(x, 4))),
     "moments of each image": lambda x: layers.ReLU()(OfEachImage()(layers.Conv2D(16, 3, padding="same")(x))),
-    "twice the batch": lambda x: Halved()(layers.ReLU()(conv(Doubled()(layers.ReLU()(conv(x, 4))), 4))),
-    "an image beside the batch": lambda x: Reference()(layers.ReLU()(conv(x, 4))),
+    "twice the batch": lambda x: Halved()(layers.ReLU()(conv_norm(Doubled()(layers.ReLU()(conv_norm(x, 4))), 4))),
+    "an image beside the batch": lambda x: Reference()(layers.ReLU()(conv_norm(x, 4))),
     "one pixel to the end": lambda x: layers.Conv2D(5, 1)(layers.GlobalAveragePooling2D(keepdims=True)(chain(x))),
 }
 
@@ -384,7 +333,7 @@ def readable(loops):
     return missing
 
 
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("net", NORMALISED)
 def test_loops_read_what_was_written_and_make_every_sum_once(net):
     parts = Parts(keras_step(net, (17, 14)).concrete_fn)
     for kept in [None, set(), *parts.storage.checkpoints()]:
@@ -449,7 +398,7 @@ def test_nothing_to_store_is_no_endless_search():
 
 def deep(x):
     for _ in range(12):
-        x = layers.ReLU()(conv(x, 4))
+        x = layers.ReLU()(conv_norm(x, 4))
     return x
 
 
@@ -487,9 +436,9 @@ class Compiled(layers.Layer):
 
 def test_what_is_refused_is_told_and_runs_whole():
     def net(x):
-        x = layers.ReLU()(conv(x, 4))
+        x = layers.ReLU()(conv_norm(x, 4))
         x = Compiled()(x)
-        return layers.ReLU()(conv(x, 4))
+        return layers.ReLU()(conv_norm(x, 4))
 
     step = keras_step(net, (9, 8), 2, True, momentum())
     parts = Parts(step.concrete_fn)

@@ -6,8 +6,9 @@ import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, error
 from keras import layers
+from nets import conv_norm
 from one_op import Const, OneOp
-from test_barriers import Compiled, conv, momentum
+from test_barriers import Compiled, momentum
 
 import tflms_sft
 from rewriters.tiles import Grid
@@ -66,9 +67,9 @@ def test_a_named_segment_does_not_end_at_what_does_not_run_on_tiles():
 
 def test_what_a_named_segment_cannot_store_is_told():
     image = keras.Input((20, 18, 3), name="photo")
-    x = layers.ReLU()(conv(image, 4))
+    x = layers.ReLU()(conv_norm(image, 4))
     x = Compiled(name="compiled")(x)
-    x = layers.ReLU(name="out")(conv(x, 4))
+    x = layers.ReLU(name="out")(conv_norm(x, 4))
     model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     spec = tflms_sft.SegmentSpec("photo", "out", num_tiles=(2, 2), stored="compiled")
@@ -79,9 +80,9 @@ def test_what_a_named_segment_cannot_store_is_told():
 def test_names_of_what_calls_return():
     """Convolutions in groups are calls as Keras traces them, and have no op of their layer's name afterwards."""
     image = keras.Input((20, 18, 3), name="photo")
-    x = layers.ReLU()(conv(image, 4))
+    x = layers.ReLU()(conv_norm(image, 4))
     x = layers.Conv2D(4, 3, padding="same", groups=2, use_bias=False, name="grouped")(x)
-    x = layers.ReLU(name="out")(conv(x, 4))
+    x = layers.ReLU(name="out")(conv_norm(x, 4))
     model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     specs = [

@@ -1,6 +1,5 @@
 """The rewritten step gives the numbers of the plain one: results, gradients, weights, slots, metric state."""
 
-import contextlib
 import functools
 
 import keras
@@ -10,6 +9,7 @@ import tensorflow as tf
 from equivalence import Cut, differing, error, keras_step, rewrite
 from hand_written import KERNELS, one_loss, three_layers, weights
 from keras import layers
+from nets import PLAIN, conv, dense_block, frozen_norm, residual, separable, unet, vgg
 
 from rewriters.errors import NotTileableError
 from rewriters.intervals import Window
@@ -24,73 +24,7 @@ def fresh():
     keras.utils.set_random_seed(0)
 
 
-# Nets -------------------------------------------------------------------------------------------------------
-
-
-def conv(filters, kernel=3, **options):
-    return layers.Conv2D(filters, kernel, **{"padding": "same", "activation": "relu", **options})
-
-
-def vgg(x):
-    for filters in (3, 4):
-        x = conv(filters)(x)
-        x = conv(filters, name=f"conv{filters}")(x)
-        x = layers.MaxPool2D(2, name=f"pool{filters}")(x)
-    return conv(5, name="out")(x)
-
-
-def residual(x):
-    x = conv(4, 7, strides=2)(x)
-    x = layers.MaxPool2D(3, 2, padding="same", name="stem")(x)
-    for strides in (1, 2):
-        shortcut = conv(5, 1, strides=strides, activation=None)(x)
-        y = conv(5, strides=strides)(x)
-        y = conv(5, activation=None)(y)
-        x = layers.Activation("relu", name=f"block{strides}")(layers.Add()([shortcut, y]))
-    y = conv(5, activation=None)(conv(5)(x))
-    return layers.Activation("relu", name="out")(layers.Add()([x, y]))
-
-
-def separable(x):
-    x = conv(4, strides=2, activation="silu")(x)
-    x = layers.DepthwiseConv2D(5, padding="same", activation="gelu")(x)
-    x = layers.ZeroPadding2D(((0, 1), (1, 2)))(x)
-    x = layers.DepthwiseConv2D(3, strides=2, activation="silu", depth_multiplier=2)(x)
-    x = layers.SeparableConv2D(4, 3, padding="same", activation="silu")(x)
-    return layers.AveragePooling2D(3, 2, padding="same", name="out")(x)
-
-
-def unet(x):
-    wide = conv(3)(x)
-    deep = layers.ZeroPadding2D(((0, wide.shape[1] % 2), (0, wide.shape[2] % 2)))(wide)
-    deep = conv(4)(layers.MaxPool2D(2)(deep))
-    up = layers.Conv2DTranspose(3, 2, strides=2, activation="relu")(deep)
-    up = layers.Conv2DTranspose(3, 3, padding="same")(up)
-    wide = layers.ZeroPadding2D(((0, up.shape[1] - wide.shape[1]), (0, up.shape[2] - wide.shape[2])))(wide)
-    return conv(3, name="out")(layers.Concatenate()([wide, up]))
-
-
-def dense_block(x):
-    x = conv(3, activation=None)(x)
-    for _ in range(3):
-        x = layers.Concatenate()([x, conv(2)(x)])
-    return layers.AveragePooling2D(2, name="out")(x)
-
-
-def frozen_norm(x):
-    for number in range(2):
-        norm = layers.BatchNormalization(
-            beta_initializer="random_normal",
-            gamma_initializer="random_normal",
-            moving_mean_initializer="random_normal",
-        )
-        norm.trainable = False
-        x = layers.Activation("relu", name=f"relu{number}")(norm(conv(4, activation=None)(x)))
-    return conv(3, name="out")(x)
-
-
-NETS = [vgg, residual, separable, unet, dense_block, frozen_norm]
-each_net = pytest.mark.parametrize("net", NETS, ids=lambda net: net.__name__)
+each_net = pytest.mark.parametrize("net", PLAIN, ids=lambda net: net.__name__)
 
 
 @each_net
@@ -319,8 +253,11 @@ def test_halo_rows_that_are_off_by_one_are_noticed(net, monkeypatch):
     gather = Window.gather
     monkeypatch.setattr(Window, "gather", lambda self, out: gather(self, out).shift(1))
     step = keras_step(net, (19, 22), steps=1)
-    with contextlib.suppress(AssertionError):  # The emitter may find rows missing first.
-        assert len(differing(step, Cut(grid=(2, 3)))) > 3
+    try:
+        found = differing(step, Cut(grid=(2, 3)))
+    except AssertionError:
+        return  # The emitter finds rows missing first.
+    assert len(found) > 3
 
 
 def test_affine_ops_taken_for_linear_are_noticed(monkeypatch):

@@ -10,10 +10,11 @@ from rewriters.barriers import find_roles
 from rewriters.ft import LeftAlone
 from rewriters.gather import Gatherer, barrier_segment, has_barriers
 from rewriters.graph import Node, Tensor
+from rewriters.rows import RowGatherer
 from rewriters.segments import Segment
 from rewriters.sft import SegmentPlan
 from rewriters.stored import Loop, Storage
-from rewriters.tiles import Grid
+from rewriters.tiles import Grid, Halo
 from rewriters.turns import phase_scratch
 from tflms_sft._compile import Candidate, Traced, predict
 from tflms_sft._grids import fewest, loop_grids
@@ -97,16 +98,19 @@ class Barriers:
         return self._storage.exits | {node.out() for node in self._roles.sums}
 
 
-def fitted(traced: Traced, segment: Segment, limit: float, known: Scratch | None = None) -> SegmentPlan:
+def fitted(
+    traced: Traced, segment: Segment, limit: float, halo: Halo = Halo.RECOMPUTE, known: Scratch | None = None
+) -> SegmentPlan:
     """Loops with the fewest tiles of which a turn takes `limit` bytes, beyond what one row takes.
 
     Args:
         traced: The step.
         segment: With barriers.
         limit: Bytes.
+        halo: Where turns have the rows from that they share.
         known: What is known of turns; it is added to.
     """
-    turns = _Turns(traced, segment, {} if known is None else known)
+    turns = _Turns(traced, segment, {} if known is None else known, halo)
     # Filters in a kernel's own layout, say, are there with any number of tiles.
     return turns.plan(lambda loop, grids: limit + turns.num_bytes(loop, grids[-1]))
 
@@ -114,11 +118,12 @@ def fitted(traced: Traced, segment: Segment, limit: float, known: Scratch | None
 class _Turns:
     """The turns of the loops of a segment with barriers."""
 
-    def __init__(self, traced: Traced, segment: Segment, known: Scratch) -> None:
+    def __init__(self, traced: Traced, segment: Segment, known: Scratch, halo: Halo = Halo.RECOMPUTE) -> None:
         self._traced = traced
         self._segment = segment
         self._known = known
-        self._gatherer = Gatherer(traced.analysis, segment)
+        self._rows_only = halo is Halo.CARRY
+        self._gatherer = (RowGatherer if self._rows_only else Gatherer)(traced.analysis, segment)
 
     def num_bytes(self, loop: Loop, grid: Grid) -> int:
         """Bytes that a turn takes."""
@@ -131,11 +136,13 @@ class _Turns:
         """Every loop with the fewest tiles of which a turn takes no more than `most` says, or with the most tiles."""
 
         def grid_of(loop: Loop) -> Grid:
-            grids = loop_grids(self._traced.analysis, self._gatherer.split(loop), self._traced.batch)
+            split = self._gatherer.split(loop)
+            grids = loop_grids(self._traced.analysis, split, self._traced.batch, self._rows_only)
             limit = most(loop, grids)
             return fewest(grids, lambda grid: self.num_bytes(loop, grid) <= limit) or grids[-1]
 
-        return SegmentPlan(self._segment, self._gatherer.phases(grid_of))
+        halo = Halo.CARRY if self._rows_only else Halo.RECOMPUTE
+        return SegmentPlan(self._segment, self._gatherer.phases(grid_of), halo)
 
 
 def largest(traced: Traced, segment: Segment) -> int:
@@ -209,7 +216,7 @@ class BarrierSearch:
             if number not in self._plans:
                 segment = self._barriers.segment("segment1", self._barriers.ways[number])
                 size = FINEST * largest(self._traced, segment)
-                self._plans[number] = fitted(self._traced, segment, size, self._scratch)
+                self._plans[number] = fitted(self._traced, segment, size, known=self._scratch)
             plan = self._plans[number]
             candidate = Candidate([plan], *predict(self._traced, [plan], limit))
             if limit is not None and candidate.peak.peak_bytes > limit:

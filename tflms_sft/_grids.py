@@ -33,12 +33,14 @@ def clamped(analysis: Analysis, segment: Segment, grid: Grid) -> Grid:
     return Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, most, strict=True)))
 
 
-def auto_grids(analysis: Analysis, segment: Segment, batch: int) -> list[Grid]:
+def auto_grids(analysis: Analysis, segment: Segment, batch: int, rows_only: bool = False) -> list[Grid]:
     """Grids to try, from one tile up, each with more tiles than the one before.
 
-    The batch is split first, which costs no halo; then the longest side of a tile, so that halos stay small.
+    The batch is split first, which costs no halo; then the longest side of a tile, so that halos stay small, or with
+    `rows_only` the first.
     """
-    counts = [_counts(min(rows, AUTO_TILES[-1])) for rows in most_tiles(analysis, segment)]
+    most = most_tiles(analysis, segment)
+    counts = [_counts(min(rows, AUTO_TILES[-1])) for rows in (_along_one(most) if rows_only else most)]
     extents = max(_extents(analysis, segment.exits or segment.grad_entries), key=math.prod)
     at = [0] * len(counts)
     grids = [Grid(images, (1,) * len(counts)) for images in (*(n for n in AUTO_TILES if n < batch), batch)]
@@ -47,6 +49,12 @@ def auto_grids(analysis: Analysis, segment: Segment, batch: int) -> list[Grid]:
         at[axis] += 1
         grids.append(Grid(batch, tuple(steps[index] for steps, index in zip(counts, at, strict=True))))
     return grids
+
+
+def _along_one(most: Sequence[int]) -> list[int]:
+    """No tiles but along the first axis that can be split."""
+    first = next((axis for axis, rows in enumerate(most) if rows > 1), 0)
+    return [rows if axis == first else 1 for axis, rows in enumerate(most)]
 
 
 def _counts(most: int) -> list[int]:
@@ -62,14 +70,14 @@ def fewest(grids: Sequence[Grid], fits: Callable[[Grid], bool]) -> Grid | None:
     return grids[index] if index < len(grids) else None
 
 
-def loop_grids(analysis: Analysis, tensors: Sequence[Tensor], batch: int) -> list[Grid]:
+def loop_grids(analysis: Analysis, tensors: Sequence[Tensor], batch: int, rows_only: bool = False) -> list[Grid]:
     """Grids to try for a loop that splits these tensors, each with more tiles than the one before.
 
     The batch first, which costs no halo. Then rows: a tile of full width is one piece of memory.
     """
     most = [min(rows) for rows in zip(*_extents(analysis, tensors), strict=True)]
     grids = [Grid(images, (1,) * len(most)) for images in _counts(batch)]
-    for axis, rows in enumerate(most):
+    for axis, rows in enumerate(_along_one(most) if rows_only else most):
         rest = (1,) * (len(most) - axis - 1)
         grids += [Grid(batch, (*most[:axis], count, *rest)) for count in _counts(rows)[1:]]
     return grids

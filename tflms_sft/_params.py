@@ -7,14 +7,18 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
+from rewriters.tiles import Halo
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._num_tiles import parse_num_tiles
 from tflms_sft._units import parse_bytes
 
 
 def _check_halo(value: Any) -> None:
-    if value != "recompute":
-        raise ValueError(f'`halo` must be "recompute": each tile computes its own borders. Received: halo={value!r}.')
+    if not isinstance(value, str) or value not in {halo.value for halo in Halo}:
+        raise ValueError(
+            '`halo` must be "recompute", where each tile computes what it shares with its neighbours, or "carry", '
+            f"where rows of full width hand it on. Received: halo={value!r}."
+        )
 
 
 def _names(value: Any, argument: str) -> tuple[str, ...]:
@@ -38,7 +42,7 @@ class SegmentSpec:
         num_tiles: Number of tiles along the exit: `(height, width)`, of volumes `(depth, height, width)`, of
             sequences `(length,)`; with one more in front for the batch; or a mapping from axis names. `None` takes
             that of `SFTParams`.
-        halo: `"recompute"`. `None` takes that of `SFTParams`.
+        halo: `"recompute"` or `"carry"`. `None` takes that of `SFTParams`.
         backward_num_tiles: A number of its own for the backward loop. `None` takes that of `SFTParams`.
         stored: Names of tensors between entry and exit that are kept whole instead of recomputed, which costs
             their bytes and saves arithmetic.
@@ -96,7 +100,10 @@ class SFTParams:
         memory_capacity: Bytes (or a string such as `"1GiB"`). With automatic segments: tensors larger than
             this must be tiled, and segments end at smaller ones (the paper's Listing 3). `None` makes segments
             as long as can be.
-        halo: `"recompute"`.
+        halo: Where a tile has the rows from that its first operations share with the tile above. `"recompute"`: it
+            computes them again (full-width tiles are then LR-CNN's overlapping rows). `"carry"`: the tile above hands
+            them on, so that nothing is computed twice but what the backward loop needs; tiles are rows of full width
+            then (LR-CNN's two-phase sharing). What is handed on waits for the backward loop.
         backward_num_tiles: A number of tiles of its own for the backward loop; `None` is the same.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from rewriters.ft import LeftAlone, auto_segments
 from rewriters.graph import Node, Tensor, between
 from rewriters.segments import Segment, build_segment, forward_ops
 from rewriters.sft import SegmentPlan, plan_segment
-from rewriters.tiles import Grid
+from rewriters.tiles import Grid, Halo
 from rewriters.turns import phase_scratch
 from tflms_sft._barriers import Barriers, fitted, largest
 from tflms_sft._compile import Traced
@@ -21,24 +22,35 @@ from tflms_sft._num_tiles import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params import SegmentSpec, SFTParams
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a user says of the tiles of a segment; `None` is for the program to choose."""
+
+    tiles: NumTiles | None
+    backward: NumTiles | None
+    halo: Halo
+
+
 def plan_sft(traced: Traced, params: SFTParams) -> tuple[list[SegmentPlan], list[LeftAlone]]:
     """Segments and tiles as the parameters say."""
-    tiles = parse_num_tiles(params.num_tiles, "num_tiles")
-    backward = _backward(params.backward_num_tiles)
+    asked = Asked(
+        parse_num_tiles(params.num_tiles, "num_tiles"), _backward(params.backward_num_tiles), Halo(params.halo)
+    )
     if params.segments != "auto":
-        return _explicit(traced, params, tiles, backward), []
+        return _explicit(traced, params, asked), []
     barriers = Barriers(traced)
-    if barriers.present:
-        return [_with_barriers(traced, barriers, tiles, backward, params.memory_capacity)], barriers.left
+    if barriers.present:  # All that can be tiled, with as few tensors waiting for the backward phase as pays.
+        segment = barriers.segment("segment1", barriers.fewest)
+        return [_planned(traced, segment, asked, params.memory_capacity, clamp=False)], barriers.left
     segments, left = auto_segments(traced.analysis, params.memory_capacity, traced.batch, {})
-    for asked in (tiles, backward):
-        if asked is not None and segments:  # Smaller segments get fewer tiles; the largest one has to have enough rows.
+    for tiles in (asked.tiles, asked.backward):
+        if tiles is not None and segments:  # Smaller segments get fewer tiles; the largest one has to have enough rows.
             largest_one = max(segments, key=lambda segment: most_tiles(traced.analysis, segment))
-            check_tiles(traced, largest_one, _grid(traced, largest_one, asked))
+            check_tiles(traced, largest_one, _grid(traced, largest_one, tiles))
     plans = []
     for segment in segments:
         try:
-            plans.append(_planned(traced, segment, tiles, backward, params.memory_capacity, clamp=True))
+            plans.append(_planned(traced, segment, asked, params.memory_capacity, clamp=True))
         except NotTileableError as error:
             left.append(LeftAlone(segment.name, str(error)))
     return plans, left
@@ -54,17 +66,7 @@ def _grid(traced: Traced, segment: Segment, tiles: NumTiles | None) -> Grid:
     return tiles.grid(axis_names(traced.analysis, segment))
 
 
-def _with_barriers(
-    traced: Traced, barriers: Barriers, tiles: NumTiles | None, backward: NumTiles | None, capacity: int | None
-) -> SegmentPlan:
-    """All that can be tiled, with as few tensors waiting for the backward phase as pays."""
-    segment = barriers.segment("segment1", barriers.fewest)
-    return _planned(traced, segment, tiles, backward, capacity, clamp=False)
-
-
-def _explicit(
-    traced: Traced, params: SFTParams, tiles: NumTiles | None, backward: NumTiles | None
-) -> list[SegmentPlan]:
+def _explicit(traced: Traced, params: SFTParams, asked: Asked) -> list[SegmentPlan]:
     taken: set[Node] = set()
     used: dict[Node, SegmentSpec] = {}
     plans = []
@@ -72,10 +74,13 @@ def _explicit(
         segment = _named_segment(traced, spec, f"segment{number}", taken, used)
         taken.update(segment.backward)
         used.update(dict.fromkeys(segment.forward, spec))
-        own = tiles if spec.num_tiles is None else parse_num_tiles(spec.num_tiles, "num_tiles")
-        back = backward if spec.backward_num_tiles is None else _backward(spec.backward_num_tiles)
+        own = Asked(
+            asked.tiles if spec.num_tiles is None else parse_num_tiles(spec.num_tiles, "num_tiles"),
+            asked.backward if spec.backward_num_tiles is None else _backward(spec.backward_num_tiles),
+            asked.halo if spec.halo is None else Halo(spec.halo),
+        )
         try:
-            plans.append(_planned(traced, segment, own, back, params.memory_capacity, clamp=False))
+            plans.append(_planned(traced, segment, own, params.memory_capacity, clamp=False))
         except NotTileableError as error:
             raise SegmentError(f"{_shown(spec)} cannot be tiled: {error}") from None
     return plans
@@ -182,32 +187,48 @@ def _limiting(traced: Traced, segment: Segment) -> list[Tensor]:
     return [*segment.exits, *segment.grad_entries]
 
 
-def _planned(
-    traced: Traced,
-    segment: Segment,
-    tiles: NumTiles | None,
-    backward: NumTiles | None,
-    capacity: int | None,
-    clamp: bool,
-) -> SegmentPlan:
-    back = None if backward is None else _grid(traced, segment, backward)
-    if tiles is not None:
-        grid = _grid(traced, segment, tiles)
+def _check_width(traced: Traced, segment: Segment, grid: Grid) -> None:
+    """Refuse tiles that are no rows.
+
+    Raises:
+        ValueError: With what to use instead.
+    """
+    names = axis_names(traced.analysis, segment)
+    along = next((axis for axis, name in enumerate(names) if name is not None), 0)
+    others = [str(name) for axis, name in enumerate(names) if axis != along and grid.spatial[axis] > 1]
+    if others:
+        rows = tuple(grid.num_tiles // grid.batch if axis == along else 1 for axis in range(len(names)))
+        raise ValueError(
+            f'`halo="carry"` hands rows on along the {names[along]}, so tiles cannot split the {" and ".join(others)}. '
+            f"Received: num_tiles={grid}. Use as many along the {names[along]}, such as num_tiles={rows}, "
+            'or `halo="recompute"`.'
+        )
+
+
+def _planned(traced: Traced, segment: Segment, asked: Asked, capacity: int | None, clamp: bool) -> SegmentPlan:
+    back = None if asked.backward is None else _grid(traced, segment, asked.backward)
+    rows_only = asked.halo is Halo.CARRY
+    if back is not None and rows_only:
+        _check_width(traced, segment, back)
+    if asked.tiles is not None:
+        grid = _grid(traced, segment, asked.tiles)
+        if rows_only:
+            _check_width(traced, segment, grid)
         if clamp:
             grid = clamped(traced.analysis, segment, grid)
             back = back and clamped(traced.analysis, segment, back)
         else:
             check_tiles(traced, segment, grid)
             check_tiles(traced, segment, back or grid)
-        return plan_segment(traced.analysis, segment, grid, back)
+        return plan_segment(traced.analysis, segment, grid, back, asked.halo)
     if segment.loops:
-        return fitted(traced, segment, capacity or largest(traced, segment))
+        return fitted(traced, segment, capacity or largest(traced, segment), asked.halo)
     limit = capacity or sum(t.num_bytes(traced.batch) for t in (*segment.entries, *segment.exits))
     analysis, batch = traced.analysis, traced.batch
 
     def fits(grid: Grid) -> bool:
-        plan = plan_segment(analysis, segment, grid, back)
+        plan = plan_segment(analysis, segment, grid, back, asked.halo)
         return max(phase_scratch(phase, batch) for phase in plan.phases) <= limit
 
-    grids = auto_grids(analysis, segment, batch)
-    return plan_segment(analysis, segment, fewest(grids, fits) or grids[-1], back)
+    grids = auto_grids(analysis, segment, batch, rows_only)
+    return plan_segment(analysis, segment, fewest(grids, fits) or grids[-1], back, asked.halo)
