@@ -74,6 +74,17 @@ def copy_handle_data(source: Any, target: Any) -> None:
         handle_data_util.copy_handle_data(source, target)
 
 
+def kept_apart(name: str) -> dict[str, Any]:
+    """Attributes that keep an op from being made one with an equal one, because its result is changed in place."""
+    return {"_tflms_sft_own": tf.compat.v1.AttrValue(s=name.encode())}
+
+
+def keep_apart(tensor: Any) -> None:
+    """The same for an op that exists."""
+    for key, value in kept_apart(tensor.op.name).items():
+        tensor.op._set_attr(key, value)
+
+
 def create_op(
     op_type: str, operands: Sequence[Any], dtypes: Sequence[Any], attrs: Any, name: str, device: str
 ) -> list[Any]:

@@ -1,8 +1,4 @@
-"""Emits what row tiles hand on: rows that come in are joined with those that a turn makes, and others go out.
-
-Nothing here writes in place behind TensorFlow's back: a value of a turn, unlike a variable of the loop, may have other
-readers. An update of a strided slice copies where it has to, and otherwise the few rows alone.
-"""
+"""Emits what row tiles hand on: rows that come in are joined with those that a turn makes, and others go out."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from rewriters import _tf_private
 from rewriters.carries import Carry, Save, offsets, shape_of
 from rewriters.graph import Tensor
 from rewriters.intervals import Interval
@@ -47,67 +44,81 @@ def received(turn: Turn, tensor: Tensor, carry: Carry, source: Any, images: Any)
 
 
 def joined(
-    turn: Turn, tensor: Tensor, value: Any, rows: Any, carry: Carry, region: Region, need: Region, fill: float | str
+    turn: Turn,
+    tensor: Tensor,
+    value: Any,
+    above: Any,
+    region: Region,
+    need: Region,
+    fill: float | str,
+    shared: bool = True,
 ) -> Any:
     """The rows `need` of a tensor, from those that the turn made and those that it received above them.
 
-    One copy: what was made is moved into place, with room for the others.
+    One copy: what was made is moved to where there is room for the others.
+
+    Args:
+        turn: The turn.
+        tensor: Whose rows they are.
+        value: The rows that it made.
+        above: Those that it received.
+        region: Both.
+        need: Those that are wanted.
+        fill: What rows outside of the image are.
+        shared: As for `DeviceBuffer.read`.
     """
-    axis = turn.row_axis
-    new = with_rows(region, axis, Interval(carry.received.hi, region[axis].hi))
-    result = turn.moved(value, new, need, fill, tensor)
-    lo = np.clip(carry.received.lo, need[axis].lo, need[axis].hi)
-    wanted = Interval(lo, np.maximum(np.clip(carry.received.hi, need[axis].lo, need[axis].hi), lo))
-    inner = tuple(Interval(np.maximum(h.lo, n.lo), np.minimum(h.hi, n.hi)) for h, n in zip(region, need, strict=True))
-    inner = with_rows(inner, axis, wanted)
-    part = turn.moved(rows, with_rows(region, axis, carry.received), inner, 0.0, tensor)
+    axis, received = turn.row_axis, turn.carry(tensor).received
+    new = with_rows(region, axis, Interval(received.hi, region[axis].hi))
+    result = turn.moved(value, new, need, fill, tensor, shared)
+    inner = tuple(_common(have, wanted) for have, wanted in zip(region, need, strict=True))
+    inner = with_rows(inner, axis, _common(received, need[axis]))
+    if not np.any(inner[axis].size):
+        return result
+    part = turn.moved(above, with_rows(region, axis, received), inner, 0.0, tensor)
+    _tf_private.keep_apart(result)
+    return DeviceBuffer(result).write(_places(turn, tensor, need, inner), part)
+
+
+def _places(turn: Turn, tensor: Tensor, have: Region, rows: Region) -> list[Span]:
+    """Where some rows lie in what a turn has."""
     spans: list[Span] = [None] * len(tensor.shape or ())
-    for at, (dim, own, whole) in enumerate(zip(turn.dims(tensor), inner, need, strict=True)):
-        if dim is not None and not own.same(whole):
-            spans[dim] = (turn.lookup(own.lo - whole.lo, at), turn.lookup(own.size, at))
-    return replaced(result, spans, part)
+    for axis, (dim, whole, own) in enumerate(zip(turn.dims(tensor), have, rows, strict=True)):
+        if dim is not None and not whole.same(own):
+            spans[dim] = (turn.lookup(own.lo - whole.lo, axis), turn.lookup(own.size, axis))
+    return spans
+
+
+def _common(rows: Interval, others: Interval) -> Interval:
+    """The rows that are in both; none of `others` where there is none."""
+    lo = np.clip(rows.lo, others.lo, others.hi)
+    return Interval(lo, np.maximum(np.clip(rows.hi, others.lo, others.hi), lo))
 
 
 def completed(
-    turn: Turn, tensor: Tensor, value: Any, rows: Any, carry: Carry, made: Region, region: Region
+    turn: Turn, tensor: Tensor, value: Any, rows: Any, made: Region, region: Region, in_place: bool
 ) -> tuple[Any, Any]:
-    """The rows of a gradient to which no later turn adds, and its part of others, for the next turn.
+    """The rows of a gradient to which no later turn adds, and the sums so far of others, for the next turn.
 
     Args:
         turn: The turn.
         tensor: The gradient.
         value: The turn's own part.
-        rows: What the turns before added to rows that this one completes.
-        carry: Which rows are received and passed on.
+        rows: What the turns before added to rows that this one completes, or hands on.
         made: Rows of the turn's own part.
         region: Rows that it completes; one of zeros where it completes none.
+        in_place: Whether nobody else reads the turn's own part.
     """
-    axis = turn.row_axis
-    done = Interval(carry.passed.hi, carry.received.hi)
-
-    def part(rows: Interval) -> Any:
-        return turn.moved(value, made, with_rows(region, axis, rows), 0.0, tensor)
-
-    last = part(carry.received) + rows
-    if np.all(carry.received.lo >= carry.passed.hi):
-        result = _replaced_rows(turn, tensor, part(done), last, done, carry.received)
-        passed = part(carry.passed)
-    else:  # Rows thinner than what they share: some are handed on from turn to turn.
-        both = Interval(carry.passed.lo, carry.received.hi)
-        total = _replaced_rows(turn, tensor, part(both), last, both, carry.received)
-        result, passed = (
-            turn.moved(total, with_rows(region, axis, both), with_rows(region, axis, rows), 0.0, tensor)
-            for rows in (done, carry.passed)
-        )
+    axis, carry = turn.row_axis, turn.carry(tensor)
+    done, both = Interval(carry.passed.hi, carry.received.hi), Interval(carry.passed.lo, carry.received.hi)
+    if not made[axis].covers(both):
+        wider = with_rows(made, axis, made[axis].hull(both))
+        value, made, in_place = turn.moved(value, made, wider, 0.0, tensor), wider, False
+    spans = _places(turn, tensor, made, with_rows(region, axis, carry.received))
+    buffer = DeviceBuffer(value)
+    total = buffer.accumulate(spans, rows) if in_place else replaced(value, spans, buffer.read(spans) + rows)
+    result = turn.moved(total, made, with_rows(region, axis, done), 0.0, tensor)
+    passed = turn.moved(total, made, with_rows(region, axis, carry.passed), 0.0, tensor, False)
     return turn.moved(result, with_rows(region, axis, done), region, 0.0, tensor), passed
-
-
-def _replaced_rows(turn: Turn, tensor: Tensor, value: Any, rows: Any, have: Interval, where: Interval) -> Any:
-    """A value that holds the rows `have`, with some of them replaced."""
-    axis = turn.row_axis
-    spans: list[Span] = [None] * len(tensor.shape or ())
-    spans[turn.row_dim(tensor)] = (turn.lookup(where.lo - have.lo, axis), turn.lookup(where.size, axis))
-    return replaced(value, spans, rows)
 
 
 class PassedOn:

@@ -49,9 +49,12 @@ def turn_cost(analysis: Analysis, phase: Phase, node: Node, batch: int) -> float
 def _coverage(analysis: Analysis, phase: Phase, node: Node) -> float:
     """Rows times columns that an op runs on in all turns, over those of the image."""
     result = 1.0
+    worked = find_rule(node).work(analysis.view(node))
     for axis, plan in enumerate(phase.plans[node]):
         rows, tensor = plan.out, node.out()
-        if rows is None:
+        if worked is not None:
+            rows, tensor = plan.needs[worked], node.inputs[worked]
+        elif rows is None:
             position = next(p for p, need in reversed(list(enumerate(plan.needs))) if need is not None)
             rows, tensor = plan.needs[position], node.inputs[position]
         assert rows is not None

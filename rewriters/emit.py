@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from rewriters import _tf_private, sums
 from rewriters.analysis import Analysis
+from rewriters.carries import Carry
 from rewriters.carrying import PassedOn, Saved, completed, joined, received
 from rewriters.device import passes_on
 from rewriters.graph import Node, Tensor
@@ -162,7 +163,7 @@ class _Tile:
                 readers.setdefault(tensor, []).append(node)
         for tensor in self.phase.reads:
             whole = DeviceBuffer(self._outer(tensor, readers.get(tensor, ())))
-            value = whole.read(self.spans(tensor, self.phase.regions[tensor]))
+            value = whole.read(self.spans(tensor, self.phase.regions[tensor]), shared=True)
             self.values[tensor] = self._counted_once(tensor, value)
         for node in self.phase.body:
             self._run_op(node)
@@ -285,27 +286,29 @@ class _Tile:
         key = (tensor, fill, "joined", *(array.tobytes() for i in need for array in (i.lo, i.hi)))
         if key not in self._fits:
             above = self._rows_received(tensor, self.values[tensor])
-            self._fits[key] = joined(self, tensor, self.values[tensor], above, carry, have, need, fill)
+            self._fits[key] = joined(self, tensor, self.values[tensor], above, have, need, fill)
         return self._fits[key]
 
-    def moved(self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor) -> Any:
-        """Crop and pad a value from the rows it has to the rows that are needed."""
+    def moved(
+        self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor, shared: bool = True
+    ) -> Any:
+        """Crop and pad a value from the rows it has to those that are needed; `shared` as for `DeviceBuffer.read`."""
         if all(h.same(n) for h, n in zip(have, need, strict=True)):
             return value
-        key = (tensor, fill, *(array.tobytes() for i in (*have, *need) for array in (i.lo, i.hi)))
+        key = (tensor, value.ref(), fill, shared, *(array.tobytes() for i in (*have, *need) for array in (i.lo, i.hi)))
         if key not in self._fits:
             fits = [fit(h, n) for h, n in zip(have, need, strict=True)]
             dims = self.dims(tensor)
-            self._fits[key] = self._padded(self._cropped(value, fits, dims), fits, dims, fill)
+            self._fits[key] = self._padded(self._cropped(value, fits, dims, shared), fits, dims, fill)
         return self._fits[key]
 
-    def _cropped(self, value: Any, fits: Sequence[Fit], dims: Sequence[int | None]) -> Any:
+    def _cropped(self, value: Any, fits: Sequence[Fit], dims: Sequence[int | None], shared: bool) -> Any:
         spans: list[Span] = [None] * value.shape.rank
         for axis, (way, dim) in enumerate(zip(fits, dims, strict=True)):
             if way.crops:
                 assert dim is not None
                 spans[dim] = (self.lookup(way.begin, axis), self.lookup(way.size, axis))
-        return DeviceBuffer(value).read(spans)
+        return DeviceBuffer(value).read(spans, shared)
 
     def _padded(self, value: Any, fits: Sequence[Fit], dims: Sequence[int | None], fill: float | str) -> Any:
         if not any(way.pads for way in fits):
@@ -340,16 +343,22 @@ class _Tile:
     def _completed(self, tensor: Tensor, value: Any, made: Region) -> Any:
         """The rows of a gradient that this turn completes."""
         rows = self._rows_received(tensor, value)
-        carry, region = self.phase.carries[tensor], self.phase.regions[tensor]
-        result, self._passed[tensor] = completed(self, tensor, value, rows, carry, made, region)
+        region, in_place = self.phase.regions[tensor], find_rule(tensor.node).own_memory
+        result, self._passed[tensor] = completed(self, tensor, value, rows, made, region, in_place)
         return result
+
+    def carry(self, tensor: Tensor) -> Carry:
+        """Which rows of a tensor come and go."""
+        return self.phase.carries[tensor]
 
     def passed_on(self, tensor: Tensor) -> Any:
         """Rows of a tensor for the next turn."""
         if tensor in self._passed:
             return self._passed[tensor]
-        carry, region = self.phase.carries[tensor], self.phase.regions[tensor]
-        return self.fit(tensor, with_rows(region, self.row_axis, carry.passed), 0.0)
+        region = self.phase.regions[tensor]
+        above = self._rows_received(tensor, self.values[tensor])
+        need = with_rows(region, self.row_axis, self.carry(tensor).passed)
+        return joined(self, tensor, self.values[tensor], above, region, need, 0.0, shared=False)
 
     # What rules ask for --------------------------------------------------------------------------------------
 
@@ -360,6 +369,8 @@ class _Tile:
     def clone(self, node: Node, operands: Sequence[Any], **attrs: Any) -> list[Any]:
         """The op with other operands and, where given, other attributes (those that it has)."""
         changed = {key: _attr(value) for key, value in attrs.items() if key in node.attrs}
+        if any(node.out(index) in self.phase.carries for index in range(len(node.outputs))):
+            changed |= _tf_private.kept_apart(node.name)  # Rows from other turns are added in place.
         dtypes = [dtype for dtype, _ in node.outputs]
         return _tf_private.create_op(node.op, operands, dtypes, {**node.attrs, **changed}, node.name, node.device)
 

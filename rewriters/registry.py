@@ -171,6 +171,9 @@ class Rule:
     moves_rows: bool = False
     """Whether fitting the operand is part of the op, so that it is never copied as it is."""
 
+    own_memory: bool = False
+    """Whether the result is never in the memory of an operand, so that its only reader may change it in place."""
+
     cheap: bool = False
     """Whether to run the op again costs no more than to read its operands."""
 
@@ -255,6 +258,11 @@ class Rule:
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Run the op on operands that hold exactly the planned rows."""
         return emitter.clone(op.node, operands)
+
+    def work(self, op: OpView) -> int | None:
+        """The operand of which each row takes the same time; `None` if each row of the result does."""
+        del op
+        return None
 
     def flops(self, op: OpView, batch: int) -> float:
         """Floating point operations of the full-size op (0 counts as cheap)."""

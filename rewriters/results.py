@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.barriers import Moments
+from rewriters.carries import Carry
 from rewriters.graph import Tensor
 from rewriters.loops import LoopState
 from rewriters.registry import Combination
@@ -53,8 +54,13 @@ class Turn(Protocol):
     def lookup(self, values: np.ndarray, axis: int) -> Any:
         """Number of this turn's tile in a vector over the tiles of an axis."""
 
-    def moved(self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor) -> Any:
-        """Crop and pad a value of `tensor`."""
+    def moved(
+        self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor, shared: bool = True
+    ) -> Any:
+        """Crop and pad a value of `tensor`; whether it may be the same memory."""
+
+    def carry(self, tensor: Tensor) -> Carry:
+        """Which rows of a tensor come and go."""
 
     def row_dim(self, tensor: Tensor) -> int:
         """The dimension along which rows of a tensor are carried."""

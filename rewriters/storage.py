@@ -56,11 +56,20 @@ class DeviceBuffer:
     def __init__(self, tensor: Any) -> None:
         self.handle = tensor
 
-    def read(self, region: Sequence[Span]) -> Any:
-        """The values of a region; the tensor itself if the region is all of it."""
+    def read(self, region: Sequence[Span], shared: bool = False) -> Any:
+        """The values of a region; the tensor itself if the region is all of it.
+
+        Args:
+            region: Which.
+            shared: Whether it may be the same memory, which then lives as long. It is not for what lasts, nor for what
+                is written to.
+        """
         corners = _corners(region)
         if corners is None:
             return self.handle
+        dim = shared_dim(self.handle.shape, [span is not None for span in region])
+        if shared and dim:
+            return self._read_rows(region, dim)
         begin, end = corners
         value = tf.raw_ops.StridedSlice(
             input=self.handle, begin=begin, end=end, strides=[1] * len(region), **_masks(region)
@@ -68,6 +77,12 @@ class DeviceBuffer:
         dims = [dim if span is None else _static(span[1]) for span, dim in zip(region, self.handle.shape, strict=True)]
         value.set_shape(dims)
         return value
+
+    def _read_rows(self, region: Sequence[Span], dim: int) -> Any:
+        """Rows of the only image: TensorFlow cuts a tensor along its first dimension without a copy."""
+        shape = self.handle.shape.as_list()
+        rows = DeviceBuffer(tf.reshape(self.handle, [-1, *shape[dim + 1 :]])).read(region[dim:])
+        return tf.reshape(rows, [*shape[:dim], rows.shape[0] or -1, *shape[dim + 1 :]])
 
     def write(self, region: Sequence[Span], value: Any) -> Any:
         """The tensor with a region replaced."""
@@ -89,6 +104,14 @@ class DeviceBuffer:
             result = replaced(self.handle, region, replacement())
         result.set_shape(self.handle.shape)
         return result
+
+
+def shared_dim(shape: Sequence[int | None], cut: Sequence[bool]) -> int | None:
+    """The dimension along which a part of a tensor is one piece of its memory; `None` if it is not."""
+    dims = [dim for dim, cuts in enumerate(cut) if cuts]
+    if len(dims) != 1 or None in shape[dims[0] + 1 :] or any(size != 1 for size in shape[: dims[0]]):
+        return None
+    return dims[0]
 
 
 def replaced(tensor: Any, region: Sequence[Span], value: Any) -> Any:

@@ -9,6 +9,7 @@ only the undominated ones are kept.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
@@ -18,7 +19,8 @@ from rewriters.ft import Component, try_segment
 from rewriters.graph import Node, Tensor
 from rewriters.memory import op_scratch
 from rewriters.segments import Segment
-from rewriters.tiles import Grid, Planner
+from rewriters.sft import planner_for
+from rewriters.tiles import Grid, Halo, Phase
 from rewriters.turns import phase_scratch
 from tflms_sft._compile import Traced
 from tflms_sft._grids import auto_grids, fewest
@@ -35,6 +37,7 @@ class Choice:
         first: First position in the component.
         last: One past the last position.
         grid: Tiles, or `None` to leave the blocks as they are.
+        halo: Where tiles have the rows from that they share.
         waits: Bytes that it leaves waiting for the backward pass.
         needs: Bytes that it needs on top while it runs.
         cost: Arithmetic.
@@ -46,6 +49,7 @@ class Choice:
     waits: int
     needs: int
     cost: float
+    halo: Halo = Halo.RECOMPUTE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +69,7 @@ class Chain:
         self.component = component
         self.bounds = self._bounds()
         self._segments: dict[tuple[int, int], Segment | None] = {}
-        self._grids: dict[tuple[int, int], list[Grid]] = {}
-        self._needed: dict[tuple[int, int, Grid], int] = {}
-        self._tiled: dict[tuple[int, int, Grid], Choice] = {}
+        self._tiles: dict[tuple[int, int], list[Tiles]] = {}
         self._plain: dict[tuple[int, int], Choice] = {}
 
     def _bounds(self) -> list[int]:
@@ -128,18 +130,11 @@ class Chain:
         plain = self._plain_choice(first, last)
         if plain.waits + plain.needs <= budget:
             result.append(plain)
-        segment = self._segment(first, last)
-        if segment is None:
-            return result
-
-        waits = sum(t.num_bytes(self.traced.batch) for t in segment.exits)
-
-        def fits(grid: Grid) -> bool:
-            return waits + self._needs(first, last, segment, grid) <= budget
-
-        grid = fewest(self._grids[first, last], fits)
-        if grid is not None:
-            result.append(self._tiled_choice(first, last, segment, grid))
+        for tiles in self._tilings(first, last):
+            grid = tiles.fewest(budget)
+            if grid is not None:
+                waits, needs = tiles.waits(grid), tiles.needs(grid)
+                result.append(Choice(first, last, grid, waits, needs, tiles.cost(grid), tiles.halo))
         return result
 
     def _plain_choice(self, first: int, last: int) -> Choice:
@@ -166,38 +161,79 @@ class Chain:
             self._plain[first, last] = Choice(first, last, None, waits, needs, costs)
         return self._plain[first, last]
 
-    def _segment(self, first: int, last: int) -> Segment | None:
-        if (first, last) not in self._segments:
+    def _tilings(self, first: int, last: int) -> list[Tiles]:
+        """Ways to tile the blocks; none if they are no segment."""
+        if (first, last) not in self._tiles:
             try:
                 segment = try_segment(self.traced.analysis, self.component, range(first, last), set(), "candidate")
             except NotTileableError:
-                segment = None
-            self._segments[first, last] = segment
-            self._grids[first, last] = auto_grids(self.traced.analysis, segment, self.traced.batch) if segment else []
-        return self._segments[first, last]
+                self._tiles[first, last] = []
+            else:
+                self._tiles[first, last] = [Tiles(self.traced, segment, halo) for halo in Halo]
+        return self._tiles[first, last]
 
-    def _needs(self, first: int, last: int, segment: Segment, grid: Grid) -> int:
-        """Bytes that tiling takes while its loops run; the backward loop's turn is the larger one."""
-        key = (first, last, grid)
-        if key not in self._needed:
-            batch = self.traced.batch
-            scratch = phase_scratch(Planner(self.traced.analysis, segment).backward(grid), batch)
-            grads = (*segment.grad_entries, *segment.grad_exits, *segment.reductions)
-            self._needed[key] = scratch + sum(t.num_bytes(batch) for t in grads)
-        return self._needed[key]
 
-    def _tiled_choice(self, first: int, last: int, segment: Segment, grid: Grid) -> Choice:
-        key = (first, last, grid)
-        if key not in self._tiled:
-            analysis, batch = self.traced.analysis, self.traced.batch
-            planner = Planner(analysis, segment)
-            # About the forward grid that the plan will have; finding it takes longer than an estimate is worth.
+class Tiles:
+    """A segment in any number of tiles.
+
+    Attributes:
+        halo: Where they have the rows from that they share.
+    """
+
+    def __init__(self, traced: Traced, segment: Segment, halo: Halo) -> None:
+        self.halo = halo
+        self._traced = traced
+        self._segment = segment
+        self._planner = planner_for(traced.analysis, segment, halo)
+        self._grids = auto_grids(traced.analysis, segment, traced.batch, halo is Halo.CARRY)
+        self._phases: dict[Grid, list[Phase]] = {}
+        self._costs: dict[Grid, float] = {}
+
+    def fewest(self, budget: int) -> Grid | None:
+        """The fewest tiles with which the segment stays within so many bytes."""
+
+        def taken(index: int) -> int:
+            return self.waits(self._grids[index]) + self.needs(self._grids[index])
+
+        # Rows are saved for every tile, so that at some point more of them take more again.
+        last = len(self._grids) - 1 if self.halo is Halo.RECOMPUTE else _lowest(len(self._grids), taken)
+        return fewest(self._grids[: last + 1], lambda grid: self.waits(grid) + self.needs(grid) <= budget)
+
+    def waits(self, grid: Grid) -> int:
+        """Bytes that wait for the backward pass: exits, and rows that are carried."""
+        saved = [save.saved for phase in self._loops(grid) for save in phase.saves]
+        return sum(t.num_bytes(self._traced.batch) for t in (*self._segment.exits, *saved))
+
+    def needs(self, grid: Grid) -> int:
+        """Bytes that the loops take while they run; a turn of the backward one is the larger one."""
+        segment, batch = self._segment, self._traced.batch
+        grads = (*segment.grad_entries, *segment.grad_exits, *segment.reductions)
+        return phase_scratch(self._loops(grid)[-1], batch) + sum(t.num_bytes(batch) for t in grads)
+
+    def cost(self, grid: Grid) -> float:
+        """Arithmetic, with about the forward tiles that the plan will have: to find them takes longer."""
+        if grid not in self._costs:
             coarser = Grid(grid.batch, tuple(-(-count // 2) for count in grid.spatial))
-            phases = [*([planner.forward(coarser)] if segment.exits else []), planner.backward(grid)]
-            waits = sum(t.num_bytes(batch) for t in segment.exits)
-            cost = sum(phase_cost(analysis, phase, batch) for phase in phases)
-            self._tiled[key] = Choice(first, last, grid, waits, self._needs(first, last, segment, grid), cost)
-        return self._tiled[key]
+            phases = self._planner.phases(coarser, grid)
+            self._costs[grid] = sum(phase_cost(self._traced.analysis, phase, self._traced.batch) for phase in phases)
+        return self._costs[grid]
+
+    def _loops(self, grid: Grid) -> list[Phase]:
+        if grid not in self._phases:
+            self._phases[grid] = self._planner.phases(grid, grid)
+        return self._phases[grid]
+
+
+def _lowest(size: int, value: Callable[[int], int]) -> int:
+    """Where a sequence of numbers that fall and then rise is lowest."""
+    low, high = 0, size - 1
+    while low < high:
+        middle = (low + high) // 2
+        if value(middle) <= value(middle + 1):
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def _keep(front: list[Path], new: Path) -> None:

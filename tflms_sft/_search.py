@@ -18,8 +18,8 @@ from rewriters.errors import NotTileableError
 from rewriters.ft import find_components, try_segment
 from rewriters.graph import Node, Tensor
 from rewriters.segments import Segment
-from rewriters.sft import SegmentPlan, plan_segment
-from rewriters.tiles import Grid, Planner
+from rewriters.sft import SegmentPlan, plan_segment, planner_for
+from rewriters.tiles import Grid, Halo
 from rewriters.turns import phase_scratch
 from tflms_sft._chain import Chain, Choice
 from tflms_sft._compile import Candidate, Traced, predict
@@ -109,7 +109,9 @@ def _candidate(
     plans = _plans(traced, chains, target)
     if plans is None:
         return None
-    key = tuple((plan.segment.forward[0], plan.segment.forward[-1], *(p.grid for p in plan.phases)) for plan in plans)
+    key = tuple(
+        (plan.segment.forward[0], plan.segment.forward[-1], plan.halo, *(p.grid for p in plan.phases)) for plan in plans
+    )
     if key not in seen:
         seen[key] = _modelled(traced, plans, budget)
     return seen[key]
@@ -174,7 +176,7 @@ def _recomputed(wanted: list[Tensor], available: set[Tensor]) -> set[Node]:
 def _restored(traced: Traced, plan: SegmentPlan, tensor: Tensor) -> SegmentPlan:
     """The plan with one more tensor stored."""
     segment = dataclasses.replace(plan.segment, stored=plan.segment.stored | {tensor})
-    return plan_segment(traced.analysis, segment, plan.phases[0].grid, plan.phases[-1].grid)
+    return plan_segment(traced.analysis, segment, plan.phases[0].grid, plan.phases[-1].grid, plan.halo)
 
 
 def _smallest(traced: Traced, chains: list[Chain]) -> Candidate:
@@ -218,17 +220,22 @@ def _plans(traced: Traced, chains: list[Chain], target: int) -> list[SegmentPlan
         except NotTileableError:
             continue  # A neighbour took its backward ops: it stays as it is, and the model counts it so.
         taken.update(segment.backward)
-        plans.append(_planned(traced, segment, choice.grid))
+        plans.append(_planned(traced, segment, choice.grid, choice.halo))
     return plans
 
 
-def _planned(traced: Traced, segment: Segment, grid: Grid) -> SegmentPlan:
+def _planned(traced: Traced, segment: Segment, grid: Grid, halo: Halo) -> SegmentPlan:
     """Loops with `grid` backward, and forward as few tiles as need no more memory: fewer halos for nothing."""
-    backward = plan_segment(traced.analysis, segment, grid)
-    limit = phase_scratch(backward.phases[-1], traced.batch)
-    if backward.phase("forward") is None:
-        return backward
-    forward = Planner(traced.analysis, segment).forward
-    coarser = [g for g in auto_grids(traced.analysis, segment, traced.batch) if g.num_tiles < grid.num_tiles]
-    chosen = fewest(coarser, lambda g: phase_scratch(forward(g), traced.batch) <= limit)
-    return backward if chosen is None else SegmentPlan(segment, [forward(chosen), *backward.phases[1:]])
+    planner = planner_for(traced.analysis, segment, halo)
+    plan = SegmentPlan(segment, planner.phases(grid, grid), halo)
+    if plan.phase("forward") is None:
+        return plan
+    limit = phase_scratch(plan.phases[-1], traced.batch)
+    grids = auto_grids(traced.analysis, segment, traced.batch, halo is Halo.CARRY)
+    coarser = [g for g in grids if g.num_tiles < grid.num_tiles]
+
+    def fits(forward: Grid) -> bool:
+        return phase_scratch(planner.phases(forward, grid)[0], traced.batch) <= limit
+
+    chosen = fewest(coarser, fits)
+    return plan if chosen is None else SegmentPlan(segment, planner.phases(chosen, grid), halo)

@@ -51,6 +51,8 @@ class Convolution(Rule):
         filter: Operand that is the filter, `None` if it is the output.
     """
 
+    own_memory = True
+
     large: int | None = None
     small: int | None = None
     filter: int | None = None
@@ -116,6 +118,10 @@ class Convolution(Rule):
             return 0.0
         images = batch if small[0] is None else small[0]
         return 2.0 * images * math.prod(float(size or 0) for size in sizes)
+
+    def work(self, op: OpView) -> int | None:
+        """The side with one row per window."""
+        return self.small
 
     def valid(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Run on operands that bring their own padding."""
