@@ -21,7 +21,7 @@ from rewriters.registry import Kind, find_rule
 from rewriters.results import Accumulated, MergedMoments, Reduced, Result, Written
 from rewriters.segments import Segment
 from rewriters.storage import DeviceBuffer, Span, stacked
-from rewriters.tiles import Phase, Region, with_rows
+from rewriters.tiles import Phase, Region, covers, with_rows
 
 __all__: list[str] = []
 
@@ -145,6 +145,7 @@ class _Tile:
         self._carried = carried
         self._received: dict[Tensor, Any] = {}
         self._passed: dict[Tensor, Any] = {}
+        self._joined: dict[Tensor, tuple[Any, Region]] = {}
         self._indices: list[Any] = []
         for count in reversed(self.phase.grid.spatial):
             self._indices.insert(0, index % count if count > 1 else 0)
@@ -199,12 +200,15 @@ class _Tile:
         plan = self.phase.plans[node]
         rebuilt = rule.rebuilt(view)
         operands: list[Any] = []
+        gradients = [self.values[t] for t in node.inputs if self._is_gradient(t) and t in self.values]
         for position, tensor in enumerate(node.inputs):
             if position in rebuilt:
                 operands.append(None)
             elif tensor in self.values and plan[0].needs[position] is not None:
-                need = tuple(p.needs[position] for p in plan)
-                operands.append(self.fit(tensor, need, rule.operand_fill(view, position)))  # type: ignore[arg-type]
+                need: Region = tuple(p.needs[position] for p in plan)  # type: ignore[misc]
+                fill = rule.operand_fill(view, position)
+                again = self._cut_again(tensor, need, gradients)
+                operands.append(self.fit(tensor, need, fill) if again is None else again)
             else:
                 operands.append(self._outer(tensor, [node]))
         results = rule.emit(self, view, operands)
@@ -217,7 +221,7 @@ class _Tile:
                     value.set_shape([None] * len(tensor.shape))  # type: ignore[arg-type]
                 made = tuple(p.made for p in plan)
                 out = tuple(p.out for p in plan)
-                if tensor in self.phase.carries and self.segment.kinds.get(tensor) is Kind.PARTIAL:
+                if tensor in self.phase.carries and self._is_gradient(tensor):
                     value = self._completed(tensor, value, made)  # type: ignore[arg-type]
                 else:
                     value = self.moved(value, made, out, 0.0, tensor)  # type: ignore[arg-type]
@@ -277,8 +281,11 @@ class _Tile:
             for held, wanted, extent in zip(have, need, self._extents(tensor), strict=True):
                 assert held.covers(wanted.clip(extent)), f"{tensor.name} lacks rows that an op needs"
         carry = self.phase.carries.get(tensor)
-        if carry is None or self.segment.kinds.get(tensor) is Kind.PARTIAL:
-            return self.moved(self.values[tensor], have, need, fill, tensor)
+        if carry is None or self._is_gradient(tensor):
+            value = self.moved(self.values[tensor], have, need, fill, tensor)
+            if self.phase.carries and tensor not in self.phase.reads and not covers(have, need):
+                self._joined.setdefault(tensor, (value, need))  # With padding.
+            return value
         rows = need[self.row_axis]
         if np.all((rows.lo >= carry.received.hi) | (rows.size == 0)):
             new = with_rows(have, self.row_axis, Interval(carry.received.hi, have[self.row_axis].hi))
@@ -287,6 +294,7 @@ class _Tile:
         if key not in self._fits:
             above = self._rows_received(tensor, self.values[tensor])
             self._fits[key] = joined(self, tensor, self.values[tensor], above, have, need, fill)
+            self._joined.setdefault(tensor, (self._fits[key], need))
         return self._fits[key]
 
     def moved(
@@ -331,6 +339,23 @@ class _Tile:
         dim = self.dims(tensor)[self.row_axis]
         assert dim is not None
         return dim
+
+    def _is_gradient(self, tensor: Tensor) -> bool:
+        return self.segment.kinds.get(tensor) is Kind.PARTIAL
+
+    def _cut_again(self, tensor: Tensor, need: Region, gradients: Sequence[Any]) -> Any:
+        """Rows of a forward value that a gradient meets, out of those that were joined for an operation before.
+
+        Otherwise the rows as they were made would wait for the gradient beside the joined ones, which mostly do.
+        `None` for other operands.
+        """
+        if tensor not in self._joined or not gradients or self._is_gradient(tensor):
+            return None
+        value, have = self._joined[tensor]
+        if not covers(have, need):
+            return None
+        with tf.control_dependencies(gradients):
+            return self.moved(value, have, need, 0.0, tensor)
 
     def _rows_received(self, tensor: Tensor, like: Any) -> Any:
         """Rows of a tensor that another turn, or another loop, has made."""

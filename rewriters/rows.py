@@ -18,12 +18,15 @@ from rewriters.errors import NotTileableError
 from rewriters.gather import Gatherer
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval
-from rewriters.registry import AxisPlan, Kind
+from rewriters.registry import AxisPlan, Kind, find_rule
 from rewriters.segments import Segment
 from rewriters.stored import Loop
 from rewriters.tiles import Direction, Grid, Phase, Planner, Region, Rows, Source, with_rows
 
 __all__: list[str] = []
+
+FEW_FLOPS = 20.0
+"""For each byte that is made, what may be computed again for it not to be kept."""
 
 MOST_WALKS = 6
 """Walks over a loop to find frontiers, the last one with even parts."""
@@ -100,7 +103,7 @@ class RowPlanner(_Holding, Planner):
 
     def __init__(self, analysis: Analysis, segment: Segment) -> None:
         super().__init__(analysis, segment)
-        self._carrying = set(segment.forward)
+        self._carrying = set(segment.forward) - nearly_free(analysis, segment)
         self._backward_nodes = set(segment.backward)
         self._whole = {*segment.exits, *segment.stored}
         self._incoming: dict[Tensor, Frontier | None] = {}
@@ -289,6 +292,21 @@ class RowGatherer(_Holding, Gatherer):
         """What each tile writes or sums up of a tensor."""
         even = super().cells_of(tensor, grid)
         return with_rows(even, self._axis, self._cells[tensor]) if tensor in self._cells else even
+
+
+def nearly_free(analysis: Analysis, segment: Segment) -> set[Node]:
+    """Operations whose rows are made again rather than kept: one window at most away from the entries, of few channels.
+
+    Such as the first convolution of a network, which makes many channels of three.
+    """
+    taken: dict[Node, tuple[int, float]] = {}
+    for node in segment.forward:
+        size = sum(node.out(index).num_bytes() for index in range(len(node.outputs)))
+        flops = find_rule(node).flops(analysis.view(node), 1) / max(size, 1)
+        above = [taken[t.node] for t in node.inputs if t.node in taken]
+        windows = max((number for number, _ in above), default=0) + (flops > 0)
+        taken[node] = (windows, flops + sum(amount for _, amount in above))
+    return {node for node, (windows, flops) in taken.items() if windows <= 1 and flops <= FEW_FLOPS}
 
 
 def row_axis(*grids: Grid) -> int:

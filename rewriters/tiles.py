@@ -37,6 +37,11 @@ def with_rows(region: Region, axis: int, rows: Interval) -> Region:
     return (*region[:axis], rows, *region[axis + 1 :])
 
 
+def covers(have: Region, need: Region) -> bool:
+    """Whether every tile of one region lies inside the other."""
+    return all(h.covers(n) for h, n in zip(have, need, strict=True))
+
+
 class Halo(enum.Enum):
     """Where a tile has the rows from that it shares with its neighbours."""
 

@@ -22,7 +22,7 @@ from rewriters.barriers import Moments
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval, fit
 from rewriters.memory import Event, replay, schedule, together
-from rewriters.tiles import Direction, Phase, Region, with_rows
+from rewriters.tiles import Phase, Region, covers, with_rows
 
 __all__: list[str] = []
 
@@ -82,6 +82,7 @@ class _Body:
         self._unchanged: dict[Node, tuple[np.ndarray, ...]] = {}
         self._values: dict[Tensor, Tensor] = {}
         self._fits: dict[tuple[object, ...], Tensor] = {}
+        self._joined: dict[Tensor, tuple[Tensor, Region]] = {}
         # What the turn before left is there from the beginning; saved rows are read when they are needed.
         self._received = {
             tensor: self._rows_of(tensor, carry.received)
@@ -178,10 +179,11 @@ class _Body:
     def _add_op(self, node: Node) -> None:
         plan = self.phase.plans[node]
         operands = []
+        meets_gradient = any(t in self.phase.regions and self._is_gradient(t) for t in node.inputs)
         for position, tensor in enumerate(node.inputs):
             need = tuple(p.needs[position] for p in plan)
             if tensor in self.phase.regions and need[0] is not None:
-                operands.append(self._fitted(tensor, need))  # type: ignore[arg-type]
+                operands.append(self._fitted(tensor, need, meets_gradient))  # type: ignore[arg-type]
         copy = Node(node.name, node.op, operands, outputs=node.outputs)
         if plan[0].out is None:
             self._place(copy, node, None)
@@ -198,27 +200,38 @@ class _Body:
                     self._values[tensor] = self._moved(copy.out(index), made, out)  # type: ignore[arg-type]
 
     def _is_gradient(self, tensor: Tensor) -> bool:
-        """Whether the rows of a tensor that are carried are parts of sums."""
-        carry = self.phase.carries[tensor]
-        return carry.saved is None and self.phase.direction is Direction.DESCENDING
+        """Whether rows of a tensor are parts of sums."""
+        return tensor not in self.phase.sources
 
     def _rows_of(self, tensor: Tensor, rows: Interval) -> Tensor:
         region = with_rows(self.phase.regions[tensor], self.phase.row_axis, rows)
         return self._helper("StridedSlice", tensor, (), (i.size for i in region))
 
-    def _fitted(self, tensor: Tensor, need: Region) -> Tensor:
-        """Rows of a tensor: those that the turn has made are moved to where there is room for those that came in."""
+    def _fitted(self, tensor: Tensor, need: Region, meets_gradient: bool = False) -> Tensor:
+        """Rows of a tensor: those that the turn has made are moved to where there is room for those that came in.
+
+        What meets a gradient is cut out of rows that were joined before, if there are such.
+        """
+        if meets_gradient and tensor in self._joined:
+            value, have = self._joined[tensor]
+            if covers(have, need):
+                return self._moved(value, have, need)
         value, have = self._value(tensor), self.phase.regions[tensor]
         carry = self.phase.carries.get(tensor)
         if carry is None or self._is_gradient(tensor):
-            return self._moved(value, have, need)
+            result = self._moved(value, have, need)
+            inside = self._is_gradient(tensor) or tensor in self.phase.reads
+            if self.phase.carries and not inside and not covers(have, need):
+                self._joined.setdefault(tensor, (result, need))
+            return result
         if tensor not in self._received:
             self._received[tensor] = self._rows_of(tensor, carry.received)
         axis = self.phase.row_axis
         new = with_rows(have, axis, Interval(carry.received.hi, have[axis].hi))
         result = self._moved(value, new, need)
         if np.any((need[axis].lo < carry.received.hi) & (need[axis].size > 0)):
-            return self._helper("Identity", result, [result, self._received[tensor]], self._rows[result])
+            result = self._helper("Identity", result, [result, self._received[tensor]], self._rows[result])
+            self._joined.setdefault(tensor, (result, need))
         return result
 
     def _completed(self, tensor: Tensor, value: Tensor, made: Region) -> Tensor:

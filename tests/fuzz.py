@@ -142,7 +142,8 @@ def _shared(d: Drawing, x: str) -> str:
     channels, other = d.shape(x)[-1], d.like(x)
     kinds = [f"layers.Conv{d.rank}D({channels}, 3, padding='same', bias_initializer='normal')"]
     kinds += ["layers.BatchNormalization()", "layers.BatchNormalization(trainable=False)"]
-    return f"(lambda f: f({x}) {d.choice('+', '*', '-')} f({other}))({d.choice(*kinds)})"
+    sign = d.choice("+", "*", "-" if other != x else "+")  # Nothing but zeros can be normalised to anything.
+    return f"(lambda f: f({x}) {sign} f({other}))({d.choice(*kinds)})"
 
 
 def _stopped(d: Drawing, x: str) -> str:

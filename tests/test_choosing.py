@@ -86,7 +86,7 @@ def test_swaps_where_no_tiles_fit():
 
 
 def test_swaps_where_tiles_would_take_much(monkeypatch):
-    monkeypatch.setattr("tflms_sft._choose.MOST_TILED", 1.01)
+    monkeypatch.setattr("tflms_sft._choose.MOST_TILED", 0.5)
     plan, budget = plan_for(tileable, 0.8)
     assert plan.swaps and not plan.segments and plan.predicted.peak_bytes <= 0.9 * budget
     assert plan.notes[-1].startswith("swaps, because tiles would take 1.")

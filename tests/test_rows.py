@@ -18,6 +18,7 @@ from rewriters.graph import Node
 from rewriters.intervals import Interval
 from rewriters.memory import replay
 from rewriters.registry import Kind
+from rewriters.rows import nearly_free
 from rewriters.turns import loop_turns
 from tflms_sft import SegmentSpec, SFTParams
 
@@ -165,22 +166,24 @@ def test_half_precision(policy):
 
 @pytest.mark.parametrize("net", PLAIN, ids=lambda net: net.__name__)
 def test_no_row_of_a_value_is_made_twice(net):
-    """Neither forward nor backward, but for a row of tiles that have none of their own."""
+    """Neither forward nor backward, but for what costs next to nothing."""
     step = keras_step(net, (50, 22), steps=1)
-    number = 3
-    for phase in planned(step, rows(number)).phases:
+    analysis = Analysis(normalise.read(step.concrete_fn))
+    found = plan(analysis, [rows(3)])[0]
+    free = nearly_free(analysis, found.segment)
+    for phase in found.phases:
         assert phase.carries
         for node, plans in phase.plans.items():
             made, tensor = plans[0].out, node.out()
-            if made is not None and phase.sources.get(tensor) is not None and tensor.shape[1] >= number:
+            if made is not None and node not in free and phase.sources.get(tensor) is not None:
                 assert made.size.sum() <= tensor.shape[1], node.name
 
 
 def test_what_is_saved_is_what_windows_overlap_by():
-    """Of a 3x3 convolution two rows for each border between tiles, of a 2x2 pool none."""
+    """Of a 3x3 convolution two rows for each border between tiles, of a 2x2 pool none, of the first one none either."""
     step = keras_step(vgg, (48, 22), steps=1)
     forward, backward = planned(step, rows(4)).phases
-    windows = [node for node in forward.body if node.op == "Conv2D"]
+    windows = [node for node in forward.body if node.op == "Conv2D"][2:]
     carried = {node.inputs[0] for node in windows if node.inputs[0] not in forward.reads}
     assert {save.tensor for save in forward.saves} == carried
     assert all(save.saved.shape[1] == 3 * 2 for save in forward.saves)
@@ -192,8 +195,8 @@ def test_incoming_gradients_follow_the_rows_of_the_values_they_meet():
     """An average pool keeps nothing, so the gradient comes in below it: not in an even partition of its own."""
     step = keras_step(separable, (50, 37), steps=1)
     forward, backward = planned(step, rows(2)).phases
-    assert len(forward.saves) == 3
-    assert len(backward.carries) == 6
+    assert len(forward.saves) == 2
+    assert len(backward.carries) == 5
 
 
 def test_dense_blocks_carry_what_all_their_layers_read():

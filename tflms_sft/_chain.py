@@ -9,11 +9,11 @@ only the undominated ones are kept.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from rewriters.cost import op_cost, phase_cost, step_cost
+from rewriters.cost import op_cost, phase_cost, step_cost, turn_cost
 from rewriters.errors import NotTileableError
 from rewriters.ft import Component, try_segment
 from rewriters.graph import Node, Tensor
@@ -23,10 +23,19 @@ from rewriters.sft import planner_for
 from rewriters.tiles import Grid, Halo, Phase
 from rewriters.turns import phase_scratch
 from tflms_sft._compile import Traced
-from tflms_sft._grids import auto_grids, fewest
+from tflms_sft._grids import auto_grids, thinned
 
 MAX_CUTS = 8
 """Most places where a segment may end; in a longer network they are spread over what it keeps."""
+
+MORE = 1.4
+"""Tiles of a grid that is tried, over those of the one before."""
+
+MOST_STORED = 8
+"""Inner tensors of a segment that may be stored."""
+
+LEAST_SAVED = 0.005
+"""Part of a step's arithmetic below which a tensor is not worth storing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +46,11 @@ class Choice:
         first: First position in the component.
         last: One past the last position.
         grid: Tiles, or `None` to leave the blocks as they are.
-        halo: Where tiles have the rows from that they share.
         waits: Bytes that it leaves waiting for the backward pass.
         needs: Bytes that it needs on top while it runs.
         cost: Arithmetic.
+        halo: Where tiles have the rows from that they share.
+        stored: Inner tensors that wait, too, instead of being recomputed.
     """
 
     first: int
@@ -50,6 +60,7 @@ class Choice:
     needs: int
     cost: float
     halo: Halo = Halo.RECOMPUTE
+    stored: frozenset[Tensor] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +80,7 @@ class Chain:
         self.component = component
         self.bounds = self._bounds()
         self._segments: dict[tuple[int, int], Segment | None] = {}
-        self._tiles: dict[tuple[int, int], list[Tiles]] = {}
+        self._tiled: dict[tuple[int, int], list[Choice]] = {}
         self._plain: dict[tuple[int, int], Choice] = {}
 
     def _bounds(self) -> list[int]:
@@ -82,10 +93,15 @@ class Chain:
         size = len(component.nodes)
         inner = [cut for cut in component.cuts if cut < size - 1]
         kept = {cut: component.cut_tensor(analysis, cut).num_bytes(batch) for cut in inner}
-        # Of neighbours that keep the same amount the last one is enough: it leaves more to recompute.
-        inner = [c for i, c in enumerate(inner) if i + 1 == len(inner) or kept[inner[i + 1]] != kept[c]]
+        # Of neighbours that keep the same amount the first and the last are enough: the last leaves more to recompute,
+        # the first less for rows to hand on.
+        inner = [
+            cut
+            for i, cut in enumerate(inner)
+            if 0 in (i, i + 1 - len(inner)) or not kept[inner[i - 1]] == kept[cut] == kept[inner[i + 1]]
+        ]
         around = [np.inf, *(kept[cut] for cut in inner), np.inf]
-        lows = [c for i, c in enumerate(inner) if around[i] > kept[c] < around[i + 2]]
+        lows = [c for i, c in enumerate(inner) if around[i] >= kept[c] <= around[i + 2]]
         own = np.array([sum(t.num_bytes(batch) for t in self._saved(node)) for node in component.nodes])
         before = np.cumsum(own) - own
         stretches: dict[int, int] = {}
@@ -125,17 +141,9 @@ class Chain:
         return low
 
     def _options(self, first: int, last: int, budget: int) -> list[Choice]:
-        """Leaving the blocks as they are, and the fewest tiles with which they fit."""
-        result = []
-        plain = self._plain_choice(first, last)
-        if plain.waits + plain.needs <= budget:
-            result.append(plain)
-        for tiles in self._tilings(first, last):
-            grid = tiles.fewest(budget)
-            if grid is not None:
-                waits, needs = tiles.waits(grid), tiles.needs(grid)
-                result.append(Choice(first, last, grid, waits, needs, tiles.cost(grid), tiles.halo))
-        return result
+        """Leaving the blocks as they are, or tiling them, as far as that fits."""
+        options = [self._plain_choice(first, last), *self._tilings(first, last)]
+        return [choice for choice in options if choice.waits + choice.needs <= budget]
 
     def _plain_choice(self, first: int, last: int) -> Choice:
         if (first, last) not in self._plain:
@@ -161,79 +169,103 @@ class Chain:
             self._plain[first, last] = Choice(first, last, None, waits, needs, costs)
         return self._plain[first, last]
 
-    def _tilings(self, first: int, last: int) -> list[Tiles]:
-        """Ways to tile the blocks; none if they are no segment."""
-        if (first, last) not in self._tiles:
+    def _tilings(self, first: int, last: int) -> list[Choice]:
+        """Ways to tile the blocks of which no other is better in every respect; none if they are no segment."""
+        if (first, last) not in self._tiled:
             try:
                 segment = try_segment(self.traced.analysis, self.component, range(first, last), set(), "candidate")
             except NotTileableError:
-                self._tiles[first, last] = []
+                self._tiled[first, last] = []
             else:
-                self._tiles[first, last] = [Tiles(self.traced, segment, halo) for halo in Halo]
-        return self._tiles[first, last]
+                found = [choice for halo in Halo for choice in Tiles(self.traced, segment, halo).choices(first, last)]
+                self._tiled[first, last] = _undominated(found)
+        return self._tiled[first, last]
 
 
 class Tiles:
-    """A segment in any number of tiles.
-
-    Attributes:
-        halo: Where they have the rows from that they share.
-    """
+    """A segment in any number of tiles, with any of its inner tensors stored."""
 
     def __init__(self, traced: Traced, segment: Segment, halo: Halo) -> None:
-        self.halo = halo
         self._traced = traced
         self._segment = segment
+        self._halo = halo
         self._planner = planner_for(traced.analysis, segment, halo)
-        self._grids = auto_grids(traced.analysis, segment, traced.batch, halo is Halo.CARRY)
-        self._phases: dict[Grid, list[Phase]] = {}
-        self._costs: dict[Grid, float] = {}
+        self._grids = thinned(auto_grids(traced.analysis, segment, traced.batch, halo is Halo.CARRY), MORE)
 
-    def fewest(self, budget: int) -> Grid | None:
-        """The fewest tiles with which the segment stays within so many bytes."""
-
-        def taken(index: int) -> int:
-            return self.waits(self._grids[index]) + self.needs(self._grids[index])
-
-        # Rows are saved for every tile, so that at some point more of them take more again.
-        last = len(self._grids) - 1 if self.halo is Halo.RECOMPUTE else _lowest(len(self._grids), taken)
-        return fewest(self._grids[: last + 1], lambda grid: self.waits(grid) + self.needs(grid) <= budget)
-
-    def waits(self, grid: Grid) -> int:
-        """Bytes that wait for the backward pass: exits, and rows that are carried."""
-        saved = [save.saved for phase in self._loops(grid) for save in phase.saves]
-        return sum(t.num_bytes(self._traced.batch) for t in (*self._segment.exits, *saved))
-
-    def needs(self, grid: Grid) -> int:
-        """Bytes that the loops take while they run; a turn of the backward one is the larger one."""
-        segment, batch = self._segment, self._traced.batch
-        grads = (*segment.grad_entries, *segment.grad_exits, *segment.reductions)
-        return phase_scratch(self._loops(grid)[-1], batch) + sum(t.num_bytes(batch) for t in grads)
-
-    def cost(self, grid: Grid) -> float:
-        """Arithmetic, with about the forward tiles that the plan will have: to find them takes longer."""
-        if grid not in self._costs:
-            coarser = Grid(grid.batch, tuple(-(-count // 2) for count in grid.spatial))
-            phases = self._planner.phases(coarser, grid)
-            self._costs[grid] = sum(phase_cost(self._traced.analysis, phase, self._traced.batch) for phase in phases)
-        return self._costs[grid]
-
-    def _loops(self, grid: Grid) -> list[Phase]:
-        if grid not in self._phases:
-            self._phases[grid] = self._planner.phases(grid, grid)
-        return self._phases[grid]
+    def choices(self, first: int, last: int) -> Iterator[Choice]:
+        """With every number of tiles that is tried; and with the tensors stored that save most for their size."""
+        grads = (*self._segment.grad_entries, *self._segment.grad_exits, *self._segment.reductions)
+        batch, stored = self._traced.batch, None
+        for grid in self._grids:
+            phases = self._planner.phases(grid, grid)
+            saves = [save.saved for phase in phases for save in phase.saves]
+            waits = sum(t.num_bytes(batch) for t in (*self._segment.exits, *saves))
+            needs = phase_scratch(phases[-1], batch) + sum(t.num_bytes(batch) for t in grads)
+            cost = sum(phase_cost(self._traced.analysis, phase, batch) for phase in self._costing(grid, phases))
+            yield Choice(first, last, grid, waits, needs, cost, self._halo)
+            # About the same for any number of tiles.
+            stored = worth_storing(self._traced, self._segment, phases[-1]) if stored is None else stored
+            chosen: frozenset[Tensor] = frozenset()
+            for tensor, saved in stored:
+                chosen |= {tensor}
+                waits, cost = waits + tensor.num_bytes(batch), cost - saved
+                yield Choice(first, last, grid, waits, needs, cost, self._halo, chosen)
 
 
-def _lowest(size: int, value: Callable[[int], int]) -> int:
-    """Where a sequence of numbers that fall and then rise is lowest."""
-    low, high = 0, size - 1
-    while low < high:
-        middle = (low + high) // 2
-        if value(middle) <= value(middle + 1):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    def _costing(self, grid: Grid, phases: list[Phase]) -> list[Phase]:
+        """With about the forward tiles that the plan will have: fewer halos."""
+        if self._halo is Halo.CARRY or len(phases) == 1:
+            return phases
+        return [self._planner.forward(Grid(grid.batch, tuple(-(-count // 2) for count in grid.spatial))), phases[-1]]
+
+
+def worth_storing(traced: Traced, segment: Segment, backward: Phase) -> list[tuple[Tensor, float]]:
+    """Inner tensors to store, one after the other, each with the arithmetic that it saves: most for its size first."""
+    analysis, batch = traced.analysis, traced.batch
+    cost = {n: turn_cost(analysis, backward, n, batch) for n in backward.body if n not in analysis.backward}
+    wanted = [t for n in backward.body if n in analysis.backward for t in n.inputs if t.node in cost]
+    available, left = set(segment.available), _recomputed(wanted, segment.available)
+    found: list[tuple[Tensor, float]] = []
+    while len(found) < MOST_STORED:
+        options, before = [], _cost_of(left, cost)
+        for tensor in (node.out(index) for node in left for index in range(len(node.outputs))):
+            rest = _recomputed(wanted, available | {tensor})
+            saved = before - _cost_of(rest, cost)
+            if saved > LEAST_SAVED * traced.cost:
+                options.append((saved / tensor.num_bytes(batch), tensor.name, saved, tensor))
+        if not options:
+            break
+        _, _, saved, tensor = max(options)
+        found.append((tensor, saved))
+        available.add(tensor)
+        left = _recomputed(wanted, available)
+    return found
+
+
+def _cost_of(nodes: Iterable[Node], cost: Mapping[Node, float]) -> float:
+    """Arithmetic of those that have a cost."""
+    return sum(cost.get(node, 0.0) for node in nodes)
+
+
+def _recomputed(wanted: Iterable[Tensor], available: Container[Tensor]) -> set[Node]:
+    """Operations that have to run for the wanted tensors."""
+    found: set[Node] = set()
+    stack = list(wanted)
+    while stack:
+        tensor = stack.pop()
+        if tensor not in available and tensor.node not in found:
+            found.add(tensor.node)
+            stack.extend(tensor.node.inputs)
+    return found
+
+
+def _undominated(choices: Iterable[Choice]) -> list[Choice]:
+    """Without those beside which another one waits for less, needs less and costs less."""
+    found: list[Choice] = []
+    for new in sorted(choices, key=lambda choice: (choice.cost, choice.waits, choice.needs)):
+        if not any(old.waits <= new.waits and old.waits + old.needs <= new.waits + new.needs for old in found):
+            found.append(new)
+    return found
 
 
 def _keep(front: list[Path], new: Path) -> None:

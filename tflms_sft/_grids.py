@@ -70,6 +70,15 @@ def fewest(grids: Sequence[Grid], fits: Callable[[Grid], bool]) -> Grid | None:
     return grids[index] if index < len(grids) else None
 
 
+def thinned(grids: Sequence[Grid], more: float) -> list[Grid]:
+    """Grids of which each has so many times the tiles of the one before, and the last."""
+    found = list(grids[:1])
+    for grid in grids[1:]:
+        if grid is grids[-1] or grid.num_tiles >= more * found[-1].num_tiles:
+            found.append(grid)
+    return found
+
+
 def loop_grids(analysis: Analysis, tensors: Sequence[Tensor], batch: int, rows_only: bool = False) -> list[Grid]:
     """Grids to try for a loop that splits these tensors, each with more tiles than the one before.
 

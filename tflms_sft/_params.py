@@ -62,7 +62,7 @@ class SegmentSpec:
         """Check everything that can be checked without a network."""
         _names(self.entry, "entry")
         _names(self.exit, "exit")
-        if self.stored != ():
+        if self.stored not in ((), []):
             _names(self.stored, "stored")
         for argument in ("num_tiles", "backward_num_tiles"):
             if getattr(self, argument) is not None:
@@ -83,7 +83,7 @@ class SegmentSpec:
     @property
     def stored_names(self) -> tuple[str, ...]:
         """Names of stored tensors as a tuple."""
-        return () if self.stored == () else _names(self.stored, "stored")
+        return () if self.stored in ((), []) else _names(self.stored, "stored")
 
 
 @dataclasses.dataclass(frozen=True)

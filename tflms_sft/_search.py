@@ -3,22 +3,19 @@
 The network is a chain of blocks (`_chain.py`), whose sums are an estimate. A plan is
 accepted when the liveness model of the whole rewritten step agrees; what the chain aims
 at is lowered until it does, then raised as far as it goes.
-What room is then left goes to inner tensors that are stored instead of recomputed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
-from rewriters.cost import turn_cost
 from rewriters.errors import NotTileableError
 from rewriters.ft import find_components, try_segment
-from rewriters.graph import Node, Tensor
+from rewriters.graph import Node
 from rewriters.segments import Segment
-from rewriters.sft import SegmentPlan, plan_segment, planner_for
+from rewriters.sft import SegmentPlan, planner_for
 from rewriters.tiles import Grid, Halo
 from rewriters.turns import phase_scratch
 from tflms_sft._chain import Chain, Choice
@@ -26,19 +23,13 @@ from tflms_sft._compile import Candidate, Traced, predict
 from tflms_sft._grids import auto_grids, fewest
 
 MAX_ROUNDS = 12
-"""Targets that are tried, and tensors that are stored."""
+"""Targets that are tried."""
 
-MOST_FITTING = 3
-"""Plans of which it is found out what they could store."""
+MOST_SMALLEST = 3
+"""Plans among which the smallest is looked for first."""
 
 LOWER_ROUNDS = 4
 """Attempts to go below the smallest plan found, before an error names it."""
-
-FINER = (0.8, 0.6)
-"""Parts of the target of the cheapest plan, for plans with more tiles and with room to store more."""
-
-LEAST_SAVED = 0.005
-"""Part of a step's arithmetic below which a tensor is not worth storing."""
 
 
 class TileSearch:
@@ -57,14 +48,10 @@ class TileSearch:
         """The plan with the least arithmetic found whose step stays below `limit` bytes."""
         if not self._chains:
             return None
-        fitting = _fitting(self._traced, self._chains, limit)
-        if not fitting:
-            if self.smallest.peak.peak_bytes > limit:
-                return None
-            fitting = [self.smallest]
-        # A plan with more tiles may come out cheaper, because it leaves room to store more.
-        candidates = [_storing(self._traced, candidate, limit) for candidate in fitting]
-        return min(candidates, key=lambda found: found.time_ratio)
+        found = _fitting(self._traced, self._chains, limit)
+        if found is None and self.smallest.peak.peak_bytes <= limit:
+            return self.smallest
+        return found
 
     @functools.cached_property
     def smallest(self) -> Candidate:
@@ -76,8 +63,8 @@ class TileSearch:
         return _candidate(self._traced, self._chains, target, {}) if self._chains else None
 
 
-def _fitting(traced: Traced, chains: list[Chain], budget: int) -> list[Candidate]:
-    """Plans for the whole step that fit, the cheapest first, `MOST_FITTING` of them.
+def _fitting(traced: Traced, chains: list[Chain], budget: int) -> Candidate | None:
+    """The cheapest plan for the whole step that is found to fit.
 
     The chains' sums may be too low or too high, so what they aim at is lowered until the model of
     the whole step agrees, and otherwise raised, by bisection, as long as it does.
@@ -96,10 +83,8 @@ def _fitting(traced: Traced, chains: list[Chain], budget: int) -> list[Candidate
             target = min(int(target * 0.9), target - (candidate.peak.peak_bytes - budget))
         else:
             target = (low + high) // 2
-    for part in FINER:
-        _candidate(traced, chains, int(low * part), seen, budget)
-    fitting = [candidate for candidate in seen.values() if candidate.peak.peak_bytes <= budget]
-    return sorted(fitting, key=lambda candidate: candidate.time_ratio)[:MOST_FITTING]
+    fitting = (candidate for candidate in seen.values() if candidate.peak.peak_bytes <= budget)
+    return min(fitting, key=lambda candidate: candidate.time_ratio, default=None)
 
 
 def _candidate(
@@ -110,7 +95,9 @@ def _candidate(
     if plans is None:
         return None
     key = tuple(
-        (plan.segment.forward[0], plan.segment.forward[-1], plan.halo, *(p.grid for p in plan.phases)) for plan in plans
+        (plan.segment.forward[0], plan.segment.forward[-1], plan.segment.stored, plan.halo)
+        + tuple(phase.grid for phase in plan.phases)
+        for plan in plans
     )
     if key not in seen:
         seen[key] = _modelled(traced, plans, budget)
@@ -121,77 +108,19 @@ def _modelled(traced: Traced, plans: list[SegmentPlan], budget: int | None = Non
     return Candidate(plans, *predict(traced, plans, budget))
 
 
-def _storing(traced: Traced, found: Candidate, budget: int) -> Candidate:
-    """Inner tensors kept whole where the budget has room for them and that saves arithmetic, the best ones first."""
-    refused: set[Tensor] = set()
-    for _ in range(MAX_ROUNDS):
-        room = budget - found.peak.peak_bytes
-        options = [
-            (saved / size, tensor.name, position, tensor)
-            for position, plan in enumerate(found.plans)
-            for tensor, size, saved in _storable(traced, plan, room)
-            if tensor not in refused
-        ]
-        if not options:
-            break
-        _, _, position, tensor = max(options)
-        plans = list(found.plans)
-        plans[position] = _restored(traced, plans[position], tensor)
-        candidate = _modelled(traced, plans, budget)
-        if candidate.peak.peak_bytes <= budget and candidate.time_ratio < found.time_ratio:
-            found = candidate
-        else:
-            refused.add(tensor)
-    return found
-
-
-def _storable(traced: Traced, plan: SegmentPlan, room: int) -> Iterator[tuple[Tensor, int, float]]:
-    """Inner tensors that fit into `room`, with their bytes and the part of the step's arithmetic that they save."""
-    analysis, batch = traced.analysis, traced.batch
-    body = plan.phases[-1].body
-    cost = {n: turn_cost(analysis, plan.phases[-1], n, batch) for n in body if n not in analysis.backward}
-    wanted = [t for node in body if node in analysis.backward for t in node.inputs if t.node in cost]
-    for tensor in (node.out(index) for node in cost for index in range(len(node.outputs))):
-        size = tensor.num_bytes(batch)
-        if tensor in plan.segment.available or size > room:
-            continue
-        needed = _recomputed(wanted, plan.segment.available | {tensor})
-        saved = sum(amount for node, amount in cost.items() if node not in needed) / traced.cost
-        if saved > LEAST_SAVED:
-            yield tensor, size, saved
-
-
-def _recomputed(wanted: list[Tensor], available: set[Tensor]) -> set[Node]:
-    """Ops that have to run for the wanted tensors."""
-    found: set[Node] = set()
-    stack = list(wanted)
-    while stack:
-        tensor = stack.pop()
-        if tensor not in available and tensor.node not in found:
-            found.add(tensor.node)
-            stack.extend(tensor.node.inputs)
-    return found
-
-
-def _restored(traced: Traced, plan: SegmentPlan, tensor: Tensor) -> SegmentPlan:
-    """The plan with one more tensor stored."""
-    segment = dataclasses.replace(plan.segment, stored=plan.segment.stored | {tensor})
-    return plan_segment(traced.analysis, segment, plan.phases[0].grid, plan.phases[-1].grid, plan.halo)
-
-
 def _smallest(traced: Traced, chains: list[Chain]) -> Candidate:
     """The plan with the lowest peak that is found: from the first targets that can be met, then below."""
     seen: dict[Any, Candidate] = {}
     target = _held(traced) + max((chain.lowest() for chain in chains), default=0)
-    while chains and len(seen) < MOST_FITTING and target < 2**62:
+    while chains and len(seen) < MOST_SMALLEST and target < 2**62:
         _candidate(traced, chains, target, seen)
         target = int(target * 1.1) + 1
     smallest = min([*seen.values(), _modelled(traced, [])], key=lambda candidate: candidate.peak.peak_bytes)
     for _ in range(LOWER_ROUNDS):
         lower = _fitting(traced, chains, int(smallest.peak.peak_bytes * 0.95))
-        if not lower:
+        if lower is None:
             break
-        smallest = min(lower, key=lambda candidate: candidate.peak.peak_bytes)
+        smallest = lower
     return smallest
 
 
@@ -220,6 +149,7 @@ def _plans(traced: Traced, chains: list[Chain], target: int) -> list[SegmentPlan
         except NotTileableError:
             continue  # A neighbour took its backward ops: it stays as it is, and the model counts it so.
         taken.update(segment.backward)
+        segment = dataclasses.replace(segment, stored=choice.stored - set(segment.exits))
         plans.append(_planned(traced, segment, choice.grid, choice.halo))
     return plans
 
