@@ -16,7 +16,7 @@ Pair = tuple[int, int]
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line; `options.rewritten` is the variant beside the plain one."""
+    """Parses the command line; `options.rewritten` are the variants beside the plain one."""
     parser = _arguments.parser("benchmarks.vgg16", __doc__)
     add = parser.add_argument
     add("--image-size", type=_arguments.positive, required=True, metavar="N")
@@ -24,7 +24,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--backward-num-tiles", type=_tiles, metavar="HxW,...", help="default: as --num-tiles")
     add("--halo", choices=("recompute", "carry"), help="where tiles have shared rows from; default: recompute")
     add("--segments", metavar="EXIT,...", help="layers whose outputs end the segments")
-    add("--memory-budget", type=_arguments.budget, metavar="BUDGET", help='have MemoryBudget plan, e.g. "1.2GiB"')
+    budgets = 'have MemoryBudget plan, e.g. "1.2GiB", once for each, without swaps'
+    add("--memory-budget", type=_arguments.budget, nargs="+", metavar="BUDGET", help=budgets)
     add("--model", choices=MODELS, default="vgg16")
     add("--batch", type=_arguments.positive, default=1)
     _compare_report.add_options(parser)
@@ -32,8 +33,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.memory_budget:
         if options.num_tiles or options.backward_num_tiles or options.segments or options.halo:
             parser.error("--memory-budget plans segments and tiles itself")
-        slug = f"budget{options.memory_budget}"
-        options.rewritten = _compare.Variant("rewritten", budget=options.memory_budget, slug=slug)
+        options.rewritten = [
+            _compare.Variant(f"budget {budget}", budget=budget, swap=False, slug=f"budget{budget}")
+            for budget in dict.fromkeys(options.memory_budget)
+        ]
         return options
     if options.model not in _nets.DEFAULT_SEGMENTS and not options.segments:
         parser.error(f"--model {options.model} has no default segments. Give a --memory-budget, or --segments")
@@ -44,7 +47,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for flag, grids in (("num", forward), ("backward-num", backward)):
         if len(grids) != len(exits):
             parser.error(f"one --{flag}-tiles per segment. Received: {len(grids)} for {len(exits)}")
-    options.rewritten = _segments(exits, forward, backward, options.halo or "recompute")
+    options.rewritten = [_segments(exits, forward, backward, options.halo or "recompute")]
     return options
 
 
@@ -72,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = parse_arguments(arguments)
     spec = _compare_report.spec_of(options.model, options)
-    return _compare_report.measure_and_report("benchmarks.vgg16", arguments, spec, [options.rewritten], options)
+    return _compare_report.measure_and_report("benchmarks.vgg16", arguments, spec, options.rewritten, options)
 
 
 if __name__ == "__main__":

@@ -116,12 +116,12 @@ def test_each_budget_is_a_variant():
 def test_results_are_named_by_network_size_and_plan(arguments, name):
     options = vgg16.parse_arguments(["--image-size", "2048", *arguments])
     spec = _compare_report.spec_of(options.model, options)
-    assert _compare_report.file_name(spec, [options.rewritten]) == name
+    assert _compare_report.file_name(spec, options.rewritten) == name
 
 
 def test_segments_follow_one_another():
     arguments = ["--image-size", "64", "--segments", "pool1,pool2", "--num-tiles", "4x4,2x1"]
-    segments = vgg16.parse_arguments(arguments).rewritten.segments
+    segments = vgg16.parse_arguments(arguments).rewritten[0].segments
     assert [(s["entry"], s["exit"], s["num_tiles"]) for s in segments] == [
         ("image", "pool1", (4, 4)),
         ("pool1", "pool2", (2, 1)),
