@@ -394,7 +394,8 @@ class _Tile:
     def clone(self, node: Node, operands: Sequence[Any], **attrs: Any) -> list[Any]:
         """The op with other operands and, where given, other attributes (those that it has)."""
         changed = {key: _attr(value) for key, value in attrs.items() if key in node.attrs}
-        if any(node.out(index) in self.phase.carries for index in range(len(node.outputs))):
+        results = (node.out(index) for index in range(len(node.outputs)))
+        if any(tensor in self.phase.carries and self._is_gradient(tensor) for tensor in results):
             changed |= _tf_private.kept_apart(node.name)  # Rows from other turns are added in place.
         dtypes = [dtype for dtype, _ in node.outputs]
         return _tf_private.create_op(node.op, operands, dtypes, {**node.attrs, **changed}, node.name, node.device)

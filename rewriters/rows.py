@@ -1,6 +1,6 @@
 """Plans row tiles that hand on what they share: LR-CNN's two-phase sharing (2PS, section IV-A) on the joint graph.
 
-Lihuan Luo et al., "LR-CNN: Lightweight Row-centric Convolutional Neural Network Training for Memory Reduction".
+Z. Wang et al., "LR-CNN: Lightweight Row-centric Convolutional Neural Network Training for Memory Reduction" (2024).
 A plan is that of overlapping tiles of full width but for one thing: of what is wanted of a tensor a turn makes only
 the rows that no turn before it made. Which those are is found once, for the finest tiles, walking back from the exits;
 the loops then take every border of these or some, so that both may have numbers of tiles of their own (III-C).
@@ -107,6 +107,9 @@ class RowPlanner(_Holding, Planner):
         self._backward_nodes = set(segment.backward)
         self._whole = {*segment.exits, *segment.stored}
         self._incoming: dict[Tensor, Frontier | None] = {}
+        self._walked: tuple[int, int] | None = None
+        gradients = (node for node in segment.backward if segment.kinds[node.out()] is not Kind.FULL)
+        self._handed_on = {tensor for node in gradients for tensor in node.inputs}
 
     def phases(self, grid: Grid, backward_grid: Grid) -> list[Phase]:
         """Forward, from top to bottom; then recompute and backward, from bottom to top."""
@@ -120,7 +123,8 @@ class RowPlanner(_Holding, Planner):
         if self._fine < max(number, backward_number):
             tiles = max(number, backward_number)
             raise NotTileableError(f"`{least.name}` has {self._fine} rows, fewer than the {tiles} tiles")
-        if not self._frontiers:
+        if self._walked != (self._axis, self._fine):
+            self._walked = (self._axis, self._fine)
             self._find_frontiers()
         at, backward_at = (balanced(self._weights(), tiles) for tiles in (number, backward_number))
         result = []
@@ -143,7 +147,7 @@ class RowPlanner(_Holding, Planner):
         segment = self.segment
         axes = len(self.extents((*segment.exits, *segment.grad_entries)[0]))
         grid = Grid(1, tuple(self._fine if axis == self._axis else 1 for axis in range(axes)))
-        self._recording = True
+        self._frontiers, self._incoming, self._recording = {}, {}, True
         self._begin(np.arange(self._fine + 1))
         read = {t for node in segment.forward for t in node.inputs}
         written = {t: self.cells_of(t, grid) for t in self._whole if t not in read}
@@ -202,8 +206,7 @@ class RowPlanner(_Holding, Planner):
         """The rows of a gradient to which no later turn adds, if any are shared; else all that the op reaches."""
         region = super().reached(node, plan)
         results = [node.out(index) for index in range(len(node.outputs))]
-        gradients = (n for n in self.segment.backward if self.kinds[n.out()] is not Kind.FULL)
-        if not self._carries_rows(node) or not any(t in n.inputs for n in gradients for t in results):
+        if not self._carries_rows(node) or self._handed_on.isdisjoint(results):
             return region
         if self._recording:
             self._frontiers[node] = Frontier.of(region[self._axis], 0)

@@ -58,7 +58,7 @@ def momentum():
 
 
 @pytest.mark.parametrize("net", NORMALISED)
-@pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
+@pytest.mark.parametrize("known_batch", (pytest.param(True, marks=pytest.mark.slow), False), ids=("known", "unknown"))
 def test_all_that_a_step_computes_is_the_same(net, known_batch):
     step = keras_step(net, (17, 14), 3, known_batch, momentum())
     parts = Parts(step.concrete_fn, 3)

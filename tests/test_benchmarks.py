@@ -18,6 +18,7 @@ from benchmarks import (
     accuracy,
     lms,
     max_batch,
+    pareto,
     vgg16,
 )
 
@@ -50,6 +51,7 @@ def test_sizes():
         (accuracy.parse_arguments, ["--cases", "vgg16"], "--cases: invalid choice: 'vgg16'"),
         (accuracy.parse_arguments, ["--within", "2"], "--within: must be from 0 to below 1. Received: 2"),
         (vgg16.parse_arguments, [], "required: --image-size"),
+        (pareto.parse_arguments, ["--image-size", "64", "--measured", "no.json"], "--measured: no such file: no.json"),
         (vgg16.parse_arguments, ["--image-size", "64", "--num-tiles", "4"], "expected HxW, as in 4x4,2x2. Received: 4"),
         (
             vgg16.parse_arguments,
@@ -117,6 +119,29 @@ def test_results_are_named_by_network_size_and_plan(arguments, name):
     options = vgg16.parse_arguments(["--image-size", "2048", *arguments])
     spec = _compare_report.spec_of(options.model, options)
     assert _compare_report.file_name(spec, options.rewritten) == name
+
+
+def test_rows_that_are_handed_on_are_asked_for_and_named():
+    arguments = ["--image-size", "64", "--segments", "pool1", "--num-tiles", "4x1", "--halo", "carry"]
+    options = vgg16.parse_arguments(arguments)
+    assert [s["halo"] for s in options.rewritten[0].segments] == ["carry"]
+    assert options.rewritten[0].slug == "pool1-4x1_carry"
+
+
+def test_what_was_measured_is_put_beside_what_was_predicted(tmp_path):
+    ratios = {"peak_bytes": 4.0, "step_seconds_median": 0.8, "cpu_seconds_median": 0.5, "net_rss_bytes": 6.0}
+    report = {
+        "results": {"plain": {}, "budget 1GiB": {"peak_bytes": 2**30}, "budget 1kB": {"failed": "too small"}},
+        "ratios": {"budget 1GiB": ratios},
+    }
+    path = tmp_path / "net.json"
+    path.write_text(json.dumps(report))
+    (point,) = measured = pareto.measured_points([path])
+    assert point["title"] == "net: budget 1GiB" and (point["time_ratio"], point["cpu_ratio"]) == (1.25, 2.0)
+    predicted = {"budget_bytes": 2**31, "peak_bytes": 2**30, "time_ratio": 1.2, "halos": ["carry"]}
+    text = pareto.table(2**32, [predicted], measured)
+    assert "| predicted (carry)" in text and "| 4.00" in text and "1.20x" in text
+    assert "| 1.25x | 2.00x" in text and "1/6.00" in text
 
 
 def test_segments_follow_one_another():

@@ -191,7 +191,7 @@ def test_attention_is_left_alone(name):
     assert max(error(got[key], want[key]) for key in want) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if NETS[n][0] == 3 else n for n in NETS])
 def test_a_layer_between_convolutions(name):
     check(name, False, GRIDS[NETS[name][0]][1])
 

@@ -21,6 +21,7 @@ from rewriters.registry import Kind
 from rewriters.rows import nearly_free
 from rewriters.turns import loop_turns
 from tflms_sft import SegmentSpec, SFTParams
+from tflms_sft._units import format_bytes
 
 
 def rows(number, backward=None, batch=1, **options):
@@ -97,6 +98,18 @@ def test_exits_that_are_also_read_inside():
     segment = plan(analysis, [rows(4, exit=("max_pooling2d",))])[0].segment
     assert skip in segment.exits
     assert not differing(step, rows(4, exit="max_pooling2d"))
+
+
+def test_rows_that_wait_can_be_swapped():
+    """What the forward loop saves for the backward loop is a tensor between two operations, as any other."""
+    step = keras_step(vgg, (50, 22), steps=2)
+    params = [SFTParams(num_tiles=(5, 1), halo="carry"), tflms_sft.LMSParams(min_bytes=1)]
+    fast = tflms_sft.rewrite(step.function, params, *step.specs)
+    (segment,) = fast.plan.segments
+    assert segment.carried_bytes and f"handed on; {format_bytes(segment.carried_bytes)} of them" in fast.plan.summary()
+    assert fast.plan.swapped_bytes > segment.carried_bytes
+    want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
+    assert max(error(got[name], want[name]) for name in want) < TOLERANCE
 
 
 def test_volumes():

@@ -236,6 +236,8 @@ def _described(traced: Traced, plan: SegmentPlan, names: Mapping[Tensor, str]) -
         notes=tuple(segment.notes),
         num_loops=len(plan.phases),
         kept=shown(_kept(plan)),
+        halo=plan.halo.value,
+        carried_bytes=sum(save.saved.num_bytes(traced.batch) for phase in plan.phases for save in phase.saves),
     )
 
 

@@ -83,6 +83,8 @@ class PlannedSegment:
             `tile_bytes` and `tile_rows` are those with the most tiles then.
         kept: Between barriers, names of the tensors that wait whole for the backward phase; what else it needs is
             computed from them again.
+        halo: Where tiles have the rows from that they share, as for `SFTParams`.
+        carried_bytes: Rows that are saved for the backward loop, with `halo="carry"`.
     """
 
     name: str
@@ -98,6 +100,8 @@ class PlannedSegment:
     notes: tuple[str, ...] = ()
     num_loops: int = 2
     kept: tuple[str, ...] = ()
+    halo: str = "recompute"
+    carried_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +199,9 @@ class Plan:
         lines = [f"Plan for {self._batch_text()}: {self.headline()}"]
         for segment in self.segments:
             lines.append(f"  {_segment_line(segment)}")
+            if segment.halo == "carry":
+                saved = f"; {format_bytes(segment.carried_bytes)} of them saved" if segment.carried_bytes else ""
+                lines.append(f"    rows that tiles share are handed on{saved}")
             if segment.stored:
                 lines.append(f"    stored: {', '.join(segment.stored)}")
             if segment.kept:

@@ -1,0 +1,184 @@
+"""Draws memory against time as the budget search predicts them, with what was measured on top.
+
+    python -m benchmarks.pareto --image-size 2048 --measured benchmarks/results/vgg16_2048_*.json --plot front.png
+
+README.md beside this file says what the figures mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import _arguments, _child, _compare, _compare_report, _nets
+
+PARTS = (0.8, 0.6, 0.45, 0.35, 0.27, 0.21, 0.17, 0.15, 0.135, 0.12)
+"""Budgets that are planned for, over the predicted peak of the plain step."""
+
+GIB = 2**30
+
+Point = dict[str, Any]
+
+
+# In the child.
+
+
+def front(*, spec: dict[str, Any], parts: Sequence[float], emit: _child.Emit) -> dict[str, Any]:
+    """Plans for every budget and runs nothing.
+
+    Args:
+        spec: Fields of a `_compare.Spec`.
+        parts: Budgets, over the predicted peak of the plain step.
+        emit: Gets each point.
+
+    Returns:
+        The plain step's predicted peak, and a point for each budget that a plan meets.
+    """
+    import tensorflow as tf
+
+    import tflms_sft
+
+    chosen = _compare.Spec(**spec)
+    task = _nets.TASKS[chosen.net]
+    model = task.compiled(chosen.image_size)
+    batch = task.noise(chosen.image_size, chosen.batch)
+    step = tf.function(lambda images, labels: model.train_step((images, labels)), autograph=False)
+    plain = tflms_sft.rewrite(step, tflms_sft.AutoParams("1TiB"), *batch).plan.original.peak_bytes
+    points = []
+    for part in parts:
+        try:
+            plan = tflms_sft.rewrite(step, tflms_sft.AutoParams(int(part * plain), swap=False), *batch).plan
+        except tflms_sft.BudgetError as error:
+            emit({"part": part, "smallest_bytes": error.smallest_bytes})
+            break
+        halos = sorted({segment.halo for segment in plan.segments})
+        point = {
+            "budget_bytes": int(part * plain),
+            "peak_bytes": plan.predicted.peak_bytes,
+            "time_ratio": plan.predicted.time_ratio,
+            "halos": halos,
+            "plan": plan.headline(),
+        }
+        points.append(point)
+        emit(point)
+    return {"plain_bytes": plain, "points": points}
+
+
+# In the parent.
+
+
+def measured_points(paths: Sequence[Path]) -> list[Point]:
+    """Measured memory and time of what `vgg16` and the like wrote, relative to the plain step of the same run."""
+    found = []
+    for path in paths:
+        report = json.loads(path.read_text())
+        for title, ratios in report["ratios"].items():
+            if not {"peak_bytes", "step_seconds_median"} <= ratios.keys():
+                continue
+            figures = report["results"][title]
+            found.append(
+                {
+                    "title": f"{path.stem}: {title}",
+                    "peak_bytes": figures["peak_bytes"],
+                    "time_ratio": 1 / ratios["step_seconds_median"],
+                    "cpu_ratio": 1 / ratios["cpu_seconds_median"],
+                    "net_ratio": ratios.get("net_rss_bytes"),
+                }
+            )
+    return found
+
+
+def table(plain_bytes: int, points: Sequence[Point], measured: Sequence[Point]) -> str:
+    """Both, as a Markdown table."""
+    lines = [["", "budget", "peak_bytes", "plain/", "time", "processor time", "net RSS"]]
+    for point in points:
+        size, ratio = _compare.shown_size(point["peak_bytes"]), plain_bytes / point["peak_bytes"]
+        budget = _compare.shown_size(point["budget_bytes"])
+        kind = ", ".join(point["halos"]) or "plain"
+        lines.append([f"predicted ({kind})", budget, size, f"{ratio:.2f}", f"{point['time_ratio']:.2f}x", "", ""])
+    for point in measured:
+        net = f"1/{point['net_ratio']:.2f}" if point["net_ratio"] else ""
+        times = [f"{point[key]:.2f}x" for key in ("time_ratio", "cpu_ratio")]
+        size, ratio = _compare.shown_size(point["peak_bytes"]), plain_bytes / point["peak_bytes"]
+        lines.append([f"measured ({point['title']})", "", size, f"{ratio:.2f}", *times, net])
+    return _compare_report.markdown(lines)
+
+
+def draw(path: Path, title: str, plain_bytes: int, points: Sequence[Point], measured: Sequence[Point]) -> None:
+    """The predicted front as a line, measured points on it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    line = [(plain_bytes, 1.0), *((p["peak_bytes"], p["time_ratio"]) for p in points)]
+    line.sort(reverse=True)
+    axes.plot([size / GIB for size, _ in line], [ratio for _, ratio in line], "-", color="0.6", label="predicted")
+    kinds = {(): ("plain", "s"), ("recompute",): ("tiles", "^"), ("carry",): ("rows", "o")}
+    for halos in dict.fromkeys(tuple(p["halos"]) for p in points):
+        name, marker = kinds.get(halos, ("rows and tiles", "D"))
+        own = [p for p in points if tuple(p["halos"]) == halos]
+        xs, ys = [p["peak_bytes"] / GIB for p in own], [p["time_ratio"] for p in own]
+        axes.plot(xs, ys, marker, color="0.45", label=f"predicted: {name}")
+    if measured:
+        xs = [p["peak_bytes"] / GIB for p in measured]
+        axes.plot(xs, [p["time_ratio"] for p in measured], "x", color="C3", ms=9, mew=2, label="measured")
+        axes.plot(xs, [p["cpu_ratio"] for p in measured], "+", color="C0", ms=11, mew=2, label="measured, processor")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("peak_bytes in GiB")
+    axes.set_ylabel("time of a step, over plain")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = _arguments.parser("benchmarks.pareto", __doc__)
+    add = parser.add_argument
+    add("--image-size", type=_arguments.positive, required=True, metavar="N")
+    add("--model", choices=sorted(_nets.TASKS), default="vgg16")
+    add("--batch", type=_arguments.positive, default=1)
+    add("--measured", type=Path, nargs="+", default=[], metavar="FILE.json", help="what other programs wrote")
+    add("--plot", type=Path, metavar="FILE.png", help="picture; needs matplotlib")
+    add("--json", type=Path, metavar="PATH", help="where the figures go")
+    options = parser.parse_args(arguments)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+    missing = [str(path) for path in options.measured if not path.is_file()]
+    if missing:
+        parser.error(f"--measured: no such file: {', '.join(missing)}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plans, prints, writes and draws."""
+    options = parse_arguments(arguments)
+    spec = _compare.Spec(options.model, options.image_size, options.batch, 1, 1, "cpu")
+    kwargs = {"spec": dataclasses.asdict(spec), "parts": list(PARTS)}
+    found = _child.call_in_child("benchmarks.pareto:front", kwargs)
+    measured = measured_points(options.measured)
+    print(table(found["plain_bytes"], found["points"], measured))
+    if options.json:
+        options.json.write_text(json.dumps({**found, "measured": measured}, indent=1) + "\n")
+    if options.plot:
+        title = f"{options.model}, {options.image_size} px, batch {options.batch}"
+        draw(options.plot, title, found["plain_bytes"], found["points"], measured)
+        print(f"Drawn: {options.plot}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
