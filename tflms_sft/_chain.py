@@ -8,20 +8,22 @@ only the undominated ones are kept.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from rewriters.cost import op_cost, phase_cost, step_cost, turn_cost
+from rewriters.cost import phase_cost, step_cost, turn_cost
 from rewriters.errors import NotTileableError
 from rewriters.ft import Component, try_segment
 from rewriters.graph import Node, Tensor
-from rewriters.memory import op_scratch
+from rewriters.memory import op_scratch, together
 from rewriters.segments import Segment
 from rewriters.sft import planner_for
 from rewriters.tiles import Grid, Halo, Phase
 from rewriters.turns import phase_scratch
+from tflms_sft._blocks import backward_positions
 from tflms_sft._compile import Traced
 from tflms_sft._grids import auto_grids, thinned
 
@@ -79,9 +81,9 @@ class Chain:
         self.traced = traced
         self.component = component
         self.bounds = self._bounds()
-        self._segments: dict[tuple[int, int], Segment | None] = {}
         self._tiled: dict[tuple[int, int], list[Choice]] = {}
         self._plain: dict[tuple[int, int], Choice] = {}
+        self._positions: dict[Node, float] | None = None
 
     def _bounds(self) -> list[int]:
         """Where segments may begin and end: `MAX_CUTS` of the component's cuts.
@@ -92,6 +94,8 @@ class Chain:
         analysis, batch, component = self.traced.analysis, self.traced.batch, self.component
         size = len(component.nodes)
         inner = [cut for cut in component.cuts if cut < size - 1]
+        # What nobody waits for, such as a convolution before its bias, would wait as the entry of a segment.
+        inner = [cut for cut in inner if self._saved(component.cut_tensor(analysis, cut).node)] or inner
         kept = {cut: component.cut_tensor(analysis, cut).num_bytes(batch) for cut in inner}
         # Of neighbours that keep the same amount the first and the last are enough: the last leaves more to recompute,
         # the first less for rows to hand on.
@@ -149,36 +153,34 @@ class Chain:
         if (first, last) not in self._plain:
             analysis, batch = self.traced.analysis, self.traced.batch
             nodes = self.component.nodes[first:last]
-            saved: dict[Tensor, None] = {}
-            grads: list[int] = [0]
-            costs = 0.0
-            readers: dict[Node, None] = {}
-            for node in nodes:
-                costs += op_cost(analysis, node, batch)
-                for index in range(len(node.outputs)):
-                    tensor = node.out(index)
-                    later = [r for r, _ in analysis.readers.get(tensor, ()) if r in analysis.backward]
-                    readers.update(dict.fromkeys(later))
-                    if later:
-                        saved[tensor] = None
-                    grads.append(tensor.num_bytes(batch))
-            waits = sum(tensor.num_bytes(batch) for tensor in saved)
-            costs += step_cost(analysis, readers, batch)
+            backward = self._backward(first, last)
+            waits = sum(tensor.num_bytes(batch) for node in nodes for tensor in self._saved(node))
+            made = [node.out(index) for node in (*nodes, *backward) for index in range(len(node.outputs))]
+            # What comes back from behind the blocks is there, too.
+            made += [tensor for node in backward for tensor in node.inputs if tensor.node in analysis.backward]
+            pairs = together({node: op_scratch(node, batch) for node in backward}, backward)
+            scratch = max((*pairs.values(), *(op_scratch(node, batch) for node in nodes)))
             # Two gradients at once, and both kernels of a convolution.
-            needs = 2 * max(grads) + 2 * max((op_scratch(node, batch) for node in (*nodes, *readers)), default=0)
+            needs = 2 * max(tensor.num_bytes(batch) for tensor in made) + scratch
+            costs = step_cost(analysis, (*nodes, *backward), batch)
             self._plain[first, last] = Choice(first, last, None, waits, needs, costs)
         return self._plain[first, last]
+
+    def _backward(self, first: int, last: int) -> list[Node]:
+        """Backward ops of blocks."""
+        if self._positions is None:
+            self._positions = backward_positions(self.traced.analysis, self.component)
+        return [node for node, position in self._positions.items() if first <= position < last]
 
     def _tilings(self, first: int, last: int) -> list[Choice]:
         """Ways to tile the blocks of which no other is better in every respect; none if they are no segment."""
         if (first, last) not in self._tiled:
-            try:
+            found: list[Choice] = []
+            with contextlib.suppress(NotTileableError):
                 segment = try_segment(self.traced.analysis, self.component, range(first, last), set(), "candidate")
-            except NotTileableError:
-                self._tiled[first, last] = []
-            else:
-                found = [choice for halo in Halo for choice in Tiles(self.traced, segment, halo).choices(first, last)]
-                self._tiled[first, last] = _undominated(found)
+                tilings = [Tiles(self.traced, segment, halo) for halo in Halo]
+                found = [choice for tiles in tilings for choice in tiles.choices(first, last)]
+            self._tiled[first, last] = _undominated(found)
         return self._tiled[first, last]
 
 
@@ -210,7 +212,6 @@ class Tiles:
                 chosen |= {tensor}
                 waits, cost = waits + tensor.num_bytes(batch), cost - saved
                 yield Choice(first, last, grid, waits, needs, cost, self._halo, chosen)
-
 
     def _costing(self, grid: Grid, phases: list[Phase]) -> list[Phase]:
         """With about the forward tiles that the plan will have: fewer halos."""
