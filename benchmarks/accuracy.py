@@ -24,6 +24,8 @@ MIB = 2**20
 
 NETS = {name: _nets.TASKS[name] for name in ("vgg16", *_nets.SWAPPED)}
 TILES = {"segments": [["image", "pool3", [4, 4]], ["pool3", "pool5", [2, 2]]]}
+ROWS = {"segments": [["image", "pool3", [12, 1]], ["pool3", "pool5", [6, 1]]], "halo": "carry"}
+STORED = {**ROWS, "stored": [["conv1_2", "conv2_2"], []]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Case:
     Attributes:
         net: Key of `NETS`.
         how: In words.
-        tiles: Segments, each with an entry, an exit and the number of tiles; None leaves it whole.
+        tiles: Segments, each with an entry, an exit and the number of tiles, and perhaps `halo` and for each segment
+            what is stored; None leaves it whole.
         swaps: Fields of `LMSParams` besides `tier`; None swaps nothing.
     """
 
@@ -51,6 +54,8 @@ class Case:
 CASES = [
     Case("vgg16", "plain"),
     Case("vgg16", "tiled", tiles=TILES),
+    Case("vgg16", "in rows", tiles=ROWS),
+    Case("vgg16", "in rows, some stored", tiles=STORED),
     Case("vgg16", "swapped", swaps=_nets.LEAST_MEMORY),
     Case("vgg16", "tiled and swapped", tiles=TILES, swaps=_nets.LEAST_MEMORY),
     Case("resnet50", "plain"),
@@ -87,8 +92,12 @@ def examine(
     step = tf.function(lambda images, labels: model.train_step((images, labels))["loss"], autograph=False)
     params: list[Any] = []
     if tiles is not None:
-        specs = [tflms_sft.SegmentSpec(entry, exit_, tuple(count)) for entry, exit_, count in tiles["segments"]]
-        params.append(tflms_sft.SFTParams(segments=specs))
+        stored = tiles.get("stored", [[] for _ in tiles["segments"]])
+        specs = [
+            tflms_sft.SegmentSpec(entry, exit_, tuple(count), stored=tuple(names))
+            for (entry, exit_, count), names in zip(tiles["segments"], stored, strict=True)
+        ]
+        params.append(tflms_sft.SFTParams(segments=specs, halo=tiles.get("halo", "recompute")))
     if swaps is not None:
         params.append(tflms_sft.LMSParams(tier="disk", **swaps))
     changed = tflms_sft.rewrite(step, params or tflms_sft.AutoParams("1TiB"), images, labels)
