@@ -223,6 +223,26 @@ def replay(events: Sequence[Event], pool: Pool, turns: Turns | None = None) -> P
     return Peak(peak, at, _largest(events[:worst]), tuple(timeline))
 
 
+def freed_late(events: Sequence[Event], loops: Container[str] = ()) -> list[Event]:
+    """The same where two ops run at a time: what one gives back is there until the next has what it needs.
+
+    A loop begins when everything before it has ended.
+    """
+    result: list[Event] = []
+    waiting: list[Event] = []
+    for event in events:
+        if event.action is Action.FREE:
+            waiting.append(event)
+            continue
+        if event.action is Action.RUN:
+            before = event.name in loops
+            result.extend([*waiting, event] if before else [event, *waiting])
+            waiting = []
+        else:
+            result.append(event)
+    return [*result, *waiting]
+
+
 def _largest(events: Sequence[Event]) -> tuple[tuple[str, int], ...]:
     alive: dict[int, Event] = {}
     for event in events:
@@ -266,11 +286,12 @@ def graph_peak(
     events = schedule(order, num_bytes, scratch, graph.outputs, alias)
     held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]
     worst: Peak | None = None
+    late = freed_late(events, turns), {name: [freed_late(turn) for turn in found] for name, found in turns.items()}
     for pool in device.pools(sum(held) + max((e.num_bytes for e in events), default=0)):
         for amount in held:
             pool.allocate(amount)
-        for _ in range(2):  # The second step finds the memory in pieces.
-            peak = replay(events, pool, turns)
+        for now, inner in ((events, turns), late):  # The second step finds the memory in pieces.
+            peak = replay(now, pool, inner)
             worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst
             if limit is not None and worst.peak_bytes > limit:
                 return worst
