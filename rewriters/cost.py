@@ -46,6 +46,16 @@ def turn_cost(analysis: Analysis, phase: Phase, node: Node, batch: int) -> float
     return op_cost(analysis, node, batch) * _coverage(analysis, phase, node)
 
 
+def overlapped_bytes(analysis: Analysis, phase: Phase, batch: int) -> int:
+    """Bytes of images that the turns of a loop make more than once."""
+    extra = 0.0
+    for node in phase.body:
+        results = (node.out(index) for index in range(len(node.outputs)))
+        made = sum(tensor.num_bytes(batch) for tensor in results if tensor in phase.regions)
+        extra += max(_coverage(analysis, phase, node) - 1, 0) * made
+    return int(extra)
+
+
 def _coverage(analysis: Analysis, phase: Phase, node: Node) -> float:
     """Rows times columns that an op runs on in all turns, over those of the image."""
     result = 1.0

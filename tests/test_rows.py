@@ -13,6 +13,7 @@ from rewriters import carries, normalise
 from rewriters.allocator import Exact
 from rewriters.analysis import Analysis
 from rewriters.carries import Frontier
+from rewriters.cost import phase_cost, step_cost
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node
 from rewriters.intervals import Interval
@@ -338,3 +339,70 @@ def test_a_stand_in_is_in_no_graph():
     saved = carries.stand_in(image, (1, 2), (6, 20))
     assert saved.shape == (2, 6, 20, 3)
     assert saved.node.op == carries.SAVED
+
+
+# What a plan says of rows.
+
+
+def conv_pair(height, width=24, channels=8):
+    """A step of two convolutions 3x3 and what comes after each."""
+    x = image = keras.Input((height, width, channels), batch_size=1)
+    for name in ("first", "second"):
+        x = layers.ReLU(name=f"{name}_relu")(layers.Conv2D(channels, 3, padding="same", use_bias=False, name=name)(x))
+    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
+
+    @tf.function(input_signature=[tf.TensorSpec(image.shape)])
+    def step(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images, training=True) ** 2)
+        return tape.gradient(loss, model.trainable_variables)
+
+    step.model = model
+    return step
+
+
+def segment_of(step, number, halo):
+    params = SFTParams(num_tiles=(number, 1), halo=halo)
+    return tflms_sft.rewrite(step, params).plan.segments[0]
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, 16])
+def test_overlapped_bytes_are_the_rows_that_two_tiles_make(number):
+    step, row = conv_pair(64), 24 * 8 * 4
+    overlapped = segment_of(step, number, "recompute").overlapped_bytes
+    # The first convolution and its ReLU in both loops, and the gradient of the latter: two rows at each border.
+    assert overlapped == 5 * (number - 1) * 2 * row
+    assert segment_of(step, number, "carry").overlapped_bytes == 0
+
+
+def test_rows_that_pay_are_those_with_least_memory():
+    step = keras_step(vgg, (2048, 22), steps=1)
+    counts = (2, 4, 8, 16, 32, 64, 128, 256)
+    found = {number: plan_of_rows(step, number) for number in counts}
+    memory = {number: max(segment.tile_bytes) + segment.carried_bytes for number, segment in found.items()}
+    best = min(memory, key=memory.get)
+    assert 2 < best < 256, "neither end"
+    for segment in found.values():
+        assert best / 3 < segment.most_rows < best * 3
+
+
+def plan_of_rows(step, number):
+    params = SFTParams(num_tiles=(number, 1), halo="carry")
+    return tflms_sft.rewrite(step.function, params, *step.specs).plan.segments[0]
+
+
+def test_with_more_overlapping_rows_than_pay_the_arithmetic_doubles():
+    step = conv_pair(64)
+    most = segment_of(step, 4, "recompute").most_rows
+    assert 4 < most < 64
+    summary = tflms_sft.rewrite(step, SFTParams(num_tiles=(4, 1))).plan.summary()
+    assert f"with more than {most} tiles halos would double the arithmetic" in summary
+    analysis = Analysis(normalise.read(step.get_concrete_function()))
+    (found,) = plan(analysis, [Cut("images", "second_relu", grid=(most, 1))])
+    loop = found.phases[-1]
+    assert 1.8 < phase_cost(analysis, loop, 1) / step_cost(analysis, loop.body, 1) < 2.1
+
+
+@pytest.mark.parametrize(("tiles", "halo"), [((2, 2), "recompute"), ((1, 1), "recompute"), ((1, 1), "carry")])
+def test_no_number_of_rows_where_tiles_are_not_rows(tiles, halo):
+    assert tflms_sft.rewrite(conv_pair(64), SFTParams(num_tiles=tiles, halo=halo)).plan.segments[0].most_rows is None

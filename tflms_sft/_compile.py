@@ -6,22 +6,22 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from rewriters import _tf_private
 from rewriters.analysis import Analysis
 from rewriters.cost import phase_cost, step_cost
 from rewriters.ft import LeftAlone
-from rewriters.graph import Graph, Node, Tensor
+from rewriters.graph import Graph, Node
 from rewriters.memory import Peak, graph_peak, unmodelled
 from rewriters.normalise import read
 from rewriters.roles import is_autodiff_name
 from rewriters.sft import SegmentPlan, loop_nodes, outline, tile_segments
-from rewriters.tiles import Phase
-from rewriters.turns import loop_turns, phase_scratch
+from rewriters.turns import loop_turns
+from tflms_sft._described import described
 from tflms_sft._names import LayerRecord, display_names
-from tflms_sft._plan import Plan, PlannedSegment, Prediction
+from tflms_sft._plan import Plan, Prediction
 from tflms_sft._text import shortened
 
 MOST_NAMES = 3
@@ -173,7 +173,7 @@ def finish(
         changed=bool(plans),
         batch=traced.batch,
         batch_is_fixed=traced.batch_is_fixed,
-        segments=tuple(_described(traced, plan, names) for plan in plans),
+        segments=tuple(described(traced.analysis, traced.batch, plan, names) for plan in plans),
         left_alone=_reasons(traced, left),
         original=prediction(original, traced.fixed_bytes, 1.0),
         predicted=prediction(peak, traced.fixed_bytes, ratio),
@@ -209,79 +209,6 @@ def _reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str]
 def _layer_name(traced: Traced, op: str) -> str:
     call = traced.record.layer_of_op.get(op)
     return op if call is None else f"layer {call.layer!r} ({call.kind})"
-
-
-def _described(traced: Traced, plan: SegmentPlan, names: Mapping[Tensor, str]) -> PlannedSegment:
-    segment = plan.segment
-    forward, backward = (_finest(plan, which) for which in (False, True))
-
-    def shown(tensors: Sequence[Tensor]) -> tuple[str, ...]:
-        return tuple(names.get(t, t.name) for t in tensors)
-
-    return PlannedSegment(
-        name=segment.name,
-        entries=shown(segment.entries),
-        exits=shown(segment.exits),
-        num_tiles=_counts(forward),
-        backward_num_tiles=_counts(backward),
-        stored=() if segment.loops else shown(sorted(segment.stored, key=lambda t: t.name)),
-        forward_ops=len(segment.forward),
-        backward_ops=len(segment.backward),
-        tile_bytes=tuple(
-            max(phase_scratch(phase, traced.batch) for phase in plan.phases if phase.backward == which)
-            for which, loop in ((False, forward), (True, backward))
-            if loop is not None
-        ),
-        tile_rows=_tile_rows(plan, forward or plan.phases[0]),
-        notes=tuple(segment.notes),
-        num_loops=len(plan.phases),
-        kept=shown(_kept(plan)),
-        halo=plan.halo.value,
-        carried_bytes=sum(save.saved.num_bytes(traced.batch) for phase in plan.phases for save in phase.saves),
-    )
-
-
-def _finest(plan: SegmentPlan, backward: bool) -> Phase | None:
-    """The loop of a phase with the most tiles."""
-    phases = [phase for phase in plan.phases if phase.backward == backward]
-    return max(phases, key=lambda phase: phase.grid.num_tiles, default=None)
-
-
-def _tile_rows(plan: SegmentPlan, phase: Phase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Largest rows along each axis of a tile of what a loop makes, and of what it makes it from."""
-    segment = plan.segment
-    if segment.loops:
-        ends, begins = [*phase.cells], [t for t in phase.reads if t in phase.regions]
-    else:
-        ends, begins = (segment.grad_entries if phase.backward else phase.writes), segment.entries
-
-    def rows(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        if not tensors:
-            return tuple(0 for _ in phase.grid.spatial)
-        region = phase.cells.get(tensors[0]) or phase.regions[tensors[0]]
-        return tuple(int(interval.size.max()) for interval in region)
-
-    return rows(ends), rows(begins)
-
-
-def _kept(plan: SegmentPlan) -> list[Tensor]:
-    """Tensors that wait, between barriers, from the forward phase for the backward phase."""
-    if not plan.segment.loops:
-        return []
-    made, again = dict[Tensor, None](), set[Tensor]()
-    kept: dict[Tensor, None] = {}
-    for phase in plan.phases:
-        if phase.backward:
-            kept.update((t, None) for t in phase.reads if t in made and t not in again)
-            again.update(phase.writes)
-        else:
-            made.update((t, None) for t in phase.writes)
-    return list(kept)
-
-
-def _counts(phase: Phase | None) -> tuple[int, ...]:
-    """Tiles along the batch and each axis; nothing without a loop."""
-    return () if phase is None else (phase.grid.batch, *phase.grid.spatial)
 
 
 def unsupported_layers(traced: Traced, left: Sequence[LeftAlone]) -> list[str]:

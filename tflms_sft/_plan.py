@@ -85,6 +85,10 @@ class PlannedSegment:
             computed from them again.
         halo: Where tiles have the rows from that they share, as for `SFTParams`.
         carried_bytes: Rows that are saved for the backward loop, with `halo="carry"`.
+        overlapped_bytes: What the loops make more than once, because several tiles need it, recomputation for the
+            backward pass not counted.
+        most_rows: About the number of row tiles above which more of them need more memory (`halo="carry"`) or double
+            the arithmetic (`halo="recompute"`); that does not limit them. `None` where tiles are not rows alone.
     """
 
     name: str
@@ -102,6 +106,8 @@ class PlannedSegment:
     kept: tuple[str, ...] = ()
     halo: str = "recompute"
     carried_bytes: int = 0
+    overlapped_bytes: int = 0
+    most_rows: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +207,10 @@ class Plan:
             lines.append(f"  {_segment_line(segment)}")
             if segment.halo == "carry":
                 saved = f"; {format_bytes(segment.carried_bytes)} of them saved" if segment.carried_bytes else ""
-                lines.append(f"    rows that tiles share are handed on{saved}")
+                most = f"; more than {segment.most_rows} tiles would need more memory" if segment.most_rows else ""
+                lines.append(f"    rows that tiles share are handed on{saved}{most}")
+            elif segment.most_rows:
+                lines.append(f"    with more than {segment.most_rows} tiles halos would double the arithmetic")
             if segment.stored:
                 lines.append(f"    stored: {', '.join(segment.stored)}")
             if segment.kept:

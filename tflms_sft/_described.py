@@ -1,0 +1,124 @@
+"""What a plan tells of a segment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from rewriters.analysis import Analysis
+from rewriters.cost import overlapped_bytes, phase_cost, step_cost
+from rewriters.graph import Tensor
+from rewriters.sft import SegmentPlan
+from rewriters.tiles import Halo, Phase
+from rewriters.turns import phase_scratch
+from tflms_sft._grids import most_tiles
+from tflms_sft._plan import PlannedSegment
+
+__all__: list[str] = []
+
+
+def described(analysis: Analysis, batch: int, plan: SegmentPlan, names: Mapping[Tensor, str]) -> PlannedSegment:
+    """What a plan tells of one segment; `names` are the layers of tensors."""
+    segment = plan.segment
+    forward, backward = (_finest(plan, which) for which in (False, True))
+
+    def shown(tensors: Sequence[Tensor]) -> tuple[str, ...]:
+        return tuple(names.get(t, t.name) for t in tensors)
+
+    return PlannedSegment(
+        name=segment.name,
+        entries=shown(segment.entries),
+        exits=shown(segment.exits),
+        num_tiles=_counts(forward),
+        backward_num_tiles=_counts(backward),
+        stored=() if segment.loops else shown(sorted(segment.stored, key=lambda t: t.name)),
+        forward_ops=len(segment.forward),
+        backward_ops=len(segment.backward),
+        tile_bytes=tuple(
+            max(phase_scratch(phase, batch) for phase in plan.phases if phase.backward == which)
+            for which, loop in ((False, forward), (True, backward))
+            if loop is not None
+        ),
+        tile_rows=_tile_rows(plan, forward or plan.phases[0]),
+        notes=tuple(segment.notes),
+        num_loops=len(plan.phases),
+        kept=shown(_kept(plan)),
+        halo=plan.halo.value,
+        carried_bytes=_carried_bytes(plan, batch),
+        overlapped_bytes=sum(overlapped_bytes(analysis, phase, batch) for phase in plan.phases),
+        most_rows=_most_rows(analysis, plan, batch),
+    )
+
+
+def _carried_bytes(plan: SegmentPlan, batch: int) -> int:
+    """What waits for the backward loop of the rows that are handed on."""
+    return sum(save.saved.num_bytes(batch) for phase in plan.phases for save in phase.saves)
+
+
+def _most_rows(analysis: Analysis, plan: SegmentPlan, batch: int) -> int | None:
+    """About how many row tiles pay, extrapolated from those of the backward loop.
+
+    Z. Wang et al., "LR-CNN" (2024), bound the number in IV-A and IV-B. Every border saves as much, and a turn needs
+    memory by its part of the rows, so that with rows handed on the sum is least where both are equal. Where rows are
+    recomputed, each border adds as much arithmetic; the bound is where it has doubled.
+    """
+    backward = _finest(plan, backward=True)
+    if backward is None or plan.segment.loops:
+        return None
+    split = [(count, axis) for axis, count in enumerate(backward.grid.spatial) if count > 1]
+    if len(split) != 1:
+        return None
+    ((count, axis),) = split
+    if plan.halo is Halo.CARRY:
+        each_border = _carried_bytes(plan, batch) / (count - 1)
+        best = math.sqrt(phase_scratch(backward, batch) * count / each_border) if each_border else math.inf
+    else:
+        once = step_cost(analysis, backward.body, batch)
+        added = (phase_cost(analysis, backward, batch) - once) / (count - 1)
+        best = 1 + once / added if added > 0 else math.inf
+    return max(1, int(min(best, most_tiles(analysis, plan.segment)[axis])))
+
+
+def _finest(plan: SegmentPlan, backward: bool) -> Phase | None:
+    """The loop of a phase with the most tiles."""
+    phases = [phase for phase in plan.phases if phase.backward == backward]
+    return max(phases, key=lambda phase: phase.grid.num_tiles, default=None)
+
+
+def _tile_rows(plan: SegmentPlan, phase: Phase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Largest rows along each axis of a tile of what a loop makes, and of what it makes it from."""
+    segment = plan.segment
+    if segment.loops:
+        ends, begins = [*phase.cells], [t for t in phase.reads if t in phase.regions]
+    else:
+        ends, begins = (segment.grad_entries if phase.backward else phase.writes), segment.entries
+
+    def rows(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        if not tensors:
+            return tuple(0 for _ in phase.grid.spatial)
+        region = phase.cells.get(tensors[0]) or phase.regions[tensors[0]]
+        return tuple(int(interval.size.max()) for interval in region)
+
+    return rows(ends), rows(begins)
+
+
+def _kept(plan: SegmentPlan) -> list[Tensor]:
+    """Tensors that wait, between barriers, from the forward phase for the backward phase."""
+    if not plan.segment.loops:
+        return []
+    made, again = dict[Tensor, None](), set[Tensor]()
+    kept: dict[Tensor, None] = {}
+    for phase in plan.phases:
+        if phase.backward:
+            kept.update((t, None) for t in phase.reads if t in made and t not in again)
+            again.update(phase.writes)
+        else:
+            made.update((t, None) for t in phase.writes)
+    return list(kept)
+
+
+def _counts(phase: Phase | None) -> tuple[int, ...]:
+    """Tiles along the batch and each axis; nothing without a loop."""
+    return () if phase is None else (phase.grid.batch, *phase.grid.spatial)
+
+
