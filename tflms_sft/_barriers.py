@@ -163,29 +163,31 @@ class BarrierSearch:
         self.left = barriers.left
         self._plans: dict[int, SegmentPlan] = {}
         self._exact: dict[int, Candidate] = {}
-        self._scratch: Scratch = {}
+        self._scratch: dict[Halo, Scratch] = {halo: {} for halo in Halo}
 
     def cheapest(self, limit: int) -> Candidate | None:
         """A plan whose step stays below `limit` bytes, with as little arithmetic as is found.
 
         Whatever is made again in the backward phase costs about the same, so that the first set of checkpoints that
-        fits is taken; then the largest turns that fit with it.
+        fits is taken; then the largest turns that fit with it, with the rows that they share made again or handed on.
         """
         found: Candidate | None = None
         for number in range(len(self._barriers.ways)):
             smallest = self._candidate(number, limit)
             if smallest.peak.peak_bytes > limit:
                 continue
-            best = self._coarser(smallest, limit)
+            best = self._coarser(smallest, limit, Halo.RECOMPUTE)
+            if any(max(phase.grid.spatial) > 1 for phase in best.plans[0].phases):
+                best = min(best, self._coarser(smallest, limit, Halo.CARRY), key=_time_ratio)
             if found is not None and best.time_ratio >= found.time_ratio:
                 break
             found = best
         return found
 
-    def _coarser(self, found: Candidate, limit: int) -> Candidate:
+    def _coarser(self, found: Candidate, limit: int, halo: Halo) -> Candidate:
         """The plan with turns as large as there is room for, loop by loop: small ones are for where memory is short."""
         (plan,) = found.plans
-        loops, turns = plan.segment.loops, _Turns(self._traced, plan.segment, self._scratch)
+        loops, turns = plan.segment.loops, _Turns(self._traced, plan.segment, self._scratch[halo], halo)
         scratch = (phase_scratch(phase, self._traced.batch) for phase in plan.phases)
         beside = [taken - own for taken, own in zip(_taken(found), scratch, strict=True)]
         rooms = {id(loop): ROOM * (limit - taken) for loop, taken in zip(loops, beside, strict=True)}
@@ -216,7 +218,7 @@ class BarrierSearch:
             if number not in self._plans:
                 segment = self._barriers.segment("segment1", self._barriers.ways[number])
                 size = FINEST * largest(self._traced, segment)
-                self._plans[number] = fitted(self._traced, segment, size, known=self._scratch)
+                self._plans[number] = fitted(self._traced, segment, size, known=self._scratch[Halo.RECOMPUTE])
             plan = self._plans[number]
             candidate = Candidate([plan], *predict(self._traced, [plan], limit))
             if limit is not None and candidate.peak.peak_bytes > limit:
@@ -234,3 +236,7 @@ def _taken(candidate: Candidate) -> list[int]:
 
 def _peak_bytes(candidate: Candidate) -> int:
     return candidate.peak.peak_bytes
+
+
+def _time_ratio(candidate: Candidate) -> float:
+    return candidate.time_ratio
