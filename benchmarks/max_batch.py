@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _arguments, _child, _nets
+from benchmarks import _arguments, _child, _max, _nets
 
 MIB = 2**20
 SAMPLE_SECONDS = 0.01
@@ -88,8 +88,8 @@ def predict(
             emit({"batch": batch, "peak_bytes": peaks[batch]})
         return peaks[batch]
 
-    guess = extrapolated(peak, memory, 2, 8)
-    batch = largest(lambda batch: peak(batch) <= memory, guess)
+    guess = _max.extrapolated(peak, memory, 2, 8)
+    batch = _max.largest(lambda batch: peak(batch) <= memory, guess)
     return {"batch": batch, "peak_bytes": peak(max(batch, 1))}
 
 
@@ -125,43 +125,6 @@ def train(
 
 # ----------------------------------------------------------------------------------------------------------
 # In the parent.
-
-
-def largest(fits: Callable[[int], bool], guess: int, part: float = 0.0) -> int:
-    """Finds the largest number that fits by bisection, where all smaller ones do as well.
-
-    Args:
-        fits: Asked for numbers from 1 up, as seldom as may be.
-        guess: Where to begin; the better, the fewer are asked.
-        part: The result may be too small by this part of it.
-
-    Returns:
-        The number, 0 if not even 1 fits.
-    """
-    low, high, stride = 0, None, max(guess // 16, 1)
-    asked = max(guess, 1)
-    while high is None or high - low > max(1, int(part * low)):
-        if fits(asked):
-            low = asked
-        else:
-            high = asked
-        if high is None or (low == 0 and high > 1 and stride < high):  # one side is open: further away
-            asked = low + stride if high is None else high - stride
-            stride *= 2
-        else:
-            asked = (low + high) // 2
-    return low
-
-
-def extrapolated(peak: Callable[[int], int], memory: int, few: int, more: int) -> int:
-    """Guesses the batch with that peak from the peaks of two, and once more from that of the guess."""
-    for _ in range(2):
-        per_image = max((peak(more) - peak(few)) / (more - few), 1.0)
-        guess = min(more + int((memory - peak(more)) / per_image), 16 * more)
-        few, more = more, max(guess, 1)
-        if few == more:
-            break
-    return more
 
 
 def attempt(options: argparse.Namespace, variant: str, batch: int, memory: int | None) -> Trial:
@@ -244,7 +207,7 @@ def examine(options: argparse.Namespace, variant: str) -> dict[str, Any]:
         found["tried"], found["above"] = trial(predicted), trial(math.ceil(1.1 * predicted))
     if options.search == "measured":
         # The order in which operations run varies, and what they take with it: a fiftieth is nothing to search for.
-        found["measured"] = largest(lambda batch: trial(batch)["fits"], max(predicted, 1), 0.02)
+        found["measured"] = _max.largest(lambda batch: trial(batch)["fits"], max(predicted, 1), 0.02)
     return {**found, "trials": list(trials.values())}
 
 

@@ -14,6 +14,7 @@ from benchmarks import (
     _compare,
     _compare_report,
     _lms_report,
+    _max,
     _nets,
     accuracy,
     lms,
@@ -387,21 +388,21 @@ def test_the_largest_is_found_by_asking_for_each_number_once(guess):
             asked.append(number)
             return number <= answer
 
-        assert max_batch.largest(fits, guess) == answer
+        assert _max.largest(fits, guess) == answer
         assert len(asked) == len(set(asked))
         assert min(asked) >= 1
 
 
 def test_guesses_follow_the_peak():
-    assert max_batch.extrapolated(lambda batch: 10 + 3 * batch, 100, 2, 8) == 30
-    assert max_batch.extrapolated(lambda batch: 100 + max(0, batch - 10), 150, 2, 8) in range(50, 70)
-    assert max_batch.extrapolated(lambda batch: 1000 * batch, 500, 2, 8) == 1
-    assert max_batch.extrapolated(lambda batch: 7, 500, 2, 8) > 8  # a flat start is not followed for ever
+    assert _max.extrapolated(lambda batch: 10 + 3 * batch, 100, 2, 8) == 30
+    assert _max.extrapolated(lambda batch: 100 + max(0, batch - 10), 150, 2, 8) in range(50, 70)
+    assert _max.extrapolated(lambda batch: 1000 * batch, 500, 2, 8) == 1
+    assert _max.extrapolated(lambda batch: 7, 500, 2, 8) > 8  # a flat start is not followed for ever
 
 
 def test_the_largest_may_be_rough():
     asked = []
-    found = max_batch.largest(lambda n: asked.append(n) or n <= 970, 1000, part=0.05)
+    found = _max.largest(lambda n: asked.append(n) or n <= 970, 1000, part=0.05)
     assert 0.95 * 970 <= found <= 970
     assert len(asked) <= 4
 

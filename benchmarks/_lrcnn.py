@@ -1,0 +1,315 @@
+"""What the program `lrcnn` runs in its children: the ways to train that it compares, predicted and measured.
+
+An *option* is one setting of a way, as JSON: `{}` is the plain step, `{"swaps": ...}` offloads, `{"budget": bytes}`
+leaves the choice to the budget search, and `{"halo": ..., "segments": [[entry, exit, rows], ...]}` says which rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import _child, _max, _nets
+
+if TYPE_CHECKING:
+    import tflms_sft
+
+Option = dict[str, Any]
+
+ROWS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+"""Numbers of rows that are tried."""
+
+IMAGE_STEP = 32
+"""Image sizes are multiples of it: what the networks shrink an image by."""
+
+WAYS = ("plain", "checkpoint", "offload", "OverL", "2PS", "OverL-H", "2PS-H", "MemoryBudget")
+"""The paper's Base, Ckp, OffLoad, its own four, and what the search finds by itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where a network can be cut.
+
+    Attributes:
+        entry: Layer of the images.
+        joints: Layers through which everything flows, one after the other.
+        stages: Those that hybrids put a checkpoint at, with the rows of an image that one of theirs stands for.
+    """
+
+    entry: str
+    joints: tuple[str, ...]
+    stages: dict[str, int]
+
+
+def _vgg() -> Layout:
+    blocks = ((2, 1), (2, 2), (3, 3), (3, 4), (3, 5))
+    joints = [name for n, block in blocks for name in (*(f"conv{block}_{i + 1}" for i in range(n)), f"pool{block}")]
+    return Layout(_nets.INPUT_NAME, tuple(joints), {f"pool{block}": 2**block for _, block in blocks})
+
+
+def _resnet() -> Layout:
+    counts = {2: 3, 3: 4, 4: 6, 5: 3}
+    joints = ["pool1_pool", *(f"conv{stage}_block{n + 1}_out" for stage, last in counts.items() for n in range(last))]
+    ends = {f"conv{stage}_block{last}_out": 2**stage for stage, last in counts.items()}
+    return Layout("input_layer", tuple(joints), {"pool1_pool": 4, **ends})
+
+
+LAYOUTS = {"vgg16": _vgg(), "resnet50": _resnet()}
+
+
+def options(way: str, net: str, image_size: int, memory: int | None = None, rows: Sequence[int] = ROWS) -> list[Option]:
+    """Returns the settings of a way to train that are tried, for images of a size."""
+    layout = LAYOUTS[net]
+    if way == "plain":
+        return [{}]
+    if way == "checkpoint":
+        return [{"halo": "recompute", "segments": _checkpoints(layout)}]
+    if way == "offload":
+        return [{"swaps": _nets.LEAST_MEMORY}]
+    if way == "MemoryBudget":
+        return [{"budget": memory}]
+    halo = "carry" if way.startswith("2PS") else "recompute"
+    if way.endswith("-H"):
+        found = [_hybrid(layout, image_size, number) for number in rows]
+    else:
+        found = [
+            [[layout.entry, end, number]]
+            for end, stride in reversed(layout.stages.items())
+            for number in rows
+            if number <= image_size // stride
+        ]
+    return [{"halo": halo, "segments": segments} for i, segments in enumerate(found) if segments not in found[:i]]
+
+
+def _checkpoints(layout: Layout) -> list[list[Any]]:
+    """Square root of the number of joints many segments of one tile each, as Chen et al. (2016) have it."""
+    number = round(len(layout.joints) ** 0.5)
+    ends = [layout.joints[len(layout.joints) * (i + 1) // number - 1] for i in range(number)]
+    return [[entry, end, 1] for entry, end in zip((layout.entry, *ends), ends, strict=False)]
+
+
+def _hybrid(layout: Layout, image_size: int, rows: int) -> list[list[Any]]:
+    """A segment for each stage, in so many rows or as many as it has."""
+    ends = list(layout.stages)
+    most = [image_size // stride for stride in layout.stages.values()]
+    return [
+        [entry, end, min(rows, here)] for entry, end, here in zip((layout.entry, *ends), ends, most, strict=False)
+    ]
+
+
+def params_of(option: Option) -> Any:
+    """Returns what `rewrite` takes for an option other than the plain one."""
+    import tflms_sft
+
+    if "swaps" in option:
+        return tflms_sft.LMSParams(tier="disk", **option["swaps"])
+    if "budget" in option:
+        return tflms_sft.AutoParams(option["budget"], headroom=0.0, swap=False)
+    specs = [tflms_sft.SegmentSpec(entry, end, (rows, 1)) for entry, end, rows in option["segments"]]
+    return tflms_sft.SFTParams(segments=specs, halo=option["halo"])
+
+
+def step_of(net: str, image_size: int, batch: int) -> Any:
+    """Returns a training step for images of a size, a `tf.function` that has its model as an attribute."""
+    import tensorflow as tf
+
+    task = _nets.TASKS[net]
+    model = task.compiled(image_size)
+    image, label = task.shapes(image_size)
+    specs = (tf.TensorSpec((batch, *image), tf.float32), tf.TensorSpec((batch, *label), tf.int32))
+
+    @tf.function(input_signature=specs, autograph=False)
+    def step(images: Any, labels: Any) -> Any:
+        return model.train_step((images, labels))["loss"]
+
+    step.model = model
+    return step
+
+
+def rewritten(step: Any, option: Option) -> tflms_sft.RewrittenStep:
+    """Returns a step as an option has it; the plain one with a plan that changes nothing."""
+    import tflms_sft
+
+    return tflms_sft.rewrite(step, params_of(option) if option else tflms_sft.AutoParams("1TiB"))
+
+
+# ----------------------------------------------------------------------------------------------------------
+# In the child.
+
+
+def predict(
+    *, net: str, vary: str, way: str, memory: int, image_size: int, batch: int, emit: _child.Emit
+) -> dict[str, Any]:
+    """Finds the largest batch or image whose predicted peak is within `memory`.
+
+    Args:
+        net: Key of `LAYOUTS`.
+        vary: "batch" or "image".
+        way: One of `WAYS`.
+        memory: Bytes.
+        image_size: Height and width where the batch varies.
+        batch: Images of a step where their size varies.
+        emit: Gets each size that was asked for.
+
+    Returns:
+        "size" (0: not even the smallest), "option" and its "predicted" peak.
+    """
+    found: dict[int, tuple[Option, int] | None] = {}
+    fitted: list[int] = []
+
+    def at(number: int) -> tuple[int, int]:
+        return (image_size, number) if vary == "batch" else (number * IMAGE_STEP, batch)
+
+    def fits(number: int) -> bool:
+        side, images = at(number)
+        tried = list(enumerate(options(way, net, side, memory)))
+        tried.sort(key=lambda item: abs(item[0] - (fitted[-1] if fitted else len(tried) // 2)))
+        found[number] = None
+        for index, option, peak in _peaks(net, side, images, tried):
+            if peak <= memory:
+                found[number] = (option, peak)
+                fitted.append(index)
+                break
+        emit({"size": images if vary == "batch" else side, "fits": found[number] is not None})
+        return found[number] is not None
+
+    number = _max.largest(fits, 16, 0.02)
+    best = found[number] if number else None
+    side, images = at(number)
+    return {
+        "size": images if vary == "batch" else side,
+        "image_size": side,
+        "batch": images,
+        "option": best and best[0],
+        "predicted": best and best[1],
+    }
+
+
+def _peaks(
+    net: str, image_size: int, batch: int, tried: Sequence[tuple[int, Option]]
+) -> Iterator[tuple[int, Option, int]]:
+    """Predicted peaks of options; those that cannot be done are left out."""
+    import keras
+
+    import tflms_sft
+
+    keras.backend.clear_session()
+    plain = step_of(net, image_size, batch)
+    for index, option in tried:
+        try:
+            plan = rewritten(plain, option).plan
+        except tflms_sft.RewriteError:
+            continue
+        yield index, option, plan.predicted.peak_bytes
+
+
+def train(
+    *, net: str, image_size: int, batch: int, option: Option, steps: int, emit: _child.Emit
+) -> dict[str, Any]:
+    """Trains a few steps after a first one, and returns what they took, beside what was predicted."""
+    import tensorflow as tf
+
+    from rewriters import device
+
+    plain = step_of(net, image_size, batch)
+    step = rewritten(plain, option)
+    run = step if option else plain
+    images, labels = map(tf.constant, _nets.TASKS[net].noise(image_size, batch))
+    float(run(images, labels))
+    seconds, peaks = [], []
+    for _ in range(steps):
+        tf.config.experimental.reset_memory_stats(device.name())
+        began = time.perf_counter()
+        float(run(images, labels))
+        seconds.append(time.perf_counter() - began)
+        peaks.append(tf.config.experimental.get_memory_info(device.name())["peak"])
+        emit({"seconds": seconds[-1], "peak_bytes": peaks[-1]})
+    plan = step.plan
+    return {
+        "seconds": statistics.median(seconds),
+        "all_seconds": seconds,
+        "measured": max(peaks),
+        "predicted": (plan.predicted if option else plan.original).peak_bytes,
+        "time_ratio": plan.predicted.time_ratio,
+        "shared_bytes": sum(segment.carried_bytes for segment in plan.segments),
+        "overlapped_bytes": sum(segment.overlapped_bytes for segment in plan.segments),
+        "most_rows": [segment.most_rows for segment in plan.segments],
+        "plan": plan.headline(),
+    }
+
+
+def gradient_errors(
+    *, net: str, image_size: int, batch: int, rows: Sequence[int], emit: _child.Emit
+) -> list[dict[str, Any]]:
+    """Compares the gradients of rows that share nothing, and of rows that share, with those of the plain step.
+
+    Rows that share nothing find zeros where the row before would have handed something on, as though each were an image
+    of its own: what LR-CNN's section V-D trains for comparison.
+
+    Returns:
+        For each number of rows, the relative L2 error of all gradients as one vector, with sharing and without.
+    """
+    import keras
+    import tensorflow as tf
+
+    task, layout = _nets.TASKS[net], LAYOUTS[net]
+    model = task.compiled(image_size)
+    images, labels = map(tf.constant, task.noise(image_size, batch))
+
+    specs = (tf.TensorSpec(images.shape, images.dtype), tf.TensorSpec(labels.shape, labels.dtype))
+
+    @tf.function(input_signature=specs, autograph=False)
+    def step(images: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(images, labels, model(images, training=True))
+        return tape.gradient(loss, model.trainable_variables)
+
+    plain = step(images, labels)
+    end, stride = list(layout.stages.items())[-1]
+    found = []
+    for number in rows:
+        option = {"halo": "carry", "segments": [[layout.entry, end, min(number, image_size // stride)]]}
+        errors = {}
+        for name in ("with", "without"):
+            with _handing_on(name == "with"):
+                errors[name] = _distance(plain, rewritten(step, option)(images, labels))
+        found.append({"rows": number, **errors})
+        emit(found[-1])
+    keras.backend.clear_session()
+    return found
+
+
+def _distance(wanted: Sequence[Any], got: Sequence[Any]) -> float:
+    """Relative L2 distance of lists of tensors as vectors."""
+    import numpy as np
+
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(wanted, got, strict=True)]
+    return float((sum(((a - b) ** 2).sum() for a, b in pairs) / sum((a**2).sum() for a, _ in pairs)) ** 0.5)
+
+
+class _handing_on:  # noqa: N801 - a context manager
+    """With `yes=False`, has rewrites put zeros in the place of what rows hand on."""
+
+    def __init__(self, yes: bool) -> None:
+        self._yes = yes
+
+    def __enter__(self) -> None:
+        import tensorflow as tf
+
+        from rewriters import carrying, emit
+
+        self._received = emit.received
+
+        def nothing(turn: Any, tensor: Any, carry: Any, source: Any, images: Any) -> Any:
+            return tf.zeros_like(carrying.received(turn, tensor, carry, source, images))
+
+        if not self._yes:
+            emit.received = nothing
+
+    def __exit__(self, *_: object) -> None:
+        from rewriters import emit
+
+        emit.received = self._received

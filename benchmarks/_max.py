@@ -1,0 +1,40 @@
+"""Finds the largest number that fits."""
+
+from collections.abc import Callable
+
+
+def largest(fits: Callable[[int], bool], guess: int, part: float = 0.0) -> int:
+    """Finds the largest number that fits by bisection, where all smaller ones do as well.
+
+    Args:
+        fits: Asked for numbers from 1 up, as seldom as may be.
+        guess: Where to begin; the better, the fewer are asked.
+        part: The result may be too small by this part of it.
+
+    Returns:
+        The number, 0 if not even 1 fits.
+    """
+    low, high, stride = 0, None, max(guess // 16, 1)
+    asked = max(guess, 1)
+    while high is None or high - low > max(1, int(part * low)):
+        if fits(asked):
+            low = asked
+        else:
+            high = asked
+        if high is None or (low == 0 and high > 1 and stride < high):  # one side is open: further away
+            asked = low + stride if high is None else high - stride
+            stride *= 2
+        else:
+            asked = (low + high) // 2
+    return low
+
+
+def extrapolated(peak: Callable[[int], int], memory: int, few: int, more: int) -> int:
+    """Guesses the batch with that peak from the peaks of two, and once more from that of the guess."""
+    for _ in range(2):
+        per_image = max((peak(more) - peak(few)) / (more - few), 1.0)
+        guess = min(more + int((memory - peak(more)) / per_image), 16 * more)
+        few, more = more, max(guess, 1)
+        if few == more:
+            break
+    return more
