@@ -85,11 +85,13 @@ class Save:
         tensor: Whose rows they are.
         saved: Where they go.
         slots: For each tile as many times as needed (backward tiles may be smaller): rows, and where they go.
+        region: What the backward loop holds of the tensor, which along other axes may be less than the forward loop.
     """
 
     tensor: Tensor
     saved: Tensor
     slots: list[tuple[Interval, np.ndarray]]
+    region: tuple[Interval, ...]
 
 
 def balanced(weights: np.ndarray, tiles: int) -> np.ndarray:

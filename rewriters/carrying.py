@@ -155,10 +155,9 @@ class PassedOn:
 class Saved:
     """Rows that a forward loop keeps for the backward loop, one tile's after the other's."""
 
-    def __init__(self, save: Save, region: Region) -> None:
+    def __init__(self, save: Save) -> None:
         self.tensors = [save.saved]
         self._save = save
-        self._region = region
 
     def initial(self, loop: Whole) -> list[LoopState]:
         """Anything: every row is written."""
@@ -177,7 +176,8 @@ class Saved:
             spans[0] = turn.images() if tensor.shape is not None and tensor.shape[0] != 1 else None
             axis = turn.row_axis
             spans[turn.row_dim(tensor)] = (turn.lookup(places, axis), turn.lookup(rows.size, axis))
-            handle = DeviceBuffer(handle).write(spans, turn.fit(tensor, with_rows(self._region, axis, rows), 0.0))
+            own = turn.fit(tensor, with_rows(self._save.region, axis, rows), 0.0)
+            handle = DeviceBuffer(handle).write(spans, own)
         return [handle]
 
     def final(self, values: Sequence[Any]) -> list[Any]:

@@ -121,7 +121,7 @@ def phase_results(analysis: Analysis, phase: Phase) -> list[Result]:
             rule, view = find_rule(tensor.node), analysis.view(tensor.node)
             cell = phase.cells[tensor.node.inputs[rule.summed(view)]] if rule.per_pixel(view) else None
             results.append(Reduced(tensor, rule.combined(view), rule.per_image(view), cell))
-    results += [Saved(save, phase.regions[save.tensor]) for save in phase.saves]
+    results += [Saved(save) for save in phase.saves]
     for tensor, carry in phase.carries.items():
         layout = analysis.layouts.of(tensor)
         assert layout is not None
@@ -145,7 +145,7 @@ class _Tile:
         self._carried = carried
         self._received: dict[Tensor, Any] = {}
         self._passed: dict[Tensor, Any] = {}
-        self._joined: dict[Tensor, tuple[Any, Region]] = {}
+        self._joined: dict[tuple[Tensor, float | str], tuple[Any, Region]] = {}
         self._indices: list[Any] = []
         for count in reversed(self.phase.grid.spatial):
             self._indices.insert(0, index % count if count > 1 else 0)
@@ -207,7 +207,7 @@ class _Tile:
             elif tensor in self.values and plan[0].needs[position] is not None:
                 need: Region = tuple(p.needs[position] for p in plan)  # type: ignore[misc]
                 fill = rule.operand_fill(view, position)
-                again = self._cut_again(tensor, need, gradients)
+                again = self._cut_again(tensor, need, fill, gradients)
                 operands.append(self.fit(tensor, need, fill) if again is None else again)
             else:
                 operands.append(self._outer(tensor, [node]))
@@ -284,7 +284,7 @@ class _Tile:
         if carry is None or self._is_gradient(tensor):
             value = self.moved(self.values[tensor], have, need, fill, tensor)
             if self.phase.carries and tensor not in self.phase.reads and not covers(have, need):
-                self._joined.setdefault(tensor, (value, need))  # With padding.
+                self._joined.setdefault((tensor, fill), (value, need))
             return value
         rows = need[self.row_axis]
         if np.all((rows.lo >= carry.received.hi) | (rows.size == 0)):
@@ -294,7 +294,7 @@ class _Tile:
         if key not in self._fits:
             above = self._rows_received(tensor, self.values[tensor])
             self._fits[key] = joined(self, tensor, self.values[tensor], above, have, need, fill)
-            self._joined.setdefault(tensor, (self._fits[key], need))
+            self._joined.setdefault((tensor, fill), (self._fits[key], need))
         return self._fits[key]
 
     def moved(
@@ -343,19 +343,19 @@ class _Tile:
     def _is_gradient(self, tensor: Tensor) -> bool:
         return self.segment.kinds.get(tensor) is Kind.PARTIAL
 
-    def _cut_again(self, tensor: Tensor, need: Region, gradients: Sequence[Any]) -> Any:
+    def _cut_again(self, tensor: Tensor, need: Region, fill: float | str, gradients: Sequence[Any]) -> Any:
         """Rows of a forward value that a gradient meets, out of those that were joined for an operation before.
 
         Otherwise the rows as they were made would wait for the gradient beside the joined ones, which mostly do.
         `None` for other operands.
         """
-        if tensor not in self._joined or not gradients or self._is_gradient(tensor):
+        if (tensor, fill) not in self._joined or not gradients or self._is_gradient(tensor):
             return None
-        value, have = self._joined[tensor]
+        value, have = self._joined[tensor, fill]
         if not covers(have, need):
             return None
         with tf.control_dependencies(gradients):
-            return self.moved(value, have, need, 0.0, tensor)
+            return self.moved(value, have, need, fill, tensor)
 
     def _rows_received(self, tensor: Tensor, like: Any) -> Any:
         """Rows of a tensor that another turn, or another loop, has made."""

@@ -9,6 +9,7 @@ the loops then take every border of these or some, so that both may have numbers
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 
 import numpy as np
 
@@ -53,6 +54,11 @@ class _Holding(Rows):
         self._borders = at
         self._carries = {}
 
+    @property
+    def _in_one_turn(self) -> bool:
+        """Whether the loop has one turn, which sees whole tensors, also rows that nothing needs."""
+        return len(self._borders) == 2
+
     def _num_rows(self, tensor: Tensor) -> int:
         return self.extents(tensor)[self._axis]
 
@@ -73,7 +79,7 @@ class _Holding(Rows):
 
     def made(self, node: Node, wanted: Region) -> Region:
         """The rows that no tile before made."""
-        if node not in self._carrying or not self._carries_rows(node):
+        if node not in self._carrying or self._in_one_turn or not self._carries_rows(node):
             return super().made(node, wanted)
         if self._recording:
             results = [node.out(index) for index in range(len(node.outputs))]
@@ -83,17 +89,20 @@ class _Holding(Rows):
             self._frontiers[node] = Frontier.of(rows, 0 if whole else int(rows.lo.min()), end)
         return with_rows(wanted, self._axis, refilled(self._frontiers[node].new(self._borders)))
 
-    def hold(self, node: Node, wanted: Region, plan: tuple[AxisPlan, ...]) -> tuple[tuple[AxisPlan, ...], Region]:
+    def hold(
+        self, node: Node, wanted: Region, plan: tuple[AxisPlan, ...], available: Container[Tensor]
+    ) -> tuple[tuple[AxisPlan, ...], Region]:
         """The rows that are made, below those that are received if any of them is wanted."""
-        if node not in self._carrying or node not in self._frontiers:
-            return super().hold(node, wanted, plan)
+        if node not in self._carrying or self._in_one_turn or node not in self._frontiers:
+            return super().hold(node, wanted, plan, available)
         frontier, rows = self._frontiers[node], wanted[self._axis]
         new = frontier.new(self._borders)
         plan = tuple(dataclasses.replace(p, out=new) if axis == self._axis else p for axis, p in enumerate(plan))
         carry = Carry(frontier.carried(self._borders[:-1]), frontier.carried(self._borders[1:]))
         held = new
         if np.any((rows.size > 0) & (rows.lo < new.lo)):
-            self._carries.update((node.out(index), carry) for index in range(len(node.outputs)))
+            results = (node.out(index) for index in range(len(node.outputs)))
+            self._carries.update((tensor, carry) for tensor in results if tensor not in available)
             held = Interval(carry.received.lo, new.hi)
         return plan, with_rows(tuple(p.out for p in plan), self._axis, held)  # type: ignore[misc]
 
@@ -166,11 +175,14 @@ class RowPlanner(_Holding, Planner):
         self._recording = False
 
     def _weights(self) -> np.ndarray:
-        """Bytes of the forward values above each border of the finest tiles."""
+        """Bytes of the forward values above each border of the finest tiles; evenly, of those that are made again."""
         found = np.zeros(self._fine + 1)
-        for node in self._carrying & self._frontiers.keys():
+        even = np.arange(self._fine + 1) / self._fine
+        for node in self.segment.forward:
+            frontier = self._frontiers.get(node)
             for tensor in (node.out(index) for index in range(len(node.outputs))):
-                found += self._frontiers[node].done * (tensor.num_bytes() / self._num_rows(tensor))
+                part = even if frontier is None else frontier.done / self._num_rows(tensor)
+                found += part * tensor.num_bytes()
         return found
 
     def _alongside(self, gradient: Tensor) -> Frontier | None:
@@ -206,7 +218,7 @@ class RowPlanner(_Holding, Planner):
         """The rows of a gradient to which no later turn adds, if any are shared; else all that the op reaches."""
         region = super().reached(node, plan)
         results = [node.out(index) for index in range(len(node.outputs))]
-        if not self._carries_rows(node) or self._handed_on.isdisjoint(results):
+        if self._in_one_turn or not self._carries_rows(node) or self._handed_on.isdisjoint(results):
             return region
         if self._recording:
             self._frontiers[node] = Frontier.of(region[self._axis], 0)
@@ -232,7 +244,8 @@ class RowPlanner(_Holding, Planner):
             saved = stand_in(tensor, layout.dims, sizes)
             nothing = Interval(carry.received.hi, carry.received.hi)
             self._carries[tensor] = Carry(carry.received, nothing, saved)
-            found.append(Save(tensor, saved, slots(self._frontiers[tensor.node], at, self._borders)))
+            rows = slots(self._frontiers[tensor.node], at, self._borders)
+            found.append(Save(tensor, saved, rows, backward.regions[tensor]))
         return found
 
     def _forward(self, grid: Grid, saves: list[Save], backward: list[Phase]) -> Phase:
@@ -241,11 +254,10 @@ class RowPlanner(_Holding, Planner):
         written = {tensor: self.cells_of(tensor, grid) for tensor in writes}
         wanted = dict(written)
         for save in saves:
-            region = backward[0].regions[save.tensor]
             for rows, _ in save.slots:
                 old = wanted.get(save.tensor)
                 hull = rows if old is None else old[self._axis].hull(rows)
-                wanted[save.tensor] = with_rows(region, self._axis, hull)
+                wanted[save.tensor] = with_rows(save.region, self._axis, hull)
         regions, plans = self.demand(segment.forward, wanted, set(segment.entries), grid)
         phase = self._phase("forward", grid, segment.forward, regions, plans, writes, [], [], written)
         phase.saves = saves

@@ -211,7 +211,7 @@ class Rows:
             plan = self.one_tile(node, grid) or tuple(
                 rule.demand(view, axis, made[axis]) for axis in range(len(grid.spatial))
             )
-            plan, held = self.hold(node, out, plan)
+            plan, held = self.hold(node, out, plan, available)
             plans[node] = plan
             for tensor in outs:
                 if tensor not in available:
@@ -225,10 +225,10 @@ class Rows:
         return wanted
 
     def hold(
-        self, node: Node, wanted: Region, plan: tuple[AxisPlan, ...]
+        self, node: Node, wanted: Region, plan: tuple[AxisPlan, ...], available: Container[Tensor]
     ) -> tuple[tuple[AxisPlan, ...], Region]:
-        """The final plan of an op, and the rows of its results that a tile then holds."""
-        del node, wanted
+        """The final plan of an op, and the rows of its results that a tile then holds, unless they are `available`."""
+        del node, wanted, available
         return plan, tuple(p.out for p in plan)  # type: ignore[misc]
 
     def inputs(

@@ -1,5 +1,6 @@
 """Small networks that between them have every border case of a convolutional one; a helper, no test."""
 
+import keras
 from keras import layers
 
 # Without sums over the image --------------------------------------------------------------------------------
@@ -67,7 +68,21 @@ def frozen_norm(x):
     return conv(3, name="out")(x)
 
 
-PLAIN = [vgg, residual, separable, unet, dense_block, frozen_norm]
+def cell(x):
+    """What a pool and a convolution read is padded in two ways."""
+    x = conv(4, activation=None)(conv(3)(x))
+    x = layers.Add()([layers.MaxPool2D(3, 1, padding="same")(x), conv(4)(x)])
+    return layers.AveragePooling2D(2, name="out")(x)
+
+
+def halves(x):
+    """Of the two parts of a tensor one is read far away, the other by nothing that is read later."""
+    kept, x = keras.ops.split(conv(4)(conv(3)(x)), 2, axis=-1)
+    x = conv(2, 5)(conv(2)(x))
+    return conv(3, name="out")(layers.Concatenate()([kept, x]))
+
+
+PLAIN = [vgg, residual, separable, unet, dense_block, frozen_norm, cell, halves]
 
 # With BatchNorm in training mode, and other sums that a forward pass waits for ------------------------------
 

@@ -76,7 +76,7 @@ def _most_rows(analysis: Analysis, plan: SegmentPlan, batch: int) -> int | None:
         once = step_cost(analysis, backward.body, batch)
         added = (phase_cost(analysis, backward, batch) - once) / (count - 1)
         best = 1 + once / added if added > 0 else math.inf
-    return max(1, int(min(best, most_tiles(analysis, plan.segment)[axis])))
+    return max(1, int(best)) if best < most_tiles(analysis, plan.segment)[axis] else None
 
 
 def _finest(plan: SegmentPlan, backward: bool) -> Phase | None:

@@ -53,8 +53,13 @@ def auto_grids(analysis: Analysis, segment: Segment, batch: int, rows_only: bool
 
 def _along_one(most: Sequence[int]) -> list[int]:
     """No tiles but along the first axis that can be split."""
-    first = next((axis for axis, rows in enumerate(most) if rows > 1), 0)
+    first = first_axis(most)
     return [rows if axis == first else 1 for axis, rows in enumerate(most)]
+
+
+def first_axis(most: Sequence[int]) -> int:
+    """The first axis that can be split."""
+    return next((axis for axis, rows in enumerate(most) if rows > 1), 0)
 
 
 def _counts(most: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from typing import Any
 
@@ -88,7 +89,8 @@ class PlannedSegment:
         overlapped_bytes: What the loops make more than once, because several tiles need it, recomputation for the
             backward pass not counted.
         most_rows: About the number of row tiles above which more of them need more memory (`halo="carry"`) or double
-            the arithmetic (`halo="recompute"`); that does not limit them. `None` where tiles are not rows alone.
+            the arithmetic (`halo="recompute"`); that does not limit them. `None` if there are not as many rows, and
+            where tiles are not rows alone.
     """
 
     name: str
@@ -205,7 +207,7 @@ class Plan:
         lines = [f"Plan for {self._batch_text()}: {self.headline()}"]
         for segment in self.segments:
             lines.append(f"  {_segment_line(segment)}")
-            if segment.halo == "carry":
+            if segment.halo == "carry" and math.prod((*segment.num_tiles[1:], *segment.backward_num_tiles[1:])) > 1:
                 saved = f"; {format_bytes(segment.carried_bytes)} of them saved" if segment.carried_bytes else ""
                 most = f"; more than {segment.most_rows} tiles would need more memory" if segment.most_rows else ""
                 lines.append(f"    rows that tiles share are handed on{saved}{most}")

@@ -16,7 +16,7 @@ from rewriters.tiles import Grid, Halo
 from rewriters.turns import phase_scratch
 from tflms_sft._barriers import Barriers, fitted, largest
 from tflms_sft._compile import Traced
-from tflms_sft._grids import auto_grids, clamped, fewest, most_tiles
+from tflms_sft._grids import auto_grids, clamped, fewest, first_axis, most_tiles
 from tflms_sft._names import display_names, resolve
 from tflms_sft._num_tiles import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params import SegmentSpec, SFTParams
@@ -46,7 +46,7 @@ def plan_sft(traced: Traced, params: SFTParams) -> tuple[list[SegmentPlan], list
     for tiles in (asked.tiles, asked.backward):
         if tiles is not None and segments:  # Smaller segments get fewer tiles; the largest one has to have enough rows.
             largest_one = max(segments, key=lambda segment: most_tiles(traced.analysis, segment))
-            check_tiles(traced, largest_one, _grid(traced, largest_one, tiles))
+            check_tiles(traced, largest_one, _grid(traced, largest_one, tiles), tiles.argument)
     plans = []
     for segment in segments:
         try:
@@ -155,7 +155,7 @@ def _with_layer(traced: Traced, error: object) -> str:
     return text
 
 
-def check_tiles(traced: Traced, segment: Segment, grid: Grid) -> None:
+def check_tiles(traced: Traced, segment: Segment, grid: Grid, argument: str = "num_tiles") -> None:
     """Refuse more tiles than an exit, or a gradient that comes in, has rows.
 
     More batch tiles than samples are empty and skipped at run time.
@@ -171,8 +171,8 @@ def check_tiles(traced: Traced, segment: Segment, grid: Grid) -> None:
                 where = f"{names.get(tensor, tensor.name)!r}" if tensor in segment.exits else "a gradient on its way"
                 into = ", ".join(repr(names.get(t, t.name)) for t in segment.entries)
                 raise ValueError(
-                    f"`num_tiles` asks for {grid.spatial[axis]} tiles along the {name}, and {where} to {into} "
-                    f"({segment.name}) has {rows} row(s). Use at most {rows}. Received: num_tiles={grid}."
+                    f"`{argument}` asks for {grid.spatial[axis]} tiles along the {name}, and {where} to {into} "
+                    f"({segment.name}) has {rows} row(s). Use at most {rows}. Received: {argument}={grid}."
                 )
 
 
@@ -187,39 +187,47 @@ def _limiting(traced: Traced, segment: Segment) -> list[Tensor]:
     return [*segment.exits, *segment.grad_entries]
 
 
-def _check_width(traced: Traced, segment: Segment, grid: Grid) -> None:
+def _check_width(traced: Traced, segment: Segment, grid: Grid, argument: str) -> None:
     """Refuse tiles that are no rows.
 
     Raises:
         ValueError: With what to use instead.
     """
     names = axis_names(traced.analysis, segment)
-    along = next((axis for axis, name in enumerate(names) if name is not None), 0)
+    extents = traced.analysis.extents(segment.entries[0]) or ()
+    along = first_axis([rows or 1 for rows in extents])
     others = [str(name) for axis, name in enumerate(names) if axis != along and grid.spatial[axis] > 1]
     if others:
         rows = tuple(grid.num_tiles // grid.batch if axis == along else 1 for axis in range(len(names)))
+        use = rows if grid.batch == 1 else (grid.batch, *rows)
         raise ValueError(
             f'`halo="carry"` hands rows on along the {names[along]}, so tiles cannot split the {" and ".join(others)}. '
-            f"Received: num_tiles={grid}. Use as many along the {names[along]}, such as num_tiles={rows}, "
+            f"Received: {argument}={grid}. Use as many along the {names[along]}, such as {argument}={use}, "
             'or `halo="recompute"`.'
         )
 
 
+def _checked(traced: Traced, segment: Segment, tiles: NumTiles, halo: Halo, clamp: bool) -> Grid:
+    """The grid that is asked for, or with `clamp` one with no more tiles than there are rows.
+
+    Raises:
+        ValueError: If there cannot be such tiles.
+    """
+    grid = _grid(traced, segment, tiles)
+    if halo is Halo.CARRY:
+        _check_width(traced, segment, grid, tiles.argument)
+    if clamp:
+        return clamped(traced.analysis, segment, grid)
+    check_tiles(traced, segment, grid, tiles.argument)
+    return grid
+
+
 def _planned(traced: Traced, segment: Segment, asked: Asked, capacity: int | None, clamp: bool) -> SegmentPlan:
-    back = None if asked.backward is None else _grid(traced, segment, asked.backward)
-    rows_only = asked.halo is Halo.CARRY
-    if back is not None and rows_only:
-        _check_width(traced, segment, back)
+    back = None
+    if asked.backward is not None:
+        back = _checked(traced, segment, asked.backward, asked.halo, clamp)
     if asked.tiles is not None:
-        grid = _grid(traced, segment, asked.tiles)
-        if rows_only:
-            _check_width(traced, segment, grid)
-        if clamp:
-            grid = clamped(traced.analysis, segment, grid)
-            back = back and clamped(traced.analysis, segment, back)
-        else:
-            check_tiles(traced, segment, grid)
-            check_tiles(traced, segment, back or grid)
+        grid = _checked(traced, segment, asked.tiles, asked.halo, clamp)
         return plan_segment(traced.analysis, segment, grid, back, asked.halo)
     if segment.loops:
         return fitted(traced, segment, capacity or largest(traced, segment), asked.halo)
@@ -230,5 +238,5 @@ def _planned(traced: Traced, segment: Segment, asked: Asked, capacity: int | Non
         plan = plan_segment(analysis, segment, grid, back, asked.halo)
         return max(phase_scratch(phase, batch) for phase in plan.phases) <= limit
 
-    grids = auto_grids(analysis, segment, batch, rows_only)
+    grids = auto_grids(analysis, segment, batch, asked.halo is Halo.CARRY)
     return plan_segment(analysis, segment, fewest(grids, fits) or grids[-1], back, asked.halo)
