@@ -241,6 +241,45 @@ def train(
     }
 
 
+GROUPS = {
+    "gradients of convolutions": r"Backprop",
+    "convolutions": r"Conv",
+    "pools and their gradients": r"Pool",
+    "crops, pads, joins": r"Slice|Pad|Concat|Update|Identity|Empty",
+}
+"""What an op's time counts as, by a pattern in its type; the first that is found."""
+
+
+def where_time_goes(*, net: str, image_size: int, batch: int, option: Option, emit: _child.Emit) -> dict[str, float]:
+    """Returns seconds by what was done, of one traced run in which the time of each op is its own.
+
+    Convolutions in the backward loops are recomputations. Where two ops run at a time both count.
+    """
+    import re
+
+    import tensorflow as tf
+
+    from rewriters import _tf_private
+
+    del emit
+    plain = step_of(net, image_size, batch)
+    step = rewritten(plain, option)
+    images, labels = map(tf.constant, _nets.TASKS[net].noise(image_size, batch))
+    concrete_fn = step.concrete_function if option else plain.get_concrete_function()
+    seconds: dict[str, float] = {}
+    for device_stats in _tf_private.step_stats(concrete_fn, [images, labels]).dev_stats:
+        for node in device_stats.node_stats:
+            kind = re.search(r" = (\w+)\(", node.timeline_label)
+            if kind is None or kind.group(1) in ("While", "StatelessWhile"):
+                continue
+            group = next((name for name, pattern in GROUPS.items() if re.search(pattern, kind.group(1))), "others")
+            if group == "convolutions" and "/backward/while" in node.node_name:
+                group = "convolutions computed again"
+            took = (node.op_end_rel_micros - node.op_start_rel_micros) * 1e-6
+            seconds[group] = seconds.get(group, 0.0) + took
+    return seconds
+
+
 def gradient_errors(
     *, net: str, image_size: int, batch: int, rows: Sequence[int], emit: _child.Emit
 ) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@
     python -m benchmarks.lrcnn rows --net vgg16 --image-size 1024                  its Figures 9 and 10
     python -m benchmarks.lrcnn sharing --net vgg16                                 its section V-D
     python -m benchmarks.lrcnn scale --net vgg16 --image-size 2048 --memory 1GiB   time per pixel of larger images
+    python -m benchmarks.lrcnn where --net vgg16 --memory 500MiB                   what the time goes into
 
 After Z. Wang et al., "LR-CNN: Lightweight Row-centric Convolutional Neural Network Training for Memory Reduction"
 (2024). `largest` looks for the largest batch or image whose predicted peak is within `--memory`, for the plain step,
@@ -68,6 +69,14 @@ def scale(options: argparse.Namespace) -> Found:
         results[name] = {**size, **found}
         print(f"{size['image_size']} px: {json.dumps(found)}", flush=True)
     return results
+
+
+def where(options: argparse.Namespace) -> Found:
+    """What a step's time goes into, plain and within a budget."""
+    kwargs = {"net": options.net, "image_size": options.image_size, "batch": options.batch}
+    ways = {"plain": {}, "rewritten": {"budget": options.memory}}
+    target = "benchmarks._lrcnn:where_time_goes"
+    return {way: _child.call_in_child(target, {**kwargs, "option": option}) for way, option in ways.items()}
 
 
 def sharing(options: argparse.Namespace) -> Found:
@@ -153,6 +162,19 @@ def table_of_scale(title: str, results: Found) -> str:
     return _compare_report.markdown(lines)
 
 
+def table_of_where(title: str, results: Found) -> str:
+    """A line for each kind of work."""
+    plain, changed = results["plain"], results["rewritten"]
+    total = sum(plain.values())
+    lines = [[title, "plain", "rewritten", "more, of the plain step"]]
+    for group in (*sorted({*plain, *changed}), "all"):
+        before, after = (
+            sum(found.values()) if group == "all" else found.get(group, 0.0) for found in (plain, changed)
+        )
+        lines.append([group, f"{before:.2f} s", f"{after:.2f} s", f"{(after - before) / total:+.1%}"])
+    return _compare_report.markdown(lines)
+
+
 def table_of_sharing(title: str, results: Found) -> str:
     """A line for each number of rows."""
     lines = [[title, "error with sharing", "error without"]]
@@ -165,8 +187,9 @@ EXPERIMENTS = {
     "rows": (rows, table_of_rows),
     "sharing": (sharing, table_of_sharing),
     "scale": (scale, table_of_scale),
+    "where": (where, table_of_where),
 }
-SIZES = {"largest": 224, "rows": 1024, "sharing": 224, "scale": 2048}
+SIZES = {"largest": 224, "rows": 1024, "sharing": 224, "scale": 2048, "where": 1024}
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -177,7 +200,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--net", choices=_lrcnn.LAYOUTS, default="vgg16", help="default: %(default)s")
     add("--vary", choices=("batch", "image"), default="batch", help="of `largest`; default: %(default)s")
     add("--ways", nargs="+", choices=_lrcnn.WAYS, default=_lrcnn.WAYS, metavar="WAY", help=f"of {_lrcnn.WAYS}")
-    memory_help = "of `largest` and `scale`; default: %(default)s"
+    memory_help = "of `largest`, `scale` and `where`; default: %(default)s"
     add("--memory", type=_arguments.size, default="1GiB", metavar="SIZE", help=memory_help)
     add("--image-size", type=_arguments.positive, metavar="N", help=f"a multiple of 32; defaults: {SIZES}")
     add("--batch", type=_arguments.positive, default=1, help="where it does not vary; default: %(default)s")

@@ -131,7 +131,7 @@ def test_what_waits_between_the_loops_is_swapped(tmp_path):
         assert error(np.array(got), np.array(want)) < TOLERANCE
 
 
-@pytest.mark.parametrize("policy", ("mixed_float16", "mixed_bfloat16"))
+@pytest.mark.parametrize("policy", ("mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)))
 def test_half_precision_is_as_near_as_the_plain_step(policy):
     """To what the same step gives in float32; as near as that is, images that differ by less than a rounding tell."""
     exact = trained([], "float32")
