@@ -309,8 +309,8 @@ def gradient_errors(
     plain = step(images, labels)
     end, stride = list(layout.stages.items())[-1]
     found = []
-    for number in rows:
-        option = {"halo": "carry", "segments": [[layout.entry, end, min(number, image_size // stride)]]}
+    for number in sorted({min(number, image_size // stride) for number in rows}):
+        option = {"halo": "carry", "segments": [[layout.entry, end, number]]}
         errors = {}
         for name in ("with", "without"):
             with _handing_on(name == "with"):

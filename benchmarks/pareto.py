@@ -73,13 +73,21 @@ def front(*, spec: dict[str, Any], parts: Sequence[float], emit: _child.Emit) ->
 # In the parent.
 
 
-def measured_points(paths: Sequence[Path]) -> list[Point]:
-    """Measured memory and time of what `vgg16` and the like wrote, relative to the plain step of the same run."""
+def measured_points(paths: Sequence[Path], spec: _compare.Spec) -> list[Point]:
+    """Measured memory and time of what `vgg16` and the like wrote, relative to the plain step of the same run.
+
+    Raises:
+        ValueError: If a file is of another network, size or batch.
+    """
     found = []
+    wanted = {"net": spec.net, "image_size": spec.image_size, "batch": spec.batch}
     for path in paths:
         report = json.loads(path.read_text())
+        other = {name: report["spec"][name] for name in wanted}
+        if other != wanted:
+            raise ValueError(f"`--measured` has other figures than {wanted}. Received: {path} with {other}.")
         for title, ratios in report["ratios"].items():
-            if not {"peak_bytes", "step_seconds_median"} <= ratios.keys():
+            if not {"peak_bytes", "step_seconds_median", "cpu_seconds_median"} <= ratios.keys():
                 continue
             figures = report["results"][title]
             found.append(
@@ -164,9 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Plans, prints, writes and draws."""
     options = parse_arguments(arguments)
     spec = _compare.Spec(options.model, options.image_size, options.batch, 1, 1, "cpu")
+    measured = measured_points(options.measured, spec)
     kwargs = {"spec": dataclasses.asdict(spec), "parts": list(PARTS)}
     found = _child.call_in_child("benchmarks.pareto:front", kwargs)
-    measured = measured_points(options.measured)
     print(table(found["plain_bytes"], found["points"], measured))
     if options.json:
         options.json.write_text(json.dumps({**found, "measured": measured}, indent=1) + "\n")
@@ -180,5 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
+    except _child.ChildError as error:
+        sys.exit(f"A child failed for a reason of its own: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

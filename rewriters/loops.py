@@ -1,7 +1,7 @@
 """A tile loop as a `tf.while_loop` with named state and a direction.
 
-State is generic: a variable with an initial value and an update per turn. Buffers
-and sums are states; carried rows will be too.
+State is generic: a variable with an initial value and an update per turn. Buffers,
+sums and rows that are handed on are states.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ class RowGatherer(_Holding, Gatherer):
 
 
 def nearly_free(analysis: Analysis, segment: Segment) -> set[Node]:
-    """Operations whose rows are made again rather than kept: one window at most away from the entries, of few channels.
+    """Operations whose rows are made again rather than kept: of few flops, and one window at most from the entries.
 
     Such as the first convolution of a network, which makes many channels of three.
     """
@@ -319,9 +319,20 @@ def nearly_free(analysis: Analysis, segment: Segment) -> set[Node]:
         size = sum(node.out(index).num_bytes() for index in range(len(node.outputs)))
         flops = find_rule(node).flops(analysis.view(node), 1) / max(size, 1)
         above = [taken[t.node] for t in node.inputs if t.node in taken]
-        windows = max((number for number, _ in above), default=0) + (flops > 0)
+        windows = max((number for number, _ in above), default=0) + _widens(analysis, node)
         taken[node] = (windows, flops + sum(amount for _, amount in above))
     return {node for node, (windows, flops) in taken.items() if windows <= 1 and flops <= FEW_FLOPS}
+
+
+def _widens(analysis: Analysis, node: Node) -> bool:
+    """Whether neighbouring rows of an op's result share rows of what it reads."""
+    view, rows = analysis.view(node), Interval(np.array([4]), np.array([5]))
+    for axis in range(len(analysis.extents(node.out()) or ())):
+        one, two = (find_rule(node).demand(view, axis, Interval(rows.lo, rows.hi + more)) for more in (0, 1))
+        for a, b in zip(one.needs, two.needs, strict=True):
+            if a is not None and b is not None and 2 * a.size[0] > b.size[0]:
+                return True
+    return False
 
 
 def row_axis(*grids: Grid) -> int:

@@ -48,9 +48,10 @@ def allocate(shape: Any, dtype: tf.DType, zero: bool) -> Any:
 class DeviceBuffer:
     """A tensor on the device of the loop.
 
-    A loop variable is changed in place, so that writing a tile costs the tile and not the tensor. It must have no
-    other reader that might come after the change, and begin as what `allocate` made anew: a constant would be another
-    one in the next step.
+    What is written is changed in place, so that writing a tile costs the tile and not the tensor. The tensor must have
+    no other reader that might come after the change, and memory of its own: as a loop variable it has to begin as what
+    `allocate` made anew (a constant would be another one in the next step), and the result of an op will do if the op
+    never gives its operand back and is kept apart from equal ones.
     """
 
     def __init__(self, tensor: Any) -> None:
@@ -132,8 +133,7 @@ class _Rows:
     """A tensor as a matrix whose rows are contiguous and lie wholly inside or outside of a region.
 
     `InplaceUpdate` and `InplaceAdd` copy whole rows. A strided assignment copies number by number, which takes many
-    times as long on a CPU. They write into their operand whoever else may read it: here nobody does, it is the
-    variable of a loop.
+    times as long on a CPU. They write into their operand whoever else may read it: see `DeviceBuffer`.
 
     Attributes:
         index: The rows inside of the region.

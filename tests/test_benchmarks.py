@@ -14,10 +14,12 @@ from benchmarks import (
     _compare,
     _compare_report,
     _lms_report,
+    _lrcnn,
     _max,
     _nets,
     accuracy,
     lms,
+    lrcnn,
     max_batch,
     pareto,
     vgg16,
@@ -131,13 +133,17 @@ def test_rows_that_are_handed_on_are_asked_for_and_named():
 
 def test_what_was_measured_is_put_beside_what_was_predicted(tmp_path):
     ratios = {"peak_bytes": 4.0, "step_seconds_median": 0.8, "cpu_seconds_median": 0.5, "net_rss_bytes": 6.0}
+    spec = _compare.Spec("vgg16", 512, 1, 1, 3, "cpu")
     report = {
+        "spec": dataclasses.asdict(spec),
         "results": {"plain": {}, "budget 1GiB": {"peak_bytes": 2**30}, "budget 1kB": {"failed": "too small"}},
         "ratios": {"budget 1GiB": ratios},
     }
     path = tmp_path / "net.json"
     path.write_text(json.dumps(report))
-    (point,) = measured = pareto.measured_points([path])
+    (point,) = measured = pareto.measured_points([path], spec)
+    with pytest.raises(ValueError, match="other figures than.*Received.*'image_size': 512"):
+        pareto.measured_points([path], dataclasses.replace(spec, image_size=768))
     assert point["title"] == "net: budget 1GiB" and (point["time_ratio"], point["cpu_ratio"]) == (1.25, 2.0)
     predicted = {"budget_bytes": 2**31, "peak_bytes": 2**30, "time_ratio": 1.2, "halos": ["carry"]}
     text = pareto.table(2**32, [predicted], measured)
@@ -430,6 +436,50 @@ def test_the_table_compares_with_plain():
     assert rows[5] == "| 10 % more | 11: out of memory | 48: out of memory |  |"
     assert rows[6] == "| largest batch, by trials | 11 | 44 | 4.00 |"
     assert rows[8] == "| the same, per image | 0.10 s | 0.10 s |  |"
+
+
+# Rows.
+
+
+def test_the_ways_to_train_that_are_compared():
+    (checkpoint,) = _lrcnn.options("checkpoint", "vgg16", 224)
+    ends = [end for _, end, _ in checkpoint["segments"]]
+    assert len(ends) == 4 and ends[-1] == "pool5"
+    assert [entry for entry, _, _ in checkpoint["segments"]] == ["image", *ends[:-1]]
+    basic = [option["segments"] for option in _lrcnn.options("2PS", "resnet50", 224)]
+    assert [["input_layer", "conv5_block3_out", 6]] in basic and [["input_layer", "pool1_pool", 48]] in basic
+    assert not any(end == "conv5_block3_out" and rows > 7 for ((_, end, rows),) in basic), "no more than it has"
+    hybrid = _lrcnn.options("OverL-H", "vgg16", 64)
+    assert hybrid[-1] == {
+        "halo": "recompute",
+        "segments": [[*pair, n] for pair, n in zip(PAIRS, (32, 16, 8, 4, 2), strict=True)],
+    }
+    assert len(hybrid) == len({json.dumps(option) for option in hybrid})
+    assert _lrcnn.options("MemoryBudget", "vgg16", 64, 2**30) == [{"budget": 2**30}]
+
+
+PAIRS = [("image", "pool1"), ("pool1", "pool2"), ("pool2", "pool3"), ("pool3", "pool4"), ("pool4", "pool5")]
+
+
+def test_tables_of_rows():
+    found = {"seconds": 2.0, "measured": 2**30, "predicted": 2**30, "batch": 4, "image_size": 1000, "size": 4}
+    results = {"plain": {**found, "option": {}}, "2PS": {**found, "size": 12, "batch": 12, "option": OPTION}, "x": NONE}
+    lines = lrcnn.table_of_largest("Net", results).splitlines()
+    assert [cell.strip() for cell in lines[3].split("|")[1:4]] == ["2PS", "12", "3.00"]
+    assert "0.17 s" in lines[3] and "pool5: 7" in lines[3] and "none" in lines[4]
+    rows = {**found, "shared_bytes": 2**20, "overlapped_bytes": 0, "most_rows": [3, None]}
+    lines = lrcnn.table_of_rows("Net", {"plain": rows, "2PS-H 4": {**rows, "seconds": 3.0}}).splitlines()
+    assert "1.50" in lines[3] and "1.0 MiB" in lines[3] and "3, -" in lines[3]
+    line = lrcnn.table_of_where("Net", {"plain": {"a": 4.0}, "rewritten": {"a": 4.0, "b": 1.0}}).splitlines()[-1]
+    assert "5.00 s" in line and "+25.0%" in line
+    assert "1.0e-07" in lrcnn.table_of_sharing("Net", {"2": {"with": 1e-7, "without": 0.5}})
+    times = {"before": 1.0, "twice": 1.1, "after": 1.0}
+    scale = {name: {**found, "per_megapixel": value} for name, value in times.items()}
+    assert "+10.0%" in lrcnn.table_of_scale("Net", scale)
+
+
+OPTION = {"halo": "carry", "segments": [["image", "pool5", 7]]}
+NONE = {"size": 0}
 
 
 # Predictions.

@@ -91,7 +91,8 @@ class SFTParams:
     """Segmented fused-tiled execution (Xu et al., CC '22).
 
     Args:
-        num_tiles: Number of tiles along the exit of each segment, split as evenly as possible:
+        num_tiles: Number of tiles along the exit of each segment, split as evenly as possible, or with
+            `halo="carry"` so that their memory is even:
             `(height, width)`, of volumes `(depth, height, width)`, of sequences `(length,)`; with one more in
             front for the batch, as in `(batch, height, width)`; or a mapping such as
             `{"batch": 1, "height": 4, "width": 4}`. `"auto"` takes the fewest tiles whose turn needs no more
@@ -102,7 +103,7 @@ class SFTParams:
             as long as can be.
         halo: Where a tile has the rows from that its first operations share with the tile above. `"recompute"`: it
             computes them again (full-width tiles are then LR-CNN's overlapping rows). `"carry"`: the tile above hands
-            them on, so that nothing is computed twice but what the backward loop needs; tiles are rows of full width
+            them on, so that only what costs next to nothing is computed for halos; tiles are rows of full width
             then (LR-CNN's two-phase sharing). What is handed on waits for the backward loop.
         backward_num_tiles: A number of tiles of its own for the backward loop; `None` is the same.
 
