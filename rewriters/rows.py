@@ -175,15 +175,12 @@ class RowPlanner(_Holding, Planner):
         self._recording = False
 
     def _weights(self) -> np.ndarray:
-        """Bytes of the forward values above each border of the finest tiles; evenly, of those that are made again."""
+        """Bytes of the forward values above each border of the finest tiles; rows alone if none is handed on."""
         found = np.zeros(self._fine + 1)
-        even = np.arange(self._fine + 1) / self._fine
-        for node in self.segment.forward:
-            frontier = self._frontiers.get(node)
+        for node in self._carrying & self._frontiers.keys():
             for tensor in (node.out(index) for index in range(len(node.outputs))):
-                part = even if frontier is None else frontier.done / self._num_rows(tensor)
-                found += part * tensor.num_bytes()
-        return found
+                found += self._frontiers[node].done * (tensor.num_bytes() / self._num_rows(tensor))
+        return found if found[-1] > found[0] else np.arange(self._fine + 1.0)
 
     def _alongside(self, gradient: Tensor) -> Frontier | None:
         """The frontier of the forward tensor that an incoming gradient first meets: it then meets no rows twice."""

@@ -485,7 +485,8 @@ def test_an_unknown_batch_is_planned_like_a_known_one():
 
 
 def test_more_tiles_than_any_automatic_segment_has_rows_are_refused():
-    for params in (SFTParams((13, 1)), SFTParams((2, 2), backward_num_tiles=(1, 10**9))):
-        with pytest.raises(ValueError, match="`num_tiles` asks for .* Use at most 12"):
+    backward = SFTParams((2, 2), backward_num_tiles=(1, 10**9))
+    for argument, params in (("num_tiles", SFTParams((13, 1))), ("backward_num_tiles", backward)):
+        with pytest.raises(ValueError, match=f"`{argument}` asks for .* Use at most 12"):
             tflms_sft.rewrite(gradients(), params, *BATCH)
     assert tflms_sft.rewrite(gradients(), SFTParams((12, 12)), *BATCH).plan.changed
