@@ -117,6 +117,17 @@ def out_of_memory(outcome: Outcome) -> str | None:
     return f"{ended}: {found.group(0)}"
 
 
+def leave_with(main: Callable[[], int]) -> None:
+    """Runs a program and ends the process with its exit code; a child's failure and an interruption are told."""
+    try:
+        sys.exit(main())
+    except ChildError as error:
+        sys.exit(f"A child failed for a reason of its own: {error}")
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(130)
+
+
 class ChildError(RuntimeError):
     """A child that had to succeed did not."""
 

@@ -112,23 +112,6 @@ def params_of(option: Option) -> Any:
     return tflms_sft.SFTParams(segments=specs, halo=option["halo"])
 
 
-def step_of(net: str, image_size: int, batch: int) -> Any:
-    """Returns a training step for images of a size, a `tf.function` that has its model as an attribute."""
-    import tensorflow as tf
-
-    task = _nets.TASKS[net]
-    model = task.compiled(image_size)
-    image, label = task.shapes(image_size)
-    specs = (tf.TensorSpec((batch, *image), tf.float32), tf.TensorSpec((batch, *label), tf.int32))
-
-    @tf.function(input_signature=specs, autograph=False)
-    def step(images: Any, labels: Any) -> Any:
-        return model.train_step((images, labels))["loss"]
-
-    step.model = model
-    return step
-
-
 def rewritten(step: Any, option: Option) -> tflms_sft.RewrittenStep:
     """Returns a step as an option has it; the plain one with a plan that changes nothing."""
     import tflms_sft
@@ -197,7 +180,7 @@ def _peaks(
     import tflms_sft
 
     keras.backend.clear_session()
-    plain = step_of(net, image_size, batch)
+    plain = _nets.TASKS[net].step(image_size, batch)
     for index, option in tried:
         try:
             plan = rewritten(plain, option).plan
@@ -214,7 +197,7 @@ def train(
 
     from rewriters import device
 
-    plain = step_of(net, image_size, batch)
+    plain = _nets.TASKS[net].step(image_size, batch)
     step = rewritten(plain, option)
     run = step if option else plain
     images, labels = map(tf.constant, _nets.TASKS[net].noise(image_size, batch))
@@ -262,7 +245,7 @@ def where_time_goes(*, net: str, image_size: int, batch: int, option: Option, em
     from rewriters import _tf_private
 
     del emit
-    plain = step_of(net, image_size, batch)
+    plain = _nets.TASKS[net].step(image_size, batch)
     step = rewritten(plain, option)
     images, labels = map(tf.constant, _nets.TASKS[net].noise(image_size, batch))
     concrete_fn = step.concrete_function if option else plain.get_concrete_function()

@@ -197,6 +197,21 @@ class Task:
         optimizer.build(model.trainable_variables)
         return model
 
+    def step(self, image_size: int, batch: int) -> Any:
+        """Returns the training step of a compiled network for a batch, a `tf.function` with its `model`."""
+        import tensorflow as tf
+
+        model = self.compiled(image_size)
+        image, label = self.shapes(image_size)
+        specs = (tf.TensorSpec((batch, *image), tf.float32), tf.TensorSpec((batch, *label), tf.int32))
+
+        @tf.function(input_signature=specs, autograph=False)
+        def step(images: Any, labels: Any) -> Any:
+            return model.train_step((images, labels))["loss"]
+
+        step.model = model
+        return step
+
     def noise(self, image_size: int, batch: int) -> tuple[Any, Any]:
         """Returns a batch of images and labels, the same in each process."""
         import numpy as np

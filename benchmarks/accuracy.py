@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -156,9 +155,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except _child.ChildError as error:
-        sys.exit(f"A child failed for a reason of its own: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    _child.leave_with(main)

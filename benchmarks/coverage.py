@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -308,9 +307,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except _child.ChildError as error:
-        sys.exit(f"A child failed: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    _child.leave_with(main)

@@ -28,7 +28,6 @@ import json
 import math
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,22 +48,12 @@ Trial = dict[str, Any]
 
 def _step(net: str, image_size: int, batch: int, params: dict[str, Any] | None) -> tuple[Any, Any]:
     """Returns the model and its training step for a batch, swapped if there are `params`."""
-    import tensorflow as tf
-
     import tflms_sft
 
-    task = _nets.TASKS[net]
-    model = task.compiled(image_size)
-    image, label = task.shapes(image_size)
-    specs = (tf.TensorSpec((batch, *image), tf.float32), tf.TensorSpec((batch, *label), tf.int32))
-
-    @tf.function(input_signature=specs, autograph=False)
-    def step(images: Any, labels: Any) -> Any:
-        return model.train_step((images, labels))["loss"]
-
+    step = _nets.TASKS[net].step(image_size, batch)
     if params is None:
-        return model, step
-    return model, tflms_sft.rewrite(step, tflms_sft.LMSParams(**{"tier": "disk", **params}), *specs)
+        return step.model, step
+    return step.model, tflms_sft.rewrite(step, tflms_sft.LMSParams(**{"tier": "disk", **params}))
 
 
 def predict(
@@ -273,9 +262,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except _child.ChildError as error:
-        sys.exit(f"A child failed for a reason of its own: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    _child.leave_with(main)

@@ -172,7 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Plans, prints, writes and draws."""
     options = parse_arguments(arguments)
     spec = _compare.Spec(options.model, options.image_size, options.batch, 1, 1, "cpu")
-    measured = measured_points(options.measured, spec)
+    try:
+        measured = measured_points(options.measured, spec)
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
     kwargs = {"spec": dataclasses.asdict(spec), "parts": list(PARTS)}
     found = _child.call_in_child("benchmarks.pareto:front", kwargs)
     print(table(found["plain_bytes"], found["points"], measured))
@@ -186,11 +189,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
-    except _child.ChildError as error:
-        sys.exit(f"A child failed for a reason of its own: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    _child.leave_with(main)

@@ -6,10 +6,9 @@
 README.md beside this file says what the figures mean.
 """
 
-import sys
 from collections.abc import Sequence
 
-from benchmarks import _compare_report
+from benchmarks import _child, _compare_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +17,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    _child.leave_with(main)

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from benchmarks import _arguments, _compare, _compare_report, _nets
+from benchmarks import _arguments, _child, _compare, _compare_report, _nets
 
 MODELS = ("darknet19", "resnet50", "vgg16", "vgg19")
 
@@ -79,7 +79,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    _child.leave_with(main)

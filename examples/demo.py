@@ -504,10 +504,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except _child.ChildError as error:
-        sys.exit(f"A child failed for a reason of its own: {error}")
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        sys.exit(130)
+    _child.leave_with(main)

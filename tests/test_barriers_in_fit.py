@@ -11,7 +11,7 @@ from one_op import Const, OneOp
 from test_barriers import Compiled, momentum
 
 import tflms_sft
-from rewriters.tiles import Grid
+from rewriters.tiles import Grid, Halo
 
 IMAGES, LABELS = np.random.default_rng(0).normal(size=(4, 40, 36, 3)), np.array([0, 1, 2, 0])
 
@@ -102,6 +102,28 @@ def test_a_budget_of_tiles_alone(part):
     callback = tflms_sft.MemoryBudget(budget, swap=False, verbose=0)
     assert furthest([callback]) < TOLERANCE
     assert callback.plan.segments and not callback.plan.swaps
+    assert callback.plan.predicted.peak_bytes <= 0.9 * budget
+
+
+def test_rows_that_a_budget_finds_train_the_same(monkeypatch):
+    """The search takes rows where they are cheaper, each loop in as many as it needs; here because tiles cost more."""
+    from tflms_sft import _barriers
+
+    found = []
+
+    def dear_tiles(candidate):
+        found.append(candidate.plans[0].halo)
+        return candidate.time_ratio + (found[-1] is Halo.RECOMPUTE)
+
+    monkeypatch.setattr(_barriers, "_time_ratio", dear_tiles)
+    plain = tflms_sft.MemoryBudget("1GiB", verbose=0)
+    trained([plain])
+    budget = int(0.6 * plain.plan.original.peak_bytes / 0.9)
+    callback = tflms_sft.MemoryBudget(budget, swap=False, verbose=0)
+    assert furthest([callback]) < TOLERANCE
+    assert set(found) == set(Halo), "both were tried"
+    (segment,) = callback.plan.segments
+    assert segment.halo == "carry" and segment.backward_num_tiles[1] > 1
     assert callback.plan.predicted.peak_bytes <= 0.9 * budget
 
 
