@@ -12,6 +12,7 @@ from rewriters.analysis import Analysis
 from rewriters.normalise import read
 from rewriters.tiles import Grid
 from tflms_sft import AutoParams
+from tflms_sft._blocks import backward_positions
 from tflms_sft._grids import auto_grids, fewest
 
 
@@ -77,6 +78,18 @@ def test_a_long_image_is_cut_along_its_long_side_first():
     plan = tflms_sft.rewrite(step, AutoParams(plain // 2), images).plan
     _, rows, columns = plan.segments[0].backward_num_tiles
     assert rows > columns
+
+
+def test_backward_ops_belong_to_the_blocks_they_go_back_through():
+    analysis, _ = segment_of(64, 64)
+    (component,), _ = ft.find_components(analysis)
+    found = backward_positions(analysis, component)
+    forward = [index for index, node in enumerate(component.nodes) if node.op == "Conv2D"]
+    filters = [found[node] for node in analysis.order if node.op == "Conv2DBackpropFilter"]
+    assert len(filters) == len(forward) == 6
+    # Behind their convolution and before the next one, though what they read lies before it.
+    for position, here, following in zip(sorted(filters), forward, [*forward[1:], len(component.nodes)], strict=True):
+        assert here < position < following
 
 
 def test_a_smaller_budget_takes_more_arithmetic_and_is_kept():

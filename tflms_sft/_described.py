@@ -120,5 +120,3 @@ def _kept(plan: SegmentPlan) -> list[Tensor]:
 def _counts(phase: Phase | None) -> tuple[int, ...]:
     """Tiles along the batch and each axis; nothing without a loop."""
     return () if phase is None else (phase.grid.batch, *phase.grid.spatial)
-
-
