@@ -7,16 +7,23 @@ is with what a gradient is multiplied with, where that depends on activations al
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
 from rewriters import sums
 from rewriters.analysis import Analysis
-from rewriters.device import may_be_taken_in
+from rewriters.device import may_be_taken_in, passes_on
 from rewriters.graph import Graph, Node, Tensor, predecessors
-from rewriters.roles import reads_shape_only
+from rewriters.roles import data_nodes, reads_shape_only
 
 __all__: list[str] = []
 
 FROM_THE_START = -1
 """Of operations that depend on no data."""
+
+LOOPS = frozenset(("While", "StatelessWhile"))
+
+LEAST = 4 * 2**10
+"""Bytes below which a copy of a variable may wait."""
 
 
 def readiness(analysis: Analysis) -> dict[Node, int]:
@@ -44,6 +51,73 @@ def start_late(analysis: Analysis, min_bytes: int, batch: int) -> Graph:
         batch: Size of an unknown batch.
     """
     return _Pass(analysis, min_bytes, batch).run()
+
+
+def hold_back(graph: Graph, analysis: Analysis) -> None:
+    """Let large values that depend on variables alone wait for the gradients that they are combined with.
+
+    What `start_late` does, for the update alone and in one walk, as it is done for every plan that is tried.
+
+    Args:
+        graph: Of a step with tile loops; it is edited.
+        analysis: Of the graph without loops.
+    """
+    order = graph.topological()
+    position = {node: index for index, node in enumerate(order)}
+    data, readers, successors = data_nodes(order), graph.consumers(), _successors(order)
+    forward = {node.name for node in analysis.data if node not in analysis.backward}
+    untouched = {node.name for node in sums.merged(analysis)}
+    update: set[Node] = set()  # Whose results go nowhere but into variables.
+    found: list[Node] = []
+    for node in reversed(order):
+        if node.op not in LOOPS and node.name not in forward and update.issuperset(successors[node]):
+            update.add(node)
+            if node not in data and node.inputs and _is_large_value(node) and node.name not in untouched:
+                found.append(node)
+    behind = _descendants(found, successors)
+    waits: dict[Node, Node] = {}
+    for node in found:  # Who waits lets what it reads wait as well.
+        reading = {reader for reader, _ in readers.get(node.out(), ())}
+        if not reading or set(successors[node]) - reading:
+            continue
+        first = min(reading, key=position.__getitem__)
+        control = waits.get(first) or _last_of(first, data, position)
+        while control is not None and (control in behind or may_be_taken_in(control) or control.name in untouched):
+            control = _last_of(control, data, position)
+        if control is not None:
+            waits[node] = control
+            node.control_inputs.append(control)
+
+
+def _successors(order: list[Node]) -> dict[Node, list[Node]]:
+    result: dict[Node, list[Node]] = {node: [] for node in order}
+    for node in order:
+        for before in predecessors(node):
+            result[before].append(node)
+    return result
+
+
+def _descendants(nodes: list[Node], successors: Mapping[Node, list[Node]]) -> set[Node]:
+    """Nodes and all that wait for them: an edge from anything else to one of them closes no cycle."""
+    found, stack = set(nodes), list(nodes)
+    while stack:
+        new = [node for node in successors[stack.pop()] if node not in found]
+        found.update(new)
+        stack.extend(new)
+    return found
+
+
+def _is_large_value(node: Node) -> bool:
+    """Whether an operation makes a single, large value without any effect."""
+    if node.stateful or len(node.outputs) != 1 or reads_shape_only(node):
+        return False
+    return not passes_on(node) and node.out().num_bytes() >= LEAST
+
+
+def _last_of(node: Node, data: Container[Node], position: Mapping[Node, int]) -> Node | None:
+    """Of the operations before a node that depend on data the one that runs last."""
+    before = [other for other in predecessors(node) if other in data and other.op != "Placeholder"]
+    return max(before, key=position.__getitem__, default=None)
 
 
 class _Pass:

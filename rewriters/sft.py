@@ -20,6 +20,7 @@ from rewriters.emit import phase_inputs, phase_outputs, trace_phase
 from rewriters.errors import RewriteError
 from rewriters.gather import Gatherer
 from rewriters.graph import Graph, Node, Tensor, from_tf_graph
+from rewriters.late import hold_back
 from rewriters.roles import reads_shape_only
 from rewriters.rows import RowGatherer, RowPlanner
 from rewriters.segments import Segment
@@ -111,6 +112,7 @@ class _Rewriter:
         self._chain(loops)
         self.graph.prune()
         self._check_gone()
+        hold_back(self.graph, self.analysis)
         return self.graph
 
     def _own(self, node: Node) -> Node:

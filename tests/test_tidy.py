@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from equivalence import Step, keras_step
+from equivalence import Cut, Step, differing, keras_step, rewrite
 from keras import layers
 
 from rewriters import normalise
@@ -244,3 +244,39 @@ def test_a_value_that_others_wait_for_or_that_is_returned_starts_at_once():
     step = Step(step.concrete_fn, [weight], step.batches)
     graph, same = changed(step, lambda analysis: start_late(analysis, 1, 2))
     assert same and not any(n.control_inputs for n in graph.nodes.values() if n.op == "Mul")
+
+
+# Late, beside loops -------------------------------------------------------------------------------------------
+
+
+def regularised(x):
+    for name in ("first", "second", "third"):
+        x = layers.Conv2D(16, 3, padding="same", kernel_regularizer="l2", activation="silu", name=name)(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("make", "held"),
+    [
+        (lambda: keras.optimizers.SGD(0.1, momentum=0.9), 2),
+        (lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True), 2),
+        (lambda: keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1, clipnorm=0.1), 2),
+        (lambda: keras.optimizers.Adam(1e-2, amsgrad=True), 1),
+        (lambda: keras.optimizers.Ftrl(1e-2), 1),
+    ],
+    ids=("momentum", "nesterov", "clipped", "adam", "ftrl"),
+)
+def test_what_an_update_makes_of_variables_waits_for_the_loops(make, held):
+    """With a regularised loss a weight times a constant is part of each gradient, and could be there from the start."""
+    step = keras_step(regularised, (12, 16), 2, optimizer=make(), steps=3)
+    cuts = (Cut("input", "second", (3, 2)), Cut("second", "third", (2, 2)))
+    assert not differing(step, *cuts)
+    before, graph = normalise.read(step.concrete_fn), rewrite(step.concrete_fn, *cuts).graph
+    loops = {node for node in graph.nodes.values() if node.op == "StatelessWhile"}
+    assert len(loops) == 4
+    waiting = [n for n in graph.nodes.values() if n.name in before.nodes and len(n.outputs) == 1 and n not in loops]
+    waiting = [n for n in waiting if len(n.control_inputs) > len(before.nodes[n.name].control_inputs)]
+    large = [n for n in waiting if n.out().shape == (3, 3, 16, 16)]
+    # Of both larger filters, in each of which a loop's result is waited for.
+    assert len(large) >= 2 * held
+    assert all(loops & ancestors([n.control_inputs[-1]]) for n in large)
