@@ -22,6 +22,12 @@ FLOPS_PER_BYTE = 8.0
 
 def op_cost(analysis: Analysis, node: Node, batch: int) -> float:
     """Cost of the full-size op."""
+    if (node, batch) not in analysis.costs:
+        analysis.costs[node, batch] = _op_cost(analysis, node, batch)
+    return analysis.costs[node, batch]
+
+
+def _op_cost(analysis: Analysis, node: Node, batch: int) -> float:
     moved = sum(node.out(i).num_bytes(batch) for i in range(len(node.outputs)))
     moved += sum(t.num_bytes(batch) for t in node.inputs)
     try:

@@ -146,6 +146,7 @@ class _Tile:
         self._received: dict[Tensor, Any] = {}
         self._passed: dict[Tensor, Any] = {}
         self._joined: dict[tuple[Tensor, float | str], tuple[Any, Region]] = {}
+        self._summed: list[Any] = []
         self._indices: list[Any] = []
         for count in reversed(self.phase.grid.spatial):
             self._indices.insert(0, index % count if count > 1 else 0)
@@ -167,7 +168,23 @@ class _Tile:
             value = whole.read(self.spans(tensor, self.phase.regions[tensor]), shared=True)
             self.values[tensor] = self._counted_once(tensor, value)
         for node in self.phase.body:
-            self._run_op(node)
+            with tf.control_dependencies(self._ended(node)):
+                self._run_op(node)
+            if node.op not in sums.OPS:  # An edge would change how they are added up.
+                results = (node.out(index) for index in range(len(node.outputs)))
+                self._summed += [self.values[tensor] for tensor in results if tensor in self.phase.reductions]
+
+    def _ended(self, node: Node) -> list[Any]:
+        """What has to have ended before an operation may begin: for a gradient of a layer's input, earlier sums.
+
+        Those of the filters above, say. The executor would run them when it likes, and what they read is there until
+        then.
+        """
+        rule, view = find_rule(node), self.loop.analysis.view(node)
+        if not self._is_gradient(node.out()) or not rule.flops(view, 1):
+            return []
+        ended, self._summed = self._summed, []
+        return ended
 
     def _outer(self, tensor: Tensor, readers: Iterable[Node]) -> Any:
         """A tensor that is the same in every turn; for operations that add it up, behind an op.

@@ -280,3 +280,28 @@ def test_what_an_update_makes_of_variables_waits_for_the_loops(make, held):
     # Of both larger filters, in each of which a loop's result is waited for.
     assert len(large) >= 2 * held
     assert all(loops & ancestors([n.control_inputs[-1]]) for n in large)
+
+
+@pytest.mark.parametrize("halo", ("recompute", "carry"))
+def test_a_turn_goes_back_through_a_layer_when_the_filters_of_those_above_are_done(halo):
+    """Until then what their gradients read is there."""
+    step = keras_step(regularised, (12, 16), 2)
+    rewritten = rewrite(step.concrete_fn, Cut("input", "third", (3, 1), halo=halo))
+    bodies = [f for f in rewritten.graph.library.function if any(n.op == "Conv2DBackpropInput" for n in f.node_def)]
+    assert len(bodies) == 1
+    nodes = {node.name: node for node in bodies[0].node_def}
+    reached = {name: _before(nodes, name) for name, node in nodes.items() if node.op == "Conv2DBackpropInput"}
+    filters = [name for name, node in nodes.items() if node.op == "Conv2DBackpropFilter"]
+    assert len(filters) == 3 and len(reached) == 2
+    assert sorted(len(before.intersection(filters)) for before in reached.values()) in ([0, 1], [1, 2])
+
+
+def _before(nodes, name):
+    """Names of all that an operation of a function waits for."""
+    found, stack = set(), [name]
+    while stack:
+        operands = (operand.lstrip("^").partition(":")[0] for operand in nodes[stack.pop()].input)
+        new = [operand for operand in operands if operand in nodes and operand not in found]
+        found.update(new)
+        stack.extend(new)
+    return found

@@ -2,15 +2,16 @@
 
 Between two cuts the blocks either stay as they are (their activations wait for the backward pass) or
 lie in a segment with some number of tiles (its exit waits, and every turn recomputes). Along the chain,
-bytes that wait add up. The cheapest way is a shortest path over (bytes waiting, time) pairs, of which
-only the undominated ones are kept.
+bytes that wait add up. The cheapest way is a shortest path over (bytes waiting, time) pairs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Mapping
+import heapq
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from rewriters.tiles import Grid, Halo, Phase
 from rewriters.turns import phase_scratch
 from tflms_sft._blocks import backward_positions
 from tflms_sft._compile import Traced
-from tflms_sft._grids import auto_grids, thinned
+from tflms_sft._grids import auto_grids, fewest, thinned
 
 MAX_CUTS = 8
 """Most places where a segment may end; in a longer network they are spread over what it keeps."""
@@ -73,6 +74,10 @@ class Path:
     cost: float
     choices: tuple[Choice, ...]
 
+    def followed_by(self, choice: Choice) -> Path:
+        """The path up to the end of what is chosen."""
+        return Path(self.waits + choice.waits, self.cost + choice.cost, (*self.choices, choice))
+
 
 class Chain:
     """One component as a chain of blocks."""
@@ -81,7 +86,7 @@ class Chain:
         self.traced = traced
         self.component = component
         self.bounds = self._bounds()
-        self._tiled: dict[tuple[int, int], list[Choice]] = {}
+        self._tiled: dict[tuple[int, int], list[Tiles]] = {}
         self._plain: dict[tuple[int, int], Choice] = {}
         self._positions: dict[Node, float] | None = None
 
@@ -122,16 +127,49 @@ class Chain:
         return [t for t in outputs if any(r in analysis.backward for r, _ in analysis.readers.get(t, ()))]
 
     def cheapest(self, budget: int) -> Path | None:
-        """The cheapest path of which every block fits."""
-        fronts: dict[int, list[Path]] = {self.bounds[0]: [Path(0, 0.0, ())]}
-        for start, first in enumerate(self.bounds[:-1]):
-            for path in fronts.get(first, []):
-                for last in self.bounds[start + 1 :]:
-                    for choice in self._options(first, last, budget - path.waits):
-                        new = Path(path.waits + choice.waits, path.cost + choice.cost, (*path.choices, choice))
-                        _keep(fronts.setdefault(last, []), new)
-        ends = fronts.get(self.bounds[-1], [])
-        return min(ends, key=lambda path: path.cost) if ends else None
+        """The cheapest path of which every block fits.
+
+        Paths grow in the order of what they cost at least (A*, P. E. Hart, N. J. Nilsson and B. Raphael, "A Formal
+        Basis for the Heuristic Determination of Minimum Cost Paths", 1968), so that few ways to tile are planned: the
+        rest of a path costs no less than its blocks as they are, and a tiling no less than that in one tile.
+        """
+        end = self.bounds[-1]
+        least_waiting: dict[int, int] = {}
+        order = itertools.count()
+        queue: list[tuple[float, int, Path, int, int | None]] = [(0.0, next(order), Path(0, 0.0, ()), 0, None)]
+        while queue:
+            _, _, path, first, last = heapq.heappop(queue)
+            if last is None:
+                if first == end:
+                    return path
+                if path.waits >= least_waiting.get(first, path.waits + 1):
+                    continue
+                least_waiting[first] = path.waits
+                found = list(self._extended(path, first, budget))
+            else:
+                tilings = (tiles.fitting(budget - path.waits) for tiles in self._tilings(first, last))
+                found = [(path.followed_by(choice), last, None) for choice in itertools.chain(*tilings)]
+            for new, at, following in found:
+                least = self._least(new, at, following, budget)
+                heapq.heappush(queue, (least, next(order), new, at, following))
+        return None
+
+    def _extended(self, path: Path, first: int, budget: int) -> Iterator[tuple[Path, int, int | None]]:
+        """Each with where it is and, if the blocks from there are still to be tiled, where those end."""
+        for last in self.bounds[self.bounds.index(first) + 1 :]:
+            plain = self._plain_choice(first, last)
+            if path.waits + plain.waits + plain.needs <= budget:
+                yield path.followed_by(plain), last, None
+            if self._tilings(first, last):
+                yield path, first, last
+
+    def _least(self, path: Path, at: int, last: int | None, budget: int) -> float:
+        """Least cost of all paths that go on from one; `last` as for `_extended`."""
+        cost = path.cost
+        if last is not None:
+            cost += self._tilings(at, last)[0].least_cost(budget - path.waits)
+            at = last
+        return cost if at == self.bounds[-1] else cost + self._plain_choice(at, self.bounds[-1]).cost
 
     def lowest(self) -> int:
         """Bytes without which no choice does."""
@@ -143,11 +181,6 @@ class Chain:
             else:
                 high = middle
         return low
-
-    def _options(self, first: int, last: int, budget: int) -> list[Choice]:
-        """Leaving the blocks as they are, or tiling them, as far as that fits."""
-        options = [self._plain_choice(first, last), *self._tilings(first, last)]
-        return [choice for choice in options if choice.waits + choice.needs <= budget]
 
     def _plain_choice(self, first: int, last: int) -> Choice:
         if (first, last) not in self._plain:
@@ -172,57 +205,102 @@ class Chain:
             self._positions = backward_positions(self.traced.analysis, self.component)
         return [node for node, position in self._positions.items() if first <= position < last]
 
-    def _tilings(self, first: int, last: int) -> list[Choice]:
-        """Ways to tile the blocks of which no other is better in every respect; none if they are no segment."""
+    def _tilings(self, first: int, last: int) -> list[Tiles]:
+        """Ways to tile the blocks; none if they are no segment."""
         if (first, last) not in self._tiled:
-            found: list[Choice] = []
+            found: list[Tiles] = []
             with contextlib.suppress(NotTileableError):
                 segment = try_segment(self.traced.analysis, self.component, range(first, last), set(), "candidate")
-                tilings = [Tiles(self.traced, segment, halo) for halo in Halo]
-                found = [choice for tiles in tilings for choice in tiles.choices(first, last)]
-            self._tiled[first, last] = _undominated(found)
+                stored = _worth_storing(self.traced, segment)
+                found = [Tiles(self.traced, segment, (first, last), halo, stored) for halo in Halo]
+            self._tiled[first, last] = found
         return self._tiled[first, last]
 
 
 class Tiles:
-    """A segment in any number of tiles, with any of its inner tensors stored."""
+    """A segment in any number of tiles, with any of its inner tensors stored.
 
-    def __init__(self, traced: Traced, segment: Segment, halo: Halo) -> None:
+    Only the numbers of tiles that are asked for are planned: more tiles need less, and cost more.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        segment: Segment,
+        blocks: tuple[int, int],
+        halo: Halo,
+        stored: Sequence[tuple[Tensor, float]],
+    ) -> None:
         self._traced = traced
         self._segment = segment
+        self._blocks = blocks
         self._halo = halo
         self._planner = planner_for(traced.analysis, segment, halo)
         self._grids = thinned(auto_grids(traced.analysis, segment, traced.batch, halo is Halo.CARRY), MORE)
+        self._choices: dict[Grid, Choice] = {}
+        self._stored = stored
 
-    def choices(self, first: int, last: int) -> Iterator[Choice]:
-        """With every number of tiles that is tried; and with the tensors stored that save most for their size."""
-        grads = (*self._segment.grad_entries, *self._segment.grad_exits, *self._segment.reductions)
-        batch, stored = self._traced.batch, None
-        for grid in self._grids:
-            phases = self._planner.phases(grid, grid)
+    def fitting(self, budget: int) -> Iterator[Choice]:
+        """The fewest tiles that fit; and the fewest with the tensors stored that save most for their size."""
+        grid = self._fewest(budget)
+        if grid is None:
+            return
+        yield self._choice(grid)
+        chosen, more, saved = frozenset[Tensor](), 0, 0.0
+        for tensor, saves in self._stored:
+            chosen, more, saved = chosen | {tensor}, more + tensor.num_bytes(self._traced.batch), saved + saves
+            grid = self._fewest(budget - more)
+            if grid is None:
+                return
+            choice = self._choice(grid)
+            waits, cost = choice.waits + more, choice.cost - saved
+            yield dataclasses.replace(choice, waits=waits, cost=cost, stored=chosen)
+
+    def least_cost(self, budget: int) -> float:
+        """What any number of tiles costs at least: one tile, with as much stored as fits."""
+        choice, batch = self._choice(self._grids[0]), self._traced.batch
+        cost, left = choice.cost, budget - choice.waits
+        for tensor, saves in self._stored:
+            left -= tensor.num_bytes(batch)
+            if left < 0:
+                break
+            cost -= saves
+        return cost
+
+    def _fewest(self, budget: int) -> Grid | None:
+        def fits(grid: Grid) -> bool:
+            choice = self._choice(grid)
+            return choice.waits + choice.needs <= budget
+
+        return fewest(self._grids, fits)
+
+    def _choice(self, grid: Grid) -> Choice:
+        if grid not in self._choices:
+            analysis, batch = self._traced.analysis, self._traced.batch
+            phases = self._phases(grid)
             saves = [save.saved for phase in phases for save in phase.saves]
             waits = sum(t.num_bytes(batch) for t in (*self._segment.exits, *saves))
+            grads = (*self._segment.grad_entries, *self._segment.grad_exits, *self._segment.reductions)
             needs = phase_scratch(phases[-1], batch) + sum(t.num_bytes(batch) for t in grads)
-            cost = sum(phase_cost(self._traced.analysis, phase, batch) for phase in self._costing(grid, phases))
-            yield Choice(first, last, grid, waits, needs, cost, self._halo)
-            # About the same for any number of tiles.
-            stored = worth_storing(self._traced, self._segment, phases[-1]) if stored is None else stored
-            chosen: frozenset[Tensor] = frozenset()
-            for tensor, saved in stored:
-                chosen |= {tensor}
-                waits, cost = waits + tensor.num_bytes(batch), cost - saved
-                yield Choice(first, last, grid, waits, needs, cost, self._halo, chosen)
+            cost = sum(phase_cost(analysis, phase, batch) for phase in phases)
+            self._choices[grid] = Choice(*self._blocks, grid, waits, needs, cost, self._halo)
+        return self._choices[grid]
 
-    def _costing(self, grid: Grid, phases: list[Phase]) -> list[Phase]:
-        """With about the forward tiles that the plan will have: fewer halos."""
-        if self._halo is Halo.CARRY or len(phases) == 1:
-            return phases
-        return [self._planner.forward(Grid(grid.batch, tuple(-(-count // 2) for count in grid.spatial))), phases[-1]]
+    def _phases(self, grid: Grid) -> list[Phase]:
+        """With about the forward tiles that the plan will have, where more halos cost more."""
+        if self._halo is Halo.CARRY:
+            return self._planner.phases(grid, grid)
+        return self._planner.phases(Grid(grid.batch, tuple(-(-count // 2) for count in grid.spatial)), grid)
 
 
-def worth_storing(traced: Traced, segment: Segment, backward: Phase) -> list[tuple[Tensor, float]]:
-    """Inner tensors to store, one after the other, each with the arithmetic that it saves: most for its size first."""
+def _worth_storing(traced: Traced, segment: Segment) -> list[tuple[Tensor, float]]:
+    """Inner tensors to store, one after the other, each with the arithmetic that it saves: most for its size first.
+
+    Of one tile: halos aside, more tiles recompute as much.
+    """
     analysis, batch = traced.analysis, traced.batch
+    grid = auto_grids(analysis, segment, batch)[0]
+    backward = planner_for(analysis, segment, Halo.RECOMPUTE).phases(grid, grid)[-1]
     cost = {n: turn_cost(analysis, backward, n, batch) for n in backward.body if n not in analysis.backward}
     wanted = [t for n in backward.body if n in analysis.backward for t in n.inputs if t.node in cost]
     available, left = set(segment.available), _recomputed(wanted, segment.available)
@@ -258,20 +336,3 @@ def _recomputed(wanted: Iterable[Tensor], available: Container[Tensor]) -> set[N
             found.add(tensor.node)
             stack.extend(tensor.node.inputs)
     return found
-
-
-def _undominated(choices: Iterable[Choice]) -> list[Choice]:
-    """Without those beside which another one waits for less, needs less and costs less."""
-    found: list[Choice] = []
-    for new in sorted(choices, key=lambda choice: (choice.cost, choice.waits, choice.needs)):
-        if not any(old.waits <= new.waits and old.waits + old.needs <= new.waits + new.needs for old in found):
-            found.append(new)
-    return found
-
-
-def _keep(front: list[Path], new: Path) -> None:
-    """Add a path unless one with less waiting costs no more; drop those that it beats."""
-    if any(old.waits <= new.waits and old.cost <= new.cost for old in front):
-        return
-    front[:] = [old for old in front if not (new.waits <= old.waits and new.cost <= old.cost)]
-    front.append(new)
