@@ -26,7 +26,7 @@ from benchmarks import _arguments, _child, _compare_report, _lrcnn, _nets
 
 MIB = 2**20
 NUMBERS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 20, 28)
-"""Numbers of rows of `rows`; the paper goes to 14."""
+"""Numbers of rows that `rows` tries; the paper goes to 14."""
 
 Found = dict[str, Any]
 
@@ -50,7 +50,7 @@ def rows(options: argparse.Namespace) -> Found:
     size = {"image_size": options.image_size, "batch": options.batch}
     results: Found = {"plain": _trained(options, size, {})}
     print(f"plain: {json.dumps(results['plain'])}", flush=True)
-    for number in NUMBERS:
+    for number in options.numbers:
         for way in ("OverL-H", "2PS-H"):
             option = _lrcnn.options(way, options.net, options.image_size, rows=[number])[0]
             results[f"{way} {number}"] = _trained(options, size, option)
@@ -203,6 +203,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--memory", type=_arguments.size, default="1GiB", metavar="SIZE", help=memory_help)
     add("--image-size", type=_arguments.positive, metavar="N", help=f"a multiple of 32; defaults: {SIZES}")
     add("--batch", type=_arguments.positive, default=1, help="where it does not vary; default: %(default)s")
+    add("--numbers", nargs="+", type=_arguments.positive, default=NUMBERS, metavar="ROWS", help="that `rows` tries")
     add("--steps", type=_arguments.positive, default=3, help="steps that are timed; default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="file for all figures")
     options = parser.parse_args(arguments)

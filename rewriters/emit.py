@@ -147,6 +147,7 @@ class _Tile:
         self._passed: dict[Tensor, Any] = {}
         self._joined: dict[tuple[Tensor, float | str], tuple[Any, Region]] = {}
         self._summed: list[Any] = []
+        self._waits: list[Any] = []
         self._indices: list[Any] = []
         for count in reversed(self.phase.grid.spatial):
             self._indices.insert(0, index % count if count > 1 else 0)
@@ -168,8 +169,8 @@ class _Tile:
             value = whole.read(self.spans(tensor, self.phase.regions[tensor]), shared=True)
             self.values[tensor] = self._counted_once(tensor, value)
         for node in self.phase.body:
-            with tf.control_dependencies(self._ended(node)):
-                self._run_op(node)
+            self._waits = self._ended(node)
+            self._run_op(node)
             if node.op not in sums.OPS:  # An edge would change how they are added up.
                 results = (node.out(index) for index in range(len(node.outputs)))
                 self._summed += [self.values[tensor] for tensor in results if tensor in self.phase.reductions]
@@ -415,7 +416,8 @@ class _Tile:
         if any(tensor in self.phase.carries and self._is_gradient(tensor) for tensor in results):
             changed |= _tf_private.kept_apart(node.name)  # Rows from other turns are added in place.
         dtypes = [dtype for dtype, _ in node.outputs]
-        return _tf_private.create_op(node.op, operands, dtypes, {**node.attrs, **changed}, node.name, node.device)
+        with tf.control_dependencies(self._waits):  # Not what computes its operands: that others may use before.
+            return _tf_private.create_op(node.op, operands, dtypes, {**node.attrs, **changed}, node.name, node.device)
 
     def axis_values(self, node: Node, position: int | None, values: Any, axis: int, dtype: Any) -> Any:
         """The part of a per-row vector for the rows that an op makes or that operand `position` holds."""

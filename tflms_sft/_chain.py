@@ -7,10 +7,12 @@ bytes that wait add up. The cheapest way is a shortest path over (bytes waiting,
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -26,7 +28,7 @@ from rewriters.tiles import Grid, Halo, Phase
 from rewriters.turns import phase_scratch
 from tflms_sft._blocks import backward_positions
 from tflms_sft._compile import Traced
-from tflms_sft._grids import auto_grids, fewest, thinned
+from tflms_sft._grids import auto_grids, thinned
 
 MAX_CUTS = 8
 """Most places where a segment may end; in a longer network they are spread over what it keeps."""
@@ -237,6 +239,7 @@ class Tiles:
         self._halo = halo
         self._planner = planner_for(traced.analysis, segment, halo)
         self._grids = thinned(auto_grids(traced.analysis, segment, traced.batch, halo is Halo.CARRY), MORE)
+        self._exits = sum(tensor.num_bytes(traced.batch) for tensor in segment.exits)
         self._choices: dict[Grid, Choice] = {}
         self._stored = stored
 
@@ -268,18 +271,29 @@ class Tiles:
         return cost
 
     def _fewest(self, budget: int) -> Grid | None:
-        def fits(grid: Grid) -> bool:
-            choice = self._choice(grid)
-            return choice.waits + choice.needs <= budget
+        """The fewest tiles that fit.
 
-        return fewest(self._grids, fits)
+        More tiles need less, but more rows save more borders: what both come to falls first and rises then.
+        """
+
+        def may_fit(grid: Grid) -> bool:
+            return self._choice(grid).needs + self._exits <= budget
+
+        before = math.inf
+        for grid in self._grids[bisect.bisect_left(self._grids, True, key=may_fit) :]:
+            choice = self._choice(grid)
+            if choice.waits + choice.needs <= budget:
+                return grid
+            if choice.waits + choice.needs >= before:
+                return None
+            before = choice.waits + choice.needs
+        return None
 
     def _choice(self, grid: Grid) -> Choice:
         if grid not in self._choices:
             analysis, batch = self._traced.analysis, self._traced.batch
             phases = self._phases(grid)
-            saves = [save.saved for phase in phases for save in phase.saves]
-            waits = sum(t.num_bytes(batch) for t in (*self._segment.exits, *saves))
+            waits = self._exits + sum(save.saved.num_bytes(batch) for phase in phases for save in phase.saves)
             grads = (*self._segment.grad_entries, *self._segment.grad_exits, *self._segment.reductions)
             needs = phase_scratch(phases[-1], batch) + sum(t.num_bytes(batch) for t in grads)
             cost = sum(phase_cost(analysis, phase, batch) for phase in phases)
