@@ -1,5 +1,8 @@
 """The search for a plan within a budget: grids, and what it prefers."""
 
+import itertools
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -13,6 +16,8 @@ from rewriters.normalise import read
 from rewriters.tiles import Grid
 from tflms_sft import AutoParams
 from tflms_sft._blocks import backward_positions
+from tflms_sft._chain import Chain
+from tflms_sft._compile import analyse
 from tflms_sft._grids import auto_grids, fewest
 
 
@@ -90,6 +95,55 @@ def test_backward_ops_belong_to_the_blocks_they_go_back_through():
     # Behind their convolution and before the next one, though what they read lies before it.
     for position, here, following in zip(sorted(filters), forward, [*forward[1:], len(component.nodes)], strict=True):
         assert here < position < following
+
+
+def chain_of(height, width, depth):
+    traced = analyse(step_of(height, width, depth).get_concrete_function(tf.TensorSpec((1, height, width, 3))))
+    ((component,), _) = ft.find_components(traced.analysis)
+    return Chain(traced, component)
+
+
+def test_the_fewest_tiles_that_fit_are_found():
+    """More rows save more borders, so that many may not fit where fewer do."""
+    chain, rising = chain_of(128, 16, 2), 0
+    for first, last in itertools.combinations(chain.bounds, 2):
+        for tiles in chain._tilings(first, last):
+            choices = [tiles._choice(grid) for grid in tiles._grids]
+            totals = [choice.waits + choice.needs for choice in choices]
+            rising += min(totals) < totals[-1]
+            for budget in {near for total in totals for near in (total, total - 1)}:
+                want = next((choice for choice, total in zip(choices, totals, strict=True) if total <= budget), None)
+                assert next(tiles.fitting(budget), None) == want
+    assert rising
+
+
+def cheapest_of_all(chain, budget):
+    """Costs of the cheapest way from each cut to the end, over what waits; every way is looked at."""
+
+    def cost(first, left):
+        if first == chain.bounds[-1]:
+            return 0.0
+        found = []
+        for last in chain.bounds[chain.bounds.index(first) + 1 :]:
+            plain = chain._plain_choice(first, last)
+            tiled = (choice for tiles in chain._tilings(first, last) for choice in tiles.fitting(left))
+            options = [choice for choice in (plain, *tiled) if choice.waits + choice.needs <= left]
+            found += [choice.cost + cost(last, left - choice.waits) for choice in options]
+        return min(found, default=math.inf)
+
+    return cost(chain.bounds[0], budget)
+
+
+def test_no_path_is_cheaper_than_the_one_that_is_found():
+    chain = chain_of(64, 64, 2)
+    whole = chain._plain_choice(chain.bounds[0], chain.bounds[-1])
+    costs = []
+    for part in (1.2, 0.9, 0.7, 0.5, 0.4, 0.3):
+        budget = int(part * (whole.waits + whole.needs))
+        path = chain.cheapest(budget)
+        costs.append(math.inf if path is None else path.cost)
+        assert costs[-1] == pytest.approx(cheapest_of_all(chain, budget), rel=1e-12)
+    assert costs[0] <= whole.cost and costs == sorted(costs) and len(set(costs)) > 3
 
 
 def test_a_smaller_budget_takes_more_arithmetic_and_is_kept():
