@@ -416,7 +416,9 @@ class _Tile:
         if any(tensor in self.phase.carries and self._is_gradient(tensor) for tensor in results):
             changed |= _tf_private.kept_apart(node.name)  # Rows from other turns are added in place.
         dtypes = [dtype for dtype, _ in node.outputs]
-        with tf.control_dependencies(self._waits):  # Not what computes its operands: that others may use before.
+        # Alone: what makes its operands may serve others, too. oneDNN makes the gradients of a filter and its bias one
+        # operation, which must not wait for itself.
+        with tf.control_dependencies(self._waits):
             return _tf_private.create_op(node.op, operands, dtypes, {**node.attrs, **changed}, node.name, node.device)
 
     def axis_values(self, node: Node, position: int | None, values: Any, axis: int, dtype: Any) -> Any:

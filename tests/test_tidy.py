@@ -249,9 +249,9 @@ def test_a_value_that_others_wait_for_or_that_is_returned_starts_at_once():
 # Late, beside loops -------------------------------------------------------------------------------------------
 
 
-def regularised(x):
+def regularised(x, activation="silu"):
     for name in ("first", "second", "third"):
-        x = layers.Conv2D(16, 3, padding="same", kernel_regularizer="l2", activation="silu", name=name)(x)
+        x = layers.Conv2D(16, 3, padding="same", kernel_regularizer="l2", activation=activation, name=name)(x)
     return x
 
 
@@ -282,11 +282,12 @@ def test_what_an_update_makes_of_variables_waits_for_the_loops(make, held):
     assert all(loops & ancestors([n.control_inputs[-1]]) for n in large)
 
 
+@pytest.mark.parametrize("stored", ((), ("second",)), ids=("recomputed", "stored"))
 @pytest.mark.parametrize("halo", ("recompute", "carry"))
-def test_a_turn_goes_back_through_a_layer_when_the_filters_of_those_above_are_done(halo):
+def test_a_turn_goes_back_through_a_layer_when_the_filters_of_those_above_are_done(halo, stored):
     """Until then what their gradients read is there."""
-    step = keras_step(regularised, (12, 16), 2)
-    rewritten = rewrite(step.concrete_fn, Cut("input", "third", (3, 1), halo=halo))
+    step = keras_step(lambda x: regularised(x, "relu"), (12, 16), 2)
+    rewritten = rewrite(step.concrete_fn, Cut("input", "third", (3, 1), halo=halo, stored=stored))
     bodies = [f for f in rewritten.graph.library.function if any(n.op == "Conv2DBackpropInput" for n in f.node_def)]
     assert len(bodies) == 1
     nodes = {node.name: node for node in bodies[0].node_def}
@@ -294,6 +295,10 @@ def test_a_turn_goes_back_through_a_layer_when_the_filters_of_those_above_are_do
     filters = [name for name, node in nodes.items() if node.op == "Conv2DBackpropFilter"]
     assert len(filters) == 3 and len(reached) == 2
     assert sorted(len(before.intersection(filters)) for before in reached.values()) in ([0, 1], [1, 2])
+    biases = {nodes[name].input[0]: name for name in nodes if nodes[name].op == "BiasAddGrad"}
+    assert len(biases) == 3
+    for name in filters:  # oneDNN makes the two one.
+        assert biases[nodes[name].input[2]] not in _before(nodes, name)
 
 
 def _before(nodes, name):
