@@ -11,7 +11,7 @@ from rewriters.graph import Graph, Node, Tensor
 from rewriters.inline import is_xla_call
 from rewriters.layouts import Layouts
 from rewriters.registry import Kind, OpView, find_rule
-from rewriters.roles import backward_nodes, data_nodes, derived_nodes, reads_shape_only
+from rewriters.roles import LOOPS, backward_nodes, data_nodes, derived_nodes, reads_shape_only
 from rewriters.sizes import Size
 from rewriters.values import Evaluator
 
@@ -117,7 +117,7 @@ class Analysis:
     def require_backward(self) -> None:
         """Refuse a function that computes no gradients."""
         if not self.backward:
-            loop = next((node for node in self.order if node.op in ("While", "StatelessWhile")), None)
+            loop = next((node for node in self.order if node.op in LOOPS), None)
             unseen = "Gradients inside of a loop, as `{}`, are not seen: rewrite what a turn runs."
             raise RewriteError(
                 "The step has no backward part: no operation under a `gradient_tape/` or `gradients/` scope. "

@@ -13,14 +13,12 @@ from rewriters import sums
 from rewriters.analysis import Analysis
 from rewriters.device import may_be_taken_in, passes_on
 from rewriters.graph import Graph, Node, Tensor, predecessors
-from rewriters.roles import data_nodes, reads_shape_only
+from rewriters.roles import LOOPS, data_nodes, reads_shape_only
 
 __all__: list[str] = []
 
 FROM_THE_START = -1
 """Of operations that depend on no data."""
-
-LOOPS = frozenset(("While", "StatelessWhile"))
 
 LEAST = 4 * 2**10
 """Bytes below which a copy of a variable may wait."""

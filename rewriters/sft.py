@@ -21,7 +21,7 @@ from rewriters.errors import RewriteError
 from rewriters.gather import Gatherer
 from rewriters.graph import Graph, Node, Tensor, from_tf_graph
 from rewriters.late import hold_back
-from rewriters.roles import reads_shape_only
+from rewriters.roles import LOOPS, reads_shape_only
 from rewriters.rows import RowGatherer, RowPlanner
 from rewriters.segments import Segment
 from rewriters.sharing import program_key
@@ -230,9 +230,9 @@ class _Rewriter:
                 continue
             node.name = self.graph.unique_name(f"{prefix}/{node.name}")
             node.inputs = [outer.get(t, t) for t in node.inputs]
-            if node.op in ("Empty", "While", "StatelessWhile"):
+            if node.op == "Empty" or node.op in LOOPS:
                 node.control_inputs = [*node.control_inputs, start]
-            loop = node if node.op in ("While", "StatelessWhile") else loop
+            loop = node if node.op in LOOPS else loop
             self.graph.add(node)
         assert loop is not None
         return loop, [outer.get(tensor, tensor) for tensor in part.outputs]
@@ -299,6 +299,6 @@ def loop_nodes(graph: Graph) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
     for node in graph.nodes.values():
         parts = node.name.split("/")
-        if node.op in ("While", "StatelessWhile") and parts[0] == "sft" and len(parts) > 3:
+        if node.op in LOOPS and parts[0] == "sft" and len(parts) > 3:
             found[parts[1], parts[2]] = node.name
     return found
