@@ -76,7 +76,19 @@ def test_the_input_of_a_sequential_model_has_its_name():
     assert segment.entries == ("photo",)
     unnamed = keras.Sequential([conv("first"), conv("second"), *head])
     (segment,) = tflms_sft.rewrite(step_of(unnamed), SFTParams(num_tiles=(2, 2)), *BATCH).plan.segments
-    assert segment.entries == (unnamed.inputs[0].name,)
+    (entry,) = segment.entries
+    assert entry == unnamed.inputs[0]._keras_history.operation.name
+    for name in (entry, unnamed.inputs[0].name):
+        assert rewritten(unnamed, SegmentSpec(name, unnamed.layers[1].name)).plan.segments[0].entries == (entry,)
+
+
+def test_an_input_without_a_name_has_that_of_its_layer():
+    """As `model.summary()` shows it, and the examples have it."""
+    keras.backend.clear_session()
+    image = keras.Input((16, 16, 3))
+    model = keras.Model(image, layers.Dense(2)(layers.GlobalAveragePooling2D()(chain(image))))
+    (segment,) = rewritten(model, SegmentSpec("input_layer", "pool")).plan.segments
+    assert segment.entries == ("input_layer",)
 
 
 def test_ops_and_tensors_have_names_too():

@@ -130,7 +130,9 @@ def _remember(record: LayerRecord, layer: Any, args: Any, outputs: Any, ops: tup
     if isinstance(layer, keras.Model) and getattr(layer, "inputs", None) and args:
         given = [t for t in tf.nest.flatten(args[0]) if tf.is_tensor(t) and hasattr(t, "op")]
         for symbol, tensor in zip(layer.inputs, given, strict=False):
-            record.inputs[symbol.name] = tensor.name
+            # `model.summary()` shows the layer's name, which an input without a name of its own has not.
+            for name in (symbol._keras_history.operation.name, symbol.name):
+                record.inputs[name] = tensor.name
 
 
 def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list[Tensor]:
