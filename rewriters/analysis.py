@@ -7,11 +7,11 @@ from collections.abc import Container
 
 from rewriters import rules
 from rewriters.errors import NotTileableError, RewriteError
-from rewriters.graph import Graph, Node, Tensor
+from rewriters.graph import LOOPS, Graph, Node, Tensor
 from rewriters.inline import is_xla_call
 from rewriters.layouts import Layouts
 from rewriters.registry import Kind, OpView, find_rule
-from rewriters.roles import LOOPS, backward_nodes, data_nodes, derived_nodes, reads_shape_only
+from rewriters.roles import backward_nodes, data_nodes, derived_nodes, reads_shape_only
 from rewriters.sizes import Size
 from rewriters.values import Evaluator
 

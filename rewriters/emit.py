@@ -343,11 +343,12 @@ class _Tile:
         for axis, (way, dim) in enumerate(zip(fits, dims, strict=True)):
             if dim is not None:
                 paddings[dim] = [self.lookup(way.before, axis), self.lookup(way.after, axis)]
-        low = value.dtype.min if fill == "lowest" else fill
+        # Rows that are handed on may be of any type, which zeros are of, too.
+        filled = tf.constant(value.dtype.min if fill == "lowest" else fill, value.dtype) if fill else None
         return tf.raw_ops.PadV2(
             input=value,
             paddings=tf.reshape(stacked([number for pair in paddings for number in pair]), [-1, 2]),
-            constant_values=tf.constant(low, value.dtype),
+            constant_values=tf.zeros([], value.dtype) if filled is None else filled,
         )
 
     # Rows from and for other turns ----------------------------------------------------------------------------

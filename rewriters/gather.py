@@ -17,7 +17,7 @@ from rewriters.registry import AxisPlan, Kind, find_rule
 from rewriters.roles import reads_shape_only
 from rewriters.segments import Segment
 from rewriters.stored import Loop, Storage
-from rewriters.tiles import Direction, Grid, Phase, Region, Rows, Source
+from rewriters.tiles import Direction, Grid, Phase, Region, Rows
 
 __all__: list[str] = []
 
@@ -101,7 +101,6 @@ class Gatherer(Rows):
         body = [node for node in loop.body if node in plans]
         reads, invariants = self.inputs(body, plans, set(loop.reads))
         reads += [m.image for m in loop.moments if m.image in loop.reads and m.image not in reads]
-        sources = {t: Source.STORED if t in reads else Source.RECOMPUTE for t in regions}
         reductions = [t for m in loop.moments for t in (m.mean, m.variance)] + [node.out() for node in sums]
         return Phase(
             name=name,
@@ -109,7 +108,7 @@ class Gatherer(Rows):
             direction=Direction.ASCENDING,
             body=body,
             regions=regions,
-            sources=sources,
+            values=set(regions),
             plans=plans,
             writes=loop.writes,
             accumulates=[],

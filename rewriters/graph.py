@@ -24,6 +24,9 @@ __all__: list[str] = []
 PER_PIXEL = "_per_pixel"
 """Attribute of a call (`rewriters/pixels.py`): the op that its function runs on the pixels of images."""
 
+LOOPS = frozenset(("While", "StatelessWhile"))
+"""Loops, those of a step and those that tiles run in."""
+
 Shape = tuple[int | None, ...] | None
 
 _DROPPED_ATTRS = ("_output_shapes", "_class")

@@ -12,8 +12,8 @@ from collections.abc import Container, Mapping
 from rewriters import sums
 from rewriters.analysis import Analysis
 from rewriters.device import may_be_taken_in, passes_on
-from rewriters.graph import Graph, Node, Tensor, predecessors
-from rewriters.roles import LOOPS, data_nodes, reads_shape_only
+from rewriters.graph import LOOPS, Graph, Node, Tensor, predecessors
+from rewriters.roles import data_nodes, reads_shape_only
 
 __all__: list[str] = []
 

@@ -24,7 +24,7 @@ import tensorflow as tf
 from rewriters import device
 from rewriters.allocator import Pool
 from rewriters.analysis import Analysis
-from rewriters.graph import Graph, Node, Tensor
+from rewriters.graph import LOOPS, Graph, Node, Tensor
 
 __all__: list[str] = []
 
@@ -138,7 +138,7 @@ class _Scheduler:
             return source, reusable
         if reusable is not None and self._num_bytes(tensor) == reusable.num_bytes:
             return reusable, None
-        silent = not device.allocates(node) or (not self._reads.get(tensor) and node.op.endswith("While"))
+        silent = not device.allocates(node) or (not self._reads.get(tensor) and node.op in LOOPS)
         foreign = node.op in device.PYTHON
         buffer = _Buffer(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
         if buffer.num_bytes:

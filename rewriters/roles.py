@@ -19,9 +19,6 @@ from rewriters.rules.elementwise import Pointwise
 
 __all__: list[str] = []
 
-LOOPS = frozenset(("While", "StatelessWhile"))
-"""Loops, those of a step and those that tiles run in."""
-
 _SCOPE = re.compile(r"(^|/)(gradient_tape|gradients(_\d+)?)/")
 _TYPE = re.compile(r"(Grad|BackpropFilter|BackpropFilterV2)$")
 

@@ -9,7 +9,7 @@ the loops then take every border of these or some, so that both may have numbers
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from rewriters.intervals import Interval
 from rewriters.registry import AxisPlan, Kind, find_rule
 from rewriters.segments import Segment
 from rewriters.stored import Loop
-from rewriters.tiles import Direction, Grid, Phase, Planner, Region, Rows, Source, with_rows
+from rewriters.tiles import Direction, Grid, Phase, Planner, Region, Rows, with_rows
 
 __all__: list[str] = []
 
@@ -66,7 +66,6 @@ class _Holding(Rows):
         """A planned loop with what its turns hand on."""
         phase.carries = self._carries
         phase.row_axis = self._axis
-        phase.sources.update((t, Source.CARRY) for t in self._carries if t in phase.sources)
         return phase
 
     def _carries_rows(self, node: Node) -> bool:
@@ -112,7 +111,7 @@ class RowPlanner(_Holding, Planner):
 
     def __init__(self, analysis: Analysis, segment: Segment) -> None:
         super().__init__(analysis, segment)
-        self._carrying = set(segment.forward) - nearly_free(analysis, segment)
+        self._carrying = set(segment.forward) - nearly_free(analysis, segment.forward)
         self._backward_nodes = set(segment.backward)
         self._whole = {*segment.exits, *segment.stored}
         self._incoming: dict[Tensor, Frontier | None] = {}
@@ -146,7 +145,7 @@ class RowPlanner(_Holding, Planner):
             result.append(self._marked(phase))
         if segment.exits or segment.stored or saves:
             self._begin(at)
-            result.insert(0, self._marked(self._forward(grid, saves, result)))
+            result.insert(0, self._marked(self._forward(grid, saves)))
         return result
 
     # Frontiers -----------------------------------------------------------------------------------------------
@@ -245,7 +244,7 @@ class RowPlanner(_Holding, Planner):
             found.append(Save(tensor, saved, rows, backward.regions[tensor]))
         return found
 
-    def _forward(self, grid: Grid, saves: list[Save], backward: list[Phase]) -> Phase:
+    def _forward(self, grid: Grid, saves: list[Save]) -> Phase:
         segment = self.segment
         writes = [*segment.exits, *sorted(segment.stored - set(segment.exits), key=lambda t: t.name)]
         written = {tensor: self.cells_of(tensor, grid) for tensor in writes}
@@ -267,12 +266,16 @@ class RowGatherer(_Holding, Gatherer):
     def __init__(self, analysis: Analysis, segment: Segment) -> None:
         super().__init__(analysis, segment)
         self._cells: dict[Tensor, Interval] = {}
+        self._free: dict[tuple[Node, ...], set[Node]] = {}
 
     def phase(self, loop: Loop, grid: Grid, name: str = "") -> Phase:
         """The loop with `grid`, clamped."""
         grid = self.clamped(loop, grid)
         self._axis = row_axis(grid)
-        self._carrying, self._fine = set(loop.body), grid.spatial[self._axis]
+        key = tuple(loop.body)
+        if key not in self._free:
+            self._free[key] = nearly_free(self.analysis, (node for node in loop.body if node not in loop.sums))
+        self._carrying, self._fine = set(loop.body) - self._free[key], grid.spatial[self._axis]
         if self._fine == 1:
             return Gatherer(self.analysis, self.segment).phase(loop, grid, name)
         self._whole = set(self.split(loop))
@@ -306,13 +309,14 @@ class RowGatherer(_Holding, Gatherer):
         return with_rows(even, self._axis, self._cells[tensor]) if tensor in self._cells else even
 
 
-def nearly_free(analysis: Analysis, segment: Segment) -> set[Node]:
+def nearly_free(analysis: Analysis, body: Iterable[Node]) -> set[Node]:
     """Operations whose rows are made again rather than kept: of few flops, and one window at most from the entries.
 
-    Such as the first convolution of a network, which makes many channels of three.
+    Such as the first convolution of a network, which makes many channels of three, and a normalisation of what a loop
+    before has stored: to hand rows on, they are copied to where there is room for more.
     """
     taken: dict[Node, tuple[int, float]] = {}
-    for node in segment.forward:
+    for node in body:
         size = sum(node.out(index).num_bytes() for index in range(len(node.outputs)))
         flops = find_rule(node).flops(analysis.view(node), 1) / max(size, 1)
         above = [taken[t.node] for t in node.inputs if t.node in taken]
@@ -323,9 +327,12 @@ def nearly_free(analysis: Analysis, segment: Segment) -> set[Node]:
 
 def _widens(analysis: Analysis, node: Node) -> bool:
     """Whether neighbouring rows of an op's result share rows of what it reads."""
-    view, rows = analysis.view(node), Interval(np.array([4]), np.array([5]))
-    for axis in range(len(analysis.extents(node.out()) or ())):
-        one, two = (find_rule(node).demand(view, axis, Interval(rows.lo, rows.hi + more)) for more in (0, 1))
+    view = analysis.view(node)
+    for axis, extent in enumerate(analysis.extents(node.out()) or ()):
+        if extent is None or extent < 2:
+            continue
+        at = np.array([extent // 2 - 1])  # Rules may look rows up that an image has.
+        one, two = (find_rule(node).demand(view, axis, Interval(at, at + number)) for number in (1, 2))
         for a, b in zip(one.needs, two.needs, strict=True):
             if a is not None and b is not None and 2 * a.size[0] > b.size[0]:
                 return True

@@ -19,9 +19,9 @@ from rewriters.carries import SAVED
 from rewriters.emit import phase_inputs, phase_outputs, trace_phase
 from rewriters.errors import RewriteError
 from rewriters.gather import Gatherer
-from rewriters.graph import Graph, Node, Tensor, from_tf_graph
+from rewriters.graph import LOOPS, Graph, Node, Tensor, from_tf_graph
 from rewriters.late import hold_back
-from rewriters.roles import LOOPS, reads_shape_only
+from rewriters.roles import reads_shape_only
 from rewriters.rows import RowGatherer, RowPlanner
 from rewriters.segments import Segment
 from rewriters.sharing import program_key

@@ -62,7 +62,7 @@ class _Key:
 
     def _save(self, save: Save) -> Hashable:
         slots = tuple((_rows((rows,)), places.tobytes()) for rows, places in save.slots)
-        return (self._number(save.tensor), self._number(save.saved), slots)
+        return (self._number(save.tensor), self._number(save.saved), slots, _rows(save.region))
 
     def _moments(self, pair: Moments) -> Hashable:
         numbers = tuple(map(self._number, (pair.image, pair.mean, pair.variance)))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rewriters.graph import PER_PIXEL, Graph, Node, Tensor
+from rewriters.graph import LOOPS, PER_PIXEL, Graph, Node, Tensor
 
 __all__: list[str] = []
 
@@ -243,7 +243,7 @@ _SHAPE_OPERAND = {
     **dict.fromkeys(("Fill", "Empty", "StridedSliceGrad", "Conv2DBackpropInput", "Conv3DBackpropInputV2"), 0),
 }
 
-_OWN_SIZE = frozenset(("Where", "Range", "CropAndResize", "While", "StatelessWhile", "If", "StatelessIf"))
+_OWN_SIZE = LOOPS | {"Where", "Range", "CropAndResize", "If", "StatelessIf"}
 
 _OWN_SIZE_WORDS = ("Gather", "Unique", "Dynamic", "Segment", "TensorList", "Call")
 """Parts of the names of op families."""

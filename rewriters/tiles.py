@@ -49,14 +49,6 @@ class Halo(enum.Enum):
     CARRY = "carry"
 
 
-class Source(enum.Enum):
-    """Where the rows of a tensor come from that a loop body holds."""
-
-    RECOMPUTE = "recompute"
-    STORED = "stored"
-    CARRY = "carry"
-
-
 class Direction(enum.Enum):
     """In which order a loop walks its tiles."""
 
@@ -99,7 +91,7 @@ class Phase:
         direction: Order of the tiles.
         body: Ops of one turn, in topological order.
         regions: Rows of each tensor that a turn holds.
-        sources: Where those rows come from, for forward tensors.
+        values: Tensors of which those rows are values; the others are gradients, that may be parts of sums.
         plans: Per op and axis, what it makes and what its operands must hold.
         writes: Tensors of which each turn writes its own cell of a whole one.
         accumulates: Gradients whose regions are added into a whole one.
@@ -123,7 +115,7 @@ class Phase:
     direction: Direction
     body: list[Node]
     regions: dict[Tensor, Region]
-    sources: dict[Tensor, Source]
+    values: set[Tensor]
     plans: dict[Node, tuple[AxisPlan, ...]]
     writes: list[Tensor]
     accumulates: list[Tensor]
@@ -338,16 +330,14 @@ class Planner(Rows):
         body = [node for node in nodes if node in plans]
         available = self.segment.available if name == "backward" else set[Tensor]()
         reads, invariants = self.inputs(body, plans, available)
-        sources = {
-            t: Source.STORED if t in reads else Source.RECOMPUTE for t in regions if self.segment.kinds[t] is Kind.FULL
-        }
+        values = {t for t in regions if self.segment.kinds[t] is Kind.FULL}
         return Phase(
             name,
             grid,
             Direction.ASCENDING,
             body,
             regions,
-            sources,
+            values,
             plans,
             writes,
             accumulates,

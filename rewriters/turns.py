@@ -201,7 +201,7 @@ class _Body:
 
     def _is_gradient(self, tensor: Tensor) -> bool:
         """Whether rows of a tensor are parts of sums."""
-        return tensor not in self.phase.sources
+        return tensor not in self.phase.values
 
     def _rows_of(self, tensor: Tensor, rows: Interval) -> Tensor:
         region = with_rows(self.phase.regions[tensor], self.phase.row_axis, rows)

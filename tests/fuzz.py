@@ -223,6 +223,12 @@ def _joined(d: Drawing, x: str) -> str:
     return f"layers.{kind}()([{x}, {other}])"
 
 
+def _masked(d: Drawing, x: str) -> str:
+    """Values that are no floating point numbers; no comparison with zero, which other sums may miss by a bit."""
+    mask = f"{d.like(x)} > 0.123"
+    return d.choice(f"{x} * keras.ops.cast({mask}, {x}.dtype)", f"keras.ops.where({mask}, {x}, {d.like(x)})")
+
+
 def _dropped(d: Drawing, x: str) -> str:
     kind = d.choice("Dropout(0.3", f"SpatialDropout{d.rank}D(0.3", "GaussianNoise(0.1")
     return f"layers.{kind}, seed={d.number(0, 99)})({x})"
@@ -250,6 +256,7 @@ LAYERS = {
     _shared: 1,
     _stopped: 1,
     _joined: 2,
+    _masked: 1,
     _dropped: 1,
     _sliced: 1,
 }

@@ -82,6 +82,28 @@ def halves(x):
     return conv(3, name="out")(layers.Concatenate()([kept, x]))
 
 
+def masked(x):
+    """Values that are no floating point numbers are read far apart."""
+    x = conv(4, activation=None)(conv(3)(x))
+    mask, steps = x > 0.1, keras.ops.cast(3 * x, "int32")
+    x = x * keras.ops.cast(steps, x.dtype)
+    x = conv(4)(conv(4)(x * keras.ops.cast(mask, x.dtype)))
+    return conv(3, name="out")(keras.ops.where(mask, x, x * keras.ops.cast(steps, x.dtype)))
+
+
+def dilated(x):
+    for rate in (2, 3, 2):
+        x = conv(4, dilation_rate=rate)(x)
+    return conv(3, name="out")(x)
+
+
+def enlarged(x):
+    """An image of few rows and columns is read by position. TensorFlow resizes in float32."""
+    deep = conv(4)(layers.MaxPool2D(16, padding="same")(conv(3)(x)))
+    deep = layers.UpSampling2D(2, interpolation="bilinear")(deep)
+    return conv(3, name="out")(layers.UpSampling2D(2)(conv(3)(deep)))
+
+
 PLAIN = [vgg, residual, separable, unet, dense_block, frozen_norm, cell, halves]
 
 # With BatchNorm in training mode, and other sums that a forward pass waits for ------------------------------

@@ -133,7 +133,9 @@ class Chain:
 
         Paths grow in the order of what they cost at least (A*, P. E. Hart, N. J. Nilsson and B. Raphael, "A Formal
         Basis for the Heuristic Determination of Minimum Cost Paths", 1968), so that few ways to tile are planned: the
-        rest of a path costs no less than its blocks as they are, and a tiling no less than that in one tile.
+        rest of a path costs no less than its blocks as they are, and a tiling no less than that in one tile. Several
+        tiles may leave out rows that no result needs, which convolutions without padding and with strides have: of
+        two paths that differ by no more than those the dearer may be returned.
         """
         end = self.bounds[-1]
         least_waiting: dict[int, int] = {}
@@ -317,12 +319,14 @@ def _worth_storing(traced: Traced, segment: Segment) -> list[tuple[Tensor, float
     backward = planner_for(analysis, segment, Halo.RECOMPUTE).phases(grid, grid)[-1]
     cost = {n: turn_cost(analysis, backward, n, batch) for n in backward.body if n not in analysis.backward}
     wanted = [t for n in backward.body if n in analysis.backward for t in n.inputs if t.node in cost]
-    available, left = set(segment.available), _recomputed(wanted, segment.available)
+    available, left = set(segment.available), _recomputed(wanted, segment.available, cost)
     found: list[tuple[Tensor, float]] = []
     while len(found) < MOST_STORED:
         options, before = [], _cost_of(left, cost)
         for tensor in (node.out(index) for node in left for index in range(len(node.outputs))):
-            rest = _recomputed(wanted, available | {tensor})
+            if analysis.entries_per_image(tensor) != 1:
+                continue  # Where pixels have been made images, the images of a turn do not lie together.
+            rest = _recomputed(wanted, available | {tensor}, cost)
             saved = before - _cost_of(rest, cost)
             if saved > LEAST_SAVED * traced.cost:
                 options.append((saved / tensor.num_bytes(batch), tensor.name, saved, tensor))
@@ -331,7 +335,7 @@ def _worth_storing(traced: Traced, segment: Segment) -> list[tuple[Tensor, float
         _, _, saved, tensor = max(options)
         found.append((tensor, saved))
         available.add(tensor)
-        left = _recomputed(wanted, available)
+        left = _recomputed(wanted, available, cost)
     return found
 
 
@@ -340,13 +344,13 @@ def _cost_of(nodes: Iterable[Node], cost: Mapping[Node, float]) -> float:
     return sum(cost.get(node, 0.0) for node in nodes)
 
 
-def _recomputed(wanted: Iterable[Tensor], available: Container[Tensor]) -> set[Node]:
-    """Operations that have to run for the wanted tensors."""
+def _recomputed(wanted: Iterable[Tensor], available: Container[Tensor], within: Container[Node]) -> set[Node]:
+    """Operations of some that have to run for the wanted tensors."""
     found: set[Node] = set()
     stack = list(wanted)
     while stack:
         tensor = stack.pop()
-        if tensor not in available and tensor.node not in found:
+        if tensor not in available and tensor.node in within and tensor.node not in found:
             found.add(tensor.node)
             stack.extend(tensor.node.inputs)
     return found

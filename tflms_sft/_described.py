@@ -44,13 +44,13 @@ def described(analysis: Analysis, batch: int, plan: SegmentPlan, names: Mapping[
         num_loops=len(plan.phases),
         kept=shown(_kept(plan)),
         halo=plan.halo.value,
-        carried_bytes=_carried_bytes(plan, batch),
+        saved_bytes=_saved_bytes(plan, batch),
         overlapped_bytes=sum(overlapped_bytes(analysis, phase, batch) for phase in plan.phases),
         most_rows=_most_rows(analysis, plan, batch),
     )
 
 
-def _carried_bytes(plan: SegmentPlan, batch: int) -> int:
+def _saved_bytes(plan: SegmentPlan, batch: int) -> int:
     """What waits for the backward loop of the rows that are handed on."""
     return sum(save.saved.num_bytes(batch) for phase in plan.phases for save in phase.saves)
 
@@ -70,7 +70,7 @@ def _most_rows(analysis: Analysis, plan: SegmentPlan, batch: int) -> int | None:
         return None
     ((count, axis),) = split
     if plan.halo is Halo.CARRY:
-        each_border = _carried_bytes(plan, batch) / (count - 1)
+        each_border = _saved_bytes(plan, batch) / (count - 1)
         best = math.sqrt(phase_scratch(backward, batch) * count / each_border) if each_border else math.inf
     else:
         once = step_cost(analysis, backward.body, batch)

@@ -23,8 +23,12 @@ def _extents(analysis: Analysis, tensors: Sequence[Tensor]) -> list[tuple[int, .
 
 def most_tiles(analysis: Analysis, segment: Segment) -> tuple[int, ...]:
     """Rows along each axis of the smallest image that is split."""
-    extents = _extents(analysis, [*segment.exits, *segment.grad_entries])
-    return tuple(min(rows) for rows in zip(*extents, strict=True))
+    return fewest_rows(analysis, [*segment.exits, *segment.grad_entries])
+
+
+def fewest_rows(analysis: Analysis, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Along each axis those of the tensor that has fewest."""
+    return tuple(min(rows) for rows in zip(*_extents(analysis, tensors), strict=True))
 
 
 def clamped(analysis: Analysis, segment: Segment, grid: Grid) -> Grid:

@@ -92,7 +92,7 @@ class SFTParams:
 
     Args:
         num_tiles: Number of tiles along the exit of each segment, split as evenly as possible, or with
-            `halo="carry"` so that their memory is even:
+            `halo="carry"` and no barriers so that their memory is even:
             `(height, width)`, of volumes `(depth, height, width)`, of sequences `(length,)`; with one more in
             front for the batch, as in `(batch, height, width)`; or a mapping such as
             `{"batch": 1, "height": 4, "width": 4}`. `"auto"` takes the fewest tiles whose turn needs no more

@@ -85,7 +85,7 @@ class PlannedSegment:
         kept: Between barriers, names of the tensors that wait whole for the backward phase; what else it needs is
             computed from them again.
         halo: Where tiles have the rows from that they share, as for `SFTParams`.
-        carried_bytes: Rows that are saved for the backward loop, with `halo="carry"`.
+        saved_bytes: Rows that are saved for the backward loop, with `halo="carry"`.
         overlapped_bytes: What the loops make more than once, because several tiles need it, recomputation for the
             backward pass not counted.
         most_rows: About the number of row tiles above which more of them need more memory (`halo="carry"`) or double
@@ -107,7 +107,7 @@ class PlannedSegment:
     num_loops: int = 2
     kept: tuple[str, ...] = ()
     halo: str = "recompute"
-    carried_bytes: int = 0
+    saved_bytes: int = 0
     overlapped_bytes: int = 0
     most_rows: int | None = None
 
@@ -208,7 +208,7 @@ class Plan:
         for segment in self.segments:
             lines.append(f"  {_segment_line(segment)}")
             if segment.halo == "carry" and math.prod((*segment.num_tiles[1:], *segment.backward_num_tiles[1:])) > 1:
-                saved = f"; {format_bytes(segment.carried_bytes)} of them saved" if segment.carried_bytes else ""
+                saved = f"; {format_bytes(segment.saved_bytes)} of them saved" if segment.saved_bytes else ""
                 most = f"; more than {segment.most_rows} tiles would need more memory" if segment.most_rows else ""
                 lines.append(f"    rows that tiles share are handed on{saved}{most}")
             elif segment.most_rows:

@@ -16,7 +16,7 @@ from rewriters.tiles import Grid, Halo
 from rewriters.turns import phase_scratch
 from tflms_sft._barriers import Barriers, fitted, largest
 from tflms_sft._compile import Traced
-from tflms_sft._grids import auto_grids, clamped, fewest, first_axis, most_tiles
+from tflms_sft._grids import auto_grids, clamped, fewest, fewest_rows, first_axis, most_tiles
 from tflms_sft._names import display_names, resolve
 from tflms_sft._num_tiles import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params import SegmentSpec, SFTParams
@@ -194,11 +194,12 @@ def _check_width(traced: Traced, segment: Segment, grid: Grid, argument: str) ->
         ValueError: With what to use instead.
     """
     names = axis_names(traced.analysis, segment)
-    extents = traced.analysis.extents(segment.entries[0]) or ()
-    along = first_axis([rows or 1 for rows in extents])
+    most = fewest_rows(traced.analysis, _limiting(traced, segment))
+    along = first_axis(most)
     others = [str(name) for axis, name in enumerate(names) if axis != along and grid.spatial[axis] > 1]
     if others:
-        rows = tuple(grid.num_tiles // grid.batch if axis == along else 1 for axis in range(len(names)))
+        count = min(grid.num_tiles // grid.batch, most[along])
+        rows = tuple(count if axis == along else 1 for axis in range(len(names)))
         use = rows if grid.batch == 1 else (grid.batch, *rows)
         raise ValueError(
             f'`halo="carry"` hands rows on along the {names[along]}, so tiles cannot split the {" and ".join(others)}. '
@@ -214,11 +215,12 @@ def _checked(traced: Traced, segment: Segment, tiles: NumTiles, halo: Halo, clam
         ValueError: If there cannot be such tiles.
     """
     grid = _grid(traced, segment, tiles)
+    if clamp:
+        grid = clamped(traced.analysis, segment, grid)
     if halo is Halo.CARRY:
         _check_width(traced, segment, grid, tiles.argument)
-    if clamp:
-        return clamped(traced.analysis, segment, grid)
-    check_tiles(traced, segment, grid, tiles.argument)
+    if not clamp:
+        check_tiles(traced, segment, grid, tiles.argument)
     return grid
 
 

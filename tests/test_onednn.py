@@ -1,0 +1,74 @@
+"""Tiles and rows with oneDNN, which makes operations one whatever edges there are; other tests are without it."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+START = """
+    import os
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
+    import keras, numpy as np, tensorflow as tf, tflms_sft
+    import equivalence, nets
+    from keras import layers
+    from equivalence import Cut, keras_step
+
+    def smooth(x):
+        for filters in (16, 32):
+            for _ in range(3):
+                x = layers.Conv2D(filters, 3, padding="same", activation="silu")(x)
+            x = layers.AveragePooling2D(2, name="out" if filters == 32 else None)(x)
+        return x
+
+    def fused(x):
+        for filters in (16, 16):
+            x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
+            x = layers.DepthwiseConv2D(3, padding="same", activation="relu")(x)
+        x = layers.LeakyReLU()(layers.Conv2D(16, 3, padding="same")(layers.MaxPooling2D(2)(x)))
+        return layers.Conv2D(16, 1, name="out")(x)
+
+    def off(step, function):
+        '''How far all results are from those of the plain step, as vectors: single units of a ReLU may switch.'''
+        want, got = step.run(step.concrete_fn), step.run(function)
+        assert list(want) == list(got)
+        far = [np.linalg.norm(got[key] - want[key]) / (1e-3 + np.linalg.norm(want[key])) for key in want]
+        return float(max(far))
+
+    def made(net):
+        keras.utils.set_random_seed(0)
+        optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+        return keras_step(net, (48, 40), 2, optimizer=optimizer, floatx="float32", steps=3)
+"""
+
+CUTS = """
+    for net in (smooth, fused, nets.vgg, nets.residual, nets.unet):
+        step = made(net)
+        for cut in (Cut(grid=(3, 2)), Cut(grid=(4, 1), batch=2), Cut(grid=(4, 1), halo="carry")):
+            rewritten = equivalence.rewrite(step.concrete_fn, cut)
+            print(net.__name__, cut.halo, bool(rewritten.segments[0].backward), off(step, rewritten.function))
+"""
+
+BUDGETS = """
+    for net in (smooth, fused):
+        step = made(net)
+        plain = tflms_sft.rewrite(step.function, tflms_sft.AutoParams("8GiB", swap=False), *step.batches[0])
+        for part in (0.8, 0.65, 0.5):
+            params = tflms_sft.AutoParams(int(plain.plan.original.peak_bytes * part), swap=False)
+            rewritten = tflms_sft.rewrite(step.function, params, *step.batches[0])
+            print(net.__name__, part, bool(rewritten.plan.segments), off(step, rewritten.concrete_function))
+"""
+
+
+@pytest.mark.parametrize(("code", "number"), [(CUTS, 15), (BUDGETS, 6)], ids=["cuts", "budgets"])
+def test_a_step_is_the_same_with_onednn(code, number):
+    """Edges between operations must not close a cycle when it makes them one."""
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", textwrap.dedent(START) + textwrap.dedent(code)]
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == number and all(line[2] == "True" for line in lines), done.stdout + done.stderr[-2000:]
+    assert all(float(line[3]) < 1e-4 for line in lines), done.stdout
