@@ -1,15 +1,18 @@
 """What the program `lrcnn` runs in its children: the ways to train that it compares, predicted and measured.
 
 An *option* is one setting of a way, as JSON: `{}` is the plain step, `{"swaps": ...}` offloads, `{"budget": bytes}`
-leaves the choice to the budget search, and `{"halo": ..., "segments": [[entry, exit, rows], ...]}` says which rows.
+leaves the choice to the budget search, and `{"halo": ..., "segments": [[entry, exit, rows], ...]}` says which rows, or
+which tiles, as `[tiles, tiles]` in the place of rows.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import _child, _max, _nets
@@ -91,6 +94,19 @@ def _checkpoints(layout: Layout) -> list[list[Any]]:
     return [[entry, end, 1] for entry, end in zip((layout.entry, *ends), ends, strict=False)]
 
 
+def tiles(net: str, image_size: int, number: int) -> Option | None:
+    """Returns the setting with a segment for each stage in so many tiles, as near to squares as the number allows.
+
+    None if those are rows: for 1, and primes.
+    """
+    shorter = max(n for n in range(1, int(number**0.5) + 1) if number % n == 0)
+    if shorter == 1:
+        return None
+    pairs = [_hybrid(LAYOUTS[net], image_size, n) for n in (number // shorter, shorter)]
+    segments = [[*down[:2], [down[2], across[2]]] for down, across in zip(*pairs, strict=True)]
+    return {"halo": "recompute", "segments": segments}
+
+
 def _hybrid(layout: Layout, image_size: int, rows: int) -> list[list[Any]]:
     """A segment for each stage, in so many rows or as many as it has."""
     ends = list(layout.stages)
@@ -108,7 +124,9 @@ def params_of(option: Option) -> Any:
         return tflms_sft.LMSParams(tier="disk", **option["swaps"])
     if "budget" in option:
         return tflms_sft.AutoParams(option["budget"], headroom=0.0, swap=False)
-    specs = [tflms_sft.SegmentSpec(entry, end, (rows, 1)) for entry, end, rows in option["segments"]]
+    grids = [(rows, 1) if isinstance(rows, int) else tuple(rows) for _, _, rows in option["segments"]]
+    pairs = zip(option["segments"], grids, strict=True)
+    specs = [tflms_sft.SegmentSpec(entry, end, grid) for (entry, end, _), grid in pairs]
     return tflms_sft.SFTParams(segments=specs, halo=option["halo"])
 
 
@@ -141,20 +159,20 @@ def predict(
         "size" (0: not even the smallest), "option" and its "predicted" peak.
     """
     found: dict[int, tuple[Option, int] | None] = {}
-    fitted: list[int] = []
+    tried = Tried()
 
     def at(number: int) -> tuple[int, int]:
         return (image_size, number) if vary == "batch" else (number * IMAGE_STEP, batch)
 
     def fits(number: int) -> bool:
         side, images = at(number)
-        tried = list(enumerate(options(way, net, side, memory)))
-        tried.sort(key=lambda item: abs(item[0] - (fitted[-1] if fitted else len(tried) // 2)))
+        pixels = images * side**2
         found[number] = None
-        for index, option, peak in _peaks(net, side, images, tried):
+        hopeful = tried.worth_trying(options(way, net, side, memory), pixels, memory)
+        for option, peak in _peaks(net, side, images, hopeful):
+            tried.add(option, pixels, peak)
             if peak <= memory:
                 found[number] = (option, peak)
-                fitted.append(index)
                 break
         emit({"size": images if vary == "batch" else side, "fits": found[number] is not None})
         return found[number] is not None
@@ -171,9 +189,30 @@ def predict(
     }
 
 
-def _peaks(
-    net: str, image_size: int, batch: int, tried: Sequence[tuple[int, Option]]
-) -> Iterator[tuple[int, Option, int]]:
+class Tried:
+    """Peaks of options at the sizes that were tried, which spare others: planning is slow."""
+
+    def __init__(self) -> None:
+        self._peaks: dict[str, list[tuple[int, int]]] = {}
+
+    def add(self, option: Option, pixels: int, peak: int) -> None:
+        """Keeps the peak of an option for a batch with so many pixels."""
+        self._peaks.setdefault(json.dumps(option), []).append((pixels, peak))
+
+    def at_least(self, option: Option, pixels: int) -> float:
+        """Returns what the peak is at least: it grows with the pixels, and at most in proportion to them."""
+        known = self._peaks.get(json.dumps(option), [])
+        return max((peak * min(1.0, pixels / of) for of, peak in known), default=0.0)
+
+    def worth_trying(self, found: Sequence[Option], pixels: int, memory: int) -> list[Option]:
+        """Returns the options that may fit: those with known peaks first, the least first, then from the middle out."""
+        bounds = [self.at_least(option, pixels) for option in found]
+        indices = [i for i, bound in enumerate(bounds) if bound <= memory]
+        indices.sort(key=lambda i: (not bounds[i], bounds[i], abs(i - len(found) // 2)))
+        return [found[i] for i in indices]
+
+
+def _peaks(net: str, image_size: int, batch: int, tried: Sequence[Option]) -> Iterator[tuple[Option, int]]:
     """Predicted peaks of options; those that cannot be done are left out."""
     import keras
 
@@ -181,12 +220,12 @@ def _peaks(
 
     keras.backend.clear_session()
     plain = _nets.TASKS[net].step(image_size, batch)
-    for index, option in tried:
+    for option in tried:
         try:
             plan = rewritten(plain, option).plan
         except tflms_sft.RewriteError:
             continue
-        yield index, option, plan.predicted.peak_bytes
+        yield option, plan.predicted.peak_bytes
 
 
 def train(
@@ -217,7 +256,7 @@ def train(
         "measured": max(peaks),
         "predicted": (plan.predicted if option else plan.original).peak_bytes,
         "time_ratio": plan.predicted.time_ratio,
-        "shared_bytes": sum(segment.carried_bytes for segment in plan.segments),
+        "shared_bytes": sum(segment.saved_bytes for segment in plan.segments),
         "overlapped_bytes": sum(segment.overlapped_bytes for segment in plan.segments),
         "most_rows": [segment.most_rows for segment in plan.segments],
         "plan": plan.headline(),
@@ -234,32 +273,49 @@ GROUPS = {
 
 
 def where_time_goes(*, net: str, image_size: int, batch: int, option: Option, emit: _child.Emit) -> dict[str, float]:
-    """Returns seconds by what was done, of one traced run in which the time of each op is its own.
+    """Returns seconds by what was done in one traced run.
 
-    Convolutions in the backward loops are recomputations. Where two ops run at a time both count.
+    Convolutions in the backward loops are recomputations. Where several ops run at a time each has its part of it.
     """
     import re
 
     import tensorflow as tf
 
     from rewriters import _tf_private
+    from rewriters.graph import LOOPS
 
     del emit
     plain = _nets.TASKS[net].step(image_size, batch)
     step = rewritten(plain, option)
     images, labels = map(tf.constant, _nets.TASKS[net].noise(image_size, batch))
     concrete_fn = step.concrete_function if option else plain.get_concrete_function()
-    seconds: dict[str, float] = {}
+    spans = []
     for device_stats in _tf_private.step_stats(concrete_fn, [images, labels]).dev_stats:
         for node in device_stats.node_stats:
             kind = re.search(r" = (\w+)\(", node.timeline_label)
-            if kind is None or kind.group(1) in ("While", "StatelessWhile"):
+            if kind is None or kind.group(1) in LOOPS:
                 continue
             group = next((name for name, pattern in GROUPS.items() if re.search(pattern, kind.group(1))), "others")
             if group == "convolutions" and "/backward/while" in node.node_name:
                 group = "convolutions computed again"
-            took = (node.op_end_rel_micros - node.op_start_rel_micros) * 1e-6
-            seconds[group] = seconds.get(group, 0.0) + took
+            begin = node.all_start_micros
+            spans.append((group, 1e-6 * (begin + node.op_start_rel_micros), 1e-6 * (begin + node.op_end_rel_micros)))
+    return shared_time(spans)
+
+
+def shared_time(spans: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Returns the time of each name, where every moment is divided among all spans (name, begin, end) that it is in."""
+    # At the same moment beginnings come first: a span may be over as it begins.
+    events = sorted((at, -change, name) for name, begin, end in spans for at, change in ((begin, 1), (end, -1)))
+    running: collections.Counter[str] = collections.Counter()
+    seconds: dict[str, float] = {}
+    before = 0.0
+    for at, less, name in events:
+        for other, number in running.items():
+            if number:
+                seconds[other] = seconds.get(other, 0.0) + (at - before) * number / running.total()
+        running[name] -= less
+        before = at
     return seconds
 
 

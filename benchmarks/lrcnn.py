@@ -46,15 +46,19 @@ def largest(options: argparse.Namespace) -> Found:
 
 
 def rows(options: argparse.Namespace) -> Found:
-    """Time and memory over the number of rows, between checkpoints."""
+    """Time and memory over the number of rows between checkpoints, beside as many tiles that split both sides."""
     size = {"image_size": options.image_size, "batch": options.batch}
     results: Found = {"plain": _trained(options, size, {})}
     print(f"plain: {json.dumps(results['plain'])}", flush=True)
     for number in options.numbers:
-        for way in ("OverL-H", "2PS-H"):
-            option = _lrcnn.options(way, options.net, options.image_size, rows=[number])[0]
+        ways = {
+            way: _lrcnn.options(way, options.net, options.image_size, rows=[number])[0] for way in ("OverL-H", "2PS-H")
+        }
+        if tiles := _lrcnn.tiles(options.net, options.image_size, number):
+            ways["tiles"] = tiles
+        for way, option in ways.items():
             results[f"{way} {number}"] = _trained(options, size, option)
-            print(f"{way}, {number} rows: {json.dumps(results[f'{way} {number}'])}", flush=True)
+            print(f"{way} {number}: {json.dumps(results[f'{way} {number}'])}", flush=True)
     return results
 
 

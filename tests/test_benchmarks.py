@@ -456,6 +456,26 @@ def test_the_ways_to_train_that_are_compared():
     }
     assert len(hybrid) == len({json.dumps(option) for option in hybrid})
     assert _lrcnn.options("MemoryBudget", "vgg16", 64, 2**30) == [{"budget": 2**30}]
+    assert _lrcnn.tiles("vgg16", 64, 1) is None and _lrcnn.tiles("vgg16", 64, 7) is None, "rows"
+    tiles = _lrcnn.tiles("vgg16", 64, 8)
+    assert [grid for _, _, grid in tiles["segments"]] == [[4, 2], [4, 2], [4, 2], [4, 2], [2, 2]]
+    assert [spec.num_tiles for spec in _lrcnn.params_of(tiles).segments] == [(4, 2), (4, 2), (4, 2), (4, 2), (2, 2)]
+
+
+def test_moments_are_divided_among_what_runs():
+    spans = [("a", 1.0, 5.0), ("b", 2.0, 4.0), ("a", 3.0, 4.0), ("c", 7.0, 8.0), ("d", 7.0, 7.0)]
+    want = {"a": 1 + 1 / 2 + 2 / 3 + 1, "b": 1 / 2 + 1 / 3, "c": 1.0, "d": 0.0}
+    assert _lrcnn.shared_time(spans) == pytest.approx(want)
+
+
+def test_options_that_cannot_fit_are_not_planned():
+    options = [{"rows": n} for n in range(5)]
+    tried = _lrcnn.Tried()
+    assert tried.worth_trying(options, 100, 50) == [options[i] for i in (2, 1, 3, 0, 4)]
+    for option, peak in zip(options[:3], (60, 90, 120), strict=True):
+        tried.add(option, 100, peak)
+    assert tried.worth_trying(options, 50, 50) == [options[i] for i in (0, 1, 3, 4)], "120 is 60 at the least"
+    assert tried.worth_trying(options, 200, 60) == [options[i] for i in (0, 3, 4)], "no less than it was"
 
 
 PAIRS = [("image", "pool1"), ("pool1", "pool2"), ("pool2", "pool3"), ("pool3", "pool4"), ("pool4", "pool5")]
