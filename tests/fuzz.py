@@ -464,6 +464,7 @@ def run(
 
     with warnings.catch_warnings():  # Layers that are drawn take their seeds from `random`.
         warnings.simplefilter("ignore", hypothesis.errors.HypothesisDeprecationWarning)
+        warnings.filterwarnings("ignore", "Gradients do not exist", UserWarning)  # Where all of them are stopped.
         (each if seed is None else hypothesis.seed(seed)(each))()
 
 

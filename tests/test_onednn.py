@@ -44,9 +44,9 @@ START = """
 """
 
 CUTS = """
-    for net in (smooth, fused, nets.vgg, nets.residual, nets.unet):
+    for net in (smooth, fused, nets.residual):
         step = made(net)
-        for cut in (Cut(grid=(3, 2)), Cut(grid=(4, 1), batch=2), Cut(grid=(4, 1), halo="carry")):
+        for cut in (Cut(grid=(3, 2), batch=2), Cut(grid=(4, 1), halo="carry")):
             rewritten = equivalence.rewrite(step.concrete_fn, cut)
             print(net.__name__, cut.halo, bool(rewritten.segments[0].backward), off(step, rewritten.function))
 """
@@ -55,14 +55,14 @@ BUDGETS = """
     for net in (smooth, fused):
         step = made(net)
         plain = tflms_sft.rewrite(step.function, tflms_sft.AutoParams("8GiB", swap=False), *step.batches[0])
-        for part in (0.8, 0.65, 0.5):
+        for part in (0.7, 0.5):
             params = tflms_sft.AutoParams(int(plain.plan.original.peak_bytes * part), swap=False)
             rewritten = tflms_sft.rewrite(step.function, params, *step.batches[0])
             print(net.__name__, part, bool(rewritten.plan.segments), off(step, rewritten.concrete_function))
 """
 
 
-@pytest.mark.parametrize(("code", "number"), [(CUTS, 15), (BUDGETS, 6)], ids=["cuts", "budgets"])
+@pytest.mark.parametrize(("code", "number"), [(CUTS, 6), (BUDGETS, 4)], ids=["cuts", "budgets"])
 def test_a_step_is_the_same_with_onednn(code, number):
     """Edges between operations must not close a cycle when it makes them one."""
     path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
