@@ -243,7 +243,9 @@ class _BackwardPart:
         while heap:
             _, node = heapq.heappop(heap)
             operands = self.operands(node)
-            inside = [t for t in operands if t.node in self.ops and t not in self.whole]
+            # Also what it would make again in a loop: outside of all of them, it would need that whole.
+            needed = operands if node in self.taken else node.inputs
+            inside = [t for t in needed if t.node in self.ops and t not in self.whole]
             derived = [t for t in operands if self.made.get(t) is Kind.FULL]
             if not inside and not derived:
                 continue
