@@ -8,8 +8,10 @@ import textwrap
 from fractions import Fraction
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
+from equivalence import Step, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
@@ -22,6 +24,7 @@ from rewriters.errors import NotTileableError
 from rewriters.graph import Node
 from rewriters.layouts import Layout, Layouts, Link
 from rewriters.rules.blocks import groups
+from tflms_sft import SFTParams
 
 
 def analysis_of(function, *shapes):
@@ -191,6 +194,37 @@ def test_tiles_along_an_axis_that_there_is_not():
     data = tf.zeros((2, 12, 10, 3)), tf.zeros((2, 3))
     with pytest.raises(ValueError, match=r"names \['depth'\], and what is tiled has the axes batch, height, width"):
         model.fit(*data, verbose=0, callbacks=[tflms_sft.SFT(num_tiles={"depth": 2}, verbose=0)])
+
+
+@pytest.mark.parametrize("params", [SFTParams(), SFTParams(num_tiles=(1, 4), halo="carry")], ids=["tiles", "rows"])
+def test_a_maximum_is_needed_by_its_gradient_in_another_place(params):
+    """The gradient would make it again in a loop, but what lies between the two belongs to none."""
+    keras.config.set_floatx("float32")
+    image = keras.Input((41, 3))
+    x = layers.Conv1D(4, 5, padding="causal", dilation_rate=2, activation="relu")(image)
+    x = layers.UpSampling1D(2)(layers.SeparableConv1D(5, 3, padding="same")(layers.MaxPool1D(2)(x)))
+    model = keras.Model(image, layers.Conv1DTranspose(3, 4, strides=3, padding="same")(x)[:, 1:-2:2])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(images, wanted):
+        with tf.GradientTape() as tape:
+            tape.watch(images)
+            loss = tf.reduce_mean((model(images) - wanted) ** 2)
+        gradients = tape.gradient(loss, [*model.trainable_variables, images])
+        optimizer.apply(gradients[:-1], model.trainable_variables)
+        return loss, gradients
+
+    numbers = np.random.default_rng(0)
+    shapes = (2, 41, 3), (2, *model.output.shape[1:])
+    arguments = [tf.constant(numbers.normal(size=shape), tf.float32) for shape in shapes]
+    concrete_fn = step.get_concrete_function(*arguments)
+    traced = Step(concrete_fn, [*model.variables, *optimizer.variables], [arguments, arguments])
+    fast = tflms_sft.rewrite(step, params, *arguments)
+    assert len(fast.plan.segments) == 2
+    want, got = traced.run(concrete_fn), traced.run(fast.concrete_function)
+    assert max(error(got[name], want[name]) for name in want) < 1e-5
 
 
 CHANNELS_FIRST = """
