@@ -256,7 +256,7 @@ def try_segment(analysis: Analysis, component: Component, part: range, taken: se
     """
     segment = build_segment(analysis, name, {component.nodes[i] for i in part}, taken)
     if not segment.backward:
-        raise NotTileableError("nothing of it is needed in the backward pass")
+        raise NotTileableError("nothing inside of it is needed in the backward pass")
     return segment
 
 

@@ -79,6 +79,11 @@ class Layouts:
         """The layout; `None` for what holds no image."""
         return self._found.get(tensor)
 
+    def lacking(self, axes: int) -> list[int]:
+        """Of so many axes those that some tensor does not have."""
+        dims = [layout.dims for layout in self._found.values() if len(layout.dims) == axes]
+        return [axis for axis in range(axes) if any(own[axis] is None for own in dims)]
+
     def find(self, anchors: Iterable[Anchor], links: Iterable[Link], tensors: Iterable[Tensor]) -> None:
         """Fill in what can be known.
 

@@ -196,6 +196,35 @@ def test_tiles_along_an_axis_that_there_is_not():
         model.fit(*data, verbose=0, callbacks=[tflms_sft.SFT(num_tiles={"depth": 2}, verbose=0)])
 
 
+@pytest.mark.parametrize("options", [{"num_tiles": (4,)}, {"num_tiles": {"length": 4}}, {"num_tiles": (1, 4)}])
+@pytest.mark.parametrize("halo", ["recompute", "carry"])
+def test_operations_on_sequences_that_keras_makes_images_for_are_tiled_along_the_length(options, halo):
+    """All that this segment reads and makes lies between `ExpandDims` and `Squeeze`."""
+    keras.config.set_floatx("float64")
+    x = photo = keras.Input((64, 3), name="photo")
+    x = layers.Conv1D(4, 3, padding="same")(x)
+    x = layers.SeparableConv1D(5, 3, padding="same", activation="tanh", name="separable")(x)
+    model = keras.Model(photo, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
+    sequences = tf.random.stateless_normal((2, 64, 3), [1, 2], dtype=tf.float64)
+
+    @tf.function
+    def step(sequences):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(sequences) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    concrete_fn = step.get_concrete_function(sequences)
+    ops = [op for op in concrete_fn.graph.get_operations() if "separable" in op.name and "gradient" not in op.name]
+    first = next(op.name for op in ops if op.type == "ExpandDims")
+    last = next(op.name for op in reversed(ops) if op.type == "Conv2D")
+    spec = tflms_sft.SegmentSpec(first, last, **options)
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(segments=[spec], halo=halo), sequences)
+    assert fast.plan.segments[0].num_tiles == (1, 1, 4)
+    traced = Step(concrete_fn, model.variables, [[sequences]])
+    want, got = traced.run(concrete_fn), traced.run(fast.concrete_function)
+    assert max(error(got[name], want[name]) for name in want) < 1e-10
+
+
 @pytest.mark.parametrize("params", [SFTParams(), SFTParams(num_tiles=(1, 4), halo="carry")], ids=["tiles", "rows"])
 def test_a_maximum_is_needed_by_its_gradient_in_another_place(params):
     """The gradient would make it again in a loop, but what lies between the two belongs to none."""

@@ -94,6 +94,14 @@ def test_nothing_rewritten_is_told_with_the_budget(step):
     assert plan.headline().endswith(", budget 1.00 GiB")
 
 
+def test_more_than_before_is_told_of_what_reads_as_more(plan):
+    for more, told in ((2**12, False), (2**26, True)):
+        before = dataclasses.replace(plan.original, peak_bytes=2**30)
+        after = dataclasses.replace(plan.predicted, peak_bytes=2**30 + more)
+        headline = dataclasses.replace(plan, original=before, predicted=after).headline()
+        assert ("MORE than before" in headline) is told
+
+
 def test_json_holds_every_field(plan):
     told = json.loads(plan.to_json())
     assert set(told) == {field.name for field in dataclasses.fields(plan)}

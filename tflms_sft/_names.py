@@ -155,7 +155,8 @@ def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list
         return [tensor]
     raise SegmentError(
         f"`{argument}` names nothing in the step: no layer, op or tensor. Received: {argument}={name!r}. "
-        + nearest(name, [*layers, *graph.nodes], otherwise=list(layers))
+        # Whoever writes no scope means a layer.
+        + nearest(name, [*layers, *(graph.nodes if "/" in name else ())], otherwise=list(layers))
     )
 
 

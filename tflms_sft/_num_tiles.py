@@ -93,13 +93,14 @@ def parse_num_tiles(value: Any, argument: str) -> NumTiles | None:
 
 def axis_names(analysis: Analysis, segment: Segment) -> list[str | None]:
     """Names of the axes of what a segment tiles; `None` for the height of sequences, which have none."""
-    layouts = [analysis.layouts.of(t) for t in (*segment.entries, *segment.exits, *segment.grad_entries)]
-    dims = [layout.dims for layout in layouts if layout is not None]
-    for loop in segment.loops:
-        dims += [layout.dims for t in loop.writes if (layout := analysis.layouts.of(t)) is not None]
-    missing = [axis for axis in range(len(dims[0])) if any(own[axis] is None for own in dims)]
-    names = AXIS_NAMES[len(dims[0])] if not missing else AXIS_NAMES[1]
-    if len(dims[0]) - len(missing) != len(names):  # Values of whole images are among them: they have no axes.
-        return list(AXIS_NAMES[len(dims[0])])
+    tensors = [*segment.entries, *segment.exits, *segment.grad_entries]
+    tensors += [tensor for loop in segment.loops for tensor in loop.writes]
+    extents = [rows for rows in map(analysis.extents, tensors) if rows is not None]
+    axes = len(extents[0])
+    # Also where each tensor of the segment has the axis: between `ExpandDims` and `Squeeze` sequences are images.
+    missing = [axis for axis in analysis.layouts.lacking(axes) if all(rows[axis] == 1 for rows in extents)]
+    names = AXIS_NAMES[axes] if not missing else AXIS_NAMES[1]
+    if axes - len(missing) != len(names):  # Values of whole images are among them: they have no axes.
+        return list(AXIS_NAMES[axes])
     own = iter(names)
-    return [None if axis in missing else next(own) for axis in range(len(dims[0]))]
+    return [None if axis in missing else next(own) for axis in range(axes)]

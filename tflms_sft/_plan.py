@@ -173,7 +173,8 @@ class Plan:
         before, after = format_bytes(self.original.peak_bytes), format_bytes(self.predicted.peak_bytes)
         if not self.changed:
             return f"nothing rewritten, predicted peak {after}" + self._budget_text()
-        more = " (MORE than before)" if self.predicted.peak_bytes > self.original.peak_bytes else ""
+        grew = before != after and self.predicted.peak_bytes > self.original.peak_bytes
+        more = " (MORE than before)" if grew else ""
         peaks = f"predicted peak {after} instead of {before}{more}"
         if not self.segments:
             return f"{self._swap_text()}, {peaks}" + self._budget_text()

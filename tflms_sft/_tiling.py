@@ -112,8 +112,9 @@ def _named_segment(
             f"{_shown(spec)} overlaps the segment entry={other.entry!r}, exit={other.exit!r} at "
             f"{_with_layer(traced, f'`{shared[0].name}` ({shared[0].op})')}. Let one end where the other begins."
         )
-    stored = frozenset(t for n in spec.stored_names for t in resolve(n, "stored", graph, traced.record))
-    outside = sorted(t.name for t in stored if t.node not in ops)
+    named = {t: n for n in spec.stored_names for t in resolve(n, "stored", graph, traced.record)}
+    stored = frozenset(named)
+    outside = list(dict.fromkeys(n for t, n in named.items() if t.node not in ops))
     if outside:
         raise SegmentError(f"{_shown(spec)}: `stored` names {outside}, which the segment does not make.")
     try:
@@ -130,7 +131,7 @@ def _named_segment(
                 f"{_shown(spec)}: {made} does not run on tiles{why}. "
                 "Let the segment end at an operation before it."
             ) from None
-        unknown = sorted(t.name for t in stored if not barriers.stores(t))
+        unknown = list(dict.fromkeys(n for t, n in named.items() if not barriers.stores(t)))
         if unknown:
             raise SegmentError(f"{_shown(spec)}: `stored` names {unknown}, which do not run on tiles.") from None
         segment = barriers.segment(name, barriers.fewest)
@@ -168,11 +169,12 @@ def check_tiles(traced: Traced, segment: Segment, grid: Grid, argument: str = "n
         for axis, (name, rows) in enumerate(zip(labels, traced.analysis.extents(tensor) or (), strict=True)):
             if rows is not None and grid.spatial[axis] > rows:
                 names = display_names(traced.analysis.graph, traced.record)
-                where = f"{names.get(tensor, tensor.name)!r}" if tensor in segment.exits else "a gradient on its way"
-                into = ", ".join(repr(names.get(t, t.name)) for t in segment.entries)
+                what = "the exit" if tensor in segment.exits else "a tensor that is split,"
+                of = ", ".join(repr(names.get(t, t.name)) for t in segment.entries)
                 raise ValueError(
-                    f"`{argument}` asks for {grid.spatial[axis]} tiles along the {name}, and {where} to {into} "
-                    f"({segment.name}) has {rows} row(s). Use at most {rows}. Received: {argument}={grid}."
+                    f"`{argument}` asks for {grid.spatial[axis]} tiles along the {name}, and in {segment.name} "
+                    f"(of {of}) {what} {names.get(tensor, tensor.name)!r} has {rows} row(s). Use at most {rows}. "
+                    f"Received: {argument}={grid}."
                 )
 
 
