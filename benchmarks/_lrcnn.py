@@ -7,15 +7,14 @@ which tiles, as `[tiles, tiles]` in the place of rows.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import _child, _max, _nets
+from benchmarks import _child, _max, _nets, _profile
 
 if TYPE_CHECKING:
     import tflms_sft
@@ -263,60 +262,19 @@ def train(
     }
 
 
-GROUPS = {
-    "gradients of convolutions": r"Backprop",
-    "convolutions": r"Conv",
-    "pools and their gradients": r"Pool",
-    "crops, pads, joins": r"Slice|Pad|Concat|Update|Identity|Empty",
-}
-"""What an op's time counts as, by a pattern in its type; the first that is found."""
-
-
-def where_time_goes(*, net: str, image_size: int, batch: int, option: Option, emit: _child.Emit) -> dict[str, float]:
-    """Returns seconds by what was done in one traced run.
-
-    Convolutions in the backward loops are recomputations. Where several ops run at a time each has its part of it.
-    """
-    import re
-
+def where_time_goes(
+    *, net: str, image_size: int, batch: int, option: Option, steps: int, emit: _child.Emit
+) -> dict[str, float]:
+    """Returns seconds of a step by what was done, after a first one."""
     import tensorflow as tf
 
-    from rewriters import _tf_private
-    from rewriters.graph import LOOPS
-
-    del emit
     plain = _nets.TASKS[net].step(image_size, batch)
-    step = rewritten(plain, option)
+    run = rewritten(plain, option) if option else plain
     images, labels = map(tf.constant, _nets.TASKS[net].noise(image_size, batch))
-    concrete_fn = step.concrete_function if option else plain.get_concrete_function()
-    spans = []
-    for device_stats in _tf_private.step_stats(concrete_fn, [images, labels]).dev_stats:
-        for node in device_stats.node_stats:
-            kind = re.search(r" = (\w+)\(", node.timeline_label)
-            if kind is None or kind.group(1) in LOOPS:
-                continue
-            group = next((name for name, pattern in GROUPS.items() if re.search(pattern, kind.group(1))), "others")
-            if group == "convolutions" and "/backward/while" in node.node_name:
-                group = "convolutions computed again"
-            begin = node.all_start_micros
-            spans.append((group, 1e-6 * (begin + node.op_start_rel_micros), 1e-6 * (begin + node.op_end_rel_micros)))
-    return shared_time(spans)
-
-
-def shared_time(spans: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Returns the time of each name, where every moment is divided among all spans (name, begin, end) that it is in."""
-    # At the same moment beginnings come first: a span may be over as it begins.
-    events = sorted((at, -change, name) for name, begin, end in spans for at, change in ((begin, 1), (end, -1)))
-    running: collections.Counter[str] = collections.Counter()
-    seconds: dict[str, float] = {}
-    before = 0.0
-    for at, less, name in events:
-        for other, number in running.items():
-            if number:
-                seconds[other] = seconds.get(other, 0.0) + (at - before) * number / running.total()
-        running[name] -= less
-        before = at
-    return seconds
+    float(run(images, labels))
+    found = _profile.seconds_by_group(lambda: float(run(images, labels)), steps)
+    emit(found)
+    return found
 
 
 def gradient_errors(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,19 +48,18 @@ def largest(options: argparse.Namespace) -> Found:
 
 def rows(options: argparse.Namespace) -> Found:
     """Time and memory over the number of rows between checkpoints, beside as many tiles that split both sides."""
-    size = {"image_size": options.image_size, "batch": options.batch}
-    results: Found = {"plain": _trained(options, size, {})}
-    print(f"plain: {json.dumps(results['plain'])}", flush=True)
+    ways: dict[str, dict[str, Any]] = {"plain": {}}
     for number in options.numbers:
-        ways = {
-            way: _lrcnn.options(way, options.net, options.image_size, rows=[number])[0] for way in ("OverL-H", "2PS-H")
-        }
+        for way in ("OverL-H", "2PS-H"):
+            ways[f"{way} {number}"] = _lrcnn.options(way, options.net, options.image_size, rows=[number])[0]
         if tiles := _lrcnn.tiles(options.net, options.image_size, number):
-            ways["tiles"] = tiles
-        for way, option in ways.items():
-            results[f"{way} {number}"] = _trained(options, size, option)
-            print(f"{way} {number}: {json.dumps(results[f'{way} {number}'])}", flush=True)
-    return results
+            ways[f"tiles {number}"] = tiles
+    runs: dict[str, list[Found]] = {way: [] for way in ways}
+    for _ in range(options.runs):
+        for way, option in ways.items():  # In turns, so that what else the machine does meets all of them.
+            runs[way].append(_trained(options, vars(options), option))
+            print(f"{way}: {json.dumps(runs[way][-1])}", flush=True)
+    return {way: _medians(found) for way, found in runs.items()}
 
 
 def scale(options: argparse.Namespace) -> Found:
@@ -75,11 +75,24 @@ def scale(options: argparse.Namespace) -> Found:
 
 
 def where(options: argparse.Namespace) -> Found:
-    """What a step's time goes into, plain and within a budget."""
-    kwargs = {"net": options.net, "image_size": options.image_size, "batch": options.batch}
+    """What a step's time goes into, plain and within a budget; the median of several children."""
+    kwargs = {"net": options.net, "image_size": options.image_size, "batch": options.batch, "steps": options.steps}
     ways = {"plain": {}, "rewritten": {"budget": options.memory}}
     target = "benchmarks._lrcnn:where_time_goes"
-    return {way: _child.call_in_child(target, {**kwargs, "option": option}) for way, option in ways.items()}
+    runs: dict[str, list[Found]] = {way: [] for way in ways}
+    for _ in range(options.runs):
+        for way, option in ways.items():
+            runs[way].append(_child.call_in_child(target, {**kwargs, "option": option}))
+            print(f"{way}: {json.dumps(runs[way][-1])}", flush=True)
+    return {way: _medians(found) for way, found in runs.items()}
+
+
+def _medians(runs: Sequence[Found]) -> Found:
+    """The first of several results, with medians for its numbers."""
+    found = dict(runs[0])
+    for name in {name for run in runs for name, value in run.items() if isinstance(value, int | float)}:
+        found[name] = statistics.median(run.get(name, 0) for run in runs)
+    return found
 
 
 def sharing(options: argparse.Namespace) -> Found:
@@ -209,6 +222,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=_arguments.positive, default=1, help="where it does not vary; default: %(default)s")
     add("--numbers", nargs="+", type=_arguments.positive, default=NUMBERS, metavar="ROWS", help="that `rows` tries")
     add("--steps", type=_arguments.positive, default=3, help="steps that are timed; default: %(default)s")
+    runs_help = "processes for each way of `rows` and `where`, of which the median is told; default: %(default)s"
+    add("--runs", type=_arguments.positive, default=1, help=runs_help)
     add("--json", type=Path, metavar="FILE", help="file for all figures")
     options = parser.parse_args(arguments)
     options.image_size = options.image_size or SIZES[options.experiment]

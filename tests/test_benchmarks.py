@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from benchmarks import (
     _arguments,
@@ -17,6 +18,7 @@ from benchmarks import (
     _lrcnn,
     _max,
     _nets,
+    _profile,
     accuracy,
     lms,
     lrcnn,
@@ -465,7 +467,23 @@ def test_the_ways_to_train_that_are_compared():
 def test_moments_are_divided_among_what_runs():
     spans = [("a", 1.0, 5.0), ("b", 2.0, 4.0), ("a", 3.0, 4.0), ("c", 7.0, 8.0), ("d", 7.0, 7.0)]
     want = {"a": 1 + 1 / 2 + 2 / 3 + 1, "b": 1 / 2 + 1 / 3, "c": 1.0, "d": 0.0}
-    assert _lrcnn.shared_time(spans) == pytest.approx(want)
+    assert _profile.shared_time(spans) == pytest.approx(want)
+
+
+def test_the_time_of_a_step_is_told_by_what_was_done():
+    weights, image = tf.ones((3, 3, 8, 8)), tf.ones((1, 64, 64, 8))
+    step = tf.function(lambda x: tf.nn.max_pool2d(tf.nn.conv2d(x, weights, 1, "SAME"), 2, 2, "SAME"))
+    step(image)
+    found = _profile.seconds_by_group(lambda: step(image), 3)
+    assert found["convolutions"] > 0 and found["pools and their gradients"] > 0
+    assert found[_profile.WAITING] >= 0 and "gradients of convolutions" not in found
+    for where, group in (("forward2", "convolutions"), ("backward2", "convolutions computed again")):
+        assert _profile.group_of(f"sft/segment1/{where}/while/body/_1/while/conv", "_FusedConv2D") == group
+
+
+def test_medians_of_processes():
+    runs = [{"seconds": value, "plan": "p", "most_rows": [value]} for value in (3.0, 1.0, 2.0)]
+    assert lrcnn._medians([*runs[:2], {**runs[2], "more": 3.0}]) == {**runs[0], "seconds": 2.0, "more": 0}
 
 
 def test_options_that_cannot_fit_are_not_planned():
