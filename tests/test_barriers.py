@@ -57,7 +57,10 @@ def momentum():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("net", NORMALISED)
+DEEP_IS_SLOW = [pytest.param(net, marks=pytest.mark.slow) if net is bottlenecks else net for net in NORMALISED]
+
+
+@pytest.mark.parametrize("net", DEEP_IS_SLOW)
 @pytest.mark.parametrize("known_batch", (pytest.param(True, marks=pytest.mark.slow), False), ids=("known", "unknown"))
 def test_all_that_a_step_computes_is_the_same(net, known_batch):
     step = keras_step(net, (17, 14), 3, known_batch, momentum())
@@ -377,7 +380,7 @@ def test_what_is_dropped_is_made_again_by_loops_of_its_own():
         assert max(map(written.count, written)) <= 2
 
 
-@pytest.mark.parametrize("net", (bottlenecks, u_net))
+@pytest.mark.parametrize("net", (pytest.param(bottlenecks, marks=pytest.mark.slow), u_net))
 def test_convolutions_that_are_cheap_are_not_stored(net):
     step = keras_step(net, (17, 14), 3, True, momentum())
     dear, cheap = Parts(step.concrete_fn, 3), Parts(step.concrete_fn, 3, cheap_flops=1e9)

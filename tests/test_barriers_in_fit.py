@@ -127,6 +127,7 @@ def test_rows_that_a_budget_finds_train_the_same(monkeypatch):
     assert callback.plan.predicted.peak_bytes <= 0.9 * budget
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_told_can_be_met():
     with pytest.raises(tflms_sft.BudgetError) as caught:
         trained([tflms_sft.MemoryBudget("1kB", swap=False, verbose=0)])

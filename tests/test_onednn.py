@@ -62,7 +62,9 @@ BUDGETS = """
 """
 
 
-@pytest.mark.parametrize(("code", "number"), [(CUTS, 6), (BUDGETS, 4)], ids=["cuts", "budgets"])
+@pytest.mark.parametrize(
+    ("code", "number"), [(CUTS, 6), pytest.param(BUDGETS, 4, marks=pytest.mark.slow)], ids=["cuts", "budgets"]
+)
 def test_a_step_is_the_same_with_onednn(code, number):
     """Edges between operations must not close a cycle when it makes them one."""
     path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])

@@ -11,6 +11,9 @@ import tflms_sft
 CONV = {2: layers.Conv2D, 3: layers.Conv3D}
 TRANSPOSED = {2: layers.Conv2DTranspose, 3: layers.Conv3DTranspose}
 SIZES = {2: (37, 26), 3: (13, 10, 11)}
+KNOWN_OR_NOT = pytest.mark.parametrize(
+    "known_batch", (pytest.param(True, marks=pytest.mark.slow), False), ids=("known", "unknown")
+)
 
 
 def block(x, filters, rank):
@@ -76,7 +79,7 @@ def u_net(rank, how, known_batch, target=dice):
 @pytest.mark.parametrize(
     ("rank", "how"), [(2, "transposed"), (2, "nearest"), (2, "resized"), (3, "transposed"), (3, "nearest")]
 )
-@pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
+@KNOWN_OR_NOT
 def test_a_u_net_is_the_same(rank, how, known_batch):
     step = u_net(rank, how, known_batch)
     counts = (3, 2) if rank == 2 else (2, 3, 2)
@@ -94,7 +97,7 @@ def same(step, fast):
 
 
 @pytest.mark.parametrize("target", (sparse, categorical))
-@pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
+@KNOWN_OR_NOT
 def test_cross_entropies_of_pixels_run_on_tiles(target, known_batch):
     step = u_net(2, "nearest", known_batch, target)
     fast = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=(3, 2, 2)))
