@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rewriters.graph import LOOPS
+
 GROUPS = {
     "gradients of convolutions": r"Backprop",
     "convolutions": r"Conv",
@@ -68,23 +70,25 @@ def _quiet() -> Iterator[None]:
 
 
 def _spans(profile: bytes) -> Iterator[Span]:
-    """Of every operation in a profile: events that TensorFlow calls `name:type`."""
+    """Of every operation in a profile."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     space: Any = xplane_pb2.XSpace.FromString(profile)
     for plane in space.planes:
         for line in plane.lines:
             for event in line.events:
-                name, _, kind = plane.event_metadata[event.metadata_id].name.rpartition(":")
-                if name and re.fullmatch(r"\w+", kind):
+                if (group := group_of(plane.event_metadata[event.metadata_id].name)) is not None:
                     begin = 1e-9 * line.timestamp_ns + 1e-12 * event.offset_ps
-                    yield group_of(name, kind), begin, begin + 1e-12 * event.duration_ps
+                    yield group, begin, begin + 1e-12 * event.duration_ps
 
 
-def group_of(name: str, kind: str) -> str:
-    """Returns what an operation's time counts as."""
-    group = next((group for group, pattern in GROUPS.items() if re.search(pattern, kind)), "others")
-    again = group == "convolutions" and re.search(r"/backward\d*/while", name)
+def group_of(event: str) -> str | None:
+    """Returns what the time of an operation counts as, which TensorFlow calls `name:type`; None for other events."""
+    operation = re.fullmatch(r"(?P<name>[^:]+):(?P<type>\w+)", event)
+    if operation is None or operation["type"] in LOOPS:
+        return None
+    group = next((group for group, pattern in GROUPS.items() if re.search(pattern, operation["type"])), "others")
+    again = group == "convolutions" and re.search(r"/backward\d*/while", operation["name"])
     return "convolutions computed again" if again else group
 
 

@@ -478,7 +478,9 @@ def test_the_time_of_a_step_is_told_by_what_was_done():
     assert found["convolutions"] > 0 and found["pools and their gradients"] > 0
     assert found[_profile.WAITING] >= 0 and "gradients of convolutions" not in found
     for where, group in (("forward2", "convolutions"), ("backward2", "convolutions computed again")):
-        assert _profile.group_of(f"sft/segment1/{where}/while/body/_1/while/conv", "_FusedConv2D") == group
+        assert _profile.group_of(f"sft/segment1/{where}/while/body/_1/while/conv:_FusedConv2D") == group
+    assert _profile.group_of("ExecutorState::Process") is None and _profile.group_of("sft/while:While") is None
+    assert _profile.group_of("loss/mean:Mean") == "others"
 
 
 def test_medians_of_processes():

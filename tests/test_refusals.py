@@ -126,3 +126,14 @@ def test_automatic_segments_take_fewer_tiles_where_there_are_fewer_rows():
 
     fast = tflms_sft.rewrite(gradients(net(body)), SFTParams(num_tiles=(12, 1)), *BATCH)
     assert [segment.num_tiles for segment in fast.plan.segments] == [(1, 12, 1), (1, 6, 1)]
+
+
+def test_a_step_in_a_tape_is_told_where_to_be_called():
+    fast = tflms_sft.rewrite(gradients(), TILES, *BATCH)
+    images, labels = map(tf.constant, BATCH)
+    with tf.GradientTape() as tape:
+        tape.watch(images)
+        with pytest.raises(RewriteError, match="cannot be differentiated again.*outside of the tape"):
+            fast(images, labels)
+        with tape.stop_recording():
+            fast(images, labels)

@@ -101,13 +101,20 @@ class RewrittenStep:
         """Run one step.
 
         Raises:
+            RewriteError: If it is called in a gradient tape that watches what it reads.
             TypeError: For arguments of another structure, shape or dtype than the step was rewritten for.
         """
         flat = self._flat(args, kwargs)
         try:
             return self._function(*flat)
-        except BaseException:
+        except BaseException as error:
             self._importer.abandon()
+            if type(error) is LookupError:  # From TensorFlow's registry of gradients, which it asks at the call.
+                raise RewriteError(
+                    "A rewritten step has its gradients inside and cannot be differentiated again, and it was called in "
+                    "a gradient tape that watches what it reads. Call it outside of the tape, or in "
+                    f"`with tape.stop_recording():`. TensorFlow says: {error}"
+                ) from error
             raise
 
     @property
