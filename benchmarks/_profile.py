@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rewriters.graph import LOOPS
-
 GROUPS = {
     "gradients of convolutions": r"Backprop",
     "convolutions": r"Conv",
@@ -84,6 +82,8 @@ def _spans(profile: bytes) -> Iterator[Span]:
 
 def group_of(event: str) -> str | None:
     """Returns what the time of an operation counts as, which TensorFlow calls `name:type`; None for other events."""
+    from rewriters.graph import LOOPS
+
     operation = re.fullmatch(r"(?P<name>[^:]+):(?P<type>\w+)", event)
     if operation is None or operation["type"] in LOOPS:
         return None

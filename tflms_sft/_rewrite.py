@@ -111,8 +111,8 @@ class RewrittenStep:
             self._importer.abandon()
             if type(error) is LookupError:  # From TensorFlow's registry of gradients, which it asks at the call.
                 raise RewriteError(
-                    "A rewritten step has its gradients inside and cannot be differentiated again, and it was called in "
-                    "a gradient tape that watches what it reads. Call it outside of the tape, or in "
+                    "A rewritten step has its gradients inside and cannot be differentiated again, and it was called "
+                    "in a gradient tape that watches what it reads. Call it outside of the tape, or in "
                     f"`with tape.stop_recording():`. TensorFlow says: {error}"
                 ) from error
             raise
