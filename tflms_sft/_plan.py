@@ -89,7 +89,7 @@ class PlannedSegment:
         overlapped_bytes: What the loops make more than once, because several tiles need it, recomputation for the
             backward pass not counted.
         most_rows: About the number of row tiles above which more of them need more memory (`halo="carry"`) or double
-            the arithmetic (`halo="recompute"`); that does not limit them. `None` if there are not as many rows, and
+            the work (`halo="recompute"`); that does not limit them. `None` if there are not as many rows, and
             where tiles are not rows alone.
     """
 
@@ -213,7 +213,7 @@ class Plan:
                 most = f"; more than {segment.most_rows} tiles would need more memory" if segment.most_rows else ""
                 lines.append(f"    rows that tiles share are handed on{saved}{most}")
             elif segment.most_rows:
-                lines.append(f"    with more than {segment.most_rows} tiles halos would double the arithmetic")
+                lines.append(f"    with more than {segment.most_rows} tiles halos would double the work")
             if segment.stored:
                 lines.append(f"    stored: {', '.join(segment.stored)}")
             if segment.kept:
