@@ -25,8 +25,7 @@ FILTER_FACTOR = 5.0
 """Cost of moving a byte of a convolution's filter, or of its gradient, over that of other bytes.
 
 Kernels have a layout of their own for it, so that it is read and written before it is read, each time in memory that is
-new to them. Measured on a CPU, by the time that convolutions over ever fewer rows keep, and by that of ResNet-50 in 4
-to 16 tiles.
+new to them. Measured on a CPU, by the time that convolutions over ever fewer rows keep.
 """
 
 

@@ -1,6 +1,5 @@
 """What the turns of a loop cost."""
 
-import keras
 import pytest
 from equivalence import Cut, keras_step, plan
 from nets import conv
@@ -14,7 +13,7 @@ IMAGES = 4
 
 def phases(grid, batch=1):
     """Loops of two convolutions; tiles that split the batch alone have no halos."""
-    step = keras_step(lambda x: conv(5, name="out")(conv(4)(x)), (12, 10), IMAGES, True, keras.optimizers.SGD(), steps=1)
+    step = keras_step(lambda x: conv(5, name="out")(conv(4)(x)), (12, 10), IMAGES, steps=1)
     analysis = Analysis(normalise.read(step.concrete_fn))
     (found,) = plan(analysis, [Cut(grid=grid, batch=batch)])
     return analysis, found.phases
