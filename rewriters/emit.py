@@ -332,7 +332,7 @@ class _Tile:
         spans: list[Span] = [None] * value.shape.rank
         for axis, (way, dim) in enumerate(zip(fits, dims, strict=True)):
             if way.crops:
-                assert dim is not None
+                assert dim is not None, f"{value.name} lacks the dimension that an op crops"
                 spans[dim] = (self.lookup(way.begin, axis), self.lookup(way.size, axis))
         return DeviceBuffer(value).read(spans, shared)
 
