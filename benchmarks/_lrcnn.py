@@ -141,7 +141,15 @@ def rewritten(step: Any, option: Option) -> tflms_sft.RewrittenStep:
 
 
 def predict(
-    *, net: str, vary: str, way: str, memory: int, image_size: int, batch: int, emit: _child.Emit
+    *,
+    net: str,
+    vary: str,
+    way: str,
+    memory: int,
+    image_size: int,
+    batch: int,
+    rows: Sequence[int] = ROWS,
+    emit: _child.Emit,
 ) -> dict[str, Any]:
     """Finds the largest batch or image whose predicted peak is within `memory`.
 
@@ -152,6 +160,7 @@ def predict(
         memory: Bytes.
         image_size: Height and width where the batch varies.
         batch: Images of a step where their size varies.
+        rows: Numbers of rows that are tried.
         emit: Gets each size that was asked for.
 
     Returns:
@@ -167,7 +176,7 @@ def predict(
         side, images = at(number)
         pixels = images * side**2
         found[number] = None
-        hopeful = tried.worth_trying(options(way, net, side, memory), pixels, memory)
+        hopeful = tried.worth_trying(options(way, net, side, memory, rows), pixels, memory)
         for option, peak in _peaks(net, side, images, hopeful):
             tried.add(option, pixels, peak)
             if peak <= memory:

@@ -37,7 +37,7 @@ def largest(options: argparse.Namespace) -> Found:
     results = {}
     for way in options.ways:
         kwargs = {"net": options.net, "vary": options.vary, "way": way, "memory": options.memory}
-        kwargs |= {"image_size": options.image_size, "batch": options.batch}
+        kwargs |= {"image_size": options.image_size, "batch": options.batch, "rows": options.numbers or _lrcnn.ROWS}
         found = _child.call_in_child("benchmarks._lrcnn:predict", kwargs, on_event=_teller(way))
         if found["size"]:
             found |= _trained(options, found, found["option"])
@@ -49,7 +49,7 @@ def largest(options: argparse.Namespace) -> Found:
 def rows(options: argparse.Namespace) -> Found:
     """Time and memory over the number of rows between checkpoints, beside as many tiles that split both sides."""
     ways: dict[str, dict[str, Any]] = {"plain": {}}
-    for number in options.numbers:
+    for number in options.numbers or NUMBERS:
         for way in ("OverL-H", "2PS-H"):
             ways[f"{way} {number}"] = _lrcnn.options(way, options.net, options.image_size, rows=[number])[0]
         if tiles := _lrcnn.tiles(options.net, options.image_size, number):
@@ -220,7 +220,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--memory", type=_arguments.size, default="1GiB", metavar="SIZE", help=memory_help)
     add("--image-size", type=_arguments.positive, metavar="N", help=f"a multiple of 32; defaults: {SIZES}")
     add("--batch", type=_arguments.positive, default=1, help="where it does not vary; default: %(default)s")
-    add("--numbers", nargs="+", type=_arguments.positive, default=NUMBERS, metavar="ROWS", help="that `rows` tries")
+    numbers_help = f"numbers of rows that are tried; defaults: {_lrcnn.ROWS} for `largest`, {NUMBERS} for `rows`"
+    add("--numbers", nargs="+", type=_arguments.positive, metavar="ROWS", help=numbers_help)
     add("--steps", type=_arguments.positive, default=3, help="steps that are timed; default: %(default)s")
     runs_help = "processes for each way of `rows` and `where`, of which the median is told; default: %(default)s"
     add("--runs", type=_arguments.positive, default=1, help=runs_help)
