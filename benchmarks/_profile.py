@@ -41,13 +41,17 @@ def seconds_by_group(run: Callable[[], object], steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         with _quiet():
             tf.profiler.experimental.start(folder)
-        began = time.perf_counter()
-        for _ in range(steps):
-            run()
-        seconds = time.perf_counter() - began
-        with _quiet():
-            tf.profiler.experimental.stop()
+        try:
+            began = time.perf_counter()
+            for _ in range(steps):
+                run()
+            seconds = time.perf_counter() - began
+        finally:
+            with _quiet():
+                tf.profiler.experimental.stop()
         found = shared_time(span for path in Path(folder).glob("**/*.xplane.pb") for span in _spans(path.read_bytes()))
+    if not found:
+        raise RuntimeError("TensorFlow's profile names no operation: its events are called otherwise than before.")
     found[WAITING] = max(0.0, seconds - sum(found.values()))
     return {group: total / steps for group, total in found.items()}
 

@@ -205,7 +205,7 @@ def network_row(name: str) -> list[str]:
         tiled = _child.call_in_child(target, {"network": name, "part": part})
         if "refused" not in tiled:
             memory = f"{tiled['peak'] / MIB:.0f} MiB, {tiled['peak'] / plain['peak']:.2f} of it"
-            memory += f", {tiled['cost']:.2f}x arithmetic"
+            memory += f", {tiled['cost']:.2f}x work"
             break
     reasons = "; ".join(why for why in compared["reasons"] if "everything after it waits" not in why)
     how = f"{compared['loops']} loops in {compared['segments']} segment(s)"

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def rows(options: argparse.Namespace) -> Found:
         for way, option in ways.items():  # In turns, so that what else the machine does meets all of them.
             runs[way].append(_trained(options, vars(options), option))
             print(f"{way}: {json.dumps(runs[way][-1])}", flush=True)
-    return {way: _medians(found) for way, found in runs.items()}
+    return {way: {**middle(found, lambda run: run["seconds"]), "runs": found} for way, found in runs.items()}
 
 
 def scale(options: argparse.Namespace) -> Found:
@@ -75,7 +74,7 @@ def scale(options: argparse.Namespace) -> Found:
 
 
 def where(options: argparse.Namespace) -> Found:
-    """What a step's time goes into, plain and within a budget; the median of several children."""
+    """What a step's time goes into, plain and within a budget, in the child with the median time of several."""
     kwargs = {"net": options.net, "image_size": options.image_size, "batch": options.batch, "steps": options.steps}
     ways = {"plain": {}, "rewritten": {"budget": options.memory}}
     target = "benchmarks._lrcnn:where_time_goes"
@@ -84,15 +83,14 @@ def where(options: argparse.Namespace) -> Found:
         for way, option in ways.items():
             runs[way].append(_child.call_in_child(target, {**kwargs, "option": option}))
             print(f"{way}: {json.dumps(runs[way][-1])}", flush=True)
-    return {way: _medians(found) for way, found in runs.items()}
+    return {
+        way: {"seconds": middle(found, lambda run: sum(run.values())), "runs": found} for way, found in runs.items()
+    }
 
 
-def _medians(runs: Sequence[Found]) -> Found:
-    """The first of several results, with medians for its numbers."""
-    found = dict(runs[0])
-    for name in {name for run in runs for name, value in run.items() if isinstance(value, int | float)}:
-        found[name] = statistics.median(run.get(name, 0) for run in runs)
-    return found
+def middle(runs: Sequence[Found], seconds: Callable[[Found], float]) -> Found:
+    """Returns the one with the median time; of an even number the faster one of two."""
+    return sorted(runs, key=seconds)[(len(runs) - 1) // 2]
 
 
 def sharing(options: argparse.Namespace) -> Found:
@@ -180,7 +178,7 @@ def table_of_scale(title: str, results: Found) -> str:
 
 def table_of_where(title: str, results: Found) -> str:
     """A line for each kind of work."""
-    plain, changed = results["plain"], results["rewritten"]
+    plain, changed = results["plain"]["seconds"], results["rewritten"]["seconds"]
     total = sum(plain.values())
     lines = [[title, "plain", "rewritten", "more, of the plain step"]]
     for group in (*sorted({*plain, *changed}), "all"):
@@ -223,10 +221,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     numbers_help = f"numbers of rows that are tried; defaults: {_lrcnn.ROWS} for `largest`, {NUMBERS} for `rows`"
     add("--numbers", nargs="+", type=_arguments.positive, metavar="ROWS", help=numbers_help)
     add("--steps", type=_arguments.positive, default=3, help="steps that are timed; default: %(default)s")
-    runs_help = "processes for each way of `rows` and `where`, of which the median is told; default: %(default)s"
-    add("--runs", type=_arguments.positive, default=1, help=runs_help)
+    runs_help = "processes for each way of `rows` and `where`, of which that with the median time is told; default: 1"
+    add("--runs", type=_arguments.positive, help=runs_help)
     add("--json", type=Path, metavar="FILE", help="file for all figures")
     options = parser.parse_args(arguments)
+    if options.runs and options.experiment not in ("rows", "where"):
+        parser.error(f"--runs is for `rows` and `where`. Received: {options.experiment} --runs {options.runs}")
+    options.runs = options.runs or 1
     options.image_size = options.image_size or SIZES[options.experiment]
     if options.image_size % _lrcnn.IMAGE_STEP:
         parser.error(f"--image-size must be a multiple of {_lrcnn.IMAGE_STEP}. Received: {options.image_size}")

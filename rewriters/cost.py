@@ -1,7 +1,7 @@
-"""How much arithmetic a plan adds, from the op rules.
+"""How much work a plan adds, from the op rules.
 
-Convolutions count their arithmetic, and every op the bytes that it touches at an
-exchange rate. Only ratios of costs are used.
+Work is the arithmetic of convolutions and dense layers, and the bytes that every op
+touches at an exchange rate. Only ratios of it are used, as guesses of time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ __all__: list[str] = []
 FLOPS_PER_BYTE = 8.0
 """Arithmetic that takes as long as moving one byte, on machines of this decade within a factor of two."""
 
+WEIGHTS_FACTOR = 5.0
+"""Cost of moving a byte of the weights, or of their gradient, of an op that counts arithmetic, over other bytes.
 
-FILTER_FACTOR = 5.0
-"""Cost of moving a byte of a convolution's filter, or of its gradient, over that of other bytes.
-
-Kernels have a layout of their own for it, so that it is read and written before it is read, each time in memory that is
-new to them. Measured on a CPU, by the time that convolutions over ever fewer rows keep.
+Kernels copy weights into a layout of their own in every call before they read them. docs/decisions.md has the
+measurement: "Every turn pays for its weights".
 """
 
 
@@ -40,14 +39,22 @@ def _flops_and_cost(analysis: Analysis, node: Node, batch: int) -> tuple[float, 
             flops = find_rule(node).flops(analysis.view(node), batch)
         except NotTileableError:
             flops = 0.0
-        moved = sum(t.num_bytes(batch) for t in _tensors(node))
-        analysis.costs[node, batch] = flops, flops + FLOPS_PER_BYTE * moved
+        tensors = _tensors(node)
+        moved = _bytes(tensors, batch) * FLOPS_PER_BYTE
+        if flops:
+            weights = [tensor for tensor in tensors if not analysis.is_image(tensor)]
+            moved += _bytes(weights, batch) * FLOPS_PER_BYTE * (WEIGHTS_FACTOR - 1)
+        analysis.costs[node, batch] = flops, flops + moved
     return analysis.costs[node, batch]
 
 
 def _tensors(node: Node) -> list[Tensor]:
     """What an op reads and makes."""
     return [*node.inputs, *(node.out(index) for index in range(len(node.outputs)))]
+
+
+def _bytes(tensors: Iterable[Tensor], batch: int) -> int:
+    return sum(tensor.num_bytes(batch) for tensor in tensors)
 
 
 def step_cost(analysis: Analysis, nodes: Iterable[Node], batch: int) -> float:
@@ -68,9 +75,10 @@ def turn_cost(analysis: Analysis, phase: Phase, node: Node, batch: int) -> float
     """
     flops, cost = _flops_and_cost(analysis, node, batch)
     turns = min(phase.grid.batch, batch) * math.prod(phase.grid.spatial)
-    whole = FLOPS_PER_BYTE * sum(t.num_bytes(batch) for t in _tensors(node) if t not in phase.regions)
-    again = (turns - 1) * whole * (FILTER_FACTOR if flops else 1.0)
-    return (cost - whole) * _coverage(analysis, phase, node) + whole + again
+    rebuilt = [node.inputs[position] for position in find_rule(node).rebuilt(analysis.view(node))]
+    whole = [tensor for tensor in _tensors(node) if tensor not in phase.regions and tensor not in rebuilt]
+    each_turn = FLOPS_PER_BYTE * _bytes(whole, batch) * (WEIGHTS_FACTOR if flops else 1.0)
+    return (cost - each_turn) * _coverage(analysis, phase, node) + turns * each_turn
 
 
 def overlapped_bytes(analysis: Analysis, phase: Phase, batch: int) -> int:

@@ -242,7 +242,7 @@ def test_nothing_is_run_once_all_that_is_rewritten_failed(monkeypatch):
 
 
 def three_variants(monkeypatch):
-    planned = {"predicted_arithmetic": 1.25, "predicted_peak_bytes": 2**28}
+    planned = {"predicted_work": 1.25, "predicted_peak_bytes": 2**28}
     planned["plan"] = {"original": {"peak_bytes": 3 * 2**28}}
     found = {
         "plain": (step_figures(1.0, 1024), rss_figures(900)),
@@ -269,7 +269,7 @@ def test_the_table_compares_plain_with_each_variant(monkeypatch):
     assert rows["predicted peak_bytes"] == ["0.750 GiB", "0.250 GiB", "3.00", "-", ""]
     assert rows["net_rss_bytes, warm"][2::2] == ["3.00", "9.00"]
     assert rows["step, median"] == ["2.00 s", "3.00 s", "0.67", "5.00 s", "0.40"]
-    assert rows["predicted arithmetic"] == ["-", "1.25 x", "", "-", ""]
+    assert rows["predicted work"] == ["-", "1.25 x", "", "-", ""]
     assert rows["losses differ"] == ["-", "1.0e-01", "", "0.0e+00", ""]
     assert rows["per pixel"][0] == f"{2e6 / (2 * 64**2):.3f} µs"
 
@@ -475,17 +475,28 @@ def test_the_time_of_a_step_is_told_by_what_was_done():
     step = tf.function(lambda x: tf.nn.max_pool2d(tf.nn.conv2d(x, weights, 1, "SAME"), 2, 2, "SAME"))
     step(image)
     found = _profile.seconds_by_group(lambda: step(image), 3)
-    assert found["convolutions"] > 0 and found["pools and their gradients"] > 0
-    assert found[_profile.WAITING] >= 0 and "gradients of convolutions" not in found
+    assert set(found) >= {"convolutions", "pools and their gradients", _profile.WAITING}
+    assert found["convolutions"] > found["pools and their gradients"] > 0
+    assert "gradients of convolutions" not in found
+    with pytest.raises(RuntimeError, match="names no operation"):
+        _profile.seconds_by_group(lambda: None, 1)
     for where, group in (("forward2", "convolutions"), ("backward2", "convolutions computed again")):
         assert _profile.group_of(f"sft/segment1/{where}/while/body/_1/while/conv:_FusedConv2D") == group
     assert _profile.group_of("ExecutorState::Process") is None and _profile.group_of("sft/while:While") is None
     assert _profile.group_of("loss/mean:Mean") == "others"
 
 
-def test_medians_of_processes():
-    runs = [{"seconds": value, "plan": "p", "most_rows": [value]} for value in (3.0, 1.0, 2.0)]
-    assert lrcnn._medians([*runs[:2], {**runs[2], "more": 3.0}]) == {**runs[0], "seconds": 2.0, "more": 0}
+def test_the_process_with_the_median_time_is_told():
+    runs = [{"seconds": value} for value in (3.0, 1.0, 2.0, 4.0)]
+    assert lrcnn.middle(runs[:3], lambda run: run["seconds"]) == {"seconds": 2.0}
+    assert lrcnn.middle(runs, lambda run: run["seconds"]) == {"seconds": 2.0}
+
+
+def test_processes_are_for_experiments_that_repeat(capsys):
+    with pytest.raises(SystemExit):
+        lrcnn.parse_arguments(["scale", "--runs", "3"])
+    assert "--runs is for `rows` and `where`" in capsys.readouterr().err
+    assert lrcnn.parse_arguments(["rows"]).runs == 1
 
 
 def test_options_that_cannot_fit_are_not_planned():
@@ -510,7 +521,8 @@ def test_tables_of_rows():
     rows = {**found, "shared_bytes": 2**20, "overlapped_bytes": 0, "most_rows": [3, None]}
     lines = lrcnn.table_of_rows("Net", {"plain": rows, "2PS-H 4": {**rows, "seconds": 3.0}}).splitlines()
     assert "1.50" in lines[3] and "1.0 MiB" in lines[3] and "3, -" in lines[3]
-    line = lrcnn.table_of_where("Net", {"plain": {"a": 4.0}, "rewritten": {"a": 4.0, "b": 1.0}}).splitlines()[-1]
+    where = {"plain": {"seconds": {"a": 4.0}}, "rewritten": {"seconds": {"a": 4.0, "b": 1.0}}}
+    line = lrcnn.table_of_where("Net", where).splitlines()[-1]
     assert "5.00 s" in line and "+25.0%" in line
     assert "1.0e-07" in lrcnn.table_of_sharing("Net", {"2": {"with": 1e-7, "without": 0.5}})
     times = {"before": 1.0, "twice": 1.1, "after": 1.0}

@@ -125,6 +125,21 @@ def test_an_unknown_name_gets_the_nearest_ones(wrong, near, argument):
     assert near in offered and "/" not in offered  # Layers, not their operations.
 
 
+def test_a_step_without_layers_offers_its_operations():
+    kernel = tf.Variable(tf.ones((3, 3, 1, 2)))
+
+    @tf.function(autograph=False)
+    def step(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.nn.relu(tf.nn.conv2d(images, kernel, 1, "SAME", name="conv1"), name="relu1"))
+        kernel.assign_sub(tape.gradient(loss, kernel))
+        return loss
+
+    params = SFTParams(segments=[SegmentSpec("conv_1", "relu1", (2, 1))])
+    with pytest.raises(SegmentError, match="Nearest: .*'conv1'"):
+        tflms_sft.rewrite(step, params, tf.ones((1, 8, 8, 1)))
+
+
 def test_a_name_unlike_any_other_gets_some_layers():
     with pytest.raises(SegmentError, match="Nearest: '.+'"):
         rewritten(classifier(chain), SegmentSpec("@@@@", "pool"))

@@ -49,7 +49,7 @@ def plan(step):
 
 def test_the_headline_has_segments_tiles_and_peaks(plan):
     assert plan.headline().startswith("2 segment(s) in 2x2, 3x1 tiles, predicted peak ")
-    assert " instead of " in plan.headline() and "x the arithmetic" in plan.headline()
+    assert " instead of " in plan.headline() and "x the work" in plan.headline()
     assert "budget" not in plan.headline()
 
 
@@ -128,7 +128,7 @@ def test_json_can_be_turned_back_into_the_plans_parts(plan):
     assert tuple(rebuilt(tflms_sft.PlannedSegment, s) for s in told["segments"]) == plan.segments
 
 
-def test_tiles_cost_arithmetic_and_the_numbers_of_the_original_do_not_move(plan, step):
+def test_tiles_cost_work_and_the_numbers_of_the_original_do_not_move(plan, step):
     whole = tflms_sft.rewrite(step, AutoParams("1GiB"), IMAGES).plan
     assert plan.original == whole.original
     assert whole.predicted.time_ratio == 1.0 < plan.predicted.time_ratio < 2.5

@@ -432,7 +432,7 @@ def test_a_budget_gives_the_results_of_the_plain_step(make):
 
 
 def test_room_in_the_budget_goes_to_stored_tensors():
-    """With room for it, inner tensors are kept and the arithmetic falls, within the budget."""
+    """With room for it, inner tensors are kept and the work falls, within the budget."""
     step = gradients(net(size=48))
     images = np.zeros((2, 48, 48, 3), "float32")
     plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images, LABELS).plan.original.peak_bytes

@@ -457,7 +457,7 @@ def test_with_more_overlapping_rows_than_pay_the_work_doubles():
     most = segment_of(step, 4, "recompute").most_rows
     assert 4 < most < 64
     summary = tflms_sft.rewrite(step, SFTParams(num_tiles=(4, 1))).plan.summary()
-    assert f"with more than {most} tiles halos would double the work" in summary
+    assert f"with more than {most} tiles the work would double" in summary
     analysis = Analysis(normalise.read(step.get_concrete_function()))
     (found,) = plan(analysis, [Cut("images", "second_relu", grid=(most, 1))])
     loop = found.phases[-1]

@@ -171,7 +171,7 @@ def test_pixels_that_were_made_images_are_not_stored():
     assert stored
 
 
-def test_a_smaller_budget_takes_more_arithmetic_and_is_kept():
+def test_a_smaller_budget_takes_more_work_and_is_kept():
     step = step_of(128, 128)
     images = np.zeros((1, 128, 128, 3), "float32")
     plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes

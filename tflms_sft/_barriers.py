@@ -166,7 +166,7 @@ class BarrierSearch:
         self._scratch: dict[Halo, Scratch] = {halo: {} for halo in Halo}
 
     def cheapest(self, limit: int) -> Candidate | None:
-        """A plan whose step stays below `limit` bytes, with as little arithmetic as is found.
+        """A plan whose step stays below `limit` bytes, with as little work as is found.
 
         Whatever is made again in the backward phase costs about the same, so that the first set of checkpoints that
         fits is taken; then the largest turns that fit with it, with the rows that they share made again or handed on.

@@ -40,7 +40,20 @@ MOST_STORED = 8
 """Inner tensors of a segment that may be stored."""
 
 LEAST_SAVED = 0.005
-"""Part of a step's arithmetic below which a tensor is not worth storing."""
+"""Part of a step's work below which a tensor is not worth storing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Storable:
+    """An inner tensor of a segment that is worth storing.
+
+    Attributes:
+        tensor: The tensor.
+        spared: Operations that are not to be run again once it is stored, too, after those that come before it.
+    """
+
+    tensor: Tensor
+    spared: frozenset[Node]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +66,7 @@ class Choice:
         grid: Tiles, or `None` to leave the blocks as they are.
         waits: Bytes that it leaves waiting for the backward pass.
         needs: Bytes that it needs on top while it runs.
-        cost: Arithmetic.
+        cost: Work (`rewriters/cost.py`).
         halo: Where tiles have the rows from that they share.
         stored: Inner tensors that wait, too, instead of being recomputed.
     """
@@ -233,7 +246,7 @@ class Tiles:
         segment: Segment,
         blocks: tuple[int, int],
         halo: Halo,
-        stored: Sequence[tuple[Tensor, float]],
+        stored: Sequence[Storable],
     ) -> None:
         self._traced = traced
         self._segment = segment
@@ -242,6 +255,7 @@ class Tiles:
         self._planner = planner_for(traced.analysis, segment, halo)
         self._grids = thinned(auto_grids(traced.analysis, segment, traced.batch, halo is Halo.CARRY), MORE)
         self._exits = sum(tensor.num_bytes(traced.batch) for tensor in segment.exits)
+        self._planned: dict[Grid, list[Phase]] = {}
         self._choices: dict[Grid, Choice] = {}
         self._stored = stored
 
@@ -251,26 +265,33 @@ class Tiles:
         if grid is None:
             return
         yield self._choice(grid)
-        chosen, more, saved = frozenset[Tensor](), 0, 0.0
-        for tensor, saves in self._stored:
-            chosen, more, saved = chosen | {tensor}, more + tensor.num_bytes(self._traced.batch), saved + saves
-            grid = self._fewest(budget - more)
+        for number, storable in enumerate(self._stored, 1):
+            budget -= storable.tensor.num_bytes(self._traced.batch)
+            grid = self._fewest(budget)
             if grid is None:
                 return
-            choice = self._choice(grid)
-            waits, cost = choice.waits + more, choice.cost - saved
-            yield dataclasses.replace(choice, waits=waits, cost=cost, stored=chosen)
+            yield self._storing(self._choice(grid), number)
 
     def least_cost(self, budget: int) -> float:
         """What any number of tiles costs at least: one tile, with as much stored as fits."""
         choice, batch = self._choice(self._grids[0]), self._traced.batch
-        cost, left = choice.cost, budget - choice.waits
-        for tensor, saves in self._stored:
-            left -= tensor.num_bytes(batch)
-            if left < 0:
-                break
-            cost -= saves
-        return cost
+        sizes = itertools.accumulate(storable.tensor.num_bytes(batch) for storable in self._stored)
+        fitting = sum(size <= budget - choice.waits for size in sizes)
+        return self._storing(choice, fitting).cost
+
+    def _storing(self, choice: Choice, number: int) -> Choice:
+        """A choice with the first so many tensors stored."""
+        analysis, batch = self._traced.analysis, self._traced.batch
+        assert choice.grid is not None
+        backward = self._phases(choice.grid)[-1]
+        stored = self._stored[:number]
+        spared = frozenset[Node]().union(*(storable.spared for storable in stored)).intersection(backward.body)
+        return dataclasses.replace(
+            choice,
+            waits=choice.waits + sum(storable.tensor.num_bytes(batch) for storable in stored),
+            cost=choice.cost - sum(turn_cost(analysis, backward, node, batch) for node in spared),
+            stored=frozenset(storable.tensor for storable in stored),
+        )
 
     def _fewest(self, budget: int) -> Grid | None:
         """The fewest tiles that fit.
@@ -303,24 +324,22 @@ class Tiles:
         return self._choices[grid]
 
     def _phases(self, grid: Grid) -> list[Phase]:
-        """With about the forward tiles that the plan will have, where more halos cost more."""
-        if self._halo is Halo.CARRY:
-            return self._planner.phases(grid, grid)
-        return self._planner.phases(Grid(grid.batch, tuple(-(-count // 2) for count in grid.spatial)), grid)
+        """With about the forward tiles that the plan will have: each has halos, or reads the weights once more."""
+        if grid not in self._planned:
+            forward = Grid(grid.batch, tuple(-(-count // 2) for count in grid.spatial))
+            self._planned[grid] = self._planner.phases(forward, grid)
+        return self._planned[grid]
 
 
-def _worth_storing(traced: Traced, segment: Segment) -> list[tuple[Tensor, float]]:
-    """Inner tensors to store, one after the other, each with the arithmetic that it saves: most for its size first.
-
-    Of one tile: halos aside, more tiles recompute as much.
-    """
+def _worth_storing(traced: Traced, segment: Segment) -> list[Storable]:
+    """Inner tensors to store, one after the other: those first that save most work for their size, in one tile."""
     analysis, batch = traced.analysis, traced.batch
     grid = auto_grids(analysis, segment, batch)[0]
     backward = planner_for(analysis, segment, Halo.RECOMPUTE).phases(grid, grid)[-1]
     cost = {n: turn_cost(analysis, backward, n, batch) for n in backward.body if n not in analysis.backward}
     wanted = [t for n in backward.body if n in analysis.backward for t in n.inputs if t.node in cost]
     available, left = set(segment.available), _recomputed(wanted, segment.available, cost)
-    found: list[tuple[Tensor, float]] = []
+    found: list[Storable] = []
     while len(found) < MOST_STORED:
         options, before = [], _cost_of(left, cost)
         for tensor in (node.out(index) for node in left for index in range(len(node.outputs))):
@@ -332,15 +351,16 @@ def _worth_storing(traced: Traced, segment: Segment) -> list[tuple[Tensor, float
                 options.append((saved / tensor.num_bytes(batch), tensor.name, saved, tensor))
         if not options:
             break
-        _, _, saved, tensor = max(options)
-        found.append((tensor, saved))
+        _, _, _, tensor = max(options)
         available.add(tensor)
-        left = _recomputed(wanted, available, cost)
+        rest = _recomputed(wanted, available, cost)
+        found.append(Storable(tensor, frozenset(left - rest)))
+        left = rest
     return found
 
 
 def _cost_of(nodes: Iterable[Node], cost: Mapping[Node, float]) -> float:
-    """Arithmetic of those that have a cost."""
+    """Work of those that have a cost."""
     return sum(cost.get(node, 0.0) for node in nodes)
 
 

@@ -3,7 +3,7 @@
 The rule, of which the plan repeats the part that applied:
 
 1. A step that fits as it is is left as it is.
-2. Tiles, if some fit that take at most `MOST_TILED` times the arithmetic.
+2. Tiles, if some fit that take at most `MOST_TILED` times the work.
 3. Otherwise swaps, if they fit: the fewest tensors, fetched as early as there is room.
 4. Otherwise tiles, whatever they take.
 5. Otherwise as few tiles as will do together with swaps of what they leave.
@@ -29,7 +29,7 @@ from tflms_sft._tuning import Swaps
 from tflms_sft._units import format_bytes
 
 MOST_TILED = 1.5
-"""Arithmetic, over that of the plain step, above which swaps are tried before tiles."""
+"""Work, over that of the plain step, above which swaps are tried before tiles."""
 
 TOGETHER = (4.0, 2.8, 2.0, 1.4, 1.0)
 """Parts of the budget that tiles alone may need, swaps taking the rest: from few tiles to many."""
@@ -58,7 +58,7 @@ class Search(Protocol):
         """The plan with the lowest peak that is found."""
 
     def cheapest(self, limit: int) -> Candidate | None:
-        """The plan with the least arithmetic found whose step stays below `limit` bytes."""
+        """The plan with the least work found whose step stays below `limit` bytes."""
 
     def proposed(self, target: int) -> Candidate | None:
         """What is proposed for a target, whether its step meets it or not."""
@@ -120,7 +120,7 @@ def _swapped(
     """Swaps alone, or if need be with tiles; `None` if tiles alone are better or nothing fits."""
     alone = Swaps(traced, [], wanted).tuned(limit)
     if alone is not None:
-        costs = "" if tiles is None else f", because tiles would take {tiles.time_ratio:.2f} times the arithmetic"
+        costs = "" if tiles is None else f", because tiles would take {tiles.time_ratio:.2f} times the work"
         return Choice([], search.left, alone, f"swaps{costs or ', because no tiles fit'}")
     if tiles is not None:
         return None

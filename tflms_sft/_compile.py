@@ -66,7 +66,7 @@ class Traced:
 
     @functools.cached_property
     def cost(self) -> float:
-        """Arithmetic of the step as it was."""
+        """Work of the step as it was (`rewriters/cost.py`)."""
         return step_cost(self.analysis, self.analysis.order, self.batch)
 
 

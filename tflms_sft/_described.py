@@ -60,7 +60,8 @@ def _most_rows(analysis: Analysis, plan: SegmentPlan, batch: int) -> int | None:
 
     Z. Wang et al., "LR-CNN" (2024), bound the number in IV-A and IV-B. Every border saves as much, and a turn needs
     memory by its part of the rows, so that with rows handed on the sum is least where both are equal. Where rows are
-    recomputed, each border adds as much work; the bound is where it has doubled.
+    recomputed, each turn adds as much work, by its halos and by the weights that it reads; the bound is where the work
+    has doubled.
     """
     backward = _finest(plan, backward=True)
     if backward is None or plan.segment.loops:

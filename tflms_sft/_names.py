@@ -153,10 +153,11 @@ def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list
     tensor = lookup(graph, name)
     if tensor is not None:
         return [tensor]
+    otherwise = list(layers) or list(graph.nodes)
     raise SegmentError(
         f"`{argument}` names nothing in the step: no layer, op or tensor. Received: {argument}={name!r}. "
-        # Whoever writes no scope means a layer.
-        + nearest(name, [*layers, *(graph.nodes if "/" in name else ())], otherwise=list(layers))
+        # Operations of the same level: whoever writes no scope means a layer, or has none.
+        + nearest(name, [*layers, *(op for op in graph.nodes if ("/" in op) == ("/" in name))], otherwise)
     )
 
 

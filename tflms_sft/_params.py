@@ -45,7 +45,7 @@ class SegmentSpec:
         halo: `"recompute"` or `"carry"`. `None` takes that of `SFTParams`.
         backward_num_tiles: A number of its own for the backward loop. `None` takes that of `SFTParams`.
         stored: Names of tensors between entry and exit that are kept whole instead of recomputed, which costs
-            their bytes and saves arithmetic.
+            their bytes and saves work.
 
     Example:
     >>> SegmentSpec("input_layer", "block3_pool", num_tiles=(4, 4))

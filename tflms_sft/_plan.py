@@ -19,7 +19,8 @@ class Prediction:
     Attributes:
         peak_bytes: Everything alive on the device at the worst moment, weights and optimizer slots included.
         fixed_bytes: Weights, optimizer slots and other variables.
-        time_ratio: Arithmetic and memory traffic over those of the original step.
+        time_ratio: Work over that of the original step, as a guess of what the time becomes: arithmetic and memory
+            traffic, the weights of every turn included.
         largest: (name, bytes) of the largest tensors alive at the worst moment.
         timeline: (op, bytes alive while it runs), in predicted order.
     """
@@ -183,7 +184,7 @@ class Plan:
         swaps = f", {self._swap_text()}" if self.swaps else ""
         return (
             f"{len(self.segments)} segment(s) in {grids} tiles{swaps}, {peaks}, "
-            f"about {self.predicted.time_ratio:.2f}x the arithmetic" + self._budget_text()
+            f"about {self.predicted.time_ratio:.2f}x the work" + self._budget_text()
         )
 
     def _swap_text(self) -> str:
@@ -213,7 +214,7 @@ class Plan:
                 most = f"; more than {segment.most_rows} tiles would need more memory" if segment.most_rows else ""
                 lines.append(f"    rows that tiles share are handed on{saved}{most}")
             elif segment.most_rows:
-                lines.append(f"    with more than {segment.most_rows} tiles halos would double the work")
+                lines.append(f"    with more than {segment.most_rows} tiles the work would double")
             if segment.stored:
                 lines.append(f"    stored: {', '.join(segment.stored)}")
             if segment.kept:

@@ -45,7 +45,7 @@ class TileSearch:
         self._chains = [Chain(traced, component) for component in components]
 
     def cheapest(self, limit: int) -> Candidate | None:
-        """The plan with the least arithmetic found whose step stays below `limit` bytes."""
+        """The plan with the least work found whose step stays below `limit` bytes."""
         if not self._chains:
             return None
         found = _fitting(self._traced, self._chains, limit)

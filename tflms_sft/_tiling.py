@@ -169,12 +169,13 @@ def check_tiles(traced: Traced, segment: Segment, grid: Grid, argument: str = "n
         for axis, (name, rows) in enumerate(zip(labels, traced.analysis.extents(tensor) or (), strict=True)):
             if rows is not None and grid.spatial[axis] > rows:
                 names = display_names(traced.analysis.graph, traced.record)
-                what = "the exit" if tensor in segment.exits else "a tensor that is split,"
-                of = ", ".join(repr(names.get(t, t.name)) for t in segment.entries)
+                what = f"{names.get(tensor, tensor.name)!r}, {'the exit' if tensor in segment.exits else 'split'}"
+                entries = ", ".join(repr(names.get(t, t.name)) for t in segment.entries)
+                received = grid.spatial if grid.batch == 1 else (grid.batch, *grid.spatial)
                 raise ValueError(
-                    f"`{argument}` asks for {grid.spatial[axis]} tiles along the {name}, and in {segment.name} "
-                    f"(of {of}) {what} {names.get(tensor, tensor.name)!r} has {rows} row(s). Use at most {rows}. "
-                    f"Received: {argument}={grid}."
+                    f"`{argument}` asks for {grid.spatial[axis]} tiles along the {name}, and {what} in "
+                    f"{segment.name} (from {entries}), has {rows} row(s). Use at most {rows}. "
+                    f"Received: {argument}={received}."
                 )
 
 
