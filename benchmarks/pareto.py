@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,10 +77,14 @@ def front(*, spec: dict[str, Any], parts: Sequence[float], emit: _child.Emit) ->
 def measured_points(paths: Sequence[Path], spec: _compare.Spec) -> list[Point]:
     """Measured memory and time of what `vgg16` and the like wrote, relative to the plain step of the same run.
 
+    Titles begin with the names of the files, of several without what they have in common.
+
     Raises:
         ValueError: If a file is of another network, size or batch.
     """
     found = []
+    common = os.path.commonprefix([path.stem for path in paths]) if len(paths) > 1 else ""
+    common = common[: common.rfind("_") + 1]
     wanted = {"net": spec.net, "image_size": spec.image_size, "batch": spec.batch}
     for path in paths:
         report = json.loads(path.read_text())
@@ -92,7 +97,7 @@ def measured_points(paths: Sequence[Path], spec: _compare.Spec) -> list[Point]:
             figures = report["results"][title]
             found.append(
                 {
-                    "title": f"{path.stem}: {title}",
+                    "title": f"{path.stem.removeprefix(common)}: {title}",
                     "peak_bytes": figures["peak_bytes"],
                     "time_ratio": 1 / ratios["step_seconds_median"],
                     "cpu_ratio": 1 / ratios["cpu_seconds_median"],

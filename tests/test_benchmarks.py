@@ -147,6 +147,9 @@ def test_what_was_measured_is_put_beside_what_was_predicted(tmp_path):
     with pytest.raises(ValueError, match="other figures than.*Received.*'image_size': 512"):
         pareto.measured_points([path], dataclasses.replace(spec, image_size=768))
     assert point["title"] == "net: budget 1GiB" and (point["time_ratio"], point["cpu_ratio"]) == (1.25, 2.0)
+    copies = [path.rename(path.with_name("net_1.json")), path.with_name("net_2.json")]
+    copies[1].write_text(copies[0].read_text())
+    assert [each["title"] for each in pareto.measured_points(copies, spec)] == ["1: budget 1GiB", "2: budget 1GiB"]
     predicted = {"budget_bytes": 2**31, "peak_bytes": 2**30, "time_ratio": 1.2, "halos": ["carry"]}
     text = pareto.table(2**32, [predicted], measured)
     assert "| predicted (carry)" in text and "| 4.00" in text and "1.20x" in text
