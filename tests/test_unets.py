@@ -77,7 +77,14 @@ def u_net(rank, how, known_batch, target=dice):
 
 
 @pytest.mark.parametrize(
-    ("rank", "how"), [(2, "transposed"), (2, "nearest"), (2, "resized"), (3, "transposed"), (3, "nearest")]
+    ("rank", "how"),
+    [
+        (2, "transposed"),
+        (2, "nearest"),
+        (2, "resized"),
+        (3, "transposed"),
+        pytest.param(3, "nearest", marks=pytest.mark.slow),
+    ],
 )
 @KNOWN_OR_NOT
 def test_a_u_net_is_the_same(rank, how, known_batch):
