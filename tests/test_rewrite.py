@@ -313,6 +313,12 @@ def test_other_keywords_are_a_type_error(keywords):
         rewritten_once()(**keywords)
 
 
+def test_an_image_in_a_list_is_not_repeated_whole():
+    with pytest.raises(TypeError, match=r"Received: .*\[\.\.\.\]. Rewrite the step") as error:
+        rewritten_once()(IMAGES.tolist(), LABELS)
+    assert len(str(error.value)) < 1500
+
+
 def test_arrays_of_another_precision_are_converted():
     fast = rewritten_once()
     assert close(fast(IMAGES.astype("float64"), LABELS.astype("int64")), fast(*BATCH))

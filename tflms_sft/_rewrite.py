@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
 from tflms_sft._swap import described, notes, swap
 from tflms_sft._tiling import plan_sft
+
+_MOST_CHARACTERS = 600
+"""Of the arguments that an error repeats: a list may hold a whole image."""
 
 
 def is_concrete(step: Any) -> bool:
@@ -168,7 +172,7 @@ class RewrittenStep:
         return tuple(args), kwargs
 
     def _refusal(self, args: Any, kwargs: Any) -> TypeError:
-        given = tf.nest.map_structure(spec_of, (tuple(args), kwargs))
+        given = textwrap.shorten(str(tf.nest.map_structure(spec_of, (tuple(args), kwargs))), _MOST_CHARACTERS)
         return TypeError(
             f"This step was rewritten for one signature. Expected: {self._signature}. Received: {given}. "
             "Rewrite the step for these arguments too."
