@@ -158,19 +158,24 @@ def default_budget(fixed: int, gradients: int, activations: int) -> int:
     return fixed + gradients + activations // 3
 
 
-def default_cap(idle: int, budget: int) -> int:
+def default_cap(idle: int, budget: int, unfolds: bool) -> int:
     """Returns a limit on the process's data that leaves room around the budget.
 
     Args:
         idle: Bytes of the process's data before training; libraries and one stack per thread, so that it
             depends on the machine.
         budget: Bytes that the training step may take.
+        unfolds: Whether convolutions unfold the image, as they do without oneDNN: in the forward pass they reserve
+            memory for it and leave it untouched. The cap counts what is reserved.
     """
-    return idle + budget + int(0.15 * GIB)  # beside the step's tensors: traced graphs, scratch, fragments
+    reserved = budget if unfolds else 0
+    return idle + budget + reserved + int(0.15 * GIB)  # beside the tensors: traced graphs, scratch, fragments
 
 
 def _apply_limits(model: Any, budget: int | None, cap: int | str | None, emit: _child.Emit) -> tuple[int, int | None]:
     """Fills in the defaults, tells the parent, and sets the cap."""
+    from rewriters import device
+
     fixed = 4 * sum(math.prod(v.shape) for v in [*model.weights, *model.optimizer.variables])
     activations = 4 * sum(math.prod(layer.output.shape[1:]) for layer in model.layers)
     idle = _child.status_bytes("VmData")
@@ -178,7 +183,7 @@ def _apply_limits(model: Any, budget: int | None, cap: int | str | None, emit: _
         gradients = 4 * sum(math.prod(weight.shape) for weight in model.trainable_weights)
         budget = default_budget(fixed, gradients, activations)
     if cap == "default":
-        cap = default_cap(idle, budget)
+        cap = default_cap(idle, budget, device.unfolds_convolutions())
     if cap is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (int(cap), int(cap)))
     emit({"budget": budget, "cap": cap, "idle": idle, "idle_rss": _child.status_bytes("VmRSS")})

@@ -45,28 +45,20 @@ def _kept(function: Callable[..., R]) -> Callable[..., R]:
     return remembering
 
 
+@_kept
 def loop_turns(phase: Phase, batch: int) -> list[list[Event]]:
     """Schedules of turns that between them meet every border, in the order of the loop."""
+    body = _Body(phase)
     marks = [sorted({0, count // 2, count - 1}) for count in phase.grid.spatial]
-    return [_turn(phase, tile, batch) for tile in itertools.product(*marks)]
+    return [body.events(tile, batch) for tile in itertools.product(*marks)]
 
 
 @_kept
 def phase_scratch(phase: Phase, batch: int) -> int:
     """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
+    body = _Body(phase)  # Not kept: a search asks for hundreds of phases.
     tiles = {tuple(0 for _ in phase.grid.spatial), tuple(count // 2 for count in phase.grid.spatial)}
-    return max(replay(_turn(phase, tile, batch), Exact()).peak_bytes for tile in tiles)
-
-
-@_kept
-def _turn(phase: Phase, tile: Tile, batch: int) -> list[Event]:
-    """Schedule of the turn of one tile."""
-    return _body(phase).events(tile, batch)
-
-
-@_kept
-def _body(phase: Phase) -> _Body:
-    return _Body(phase)
+    return max(replay(body.events(tile, batch), Exact()).peak_bytes for tile in tiles)
 
 
 class _Body:

@@ -1,5 +1,6 @@
 """The search for a plan within a budget: grids, and what it prefers."""
 
+import gc
 import itertools
 import math
 
@@ -13,12 +14,13 @@ import tflms_sft
 from rewriters import ft
 from rewriters.analysis import Analysis
 from rewriters.normalise import read
-from rewriters.tiles import Grid
+from rewriters.tiles import Grid, Phase
 from tflms_sft import AutoParams
 from tflms_sft._blocks import backward_positions
 from tflms_sft._chain import Chain
-from tflms_sft._compile import analyse
+from tflms_sft._compile import analyse, predict
 from tflms_sft._grids import auto_grids, fewest
+from tflms_sft._search import TileSearch
 
 
 def step_of(height, width, depth=3, filters=8, batch=1):
@@ -169,6 +171,18 @@ def test_pixels_that_were_made_images_are_not_stored():
         for a, b in zip(tf.nest.flatten(fast(images)), tf.nest.flatten(want), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     assert stored
+
+
+def test_a_search_keeps_the_loops_of_its_plan_only():
+    """What a step of training has left is also what planning it leaves behind in memory."""
+    traced = analyse(step_of(128, 128).get_concrete_function(tf.TensorSpec((1, 128, 128, 3))))
+    gc.collect()
+    before = {id(found) for found in gc.get_objects() if isinstance(found, Phase)}
+    search = TileSearch(traced)
+    plan = search.cheapest(predict(traced, [])[0].peak_bytes // 2)
+    gc.collect()
+    kept = [found for found in gc.get_objects() if isinstance(found, Phase) and id(found) not in before]
+    assert plan.plans and len(kept) == sum(len(segment.phases) for segment in plan.plans)
 
 
 def test_a_smaller_budget_takes_more_work_and_is_kept():

@@ -255,8 +255,8 @@ class Tiles:
         self._planner = planner_for(traced.analysis, segment, halo)
         self._grids = thinned(auto_grids(traced.analysis, segment, traced.batch, halo is Halo.CARRY), MORE)
         self._exits = sum(tensor.num_bytes(traced.batch) for tensor in segment.exits)
-        self._planned: dict[Grid, list[Phase]] = {}
         self._choices: dict[Grid, Choice] = {}
+        self._savings: dict[Grid, list[float]] = {}
         self._stored = stored
 
     def fitting(self, budget: int) -> Iterator[Choice]:
@@ -281,15 +281,12 @@ class Tiles:
 
     def _storing(self, choice: Choice, number: int) -> Choice:
         """A choice with the first so many tensors stored."""
-        analysis, batch = self._traced.analysis, self._traced.batch
         assert choice.grid is not None
-        backward = self._phases(choice.grid)[-1]
         stored = self._stored[:number]
-        spared = frozenset[Node]().union(*(storable.spared for storable in stored)).intersection(backward.body)
         return dataclasses.replace(
             choice,
-            waits=choice.waits + sum(storable.tensor.num_bytes(batch) for storable in stored),
-            cost=choice.cost - sum(turn_cost(analysis, backward, node, batch) for node in spared),
+            waits=choice.waits + sum(storable.tensor.num_bytes(self._traced.batch) for storable in stored),
+            cost=choice.cost - sum(self._savings[choice.grid][:number]),
             stored=frozenset(storable.tensor for storable in stored),
         )
 
@@ -315,20 +312,24 @@ class Tiles:
     def _choice(self, grid: Grid) -> Choice:
         if grid not in self._choices:
             analysis, batch = self._traced.analysis, self._traced.batch
-            phases = self._phases(grid)
+            phases = self._phases(grid)  # Not kept: they are large, and a search plans hundreds.
             waits = self._exits + sum(save.saved.num_bytes(batch) for phase in phases for save in phase.saves)
             grads = (*self._segment.grad_entries, *self._segment.grad_exits, *self._segment.reductions)
             needs = phase_scratch(phases[-1], batch) + sum(t.num_bytes(batch) for t in grads)
             cost = sum(phase_cost(analysis, phase, batch) for phase in phases)
             self._choices[grid] = Choice(*self._blocks, grid, waits, needs, cost, self._halo)
+            self._savings[grid] = [self._saving(phases[-1], storable) for storable in self._stored]
         return self._choices[grid]
+
+    def _saving(self, backward: Phase, storable: Storable) -> float:
+        """Work that a loop does not do once a tensor is stored, too, after those that come before it."""
+        spared = storable.spared.intersection(backward.body)
+        return sum(turn_cost(self._traced.analysis, backward, node, self._traced.batch) for node in spared)
 
     def _phases(self, grid: Grid) -> list[Phase]:
         """With about the forward tiles that the plan will have: each has halos, or reads the weights once more."""
-        if grid not in self._planned:
-            forward = Grid(grid.batch, tuple(-(-count // 2) for count in grid.spatial))
-            self._planned[grid] = self._planner.phases(forward, grid)
-        return self._planned[grid]
+        forward = Grid(grid.batch, tuple(-(-count // 2) for count in grid.spatial))
+        return self._planner.phases(forward, grid)
 
 
 def _worth_storing(traced: Traced, segment: Segment) -> list[Storable]:
