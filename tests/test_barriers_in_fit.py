@@ -94,7 +94,7 @@ def test_names_of_what_calls_return():
     assert [segment.exits for segment in callback.plan.segments] == [("grouped",), ("out",)]
 
 
-@pytest.mark.parametrize("part", (0.85, 0.6))
+@pytest.mark.parametrize("part", (pytest.param(0.85, marks=pytest.mark.slow), 0.6))
 def test_a_budget_of_tiles_alone(part):
     plain = tflms_sft.MemoryBudget("1GiB", verbose=0)
     trained([plain])

@@ -139,7 +139,7 @@ def test_names_are_checked_against_the_step_not_against_what_tiles_leave_of_it()
             tflms_sft.rewrite(step, params, IMAGES, LABELS)
 
 
-@pytest.mark.parametrize("net", ("normed", "enlarged"))
+@pytest.mark.parametrize("net", ("normed", pytest.param("enlarged", marks=pytest.mark.slow)))
 def test_the_smallest_budget_that_is_told_is_met_and_so_is_any_above(net):
     """Small tensors are swapped only under small budgets, and tiles are tried in steps: neither may leave a gap."""
 
@@ -168,7 +168,7 @@ def test_the_smallest_budget_that_is_told_is_met_and_so_is_any_above(net):
         assert plan.predicted.peak_bytes < 0.9 * factor * smallest + 64  # The numbers of a few files.
 
 
-@pytest.mark.parametrize(("body", "part"), [(volumetric, 0.6), (mixed, 0.5)])
+@pytest.mark.parametrize(("body", "part"), [(volumetric, 0.6), pytest.param(mixed, 0.5, marks=pytest.mark.slow)])
 def test_fit_under_a_budget_gives_the_same_training(body, part, capfd):
     """Batches of 4, 4 and 1, in float32: TensorFlow pools no volumes in float64."""
     data = np.concatenate([data_for(body)] * 5)[:9]

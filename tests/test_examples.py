@@ -183,6 +183,7 @@ def test_options_that_cannot_be(example, arguments, text, capsys):
     assert text in refusal(example, capsys, *arguments)
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met(capsys):
     line = refusal(unet3d, capsys, *TINY_CUBES, "--memory-budget", "4MiB")
     assert line.startswith("error: ") and "smallest" in line

@@ -106,7 +106,7 @@ def test_borders_are_even_where_nothing_is_handed_on():
     assert np.ptp(found.phases[0].cells[exit_][0].size) <= 1
 
 
-@pytest.mark.parametrize("few_flops", [FEW_FLOPS, -1.0], ids=["dear", "all"])
+@pytest.mark.parametrize("few_flops", [pytest.param(FEW_FLOPS, marks=pytest.mark.slow), -1.0], ids=["dear", "all"])
 @pytest.mark.parametrize("net", NORMALISED, ids=lambda net: net.__name__)
 def test_rows_between_barriers(net, few_flops, monkeypatch):
     """With what is dear to make again handed on, and with all."""

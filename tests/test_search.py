@@ -216,7 +216,9 @@ def test_batches_are_split_before_images():
     assert plan.predicted.time_ratio < 1.5  # The recomputation of the forward pass, and hardly anything twice.
 
 
-@pytest.mark.parametrize(("size", "batch", "depth"), [(64, 1, 3), (64, 8, 3), (33, 3, 1)])
+@pytest.mark.parametrize(
+    ("size", "batch", "depth"), [(64, 1, 3), pytest.param(64, 8, 3, marks=pytest.mark.slow), (33, 3, 1)]
+)
 def test_the_smallest_budget_is_below_the_plain_step_and_can_be_met(size, batch, depth):
     step = step_of(size, size, depth, batch=batch)
     images = np.zeros((batch, size, size, 3), "float32")

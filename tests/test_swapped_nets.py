@@ -57,7 +57,7 @@ NETS = {"vgg": (vgg, 8), "bottlenecks": (bottlenecks, 20), "noisy": (noisy, 8)}
 """With the fewest tensors that have to be swapped, so that a comparison shows something."""
 
 
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("net", [pytest.param(n, marks=pytest.mark.slow) if n == "bottlenecks" else n for n in NETS])
 def test_images(net, tier):
     body, fewest = NETS[net]
     step = keras_step(body, (16, 24), 2, False, keras.optimizers.Adam(), steps=4)

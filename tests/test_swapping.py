@@ -342,7 +342,7 @@ CHILD = """
 """
 
 
-@pytest.mark.parametrize("sent", (signal.SIGKILL, signal.SIGINT))
+@pytest.mark.parametrize("sent", (signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)))
 def test_nothing_is_left_of_a_process_that_was_stopped_in_a_step(tmp_path, sent):
     command = [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

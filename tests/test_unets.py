@@ -81,8 +81,8 @@ def u_net(rank, how, known_batch, target=dice):
     [
         (2, "transposed"),
         (2, "nearest"),
-        (2, "resized"),
-        (3, "transposed"),
+        pytest.param(2, "resized", marks=pytest.mark.slow),
+        pytest.param(3, "transposed", marks=pytest.mark.slow),
         pytest.param(3, "nearest", marks=pytest.mark.slow),
     ],
 )
@@ -103,7 +103,7 @@ def same(step, fast):
     assert max(error(got[name], want[name]) for name in want) < TOLERANCE
 
 
-@pytest.mark.parametrize("target", (sparse, categorical))
+@pytest.mark.parametrize("target", (pytest.param(sparse, marks=pytest.mark.slow), categorical))
 @KNOWN_OR_NOT
 def test_cross_entropies_of_pixels_run_on_tiles(target, known_batch):
     step = u_net(2, "nearest", known_batch, target)
