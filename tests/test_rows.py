@@ -483,3 +483,18 @@ def test_images_of_one_row_hand_on_along_their_width():
     step = conv_pair(1, 64)
     plan = tflms_sft.rewrite(step, SFTParams(num_tiles=(1, 4), halo="carry")).plan
     assert plan.segments[0].num_tiles == (1, 1, 4) and not plan.segments[0].overlapped_bytes
+
+
+def test_loops_that_only_sum_split_what_they_sum():
+    """Of two inputs of unknown batches, so that the squeezed images are multiplied outside."""
+    keras.config.set_floatx("float64")
+    images = [keras.Input((4, 1)) for _ in range(2)]
+    x = layers.Activation("relu")(images[0])
+    x = x * layers.Dense(1, "sigmoid")(layers.GlobalAveragePooling1D(keepdims=True)(x))
+    pooled = layers.Dense(3)(layers.GlobalAveragePooling1D()(layers.ZeroPadding1D((0, 0))(images[1])))
+    model = keras.Model(images, layers.Conv1D(3, 1)(layers.Conv1D(1, 1)(x)) + layers.Reshape((1, 3))(pooled))
+    numbers = np.random.default_rng(0)
+    draw = [(*numbers.normal(size=(2, n, 4, 1)), numbers.integers(0, 3, (n, 4))) for n in (3, 2)]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = model_step(model, draw, False, {"optimizer": "sgd", "loss": loss})
+    assert not rewritten_by(step, num_tiles=(2,))[0]

@@ -9,6 +9,7 @@ from typing import Any
 from rewriters.analysis import Analysis
 from rewriters.errors import NotTileableError, SegmentError
 from rewriters.ft import LeftAlone, auto_segments
+from rewriters.gather import Gatherer
 from rewriters.graph import Node, Tensor, between
 from rewriters.segments import Segment, build_segment, forward_ops
 from rewriters.sft import SegmentPlan, plan_segment
@@ -185,8 +186,10 @@ def _limiting(traced: Traced, segment: Segment) -> list[Tensor]:
     Loops between barriers get no more tiles than they have rows anyway; the largest one has to have enough.
     """
     if segment.loops:
-        written = [tensor for loop in segment.loops for tensor in loop.writes]
-        return sorted(written, key=lambda t: traced.analysis.extents(t) or (), reverse=True)[:1]
+        gatherer = Gatherer(traced.analysis, segment)
+        # What loops sum counts too: there may be none that writes an image.
+        split = [tensor for loop in segment.loops for tensor in gatherer.split(loop)]
+        return sorted(split, key=lambda t: traced.analysis.extents(t) or (), reverse=True)[:1]
     return [*segment.exits, *segment.grad_entries]
 
 
