@@ -34,7 +34,6 @@ class Analysis:
         data: Nodes that depend on data, not on variables alone.
         evaluate: Static evaluator.
         layouts: Where the axes of images lie.
-        costs: (arithmetic, cost) of operations, by batch, as far as they have been asked for.
     """
 
     def __init__(self, graph: Graph, backward_scopes: tuple[str, ...] = (), forward: Container[str] = ()) -> None:
@@ -50,7 +49,6 @@ class Analysis:
         self.data = data_nodes(self.order)
         self.evaluate = Evaluator(graph, self.order)
         self.layouts = Layouts()
-        self.costs: dict[tuple[Node, int], tuple[float, float]] = {}
         self._views: dict[Node, OpView] = {}
         self._find_layouts()
 

@@ -1,84 +1,217 @@
-"""How much work a plan adds, from the op rules.
+"""How long operations take, from the op rules and a machine's rates.
 
-Work is the arithmetic of convolutions and dense layers, and the bytes that every op
-touches at an exchange rate. Only ratios of it are used, as guesses of time.
+The time of an operation is a sum: its call, its arithmetic, the memory that it reads and
+writes, what its kernel copies for itself, and memory that the system has to hand out
+anew. A loop runs it once a turn on the part of the image that the turn covers, halos
+included, and on whole weights.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import tensorflow as tf
+
+from rewriters import device
 from rewriters.analysis import Analysis
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
+from rewriters.memory import op_scratch
 from rewriters.registry import find_rule
+from rewriters.roles import reads_shape_only
 from rewriters.tiles import Phase
 
 __all__: list[str] = []
 
-FLOPS_PER_BYTE = 8.0
-"""Arithmetic that takes as long as moving one byte, on machines of this decade within a factor of two."""
+_ANY = ""
+"""Stands for every op type that has no rate of its own."""
 
-WEIGHTS_FACTOR = 5.0
-"""Cost of moving a byte of the weights, or of their gradient, of an op that counts arithmetic, over other bytes.
 
-Kernels copy weights into a layout of their own in every call before they read them. docs/decisions.md has the
-measurement: "Every turn pays for its weights".
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a machine does in a second.
+
+    Attributes:
+        flops: Floating point operations, by op type; `""` is for all others.
+        touched: Bytes that are read and written, by op type; `""` is for all others.
+        weights: Bytes of weights, or of their gradients, of an op that counts arithmetic: kernels copy them into a
+            layout of their own in every call.
+        unfolded: Bytes of its own scratch memory that a gradient of a convolution fills and reads, by op type.
+        fresh: Bytes of a large result that are touched for the first time, where the system hands such out anew.
+        fresh_from: Bytes from which on a result is large.
+        call: Seconds to start an operation.
+        copied: Bytes that are swapped to host memory, or to a disk's cache, or back.
+        overlapped: Whether the device computes while that happens.
+        disk_write: Bytes that are written to disk.
+        disk_read: Bytes that are read from disk.
+    """
+
+    flops: Mapping[str, float]
+    touched: Mapping[str, float]
+    weights: float
+    unfolded: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    fresh: float = math.inf
+    fresh_from: int = 2**25
+    call: float = 0.0
+    copied: float = 5e9
+    overlapped: bool = False
+    disk_write: float = 1e9
+    disk_read: float = 1e9
+
+
+NOMINAL = Rates(flops={_ANY: 1e11}, touched={_ANY: 1.25e10}, weights=2.5e9)
+"""A machine of this decade, within a factor of two: eight operations take as long as moving a byte.
+
+docs/decisions.md has the measurement behind the rate of weights: "Every turn pays for its weights".
 """
 
 
-def op_cost(analysis: Analysis, node: Node, batch: int) -> float:
-    """Cost of the full-size op."""
-    return _flops_and_cost(analysis, node, batch)[1]
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What an op does on whole images.
+
+    Attributes:
+        flops: Arithmetic.
+        images: Bytes of images that are read and written.
+        whole: Bytes of everything else: weights and their gradients, sums.
+        unfolded: Bytes that its kernel copies.
+        made: Bytes of each result that takes memory of its own, and of the kernel's copy of one image.
+    """
+
+    flops: float
+    images: int
+    whole: int
+    unfolded: int
+    made: tuple[int, ...]
 
 
-def _flops_and_cost(analysis: Analysis, node: Node, batch: int) -> tuple[float, float]:
-    if (node, batch) not in analysis.costs:
-        try:
-            flops = find_rule(node).flops(analysis.view(node), batch)
-        except NotTileableError:
-            flops = 0.0
+class Costs:
+    """Seconds of the operations of one step.
+
+    Args:
+        analysis: Of the step.
+        batch: Size of an unknown batch.
+        rates: Of the machine.
+    """
+
+    def __init__(self, analysis: Analysis, batch: int, rates: Rates = NOMINAL) -> None:
+        self.analysis = analysis
+        self.batch = batch
+        self.rates = rates
+        self._work: dict[Node, _Work] = {}
+        self._ops: dict[Node, float] = {}
+
+    def op(self, node: Node) -> float:
+        """The full-size op."""
+        if node not in self._ops:
+            work = self._work_of(node)
+            self._ops[node] = self._seconds(node, work, 1.0, work.images, work.whole) if work else 0.0
+        return self._ops[node]
+
+    def step(self, nodes: Iterable[Node]) -> float:
+        """Many full-size ops."""
+        return sum(map(self.op, nodes))
+
+    def phase(self, phase: Phase) -> float:
+        """All turns of a loop, with what it does around its body."""
+        return self.body(phase) + self._moves(phase)
+
+    def body(self, phase: Phase) -> float:
+        """Every op of a loop, in all turns, by the part of the image that it covers, halos included."""
+        return sum(self.turns(phase, node) for node in phase.body)
+
+    def turns(self, phase: Phase, node: Node) -> float:
+        """One op in all turns of a loop.
+
+        Turns share what is cut into tiles. Weights are read in each of them, and sums over the image, such as the
+        gradients of weights, are made in each: in deep layers that may take longer than the arithmetic.
+        """
+        work = self._work_of(node)
+        if work is None:
+            return 0.0
+        turns = self._num_turns(phase)
+        if turns == 1:
+            return self.op(node)
+        rebuilt = [node.inputs[position] for position in find_rule(node).rebuilt(self.analysis.view(node))]
         tensors = _tensors(node)
-        moved = _bytes(tensors, batch) * FLOPS_PER_BYTE
-        if flops:
-            weights = [tensor for tensor in tensors if not analysis.is_image(tensor)]
-            moved += _bytes(weights, batch) * FLOPS_PER_BYTE * (WEIGHTS_FACTOR - 1)
-        analysis.costs[node, batch] = flops, flops + moved
-    return analysis.costs[node, batch]
+        whole = sum(t.num_bytes(self.batch) for t in tensors if t not in phase.regions and t not in rebuilt)
+        part = _coverage(self.analysis, phase, node) / turns
+        return turns * self._seconds(node, work, part, max(work.images + work.whole - whole, 0), whole)
+
+    def _num_turns(self, phase: Phase) -> int:
+        return min(phase.grid.batch, self.batch) * math.prod(phase.grid.spatial)
+
+    def _seconds(self, node: Node, work: _Work, part: float, images: int, whole: int) -> float:
+        """One call on a part of the images."""
+        rates = self.rates
+        seconds = rates.call + part * images / _rate(rates.touched, node.op)
+        if work.flops:
+            seconds += part * work.flops / _rate(rates.flops, node.op) + whole / rates.weights
+        else:
+            seconds += whole / _rate(rates.touched, node.op)
+        if work.unfolded and node.op in rates.unfolded:
+            seconds += part * work.unfolded / rates.unfolded[node.op]
+        return seconds + sum(self._fresh(part * size) for size in work.made)
+
+    def _fresh(self, num_bytes: float) -> float:
+        """Touching a new result for the first time, where the system hands large ones out anew."""
+        return num_bytes / self.rates.fresh if num_bytes >= self.rates.fresh_from else 0.0
+
+    def _moves(self, phase: Phase) -> float:
+        """What a loop does around its body: cuts tiles out of whole tensors, puts them together, adds up sums."""
+        turns = self._num_turns(phase)
+        if turns == 1:
+            return 0.0
+        cut = [tensor for tensor in (*phase.reads, *phase.writes, *phase.accumulates) if tensor in phase.regions]
+        moved = sum(2 * t.num_bytes(self.batch) * _part(self.analysis, phase, t) for t in cut)
+        moved += sum(t.num_bytes(self.batch) for t in phase.accumulates)
+        moved += turns * sum(3 * t.num_bytes(self.batch) for t in phase.reductions)
+        calls = turns * (len(cut) + len(phase.reductions))
+        return moved / _rate(self.rates.touched, _ANY) + calls * self.rates.call
+
+    def _work_of(self, node: Node) -> _Work | None:
+        """What an op does; `None` if it does nothing."""
+        if node not in self._work:
+            self._work[node] = self._found(node)
+        work = self._work[node]
+        return work if work.images or work.whole else None
+
+    def _found(self, node: Node) -> _Work:
+        if device.passes_on(node) or not device.allocates(node) or reads_shape_only(node):
+            return _Work(0.0, 0, 0, 0, ())
+        analysis, batch = self.analysis, self.batch
+        flops, weights = 0.0, list[Tensor]()
+        with contextlib.suppress(NotTileableError):
+            rule, view = find_rule(node), analysis.view(node)
+            flops = rule.flops(view, batch)
+            weights = rule.weights(view) if flops else []
+        touched = [(t.num_bytes(batch), analysis.is_image(t) and t not in weights) for t in _tensors(node)]
+        images = sum(size for size, is_image in touched if is_image)
+        whole = sum(size for size, is_image in touched if not is_image)
+        unfolds = device.unfolds_convolutions() or (node.outputs and node.outputs[0][0] == tf.float64)
+        scratch = op_scratch(node, batch) if unfolds and flops else 0
+        number = max((t.shape[0] or batch for t in node.inputs if analysis.is_image(t) and t.shape), default=1)
+        made = [] if self._takes_over(node) else [size for size, is_image in touched[len(node.inputs) :] if is_image]
+        return _Work(flops, images, whole, scratch * number, (*made, *([scratch] if scratch else [])))
+
+    def _takes_over(self, node: Node) -> bool:
+        """Whether an op's kernel writes into the buffer of an operand that nobody else reads."""
+        if not device.overwrites(node):
+            return False
+        sizes = [node.out(index).num_bytes(self.batch) for index in range(len(node.outputs))]
+        return any(t.num_bytes(self.batch) in sizes and len(self.analysis.readers[t]) == 1 for t in node.inputs)
+
+
+def _rate(rates: Mapping[str, float], op: str) -> float:
+    return rates.get(op, rates[_ANY])
 
 
 def _tensors(node: Node) -> list[Tensor]:
     """What an op reads and makes."""
     return [*node.inputs, *(node.out(index) for index in range(len(node.outputs)))]
-
-
-def _bytes(tensors: Iterable[Tensor], batch: int) -> int:
-    return sum(tensor.num_bytes(batch) for tensor in tensors)
-
-
-def step_cost(analysis: Analysis, nodes: Iterable[Node], batch: int) -> float:
-    """Cost of many full-size ops."""
-    return sum(op_cost(analysis, node, batch) for node in nodes)
-
-
-def phase_cost(analysis: Analysis, phase: Phase, batch: int) -> float:
-    """Cost of all turns of a loop: every op by the part of the image that it covers, halos included."""
-    return sum(turn_cost(analysis, phase, node, batch) for node in phase.body)
-
-
-def turn_cost(analysis: Analysis, phase: Phase, node: Node, batch: int) -> float:
-    """Cost of one op in all turns of a loop.
-
-    Turns share what is cut into tiles. Weights are read in each of them, and sums over the image, such as the gradients
-    of weights, are made in each: in deep layers that may take longer than the arithmetic.
-    """
-    flops, cost = _flops_and_cost(analysis, node, batch)
-    turns = min(phase.grid.batch, batch) * math.prod(phase.grid.spatial)
-    rebuilt = [node.inputs[position] for position in find_rule(node).rebuilt(analysis.view(node))]
-    whole = [tensor for tensor in _tensors(node) if tensor not in phase.regions and tensor not in rebuilt]
-    each_turn = FLOPS_PER_BYTE * _bytes(whole, batch) * (WEIGHTS_FACTOR if flops else 1.0)
-    return (cost - each_turn) * _coverage(analysis, phase, node) + turns * each_turn
 
 
 def overlapped_bytes(analysis: Analysis, phase: Phase, batch: int) -> int:
@@ -106,3 +239,9 @@ def _coverage(analysis: Analysis, phase: Phase, node: Node) -> float:
         extent = analysis.view(node).extent(tensor, axis)
         result *= float(rows.size.sum()) / extent
     return result
+
+
+def _part(analysis: Analysis, phase: Phase, tensor: Tensor) -> float:
+    """Rows times columns of a tensor that turns hold, over those of the image."""
+    rows = zip(phase.regions[tensor], analysis.extents(tensor) or (), strict=True)
+    return math.prod(float(interval.size.sum()) / (extent or 1) for interval, extent in rows)

@@ -269,6 +269,11 @@ class Rule:
         del op, batch
         return 0.0
 
+    def weights(self, op: OpView) -> list[Tensor]:
+        """Of an op with arithmetic: what it reads or makes that every turn of a loop has whole."""
+        del op
+        return []
+
 
 _RULES: dict[str, Rule] = {}
 _REFUSED: dict[str, str] = {}

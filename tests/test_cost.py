@@ -1,5 +1,8 @@
 """What the turns of a loop cost."""
 
+import dataclasses
+import math
+
 import pytest
 from equivalence import Cut, keras_step, plan
 from keras import layers
@@ -7,7 +10,7 @@ from nets import conv
 
 from rewriters import normalise
 from rewriters.analysis import Analysis
-from rewriters.cost import FLOPS_PER_BYTE, WEIGHTS_FACTOR, op_cost, phase_cost, step_cost, turn_cost
+from rewriters.cost import NOMINAL, Costs
 from rewriters.tiles import Halo
 
 IMAGES = 4
@@ -34,8 +37,9 @@ def phases(body, grid, batch=1, halo=Halo.RECOMPUTE):
 @pytest.mark.parametrize("body", [two(3), pooled])
 def test_one_turn_costs_what_the_operations_do(body):
     analysis, found = phases(body, (1, 1))
+    costs = Costs(analysis, IMAGES)
     for phase in found:
-        assert phase_cost(analysis, phase, IMAGES) == pytest.approx(step_cost(analysis, phase.body, IMAGES))
+        assert costs.phase(phase) == pytest.approx(costs.step(phase.body))
 
 
 # Tiles of the batch have no halos, nor have convolutions of single pixels.
@@ -51,15 +55,14 @@ def test_one_turn_costs_what_the_operations_do(body):
 )
 def test_every_turn_moves_weights_and_their_gradients_once_more(size, grid, batch, halo):
     analysis, found = phases(two(size), grid, batch, halo)
-    turns, seen = min(batch, IMAGES) * grid[0] * grid[1], set()
+    costs, turns, seen = Costs(analysis, IMAGES), min(batch, IMAGES) * grid[0] * grid[1], set()
     for phase in found:
         for node in phase.body:
             if "Conv2D" in node.op:
                 (filter_,) = [t for t in (*node.inputs, node.out()) if t.shape in FILTERS]
-                more = (turns - 1) * FLOPS_PER_BYTE * WEIGHTS_FACTOR * filter_.num_bytes(IMAGES)
-                one = op_cost(analysis, node, IMAGES)
+                more = (turns - 1) * filter_.num_bytes(IMAGES) / NOMINAL.weights
                 # Operands that hold a shape count as well.
-                assert turn_cost(analysis, phase, node, IMAGES) == pytest.approx(one + more, rel=0.05)
+                assert costs.turns(phase, node) == pytest.approx(costs.op(node) + more, rel=0.05)
                 seen.add(node.op)
     assert seen == {"Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"}
 
@@ -68,4 +71,78 @@ def test_no_turn_moves_more_than_its_part_of_a_pool_that_is_made_again():
     analysis, found = phases(pooled, (1, 1), IMAGES)
     (pool,) = [node for phase in found for node in phase.body if node.op == "MaxPoolGrad"]
     assert pool.inputs[1] not in found[-1].regions, "the pool's result, which nothing else reads"
-    assert turn_cost(analysis, found[-1], pool, IMAGES) == pytest.approx(op_cost(analysis, pool, IMAGES))
+    costs = Costs(analysis, IMAGES)
+    assert costs.turns(found[-1], pool) == pytest.approx(costs.op(pool))
+
+
+CONVOLUTIONS = two(3)
+
+
+def one_op(op, rates, body=CONVOLUTIONS):
+    """Seconds of the only op of a type, and the op."""
+    analysis, _ = phases(body, (1, 1))
+    nodes = [node for node in analysis.order if node.op == op]
+    costs = Costs(analysis, IMAGES, rates)
+    return [(costs.op(node), node) for node in nodes]
+
+
+def changed(**rates):
+    return dataclasses.replace(NOMINAL, **rates)
+
+
+def test_each_kind_of_operation_has_its_own_rate():
+    half = changed(flops={"": 1e11, "Conv2D": 5e10}, touched={"": 1.25e10, "MaxPoolGrad": 1.25e9})
+    for op, body in (("Conv2D", two(3)), ("MaxPoolGrad", pooled), ("BiasAddGrad", two(3))):
+        for (plain, node), (slower, _) in zip(one_op(op, NOMINAL, body), one_op(op, half, body), strict=True):
+            touched = sum(t.num_bytes(IMAGES) for t in (*node.inputs, node.out()))
+            taps = math.prod(node.inputs[1].shape[:3]) if op == "Conv2D" else 0
+            arithmetic = 2 * taps * node.out().num_bytes(IMAGES) / 8
+            more = {"Conv2D": arithmetic / 1e11, "MaxPoolGrad": 9 * touched / 1.25e10, "BiasAddGrad": 0.0}[op]
+            assert slower - plain == pytest.approx(more, rel=1e-6, abs=1e-15), op
+
+
+def test_calls_take_time_of_their_own():
+    ((plain, _), *_), ((slow, _), *_) = one_op("Conv2D", NOMINAL), one_op("Conv2D", changed(call=1e-3))
+    assert slow - plain == pytest.approx(1e-3)
+
+
+def test_large_results_are_touched_for_the_first_time():
+    """The bias is added in place, the convolution makes something new."""
+    slow = changed(fresh=1e6, fresh_from=1000)
+    for (plain, node), (fresh, _) in zip(one_op("Conv2D", NOMINAL), one_op("Conv2D", slow), strict=True):
+        assert fresh - plain == pytest.approx(node.out().num_bytes(IMAGES) / 1e6)
+    assert one_op("BiasAdd", slow)[0][0] == one_op("BiasAdd", NOMINAL)[0][0]
+
+
+def test_turns_with_small_results_touch_nothing_for_the_first_time():
+    analysis, found = phases(two(3), (4, 1), 4)
+    conv_ = next(node for node in found[0].body if node.op == "Conv2D")
+    size = conv_.out().num_bytes(IMAGES)
+    plain = Costs(analysis, IMAGES).turns(found[0], conv_)
+    assert Costs(analysis, IMAGES, changed(fresh=1e3, fresh_from=size // 2)).turns(found[0], conv_) == plain
+    assert Costs(analysis, IMAGES, changed(fresh=1e3, fresh_from=size // 64)).turns(found[0], conv_) > plain + 1
+
+
+def test_gradients_that_unfold_the_image_pay_for_it(monkeypatch):
+    slow = changed(unfolded={"Conv2DBackpropFilter": 1e6})
+    for (plain, node), (unfolding, _) in zip(
+        one_op("Conv2DBackpropFilter", NOMINAL), one_op("Conv2DBackpropFilter", slow), strict=True
+    ):
+        windows = math.prod(node.inputs[2].shape[1:3])
+        assert unfolding - plain == pytest.approx(IMAGES * windows * math.prod(node.out().shape[:3]) * 8 / 1e6)
+
+
+def test_aliases_and_shapes_take_no_time():
+    analysis, _ = phases(two(3), (1, 1))
+    costs = Costs(analysis, IMAGES, changed(call=1.0))
+    free = [node for node in analysis.order if node.op in ("Reshape", "Shape", "Const", "ReadVariableOp")]
+    assert free and {costs.op(node) for node in free} == {0}
+
+
+def test_loops_pay_for_cutting_and_joining():
+    analysis, found = phases(two(3), (2, 1), 2)
+    costs = Costs(analysis, IMAGES)
+    forward = found[0]
+    around = costs.phase(forward) - sum(costs.turns(forward, node) for node in forward.body)
+    whole = sum(t.num_bytes(IMAGES) for t in (*forward.reads, *forward.writes))
+    assert 2 * whole / 1.25e10 <= around < 4 * whole / 1.25e10

@@ -13,7 +13,7 @@ from rewriters import carries, normalise
 from rewriters.allocator import Exact
 from rewriters.analysis import Analysis
 from rewriters.carries import Frontier
-from rewriters.cost import phase_cost, step_cost
+from rewriters.cost import Costs
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node
 from rewriters.intervals import Interval
@@ -461,7 +461,8 @@ def test_with_more_overlapping_rows_than_pay_the_work_doubles():
     analysis = Analysis(normalise.read(step.get_concrete_function()))
     (found,) = plan(analysis, [Cut("images", "second_relu", grid=(most, 1))])
     loop = found.phases[-1]
-    assert 1.8 < phase_cost(analysis, loop, 1) / step_cost(analysis, loop.body, 1) < 2.1
+    costs = Costs(analysis, 1)
+    assert 1.8 < costs.body(loop) / costs.step(loop.body) < 2.1
 
 
 @pytest.mark.parametrize(("tiles", "halo"), [((2, 2), "recompute"), ((1, 1), "recompute"), ((1, 1), "carry")])

@@ -17,7 +17,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from rewriters.cost import phase_cost, step_cost, turn_cost
 from rewriters.errors import NotTileableError
 from rewriters.ft import Component, try_segment
 from rewriters.graph import Node, Tensor
@@ -66,7 +65,7 @@ class Choice:
         grid: Tiles, or `None` to leave the blocks as they are.
         waits: Bytes that it leaves waiting for the backward pass.
         needs: Bytes that it needs on top while it runs.
-        cost: Work (`rewriters/cost.py`).
+        cost: Seconds (`rewriters/cost.py`).
         halo: Where tiles have the rows from that they share.
         stored: Inner tensors that wait, too, instead of being recomputed.
     """
@@ -212,7 +211,7 @@ class Chain:
             scratch = max((*pairs.values(), *(op_scratch(node, batch) for node in nodes)))
             # Two gradients at once, and both kernels of a convolution.
             needs = 2 * max(tensor.num_bytes(batch) for tensor in made) + scratch
-            costs = step_cost(analysis, (*nodes, *backward), batch)
+            costs = self.traced.costs.step((*nodes, *backward))
             self._plain[first, last] = Choice(first, last, None, waits, needs, costs)
         return self._plain[first, last]
 
@@ -311,12 +310,12 @@ class Tiles:
 
     def _choice(self, grid: Grid) -> Choice:
         if grid not in self._choices:
-            analysis, batch = self._traced.analysis, self._traced.batch
+            batch = self._traced.batch
             phases = self._phases(grid)  # Not kept: they are large, and a search plans hundreds.
             waits = self._exits + sum(save.saved.num_bytes(batch) for phase in phases for save in phase.saves)
             grads = (*self._segment.grad_entries, *self._segment.grad_exits, *self._segment.reductions)
             needs = phase_scratch(phases[-1], batch) + sum(t.num_bytes(batch) for t in grads)
-            cost = sum(phase_cost(analysis, phase, batch) for phase in phases)
+            cost = sum(map(self._traced.costs.phase, phases))
             self._choices[grid] = Choice(*self._blocks, grid, waits, needs, cost, self._halo)
             self._savings[grid] = [self._saving(phases[-1], storable) for storable in self._stored]
         return self._choices[grid]
@@ -324,7 +323,7 @@ class Tiles:
     def _saving(self, backward: Phase, storable: Storable) -> float:
         """Work that a loop does not do once a tensor is stored, too, after those that come before it."""
         spared = storable.spared.intersection(backward.body)
-        return sum(turn_cost(self._traced.analysis, backward, node, self._traced.batch) for node in spared)
+        return sum(self._traced.costs.turns(backward, node) for node in spared)
 
     def _phases(self, grid: Grid) -> list[Phase]:
         """With about the forward tiles that the plan will have: each has halos, or reads the weights once more."""
@@ -337,7 +336,7 @@ def _worth_storing(traced: Traced, segment: Segment) -> list[Storable]:
     analysis, batch = traced.analysis, traced.batch
     grid = auto_grids(analysis, segment, batch)[0]
     backward = planner_for(analysis, segment, Halo.RECOMPUTE).phases(grid, grid)[-1]
-    cost = {n: turn_cost(analysis, backward, n, batch) for n in backward.body if n not in analysis.backward}
+    cost = {n: traced.costs.turns(backward, n) for n in backward.body if n not in analysis.backward}
     wanted = [t for n in backward.body if n in analysis.backward for t in n.inputs if t.node in cost]
     available, left = set(segment.available), _recomputed(wanted, segment.available, cost)
     found: list[Storable] = []
@@ -348,7 +347,7 @@ def _worth_storing(traced: Traced, segment: Segment) -> list[Storable]:
                 continue  # Where pixels have been made images, the images of a turn do not lie together.
             rest = _recomputed(wanted, available | {tensor}, cost)
             saved = before - _cost_of(rest, cost)
-            if saved > LEAST_SAVED * traced.cost:
+            if saved > LEAST_SAVED * traced.seconds:
                 options.append((saved / tensor.num_bytes(batch), tensor.name, saved, tensor))
         if not options:
             break

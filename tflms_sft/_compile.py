@@ -11,7 +11,7 @@ from typing import Any
 
 from rewriters import _tf_private
 from rewriters.analysis import Analysis
-from rewriters.cost import phase_cost, step_cost
+from rewriters.cost import NOMINAL, Costs, Rates
 from rewriters.ft import LeftAlone
 from rewriters.graph import Graph, Node
 from rewriters.memory import Peak, graph_peak, unmodelled
@@ -49,6 +49,7 @@ class Traced:
         batch_is_fixed: Whether the graph knows it.
         variables: Bytes of each variable.
         forward: Names of ops that are forward for sure, where a layer's name misleads.
+        rates: Of the machine.
     """
 
     concrete_fn: Any
@@ -58,6 +59,7 @@ class Traced:
     batch_is_fixed: bool
     variables: list[int]
     forward: Container[str] = ()
+    rates: Rates = NOMINAL
 
     @property
     def fixed_bytes(self) -> int:
@@ -65,9 +67,14 @@ class Traced:
         return sum(self.variables)
 
     @functools.cached_property
-    def cost(self) -> float:
-        """Work of the step as it was (`rewriters/cost.py`)."""
-        return step_cost(self.analysis, self.analysis.order, self.batch)
+    def costs(self) -> Costs:
+        """Times of operations."""
+        return Costs(self.analysis, self.batch, self.rates)
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """Time of the step as it was."""
+        return self.costs.step(self.analysis.order)
 
 
 @contextlib.contextmanager
@@ -150,10 +157,14 @@ def predict(
         loops[plan.segment.name, phase.name]: loop_turns(phase, batch) for plan in plans for phase in plan.phases
     }
     peak = graph_peak(graph, turns, batch, traced.variables, limit, away, slow)
-    whole = traced.cost
-    tiled = step_cost(analysis, {n for p in plans for n in (*p.segment.forward, *p.segment.backward)}, batch)
-    loop_cost = sum(phase_cost(analysis, phase, batch) for plan in plans for phase in plan.phases)
-    return peak, (whole - tiled + loop_cost) / max(whole, 1.0)
+    return peak, seconds_of(traced, plans) / traced.seconds
+
+
+def seconds_of(traced: Traced, plans: list[SegmentPlan]) -> float:
+    """Time of the step with these tile loops."""
+    costs = traced.costs
+    tiled = costs.step({n for plan in plans for n in (*plan.segment.forward, *plan.segment.backward)})
+    return traced.seconds - tiled + sum(costs.phase(phase) for plan in plans for phase in plan.phases)
 
 
 def finish(
@@ -173,10 +184,10 @@ def finish(
         changed=bool(plans),
         batch=traced.batch,
         batch_is_fixed=traced.batch_is_fixed,
-        segments=tuple(described(traced.analysis, traced.batch, plan, names) for plan in plans),
+        segments=tuple(described(traced.costs, plan, names) for plan in plans),
         left_alone=_reasons(traced, left),
-        original=prediction(original, traced.fixed_bytes, 1.0),
-        predicted=prediction(peak, traced.fixed_bytes, ratio),
+        original=prediction(traced, original, 1.0),
+        predicted=prediction(traced, peak, ratio),
         memory_budget=budget,
         notes=_notes(traced),
     )
@@ -192,9 +203,10 @@ def _notes(traced: Traced) -> tuple[str, ...]:
     return (f"not in the predicted peak, because only a run tells: what is kept inside of {shown}",)
 
 
-def prediction(peak: Peak, fixed_bytes: int, ratio: float) -> Prediction:
+def prediction(traced: Traced, peak: Peak, ratio: float) -> Prediction:
     """As a plan reports it."""
-    return Prediction(peak.peak_bytes, fixed_bytes, ratio, peak.largest, peak.timeline)
+    seconds = ratio * traced.seconds
+    return Prediction(peak.peak_bytes, traced.fixed_bytes, ratio, peak.largest, peak.timeline, seconds)
 
 
 def _reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str], ...]:

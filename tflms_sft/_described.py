@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from rewriters.analysis import Analysis
-from rewriters.cost import overlapped_bytes, phase_cost, step_cost
+from rewriters.cost import Costs, overlapped_bytes
 from rewriters.graph import Tensor
 from rewriters.sft import SegmentPlan
 from rewriters.tiles import Halo, Phase
@@ -17,9 +16,9 @@ from tflms_sft._plan import PlannedSegment
 __all__: list[str] = []
 
 
-def described(analysis: Analysis, batch: int, plan: SegmentPlan, names: Mapping[Tensor, str]) -> PlannedSegment:
+def described(costs: Costs, plan: SegmentPlan, names: Mapping[Tensor, str]) -> PlannedSegment:
     """What a plan tells of one segment; `names` are the layers of tensors."""
-    segment = plan.segment
+    analysis, batch, segment = costs.analysis, costs.batch, plan.segment
     forward, backward = (_finest(plan, which) for which in (False, True))
 
     def shown(tensors: Sequence[Tensor]) -> tuple[str, ...]:
@@ -46,7 +45,7 @@ def described(analysis: Analysis, batch: int, plan: SegmentPlan, names: Mapping[
         halo=plan.halo.value,
         saved_bytes=_saved_bytes(plan, batch),
         overlapped_bytes=sum(overlapped_bytes(analysis, phase, batch) for phase in plan.phases),
-        most_rows=_most_rows(analysis, plan, batch),
+        most_rows=_most_rows(costs, plan),
     )
 
 
@@ -55,7 +54,7 @@ def _saved_bytes(plan: SegmentPlan, batch: int) -> int:
     return sum(save.saved.num_bytes(batch) for phase in plan.phases for save in phase.saves)
 
 
-def _most_rows(analysis: Analysis, plan: SegmentPlan, batch: int) -> int | None:
+def _most_rows(costs: Costs, plan: SegmentPlan) -> int | None:
     """About how many row tiles pay, extrapolated from those of the backward loop.
 
     Z. Wang et al., "LR-CNN" (2024), bound the number in IV-A and IV-B. Every border saves as much, and a turn needs
@@ -71,13 +70,13 @@ def _most_rows(analysis: Analysis, plan: SegmentPlan, batch: int) -> int | None:
         return None
     ((count, axis),) = split
     if plan.halo is Halo.CARRY:
-        each_border = _saved_bytes(plan, batch) / (count - 1)
-        best = math.sqrt(phase_scratch(backward, batch) * count / each_border) if each_border else math.inf
+        each_border = _saved_bytes(plan, costs.batch) / (count - 1)
+        best = math.sqrt(phase_scratch(backward, costs.batch) * count / each_border) if each_border else math.inf
     else:
-        once = step_cost(analysis, backward.body, batch)
-        added = (phase_cost(analysis, backward, batch) - once) / (count - 1)
+        once = costs.step(backward.body)
+        added = (costs.body(backward) - once) / (count - 1)
         best = 1 + once / added if added > 0 else math.inf
-    return max(1, int(best)) if best < most_tiles(analysis, plan.segment)[axis] else None
+    return max(1, int(best)) if best < most_tiles(costs.analysis, plan.segment)[axis] else None
 
 
 def _finest(plan: SegmentPlan, backward: bool) -> Phase | None:

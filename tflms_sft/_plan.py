@@ -19,10 +19,11 @@ class Prediction:
     Attributes:
         peak_bytes: Everything alive on the device at the worst moment, weights and optimizer slots included.
         fixed_bytes: Weights, optimizer slots and other variables.
-        time_ratio: Work over that of the original step, as a guess of what the time becomes: arithmetic and memory
-            traffic, the weights of every turn included.
+        time_ratio: Time over that of the original step: arithmetic and memory traffic, the weights of every turn
+            included, at the machine's rates.
         largest: (name, bytes) of the largest tensors alive at the worst moment.
         timeline: (op, bytes alive while it runs), in predicted order.
+        seconds: Time of the step, by the machine's rates.
     """
 
     peak_bytes: int
@@ -30,6 +31,7 @@ class Prediction:
     time_ratio: float
     largest: tuple[tuple[str, int], ...]
     timeline: tuple[tuple[str, int], ...] = dataclasses.field(repr=False, default=())
+    seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

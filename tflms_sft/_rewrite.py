@@ -266,7 +266,7 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
     plan = dataclasses.replace(
         plan,
         changed=True,
-        predicted=prediction(peak, traced.fixed_bytes, ratio),
+        predicted=prediction(traced, peak, ratio),
         swaps=described(swapped, traced.batch, display_names(graph, traced.record)),
         swap_tier="host" if isinstance(swapped.tier, HostTier) else "disk",
         not_swapped=tuple(swapped.left),

@@ -119,6 +119,10 @@ class Convolution(Rule):
         images = batch if small[0] is None else small[0]
         return 2.0 * images * math.prod(float(size or 0) for size in sizes)
 
+    def weights(self, op: OpView) -> list[Tensor]:
+        """The filter."""
+        return [self.side(op, self.filter)]
+
     def work(self, op: OpView) -> int | None:
         """The side with one row per window."""
         return self.small

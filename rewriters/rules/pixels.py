@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import NotTileableError
-from rewriters.graph import PER_PIXEL
+from rewriters.graph import PER_PIXEL, Tensor
 from rewriters.intervals import Interval, hull_of
 from rewriters.layouts import Link
 from rewriters.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
@@ -164,6 +164,12 @@ class Einsum(Rule):
         rows = rows.clip(op.extent(op.node.inputs[self._images(op)[0]], axis))
         out = None if self._sums(op) else rows
         return AxisPlan(out, out, self._rows(op, rows))
+
+    def weights(self, op: OpView) -> list[Tensor]:
+        """What is no image."""
+        images = self._images(op)
+        found = [tensor for position, tensor in enumerate(op.node.inputs) if position not in images]
+        return [*found, op.node.out()] if self._sums(op) else found
 
     def flops(self, op: OpView, batch: int) -> float:
         """Two for each combination of letters; 0 where a size is not known."""

@@ -1,0 +1,448 @@
+"""What this machine does in a second: measured once, kept in a file, read by every later process.
+
+A few seconds of single operations of a size at which their time is not that of starting them. On a CPU another process
+measures, so that the memory that it takes is not this one's; an accelerator's memory may be all in this one's hands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters import device
+from rewriters.cost import NOMINAL, Rates
+
+VARIABLE = "TFLMS_SFT_RATES"
+"""Environment variable: `nominal`, or a file of rates to read, and to write if there is none."""
+
+VERSION = 1
+"""Of the file: others are measured anew."""
+
+RUNS = 3
+"""Runs of each operation, of which the fastest counts: whatever else the machine does makes others slower."""
+
+PASSES = 2
+"""Times that all of them are run: the heap and other processes differ from one to the other."""
+
+LEAST = 2e-3
+"""Seconds that a run should take at least; a device that is faster gets more images."""
+
+MOST_IMAGES = 64
+
+MEDIUM, LARGE = 2**24, 3 * 2**24
+"""Bytes of a result that a C library takes from its heap, and of one that it asks the system for."""
+
+SETTLING = 31 * 2**20
+"""The largest piece that the GNU C library takes from its heap."""
+
+MARKED = 1.2
+"""How much longer than a part of it a large result has to take for its memory to count as new."""
+
+
+PATIENCE = 120
+"""Seconds after which another process that measures is given up."""
+
+_known: dict[str, Rates] = {}
+
+
+def machine_rates(tell: Callable[[str], None] | None = None) -> Rates:
+    """The rates of this machine and device.
+
+    Args:
+        tell: Is given a line of text before they are measured.
+
+    Raises:
+        ValueError: If the environment names a file that holds something else.
+    """
+    named = os.environ.get(VARIABLE, "")
+    if named == "nominal":
+        return NOMINAL
+    path = Path(named) if named else _cache_directory() / f"rates-{_key()}.json"
+    if str(path) not in _known:
+        _known[str(path)] = _kept(path, named) or _found(path, tell)
+    return _known[str(path)]
+
+
+def _kept(path: Path, named: str) -> Rates | None:
+    """What is in a file; `None` if there is none, and if it is not one that a user has named."""
+    if path.exists():
+        try:
+            return _read(path)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            if named:
+                raise ValueError(
+                    f"The file that {VARIABLE} names holds no rates of this version: {error}. Received: {named!r}. "
+                    f"Remove it to have them measured, or set {VARIABLE}=nominal."
+                ) from error
+    return None
+
+
+def _found(path: Path, tell: Callable[[str], None] | None) -> Rates:
+    """Measured, and kept for the next process."""
+    if tell is not None:
+        tell(f"measuring how fast this machine is, once; kept in {path}")
+    rates = None if device.name().startswith("GPU") else _measured_apart()
+    rates = rates or measured_rates()
+    with contextlib.suppress(OSError):  # They are measured again next time.
+        _write(path, rates)
+    return rates
+
+
+def _measured_apart() -> Rates | None:
+    """Measured by another process with the same environment; `None` if there cannot be one."""
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rates.json"
+        command = [sys.executable, "-m", __name__, str(path)]
+        # Where this package is may be known to this process alone.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        subprocess.run(
+            command, check=True, capture_output=True, stdin=subprocess.DEVNULL, env=environment, timeout=PATIENCE
+        )
+        return _read(path)
+    return None
+
+
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "tflms-sft"
+
+
+def _key() -> str:
+    """What rates depend on."""
+    gpus = tf.config.list_physical_devices("GPU")
+    chip = str(tf.config.experimental.get_device_details(gpus[0]).get("device_name")) if gpus else _processor()
+    threads = (tf.config.threading.get_intra_op_parallelism_threads(), _num_cores())
+    parts = (VERSION, tf.__version__, chip, threads, device.keeps_statistics())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _read(path: Path) -> Rates:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found.pop("version") != VERSION:
+        raise ValueError("they are of another version")
+    found["fresh"] = found["fresh"] or math.inf
+    rates = Rates(**found)
+    numbers = [rates.weights, rates.fresh, rates.copied, rates.disk_write, rates.disk_read]
+    for own in (rates.flops, rates.touched, rates.unfolded):
+        numbers += own.values()
+    if "" not in rates.flops or "" not in rates.touched or not all(number > 0 for number in numbers):
+        raise ValueError("some are missing, or not above zero")
+    return rates
+
+
+def _write(path: Path, rates: Rates) -> None:
+    """All of it or nothing: other processes may write at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = {"version": VERSION, **dataclasses.asdict(rates)}
+    values["fresh"] = None if math.isinf(rates.fresh) else rates.fresh
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        json.dump(values, file, indent=2)
+    os.replace(file.name, path)
+
+
+def measured_rates() -> Rates:
+    """Measure, whatever graph is being traced."""
+    with tf.init_scope(), tf.device(f"/{device.name()}"):
+        tf.fill([SETTLING // 4], 1.0)  # When it is given back, a C library's heap keeps pieces of that size.
+        touched: dict[str, float] = {}
+        for _ in range(PASSES):
+            for op, size, seconds in _memory_bound():
+                touched[op] = max(touched.get(op, 0.0), size / seconds)
+        flops, unfolded, weights = _arithmetic(touched)
+        write, read, copied = _disk()
+        return Rates(
+            flops=flops,
+            touched=touched,
+            weights=weights,
+            unfolded=unfolded,
+            fresh=_fresh(),
+            call=_call(),
+            copied=_host() if device.name().startswith("GPU") else copied * _num_cores(),
+            overlapped=device.name().startswith("GPU"),
+            disk_write=write,
+            disk_read=read,
+        )
+
+
+def _seconds(run: Callable[[], Any], runs: int = RUNS) -> float:
+    """The fastest of some runs, after one that is not counted."""
+    best = math.inf
+    for number in range(runs + 1):
+        begun = time.perf_counter()
+        result = run()
+        tf.test.experimental.sync_devices()
+        taken = time.perf_counter() - begun
+        del result
+        best = min(best, taken) if number else best
+    return best
+
+
+def _num_bytes(tensors: Sequence[Any]) -> int:
+    return sum(int(tf.size(t)) * t.dtype.size for t in tensors)
+
+
+def _memory_bound() -> Iterator[tuple[str, int, float]]:
+    """(op type, bytes touched, seconds) of operations whose time is that of moving memory; `""` is for all others."""
+    raw = tf.raw_ops
+    side = math.isqrt(MEDIUM // 4 // 64)
+    x, y = (tf.random.uniform((1, side, side, 64)) for _ in range(2))
+    pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
+    bias, none = tf.ones(64), tf.zeros(0)
+    most, mean = raw.MaxPool(input=x, **pool), raw.AvgPool(value=x, **pool)
+    norm = raw.FusedBatchNormV3(x=x, scale=bias, offset=bias, mean=none, variance=none)
+    saved = {"reserve_space_1": norm[3], "reserve_space_2": norm[4], "reserve_space_3": norm[5]}
+    cases: dict[str, tuple[Callable[[], Any], list[Any]]] = {
+        "": (lambda: raw.AddV2(x=x, y=y), [x, y, x]),
+        "Relu": (lambda: raw.Relu(features=x), [x, x]),
+        "ReluGrad": (lambda: raw.ReluGrad(gradients=x, features=y), [x, y, x]),
+        "Mul": (lambda: raw.Mul(x=x, y=bias), [x, x]),
+        "SquaredDifference": (lambda: raw.SquaredDifference(x=x, y=bias), [x, x]),
+        "BiasAdd": (lambda: raw.BiasAdd(value=x, bias=bias), [x, x]),
+        "BiasAddGrad": (lambda: raw.BiasAddGrad(out_backprop=x), [x]),
+        "Sum": (lambda: raw.Sum(input=x, axis=[0, 1, 2]), [x]),
+        "Mean": (lambda: raw.Mean(input=x, axis=[0, 1, 2]), [x]),
+        "Sigmoid": (lambda: raw.Sigmoid(x=x), [x, x]),
+        "Tanh": (lambda: raw.Tanh(x=x), [x, x]),
+        "Exp": (lambda: raw.Exp(x=x), [x, x]),
+        "Softmax": (lambda: raw.Softmax(logits=x), [x, x]),
+        "MaxPool": (lambda: raw.MaxPool(input=x, **pool), [x, most]),
+        "MaxPoolGrad": (
+            lambda: raw.MaxPoolGrad(orig_input=x, orig_output=most, grad=mean, **pool),
+            [x, most, mean, x],
+        ),
+        "AvgPool": (lambda: raw.AvgPool(value=x, **pool), [x, mean]),
+        "AvgPoolGrad": (lambda: raw.AvgPoolGrad(orig_input_shape=x.shape, grad=mean, **pool), [mean, x]),
+        "FusedBatchNormV3": (
+            lambda: raw.FusedBatchNormV3(x=x, scale=bias, offset=bias, mean=none, variance=none),
+            [x, x],
+        ),
+        "FusedBatchNormGradV3": (lambda: raw.FusedBatchNormGradV3(y_backprop=y, x=x, scale=bias, **saved), [x, y, x]),
+        "ConcatV2": (lambda: raw.ConcatV2(values=[most, mean], axis=3), [most, mean, most, mean]),
+        "Slice": (lambda: raw.Slice(input=x, begin=[0, 0, 0, 32], size=[1, side, side, 32]), [most, most, mean, mean]),
+        "Pad": (lambda: raw.Pad(input=x, paddings=[[0, 0], [1, 1], [1, 1], [0, 0]]), [x, x]),
+        "Transpose": (lambda: raw.Transpose(x=x, perm=[0, 3, 1, 2]), [x, x]),
+        "ResizeBilinear": (lambda: raw.ResizeBilinear(images=most, size=[side, side]), [most, x]),
+    }
+    for op, (run, tensors) in cases.items():
+        yield op, _num_bytes(tensors), _seconds(run)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Contraction:
+    """One convolution, its two gradients, or a product, on some images."""
+
+    op: str
+    run: Callable[[], Any]
+    flops: float
+    touched: int
+    unfolded: int = 0
+
+
+def _arithmetic(touched: dict[str, float]) -> tuple[dict[str, float], dict[str, float], float]:
+    """Rates of arithmetic, of what gradients of convolutions unfold, and of weights."""
+    images = _enough_images()
+    flops: dict[str, float] = {}
+    unfolded: dict[str, float] = {}
+
+    def beside(found: _Contraction) -> float:
+        """Seconds of a contraction without those of its operands and result."""
+        taken = _seconds(found.run)
+        return max(taken - found.touched / touched[""], 0.2 * taken)
+
+    for thin, thick in zip(_convolutions(images, 16), _convolutions(images, 256), strict=True):
+        fast, slow = beside(thin), beside(thick)
+        # What is unfolded does not depend on the other side's channels.
+        rate = (thick.flops - thin.flops) / max(slow - fast, 0.2 * slow)
+        flops[thin.op] = rate
+        rest = fast - thin.flops / rate
+        if device.unfolds_convolutions() and thin.unfolded and rest > 0:
+            unfolded[thin.op] = thin.unfolded / rest
+        elif not thin.unfolded:
+            flops[thin.op] = thick.flops / slow
+    for found in (*_depthwise(images), *_volumes(images), _product()):
+        flops[found.op] = found.flops / beside(found)
+    few = _few_pixels()
+    left = _seconds(few.run) - few.flops / flops["Conv2D"]
+    return flops, unfolded, few.touched / max(left, few.touched / touched[""])
+
+
+def _enough_images() -> int:
+    """Images with which an operation takes long enough to be timed."""
+    images = 1
+    while images < MOST_IMAGES and _seconds(_convolutions(images, 64)[0].run, 2) < LEAST:
+        images *= 2
+    return images
+
+
+def _convolutions(images: int, channels: int) -> list[_Contraction]:
+    """A convolution of 64 x 64 pixels from 64 channels, and its gradients."""
+    raw, size, taps = tf.raw_ops, 64, 9
+    x, y = tf.random.uniform((images, size, size, 64)), tf.random.uniform((images, size, size, channels))
+    filters = tf.random.uniform((3, 3, 64, channels))
+    options = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    flops = 2.0 * images * size * size * taps * 64 * channels
+    unfolded = images * size * size * taps * 64 * 4
+    moved = _num_bytes([x, y])
+    return [
+        _Contraction("Conv2D", lambda: raw.Conv2D(input=x, filter=filters, **options), flops, moved),
+        _Contraction(
+            "Conv2DBackpropInput",
+            lambda: raw.Conv2DBackpropInput(input_sizes=x.shape, filter=filters, out_backprop=y, **options),
+            flops,
+            moved,
+            unfolded,
+        ),
+        _Contraction(
+            "Conv2DBackpropFilter",
+            lambda: raw.Conv2DBackpropFilter(input=x, filter_sizes=filters.shape, out_backprop=y, **options),
+            flops,
+            moved,
+            unfolded,
+        ),
+    ]
+
+
+def _depthwise(images: int) -> Iterator[_Contraction]:
+    """A depthwise convolution and its gradients."""
+    raw = tf.raw_ops
+    x, filters = tf.random.uniform((images, 128, 128, 64)), tf.random.uniform((3, 3, 64, 1))
+    options: dict[str, Any] = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    flops, moved, name = 2.0 * 9 * float(tf.size(x)), _num_bytes([x, x]), "DepthwiseConv2dNative"
+    sizes = {"input_sizes": x.shape, "filter": filters}
+    yield _Contraction(name, lambda: raw.DepthwiseConv2dNative(input=x, filter=filters, **options), flops, moved)
+    yield _Contraction(
+        f"{name}BackpropInput",
+        lambda: raw.DepthwiseConv2dNativeBackpropInput(**sizes, out_backprop=x, **options),
+        flops,
+        moved,
+    )
+    yield _Contraction(
+        f"{name}BackpropFilter",
+        lambda: raw.DepthwiseConv2dNativeBackpropFilter(
+            input=x, filter_sizes=filters.shape, out_backprop=x, **options
+        ),
+        flops,
+        moved,
+    )
+
+
+def _volumes(images: int) -> Iterator[_Contraction]:
+    """A convolution of volumes and its gradients."""
+    raw = tf.raw_ops
+    v, cube = tf.random.uniform((images, 16, 16, 16, 32)), tf.random.uniform((3, 3, 3, 32, 32))
+    options: dict[str, Any] = {"strides": [1, 1, 1, 1, 1], "padding": "SAME"}
+    flops, moved = 2.0 * 27 * 32 * float(tf.size(v)), _num_bytes([v, v])
+    yield _Contraction("Conv3D", lambda: raw.Conv3D(input=v, filter=cube, **options), flops, moved)
+    yield _Contraction(
+        "Conv3DBackpropInputV2",
+        lambda: raw.Conv3DBackpropInputV2(input_sizes=v.shape, filter=cube, out_backprop=v, **options),
+        flops,
+        moved,
+    )
+    yield _Contraction(
+        "Conv3DBackpropFilterV2",
+        lambda: raw.Conv3DBackpropFilterV2(input=v, filter_sizes=cube.shape, out_backprop=v, **options),
+        flops,
+        moved,
+    )
+
+
+def _product() -> _Contraction:
+    """A product of matrices, for which dense layers and everything without a rate of its own stand."""
+    a = tf.random.uniform((1024, 1024))
+    return _Contraction("", lambda: tf.raw_ops.MatMul(a=a, b=a), 2.0 * 1024**3, _num_bytes([a, a, a]))
+
+
+def _few_pixels() -> _Contraction:
+    """A convolution of so few pixels that its time is that of its weights, which `touched` tells here."""
+    x, filters = tf.random.uniform((1, 4, 4, 512)), tf.random.uniform((3, 3, 512, 512))
+    options = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+    flops = 2.0 * 16 * float(tf.size(filters))
+    run = functools.partial(tf.raw_ops.Conv2D, input=x, filter=filters, **options)
+    return _Contraction("Conv2D", run, flops, _num_bytes([filters]))
+
+
+def _fresh() -> float:
+    """Bytes a second of new memory that are touched for the first time; infinite where memory is kept."""
+    medium, large = (_seconds(functools.partial(tf.fill, [size // 4], 1.0)) for size in (MEDIUM, LARGE))
+    expected = medium * LARGE / MEDIUM
+    return LARGE / (large - expected) if large > MARKED * expected else math.inf
+
+
+def _call() -> float:
+    """Seconds to start an operation of a graph: a chain of small ones."""
+    number = 300
+
+    @tf.function(autograph=False)
+    def chain(x: Any) -> Any:
+        for _ in range(number):
+            x = tf.raw_ops.Softsign(features=x)
+        return x
+
+    x = tf.ones(16)
+    return _seconds(lambda: chain(x)) / number
+
+
+def _host() -> float:
+    """Bytes a second between an accelerator and host memory."""
+    x = tf.ones(MEDIUM // 4)
+    return MEDIUM / _seconds(x.numpy)
+
+
+def _disk() -> tuple[float, float, float]:
+    """Bytes a second that a disk writes and reads, and that are copied to and from its cache in memory."""
+    size, data = LARGE, os.urandom(2**20)
+    try:
+        with tempfile.TemporaryFile(buffering=0) as file:
+            begun = time.perf_counter()
+            for _ in range(size // len(data)):
+                file.write(data)
+            cached = time.perf_counter() - begun
+            os.fsync(file.fileno())
+            written = time.perf_counter() - begun
+            file.seek(0)
+            begun = time.perf_counter()
+            while file.read(len(data)):
+                pass
+            copied = time.perf_counter() - begun
+            file.seek(0)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            begun = time.perf_counter()
+            while file.read(len(data)):
+                pass
+            read = time.perf_counter() - begun
+    except OSError:  # No place for temporary files: nothing will be swapped there.
+        return NOMINAL.disk_write, NOMINAL.disk_read, NOMINAL.copied
+    return size / written, size / read, 2 * size / (cached + copied)
+
+
+if __name__ == "__main__":
+    _write(Path(sys.argv[1]), measured_rates())
