@@ -9,7 +9,7 @@ large network costs.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from rewriters.barriers import Moments
 from rewriters.carries import Carry, Save
 from rewriters.emit import phase_inputs, phase_outputs
 from rewriters.graph import Node, Tensor
+from rewriters.registry import Kind
 from rewriters.segments import Segment
+from rewriters.stored import Loop
 from rewriters.tiles import AxisPlan, Phase, Region
 from rewriters.values import MAX_ELEMENTS
 
@@ -35,19 +37,63 @@ def program_key(analysis: Analysis, segment: Segment, phase: Phase) -> Hashable:
     return _Key(analysis, segment, phase).build()
 
 
-class _Key:
-    def __init__(self, analysis: Analysis, segment: Segment, phase: Phase) -> None:
+def loop_key(analysis: Analysis, kinds: Mapping[Tensor, Kind], loop: Loop) -> Hashable:
+    """Equal for two loops between barriers of which turns take as much memory and time, in any number of tiles."""
+    key = _Wiring(analysis, kinds)
+    body = tuple(map(key.operation, loop.body))
+    ends = tuple(tuple(map(key.number, tensors)) for tensors in (loop.reads, loop.writes, [n.out() for n in loop.sums]))
+    moments = tuple(tuple(map(key.number, (pair.image, pair.mean, pair.variance))) for pair in loop.moments)
+    # An operand that nobody else reads is written over.
+    tensors = tuple((key.tensor(t), analysis.extents(t), len(analysis.readers.get(t, ()))) for t in key.numbers)
+    return (loop.backward, body, ends, moments, tensors)
+
+
+class _Wiring:
+    """Operations and tensors by what they are and how they are connected, without their names."""
+
+    def __init__(self, analysis: Analysis, kinds: Mapping[Tensor, Kind]) -> None:
         self.analysis = analysis
+        self.kinds = kinds
+        self.numbers: dict[Tensor, int] = {}
+
+    def number(self, tensor: Tensor) -> int:
+        """In the order in which tensors are met."""
+        return self.numbers.setdefault(tensor, len(self.numbers))
+
+    def operation(self, node: Node) -> tuple[Hashable, ...]:
+        """An operation with its attributes, operands and results."""
+        operands = tuple(self.number(tensor) for tensor in node.inputs)
+        results = tuple(self.number(node.out(index)) for index in range(len(node.outputs)))
+        attrs = tuple(sorted((key, value.SerializeToString(deterministic=True)) for key, value in node.attrs.items()))
+        return (node.op, node.device, attrs, operands, results)
+
+    def tensor(self, tensor: Tensor) -> tuple[Hashable, ...]:
+        """A tensor with what is known of its value."""
+        return (tensor.shape, tensor.dtype, self.kinds.get(tensor), self._static(tensor))
+
+    def _static(self, tensor: Tensor) -> Hashable:
+        """What a rule can know of an operand's value."""
+        node = tensor.node
+        if node.op == "Const" and math.prod(dim or 0 for dim in tensor.shape or ()) <= MAX_ELEMENTS:
+            return node.attrs["value"].SerializeToString(deterministic=True)
+        value: Any = self.analysis.evaluate(tensor)
+        return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+
+
+class _Key(_Wiring):
+    """The program of a loop that is planned."""
+
+    def __init__(self, analysis: Analysis, segment: Segment, phase: Phase) -> None:
+        super().__init__(analysis, segment.kinds)
         self.segment = segment
         self.phase = phase
-        self.numbers: dict[Tensor, int] = {}
 
     def build(self) -> Hashable:
         phase = self.phase
-        inputs = tuple(self._number(tensor) for tensor in phase_inputs(phase, self.segment))
+        inputs = tuple(self.number(tensor) for tensor in phase_inputs(phase, self.segment))
         body = tuple(self._op(node) for node in phase.body)
-        ends = tuple(self._number(tensor) for tensor in phase_outputs(phase))
-        roles = (len(phase.writes), len(phase.accumulates), tuple(map(self._number, phase.reads)))
+        ends = tuple(self.number(tensor) for tensor in phase_outputs(phase))
+        roles = (len(phase.writes), len(phase.accumulates), tuple(map(self.number, phase.reads)))
         cells = tuple(_rows(phase.cells.get(tensor)) for tensor in phase.writes)
         moments = tuple(self._moments(pair) for pair in phase.moments)
         carries = tuple(self._carry(tensor, carry) for tensor, carry in phase.carries.items())
@@ -57,38 +103,22 @@ class _Key:
         return (phase.backward, phase.grid, rows, inputs, body, ends, roles, cells, moments, tensors)
 
     def _carry(self, tensor: Tensor, carry: Carry) -> Hashable:
-        saved = None if carry.saved is None else self._number(carry.saved)
-        return (self._number(tensor), _rows((carry.received, carry.passed)), saved)
+        saved = None if carry.saved is None else self.number(carry.saved)
+        return (self.number(tensor), _rows((carry.received, carry.passed)), saved)
 
     def _save(self, save: Save) -> Hashable:
         slots = tuple((_rows((rows,)), places.tobytes()) for rows, places in save.slots)
-        return (self._number(save.tensor), self._number(save.saved), slots, _rows(save.region))
+        return (self.number(save.tensor), self.number(save.saved), slots, _rows(save.region))
 
     def _moments(self, pair: Moments) -> Hashable:
-        numbers = tuple(map(self._number, (pair.image, pair.mean, pair.variance)))
+        numbers = tuple(map(self.number, (pair.image, pair.mean, pair.variance)))
         return (numbers, pair.axes, pair.keep_dims, _rows(self.phase.cells[pair.image]))
 
-    def _number(self, tensor: Tensor) -> int:
-        return self.numbers.setdefault(tensor, len(self.numbers))
-
     def _op(self, node: Node) -> Hashable:
-        operands = tuple(self._number(tensor) for tensor in node.inputs)
-        results = tuple(self._number(node.out(index)) for index in range(len(node.outputs)))
-        attrs = tuple(sorted((key, value.SerializeToString(deterministic=True)) for key, value in node.attrs.items()))
-        plans = tuple(_axis_plan(plan) for plan in self.phase.plans[node])
-        return (node.op, node.device, attrs, operands, results, plans)
+        return (*self.operation(node), tuple(_axis_plan(plan) for plan in self.phase.plans[node]))
 
     def _tensor(self, tensor: Tensor) -> Hashable:
-        kind = self.segment.kinds.get(tensor)
-        return (tensor.shape, tensor.dtype, kind, _rows(self.phase.regions.get(tensor)), self._static(tensor))
-
-    def _static(self, tensor: Tensor) -> Hashable:
-        """What a rule can know of an operand's value."""
-        node = tensor.node
-        if node.op == "Const" and math.prod(dim or 0 for dim in tensor.shape or ()) <= MAX_ELEMENTS:
-            return node.attrs["value"].SerializeToString(deterministic=True)
-        value: Any = self.analysis.evaluate(tensor)
-        return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+        return (*self.tensor(tensor), _rows(self.phase.regions.get(tensor)))
 
 
 def _rows(region: Region | None) -> Hashable:

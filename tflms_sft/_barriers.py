@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from typing import Any
 
 from rewriters.barriers import find_roles
 from rewriters.ft import LeftAlone
@@ -13,23 +15,19 @@ from rewriters.graph import Node, Tensor
 from rewriters.rows import RowGatherer
 from rewriters.segments import Segment
 from rewriters.sft import SegmentPlan
+from rewriters.sharing import loop_key
 from rewriters.stored import Loop, Storage
-from rewriters.tiles import Grid, Halo
+from rewriters.tiles import Grid, Halo, Phase
 from rewriters.turns import phase_scratch
 from tflms_sft._compile import Candidate, Traced, predict
 from tflms_sft._grids import fewest, loop_grids
+from tflms_sft._ladder import RUNG, rung
 
 FINEST = 1 / 32
 """Bytes of the smallest turns that are tried, over those of the largest tensor that a loop writes."""
 
-ROOM = 0.97
-"""Part of the room beside what is alive while a loop runs that its turns may take."""
-
-LESS_ROOM = 0.6
-"""Of that, what they may take if it turns out to be too much: memory is in pieces."""
-
-MAX_ROUNDS = 12
-"""Attempts to find how large turns may be."""
+MOST_TRIED = 6
+"""Sizes of turns that are tried after the largest that should do: memory is in pieces."""
 
 CHEAP_FLOPS = (0.0, 40.0)
 """For each byte that an operation makes, what running it again may take for it not to be stored; from the fastest on.
@@ -37,10 +35,6 @@ CHEAP_FLOPS = (0.0, 40.0)
 A convolution of one tap from few channels to many is like that, such as the last one of a bottleneck, or a transposed
 one on the way up: it reads little, and what it makes is large.
 """
-
-Scratch = dict[tuple[object, ...], int]
-"""Bytes that a turn of a loop takes."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
@@ -93,61 +87,201 @@ class Barriers:
         return tensor in self._storage.stored
 
     @property
+    def nodes(self) -> set[Node]:
+        """Operations that run on tiles, or sum up what does."""
+        return {*self._roles.tiled, *self._roles.sums}
+
+    @property
     def exits(self) -> set[Tensor]:
         """Images that operations outside read, and all sums."""
         return self._storage.exits | {node.out() for node in self._roles.sums}
 
 
-def fitted(
-    traced: Traced, segment: Segment, limit: float, halo: Halo = Halo.RECOMPUTE, known: Scratch | None = None
-) -> SegmentPlan:
-    """Loops with the fewest tiles of which a turn takes `limit` bytes, beyond what one row takes.
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A loop in some number of tiles.
+
+    Attributes:
+        num_bytes: What a turn takes.
+        saved: Bytes of the rows that are saved for another loop.
+        seconds: Time of all turns.
+    """
+
+    num_bytes: int
+    saved: int
+    seconds: float
+
+
+class Turns:
+    """What is known of loops in numbers of tiles; loops that differ in their names alone are one.
 
     Args:
         traced: The step.
-        segment: With barriers.
-        limit: Bytes.
-        halo: Where turns have the rows from that they share.
-        known: What is known of turns; it is added to.
     """
-    turns = _Turns(traced, segment, {} if known is None else known, halo)
-    # Filters in a kernel's own layout, say, are there with any number of tiles.
-    return turns.plan(lambda loop, grids: limit + turns.num_bytes(loop, grids[-1]))
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+        self._programs: dict[Hashable, int] = {}
+        self._turns: dict[Hashable, Turn] = {}
+        self._caches: dict[Hashable, dict[Any, Any]] = {}
+
+    def program(self, segment: Segment, loop: Loop) -> int:
+        """A number for all loops that do the same."""
+        key = loop_key(self.traced.analysis, segment.kinds, loop)
+        return self._programs.setdefault(key, len(self._programs))
+
+    def of(self, key: Hashable, phase: Callable[[], Phase]) -> Turn:
+        """Of a program, its halo and grid; `phase` plans it."""
+        if key not in self._turns:
+            planned = self.shared(key, phase())
+            batch = self.traced.batch
+            saved = sum(save.saved.num_bytes(batch) for save in planned.saves)
+            self._turns[key] = Turn(phase_scratch(planned, batch), saved, self.traced.costs.phase(planned))
+        return self._turns[key]
+
+    def shared(self, key: Hashable, phase: Phase) -> Phase:
+        """The phase, with what was derived from another one of the same program."""
+        phase.cache = self._caches.setdefault(key, {})
+        return phase
 
 
-class _Turns:
-    """The turns of the loops of a segment with barriers."""
+class Looped:
+    """A segment with barriers, any of whose loops may run in any number of tiles.
 
-    def __init__(self, traced: Traced, segment: Segment, known: Scratch, halo: Halo = Halo.RECOMPUTE) -> None:
-        self._traced = traced
-        self._segment = segment
-        self._known = known
-        self._rows_only = halo is Halo.CARRY
-        self._gatherer = (RowGatherer if self._rows_only else Gatherer)(traced.analysis, segment)
+    Args:
+        turns: What is known of them.
+        segment: The segment.
+        halo: Where turns have the rows from that they share.
+    """
 
-    def num_bytes(self, loop: Loop, grid: Grid) -> int:
-        """Bytes that a turn takes."""
-        key = (loop.level, tuple(loop.body), tuple(loop.writes), grid)
-        if key not in self._known:
-            self._known[key] = phase_scratch(self._gatherer.phase(loop, grid), self._traced.batch)
-        return self._known[key]
+    def __init__(self, turns: Turns, segment: Segment, halo: Halo = Halo.RECOMPUTE) -> None:
+        self.segment = segment
+        self.halo = halo
+        self._turns = turns
+        self._gatherer = (RowGatherer if halo is Halo.CARRY else Gatherer)(turns.traced.analysis, segment)
+        self._programs = [turns.program(segment, loop) for loop in segment.loops]
 
-    def plan(self, most: Callable[[Loop, list[Grid]], float]) -> SegmentPlan:
-        """Every loop with the fewest tiles of which a turn takes no more than `most` says, or with the most tiles."""
+    @functools.cached_property
+    def grids(self) -> list[list[Grid]]:
+        """For each loop those to try, from one tile up."""
+        analysis, batch = self._turns.traced.analysis, self._turns.traced.batch
+        splits = (self._gatherer.split(loop) for loop in self.segment.loops)
+        return [loop_grids(analysis, split, batch, self.halo is Halo.CARRY) for split in splits]
 
-        def grid_of(loop: Loop) -> Grid:
-            split = self._gatherer.split(loop)
-            grids = loop_grids(self._traced.analysis, split, self._traced.batch, self._rows_only)
-            limit = most(loop, grids)
-            return fewest(grids, lambda grid: self.num_bytes(loop, grid) <= limit) or grids[-1]
+    def turn(self, number: int, grid: Grid) -> Turn:
+        """One of the loops in some number of tiles."""
+        loop = self.segment.loops[number]
+        return self._turns.of(self._key(number, grid), lambda: self._gatherer.phase(loop, grid))
 
-        halo = Halo.CARRY if self._rows_only else Halo.RECOMPUTE
-        return SegmentPlan(self._segment, self._gatherer.phases(grid_of), halo)
+    def _key(self, number: int, grid: Grid) -> Hashable:
+        return (self._programs[number], self.halo, grid)
+
+    def fewest(self, most: Callable[[int], float]) -> list[Grid]:
+        """For each loop the fewest tiles of which a turn takes no more than `most` says, or the most tiles."""
+
+        def of_loop(number: int) -> Grid:
+            limit, grids = most(number), self.grids[number]
+            return fewest(grids, lambda grid: self.turn(number, grid).num_bytes <= limit) or grids[-1]
+
+        return [of_loop(number) for number in range(len(self.grids))]
+
+    def planned(self, grids: Sequence[Grid]) -> SegmentPlan:
+        """The loops in these tiles."""
+        remaining = iter(grids)
+        phases = self._gatherer.phases(lambda loop: next(remaining))
+        shared = [self._turns.shared(self._key(n, g), p) for n, (g, p) in enumerate(zip(grids, phases, strict=True))]
+        return SegmentPlan(self.segment, shared, self.halo)
+
+
+def fitted(traced: Traced, segment: Segment, limit: float, halo: Halo = Halo.RECOMPUTE) -> SegmentPlan:
+    """Loops with the fewest tiles of which a turn takes `limit` bytes, beyond what one row takes."""
+    looped = Looped(Turns(traced), segment, halo)
+    return looped.planned(small_turns(looped, limit))
+
+
+def small_turns(looped: Looped, limit: float) -> list[Grid]:
+    """Grids for `fitted`. Filters in a kernel's own layout, say, are there with any number of tiles."""
+    return looped.fewest(lambda number: limit + looped.turn(number, looped.grids[number][-1]).num_bytes)
 
 
 def largest(traced: Traced, segment: Segment) -> int:
     """Bytes of the largest tensor that a loop writes."""
     return max((t.num_bytes(traced.batch) for loop in segment.loops for t in loop.writes), default=1)
+
+
+class Way:
+    """One way to have what the backward phase needs, with turns of any size.
+
+    Args:
+        turns: What is known of loops.
+        segment: With the checkpoints of this way.
+    """
+
+    def __init__(self, turns: Turns, segment: Segment) -> None:
+        self._traced = turns.traced
+        self._looped = {halo: Looped(turns, segment, halo) for halo in Halo}
+        self._sizes: dict[tuple[Halo, int], tuple[int, list[Grid]]] = {}
+
+    @functools.cached_property
+    def least(self) -> float:
+        """Seconds of its loops in one tile each: more tiles take no less."""
+        looped = self._looped[Halo.RECOMPUTE]
+        return sum(looped.turn(number, grids[0]).seconds for number, grids in enumerate(looped.grids))
+
+    @functools.cached_property
+    def smallest(self) -> Candidate:
+        """In small turns."""
+        looped = self._looped[Halo.RECOMPUTE]
+        size = FINEST * largest(self._traced, looped.segment)
+        return self._candidate(looped, small_turns(looped, size))
+
+    def _candidate(self, looped: Looped, grids: Sequence[Grid], limit: int | None = None) -> Candidate:
+        plan = looped.planned(grids)
+        return Candidate([plan], *predict(self._traced, [plan], limit))
+
+    @functools.cached_property
+    def _beside(self) -> tuple[list[int], int]:
+        """Bytes that are taken while each loop runs, without its turns; and the most while none does."""
+        (plan,) = self.smallest.plans
+        prefixes = [f"sft/{plan.segment.name}/{phase.name}/" for phase in plan.phases]
+        timeline = self.smallest.peak.timeline
+        taken = [max(size for name, size in timeline if name.startswith(prefix)) for prefix in prefixes]
+        scratch = [phase_scratch(phase, self._traced.batch) for phase in plan.phases]
+        outside = max((size for name, size in timeline if not name.startswith(tuple(prefixes))), default=0)
+        return [whole - own for whole, own in zip(taken, scratch, strict=True)], outside
+
+    def cheapest(self, halo: Halo, limit: int) -> Candidate | None:
+        """The largest turns, of those for a ladder of targets, with which the step stays below `limit` bytes.
+
+        The targets are the same for all limits. Which of them fit is estimated from what is alive beside each loop;
+        then the memory model of the whole step has to agree.
+        """
+        low = rung(self.smallest.peak.peak_bytes) - 1
+        high = rung(2 * predict(self._traced, [])[0].peak_bytes) + 1
+        first = bisect.bisect_right(range(low, high), limit, key=lambda step: self._estimate(halo, step)[0]) + low - 1
+        tried: list[list[Grid]] = []
+        for step in range(first, low - 1, -1):
+            grids = self._estimate(halo, step)[1]
+            if grids in tried:
+                continue
+            tried.append(grids)
+            candidate = self._candidate(self._looped[halo], grids, limit)
+            if candidate.peak.peak_bytes <= limit:
+                return candidate
+            if len(tried) == MOST_TRIED:
+                break
+        return self.smallest if self.smallest.peak.peak_bytes <= limit else None
+
+    def _estimate(self, halo: Halo, step: int) -> tuple[int, list[Grid]]:
+        """The fewest tiles for a target, and about the peak with them."""
+        if (halo, step) not in self._sizes:
+            looped, (beside, outside) = self._looped[halo], self._beside
+            target = int(RUNG**step)
+            grids = looped.fewest(lambda number: target - beside[number])
+            turns = [looped.turn(number, grid) for number, grid in enumerate(grids)]
+            peak = max(taken + turn.num_bytes for taken, turn in zip(beside, turns, strict=True))
+            self._sizes[halo, step] = max(outside, peak) + sum(turn.saved for turn in turns), grids
+        return self._sizes[halo, step]
 
 
 class BarrierSearch:
@@ -161,82 +295,46 @@ class BarrierSearch:
         self._traced = traced
         self._barriers = barriers
         self.left = barriers.left
-        self._plans: dict[int, SegmentPlan] = {}
-        self._exact: dict[int, Candidate] = {}
-        self._scratch: dict[Halo, Scratch] = {halo: {} for halo in Halo}
+        self._turns = Turns(traced)
+
+    @functools.cached_property
+    def _ways(self) -> list[Way]:
+        """The one that is fastest at best first."""
+        ways = [Way(self._turns, self._barriers.segment("segment1", way)) for way in self._barriers.ways]
+        return sorted(ways, key=lambda way: way.least)
 
     def cheapest(self, limit: int) -> Candidate | None:
-        """A plan whose step stays below `limit` bytes, with as little work as is found.
+        """The fastest plan found whose step stays below `limit` bytes.
 
-        Whatever is made again in the backward phase costs about the same, so that the first set of checkpoints that
-        fits is taken; then the largest turns that fit with it, with the rows that they share made again or handed on.
+        A way that takes longer at best than what was found is not looked at; nor is handing rows on where the fastest
+        plan has none.
         """
         found: Candidate | None = None
-        for number in range(len(self._barriers.ways)):
-            smallest = self._candidate(number, limit)
-            if smallest.peak.peak_bytes > limit:
-                continue
-            best = self._coarser(smallest, limit, Halo.RECOMPUTE)
-            if any(max(phase.grid.spatial) > 1 for phase in best.plans[0].phases):
-                best = min(best, self._coarser(smallest, limit, Halo.CARRY), key=_time_ratio)
-            if found is not None and best.time_ratio >= found.time_ratio:
+        rest = self._traced.seconds - self._traced.costs.step(self._barriers.nodes)
+        for way in self._ways:
+            if found is not None and found.time_ratio * self._traced.seconds <= rest + way.least:
                 break
-            found = best
-        return found
-
-    def _coarser(self, found: Candidate, limit: int, halo: Halo) -> Candidate:
-        """The plan with turns as large as there is room for, loop by loop: small ones are for where memory is short."""
-        (plan,) = found.plans
-        loops, turns = plan.segment.loops, _Turns(self._traced, plan.segment, self._scratch[halo], halo)
-        scratch = (phase_scratch(phase, self._traced.batch) for phase in plan.phases)
-        beside = [taken - own for taken, own in zip(_taken(found), scratch, strict=True)]
-        rooms = {id(loop): ROOM * (limit - taken) for loop, taken in zip(loops, beside, strict=True)}
-        for _ in range(MAX_ROUNDS):
-            coarser = turns.plan(lambda loop, _: rooms[id(loop)])
-            candidate = Candidate([coarser], *predict(self._traced, [coarser], limit))
-            if candidate.peak.peak_bytes <= limit:
-                return candidate
-            over = [loop for loop, taken in zip(loops, _taken(candidate), strict=True) if taken > limit]
-            for loop in over or loops:
-                rooms[id(loop)] *= LESS_ROOM
+            if way.smallest.peak.peak_bytes > limit:
+                continue
+            for halo in Halo:
+                best = way.cheapest(halo, limit)
+                if best is not None and (found is None or _rank(best) < _rank(found)):
+                    found = best
+                if best is None or all(max(phase.grid.spatial) == 1 for phase in best.plans[0].phases):
+                    break
         return found
 
     @functools.cached_property
     def smallest(self) -> Candidate:
         """The plan with the lowest peak that is found."""
-        numbers = range(len(self._barriers.ways))
         plain = Candidate([], *predict(self._traced, []))
-        return min([plain, *(self._candidate(n) for n in numbers)], key=_peak_bytes)
+        return min([plain, *(way.smallest for way in self._ways)], key=lambda candidate: candidate.peak.peak_bytes)
 
     def proposed(self, target: int) -> Candidate | None:
         """What is proposed for a target, whether its step meets it or not."""
         return self.cheapest(target) or self.smallest
 
-    def _candidate(self, number: int, limit: int | None = None) -> Candidate:
-        """One of the ways, in small turns; whether a peak above `limit` is the worst is not found out."""
-        if number not in self._exact:
-            if number not in self._plans:
-                segment = self._barriers.segment("segment1", self._barriers.ways[number])
-                size = FINEST * largest(self._traced, segment)
-                self._plans[number] = fitted(self._traced, segment, size, known=self._scratch[Halo.RECOMPUTE])
-            plan = self._plans[number]
-            candidate = Candidate([plan], *predict(self._traced, [plan], limit))
-            if limit is not None and candidate.peak.peak_bytes > limit:
-                return candidate
-            self._exact[number] = candidate
-        return self._exact[number]
 
-
-def _taken(candidate: Candidate) -> list[int]:
-    """Bytes that are taken while each of the loops runs."""
-    (plan,) = candidate.plans
-    prefixes = [f"sft/{plan.segment.name}/{phase.name}/" for phase in plan.phases]
-    return [max(size for name, size in candidate.peak.timeline if name.startswith(prefix)) for prefix in prefixes]
-
-
-def _peak_bytes(candidate: Candidate) -> int:
-    return candidate.peak.peak_bytes
-
-
-def _time_ratio(candidate: Candidate) -> float:
-    return candidate.time_ratio
+def _rank(candidate: Candidate) -> tuple[float, int]:
+    """Faster first; among equals the one that needs less memory."""
+    return candidate.time_ratio, candidate.peak.peak_bytes

@@ -35,6 +35,9 @@ MAX_CUTS = 8
 MORE = 1.4
 """Tiles of a grid that is tried, over those of the one before."""
 
+FORWARD = (4, 2, 1)
+"""Backward tiles along each axis over forward ones that are tried: a forward turn keeps less."""
+
 MOST_STORED = 8
 """Inner tensors of a segment that may be stored."""
 
@@ -63,6 +66,7 @@ class Choice:
         first: First position in the component.
         last: One past the last position.
         grid: Tiles, or `None` to leave the blocks as they are.
+        forward: Tiles of the forward loop, if they are others.
         waits: Bytes that it leaves waiting for the backward pass.
         needs: Bytes that it needs on top while it runs.
         cost: Seconds (`rewriters/cost.py`).
@@ -78,6 +82,7 @@ class Choice:
     cost: float
     halo: Halo = Halo.RECOMPUTE
     stored: frozenset[Tensor] = frozenset()
+    forward: Grid | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,14 +194,14 @@ class Chain:
 
     def lowest(self) -> int:
         """Bytes without which no choice does."""
-        low, high = 1, max(self._plain_choice(self.bounds[0], self.bounds[-1]).waits * 4, 1)
-        while low < high:
-            middle = (low + high) // 2
-            if self.cheapest(middle) is None:
-                low = middle + max(middle // 100, 1)
+        low, high = 1.0, 4.0 * max(self._plain_choice(self.bounds[0], self.bounds[-1]).waits, 1)
+        while high > 1.01 * low:
+            middle = math.sqrt(low * high)
+            if self.cheapest(int(middle)) is None:
+                low = middle
             else:
                 high = middle
-        return low
+        return int(high)
 
     def _plain_choice(self, first: int, last: int) -> Choice:
         if (first, last) not in self._plain:
@@ -311,12 +316,12 @@ class Tiles:
     def _choice(self, grid: Grid) -> Choice:
         if grid not in self._choices:
             batch = self._traced.batch
-            phases = self._phases(grid)  # Not kept: they are large, and a search plans hundreds.
+            forward, phases = self._phases(grid)  # Not kept: they are large, and a search plans hundreds.
             waits = self._exits + sum(save.saved.num_bytes(batch) for phase in phases for save in phase.saves)
             grads = (*self._segment.grad_entries, *self._segment.grad_exits, *self._segment.reductions)
             needs = phase_scratch(phases[-1], batch) + sum(t.num_bytes(batch) for t in grads)
             cost = sum(map(self._traced.costs.phase, phases))
-            self._choices[grid] = Choice(*self._blocks, grid, waits, needs, cost, self._halo)
+            self._choices[grid] = Choice(*self._blocks, grid, waits, needs, cost, self._halo, forward=forward)
             self._savings[grid] = [self._saving(phases[-1], storable) for storable in self._stored]
         return self._choices[grid]
 
@@ -325,10 +330,20 @@ class Tiles:
         spared = storable.spared.intersection(backward.body)
         return sum(self._traced.costs.turns(backward, node) for node in spared)
 
-    def _phases(self, grid: Grid) -> list[Phase]:
-        """With about the forward tiles that the plan will have: each has halos, or reads the weights once more."""
-        forward = Grid(grid.batch, tuple(-(-count // 2) for count in grid.spatial))
-        return self._planner.phases(forward, grid)
+    def _phases(self, grid: Grid) -> tuple[Grid, list[Phase]]:
+        """Loops with as few forward tiles, of some numbers, as need no more memory than the backward ones.
+
+        Each tile has halos and reads the weights once more.
+        """
+        batch = self._traced.batch
+        for part in FORWARD:
+            forward = Grid(grid.batch, tuple(-(-count // part) for count in grid.spatial))
+            phases = self._planner.phases(forward, grid)
+            if forward == grid or len(phases) == 1:
+                break
+            if phase_scratch(phases[0], batch) <= phase_scratch(phases[-1], batch):
+                break
+        return forward, phases
 
 
 def _worth_storing(traced: Traced, segment: Segment) -> list[Storable]:

@@ -1,8 +1,8 @@
 """The fewest tiles that fit: which segments, how many tiles, what stays as it is.
 
-The network is a chain of blocks (`_chain.py`), whose sums are an estimate. A plan is
-accepted when the liveness model of the whole rewritten step agrees; what the chain aims
-at is lowered until it does, then raised as far as it goes.
+The network is a chain of blocks (`_chain.py`), whose sums of bytes are an estimate. A plan
+is accepted when the liveness model of the whole rewritten step agrees; what the chain
+aims at is found by bisection.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from rewriters.graph import Node
 from rewriters.segments import Segment
 from rewriters.sft import SegmentPlan, planner_for
 from rewriters.tiles import Grid, Halo
-from rewriters.turns import phase_scratch
 from tflms_sft._chain import Chain, Choice
 from tflms_sft._compile import Candidate, Traced, predict
-from tflms_sft._grids import auto_grids, fewest
-
-MAX_ROUNDS = 12
-"""Targets that are tried."""
+from tflms_sft._ladder import RUNG, rung
 
 MOST_SMALLEST = 3
 """Plans among which the smallest is looked for first."""
@@ -63,28 +59,24 @@ class TileSearch:
         return _candidate(self._traced, self._chains, target, {}) if self._chains else None
 
 
-def _fitting(traced: Traced, chains: list[Chain], budget: int) -> Candidate | None:
+def _fitting(traced: Traced, chains: list[Chain], limit: int) -> Candidate | None:
     """The cheapest plan for the whole step that is found to fit.
 
-    The chains' sums may be too low or too high, so what they aim at is lowered until the model of
-    the whole step agrees, and otherwise raised, by bisection, as long as it does.
+    The chains' sums may be too low or too high, so what they aim at is found by bisection, until the model of the
+    whole step says that one target fits and the next one does not. The targets are the same for all limits, and with
+    a higher limit the same are tried until one fits that did not before: what is found aims no lower.
     """
-    low, high, target = 0, 2 * budget, budget
+    low, high = rung(_held(traced)), rung(2 * predict(traced, [])[0].peak_bytes) + 1
     seen: dict[Any, Candidate] = {}
-    for _ in range(MAX_ROUNDS):
-        candidate = _candidate(traced, chains, target, seen, budget)
-        if candidate is None or candidate.peak.peak_bytes <= budget:
-            low = target
+    found: Candidate | None = None
+    while high - low > 1:
+        middle = (low + high) // 2
+        candidate = _candidate(traced, chains, int(RUNG**middle), seen, limit)
+        if candidate is not None and candidate.peak.peak_bytes > limit:
+            high = middle
         else:
-            high = target
-        if high - low < 0.02 * budget:
-            break
-        if candidate is not None and low == 0:  # None has fitted yet.
-            target = min(int(target * 0.9), target - (candidate.peak.peak_bytes - budget))
-        else:
-            target = (low + high) // 2
-    fitting = (candidate for candidate in seen.values() if candidate.peak.peak_bytes <= budget)
-    return min(fitting, key=lambda candidate: candidate.time_ratio, default=None)
+            low, found = middle, candidate
+    return found
 
 
 def _candidate(
@@ -150,22 +142,9 @@ def _plans(traced: Traced, chains: list[Chain], target: int) -> list[SegmentPlan
             continue  # A neighbour took its backward ops: it stays as it is, and the model counts it so.
         taken.update(segment.backward)
         segment = dataclasses.replace(segment, stored=choice.stored - set(segment.exits))
-        plans.append(_planned(traced, segment, choice.grid, choice.halo))
+        plans.append(_planned(traced, segment, (choice.forward or choice.grid, choice.grid), choice.halo))
     return plans
 
 
-def _planned(traced: Traced, segment: Segment, grid: Grid, halo: Halo) -> SegmentPlan:
-    """Loops with `grid` backward, and forward as few tiles as need no more memory: fewer halos for nothing."""
-    planner = planner_for(traced.analysis, segment, halo)
-    plan = SegmentPlan(segment, planner.phases(grid, grid), halo)
-    if plan.phase("forward") is None:
-        return plan
-    limit = phase_scratch(plan.phases[-1], traced.batch)
-    grids = auto_grids(traced.analysis, segment, traced.batch, halo is Halo.CARRY)
-    coarser = [g for g in grids if g.num_tiles < grid.num_tiles]
-
-    def fits(forward: Grid) -> bool:
-        return phase_scratch(planner.phases(forward, grid)[0], traced.batch) <= limit
-
-    chosen = fewest(coarser, fits)
-    return plan if chosen is None else SegmentPlan(segment, planner.phases(chosen, grid), halo)
+def _planned(traced: Traced, segment: Segment, grids: tuple[Grid, Grid], halo: Halo) -> SegmentPlan:
+    return SegmentPlan(segment, planner_for(traced.analysis, segment, halo).phases(*grids), halo)
