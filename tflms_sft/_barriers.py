@@ -26,6 +26,9 @@ from tflms_sft._ladder import RUNG, rung
 FINEST = 1 / 32
 """Bytes of the smallest turns that are tried, over those of the largest tensor that a loop writes."""
 
+NEIGHBOURS = 2
+"""Ways of a family that are looked at, from the first of which small turns fit."""
+
 MOST_TRIED = 6
 """Sizes of turns that are tried after the largest that should do: memory is in pieces."""
 
@@ -36,7 +39,7 @@ A convolution of one tap from few channels to many is like that, such as the las
 one on the way up: it reads little, and what it makes is large.
 """
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Kept:
     """One way to have what the backward phase needs.
 
@@ -54,7 +57,8 @@ class Barriers:
 
     Attributes:
         left: Forward operations on images that do not.
-        ways: To have what the backward phase needs, about the fastest first.
+        families: Ways to have what the backward phase needs: of each family the one that keeps most, and so makes
+            least again, first.
         fewest: The one that keeps least of those that store all that is dear.
     """
 
@@ -67,9 +71,8 @@ class Barriers:
         ]
         self._storage = found[0]
         different = [storage for storage in found[1:] if storage.stored != found[0].stored]
-        ways = [[Kept(s, frozenset(kept)) for kept in s.checkpoints()] for s in (found[0], *different)]
-        self.fewest = ways[0][-1]
-        self.ways = [way for own in ways for way in own]
+        self.families = [[Kept(s, frozenset(kept)) for kept in s.checkpoints()] for s in (found[0], *different)]
+        self.fewest = self.families[0][-1]
 
     @property
     def present(self) -> bool:
@@ -221,6 +224,7 @@ class Way:
         self._traced = turns.traced
         self._looped = {halo: Looped(turns, segment, halo) for halo in Halo}
         self._sizes: dict[tuple[Halo, int], tuple[int, list[Grid]]] = {}
+        self._smallest: Candidate | None = None
 
     @functools.cached_property
     def least(self) -> float:
@@ -228,12 +232,17 @@ class Way:
         looped = self._looped[Halo.RECOMPUTE]
         return sum(looped.turn(number, grids[0]).seconds for number, grids in enumerate(looped.grids))
 
-    @functools.cached_property
+    @property
     def smallest(self) -> Candidate:
         """In small turns."""
+        if self._smallest is None:
+            self._smallest = self._candidate(self._looped[Halo.RECOMPUTE], self._small)
+        return self._smallest
+
+    @functools.cached_property
+    def _small(self) -> list[Grid]:
         looped = self._looped[Halo.RECOMPUTE]
-        size = FINEST * largest(self._traced, looped.segment)
-        return self._candidate(looped, small_turns(looped, size))
+        return small_turns(looped, FINEST * largest(self._traced, looped.segment))
 
     def _candidate(self, looped: Looped, grids: Sequence[Grid], limit: int | None = None) -> Candidate:
         plan = looped.planned(grids)
@@ -256,6 +265,8 @@ class Way:
         The targets are the same for all limits. Which of them fit is estimated from what is alive beside each loop;
         then the memory model of the whole step has to agree.
         """
+        if not self.fits(limit):
+            return None
         low = rung(self.smallest.peak.peak_bytes) - 1
         high = rung(2 * predict(self._traced, [])[0].peak_bytes) + 1
         first = bisect.bisect_right(range(low, high), limit, key=lambda step: self._estimate(halo, step)[0]) + low - 1
@@ -270,7 +281,16 @@ class Way:
                 return candidate
             if len(tried) == MOST_TRIED:
                 break
-        return self.smallest if self.smallest.peak.peak_bytes <= limit else None
+        return self.smallest
+
+    def fits(self, limit: int) -> bool:
+        """Whether small turns do; a peak above `limit` need not be the worst, and is not kept."""
+        if self._smallest is None:
+            found = self._candidate(self._looped[Halo.RECOMPUTE], self._small, limit)
+            if found.peak.peak_bytes > limit:
+                return False
+            self._smallest = found
+        return self._smallest.peak.peak_bytes <= limit
 
     def _estimate(self, halo: Halo, step: int) -> tuple[int, list[Grid]]:
         """The fewest tiles for a target, and about the peak with them."""
@@ -296,11 +316,26 @@ class BarrierSearch:
         self._barriers = barriers
         self.left = barriers.left
         self._turns = Turns(traced)
+        self._found: dict[Kept, Way] = {}
 
-    @functools.cached_property
-    def _ways(self) -> list[Way]:
-        """The one that is fastest at best first."""
-        ways = [Way(self._turns, self._barriers.segment("segment1", way)) for way in self._barriers.ways]
+    def _way(self, kept: Kept) -> Way:
+        if kept not in self._found:
+            self._found[kept] = Way(self._turns, self._barriers.segment("segment1", kept))
+        return self._found[kept]
+
+    def _promising(self, limit: int) -> list[Way]:
+        """The first ways of each family of which small turns fit, the fastest at best first."""
+        traced = self._traced
+        room = limit - traced.fixed_bytes - sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
+
+        def fits(kept: Kept) -> bool:
+            taken = sum(tensor.num_bytes(traced.batch) for tensor in kept.tensors)
+            return taken <= room and self._way(kept).fits(limit)
+
+        ways = []
+        for family in self._barriers.families:
+            first = bisect.bisect_left(family, True, key=fits)
+            ways += [self._way(kept) for kept in family[first : first + NEIGHBOURS]]
         return sorted(ways, key=lambda way: way.least)
 
     def cheapest(self, limit: int) -> Candidate | None:
@@ -311,11 +346,9 @@ class BarrierSearch:
         """
         found: Candidate | None = None
         rest = self._traced.seconds - self._traced.costs.step(self._barriers.nodes)
-        for way in self._ways:
+        for way in self._promising(limit):
             if found is not None and found.time_ratio * self._traced.seconds <= rest + way.least:
                 break
-            if way.smallest.peak.peak_bytes > limit:
-                continue
             for halo in Halo:
                 best = way.cheapest(halo, limit)
                 if best is not None and (found is None or _rank(best) < _rank(found)):
@@ -328,7 +361,8 @@ class BarrierSearch:
     def smallest(self) -> Candidate:
         """The plan with the lowest peak that is found."""
         plain = Candidate([], *predict(self._traced, []))
-        return min([plain, *(way.smallest for way in self._ways)], key=lambda candidate: candidate.peak.peak_bytes)
+        ways = (self._way(kept) for family in self._barriers.families for kept in family)
+        return min([plain, *(way.smallest for way in ways)], key=lambda candidate: candidate.peak.peak_bytes)
 
     def proposed(self, target: int) -> Candidate | None:
         """What is proposed for a target, whether its step meets it or not."""
