@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import handle_data_util
@@ -164,6 +165,11 @@ def variable_places(concrete_fn: Any) -> list[tuple[str, int]]:
                 size = int(shape.num_elements() or 0) * tf.dtypes.as_dtype(item.dtype).size
                 found.append((short_device(tensor.device), size))
     return found
+
+
+def memory_limits() -> dict[str, int]:
+    """Bytes that TensorFlow may take of each of its devices."""
+    return {short_device(found.name): int(found.memory_limit) for found in device_lib.list_local_devices()}
 
 
 def short_device(name: str) -> str:

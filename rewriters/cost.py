@@ -56,10 +56,25 @@ class Rates:
     fresh: float = math.inf
     fresh_from: int = 2**25
     call: float = 0.0
-    copied: float = 5e9
+    copied: float = 1e9
     overlapped: bool = False
     disk_write: float = 1e9
     disk_read: float = 1e9
+
+
+    def swapped(self, seconds: float, out: int, back: int, to_disk: bool) -> float:
+        """Seconds of a step in which so many bytes leave and come back.
+
+        Args:
+            seconds: Of the step without.
+            out: Bytes that leave.
+            back: Bytes that come back, each time counted.
+            to_disk: Whether the disk itself writes and reads them, and not its cache in memory alone. That goes on
+                beside the step, as transfers between an accelerator and host memory do.
+        """
+        copying = (out + back) / self.copied
+        beside = out / self.disk_write + back / self.disk_read if to_disk else 0.0
+        return max(seconds, copying, beside) if self.overlapped else max(seconds, beside) + copying
 
 
 NOMINAL = Rates(flops={_ANY: 1e11}, touched={_ANY: 1.25e10}, weights=2.5e9)

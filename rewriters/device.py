@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from rewriters import _tf_private
 from rewriters.allocator import BestFit, Exact, Pool
 from rewriters.graph import Node
 
@@ -92,6 +93,11 @@ def keeps_statistics() -> bool:
     except (ValueError, RuntimeError, tf.errors.OpError):
         return False
     return True
+
+
+def most_memory() -> int:
+    """Bytes that TensorFlow may take of the accelerator whose memory counts."""
+    return _tf_private.memory_limits()[name()]
 
 
 def pool() -> Pool:

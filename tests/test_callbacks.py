@@ -256,20 +256,57 @@ def test_one_line_at_the_start_and_one_after_the_first_step(capsys, monkeypatch)
     assert callback.plan.measured is None
 
 
-@pytest.mark.parametrize(("peak", "over"), [(500 * 2**10, False), (2**20, True)])
-def test_the_measured_peak_is_printed_next_to_the_predicted_one(capsys, monkeypatch, peak, over):
-    measured = tflms_sft.Measurement(peak, "a test")
+@pytest.fixture
+def measured_peaks(monkeypatch):
+    """What the next steps are measured to take."""
+    peaks = []
     monkeypatch.setattr("tflms_sft._install.reset_peak", lambda: 0)
-    monkeypatch.setattr("tflms_sft._install.read_peak", lambda in_use, own, tiers: measured)
+    monkeypatch.setattr(
+        "tflms_sft._install.read_peak", lambda in_use, own, tiers: tflms_sft.Measurement(peaks.pop(0), "a test")
+    )
+    return peaks
+
+
+def test_the_measured_peak_is_printed_next_to_the_predicted_one(capsys, measured_peaks):
+    measured_peaks.append(500 * 2**10)
     callback = MemoryBudget(BUDGET)
     net().fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
     start, line = capsys.readouterr().out.splitlines()
     assert start.endswith(", budget 700 KiB")
-    assert line.startswith(
-        f"tflms-sft: measured peak {'1.00 MiB' if over else '500 KiB'} in the first step, predicted "
-    )
-    assert ("OVER the budget of 700 KiB: lower `memory_budget` or raise `headroom`" in line) == over
-    assert callback.plan.measured is measured
+    assert line.startswith("tflms-sft: measured peak 500 KiB in the first step, predicted ") and "OVER" not in line
+    assert callback.plan.measured.peak_bytes == 500 * 2**10
+
+
+def test_a_step_over_the_budget_is_planned_again_by_what_was_measured(capsys, measured_peaks):
+    measured_peaks += [750 * 2**10, 600 * 2**10]
+    plans = []
+
+    class Watching(MemoryBudget):
+        def on_train_batch_end(self, batch, logs=None):
+            plans.append(self.plan)
+
+    fitted(Watching(BUDGET), lambda m, c: m.fit(X, Y, batch_size=4, epochs=2, callbacks=c, **SETTINGS))
+    first, second = plans[0], plans[-1]
+    assert first is not second and second.measured.peak_bytes == 600 * 2**10
+    limit = 0.9 * second.memory_budget * first.predicted.peak_bytes / (750 * 2**10)
+    assert second.predicted.peak_bytes <= limit < first.predicted.peak_bytes
+    lines = [line for line in capsys.readouterr().out.splitlines() if "measured peak" in line]
+    assert lines[0].endswith("OVER the budget of 700 KiB: planning again by what was measured")
+    assert len(lines) == 2 and "OVER" not in lines[1]
+
+
+def test_a_step_that_stays_over_the_budget_is_an_error(measured_peaks):
+    measured_peaks += [750 * 2**10, 720 * 2**10]
+    model = net()
+    with pytest.raises(BudgetError, match="more than `memory_budget`: measured 720 KiB.*`headroom`") as caught:
+        model.fit(X, Y, batch_size=4, epochs=2, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)
+    assert caught.value.smallest_bytes == 720 * 2**10 and is_plain(model)
+
+
+def test_a_budget_that_cannot_be_met_by_what_was_measured_says_so(measured_peaks):
+    measured_peaks.append(7 * 2**20)
+    with pytest.raises(BudgetError, match="An earlier plan was measured to take [0-9.]+ times what was predicted"):
+        net().fit(X, Y, batch_size=4, epochs=2, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)
 
 
 def test_a_budget_that_fits_says_so(capsys):

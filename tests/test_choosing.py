@@ -1,5 +1,8 @@
 """Tiles, swaps or both for a budget, and `LMSParams.tuned`."""
 
+import dataclasses
+import os
+
 import keras
 import numpy as np
 import pytest
@@ -7,8 +10,10 @@ import tensorflow as tf
 from keras import layers
 
 import tflms_sft
+from rewriters.cost import NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
-from tflms_sft._choose import MOST_TILED
+from tflms_sft._choose import TOGETHER
+from tflms_sft._memory import free_memory
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
 VOLUMES = np.random.default_rng(0).normal(size=(2, 24, 24, 24, 2)).astype("float32")
@@ -73,9 +78,21 @@ def test_a_step_that_fits_is_left_as_it_is():
     assert not plan.changed and not plan.swaps and not plan.notes
 
 
-def test_tiles_come_first():
+@pytest.fixture
+def transfers(monkeypatch):
+    """Sets how fast tensors leave and come back, in bytes a second."""
+
+    def set_rate(copied):
+        rates = dataclasses.replace(NOMINAL, copied=copied)
+        monkeypatch.setattr("tflms_sft._rewrite.machine_rates", lambda: rates)
+
+    return set_rate
+
+
+def test_tiles_where_transfers_are_slow(transfers):
+    transfers(1e7)
     plan, budget = plan_for(tileable, 0.6)
-    assert plan.segments and not plan.swaps and plan.predicted.time_ratio <= MOST_TILED
+    assert plan.segments and not plan.swaps and 1 < plan.predicted.time_ratio < 1.5
     assert plan.predicted.peak_bytes <= 0.9 * budget
 
 
@@ -85,11 +102,33 @@ def test_swaps_where_no_tiles_fit():
     assert "swaps, because no tiles fit" in plan.notes and "swaps, because no tiles fit" in plan.summary()
 
 
-def test_swaps_where_tiles_would_take_much(monkeypatch):
-    monkeypatch.setattr("tflms_sft._choose.MOST_TILED", 0.5)
+def test_swaps_where_transfers_are_fast(transfers):
+    transfers(1e12)
     plan, budget = plan_for(tileable, 0.8)
     assert plan.swaps and not plan.segments and plan.predicted.peak_bytes <= 0.9 * budget
     assert plan.notes[-1].startswith("swaps, because tiles would take 1.")
+    assert 1 < plan.predicted.time_ratio < 1.01
+    assert plan.predicted.seconds == pytest.approx(plan.predicted.time_ratio * plan.original.seconds)
+
+
+def test_both_where_that_is_faster(transfers, monkeypatch):
+    transfers(3e9)
+    monkeypatch.setattr("tflms_sft._choose.MOST_ALONE", 1.0)
+    times = {}
+    for together in ((), TOGETHER):
+        monkeypatch.setattr("tflms_sft._choose.TOGETHER", together)
+        plan, budget = plan_for(mixed, 0.6)
+        times[bool(together)] = plan.predicted.time_ratio
+        assert plan.predicted.peak_bytes <= 0.9 * budget
+    assert times[True] <= times[False]
+
+
+def test_a_swap_is_timed_by_what_is_copied(transfers):
+    transfers(1e9)
+    plan, _ = plan_for(volumetric, 0.6)
+    out = sum(swap.num_bytes for swap in plan.swaps)
+    back = sum(swap.num_bytes * len(swap.controls) for swap in plan.swaps)
+    assert plan.predicted.seconds == pytest.approx(plan.original.seconds + (out + back) / 1e9)
 
 
 def test_both_where_neither_is_enough():
@@ -230,3 +269,24 @@ def test_tuned_without_a_batch_or_room():
     assert caught.value.smallest_bytes > 2**20 and caught.value.tensor
     with pytest.raises(tflms_sft.SwapError, match="`incl_types` names nothing"):
         LMSParams.tuned(step, "1GiB", VOLUMES, LABELS, tier="disk", incl_types="Rule")
+
+
+# As much as there is -----------------------------------------------------------------------------------------
+
+
+def test_auto_is_what_is_free(monkeypatch):
+    step = step_of(model_of(tileable))
+    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES, LABELS).plan.original
+    monkeypatch.setattr("tflms_sft._params.free_device_memory", lambda: plain.peak_bytes // 2)
+    plan = tflms_sft.rewrite(step, AutoParams("auto"), IMAGES, LABELS).plan
+    assert plan.memory_budget == int(0.9 * (plain.peak_bytes // 2 + plain.fixed_bytes))
+    assert plan.changed and plan.predicted.peak_bytes <= 0.9 * plan.memory_budget
+    assert AutoParams() == AutoParams("auto")
+    model = model_of(tileable)
+    callback = MemoryBudget(verbose=0)
+    model.fit(IMAGES, LABELS, batch_size=2, verbose=0, callbacks=[callback])
+    assert callback.plan.memory_budget == plan.memory_budget
+
+
+def test_free_memory_is_less_than_there_is():
+    assert 2**20 < free_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

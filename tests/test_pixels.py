@@ -10,6 +10,7 @@ from keras import layers
 import tflms_sft
 from rewriters import normalise
 from rewriters.build import Importer
+from rewriters.rules.pixels import CROSS_ENTROPIES, run_per_pixel
 
 RANDOM = np.random.RandomState(0)
 
@@ -124,3 +125,14 @@ def test_blocks_of_grouped_convolutions_and_dense_layers(known):
     assert all("reduces over the image" in why for _, why in fast.plan.left_alone)
     want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
     assert max(error(got[key], want[key]) for key in want) < TOLERANCE
+
+
+@pytest.mark.parametrize("op", CROSS_ENTROPIES)
+def test_a_cross_entropy_of_images_whose_sizes_only_the_run_tells(op):
+    """Where tiles take rows from their neighbours what is put together may have lost its shape."""
+    features = numbers(2, 3, 4, 5)
+    labels = tf.constant(RANDOM.randint(0, 5, (2, 3, 4))) if op.startswith("Sparse") else tf.nn.softmax(features + 1)
+    specs = [tf.TensorSpec([None] * t.shape.rank, t.dtype) for t in (features, labels)]
+    unknown = tf.function(lambda f, y: run_per_pixel(op, f, y), input_signature=specs)
+    for got, want in zip(unknown(features, labels), run_per_pixel(op, features, labels), strict=True):
+        assert got.shape == want.shape and error(got, want) < TOLERANCE

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 
@@ -449,7 +450,8 @@ def test_room_in_the_budget_goes_to_stored_tensors():
     assert all(plan.changed and plan.predicted.peak_bytes <= plan.memory_budget for plan in plans)
     assert any(segment.stored for plan in plans for segment in plan.segments)
     ratios = [plan.predicted.time_ratio for plan in plans]
-    assert ratios == sorted(ratios, reverse=True), "more memory never costs more time"
+    slower = [more - less for less, more in itertools.pairwise(ratios)]
+    assert max(slower) < 1e-12, "more memory never costs more time"
 
 
 def test_a_budget_with_stored_tensors_gives_the_results_of_the_plain_step():

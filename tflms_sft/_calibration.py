@@ -97,7 +97,10 @@ def _found(path: Path, tell: Callable[[str], None] | None) -> Rates:
     if tell is not None:
         tell(f"measuring how fast this machine is, once; kept in {path}")
     rates = None if device.name().startswith("GPU") else _measured_apart()
-    rates = rates or measured_rates()
+    try:
+        rates = rates or measured_rates()
+    except (tf.errors.OpError, MemoryError):  # No memory to measure in.
+        return NOMINAL
     with contextlib.suppress(OSError):  # They are measured again next time.
         _write(path, rates)
     return rates

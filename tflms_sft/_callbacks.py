@@ -12,9 +12,13 @@ import tensorflow as tf
 
 from tflms_sft._install import Installation, peak_line, start_line
 from tflms_sft._lms_params import LMSParams
-from tflms_sft._params import AutoParams, SegmentSpec, SFTParams
+from tflms_sft._params import AUTO, AutoParams, SegmentSpec, SFTParams
 from tflms_sft._plan import Plan
 from tflms_sft._rewrite import chosen_of
+
+
+def _say(text: str) -> None:
+    print(f"tflms-sft: {text}", flush=True)
 
 
 class _Rewriting(keras.callbacks.Callback):
@@ -46,6 +50,7 @@ class _Rewriting(keras.callbacks.Callback):
             self._measured,
             owner=f"the callback `{type(self).__name__}`",
             training=self.params or object(),  # All callbacks of a `fit` are given the same one.
+            tell=_say if self._verbose else None,
         )
         self._installation.install()
 
@@ -74,7 +79,8 @@ class _Rewriting(keras.callbacks.Callback):
 
     def _measured(self, plan: Plan) -> None:
         if self._verbose:
-            print(peak_line(plan), flush=True)
+            assert self._installation is not None
+            print(peak_line(self._installation), flush=True)
 
 
 def checked_shape(batch_shape: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -117,7 +123,8 @@ class MemoryBudget(_Rewriting):
 
     Args:
         memory_budget: Most bytes alive on the device at any moment of a step, weights and optimizer
-            slots included: an int, or a string such as `"8GiB"` (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB).
+            slots included: an int, or a string such as `"8GiB"` (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB). Defaults to
+            `"auto"`: 90 % of what the device, or on a CPU the machine, has free.
         headroom: Part of the budget that the prediction leaves free. Defaults to 0.1.
         swap: Whether activations may go to host memory or disk where tiles do not do, or would cost much: a bool, or
             `LMSParams` that say which, and where to. Defaults to `True`.
@@ -129,7 +136,9 @@ class MemoryBudget(_Rewriting):
         plan: What was done; see `Plan.summary()`.
 
     Raises:
-        BudgetError: In the first step, if no plan fits; it names the smallest budget that works.
+        BudgetError: In the first step, if no plan fits; it names the smallest budget that works. After the second, if
+            the first was measured to need more than the budget, was planned again with what was measured, and needs
+            more still.
 
     Example:
     >>> model.fit(data, callbacks=[tflms_sft.MemoryBudget("8GiB")])
@@ -137,7 +146,7 @@ class MemoryBudget(_Rewriting):
 
     def __init__(
         self,
-        memory_budget: Any,
+        memory_budget: Any = AUTO,
         *,
         headroom: float = 0.1,
         swap: bool | LMSParams = True,
@@ -223,7 +232,7 @@ class LMS(_Rewriting):
 @contextlib.contextmanager
 def budget(
     model: Any,
-    memory_budget: Any,
+    memory_budget: Any = AUTO,
     *,
     headroom: float = 0.1,
     swap: bool | LMSParams = True,
@@ -257,10 +266,10 @@ def budget(
 
     def measured(plan: Plan) -> None:
         if verbose:
-            print(peak_line(plan), flush=True)
+            print(peak_line(installation), flush=True)
 
-    params = chosen_of(AutoParams(memory_budget, headroom, swap))
-    installation = Installation(model, params, checked_shape(batch_shape), planned, measured, owner="`budget`")
+    params, tell = chosen_of(AutoParams(memory_budget, headroom, swap)), _say if verbose else None
+    installation = Installation(model, params, checked_shape(batch_shape), planned, measured, "`budget`", tell=tell)
     installation.install()
     try:
         yield installation

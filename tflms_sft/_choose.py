@@ -1,18 +1,19 @@
-"""How a memory budget is met: tiles, swaps, or both.
+"""How a memory budget is met: tiles, swaps, or both, whichever is predicted to be fastest.
 
-The rule, of which the plan repeats the part that applied:
+A step that fits as it is is left as it is. Otherwise the candidates are tiles alone, swaps
+alone, and, where none of these fits or all would take more than `MOST_ALONE` times as
+long, tiles together with swaps of what they leave. If nothing fits, what needs least is
+tried, small tensors swapped too.
 
-1. A step that fits as it is is left as it is.
-2. Tiles, if some fit that take at most `MOST_TILED` times the work.
-3. Otherwise swaps, if they fit: the fewest tensors, fetched as early as there is room.
-4. Otherwise tiles, whatever they take.
-5. Otherwise as few tiles as will do together with swaps of what they leave.
-6. Otherwise what needs least, small tensors swapped too.
+Each of these finds with a larger budget nothing that is slower, and so does the fastest of
+them; no plan counts as faster than the step as it was.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from rewriters.errors import BudgetError
@@ -28,11 +29,11 @@ from tflms_sft._text import shortened
 from tflms_sft._tuning import Swaps
 from tflms_sft._units import format_bytes
 
-MOST_TILED = 1.5
-"""Work, over that of the plain step, above which swaps are tried before tiles."""
+MOST_ALONE = 1.5
+"""Time, over that of the plain step, above which tiles and swaps together are tried."""
 
-TOGETHER = (4.0, 2.8, 2.0, 1.4, 1.0)
-"""Parts of the budget that tiles alone may need, swaps taking the rest: from few tiles to many."""
+TOGETHER = (0.7, 0.5, 0.35, 0.25, 0.17, 0.12)
+"""Parts of the plain step's peak that tiles alone may need, swaps taking the rest: from few tiles to many."""
 
 SMALLEST_SWAP, LARGEST_SWAP = 2**16, 2**20
 """Tensors below are never worth a transfer; above always."""
@@ -42,6 +43,7 @@ MOST_NAMES = 6
 
 
 BOTH = "tiles and swaps, because neither fit alone"
+FASTER = "tiles and swaps, because either alone would take longer"
 
 
 class Search(Protocol):
@@ -81,25 +83,42 @@ class Choice:
     why: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A choice that fits.
+
+    Attributes:
+        choice: What to do.
+        seconds: Time of the step.
+        peak_bytes: Its peak.
+    """
+
+    choice: Choice
+    seconds: float
+    peak_bytes: int
+
+
 def choose(traced: Traced, params: AutoParams) -> Choice:
-    """Tiles and swaps by the rule.
+    """The fastest choice that is found.
 
     Raises:
         BudgetError: If nothing fits; it names the smallest budget that can be met and the largest tensor then.
     """
-    limit = int(params.memory_budget * (1 - params.headroom))
+    limit = int(params.memory_budget * (1 - params.headroom) / traced.correction)
     barriers = Barriers(traced)
     search: Search = BarrierSearch(traced, barriers) if barriers.present else TileSearch(traced)
-    if predict(traced, [])[0].peak_bytes <= limit:
+    plain = predict(traced, [])[0].peak_bytes
+    if plain <= limit:
         return Choice([], search.left)
+    options = []
     tiles = search.cheapest(limit)
-    if tiles is not None and (tiles.time_ratio <= MOST_TILED or params.swap is False):
-        return Choice(tiles.plans, search.left)
-    found = None if params.swap is False else _swapped(traced, search, swaps_within(params), tiles, limit)
-    if found is not None:
-        return found
     if tiles is not None:
-        return Choice(tiles.plans, search.left, why="tiles, because swaps do not fit")
+        seconds = tiles.time_ratio * traced.seconds
+        options.append(Option(Choice(tiles.plans, search.left), seconds, tiles.peak.peak_bytes))
+    if params.swap is not False:
+        options += _swapped(traced, search, swaps_within(params), tiles, plain, limit)
+    if options:
+        return min(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes)).choice
     found = None if params.swap is False else _least(traced, search, params, limit)
     if found is not None:
         return found
@@ -115,22 +134,40 @@ def swaps_within(params: AutoParams, least: bool = False) -> LMSParams:
 
 
 def _swapped(
-    traced: Traced, search: Search, wanted: LMSParams, tiles: Candidate | None, limit: int
-) -> Choice | None:
-    """Swaps alone, or if need be with tiles; `None` if tiles alone are better or nothing fits."""
-    alone = Swaps(traced, [], wanted).tuned(limit)
+    traced: Traced, search: Search, wanted: LMSParams, tiles: Candidate | None, plain: int, limit: int
+) -> list[Option]:
+    """Swaps alone, and with tiles if they are worth trying."""
+    tiled = math.inf if tiles is None else max(tiles.time_ratio, 1.0) * traced.seconds
+    # What is over the limit has to leave and come back at least.
+    if tiled <= traced.rates.swapped(traced.seconds, plain - limit, plain - limit, to_disk=False):
+        return []
+    options = []
+    swaps = Swaps(traced, [], wanted)
+    alone = swaps.tuned(limit)
     if alone is not None:
-        costs = "" if tiles is None else f", because tiles would take {tiles.time_ratio:.2f} times the work"
-        return Choice([], search.left, alone, f"swaps{costs or ', because no tiles fit'}")
-    if tiles is not None:
-        return None
-    for part in TOGETHER:
-        candidate = search.proposed(int(part * limit))
+        why = "no tiles fit" if tiles is None else f"tiles would take {tiled / traced.seconds:.2f} times as long"
+        seconds = swaps.seconds(alone, traced.seconds)
+        options.append(Option(Choice([], search.left, alone, f"swaps, because {why}"), seconds, limit))
+    fastest = min([tiled, *(option.seconds for option in options)])
+    if fastest > MOST_ALONE * traced.seconds:
+        why = BOTH if fastest == math.inf else FASTER
+        targets = [part * plain for part in TOGETHER if part * plain > limit]
+        options += _together(traced, search, wanted, why, [*targets, limit], limit)
+    return [option for option in options if option.seconds < tiled]
+
+
+def _together(
+    traced: Traced, search: Search, wanted: LMSParams, why: str, targets: Iterable[float], limit: int
+) -> Iterator[Option]:
+    """Tiles that need more than there is, and swaps."""
+    for target in targets:
+        candidate = search.proposed(int(target))
         if candidate is not None and candidate.plans:
-            rest = Swaps(traced, candidate.plans, wanted).tuned(limit)
+            swaps = Swaps(traced, candidate.plans, wanted)
+            rest = swaps.tuned(limit)
             if rest is not None:
-                return Choice(candidate.plans, search.left, rest, BOTH)
-    return None
+                seconds = swaps.seconds(rest, candidate.time_ratio * traced.seconds)
+                yield Option(Choice(candidate.plans, search.left, rest, why), seconds, limit)
 
 
 def _least(traced: Traced, search: Search, params: AutoParams, limit: int) -> Choice | None:
@@ -144,7 +181,10 @@ def _least(traced: Traced, search: Search, params: AutoParams, limit: int) -> Ch
 
 def _too_small(traced: Traced, params: AutoParams, search: Search) -> BudgetError:
     peak = _smallest(traced, params, search)
-    smallest = int(peak.peak_bytes / (1 - params.headroom)) + 1
+    smallest = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
+    corrected = ""
+    if traced.correction != 1:
+        corrected = f" An earlier plan was measured to take {traced.correction:.2f} times what was predicted."
     name, size = peak.largest[0] if peak.largest else ("the variables", traced.fixed_bytes)
     layers = unsupported_layers(traced, search.left)
     stuck = f" Left as they are: {shortened(layers, MOST_NAMES)}." if layers else ""
@@ -153,7 +193,7 @@ def _too_small(traced: Traced, params: AutoParams, search: Search) -> BudgetErro
         f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes). The smallest plan found needs "
         f"{format_bytes(smallest)} ({smallest} bytes, headroom of {params.headroom:.0%} included), of which `{name}` "
         f"is {format_bytes(size)} and variables are {format_bytes(traced.fixed_bytes)}. Raise the budget, or shrink "
-        f"the batch or the image.{stuck}"
+        f"the batch or the image.{corrected}{stuck}"
     )
     error.smallest_bytes = smallest
     error.tensor = name

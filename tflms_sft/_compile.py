@@ -50,6 +50,7 @@ class Traced:
         variables: Bytes of each variable.
         forward: Names of ops that are forward for sure, where a layer's name misleads.
         rates: Of the machine.
+        correction: What an earlier plan was measured to take, over what was predicted.
     """
 
     concrete_fn: Any
@@ -60,6 +61,7 @@ class Traced:
     variables: list[int]
     forward: Container[str] = ()
     rates: Rates = NOMINAL
+    correction: float = 1.0
 
     @property
     def fixed_bytes(self) -> int:

@@ -20,8 +20,9 @@ import tensorflow as tf
 
 from rewriters import _tf_private, device
 from rewriters.build import Importer
-from rewriters.errors import RewriteError
+from rewriters.errors import BudgetError, RewriteError
 from rewriters.tiers import Tier
+from tflms_sft._calibration import machine_rates
 from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._names import recorded_layers
@@ -50,8 +51,20 @@ class Installation:
         on_measured: Callable[[Plan], None],
         owner: str,
         training: object = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
-        """Prepare; `training` is the `fit` that `owner` is a callback of, `None` for a `with` block."""
+        """Prepare.
+
+        Args:
+            model: The model.
+            params: What to do with its step.
+            batch_shape: Shape of the largest batch of images, if it is told.
+            on_plan: Is given every plan that is made.
+            on_measured: Is given it again once a step was measured.
+            owner: Who asks for it, for errors.
+            training: The `fit` that `owner` is a callback of, `None` for a `with` block.
+            tell: Is given lines about what takes long.
+        """
         self.model = model
         self._owner = owner
         self._training = training
@@ -68,6 +81,8 @@ class Installation:
         self._measured = False
         self._variables: list[int] = []
         self._num_replicas = 1
+        self._correction = 1.0
+        self._tell = tell
 
     def install(self) -> None:
         """Replace the train step; what an earlier training left behind is taken out first.
@@ -190,7 +205,31 @@ class Installation:
             tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
             self.plan.measured = None if in_use is None else read_peak(in_use, self._variables, self._tiers)
             self._on_measured(self.plan)
+            self._hold_to_budget(self.plan)
         return result
+
+    def _hold_to_budget(self, plan: Plan) -> None:
+        """Have the step planned anew if the first one took more than the budget, by what was measured.
+
+        Raises:
+            BudgetError: If that was done already.
+        """
+        if not is_over(plan):
+            return
+        if self.planned_again:
+            raise over_again(plan)
+        assert plan.measured is not None
+        self._correction = plan.measured.peak_bytes / plan.predicted.peak_bytes
+        self.plan = None
+        self._measured = False
+        for importer in self._steps.values():
+            importer.abandon()
+        self._make()
+
+    @property
+    def planned_again(self) -> bool:
+        """Whether the plan goes by what an earlier one was measured to take."""
+        return self._correction != 1.0
 
     def _peeked(self, iterator: Any) -> Any:
         """An iterator that gives the same batches, after its first one's shapes were noted.
@@ -291,6 +330,7 @@ class Installation:
         with collector_paused():
             for_tiles = self._params.tiles is not None
             analysed = analyse(traced, record, known[0] if known else None, for_tiles)
+            analysed.rates, analysed.correction = machine_rates(self._tell), self._correction
             importer, plan = rewrite_traced(analysed, self._params)
         if self.plan is None:
             self.plan = plan
@@ -377,13 +417,36 @@ def start_line(installation: Installation) -> str:
     return "; ".join([text, *installation.plan.notes])
 
 
-def peak_line(plan: Plan) -> str:
+def is_over(plan: Plan) -> bool:
+    """Whether a step was measured to take more than its budget."""
+    budget, found = plan.memory_budget, plan.measured
+    return budget is not None and found is not None and found.peak_bytes > budget
+
+
+def over_again(plan: Plan) -> BudgetError:
+    """The error for a plan that goes by what was measured and still takes more than the budget."""
+    assert plan.memory_budget is not None and plan.measured is not None
+    error = BudgetError(
+        f"The step takes more than `memory_budget`: measured {format_bytes(plan.measured.peak_bytes)} "
+        f"({plan.measured.source}), predicted {format_bytes(plan.predicted.peak_bytes)}, with a plan that went by what "
+        f"the first one was measured to take. Received: memory_budget={format_bytes(plan.memory_budget)}. Raise "
+        "`headroom`, which tiles more, or the budget; train in a process of its own, where memory is in fewer pieces."
+    )
+    error.smallest_bytes = plan.measured.peak_bytes
+    error.tensor = plan.predicted.largest[0][0] if plan.predicted.largest else ""
+    return error
+
+
+def peak_line(installation: Installation) -> str:
     """The measured peak next to the predicted one."""
+    plan = installation.plan
+    assert plan is not None
     if plan.measured is None:
         why = "this device keeps no memory statistics, or none of tensors so small"
         return f"tflms-sft: peak of the first step not measured ({why})"
     text = f"tflms-sft: measured peak {format_bytes(plan.measured.peak_bytes)}"
     text += f" in the first step, predicted {format_bytes(plan.predicted.peak_bytes)}"
-    if plan.memory_budget is not None and plan.measured.peak_bytes > plan.memory_budget:
-        text += f" - OVER the budget of {format_bytes(plan.memory_budget)}: lower `memory_budget` or raise `headroom`"
+    if is_over(plan):
+        text += f" - OVER the budget of {format_bytes(plan.memory_budget or 0)}"
+        text += "" if installation.planned_again else ": planning again by what was measured"
     return text

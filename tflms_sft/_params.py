@@ -9,8 +9,15 @@ from typing import Any
 
 from rewriters.tiles import Halo
 from tflms_sft._lms_params import LMSParams
+from tflms_sft._memory import free_device_memory
 from tflms_sft._num_tiles import parse_num_tiles
 from tflms_sft._units import parse_bytes
+
+AUTO = "auto"
+"""As a budget: what the device has free."""
+
+PART_OF_FREE = 0.9
+"""Of that, what `"auto"` takes."""
 
 
 def _check_halo(value: Any) -> None:
@@ -143,7 +150,8 @@ class AutoParams:
 
     Args:
         memory_budget: Most bytes that may be alive on the device at any moment of a step, weights and
-            optimizer slots included: an int, or a string such as `"8GiB"`.
+            optimizer slots included: an int, or a string such as `"8GiB"`; or `"auto"`: 90 % of what the device has
+            free when the step is planned, on a CPU of the machine's free memory. Defaults to `"auto"`.
         headroom: Part of the budget that the prediction leaves free, because the order in which ready ops run,
             and so the peak, varies from run to run. Defaults to 0.1.
         swap: Whether activations may be swapped to host memory or disk where tiles do not do, or would cost much:
@@ -154,7 +162,7 @@ class AutoParams:
         ValueError: For a wrong value.
     """
 
-    memory_budget: Any
+    memory_budget: Any = AUTO
     headroom: float = 0.1
     swap: bool | LMSParams = True
 
@@ -162,9 +170,16 @@ class AutoParams:
         """Check and convert."""
         if not isinstance(self.swap, (bool, LMSParams)):
             raise TypeError(f"`swap` must be a bool or `LMSParams(...)`. Received: swap={self.swap!r}.")
-        object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget, "memory_budget"))
+        if self.memory_budget != AUTO:
+            object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget, "memory_budget"))
         if isinstance(self.headroom, bool) or not isinstance(self.headroom, numbers.Real):
             raise TypeError(f"`headroom` must be a number from 0 to below 1. Received: headroom={self.headroom!r}.")
         object.__setattr__(self, "headroom", float(self.headroom))
         if not 0 <= self.headroom < 1:
             raise ValueError(f"`headroom` must be a number from 0 to below 1. Received: headroom={self.headroom!r}.")
+
+    def resolved(self, fixed_bytes: int) -> AutoParams:
+        """The same in bytes; `fixed_bytes` are the step's variables, which are in memory and part of the budget."""
+        if self.memory_budget != AUTO:
+            return self
+        return dataclasses.replace(self, memory_budget=int(PART_OF_FREE * (free_device_memory() + fixed_bytes)))

@@ -14,13 +14,14 @@ from rewriters import _tf_private
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.tiers import HostTier, Tier
+from tflms_sft._calibration import machine_rates
 from tflms_sft._choose import Choice, choose
 from tflms_sft._compile import Traced, analyse, collector_paused, finish, predict, prediction
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._names import LayerRecord, display_names, recorded_layers
 from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
-from tflms_sft._swap import described, notes, swap
+from tflms_sft._swap import described, notes, swap, swapped_seconds
 from tflms_sft._tiling import plan_sft
 
 _MOST_CHARACTERS = 600
@@ -251,8 +252,9 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
     choice = Choice([], [], chosen.swaps)
     budget = None
     if isinstance(chosen.tiles, AutoParams):
-        choice = choose(traced, chosen.tiles)
-        budget = chosen.tiles.memory_budget
+        params = chosen.tiles.resolved(traced.fixed_bytes)
+        choice = choose(traced, params)
+        budget = params.memory_budget
     elif chosen.tiles is not None:
         choice = Choice(*plan_sft(traced, chosen.tiles), chosen.swaps)
     graph, plan = finish(traced, choice.plans, choice.left, budget)
@@ -263,6 +265,7 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
     # A budget has to be kept in every state of the device's memory, as the search saw to.
     limit = 0 if budget is None else None
     peak, ratio = predict(traced, choice.plans, limit, swapped.graph, swapped.away, swapped.outs)
+    ratio = swapped_seconds(traced, swapped.swaps, choice.swaps, ratio * traced.seconds) / traced.seconds
     plan = dataclasses.replace(
         plan,
         changed=True,
@@ -278,6 +281,7 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
 def _compiled(concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen) -> RewrittenStep:
     """Analyse, plan and emit."""
     traced = analyse(concrete_fn, record, batch, chosen.tiles is not None)
+    traced.rates = machine_rates()
     if chosen.has_budget:
         require_batch(traced, batch)
     importer, plan = rewrite_traced(traced, chosen)

@@ -21,9 +21,13 @@ from rewriters.spill import SpillStore, is_in_memory
 from rewriters.tiers import DiskTier, HostTier
 from tflms_sft._compile import Traced
 from tflms_sft._lms_params import LMSParams
+from tflms_sft._memory import free_memory
 from tflms_sft._plan import PlannedSwap
 from tflms_sft._text import nearest
 from tflms_sft._units import format_bytes
+
+MOST_CACHED = 0.5
+"""Part of the machine's free memory that a disk's cache may take without writing at once."""
 
 MOST_REASONS = 4
 """Reasons after which an error is cut short."""
@@ -98,6 +102,14 @@ def make_tier(params: LMSParams) -> HostTier | DiskTier:
     if params.tier == "host" or (params.tier == "auto" and device.name().startswith("GPU")):
         return HostTier()
     return DiskTier(SpillStore(params.directory, params.page_cache))
+
+
+def swapped_seconds(traced: Traced, swaps: Iterable[Swap], params: LMSParams, seconds: float) -> float:
+    """Time of a step with these swaps, which takes `seconds` without."""
+    sizes = [(swap.tensor.num_bytes(traced.batch), len(swap.swap_ins)) for swap in swaps]
+    out, back = sum(size for size, _ in sizes), sum(size * times for size, times in sizes)
+    to_disk = isinstance(make_tier(params), DiskTier) and (not params.page_cache or out > free_memory() * MOST_CACHED)
+    return traced.rates.swapped(seconds, out, back, to_disk)
 
 
 def notes(tier: HostTier | DiskTier) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import BudgetError
+from tflms_sft._calibration import machine_rates
 from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._measure import measure
@@ -23,14 +24,16 @@ ROUNDS = 3
 def tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, base: LMSParams) -> LMSParams:
     """See `LMSParams.tuned`."""
     auto = AutoParams(memory_budget, headroom, base)
-    budget, limit = int(auto.memory_budget), int(auto.memory_budget * (1 - auto.headroom))
     concrete_fn, record = traced_once(step, example_args, {})
     batch = batch_of(example_args)
     with collector_paused():
         traced = analyse(concrete_fn, record, batch)
+        traced.rates = machine_rates()
         require_batch(traced, batch)
+        budget = int(auto.resolved(traced.fixed_bytes).memory_budget)
         swap(traced, traced.analysis.graph, base)  # For its errors, before the search.
         swaps = Swaps(traced, [], base)
+    limit = int(budget * (1 - auto.headroom))
     for _ in range(ROUNDS):
         with collector_paused():
             found = swaps.tuned(limit)

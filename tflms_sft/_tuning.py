@@ -12,7 +12,7 @@ from rewriters.sft import SegmentPlan, outline
 from rewriters.tiers import HostTier, Outline
 from tflms_sft._compile import Traced, predict
 from tflms_sft._lms_params import LMSParams
-from tflms_sft._swap import check_names, make_tier, prepared
+from tflms_sft._swap import check_names, make_tier, prepared, swapped_seconds
 
 LOWER_BOUNDS = (1, 2, 3, 5, 8, 12, 18, 27, 40)
 """Values of `lb` that are tried. Farther ahead nothing is gained: a transfer has long ended."""
@@ -72,6 +72,11 @@ class Swaps:
         found = bisect.bisect_left(higher, True, key=too_early)
         lb = higher[found - 1] if found else lb
         return dataclasses.replace(self.params, n_tensors=count, lb=lb)
+
+    def seconds(self, params: LMSParams, seconds: float) -> float:
+        """Time of the step with what `tuned` found, which takes `seconds` without."""
+        swaps = self.planned(params.lb)[: params.n_tensors if params.n_tensors >= 0 else None]
+        return swapped_seconds(self._traced, swaps, params, seconds)
 
     def smallest(self) -> tuple[int, Peak] | None:
         """How many tensors need least of some numbers that are tried, and that peak; `None` if none can be swapped."""

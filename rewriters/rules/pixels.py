@@ -32,12 +32,13 @@ def run_per_pixel(op: str, features: Any, labels: Any) -> list[Any]:
     Returns:
         Loss, without the classes, and its gradient by `features`.
     """
-    classes = features.shape[-1]
+    shape = tf.shape(features)
+    # Rows that were put together may have lost a size that is known when the step is traced.
+    classes = shape[-1] if features.shape[-1] is None else features.shape[-1]
     flat = [-1] if op.startswith("Sparse") else [-1, classes]
     loss, gradient = getattr(tf.raw_ops, op)(
         features=tf.reshape(features, [-1, classes]), labels=tf.reshape(labels, flat)
     )
-    shape = tf.shape(features)
     return [tf.reshape(loss, shape[:-1]), tf.reshape(gradient, shape)]
 
 
