@@ -30,7 +30,7 @@ if __name__ == "__main__":
 import hypothesis
 import keras
 import numpy as np
-from equivalence import TOLERANCE, error, model_step
+from equivalence import TOLERANCE, Step, error, model_step
 from hypothesis import strategies as st
 
 import tflms_sft
@@ -376,21 +376,7 @@ def compare(
     Raises:
         AssertionError: If anything differs.
     """
-    numbers = np.random.default_rng(0)
-    shape, batches = model.output.shape[1:], []
-    logits = len(shape) > 1 and shape[-1] == 3
-    for size in (3, 3 if known_batch else 2):
-        target = numbers.integers(0, 3, size=(size, *shape[:-1])) if logits else numbers.integers(0, 2, (size, *shape))
-        kind = "int64" if logits else "float64"
-        images = [numbers.normal(size=(size, *image.shape[1:])) for image in model.inputs]
-        batches.append((*images, target.astype(kind)))
-    if linear:
-        loss = _critic
-    elif logits:
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    else:
-        loss = keras.losses.Dice() if len(shape) > 1 else keras.losses.BinaryCrossentropy(from_logits=True)
-    step = model_step(model, batches, known_batch, {"optimizer": optimizer, "loss": loss})
+    step = step_for(model, optimizer, known_batch, linear)
     try:
         if part is not None:
             plain = tflms_sft.rewrite(step.concrete_fn, AutoParams("1GiB")).plan.original.peak_bytes
@@ -407,6 +393,25 @@ def compare(
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] < TOLERANCE, f"{worst} differs by {errors[worst]:.1e}\n{fast.plan.summary()}"
     return "exact" if fast.plan.segments else "left as it was"
+
+
+def step_for(model: Any, optimizer: Any, known_batch: bool, linear: bool = False) -> Step:
+    """A step of training with two batches; arguments as for `compare`."""
+    numbers = np.random.default_rng(0)
+    shape, batches = model.output.shape[1:], []
+    logits = len(shape) > 1 and shape[-1] == 3
+    for size in (3, 3 if known_batch else 2):
+        target = numbers.integers(0, 3, size=(size, *shape[:-1])) if logits else numbers.integers(0, 2, (size, *shape))
+        kind = "int64" if logits else "float64"
+        images = [numbers.normal(size=(size, *image.shape[1:])) for image in model.inputs]
+        batches.append((*images, target.astype(kind)))
+    if linear:
+        loss = _critic
+    elif logits:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    else:
+        loss = keras.losses.Dice() if len(shape) > 1 else keras.losses.BinaryCrossentropy(from_logits=True)
+    return model_step(model, batches, known_batch, {"optimizer": optimizer, "loss": loss})
 
 
 def _off(name: str, got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> float:
@@ -434,6 +439,7 @@ def run(
     outcomes: collections.Counter[str],
     shrink: bool = True,
     say: Callable[[str], None] = lambda _: None,
+    check: Callable[..., str] = compare,
 ) -> None:
     """Run so many cases; the first that fails is made as short as can be, and printed.
 
@@ -443,6 +449,7 @@ def run(
         outcomes: Is added to.
         shrink: Whether a case that fails is made shorter.
         say: Is told from time to time how many have run.
+        check: Looks at a case, in the place of `compare`, and returns what came out.
     """
     phases = [hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])]
 
@@ -458,7 +465,7 @@ def run(
     )
     @hypothesis.given(cases())
     def each(script: str) -> None:
-        outcomes[execute(script)] += 1
+        outcomes[execute(script, check)] += 1
         if outcomes.total() % SAY_EVERY == 0:
             say(f"{outcomes.total()} of {number}: {outcomes['exact']} exact")
 
@@ -468,13 +475,13 @@ def run(
         (each if seed is None else hypothesis.seed(seed)(each))()
 
 
-def execute(script: str) -> str:
-    """Run a case; one that fails prints its script."""
+def execute(script: str, check: Callable[..., str] = compare) -> str:
+    """Run a case; one that fails prints its script. `check` takes the place of `compare`."""
     found: list[str] = []
     keras.backend.clear_session(free_memory=False)
     body = script.replace("from fuzz import AutoParams, SegmentSpec, SFTParams, compare\n", "")
     space: dict[str, Any] = {"AutoParams": AutoParams, "SegmentSpec": SegmentSpec, "SFTParams": SFTParams}
-    space["compare"] = lambda *args, **options: found.append(compare(*args, **options))
+    space["compare"] = lambda *args, **options: found.append(check(*args, **options))
     try:
         exec(compile(body, "<case>", "exec"), space)
     except BaseException:

@@ -131,6 +131,11 @@ def _plans(traced: Traced, chains: list[Chain], target: int) -> list[SegmentPlan
             return None
         waiting += path.waits
         chosen.extend((chain, choice) for choice in path.choices if choice.grid is not None)
+    return built(traced, chosen)
+
+
+def built(traced: Traced, chosen: list[tuple[Chain, Choice]]) -> list[SegmentPlan]:
+    """The segments of choices that tile."""
     taken: set[Node] = set()
     plans = []
     for number, (chain, choice) in enumerate(chosen, 1):

@@ -1,0 +1,122 @@
+"""What a budget is promised to do: on random networks, and on small ones against all plans there are."""
+
+import collections
+import itertools
+import math
+
+import fuzz
+import keras
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from rewriters import ft
+from rewriters.errors import BudgetError
+from tflms_sft import AutoParams
+from tflms_sft._chain import Chain
+from tflms_sft._choose import choose
+from tflms_sft._compile import analyse, predict, seconds_of
+from tflms_sft._search import TileSearch, built
+from tflms_sft._tuning import Swaps
+
+STEPS = 5
+"""Budgets that are tried of each network."""
+
+
+def seconds(traced, choice):
+    """Predicted time, and peak, of what was chosen."""
+    time = seconds_of(traced, choice.plans) if choice.plans else traced.seconds
+    if choice.swaps is None:
+        return time, predict(traced, choice.plans)[0].peak_bytes
+    swaps = Swaps(traced, choice.plans, choice.swaps)
+    return swaps.seconds(choice.swaps, time), swaps.peak(choice.swaps.n_tensors, choice.swaps.lb).peak_bytes
+
+
+def ladder(traced, swap):
+    """Budgets from the smallest that is told up to what the plain step needs."""
+    plain = predict(traced, [])[0].peak_bytes
+    with pytest.raises(BudgetError) as caught:
+        choose(traced, AutoParams(1, 0.0, swap))
+    smallest = caught.value.smallest_bytes
+    assert smallest <= plain + 1
+    return [int(smallest * (plain / smallest) ** (number / (STEPS - 1))) + 1 for number in range(STEPS)]
+
+
+def check_budgets(traced, swap):
+    """Every budget from the smallest on is met, and a larger one is never slower."""
+    found = []
+    for budget in ladder(traced, swap):
+        time, peak = seconds(traced, choose(traced, AutoParams(budget, 0.0, swap)))
+        assert peak <= budget
+        found.append(max(time, traced.seconds))
+    for smaller, larger in itertools.pairwise(found):
+        assert larger <= smaller * (1 + 1e-9), [time / traced.seconds for time in found]
+    return f"{len(set(found))} times"
+
+
+def network(model, optimizer, params, *, known_batch, linear=False, part=None):
+    """In the place of `fuzz.compare`."""
+    del params, part
+    step = fuzz.step_for(model, optimizer, known_batch, linear)
+    traced = analyse(step.concrete_fn, batch=3)
+    return check_budgets(traced, swap=len(model.layers) % 2 == 0)
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_larger_budget_is_never_slower_and_the_smallest_is_met(number):
+    outcomes = collections.Counter()
+    fuzz.run(number, None, outcomes, shrink=False, check=network)
+    assert outcomes.total() == number
+
+
+def small(*filters):
+    """A step of a few convolutions, whose images are what matters."""
+    image = x = keras.Input((40, 24, 3))
+    for number, channels in enumerate(filters):
+        x = layers.Conv2D(channels, 3, padding="same", activation="relu", name=f"conv{number}")(x)
+        if number % 2:
+            x = layers.MaxPooling2D(2)(x)
+    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
+
+    @tf.function(input_signature=[tf.TensorSpec((1, 40, 24, 3))])
+    def step(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images, training=True) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    return analyse(step.get_concrete_function())
+
+
+def all_plans(traced):
+    """(peak, seconds) of every way to tile, or to leave, the stretches between cuts."""
+    ((component,), _) = ft.find_components(traced.analysis)
+    chain = Chain(traced, component)
+
+    def ways(first):
+        if first == chain.bounds[-1]:
+            yield ()
+        for last in chain.bounds[chain.bounds.index(first) + 1 :]:
+            options = [chain._plain_choice(first, last)]
+            for tiles in chain._tilings(first, last):
+                for grid in tiles._grids:
+                    options += [tiles._storing(tiles._choice(grid), n) for n in range(len(tiles._stored) + 1)]
+            for rest, option in itertools.product(list(ways(last)), options):
+                yield (option, *rest)
+
+    for choices in ways(chain.bounds[0]):
+        plans = built(traced, [(chain, choice) for choice in choices if choice.grid is not None])
+        yield predict(traced, plans)[0].peak_bytes, seconds_of(traced, plans)
+
+
+@pytest.mark.parametrize("filters", [(8,), pytest.param((4, 8), marks=pytest.mark.slow)])
+def test_no_plan_is_much_better_than_the_one_that_is_found(filters):
+    traced = small(*filters)
+    plans = list(all_plans(traced))
+    least, plain = min(peak for peak, _ in plans), predict(traced, [])[0].peak_bytes
+    assert len(plans) > 20 and least < 0.9 * plain
+    for part in (0.0, 0.1, 0.3, 0.6, 0.9):
+        limit = int((least + part * (plain - least)) * 1.03) + 1  # A rung of the ladder.
+        best = min(time for peak, time in plans if peak <= limit)
+        candidate = TileSearch(traced).cheapest(limit)
+        assert candidate is not None and candidate.peak.peak_bytes <= limit
+        assert candidate.time_ratio * traced.seconds <= 1.1 * best, (part, math.inf)
