@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import math
 
 import fuzz
 import keras
@@ -108,7 +107,7 @@ def all_plans(traced):
         yield predict(traced, plans)[0].peak_bytes, seconds_of(traced, plans)
 
 
-@pytest.mark.parametrize("filters", [(8,), pytest.param((4, 8), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("filters", [(8, 8), pytest.param((8, 8, 8), marks=pytest.mark.slow)])
 def test_no_plan_is_much_better_than_the_one_that_is_found(filters):
     traced = small(*filters)
     plans = list(all_plans(traced))
@@ -119,4 +118,4 @@ def test_no_plan_is_much_better_than_the_one_that_is_found(filters):
         best = min(time for peak, time in plans if peak <= limit)
         candidate = TileSearch(traced).cheapest(limit)
         assert candidate is not None and candidate.peak.peak_bytes <= limit
-        assert candidate.time_ratio * traced.seconds <= 1.1 * best, (part, math.inf)
+        assert candidate.time_ratio * traced.seconds <= 1.1 * best, part
