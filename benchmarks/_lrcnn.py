@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import _child, _max, _nets, _profile
+from benchmarks import _child, _nets, _profile
+from tflms_sft import _largest
 
 if TYPE_CHECKING:
     import tflms_sft
@@ -185,7 +186,7 @@ def predict(
         emit({"size": images if vary == "batch" else side, "fits": found[number] is not None})
         return found[number] is not None
 
-    number = _max.largest(fits, 16, 0.02)
+    number = _largest.largest(fits, 16, 0.02)
     best = found[number] if number else None
     side, images = at(number)
     return {

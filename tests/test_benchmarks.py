@@ -16,7 +16,6 @@ from benchmarks import (
     _compare_report,
     _lms_report,
     _lrcnn,
-    _max,
     _nets,
     _profile,
     accuracy,
@@ -388,34 +387,6 @@ def test_points_follow_the_parameter_that_varies():
 
 
 # The largest batch.
-
-
-@pytest.mark.parametrize("guess", [1, 2, 7, 30, 500])
-def test_the_largest_is_found_by_asking_for_each_number_once(guess):
-    for answer in range(60):
-        asked = []
-
-        def fits(number, answer=answer, asked=asked):
-            asked.append(number)
-            return number <= answer
-
-        assert _max.largest(fits, guess) == answer
-        assert len(asked) == len(set(asked))
-        assert min(asked) >= 1
-
-
-def test_guesses_follow_the_peak():
-    assert _max.extrapolated(lambda batch: 10 + 3 * batch, 100, 2, 8) == 30
-    assert _max.extrapolated(lambda batch: 100 + max(0, batch - 10), 150, 2, 8) in range(50, 70)
-    assert _max.extrapolated(lambda batch: 1000 * batch, 500, 2, 8) == 1
-    assert _max.extrapolated(lambda batch: 7, 500, 2, 8) > 8  # a flat start is not followed for ever
-
-
-def test_the_largest_may_be_rough():
-    asked = []
-    found = _max.largest(lambda n: asked.append(n) or n <= 970, 1000, part=0.05)
-    assert 0.95 * 970 <= found <= 970
-    assert len(asked) <= 4
 
 
 def test_no_room_is_told_from_mistakes():

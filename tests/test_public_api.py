@@ -1,6 +1,7 @@
 """What is public, what may import what, and that nothing knows a network by name."""
 
 import ast
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -40,9 +41,19 @@ def files_that_import(prefix):
 
 
 def test_all_is_what_is_public():
-    modules = {name for name, value in vars(tflms_sft).items() if inspect.ismodule(value)}
-    public = {name for name in vars(tflms_sft) if not name.startswith("_")} - modules
-    assert sorted(tflms_sft.__all__) == sorted({*public, "__version__"})
+    public = {name for name in dir(tflms_sft) if not inspect.ismodule(getattr(tflms_sft, name))}
+    assert sorted(tflms_sft.__all__) == sorted({name for name in public if name[0] != "_"} | {"__version__"})
+
+
+def test_names_are_imported_when_asked_for_as_type_checkers_read_them():
+    (for_checkers,) = (n for n in ast.parse((ROOT / "tflms_sft/__init__.py").read_text()).body if isinstance(n, ast.If))
+    read = {alias.name: node.module for node in for_checkers.body for alias in node.names}
+    assert read == tflms_sft._HOME_OF
+    assert {*read, "__version__"} == set(tflms_sft.__all__)
+    for name, module in read.items():
+        assert getattr(tflms_sft, name) is getattr(importlib.import_module(module), name)
+    with pytest.raises(AttributeError, match="module 'tflms_sft' has no attribute 'MemoryBugdet'"):
+        tflms_sft.MemoryBugdet  # noqa: B018
 
 
 @pytest.mark.parametrize("name", [name for name in tflms_sft.__all__ if name != "__version__"])

@@ -1,13 +1,44 @@
-"""Train Keras networks that do not fit in memory, with the same results to rounding."""
+"""Train Keras networks that do not fit in memory, with the same results to rounding.
 
-from rewriters.errors import BudgetError, RewriteError, SegmentError, SwapError
-from tflms_sft._callbacks import LMS, SFT, MemoryBudget, budget
-from tflms_sft._lms_params import LMSParams
-from tflms_sft._measure import measure
-from tflms_sft._params import AutoParams, SegmentSpec, SFTParams
-from tflms_sft._plan import Measurement, Plan, PlannedSegment, PlannedSwap, Prediction, Timeline
-from tflms_sft._rewrite import RewrittenStep, rewrite
+TensorFlow is imported when one of the names is used for the first time, so that the command line answers at once.
+"""
+
+import importlib
+import typing
+
 from tflms_sft._version import __version__
+
+if typing.TYPE_CHECKING:
+    from rewriters.errors import BudgetError, RewriteError, SegmentError, SwapError
+    from tflms_sft._callbacks import LMS, SFT, MemoryBudget, budget
+    from tflms_sft._lms_params import LMSParams
+    from tflms_sft._measure import measure
+    from tflms_sft._params import AutoParams, SegmentSpec, SFTParams
+    from tflms_sft._plan import Measurement, Plan, PlannedSegment, PlannedSwap, Prediction, Timeline
+    from tflms_sft._rewrite import RewrittenStep, rewrite
+else:
+    _HOMES = {
+        "rewriters.errors": ("BudgetError", "RewriteError", "SegmentError", "SwapError"),
+        "tflms_sft._callbacks": ("LMS", "SFT", "MemoryBudget", "budget"),
+        "tflms_sft._lms_params": ("LMSParams",),
+        "tflms_sft._measure": ("measure",),
+        "tflms_sft._params": ("AutoParams", "SFTParams", "SegmentSpec"),
+        "tflms_sft._plan": ("Measurement", "Plan", "PlannedSegment", "PlannedSwap", "Prediction", "Timeline"),
+        "tflms_sft._rewrite": ("RewrittenStep", "rewrite"),
+    }
+    _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+    def __getattr__(name: str) -> typing.Any:
+        """Import a public name when it is asked for."""
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        """All public names, imported or not."""
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "LMS",

@@ -1,22 +1,26 @@
-"""Finds the largest number that fits."""
+"""Finds the largest number that fits: of images in a batch, of rows in an image."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 
 
-def largest(fits: Callable[[int], bool], guess: int, part: float = 0.0) -> int:
+def largest(fits: Callable[[int], bool], guess: int, part: float = 0.0, most: int | None = None) -> int:
     """Finds the largest number that fits by bisection, where all smaller ones do as well.
 
     Args:
         fits: Asked for numbers from 1 up, as seldom as may be.
         guess: Where to begin; the better, the fewer are asked.
         part: The result may be too small by this part of it.
+        most: Larger ones are not asked for; `None` for no such limit.
 
     Returns:
         The number, 0 if not even 1 fits.
     """
     low, high, stride = 0, None, max(guess // 16, 1)
     asked = max(guess, 1)
-    while high is None or high - low > max(1, int(part * low)):
+    while low != most and (high is None or high - low > max(1, int(part * low))):
+        asked = asked if most is None else min(asked, most)
         if fits(asked):
             low = asked
         else:
