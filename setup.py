@@ -8,24 +8,24 @@ from setuptools import setup
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
 
-# Run, not imported: the package itself needs TensorFlow.
-VERSION = runpy.run_path(str(HERE / "tflms_sft" / "_version.py"))["__version__"]
-
-# The compiler reads graphs as these releases trace them; a new one is claimed once CI runs it.
-TENSORFLOW = ">=2.21,<2.22"
-KERAS = ">=3.15,<3.16"
+# Run, not imported: whoever builds a wheel need not have TensorFlow.
+VERSIONS = runpy.run_path(str(HERE / "tflms_sft" / "_version.py"))
+TENSORFLOW, KERAS = (
+    ">={}.{},<{}.{}".format(*first, *after) for first, after in map(VERSIONS["SUPPORTED"].get, ("tensorflow", "keras"))
+)
 
 setup(
     name="tflms-sft",
-    version=VERSION,
+    version=VERSIONS["__version__"],
     description="Train Keras networks that do not fit in memory: a graph compiler that rewrites the joint "
     "graph of a TensorFlow training step (tile loops with recompute) and gives the same training to rounding",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=["tflms_sft", "rewriters", "rewriters.rules"],
+    packages=["tflms_sft", "tflms_sft._cli", "rewriters", "rewriters.rules"],
     package_data={"tflms_sft": ["py.typed"], "rewriters": ["py.typed"]},
+    entry_points={"console_scripts": ["tflms-sft = tflms_sft._cli.main:main"]},
     zip_safe=False,  # type checkers read py.typed from disk
     python_requires=">=3.11",  # Keras 3.15 asks for it
     install_requires=[f"tensorflow{TENSORFLOW}", f"keras{KERAS}", "numpy"],

@@ -33,12 +33,20 @@ def largest(fits: Callable[[int], bool], guess: int, part: float = 0.0, most: in
     return low
 
 
-def extrapolated(peak: Callable[[int], int], memory: int, few: int, more: int) -> int:
-    """Guesses the batch with that peak from the peaks of two, and once more from that of the guess."""
+def extrapolated(peak: Callable[[int], int], memory: int, few: int, more: int, power: int = 1) -> int:
+    """Guesses the number with that peak from the peaks of two, and once more from that of the guess.
+
+    Args:
+        peak: Bytes of a number.
+        memory: Bytes that are looked for.
+        few: A number.
+        more: Another one.
+        power: Of the number, with which bytes grow: 2 for rows of a square image.
+    """
     for _ in range(2):
-        per_image = max((peak(more) - peak(few)) / (more - few), 1.0)
-        guess = min(more + int((memory - peak(more)) / per_image), 16 * more)
-        few, more = more, max(guess, 1)
+        per_image = max((peak(more) - peak(few)) / (more**power - few**power), 1.0)
+        guess = min(more**power + int((memory - peak(more)) / per_image), (16 * more) ** power)
+        few, more = more, max(int(max(guess, 1) ** (1 / power)), 1)
         if few == more:
             break
     return more

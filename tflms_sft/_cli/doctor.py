@@ -1,0 +1,275 @@
+"""`tflms-sft doctor`: what this machine and its TensorFlow are like, and a small step that is tried.
+
+It works, and says what is missing, where TensorFlow or Keras cannot be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tflms_sft._cli.outcome import NOT_MET, OK, Outcome, Progress, table
+from tflms_sft._units import format_bytes
+from tflms_sft._version import SUPPORTED, __version__
+
+__all__: list[str] = []
+
+FINE, NOTE, FAILED = "ok", "note", "FAILED"
+
+PYTHON = ((3, 11), (3, 14))
+"""First version that is supported, and first that is not."""
+
+FEW_FILES = 1024
+"""Open files below which a step with many swapped tensors may run out of them."""
+
+TOLERANCE = 1e-4
+"""Of the small step, in float32."""
+
+_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One thing that was looked at.
+
+    Attributes:
+        status: `"ok"`, `"note"` for what may matter, `"FAILED"` for what is needed.
+        name: What was looked at.
+        text: What it is like.
+    """
+
+    status: str
+    name: str
+    text: str
+
+
+def execute(options: argparse.Namespace) -> Outcome:
+    """Look at everything; whatever goes wrong is a line."""
+    progress = Progress(options.quiet)
+    lines = [*_guarded("Python", _python), *_guarded("machine", _machine)]
+    parts: list[tuple[str, Callable[[], Iterator[Line]]]] = [
+        ("TensorFlow", _tensorflow),
+        ("Keras", _keras),
+        ("spill directory", lambda: _spill(options.spill_dir)),
+    ]
+    progress.say("looking at TensorFlow ...")
+    for name, part in parts:
+        lines.extend(_guarded(name, part))
+    progress.say("trying a small step ...")
+    for name, trial in (("tiles", _try_tiles), ("swaps", lambda: _try_swaps(options.spill_dir))):
+        lines.extend(_guarded(f"small step, {name}", trial))
+    failed = sum(line.status == FAILED for line in lines)
+    last = f"{failed} of {len(lines)} FAILED" if failed else "nothing that is needed is missing"
+    text = table([[line.status, line.name, line.text] for line in lines])
+    data = {"command": "doctor", "ok": not failed, "lines": [dataclasses.asdict(line) for line in lines]}
+    return Outcome(f"{text}\n{last}", data, NOT_MET if failed else OK)
+
+
+def _guarded(name: str, part: Callable[[], Iterator[Line]]) -> Iterator[Line]:
+    try:
+        yield from part()
+    except Exception as error:
+        yield Line(FAILED, name, f"{type(error).__name__}: {error}")
+
+
+def _python() -> Iterator[Line]:
+    yield Line(FINE, "tflms-sft", __version__)
+    first, after = PYTHON
+    known = first <= sys.version_info[:2] < after
+    text = f"{platform.python_implementation()} {platform.python_version()}"
+    wanted = f", and {_range(first, after)} is supported"
+    yield Line(FINE if known else FAILED, "Python", text if known else text + wanted)
+    for package in (*SUPPORTED, "numpy"):
+        yield _version(package)
+    plots = importlib.util.find_spec("matplotlib") is not None
+    missing = 'not installed: no pictures of plans (pip install "tflms-sft[plot]")'
+    yield Line(FINE if plots else NOTE, "matplotlib", importlib.metadata.version("matplotlib") if plots else missing)
+
+
+def _version(package: str) -> Line:
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        # Builds such as tensorflow-cpu have the same module under another name.
+        if importlib.util.find_spec(package) is None:
+            return Line(FAILED, package, "not installed")
+        version = str(getattr(importlib.import_module(package), "__version__", "of unknown version"))
+    if package not in SUPPORTED:
+        return Line(FINE, package, version)
+    first, after = SUPPORTED[package]
+    numbers = tuple(int(number) for number in version.split(".")[:2] if number.isdecimal())
+    if first <= numbers < after:
+        return Line(FINE, package, version)
+    return Line(FAILED, package, f"{version}, and {_range(first, after)} is supported")
+
+
+def _range(first: tuple[int, int], after: tuple[int, int]) -> str:
+    return "{}.{} up to below {}.{}".format(*first, *after)
+
+
+def _machine() -> Iterator[Line]:
+    info = _fields("/proc/cpuinfo", ":")
+    flags = set(info.get("flags", info.get("Features", "")).split())
+    found = [flag for flag in _FLAGS if flag in flags]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts = (info.get("model name", platform.machine()), f"{cores} core(s)", " ".join(found))
+    yield Line(FINE, "CPU", ", ".join(part for part in parts if part))
+    memory = _fields("/proc/meminfo", ":")
+    if "MemTotal" in memory and "MemAvailable" in memory:
+        total, free = (int(memory[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+        yield Line(FINE, "memory", f"{format_bytes(total)}, {format_bytes(free)} available")
+    else:
+        yield Line(NOTE, "memory", "unknown on this system")
+    limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit is not None:
+        taken = "" if used is None else f", {format_bytes(used)} in use"
+        yield Line(NOTE, "container", f"limited to {format_bytes(limit)} of memory{taken}")
+
+
+def _fields(path: str, separator: str) -> dict[str, str]:
+    """The first value of each field of a file in /proc; empty where there is no such file."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            name, _, value = line.partition(separator)
+            found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def _number(path: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+        return int(file.read())
+    return None
+
+
+def _tensorflow() -> Iterator[Line]:
+    import tensorflow as tf
+
+    from rewriters import device
+
+    gpus = tf.config.list_physical_devices("GPU")
+    devices = ", ".join(d.name.removeprefix("/physical_device:") for d in tf.config.list_physical_devices())
+    yield Line(FINE, "devices", f"{devices}; plans are for {device.name()}")
+    if gpus:
+        yield from _gpu_memory()
+    statistics = device.keeps_statistics()
+    tells = "kept: peaks are measured" if statistics else (
+        'none: callbacks say "not measured" (`tflms_sft.measure` adds up records instead)'
+    )
+    yield Line(FINE if statistics else NOTE, "statistics", f"allocator statistics of {device.name()}: {tells}")
+    if not gpus:
+        asked = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "not set")
+        yield Line(FINE, "oneDNN", f"{'on' if statistics else 'off'} (TF_ENABLE_ONEDNN_OPTS: {asked})")
+    jit = tf.config.optimizer.get_jit() or "off"
+    flags = os.environ.get("TF_XLA_FLAGS")
+    yield Line(FINE, "XLA", f"global jit {jit}{f', TF_XLA_FLAGS={flags}' if flags else ''}; off in rewritten training")
+    eager = tf.config.functions_run_eagerly()
+    yield Line(FAILED if eager else FINE, "functions", "run eagerly: nothing to rewrite" if eager else "run as graphs")
+
+
+def _gpu_memory() -> Iterator[Line]:
+    query = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        yield Line(NOTE, "GPU memory", f"unknown: {type(error).__name__}")
+        return
+    for line in done.stdout.splitlines():
+        index, name, total, free = (field.strip() for field in line.split(","))
+        sizes = [format_bytes(int(mib) * 2**20) if mib.isdecimal() else "unknown" for mib in (total, free)]
+        yield Line(FINE, f"GPU {index}", f"{name}, {sizes[0]}, {sizes[1]} free")
+
+
+def _keras() -> Iterator[Line]:
+    import keras
+
+    backend = keras.backend.backend()
+    right = backend == "tensorflow"
+    remedy = "" if right else '; only TensorFlow graphs can be rewritten: set KERAS_BACKEND="tensorflow"'
+    yield Line(FINE if right else FAILED, "Keras backend", f"{backend}{remedy}")
+    policy = keras.config.dtype_policy().name
+    yield Line(FINE, "Keras types", f"policy {policy}, {keras.config.image_data_format()}")
+
+
+def _spill(directory: str | None) -> Iterator[Line]:
+    from rewriters.spill import is_in_memory
+    from tflms_sft._lms_params import LMSParams
+
+    where = LMSParams(spill_dir=directory).directory
+    free = format_bytes(shutil.disk_usage(where).free)
+    if is_in_memory(where):
+        saves_nothing = f"{where} is in memory, so that swapping to it saves nothing: name another, `spill_dir=`"
+        yield Line(NOTE, "spill directory", saves_nothing)
+    else:
+        yield Line(FINE, "spill directory", f"{where} on disk, {free} free")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shown = " and ".join("any number" if n == resource.RLIM_INFINITY else str(n) for n in (soft, hard))
+    few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
+    remedy = "; a swapped tensor is an open file: raise it with `ulimit -n`" if few else ""
+    yield Line(NOTE if few else FINE, "open files", f"limits {shown} (soft and hard){remedy}")
+
+
+def _try_tiles() -> Iterator[Line]:
+    from tflms_sft._params import SFTParams
+
+    yield _tried("tiles", SFTParams(num_tiles=(2, 2)))
+
+
+def _try_swaps(directory: str | None) -> Iterator[Line]:
+    from tflms_sft._lms_params import LMSParams
+
+    yield _tried("swaps", LMSParams(spill_dir=directory, min_bytes=1))
+
+
+def _tried(name: str, params: object) -> Line:
+    """A small step, rewritten, and compared with the same step as it is."""
+    import keras
+    import tensorflow as tf
+
+    from tflms_sft._rewrite import rewrite
+
+    image = x = keras.Input((24, 24, 3), dtype="float32")
+    for _ in range(2):
+        x = keras.layers.Conv2D(4, 3, padding="same", activation="relu", dtype="float32")(x)
+    x = keras.layers.GlobalAveragePooling2D(dtype="float32")(keras.layers.MaxPool2D(dtype="float32")(x))
+    model = keras.Model(image, keras.layers.Dense(2, dtype="float32")(x))
+
+    def step(images: tf.Tensor, labels: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(images, training=True) - labels))
+        return [loss, *tape.gradient(loss, [weight.value for weight in model.trainable_weights])]
+
+    random = tf.random.Generator.from_seed(1)
+    batch = random.normal((2, 24, 24, 3)), random.normal((2, 2))
+    with _full_float32(tf):
+        plain = tf.function(step, autograph=False)
+        rewritten = rewrite(plain, params, *batch)
+        pairs = list(zip(rewritten(*batch), plain(*batch), strict=True))
+    errors = [float(tf.reduce_max(tf.abs(a - b)) / tf.maximum(tf.reduce_max(tf.abs(b)), 1e-6)) for a, b in pairs]
+    segments, swaps = len(rewritten.plan.segments), len(rewritten.plan.swaps)
+    what = f"{segments} segment(s)" if segments else f"{swaps} tensor(s)"
+    text = f"{what}; loss and gradients differ from those of the plain step by {max(errors):.0e}"
+    right = segments + swaps > 0 and all(error <= TOLERANCE for error in errors)
+    return Line(FINE if right else FAILED, f"small step, {name}", text)
+
+
+@contextlib.contextmanager
+def _full_float32(tf: Any) -> Iterator[None]:
+    """Without TF32, whose 10 bits of mantissa are too few to compare numbers by."""
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(before)

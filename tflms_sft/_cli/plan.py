@@ -1,0 +1,63 @@
+"""`tflms-sft plan`: how a model would be trained."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+from typing import Any
+
+from tflms_sft._cli import steps
+from tflms_sft._cli.outcome import Outcome, Progress, UsageError
+from tflms_sft._params import SFTParams
+from tflms_sft._plan import Plan
+
+__all__: list[str] = []
+
+
+def execute(options: argparse.Namespace) -> Outcome:
+    """Plan one step, without running it.
+
+    Raises:
+        RewriteError: If there is no such plan.
+        UsageError: For wrong arguments.
+    """
+    params = _params(options)
+    _check_files(options)
+    progress = Progress(options.quiet)
+    with progress.doing(f"building {options.model}"):
+        model, why = steps.load(options)
+    images = steps.input_specs(model, options.input_shape, options.batch)
+    with progress.doing("tracing the training step"):
+        step = steps.trace(model, why, images, options)
+    with progress.doing("planning"):
+        plan = step.plan(params)
+    text = f"{step.assumed.text()}\n{plan.summary()}"
+    for path, write in ((options.plot, plan.plot), (options.html, getattr(plan, "to_html", None))):
+        if path and write is not None:
+            write(path)
+            text += f"\nWritten: {path}"
+    data = {"command": "plan", "assumed": dataclasses.asdict(step.assumed), "plan": json.loads(plan.to_json())}
+    return Outcome(text, data)
+
+
+def _params(options: argparse.Namespace) -> Any:
+    if options.num_tiles is None:
+        return steps.budget_params(options)
+    try:
+        return SFTParams(options.num_tiles, halo=options.halo or "recompute")
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error).replace("`num_tiles`", "--num-tiles")) from None
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse early what would fail after minutes of planning."""
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError('--plot needs matplotlib: pip install "tflms-sft[plot]".')
+    if options.html and not hasattr(Plan, "to_html"):
+        raise UsageError("--html: this version of tflms-sft writes no pages. Use --plot or --json.")
+    for option, path in (("--plot", options.plot), ("--html", options.html)):
+        if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            raise UsageError(f"{option} must be a file in a directory that exists. Received: {path!r}.")
