@@ -1,5 +1,6 @@
 """The wheel holds the two packages whole, and nothing else."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -57,7 +58,7 @@ def test_packages_are_whole_and_alone(tree, wheel):
         for path in (tree / package).rglob("*")
         if path.suffix == ".py" or path.name == "py.typed"
     }
-    assert {"tflms_sft/py.typed", "rewriters/py.typed"} <= expected
+    assert {"tflms_sft/py.typed", "rewriters/py.typed", "tflms_sft/__main__.py", "tflms_sft/_cli/main.py"} <= expected
     assert any(name.startswith("rewriters/rules/") for name in expected)
 
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name and not name.endswith("/")}
@@ -75,11 +76,47 @@ def test_licence_is_in_the_wheel(wheel):
     assert wheel.read(name) == (ROOT / "LICENSE").read_bytes()
 
 
-def test_name_and_version(metadata):
+def version() -> str:
     text = (ROOT / "tflms_sft" / "_version.py").read_text(encoding="utf-8")
-    (version,) = re.findall(r'^__version__ = "(.+)"$', text, flags=re.MULTILINE)
-    assert (metadata["Name"], metadata["Version"]) == ("tflms-sft", version)
+    (found,) = re.findall(r'^__version__ = "(.+)"$', text, flags=re.MULTILINE)
+    return found
+
+
+def test_name_and_version(metadata):
+    assert (metadata["Name"], metadata["Version"]) == ("tflms-sft", version())
     assert metadata["Requires-Python"] == ">=3.11"
+
+
+def test_the_command_is_on_the_path_of_whoever_installs_it(wheel, tmp_path):
+    """From the wheel alone, unpacked by pip, and run without TensorFlow being touched."""
+    (path,) = (Path(wheel.filename),)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path)]
+    done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    script = tmp_path / "bin" / "tflms-sft"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for arguments, code, text in ((["--version"], 0, f"tflms-sft {version()}\n"), (["plan"], 2, "")):
+        done = subprocess.run([script, *arguments], capture_output=True, text=True, env=environment, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (code, text), done.stderr
+
+
+def test_imports_take_less_than_a_second_besides_tensorflow():
+    """And nothing else that is slow: no matplotlib, and no SciPy but where Keras imports it itself."""
+    program = """
+import sys, time
+import keras, tensorflow
+before, began = set(sys.modules), time.process_time()
+import tflms_sft
+for name in tflms_sft.__all__:
+    getattr(tflms_sft, name)
+print(time.process_time() - began)
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    seconds, modules = done.stdout.splitlines()
+    assert float(seconds) < 1
+    assert set(modules.split()) - {*sys.stdlib_module_names, "tensorflow", "keras"} == {"tflms_sft", "rewriters"}
 
 
 def test_requirements_and_extras(metadata):

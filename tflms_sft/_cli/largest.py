@@ -159,11 +159,9 @@ class Search:
 
     def plain(self) -> Found:
         """Without rewriting."""
-        few = self._first()
-        if 2 * few > self._most:
-            guess = few
-        else:
-            guess = extrapolated(self._peak, self.limit, few, 2 * few, self._varied.power)
+        first = self._first()
+        few, more = (first, 2 * first) if 2 * first <= self._most else (max(first // 2, 1), first)
+        guess = more if few == more else extrapolated(self._peak, self.limit, few, more, self._varied.power)
         number = largest(lambda n: self._peak(n) <= self.limit, guess, self._within, self._most)
         return self._found(number, self._plain.get(number), 1.0, "as it is")
 

@@ -35,6 +35,8 @@ def load(name: str, arguments: Mapping[str, Any], imports: Sequence[str] = ()) -
     for wanted in imports:
         _imported(wanted, "--import")
     if os.path.exists(name):
+        if name.endswith(".py"):
+            raise UsageError(f"MODEL has to name the function that builds the model: {name}:function.")
         if arguments:
             raise UsageError(f"--arg is for functions, and MODEL is a file. Received: {name!r}.")
         return _saved(name)

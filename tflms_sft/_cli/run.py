@@ -105,7 +105,7 @@ class Budget:
         @functools.wraps(plain)
         def fit(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
-            with self._given(bound.arguments.get("callbacks")) as callbacks:
+            with self._given(args[0], bound.arguments.get("callbacks")) as callbacks:
                 bound.arguments["callbacks"] = callbacks
                 return plain(*bound.args, **bound.kwargs)
 
@@ -122,7 +122,7 @@ class Budget:
             model.fit = own
 
     @contextlib.contextmanager
-    def _given(self, callbacks: Any) -> Iterator[Any]:
+    def _given(self, model: Any, callbacks: Any) -> Iterator[Any]:
         """The callbacks of a `fit` with one more, while it lasts."""
         import keras
 
@@ -139,8 +139,8 @@ class Budget:
         if container is None:
             yield [*(callback for callback in own if callback is not None), ours]
             return
-        container.append(ours)  # It told the others their model when it was made.
-        ours.set_model(container.model)
+        container.callbacks.append(ours)
+        ours.set_model(model)  # The container told the others when it was made.
         ours.set_params(container.params)
         try:
             yield container

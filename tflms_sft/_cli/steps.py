@@ -126,6 +126,8 @@ def _compiled(model: Any, options: argparse.Namespace) -> str:
         return "the model's own loss"
     loss, why = _fitting_loss(model) if not options.loss else (options.loss, "loss as given")
     try:
+        keras.optimizers.get(options.optimizer or "adam")  # What is not known would be told later, and less clearly.
+        keras.losses.get(options.loss)
         if is_compiled:
             loss, why = (options.loss, why) if options.loss else (None, "the model's own loss")
             models.compile_as(model, model, options.optimizer, loss)
