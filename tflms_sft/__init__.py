@@ -2,11 +2,13 @@
 
 from rewriters.errors import BudgetError, RewriteError, SegmentError, SwapError
 from tflms_sft._callbacks import LMS, SFT, MemoryBudget, budget
+from tflms_sft._differences import Difference, Verification
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._measure import measure
 from tflms_sft._params import AutoParams, SegmentSpec, SFTParams
 from tflms_sft._plan import Measurement, Plan, PlannedSegment, PlannedSwap, Prediction, Timeline
 from tflms_sft._rewrite import RewrittenStep, rewrite
+from tflms_sft._verify import verify
 from tflms_sft._version import __version__
 
 __all__ = [
@@ -14,6 +16,7 @@ __all__ = [
     "SFT",
     "AutoParams",
     "BudgetError",
+    "Difference",
     "LMSParams",
     "Measurement",
     "MemoryBudget",
@@ -28,8 +31,10 @@ __all__ = [
     "SegmentSpec",
     "SwapError",
     "Timeline",
+    "Verification",
     "__version__",
     "budget",
     "measure",
     "rewrite",
+    "verify",
 ]

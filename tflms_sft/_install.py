@@ -368,6 +368,27 @@ def check_model(model: Any) -> None:
         raise RewriteError(f"Model {model.name!r} has no trainable weights, so a step computes no gradients.")
 
 
+def check_apart(model: Any) -> None:
+    """Refuse models whose step cannot be run by itself now.
+
+    Raises:
+        RewriteError: With the remedy.
+    """
+    check_model(model)
+    installed = model.__dict__.get(_SLOT)
+    if installed is not None:
+        raise RewriteError(
+            f"The step of model {model.name!r} is rewritten at the moment, by {installed._owner}. Do this before or "
+            "after that training."
+        )
+    replicas = number_of(model.distribute_strategy)
+    if replicas > 1:
+        raise RewriteError(
+            f"Model {model.name!r} trains on {replicas} replicas, and one alone is compared. Make the model outside "
+            "of the strategy's scope."
+        )
+
+
 def start_line(installation: Installation) -> str:
     """What was done, for the user."""
     assert installation.plan is not None
