@@ -53,7 +53,8 @@ class Difference:
         relative: `max|a - b| / max(max|b|, floor)`; infinite where something is not finite, and for another shape.
         noise: The same between two runs of the original, the second with its weights off by one rounding; for
             variables also with the gradients of the rewritten step.
-        limit: Most that rounding explains: what the type is expected to give, or ten times the noise.
+        limit: Most that rounding explains: what the type is expected to give in a step of this size, or ten times the
+            noise.
     """
 
     kind: str

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -45,6 +46,9 @@ GRADIENT_FLOOR = 1e-4
 
 ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Relative distance of a number from the next."""
+
+SUMMED = 4
+"""Roundings that a sum may be off, times the root of the number of its terms: tiles add in another order."""
 
 NOISES = 10
 """How many times its noise a tensor may be off: one sample tells the order of magnitude."""
@@ -178,12 +182,13 @@ def _compared(step: RewrittenStep, arguments: tuple[Any, ...], steps: int) -> Ve
     original, flat = step._original, step._flat(arguments, {})
     analysis = Analysis(read(original))
     dtype = _coarsest(analysis)
+    expected = _expected(dtype, flat)
     runs = _Runs(step, arguments, flat, _shared_gradients(original, analysis, step._importer.graph))
     rows: dict[tuple[str, str], Difference] = {}
     with _put_back(runs.handles) as state:
         for _ in range(steps):
             want = runs.plain(state)
-            for row in runs.differences(state, want, EXPECTED[dtype]):
+            for row in runs.differences(state, want, expected):
                 rows[row.kind, row.name] = max(row, rows.get((row.kind, row.name), row), key=badness)
             state = want.state
     return Verification(tuple(rows.values()), dtype, steps, step.plan, runs.shared.left, _random_ops(analysis))
@@ -401,6 +406,12 @@ def _coarsest(analysis: Analysis) -> str:
             if dtype.name in EXPECTED:
                 types[shape is not None and len(shape) > 2].add(dtype.name)
     return max(types[True] or types[False] or {"float32"}, key=EXPECTED.__getitem__)
+
+
+def _expected(dtype: str, flat: Sequence[Any]) -> float:
+    """What rounding explains in a step on arguments of this size; half precision is summed in float32."""
+    terms = max((int(tf.size(value)) for value in flat), default=1)
+    return max(EXPECTED[dtype], SUMMED * min(ROUNDING[dtype], ROUNDING["float32"]) * math.sqrt(terms))
 
 
 def _random_ops(analysis: Analysis) -> tuple[str, ...]:
