@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import keras
 import numpy as np
@@ -10,7 +11,9 @@ import tensorflow as tf
 from keras import layers
 
 import tflms_sft
-from tflms_sft import AutoParams, SegmentSpec, SFTParams
+from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
+from tflms_sft._summary import rows
+from tflms_sft._units import format_bytes
 
 IMAGES = np.zeros((2, 32, 32, 3), "float32")
 
@@ -53,14 +56,43 @@ def test_the_headline_has_segments_tiles_and_peaks(plan):
     assert "budget" not in plan.headline()
 
 
-def test_the_summary_has_a_line_for_each_segment(plan):
-    first, *lines = plan.summary().splitlines()
+def test_the_summary_has_a_table_with_a_line_for_each_segment(plan):
+    first, headings, rule, one, two, rest, whole, *lines = plan.summary().splitlines()
     assert first == f"Plan for batch 2: {plan.headline()}"
-    assert lines[0].startswith("  segment1: photo -> pool, 4x2 tiles forward, 2x2 backward; ")
-    assert "exit tile 4x8 from 12x18 of the entry" in lines[0]
-    assert lines[1].startswith("  segment2: pool -> four, 3x1 tiles forward, 3x1 backward; ")
+    columns = ["segment", "layers", "decision", "tiles", "waits before", "after", "work"]
+    assert re.split(r"  +", headings.strip()) == columns
+    assert set(rule) == {" ", "-"} and len({len(line) for line in (headings, rule, one, two, rest, whole)}) == 1
+    cells = [re.split(r"  +", line.strip()) for line in (one, two, rest, whole)]
+    assert cells[0][:4] == ["segment1", "photo -> pool", "tiles, recompute", "4x2 / 2x2"]
+    assert cells[1][:4] == ["segment2", "pool -> four", "tiles, recompute", "3x1"]
+    assert cells[2][:4] == ["-", "everything else", "as it was", "-"]
+    assert cells[3][0] == "step" and cells[3][-1] == f"100 -> {100 * plan.predicted.time_ratio:.0f} %"
+    assert lines[0].startswith("  segment1: exit tile 4x8 from 12x18 of the entry; turn ")
     assert any(line.startswith("  weights and optimizer slots: ") for line in lines)
     assert "measured" not in plan.summary()
+
+
+def test_what_waits_for_the_backward_phase(plan):
+    """Two convolutions of 32x32x8 floats and a pool of 16x16x8 before; after only what is between the segments."""
+    image, small = 2 * 32 * 32 * 8 * 4, 2 * 16 * 16 * 8 * 4
+    assert plan.segments[0].waiting_bytes == (2 * image + small, small)
+    assert plan.segments[1].waiting_bytes == (2 * small, small)  # The gradient of the last relu reads it.
+    assert max(plan.rest_waiting_bytes) < 1024
+
+
+def test_the_shares_of_work_are_those_of_the_step(plan):
+    parts = [plan.rest_work, *(segment.work for segment in plan.segments)]
+    assert sum(before for before, _ in parts) == pytest.approx(1.0)
+    assert sum(after for _, after in parts) == pytest.approx(plan.predicted.time_ratio)
+    assert all(after > before > 0.1 for before, after in parts[1:]) and plan.rest_work[0] == plan.rest_work[1]
+
+
+def test_swaps_are_a_line_of_the_table(step):
+    fast = tflms_sft.rewrite(step, [SFTParams((3, 1), [SegmentSpec("photo", "pool")]), LMSParams(min_bytes=1)], IMAGES)
+    found = {row.decision: row for row in rows(fast.plan)}
+    assert found["swap to disk"].after == f"-{format_bytes(fast.plan.swapped_bytes)}"
+    whole = sum(pair[1] for pair in (fast.plan.rest_waiting_bytes, fast.plan.segments[0].waiting_bytes))
+    assert found[""].after == format_bytes(whole - fast.plan.swapped_bytes)
 
 
 def test_the_summary_tells_the_measured_peak_and_its_source_once_there_is_one(plan):

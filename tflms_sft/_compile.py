@@ -19,7 +19,7 @@ from rewriters.normalise import read
 from rewriters.roles import is_autodiff_name
 from rewriters.sft import SegmentPlan, loop_nodes, outline, tile_segments
 from rewriters.turns import loop_turns
-from tflms_sft._described import described
+from tflms_sft._described import described, shares
 from tflms_sft._names import LayerRecord, display_names
 from tflms_sft._plan import Plan, Prediction
 from tflms_sft._text import shortened
@@ -169,11 +169,14 @@ def finish(
     else:
         peak, ratio = predict(traced, plans, limit=0, graph=graph) if plans else (original, 1.0)
     names = display_names(analysis.graph, traced.record)
+    *parts, rest = shares(analysis, traced.batch, plans, traced.cost)
     plan = Plan(
         changed=bool(plans),
         batch=traced.batch,
         batch_is_fixed=traced.batch_is_fixed,
-        segments=tuple(described(traced.analysis, traced.batch, plan, names) for plan in plans),
+        segments=tuple(described(analysis, traced.batch, *pair, names) for pair in zip(plans, parts, strict=True)),
+        rest_waiting_bytes=rest.waiting_bytes,
+        rest_work=rest.work,
         left_alone=_reasons(traced, left),
         original=prediction(original, traced.fixed_bytes, 1.0),
         predicted=prediction(peak, traced.fixed_bytes, ratio),
