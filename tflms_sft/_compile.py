@@ -6,14 +6,15 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Container, Iterator, Sequence
+import itertools
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from rewriters import _tf_private
 from rewriters.analysis import Analysis
-from rewriters.cost import phase_cost, step_cost
+from rewriters.cost import op_cost, phase_cost, step_cost
 from rewriters.ft import LeftAlone
-from rewriters.graph import Graph, Node
+from rewriters.graph import Graph, Node, Tensor
 from rewriters.memory import Peak, graph_peak, unmodelled
 from rewriters.normalise import read
 from rewriters.roles import is_autodiff_name
@@ -161,14 +162,15 @@ def finish(
 ) -> tuple[Graph, Plan]:
     """Emit the graph and describe it."""
     analysis = traced.analysis
-    original, _ = predict(traced, [], limit=0)
     graph = tile_segments(analysis, plans) if plans else analysis.graph
-    # A budget has to be kept in every state of the device's memory; otherwise a fresh one tells enough.
-    if plans and budget:
-        peak, ratio = predict(traced, plans)  # As the search did.
-    else:
-        peak, ratio = predict(traced, plans, limit=0, graph=graph) if plans else (original, 1.0)
     names = display_names(analysis.graph, traced.record)
+    original = prediction(traced, [], analysis.graph, names, predict(traced, [], limit=0))
+    predicted = original
+    if plans:
+        # A budget has to be kept in every state of the device's memory, as the search saw to, by an outline;
+        # otherwise a fresh one tells enough.
+        seen, limit = (outline(analysis, plans), None) if budget else (graph, 0)
+        predicted = prediction(traced, plans, seen, names, predict(traced, plans, limit, seen))
     *parts, rest = shares(analysis, traced.batch, plans, traced.cost)
     plan = Plan(
         changed=bool(plans),
@@ -178,8 +180,8 @@ def finish(
         rest_waiting_bytes=rest.waiting_bytes,
         rest_work=rest.work,
         left_alone=_reasons(traced, left),
-        original=prediction(original, traced.fixed_bytes, 1.0),
-        predicted=prediction(peak, traced.fixed_bytes, ratio),
+        original=original,
+        predicted=predicted,
         memory_budget=budget,
         notes=_notes(traced),
     )
@@ -195,9 +197,43 @@ def _notes(traced: Traced) -> tuple[str, ...]:
     return (f"not in the predicted peak, because only a run tells: what is kept inside of {shown}",)
 
 
-def prediction(peak: Peak, fixed_bytes: int, ratio: float) -> Prediction:
-    """As a plan reports it."""
-    return Prediction(peak.peak_bytes, fixed_bytes, ratio, peak.largest, peak.timeline)
+def prediction(
+    traced: Traced, plans: list[SegmentPlan], graph: Graph, names: Mapping[Tensor, str], found: tuple[Peak, float]
+) -> Prediction:
+    """As a plan reports it.
+
+    Args:
+        traced: The step.
+        plans: Its segments.
+        graph: The rewritten graph, or an outline of it, that was predicted.
+        names: Layers of tensors of the original.
+        found: What `predict` told.
+    """
+    peak, ratio = found
+    known = traced.analysis.graph
+    made = {new.name: old for old, new in graph.aliases.items() if known.tensor(old)}  # By loops, too.
+    layers = {tensor.name: layer for tensor, layer in names.items()}
+    originals = ((made.get(name, name), size) for name, size in peak.largest)
+    shown = tuple((layers.get(name, name), size) for name, size in originals)
+    progress = _progress(traced, plans, graph, peak.timeline)
+    return Prediction(peak.peak_bytes, traced.fixed_bytes, ratio, shown, peak.timeline, progress)
+
+
+def _progress(
+    traced: Traced, plans: list[SegmentPlan], graph: Graph, timeline: Sequence[tuple[str, int]]
+) -> tuple[float, ...]:
+    """Work done, over that of the original step, when each op begins."""
+    analysis, batch = traced.analysis, traced.batch
+    loops = loop_nodes(graph)
+    costs = {
+        loops[plan.segment.name, phase.name]: phase_cost(analysis, phase, batch)
+        for plan in plans
+        for phase in plan.phases
+    }
+    known = analysis.graph.nodes
+    ops = (costs.get(name) or (op_cost(analysis, known[name], batch) if name in known else 0.0) for name, _ in timeline)
+    *begins, _ = itertools.accumulate(ops, initial=0.0)
+    return tuple(round(done / max(traced.cost, 1.0), 6) for done in begins)
 
 
 def _reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str], ...]:

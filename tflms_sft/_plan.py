@@ -21,7 +21,9 @@ class Prediction:
         time_ratio: Work over that of the original step, as a guess of what the time becomes: arithmetic and memory
             traffic, the weights of every turn included.
         largest: (name, bytes) of the largest tensors alive at the worst moment.
-        timeline: (op, bytes alive while it runs), in predicted order.
+        timeline: (op, bytes alive while it runs), in predicted order. A tile loop is one op,
+            `sft/<segment>/<loop>/while`.
+        progress: Work done when each of these ops begins, over that of the whole original step.
     """
 
     peak_bytes: int
@@ -29,6 +31,7 @@ class Prediction:
     time_ratio: float
     largest: tuple[tuple[str, int], ...]
     timeline: tuple[tuple[str, int], ...] = dataclasses.field(repr=False, default=())
+    progress: tuple[float, ...] = dataclasses.field(repr=False, default=())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +43,14 @@ class Timeline:
         peak_bytes: The most at a time, variables and arguments included.
         largest: (operation that made it, bytes) of the largest things alive then.
         points: (seconds, bytes alive), one for each change.
+        loops: (`<segment>/<loop>`, seconds at its begin, at its end) of each tile loop.
     """
 
     device: str
     peak_bytes: int
     largest: tuple[tuple[str, int], ...]
     points: tuple[tuple[float, int], ...] = dataclasses.field(repr=False)
+    loops: tuple[tuple[str, float, float], ...] = dataclasses.field(repr=False, default=())
 
 
 @dataclasses.dataclass(frozen=True)

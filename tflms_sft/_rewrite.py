@@ -262,11 +262,12 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
     swapped = swap(traced, graph, choice.swaps)
     # A budget has to be kept in every state of the device's memory, as the search saw to.
     limit = 0 if budget is None else None
-    peak, ratio = predict(traced, choice.plans, limit, swapped.graph, swapped.away, swapped.outs)
+    peak = predict(traced, choice.plans, limit, swapped.graph, swapped.away, swapped.outs)
+    names = display_names(traced.analysis.graph, traced.record)
     plan = dataclasses.replace(
         plan,
         changed=True,
-        predicted=prediction(peak, traced.fixed_bytes, ratio),
+        predicted=prediction(traced, choice.plans, swapped.graph, names, peak),
         swaps=described(swapped, traced.batch, display_names(graph, traced.record)),
         swap_tier="host" if isinstance(swapped.tier, HostTier) else "disk",
         not_swapped=tuple(swapped.left),
