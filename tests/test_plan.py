@@ -12,6 +12,7 @@ from keras import layers
 
 import tflms_sft
 from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
+from tflms_sft._plot import Span, joined, readable
 from tflms_sft._summary import rows
 from tflms_sft._units import format_bytes
 
@@ -167,16 +168,53 @@ def test_tiles_cost_work_and_the_numbers_of_the_original_do_not_move(plan, step)
     assert plan.predicted.fixed_bytes == sum(4 * int(tf.size(v)) for v in step.model.trainable_variables)
 
 
+def test_what_loops_make_is_named_after_its_layer(step):
+    """`pool` is written by one loop and read by the other."""
+    specs = [SegmentSpec("photo", "pool", stored="one"), SegmentSpec("pool", "four")]
+    for params in (SFTParams((3, 1), specs), AutoParams("420KiB", headroom=0, swap=False)):
+        plan = tflms_sft.rewrite(step, params, IMAGES).plan
+        assert plan.segments and not any(name.startswith("sft/") for name, _ in plan.predicted.largest)
+        assert {"one", "two", "pool"} & {name for name, _ in plan.predicted.largest}
+        assert len(plan.predicted.progress) == len(plan.predicted.timeline)
+
+
 @pytest.mark.parametrize("measured", [None, tflms_sft.Measurement(2**20, "a test")])
 def test_the_picture_is_a_png_and_a_figure(plan, tmp_path, measured):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
     figure = dataclasses.replace(plan, measured=measured, memory_budget=2**20).plot(str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
-    (axes,) = figure.axes
+    axes, bars = figure.axes
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     expected = ["original, peak", "rewritten, peak", *(["rewritten, measured peak 1.00"] if measured else []), "budget"]
     assert len(labels) == len(expected) and all(map(str.startswith, labels, expected))
+    found = [text.get_text() for text in bars.texts]
+    name, size = plan.predicted.largest[0]
+    assert len(found) == 5 and found[0].strip() == f"{format_bytes(size)}  {name}"
+
+
+def shaded(axes):
+    """(name, begin, end) of the segments behind the curves."""
+    spans = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in axes.patches]
+    return [(text.get_text().split()[0], *span) for text, span in zip(axes.texts, spans, strict=True)]
+
+
+def test_segments_are_shaded_where_their_loops_run(plan):
+    pytest.importorskip("matplotlib")
+    axes, _ = plan.plot().axes
+    found = shaded(axes)
+    assert [name for name, *_ in found] == ["segment1", "segment2", "segment2", "segment1"]
+    ends = [place for _, *span in found for place in span]
+    assert ends == sorted(ends) and ends[-1] <= plan.predicted.time_ratio
+    for name, segment in zip(("segment1", "segment2"), plan.segments, strict=True):
+        width = sum(end - begin for other, begin, end in found if other == name)
+        assert width == pytest.approx(segment.work[1], rel=1e-3)
+
+
+def test_loops_that_follow_each_other_are_one_span():
+    first, second = Span("a", False, 0.0, 0.1), Span("a", False, 0.105, 0.2)
+    spans = [first, second, Span("a", True, 0.2, 0.3), Span("b", True, 0.3, 1)]
+    assert joined(spans, 0.01) == [Span("a", False, 0.0, 0.2), *spans[2:]]
 
 
 def test_what_was_measured_is_drawn_beside_what_was_predicted(step, tmp_path):
@@ -184,11 +222,15 @@ def test_what_was_measured_is_drawn_beside_what_was_predicted(step, tmp_path):
     fast = tflms_sft.rewrite(step, SFTParams((4, 1), [SegmentSpec("photo", "pool")]), IMAGES)
     before, after = (tflms_sft.measure(function, IMAGES, timelines=True) for function in (step, fast))
     assert fast.plan.measured is after
+    (line,) = after.timelines
+    assert [loop for loop, *_ in line.loops] == ["segment1/forward", "segment1/backward"]
+    assert all(0 <= begin < end <= line.points[-1][0] for _, begin, end in line.loops)
     figure = fast.plan.plot(tmp_path / "plan.png", before)
-    predicted, measured = figure.axes
-    for axes, found in ((predicted, fast.plan.predicted), (measured, after.timelines[0])):
-        (text,) = axes.texts
-        assert text.get_text().startswith("largest at the peak:") and found.largest[0][0][-20:] in text.get_text()
+    predicted, below, measured, below_measured = figure.axes
+    for bars, found in ((below, fast.plan.predicted), (below_measured, line)):
+        assert bars.get_title(loc="left") == "largest at the peak of the rewritten step"
+        assert readable(found.largest[0][0])[-20:] in bars.texts[0].get_text()
+    assert [name for name, *_ in shaded(measured)] == [name for name, *_ in shaded(predicted)] == ["segment1"] * 2
     lines = {line.get_label().split(",")[0]: line for line in measured.get_lines()}
     for found, label in ((before, "original"), (after, "rewritten")):
         assert max(lines[label].get_ydata()) == pytest.approx(found.timelines[0].peak_bytes / 2**20)

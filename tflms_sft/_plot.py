@@ -30,6 +30,9 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _LOOP = re.compile(r"sft/([^/]+)/(forward|backward)[^/]*/")
 
 
+_IN_TURN = re.compile(r"sft/([^/]+)/([^/]+)/while/body/[^/]+/while/(.+)")
+
+
 class Span(NamedTuple):
     """Where loops of a segment run.
 
@@ -171,7 +174,7 @@ def _draw(
         axes.axhline(budget / size, color=BUDGET, ls="--", lw=1.4, label=f"budget {format_bytes(budget)}")
     elif budget is not None:
         axes.plot([], [], color=BUDGET, ls="--", lw=1.4, label=f"budget {format_bytes(budget)} (above the picture)")
-    axes.set_xlim(0, end)
+    axes.set_xlim(0, 1.01 * end)
     axes.set_ylabel(f"memory alive ({name})")
     axes.tick_params(labelleft=True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -219,13 +222,19 @@ def _bars(axes: Any, curve: Curve) -> None:
     axes.set_title(f"largest at the peak of the {curve.label.split(',')[0]} step", loc="left", fontsize=8.5)
     axes.barh(range(len(largest)), [size for _, size in largest], color=curve.color, alpha=0.3, height=0.82)
     for number, (name, size) in enumerate(largest):
-        text = f" {format_bytes(size):>8}  {_tail(name)}"
+        text = f" {format_bytes(size):>8}  {_tail(readable(name))}"
         axes.text(0, number, text, va="center", ha="left", fontsize=7.5, family="monospace", color="#1f2329")
     axes.set_ylim(max(len(largest), 1) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
+
+
+def readable(name: str) -> str:
+    """The operation of a turn of a loop, without the scopes that the runtime adds."""
+    match = _IN_TURN.match(name)
+    return f"{match[3]} (in {match[1]}, {match[2]})" if match else name
 
 
 def _tail(name: str, length: int = 84) -> str:

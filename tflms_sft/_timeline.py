@@ -13,8 +13,8 @@ from tflms_sft._plan import Timeline
 
 _MOST_NAMED = 10
 
-_LOOP = re.compile(r"sft/([^/]+/[^/]+)/while/")
-"""Operations of a loop, once the runtime has unrolled it into switches; what makes its buffers may run long before."""
+_LOOP = re.compile(r"sft/([^/]+/[^/]+)/while/body/")
+"""Operations of the turns of a loop; what makes its buffers may run long before."""
 
 
 class _Change(NamedTuple):
@@ -50,11 +50,11 @@ def timelines(concrete_fn: Any, arguments: Sequence[Any], fixed: Mapping[str, in
 def _loops(stats: Any, begin: int) -> tuple[tuple[str, float, float], ...]:
     """When each tile loop runs: from the first of its turns' operations to the last."""
     found: dict[str, tuple[int, int]] = {}
-    for name, times in _tf_private.times(stats).items():
+    for name, begun, ended in _tf_private.runs(stats):
         match = _LOOP.match(name)
-        if match and "/body/" in name:
-            first, last = found.get(match[1], (times.begun, times.ended))
-            found[match[1]] = min(first, times.begun), max(last, times.ended)
+        if match:
+            first, last = found.get(match[1], (begun, ended))
+            found[match[1]] = min(first, begun), max(last, ended)
     seconds = ((loop, (first - begin) * 1e-6, (last - begin) * 1e-6) for loop, (first, last) in found.items())
     return tuple(sorted(seconds, key=lambda loop: loop[1]))
 
