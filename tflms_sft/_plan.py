@@ -237,10 +237,47 @@ class Plan:
         """
         from tflms_sft._plot import draw_plan
 
-        for argument, value in (("before", before), ("after", after)):
-            if not isinstance(value, Measurement | None):
-                raise TypeError(
-                    f"`{argument}` must be what `tflms_sft.measure` returned. Received: {argument}={value!r} of type "
-                    f"{type(value).__name__}."
-                )
+        _check_measurements(before, after)
         return draw_plan(self, path, before, after or self.measured)
+
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        before: Measurement | None = None,
+        after: Measurement | None = None,
+    ) -> str:
+        """The whole report as one page: table, picture, swaps, what is left alone and why, largest tensors.
+
+        The page asks for nothing from elsewhere. Without matplotlib it has no picture, and says so.
+
+        Args:
+            path: File to write; `None` only returns the text.
+            before: As for `plot`.
+            after: As for `plot`.
+
+        Returns:
+            The text of the page.
+
+        Raises:
+            TypeError: If `before` or `after` is no `Measurement`.
+
+        Example:
+        >>> callback.plan.to_html("plan.html")
+        """
+        from tflms_sft._html import page
+
+        _check_measurements(before, after)
+        text = page(self, before, after or self.measured)
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        return text
+
+
+def _check_measurements(before: Any, after: Any) -> None:
+    for argument, value in (("before", before), ("after", after)):
+        if not isinstance(value, Measurement | None):
+            raise TypeError(
+                f"`{argument}` must be what `tflms_sft.measure` returned. Received: {argument}={value!r} of type "
+                f"{type(value).__name__}."
+            )
