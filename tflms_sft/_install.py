@@ -25,7 +25,7 @@ from rewriters.tiers import Tier
 from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._names import recorded_layers
-from tflms_sft._plan import Plan
+from tflms_sft._plan import Measurement, Plan
 from tflms_sft._replicas import Replicas, RunInstead, number_of
 from tflms_sft._rewrite import Chosen, check_graphs_run, check_image_sizes, rewrite_traced
 from tflms_sft._units import format_bytes
@@ -209,6 +209,14 @@ class Installation:
             yield from batches
 
         return iter(tf.data.Dataset.from_generator(generate, output_signature=spec))
+
+    def reset_peak(self) -> int | None:
+        """Start to measure several steps; returns the bytes in use, or `None` where no statistics are kept."""
+        return reset_peak(self._tiers)
+
+    def peak_since(self, in_use: int | None) -> Measurement | None:
+        """The peak since then, if there are statistics and a plan."""
+        return None if in_use is None or self.plan is None else read_peak(in_use, self._variables, self._tiers)
 
     @property
     def _tiers(self) -> list[Tier]:
