@@ -52,6 +52,7 @@ class _Rewriting(keras.callbacks.Callback):
             self._measured,
             owner=f"the callback `{type(self).__name__}`",
             training=self.params or object(),  # All callbacks of a `fit` are given the same one.
+            say=_say if self._verbose else None,
         )
         self._installation.install()
         log = TrainingLog(self._log_dir, tensorboard_of_this_fit())
@@ -109,6 +110,10 @@ class _Rewriting(keras.callbacks.Callback):
             print(peak_line(plan), flush=True)
 
 
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
 def checked_shape(batch_shape: Sequence[int] | None) -> tuple[int, ...] | None:
     """`(batch, ..., channels)` as positive integers.
 
@@ -155,7 +160,8 @@ class MemoryBudget(_Rewriting):
             `LMSParams` that say which, and where to. Defaults to `True`.
         batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
             Defaults to `None`: that of the first batch.
-        verbose: 0 prints nothing, 1 one line at the start and one after the first step. Defaults to 1.
+        verbose: 0 prints nothing, 1 one line at the start and one after the first step, and one while a plan is
+            searched for if that takes long. Defaults to 1.
         log_dir: Directory for TensorBoard. Defaults to `None`: that of a `keras.callbacks.TensorBoard` in the same
             `fit`, if there is one.
 
@@ -193,7 +199,8 @@ class SFT(_Rewriting):
         backward_num_tiles: As in `SFTParams`.
         batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
             Defaults to `None`: that of the first batch.
-        verbose: 0 prints nothing, 1 one line at the start and one after the first step. Defaults to 1.
+        verbose: 0 prints nothing, 1 one line at the start and one after the first step, and one while a plan is
+            searched for if that takes long. Defaults to 1.
         log_dir: Directory for TensorBoard. Defaults to `None`: that of a `keras.callbacks.TensorBoard` in the same
             `fit`, if there is one.
 
@@ -231,7 +238,8 @@ class LMS(_Rewriting):
         tiles: `SFTParams` to tile with before; what is left between the segments is swapped. Defaults to `None`.
         batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
             Defaults to `None`: that of the first batch.
-        verbose: 0 prints nothing, 1 one line at the start and one after the first step. Defaults to 1.
+        verbose: 0 prints nothing, 1 one line at the start and one after the first step, and one while a plan is
+            searched for if that takes long. Defaults to 1.
         log_dir: Directory for TensorBoard. Defaults to `None`: that of a `keras.callbacks.TensorBoard` in the same
             `fit`, if there is one.
         **params: As in `LMSParams`.
@@ -301,7 +309,9 @@ def budget(
             print(peak_line(plan), flush=True)
 
     params = chosen_of(AutoParams(memory_budget, headroom, swap))
-    installation = Installation(model, params, checked_shape(batch_shape), planned, measured, owner="`budget`")
+    say = _say if verbose else None
+    shape = checked_shape(batch_shape)
+    installation = Installation(model, params, shape, planned, measured, owner="`budget`", say=say)
     installation.install()
     try:
         yield installation

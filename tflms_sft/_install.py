@@ -26,6 +26,7 @@ from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._names import recorded_layers
 from tflms_sft._plan import Measurement, Plan
+from tflms_sft._progress import Stopwatch, told_if_slow
 from tflms_sft._replicas import Replicas, RunInstead, number_of
 from tflms_sft._rewrite import Chosen, check_graphs_run, check_image_sizes, rewrite_traced
 from tflms_sft._units import format_bytes
@@ -39,6 +40,7 @@ class Installation:
     Attributes:
         model: The model.
         plan: Of the first signature that was traced; `None` before.
+        planning: How long it took to find.
     """
 
     def __init__(
@@ -50,9 +52,23 @@ class Installation:
         on_measured: Callable[[Plan], None],
         owner: str,
         training: object = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        """Prepare; `training` is the `fit` that `owner` is a callback of, `None` for a `with` block."""
+        """Prepare.
+
+        Args:
+            model: The model.
+            params: How to rewrite.
+            batch_shape: Shape of the largest batch of images, if it was given.
+            on_plan: Is told of the plan.
+            on_measured: Is told when the first step was measured.
+            owner: What asked for it, for errors.
+            training: The `fit` that `owner` is a callback of, `None` for a `with` block.
+            say: Is told what takes long.
+        """
         self.model = model
+        self._say = say
+        self.planning = Stopwatch()
         self._owner = owner
         self._training = training
         self.plan: Plan | None = None
@@ -296,12 +312,12 @@ class Installation:
         self._check_batch_shape(traced)
         known = self._images
         self._require_batch(traced, known)
-        with collector_paused():
+        with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as watch:
             for_tiles = self._params.tiles is not None
             analysed = analyse(traced, record, known[0] if known else None, for_tiles)
             importer, plan = rewrite_traced(analysed, self._params)
         if self.plan is None:
-            self.plan = plan
+            self.plan, self.planning = plan, watch
             self._variables = _tf_private.variable_sizes(traced)
             self._on_plan(plan)
         return importer
@@ -403,7 +419,7 @@ def start_line(installation: Installation) -> str:
     text = f"tflms-sft: {installation.plan.headline()}"
     if installation.turned_off_jit:
         text += "; XLA (`jit_compile`) is off for this training"
-    return "; ".join([text, *installation.plan.notes])
+    return "; ".join(filter(None, [text, *installation.plan.notes, installation.planning.text()]))
 
 
 def peak_line(plan: Plan) -> str:

@@ -22,6 +22,7 @@ from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
 from tflms_sft._swap import described, notes, swap
 from tflms_sft._tiling import plan_sft
+from tflms_sft._units import format_bytes
 
 _MOST_CHARACTERS = 600
 """Of the arguments that an error repeats: a list may hold a whole image."""
@@ -318,6 +319,12 @@ class Chosen:
     def has_budget(self) -> bool:
         """Whether the plan holds for one size of the batch."""
         return isinstance(self.tiles, AutoParams)
+
+    def aim(self) -> str:
+        """What is going on while a plan is made."""
+        if isinstance(self.tiles, AutoParams):
+            return f"planning for a budget of {format_bytes(self.tiles.memory_budget)}"
+        return "planning swaps" if self.tiles is None else "planning tiles"
 
     def without_swaps(self, why: str) -> Chosen:
         """The same with tiles alone.
