@@ -170,11 +170,6 @@ class Graph:
         """Add a node that is named after another one and placed where that one is."""
         return self.add(Node(self.unique_name(f"{near.name}/{op}"), op, inputs, (), attrs, near.device, outputs))
 
-    def tensor(self, name: str) -> Tensor | None:
-        """The tensor of a name such as `node:0`; `None` if there is no such node."""
-        node, _, index = name.rpartition(":")
-        return Tensor(self.nodes[node], int(index)) if node in self.nodes else None
-
     def unique_name(self, name: str) -> str:
         """`name`, or `name_1`, `name_2`, ... if it is taken."""
         candidate, count = name, 0

@@ -210,8 +210,8 @@ def prediction(
         found: What `predict` told.
     """
     peak, ratio = found
-    known = traced.analysis.graph
-    made = {new.name: old for old, new in graph.aliases.items() if known.tensor(old)}  # By loops, too.
+    known = traced.analysis.graph.nodes
+    made = {new.name: old for old, new in graph.aliases.items() if old.rpartition(":")[0] in known}  # By loops, too.
     layers = {tensor.name: layer for tensor, layer in names.items()}
     originals = ((made.get(name, name), size) for name, size in peak.largest)
     shown = tuple((layers.get(name, name), size) for name, size in originals)

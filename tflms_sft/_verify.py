@@ -38,6 +38,7 @@ from tflms_sft._differences import (
     difference,
 )
 from tflms_sft._install import check_apart
+from tflms_sft._names import lookup
 from tflms_sft._params import AutoParams
 from tflms_sft._rewrite import RewrittenStep, rewrite
 
@@ -362,8 +363,9 @@ def _shared_gradients(original: Any, analysis: Analysis, rewritten: Graph) -> _S
     for old, new in analysis.graph.aliases.items():
         bypassed.setdefault(new, []).append(old)
     for name, tensor in zip(names, found, strict=True):
-        plain = next((t for t in map(shared.graph.tensor, [tensor.name, *bypassed.get(tensor, ())]) if t), None)
-        now = rewritten.aliases.get(tensor.name) or rewritten.tensor(tensor.name)
+        candidates = (lookup(shared.graph, known) for known in (tensor.name, *bypassed.get(tensor, ())))
+        plain = next(filter(None, candidates), None)
+        now = lookup(rewritten, tensor.name)
         if plain is None:
             shared.left += ((name, "in the traced step it is inside of a function that is called"),)
         elif now is None:
