@@ -177,7 +177,26 @@ def test_a_step_that_draws_anew_in_every_run_is_told():
 
     result = verify(drawing, IMAGES, TILES)
     assert len(result.random_ops) == 1 and "draw(s) other numbers in every run" in result.summary()
-    assert result.gradients.noise > 1e-3
+    assert result.gradients.noise > 1e-3 and result.sensitive is result.gradients
+    assert result.summary().startswith("No difference beyond rounding, which is large here")
+
+
+def test_gradients_inside_of_called_functions_are_listed_and_their_variables_compared():
+    inner = tf.function(lambda x: tf.reduce_sum(tf.tanh(tf.nn.conv2d(x, WEIGHTS[1], 1, "SAME")) ** 2))
+
+    @tf.function
+    def calling(images):
+        with tf.GradientTape() as tape:
+            loss = inner(tf.tanh(tf.nn.conv2d(images, WEIGHTS[0], 1, "SAME")))
+        for weight, gradient in zip(WEIGHTS, tape.gradient(loss, WEIGHTS), strict=True):
+            weight.assign_sub(0.1 * gradient)
+        return loss
+
+    result = verify(calling, IMAGES, TILES)
+    gradients = sum(found.kind == "gradient" for found in result.differences)
+    assert result and gradients + len(result.not_compared) == 2
+    assert all(f"not compared: the gradient {name}: {why}" in result.summary() for name, why in result.not_compared)
+    assert sum(found.kind == "variable" for found in result.differences) == 2
 
 
 # Arguments ------------------------------------------------------------------------------------------------------

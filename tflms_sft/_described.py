@@ -42,7 +42,7 @@ def shares(analysis: Analysis, batch: int, plans: Sequence[SegmentPlan], whole: 
     after = _waiting(analysis, batch, owner, _read_after(analysis, plans))
     after.update({number: _saved_bytes(plan, batch) for number, plan in enumerate(plans)})
     parts = [_work(analysis, batch, plan, max(whole, 1.0)) for plan in plans]
-    rest = 1.0 - sum(once for once, _ in parts)
+    rest = max(1.0 - sum(once for once, _ in parts), 0.0)  # Not -0.
     return [
         Share((before[number], after[number]), work) for number, work in [*enumerate(parts), (_REST, (rest, rest))]
     ]

@@ -118,6 +118,12 @@ class Verification:
         """The worst of the weights, optimizer slots, statistics, metrics and seeds; `None` without any."""
         return self._worst(VARIABLE)
 
+    @property
+    def sensitive(self) -> Difference | None:
+        """The gradient that rounding moves most, if a mistake in it might pass as rounding."""
+        coarse = (found for found in self.differences if found.kind == GRADIENT and found.ok and found.limit > COARSE)
+        return max(coarse, key=lambda found: found.noise, default=None)
+
     def _worst(self, kind: str) -> Difference | None:
         """One that rounding does not explain if there is one, otherwise the largest."""
         of_kind = (found for found in self.differences if found.kind == kind)
@@ -130,6 +136,8 @@ class Verification:
             first = f"DIFFERENT: rounding does not explain {len(wrong)} of {len(self.differences)} tensors"
         elif not self.plan.changed:
             first = "Nothing was rewritten, so that this shows nothing: ask for tiles, or for a smaller budget"
+        elif self.sensitive:
+            first = f"No difference beyond rounding, which is large here: {len(self.differences)} tensors compared"
         else:
             first = f"The same, to the rounding of {self.dtype}: {len(self.differences)} tensors compared"
         lines = [f"{first}, after {self.steps} step(s)", f"  {self.plan.headline()}"]
@@ -143,11 +151,11 @@ class Verification:
         lines.extend(f"  wrong: {found.kind} {found.name}: {found.relative:.1e}" for found in wrong[:_MOST_NAMES])
         if any(not math.isfinite(found.noise) for found in wrong):
             lines.append("  the plain step gives numbers that are not finite, which cannot be compared: use other data")
-        gradient = max((d for d in self.differences if d.kind == GRADIENT), key=lambda d: d.noise, default=None)
-        if gradient is not None and gradient.limit > COARSE and gradient.ok and not self.random_ops:
+        if self.sensitive is not None and not self.random_ops:
             lines.append(
                 f"  the step itself is sensitive: with its weights off by one rounding, the gradient of "
-                f"{gradient.name} moves by {gradient.noise:.1e}. More images in the batch, or float64, show more"
+                f"{self.sensitive.name} moves by {self.sensitive.noise:.1e}. More images in the batch, or float64, "
+                "show more"
             )
         for name, reason in self.not_compared[:_MOST_NAMES]:
             lines.append(f"  not compared: the gradient {name}: {reason}")

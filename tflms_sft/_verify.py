@@ -325,7 +325,8 @@ def _differences(
     """Of what the rewritten step gave from what the original gave, and gives where little is changed."""
     for name, value in want.items():
         noise = max(difference(values[name], value, floor) for values in noisy)
-        yield Difference(kind, name, difference(got[name], value, floor), noise, max(expected, NOISES * noise))
+        limit = max(expected, NOISES * noise) if math.isfinite(noise) else expected
+        yield Difference(kind, name, difference(got[name], value, floor), noise, limit)
 
 
 # Gradients ---------------------------------------------------------------------------------------------------------
