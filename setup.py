@@ -42,6 +42,7 @@ setup(
             "pytest-xdist>=3.7",
             "ruff",
             "scikit-image",
+            "tensorboard",
             "toposort",
             # test_packaging builds the wheel without build isolation.
             "setuptools>=64",

@@ -42,6 +42,8 @@ def _difference(model: Any, batches: Sequence[Any], step: Callable[..., Any], fa
     """Largest relative difference of losses and variables (weights, statistics, optimizer slots) after the steps."""
     import numpy as np
 
+    from tflms_sft._differences import difference
+
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     start = [np.array(variable) for variable in variables]
     found = []
@@ -50,9 +52,7 @@ def _difference(model: Any, batches: Sequence[Any], step: Callable[..., Any], fa
             variable.assign(value)
         losses = [np.array(function(*batch)) for batch in batches]
         found.append([*losses, *(np.array(variable) for variable in variables)])
-    wanted = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(*found, strict=True)]
-    off = [np.abs(got - want).max() / max(np.abs(want).max(), 1e-3) for want, got in wanted if want.size]
-    return float(np.max(off))  # Which keeps what is not a number.
+    return max(difference(got, want) for want, got in zip(*found, strict=True))
 
 
 def _step_of(model: Any) -> Any:

@@ -7,7 +7,7 @@ it stands in for and why the public interface is not enough.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -226,6 +226,13 @@ def times(stats: Any) -> dict[str, Times]:
             made = sum(output.tensor_description.allocation_description.requested_bytes for output in node.output)
             found[node.node_name] = Times(begun, begun + node.op_end_rel_micros, made)
     return found
+
+
+def runs(stats: Any) -> Iterator[tuple[str, int, int]]:
+    """(operation, microseconds at its begin, at its end) of everything that ran, each turn of a loop by itself."""
+    for device in stats.dev_stats:
+        for node in device.node_stats:
+            yield node.node_name, node.all_start_micros, node.all_start_micros + node.op_end_rel_micros
 
 
 def step_stats(concrete_fn: Any, arguments: Sequence[Any]) -> Any:

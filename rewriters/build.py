@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from rewriters import _tf_private
-from rewriters.graph import Graph
+from rewriters.graph import Graph, Tensor
 from rewriters.tiers import Tier
 
 __all__: list[str] = []
@@ -36,6 +36,18 @@ class Importer:
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """Import the graph, fed with flat `arguments`; the results in the structure of the original."""
+        return _tf_private.pack_outputs(self.concrete_fn, self.values(arguments, self.graph.outputs))
+
+    def values(
+        self, arguments: Sequence[Any], tensors: Sequence[Tensor], given: Mapping[Tensor, Any] | None = None
+    ) -> list[Any]:
+        """Import the graph; the values of some of its tensors.
+
+        Args:
+            arguments: What it is fed with, flat.
+            tensors: What to return.
+            given: Values for readers of tensors, in the place of what is computed.
+        """
         outer = _tf_private.default_func_graph()
         assert outer is not None, "the graph is imported inside of a trace"
         if len(arguments) != self.num_arguments:
@@ -46,18 +58,20 @@ class Importer:
             placeholder.name: value
             for placeholder, value in zip(self.graph.inputs, fed, strict=True)
         }
-        names = [t.name for t in self.graph.outputs]
+        names = [t.name for t in tensors]
         results = tf.graph_util.import_graph_def(
             self._graph_def,
-            input_map={name: value for name, value in mapping.items() if self._used(name)},
+            input_map={
+                **{name: value for name, value in mapping.items() if self._used(name)},
+                **{tensor.name: value for tensor, value in (given or {}).items()},
+            },
             return_elements=[*names, *self._independent] or None,
             name="",
         )
         found = list(results or [])
         _tf_private.run_independently(found[len(names) :])
         # An argument that is returned as it came is not part of the import.
-        flat = [mapping.get(name, result) for name, result in zip(names, found, strict=False)]
-        return _tf_private.pack_outputs(self.concrete_fn, flat)
+        return [mapping.get(name, result) for name, result in zip(names, found, strict=False)]
 
     def abandon(self) -> None:
         """Give up what a step that failed has left in the tier."""

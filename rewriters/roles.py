@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from rewriters.graph import Graph, Node
+from rewriters.graph import Graph, Node, Tensor
 from rewriters.registry import registered
 from rewriters.rules.elementwise import Pointwise
 
@@ -82,6 +82,35 @@ def derived_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[N
         if reading and not results.intersection(outs) and all(r in backward or r in found for r in reading):
             found.add(node)
     return found
+
+
+def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tensor]:
+    """What the backward pass ends in: gradients that an update reads, or that the step returns.
+
+    An update descends from autodiff's ops and none of them descends from it. Sums of gradients alone, as of weights
+    that layers share, belong to the backward pass, though no scope says so.
+
+    Args:
+        graph: The joint graph.
+        order: Its nodes in topological order.
+        backward: Its backward nodes.
+    """
+    readers = graph.consumers()
+    update: set[Node] = set()
+    for node in reversed(order):
+        outs = [node.out(index) for index in range(len(node.outputs))]
+        if node in backward and not is_seed(node) and all(r in update for t in outs for r, _ in readers.get(t, ())):
+            update.add(node)
+    for node in order:
+        if node in update and node.op == "AddN" and all(t.node in backward - update for t in node.inputs):
+            update.discard(node)
+    results = set(graph.outputs)
+    found = (node.out(index) for node in order if node in backward - update for index in range(len(node.outputs)))
+    return [
+        t
+        for t in found
+        if t.dtype.is_floating and (t in results or any(reader in update for reader, _ in readers.get(t, ())))
+    ]
 
 
 def data_nodes(order: list[Node]) -> set[Node]:

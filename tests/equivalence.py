@@ -15,24 +15,10 @@ from rewriters.build import Importer
 from rewriters.graph import Graph, Tensor
 from rewriters.segments import Segment, build_segment, forward_ops
 from rewriters.tiles import Grid, Halo
-
-FLOOR = 1e-3
-"""Some gradients are zero in exact arithmetic; below this size errors are absolute."""
+from tflms_sft._differences import difference as error
 
 TOLERANCE = 1e-10
 """For float64."""
-
-
-def error(got: Any, want: Any) -> float:
-    """`max|got - want| / max(max|want|, FLOOR)`; anything else that differs is infinitely wrong."""
-    got, want = np.asarray(got), np.asarray(want)
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return float("inf")
-    if got.dtype.kind not in "fiu" or not got.size:
-        return 0.0 if np.array_equal(got, want) else float("inf")
-    got, want = got.astype(np.float64), want.astype(np.float64)
-    worst = float(np.max(np.abs(got - want)) / max(float(np.max(np.abs(want))), FLOOR))
-    return worst if np.isfinite(worst) else float("inf")
 
 
 @dataclasses.dataclass

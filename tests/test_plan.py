@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import keras
 import numpy as np
@@ -10,7 +11,10 @@ import tensorflow as tf
 from keras import layers
 
 import tflms_sft
-from tflms_sft import AutoParams, SegmentSpec, SFTParams
+from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
+from tflms_sft._plot import Span, joined, readable
+from tflms_sft._summary import rows
+from tflms_sft._units import format_bytes
 
 IMAGES = np.zeros((2, 32, 32, 3), "float32")
 
@@ -53,14 +57,43 @@ def test_the_headline_has_segments_tiles_and_peaks(plan):
     assert "budget" not in plan.headline()
 
 
-def test_the_summary_has_a_line_for_each_segment(plan):
-    first, *lines = plan.summary().splitlines()
+def test_the_summary_has_a_table_with_a_line_for_each_segment(plan):
+    first, headings, rule, one, two, rest, whole, *lines = plan.summary().splitlines()
     assert first == f"Plan for batch 2: {plan.headline()}"
-    assert lines[0].startswith("  segment1: photo -> pool, 4x2 tiles forward, 2x2 backward; ")
-    assert "exit tile 4x8 from 12x18 of the entry" in lines[0]
-    assert lines[1].startswith("  segment2: pool -> four, 3x1 tiles forward, 3x1 backward; ")
+    columns = ["segment", "layers", "decision", "tiles", "waits before", "after", "work"]
+    assert re.split(r"  +", headings.strip()) == columns
+    assert set(rule) == {" ", "-"} and len({len(line) for line in (headings, rule, one, two, rest, whole)}) == 1
+    cells = [re.split(r"  +", line.strip()) for line in (one, two, rest, whole)]
+    assert cells[0][:4] == ["segment1", "photo -> pool", "tiles, recompute", "4x2 / 2x2"]
+    assert cells[1][:4] == ["segment2", "pool -> four", "tiles, recompute", "3x1"]
+    assert cells[2][:4] == ["-", "everything else", "as it was", "-"]
+    assert cells[3][0] == "step" and cells[3][-1] == f"100 -> {100 * plan.predicted.time_ratio:.0f} %"
+    assert lines[0].startswith("  segment1: exit tile 4x8 from 12x18 of the entry; turn ")
     assert any(line.startswith("  weights and optimizer slots: ") for line in lines)
     assert "measured" not in plan.summary()
+
+
+def test_what_waits_for_the_backward_phase(plan):
+    """Two convolutions of 32x32x8 floats and a pool of 16x16x8 before; after only what is between the segments."""
+    image, small = 2 * 32 * 32 * 8 * 4, 2 * 16 * 16 * 8 * 4
+    assert plan.segments[0].waiting_bytes == (2 * image + small, small)
+    assert plan.segments[1].waiting_bytes == (2 * small, small)  # The gradient of the last relu reads it.
+    assert max(plan.rest_waiting_bytes) < 1024
+
+
+def test_the_shares_of_work_are_those_of_the_step(plan):
+    parts = [plan.rest_work, *(segment.work for segment in plan.segments)]
+    assert sum(before for before, _ in parts) == pytest.approx(1.0)
+    assert sum(after for _, after in parts) == pytest.approx(plan.predicted.time_ratio)
+    assert all(after > before > 0.1 for before, after in parts[1:]) and plan.rest_work[0] == plan.rest_work[1]
+
+
+def test_swaps_are_a_line_of_the_table(step):
+    fast = tflms_sft.rewrite(step, [SFTParams((3, 1), [SegmentSpec("photo", "pool")]), LMSParams(min_bytes=1)], IMAGES)
+    found = {row.decision: row for row in rows(fast.plan)}
+    assert found["swap to disk"].after == f"-{format_bytes(fast.plan.swapped_bytes)}"
+    whole = sum(pair[1] for pair in (fast.plan.rest_waiting_bytes, fast.plan.segments[0].waiting_bytes))
+    assert found[""].after == format_bytes(whole - fast.plan.swapped_bytes)
 
 
 def test_the_summary_tells_the_measured_peak_and_its_source_once_there_is_one(plan):
@@ -135,16 +168,53 @@ def test_tiles_cost_work_and_the_numbers_of_the_original_do_not_move(plan, step)
     assert plan.predicted.fixed_bytes == sum(4 * int(tf.size(v)) for v in step.model.trainable_variables)
 
 
+def test_what_loops_make_is_named_after_its_layer(step):
+    """`pool` is written by one loop and read by the other."""
+    specs = [SegmentSpec("photo", "pool", stored="one"), SegmentSpec("pool", "four")]
+    for params in (SFTParams((3, 1), specs), AutoParams("420KiB", headroom=0, swap=False)):
+        plan = tflms_sft.rewrite(step, params, IMAGES).plan
+        assert plan.segments and not any(name.startswith("sft/") for name, _ in plan.predicted.largest)
+        assert {"one", "two", "pool"} & {name for name, _ in plan.predicted.largest}
+        assert len(plan.predicted.progress) == len(plan.predicted.timeline)
+
+
 @pytest.mark.parametrize("measured", [None, tflms_sft.Measurement(2**20, "a test")])
 def test_the_picture_is_a_png_and_a_figure(plan, tmp_path, measured):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
     figure = dataclasses.replace(plan, measured=measured, memory_budget=2**20).plot(str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
-    (axes,) = figure.axes
+    axes, bars = figure.axes
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     expected = ["original, peak", "rewritten, peak", *(["rewritten, measured peak 1.00"] if measured else []), "budget"]
     assert len(labels) == len(expected) and all(map(str.startswith, labels, expected))
+    found = [text.get_text() for text in bars.texts]
+    name, size = plan.predicted.largest[0]
+    assert len(found) == 5 and found[0].strip() == f"{format_bytes(size)}  {name}"
+
+
+def shaded(axes):
+    """(name, begin, end) of the segments behind the curves."""
+    spans = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in axes.patches]
+    return [(text.get_text().split()[0], *span) for text, span in zip(axes.texts, spans, strict=True)]
+
+
+def test_segments_are_shaded_where_their_loops_run(plan):
+    pytest.importorskip("matplotlib")
+    axes, _ = plan.plot().axes
+    found = shaded(axes)
+    assert [name for name, *_ in found] == ["segment1", "segment2", "segment2", "segment1"]
+    ends = [place for _, *span in found for place in span]
+    assert ends == sorted(ends) and ends[-1] <= plan.predicted.time_ratio
+    for name, segment in zip(("segment1", "segment2"), plan.segments, strict=True):
+        width = sum(end - begin for other, begin, end in found if other == name)
+        assert width == pytest.approx(segment.work[1], rel=1e-3)
+
+
+def test_loops_that_follow_each_other_are_one_span():
+    first, second = Span("a", False, 0.0, 0.1), Span("a", False, 0.105, 0.2)
+    spans = [first, second, Span("a", True, 0.2, 0.3), Span("b", True, 0.3, 1)]
+    assert joined(spans, 0.01) == [Span("a", False, 0.0, 0.2), *spans[2:]]
 
 
 def test_what_was_measured_is_drawn_beside_what_was_predicted(step, tmp_path):
@@ -152,11 +222,15 @@ def test_what_was_measured_is_drawn_beside_what_was_predicted(step, tmp_path):
     fast = tflms_sft.rewrite(step, SFTParams((4, 1), [SegmentSpec("photo", "pool")]), IMAGES)
     before, after = (tflms_sft.measure(function, IMAGES, timelines=True) for function in (step, fast))
     assert fast.plan.measured is after
+    (line,) = after.timelines
+    assert [loop for loop, *_ in line.loops] == ["segment1/forward", "segment1/backward"]
+    assert all(0 <= begin < end <= line.points[-1][0] for _, begin, end in line.loops)
     figure = fast.plan.plot(tmp_path / "plan.png", before)
-    predicted, measured = figure.axes
-    for axes, found in ((predicted, fast.plan.predicted), (measured, after.timelines[0])):
-        (text,) = axes.texts
-        assert text.get_text().startswith("largest at the peak:") and found.largest[0][0][-20:] in text.get_text()
+    predicted, below, measured, below_measured = figure.axes
+    for bars, found in ((below, fast.plan.predicted), (below_measured, line)):
+        assert bars.get_title(loc="left") == "largest at the peak of the rewritten step"
+        assert readable(found.largest[0][0])[-20:] in bars.texts[0].get_text()
+    assert [name for name, *_ in shaded(measured)] == [name for name, *_ in shaded(predicted)] == ["segment1"] * 2
     lines = {line.get_label().split(",")[0]: line for line in measured.get_lines()}
     for found, label in ((before, "original"), (after, "rewritten")):
         assert max(lines[label].get_ydata()) == pytest.approx(found.timelines[0].peak_bytes / 2**20)

@@ -73,7 +73,7 @@ def test_the_callbacks_take_the_arguments_of_their_parameter_classes():
         given = inspect.signature(callback).parameters
         assert [*given][: len(wanted)] == [*wanted]
         assert {n: given[n].default for n in wanted} == {n: wanted[n].default for n in wanted}
-        assert [*given][len(wanted) :] == ["batch_shape", "verbose"]
+        assert [*given][len(wanted) :] == ["batch_shape", "verbose", "log_dir"]
 
 
 def test_errors_are_plain_classes_that_autograph_can_raise_again():

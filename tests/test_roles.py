@@ -11,7 +11,7 @@ from rewriters import normalise
 from rewriters.analysis import Analysis
 from rewriters.errors import RewriteError
 from rewriters.graph import Node
-from rewriters.roles import is_seed, reads_shape_only
+from rewriters.roles import gradients, is_seed, reads_shape_only
 
 
 def analysed(body, *specs):
@@ -42,6 +42,22 @@ def test_a_training_step_is_told_apart():
     assert backward(analysis, "Conv2D") == [False, True]
     assert backward(analysis, "Conv2DBackpropInput") == [False]
     analysis.require_backward()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_gradients_are_where_autodiff_ends_and_the_update_begins(optimizer):
+    """One for each weight, with clipping, a regulariser, custom gradients, and a layer that is called twice."""
+
+    def net(x):
+        twice = keras.layers.Conv2D(3, 3, padding="same", activation="silu", kernel_regularizer="l2")
+        return twice(twice(x))
+
+    options = {"sgd": {"momentum": 0.9, "nesterov": True}, "adam": {"clipnorm": 1.0, "weight_decay": 0.1}}[optimizer]
+    made = {"sgd": keras.optimizers.SGD, "adam": keras.optimizers.Adam}[optimizer](0.1, **options)
+    step = keras_step(net, (9, 9), floatx="float32", optimizer=made)
+    analysis = Analysis(normalise.read(step.concrete_fn))
+    found = gradients(analysis.graph, analysis.order, analysis.backward)
+    assert sorted(t.shape for t in found) == sorted([(3, 3, 3, 3), (3,), (3, 3), (3,)])
 
 
 def test_a_second_forward_pass_after_an_update_is_forward():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tflms_sft._text import nearest, shortened
+from tflms_sft._text import nearest, shortened, table
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +23,12 @@ def test_the_nearest_names_are_offered_or_some_names_at_all():
     assert nearest("block1/cnv", known).startswith("Nearest: 'block1/conv'")
     assert nearest("zzz", known) == "Nearest: 'block1/conv', 'block1/pool', 'one', 'two'."
     assert nearest("zzz", known, otherwise=["three"]) == "Nearest: 'three'."
+
+
+def test_a_table_has_even_columns():
+    assert table([("name", "size"), ("a", "12"), ("longer", "3")], right=(1,)) == [
+        "  name    size",
+        "  ------  ----",
+        "  a         12",
+        "  longer     3",
+    ]

@@ -11,20 +11,24 @@ from tflms_sft._version import __version__
 if typing.TYPE_CHECKING:
     from rewriters.errors import BudgetError, RewriteError, SegmentError, SwapError
     from tflms_sft._callbacks import LMS, SFT, MemoryBudget, budget
+    from tflms_sft._differences import Difference, Verification
     from tflms_sft._lms_params import LMSParams
     from tflms_sft._measure import measure
     from tflms_sft._params import AutoParams, SegmentSpec, SFTParams
     from tflms_sft._plan import Measurement, Plan, PlannedSegment, PlannedSwap, Prediction, Timeline
     from tflms_sft._rewrite import RewrittenStep, rewrite
+    from tflms_sft._verify import verify
 else:
     _HOMES = {
         "rewriters.errors": ("BudgetError", "RewriteError", "SegmentError", "SwapError"),
         "tflms_sft._callbacks": ("LMS", "SFT", "MemoryBudget", "budget"),
+        "tflms_sft._differences": ("Difference", "Verification"),
         "tflms_sft._lms_params": ("LMSParams",),
         "tflms_sft._measure": ("measure",),
         "tflms_sft._params": ("AutoParams", "SFTParams", "SegmentSpec"),
         "tflms_sft._plan": ("Measurement", "Plan", "PlannedSegment", "PlannedSwap", "Prediction", "Timeline"),
         "tflms_sft._rewrite": ("RewrittenStep", "rewrite"),
+        "tflms_sft._verify": ("verify",),
     }
     _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -45,6 +49,7 @@ __all__ = [
     "SFT",
     "AutoParams",
     "BudgetError",
+    "Difference",
     "LMSParams",
     "Measurement",
     "MemoryBudget",
@@ -59,8 +64,10 @@ __all__ = [
     "SegmentSpec",
     "SwapError",
     "Timeline",
+    "Verification",
     "__version__",
     "budget",
     "measure",
     "rewrite",
+    "verify",
 ]

@@ -95,7 +95,7 @@ def _kept(path: Path, named: str) -> Rates | None:
 def _found(path: Path, tell: Callable[[str], None] | None) -> Rates:
     """Measured, and kept for the next process."""
     if tell is not None:
-        tell(f"measuring how fast this machine is, once; kept in {path}")
+        tell(f"tflms-sft: measuring how fast this machine is, once; kept in {path}")
     rates = None if device.name().startswith("GPU") else _measured_apart()
     try:
         rates = rates or measured_rates()

@@ -13,22 +13,24 @@ import tensorflow as tf
 from tflms_sft._install import Installation, peak_line, start_line
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._params import AUTO, AutoParams, SegmentSpec, SFTParams
-from tflms_sft._plan import Plan
+from tflms_sft._plan import Measurement, Plan
 from tflms_sft._rewrite import chosen_of
-
-
-def _say(text: str) -> None:
-    print(f"tflms-sft: {text}", flush=True)
+from tflms_sft._tensorboard import TrainingLog, checked_log_dir, tensorboard_of_this_fit
 
 
 class _Rewriting(keras.callbacks.Callback):
     """Installs a rewritten step at the start of training and takes it out at the end."""
 
-    def __init__(self, params: Any, batch_shape: Sequence[int] | None, verbose: int) -> None:
+    def __init__(self, params: Any, batch_shape: Sequence[int] | None, verbose: int, log_dir: Any) -> None:
         super().__init__()
         self._rewrite_params = chosen_of(params)
         self._batch_shape = checked_shape(batch_shape)
         self._verbose = checked_verbose(verbose)
+        self._log_dir = checked_log_dir(log_dir)
+        self._log: TrainingLog | None = None
+        self._epoch = 0
+        self._in_use: int | None = None
+        self._peak: Measurement | None = None
         self._installation: Installation | None = None
         self._last_plan: Plan | None = None
         self._told_validation = False
@@ -50,17 +52,43 @@ class _Rewriting(keras.callbacks.Callback):
             self._measured,
             owner=f"the callback `{type(self).__name__}`",
             training=self.params or object(),  # All callbacks of a `fit` are given the same one.
-            tell=_say if self._verbose else None,
+            say=_say if self._verbose else None,
         )
         self._installation.install()
+        log = TrainingLog(self._log_dir, tensorboard_of_this_fit())
+        self._log = log if log.active else None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Start to measure for TensorBoard."""
+        self._epoch = epoch
+        if self._log is not None and self._installation is not None:
+            self._log.epoch_begins()
+            self._peak = None
+            self._in_use = self._installation.reset_peak()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Install again if another callback ran a training of its own."""
         if self._installation is not None:
             self._installation.resume()
+        if self._log is not None:
+            self._log.batch_begins()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Tell TensorBoard; validation comes after, and is not in the peak."""
+        if self._log is not None and self._installation is not None:
+            self._log.batch_ends(self._epoch, self._last_plan, self.model.steps_per_execution)
+            self._peak = self._installation.peak_since(self._in_use)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Tell TensorBoard."""
+        if self._log is not None:
+            self._log.epoch_ends(epoch, self._last_plan, self._peak)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Take out."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
         if self._installation is not None:
             self._installation.restore()
             self._installation = None  # It holds the graph.
@@ -81,6 +109,10 @@ class _Rewriting(keras.callbacks.Callback):
         if self._verbose:
             assert self._installation is not None
             print(peak_line(self._installation), flush=True)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def checked_shape(batch_shape: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -130,7 +162,10 @@ class MemoryBudget(_Rewriting):
             `LMSParams` that say which, and where to. Defaults to `True`.
         batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
             Defaults to `None`: that of the first batch.
-        verbose: 0 prints nothing, 1 one line at the start and one after the first step. Defaults to 1.
+        verbose: 0 prints nothing, 1 one line at the start and one after the first step, and one while a plan is
+            searched for if that takes long. Defaults to 1.
+        log_dir: Directory for TensorBoard. Defaults to `None`: that of a `keras.callbacks.TensorBoard` in the same
+            `fit`, if there is one.
 
     Attributes:
         plan: What was done; see `Plan.summary()`.
@@ -152,8 +187,9 @@ class MemoryBudget(_Rewriting):
         swap: bool | LMSParams = True,
         batch_shape: Sequence[int] | None = None,
         verbose: int = 1,
+        log_dir: Any = None,
     ) -> None:
-        super().__init__(AutoParams(memory_budget, headroom, swap), batch_shape, verbose)
+        super().__init__(AutoParams(memory_budget, headroom, swap), batch_shape, verbose, log_dir)
 
 
 class SFT(_Rewriting):
@@ -167,7 +203,10 @@ class SFT(_Rewriting):
         backward_num_tiles: As in `SFTParams`.
         batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
             Defaults to `None`: that of the first batch.
-        verbose: 0 prints nothing, 1 one line at the start and one after the first step. Defaults to 1.
+        verbose: 0 prints nothing, 1 one line at the start and one after the first step, and one while a plan is
+            searched for if that takes long. Defaults to 1.
+        log_dir: Directory for TensorBoard. Defaults to `None`: that of a `keras.callbacks.TensorBoard` in the same
+            `fit`, if there is one.
 
     Attributes:
         plan: What was done; see `Plan.summary()`.
@@ -190,9 +229,10 @@ class SFT(_Rewriting):
         *,
         batch_shape: Sequence[int] | None = None,
         verbose: int = 1,
+        log_dir: Any = None,
     ) -> None:
         params = SFTParams(num_tiles, segments, memory_capacity, halo, backward_num_tiles)
-        super().__init__(params, batch_shape, verbose)
+        super().__init__(params, batch_shape, verbose, log_dir)
 
 
 class LMS(_Rewriting):
@@ -202,7 +242,10 @@ class LMS(_Rewriting):
         tiles: `SFTParams` to tile with before; what is left between the segments is swapped. Defaults to `None`.
         batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
             Defaults to `None`: that of the first batch.
-        verbose: 0 prints nothing, 1 one line at the start and one after the first step. Defaults to 1.
+        verbose: 0 prints nothing, 1 one line at the start and one after the first step, and one while a plan is
+            searched for if that takes long. Defaults to 1.
+        log_dir: Directory for TensorBoard. Defaults to `None`: that of a `keras.callbacks.TensorBoard` in the same
+            `fit`, if there is one.
         **params: As in `LMSParams`.
 
     Attributes:
@@ -221,12 +264,13 @@ class LMS(_Rewriting):
         tiles: SFTParams | None = None,
         batch_shape: Sequence[int] | None = None,
         verbose: int = 1,
+        log_dir: Any = None,
         **params: Any,
     ) -> None:
         if not isinstance(tiles, SFTParams | None):
             raise TypeError(f"`tiles` must be `SFTParams(...)` or None. Received: tiles={tiles!r}.")
         swaps = LMSParams(**params)
-        super().__init__(swaps if tiles is None else [tiles, swaps], batch_shape, verbose)
+        super().__init__(swaps if tiles is None else [tiles, swaps], batch_shape, verbose, log_dir)
 
 
 @contextlib.contextmanager
@@ -268,8 +312,10 @@ def budget(
         if verbose:
             print(peak_line(installation), flush=True)
 
-    params, tell = chosen_of(AutoParams(memory_budget, headroom, swap)), _say if verbose else None
-    installation = Installation(model, params, checked_shape(batch_shape), planned, measured, "`budget`", tell=tell)
+    params = chosen_of(AutoParams(memory_budget, headroom, swap))
+    say = _say if verbose else None
+    shape = checked_shape(batch_shape)
+    installation = Installation(model, params, shape, planned, measured, owner="`budget`", say=say)
     installation.install()
     try:
         yield installation

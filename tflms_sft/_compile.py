@@ -6,20 +6,21 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Container, Iterator, Sequence
+import itertools
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from rewriters import _tf_private
 from rewriters.analysis import Analysis
 from rewriters.cost import NOMINAL, Costs, Rates
 from rewriters.ft import LeftAlone
-from rewriters.graph import Graph, Node
+from rewriters.graph import Graph, Node, Tensor
 from rewriters.memory import Peak, graph_peak, unmodelled
 from rewriters.normalise import read
 from rewriters.roles import is_autodiff_name
 from rewriters.sft import SegmentPlan, loop_nodes, outline, tile_segments
 from rewriters.turns import loop_turns
-from tflms_sft._described import described
+from tflms_sft._described import described, shares
 from tflms_sft._names import LayerRecord, display_names
 from tflms_sft._plan import Plan, Prediction
 from tflms_sft._text import shortened
@@ -174,22 +175,26 @@ def finish(
 ) -> tuple[Graph, Plan]:
     """Emit the graph and describe it."""
     analysis = traced.analysis
-    original, _ = predict(traced, [], limit=0)
     graph = tile_segments(analysis, plans) if plans else analysis.graph
-    # A budget has to be kept in every state of the device's memory; otherwise a fresh one tells enough.
-    if plans and budget:
-        peak, ratio = predict(traced, plans)  # As the search did.
-    else:
-        peak, ratio = predict(traced, plans, limit=0, graph=graph) if plans else (original, 1.0)
     names = display_names(analysis.graph, traced.record)
+    original = prediction(traced, [], analysis.graph, names, predict(traced, [], limit=0))
+    predicted = original
+    if plans:
+        # A budget has to be kept in every state of the device's memory, as the search saw to, by an outline;
+        # otherwise a fresh one tells enough.
+        seen, limit = (outline(analysis, plans), None) if budget else (graph, 0)
+        predicted = prediction(traced, plans, seen, names, predict(traced, plans, limit, seen))
+    *parts, rest = shares(traced.costs, plans, traced.seconds)
     plan = Plan(
         changed=bool(plans),
         batch=traced.batch,
         batch_is_fixed=traced.batch_is_fixed,
-        segments=tuple(described(traced.costs, plan, names) for plan in plans),
+        segments=tuple(described(traced.costs, *pair, names) for pair in zip(plans, parts, strict=True)),
+        rest_waiting_bytes=rest.waiting_bytes,
+        rest_work=rest.work,
         left_alone=_reasons(traced, left),
-        original=prediction(traced, original, 1.0),
-        predicted=prediction(traced, peak, ratio),
+        original=original,
+        predicted=predicted,
         memory_budget=budget,
         notes=_notes(traced),
     )
@@ -205,10 +210,38 @@ def _notes(traced: Traced) -> tuple[str, ...]:
     return (f"not in the predicted peak, because only a run tells: what is kept inside of {shown}",)
 
 
-def prediction(traced: Traced, peak: Peak, ratio: float) -> Prediction:
-    """As a plan reports it."""
+def prediction(
+    traced: Traced, plans: list[SegmentPlan], graph: Graph, names: Mapping[Tensor, str], found: tuple[Peak, float]
+) -> Prediction:
+    """As a plan reports it.
+
+    Args:
+        traced: The step.
+        plans: Its segments.
+        graph: The rewritten graph, or an outline of it, that was predicted.
+        names: Layers of tensors of the original.
+        found: What `predict` told.
+    """
+    peak, ratio = found
+    known = traced.analysis.graph.nodes
+    made = {new.name: old for old, new in graph.aliases.items() if old.rpartition(":")[0] in known}  # By loops, too.
+    layers = {tensor.name: layer for tensor, layer in names.items()}
+    originals = ((made.get(name, name), size) for name, size in peak.largest)
+    shown = tuple((layers.get(name, name), size) for name, size in originals)
+    progress = _progress(traced, plans, graph, peak.timeline)
     seconds = ratio * traced.seconds
-    return Prediction(peak.peak_bytes, traced.fixed_bytes, ratio, peak.largest, peak.timeline, seconds)
+    return Prediction(peak.peak_bytes, traced.fixed_bytes, ratio, shown, peak.timeline, progress, seconds)
+
+
+def _progress(
+    traced: Traced, plans: list[SegmentPlan], graph: Graph, timeline: Sequence[tuple[str, int]]
+) -> tuple[float, ...]:
+    """Time gone, over that of the original step, when each op begins."""
+    costs, known, loops = traced.costs, traced.analysis.graph.nodes, loop_nodes(graph)
+    taken = {loops[plan.segment.name, phase.name]: costs.phase(phase) for plan in plans for phase in plan.phases}
+    ops = (taken.get(name) or (costs.op(known[name]) if name in known else 0.0) for name, _ in timeline)
+    *begins, _ = itertools.accumulate(ops, initial=0.0)
+    return tuple(round(done / traced.seconds, 6) for done in begins)
 
 
 def _reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str], ...]:

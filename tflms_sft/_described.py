@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
+from rewriters import device
+from rewriters.analysis import Analysis
 from rewriters.cost import Costs, overlapped_bytes
-from rewriters.graph import Tensor
+from rewriters.emit import phase_inputs
+from rewriters.graph import Node, Tensor
+from rewriters.roles import reads_shape_only
 from rewriters.sft import SegmentPlan
 from rewriters.tiles import Halo, Phase
 from rewriters.turns import phase_scratch
@@ -16,7 +22,83 @@ from tflms_sft._plan import PlannedSegment
 __all__: list[str] = []
 
 
-def described(costs: Costs, plan: SegmentPlan, names: Mapping[Tensor, str]) -> PlannedSegment:
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a part of the step has of it, before and after.
+
+    Attributes:
+        waiting_bytes: Of what it makes in the forward phase, what waits for the backward phase.
+        work: Over that of the whole step before.
+    """
+
+    waiting_bytes: tuple[int, int]
+    work: tuple[float, float]
+
+
+def shares(costs: Costs, plans: Sequence[SegmentPlan], whole: float) -> list[Share]:
+    """One for each segment, and at the end that of what stays as it was; `whole` is the time of the step."""
+    analysis, batch = costs.analysis, costs.batch
+    owner: dict[Node, int] = {node: number for number, plan in enumerate(plans) for node in plan.segment.forward}
+    before = _waiting(analysis, batch, owner, _read_before(analysis))
+    after = _waiting(analysis, batch, owner, _read_after(analysis, plans))
+    after.update({number: _saved_bytes(plan, batch) for number, plan in enumerate(plans)})
+    parts = [_work(costs, plan, whole) for plan in plans]
+    rest = max(1.0 - sum(once for once, _ in parts), 0.0)  # Not -0.
+    return [
+        Share((before[number], after[number]), work) for number, work in [*enumerate(parts), (_REST, (rest, rest))]
+    ]
+
+
+_REST = -1
+"""Number of the part that is in no segment."""
+
+
+def _work(costs: Costs, plan: SegmentPlan, whole: float) -> tuple[float, float]:
+    """Time of a segment's ops, once and in its loops."""
+    once = costs.step((*plan.segment.forward, *plan.segment.backward))
+    return once / whole, sum(map(costs.phase, plan.phases)) / whole
+
+
+def _waiting(
+    analysis: Analysis, batch: int, owner: Mapping[Node, int], read: Iterator[Tensor]
+) -> Counter[int]:
+    """Bytes that wait for the backward phase, by the segment that makes them; what shares a buffer counts once."""
+    sources = dict.fromkeys(map(_source, read))
+    found = Counter[int]()
+    for tensor in sources:
+        node = tensor.node
+        if node in analysis.data and node not in analysis.backward and device.allocates(node):
+            found[owner.get(node, _REST)] += tensor.num_bytes(batch)
+    return found
+
+
+def _source(tensor: Tensor) -> Tensor:
+    """The tensor in whose buffer this one is."""
+    while device.passes_on(tensor.node) and tensor.node.inputs:
+        tensor = tensor.node.inputs[0]
+    return tensor
+
+
+def _read_before(analysis: Analysis) -> Iterator[Tensor]:
+    """What the backward phase of the original reads."""
+    for node in analysis.backward:
+        yield from () if reads_shape_only(node) else node.inputs
+
+
+def _read_after(analysis: Analysis, plans: Sequence[SegmentPlan]) -> Iterator[Tensor]:
+    """What backward loops read, and what is left of the backward phase."""
+    inside = {node for plan in plans for node in plan.segment.backward}
+    for node in analysis.backward - inside:
+        yield from () if reads_shape_only(node) else node.inputs
+    for plan in plans:
+        again = set[Tensor]()
+        for phase in plan.phases:
+            if phase.backward:
+                yield from (t for t in phase_inputs(phase, plan.segment) if t not in again)
+                again.update(phase.writes)
+
+
+def described(costs: Costs, plan: SegmentPlan, share: Share, names: Mapping[Tensor, str]) -> PlannedSegment:
     """What a plan tells of one segment; `names` are the layers of tensors."""
     analysis, batch, segment = costs.analysis, costs.batch, plan.segment
     forward, backward = (_finest(plan, which) for which in (False, True))
@@ -46,6 +128,8 @@ def described(costs: Costs, plan: SegmentPlan, names: Mapping[Tensor, str]) -> P
         saved_bytes=_saved_bytes(plan, batch),
         overlapped_bytes=sum(overlapped_bytes(analysis, phase, batch) for phase in plan.phases),
         most_rows=_most_rows(costs, plan),
+        waiting_bytes=share.waiting_bytes,
+        work=share.work,
     )
 
 

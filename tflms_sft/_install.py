@@ -26,7 +26,8 @@ from tflms_sft._calibration import machine_rates
 from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._names import recorded_layers
-from tflms_sft._plan import Plan
+from tflms_sft._plan import Measurement, Plan
+from tflms_sft._progress import Stopwatch, told_if_slow
 from tflms_sft._replicas import Replicas, RunInstead, number_of
 from tflms_sft._rewrite import Chosen, check_graphs_run, check_image_sizes, rewrite_traced
 from tflms_sft._units import format_bytes
@@ -40,6 +41,7 @@ class Installation:
     Attributes:
         model: The model.
         plan: Of the first signature that was traced; `None` before.
+        planning: How long it took to find.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Installation:
         on_measured: Callable[[Plan], None],
         owner: str,
         training: object = None,
-        tell: Callable[[str], None] | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         """Prepare.
 
@@ -63,9 +65,11 @@ class Installation:
             on_measured: Is given it again once a step was measured.
             owner: Who asks for it, for errors.
             training: The `fit` that `owner` is a callback of, `None` for a `with` block.
-            tell: Is given lines about what takes long.
+            say: Is given lines about what takes long.
         """
         self.model = model
+        self._say = say
+        self.planning = Stopwatch()
         self._owner = owner
         self._training = training
         self.plan: Plan | None = None
@@ -82,7 +86,6 @@ class Installation:
         self._variables: list[int] = []
         self._num_replicas = 1
         self._correction = 1.0
-        self._tell = tell
 
     def install(self) -> None:
         """Replace the train step; what an earlier training left behind is taken out first.
@@ -249,6 +252,14 @@ class Installation:
 
         return iter(tf.data.Dataset.from_generator(generate, output_signature=spec))
 
+    def reset_peak(self) -> int | None:
+        """Start to measure several steps; returns the bytes in use, or `None` where no statistics are kept."""
+        return reset_peak(self._tiers)
+
+    def peak_since(self, in_use: int | None) -> Measurement | None:
+        """The peak since then, if there are statistics and a plan."""
+        return None if in_use is None or self.plan is None else read_peak(in_use, self._variables, self._tiers)
+
     @property
     def _tiers(self) -> list[Tier]:
         return [importer.tier for importer in self._steps.values() if importer.tier is not None]
@@ -327,13 +338,13 @@ class Installation:
         self._check_batch_shape(traced)
         known = self._images
         self._require_batch(traced, known)
-        with collector_paused():
+        with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as watch:
             for_tiles = self._params.tiles is not None
             analysed = analyse(traced, record, known[0] if known else None, for_tiles)
-            analysed.rates, analysed.correction = machine_rates(self._tell), self._correction
+            analysed.rates, analysed.correction = machine_rates(self._say), self._correction
             importer, plan = rewrite_traced(analysed, self._params)
         if self.plan is None:
-            self.plan = plan
+            self.plan, self.planning = plan, watch
             self._variables = _tf_private.variable_sizes(traced)
             self._on_plan(plan)
         return importer
@@ -408,13 +419,34 @@ def check_model(model: Any) -> None:
         raise RewriteError(f"Model {model.name!r} has no trainable weights, so a step computes no gradients.")
 
 
+def check_apart(model: Any) -> None:
+    """Refuse models whose step cannot be run by itself now.
+
+    Raises:
+        RewriteError: With the remedy.
+    """
+    check_model(model)
+    installed = model.__dict__.get(_SLOT)
+    if installed is not None:
+        raise RewriteError(
+            f"The step of model {model.name!r} is rewritten at the moment, by {installed._owner}. Do this before or "
+            "after that training."
+        )
+    replicas = number_of(model.distribute_strategy)
+    if replicas > 1:
+        raise RewriteError(
+            f"Model {model.name!r} trains on {replicas} replicas, and one alone is compared. Make the model outside "
+            "of the strategy's scope."
+        )
+
+
 def start_line(installation: Installation) -> str:
     """What was done, for the user."""
     assert installation.plan is not None
     text = f"tflms-sft: {installation.plan.headline()}"
     if installation.turned_off_jit:
         text += "; XLA (`jit_compile`) is off for this training"
-    return "; ".join([text, *installation.plan.notes])
+    return "; ".join(filter(None, [text, *installation.plan.notes, installation.planning.text()]))
 
 
 def is_over(plan: Plan) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from typing import Any
 
-from tflms_sft._text import shortened
+from tflms_sft._summary import budget_text, grid_text, summary, swap_text
 from tflms_sft._units import format_bytes
 
 
@@ -22,7 +21,9 @@ class Prediction:
         time_ratio: Time over that of the original step: arithmetic and memory traffic, the weights of every turn
             included, at the machine's rates.
         largest: (name, bytes) of the largest tensors alive at the worst moment.
-        timeline: (op, bytes alive while it runs), in predicted order.
+        timeline: (op, bytes alive while it runs), in predicted order. A tile loop is one op,
+            `sft/<segment>/<loop>/while`.
+        progress: Work done when each of these ops begins, over that of the whole original step.
         seconds: Time of the step, by the machine's rates.
     """
 
@@ -31,6 +32,7 @@ class Prediction:
     time_ratio: float
     largest: tuple[tuple[str, int], ...]
     timeline: tuple[tuple[str, int], ...] = dataclasses.field(repr=False, default=())
+    progress: tuple[float, ...] = dataclasses.field(repr=False, default=())
     seconds: float = 0.0
 
 
@@ -43,12 +45,14 @@ class Timeline:
         peak_bytes: The most at a time, variables and arguments included.
         largest: (operation that made it, bytes) of the largest things alive then.
         points: (seconds, bytes alive), one for each change.
+        loops: (`<segment>/<loop>`, seconds at its begin, at its end) of each tile loop.
     """
 
     device: str
     peak_bytes: int
     largest: tuple[tuple[str, int], ...]
     points: tuple[tuple[float, int], ...] = dataclasses.field(repr=False)
+    loops: tuple[tuple[str, float, float], ...] = dataclasses.field(repr=False, default=())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +98,8 @@ class PlannedSegment:
         most_rows: About the number of row tiles above which more of them need more memory (`halo="carry"`) or double
             the work (`halo="recompute"`); that does not limit them. `None` if there are not as many rows, and
             where tiles are not rows alone.
+        waiting_bytes: Of what its forward ops make, what waits for the backward phase: before, and after.
+        work: Work of its ops, over that of the whole step before: once, and in its loops.
     """
 
     name: str
@@ -113,6 +119,8 @@ class PlannedSegment:
     saved_bytes: int = 0
     overlapped_bytes: int = 0
     most_rows: int | None = None
+    waiting_bytes: tuple[int, int] = (0, 0)
+    work: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +158,8 @@ class Plan:
         swaps: Tensors that leave the device in every step.
         swap_tier: Where they go: `"host"` or `"disk"`; empty if there are none.
         not_swapped: (tensor, why it stays) of those that could not be swapped.
+        rest_waiting_bytes: As in `PlannedSegment`, of what is in no segment; what is swapped is counted.
+        rest_work: The same for work.
     """
 
     changed: bool
@@ -165,6 +175,8 @@ class Plan:
     swaps: tuple[PlannedSwap, ...] = ()
     swap_tier: str = ""
     not_swapped: tuple[tuple[str, str], ...] = ()
+    rest_waiting_bytes: tuple[int, int] = (0, 0)
+    rest_work: tuple[float, float] = (0.0, 0.0)
 
     @property
     def swapped_bytes(self) -> int:
@@ -175,78 +187,26 @@ class Plan:
         """One line: what was done and what is expected."""
         before, after = format_bytes(self.original.peak_bytes), format_bytes(self.predicted.peak_bytes)
         if not self.changed:
-            return f"nothing rewritten, predicted peak {after}" + self._budget_text()
+            return f"nothing rewritten, predicted peak {after}" + budget_text(self)
         grew = before != after and self.predicted.peak_bytes > self.original.peak_bytes
         more = " (MORE than before)" if grew else ""
         peaks = f"predicted peak {after} instead of {before}{more}"
         if not self.segments:
-            return f"{self._swap_text()}, {peaks}" + self._budget_text()
-        distinct = list(dict.fromkeys(_grid(s.backward_num_tiles or s.num_tiles) for s in self.segments))
+            return f"{swap_text(self)}, {peaks}" + budget_text(self)
+        distinct = list(dict.fromkeys(grid_text(s.backward_num_tiles or s.num_tiles) for s in self.segments))
         grids = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
-        swaps = f", {self._swap_text()}" if self.swaps else ""
+        swaps = f", {swap_text(self)}" if self.swaps else ""
         return (
             f"{len(self.segments)} segment(s) in {grids} tiles{swaps}, {peaks}, "
-            f"about {self.predicted.time_ratio:.2f}x the work" + self._budget_text()
+            f"about {self.predicted.time_ratio:.2f}x the work" + budget_text(self)
         )
-
-    def _swap_text(self) -> str:
-        ways = sum(len(swap.controls) for swap in self.swaps)
-        return (
-            f"{len(self.swaps)} tensor(s) of {format_bytes(self.swapped_bytes)} swapped to {self.swap_tier} and "
-            f"in again {ways} time(s) a step"
-        )
-
-    def _batch_text(self) -> str:
-        if self.batch_is_fixed:
-            return f"batch {self.batch}"
-        if self.memory_budget is not None:
-            return f"batches of up to {self.batch}"
-        return f"any batch, with the bytes of batch {self.batch}"
-
-    def _budget_text(self) -> str:
-        return "" if self.memory_budget is None else f", budget {format_bytes(self.memory_budget)}"
 
     def summary(self) -> str:
-        """A report of several lines."""
-        lines = [f"Plan for {self._batch_text()}: {self.headline()}"]
-        for segment in self.segments:
-            lines.append(f"  {_segment_line(segment)}")
-            if segment.halo == "carry" and math.prod((*segment.num_tiles[1:], *segment.backward_num_tiles[1:])) > 1:
-                saved = f"; {format_bytes(segment.saved_bytes)} of them saved" if segment.saved_bytes else ""
-                most = f"; more than {segment.most_rows} tiles would need more memory" if segment.most_rows else ""
-                lines.append(f"    rows that tiles share are handed on{saved}{most}")
-            elif segment.most_rows:
-                lines.append(f"    with more than {segment.most_rows} tiles the work would double")
-            if segment.stored:
-                lines.append(f"    stored: {', '.join(segment.stored)}")
-            if segment.kept:
-                lines.append(f"    wait for the backward phase: {shortened(segment.kept, _MOST_NAMES)}")
-            lines.extend(f"    {note}" for note in segment.notes)
-        largest = sorted(self.swaps, key=lambda swap: -swap.num_bytes)
-        for swap in largest[:MOST_SWAPS]:
-            lines.append(f"  swapped: {format_bytes(swap.num_bytes):>9}  {swap.tensor}, back after {swap.controls[0]}")
-        if len(largest) > MOST_SWAPS:
-            rest = format_bytes(sum(swap.num_bytes for swap in largest[MOST_SWAPS:]))
-            lines.append(f"  swapped: {rest:>9}  in {len(largest) - MOST_SWAPS} more")
-        lines.extend(f"  not swapped: {tensor}: {reason}" for tensor, reason in self.not_swapped[:MOST_SWAPS])
-        if len(self.not_swapped) > MOST_SWAPS:
-            lines.append(f"  not swapped: {len(self.not_swapped) - MOST_SWAPS} more (`plan.not_swapped`)")
-        fixed = format_bytes(self.predicted.fixed_bytes)
-        lines.append(f"  weights and optimizer slots: {fixed}; largest at the predicted peak:")
-        lines.extend(f"    {format_bytes(amount):>9}  {name}" for name, amount in self.predicted.largest[:5])
-        if self.measured is not None:
-            lines.append(f"  measured peak: {format_bytes(self.measured.peak_bytes)} ({self.measured.source})")
-        if self.left_alone:
-            lines.append("  left alone:")
-            lines.extend(f"    {names}: {reason}" for reason, names in self._left_by_reason().items())
-        lines.extend(f"  {note}" for note in self.notes)
-        return "\n".join(lines)
+        """A report of several lines: a table of the segments, and what a reader should know of them.
 
-    def _left_by_reason(self) -> dict[str, str]:
-        found: dict[str, list[str]] = {}
-        for name, reason in self.left_alone:
-            found.setdefault(reason, []).append(name)
-        return {reason: shortened(names, _MOST_NAMES) for reason, names in found.items()}
+        docs/reports.md tells what the columns mean.
+        """
+        return summary(self)
 
     def to_json(self, indent: int | None = 2) -> str:
         """The whole plan as JSON, timelines included."""
@@ -279,49 +239,47 @@ class Plan:
         """
         from tflms_sft._plot import draw_plan
 
-        for argument, value in (("before", before), ("after", after)):
-            if not isinstance(value, Measurement | None):
-                raise TypeError(
-                    f"`{argument}` must be what `tflms_sft.measure` returned. Received: {argument}={value!r} of type "
-                    f"{type(value).__name__}."
-                )
+        _check_measurements(before, after)
         return draw_plan(self, path, before, after or self.measured)
 
+    def to_html(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        before: Measurement | None = None,
+        after: Measurement | None = None,
+    ) -> str:
+        """The whole report as one page: table, picture, swaps, what is left alone and why, largest tensors.
 
-MOST_SWAPS = 5
-"""Swaps that a report names."""
+        The page asks for nothing from elsewhere. Without matplotlib it has no picture, and says so.
 
-_MOST_NAMES = 4
-"""Names after which a list in a report is cut short."""
+        Args:
+            path: File to write; `None` only returns the text.
+            before: As for `plot`.
+            after: As for `plot`.
 
+        Returns:
+            The text of the page.
 
-def _segment_line(segment: PlannedSegment) -> str:
-    rows, in_rows = ("x".join(map(str, size)) for size in segment.tile_rows)
-    loops = [
-        (counts, name)
-        for counts, name in ((segment.num_tiles, "forward"), (segment.backward_num_tiles, "backward"))
-        if counts
-    ]
-    grids = ", ".join(f"{_grid(counts)} {name}" for counts, name in loops).replace(" ", " tiles ", 1)
-    sizes = zip(segment.tile_bytes, loops, strict=True)
-    turns = "turn " + ", ".join(f"{format_bytes(size)} {name}" for size, (_, name) in sizes)
-    end = "exit" if segment.num_tiles else "gradient"
-    if segment.kept or segment.num_loops > len(loops):
-        return (
-            f"{segment.name}: {_joined(segment.entries)} -> {_joined(segment.exits)}, {segment.num_loops} loops "
-            f"between barriers in up to {grids}; {turns}; {segment.forward_ops} + {segment.backward_ops} ops"
-        )
-    return (
-        f"{segment.name}: {_joined(segment.entries)} -> {_joined(segment.exits)}, {grids}; "
-        f"{end} tile {rows} from {in_rows} of the entry; {turns}; "
-        f"{segment.forward_ops} + {segment.backward_ops} ops"
-    )
+        Raises:
+            TypeError: If `before` or `after` is no `Measurement`.
 
+        Example:
+        >>> callback.plan.to_html("plan.html")
+        """
+        from tflms_sft._html import page
 
-def _grid(counts: tuple[int, ...]) -> str:
-    """`4x4`, or `2x4x4` with several batch tiles."""
-    return "x".join(map(str, counts if counts[0] != 1 else counts[1:]))
+        _check_measurements(before, after)
+        text = page(self, before, after or self.measured)
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        return text
 
 
-def _joined(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"({', '.join(names)})" if names else "nothing"
+def _check_measurements(before: Any, after: Any) -> None:
+    for argument, value in (("before", before), ("after", after)):
+        if not isinstance(value, Measurement | None):
+            raise TypeError(
+                f"`{argument}` must be what `tflms_sft.measure` returned. Received: {argument}={value!r} of type "
+                f"{type(value).__name__}."
+            )

@@ -23,6 +23,7 @@ from tflms_sft._params import AutoParams, SFTParams
 from tflms_sft._plan import Plan
 from tflms_sft._swap import described, notes, swap, swapped_seconds
 from tflms_sft._tiling import plan_sft
+from tflms_sft._units import format_bytes
 
 _MOST_CHARACTERS = 600
 """Of the arguments that an error repeats: a list may hold a whole image."""
@@ -266,10 +267,11 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
     limit = 0 if budget is None else None
     peak, ratio = predict(traced, choice.plans, limit, swapped.graph, swapped.away, swapped.outs)
     ratio = swapped_seconds(traced, swapped.swaps, choice.swaps, ratio * traced.seconds) / traced.seconds
+    names = display_names(traced.analysis.graph, traced.record)
     plan = dataclasses.replace(
         plan,
         changed=True,
-        predicted=prediction(traced, peak, ratio),
+        predicted=prediction(traced, choice.plans, swapped.graph, names, (peak, ratio)),
         swaps=described(swapped, traced.batch, display_names(graph, traced.record)),
         swap_tier="host" if isinstance(swapped.tier, HostTier) else "disk",
         not_swapped=tuple(swapped.left),
@@ -321,6 +323,12 @@ class Chosen:
     def has_budget(self) -> bool:
         """Whether the plan holds for one size of the batch."""
         return isinstance(self.tiles, AutoParams)
+
+    def aim(self) -> str:
+        """What is going on while a plan is made."""
+        if isinstance(self.tiles, AutoParams):
+            return f"planning for a budget of {format_bytes(self.tiles.memory_budget)}"
+        return "planning swaps" if self.tiles is None else "planning tiles"
 
     def without_swaps(self, why: str) -> Chosen:
         """The same with tiles alone.

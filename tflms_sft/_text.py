@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 _MOST_NEAREST = 4
 
@@ -25,3 +25,20 @@ def shortened(names: Sequence[str], most: int) -> str:
     """`"a, b, c"`, or `"a, b and 3 more"`."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Lines of a table with a rule below its headings.
+
+    Args:
+        rows: Cells, the headings first.
+        right: Columns that are flush right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        fitted = (c.rjust(w) if n in right else c.ljust(w) for n, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        return ("  " + "  ".join(fitted)).rstrip()
+
+    headings, *rest = map(line, rows)
+    return [headings, "  " + "  ".join("-" * width for width in widths), *rest]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,9 @@ from rewriters import _tf_private, device
 from tflms_sft._plan import Timeline
 
 _MOST_NAMED = 10
+
+_LOOP = re.compile(r"sft/([^/]+/[^/]+)/while/body/")
+"""Operations of the turns of a loop; what makes its buffers may run long before."""
 
 
 class _Change(NamedTuple):
@@ -39,7 +43,20 @@ def timelines(concrete_fn: Any, arguments: Sequence[Any], fixed: Mapping[str, in
         changes[place].append(_Change(micros, num_bytes, name))
     changes["CPU:0"].extend(_arrays(concrete_fn.graph, stats))
     begin = min((change.micros for found in changes.values() for change in found), default=0)
-    return tuple(_summed(place, found, begin, fixed.get(place, 0)) for place, found in changes.items())
+    loops = _loops(stats, begin)
+    return tuple(_summed(place, found, begin, fixed.get(place, 0), loops) for place, found in changes.items())
+
+
+def _loops(stats: Any, begin: int) -> tuple[tuple[str, float, float], ...]:
+    """When each tile loop runs: from the first of its turns' operations to the last."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, begun, ended in _tf_private.runs(stats):
+        match = _LOOP.match(name)
+        if match:
+            first, last = found.get(match[1], (begun, ended))
+            found[match[1]] = min(first, begun), max(last, ended)
+    seconds = ((loop, (first - begin) * 1e-6, (last - begin) * 1e-6) for loop, (first, last) in found.items())
+    return tuple(sorted(seconds, key=lambda loop: loop[1]))
 
 
 def _arrays(graph: Any, stats: Any) -> Iterator[_Change]:
@@ -75,7 +92,9 @@ def _readers(operation: Any) -> Iterator[Any]:
                 yield reader
 
 
-def _summed(place: str, changes: list[_Change], begin: int, fixed: int) -> Timeline:
+def _summed(
+    place: str, changes: list[_Change], begin: int, fixed: int, loops: tuple[tuple[str, float, float], ...]
+) -> Timeline:
     changes = sorted(changes)  # At one time, what is given back first.
     alive = list(itertools.accumulate((change.num_bytes for change in changes), initial=fixed))
     peak = max(alive)
@@ -84,4 +103,4 @@ def _summed(place: str, changes: list[_Change], begin: int, fixed: int) -> Timel
         held[change.name] += change.num_bytes
     named = sorted(((name, size) for name, size in held.items() if size > 0), key=lambda item: -item[1])
     points = [((c.micros - begin) * 1e-6, amount) for c, amount in zip(changes, alive[1:], strict=True)]
-    return Timeline(place, peak, tuple(named[:_MOST_NAMED]), tuple(points))
+    return Timeline(place, peak, tuple(named[:_MOST_NAMED]), tuple(points), loops)

@@ -1,0 +1,149 @@
+"""The page of a plan: everything is in it, it asks for nothing, and names cannot break it."""
+
+import builtins
+import dataclasses
+import html.parser
+import re
+
+import pytest
+
+from tflms_sft import Measurement, Plan, PlannedSegment, PlannedSwap, Prediction, Timeline
+from tflms_sft._html import MOST_POINTS
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Nothing here touches Keras, and resetting it takes longer than the tests."""
+
+
+LOOPS = ("sft/segment1/forward/while", "sft/segment1/backward/while")
+
+
+def prediction(peak, ratio):
+    timeline = ((LOOPS[0], peak // 2), (LOOPS[1], peak), ("update", 2**20))
+    return Prediction(peak, 2**20, ratio, (("conv<1>", peak // 2),), timeline, (0.0, 0.4 * ratio, 0.9 * ratio))
+
+
+def a_plan(**options):
+    counts, rows = (1, 4, 4), ((8, 8), (20, 20))
+    names = ("segment1", ("image",), ("pool & co",))
+    segment = PlannedSegment(*names, counts, counts, ("conv<1>",), 7, 9, (2**20, 2**21), rows)
+    segment = dataclasses.replace(segment, waiting_bytes=(2**26, 2**22), work=(0.9, 1.2))
+    known = {
+        "changed": True,
+        "batch": 2,
+        "batch_is_fixed": True,
+        "segments": (segment,),
+        "left_alone": (("layer 'mean' <b>", "it reduces & waits"),),
+        "original": prediction(2**28, 1.0),
+        "predicted": prediction(2**26, 1.25),
+        "memory_budget": 2**27,
+        "notes": ("a note with <script>alert(1)</script>",),
+        "swaps": (PlannedSwap("a/tensor:0", 2**23, (("reader",),), ("control<op>",)),),
+        "swap_tier": "disk",
+        "not_swapped": (("other:0", "too small"),),
+        "rest_waiting_bytes": (2**23, 2**23),
+        "rest_work": (0.1, 0.1),
+    }
+    return Plan(**{**known, **options})
+
+
+class _Reader(html.parser.HTMLParser):
+    """Cells of every table, tags that are not closed, and what the page asks for."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables, self.open, self.asked, self.scripts = [], [], [], 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.scripts += tag == "script"
+        self.asked += [value for name, value in attrs if name.split(":")[-1] in ("src", "href")]
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+
+
+def test_the_page_holds_everything_and_asks_for_nothing(tmp_path):
+    pytest.importorskip("matplotlib")
+    largest = (("sft/s/backward/while/body/_3/while/Conv<2D>", 99),)
+    timeline = Timeline("CPU:0", 2**26, largest, ((0.0, 1), (1.0, 2**26)))
+    before, after = Measurement(2**28 - 5, "a test"), Measurement(2**26, "records", (timeline,))
+    path = tmp_path / "plan.html"
+    text = a_plan().to_html(path, before, after)
+    assert path.read_text(encoding="utf-8") == text
+    page = _Reader(text)
+    assert not page.open and not page.scripts
+    assert all(value.startswith("#") for value in page.asked) and "url(http" not in text and "@import" not in text
+    peaks, segments, swaps, left_out, largest, measured, alone = page.tables
+    assert peaks[1][:4] == ["original", "256 MiB", "256 MiB", "1.00"]
+    assert peaks[2] == ["rewritten", "64 MiB", "64 MiB", "1.00", "1.00 MiB", "records"]
+    assert segments[1] == [
+        "segment1", "image -> pool & co", "tiles, recompute, 1 stored", "4x4", "64 MiB", "4.00 MiB", "90 -> 120 %",
+    ]  # fmt: skip
+    assert [row[0] for row in segments] == ["segment", "segment1", "-", "-", "step"]
+    assert swaps[1] == ["a/tensor:0", "8.00 MiB", "1", "control<op>"] and left_out[1] == ["other:0", "too small"]
+    assert largest[1] == ["conv<1>", "32 MiB"] and measured[1] == ["Conv<2D> (in s, backward)", "99 B"]
+    assert alone[1] == ["layer 'mean' <b>", "it reduces & waits"]
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and text.count("<svg") == 1
+    assert "name=\"viewport\"" in text and "prefers-color-scheme: dark" in text and "@media print" in text
+
+
+def test_a_measured_peak_over_the_budget_is_marked():
+    over, within = (a_plan(measured=Measurement(peak, "a test")).to_html() for peak in (2**27 + 1, 2**27))
+    assert "<b class=bad>128 MiB</b>" in over and "2.00 times the prediction" in over
+    assert "class=bad>" not in within and "100 % of it in use at the peak" in within
+
+
+def test_nothing_measured_and_nothing_rewritten_is_told():
+    plan = a_plan(changed=False, segments=(), swaps=(), not_swapped=(), left_alone=(), notes=(), memory_budget=None)
+    text = plan.to_html()
+    assert "Nothing rewritten, predicted peak 64 MiB" in text
+    assert text.count("not measured") == 3 and "<h2>Left alone" not in text and "<h2>Swapped" not in text
+
+
+def test_curves_of_many_points_are_pixels():
+    pytest.importorskip("matplotlib")
+    points = tuple((number * 1e-3, number) for number in range(MOST_POINTS + 1))
+    after = Measurement(2**26, "records", (Timeline("CPU:0", 2**26, (), points),))
+    text = a_plan().to_html(after=after)
+    assert "<svg" not in text and re.search('src="data:image/png;base64,iVBOR', text)
+
+
+def test_without_matplotlib_the_page_says_that_there_is_no_picture(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    text = a_plan().to_html()
+    assert "No picture: `plan.plot()` needs matplotlib: pip install &quot;tflms-sft[plot]&quot;" in text
+    assert len(_Reader(text).tables) == 6
+
+
+@pytest.mark.parametrize("argument", ["before", "after"])
+def test_something_else_than_a_measurement_is_refused(argument):
+    with pytest.raises(TypeError, match=f"`{argument}` must be what `tflms_sft.measure` returned. Received: .*=3 of"):
+        a_plan().to_html(**{argument: 3})
+
+
+def test_many_swaps_are_cut_short():
+    (swap,) = a_plan().swaps
+    plan = a_plan(swaps=tuple(dataclasses.replace(swap, tensor=f"t{number}:0") for number in range(50)))
+    rows = _Reader(plan.to_html()).tables[2]
+    assert len(rows) == 42 and rows[-1][:2] == ["10 more", "80 MiB"]
