@@ -107,7 +107,7 @@ def measure(*, what: str, spec: dict[str, Any], variant: dict[str, Any], emit: _
         figures["predicted_peak_bytes"] = rewriter.plan.predicted.peak_bytes
         found = rewriter.plan.measured
         figures["first_peak_bytes"] = None if found is None else found.peak_bytes
-        figures["predicted_work"] = rewriter.plan.predicted.time_ratio
+        figures["predicted_time_ratio"] = rewriter.plan.predicted.time_ratio
     return figures
 
 
@@ -279,7 +279,7 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     peaks = ("peak_bytes", "first_peak_bytes", "predicted_peak_bytes")
     for name in (*peaks, "fixed_bytes", "net_rss_bytes", "net_rss_bytes_cold"):
         joined[name] = max((part[name] for part in parts if part.get(name)), default=None)
-    for name in ("predicted_work", "plan", "plan_summary"):
+    for name in ("predicted_time_ratio", "plan", "plan_summary"):
         joined[name] = parts[0].get(name)
     return joined
 

@@ -154,7 +154,7 @@ def table(variants: Sequence[_compare.Variant], results: _compare.Results, ratio
         ("step, median", "step_seconds_median", lambda f: f"{f['step_seconds_median']:.2f} s"),
         ("step, min-max", "", lambda f: f"{f['step_seconds_min']:.2f}-{f['step_seconds_max']:.2f} s"),
         ("step, CPU time", "cpu_seconds_median", lambda f: f"{f['cpu_seconds_median']:.2f} s"),
-        ("predicted work", "", lambda f: _work(f["predicted_work"])),
+        ("predicted time", "", lambda f: _work(f["predicted_time_ratio"])),
         ("first step", "cold_seconds", lambda f: f"{f['cold_seconds']:.1f} s"),
         ("per pixel", "", lambda f: f"{f['microseconds_per_pixel']:.3f} µs"),
     ]

@@ -244,7 +244,7 @@ def test_nothing_is_run_once_all_that_is_rewritten_failed(monkeypatch):
 
 
 def three_variants(monkeypatch):
-    planned = {"predicted_work": 1.25, "predicted_peak_bytes": 2**28}
+    planned = {"predicted_time_ratio": 1.25, "predicted_peak_bytes": 2**28}
     planned["plan"] = {"original": {"peak_bytes": 3 * 2**28}}
     found = {
         "plain": (step_figures(1.0, 1024), rss_figures(900)),
@@ -271,7 +271,7 @@ def test_the_table_compares_plain_with_each_variant(monkeypatch):
     assert rows["predicted peak_bytes"] == ["0.750 GiB", "0.250 GiB", "3.00", "-", ""]
     assert rows["net_rss_bytes, warm"][2::2] == ["3.00", "9.00"]
     assert rows["step, median"] == ["2.00 s", "3.00 s", "0.67", "5.00 s", "0.40"]
-    assert rows["predicted work"] == ["-", "1.25 x", "", "-", ""]
+    assert rows["predicted time"] == ["-", "1.25 x", "", "-", ""]
     assert rows["losses differ"] == ["-", "1.0e-01", "", "0.0e+00", ""]
     assert rows["per pixel"][0] == f"{2e6 / (2 * 64**2):.3f} µs"
 

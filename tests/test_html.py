@@ -28,7 +28,7 @@ def a_plan(**options):
     counts, rows = (1, 4, 4), ((8, 8), (20, 20))
     names = ("segment1", ("image",), ("pool & co",))
     segment = PlannedSegment(*names, counts, counts, ("conv<1>",), 7, 9, (2**20, 2**21), rows)
-    segment = dataclasses.replace(segment, waiting_bytes=(2**26, 2**22), work=(0.9, 1.2))
+    segment = dataclasses.replace(segment, waiting_bytes=(2**26, 2**22), time_share=(0.9, 1.2))
     known = {
         "changed": True,
         "batch": 2,
@@ -43,7 +43,7 @@ def a_plan(**options):
         "swap_tier": "disk",
         "not_swapped": (("other:0", "too small"),),
         "rest_waiting_bytes": (2**23, 2**23),
-        "rest_work": (0.1, 0.1),
+        "rest_time_share": (0.1, 0.1),
     }
     return Plan(**{**known, **options})
 

@@ -53,14 +53,14 @@ def plan(step):
 
 def test_the_headline_has_segments_tiles_and_peaks(plan):
     assert plan.headline().startswith("2 segment(s) in 2x2, 3x1 tiles, predicted peak ")
-    assert " instead of " in plan.headline() and "x the work" in plan.headline()
+    assert " instead of " in plan.headline() and "x the time" in plan.headline()
     assert "budget" not in plan.headline()
 
 
 def test_the_summary_has_a_table_with_a_line_for_each_segment(plan):
     first, headings, rule, one, two, rest, whole, *lines = plan.summary().splitlines()
     assert first == f"Plan for batch 2: {plan.headline()}"
-    columns = ["segment", "layers", "decision", "tiles", "waits before", "after", "work"]
+    columns = ["segment", "layers", "decision", "tiles", "waits before", "after", "time"]
     assert re.split(r"  +", headings.strip()) == columns
     assert set(rule) == {" ", "-"} and len({len(line) for line in (headings, rule, one, two, rest, whole)}) == 1
     cells = [re.split(r"  +", line.strip()) for line in (one, two, rest, whole)]
@@ -82,10 +82,10 @@ def test_what_waits_for_the_backward_phase(plan):
 
 
 def test_the_shares_of_work_are_those_of_the_step(plan):
-    parts = [plan.rest_work, *(segment.work for segment in plan.segments)]
+    parts = [plan.rest_time_share, *(segment.time_share for segment in plan.segments)]
     assert sum(before for before, _ in parts) == pytest.approx(1.0)
     assert sum(after for _, after in parts) == pytest.approx(plan.predicted.time_ratio)
-    assert all(after > before > 0.1 for before, after in parts[1:]) and plan.rest_work[0] == plan.rest_work[1]
+    assert all(after > before > 0.1 for before, after in parts[1:]) and plan.rest_time_share[0] == plan.rest_time_share[1]
 
 
 def test_swaps_are_a_line_of_the_table(step):
@@ -208,7 +208,7 @@ def test_segments_are_shaded_where_their_loops_run(plan):
     assert ends == sorted(ends) and ends[-1] <= plan.predicted.time_ratio
     for name, segment in zip(("segment1", "segment2"), plan.segments, strict=True):
         width = sum(end - begin for other, begin, end in found if other == name)
-        assert width == pytest.approx(segment.work[1], rel=1e-3)
+        assert width == pytest.approx(segment.time_share[1], rel=1e-3)
 
 
 def test_loops_that_follow_each_other_are_one_span():

@@ -191,7 +191,7 @@ def finish(
         batch_is_fixed=traced.batch_is_fixed,
         segments=tuple(described(traced.costs, *pair, names) for pair in zip(plans, parts, strict=True)),
         rest_waiting_bytes=rest.waiting_bytes,
-        rest_work=rest.work,
+        rest_time_share=rest.time_share,
         left_alone=_reasons(traced, left),
         original=original,
         predicted=predicted,

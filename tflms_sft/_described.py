@@ -28,11 +28,11 @@ class Share:
 
     Attributes:
         waiting_bytes: Of what it makes in the forward phase, what waits for the backward phase.
-        work: Over that of the whole step before.
+        time_share: Predicted time, over that of the whole step before.
     """
 
     waiting_bytes: tuple[int, int]
-    work: tuple[float, float]
+    time_share: tuple[float, float]
 
 
 def shares(costs: Costs, plans: Sequence[SegmentPlan], whole: float) -> list[Share]:
@@ -129,7 +129,7 @@ def described(costs: Costs, plan: SegmentPlan, share: Share, names: Mapping[Tens
         overlapped_bytes=sum(overlapped_bytes(analysis, phase, batch) for phase in plan.phases),
         most_rows=_most_rows(costs, plan),
         waiting_bytes=share.waiting_bytes,
-        work=share.work,
+        time_share=share.time_share,
     )
 
 

@@ -118,7 +118,7 @@ def _cards(plan: Plan, before: Measurement | None, after: Measurement | None) ->
         found = predicted if after is None else after.peak_bytes
         used = f"{100 * found / plan.memory_budget:.0f} % of it in use at the peak"
         cards.append(("budget", format_bytes(plan.memory_budget), used, found > plan.memory_budget))
-    cards.append(("work", f"{plan.predicted.time_ratio:.2f}x", "of the step as it was", False))
+    cards.append(("time", f"{plan.predicted.time_ratio:.2f}x", "of the step as it was", False))
     if plan.swaps:
         cards.append(("swapped", format_bytes(plan.swapped_bytes), f"to {plan.swap_tier} in every step", False))
     shown = (

@@ -99,7 +99,7 @@ class PlannedSegment:
             the work (`halo="recompute"`); that does not limit them. `None` if there are not as many rows, and
             where tiles are not rows alone.
         waiting_bytes: Of what its forward ops make, what waits for the backward phase: before, and after.
-        work: Work of its ops, over that of the whole step before: once, and in its loops.
+        time_share: Predicted time of its ops, over that of the whole step before: once, and in its loops.
     """
 
     name: str
@@ -120,7 +120,7 @@ class PlannedSegment:
     overlapped_bytes: int = 0
     most_rows: int | None = None
     waiting_bytes: tuple[int, int] = (0, 0)
-    work: tuple[float, float] = (0.0, 0.0)
+    time_share: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Plan:
         swap_tier: Where they go: `"host"` or `"disk"`; empty if there are none.
         not_swapped: (tensor, why it stays) of those that could not be swapped.
         rest_waiting_bytes: As in `PlannedSegment`, of what is in no segment; what is swapped is counted.
-        rest_work: The same for work.
+        rest_time_share: The same for time.
     """
 
     changed: bool
@@ -176,7 +176,7 @@ class Plan:
     swap_tier: str = ""
     not_swapped: tuple[tuple[str, str], ...] = ()
     rest_waiting_bytes: tuple[int, int] = (0, 0)
-    rest_work: tuple[float, float] = (0.0, 0.0)
+    rest_time_share: tuple[float, float] = (0.0, 0.0)
 
     @property
     def swapped_bytes(self) -> int:
@@ -198,7 +198,7 @@ class Plan:
         swaps = f", {swap_text(self)}" if self.swaps else ""
         return (
             f"{len(self.segments)} segment(s) in {grids} tiles{swaps}, {peaks}, "
-            f"about {self.predicted.time_ratio:.2f}x the work" + budget_text(self)
+            f"about {self.predicted.time_ratio:.2f}x the time" + budget_text(self)
         )
 
     def summary(self) -> str:

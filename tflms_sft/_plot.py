@@ -98,7 +98,7 @@ def draw_plan(
 def _draw_predicted(
     axes: Any, bars: Any, plan: Plan, before: Measurement | None, after: Measurement | None, unit: tuple[str, int]
 ) -> None:
-    """Bytes over the work of a step, and measured peaks of which there is no timeline."""
+    """Bytes over the predicted time of a step, and measured peaks of which there is no timeline."""
     predictions = (plan.original, plan.predicted) if plan.changed else (plan.original,)
     curves = [_predicted(prediction, *label) for prediction, label in zip(predictions, LABELS, strict=False)]
     lines = []
@@ -106,7 +106,7 @@ def _draw_predicted(
         if found is not None and not found.timelines:
             lines.append((found.peak_bytes, f"{label}, measured peak {format_bytes(found.peak_bytes)}", color))
     axes.set_title("Predicted", loc="left", fontweight="bold")
-    axes.set_xlabel("work done (1 is a step as it was)")
+    axes.set_xlabel("predicted time (1 is a step as it was)")
     _draw(axes, bars, curves, lines, plan.memory_budget, unit)
 
 

@@ -32,7 +32,7 @@ class Row(NamedTuple):
         tiles: Numbers of tiles.
         before: What waits for the backward phase in the step as it was.
         after: The same now.
-        work: Work of it in the step as it was, over that of the whole step, and now.
+        time: Time of it in the step as it was, over that of the whole step, and now.
     """
 
     segment: str
@@ -41,10 +41,10 @@ class Row(NamedTuple):
     tiles: str
     before: str
     after: str
-    work: str
+    time: str
 
 
-HEADINGS = Row("segment", "layers", "decision", "tiles", "waits before", "after", "work")
+HEADINGS = Row("segment", "layers", "decision", "tiles", "waits before", "after", "time")
 RIGHT = (4, 5, 6)
 """Columns of numbers."""
 
@@ -57,17 +57,17 @@ def rows(plan: Plan) -> list[Row]:
             f"{_joined(segment.entries)} -> {_joined(segment.exits)}",
             decision(segment),
             _tiles(segment),
-            *_numbers(segment.waiting_bytes, segment.work),
+            *_numbers(segment.waiting_bytes, segment.time_share),
         )
         for segment in plan.segments
     ]
     rest = "everything else" if plan.segments else "everything"
-    found.append(Row("-", rest, "as it was", "-", *_numbers(plan.rest_waiting_bytes, plan.rest_work)))
+    found.append(Row("-", rest, "as it was", "-", *_numbers(plan.rest_waiting_bytes, plan.rest_time_share)))
     if plan.swaps:
         text = f"{len(plan.swaps)} tensor(s)"
         found.append(Row("-", text, f"swap to {plan.swap_tier}", "-", "-", f"-{format_bytes(plan.swapped_bytes)}", "-"))
     if len(found) > 1:
-        found.append(Row("step", "", "", "", *_numbers(waiting_bytes(plan), whole_work(plan))))
+        found.append(Row("step", "", "", "", *_numbers(waiting_bytes(plan), whole_time(plan))))
     return found
 
 
@@ -77,15 +77,15 @@ def waiting_bytes(plan: Plan) -> tuple[int, int]:
     return sum(before), max(sum(after) - plan.swapped_bytes, 0)
 
 
-def whole_work(plan: Plan) -> tuple[float, float]:
+def whole_time(plan: Plan) -> tuple[float, float]:
     """Work of the step over that of the step as it was: 1, and now."""
-    before, after = zip(plan.rest_work, *(segment.work for segment in plan.segments), strict=True)
+    before, after = zip(plan.rest_time_share, *(segment.time_share for segment in plan.segments), strict=True)
     return sum(before), sum(after)
 
 
-def _numbers(waiting: tuple[int, int], work: tuple[float, float]) -> tuple[str, str, str]:
+def _numbers(waiting: tuple[int, int], shares: tuple[float, float]) -> tuple[str, str, str]:
     before, after = map(format_bytes, waiting)
-    once, now = (f"{100 * part:.0f}" for part in work)
+    once, now = (f"{100 * part:.0f}" for part in shares)
     return before, after, f"{once} %" if once == now else f"{once} -> {now} %"
 
 
