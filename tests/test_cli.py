@@ -74,11 +74,11 @@ def broken():
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     """A directory of a user's, with networks in it."""
-    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "zoo.py").write_text(NETS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
-    sys.modules.pop("nets", None)
+    sys.modules.pop("zoo", None)
 
 
 @pytest.fixture
@@ -99,13 +99,13 @@ def cli(capsys):
 
 
 def test_plan_is_that_of_fit(cli):
-    code, out, err = cli("plan", "nets.py:build", "--arg", "size=64", "--arg", "compiled=True", "--budget", "2MiB")
+    code, out, err = cli("plan", "zoo.py:build", "--arg", "size=64", "--arg", "compiled=True", "--budget", "2MiB")
     assert code == 0
     assert "noise" not in out and "noise of the user's" in err and "tracing the training step" in err
     assert out.startswith("Model 'small': 853 weights, SGD, the model's own loss\nStep traced for image 1x64x64x3")
 
     keras.backend.clear_session()
-    model = sys.modules["nets"].build(64, compiled=True)
+    model = sys.modules["zoo"].build(64, compiled=True)
     data = tf.data.Dataset.from_tensors((np.zeros((1, 64, 64, 3), "float32"), np.zeros((1, 5), "float32")))
     callback = tflms_sft.MemoryBudget("2MiB", verbose=0)
     model.fit(data, verbose=0, shuffle=False, callbacks=[callback])
@@ -114,7 +114,7 @@ def test_plan_is_that_of_fit(cli):
 
 def test_plan_as_json_tells_what_was_assumed(cli):
     arguments = ("--arg", "top='sigmoid'", "--input-shape", "48x32x3", "--batch", 2, "--budget", "1GiB")
-    code, out, err = cli("plan", "nets:build", *arguments, "--json", "--quiet")
+    code, out, err = cli("plan", "zoo:build", *arguments, "--json", "--quiet")
     found = json.loads(out)
     assert code == 0 and "tflms-sft" not in err
     assert found["assumed"]["inputs"] == [["image", [2, 48, 32, 3], "float32"]]
@@ -127,15 +127,15 @@ def test_plan_as_json_tells_what_was_assumed(cli):
 def test_no_batch_is_made(cli):
     """One image alone would be 48 GiB."""
     shape = ("--input-shape", "65536,65536,3")
-    code, out, _ = cli("plan", "nets:build", *shape, "--num-tiles", "height=2,width=1", "--halo", "carry")
+    code, out, _ = cli("plan", "zoo:build", *shape, "--num-tiles", "height=2,width=1", "--halo", "carry")
     assert code == 0 and re.search(r"2x1 tiles, predicted peak .* TiB instead of .* TiB", out)
 
 
 def test_files_of_keras_are_planned_as_they_were_compiled(cli, directory):
     sys.path.insert(0, str(directory))
-    import nets
+    import zoo
 
-    model = nets.build(32, compiled=True)
+    model = zoo.build(32, compiled=True)
     model.train_on_batch(np.zeros((1, 32, 32, 3)), np.zeros((1, 5)))
     model.save("net.keras")
     code, out, _ = cli("plan", "net.keras", "--num-tiles", "2,2", "--plot", "plan.png")
@@ -156,36 +156,36 @@ def test_files_of_keras_are_planned_as_they_were_compiled(cli, directory):
     ],
 )
 def test_targets_are_found(cli, model, options, assumed):
-    code, out, err = cli("plan", f"nets:{model}", *options, "--budget", "1GiB")
+    code, out, err = cli("plan", f"zoo:{model}", *options, "--budget", "1GiB")
     assert code == 0, err
     assert re.search(assumed, out)
 
 
 WRONG = [
     (["none.keras"], "MODEL must be a .keras file that exists, or package.module:function. Received: 'none.keras'"),
-    (["nets.py"], "MODEL has to name the function that builds the model: nets.py:function."),
+    (["zoo.py"], "MODEL has to name the function that builds the model: zoo.py:function."),
     (["none.py:build"], "MODEL names the file 'none.py', which does not exist."),
-    (["nonesuch.nets:build"], "cannot be imported: ModuleNotFoundError: No module named 'nonesuch'. It is looked"),
-    (["nets:biuld"], "MODEL names 'biuld' in 'nets', and there is none. Nearest: 'build'"),
-    (["nets:number"], "'nets:number' returned an object of type builtins.int"),
-    (["nets:broken"], "nets:broken() raised KeyError: 'no such thing'"),
-    (["nets:build", "--arg", "sise=3"], "unexpected keyword argument 'sise'"),
-    (["nets:build"], "Input 'image' of model 'small' leaves sizes open: ?x?x3. Give them as --input-shape"),
-    (["nets:flat", "--input-shape", "64,64,3"], "is 32x32x3. Received: --input-shape 64,64,3."),
-    (["nets:build", "--input-shape", "64,64"], "is ?x?x3. Received: --input-shape 64,64."),
-    (["nets:two_inputs", "--input-shape", "8,8,2"], "has to name one of the inputs of model"),
-    (["nets:two_inputs", "--input-shape", "c=8,8,2"], "a, b, such as a=64,64,3. Received: c."),
-    (["nets:Subclassed"], "does not tell its input; give one --input-shape without a name"),
-    (["nets:Subclassed", "--input-shape", "1,1,3"], "does not take 1x1x1x3 float32: "),
-    (["nets:flat", "--loss", "nonesuch"], "cannot be compiled with --optimizer and --loss"),
-    (["nets:flat", "--target-shape", "7,7"], "cannot be traced for 1x32x32x3 float32 and targets of 1x7x7 float32"),
-    (["nets:flat", "--target-dtype", "int33"], "--target-dtype must be a type of numbers, such as int32. Received: "),
-    (["nets:flat", "--plot", "none/plan.png"], "--plot must be a file in a directory that exists"),
-    (["nets:flat", "--input-shape", "32,x"], "expected whole numbers from 1 up with commas between them"),
-    (["nets:flat", "--batch", "0"], "expected a whole number from 1 up. Received: '0'"),
-    (["nets:flat", "--headroom", "1"], "expected a number from 0 to below 1. Received: '1'"),
-    (["nets:flat", "--arg", "3"], "expected name=value. Received: '3'"),
-    (["nets:flat", "--halo", "carry"], "--halo goes with --num-tiles; a budget chooses it"),
+    (["nonesuch.zoo:build"], "cannot be imported: ModuleNotFoundError: No module named 'nonesuch'. It is looked"),
+    (["zoo:biuld"], "MODEL names 'biuld' in 'zoo', and there is none. Nearest: 'build'"),
+    (["zoo:number"], "'zoo:number' returned an object of type builtins.int"),
+    (["zoo:broken"], "zoo:broken() raised KeyError: 'no such thing'"),
+    (["zoo:build", "--arg", "sise=3"], "unexpected keyword argument 'sise'"),
+    (["zoo:build"], "Input 'image' of model 'small' leaves sizes open: ?x?x3. Give them as --input-shape"),
+    (["zoo:flat", "--input-shape", "64,64,3"], "is 32x32x3. Received: --input-shape 64,64,3."),
+    (["zoo:build", "--input-shape", "64,64"], "is ?x?x3. Received: --input-shape 64,64."),
+    (["zoo:two_inputs", "--input-shape", "8,8,2"], "has to name one of the inputs of model"),
+    (["zoo:two_inputs", "--input-shape", "c=8,8,2"], "a, b, such as a=64,64,3. Received: c."),
+    (["zoo:Subclassed"], "does not tell its input; give one --input-shape without a name"),
+    (["zoo:Subclassed", "--input-shape", "1,1,3"], "does not take 1x1x1x3 float32: "),
+    (["zoo:flat", "--loss", "nonesuch"], "cannot be compiled with --optimizer and --loss"),
+    (["zoo:flat", "--target-shape", "7,7"], "cannot be traced for 1x32x32x3 float32 and targets of 1x7x7 float32"),
+    (["zoo:flat", "--target-dtype", "int33"], "--target-dtype must be a type of numbers, such as int32. Received: "),
+    (["zoo:flat", "--plot", "none/plan.png"], "--plot must be a file in a directory that exists"),
+    (["zoo:flat", "--input-shape", "32,x"], "expected whole numbers from 1 up with commas between them"),
+    (["zoo:flat", "--batch", "0"], "expected a whole number from 1 up. Received: '0'"),
+    (["zoo:flat", "--headroom", "1"], "expected a number from 0 to below 1. Received: '1'"),
+    (["zoo:flat", "--arg", "3"], "expected name=value. Received: '3'"),
+    (["zoo:flat", "--halo", "carry"], "--halo goes with --num-tiles; a budget chooses it"),
 ]
 
 
@@ -201,13 +201,13 @@ def test_wrong_arguments(cli, arguments, text):
     ("arguments", "text"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["plan", "nets:flat"], "one of the arguments --budget --num-tiles is required"),
-        (["plan", "nets:flat", "--budget", "0"], "`--budget` must be at least one byte"),
-        (["plan", "nets:flat", "--budget", "8GiBs"], "must be a positive number followed by one of B, kB"),
-        (["plan", "nets:flat", "--num-tiles", "4,0"], "expected whole numbers from 1 up"),
-        (["plan", "nets:flat", "--num-tiles", "hieght=4"], "--num-tiles names unknown axes ['hieght']"),
-        (["plan", "nets:custom_loss", "--num-tiles", "4,4,4,4"], "4 count(s), and what is tiled has 2 axes"),
-        (["max-input", "nets:build", "--budget", "1MiB", "--max-size", "16"], "--max-size must be at least --multi"),
+        (["plan", "zoo:flat"], "one of the arguments --budget --num-tiles is required"),
+        (["plan", "zoo:flat", "--budget", "0"], "`--budget` must be at least one byte"),
+        (["plan", "zoo:flat", "--budget", "8GiBs"], "must be a positive number followed by one of B, kB"),
+        (["plan", "zoo:flat", "--num-tiles", "4,0"], "expected whole numbers from 1 up"),
+        (["plan", "zoo:flat", "--num-tiles", "hieght=4"], "--num-tiles names unknown axes ['hieght']"),
+        (["plan", "zoo:custom_loss", "--num-tiles", "4,4,4,4"], "4 count(s), and what is tiled has 2 axes"),
+        (["max-input", "zoo:build", "--budget", "1MiB", "--max-size", "16"], "--max-size must be at least --multi"),
         (["run", "train.py", "--budget", "1GiB"], "run needs --budget SIZE in front of SCRIPT"),
         (["run", "--budget", "1GiB"], "the following arguments are required: SCRIPT\n"),
         (["run", "--budget", "1GiB", "none.py"], "SCRIPT must be a file that exists. Received: 'none.py'."),
@@ -220,7 +220,7 @@ def test_wrong_command_lines(cli, arguments, text):
 
 
 def test_a_budget_that_cannot_be_met(cli):
-    arguments = ("plan", "nets:build", "--input-shape", "64,64,3", "--budget", "20kB", "--json")
+    arguments = ("plan", "zoo:build", "--input-shape", "64,64,3", "--budget", "20kB", "--json")
     code, out, err = cli(*arguments)
     assert code == 1
     error = json.loads(out)["error"]
@@ -235,7 +235,7 @@ def test_ctrl_c(cli, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tflms_sft._cli.steps.trace", stopped)
-    code, out, err = cli("plan", "nets:flat", "--budget", "1GiB")
+    code, out, err = cli("plan", "zoo:flat", "--budget", "1GiB")
     assert (code, out) == (130, "") and err.endswith("tflms-sft: interrupted\n")
 
 
@@ -244,10 +244,10 @@ def test_an_error_of_our_own_is_told_and_where_it_was_raised_if_asked_for(cli, m
         raise LookupError("something that nobody thought of")
 
     monkeypatch.setattr("tflms_sft._cli.steps.trace", wrong)
-    code, out, err = cli("plan", "nets:flat", "--budget", "1GiB")
+    code, out, err = cli("plan", "zoo:flat", "--budget", "1GiB")
     assert (code, out) == (1, "") and "Traceback" not in err
     assert "error: LookupError: something that nobody thought of (--traceback shows where this was raised)" in err
-    code, out, err = cli("plan", "nets:flat", "--budget", "1GiB", "--traceback")
+    code, out, err = cli("plan", "zoo:flat", "--budget", "1GiB", "--traceback")
     assert (code, out) == (1, "") and "Traceback" in err and "in wrong" in err
 
 
@@ -262,7 +262,7 @@ def fits(cli, model, size, batch, budget):
 
 def test_the_largest_image_is_the_largest_that_plan_accepts(cli):
     options = ("--budget", "1MiB", "--multiple-of", 8, "--within", 0, "--max-size", 56)
-    code, out, err = cli("max-input", "nets:build", *options, "--json")
+    code, out, err = cli("max-input", "zoo:build", *options, "--json")
     found = json.loads(out)
     assert code == 0 and "56x56x3, plain: " in err
     plain, rewritten = found["plain"], found["rewritten"]
@@ -270,25 +270,25 @@ def test_the_largest_image_is_the_largest_that_plan_accepts(cli):
     assert rewritten["size"] == 56 and rewritten["is_limit"] and rewritten["time_ratio"] > 1 == plain["time_ratio"]
     assert max(plain["peak_bytes"], rewritten["peak_bytes"]) <= 0.9 * 2**20
     for size, unchanged in ((plain["size"], True), (plain["size"] + 8, False)):
-        assert fits(cli, "nets:build", ("--input-shape", f"{size},{size},3"), 1, "1MiB") == (True, unchanged)
+        assert fits(cli, "zoo:build", ("--input-shape", f"{size},{size},3"), 1, "1MiB") == (True, unchanged)
 
 
 @pytest.mark.slow
 def test_the_largest_batch_is_the_largest_that_plan_accepts(cli):
     """The loss has a number for each pixel of the largest tensor, so that tiles help little."""
     options = ("--input-shape", "64,64,3", "--budget", "1MiB", "--no-swap", "--within", 0)
-    code, out, err = cli("max-batch", "nets:Subclassed", *options)
+    code, out, err = cli("max-batch", "zoo:Subclassed", *options)
     assert code == 0, err
     plain, rewritten = (int(n) for n in re.findall(r"^(?:plain|rewritten) +batch (\d+) ", out, re.MULTILINE))
     assert 1 <= plain < rewritten
     for batch, expected in ((rewritten, (True, False)), (rewritten + 1, (False, False))):
-        assert fits(cli, "nets:Subclassed", (*options[:2], "--no-swap"), batch, "1MiB") == expected
+        assert fits(cli, "zoo:Subclassed", (*options[:2], "--no-swap"), batch, "1MiB") == expected
 
 
 @pytest.mark.slow
 def test_models_of_fixed_size_are_built_again(cli):
     options = ("--budget", "1MiB", "--within", 0.3, "--max-size", 64, "--json")
-    found = [cli("max-input", "nets:build", *size, *options) for size in ((), ("--arg", "size=32"))]
+    found = [cli("max-input", "zoo:build", *size, *options) for size in ((), ("--arg", "size=32"))]
     assert [code for code, _, _ in found] == [0, 0]
     free, fixed = (json.loads(out) for _, out, _ in found)
     for way in ("plain", "rewritten"):
@@ -299,7 +299,7 @@ def test_models_of_fixed_size_are_built_again(cli):
 def test_a_copy_for_another_size_computes_the_same_and_is_frozen_where_the_model_is():
     from tflms_sft._cli import models
 
-    model = models.load("nets:nested", {})
+    model = models.load("zoo:nested", {})
     model.compile(keras.optimizers.SGD(0.5), "mse")
     copy = models.resized(model, (48, 40, 3))
     assert copy.input_shape == (None, 48, 40, 3)
@@ -316,11 +316,11 @@ def test_a_copy_for_another_size_computes_the_same_and_is_frozen_where_the_model
 @pytest.mark.parametrize(
     ("command", "arguments", "code", "text"),
     [
-        ("max-input", ["nets:flat"], 2, "the weight 'sequential/dense/kernel' would be "),
-        ("max-input", ["nets:two_inputs"], 2, "has 2 inputs; max-input varies the size of one"),
-        ("max-input", ["nets:Subclassed"], 2, "does not tell its input; give one --input-shape"),
-        ("max-batch", ["nets:build"], 2, "leaves sizes open"),
-        ("max-batch", ["nets:build", "--arg", "size=32", "--budget", "1kB", "--max-size", 1], 1, ""),
+        ("max-input", ["zoo:flat"], 2, "the weight 'sequential/dense/kernel' would be "),
+        ("max-input", ["zoo:two_inputs"], 2, "has 2 inputs; max-input varies the size of one"),
+        ("max-input", ["zoo:Subclassed"], 2, "does not tell its input; give one --input-shape"),
+        ("max-batch", ["zoo:build"], 2, "leaves sizes open"),
+        ("max-batch", ["zoo:build", "--arg", "size=32", "--budget", "1kB", "--max-size", 1], 1, ""),
     ],
 )
 def test_what_has_no_largest(cli, command, arguments, code, text):
@@ -334,14 +334,14 @@ def test_what_has_no_largest(cli, command, arguments, code, text):
 SCRIPT = """
 import sys
 import keras, numpy as np
-import nets, tflms_sft
+import zoo, tflms_sft
 
 class Told(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         print("trains as", type(self.model).__name__, "rewritten" if "train_step" in vars(self.model) else "plain")
 
 def main(way):
-    model = nets.build(64, compiled=True)
+    model = zoo.build(64, compiled=True)
     x, y = np.zeros((2, 64, 64, 3), "float32"), np.zeros((2, 5), "float32")
     last = {
         "none": None, "list": [Told()], "single": Told(), "own": [tflms_sft.SFT((2, 2), verbose=0)],
@@ -370,7 +370,7 @@ def script(directory):
     path = directory / "scripts" / "train.py"
     path.parent.mkdir()
     path.write_text(SCRIPT)
-    (path.parent / "nets.py").write_text(NETS)
+    (path.parent / "zoo.py").write_text(NETS)
     return path
 
 
@@ -458,7 +458,7 @@ def test_help_needs_no_tensorflow():
     program = "import sys, tflms_sft._cli.main as m\ntry:\n    m.main(sys.argv[1:])\nfinally:\n    " + (
         "print(sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
     )
-    for arguments, code in ((["--help"], 0), (["plan", "--help"], 0), (["plan", "nets:build"], 2)):
+    for arguments, code in ((["--help"], 0), (["plan", "--help"], 0), (["plan", "zoo:build"], 2)):
         done = child("-c", program, *arguments)
         assert done.returncode == code and done.stdout.endswith("[]\n")
     done = child("-m", "tflms_sft", "--version")
@@ -483,5 +483,5 @@ tf.config.threading.set_inter_op_parallelism_threads(2)  # Only before the first
 
 @pytest.mark.slow
 def test_json_is_all_that_a_process_prints():
-    done = child("-m", "tflms_sft", "plan", "nets.py:build", "--arg", "size=32", "--budget", "1GiB", "--json")
+    done = child("-m", "tflms_sft", "plan", "zoo.py:build", "--arg", "size=32", "--budget", "1GiB", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["command"] == "plan"
