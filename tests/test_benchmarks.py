@@ -23,6 +23,7 @@ from benchmarks import (
     lrcnn,
     max_batch,
     pareto,
+    planner,
     vgg16,
 )
 
@@ -528,3 +529,42 @@ def test_every_network_is_predicted_plain_and_rewritten():
         how = [case.tiles is not None or case.swaps is not None for case in accuracy.CASES if case.net == net]
         assert True in how and False in how
     assert len({case.name for case in accuracy.CASES}) == len(accuracy.CASES) >= 6
+
+
+# Planner ------------------------------------------------------------------------------------------------------
+
+
+def run_of(peak, seconds=1.0, predicted=100 * 2**20, ratio=1.2):
+    return {
+        "peak_bytes": peak * 2**20,
+        "seconds": seconds,
+        "predicted_bytes": predicted,
+        "predicted_ratio": ratio,
+        "planned_seconds": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("peaks", "seconds", "verdict"),
+    [
+        ((95, 105, 109), 1.2, (True, True, True)),
+        ((95, 105, 111), 1.2, (False, True, True)),
+        ((88, 89, 95), 1.2, (True, False, True)),
+        ((95, 105, 109), 1.5, (True, True, False)),
+        ((95, 105, 109), 1.0, (True, True, False)),
+    ],
+)
+def test_what_a_plan_kept(peaks, seconds, verdict):
+    found = [run_of(peak, seconds) for peak in peaks]
+    cells, kept = planner.row("net", 110 * 2**20, [run_of(300)] * 3, found)
+    assert dataclasses.astuple(kept) == verdict
+    assert cells[:3] == ["net", "110 MiB", "100 MiB"] and len(cells) == len(planner.HEADINGS)
+    assert ("OVER" in cells[4], "far" in cells[3], "far" in cells[6]) == tuple(not good for good in verdict)
+
+
+def test_enough_plans_have_to_keep_what_they_promise():
+    good, far = planner.Verdict(True, True, True), planner.Verdict(True, False, False)
+    assert planner.totals([good] * 22 + [far] * 2)[1]
+    assert not planner.totals([good] * 21 + [far] * 3)[1]
+    text, enough = planner.totals([good] * 23 + [planner.Verdict(False, True, True)])
+    assert not enough and text.startswith("24 plans: largest peak within the budget in 23,")

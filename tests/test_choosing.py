@@ -111,6 +111,7 @@ def test_swaps_where_transfers_are_fast(transfers):
     assert plan.predicted.seconds == pytest.approx(plan.predicted.time_ratio * plan.original.seconds)
 
 
+@pytest.mark.slow
 def test_both_where_that_is_faster(transfers, monkeypatch):
     transfers(3e9)
     monkeypatch.setattr("tflms_sft._choose.MOST_ALONE", 1.0)
@@ -131,6 +132,7 @@ def test_a_swap_is_timed_by_what_is_copied(transfers):
     assert plan.predicted.seconds == pytest.approx(plan.original.seconds + (out + back) / 1e9)
 
 
+@pytest.mark.slow
 def test_both_where_neither_is_enough():
     step = step_of(model_of(mixed))
     smallest = {}

@@ -19,7 +19,7 @@ from tflms_sft._choose import Choice, choose
 from tflms_sft._compile import Traced, analyse, collector_paused, finish, predict, prediction
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._names import LayerRecord, display_names, recorded_layers
-from tflms_sft._params import AutoParams, SFTParams
+from tflms_sft._params import AUTO, AutoParams, SFTParams
 from tflms_sft._plan import Plan
 from tflms_sft._swap import described, notes, swap, swapped_seconds
 from tflms_sft._tiling import plan_sft
@@ -327,7 +327,8 @@ class Chosen:
     def aim(self) -> str:
         """What is going on while a plan is made."""
         if isinstance(self.tiles, AutoParams):
-            return f"planning for a budget of {format_bytes(self.tiles.memory_budget)}"
+            budget = self.tiles.memory_budget
+            return f"planning for a budget of {'what is free' if budget == AUTO else format_bytes(budget)}"
         return "planning swaps" if self.tiles is None else "planning tiles"
 
     def without_swaps(self, why: str) -> Chosen:
