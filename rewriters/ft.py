@@ -28,7 +28,7 @@ from rewriters.analysis import Analysis, check_forward
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval
-from rewriters.memory import Action, schedule
+from rewriters.memory import most_alive
 from rewriters.registry import find_rule
 from rewriters.roles import reads_shape_only
 from rewriters.segments import Segment, build_segment
@@ -268,7 +268,8 @@ def saved_bytes(analysis: Analysis, segment: Segment, batch: int) -> int:
     without a backward pass nothing is kept: they are those of what is whole at a time, less the entries and exits.
     """
     if not analysis.backward:
-        return _most_alive(segment, batch) - _ends(segment, batch)
+        order = [*dict.fromkeys(t.node for t in segment.entries), *segment.forward]
+        return most_alive(order, batch, segment.exits) - _ends(segment, batch)
 
     def kept(tensor: Tensor) -> bool:
         return any(r in analysis.backward and not reads_shape_only(r) for r, p in analysis.readers.get(tensor, ()))
@@ -283,20 +284,6 @@ def _ends(segment: Segment, batch: int) -> int:
     """Bytes of entries and exits; arguments are there anyway."""
     entries = (t for t in segment.entries if t.node.op != "Placeholder")
     return sum(t.num_bytes(batch) for t in (*entries, *segment.exits))
-
-
-def _most_alive(segment: Segment, batch: int) -> int:
-    """Bytes at the worst moment of a segment that runs on whole tensors, with its entries until they are read."""
-    order = [*dict.fromkeys(t.node for t in segment.entries), *segment.forward]
-    alive: dict[int, int] = {}
-    most = 0
-    for action, key, num_bytes, _ in schedule(order, lambda t: t.num_bytes(batch), {}, segment.exits):
-        if action is Action.ALLOCATE:
-            alive[key] = num_bytes
-        elif action is Action.FREE:
-            del alive[key]
-        most = max(most, sum(alive.values()))
-    return most
 
 
 def _largest(

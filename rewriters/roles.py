@@ -76,7 +76,8 @@ def hidden_gradients(graph: Graph, order: list[Node]) -> Node | None:
         if name not in guilty:
             guilty[name] = False  # While it is looked at: a function may call itself.
             body = functions[name].node_def if name in functions else ()
-            guilty[name] = any(_made_by_autodiff(n.name, n.op) or any(map(has_gradients, _bodies(n.attr))) for n in body)
+            own = any(_made_by_autodiff(node.name, node.op) for node in body)
+            guilty[name] = own or any(has_gradients(inner) for node in body for inner in _bodies(node.attr))
         return guilty[name]
 
     return next((node for node in order if any(map(has_gradients, _bodies(node.attrs)))), None)

@@ -15,7 +15,7 @@ from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.tiers import HostTier, Tier
 from tflms_sft._calibration import machine_rates
-from tflms_sft._choose import Choice, choose
+from tflms_sft._choose import NO_SWAPS, Choice, choose
 from tflms_sft._compile import Traced, analyse, collector_paused, finish, predict, prediction
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._names import LayerRecord, display_names, recorded_layers
@@ -26,8 +26,6 @@ from tflms_sft._tiling import plan_sft
 
 _MOST_CHARACTERS = 600
 """Of the arguments that an error repeats: a list may hold a whole image."""
-
-NO_SWAPS = "nothing is swapped: without a backward phase nothing waits for one"
 
 
 def is_concrete(step: Any) -> bool:
