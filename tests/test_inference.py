@@ -10,7 +10,7 @@ from keras import layers
 from test_rewrite import BATCH, gradients
 
 import tflms_sft
-from tflms_sft import LMSParams, RewriteError, SegmentSpec, SFTParams
+from tflms_sft import AutoParams, BudgetError, LMSParams, RewriteError, SegmentSpec, SFTParams
 
 RNG = np.random.default_rng(3)
 
@@ -129,6 +129,72 @@ def test_a_named_segment():
     spec = SegmentSpec(model.layers[0].name, "pool3", num_tiles=(2, 2))
     plan = checked(model, SFTParams(segments=[spec])).plan
     assert [segment.exits for segment in plan.segments] == [("pool3",)]
+
+
+# Within a budget -------------------------------------------------------------------------------------------
+
+
+def deeper(x):
+    """Skips over two levels: much of it is alive while the deepest part runs."""
+    first = nets.conv(4)(nets.conv(4)(x))
+    second = nets.conv(6)(layers.MaxPool2D(2)(first))
+    x = nets.conv(8)(nets.conv(8)(layers.MaxPool2D(2)(second)))
+    x = layers.Concatenate()([second, layers.Conv2DTranspose(6, 2, strides=2)(x)])
+    x = layers.Concatenate()([first, layers.Conv2DTranspose(4, 2, strides=2)(nets.conv(6)(x))])
+    return nets.conv(2, name="out")(nets.conv(4)(x))
+
+
+def wide_bottlenecks(x):
+    return nets.bottlenecks(nets.conv(12)(x))
+
+
+MANY, FEW = (0.95, 0.9, 0.8, 0.7, 0.65, 0.6, 0.55), (0.9, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        (nets.vgg, FEW),
+        (deeper, FEW),
+        *(pytest.param(body, MANY, marks=pytest.mark.slow) for body in (nets.vgg, deeper, wide_bottlenecks)),
+    ],
+)
+def test_a_budget_is_kept_and_a_larger_one_is_no_slower(body, parts):
+    model = built(body, (128, 96))
+    call, images = call_of(model), images_of(model, 1)
+    plain = tflms_sft.rewrite(call, AutoParams("1TiB"), images)
+    assert not plain.plan.changed
+    slowest, met = 1.0, 0
+    for part in parts:
+        budget = int(part * plain.plan.original.peak_bytes)
+        try:
+            fast = tflms_sft.rewrite(call, AutoParams(budget), images)
+        except BudgetError as error_:
+            assert error_.smallest_bytes > budget
+            continue
+        met += 1
+        assert fast.plan.predicted.peak_bytes <= 0.9 * budget and fast.plan.memory_budget == budget
+        assert fast.plan.predicted.time_ratio >= slowest - 1e-9
+        slowest = fast.plan.predicted.time_ratio
+        assert error(fast(images), call(images)) <= 1e-10
+    assert met >= 2
+
+
+def test_an_impossible_budget_names_one_that_is_met():
+    model = built(nets.vgg, (96, 96))
+    call, images = call_of(model), images_of(model, 1)
+    with pytest.raises(BudgetError, match="`memory_budget` is too small for this step") as refused:
+        tflms_sft.rewrite(call, AutoParams("1KiB"), images)
+    plan = tflms_sft.rewrite(call, AutoParams(refused.value.smallest_bytes), images).plan
+    assert plan.segments and not plan.swaps
+
+
+def test_a_budget_does_not_swap_in_a_forward_function():
+    model = built(nets.vgg, (96, 96))
+    peak = checked(model, AutoParams("1TiB"), 1).plan.original.peak_bytes
+    plan = checked(model, AutoParams(int(0.8 * peak), swap=LMSParams(min_bytes=1)), 1).plan
+    assert plan.segments and not plan.swaps
+    assert plan.notes == ("nothing is swapped: without a backward phase nothing waits for one",)
 
 
 # What is left as it is -------------------------------------------------------------------------------------

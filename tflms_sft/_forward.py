@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from rewriters.graph import Tensor
 from rewriters.memory import most_alive, op_scratch
 from rewriters.roles import reads_shape_only
 from rewriters.segments import Segment
-from rewriters.sft import SegmentPlan, plan_segment
+from rewriters.sft import SegmentPlan, plan_segment, planner_for
 from rewriters.tiles import Grid, Halo
 from rewriters.turns import phase_scratch
 from tflms_sft._compile import Candidate, Traced, predict
@@ -41,7 +42,7 @@ MOST_CUTS = 7
 MORE = 1.7
 """Tiles of a grid that is tried, over those of the one before."""
 
-OVERRATED = 1.3
+OVERRATED = 1.2
 """Most that the parts of a plan may need by their own sums, over what the memory model says of the step."""
 
 MOST_SMALLEST = 6
@@ -127,9 +128,11 @@ class ForwardSearch:
     def _down_from(self, step: int, limit: int | None = None) -> Iterator[Candidate]:
         """Plans for lower and lower targets."""
         seen: list[Candidate] = []
-        for target in range(min(step, self._highest), self._lowest - 1, -1):
+        for target in range(min(step, self._highest), 0, -1):
             candidate = self._candidate(target, limit)
-            if candidate is not None and candidate not in seen:
+            if candidate is None:
+                return
+            if candidate not in seen:
                 seen.append(candidate)
                 yield candidate
 
@@ -207,7 +210,7 @@ class _Part:
 
     def __init__(self, traced: Traced, segment: Segment, positions: range, alive: _Alive) -> None:
         self._traced = traced
-        self.segment = segment
+        self._segment = segment
         self._positions = positions
         batch, entries = traced.batch, alive.entries(segment)
         self._beside = alive.held + alive.across(segment)
@@ -221,6 +224,7 @@ class _Part:
         self._grids = {
             halo: thinned(auto_grids(traced.analysis, segment, batch, halo is Halo.CARRY), MORE) for halo in Halo
         }
+        self._planners = {halo: planner_for(traced.analysis, segment, halo) for halo in Halo}
         self._tiled: dict[tuple[Halo, Grid], Choice | None] = {}
 
     def fastest(self, target: int) -> Choice | None:
@@ -248,7 +252,7 @@ class _Part:
         if (halo, grid) not in self._tiled:
             self._tiled[halo, grid] = None
             with contextlib.suppress(NotTileableError):
-                (phase,) = plan_segment(self._traced.analysis, self.segment, grid, halo=halo).phases
+                (phase,) = self._planners[halo].phases(grid, grid)
                 needs = self._beside + self._ends + phase_scratch(phase, self._traced.batch)
                 seconds = self._traced.costs.phase(phase)
                 first, last = self._positions.start, self._positions.stop
@@ -265,20 +269,40 @@ class _Line:
         self._alive = alive
         self._bounds = _bounds(traced, component)
         self._parts: dict[tuple[int, int], _Part | None] = {}
+        own = [traced.costs.op(node) for node in component.nodes]
+        self._after = [sum(own[first:]) for first in range(len(own) + 1)]
 
     def fastest(self, target: int) -> list[Choice] | None:
-        """The fastest choices for all of it that meet a target."""
-        best: dict[int, tuple[float, list[Choice]]] = {0: (0.0, [])}
-        for first, last in itertools.combinations(self._bounds, 2):
-            if first not in best:
+        """The fastest choices for all of it that meet a target.
+
+        Ways through it grow in the order of what they take at least (A*, as in `_chain.py`), so that few parts are
+        planned in tiles: those take no less than whole images.
+        """
+        order = itertools.count()
+        queue: list[tuple[float, int, float, list[Choice], int | None]] = [(0.0, next(order), 0.0, [], None)]
+        reached: set[int] = set()
+        while queue:
+            _, _, seconds, path, last = heapq.heappop(queue)
+            at = path[-1].last if path else 0
+            if last is None:
+                if at == self._bounds[-1]:
+                    return path
+                if at not in reached:
+                    reached.add(at)
+                    for last in self._bounds[self._bounds.index(at) + 1 :]:
+                        if self._part(at, last) is not None:
+                            heapq.heappush(queue, (seconds + self._seconds(at), next(order), seconds, path, last))
                 continue
-            part = self._part(first, last)
-            choice = None if part is None else part.fastest(target)
+            choice = self._part(at, last).fastest(target)  # type: ignore[union-attr]
             if choice is not None:
-                seconds, before = best[first]
-                if seconds + choice.seconds < best.get(last, (math.inf,))[0]:
-                    best[last] = (seconds + choice.seconds, [*before, choice])
-        return best[self._bounds[-1]][1] if self._bounds[-1] in best else None
+                seconds += choice.seconds
+                least = seconds + self._seconds(last)
+                heapq.heappush(queue, (least, next(order), seconds, [*path, choice], None))
+        return None
+
+    def _seconds(self, first: int) -> float:
+        """Of what is left from a position, on whole images."""
+        return self._after[first]
 
     def _part(self, first: int, last: int) -> _Part | None:
         if (first, last) not in self._parts:
