@@ -11,7 +11,7 @@ from rewriters.graph import LOOPS, Graph, Node, Tensor
 from rewriters.inline import is_xla_call
 from rewriters.layouts import Layouts
 from rewriters.registry import Kind, OpView, find_rule
-from rewriters.roles import backward_nodes, data_nodes, derived_nodes, reads_shape_only
+from rewriters.roles import backward_nodes, data_nodes, derived_nodes, hidden_gradients, reads_shape_only
 from rewriters.sizes import Size
 from rewriters.values import Evaluator
 
@@ -115,12 +115,19 @@ class Analysis:
     def require_backward(self) -> None:
         """Refuse a function that computes no gradients."""
         if not self.backward:
-            loop = next((node for node in self.order if node.op in LOOPS), None)
-            unseen = "Gradients inside of a loop, as `{}`, are not seen: rewrite what a turn runs."
+            self.refuse_hidden_gradients()
             raise RewriteError(
                 "The step has no backward part: no operation under a `gradient_tape/` or `gradients/` scope. "
                 "Pass the function that computes gradients and updates (a training step), not the model's call."
-                + (" " + unseen.format(loop.name) if loop else "")
+            )
+
+    def refuse_hidden_gradients(self) -> None:
+        """Refuse a function that computes gradients, if at all, where they are not seen: inside of a loop, say."""
+        node = None if self.backward else hidden_gradients(self.graph, self.order)
+        if node is not None:
+            what, inner = ("loop", "a turn") if node.op in LOOPS else (f"`{node.op}`", "it")
+            raise RewriteError(
+                f"Gradients inside of a {what}, as `{node.name}`, are not seen: rewrite what {inner} runs."
             )
 
 

@@ -28,6 +28,7 @@ from rewriters.analysis import Analysis, check_forward
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval
+from rewriters.memory import most_alive
 from rewriters.registry import find_rule
 from rewriters.roles import reads_shape_only
 from rewriters.segments import Segment, build_segment
@@ -252,10 +253,10 @@ def try_segment(analysis: Analysis, component: Component, part: range, taken: se
     """The segment of a range of a component.
 
     Raises:
-        NotTileableError: If it has no backward part that can be tiled, or saves nothing.
+        NotTileableError: If it has no backward part that can be tiled, though the step has one.
     """
     segment = build_segment(analysis, name, {component.nodes[i] for i in part}, taken)
-    if not segment.backward:
+    if analysis.backward and not segment.backward:
         raise NotTileableError("nothing inside of it is needed in the backward pass")
     return segment
 
@@ -263,8 +264,12 @@ def try_segment(analysis: Analysis, component: Component, part: range, taken: se
 def saved_bytes(analysis: Analysis, segment: Segment, batch: int) -> int:
     """Bytes that a step keeps less for its backward pass when a segment is tiled.
 
-    What lies inside need not be kept any more. An entry that nothing but the recomputation reads later must.
+    What lies inside need not be kept any more. An entry that nothing but the recomputation reads later must. In a step
+    without a backward pass nothing is kept: they are those of what is whole at a time, less the entries and exits.
     """
+    if not analysis.backward:
+        order = [*dict.fromkeys(t.node for t in segment.entries), *segment.forward]
+        return most_alive(order, batch, segment.exits) - _ends(segment, batch)
 
     def kept(tensor: Tensor) -> bool:
         return any(r in analysis.backward and not reads_shape_only(r) for r, p in analysis.readers.get(tensor, ()))
@@ -273,6 +278,12 @@ def saved_bytes(analysis: Analysis, segment: Segment, batch: int) -> int:
     inside = [t for t in made if t not in segment.available and kept(t)]
     newly = [t for t in segment.entries if t.node.op != "Placeholder" and not kept(t)]
     return sum(t.num_bytes(batch) for t in inside) - sum(t.num_bytes(batch) for t in newly)
+
+
+def _ends(segment: Segment, batch: int) -> int:
+    """Bytes of entries and exits; arguments are there anyway."""
+    entries = (t for t in segment.entries if t.node.op != "Placeholder")
+    return sum(t.num_bytes(batch) for t in (*entries, *segment.exits))
 
 
 def _largest(
@@ -291,7 +302,8 @@ def _largest(
         if saved_bytes(analysis, segment, batch) > 0:
             return [segment]
         bounds = []  # Parts of it would keep more, not less.
-        reason = "tiles would keep as much for the backward pass as it does now"
+        purpose = "for the backward pass as it does now" if analysis.backward else "as is alive now"
+        reason = f"tiles would keep as much {purpose}"
     except NotTileableError as error:
         reason = str(error)
     name_of["segment"] -= 1

@@ -197,6 +197,21 @@ def schedule(
     return scheduler.end()
 
 
+def most_alive(
+    order: Sequence[Node], batch: int, keep: Iterable[Tensor] = (), scratch: Mapping[Node, int] | None = None
+) -> int:
+    """Bytes of what some ops make, at the worst moment; parameters as for `schedule`. A device takes some more."""
+    alive: dict[int, int] = {}
+    most = 0
+    for action, key, num_bytes, _ in schedule(order, lambda t: t.num_bytes(batch), scratch or {}, keep):
+        if action is Action.ALLOCATE:
+            alive[key] = num_bytes
+        elif action is Action.FREE:
+            del alive[key]
+        most = max(most, sum(alive.values()) + (num_bytes if action is Action.RUN else 0))
+    return most
+
+
 Turns = Mapping[str, Sequence[Sequence[Event]]]
 """Schedules of turns that run one after another while a loop runs, by the loop's name."""
 

@@ -11,7 +11,8 @@ forward pass), and control edges out of stateful ops.
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from typing import Any
 
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.registry import registered
@@ -25,7 +26,11 @@ _TYPE = re.compile(r"(Grad|BackpropFilter|BackpropFilterV2)$")
 
 def is_seed(node: Node) -> bool:
     """Whether autodiff made this node, by its scope or its type."""
-    return bool(_SCOPE.search(node.name)) or (bool(_TYPE.search(node.op)) and node.op != "StopGradient")
+    return _made_by_autodiff(node.name, node.op)
+
+
+def _made_by_autodiff(name: str, op: str) -> bool:
+    return bool(_SCOPE.search(name)) or (bool(_TYPE.search(op)) and op != "StopGradient")
 
 
 def is_autodiff_name(name: str) -> bool:
@@ -60,6 +65,31 @@ def backward_nodes(
         ):
             result.add(node)
     return result
+
+
+def hidden_gradients(graph: Graph, order: list[Node]) -> Node | None:
+    """The first node with a body, such as a loop, inside of which autodiff made something."""
+    functions = {function.signature.name: function for function in graph.library.function}
+    guilty: dict[str, bool] = {}
+
+    def has_gradients(name: str) -> bool:
+        if name not in guilty:
+            guilty[name] = False  # While it is looked at: a function may call itself.
+            body = functions[name].node_def if name in functions else ()
+            own = any(_made_by_autodiff(node.name, node.op) for node in body)
+            guilty[name] = own or any(has_gradients(inner) for node in body for inner in _bodies(node.attr))
+        return guilty[name]
+
+    return next((node for node in order if any(map(has_gradients, _bodies(node.attrs)))), None)
+
+
+def _bodies(attrs: Mapping[str, Any]) -> list[str]:
+    """Names of the functions that an operation runs."""
+    return [
+        function.name
+        for value in attrs.values()
+        for function in ([value.func] if value.HasField("func") else value.list.func)
+    ]
 
 
 def derived_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:

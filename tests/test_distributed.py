@@ -93,6 +93,9 @@ FIT = """
         trained([tflms_sft.LMS(tier="disk", verbose=0)])
     except tflms_sft.RewriteError as error:
         print("trains on 2 replicas, between which nothing can be swapped yet" in str(error))
+    model, loud = new_model(), tflms_sft.SFT(num_tiles=(2, 2))
+    model.evaluate(images, labels, batch_size=4, verbose=0, callbacks=[loud])
+    assert loud.evaluate_plan is None
 """
 
 
@@ -120,10 +123,11 @@ def test_a_step_of_two_replicas_is_the_same(net):
 
 def test_fit_on_two_replicas_is_the_same():
     """Each replica has loops of its own, and a batch of its own of an unknown size."""
-    tiled, budget, refused = run(FIT, "normed").splitlines()
+    tiled, budget, refused, evaluated = run(FIT, "normed").splitlines()
     for line in (tiled, budget):
         _, loops, left, off = line.split()
         assert int(loops) >= 12 and int(loops) % 2 == 0 and left == "0"
         assert float(off) < 1e-10
     assert budget.split()[0] == "2", "a replica has half of the batch"
     assert refused == "True"
+    assert evaluated.endswith("evaluate runs plain, outside of the plan: on 2 replicas only training is rewritten")

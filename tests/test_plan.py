@@ -85,7 +85,8 @@ def test_the_shares_of_work_are_those_of_the_step(plan):
     parts = [plan.rest_time_share, *(segment.time_share for segment in plan.segments)]
     assert sum(before for before, _ in parts) == pytest.approx(1.0)
     assert sum(after for _, after in parts) == pytest.approx(plan.predicted.time_ratio)
-    assert all(after > before > 0.1 for before, after in parts[1:]) and plan.rest_time_share[0] == plan.rest_time_share[1]
+    assert all(after > before > 0.1 for before, after in parts[1:])
+    assert plan.rest_time_share[0] == plan.rest_time_share[1]
 
 
 def test_swaps_are_a_line_of_the_table(step):

@@ -7,13 +7,13 @@ from keras import layers
 from test_rewrite import BATCH, IMAGES, TILES, close, gradients, net, normed_body, plain_body, segments
 
 import tflms_sft
-from tflms_sft import AutoParams, RewriteError, SegmentError, SegmentSpec, SFTParams
+from tflms_sft import AutoParams, LMSParams, RewriteError, SegmentError, SegmentSpec, SFTParams
 
 
-def test_a_forward_function_is_refused_with_the_remedy():
+def test_swaps_in_a_forward_function_are_refused_with_the_remedy():
     model = net()
     with pytest.raises(RewriteError, match="no backward part.*Pass the function that computes gradients and updates"):
-        tflms_sft.rewrite(tf.function(lambda images: model(images)), TILES, IMAGES)
+        tflms_sft.rewrite(tf.function(lambda images: model(images)), LMSParams(), IMAGES)
 
 
 def test_gradients_inside_of_a_loop_are_told_as_such():

@@ -10,7 +10,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tflms_sft._install import Installation, peak_line, start_line
+from tflms_sft._inference import (
+    CALLED,
+    EVALUATION,
+    PREDICTION,
+    VALIDATION,
+    ForwardInstallation,
+    forward_line,
+    over_line,
+    tiles_alone,
+    why_plain,
+)
+from tflms_sft._install import Installation, Kind, peak_line, start_line
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._params import AUTO, AutoParams, SegmentSpec, SFTParams
 from tflms_sft._plan import Measurement, Plan
@@ -33,17 +44,30 @@ class _Rewriting(keras.callbacks.Callback):
         self._peak: Measurement | None = None
         self._installation: Installation | None = None
         self._last_plan: Plan | None = None
-        self._told_validation = False
+        self._told_plain = ""
+        self._forward: dict[Kind, ForwardInstallation] = {}
+        self._forward_plans: dict[Kind, Plan | None] = {}
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest training; `None` before its first step."""
         return self._last_plan
 
+    @property
+    def evaluate_plan(self) -> Plan | None:
+        """The plan of the latest evaluation or validation; `None` before its first step, and if it runs plain."""
+        return self._forward_plans.get(EVALUATION)
+
+    @property
+    def predict_plan(self) -> Plan | None:
+        """The plan of the latest prediction; `None` before its first step, and if it runs plain."""
+        return self._forward_plans.get(PREDICTION)
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Install."""
         self._last_plan = None
-        self._told_validation = False
+        self._told_plain = ""
+        self._forward.clear()
         self._installation = Installation(
             self.model,
             self._rewrite_params,
@@ -92,12 +116,87 @@ class _Rewriting(keras.callbacks.Callback):
         if self._installation is not None:
             self._installation.restore()
             self._installation = None  # It holds the graph.
+        self._forward.clear()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Say that validation during training is not covered."""
-        if self._verbose and self._last_plan is not None and not self._told_validation:
-            self._told_validation = True
-            print("tflms-sft: validation runs plain, outside of the plan", flush=True)
+        """Install for an evaluation, or the validation of a training."""
+        self._begin(EVALUATION)
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Install again if another callback ran an evaluation of its own."""
+        self._resume(EVALUATION)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Take out."""
+        self._end(EVALUATION)
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        """Install for a prediction."""
+        self._begin(PREDICTION)
+
+    def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Install again if another callback ran a prediction of its own."""
+        self._resume(PREDICTION)
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        """Take out."""
+        self._end(PREDICTION)
+
+    def _begin(self, kind: Kind) -> None:
+        training = self._installation is not None and self._installation.is_placed
+        why = why_plain(self.model, self._rewrite_params)
+        chosen = tiles_alone(self._rewrite_params)
+        if why or chosen is None:
+            self._forward.pop(kind, None)
+            self._tell_plain(VALIDATION if training else CALLED[kind], why)
+            return
+        if not training or kind not in self._forward:
+            self._forward_plans[kind] = None
+            self._forward[kind] = ForwardInstallation(
+                kind,
+                training,
+                self._take_out,
+                self._tell,
+                self.model,
+                chosen,
+                self._batch_shape,
+                lambda plan: self._planned_forward(kind, plan),
+                lambda plan: self._tell(over_line(CALLED[kind], plan)),
+                f"the callback `{type(self).__name__}`",
+                self.params or object(),
+            )
+        self._forward[kind].begin()
+
+    def _resume(self, kind: Kind) -> None:
+        if kind in self._forward:
+            self._forward[kind].resume()
+
+    def _end(self, kind: Kind) -> None:
+        if kind in self._forward:
+            self._forward[kind].restore()
+            if self._installation is None:
+                del self._forward[kind]
+
+    def _take_out(self) -> None:
+        """After a step has failed Keras calls no callback any more."""
+        for installation in (*self._forward.values(), self._installation):
+            if installation is not None:
+                installation.restore()
+        self._forward.clear()
+        self._installation = None
+
+    def _planned_forward(self, kind: Kind, plan: Plan) -> None:
+        self._forward_plans[kind] = plan
+        self._tell(forward_line(self._forward[kind]))
+
+    def _tell_plain(self, called: str, why: str) -> None:
+        if called != self._told_plain:
+            self._told_plain = called
+            self._tell(f"tflms-sft: {called} runs plain, outside of the plan: {why}")
+
+    def _tell(self, text: str) -> None:
+        if self._verbose and text:
+            print(text, flush=True)
 
     def _planned(self, plan: Plan) -> None:
         self._last_plan = plan
@@ -151,7 +250,7 @@ def checked_verbose(verbose: int) -> int:
 
 
 class MemoryBudget(_Rewriting):
-    """Train within a memory budget, with the same results to rounding.
+    """Train, evaluate or predict within a memory budget, with the same results to rounding.
 
     Args:
         memory_budget: Most bytes alive on the device at any moment of a step, weights and optimizer
@@ -168,7 +267,9 @@ class MemoryBudget(_Rewriting):
             `fit`, if there is one.
 
     Attributes:
-        plan: What was done; see `Plan.summary()`.
+        plan: What was done to the training; see `Plan.summary()`.
+        evaluate_plan: What was done to `evaluate`, or to the validation of a `fit`.
+        predict_plan: What was done to `predict`.
 
     Raises:
         BudgetError: In the first step, if no plan fits; it names the smallest budget that works. After the second, if
@@ -193,7 +294,7 @@ class MemoryBudget(_Rewriting):
 
 
 class SFT(_Rewriting):
-    """Train with segmented fused-tiled execution, as told.
+    """Train, evaluate or predict with segmented fused-tiled execution, as told.
 
     Args:
         num_tiles: As in `SFTParams`.
@@ -209,7 +310,9 @@ class SFT(_Rewriting):
             `fit`, if there is one.
 
     Attributes:
-        plan: What was done; see `Plan.summary()`.
+        plan: What was done to the training; see `Plan.summary()`.
+        evaluate_plan: What was done to `evaluate`, or to the validation of a `fit`.
+        predict_plan: What was done to `predict`.
 
     Raises:
         SegmentError: In the first step, for a named segment that cannot be tiled.
@@ -249,7 +352,9 @@ class LMS(_Rewriting):
         **params: As in `LMSParams`.
 
     Attributes:
-        plan: What was done; see `Plan.summary()`.
+        plan: What was done to the training; see `Plan.summary()`.
+        evaluate_plan: What was done to `evaluate`, or to the validation of a `fit`.
+        predict_plan: What was done to `predict`.
 
     Raises:
         SwapError: In the first step, if nothing can be swapped as asked for.

@@ -22,6 +22,7 @@ from rewriters.memory import Peak
 from rewriters.sft import SegmentPlan
 from tflms_sft._barriers import Barriers, BarrierSearch
 from tflms_sft._compile import Candidate, Traced, predict, unsupported_layers
+from tflms_sft._forward import ForwardSearch
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._params import AutoParams
 from tflms_sft._search import TileSearch
@@ -44,6 +45,7 @@ MOST_NAMES = 6
 
 BOTH = "tiles and swaps, because neither fit alone"
 FASTER = "tiles and swaps, because either alone would take longer"
+NO_SWAPS = "nothing is swapped: without a backward phase nothing waits for one"
 
 
 class Search(Protocol):
@@ -105,16 +107,19 @@ def choose(traced: Traced, params: AutoParams) -> Choice:
         BudgetError: If nothing fits; it names the smallest budget that can be met and the largest tensor then.
     """
     limit = int(params.memory_budget * (1 - params.headroom) / traced.correction)
-    barriers = Barriers(traced)
-    search: Search = BarrierSearch(traced, barriers) if barriers.present else TileSearch(traced)
+    why = ""
+    if not traced.analysis.backward:
+        why = NO_SWAPS if isinstance(params.swap, LMSParams) else ""
+        params = dataclasses.replace(params, swap=False)
+    search = _search(traced)
     plain = predict(traced, [])[0].peak_bytes
     if plain <= limit:
-        return Choice([], search.left)
+        return Choice([], search.left, why=why)
     options = []
     tiles = search.cheapest(limit)
     if tiles is not None:
         seconds = tiles.time_ratio * traced.seconds
-        options.append(Option(Choice(tiles.plans, search.left), seconds, tiles.peak.peak_bytes))
+        options.append(Option(Choice(tiles.plans, search.left, why=why), seconds, tiles.peak.peak_bytes))
     if params.swap is not False:
         options += _swapped(traced, search, swaps_within(params), tiles, plain, limit)
     if options:
@@ -123,6 +128,14 @@ def choose(traced: Traced, params: AutoParams) -> Choice:
     if found is not None:
         return found
     raise _too_small(traced, params, search)
+
+
+def _search(traced: Traced) -> Search:
+    """What finds tiles for a step."""
+    if not traced.analysis.backward:
+        return ForwardSearch(traced)
+    barriers = Barriers(traced)
+    return BarrierSearch(traced, barriers) if barriers.present else TileSearch(traced)
 
 
 def swaps_within(params: AutoParams, least: bool = False) -> LMSParams:

@@ -107,14 +107,17 @@ def analyse(
         for_tiles: Whether it may be tiled, so that what is the same to rounding only may be made anew.
 
     Raises:
-        RewriteError: If it computes no gradients.
+        RewriteError: If it computes gradients where they are not seen; without tiles, if it computes none.
     """
     graph = read(concrete_fn, for_tiles)
     record = record or LayerRecord()
     misleading = any(is_autodiff_name(call.layer) for call in record.calls)
     forward: Container[str] = record.layer_of_op.keys() if misleading else ()
     analysis = Analysis(graph, forward=forward)
-    analysis.require_backward()
+    if for_tiles:
+        analysis.refuse_hidden_gradients()
+    else:  # What leaves the device comes back for the backward phase.
+        analysis.require_backward()
     known = _static_batch(graph, len(concrete_fn.inputs) - len(concrete_fn.captured_inputs))
     return Traced(
         concrete_fn,

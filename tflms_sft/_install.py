@@ -1,5 +1,7 @@
 """Put a rewritten step into a Keras model, and take it out again.
 
+What is said of training here holds for evaluation and prediction, whose `Kind` differs (`_inference.py`).
+
 Keras looks `train_step` up when it builds its train function, and the train function at
 every step. So an object that rewrites is put in the place of the former, the latter is
 built anew, and both are put back as they were: at the end of training, and at any
@@ -10,6 +12,7 @@ thing in every training, is replaced as well, and takes out what an earlier one 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -18,7 +21,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from rewriters import _tf_private, device
+from rewriters import device
 from rewriters.build import Importer
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.tiers import Tier
@@ -35,6 +38,26 @@ from tflms_sft._units import format_bytes
 _SLOT = "_tflms_sft_installation"
 
 
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a model does with batches, by its attributes.
+
+    Attributes:
+        step: What is done with one batch.
+        function: What runs one or several steps.
+        make: What makes that.
+        slot: Where the model holds what is installed.
+    """
+
+    step: str
+    function: str
+    make: str
+    slot: str
+
+
+TRAINING = Kind("train_step", "train_function", "make_train_function", _SLOT)
+
+
 class Installation:
     """A rewritten step in a model.
 
@@ -42,7 +65,10 @@ class Installation:
         model: The model.
         plan: Of the first signature that was traced; `None` before.
         planning: How long it took to find.
+        kind: Which of the model's steps it is.
     """
+
+    kind = TRAINING
 
     def __init__(
         self,
@@ -88,71 +114,76 @@ class Installation:
         self._correction = 1.0
 
     def install(self) -> None:
-        """Replace the train step; what an earlier training left behind is taken out first.
+        """Replace the step; what an earlier training left behind is taken out first.
 
         Raises:
             RewriteError: If the model cannot be rewritten at all.
             ValueError: If something else rewrites the same training.
         """
-        check_model(self.model)
+        self._check()
         model = self.model
-        previous = model.__dict__.get(_SLOT)
+        previous = model.__dict__.get(self.kind.slot)
         if previous is not None:
             same_fit = previous._training is self._training
             if previous._training is not None:  # A `with` block takes out its own.
                 previous.restore()
             if previous._training is None or same_fit:
+                step = self.kind.step.replace("_", " ")
                 raise ValueError(
-                    f"Two things rewrite the train step of model {model.name!r} at once: {previous._owner} and "
+                    f"Two things rewrite the {step} of model {model.name!r} at once: {previous._owner} and "
                     f"{self._owner}. Use one: `MemoryBudget` and `budget` choose segments and swaps themselves "
                     "(`swap=LMSParams(...)` says which), `SFT` takes several in `segments=`, and "
                     "`LMS(tiles=SFTParams(...))` tiles first."
                 )
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
         self._place()
         self._make()
+
+    def _check(self) -> None:
+        """Refuse models that the step cannot be rewritten for."""
+        check_model(self.model)
+        if not self.model.optimizer.built:
+            self.model.optimizer.build(self.model.trainable_variables)
 
     def resume(self) -> None:
         """Put the step back that a call inside of this training took out, a `train_on_batch` in a callback.
 
         Such a call asks for a train function as a new training does, and runs the plain step.
         """
-        if _SLOT not in self.model.__dict__:
+        if self.kind.slot not in self.model.__dict__:
             self._place()
-            self.model.train_function = self._installed
+            setattr(self.model, self.kind.function, self._installed)
 
     def _place(self) -> None:
-        model = self.model
+        model, kind = self.model, self.kind
         strategy, replicas = model.distribute_strategy, None
-        self._original = model.train_step
+        self._original = getattr(model, kind.step)
         if number_of(strategy) > 1:
             self._params = self._params.without_swaps(f"Model {model.name!r} trains on {number_of(strategy)} replicas")
             replicas = Replicas(strategy, self._original)
             self._original = replicas.step
             self._num_replicas = number_of(strategy)
-        self._make_plain = model.make_train_function
-        names = ("train_step", "make_train_function", *(["_distribute_strategy"] if replicas else []))
+        self._make_plain = getattr(model, kind.make)
+        names = (kind.step, kind.make, *(["_distribute_strategy"] if replicas else []))
         self._saved = {name: model.__dict__.get(name) for name in names}
         self._jit_compile = model.jit_compile
-        object.__setattr__(model, _SLOT, self)
+        object.__setattr__(model, kind.slot, self)
         model.jit_compile = False
-        object.__setattr__(model, "train_step", self.train_step)
+        object.__setattr__(model, kind.step, self.step)
         if replicas is not None:
             instead = functools.partial(self._train_replicas, replicas)
-            object.__setattr__(model, "_distribute_strategy", RunInstead(strategy, self.train_step, instead))
+            object.__setattr__(model, "_distribute_strategy", RunInstead(strategy, self.step, instead))
         if self._training is not None:
-            object.__setattr__(model, "make_train_function", self._asked_again)
+            object.__setattr__(model, kind.make, self._asked_again)
 
     def _make(self) -> None:
         self._steps.clear()
         self._make_plain(force=True)
-        self._inner = self.model.train_function
+        self._inner = getattr(self.model, self.kind.function)
         self._installed = self.run  # Bound once, to be recognised.
-        self.model.train_function = self._installed
+        setattr(self.model, self.kind.function, self._installed)
 
     def _asked_again(self, force: bool = False) -> None:
-        """In the place of the model's `make_train_function`.
+        """In the place of what makes the model's train function.
 
         With `force`, a callback wants the step of this training traced anew. Otherwise a new training begins.
         """
@@ -160,14 +191,14 @@ class Installation:
             self._make()
         else:
             self.restore()
-            self.model.make_train_function()
+            getattr(self.model, self.kind.make)()
 
     def restore(self) -> None:
         """Put everything back; does nothing the second time."""
         model = self.model
-        if model.__dict__.get(_SLOT) is not self:
+        if not self.is_placed:
             return
-        object.__delattr__(model, _SLOT)
+        object.__delattr__(model, self.kind.slot)
         for importer in self._steps.values():
             importer.abandon()
         for name, saved in self._saved.items():
@@ -175,10 +206,18 @@ class Installation:
                 object.__setattr__(model, name, saved)
             elif name in model.__dict__:
                 object.__delattr__(model, name)
-        if model.train_function is self._installed:  # Otherwise it was compiled anew, XLA decided there.
+        if getattr(model, self.kind.function) is self._installed:  # Otherwise it was compiled anew, XLA decided there.
             model.jit_compile = self._jit_compile
-        model.train_function = None
-        model.make_train_function()
+        self._make_plain_again()
+
+    def _make_plain_again(self) -> None:
+        setattr(self.model, self.kind.function, None)
+        getattr(self.model, self.kind.make)()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it is in the model now."""
+        return self.model.__dict__.get(self.kind.slot) is self
 
     @property
     def turned_off_jit(self) -> bool:
@@ -186,7 +225,7 @@ class Installation:
         return bool(self._jit_compile)
 
     def run(self, iterator: Any) -> Any:
-        """The model's train function: looks at the first batch, then hands on."""
+        """The model's function: looks at the first batch, then hands on."""
         try:
             known = bool(self._batch_shape or self._first_batch) or self.plan is not None
             if known or not isinstance(iterator, tf.data.Iterator):
@@ -275,7 +314,7 @@ class Installation:
         return (-(-self._batch_shape[0] // self._num_replicas), *self._batch_shape[1:])
 
     @tf.autograph.experimental.do_not_convert
-    def train_step(self, data: Any) -> Any:
+    def step(self, data: Any) -> Any:
         """What Keras traces: the original step, traced once per signature, rewritten and imported."""
         if tf.executing_eagerly():
             return self._original(data)
@@ -297,7 +336,7 @@ class Installation:
     @tf.autograph.experimental.do_not_convert
     def _train_replicas(self, replicas: Replicas, data: Any) -> Any:
         """The step of all replicas, in the place of `strategy.run`."""
-        return replicas.results(self.train_step(replicas.apart(data)))
+        return replicas.results(self.step(replicas.apart(data)))
 
     def _require_tensors(self, data: Any) -> None:
         for value in tf.nest.flatten(data):
@@ -342,12 +381,18 @@ class Installation:
             for_tiles = self._params.tiles is not None
             analysed = analyse(traced, record, known[0] if known else None, for_tiles)
             analysed.rates, analysed.correction = machine_rates(self._say), self._correction
+            analysed.variables += self._beside(traced)
             importer, plan = rewrite_traced(analysed, self._params)
         if self.plan is None:
             self.plan, self.planning = plan, watch
-            self._variables = _tf_private.variable_sizes(traced)
+            self._variables = analysed.variables
             self._on_plan(plan)
         return importer
+
+    def _beside(self, traced: Any) -> list[int]:
+        """Bytes of each variable that is there while the step runs and that it does not touch."""
+        del traced
+        return []
 
     def _check_batch_shape(self, traced: Any) -> None:
         """A shape that none of the images has that the step is given was meant for another model."""
@@ -394,10 +439,25 @@ def _is_image(shape: tf.TensorShape) -> bool:
 
 
 def check_model(model: Any) -> None:
-    """Refuse models that no step can be rewritten for.
+    """Refuse models that no train step can be rewritten for.
 
     Raises:
         RewriteError: With the remedy.
+    """
+    check_keras(model)
+    if not getattr(model, "compiled", False) or model.optimizer is None:
+        raise RewriteError(f"Model {model.name!r} is not compiled with an optimizer. Call `model.compile` first.")
+    check_runs(model)
+    if not model.trainable_variables:
+        raise RewriteError(f"Model {model.name!r} has no trainable weights, so a step computes no gradients.")
+
+
+def check_keras(model: Any) -> None:
+    """Refuse what is no model of Keras on TensorFlow.
+
+    Raises:
+        RewriteError: With the remedy.
+        TypeError: If it is no model.
     """
     if keras.backend.backend() != "tensorflow":
         raise RewriteError(
@@ -406,8 +466,14 @@ def check_model(model: Any) -> None:
         )
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a compiled `keras.Model`. Received: {model!r}.")
-    if not getattr(model, "compiled", False) or model.optimizer is None:
-        raise RewriteError(f"Model {model.name!r} is not compiled with an optimizer. Call `model.compile` first.")
+
+
+def check_runs(model: Any) -> None:
+    """Refuse models that run eagerly, and those without weights.
+
+    Raises:
+        RewriteError: With the remedy.
+    """
     if model.run_eagerly:
         raise RewriteError(
             f"Model {model.name!r} runs eagerly, so there is no graph to rewrite. Compile it with `run_eagerly=False`."
@@ -415,8 +481,6 @@ def check_model(model: Any) -> None:
     check_graphs_run()
     if not model.built or not model.weights:
         raise RewriteError(f"Model {model.name!r} has no weights yet. Call it on a batch first.")
-    if not model.trainable_variables:
-        raise RewriteError(f"Model {model.name!r} has no trainable weights, so a step computes no gradients.")
 
 
 def check_apart(model: Any) -> None:

@@ -15,7 +15,7 @@ from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.tiers import HostTier, Tier
 from tflms_sft._calibration import machine_rates
-from tflms_sft._choose import Choice, choose
+from tflms_sft._choose import NO_SWAPS, Choice, choose
 from tflms_sft._compile import Traced, analyse, collector_paused, finish, predict, prediction
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._names import LayerRecord, display_names, recorded_layers
@@ -187,10 +187,11 @@ def _is_fixed(spec: Any) -> bool:
 
 
 def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -> RewrittenStep:
-    """Rewrite a training step so that it needs less memory and computes the same.
+    """Rewrite a step so that it needs less memory and computes the same.
 
     Args:
-        step: A `tf.function` that computes gradients (and updates), or a `ConcreteFunction` of one.
+        step: A `tf.function` that computes gradients (and updates), or a `ConcreteFunction` of one. One that computes
+            no gradients, such as a call of a model, can be tiled too, in forward loops only.
         params: `SFTParams`, `AutoParams` or `LMSParams`, or a list: `SFTParams` and `LMSParams` tile first, then
             swap what is left between the segments; with `AutoParams`, `LMSParams` say what may be swapped.
         *example_args: For a `tf.function`: arguments of a step, or `tf.TensorSpec`s of them.
@@ -258,6 +259,8 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
         budget = params.memory_budget
     elif chosen.tiles is not None:
         choice = Choice(*plan_sft(traced, chosen.tiles), chosen.swaps)
+        if choice.swaps is not None and not traced.analysis.backward:
+            choice = Choice(choice.plans, choice.left, why=NO_SWAPS)
     graph, plan = finish(traced, choice.plans, choice.left, budget)
     plan.notes += (choice.why,) if choice.why else ()
     if choice.swaps is None:

@@ -28,6 +28,7 @@ def tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, bas
     batch = batch_of(example_args)
     with collector_paused():
         traced = analyse(concrete_fn, record, batch)
+        traced.analysis.require_backward()
         traced.rates = machine_rates()
         require_batch(traced, batch)
         budget = int(auto.resolved(traced.fixed_bytes).memory_budget)
