@@ -176,14 +176,14 @@ def input_specs(model: Any, shapes: Sequence[tuple[str | None, Shape]], batch: i
     inputs = list(getattr(model, "inputs", None) or ())
     if not inputs:
         return _undeclared(model, given, batch)
-    names = [tensor.name for tensor in inputs]
+    names = [_name(tensor) for tensor in inputs]
     unknown = [name for name in given if name is not None and name not in names]
     if unknown or (None in given and len(inputs) > 1):
         raise UsageError(
             f"--input-shape has to name one of the inputs of model {model.name!r}: {', '.join(names)}, such as "
             f"{names[0]}=64,64,3. Received: {', '.join(str(name) for name in given)}."
         )
-    specs = [_input_spec(model, tensor, given.get(tensor.name, given.get(None)), batch) for tensor in inputs]
+    specs = [_input_spec(model, tensor, given.get(_name(tensor), given.get(None)), batch) for tensor in inputs]
     if isinstance(model, keras.Sequential):
         return specs[0]
     by_tensor = dict(zip(map(id, inputs), specs, strict=True))
@@ -207,22 +207,20 @@ def _undeclared(model: Any, given: Mapping[str | None, Shape], batch: int | None
 
 
 def _input_spec(model: Any, tensor: Any, shape: Shape | None, batch: int | None) -> Any:
-    own = tuple(tensor.shape)
+    own, what = tuple(tensor.shape), f"Input {_name(tensor)!r} of model {model.name!r}"
     if batch is not None and own[0] not in (None, batch):
         raise UsageError(
-            f"Input {tensor.name!r} of model {model.name!r} is made for batches of {own[0]}. Received: --batch {batch}."
+            f"{what} is made for batches of {own[0]}. Received: --batch {batch}."
         )
     if shape is None:
         if None in own[1:]:
             raise UsageError(
-                f"Input {tensor.name!r} of model {model.name!r} leaves sizes open: {_shown(own[1:])}. Give them as "
-                "--input-shape, such as 512,512,3."
+                f"{what} leaves sizes open: {_shown(own[1:])}. Give them as --input-shape, such as 512,512,3."
             )
         shape = own[1:]
     if len(shape) != len(own) - 1 or any(o not in (None, s) for o, s in zip(own[1:], shape, strict=True)):
         raise UsageError(
-            f"Input {tensor.name!r} of model {model.name!r} is {_shown(own[1:])}. Received: --input-shape "
-            f"{','.join(map(str, shape))}."
+            f"{what} is {_shown(own[1:])}. Received: --input-shape {','.join(map(str, shape))}."
         )
     return tf.TensorSpec((own[0] or batch or 1, *shape), tensor.dtype)
 
@@ -341,8 +339,13 @@ def _input_names(model: Any) -> list[str]:
     """As `keras.tree.flatten` has them."""
     inputs = list(getattr(model, "inputs", None) or ())
     if len(inputs) < 2:
-        return [tensor.name for tensor in inputs] or ["input"]
-    return [tensor.name for tensor in keras.tree.flatten(model.input)]
+        return [_name(tensor) for tensor in inputs] or ["input"]
+    return [_name(tensor) for tensor in keras.tree.flatten(model.input)]
+
+
+def _name(tensor: Any) -> str:
+    """Of an input, as its layer is called in `model.summary()`; the tensor may have been numbered instead."""
+    return getattr(getattr(tensor, "_keras_history", None), "operation", tensor).name
 
 
 def _listed(images: Any) -> str:
