@@ -1,5 +1,6 @@
 """The command line: what it prints, where to, with which exit code, and that it changes nothing that it should not."""
 
+import dataclasses
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import tensorflow as tf
 from keras import layers
 
 import tflms_sft
+from rewriters.cost import NOMINAL
 from tflms_sft._cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -124,6 +126,28 @@ def test_plan_as_json_tells_what_was_assumed(cli):
     assert found["plan"]["changed"] is False and found["plan"]["memory_budget"] == 2**30
 
 
+def test_plans_go_by_the_rates_of_the_machine(cli, monkeypatch):
+    arguments = ("plan", "zoo:build", "--arg", "size=32", "--budget", "1GiB", "--json")
+    usual = json.loads(cli(*arguments)[1])["plan"]["predicted"]["seconds"]
+
+    def measured(tell):
+        tell("tflms-sft: measuring this machine")
+        return dataclasses.replace(NOMINAL, call=NOMINAL.call + 1.0)
+
+    monkeypatch.setattr("tflms_sft._cli.steps.machine_rates", measured)
+    code, out, err = cli(*arguments)
+    assert code == 0 and "tflms-sft: measuring this machine\n" in err
+    assert json.loads(out)["plan"]["predicted"]["seconds"] > usual + 1
+
+
+def test_a_budget_may_be_what_is_free(cli):
+    options = ("--budget", "auto", "--headroom", 0, "--max-size", 2, "--json")
+    code, out, _ = cli("max-batch", "zoo:build", "--arg", "size=32", *options)
+    found = json.loads(out)
+    assert code == 0 and 2**20 < found["budget_bytes"] < 2**50
+    assert found["plain"]["size"] == found["rewritten"]["size"] == 2 and found["plain"]["is_limit"]
+
+
 def test_no_batch_is_made(cli):
     """One image alone would be 48 GiB."""
     shape = ("--input-shape", "65536,65536,3")
@@ -138,9 +162,10 @@ def test_files_of_keras_are_planned_as_they_were_compiled(cli, directory):
     model = zoo.build(32, compiled=True)
     model.train_on_batch(np.zeros((1, 32, 32, 3)), np.zeros((1, 5)))
     model.save("net.keras")
-    code, out, _ = cli("plan", "net.keras", "--num-tiles", "2,2", "--plot", "plan.png")
+    code, out, _ = cli("plan", "net.keras", "--num-tiles", "2,2", "--plot", "plan.png", "--html", "plan.html")
     assert code == 0 and "SGD, the model's own loss" in out and "1 segment(s) in 2x2 tiles" in out
-    assert Path("plan.png").read_bytes().startswith(b"\x89PNG") and out.endswith("Written: plan.png\n")
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG") and out.endswith("Written: plan.html\n")
+    assert "segment1" in Path("plan.html").read_text() and "Written: plan.png" in out
     code, out, _ = cli("plan", "net.keras", "--num-tiles", "2,2", "--loss", "huber", "--optimizer", "adam")
     assert code == 0 and "Adam, huber (loss as given)" in out
 

@@ -69,13 +69,20 @@ def machine_rates(tell: Callable[[str], None] | None = None) -> Rates:
     Raises:
         ValueError: If the environment names a file that holds something else.
     """
+    path = rates_path()
+    if path is None:
+        return NOMINAL
+    if str(path) not in _known:
+        _known[str(path)] = _kept(path, os.environ.get(VARIABLE, "")) or _found(path, tell)
+    return _known[str(path)]
+
+
+def rates_path() -> Path | None:
+    """The file that rates are kept in; `None` for those of no machine in particular."""
     named = os.environ.get(VARIABLE, "")
     if named == "nominal":
-        return NOMINAL
-    path = Path(named) if named else _cache_directory() / f"rates-{_key()}.json"
-    if str(path) not in _known:
-        _known[str(path)] = _kept(path, named) or _found(path, tell)
-    return _known[str(path)]
+        return None
+    return Path(named) if named else _cache_directory() / f"rates-{_key()}.json"
 
 
 def _kept(path: Path, named: str) -> Rates | None:

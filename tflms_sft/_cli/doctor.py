@@ -60,6 +60,7 @@ def execute(options: argparse.Namespace) -> Outcome:
     lines = [*_guarded("Python", _python), *_guarded("machine", _machine)]
     parts: list[tuple[str, Callable[[], Iterator[Line]]]] = [
         ("TensorFlow", _tensorflow),
+        ("budgets", _budget),
         ("Keras", _keras),
         ("spill directory", lambda: _spill(options.spill_dir)),
     ]
@@ -131,10 +132,6 @@ def _machine() -> Iterator[Line]:
         yield Line(FINE, "memory", f"{format_bytes(total)}, {format_bytes(free)} available")
     else:
         yield Line(NOTE, "memory", "unknown on this system")
-    limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit is not None:
-        taken = "" if used is None else f", {format_bytes(used)} in use"
-        yield Line(NOTE, "container", f"limited to {format_bytes(limit)} of memory{taken}")
 
 
 def _fields(path: str, separator: str) -> dict[str, str]:
@@ -145,12 +142,6 @@ def _fields(path: str, separator: str) -> dict[str, str]:
             name, _, value = line.partition(separator)
             found.setdefault(name.strip(), value.strip())
     return found
-
-
-def _number(path: str) -> int | None:
-    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-        return int(file.read())
-    return None
 
 
 def _tensorflow() -> Iterator[Line]:
@@ -164,9 +155,8 @@ def _tensorflow() -> Iterator[Line]:
     if gpus:
         yield from _gpu_memory()
     statistics = device.keeps_statistics()
-    tells = "kept: peaks are measured" if statistics else (
-        'none: callbacks say "not measured" (`tflms_sft.measure` adds up records instead)'
-    )
+    tells = "none, so that callbacks say \"not measured\"; `tflms_sft.measure` adds up records instead"
+    tells = "kept, so that peaks are measured" if statistics else tells
     yield Line(FINE if statistics else NOTE, "statistics", f"allocator statistics of {device.name()}: {tells}")
     if not gpus:
         asked = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "not set")
@@ -176,6 +166,22 @@ def _tensorflow() -> Iterator[Line]:
     yield Line(FINE, "XLA", f"global jit {jit}{f', TF_XLA_FLAGS={flags}' if flags else ''}; off in rewritten training")
     eager = tf.config.functions_run_eagerly()
     yield Line(FAILED if eager else FINE, "functions", "run eagerly: nothing to rewrite" if eager else "run as graphs")
+
+
+def _budget() -> Iterator[Line]:
+    from rewriters import device
+    from tflms_sft._calibration import rates_path
+    from tflms_sft._memory import free_device_memory
+    from tflms_sft._params import PART_OF_FREE
+
+    free = free_device_memory()
+    text = f"{format_bytes(PART_OF_FREE * free)} now, {PART_OF_FREE:.0%} of what {device.name()} has free"
+    yield Line(FINE, 'budget "auto"', text)
+    path = rates_path()
+    if path is None:
+        yield Line(NOTE, "rates", "those of no machine in particular (TFLMS_SFT_RATES=nominal)")
+    else:
+        yield Line(FINE, "rates", f"kept in {path}" if path.exists() else f"measured at the first plan, kept in {path}")
 
 
 def _gpu_memory() -> Iterator[Line]:

@@ -101,9 +101,7 @@ def _image_shape(model: Any, given: Sequence[tuple[str | None, tuple[int, ...]]]
         axes = models.spatial_axes(len(shape))
         if given and len(given[0][1]) == len(shape):  # Where the number of channels is open as well.
             template = given[0][1]
-            shape = tuple(
-                template[axis] if own is None and axis not in axes else own for axis, own in enumerate(shape)
-            )
+            shape = tuple(template[axis] if own is None and axis not in axes else own for axis, own in enumerate(shape))
     else:
         if len(given) != 1:
             raise UsageError(f"Model {model.name!r} does not tell its input; give one --input-shape, such as 64,64,3.")
@@ -123,7 +121,7 @@ class Found:
         size: 0 if none does.
         shown: The same in words.
         peak_bytes: Predicted.
-        time_ratio: Work over that of the plain step.
+        time_ratio: Predicted time over that of the plain step.
         how: What is done to the step.
         is_limit: Whether no larger one was tried (`--max-size`).
     """
@@ -137,11 +135,16 @@ class Found:
 
 
 class Search:
-    """Looks for the largest size with and without rewriting. Sizes are counted in units."""
+    """Looks for the largest size with and without rewriting. Sizes are counted in units.
+
+    Attributes:
+        params: The budget; `"auto"` is resolved when the first step is traced, and stays that.
+        assumed: What the latest step was traced for.
+    """
 
     def __init__(self, varied: Varied, params: AutoParams, options: argparse.Namespace, progress: Progress) -> None:
         self._varied = varied
-        self._params = params
+        self.params = params
         self._within = options.within
         self._most = options.max_size // varied.unit
         self._progress = progress
@@ -155,7 +158,7 @@ class Search:
     @property
     def limit(self) -> int:
         """Bytes that a prediction may come to."""
-        return int(self._params.memory_budget * (1 - self._params.headroom))
+        return int(self.params.memory_budget * (1 - self.params.headroom))
 
     def plain(self) -> Found:
         """Without rewriting."""
@@ -213,11 +216,11 @@ class Search:
         if number not in self._plans:
             shown = self._varied.shown(number * self._varied.unit)
             try:
-                plan = self._plans[number] = self._step(number).plan(self._params)
+                plan = self._plans[number] = self._step(number).plan(self.params, self._progress)
                 self._progress.say(f"{shown}, rewritten: {format_bytes(plan.predicted.peak_bytes)}")
             except BudgetError as error:
                 self._plans[number] = None
-                self._smallest[number] = int(error.smallest_bytes * (1 - self._params.headroom))
+                self._smallest[number] = int(error.smallest_bytes * (1 - self.params.headroom))
                 self._progress.say(f"{shown}, rewritten: too large, needs {format_bytes(error.smallest_bytes)}")
         return self._plans[number]
 
@@ -227,6 +230,7 @@ class Search:
             gc.collect()  # The graph before is full of cycles, and as large as the next one.
             self._latest = number, self._varied.step(number * self._varied.unit)
             self._fixed = self._latest[1].traced.fixed_bytes
+            self.params = self.params.resolved(self._fixed)
             self.assumed = self._latest[1].assumed
         return self._latest[1]
 
@@ -243,17 +247,18 @@ def execute(options: argparse.Namespace) -> Outcome:
         RewriteError: If the step cannot be rewritten whatever its size.
         UsageError: For wrong arguments.
     """
-    params = steps.budget_params(options)
+    steps.budget_params(options)  # Refused before anything is built.
     progress = Progress(options.quiet)
     with progress.doing(f"building {options.model}"):
         model, why = steps.load(options)
     kind: Callable[..., Varied] = Images if options.command == "max-input" else Batches
-    search = Search(kind(options, model, why), params, options, progress)
+    search = Search(kind(options, model, why), steps.budget_params(options), options, progress)
     with progress.doing("looking for the largest plain step"):
         plain = search.plain()
     with progress.doing("looking for the largest rewritten step"):
         rewritten = search.rewritten(plain)
     assert search.assumed is not None
+    params = search.params
     found = {"plain": plain, "rewritten": rewritten}
     data = {
         "command": options.command,
@@ -267,14 +272,12 @@ def execute(options: argparse.Namespace) -> Outcome:
     return Outcome(text, data, OK if rewritten.size else NOT_MET)
 
 
-def _text(
-    options: argparse.Namespace, params: AutoParams, assumed: steps.Assumed, found: dict[str, Found]
-) -> str:
-    rows = [["", "largest", "predicted peak", "work", ""]]
+def _text(options: argparse.Namespace, params: AutoParams, assumed: steps.Assumed, found: dict[str, Found]) -> str:
+    rows = [["", "largest", "predicted peak", "time", ""]]
     for name, one in found.items():
         peak = "" if one.peak_bytes is None else format_bytes(one.peak_bytes)
-        work = "" if one.time_ratio is None else f"{one.time_ratio:.2f}x"
-        rows.append([name, one.shown, peak, work, "the largest that was tried (--max-size)" if one.is_limit else ""])
+        time = "" if one.time_ratio is None else f"{one.time_ratio:.2f}x"
+        rows.append([name, one.shown, peak, time, "the largest that was tried (--max-size)" if one.is_limit else ""])
     what = "image" if options.command == "max-input" else "batch"
     lines = [
         f"Model {assumed.model!r}: {assumed.num_weights:,} weights, {assumed.optimizer}, {assumed.loss}",

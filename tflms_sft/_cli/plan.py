@@ -12,7 +12,6 @@ from typing import Any
 from tflms_sft._cli import steps
 from tflms_sft._cli.outcome import Outcome, Progress, UsageError
 from tflms_sft._params import SFTParams
-from tflms_sft._plan import Plan
 
 __all__: list[str] = []
 
@@ -33,10 +32,10 @@ def execute(options: argparse.Namespace) -> Outcome:
     with progress.doing("tracing the training step"):
         step = steps.trace(model, why, images, options)
     with progress.doing("planning"):
-        plan = step.plan(params)
+        plan = step.plan(params, progress)
     text = f"{step.assumed.text()}\n{plan.summary()}"
-    for path, write in ((options.plot, plan.plot), (options.html, getattr(plan, "to_html", None))):
-        if path and write is not None:
+    for path, write in ((options.plot, plan.plot), (options.html, plan.to_html)):
+        if path:
             write(path)
             text += f"\nWritten: {path}"
     data = {"command": "plan", "assumed": dataclasses.asdict(step.assumed), "plan": json.loads(plan.to_json())}
@@ -56,8 +55,6 @@ def _check_files(options: argparse.Namespace) -> None:
     """Refuse early what would fail after minutes of planning."""
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         raise UsageError('--plot needs matplotlib: pip install "tflms-sft[plot]".')
-    if options.html and not hasattr(Plan, "to_html"):
-        raise UsageError("--html: this version of tflms-sft writes no pages. Use --plot or --json.")
     for option, path in (("--plot", options.plot), ("--html", options.html)):
         if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             raise UsageError(f"{option} must be a file in a directory that exists. Received: {path!r}.")

@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from rewriters import device
 from rewriters.errors import RewriteError
+from tflms_sft._calibration import machine_rates
 from tflms_sft._cli import models
-from tflms_sft._cli.outcome import UsageError
+from tflms_sft._cli.outcome import Progress, UsageError
 from tflms_sft._compile import Traced, analyse, collector_paused, predict
 from tflms_sft._install import check_model
 from tflms_sft._params import AutoParams
@@ -77,14 +78,15 @@ class Step:
         """Predicted peak of the step as it is, judged as a budget judges it."""
         return predict(self.traced, [])[0].peak_bytes
 
-    def plan(self, params: Any) -> Plan:
-        """What would be done with it.
+    def plan(self, params: Any, progress: Progress) -> Plan:
+        """What would be done with it on this machine, whose rates are measured if they are not known.
 
         Raises:
             RewriteError: If it cannot be done; `BudgetError` for a budget that no plan meets.
             UsageError: For parameters that do not go with the model.
         """
         try:
+            self.traced.rates = machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: ")))
             with collector_paused():
                 return rewrite_traced(self.traced, chosen_of(params))[1]
         except ValueError as error:  # Such as tiles for axes that the images do not have.
@@ -209,9 +211,7 @@ def _undeclared(model: Any, given: Mapping[str | None, Shape], batch: int | None
 def _input_spec(model: Any, tensor: Any, shape: Shape | None, batch: int | None) -> Any:
     own, what = tuple(tensor.shape), f"Input {_name(tensor)!r} of model {model.name!r}"
     if batch is not None and own[0] not in (None, batch):
-        raise UsageError(
-            f"{what} is made for batches of {own[0]}. Received: --batch {batch}."
-        )
+        raise UsageError(f"{what} is made for batches of {own[0]}. Received: --batch {batch}.")
     if shape is None:
         if None in own[1:]:
             raise UsageError(
@@ -219,9 +219,7 @@ def _input_spec(model: Any, tensor: Any, shape: Shape | None, batch: int | None)
             )
         shape = own[1:]
     if len(shape) != len(own) - 1 or any(o not in (None, s) for o, s in zip(own[1:], shape, strict=True)):
-        raise UsageError(
-            f"{what} is {_shown(own[1:])}. Received: --input-shape {','.join(map(str, shape))}."
-        )
+        raise UsageError(f"{what} is {_shown(own[1:])}. Received: --input-shape {','.join(map(str, shape))}.")
     return tf.TensorSpec((own[0] or batch or 1, *shape), tensor.dtype)
 
 
