@@ -1,9 +1,11 @@
 """The command line: what it prints, where to, with which exit code, and that it changes nothing that it should not."""
 
+import argparse
 import dataclasses
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from keras import layers
 import tflms_sft
 from rewriters.cost import NOMINAL
 from tflms_sft._cli.main import main
+from tflms_sft._cli.parser import make
 
 ROOT = Path(__file__).parents[1]
 
@@ -390,6 +393,21 @@ if __name__ == "__main__":
 """
 
 
+UNBUILT = """
+import sys
+import keras, numpy as np, tensorflow as tf
+import zoo
+
+keras.utils.set_random_seed(3)
+x, y = np.random.rand(2, 24, 24, 3), np.random.rand(2, 22, 22, 2)
+data = tf.data.Dataset.from_tensor_slices((x.astype("float32"), y)).batch(1)
+for given in ({"x": x, "y": y, "batch_size": 1, "shuffle": False}, {"x": data, "shuffle": False}):
+    model = zoo.Subclassed()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    print("loss", model.fit(**given, epochs=2, verbose=0).history["loss"])
+"""
+
+
 @pytest.fixture
 def script(directory):
     path = directory / "scripts" / "train.py"
@@ -411,6 +429,21 @@ def test_every_fit_of_a_script_is_under_the_budget(cli, script):
     report = json.loads(Path("plans.json").read_text())
     assert report["exit_code"] == 0 and len(report["fits"]) == 4
     assert all(plan["changed"] and plan["memory_budget"] == 2 * 2**20 for plan in report["fits"])
+
+
+def test_models_that_fit_would_build_train_the_same(cli, capsys, directory):
+    def losses(text):
+        return [float(number) for line in re.findall("^loss (.*)", text, re.MULTILINE) for number in json.loads(line)]
+
+    (directory / "unbuilt.py").write_text(UNBUILT)
+    sys.path.insert(0, str(directory))
+    runpy.run_path("unbuilt.py")
+    plain = losses(capsys.readouterr().out)
+    assert len(plain) == 4 and plain[1] < plain[0]
+    code, out, err = cli("run", "--budget", "60KiB", "unbuilt.py")
+    assert code == 0, err
+    assert out.count("predicted peak") == 2 and "nothing rewritten" not in out
+    np.testing.assert_allclose(losses(out), plain, rtol=1e-5)
 
 
 def test_a_script_is_run_as_a_module(cli, directory):
@@ -468,6 +501,19 @@ def test_doctor_fails_for_what_is_needed(cli, monkeypatch):
     wanted = ("tensorflow .* 2.3 up to below 2.4 is supported", "nonesuch +not installed", "spill directory .*'none'")
     for pattern in (*wanted, "small step, tiles .* differ", "small step, swaps .*'none'"):
         assert any(re.search(pattern, line) for line in failed), pattern
+
+
+# Documentation ----------------------------------------------------------------------------------------------
+
+
+def test_every_option_is_documented():
+    (commands,) = (action for action in make()._actions if isinstance(action, argparse._SubParsersAction))
+    text = (ROOT / "docs" / "command-line.md").read_text()
+    assert set(commands.choices) == {"plan", "max-input", "max-batch", "run", "doctor"}
+    for name, command in commands.choices.items():
+        options = {option for action in command._actions for option in action.option_strings}
+        assert f"tflms-sft {name} " in text and not [option for option in options - {"-h"} if f"`{option}" not in text]
+        assert f"tflms-sft {name}" in command.format_help() and "exit codes:" in command.format_help()
 
 
 # As processes -----------------------------------------------------------------------------------------------

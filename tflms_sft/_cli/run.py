@@ -105,6 +105,7 @@ class Budget:
         @functools.wraps(plain)
         def fit(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
+            _build(args[0], bound.arguments.get("x"))
             with self._given(args[0], bound.arguments.get("callbacks")) as callbacks:
                 bound.arguments["callbacks"] = callbacks
                 return plain(*bound.args, **bound.kwargs)
@@ -146,6 +147,33 @@ class Budget:
             yield container
         finally:
             container.callbacks.remove(ours)
+
+
+def _build(model: Any, data: Any) -> None:
+    """Make the weights of a model that Keras would make in its first step: a step is rewritten before it is run.
+
+    They are the same, drawn in the same order. Where batches cannot be looked at without taking them, as those of a
+    generator, nothing is done, and the callback says what is missing.
+    """
+    import keras
+
+    if model.built and model.weights:
+        return
+    with contextlib.suppress(Exception):  # The model's own errors are raised by its `fit`.
+        if hasattr(data, "element_spec"):
+            data = data.element_spec
+        elif isinstance(data, keras.utils.PyDataset):
+            data = data[0]
+        images = data[0] if isinstance(data, tuple) else data
+        model(keras.tree.map_structure(_symbol, images))
+
+
+def _symbol(array: Any) -> Any:
+    """Stands for a batch of such arrays, as `fit` hands them to the model."""
+    import keras
+
+    dtype = getattr(array.dtype, "name", array.dtype)
+    return keras.KerasTensor((None, *array.shape[1:]), keras.config.floatx() if "float" in dtype else dtype)
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
