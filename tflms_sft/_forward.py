@@ -36,10 +36,10 @@ from tflms_sft._compile import Candidate, Traced, predict
 from tflms_sft._grids import auto_grids, thinned
 from tflms_sft._ladder import RUNG, rung
 
-MOST_CUTS = 7
+MOST_CUTS = 6
 """Places in a component where a segment may begin or end."""
 
-MORE = 1.7
+MORE = 2.0
 """Tiles of a grid that is tried, over those of the one before."""
 
 OVERRATED = 1.2
@@ -98,14 +98,16 @@ class ForwardSearch:
     @functools.cached_property
     def smallest(self) -> Candidate:
         """The plan with the lowest peak that is found, one that a budget of as much finds."""
-        found = [self._plain]
+        peaks: dict[int, Candidate] = {self._plain.peak.peak_bytes: self._plain}
         for step in range(self._lowest, self._highest):
-            candidate = self._candidate(step)
-            if candidate is not None and RUNG**step <= OVERRATED * candidate.peak.peak_bytes:
-                found += [] if candidate in found else [candidate]
-            if len(found) > MOST_SMALLEST:
+            path = self._path(step)
+            if path is not None:
+                candidate = self._candidate(path)
+                if RUNG**step <= OVERRATED * candidate.peak.peak_bytes:
+                    peaks.setdefault(candidate.peak.peak_bytes, candidate)
+            if len(peaks) > MOST_SMALLEST:
                 break
-        return min(found, key=lambda candidate: candidate.peak.peak_bytes)
+        return peaks[min(peaks)]
 
     @functools.cached_property
     def _plain(self) -> Candidate:
@@ -126,15 +128,15 @@ class ForwardSearch:
         return high
 
     def _down_from(self, step: int, limit: int | None = None) -> Iterator[Candidate]:
-        """Plans for lower and lower targets."""
-        seen: list[Candidate] = []
+        """Plans for lower and lower targets, each once."""
+        seen: set[tuple[tuple[int, Choice], ...]] = set()
         for target in range(min(step, self._highest), 0, -1):
-            candidate = self._candidate(target, limit)
-            if candidate is None:
+            path = self._path(target)
+            if path is None:
                 return
-            if candidate not in seen:
-                seen.append(candidate)
-                yield candidate
+            if path not in seen:
+                seen.add(path)
+                yield self._candidate(path, limit)
 
     def _path(self, step: int) -> tuple[tuple[int, Choice], ...] | None:
         """For a target, what is tiled, each with the number of its component."""
@@ -146,10 +148,7 @@ class ForwardSearch:
             found += [(number, choice) for choice in path if choice.grid is not None]
         return tuple(found)
 
-    def _candidate(self, step: int, limit: int | None = None) -> Candidate | None:
-        path = self._path(step)
-        if path is None:
-            return None
+    def _candidate(self, path: tuple[tuple[int, Choice], ...], limit: int | None = None) -> Candidate:
         if not path:
             return self._plain
         if path not in self._known:
