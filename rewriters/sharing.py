@@ -134,9 +134,9 @@ class _Key(_Wiring):
 
 
 def _rows(region: Region | None) -> Hashable:
-    return None if region is None else tuple((rows.lo.tobytes(), rows.hi.tobytes()) for rows in region)
+    return None if region is None else tuple(rows.key for rows in region)
 
 
 def _axis_plan(plan: AxisPlan) -> Hashable:
     rows = (plan.out, plan.made, *plan.needs)
-    return tuple(None if r is None else (r.lo.tobytes(), r.hi.tobytes()) for r in rows)
+    return tuple(None if r is None else r.key for r in rows)

@@ -244,7 +244,7 @@ class _Body:
         """Rows cut and padded; in a tile where nothing is to do the kernels pass their operand on."""
         if all(h.same(n) for h, n in zip(have, need, strict=True)):
             return value
-        key = (value, *(array.tobytes() for i in (*have, *need) for array in (i.lo, i.hi)))
+        key = (value, *(i.key for i in (*have, *need)))
         if key not in self._fits:
             fits = [fit(h, n) for h, n in zip(have, need, strict=True)]
             result = value
