@@ -537,7 +537,7 @@ def test_every_network_is_predicted_plain_and_rewritten():
 def run_of(peak, seconds=1.0, predicted=100 * 2**20, ratio=1.2):
     return {
         "peaks": [peak * 2**20],
-        "seconds": seconds,
+        "seconds": [(1.0, seconds)],
         "predicted_bytes": predicted,
         "predicted_ratio": ratio,
         "planned_seconds": 2.0,
@@ -556,7 +556,7 @@ def run_of(peak, seconds=1.0, predicted=100 * 2**20, ratio=1.2):
 )
 def test_what_a_plan_kept(peaks, seconds, verdict):
     found = [run_of(peak, seconds) for peak in peaks]
-    cells, kept = planner.row("net", 110 * 2**20, [run_of(300)] * 3, found)
+    cells, kept = planner.row("net", 110 * 2**20, found)
     assert dataclasses.astuple(kept) == verdict
     assert cells[:3] == ["net", "110 MiB", "100 MiB"] and len(cells) == len(planner.HEADINGS)
     assert ("OVER" in cells[4], "far" in cells[3], "far" in cells[6]) == tuple(not good for good in verdict)
