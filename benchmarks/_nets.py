@@ -192,10 +192,16 @@ class Task:
 
         keras.utils.set_random_seed(SEED)
         model = self.build(image_size)
+        self.compile(model)
+        return model
+
+    def compile(self, model: keras.Model) -> None:
+        """Compiles a model that has its weights."""
+        import keras
+
         optimizer = keras.optimizers.SGD(LEARNING_RATE, momentum=0.9)
         model.compile(optimizer, self.loss(), jit_compile=False)
         optimizer.build(model.trainable_variables)
-        return model
 
     def step(self, image_size: int, batch: int) -> Any:
         """Returns the training step of a compiled network for a batch, a `tf.function` with its `model`."""
