@@ -19,7 +19,8 @@ import numpy as np
 from rewriters.errors import NotTileableError
 from rewriters.ft import Component, try_segment
 from rewriters.graph import Node, Tensor
-from rewriters.memory import op_scratch, together
+from rewriters.memory import together
+from rewriters.scratch import op_scratch
 from tflms_sft._blocks import backward_positions
 from tflms_sft._compile import Traced
 from tflms_sft._tilings import Choice, Known, Tiles, tilings
