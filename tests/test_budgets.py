@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import sys
 
 import fuzz
 import keras
@@ -66,6 +67,33 @@ def test_a_larger_budget_is_never_slower_and_the_smallest_is_met(number):
     outcomes = collections.Counter()
     fuzz.run(number, None, outcomes, shrink=False, check=network)
     assert outcomes.total() == number
+
+
+def normed(*, residual):
+    """A step with BatchNorm in training mode, as it is and with sums around each layer."""
+    image = x = keras.Input((64, 64, 3))
+    for filters in (8, 8, 16, 16):
+        y = layers.Conv2D(filters, 3, padding="same")(x)
+        y = layers.ReLU()(layers.BatchNormalization()(y))
+        x = layers.Add()([x, y]) if residual and x.shape[-1] == filters else y
+    model = keras.Model(image, layers.Dense(4)(layers.GlobalAveragePooling2D()(x)))
+
+    @tf.function(input_signature=[tf.TensorSpec((2, 64, 64, 3))])
+    def step(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images, training=True) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    return analyse(step.get_concrete_function())
+
+
+@pytest.mark.parametrize(
+    ("residual", "number"),
+    [(False, 6), *(pytest.param(residual, 24, marks=pytest.mark.slow) for residual in (False, True))],
+)
+def test_many_budgets_near_one_another_of_a_net_with_barriers(residual, number, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", number)
+    check_budgets(normed(residual=residual), swap=False)
 
 
 def small(*filters):

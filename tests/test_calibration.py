@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import subprocess
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
@@ -108,3 +109,26 @@ def test_rates_are_of_a_plausible_size(monkeypatch):
     assert all(1e7 < rate < 1e16 for rate in (*rates.flops.values(), *rates.touched.values(), rates.weights))
     assert all(1e5 < rate for rate in (rates.disk_write, rates.disk_read, rates.copied))
     assert rates.flops["Conv2D"] > rates.flops["DepthwiseConv2dNative"], "which does little with what it reads"
+
+
+def test_another_process_measures_with_the_threads_of_this_one(monkeypatch, tmp_path):
+    commands = []
+
+    def run(command, env, **options):
+        commands.append((command, env["CUDA_VISIBLE_DEVICES"]))
+        _calibration._write(Path(command[3]), NOMINAL)
+
+    monkeypatch.setattr(_calibration.subprocess, "run", run)
+    monkeypatch.setattr(_calibration, "_threads", lambda: (3, 2))
+    assert _calibration._measured_apart() == NOMINAL
+    ((command, visible),) = commands
+    assert command[4:] == ["3", "2"] and visible == "-1"
+
+
+@pytest.mark.parametrize("text", ["5", "null", '"x"', "[1]", "{}"])
+def test_files_that_hold_something_else_are_measured_anew(text, monkeypatch, tmp_path):
+    path = tmp_path / "rates.json"
+    path.write_text(text)
+    assert _calibration._kept(path, "") is None
+    with pytest.raises(ValueError, match="holds no rates of this version"):
+        _calibration._kept(path, "rates.json")

@@ -125,9 +125,10 @@ def _measured_apart() -> Rates | None:
         return None
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rates.json"
-        command = [sys.executable, "-m", __name__, str(path)]
-        # Where this package is may be known to this process alone.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", __name__, str(path), *map(str, _threads())]
+        # Where this package is may be known to this process alone; and an accelerator that it hides is not to be used.
+        paths = os.pathsep.join(filter(None, sys.path))
+        environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "-1"}
         subprocess.run(
             command, check=True, capture_output=True, stdin=subprocess.DEVNULL, env=environment, timeout=PATIENCE
         )
@@ -142,11 +143,16 @@ def _cache_directory() -> Path:
 
 def _key() -> str:
     """What rates depend on."""
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = tf.config.get_visible_devices("GPU") if device.name().startswith("GPU") else []
     chip = str(tf.config.experimental.get_device_details(gpus[0]).get("device_name")) if gpus else _processor()
-    threads = (tf.config.threading.get_intra_op_parallelism_threads(), _num_cores())
-    parts = (VERSION, tf.__version__, chip, threads, device.keeps_statistics())
+    parts = (VERSION, tf.__version__, chip, _threads(), _num_cores(), device.keeps_statistics())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _threads() -> tuple[int, int]:
+    """Within an operation, and for several; 0 is what TensorFlow takes by itself."""
+    threading = tf.config.threading
+    return threading.get_intra_op_parallelism_threads(), threading.get_inter_op_parallelism_threads()
 
 
 def _processor() -> str:
@@ -467,5 +473,12 @@ def _disk() -> tuple[float, float, float]:
     return size / written, size / read, 2 * size / (cached + copied)
 
 
+def _measure_for_another(path: str, within: str, among: str) -> None:
+    """What the other process does: takes the threads that the first one has, measures, and writes."""
+    tf.config.threading.set_intra_op_parallelism_threads(int(within))
+    tf.config.threading.set_inter_op_parallelism_threads(int(among))
+    _write(Path(path), measured_rates())
+
+
 if __name__ == "__main__":
-    _write(Path(sys.argv[1]), measured_rates())
+    _measure_for_another(*sys.argv[1:])
