@@ -17,6 +17,7 @@ SLOW = {"README.md", "start-here.md"}
 MARKS = {"python": ("", "fragment"), "text": ("", "prints"), "console": ("",)}
 
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)")
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", flags=re.MULTILINE | re.DOTALL)
 RUNNABLE = [page for page in PAGES if any(block.runs for block in blocks(page))]
 
 
@@ -78,20 +79,16 @@ def _check_call(where, path, node):
     function = getattr(tflms_sft, name)
     for member in members:
         function = getattr(function, member)
-    if any(isinstance(argument, ast.Starred) for argument in node.args):
+    if any(isinstance(arg, ast.Starred) or getattr(arg, "value", None) is ... for arg in node.args):
         return
     given = {keyword.arg: None for keyword in node.keywords if keyword.arg}
-    bind = inspect.signature(function).bind_partial if ... in _constants(node.args) else inspect.signature(function).bind
-    bind(*node.args, **given)
-
-
-def _constants(nodes):
-    return [node.value for node in nodes if isinstance(node, ast.Constant)]
+    inspect.signature(function).bind(*node.args, **given)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=called)
 def test_links_lead_somewhere(page):
-    for path, anchor in LINK.findall(re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)):
+    text = CODE.sub("", page.read_text(encoding="utf-8"))
+    for path, anchor in LINK.findall(text):
         target = page if not path else page.parent / path
         assert target.exists(), f"{called(page)}: {path}"
         if anchor:
@@ -102,3 +99,92 @@ def _anchors(page: Path):
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# The page of parameters ---------------------------------------------------------------------------------------------
+
+PARAMETERS = ROOT / "docs" / "parameters.md"
+ROW = re.compile(r"^\| (`.*?`) \|(.*)\|$")
+
+
+def sections(page):
+    """Text below each heading of the third level."""
+    parts = re.split(r"^### (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    texts = (re.split(r"^## ", text, flags=re.MULTILINE)[0] for text in parts[2::2])
+    return dict(zip(parts[1::2], texts, strict=True))
+
+
+def tables(text):
+    """The rows of the tables of a section, each as its cells, per table."""
+    found, table = [], []
+    for line in [*text.splitlines(), ""]:
+        row = ROW.match(line)
+        if row:
+            table.append([row[1], *(cell.strip() for cell in row[2].split(" | "))])
+        elif table and not line.startswith("|"):
+            found.append(table)
+            table = []
+    return found
+
+
+def written(parameter):
+    """How a parameter and its default are written on the page."""
+    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    if stars:
+        return [f"`{stars}{parameter.name}`", ""]
+    if parameter.default is parameter.empty:
+        return [f"`{parameter.name}`", "required"]
+    default = f'"{parameter.default}"' if isinstance(parameter.default, str) else repr(parameter.default)
+    return [f"`{parameter.name}`", f"`{default}`"]
+
+
+CALLED_BY_USERS = ["MemoryBudget", "SFT", "LMS", "budget", "rewrite", "measure", "verify"]
+CALLED_BY_USERS += ["AutoParams", "SFTParams", "SegmentSpec", "LMSParams"]
+
+
+def test_the_page_of_parameters_has_every_public_name():
+    assert set(sections(PARAMETERS)) == {*tflms_sft.__all__} - {"__version__"}
+    assert "`__version__`" in PARAMETERS.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", CALLED_BY_USERS)
+def test_the_page_of_parameters_has_all_parameters_with_their_defaults(name):
+    first, *others = tables(sections(PARAMETERS)[name])
+    signature = inspect.signature(getattr(tflms_sft, name))
+    assert [row[:2] for row in first] == [written(parameter) for parameter in signature.parameters.values()]
+    assert all(len(row) == 3 and row[2] for row in first)
+    methods = {key: value for key, value in vars(getattr(tflms_sft, name)).items() if isinstance(value, classmethod)}
+    if isinstance(getattr(tflms_sft, name), type) and methods:
+        assert list(methods) == ["tuned"]
+        tuned = inspect.signature(tflms_sft.LMSParams.tuned).parameters.values()
+        assert [[row[:2] for row in table] for table in others] == [[written(parameter) for parameter in tuned]]
+
+
+@pytest.mark.parametrize("name", sorted({*tflms_sft.__all__} - {"__version__", *CALLED_BY_USERS}))
+def test_the_page_of_parameters_has_all_members_of_results_and_errors(name):
+    public, text = getattr(tflms_sft, name), sections(PARAMETERS)[name]
+    members = {*getattr(public, "__annotations__", ()), *vars(public)}
+    if name == "RewrittenStep":
+        members |= {"plan", "concrete_function"}
+    members = {member for member in members if not member.startswith("_")}
+    shown = set(re.findall(r"`(\w+)(?:\([^`]*\))?`", text))
+    assert members <= shown, members - shown
+    rows = [row[0] for table in tables(text) for row in table]
+    listed = {found for row in rows for found in re.findall(r"`(\w+)", row)}
+    assert listed <= members, "these are gone"
+    for found in re.findall(r"`(\w+)\((\w[^`]*)\)`", text):
+        defaults = [p for p in list(inspect.signature(getattr(public, found[0])).parameters.values())[1:]]
+        assert found[1] == ", ".join(f"{p.name}={p.default!r}" for p in defaults)
+
+
+def test_the_page_of_parameters_has_all_environment_variables():
+    text = PARAMETERS.read_text(encoding="utf-8")
+    used = set()
+    for folder in ("tflms_sft", "rewriters"):
+        for path in (ROOT / folder).rglob("*.py"):
+            source = path.read_text(encoding="utf-8")
+            used |= set(re.findall(r'environ\.\w+\(\s*"(\w+)"', source))
+            if re.search(r"environ\.\w+\(\s*VARIABLE", source):
+                used |= set(re.findall(r'^VARIABLE = "(\w+)"', source, flags=re.MULTILINE))
+    assert {"TFLMS_SFT_RATES", "XDG_CACHE_HOME"} <= used
+    assert not {name for name in used if f"| `{name}` |" not in text}
