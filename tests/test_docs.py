@@ -101,6 +101,22 @@ def _anchors(page: Path):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.png")), ids=called)
+def test_pictures_are_small_and_shown(picture):
+    assert picture.stat().st_size < 100_000
+    shown = [page for page in PAGES if picture.name in page.read_text(encoding="utf-8")]
+    assert shown
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn_from_what_the_compiler_does(tmp_path):
+    command = [sys.executable, str(ROOT / "docs" / "pictures" / "make.py"), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert {path.name for path in tmp_path.iterdir()} == {p.name for p in (ROOT / "docs" / "pictures").glob("*.png")}
+
+
 # The page of parameters ---------------------------------------------------------------------------------------------
 
 PARAMETERS = ROOT / "docs" / "parameters.md"
