@@ -32,6 +32,7 @@ setup(
     extras_require={
         "gpu": [f"tensorflow[and-cuda]{TENSORFLOW}"],
         "plot": ["matplotlib"],
+        "compare": ["matplotlib", "torch"],
         "examples": ["matplotlib", "nibabel", "scikit-image"],
         "test": [
             "hypothesis",

@@ -85,7 +85,7 @@ def measure(*, what: str, spec: dict[str, Any], variant: dict[str, Any], emit: _
     chosen = Spec(**spec)
     task = _nets.TASKS[chosen.net]
     model = task.compiled(chosen.image_size)
-    data = _batches(task.noise(chosen.image_size, chosen.batch))
+    data = batches(task.noise(chosen.image_size, chosen.batch))
     rewriter = _rewriter(Variant(**variant))
     meter = _meter.StepMeter(chosen.warmup, chosen.device, emit)
     hooks = keras.callbacks.LambdaCallback(on_train_batch_begin=meter.begin, on_train_batch_end=meter.end)
@@ -126,7 +126,7 @@ def plain_peak(*, spec: dict[str, Any], emit: _child.Emit) -> int:
     return tflms_sft.rewrite(step, tflms_sft.AutoParams("1TiB"), *batch).plan.original.peak_bytes
 
 
-def _batches(batch: tuple[Any, Any]) -> Any:
+def batches(batch: tuple[Any, Any]) -> Any:
     """Returns an endless dataset of one batch: the same tensor in each step, no copies."""
     import tensorflow as tf
 

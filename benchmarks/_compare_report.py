@@ -203,10 +203,10 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions of what runs, and the commit where git knows it."""
+def versions(more: Sequence[str] = ()) -> dict[str, str]:
+    """Returns the versions of what runs, of `more` packages too, and the commit where git knows it."""
     found = {"python": platform.python_version()}
-    for package in ("tensorflow", "keras", "numpy", "tflms-sft"):
+    for package in ("tensorflow", "keras", "numpy", "tflms-sft", *more):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

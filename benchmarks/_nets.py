@@ -84,7 +84,7 @@ def resnet50(image_size: int) -> keras.Model:
 
 
 def application(name: str, size: int) -> keras.Model:
-    """Builds one of `keras.applications` on images of 3 channels, with five classes and nothing drawn at random.
+    """Builds one of `keras.applications` on images of 3 channels, with logits at its end and nothing drawn at random.
 
     Steps that draw the same numbers are for other comparisons.
     """
@@ -94,7 +94,7 @@ def application(name: str, size: int) -> keras.Model:
     base = getattr(keras.applications, name)(
         weights=None, include_top=False, input_shape=(size, size, 3), pooling="avg"
     )
-    model = keras.Model(base.input, keras.layers.Dense(5)(base.output))
+    model = keras.Model(base.input, keras.layers.Dense(CLASSES)(base.output))
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Dropout):
             layer.rate = 0.0
@@ -192,10 +192,16 @@ class Task:
 
         keras.utils.set_random_seed(SEED)
         model = self.build(image_size)
+        self.compile(model)
+        return model
+
+    def compile(self, model: keras.Model) -> None:
+        """Compiles a model that has its weights."""
+        import keras
+
         optimizer = keras.optimizers.SGD(LEARNING_RATE, momentum=0.9)
         model.compile(optimizer, self.loss(), jit_compile=False)
         optimizer.build(model.trainable_variables)
-        return model
 
     def step(self, image_size: int, batch: int) -> Any:
         """Returns the training step of a compiled network for a batch, a `tf.function` with its `model`."""
@@ -203,7 +209,8 @@ class Task:
 
         model = self.compiled(image_size)
         image, label = self.shapes(image_size)
-        specs = (tf.TensorSpec((batch, *image), tf.float32), tf.TensorSpec((batch, *label), tf.int32))
+        shape, dtype = ((batch, *label, CLASSES), tf.float32) if self.one_hot else ((batch, *label), tf.int32)
+        specs = (tf.TensorSpec((batch, *image), tf.float32), tf.TensorSpec(shape, dtype))
 
         @tf.function(input_signature=specs, autograph=False)
         def step(images: Any, labels: Any) -> Any:

@@ -13,15 +13,13 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
-import tensorflow as tf
-
 from rewriters import device
 from rewriters.analysis import Analysis
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
-from rewriters.memory import op_scratch
 from rewriters.registry import find_rule
 from rewriters.roles import reads_shape_only
+from rewriters.scratch import full_call, scratch_bytes, unfolded_bytes
 from rewriters.tiles import Phase
 
 __all__: list[str] = []
@@ -206,11 +204,11 @@ class Costs:
         touched = [(t.num_bytes(batch), analysis.is_image(t) and t not in weights) for t in _tensors(node)]
         images = sum(size for size, is_image in touched if is_image)
         whole = sum(size for size, is_image in touched if not is_image)
-        unfolds = device.unfolds_convolutions() or (node.outputs and node.outputs[0][0] == tf.float64)
-        scratch = op_scratch(node, batch) if unfolds and flops else 0
-        number = max((t.shape[0] or batch for t in node.inputs if analysis.is_image(t) and t.shape), default=1)
+        call = full_call(node, batch)
+        unfolded = unfolded_bytes(node, call) if flops else 0
+        scratch = scratch_bytes(node, call) if unfolded else 0
         made = [] if self._takes_over(node) else [size for size, is_image in touched[len(node.inputs) :] if is_image]
-        return _Work(flops, images, whole, scratch * number, (*made, *([scratch] if scratch else [])))
+        return _Work(flops, images, whole, unfolded, (*made, *([scratch] if scratch else [])))
 
     def _takes_over(self, node: Node) -> bool:
         """Whether an op's kernel writes into the buffer of an operand that nobody else reads."""

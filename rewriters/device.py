@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Iterator
 
@@ -38,8 +37,6 @@ PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 
 STATES = 6
 """States of a growing pool that are tried; peaks differ by a third between them."""
-
-_CONVOLUTIONS = ("Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")
 
 
 def passes_on(node: Node) -> bool:
@@ -130,31 +127,6 @@ def unfolds_convolutions() -> bool:
     return name().startswith("CPU") and not keeps_statistics()
 
 
-def kernel_scratch(node: Node, images: int, pixels: int) -> int:
-    """Bytes that the kernel of a convolution or a pool allocates for itself while it runs.
-
-    Args:
-        node: The op.
-        images: Images that it works on.
-        pixels: Rows times columns of its small side (one per window).
-
-    Returns:
-        Bytes; 0 for other ops, and on a GPU. TensorFlow's own CPU kernels, which are also those for
-        float64, unfold one image for a gradient of a convolution: a row of `taps * channels` per window;
-        and the gradient of a maximum finds the maxima again, with their positions. oneDNN keeps a
-        filter, or its gradient, in a layout of its own, once more on the way in or out.
-    """
-    if node.op not in ("MaxPoolGrad", *_CONVOLUTIONS) or not name().startswith("CPU"):
-        return 0
-    dtype = node.outputs[0][0]
-    own = unfolds_convolutions() or dtype == tf.float64
-    if node.op == "MaxPoolGrad":
-        shape = node.outputs[0][1]
-        return images * pixels * int((shape or (0,))[-1] or 0) * (dtype.size + tf.int64.size) if own else 0
-    shape = node.outputs[0][1] if node.op == "Conv2DBackpropFilter" else node.inputs[1].shape
-    if shape is None or None in shape:
-        return 0
-    sizes = [int(dim or 1) for dim in shape]
-    if own:
-        return pixels * math.prod(sizes[:3]) * dtype.size if node.op != "Conv2D" else 0
-    return 2 * math.prod(sizes) * dtype.size
+def num_threads() -> int:
+    """Threads that share the work of an operation on a CPU."""
+    return tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1

@@ -8,6 +8,7 @@ grid of 64 x 64 tiles handles vectors of 64, not 4,096 rectangles.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,14 +23,20 @@ class Interval:
     lo: np.ndarray
     hi: np.ndarray
 
-    @property
+    # Kept, as a search asks for the same some hundred thousand times; the arrays are never written to.
+    @functools.cached_property
     def size(self) -> np.ndarray:
         """Rows of each tile."""
         return np.maximum(self.hi - self.lo, 0)
 
+    @functools.cached_property
+    def key(self) -> tuple[bytes, bytes]:
+        """Equal for two that hold the same rows for every tile."""
+        return self.lo.tobytes(), self.hi.tobytes()
+
     def same(self, other: Interval) -> bool:
         """Whether both hold the same rows for every tile."""
-        return bool(np.array_equal(self.lo, other.lo) and np.array_equal(self.hi, other.hi))
+        return self is other or self.key == other.key
 
     def hull(self, other: Interval) -> Interval:
         """Smallest interval that holds both; an empty one adds nothing."""

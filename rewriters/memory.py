@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from rewriters import device
 from rewriters.allocator import Pool
 from rewriters.analysis import Analysis
 from rewriters.graph import LOOPS, Graph, Node, Tensor
+from rewriters.scratch import op_scratch
 
 __all__: list[str] = []
 
@@ -330,15 +330,6 @@ def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Nod
         node: groups[tensor] if amount and tensor is not None else amount
         for (node, amount), tensor in zip(scratch.items(), last, strict=True)
     }
-
-
-def op_scratch(node: Node, batch: int) -> int:
-    """Bytes that the kernel of a full-size op takes while it runs."""
-    shape = node.inputs[2].shape if len(node.inputs) == 3 else None
-    if shape is None or len(shape) < 4:
-        return device.kernel_scratch(node, batch, 0)
-    images = batch if shape[0] is None else shape[0]
-    return device.kernel_scratch(node, images, math.prod(int(dim or 0) for dim in shape[1:-1]))
 
 
 def unmodelled(analysis: Analysis) -> list[Node]:

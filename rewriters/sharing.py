@@ -43,9 +43,16 @@ def loop_key(analysis: Analysis, kinds: Mapping[Tensor, Kind], loop: Loop) -> Ha
     body = tuple(map(key.operation, loop.body))
     ends = tuple(tuple(map(key.number, tensors)) for tensors in (loop.reads, loop.writes, [n.out() for n in loop.sums]))
     moments = tuple(tuple(map(key.number, (pair.image, pair.mean, pair.variance))) for pair in loop.moments)
-    # An operand that nobody else reads is written over.
-    tensors = tuple((key.tensor(t), analysis.extents(t), len(analysis.readers.get(t, ()))) for t in key.numbers)
-    return (loop.backward, body, ends, moments, tensors)
+    return (loop.backward, body, ends, moments, key.tensors())
+
+
+def segment_key(analysis: Analysis, segment: Segment) -> Hashable:
+    """Equal for two segments without barriers of which the loops take as much, in any number of tiles."""
+    key = _Wiring(analysis, segment.kinds)
+    body = tuple(tuple(map(key.operation, nodes)) for nodes in (segment.forward, segment.backward))
+    ends = (segment.entries, segment.exits, segment.grad_entries, segment.grad_exits, segment.reductions)
+    numbers = tuple(tuple(map(key.number, tensors)) for tensors in ends)
+    return (body, numbers, key.tensors())
 
 
 class _Wiring:
@@ -70,6 +77,11 @@ class _Wiring:
     def tensor(self, tensor: Tensor) -> tuple[Hashable, ...]:
         """A tensor with what is known of its value."""
         return (tensor.shape, tensor.dtype, self.kinds.get(tensor), self._static(tensor))
+
+    def tensors(self) -> tuple[Hashable, ...]:
+        """All tensors that were met; an operand that nobody else reads is written over."""
+        analysis = self.analysis
+        return tuple((self.tensor(t), analysis.extents(t), len(analysis.readers.get(t, ()))) for t in self.numbers)
 
     def _static(self, tensor: Tensor) -> Hashable:
         """What a rule can know of an operand's value."""
@@ -122,9 +134,9 @@ class _Key(_Wiring):
 
 
 def _rows(region: Region | None) -> Hashable:
-    return None if region is None else tuple((rows.lo.tobytes(), rows.hi.tobytes()) for rows in region)
+    return None if region is None else tuple(rows.key for rows in region)
 
 
 def _axis_plan(plan: AxisPlan) -> Hashable:
     rows = (plan.out, plan.made, *plan.needs)
-    return tuple(None if r is None else (r.lo.tobytes(), r.hi.tobytes()) for r in rows)
+    return tuple(None if r is None else r.key for r in rows)

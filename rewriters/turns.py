@@ -22,6 +22,7 @@ from rewriters.barriers import Moments
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval, fit
 from rewriters.memory import Event, replay, schedule, together
+from rewriters.scratch import Call, scratch_bytes, slid_over
 from rewriters.tiles import Phase, Region, covers, with_rows
 
 __all__: list[str] = []
@@ -97,7 +98,7 @@ class _Body:
     def events(self, tile: Tile, batch: int) -> list[Event]:
         """Schedule of the turn of one tile."""
         scratch = {
-            node: device.kernel_scratch(original, self._images(batch), self._small_pixels(original, tile))
+            node: scratch_bytes(original, self._call(original, tile, batch))
             for node, original in zip(self.order, self.originals, strict=True)
         }
 
@@ -129,13 +130,18 @@ class _Body:
         """Images of the largest tile."""
         return -(-batch // min(self.phase.grid.batch, batch))
 
-    def _small_pixels(self, node: Node, tile: Tile) -> int:
-        """Windows of a gradient of a convolution or a pool."""
+    def _call(self, node: Node, tile: Tile, batch: int) -> Call:
+        """What the kernel of a gradient of a convolution or a pool is called with."""
         plan = self.phase.plans.get(node)
         if plan is None or len(plan[0].needs) != 3 or plan[0].needs[2] is None:
-            return 0
-        rows = [p.needs[2] for p in plan]
-        return math.prod(int(need.size[i]) for need, i in zip(rows, tile, strict=True) if need is not None)
+            return Call(self._images(batch), 0, 0)
+        position = slid_over(node)
+        large = [p.made if position is None else p.needs[position] for p in plan]
+        pixels = (
+            math.prod(int(rows.size[i]) for rows, i in zip(found, tile, strict=True) if rows is not None)
+            for found in ([p.needs[2] for p in plan], large)
+        )
+        return Call(self._images(batch), *pixels)
 
     def _place(self, node: Node, original: Node, rows: Iterable[np.ndarray] | None) -> Tensor:
         self.order.append(node)
@@ -244,7 +250,7 @@ class _Body:
         """Rows cut and padded; in a tile where nothing is to do the kernels pass their operand on."""
         if all(h.same(n) for h, n in zip(have, need, strict=True)):
             return value
-        key = (value, *(array.tobytes() for i in (*have, *need) for array in (i.lo, i.hi)))
+        key = (value, *(i.key for i in (*have, *need)))
         if key not in self._fits:
             fits = [fit(h, n) for h, n in zip(have, need, strict=True)]
             result = value

@@ -536,8 +536,8 @@ def test_every_network_is_predicted_plain_and_rewritten():
 
 def run_of(peak, seconds=1.0, predicted=100 * 2**20, ratio=1.2):
     return {
-        "peak_bytes": peak * 2**20,
-        "seconds": seconds,
+        "peaks": [peak * 2**20],
+        "seconds": [(1.0, seconds)],
         "predicted_bytes": predicted,
         "predicted_ratio": ratio,
         "planned_seconds": 2.0,
@@ -556,10 +556,16 @@ def run_of(peak, seconds=1.0, predicted=100 * 2**20, ratio=1.2):
 )
 def test_what_a_plan_kept(peaks, seconds, verdict):
     found = [run_of(peak, seconds) for peak in peaks]
-    cells, kept = planner.row("net", 110 * 2**20, [run_of(300)] * 3, found)
+    cells, kept = planner.row("net", 110 * 2**20, found)
     assert dataclasses.astuple(kept) == verdict
     assert cells[:3] == ["net", "110 MiB", "100 MiB"] and len(cells) == len(planner.HEADINGS)
     assert ("OVER" in cells[4], "far" in cells[3], "far" in cells[6]) == tuple(not good for good in verdict)
+
+
+def test_a_budget_that_is_not_met_counts_against_the_planner():
+    cells, kept = planner.failed_row("net", 110 * 2**20)
+    assert cells[:3] == ["net", "110 MiB", "FAILED"] and len(cells) == len(planner.HEADINGS)
+    assert not any(dataclasses.astuple(kept))
 
 
 def test_enough_plans_have_to_keep_what_they_promise():

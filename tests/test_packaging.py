@@ -125,10 +125,11 @@ def test_requirements_and_extras(metadata):
         extra: {_tidy(line) for line in metadata.get_all("Requires-Dist") if _extra(line) == extra}
         for extra in (None, *metadata.get_all("Provides-Extra"))
     }
-    assert set(requires) == {None, "gpu", "plot", "examples", "test"}
+    assert set(requires) == {None, "gpu", "plot", "compare", "examples", "test"}
     assert requires[None] == {("tensorflow", "<2.22,>=2.21"), ("keras", "<3.16,>=3.15"), ("numpy", "")}
     assert requires["gpu"] == {("tensorflow[and-cuda]", "<2.22,>=2.21")}
     assert requires["plot"] == {("matplotlib", "")}
+    assert requires["compare"] == {("matplotlib", ""), ("torch", "")}
     assert {"pytest", "setuptools", "wheel"} <= {name for name, _ in requires["test"]}
 
 

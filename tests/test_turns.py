@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from rewriters import device
+from rewriters import turns
 from rewriters.analysis import Analysis
 from rewriters.emit import trace_phase
 from rewriters.memory import Action
@@ -21,7 +21,7 @@ FLOAT = 4
 @pytest.fixture(autouse=True)
 def no_scratch(monkeypatch):
     """What kernels take inside depends on the processor."""
-    monkeypatch.setattr(device, "kernel_scratch", lambda node, images, pixels: 0)
+    monkeypatch.setattr(turns, "scratch_bytes", lambda node, call: 0)
 
 
 def planned(*body, grid=(4, 4), size=64, batch=1, channels=8, batch_tiles=1):

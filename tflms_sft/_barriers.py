@@ -317,6 +317,9 @@ class BarrierSearch:
         self.left = barriers.left
         self._turns = Turns(traced)
         self._found: dict[Kept, Way] = {}
+        inputs = sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
+        self._held = traced.fixed_bytes + inputs
+        self._beside: int | None = None
 
     def _way(self, kept: Kept) -> Way:
         if kept not in self._found:
@@ -325,18 +328,42 @@ class BarrierSearch:
 
     def _promising(self, limit: int) -> list[Way]:
         """The first ways of each family of which small turns fit, the fastest at best first."""
-        traced = self._traced
-        room = limit - traced.fixed_bytes - sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
-
-        def fits(kept: Kept) -> bool:
-            taken = sum(tensor.num_bytes(traced.batch) for tensor in kept.tensors)
-            return taken <= room and self._way(kept).fits(limit)
-
         ways = []
         for family in self._barriers.families:
-            first = bisect.bisect_left(family, True, key=fits)
+            first = self._first(family, limit)
             ways += [self._way(kept) for kept in family[first : first + NEIGHBOURS]]
         return sorted(ways, key=lambda way: way.least)
+
+    def _first(self, family: Sequence[Kept], limit: int) -> int:
+        """Position of the first way of which small turns fit; those after it keep less.
+
+        To see whether one fits takes its time. What one takes beside what waits the next takes, too, so every other
+        attempt is where that suggests; the rest is bisection.
+        """
+
+        def suggested(beside: int) -> int:
+            return bisect.bisect_left(family, True, key=lambda kept: self._bytes(kept) + beside <= limit)
+
+        low, high, trusted = suggested(self._held) - 1, len(family), True
+        while high - low > 1:
+            guided = trusted and self._beside is not None
+            middle = min(max(suggested(self._beside or 0), low + 1), high - 1) if guided else (low + high) // 2
+            fits = self._fits(family[middle], limit)
+            trusted = fits or not guided
+            low, high = (low, middle) if fits else (middle, high)
+        return high
+
+    def _bytes(self, kept: Kept) -> int:
+        """What waits for the backward phase."""
+        return sum(tensor.num_bytes(self._traced.batch) for tensor in kept.tensors)
+
+    def _fits(self, kept: Kept, limit: int) -> bool:
+        """Whether small turns do."""
+        way = self._way(kept)
+        fits = way.fits(limit)
+        if fits:
+            self._beside = way.smallest.peak.peak_bytes - self._bytes(kept)
+        return fits
 
     def cheapest(self, limit: int) -> Candidate | None:
         """The fastest plan found whose step stays below `limit` bytes.

@@ -26,8 +26,9 @@ from rewriters import device
 from rewriters.errors import NotTileableError
 from rewriters.ft import Component, find_components, try_segment
 from rewriters.graph import Tensor
-from rewriters.memory import most_alive, op_scratch
+from rewriters.memory import most_alive
 from rewriters.roles import reads_shape_only
+from rewriters.scratch import op_scratch
 from rewriters.segments import Segment
 from rewriters.sft import SegmentPlan, plan_segment, planner_for
 from rewriters.tiles import Grid, Halo

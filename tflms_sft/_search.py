@@ -17,9 +17,10 @@ from rewriters.graph import Node
 from rewriters.segments import Segment
 from rewriters.sft import SegmentPlan, planner_for
 from rewriters.tiles import Grid, Halo
-from tflms_sft._chain import Chain, Choice
+from tflms_sft._chain import Chain
 from tflms_sft._compile import Candidate, Traced, predict
 from tflms_sft._ladder import RUNG, rung
+from tflms_sft._tilings import Choice
 
 MOST_SMALLEST = 3
 """Plans among which the smallest is looked for first."""

@@ -1,0 +1,195 @@
+"""What a user would pick instead of `tflms_sft`, as a training loop of one network each, in a child process.
+
+Every way gets what its documentation asks for: blocks to wrap are those between pools or residual sums, `RematScope`
+surrounds the building of the network, and nothing is compiled by XLA, as in the plain step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import _child, _compare, _meter, _nets, _torch_nets
+
+if TYPE_CHECKING:
+    import keras
+
+BLOCK_ENDS = {"vgg16": ("pool",), "vgg19": ("pool",), "darknet19": ("pool",), "resnet50": ("_out", "pool1_pool")}
+"""In the names of layers that end a block."""
+
+THRESHOLD = 2**20
+"""Elements of an output from which on `RematScope("larger_than")` makes a layer's activations again."""
+
+
+def train(*, spec: dict[str, Any], way: str, budget_bytes: int, save: str, emit: _child.Emit) -> dict[str, Any]:
+    """Trains for the warm-up and the counted steps; returns the figures, and saves what came of it.
+
+    Args:
+        spec: Fields of a `_compare.Spec`.
+        way: Key of `WAYS`.
+        budget_bytes: For the way that has a budget.
+        save: File for gradients (as momentum has summed them) and statistics, in NumPy's format; none if empty.
+        emit: Gets one dict for each step.
+    """
+    import numpy as np
+
+    chosen = _compare.Spec(**spec)
+    meter, arrays, more = WAYS[way](chosen, budget_bytes, emit)
+    if save:
+        np.savez(save, **arrays)
+    return {
+        "net_rss_bytes": max(meter.net_rss),
+        "step_seconds": meter.seconds,
+        "losses": meter.losses,
+        **more,
+    }
+
+
+Trained = tuple[_meter.StepMeter, dict[str, Any], dict[str, Any]]
+"""What was measured, arrays that tell whether it was the same training, and further figures."""
+
+
+# With Keras ---------------------------------------------------------------------------------------------------
+
+
+def _fit(spec: _compare.Spec, model: keras.Model, emit: _child.Emit, callbacks: list[Any] | None = None) -> Trained:
+    """Trains a compiled model with `fit`."""
+    import keras
+
+    meter = _meter.StepMeter(spec.warmup, spec.device, emit)
+    before = {name: v.numpy() for name, v in _statistics(model)}
+    hooks = keras.callbacks.LambdaCallback(on_train_batch_begin=meter.begin, on_train_batch_end=meter.end)
+    meter.start()
+    model.fit(
+        _compare.batches(_nets.TASKS[spec.net].noise(spec.image_size, spec.batch)),
+        epochs=spec.warmup + spec.steps,
+        steps_per_epoch=1,
+        callbacks=[*(callbacks or []), hooks],
+        shuffle=False,
+        verbose=0,
+    )
+    slots = [v for v in model.optimizer.variables if "momentum" in v.path]
+    arrays = {f"gradient/{number}": v.numpy() for number, v in enumerate(slots)}
+    arrays |= {f"statistic/{name}": v.numpy() - before[name] for name, v in _statistics(model)}
+    return meter, arrays, {}
+
+
+def _statistics(model: keras.Model) -> Iterator[tuple[str, Any]]:
+    """Moving means and variances, numbered."""
+    for number, v in enumerate(v for v in model.non_trainable_variables if "moving_" in v.path):
+        yield str(number), v
+
+
+def _plain(spec: _compare.Spec, budget_bytes: int, emit: _child.Emit) -> Trained:
+    del budget_bytes
+    return _fit(spec, _nets.TASKS[spec.net].compiled(spec.image_size), emit)
+
+
+def _budget(spec: _compare.Spec, budget_bytes: int, emit: _child.Emit) -> Trained:
+    import tflms_sft
+
+    callback = tflms_sft.MemoryBudget(budget_bytes, verbose=0)
+    meter, arrays, _ = _fit(spec, _nets.TASKS[spec.net].compiled(spec.image_size), emit, [callback])
+    plan = callback.plan
+    return meter, arrays, {"plan": plan.headline(), "predicted_time_ratio": plan.predicted.time_ratio}
+
+
+def _recompute_grad(spec: _compare.Spec, budget_bytes: int, emit: _child.Emit) -> Trained:
+    """`tf.recompute_grad` around each block, in a model of its own."""
+    del budget_bytes
+    import keras
+    import tensorflow as tf
+
+    task = _nets.TASKS[spec.net]
+    parts = _blocks(task.compiled(spec.image_size), BLOCK_ENDS[spec.net])
+
+    class Recomputing(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.head = parts[:-1], parts[-1]
+
+        def call(self, images: Any, training: bool = False) -> Any:
+            x = images
+            for block in self.blocks:
+                x = tf.recompute_grad(functools.partial(block, training=training))(x)
+            return self.head(x, training=training)
+
+    model = Recomputing()
+    task.compile(model)
+    return _fit(spec, model, emit)
+
+
+def _blocks(model: keras.Model, ends: tuple[str, ...]) -> list[keras.Model]:
+    """The network cut behind the layers that end a block; the rest is the last part."""
+    import keras
+
+    cuts = [layer.output for layer in model.layers if any(end in layer.name for end in ends)]
+    edges = [model.input, *cuts, model.output]
+    return [keras.Model(begin, end) for begin, end in zip(edges, edges[1:], strict=False)]
+
+
+def _remat(mode: str, spec: _compare.Spec, budget_bytes: int, emit: _child.Emit) -> Trained:
+    """Keras' own: layers that are made under the scope make their activations again."""
+    del budget_bytes
+    import keras
+
+    with keras.RematScope(mode=mode, output_size_threshold=THRESHOLD):
+        model = _nets.TASKS[spec.net].compiled(spec.image_size)
+        return _fit(spec, model, emit)
+
+
+# With PyTorch -------------------------------------------------------------------------------------------------
+
+
+class _TorchMeter(_meter.StepMeter):
+    """Without TensorFlow's allocator."""
+
+    def _reset_allocator_peak(self) -> None:
+        pass
+
+    def _allocator_peak(self) -> int:
+        return 0
+
+
+def _torch(checkpointed: bool, spec: _compare.Spec, budget_bytes: int, emit: _child.Emit) -> Trained:
+    """PyTorch as it is, or with `checkpoint_sequential` and as many segments as there are blocks."""
+    del budget_bytes
+    import torch
+    from torch.utils.checkpoint import checkpoint_sequential
+
+    torch.manual_seed(_nets.SEED)
+    blocks, head = _torch_nets.NETS[spec.net]()
+    images, labels = _nets.TASKS[spec.net].noise(spec.image_size, spec.batch)
+    x, y = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels).long()
+    parameters = [*blocks.parameters(), *head.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=_nets.LEARNING_RATE, momentum=0.9)
+    before = {name: value.clone() for name, value in blocks.named_buffers() if "running_" in name}
+    meter = _TorchMeter(spec.warmup, spec.device, emit)
+    meter.start()
+    for number in range(spec.warmup + spec.steps):
+        meter.begin(number)
+        optimizer.zero_grad()
+        features = checkpoint_sequential(blocks, len(blocks), x, use_reentrant=False) if checkpointed else blocks(x)
+        loss = torch.nn.functional.cross_entropy(head(features), y)
+        loss.backward()
+        optimizer.step()
+        meter.end(number, {"loss": loss.item()})
+        del features, loss
+    slots = [optimizer.state[p]["momentum_buffer"] for p in parameters]
+    arrays = {f"gradient/{number}": slot.numpy() for number, slot in enumerate(slots)}
+    after = {name: value for name, value in blocks.named_buffers() if name in before}
+    arrays |= {f"statistic/{name}": (value - before[name]).numpy() for name, value in after.items()}
+    return meter, arrays, {}
+
+
+WAYS: dict[str, Callable[[_compare.Spec, int, _child.Emit], Trained]] = {
+    "plain": _plain,
+    "budget": _budget,
+    "recompute_grad": _recompute_grad,
+    "remat full": functools.partial(_remat, "full"),
+    "remat activations": functools.partial(_remat, "activations"),
+    "remat larger_than": functools.partial(_remat, "larger_than"),
+    "torch": functools.partial(_torch, False),
+    "torch checkpoint": functools.partial(_torch, True),
+}

@@ -1,0 +1,144 @@
+"""Memory that kernels allocate for themselves while they run.
+
+TensorFlow's own CPU kernels, which are also those for float64, compute gradients of
+convolutions as products of matrices: an image is unfolded, a row of taps times channels
+for every window. How many images are unfolded at a time goes by what a cache holds,
+not by how many there are (tensorflow/core/kernels/conv_grad_input_ops.h,
+conv_grad_filter_ops.h, conv_grad_ops_3d.cc).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+
+import tensorflow as tf
+
+from rewriters import device
+from rewriters.graph import Node
+
+__all__: list[str] = []
+
+_FILTER_GRADIENTS = frozenset(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2"))
+_INPUT_GRADIENTS = frozenset(("Conv2DBackpropInput", "Conv3DBackpropInputV2"))
+_VOLUMES = frozenset(("Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"))
+
+L2_BYTES, L3_BYTES = 256 * 2**10, 30 * 2**20
+"""Caches that the kernels for images reckon with, whatever the machine has."""
+
+MOST_OVERHEAD = 25
+"""Numbers unfolded, over those of all operands, above which a kernel for volumes does without."""
+
+_SC_LEVEL3_CACHE_SIZE = 194
+"""Of the C library; Python has no name for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a kernel is called with.
+
+    Attributes:
+        images: Images.
+        small: Pixels of an image on the side of the windows: one per window.
+        large: Pixels of an image on the side that windows slide over.
+    """
+
+    images: int
+    small: int
+    large: int
+
+
+def scratch_bytes(node: Node, call: Call) -> int:
+    """Bytes that the kernel of a convolution, of a gradient of one, or of a pool's gradient takes.
+
+    Args:
+        node: The op.
+        call: What it is called with, in a loop on a tile.
+
+    Returns:
+        Bytes; 0 for other ops, and on a GPU. The gradient of a maximum finds the maxima again, with their positions.
+        oneDNN keeps a filter, or its gradient, in a layout of its own, once more on the way in or out.
+    """
+    if not node.outputs or not device.name().startswith("CPU"):
+        return 0
+    dtype = node.outputs[0][0]
+    if node.op == "MaxPoolGrad":
+        channels = int((node.outputs[0][1] or (0,))[-1] or 0)
+        return call.images * call.small * channels * (dtype.size + tf.int64.size) if _own(node) else 0
+    sizes = _filter_sizes(node)
+    if sizes is None:
+        return 0
+    if _own(node):
+        return _unfolded_at_once(node, call, sizes) * dtype.size if node.op != "Conv2D" else 0
+    return 2 * math.prod(sizes) * dtype.size if node.op not in _VOLUMES else 0
+
+
+def unfolded_bytes(node: Node, call: Call) -> int:
+    """Bytes of all images of a call, unfolded, if the kernel of a gradient does that."""
+    sizes = _filter_sizes(node)
+    if sizes is None or not _own(node) or not _unfolded_at_once(node, call, sizes):
+        return 0
+    return call.images * call.small * math.prod(sizes[:-1]) * node.outputs[0][0].size
+
+
+def full_call(node: Node, batch: int) -> Call:
+    """What the kernel of a full-size op is called with."""
+    small = node.inputs[2].shape if len(node.inputs) == 3 else None
+    if small is None or len(small) < 4:
+        return Call(batch, 0, 0)
+    large = node.outputs[0][1] if node.op in _INPUT_GRADIENTS else node.inputs[0].shape
+    pixels = (math.prod(int(dim or 0) for dim in (shape or ())[1:-1]) for shape in (small, large))
+    return Call(batch if small[0] is None else small[0], *pixels)
+
+
+def op_scratch(node: Node, batch: int) -> int:
+    """Bytes that the kernel of a full-size op takes while it runs."""
+    return scratch_bytes(node, full_call(node, batch))
+
+
+def slid_over(node: Node) -> int | None:
+    """Position of the operand that the windows of a gradient slide over; `None` if that is its result."""
+    return None if node.op in _INPUT_GRADIENTS else 0
+
+
+def _own(node: Node) -> bool:
+    """Whether an op's kernel is TensorFlow's own."""
+    return device.unfolds_convolutions() or node.outputs[0][0] == tf.float64
+
+
+def _filter_sizes(node: Node) -> list[int] | None:
+    """Sizes of the filter of a convolution or a gradient of one, taps first; `None` for other ops."""
+    if node.op not in _FILTER_GRADIENTS | _INPUT_GRADIENTS | {"Conv2D"}:
+        return None
+    shape = node.outputs[0][1] if node.op in _FILTER_GRADIENTS else node.inputs[1].shape
+    return None if shape is None or None in shape else [int(dim or 1) for dim in shape]
+
+
+def _unfolded_at_once(node: Node, call: Call, sizes: list[int]) -> int:
+    """Numbers that are unfolded at a time."""
+    dtype = node.outputs[0][0]
+    row, channels = math.prod(sizes[:-1]), sizes[-1]
+    unit = call.small * (row + channels) + row * channels
+    if not call.small * call.images * row:
+        return 0
+    cache = _last_level_cache() if node.op in _VOLUMES else L3_BYTES
+    alone = node.op in _INPUT_GRADIENTS and call.images == 1
+    if node.op == "Conv2DBackpropInput":  # Each thread has enough to do with one image.
+        alone = alone or unit // device.num_threads() >= L2_BYTES // dtype.size
+    unfolded = (1 if alone else -(-(cache // dtype.size) // unit)) * call.small * row
+    if node.op in _VOLUMES:
+        operands = call.images * (call.large * sizes[-2] + call.small * channels) + row * channels
+        return 0 if unfolded // operands > MOST_OVERHEAD else unfolded
+    return unfolded
+
+
+@functools.cache
+def _last_level_cache() -> int:
+    """Bytes, as the kernels for volumes find them; a guess of theirs where the machine does not tell."""
+    try:
+        found = os.sysconf(_SC_LEVEL3_CACHE_SIZE)
+    except (OSError, ValueError):
+        found = 0
+    return found if found > 0 else 2 * 2**20
