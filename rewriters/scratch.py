@@ -123,11 +123,11 @@ def _unfolded_at_once(node: Node, call: Call, sizes: list[int]) -> int:
     unit = call.small * (row + channels) + row * channels
     if not call.small * call.images * row:
         return 0
-    cache = _last_level_cache() if node.op in _VOLUMES else L3_BYTES
+    cache = last_level_cache() if node.op in _VOLUMES else L3_BYTES
     alone = node.op in _INPUT_GRADIENTS and call.images == 1
     if node.op == "Conv2DBackpropInput":  # Each thread has enough to do with one image.
         alone = alone or unit // device.num_threads() >= L2_BYTES // dtype.size
-    unfolded = (1 if alone else -(-(cache // dtype.size) // unit)) * call.small * row
+    unfolded = (1 if alone else max(-(-(cache // dtype.size) // unit), 1)) * call.small * row
     if node.op in _VOLUMES:
         operands = call.images * (call.large * sizes[-2] + call.small * channels) + row * channels
         return 0 if unfolded // operands > MOST_OVERHEAD else unfolded
@@ -135,7 +135,7 @@ def _unfolded_at_once(node: Node, call: Call, sizes: list[int]) -> int:
 
 
 @functools.cache
-def _last_level_cache() -> int:
+def last_level_cache() -> int:
     """Bytes, as the kernels for volumes find them; a guess of theirs where the machine does not tell."""
     try:
         found = os.sysconf(_SC_LEVEL3_CACHE_SIZE)

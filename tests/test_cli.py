@@ -547,9 +547,9 @@ import tensorflow as tf
 tf.config.threading.set_inter_op_parallelism_threads(2)  # Only before the first operation.
 """
     (directory / "train.py").write_text(first + SCRIPT)
-    done = child("-m", "tflms_sft", "run", "--budget", "3MiB", "train.py", "list")
+    done = child("-m", "tflms_sft", "run", "--budget", "24MiB", "train.py", "list")
     assert done.returncode == 0, done.stderr
-    assert "budget 3.00 MiB" in done.stdout and done.stdout.endswith(f"__main__ list {directory}\n")
+    assert "budget 24 MiB" in done.stdout and done.stdout.endswith(f"__main__ list {directory}\n")
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_a_validation_that_cannot_be_rewritten_runs_plain_and_says_so(capsys):
         assert model.__dict__["test_step"] is own
     assert same_history(*histories) and "val_mean" in histories[1].history
     assert callback.plan.changed and callback.evaluate_plan is None
-    assert capsys.readouterr().out.count("tflms-sft: validation runs plain: ") == 1
+    assert capsys.readouterr().out.count("tflms-sft: validation runs plain, which the budget is not") == 1
 
 
 def test_segments_that_are_not_there_are_refused_in_an_evaluation():

@@ -1,14 +1,23 @@
 """What is said of the memory that kernels take for themselves, against what TensorFlow's own take."""
 
+import conftest
 import pytest
 import tensorflow as tf
 
 import tflms_sft
-from rewriters import device
+from rewriters import device, scratch
 from rewriters.normalise import read
 from rewriters.scratch import full_call, op_scratch, scratch_bytes, unfolded_bytes
 
 pytestmark = pytest.mark.skipif(not device.unfolds_convolutions(), reason="oneDNN has other kernels")
+
+
+@pytest.fixture(autouse=True)
+def caches(monkeypatch):
+    """Those of the machine, which other tests do without."""
+    monkeypatch.setattr(scratch, "L3_BYTES", conftest.CACHES[0])
+    monkeypatch.setattr(scratch, "last_level_cache", conftest.CACHES[1])
+
 
 # Pixels a side, channels in and out, images, taps a side, stride, axes.
 CALLS = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rewriters.barriers import find_roles
@@ -25,12 +26,6 @@ from tflms_sft._ladder import RUNG, rung
 
 FINEST = 1 / 32
 """Bytes of the smallest turns that are tried, over those of the largest tensor that a loop writes."""
-
-NEIGHBOURS = 2
-"""Ways of a family that are looked at, from the first of which small turns fit."""
-
-MOST_TRIED = 6
-"""Sizes of turns that are tried after the largest that should do: memory is in pieces."""
 
 CHEAP_FLOPS = (0.0, 40.0)
 """For each byte that an operation makes, what running it again may take for it not to be stored; from the fastest on.
@@ -270,18 +265,26 @@ class Way:
         low = rung(self.smallest.peak.peak_bytes) - 1
         high = rung(2 * predict(self._traced, [])[0].peak_bytes) + 1
         first = bisect.bisect_right(range(low, high), limit, key=lambda step: self._estimate(halo, step)[0]) + low - 1
-        tried: list[list[Grid]] = []
-        for step in range(first, low - 1, -1):
-            grids = self._estimate(halo, step)[1]
-            if grids in tried:
-                continue
-            tried.append(grids)
-            candidate = self._candidate(self._looped[halo], grids, limit)
-            if candidate.peak.peak_bytes <= limit:
-                return candidate
-            if len(tried) == MOST_TRIED:
-                break
-        return self.smallest
+        tried: dict[tuple[Grid, ...], Candidate] = {}
+
+        def fitting(step: int) -> Candidate | None:
+            if step <= low:
+                return self.smallest
+            grids = tuple(self._estimate(halo, step)[1])
+            if grids not in tried:
+                tried[grids] = self._candidate(self._looped[halo], grids, limit)
+            return tried[grids] if tried[grids].peak.peak_bytes <= limit else None
+
+        # Down from there in larger and larger steps until one fits, and back up to the highest that does.
+        above, step = first + 1, first
+        while (found := fitting(step)) is None:
+            above, step = step, 2 * step - first - 1
+        step = max(step, low)
+        while above - step > 1:
+            middle = (above + step) // 2
+            better = fitting(middle)
+            above, step, found = (middle, step, found) if better is None else (above, middle, better)
+        return found
 
     def fits(self, limit: int) -> bool:
         """Whether small turns do; a peak above `limit` need not be the worst, and is not kept."""
@@ -326,13 +329,10 @@ class BarrierSearch:
             self._found[kept] = Way(self._turns, self._barriers.segment("segment1", kept))
         return self._found[kept]
 
-    def _promising(self, limit: int) -> list[Way]:
-        """The first ways of each family of which small turns fit, the fastest at best first."""
-        ways = []
+    def _promising(self, limit: int) -> Iterator[list[Way]]:
+        """Of each family the ways of which small turns fit, the one that keeps most, and makes least again, first."""
         for family in self._barriers.families:
-            first = self._first(family, limit)
-            ways += [self._way(kept) for kept in family[first : first + NEIGHBOURS]]
-        return sorted(ways, key=lambda way: way.least)
+            yield [self._way(kept) for kept in family[self._first(family, limit) :]]
 
     def _first(self, family: Sequence[Kept], limit: int) -> int:
         """Position of the first way of which small turns fit; those after it keep less.
@@ -373,9 +373,9 @@ class BarrierSearch:
         """
         found: Candidate | None = None
         rest = self._traced.seconds - self._traced.costs.step(self._barriers.nodes)
-        for way in self._promising(limit):
+        for way in itertools.chain.from_iterable(self._promising(limit)):
             if found is not None and found.time_ratio * self._traced.seconds <= rest + way.least:
-                break
+                continue
             for halo in Halo:
                 best = way.cheapest(halo, limit)
                 if best is not None and (found is None or _rank(best) < _rank(found)):

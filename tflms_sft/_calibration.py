@@ -77,6 +77,12 @@ def machine_rates(tell: Callable[[str], None] | None = None) -> Rates:
     return _known[str(path)]
 
 
+def kept_rates() -> Rates:
+    """The rates of this machine if they have been measured, for what nothing is chosen by; otherwise nominal ones."""
+    path = rates_path()
+    return machine_rates() if path is not None and (str(path) in _known or path.exists()) else NOMINAL
+
+
 def rates_path() -> Path | None:
     """The file that rates are kept in; `None` for those of no machine in particular."""
     named = os.environ.get(VARIABLE, "")
@@ -90,7 +96,7 @@ def _kept(path: Path, named: str) -> Rates | None:
     if path.exists():
         try:
             return _read(path)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             if named:
                 raise ValueError(
                     f"The file that {VARIABLE} names holds no rates of this version: {error}. Received: {named!r}. "
@@ -115,6 +121,8 @@ def _found(path: Path, tell: Callable[[str], None] | None) -> Rates:
 
 def _measured_apart() -> Rates | None:
     """Measured by another process with the same environment; `None` if there cannot be one."""
+    if not sys.executable:
+        return None
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rates.json"
         command = [sys.executable, "-m", __name__, str(path)]
@@ -173,8 +181,13 @@ def _write(path: Path, rates: Rates) -> None:
     values = {"version": VERSION, **dataclasses.asdict(rates)}
     values["fresh"] = None if math.isinf(rates.fresh) else rates.fresh
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        json.dump(values, file, indent=2)
-    os.replace(file.name, path)
+        try:
+            json.dump(values, file, indent=2)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
 
 
 def measured_rates() -> Rates:
@@ -194,7 +207,7 @@ def measured_rates() -> Rates:
             unfolded=unfolded,
             fresh=_fresh(),
             call=_call(),
-            copied=_host() if device.name().startswith("GPU") else copied * _num_cores(),
+            copied=_host() if device.name().startswith("GPU") else min(copied * _num_cores(), touched[""]),
             overlapped=device.name().startswith("GPU"),
             disk_write=write,
             disk_read=read,

@@ -46,6 +46,7 @@ class _Rewriting(keras.callbacks.Callback):
         self._last_plan: Plan | None = None
         self._told_plain = ""
         self._forward: dict[Kind, ForwardInstallation] = {}
+        self._corrections: dict[Any, float] = {}
         self._forward_plans: dict[Kind, Plan | None] = {}
 
     @property
@@ -77,6 +78,7 @@ class _Rewriting(keras.callbacks.Callback):
             owner=f"the callback `{type(self).__name__}`",
             training=self.params or object(),  # All callbacks of a `fit` are given the same one.
             say=_say if self._verbose else None,
+            corrections=self._corrections,
         )
         self._installation.install()
         log = TrainingLog(self._log_dir, tensorboard_of_this_fit())
@@ -164,6 +166,8 @@ class _Rewriting(keras.callbacks.Callback):
                 lambda plan: self._tell(over_line(CALLED[kind], plan)),
                 f"the callback `{type(self).__name__}`",
                 self.params or object(),
+                _say if self._verbose else None,
+                self._corrections,
             )
         self._forward[kind].begin()
 

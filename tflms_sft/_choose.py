@@ -157,7 +157,7 @@ def _swapped(
     options = []
     swaps = Swaps(traced, [], wanted)
     alone = swaps.tuned(limit)
-    if alone is not None:
+    if alone is not None and swaps.has_room(alone):
         why = "no tiles fit" if tiles is None else f"tiles would take {tiled / traced.seconds:.2f} times as long"
         seconds = swaps.seconds(alone, traced.seconds)
         options.append(Option(Choice([], search.left, alone, f"swaps, because {why}"), seconds, limit))
@@ -178,7 +178,7 @@ def _together(
         if candidate is not None and candidate.plans:
             swaps = Swaps(traced, candidate.plans, wanted)
             rest = swaps.tuned(limit)
-            if rest is not None:
+            if rest is not None and swaps.has_room(rest):
                 seconds = swaps.seconds(rest, candidate.time_ratio * traced.seconds)
                 yield Option(Choice(candidate.plans, search.left, rest, why), seconds, limit)
 

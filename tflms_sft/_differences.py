@@ -76,7 +76,7 @@ def badness(found: Difference) -> tuple[bool, float]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Verification:
-    """What `verify` found. It is true if everything is the same to rounding.
+    """What `verify` found. It is true if something was rewritten, and everything is the same to rounding.
 
     Attributes:
         differences: Of every tensor that was compared.
@@ -96,12 +96,18 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether rounding explains every difference."""
-        return all(found.ok for found in self.differences)
+        """Whether rounding explains every difference; not where nothing was rewritten, which shows nothing."""
+        return self.plan.changed and not self.drowned and all(found.ok for found in self.differences)
 
     def __bool__(self) -> bool:
         """As `ok`, so that `assert tflms_sft.verify(...)` does what it says."""
         return self.ok
+
+    @property
+    def drowned(self) -> Difference | None:
+        """The worst of what a step that draws anew moves so much that a mistake might pass as that."""
+        coarse = (found for found in self.differences if self.random_ops and found.ok and found.limit > COARSE)
+        return max(coarse, key=lambda found: found.noise, default=None)
 
     @property
     def outputs(self) -> Difference | None:
@@ -136,6 +142,9 @@ class Verification:
             first = f"DIFFERENT: rounding does not explain {len(wrong)} of {len(self.differences)} tensors"
         elif not self.plan.changed:
             first = "Nothing was rewritten, so that this shows nothing: ask for tiles, or for a smaller budget"
+        elif self.drowned:
+            first = f"CANNOT TELL: the step draws other numbers in every run, which moves {self.drowned.name} by more"
+            first += f" than {COARSE:.0%}; {len(self.differences)} tensors compared"
         elif self.sensitive:
             first = f"No difference beyond rounding, which is large here: {len(self.differences)} tensors compared"
         else:
@@ -164,6 +173,7 @@ class Verification:
         if self.random_ops:
             lines.append(
                 f"  {shortened(self.random_ops, _MOST_NAMES)} draw(s) other numbers in every run: what depends on "
-                "them is compared to within its noise only"
+                "them is compared to within its noise only. Operations whose seed is in a variable or an argument, as "
+                "those of Keras' layers, draw the same in both"
             )
         return "\n".join(lines)

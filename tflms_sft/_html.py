@@ -76,8 +76,8 @@ def page(plan: Plan, before: Measurement | None, after: Measurement | None) -> s
         _peaks(plan, before, after),
         "<h2>Segments</h2>",
         _table(_summary.HEADINGS, _summary.rows(plan), _summary.RIGHT, names=(1,), sum_last=bool(plan.changed)),
-        "<p class=soft>Waits: what the forward phase makes and the backward phase reads. Work: arithmetic and what is "
-        "moved in memory, as a part of the step as it was.</p>",
+        "<p class=soft>Waits: what the forward phase makes and the backward phase reads. Time: predicted, as a part of "
+        "the step as it was.</p>",
         *(_details(list(_summary.segment_lines(segment))) for segment in plan.segments),
         *_swaps(plan),
         "<h2>Largest at the peak</h2>",

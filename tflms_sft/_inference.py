@@ -7,6 +7,7 @@ was rewritten is kept, too, because a `fit` validates after every epoch; and a m
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -101,7 +102,10 @@ class ForwardInstallation(Installation):
             if not self._within_fit:
                 raise
             self._runs_plain = True
-            self._tell_user(f"tflms-sft: {self.called} runs plain: {error}")
+            text = f"tflms-sft: {self.called} runs plain, which the budget is not held for: {error}"
+            if self._say is None:
+                warnings.warn(text, stacklevel=2)
+            self._tell_user(text)
             return self._original(data)
 
     def _spec(self, tensor: Any, position: int) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,9 +24,10 @@ import tensorflow as tf
 
 from rewriters import device
 from rewriters.build import Importer
+from rewriters.cost import Rates
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.tiers import Tier
-from tflms_sft._calibration import machine_rates
+from tflms_sft._calibration import kept_rates, machine_rates
 from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._names import recorded_layers
@@ -80,6 +82,7 @@ class Installation:
         owner: str,
         training: object = None,
         say: Callable[[str], None] | None = None,
+        corrections: dict[Any, float] | None = None,
     ) -> None:
         """Prepare.
 
@@ -92,6 +95,8 @@ class Installation:
             owner: Who asks for it, for errors.
             training: The `fit` that `owner` is a callback of, `None` for a `with` block.
             say: Is given lines about what takes long.
+            corrections: What earlier steps were measured to take over what was predicted, of each model and kind of
+                step; it is added to.
         """
         self.model = model
         self._say = say
@@ -111,7 +116,8 @@ class Installation:
         self._measured = False
         self._variables: list[int] = []
         self._num_replicas = 1
-        self._correction = 1.0
+        self._corrections = {} if corrections is None else corrections
+        self._planned_again = False
 
     def install(self) -> None:
         """Replace the step; what an earlier training left behind is taken out first.
@@ -242,6 +248,8 @@ class Installation:
     def _watched(self, iterator: Any) -> Any:
         """Run, and report the measured peak of the first step."""
         first = not self._measured
+        if first:
+            self._rates()  # They may be measured on the device, which is no part of the step's peak.
         in_use = reset_peak() if first else None
         result = self._inner(iterator)
         if first and self.plan is not None:
@@ -251,6 +259,9 @@ class Installation:
             self._on_measured(self.plan)
             self._hold_to_budget(self.plan)
         return result
+
+    def _rates(self) -> Rates:
+        return machine_rates(self._say) if self._params.has_budget else kept_rates()
 
     def _hold_to_budget(self, plan: Plan) -> None:
         """Have the step planned anew if the first one took more than the budget, by what was measured.
@@ -263,7 +274,10 @@ class Installation:
         if self.planned_again:
             raise over_again(plan)
         assert plan.measured is not None
-        self._correction = plan.measured.peak_bytes / plan.predicted.peak_bytes
+        if self._say is None:  # Otherwise a line has said so.
+            warnings.warn(over_text(plan), stacklevel=2)
+        self._planned_again = True
+        self._corrections[self._corrected] = plan.measured.peak_bytes / plan.predicted.peak_bytes
         self.plan = None
         self._measured = False
         for importer in self._steps.values():
@@ -273,7 +287,12 @@ class Installation:
     @property
     def planned_again(self) -> bool:
         """Whether the plan goes by what an earlier one was measured to take."""
-        return self._correction != 1.0
+        return self._planned_again
+
+    @property
+    def _corrected(self) -> Any:
+        """What a correction goes for."""
+        return (id(self.model), self.kind.slot)
 
     def _peeked(self, iterator: Any) -> Any:
         """An iterator that gives the same batches, after its first one's shapes were noted.
@@ -382,7 +401,8 @@ class Installation:
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as watch:
             for_tiles = self._params.tiles is not None
             analysed = analyse(traced, record, known[0] if known else None, for_tiles)
-            analysed.rates, analysed.correction = machine_rates(self._say), self._correction
+            analysed.rates = self._rates()
+            analysed.correction = self._corrections.get(self._corrected, 1.0)
             analysed.variables += self._beside(traced)
             importer, plan = rewrite_traced(analysed, self._params)
         if self.plan is None:
@@ -519,6 +539,15 @@ def is_over(plan: Plan) -> bool:
     """Whether a step was measured to take more than its budget."""
     budget, found = plan.memory_budget, plan.measured
     return budget is not None and found is not None and found.peak_bytes > budget
+
+
+def over_text(plan: Plan) -> str:
+    """That a step took more than its budget, of which nothing has been said yet."""
+    assert plan.measured is not None
+    return (
+        f"tflms-sft: the step took {format_bytes(plan.measured.peak_bytes)}, more than its budget of "
+        f"{format_bytes(plan.memory_budget or 0)}; the next one goes by a plan that leaves more free."
+    )
 
 
 def over_again(plan: Plan) -> BudgetError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from rewriters import _tf_private
 from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.tiers import HostTier, Tier
-from tflms_sft._calibration import machine_rates
+from tflms_sft._calibration import kept_rates, machine_rates
 from tflms_sft._choose import NO_SWAPS, Choice, choose
 from tflms_sft._compile import Traced, analyse, collector_paused, finish, predict, prediction
 from tflms_sft._lms_params import LMSParams
@@ -291,13 +292,17 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
 def _compiled(concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen) -> RewrittenStep:
     """Analyse, plan and emit."""
     traced = analyse(concrete_fn, record, batch, chosen.tiles is not None)
-    traced.rates = machine_rates()
+    traced.rates = machine_rates(_say) if chosen.has_budget else kept_rates()
     if chosen.has_budget:
         require_batch(traced, batch)
     importer, plan = rewrite_traced(traced, chosen)
     if _tf_private.must_compile(concrete_fn):
         plan.notes += ("the step was compiled by XLA (`jit_compile`); rewritten it runs without",)
     return RewrittenStep(concrete_fn, importer, plan)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def require_batch(traced: Traced, batch: int | None) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import resource
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -71,9 +71,9 @@ def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
     plan = plan_swaps(analysis, params.options(), batch)
     if not plan.swaps:
         raise SwapError(_nothing(analysis, params, plan, batch))
-    if isinstance(tier, DiskTier):
-        _check_space(tier.store, sum(s.tensor.num_bytes(batch) for s in plan.swaps))
-        _check_files(len(plan.swaps))
+    refused = no_room(tier, plan.swaps, batch)
+    if refused:
+        raise SwapError(refused)
     new, outs = insert_swaps(analysis.graph, plan.swaps, tier, params.max_in_flight)
     # A swap-out to disk makes the number of a file, which the device may well have.
     away = frozenset(outs) if isinstance(tier, HostTier) else frozenset[Node]()
@@ -120,28 +120,37 @@ def notes(tier: HostTier | DiskTier) -> tuple[str, ...]:
     return ()
 
 
-def _check_space(store: SpillStore, needed: int) -> None:
+def no_room(tier: HostTier | DiskTier, swaps: Sequence[Swap], batch: int) -> str:
+    """Why so much cannot be swapped there now, with the remedy; empty if it can."""
+    if not isinstance(tier, DiskTier):
+        return ""
+    return _no_space(tier.store, sum(swap.tensor.num_bytes(batch) for swap in swaps)) or _no_files(len(swaps))
+
+
+def _no_space(store: SpillStore, needed: int) -> str:
     free = store.free_bytes()
-    if needed > free:
-        raise SwapError(
-            f"`spill_dir` has too little space: a step swaps {format_bytes(needed)} ({needed} bytes) to "
-            f"{store.directory!r}, {format_bytes(free)} are free. Give another directory, or swap fewer tensors "
-            "(`n_tensors`)."
-        )
+    if needed <= free:
+        return ""
+    return (
+        f"`spill_dir` has too little space: a step swaps {format_bytes(needed)} ({needed} bytes) to "
+        f"{store.directory!r}, {format_bytes(free)} are free. Give another directory, or swap fewer tensors "
+        "(`n_tensors`)."
+    )
 
 
-def _check_files(needed: int) -> None:
-    """Refuse more tensors at a time than the process may have files open."""
+def _no_files(needed: int) -> str:
+    """A process may have so many files open and no more."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = 0
     with contextlib.suppress(OSError):  # Not every system tells what is open.
         opened = len(os.listdir("/proc/self/fd"))
-    if limit != resource.RLIM_INFINITY and opened + needed > limit:
-        raise SwapError(
-            f"A step swaps {needed} tensors to disk, each to a file of its own; this process may have {limit} files "
-            f"open, and has {opened}. Raise the limit (`ulimit -n {2 * (opened + needed)}` in the shell), or swap "
-            "fewer tensors (`n_tensors`, or a larger `min_bytes`)."
-        )
+    if limit == resource.RLIM_INFINITY or opened + needed <= limit:
+        return ""
+    return (
+        f"A step swaps {needed} tensors to disk, each to a file of its own; this process may have {limit} files "
+        f"open, and has {opened}. Raise the limit (`ulimit -n {2 * (opened + needed)}` in the shell), or swap "
+        "fewer tensors (`n_tensors`, or a larger `min_bytes`)."
+    )
 
 
 def check_names(traced: Traced, graph: Graph, params: LMSParams) -> None:

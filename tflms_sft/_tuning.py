@@ -12,7 +12,7 @@ from rewriters.sft import SegmentPlan, outline
 from rewriters.tiers import HostTier, Outline
 from tflms_sft._compile import Traced, predict
 from tflms_sft._lms_params import LMSParams
-from tflms_sft._swap import check_names, make_tier, prepared, swapped_seconds
+from tflms_sft._swap import check_names, make_tier, no_room, prepared, swapped_seconds
 
 LOWER_BOUNDS = (1, 2, 3, 5, 8, 12, 18, 27, 40)
 """Values of `lb` that are tried. Farther ahead nothing is gained: a transfer has long ended."""
@@ -34,7 +34,8 @@ class Swaps:
         self.params = params
         self._traced = traced
         self._plans = plans
-        self._on_host = isinstance(make_tier(params), HostTier)
+        self._tier = make_tier(params)
+        self._on_host = isinstance(self._tier, HostTier)
         graph = outline(traced.analysis, plans) if plans else traced.analysis.graph
         check_names(traced, graph, params)
         self._analysis = prepared(traced, graph, params)
@@ -75,8 +76,14 @@ class Swaps:
 
     def seconds(self, params: LMSParams, seconds: float) -> float:
         """Time of the step with what `tuned` found, which takes `seconds` without."""
-        swaps = self.planned(params.lb)[: params.n_tensors if params.n_tensors >= 0 else None]
-        return swapped_seconds(self._traced, swaps, params, seconds)
+        return swapped_seconds(self._traced, self._chosen(params), params, seconds)
+
+    def has_room(self, params: LMSParams) -> bool:
+        """Whether what `tuned` found can be swapped now: there may be too little space, or too few files."""
+        return not no_room(self._tier, self._chosen(params), self._traced.batch)
+
+    def _chosen(self, params: LMSParams) -> list[Swap]:
+        return self.planned(params.lb)[: params.n_tensors if params.n_tensors >= 0 else None]
 
     def smallest(self) -> tuple[int, Peak] | None:
         """How many tensors need least of some numbers that are tried, and that peak; `None` if none can be swapped."""
