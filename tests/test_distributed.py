@@ -6,7 +6,12 @@ import subprocess
 import sys
 import textwrap
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
+
+import tflms_sft
 
 TWO_DEVICES = """
     import sys
@@ -131,3 +136,29 @@ def test_fit_on_two_replicas_is_the_same():
     assert budget.split()[0] == "2", "a replica has half of the batch"
     assert refused == "True"
     assert evaluated.endswith("evaluate runs plain, outside of the plan: on 2 replicas only training is rewritten")
+
+
+@pytest.mark.parametrize("make", (lambda: tflms_sft.SFT(num_tiles=(2, 2)), lambda: tflms_sft.LMS(min_bytes=0)))
+def test_fit_on_a_mirrored_strategy_of_one_device_is_the_same(make, capsys):
+    """As on a machine with one GPU: there the update joins replicas as well."""
+    numbers = np.random.default_rng(0)
+    images, labels = numbers.normal(size=(4, 16, 16, 3)), np.arange(4) % 2
+
+    def trained(callbacks):
+        keras.utils.set_random_seed(0)
+        with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+            image = keras.Input((16, 16, 3))
+            x = keras.layers.BatchNormalization()(keras.layers.Conv2D(4, 3, activation="relu")(image))
+            x = keras.layers.GlobalAveragePooling2D()(keras.layers.Conv2D(4, 3, activation="relu")(x))
+            model = keras.Model(image, keras.layers.Dense(2)(x))
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
+        model.fit(images, labels, batch_size=2, verbose=0, shuffle=False, callbacks=callbacks)
+        return model.get_weights()
+
+    keras.config.set_floatx("float64")
+    callback = make()
+    plain, rewritten = trained([]), trained([callback])
+    assert callback.plan.changed
+    for want, got in zip(plain, rewritten, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)

@@ -67,6 +67,20 @@ def test_public_names_and_their_members_have_docstrings(name):
         assert not [key for key, value in callables.items() if not value.__doc__]
 
 
+@pytest.mark.parametrize("name", [name for name in tflms_sft.__all__ if name != "__version__"])
+def test_docstrings_have_every_parameter(name):
+    """In `Args`, or for results, which users do not make, in `Attributes`."""
+    public = getattr(tflms_sft, name)
+    members = vars(public) if inspect.isclass(public) else {}
+    methods = [getattr(public, key) for key in members if key[0] != "_" and inspect.isroutine(getattr(public, key))]
+    for function in (public, *methods):
+        if inspect.isclass(function) and issubclass(function, Exception):
+            continue
+        text = inspect.getdoc(function)
+        names = [name for name in inspect.signature(function).parameters if name not in ("self", "args", "kwargs")]
+        assert not [name for name in names if not re.search(rf"^ *(\*\*?)?{name}: ", text, flags=re.MULTILINE)]
+
+
 def test_the_callbacks_take_the_arguments_of_their_parameter_classes():
     for callback, params in ((tflms_sft.SFT, tflms_sft.SFTParams), (tflms_sft.MemoryBudget, tflms_sft.AutoParams)):
         wanted = inspect.signature(params).parameters

@@ -279,6 +279,9 @@ class MemoryBudget(_Rewriting):
         BudgetError: In the first step, if no plan fits; it names the smallest budget that works. After the second, if
             the first was measured to need more than the budget, was planned again with what was measured, and needs
             more still.
+        RewriteError: In the first step, for a model that cannot be rewritten.
+        TypeError: For a value of the wrong type.
+        ValueError: For a wrong value.
 
     Example:
     >>> model.fit(data, callbacks=[tflms_sft.MemoryBudget("8GiB")])
@@ -301,11 +304,14 @@ class SFT(_Rewriting):
     """Train, evaluate or predict with segmented fused-tiled execution, as told.
 
     Args:
-        num_tiles: As in `SFTParams`.
-        segments: As in `SFTParams`.
-        memory_capacity: As in `SFTParams`.
-        halo: As in `SFTParams`.
-        backward_num_tiles: As in `SFTParams`.
+        num_tiles: Number of tiles along the exit of each segment, such as `(height, width)`, or `"auto"`, the default;
+            `SFTParams` has all forms.
+        segments: `"auto"`, the default, or a list of `SegmentSpec`.
+        memory_capacity: Bytes that a turn of a loop may need: an int, or a string such as `"1GiB"`; see `SFTParams`.
+            Defaults to `None`.
+        halo: `"recompute"`, the default: each tile computes what it shares with its neighbours; or `"carry"`: rows of
+            full width hand it on.
+        backward_num_tiles: Number of tiles of the backward loops. Defaults to `None`: `num_tiles`.
         batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
             Defaults to `None`: that of the first batch.
         verbose: 0 prints nothing, 1 one line at the start and one after the first step, and one while a plan is
@@ -320,6 +326,9 @@ class SFT(_Rewriting):
 
     Raises:
         SegmentError: In the first step, for a named segment that cannot be tiled.
+        RewriteError: In the first step, for a model that cannot be rewritten.
+        TypeError: For a value of the wrong type.
+        ValueError: For a wrong value; in the first step also for more tiles than an exit has rows.
 
     Example:
     >>> spec = tflms_sft.SegmentSpec("input_layer", "block3_pool", num_tiles=(4, 4))
@@ -362,6 +371,9 @@ class LMS(_Rewriting):
 
     Raises:
         SwapError: In the first step, if nothing can be swapped as asked for.
+        RewriteError: In the first step, for a model that cannot be rewritten.
+        TypeError: For a value of the wrong type.
+        ValueError: For a wrong value, and a directory that cannot be written to.
 
     Example:
     >>> model.fit(data, callbacks=[tflms_sft.LMS(tier="disk", spill_dir="/scratch")])
@@ -396,14 +408,21 @@ def budget(
 
     Args:
         model: A compiled Keras model with weights.
-        memory_budget: As in `MemoryBudget`.
-        headroom: As in `MemoryBudget`.
-        swap: As in `MemoryBudget`.
-        batch_shape: As in `MemoryBudget`.
-        verbose: As in `MemoryBudget`.
+        memory_budget: Most bytes alive on the device at any moment of a step: an int, a string such as `"8GiB"`, or
+            `"auto"`, the default, as in `MemoryBudget`.
+        headroom: Part of the budget that the prediction leaves free. Defaults to 0.1.
+        swap: Whether activations may be swapped, or `LMSParams`. Defaults to `True`.
+        batch_shape: `(batch, height, width, channels)` of the largest batch. Defaults to `None`: that of the first.
+        verbose: 0 prints nothing. Defaults to 1.
 
     Yields:
         An object whose `plan` is set after the first step.
+
+    Raises:
+        BudgetError: In the first step, if no plan fits.
+        RewriteError: For a model that cannot be rewritten.
+        TypeError: For a value of the wrong type.
+        ValueError: For a wrong value, and if something else rewrites the model at the time.
 
     Example:
     >>> with tflms_sft.budget(model, "2GiB"):

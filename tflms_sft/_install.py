@@ -33,7 +33,7 @@ from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._names import recorded_layers
 from tflms_sft._plan import Measurement, Plan
 from tflms_sft._progress import Stopwatch, told_if_slow
-from tflms_sft._replicas import Replicas, RunInstead, number_of
+from tflms_sft._replicas import Replicas, RunInstead, joins, number_of
 from tflms_sft._rewrite import Chosen, check_graphs_run, check_image_sizes, rewrite_traced
 from tflms_sft._units import format_bytes
 
@@ -163,8 +163,10 @@ class Installation:
         model, kind = self.model, self.kind
         strategy, replicas = model.distribute_strategy, None
         self._original = getattr(model, kind.step)
-        if number_of(strategy) > 1:
-            self._params = self._params.without_swaps(f"Model {model.name!r} trains on {number_of(strategy)} replicas")
+        if joins(strategy):
+            if number_of(strategy) > 1:
+                why = f"Model {model.name!r} trains on {number_of(strategy)} replicas"
+                self._params = self._params.without_swaps(why)
             replicas = Replicas(strategy, self._original)
             self._original = replicas.step
             self._num_replicas = number_of(strategy)

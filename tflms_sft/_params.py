@@ -42,6 +42,8 @@ def _names(value: Any, argument: str) -> tuple[str, ...]:
 class SegmentSpec:
     """A part of the network to run tile by tile.
 
+    Names are those that `Plan.summary` prints, and can be pasted from there.
+
     Args:
         entry: Name of the tensor that goes in (it is kept, not recomputed): a Keras layer, whose output
             it is, or an op, or a tensor. A tuple for several.
@@ -52,7 +54,11 @@ class SegmentSpec:
         halo: `"recompute"` or `"carry"`. `None` takes that of `SFTParams`.
         backward_num_tiles: A number of its own for the backward loop. `None` takes that of `SFTParams`.
         stored: Names of tensors between entry and exit that are kept whole instead of recomputed, which costs
-            their bytes and saves work.
+            their bytes and saves work. Defaults to `()`.
+
+    Raises:
+        TypeError: For a value of the wrong type.
+        ValueError: For a wrong value. Names are looked up when a step is rewritten, which raises `SegmentError`.
 
     Example:
     >>> SegmentSpec("input_layer", "block3_pool", num_tiles=(4, 4))
@@ -102,17 +108,17 @@ class SFTParams:
             `halo="carry"` and no barriers so that their memory is even:
             `(height, width)`, of volumes `(depth, height, width)`, of sequences `(length,)`; with one more in
             front for the batch, as in `(batch, height, width)`; or a mapping such as
-            `{"batch": 1, "height": 4, "width": 4}`. `"auto"` takes the fewest tiles whose turn needs no more
-            memory than the segment's own entry and exit, or than `memory_capacity` if that is given.
-        segments: `"auto"`, or a list of `SegmentSpec`.
+            `{"batch": 1, "height": 4, "width": 4}`. `"auto"`, the default, takes the fewest tiles whose turn needs no
+            more memory than the segment's own entry and exit, or than `memory_capacity` if that is given.
+        segments: `"auto"`, the default, or a list of `SegmentSpec`.
         memory_capacity: Bytes (or a string such as `"1GiB"`). With automatic segments: tensors larger than
-            this must be tiled, and segments end at smaller ones (the paper's Listing 3). `None` makes segments
-            as long as can be.
-        halo: Where a tile has the rows from that its first operations share with the tile above. `"recompute"`: it
-            computes them again (full-width tiles are then LR-CNN's overlapping rows). `"carry"`: the tile above hands
-            them on, so that only what costs next to nothing is computed for halos; tiles are rows of full width
-            then (LR-CNN's two-phase sharing). What is handed on waits for the backward loop.
-        backward_num_tiles: A number of tiles of its own for the backward loop; `None` is the same.
+            this must be tiled, and segments end at smaller ones (the paper's Listing 3). `None`, the default, makes
+            segments as long as can be.
+        halo: Where a tile has the rows from that its first operations share with the tile above. `"recompute"`, the
+            default: it computes them again (full-width tiles are then LR-CNN's overlapping rows). `"carry"`: the tile
+            above hands them on, so that only what costs next to nothing is computed for halos; tiles are rows of full
+            width then (LR-CNN's two-phase sharing). What is handed on waits for the backward loop.
+        backward_num_tiles: A number of tiles of its own for the backward loop. Defaults to `None`: the same.
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -179,7 +185,14 @@ class AutoParams:
             raise ValueError(f"`headroom` must be a number from 0 to below 1. Received: headroom={self.headroom!r}.")
 
     def resolved(self, fixed_bytes: int) -> AutoParams:
-        """The same in bytes; `fixed_bytes` are the step's variables, which are in memory and part of the budget."""
+        """The same with a budget in bytes, which `"auto"` finds out.
+
+        Args:
+            fixed_bytes: Bytes of the step's variables, which are in memory already and part of the budget.
+
+        Returns:
+            Parameters whose `memory_budget` is an int.
+        """
         if self.memory_budget != AUTO:
             return self
         return dataclasses.replace(self, memory_budget=int(PART_OF_FREE * (free_device_memory() + fixed_bytes)))

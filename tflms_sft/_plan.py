@@ -209,7 +209,14 @@ class Plan:
         return summary(self)
 
     def to_json(self, indent: int | None = 2) -> str:
-        """The whole plan as JSON, timelines included."""
+        """The whole plan as JSON, timelines included.
+
+        Args:
+            indent: Spaces per level; `None` puts all into one line. Defaults to 2.
+
+        Returns:
+            The text; sizes are bytes, times seconds.
+        """
         return json.dumps(dataclasses.asdict(self), indent=indent)
 
     def plot(

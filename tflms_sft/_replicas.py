@@ -49,6 +49,14 @@ def number_of(strategy: Any) -> int:
     return 1 if strategy is None else int(strategy.num_replicas_in_sync)
 
 
+def joins(strategy: Any) -> bool:
+    """Whether steps end in what no function traced inside of a replica can contain.
+
+    Of a mirrored strategy the update does, also with one device, as on a machine with one GPU.
+    """
+    return number_of(strategy) > 1 or isinstance(strategy, tf.distribute.MirroredStrategy)
+
+
 class Replicas:
     """The train step of all replicas of a model as a function of tensors, and back.
 

@@ -79,10 +79,15 @@ def check_image_sizes(concrete_fn: Any) -> None:
 
 
 class RewrittenStep:
-    """A rewritten training step for one signature.
+    """A rewritten training step for one signature, as `rewrite` makes it.
 
     Call it as the original. It keeps the original's variables alive, may be called inside
     a `tf.function`, and cannot be differentiated or pickled.
+
+    Args:
+        original: The step as a `ConcreteFunction`.
+        importer: What puts the rewritten graph into a trace.
+        plan: What was done.
 
     Attributes:
         plan: What was done.
