@@ -16,8 +16,8 @@ from tflms_sft._choose import TOGETHER
 from tflms_sft._memory import free_memory
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
-VOLUMES = np.random.default_rng(0).normal(size=(2, 24, 24, 24, 2)).astype("float32")
-LABELS = np.arange(2) % 2
+VOLUMES = np.random.default_rng(0).normal(size=(8, 16, 16, 16, 2)).astype("float32")
+LABELS = np.arange(8) % 2
 
 
 def tileable(x):
@@ -28,14 +28,14 @@ def tileable(x):
 
 def volumetric(x):
     """Nothing of it is worth tiling: each layer turns the volume around."""
-    for _ in range(6):
-        x = layers.ReLU()(keras.ops.flip(layers.Conv3D(8, 3, padding="same")(x), axis=1))
+    for _ in range(8):
+        x = layers.ReLU()(keras.ops.flip(layers.Conv3D(8, (1, 3, 3), padding="same")(x), axis=1))
     return x
 
 
 def normed_volumes(x):
     for _ in range(4):
-        x = layers.ReLU()(layers.BatchNormalization()(layers.Conv3D(8, 3, padding="same")(x)))
+        x = layers.ReLU()(layers.BatchNormalization()(layers.Conv3D(8, (1, 3, 3), padding="same")(x)))
     return x
 
 
@@ -68,9 +68,9 @@ def step_of(model):
 
 def plan_for(body, part, **options):
     step, data = step_of(model_of(body)), data_for(body)
-    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), data, LABELS).plan.original.peak_bytes
+    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), data, LABELS[: len(data)]).plan.original.peak_bytes
     budget = int(part * plain / 0.9)
-    return tflms_sft.rewrite(step, AutoParams(budget, **options), data, LABELS).plan, budget
+    return tflms_sft.rewrite(step, AutoParams(budget, **options), data, LABELS[: len(data)]).plan, budget
 
 
 def test_a_step_that_fits_is_left_as_it_is():
@@ -84,7 +84,7 @@ def transfers(monkeypatch):
 
     def set_rate(copied):
         rates = dataclasses.replace(NOMINAL, copied=copied)
-        monkeypatch.setattr("tflms_sft._rewrite.machine_rates", lambda: rates)
+        monkeypatch.setattr("tflms_sft._rewrite.machine_rates", lambda say: rates)
 
     return set_rate
 
@@ -138,10 +138,10 @@ def test_both_where_neither_is_enough():
     smallest = {}
     for name, swap in (("tiles", False), ("both", True)):
         with pytest.raises(BudgetError) as caught:
-            tflms_sft.rewrite(step, AutoParams("100KiB", swap=swap), IMAGES, LABELS)
+            tflms_sft.rewrite(step, AutoParams("100KiB", swap=swap), IMAGES, LABELS[:2])
         smallest[name] = caught.value.smallest_bytes
     assert smallest["both"] < smallest["tiles"]
-    plan = tflms_sft.rewrite(step, AutoParams(int(1.05 * smallest["both"])), IMAGES, LABELS).plan
+    plan = tflms_sft.rewrite(step, AutoParams(int(1.05 * smallest["both"])), IMAGES, LABELS[:2]).plan
     assert plan.swaps and plan.predicted.peak_bytes <= 0.95 * smallest["both"]
     assert any("because" in note for note in plan.notes)
 
@@ -173,11 +173,11 @@ def test_names_are_checked_against_the_step_not_against_what_tiles_leave_of_it()
     step = step_of(model_of(mixed))
     tiles = tflms_sft.SFTParams((2, 2), [tflms_sft.SegmentSpec("photo", "conv2d_3")])
     both = [tiles, LMSParams(excl_scopes="conv2d_1", min_bytes=0)]
-    assert tflms_sft.rewrite(step, both, IMAGES, LABELS).plan.swaps
+    assert tflms_sft.rewrite(step, both, IMAGES, LABELS[:2]).plan.swaps
     wrong = LMSParams(excl_scopes="conf2d_1")
     for params in (AutoParams("4MiB", swap=wrong), [tiles, wrong]):
         with pytest.raises(tflms_sft.SwapError, match="`excl_scopes` names nothing in the step.*Nearest: .*conv2d"):
-            tflms_sft.rewrite(step, params, IMAGES, LABELS)
+            tflms_sft.rewrite(step, params, IMAGES, LABELS[:2])
 
 
 @pytest.mark.parametrize("net", ("normed", pytest.param("enlarged", marks=pytest.mark.slow)))
@@ -212,7 +212,7 @@ def test_the_smallest_budget_that_is_told_is_met_and_so_is_any_above(net):
 @pytest.mark.parametrize(("body", "part"), [(volumetric, 0.6), pytest.param(mixed, 0.5, marks=pytest.mark.slow)])
 def test_fit_under_a_budget_gives_the_same_training(body, part, capfd):
     """Batches of 4, 4 and 1, in float32: TensorFlow pools no volumes in float64."""
-    data = np.concatenate([data_for(body)] * 5)[:9]
+    data = np.concatenate([data_for(body)[:2]] * 5)[:9]
     labels = np.arange(9) % 2
     models = [model_of(body), model_of(body)]
     plain = tflms_sft.rewrite(step_of(models[0]), AutoParams("8GiB"), data[:4], labels[:4]).plan
@@ -232,7 +232,7 @@ def test_tuned_swaps_the_fewest_tensors_and_fetches_them_early():
     step = step_of(model_of(normed_volumes))
     plain = tflms_sft.rewrite(step, AutoParams("8GiB"), VOLUMES, LABELS).plan.original.peak_bytes
     found = {}
-    for part in (0.55, 0.8):
+    for part in (0.65, 0.85):
         budget = int(part * plain / 0.9)
         params = LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
         plan = tflms_sft.rewrite(step, params, VOLUMES, LABELS).plan
@@ -240,7 +240,7 @@ def test_tuned_swaps_the_fewest_tensors_and_fetches_them_early():
         fewer = LMSParams(tier="disk", min_bytes=0, n_tensors=params.n_tensors - 1)
         assert tflms_sft.rewrite(step, fewer, VOLUMES, LABELS).plan.predicted.peak_bytes > 0.9 * budget * 0.99
         found[part] = params
-    assert found[0.8].n_tensors < found[0.55].n_tensors and found[0.8].lb > 1
+    assert found[0.85].n_tensors < found[0.65].n_tensors and found[0.85].lb > 1
 
 
 def test_tuned_goes_by_what_is_measured(monkeypatch):
@@ -263,7 +263,7 @@ def test_tuned_goes_by_what_is_measured(monkeypatch):
 
 def test_tuned_without_a_batch_or_room():
     step = step_of(model_of(normed_volumes))
-    specs = tf.TensorSpec((None, 24, 24, 24, 2)), tf.TensorSpec((None,), tf.int64)
+    specs = tf.TensorSpec((None, 16, 16, 16, 2)), tf.TensorSpec((None,), tf.int64)
     with pytest.raises(tflms_sft.RewriteError, match="The batch size is unknown, and a budget needs one"):
         LMSParams.tuned(step, "1GiB", *specs, tier="disk", min_bytes=0)
     with pytest.raises(BudgetError, match="lower `min_bytes`, or use `AutoParams`") as caught:
@@ -278,15 +278,15 @@ def test_tuned_without_a_batch_or_room():
 
 def test_auto_is_what_is_free(monkeypatch):
     step = step_of(model_of(tileable))
-    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES, LABELS).plan.original
+    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES, LABELS[:2]).plan.original
     monkeypatch.setattr("tflms_sft._params.free_device_memory", lambda: plain.peak_bytes // 2)
-    plan = tflms_sft.rewrite(step, AutoParams("auto"), IMAGES, LABELS).plan
+    plan = tflms_sft.rewrite(step, AutoParams("auto"), IMAGES, LABELS[:2]).plan
     assert plan.memory_budget == int(0.9 * (plain.peak_bytes // 2 + plain.fixed_bytes))
     assert plan.changed and plan.predicted.peak_bytes <= 0.9 * plan.memory_budget
     assert AutoParams() == AutoParams("auto")
     model = model_of(tileable)
     callback = MemoryBudget(verbose=0)
-    model.fit(IMAGES, LABELS, batch_size=2, verbose=0, callbacks=[callback])
+    model.fit(IMAGES, LABELS[:2], batch_size=2, verbose=0, callbacks=[callback])
     assert callback.plan.memory_budget == plan.memory_budget
 
 
