@@ -1,4 +1,5 @@
 import os
+import pathlib
 
 # TensorFlow reads both when it is imported. oneDNN reorders sums, and on some CPUs it corrupts the heap in
 # plain Keras (a 1x1 convolution of stride 2).
@@ -23,6 +24,19 @@ scratch.L3_BYTES, scratch.last_level_cache = 0, lambda: 0
 
 # TF32 keeps 10 bits of the mantissa: too few to compare numbers by.
 tf.config.experimental.enable_tensor_float_32_execution(False)
+
+
+LONG = pathlib.Path(__file__).with_name("long.txt")
+"""Names of tests that take long and have shorter ones beside them: only `make test-all` runs them."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks the long ones as slow, before those are left out."""
+    long = set(LONG.read_text(encoding="utf-8").split())
+    for item in items:
+        if f"tests/{item.nodeid.rpartition('tests/')[2]}" in long:
+            item.add_marker("slow")
 
 
 def pytest_runtest_setup(item):
