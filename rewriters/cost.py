@@ -19,13 +19,16 @@ from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
 from rewriters.registry import find_rule
 from rewriters.roles import reads_shape_only
-from rewriters.scratch import full_call, scratch_bytes, unfolded_bytes
+from rewriters.scratch import Call, full_call, is_direct, scratch_bytes, window_bytes
 from rewriters.tiles import Phase
 
 __all__: list[str] = []
 
 _ANY = ""
 """Stands for every op type that has no rate of its own."""
+
+DIRECT = "direct"
+"""Stands for the gradients of convolutions that do without unfolding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Rates:
         touched: Bytes that are read and written, by op type; `""` is for all others.
         weights: Bytes of weights, or of their gradients, of an op that counts arithmetic: kernels copy them into a
             layout of their own in every call.
-        unfolded: Bytes of its own scratch memory that a gradient of a convolution fills and reads, by op type.
+        unfolded: Bytes of windows that a convolution or a gradient of one copies, by op type; `DIRECT` is for
+            gradients that do without unfolding.
         fresh: Bytes of a large result that are touched for the first time, where the system hands such out anew.
         fresh_from: Bytes from which on a result is large.
         call: Seconds to start an operation.
@@ -90,14 +94,14 @@ class _Work:
         flops: Arithmetic.
         images: Bytes of images that are read and written.
         whole: Bytes of everything else: weights and their gradients, sums.
-        unfolded: Bytes that its kernel copies.
-        made: Bytes of each result that takes memory of its own, and of the kernel's copy of one image.
+        call: What its kernel is called with, if it copies windows.
+        made: Bytes of each result that takes memory of its own.
     """
 
     flops: float
     images: int
     whole: int
-    unfolded: int
+    call: Call | None
     made: tuple[int, ...]
 
 
@@ -161,12 +165,14 @@ class Costs:
         """One call on a part of the images."""
         rates = self.rates
         seconds = rates.call + part * images / _rate(rates.touched, node.op)
-        if work.flops:
-            seconds += part * work.flops / _rate(rates.flops, node.op) + whole / rates.weights
-        else:
-            seconds += whole / _rate(rates.touched, node.op)
-        if work.unfolded and node.op in rates.unfolded:
-            seconds += part * work.unfolded / rates.unfolded[node.op]
+        if not work.flops:
+            return seconds + whole / _rate(rates.touched, node.op) + sum(self._fresh(part * size) for size in work.made)
+        seconds += part * work.flops / _rate(rates.flops, node.op) + whole / rates.weights
+        if work.call is not None:
+            call = _part_of(work.call, part)
+            windows = window_bytes(node, call)
+            rate = rates.unfolded.get(DIRECT if is_direct(node, call) else node.op, math.inf)
+            seconds += windows / rate + self._fresh(min(scratch_bytes(node, call), windows))
         return seconds + sum(self._fresh(part * size) for size in work.made)
 
     def _fresh(self, num_bytes: float) -> float:
@@ -194,7 +200,7 @@ class Costs:
 
     def _found(self, node: Node) -> _Work:
         if device.passes_on(node) or not device.allocates(node) or reads_shape_only(node):
-            return _Work(0.0, 0, 0, 0, ())
+            return _Work(0.0, 0, 0, None, ())
         analysis, batch = self.analysis, self.batch
         flops, weights = 0.0, list[Tensor]()
         with contextlib.suppress(NotTileableError):
@@ -205,10 +211,8 @@ class Costs:
         images = sum(size for size, is_image in touched if is_image)
         whole = sum(size for size, is_image in touched if not is_image)
         call = full_call(node, batch)
-        unfolded = unfolded_bytes(node, call) if flops else 0
-        scratch = scratch_bytes(node, call) if unfolded else 0
         made = [] if self._takes_over(node) else [size for size, is_image in touched[len(node.inputs) :] if is_image]
-        return _Work(flops, images, whole, unfolded, (*made, *([scratch] if scratch else [])))
+        return _Work(flops, images, whole, call if flops and window_bytes(node, call) else None, tuple(made))
 
     def _takes_over(self, node: Node) -> bool:
         """Whether an op's kernel writes into the buffer of an operand that nobody else reads."""
@@ -216,6 +220,11 @@ class Costs:
             return False
         sizes = [node.out(index).num_bytes(self.batch) for index in range(len(node.outputs))]
         return any(t.num_bytes(self.batch) in sizes and len(self.analysis.readers[t]) == 1 for t in node.inputs)
+
+
+def _part_of(call: Call, part: float) -> Call:
+    """Of each image of a call."""
+    return Call(call.images, *(max(round(part * pixels), 1) for pixels in (call.small, call.large)))
 
 
 def _rate(rates: Mapping[str, float], op: str) -> float:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -23,7 +24,8 @@ __all__: list[str] = []
 
 _FILTER_GRADIENTS = frozenset(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2"))
 _INPUT_GRADIENTS = frozenset(("Conv2DBackpropInput", "Conv3DBackpropInputV2"))
-_VOLUMES = frozenset(("Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"))
+_FORWARD = frozenset(("Conv2D", "Conv3D"))
+_VOLUMES = frozenset(("Conv3D", "Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"))
 
 L2_BYTES, L3_BYTES = 256 * 2**10, 30 * 2**20
 """Caches that the kernels for images reckon with, whatever the machine has."""
@@ -71,25 +73,42 @@ def scratch_bytes(node: Node, call: Call) -> int:
     if sizes is None:
         return 0
     if _own(node):
-        return _unfolded_at_once(node, call, sizes) * dtype.size if node.op != "Conv2D" else 0
+        return unfolded_at_once(node.op, dtype, call, sizes) * dtype.size
     return 2 * math.prod(sizes) * dtype.size if node.op not in _VOLUMES else 0
 
 
-def unfolded_bytes(node: Node, call: Call) -> int:
-    """Bytes of all images of a call, unfolded, if the kernel of a gradient does that."""
+def window_bytes(node: Node, call: Call) -> int:
+    """Bytes of all windows of a call, which the kernel of a convolution or of its gradients copies, piece by piece.
+
+    Those are windows of the image; a gradient of a filter that does without unfolding has windows of the other
+    gradient, with its channels.
+    """
     sizes = _filter_sizes(node)
-    if sizes is None or not _own(node) or not _unfolded_at_once(node, call, sizes):
+    if sizes is None or not _own(node):
         return 0
-    return call.images * call.small * math.prod(sizes[:-1]) * node.outputs[0][0].size
+    channels = sizes[-1] if node.op in _FILTER_GRADIENTS and is_direct(node, call) else sizes[-2]
+    return call.images * call.small * math.prod(sizes[:-2]) * channels * node.outputs[0][0].size
+
+
+def is_direct(node: Node, call: Call) -> bool:
+    """Whether the kernel of a gradient does without unfolding, as those for volumes may, and is slower."""
+    sizes = _filter_sizes(node)
+    if sizes is None or node.op not in _VOLUMES - _FORWARD or not _own(node):
+        return False
+    return not unfolded_at_once(node.op, node.outputs[0][0], call, sizes)
 
 
 def full_call(node: Node, batch: int) -> Call:
     """What the kernel of a full-size op is called with."""
-    small = node.inputs[2].shape if len(node.inputs) == 3 else None
+    if node.op in _FORWARD:
+        shapes = node.outputs[0][1], node.inputs[0].shape
+    else:
+        small = node.inputs[2].shape if len(node.inputs) == 3 else None
+        shapes = small, node.outputs[0][1] if node.op in _INPUT_GRADIENTS else node.inputs[0].shape
+    small = shapes[0]
     if small is None or len(small) < 4:
         return Call(batch, 0, 0)
-    large = node.outputs[0][1] if node.op in _INPUT_GRADIENTS else node.inputs[0].shape
-    pixels = (math.prod(int(dim or 0) for dim in (shape or ())[1:-1]) for shape in (small, large))
+    pixels = (math.prod(int(dim or 0) for dim in (shape or ())[1:-1]) for shape in shapes)
     return Call(batch if small[0] is None else small[0], *pixels)
 
 
@@ -110,25 +129,34 @@ def _own(node: Node) -> bool:
 
 def _filter_sizes(node: Node) -> list[int] | None:
     """Sizes of the filter of a convolution or a gradient of one, taps first; `None` for other ops."""
-    if node.op not in _FILTER_GRADIENTS | _INPUT_GRADIENTS | {"Conv2D"}:
+    if node.op not in _FILTER_GRADIENTS | _INPUT_GRADIENTS | _FORWARD:
         return None
     shape = node.outputs[0][1] if node.op in _FILTER_GRADIENTS else node.inputs[1].shape
     return None if shape is None or None in shape else [int(dim or 1) for dim in shape]
 
 
-def _unfolded_at_once(node: Node, call: Call, sizes: list[int]) -> int:
-    """Numbers that are unfolded at a time."""
-    dtype = node.outputs[0][0]
+def unfolded_at_once(op: str, dtype: tf.DType, call: Call, sizes: Sequence[int]) -> int:
+    """Numbers that TensorFlow's own kernel unfolds at a time.
+
+    Args:
+        op: Type of the op.
+        dtype: Of its numbers.
+        call: What it is called with.
+        sizes: Of the filter, taps first.
+
+    Returns:
+        Numbers; 0 for a convolution forwards, and where a kernel for volumes does without.
+    """
     row, channels = math.prod(sizes[:-1]), sizes[-1]
     unit = call.small * (row + channels) + row * channels
-    if not call.small * call.images * row:
+    if op in _FORWARD or not call.small * call.images * row:
         return 0
-    cache = last_level_cache() if node.op in _VOLUMES else L3_BYTES
-    alone = node.op in _INPUT_GRADIENTS and call.images == 1
-    if node.op == "Conv2DBackpropInput":  # Each thread has enough to do with one image.
+    cache = last_level_cache() if op in _VOLUMES else L3_BYTES
+    alone = op in _INPUT_GRADIENTS and call.images == 1
+    if op == "Conv2DBackpropInput":  # Each thread has enough to do with one image.
         alone = alone or unit // device.num_threads() >= L2_BYTES // dtype.size
     unfolded = (1 if alone else max(-(-(cache // dtype.size) // unit), 1)) * call.small * row
-    if node.op in _VOLUMES:
+    if op in _VOLUMES:
         operands = call.images * (call.large * sizes[-2] + call.small * channels) + row * channels
         return 0 if unfolded // operands > MOST_OVERHEAD else unfolded
     return unfolded

@@ -4,13 +4,14 @@ import dataclasses
 import math
 
 import pytest
+import tensorflow as tf
 from equivalence import Cut, keras_step, plan
 from keras import layers
 from nets import conv
 
-from rewriters import normalise
+from rewriters import normalise, scratch
 from rewriters.analysis import Analysis
-from rewriters.cost import NOMINAL, Costs
+from rewriters.cost import DIRECT, NOMINAL, Costs
 from rewriters.tiles import Halo
 
 IMAGES = 4
@@ -123,13 +124,34 @@ def test_turns_with_small_results_touch_nothing_for_the_first_time():
     assert Costs(analysis, IMAGES, changed(fresh=1e3, fresh_from=size // 64)).turns(found[0], conv_) > plain + 1
 
 
-def test_gradients_that_unfold_the_image_pay_for_it(monkeypatch):
-    slow = changed(unfolded={"Conv2DBackpropFilter": 1e6})
-    for (plain, node), (unfolding, _) in zip(
-        one_op("Conv2DBackpropFilter", NOMINAL), one_op("Conv2DBackpropFilter", slow), strict=True
-    ):
-        windows = math.prod(node.inputs[2].shape[1:3])
-        assert unfolding - plain == pytest.approx(IMAGES * windows * math.prod(node.out().shape[:3]) * 8 / 1e6)
+@pytest.mark.parametrize("op", ["Conv2D", "Conv2DBackpropFilter"])
+def test_convolutions_that_copy_windows_pay_for_them(op):
+    slow = changed(unfolded={op: 1e6})
+    for (plain, node), (copying, _) in zip(one_op(op, NOMINAL), one_op(op, slow), strict=True):
+        few, filters = (node.inputs[2], node.out()) if op.endswith("Filter") else (node.out(), node.inputs[1])
+        windows = math.prod(few.shape[1:3]) * math.prod(filters.shape[:3])
+        assert copying - plain == pytest.approx(IMAGES * windows * 8 / 1e6)
+
+
+def test_gradients_of_volumes_without_unfolding_have_a_rate_of_their_own(monkeypatch):
+    """Their windows are those of the other gradient, and they make none of the image."""
+
+    def step(x, kernel):
+        grad = tf.raw_ops.Conv3D(input=x, filter=kernel, strides=[1] * 5, padding="SAME")
+        return tf.raw_ops.Conv3DBackpropFilterV2(
+            input=x, filter_sizes=kernel.shape, out_backprop=grad, strides=[1] * 5, padding="SAME"
+        )
+
+    specs = [tf.TensorSpec(shape, tf.float64) for shape in ((1, 8, 8, 8, 4), (3, 3, 3, 4, 6))]
+    analysis = Analysis(normalise.read(tf.function(step).get_concrete_function(*specs)))
+    (node,) = (node for node in analysis.order if node.op == "Conv3DBackpropFilterV2")
+    for overhead, own, other, channels in ((1000, node.op, DIRECT, 4), (0, DIRECT, node.op, 6)):
+        monkeypatch.setattr(scratch, "MOST_OVERHEAD", overhead)
+        plain, slow, same = (
+            Costs(analysis, 1, changed(unfolded=rates)).op(node) for rates in ({}, {own: 1e6}, {other: 1e6})
+        )
+        assert same == plain
+        assert slow - plain == pytest.approx(8**3 * 27 * channels * 8 / 1e6)
 
 
 def test_aliases_and_shapes_take_no_time():

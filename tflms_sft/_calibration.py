@@ -25,12 +25,13 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters import device
-from rewriters.cost import NOMINAL, Rates
+from rewriters.cost import DIRECT, NOMINAL, Rates
+from rewriters.scratch import Call, unfolded_at_once
 
 VARIABLE = "TFLMS_SFT_RATES"
 """Environment variable: `nominal`, or a file of rates to read, and to write if there is none."""
 
-VERSION = 1
+VERSION = 2
 """Of the file: others are measured anew."""
 
 RUNS = 3
@@ -44,6 +45,8 @@ LEAST = 2e-3
 
 MOST_IMAGES = 64
 
+MOST_VOLUMES = 64
+
 MEDIUM, LARGE = 2**24, 3 * 2**24
 """Bytes of a result that a C library takes from its heap, and of one that it asks the system for."""
 
@@ -53,6 +56,8 @@ SETTLING = 31 * 2**20
 MARKED = 1.2
 """How much longer than a part of it a large result has to take for its memory to count as new."""
 
+SLOWER = 3
+"""How many times as long a gradient for volumes takes without unfolding, where that cannot be measured."""
 
 PATIENCE = 120
 """Seconds after which another process that measures is given up."""
@@ -204,14 +209,15 @@ def measured_rates() -> Rates:
         for _ in range(PASSES):
             for op, size, seconds in _memory_bound():
                 touched[op] = max(touched.get(op, 0.0), size / seconds)
-        flops, unfolded, weights = _arithmetic(touched)
+        fresh = _fresh()
+        flops, unfolded, weights = _arithmetic(touched, fresh)
         write, read, copied = _disk()
         return Rates(
             flops=flops,
             touched=touched,
             weights=weights,
             unfolded=unfolded,
-            fresh=_fresh(),
+            fresh=fresh,
             call=_call(),
             copied=_host() if device.name().startswith("GPU") else min(copied * _num_cores(), touched[""]),
             overlapped=device.name().startswith("GPU"),
@@ -285,17 +291,18 @@ def _memory_bound() -> Iterator[tuple[str, int, float]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Contraction:
-    """One convolution, its two gradients, or a product, on some images."""
+    """One convolution, one of its two gradients, or a product, on some images."""
 
     op: str
     run: Callable[[], Any]
     flops: float
     touched: int
-    unfolded: int = 0
+    windows: int = 0
+    fresh: int = 0
 
 
-def _arithmetic(touched: dict[str, float]) -> tuple[dict[str, float], dict[str, float], float]:
-    """Rates of arithmetic, of what gradients of convolutions unfold, and of weights."""
+def _arithmetic(touched: dict[str, float], fresh: float) -> tuple[dict[str, float], dict[str, float], float]:
+    """Rates of arithmetic, of windows that convolutions copy, and of weights."""
     images = _enough_images()
     flops: dict[str, float] = {}
     unfolded: dict[str, float] = {}
@@ -303,23 +310,40 @@ def _arithmetic(touched: dict[str, float]) -> tuple[dict[str, float], dict[str, 
     def beside(found: _Contraction) -> float:
         """Seconds of a contraction without those of its operands and result."""
         taken = _seconds(found.run)
-        return max(taken - found.touched / touched[""], 0.2 * taken)
+        return max(taken - found.touched / touched[""] - found.fresh / fresh, 0.2 * taken)
 
-    for thin, thick in zip(_convolutions(images, 16), _convolutions(images, 256), strict=True):
+    for thin, thick in _pairs(images):
         fast, slow = beside(thin), beside(thick)
-        # What is unfolded does not depend on the other side's channels.
+        if thin.op == DIRECT:  # Its windows are those of the other side, whose channels are all that counts.
+            unfolded[thin.op] = (thick.windows - thin.windows) / max(slow - fast, 0.2 * slow)
+            continue
+        # What is copied does not depend on the other side's channels.
         rate = (thick.flops - thin.flops) / max(slow - fast, 0.2 * slow)
         flops[thin.op] = rate
         rest = fast - thin.flops / rate
-        if device.unfolds_convolutions() and thin.unfolded and rest > 0:
-            unfolded[thin.op] = thin.unfolded / rest
-        elif not thin.unfolded:
+        if device.unfolds_convolutions() and rest > 0:
+            unfolded[thin.op] = thin.windows / rest
+        elif not thin.windows:
             flops[thin.op] = thick.flops / slow
-    for found in (*_depthwise(images), *_volumes(images), _product()):
+    if device.unfolds_convolutions():  # Where caches are small, those volumes are unfolded one by one.
+        unfolded.setdefault(DIRECT, unfolded.get("Conv3DBackpropFilterV2", touched[""]) / SLOWER)
+    for found in (*_depthwise(images), _product()):
         flops[found.op] = found.flops / beside(found)
     few = _few_pixels()
     left = _seconds(few.run) - few.flops / flops["Conv2D"]
     return flops, unfolded, few.touched / max(left, few.touched / touched[""])
+
+
+def _pairs(images: int) -> Iterator[tuple[_Contraction, _Contraction]]:
+    """Convolutions and their gradients, each with few channels on one side, and with many."""
+    yield from zip(_convolutions(images, 16), _convolutions(images, 256), strict=True)
+    unfolding, direct = _many_volumes(), 1
+    for volumes in {unfolding: None, direct: None} if device.unfolds_convolutions() else {images: None}:
+        thins, thicks = _volumes(volumes, THIN), _volumes(volumes, THICK)
+        for thin, thick in zip(thins, thicks, strict=True):
+            # Gradients of inputs unfold one volume, however many there are.
+            if thin.op == thick.op and (volumes == direct or "Filter" in thin.op):
+                yield thin, thick
 
 
 def _enough_images() -> int:
@@ -337,23 +361,29 @@ def _convolutions(images: int, channels: int) -> list[_Contraction]:
     filters = tf.random.uniform((3, 3, 64, channels))
     options = {"strides": [1, 1, 1, 1], "padding": "SAME"}
     flops = 2.0 * images * size * size * taps * 64 * channels
-    unfolded = images * size * size * taps * 64 * 4
+    windows = images * size * size * taps * 64 * 4
     moved = _num_bytes([x, y])
     return [
-        _Contraction("Conv2D", lambda: raw.Conv2D(input=x, filter=filters, **options), flops, moved),
+        _Contraction(
+            "Conv2D",
+            lambda: raw.Conv2D(input=x, filter=filters, **options),
+            flops,
+            moved,
+            windows if device.unfolds_convolutions() else 0,
+        ),
         _Contraction(
             "Conv2DBackpropInput",
             lambda: raw.Conv2DBackpropInput(input_sizes=x.shape, filter=filters, out_backprop=y, **options),
             flops,
             moved,
-            unfolded,
+            windows,
         ),
         _Contraction(
             "Conv2DBackpropFilter",
             lambda: raw.Conv2DBackpropFilter(input=x, filter_sizes=filters.shape, out_backprop=y, **options),
             flops,
             moved,
-            unfolded,
+            windows,
         ),
     ]
 
@@ -382,25 +412,48 @@ def _depthwise(images: int) -> Iterator[_Contraction]:
     )
 
 
-def _volumes(images: int) -> Iterator[_Contraction]:
+SIDE, TAPS, VOLUME_CHANNELS = 16, 27, 8
+"""Voxels along each side of a volume, of a window, and channels that windows slide over."""
+
+THIN, THICK = 16, 128
+"""Channels on the other side."""
+
+
+def _many_volumes() -> int:
+    """Volumes in a batch of which the kernel for the gradient of a filter unfolds them."""
+    found = 1
+    while found < MOST_VOLUMES and _kernel("Conv3DBackpropFilterV2", found, THIN) == DIRECT:
+        found *= 2
+    return found
+
+
+def _kernel(op: str, volumes: int, channels: int) -> str:
+    """The name that rates of a volume's gradient go by."""
+    call, sizes = Call(volumes, SIDE**3, SIDE**3), (TAPS, VOLUME_CHANNELS, channels)
+    return op if unfolded_at_once(op, tf.float32, call, sizes) else DIRECT
+
+
+def _volumes(volumes: int, channels: int) -> list[_Contraction]:
     """A convolution of volumes and its gradients."""
-    raw = tf.raw_ops
-    v, cube = tf.random.uniform((images, 16, 16, 16, 32)), tf.random.uniform((3, 3, 3, 32, 32))
+    raw, side = tf.raw_ops, (volumes, SIDE, SIDE, SIDE)
+    x, y = tf.random.uniform((*side, VOLUME_CHANNELS)), tf.random.uniform((*side, channels))
+    cube = tf.random.uniform((3, 3, 3, VOLUME_CHANNELS, channels))
     options: dict[str, Any] = {"strides": [1, 1, 1, 1, 1], "padding": "SAME"}
-    flops, moved = 2.0 * 27 * 32 * float(tf.size(v)), _num_bytes([v, v])
-    yield _Contraction("Conv3D", lambda: raw.Conv3D(input=v, filter=cube, **options), flops, moved)
-    yield _Contraction(
-        "Conv3DBackpropInputV2",
-        lambda: raw.Conv3DBackpropInputV2(input_sizes=v.shape, filter=cube, out_backprop=v, **options),
-        flops,
-        moved,
-    )
-    yield _Contraction(
-        "Conv3DBackpropFilterV2",
-        lambda: raw.Conv3DBackpropFilterV2(input=v, filter_sizes=cube.shape, out_backprop=v, **options),
-        flops,
-        moved,
-    )
+    flops, moved = 2.0 * TAPS * channels * float(tf.size(x)), _num_bytes([x, y])
+    into, out = "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2"
+    runs: dict[str, Callable[[], Any]] = {
+        "Conv3D": lambda: raw.Conv3D(input=x, filter=cube, **options),
+        into: lambda: raw.Conv3DBackpropInputV2(input_sizes=x.shape, filter=cube, out_backprop=y, **options),
+        out: lambda: raw.Conv3DBackpropFilterV2(input=x, filter_sizes=cube.shape, out_backprop=y, **options),
+    }
+    own = device.unfolds_convolutions()
+    found = []
+    for op, run in runs.items():
+        kernel = _kernel(op, volumes, channels) if own and op != "Conv3D" else op
+        windows = TAPS * _num_bytes([y if kernel == DIRECT else x])
+        new = windows if own and kernel == out and windows >= LARGE else 0
+        found.append(_Contraction(kernel, run, flops, moved, windows if own or op != "Conv3D" else 0, new))
+    return found
 
 
 def _product() -> _Contraction:
@@ -420,6 +473,7 @@ def _few_pixels() -> _Contraction:
 
 def _fresh() -> float:
     """Bytes a second of new memory that are touched for the first time; infinite where memory is kept."""
+    tf.fill([SETTLING // 4], 1.0)  # When it is given back, a C library's heap keeps pieces of that size.
     medium, large = (_seconds(functools.partial(tf.fill, [size // 4], 1.0)) for size in (MEDIUM, LARGE))
     expected = medium * LARGE / MEDIUM
     return LARGE / (large - expected) if large > MARKED * expected else math.inf
