@@ -101,14 +101,15 @@ def is_direct(node: Node, call: Call) -> bool:
 def full_call(node: Node, batch: int) -> Call:
     """What the kernel of a full-size op is called with."""
     if node.op in _FORWARD:
-        shapes = node.outputs[0][1], node.inputs[0].shape
+        small, large = node.outputs[0][1], node.inputs[0].shape
+    elif len(node.inputs) == 3:
+        small = node.inputs[2].shape
+        large = node.outputs[0][1] if node.op in _INPUT_GRADIENTS else node.inputs[0].shape
     else:
-        small = node.inputs[2].shape if len(node.inputs) == 3 else None
-        shapes = small, node.outputs[0][1] if node.op in _INPUT_GRADIENTS else node.inputs[0].shape
-    small = shapes[0]
+        return Call(batch, 0, 0)
     if small is None or len(small) < 4:
         return Call(batch, 0, 0)
-    pixels = (math.prod(int(dim or 0) for dim in (shape or ())[1:-1]) for shape in shapes)
+    pixels = (math.prod(int(dim or 0) for dim in (shape or ())[1:-1]) for shape in (small, large))
     return Call(batch if small[0] is None else small[0], *pixels)
 
 
