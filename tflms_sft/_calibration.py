@@ -47,8 +47,12 @@ MOST_IMAGES = 64
 
 MOST_VOLUMES = 64
 
-MEDIUM, LARGE = 2**24, 3 * 2**24
-"""Bytes of a result that a C library takes from its heap, and of one that it asks the system for."""
+MEDIUM, LARGE = 2**24, 6 * 2**24
+"""Bytes of a result that a C library takes from its heap, and of one that it asks the system for: more than the 64 MiB
+that its heap may keep free."""
+
+WRITTEN = 3 * 2**24
+"""Bytes that are written to a disk and read again."""
 
 SETTLING = 31 * 2**20
 """The largest piece that the GNU C library takes from its heap."""
@@ -307,13 +311,12 @@ def _arithmetic(touched: dict[str, float], fresh: float) -> tuple[dict[str, floa
     flops: dict[str, float] = {}
     unfolded: dict[str, float] = {}
 
-    def beside(found: _Contraction) -> float:
+    def beside(found: _Contraction, taken: float) -> float:
         """Seconds of a contraction without those of its operands and result."""
-        taken = _seconds(found.run)
         return max(taken - found.touched / touched[""] - found.fresh / fresh, 0.2 * taken)
 
-    for thin, thick in _pairs(images):
-        fast, slow = beside(thin), beside(thick)
+    for (thin, fast), (thick, slow) in _timed(list(_pairs(images))):
+        fast, slow = beside(thin, fast), beside(thick, slow)
         if thin.op == DIRECT:  # Its windows are those of the other side, whose channels are all that counts.
             unfolded[thin.op] = (thick.windows - thin.windows) / max(slow - fast, 0.2 * slow)
             continue
@@ -328,7 +331,7 @@ def _arithmetic(touched: dict[str, float], fresh: float) -> tuple[dict[str, floa
     if device.unfolds_convolutions():  # Where caches are small, those volumes are unfolded one by one.
         unfolded.setdefault(DIRECT, unfolded.get("Conv3DBackpropFilterV2", touched[""]) / SLOWER)
     for found in (*_depthwise(images), _product()):
-        flops[found.op] = found.flops / beside(found)
+        flops[found.op] = found.flops / beside(found, _seconds(found.run))
     few = _few_pixels()
     left = _seconds(few.run) - few.flops / flops["Conv2D"]
     return flops, unfolded, few.touched / max(left, few.touched / touched[""])
@@ -346,6 +349,18 @@ def _pairs(images: int) -> Iterator[tuple[_Contraction, _Contraction]]:
                 yield thin, thick
 
 
+def _timed(
+    pairs: Sequence[tuple[_Contraction, _Contraction]],
+) -> list[tuple[tuple[_Contraction, float], tuple[_Contraction, float]]]:
+    """Each of them with its seconds, the fastest of some passes: differences are taken, which doubles all errors."""
+    best = [(math.inf, math.inf)] * len(pairs)
+    for _ in range(PASSES):
+        for number, (thin, thick) in enumerate(pairs):
+            fast, slow = best[number]
+            best[number] = min(fast, _seconds(thin.run)), min(slow, _seconds(thick.run))
+    return [((thin, fast), (thick, slow)) for (thin, thick), (fast, slow) in zip(pairs, best, strict=True)]
+
+
 def _enough_images() -> int:
     """Images with which an operation takes long enough to be timed."""
     images = 1
@@ -355,8 +370,8 @@ def _enough_images() -> int:
 
 
 def _convolutions(images: int, channels: int) -> list[_Contraction]:
-    """A convolution of 64 x 64 pixels from 64 channels, and its gradients."""
-    raw, size, taps = tf.raw_ops, 64, 9
+    """A convolution of images from 64 channels, and its gradients, which unfold less than would be new memory."""
+    raw, size, taps = tf.raw_ops, 32, 9
     x, y = tf.random.uniform((images, size, size, 64)), tf.random.uniform((images, size, size, channels))
     filters = tf.random.uniform((3, 3, 64, channels))
     options = {"strides": [1, 1, 1, 1], "padding": "SAME"}
@@ -429,8 +444,13 @@ def _many_volumes() -> int:
 
 def _kernel(op: str, volumes: int, channels: int) -> str:
     """The name that rates of a volume's gradient go by."""
+    return op if _unfolded(op, volumes, channels) else DIRECT
+
+
+def _unfolded(op: str, volumes: int, channels: int) -> int:
+    """Bytes of its own memory that the kernel of a volume's gradient takes."""
     call, sizes = Call(volumes, SIDE**3, SIDE**3), (TAPS, VOLUME_CHANNELS, channels)
-    return op if unfolded_at_once(op, tf.float32, call, sizes) else DIRECT
+    return unfolded_at_once(op, tf.float32, call, sizes) * tf.float32.size
 
 
 def _volumes(volumes: int, channels: int) -> list[_Contraction]:
@@ -451,7 +471,8 @@ def _volumes(volumes: int, channels: int) -> list[_Contraction]:
     for op, run in runs.items():
         kernel = _kernel(op, volumes, channels) if own and op != "Conv3D" else op
         windows = TAPS * _num_bytes([y if kernel == DIRECT else x])
-        new = windows if own and kernel == out and windows >= LARGE else 0
+        unfolded = _unfolded(op, volumes, channels)
+        new = min(unfolded, windows) if own and unfolded > SETTLING else 0
         found.append(_Contraction(kernel, run, flops, moved, windows if own or op != "Conv3D" else 0, new))
     return found
 
@@ -473,8 +494,11 @@ def _few_pixels() -> _Contraction:
 
 def _fresh() -> float:
     """Bytes a second of new memory that are touched for the first time; infinite where memory is kept."""
-    tf.fill([SETTLING // 4], 1.0)  # When it is given back, a C library's heap keeps pieces of that size.
-    medium, large = (_seconds(functools.partial(tf.fill, [size // 4], 1.0)) for size in (MEDIUM, LARGE))
+    medium = large = math.inf
+    for _ in range(RUNS):  # The heap may give back what it kept: then it takes a while to keep that again.
+        tf.fill([SETTLING // 4], 1.0)  # When it is given back, a C library's heap keeps pieces of that size.
+        medium = min(medium, _seconds(functools.partial(tf.fill, [MEDIUM // 4], 1.0)))
+        large = min(large, _seconds(functools.partial(tf.fill, [LARGE // 4], 1.0)))
     expected = medium * LARGE / MEDIUM
     return LARGE / (large - expected) if large > MARKED * expected else math.inf
 
@@ -501,7 +525,7 @@ def _host() -> float:
 
 def _disk() -> tuple[float, float, float]:
     """Bytes a second that a disk writes and reads, and that are copied to and from its cache in memory."""
-    size, data = LARGE, os.urandom(2**20)
+    size, data = WRITTEN, os.urandom(2**20)
     try:
         with tempfile.TemporaryFile(buffering=0) as file:
             begun = time.perf_counter()
