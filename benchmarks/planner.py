@@ -66,7 +66,7 @@ CASES = {
     for case in (
         _of("vgg16", 384, 1),
         _of("darknet19", 704, 1),
-        _of("resnet50", 256, 4),
+        _of("resnet50", 320, 4),
         _application("MobileNetV2", 256, 4),
         _application("DenseNet121", 224, 2),
         _application("Xception", 256, 2),

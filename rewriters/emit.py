@@ -19,6 +19,7 @@ from rewriters.intervals import Fit, Interval, fit
 from rewriters.loops import tile_loop
 from rewriters.registry import Kind, find_rule
 from rewriters.results import Accumulated, MergedMoments, Reduced, Result, Written
+from rewriters.scratch import Group
 from rewriters.segments import Segment
 from rewriters.storage import DeviceBuffer, Span, stacked
 from rewriters.tiles import Phase, Region, covers, with_rows
@@ -148,6 +149,7 @@ class _Tile:
         self._joined: dict[tuple[Tensor, float | str], tuple[Any, Region]] = {}
         self._summed: list[Any] = []
         self._waits: list[Any] = []
+        self._group = Group[Any]()
         self._indices: list[Any] = []
         for count in reversed(self.phase.grid.spatial):
             self._indices.insert(0, index % count if count > 1 else 0)
@@ -419,8 +421,10 @@ class _Tile:
         dtypes = [dtype for dtype, _ in node.outputs]
         # Alone: what makes its operands may serve others, too. oneDNN makes the gradients of a filter and its bias one
         # operation, which must not wait for itself.
-        with tf.control_dependencies(self._waits):
-            return _tf_private.create_op(node.op, operands, dtypes, {**node.attrs, **changed}, node.name, node.device)
+        with tf.control_dependencies([*self._waits, *self._group.before(node)]):
+            made = _tf_private.create_op(node.op, operands, dtypes, {**node.attrs, **changed}, node.name, node.device)
+        self._group.add(node, made[0])
+        return made
 
     def axis_values(self, node: Node, position: int | None, values: Any, axis: int, dtype: Any) -> Any:
         """The part of a per-row vector for the rows that an op makes or that operand `position` holds."""

@@ -217,7 +217,7 @@ class Graph:
         waiting: dict[Node, int] = {}
         after: dict[Node, list[Node]] = {node: [] for node in self.nodes.values()}
         for node in self.nodes.values():
-            before = dict.fromkeys(predecessors(node))
+            before = predecessors(node)  # One that comes twice is waited for twice.
             waiting[node] = len(before)
             for other in before:
                 after[other].append(node)

@@ -7,7 +7,7 @@ is with what a gradient is multiplied with, where that depends on activations al
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 
 from rewriters import sums
 from rewriters.analysis import Analysis
@@ -51,7 +51,7 @@ def start_late(analysis: Analysis, min_bytes: int, batch: int) -> Graph:
     return _Pass(analysis, min_bytes, batch).run()
 
 
-def hold_back(graph: Graph, analysis: Analysis) -> None:
+def hold_back(graph: Graph, analysis: Analysis) -> set[Node]:
     """Let large values that depend on variables alone wait for the gradients that they are combined with.
 
     What `start_late` does, for the update alone and in one walk, as it is done for every plan that is tried.
@@ -59,13 +59,16 @@ def hold_back(graph: Graph, analysis: Analysis) -> None:
     Args:
         graph: Of a step with tile loops; it is edited.
         analysis: Of the graph without loops.
+
+    Returns:
+        The operations of the update: their results go nowhere but into variables.
     """
     order = graph.topological()
     position = {node: index for index, node in enumerate(order)}
     data, readers, successors = data_nodes(order), graph.consumers(), _successors(order)
     forward = {node.name for node in analysis.data if node not in analysis.backward}
     untouched = {node.name for node in sums.merged(analysis)}
-    update: set[Node] = set()  # Whose results go nowhere but into variables.
+    update: set[Node] = set()
     found: list[Node] = []
     for node in reversed(order):
         if node.op not in LOOPS and node.name not in forward and update.issuperset(successors[node]):
@@ -85,6 +88,35 @@ def hold_back(graph: Graph, analysis: Analysis) -> None:
         if control is not None:
             waits[node] = control
             node.control_inputs.append(control)
+    return update
+
+
+def update_first(
+    graph: Graph, update: Container[Node], loops: Sequence[Node], backward: Sequence[tuple[Node, Node, str]]
+) -> None:
+    """Let each backward loop wait until the variables are updated whose gradients are there before it.
+
+    Gradients and what an optimizer makes of them would wait beside the loop otherwise, or not, as it happens.
+
+    Args:
+        graph: Of a step with tile loops; it is edited.
+        update: Operations whose results go nowhere but into variables.
+        loops: All tile loops, in the order in which they run.
+        backward: Of those of the backward phase, in that order, the loop, what it waits with, and its device.
+    """
+    number = {loop: position for position, loop in enumerate(loops)}
+    begins = {start: (number[loop], device) for loop, start, device in backward}
+    # The last loop that an operation waits for. Edges lead to later loops alone, so that they close no cycles.
+    behind: dict[Node, int] = {}
+    for node in graph.execution_order():
+        own = number.get(node, begins[node][0] if node in begins else FROM_THE_START)
+        behind[node] = max((behind[before] for before in predecessors(node)), default=FROM_THE_START)
+        behind[node] = max(behind[node], own)
+    for node, last in behind.items():
+        if last != FROM_THE_START and node.stateful and not node.outputs and node in update:
+            later = [start for start, (position, device) in begins.items() if position > last and device == node.device]
+            if later:
+                later[0].control_inputs.append(node)
 
 
 def _successors(order: list[Node]) -> dict[Node, list[Node]]:

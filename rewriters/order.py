@@ -14,6 +14,7 @@ from typing import NamedTuple
 from rewriters.device import may_be_taken_in, overwrites, passes_on
 from rewriters.graph import Graph, Node, Tensor, predecessors
 from rewriters.roles import reads_shape_only
+from rewriters.scratch import Group, takes_memory
 
 __all__: list[str] = []
 
@@ -56,6 +57,21 @@ def serialise(
         elif read >= max(min_bytes, 1):
             for phase in phases:
                 lines[phase].readers.append(node)
+
+
+def group_by_group(graph: Graph) -> None:
+    """Add control edges between operations whose kernels take much memory while they run, in the executor's order.
+
+    Args:
+        graph: A rewritten step; it is edited.
+    """
+    if not any(map(takes_memory, graph.nodes.values())):
+        return
+    groups: dict[str, Group[Node]] = {}
+    for node in filter(takes_memory, graph.execution_order()):
+        group = groups.setdefault(node.device, Group())
+        node.control_inputs.extend(other for other in group.before(node) if other not in predecessors(node))
+        group.add(node, node)
 
 
 def _made_one_with(

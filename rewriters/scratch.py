@@ -14,17 +14,21 @@ import functools
 import math
 import os
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import tensorflow as tf
 
 from rewriters import device
-from rewriters.graph import Node
+from rewriters.graph import Node, Tensor
 
 __all__: list[str] = []
+
+T = TypeVar("T")
 
 _FILTER_GRADIENTS = frozenset(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2"))
 _INPUT_GRADIENTS = frozenset(("Conv2DBackpropInput", "Conv3DBackpropInputV2"))
 _FORWARD = frozenset(("Conv2D", "Conv3D"))
+_UNFOLDING = _FILTER_GRADIENTS | _INPUT_GRADIENTS | {"MaxPoolGrad"}
 _VOLUMES = frozenset(("Conv3D", "Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"))
 
 L2_BYTES, L3_BYTES = 256 * 2**10, 30 * 2**20
@@ -75,6 +79,37 @@ def scratch_bytes(node: Node, call: Call) -> int:
     if _own(node):
         return unfolded_at_once(node.op, dtype, call, sizes) * dtype.size
     return 2 * math.prod(sizes) * dtype.size if node.op not in _VOLUMES else 0
+
+
+class Group(Generic[T]):
+    """Operations that may run at once although their kernels take much memory: both gradients of a convolution.
+
+    They are ready at once, and unfolding one image keeps one core busy. In a rewritten step all of them wait for the
+    group before, so that no more is taken than is predicted.
+    """
+
+    def __init__(self) -> None:
+        self._gradient: Tensor | None = None
+        self._own: list[T] = []
+        self._last: list[T] = []
+
+    def before(self, node: Node) -> list[T]:
+        """What a node, which comes next, has to wait for."""
+        if not takes_memory(node):
+            return []
+        return self._last if node.inputs[-1] == self._gradient else self._own
+
+    def add(self, node: Node, made: T) -> None:
+        """Let those after a node wait for what was made of it."""
+        if takes_memory(node):
+            if node.inputs[-1] != self._gradient:
+                self._gradient, self._own, self._last = node.inputs[-1], [], self._own
+            self._own.append(made)
+
+
+def takes_memory(node: Node) -> bool:
+    """Whether a kernel is one of TensorFlow's own that take much memory while they run."""
+    return bool(node.outputs) and node.op in _UNFOLDING and device.name().startswith("CPU") and _own(node)
 
 
 def window_bytes(node: Node, call: Call) -> int:

@@ -20,7 +20,8 @@ from rewriters.emit import phase_inputs, phase_outputs, trace_phase
 from rewriters.errors import RewriteError
 from rewriters.gather import Gatherer
 from rewriters.graph import LOOPS, Graph, Node, Tensor, from_tf_graph
-from rewriters.late import hold_back
+from rewriters.late import hold_back, update_first
+from rewriters.order import group_by_group
 from rewriters.roles import reads_shape_only
 from rewriters.rows import RowGatherer, RowPlanner
 from rewriters.segments import Segment
@@ -102,6 +103,7 @@ class _Rewriter:
         self.programs: dict[Hashable, Graph] = {}
         self.starts: dict[Node, Node] = {}
         self.devices: dict[Node, str] = {}
+        self.backward: set[Node] = set()
 
     def run(self) -> Graph:
         """Splice every loop in, hand readers over, drop what was replaced."""
@@ -109,10 +111,13 @@ class _Rewriter:
         loops = [self._splice_all(plan) for plan in self.plans]
         self._redirect_controls()
         self.graph.replace_tensors(self.replaced)
-        self._chain(loops)
+        order = self._chain(loops)
         self.graph.prune()
         self._check_gone()
-        hold_back(self.graph, self.analysis)
+        update = hold_back(self.graph, self.analysis)
+        backward = [(loop, self.starts[loop], self.devices[loop]) for loop in order if loop in self.backward]
+        update_first(self.graph, update, order, backward)
+        group_by_group(self.graph)
         return self.graph
 
     def _own(self, node: Node) -> Node:
@@ -206,6 +211,8 @@ class _Rewriter:
             self.moved[self._own(node)] = loop
         self.starts[loop] = start
         self.devices[loop] = next((node.device for node in (*phase.body, *phase.home)), "")
+        if phase.backward:
+            self.backward.add(loop)
         return loop
 
     def _outlined(
@@ -271,12 +278,14 @@ class _Rewriter:
             else:
                 node.control_inputs = list(dict.fromkeys(self.moved.get(c, c) for c in node.control_inputs))
 
-    def _chain(self, loops: list[list[Node]]) -> None:
+    def _chain(self, loops: list[list[Node]]) -> list[Node]:
         """Run one loop at a time, those of a segment in their order: two at once would add their peaks."""
         for own in loops:
             self._one_after_another(own)
-        order = {node: index for index, node in enumerate(self.graph.topological())}
-        self._one_after_another(sorted(itertools.chain(*loops), key=order.__getitem__))
+        position = {node: index for index, node in enumerate(self.graph.topological())}
+        order = sorted(itertools.chain(*loops), key=position.__getitem__)
+        self._one_after_another(order)
+        return order
 
     def _one_after_another(self, loops: list[Node]) -> None:
         """On each device; a loop's buffers wait, too."""
