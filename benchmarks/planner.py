@@ -69,7 +69,7 @@ CASES = {
         _of("resnet50", 320, 4),
         _application("MobileNetV2", 256, 4),
         _application("DenseNet121", 224, 2),
-        _application("Xception", 256, 2),
+        _application("Xception", 320, 2),
         _of("unet3d-dice", 64, 1),
         _of("unet3d", 48, 1),
     )

@@ -63,15 +63,21 @@ class Gatherer(Rows):
     def __init__(self, analysis: Analysis, segment: Segment) -> None:
         super().__init__(analysis, segment.kinds)
         self.segment = segment
+        self._latest: dict[str, tuple[Grid, Phase]] = {}
 
     def phases(self, grid_of: Callable[[Loop], Grid]) -> list[Phase]:
-        """One for each loop, with the tiles that `grid_of` gives it."""
+        """One for each loop, with the tiles that `grid_of` gives it.
+
+        Searches ask for nearly the same again and again: loops that have the tiles they had last time are the same.
+        """
         numbers = {True: 0, False: 0}
         result = []
         for loop in self.segment.loops:
             numbers[loop.backward] += 1
-            name = f"{'backward' if loop.backward else 'forward'}{numbers[loop.backward]}"
-            result.append(self.phase(loop, grid_of(loop), name))
+            name, grid = f"{'backward' if loop.backward else 'forward'}{numbers[loop.backward]}", grid_of(loop)
+            if name not in self._latest or self._latest[name][0] != grid:
+                self._latest[name] = grid, self.phase(loop, grid, name)
+            result.append(self._latest[name][1])
         return result
 
     def clamped(self, loop: Loop, grid: Grid) -> Grid:

@@ -29,6 +29,8 @@ LOOPS = frozenset(("While", "StatelessWhile"))
 
 Shape = tuple[int | None, ...] | None
 
+_OPAQUE = frozenset(dtype.as_datatype_enum for dtype in (tf.resource, tf.variant, tf.string))
+
 _DROPPED_ATTRS = ("_output_shapes", "_class")
 """Shapes are kept apart; a wish to be placed beside a node that moved cannot be met."""
 
@@ -102,10 +104,11 @@ class Tensor(NamedTuple):
 
     def num_bytes(self, batch: int = 1) -> int:
         """Bytes of the tensor, unknown sizes counted as `batch`; 0 for an unknown rank."""
-        if self.shape is None or self.dtype in (tf.resource, tf.variant, tf.string):
+        dtype, shape = self.node.outputs[self.index]
+        if shape is None or dtype.as_datatype_enum in _OPAQUE:
             return 0
-        size = self.dtype.size
-        for dim in self.shape:
+        size = dtype.size
+        for dim in shape:
             size *= batch if dim is None else dim
         return size
 

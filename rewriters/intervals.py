@@ -40,6 +40,8 @@ class Interval:
 
     def hull(self, other: Interval) -> Interval:
         """Smallest interval that holds both; an empty one adds nothing."""
+        if other is self:
+            return self
         empty_self, empty_other = self.size == 0, other.size == 0
         lo = np.where(empty_self, other.lo, np.where(empty_other, self.lo, np.minimum(self.lo, other.lo)))
         hi = np.where(empty_self, other.hi, np.where(empty_other, self.hi, np.maximum(self.hi, other.hi)))
@@ -68,16 +70,29 @@ class Interval:
         lo = np.where(self.size == 0, np.minimum(np.maximum(self.lo, 0), extent - 1), self.lo)
         return Interval(lo, np.maximum(self.hi, lo + 1))
 
+    def inside(self, extent: int) -> Interval:
+        """The part inside `[0, extent)`, or one row of it: the same object for the same rows."""
+        assert self.lo.itemsize == self.hi.itemsize == np.int64().itemsize
+        return _inside(*self.key, extent)
+
     def covers(self, other: Interval) -> bool:
         """Whether every non-empty tile of `other` lies inside this one."""
         return bool(np.all((other.size == 0) | ((self.lo <= other.lo) & (self.hi >= other.hi))))
 
 
+@functools.lru_cache(2**16)
+def _inside(lo: bytes, hi: bytes, extent: int) -> Interval:
+    rows = Interval(np.frombuffer(lo, np.int64), np.frombuffer(hi, np.int64))
+    return rows.clip(extent).nonempty(extent)
+
+
+@functools.lru_cache(2**12)
 def whole(extent: int, tiles: int) -> Interval:
     """All `extent` rows for each of `tiles` tiles."""
     return Interval(np.zeros(tiles, np.int64), np.full(tiles, extent, np.int64))
 
 
+@functools.lru_cache(2**12)
 def partition(extent: int, tiles: int) -> Interval:
     """`extent` rows split as evenly as possible, larger tiles first.
 

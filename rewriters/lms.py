@@ -19,7 +19,7 @@ from rewriters.control import ControlSearch
 from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Node, Tensor, ancestors, predecessors
 from rewriters.late import readiness, start_late
-from rewriters.order import serialise
+from rewriters.order import group_by_group, serialise
 from rewriters.roles import in_scope, reads_shape_only
 from rewriters.tiers import Tier
 
@@ -107,6 +107,7 @@ def prepare(
     late = start_late(small, min_bytes, batch)
     backward, untouched = ({node.name for node in nodes} for nodes in (small.backward, sums.merged(small)))
     serialise(late, backward, untouched, min_bytes, batch)
+    group_by_group(late)
     return Analysis(late, scopes, forward)
 
 

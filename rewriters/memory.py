@@ -23,7 +23,7 @@ import tensorflow as tf
 from rewriters import device
 from rewriters.allocator import Pool
 from rewriters.analysis import Analysis
-from rewriters.graph import LOOPS, Graph, Node, Tensor
+from rewriters.graph import LOOPS, Graph, Node, Tensor, predecessors
 from rewriters.scratch import op_scratch
 
 __all__: list[str] = []
@@ -315,21 +315,38 @@ def graph_peak(
 
 
 def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Node, int]:
-    """Both gradients of a convolution wait for the same tensor, so they run, and allocate, at once.
+    """Both gradients of a convolution wait for the same tensor: they run, and allocate, at once if nothing orders them.
 
     Args:
-        scratch: Bytes of each op.
-        originals: The same ops in the original graph, where the two share an operand.
+        scratch: Bytes of each op, in the order in which they run.
+        originals: The same ops in the graph, where the two share an operand.
     """
-    groups: dict[Tensor, int] = {}
-    last = [node.inputs[-1] if len(node.inputs) > 1 else None for node in originals]
-    for amount, tensor in zip(scratch.values(), last, strict=True):
-        if amount and tensor is not None:
-            groups[tensor] = groups.get(tensor, 0) + amount
-    return {
-        node: groups[tensor] if amount and tensor is not None else amount
-        for (node, amount), tensor in zip(scratch.items(), last, strict=True)
-    }
+    order = list(originals)
+    groups: dict[Tensor, list[int]] = {}
+    for number, (amount, node) in enumerate(zip(scratch.values(), order, strict=True)):
+        if amount and len(node.inputs) > 1:
+            groups.setdefault(node.inputs[-1], []).append(number)
+    amounts = list(scratch.values())
+    for numbers in groups.values():
+        if len(numbers) > 1 and not _waits(order, *numbers[:2]):
+            both = sum(amounts[number] for number in numbers)
+            for number in numbers:
+                amounts[number] = both
+    return dict(zip(scratch, amounts, strict=True))
+
+
+def _waits(order: Sequence[Node], first: int, second: int) -> bool:
+    """Whether an op waits for one that runs before it."""
+    between = set(order[first:second])
+    stack, seen = [order[second]], set[Node]()
+    while stack:
+        for before in predecessors(stack.pop()):
+            if before is order[first]:
+                return True
+            if before in between and before not in seen:
+                seen.add(before)
+                stack.append(before)
+    return False
 
 
 def unmodelled(analysis: Analysis) -> list[Node]:

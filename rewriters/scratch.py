@@ -29,6 +29,7 @@ _FILTER_GRADIENTS = frozenset(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2")
 _INPUT_GRADIENTS = frozenset(("Conv2DBackpropInput", "Conv3DBackpropInputV2"))
 _FORWARD = frozenset(("Conv2D", "Conv3D"))
 _UNFOLDING = _FILTER_GRADIENTS | _INPUT_GRADIENTS | {"MaxPoolGrad"}
+_COUNTED = _UNFOLDING | _FORWARD
 _VOLUMES = frozenset(("Conv3D", "Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"))
 
 L2_BYTES, L3_BYTES = 256 * 2**10, 30 * 2**20
@@ -150,6 +151,8 @@ def full_call(node: Node, batch: int) -> Call:
 
 def op_scratch(node: Node, batch: int) -> int:
     """Bytes that the kernel of a full-size op takes while it runs."""
+    if node.op not in _COUNTED:  # Searches ask for millions.
+        return 0
     return scratch_bytes(node, full_call(node, batch))
 
 

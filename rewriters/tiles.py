@@ -149,7 +149,7 @@ class Rows:
     def cells_of(self, tensor: Tensor, grid: Grid) -> Region:
         """The partition of a tensor into the cells of a grid. A tile beyond the last row gets that row once more."""
         return tuple(
-            partition(extent, tiles).nonempty(extent)
+            partition(extent, tiles).inside(extent)
             for extent, tiles in zip(self.extents(tensor), grid.spatial, strict=True)
         )
 
@@ -179,7 +179,7 @@ class Rows:
                 continue
             extents = self.extents(tensor)
             need = tuple(
-                p.needs[position].clip(extent).nonempty(extent)  # type: ignore[union-attr]
+                p.needs[position].inside(extent)  # type: ignore[union-attr]
                 for p, extent in zip(plan, extents, strict=True)
             )
             old = wanted.get(tensor)

@@ -66,13 +66,10 @@ def blocks(page: Path) -> Iterator[Block]:
     """The fenced blocks of a page."""
     inside: Block | None = None
     lines: list[str] = []
-    opening = True
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         fence = _FENCE.fullmatch(line)
         if inside is None and fence:
             inside, lines = Block(number + 1, *fence.groups(), ""), []
-            if page.name == "README.md" and opening and inside.language == "python":
-                inside, opening = inside._replace(mark="fragment"), False  # Readers see it before they have installed.
         elif inside is not None and line == "```":
             yield inside._replace(text="\n".join(lines) + "\n")
             inside = None

@@ -10,7 +10,7 @@ import tflms_sft
 from rewriters import device
 from rewriters.allocator import Exact
 from rewriters.graph import Node
-from rewriters.memory import Action, Event, freed_late, replay, schedule
+from rewriters.memory import Action, Event, freed_late, replay, schedule, together
 from tflms_sft import AutoParams, SFTParams
 
 KB = 1000
@@ -25,6 +25,20 @@ def op(name, kind, *inputs, size=KB, outputs=1):
 def peak(*order, scratch=None, keep=(), pool=None):
     nodes = [item if isinstance(item, Node) else item.node for item in order]
     return replay(schedule(nodes, lambda tensor: tensor.num_bytes(), scratch or {}, keep), pool or Exact())
+
+
+@pytest.mark.parametrize("between", [0, 1])
+def test_both_gradients_of_a_convolution_run_at_once_unless_one_waits_for_the_other(between):
+    image, filters, grad = op("image", "Relu"), op("filters", "Relu"), op("grad", "Relu")
+    first = op("first", "Conv2DBackpropFilter", image, filters, grad).node
+    others = [op(f"other{n}", "Relu", grad).node for n in range(between)]
+    second = op("second", "Conv2DBackpropInput", image, filters, grad).node
+    order = [image.node, filters.node, grad.node, first, *others, second]
+    scratch = {node: {first: 3, second: 4}.get(node, 0) for node in order}
+    assert together(scratch, order) == scratch | {first: 7, second: 7}
+    for before, after in zip([first, *others], [*others, second], strict=True):
+        after.control_inputs.append(before)
+    assert together(scratch, order) == scratch
 
 
 def test_a_chain_holds_two_tensors_at_a_time():

@@ -263,7 +263,7 @@ class Way:
         if not self.fits(limit):
             return None
         low = rung(self.smallest.peak.peak_bytes) - 1
-        high = rung(2 * predict(self._traced, [])[0].peak_bytes) + 1
+        high = rung(2 * self._traced.plain.peak.peak_bytes) + 1
         first = bisect.bisect_right(range(low, high), limit, key=lambda step: self._estimate(halo, step)[0]) + low - 1
         tried: dict[tuple[Grid, ...], Candidate] = {}
 
@@ -387,9 +387,9 @@ class BarrierSearch:
     @functools.cached_property
     def smallest(self) -> Candidate:
         """The plan with the lowest peak that is found."""
-        plain = Candidate([], *predict(self._traced, []))
         ways = (self._way(kept) for family in self._barriers.families for kept in family)
-        return min([plain, *(way.smallest for way in ways)], key=lambda candidate: candidate.peak.peak_bytes)
+        candidates = [self._traced.plain, *(way.smallest for way in ways)]
+        return min(candidates, key=lambda candidate: candidate.peak.peak_bytes)
 
     def proposed(self, target: int) -> Candidate | None:
         """What is proposed for a target, whether its step meets it or not."""

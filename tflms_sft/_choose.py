@@ -21,7 +21,7 @@ from rewriters.ft import LeftAlone
 from rewriters.memory import Peak
 from rewriters.sft import SegmentPlan
 from tflms_sft._barriers import Barriers, BarrierSearch
-from tflms_sft._compile import Candidate, Traced, predict, unsupported_layers
+from tflms_sft._compile import Candidate, Traced, unsupported_layers
 from tflms_sft._forward import ForwardSearch
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._params import AutoParams
@@ -112,7 +112,7 @@ def choose(traced: Traced, params: AutoParams) -> Choice:
         why = NO_SWAPS if isinstance(params.swap, LMSParams) else ""
         params = dataclasses.replace(params, swap=False)
     search = _search(traced)
-    plain = predict(traced, [])[0].peak_bytes
+    plain = traced.plain.peak.peak_bytes
     if plain <= limit:
         return Choice([], search.left, why=why)
     options = []

@@ -79,6 +79,11 @@ class Traced:
         """Time of the step as it was."""
         return self.costs.step(self.analysis.order)
 
+    @functools.cached_property
+    def plain(self) -> Candidate:
+        """The step as it was, which searches compare with again and again."""
+        return Candidate([], *predict(self, []))
+
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:

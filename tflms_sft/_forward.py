@@ -99,7 +99,7 @@ class ForwardSearch:
     @functools.cached_property
     def smallest(self) -> Candidate:
         """The plan with the lowest peak that is found, one that a budget of as much finds."""
-        peaks: dict[int, Candidate] = {self._plain.peak.peak_bytes: self._plain}
+        peaks: dict[int, Candidate] = {self._traced.plain.peak.peak_bytes: self._traced.plain}
         for step in range(self._lowest, self._highest):
             path = self._path(step)
             if path is not None:
@@ -110,14 +110,10 @@ class ForwardSearch:
                 break
         return peaks[min(peaks)]
 
-    @functools.cached_property
-    def _plain(self) -> Candidate:
-        return Candidate([], *predict(self._traced, []))
-
     @property
     def _highest(self) -> int:
         """A target that the step meets as it is."""
-        return rung(2 * self._plain.peak.peak_bytes)
+        return rung(2 * self._traced.plain.peak.peak_bytes)
 
     @functools.cached_property
     def _lowest(self) -> int:
@@ -151,7 +147,7 @@ class ForwardSearch:
 
     def _candidate(self, path: tuple[tuple[int, Choice], ...], limit: int | None = None) -> Candidate:
         if not path:
-            return self._plain
+            return self._traced.plain
         if path not in self._known:
             plans = [
                 self._lines[number].planned(choice, f"segment{position}")

@@ -67,7 +67,7 @@ def _fitting(traced: Traced, chains: list[Chain], limit: int) -> Candidate | Non
     whole step says that one target fits and the next one does not. The targets are the same for all limits, and with
     a higher limit the same are tried until one fits that did not before: what is found aims no lower.
     """
-    low, high = rung(_held(traced)), rung(2 * predict(traced, [])[0].peak_bytes) + 1
+    low, high = rung(_held(traced)), rung(2 * traced.plain.peak.peak_bytes) + 1
     seen: dict[Any, Candidate] = {}
     found: Candidate | None = None
     while high - low > 1:
