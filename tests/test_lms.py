@@ -162,8 +162,9 @@ def test_a_swap_in_waits_until_earlier_tensors_are_given_back(tmp_path):
 
 @pytest.mark.parametrize("strategy", ("chain_rule", "direct_order"))
 @pytest.mark.parametrize("net", NETS)
-def test_nothing_comes_back_during_the_forward_phase(net, strategy):
+def test_nothing_comes_back_during_the_forward_phase(net, strategy, monkeypatch):
     """With an unknown batch the gradients ask for shapes of activations, which are known at once."""
+    monkeypatch.setattr("rewriters.memory.op_scratch", lambda node, batch: 0)  # Other gradients run at once then.
     peaks = {}
     for known in (True, False):
         keras.backend.clear_session()
