@@ -3,7 +3,9 @@
 The time of an operation is a sum: its call, its arithmetic, the memory that it reads and
 writes, what its kernel copies for itself, and memory that the system has to hand out
 anew. A loop runs it once a turn on the part of the image that the turn covers, halos
-included, and on whole weights.
+included, and on whole weights. Operations run one after another, but for the two
+gradients of a convolution: while one copies windows, which keeps few cores busy, the
+other one has the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
 from rewriters.registry import find_rule
 from rewriters.roles import reads_shape_only
-from rewriters.scratch import Call, full_call, is_direct, scratch_bytes, window_bytes
+from rewriters.scratch import Call, full_call, idle_cores, is_direct, scratch_bytes, unfolds, window_bytes
 from rewriters.tiles import Phase
 
 __all__: list[str] = []
@@ -112,6 +114,9 @@ class Costs:
         analysis: Of the step.
         batch: Size of an unknown batch.
         rates: Of the machine.
+
+    Attributes:
+        pairs: Gradients of convolutions, and for each the one that may run at the same time.
     """
 
     def __init__(self, analysis: Analysis, batch: int, rates: Rates = NOMINAL) -> None:
@@ -120,6 +125,7 @@ class Costs:
         self.rates = rates
         self._work: dict[Node, _Work] = {}
         self._ops: dict[Node, float] = {}
+        self.pairs = _pairs(analysis)
 
     def op(self, node: Node) -> float:
         """The full-size op."""
@@ -130,7 +136,32 @@ class Costs:
 
     def step(self, nodes: Iterable[Node]) -> float:
         """Many full-size ops."""
-        return sum(map(self.op, nodes))
+        nodes = list(nodes)
+        return sum(map(self.op, nodes)) - self.at_once(nodes)
+
+    def at_once(self, nodes: Iterable[Node], phase: Phase | None = None) -> float:
+        """Seconds that full-size ops, or those of a loop, save where two run at once that could run one by one."""
+        own = set(nodes)
+        pairs = ((node, self.pairs[node]) for node in own if self.pairs.get(node) in own)
+        return sum(self._saved(*pair, phase) for pair in pairs)
+
+    def _saved(self, first: Node, second: Node, phase: Phase | None) -> float:
+        """By the cores that both leave idle; they take no less than the longer one."""
+        taken, idle = [], 0.0
+        for node in (first, second):
+            taken.append(self.op(node) if phase is None else self.turns(phase, node))
+            idle += self._idle(node, phase)
+        return min(*taken, idle)
+
+    def _idle(self, node: Node, phase: Phase | None) -> float:
+        """Seconds of a gradient while windows are copied, times the part of all cores that is idle then."""
+        work = self._work_of(node)
+        if work is None or work.call is None:
+            return 0.0
+        turns = 1 if phase is None else self._num_turns(phase)
+        part = 1.0 if phase is None or turns == 1 else _coverage(self.analysis, phase, node) / turns
+        call = _part_of(work.call, part)
+        return turns * self._windows(node, call) * idle_cores(node, call)
 
     def phase(self, phase: Phase) -> float:
         """All turns of a loop, with what it does around its body."""
@@ -138,7 +169,14 @@ class Costs:
 
     def body(self, phase: Phase) -> float:
         """Every op of a loop, in all turns, by the part of the image that it covers, halos included."""
-        return sum(self.turns(phase, node) for node in phase.body)
+        seconds = sum(self.turns(phase, node) for node in phase.body) - self.at_once(phase.body, phase)
+        return seconds + sum(self._moments(phase, pair.image) for pair in phase.moments)
+
+    def _moments(self, phase: Phase, image: Tensor) -> float:
+        """A mean, the squared differences from it, and their mean, which a loop makes anew of parts of an image."""
+        size, touched = image.num_bytes(self.batch), self.rates.touched
+        calls = 3 * self._num_turns(phase) * self.rates.call
+        return 2 * size / _rate(touched, "Mean") + 2 * size / _rate(touched, "SquaredDifference") + calls
 
     def turns(self, phase: Phase, node: Node) -> float:
         """One op in all turns of a loop.
@@ -169,11 +207,14 @@ class Costs:
             return seconds + whole / _rate(rates.touched, node.op) + sum(self._fresh(part * size) for size in work.made)
         seconds += part * work.flops / _rate(rates.flops, node.op) + whole / rates.weights
         if work.call is not None:
-            call = _part_of(work.call, part)
-            windows = window_bytes(node, call)
-            rate = rates.unfolded.get(DIRECT if is_direct(node, call) else node.op, math.inf)
-            seconds += windows / rate + self._fresh(min(scratch_bytes(node, call), windows))
+            seconds += self._windows(node, _part_of(work.call, part))
         return seconds + sum(self._fresh(part * size) for size in work.made)
+
+    def _windows(self, node: Node, call: Call) -> float:
+        """Copying windows, piece by piece, into the same memory."""
+        windows = window_bytes(node, call)
+        rate = self.rates.unfolded.get(DIRECT if is_direct(node, call) else node.op, math.inf)
+        return windows / rate + self._fresh(min(scratch_bytes(node, call), windows))
 
     def _fresh(self, num_bytes: float) -> float:
         """Touching a new result for the first time, where the system hands large ones out anew."""
@@ -220,6 +261,16 @@ class Costs:
             return False
         sizes = [node.out(index).num_bytes(self.batch) for index in range(len(node.outputs))]
         return any(t.num_bytes(self.batch) in sizes and len(self.analysis.readers[t]) == 1 for t in node.inputs)
+
+
+def _pairs(analysis: Analysis) -> dict[Node, Node]:
+    """The two gradients of each convolution, of which TensorFlow's own kernels run at once."""
+    by_gradient: dict[Tensor, list[Node]] = {}
+    for node in analysis.order:
+        if unfolds(node):
+            by_gradient.setdefault(node.inputs[-1], []).append(node)
+    couples = (zip(nodes[::2], nodes[1::2], strict=False) for nodes in by_gradient.values())
+    return {first: second for found in couples for first, second in found}
 
 
 def _part_of(call: Call, part: float) -> Call:

@@ -328,15 +328,15 @@ def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Nod
             groups.setdefault(node.inputs[-1], []).append(number)
     amounts = list(scratch.values())
     for numbers in groups.values():
-        if len(numbers) > 1 and not _waits(order, *numbers[:2]):
+        if len(numbers) > 1 and not waits(order, *numbers[:2]):
             both = sum(amounts[number] for number in numbers)
             for number in numbers:
                 amounts[number] = both
     return dict(zip(scratch, amounts, strict=True))
 
 
-def _waits(order: Sequence[Node], first: int, second: int) -> bool:
-    """Whether an op waits for one that runs before it."""
+def waits(order: Sequence[Node], first: int, second: int) -> bool:
+    """Whether the op at one position of an order waits for the one at an earlier position."""
     between = set(order[first:second])
     stack, seen = [order[second]], set[Node]()
     while stack:

@@ -113,6 +113,21 @@ def takes_memory(node: Node) -> bool:
     return bool(node.outputs) and node.op in _UNFOLDING and device.name().startswith("CPU") and _own(node)
 
 
+def unfolds(node: Node) -> bool:
+    """Whether a kernel is one of TensorFlow's own for a gradient of a convolution."""
+    return takes_memory(node) and node.op in _FILTER_GRADIENTS | _INPUT_GRADIENTS
+
+
+def idle_cores(node: Node, call: Call) -> float:
+    """Part of the cores that have nothing to do while the kernel of a gradient copies windows: each image keeps one."""
+    sizes = _filter_sizes(node)
+    if sizes is None or not unfolds(node) or not call.small:
+        return 0.0
+    at_once = unfolded_at_once(node.op, node.outputs[0][0], call, sizes) // (call.small * math.prod(sizes[:-1]))
+    threads = device.num_threads()
+    return 1 - min(at_once, call.images, threads) / threads if at_once else 0.0
+
+
 def window_bytes(node: Node, call: Call) -> int:
     """Bytes of all windows of a call, which the kernel of a convolution or of its gradients copies, piece by piece.
 

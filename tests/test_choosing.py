@@ -10,7 +10,8 @@ import tensorflow as tf
 from keras import layers
 
 import tflms_sft
-from rewriters.cost import NOMINAL
+from rewriters import device
+from rewriters.cost import DIRECT, NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
 from tflms_sft._choose import TOGETHER
 from tflms_sft._memory import free_memory
@@ -130,6 +131,21 @@ def test_a_swap_is_timed_by_what_is_copied(transfers):
     out = sum(swap.num_bytes for swap in plan.swaps)
     back = sum(swap.num_bytes * len(swap.controls) for swap in plan.swaps)
     assert plan.predicted.seconds == pytest.approx(plan.original.seconds + (out + back) / 1e9)
+
+
+def test_gradients_wait_for_one_another_in_a_swapped_step(monkeypatch):
+    """Plain, the two of a convolution share the cores while one of them unfolds."""
+    gradients = dict.fromkeys(("Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", DIRECT), 1e8)
+    seconds = {}
+    for threads in (1, 4):
+        monkeypatch.setattr(device, "num_threads", lambda threads=threads: threads)
+        rates = dataclasses.replace(NOMINAL, copied=1e9, unfolded=gradients)
+        monkeypatch.setattr("tflms_sft._rewrite.machine_rates", lambda say, rates=rates: rates)
+        plan, _ = plan_for(volumetric, 0.6)
+        copied = sum(swap.num_bytes * (1 + len(swap.controls)) for swap in plan.swaps) / 1e9
+        seconds[threads] = plan.original.seconds, plan.predicted.seconds - copied
+    assert seconds[1] == pytest.approx((seconds[1][0],) * 2)
+    assert seconds[4][0] < 0.8 * seconds[1][0] and seconds[4][1] == pytest.approx(seconds[1][1])
 
 
 @pytest.mark.slow

@@ -9,10 +9,13 @@ from equivalence import Cut, keras_step, plan
 from keras import layers
 from nets import conv
 
-from rewriters import normalise, scratch
+from rewriters import device, normalise, scratch
 from rewriters.analysis import Analysis
+from rewriters.barriers import find_roles
 from rewriters.cost import DIRECT, NOMINAL, Costs
-from rewriters.tiles import Halo
+from rewriters.gather import Gatherer, barrier_segment
+from rewriters.stored import Storage
+from rewriters.tiles import Grid, Halo
 
 IMAGES = 4
 FILTERS = ((3, 3, 3, 4), (3, 3, 4, 5), (1, 1, 3, 4), (1, 1, 4, 5))
@@ -168,3 +171,57 @@ def test_loops_pay_for_cutting_and_joining():
     around = costs.phase(forward) - sum(costs.turns(forward, node) for node in forward.body)
     whole = sum(t.num_bytes(IMAGES) for t in (*forward.reads, *forward.writes))
     assert 2 * whole / 1.25e10 <= around < 4 * whole / 1.25e10
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_loops_pay_for_means_and_variances_that_they_compute_together(count):
+    step = keras_step(lambda x: conv(4)(layers.BatchNormalization()(conv(4)(x))), (12, 10), IMAGES, steps=1)
+    analysis = Analysis(normalise.read(step.concrete_fn))
+    roles = find_roles(analysis)
+    segment = barrier_segment(analysis, "segment1", roles, Storage(analysis, roles, IMAGES))
+    found = Gatherer(analysis, segment).phases(lambda loop: Grid(1, (count, 1)))
+    (phase,) = (phase for phase in found if phase.moments)
+    ((pair, *more),) = [[pair.image for pair in phase.moments]]
+    assert not more
+    for rate, times in (("Mean", 2), ("SquaredDifference", 2)):
+        slow = changed(touched={**NOMINAL.touched, rate: 1e6})
+        others = sum(
+            t.num_bytes(IMAGES) for n in phase.body if n.op == rate for t in (*n.inputs, n.out()) if t.shape
+        )
+        assert not others, "what merges the moments of the turns does without these operations"
+        difference = Costs(analysis, IMAGES, slow).phase(phase) - Costs(analysis, IMAGES).phase(phase)
+        size = pair.num_bytes(IMAGES)
+        assert difference == pytest.approx(times * size / 1e6 - times * size / NOMINAL.touched[""])
+    calls = Costs(analysis, IMAGES, changed(call=1.0))
+    ops = sum(calls.op(node) for node in phase.body)
+    assert count > 1 or 3 <= calls.phase(phase) - ops < 4 + 2 * len(phase.body)
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (4, 1)])
+def test_gradients_of_a_convolution_share_the_cores(grid, monkeypatch):
+    """While one copies windows of one image after another, which keeps one core busy, the other has the rest.
+
+    Tests take caches to be so small that images are unfolded one by one.
+    """
+    rates = changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 2e6})
+    analysis, found = phases(two(3), grid)
+    for threads, idle in ((1, 0.0), (2, 0.5), (4, 0.75)):
+        monkeypatch.setattr(device, "num_threads", lambda threads=threads: threads)
+        costs = Costs(analysis, IMAGES, rates)
+        (pair,) = costs.pairs.items()
+        assert {node.op for node in pair} == rates.unfolded.keys()
+        for whole, alone in (
+            (costs.step(analysis.order), {node: costs.op(node) for node in analysis.order}),
+            (costs.body(found[-1]), {node: costs.turns(found[-1], node) for node in found[-1].body}),
+        ):
+            times = [alone[node] for node in pair]
+            assert sum(alone.values()) - whole == pytest.approx(min(*times, idle * sum(times)), rel=1e-3)
+
+
+def test_other_kernels_keep_all_cores_busy(monkeypatch):
+    monkeypatch.setattr(device, "num_threads", lambda: IMAGES)
+    monkeypatch.setattr(scratch, "L3_BYTES", 2**25)
+    analysis, _ = phases(two(3), (1, 1))
+    costs = Costs(analysis, IMAGES, changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 1e6}))
+    assert costs.pairs and costs.at_once(analysis.order) == 0, "all images at once"
+    assert costs.at_once(node for node in analysis.order if node.op != "Conv2DBackpropFilter") == 0

@@ -275,7 +275,7 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
     # A budget has to be kept in every state of the device's memory, as the search saw to.
     limit = 0 if budget is None else None
     peak, ratio = predict(traced, choice.plans, limit, swapped.graph, swapped.away, swapped.outs)
-    ratio = swapped_seconds(traced, swapped.swaps, choice.swaps, ratio * traced.seconds) / traced.seconds
+    ratio = swapped_seconds(traced, swapped.graph, swapped.swaps, choice.swaps, ratio * traced.seconds) / traced.seconds
     names = display_names(traced.analysis.graph, traced.record)
     plan = dataclasses.replace(
         plan,

@@ -15,6 +15,7 @@ from rewriters.analysis import Analysis
 from rewriters.errors import SwapError
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.lms import Swap, SwapPlan, insert_swaps, plan_swaps, prepare
+from rewriters.memory import waits
 from rewriters.roles import in_scope
 from rewriters.sft import loop_nodes
 from rewriters.spill import SpillStore, is_in_memory
@@ -104,12 +105,27 @@ def make_tier(params: LMSParams) -> HostTier | DiskTier:
     return DiskTier(SpillStore(params.directory, params.page_cache))
 
 
-def swapped_seconds(traced: Traced, swaps: Iterable[Swap], params: LMSParams, seconds: float) -> float:
-    """Time of a step with these swaps, which takes `seconds` without."""
+def swapped_seconds(
+    traced: Traced, graph: Graph, swaps: Iterable[Swap], params: LMSParams, seconds: float
+) -> float:
+    """Time of a step with these swaps, which takes `seconds` without; `graph` is the one that they are planned for."""
+    seconds += _one_by_one(traced, graph)
     sizes = [(swap.tensor.num_bytes(traced.batch), len(swap.swap_ins)) for swap in swaps]
     out, back = sum(size for size, _ in sizes), sum(size * times for size, times in sizes)
     to_disk = isinstance(make_tier(params), DiskTier) and (not params.page_cache or out > free_memory() * MOST_CACHED)
     return traced.rates.swapped(seconds, out, back, to_disk)
+
+
+def _one_by_one(traced: Traced, graph: Graph) -> float:
+    """Seconds that a step takes longer because gradients that ran at once wait for one another in a graph for swaps."""
+    order = graph.execution_order()
+    position = {node.name: number for number, node in enumerate(order)}
+    apart: list[Node] = []
+    for pair in traced.costs.pairs.items():
+        numbers = sorted(position[node.name] for node in pair if node.name in position)
+        if len(numbers) == len(pair) and waits(order, *numbers):
+            apart.extend(pair)
+    return traced.costs.at_once(apart)
 
 
 def notes(tier: HostTier | DiskTier) -> tuple[str, ...]:

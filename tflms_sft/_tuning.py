@@ -76,7 +76,7 @@ class Swaps:
 
     def seconds(self, params: LMSParams, seconds: float) -> float:
         """Time of the step with what `tuned` found, which takes `seconds` without."""
-        return swapped_seconds(self._traced, self._chosen(params), params, seconds)
+        return swapped_seconds(self._traced, self._analysis.graph, self._chosen(params), params, seconds)
 
     def has_room(self, params: LMSParams) -> bool:
         """Whether what `tuned` found can be swapped now: there may be too little space, or too few files."""
