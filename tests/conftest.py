@@ -33,7 +33,7 @@ LONG = pathlib.Path(__file__).with_name("long.txt")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Marks the long ones as slow, before those are left out."""
-    long = set(LONG.read_text(encoding="utf-8").split())
+    long = set(LONG.read_text(encoding="utf-8").splitlines())
     for item in items:
         if f"tests/{item.nodeid.rpartition('tests/')[2]}" in long:
             item.add_marker("slow")
