@@ -83,7 +83,7 @@ def check_windows(op_type: str, drawn: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("op_type", WINDOWS)
-@settings(deadline=None, max_examples=12, derandomize=True)
+@settings(deadline=None, max_examples=8, derandomize=True)
 @given(data=st.data())
 def test_windows_of_any_geometry(op_type, data):
     check_windows(op_type, data.draw(windows(WINDOWS[op_type])))
