@@ -243,11 +243,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"    {own[0]['headline'] if failed is None else failed}", flush=True)
             lines.append(line)
             verdicts.append(verdict)
+        if options.json:  # An hour may be lost otherwise.
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
     text, enough = totals(verdicts)
     print("\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
     print(f"\n{text}")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if enough else 1
 
 
