@@ -269,23 +269,36 @@ def _largest(events: Sequence[Event]) -> tuple[tuple[str, int], ...]:
     return tuple((event.name, event.num_bytes) for event in largest)
 
 
-def graph_peak(
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What a whole graph allocates, but for the turns of its loops.
+
+    Attributes:
+        events: In order.
+        late: The same where two ops run at a time (`freed_late`).
+        held: Bytes of each tensor that is there throughout: variables and arguments.
+    """
+
+    events: list[Event]
+    late: list[Event]
+    held: list[int]
+
+
+def graph_schedule(
     graph: Graph,
-    turns: Turns,
+    loops: Container[str],
     batch: int,
     fixed: Sequence[int],
-    limit: int | None = None,
     away: Container[Node] = (),
     slow: Container[Node] = (),
-) -> Peak:
-    """Peak of a whole graph: the worst of the states that the device's memory may be in.
+) -> Schedule:
+    """The allocations of a whole graph.
 
     Args:
         graph: A step.
-        turns: Schedules of the turns of its tile loops.
+        loops: Names of its tile loops.
         batch: Size of an unknown batch.
         fixed: Bytes of each variable.
-        limit: Bytes above which the first state found will do.
         away: Ops whose results are in other memory; who reads them has a copy on the device.
         slow: Ops that end only when all others wait for them, such as writes to a disk.
     """
@@ -300,13 +313,25 @@ def graph_peak(
     scratch = together({node: op_scratch(node, batch) for node in order}, order)
     events = schedule(order, num_bytes, scratch, graph.outputs, alias)
     held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]
+    return Schedule(events, freed_late(events, loops), held)
+
+
+def graph_peak(found: Schedule, turns: Turns, limit: int | None = None) -> Peak:
+    """Peak of a whole graph: the worst of the states that the device's memory may be in.
+
+    Args:
+        found: What the graph allocates.
+        turns: Schedules of the turns of its tile loops.
+        limit: Bytes above which the first state found will do.
+    """
     worst: Peak | None = None
-    late = freed_late(events, turns), {name: [freed_late(turn) for turn in found] for name, found in turns.items()}
-    for pool in device.pools(sum(held) + max((e.num_bytes for e in events), default=0)):
-        for amount in held:
+    late_turns = {name: [freed_late(turn) for turn in own] for name, own in turns.items()}
+    for pool in device.pools(sum(found.held) + max((e.num_bytes for e in found.events), default=0)):
+        for amount in found.held:
             pool.allocate(amount)
-        for now, inner in ((events, turns), late):  # The second step finds the memory in pieces.
-            peak = replay(now, pool, inner)
+        # The second step finds the memory in pieces.
+        for events, inner in ((found.events, turns), (found.late, late_turns)):
+            peak = replay(events, pool, inner)
             worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst
             if limit is not None and worst.peak_bytes > limit:
                 return worst

@@ -24,7 +24,7 @@ from rewriters.stored import Loop
 __all__: list[str] = []
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Segment:
     """Planned as one unit: a forward loop and a backward loop.
 

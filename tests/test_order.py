@@ -12,7 +12,7 @@ from rewriters.analysis import Analysis
 from rewriters.graph import Graph, Node, ancestors, predecessors
 from rewriters.late import readiness
 from rewriters.lms import prepare
-from rewriters.memory import graph_peak
+from rewriters.memory import graph_peak, graph_schedule
 from rewriters.order import serialise
 
 
@@ -36,7 +36,7 @@ def test_the_same_bits_and_no_higher_peak(known):
     before = Analysis(normalise.read(step.concrete_fn))
     graph, same = changed(step, serialised)
     assert same
-    peaks = [graph_peak(g, {}, 2, [], limit=0).peak_bytes for g in (before.graph, graph)]
+    peaks = [graph_peak(graph_schedule(g, (), 2, []), {}, limit=0).peak_bytes for g in (before.graph, graph)]
     assert peaks[1] <= peaks[0]
 
 
@@ -95,7 +95,7 @@ def test_a_branch_ends_before_another_begins():
     order = [node.name for node in graph.topological() if node.name[0] in "ab"]
     assert order in (["a1", "a2", "a3", "b1", "b2", "b3"], ["a2", "a1", "a3", "b1", "b2", "b3"])
     assert [c.name for c in graph.nodes["b1"].control_inputs] == ["a3"]
-    peaks = [graph_peak(g, {}, 1, [], limit=0).peak_bytes for g in (by_hand(), graph)]
+    peaks = [graph_peak(graph_schedule(g, (), 1, []), {}, limit=0).peak_bytes for g in (by_hand(), graph)]
     assert peaks[0] >= 5 * 800 and peaks[1] < 3 * 800 + 100
     assert all(len(set(predecessors(node))) == len(predecessors(node)) for node in graph.nodes.values())
 
@@ -135,7 +135,7 @@ def test_the_operand_that_needs_most_is_made_first():
     serialise(graph, (), (), 800, 1)
     order = [node.name for node in graph.topological()]
     assert order.index("narrow") < order.index("scaled")
-    assert graph_peak(graph, {}, 1, [], limit=0).peak_bytes < 8 * (100 + 300 + 100) + 8 * 50
+    assert graph_peak(graph_schedule(graph, (), 1, []), {}, limit=0).peak_bytes < 8 * (100 + 300 + 100) + 8 * 50
 
 
 def test_nothing_comes_between_what_onednn_makes_one():

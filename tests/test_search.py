@@ -1,5 +1,6 @@
 """The search for a plan within a budget: grids, and what it prefers."""
 
+import dataclasses
 import gc
 import itertools
 import math
@@ -8,17 +9,21 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from equivalence import keras_step
 from keras import layers
+from nets import chain
 
 import tflms_sft
 from rewriters import ft
 from rewriters.analysis import Analysis
 from rewriters.normalise import read
-from rewriters.tiles import Grid, Phase
+from rewriters.sft import plan_segment
+from rewriters.tiles import Grid, Halo, Phase
 from tflms_sft import AutoParams
+from tflms_sft._barriers import Barriers
 from tflms_sft._blocks import backward_positions
 from tflms_sft._chain import Chain
-from tflms_sft._compile import analyse, predict
+from tflms_sft._compile import MOST_OUTLINES, analyse, predict
 from tflms_sft._grids import auto_grids, fewest
 from tflms_sft._search import TileSearch
 
@@ -231,3 +236,27 @@ def test_the_smallest_budget_is_below_the_plain_step_and_can_be_met(size, batch,
     with pytest.raises(tflms_sft.BudgetError) as caught:
         tflms_sft.rewrite(step, AutoParams(int(0.9 * smallest)), images)
     assert 0.9 * smallest < caught.value.smallest_bytes <= smallest
+
+
+def test_loops_in_other_tiles_are_predicted_by_the_schedule_of_the_same_outline():
+    """What a search has found before does not change what it predicts."""
+    traced = analyse(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
+    barriers = Barriers(traced)
+    segments = [barriers.segment("segment1", way) for family in barriers.families for way in family]
+    kept = []
+    for segment in (segments[0], segments[-1]):
+        for halo, grid in ((h, Grid(1, (n, 1))) for h in Halo for n in (1, 2, 3, 6)):
+            plan = plan_segment(traced.analysis, segment, grid, Grid(1, (2 * grid.spatial[0], 1)), halo)
+            found = predict(traced, [plan])
+            assert found == predict(dataclasses.replace(traced, outlines={}), [plan])
+            kept.append(len(traced.outlines))
+    assert kept == [1] * 8 + [2] * 8, "one for each way to have what the backward phase needs"
+
+
+def test_few_outlines_are_kept():
+    traced = analyse(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
+    barriers = Barriers(traced)
+    for _ in range(MOST_OUTLINES + 2):
+        segment = barriers.segment("segment1", barriers.fewest)
+        predict(traced, [plan_segment(traced.analysis, segment, Grid(1, (2, 1)))])
+    assert len(traced.outlines) == MOST_OUTLINES

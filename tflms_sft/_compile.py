@@ -7,15 +7,16 @@ import dataclasses
 import functools
 import gc
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rewriters import _tf_private
 from rewriters.analysis import Analysis
 from rewriters.cost import NOMINAL, Costs, Rates
+from rewriters.emit import phase_inputs, phase_outputs
 from rewriters.ft import LeftAlone
 from rewriters.graph import Graph, Node, Tensor
-from rewriters.memory import Peak, graph_peak, unmodelled
+from rewriters.memory import Peak, Schedule, graph_peak, graph_schedule, unmodelled
 from rewriters.normalise import read
 from rewriters.roles import is_autodiff_name
 from rewriters.sft import SegmentPlan, loop_nodes, outline, tile_segments
@@ -24,6 +25,9 @@ from tflms_sft._described import described, shares
 from tflms_sft._names import LayerRecord, display_names
 from tflms_sft._plan import Plan, Prediction
 from tflms_sft._text import shortened
+
+MOST_OUTLINES = 8
+"""Schedules of outlines that are kept, of a megabyte or so each."""
 
 MOST_NAMES = 3
 """Names after which a list in a note is cut short."""
@@ -52,6 +56,7 @@ class Traced:
         forward: Names of ops that are forward for sure, where a layer's name misleads.
         rates: Of the machine.
         correction: What an earlier plan was measured to take, over what was predicted.
+        outlines: Schedules of outlines, and names of their loops, by what the loops read and make.
     """
 
     concrete_fn: Any
@@ -63,6 +68,7 @@ class Traced:
     forward: Container[str] = ()
     rates: Rates = NOMINAL
     correction: float = 1.0
+    outlines: dict[Hashable, tuple[Schedule, dict[tuple[str, str], str]]] = dataclasses.field(default_factory=dict)
 
     @property
     def fixed_bytes(self) -> int:
@@ -160,15 +166,32 @@ def predict(
         away: Ops of that graph whose results are not in the device's memory.
         slow: Ops of that graph that end only when others wait for them.
     """
-    batch, analysis = traced.batch, traced.analysis
     if graph is None:
-        graph = outline(analysis, plans) if plans else analysis.graph
-    loops = loop_nodes(graph)
+        found, loops = _outlined(traced, plans)
+    else:
+        loops = loop_nodes(graph)
+        found = graph_schedule(graph, set(loops.values()), traced.batch, traced.variables, away, slow)
     turns = {
-        loops[plan.segment.name, phase.name]: loop_turns(phase, batch) for plan in plans for phase in plan.phases
+        loops[plan.segment.name, phase.name]: loop_turns(phase, traced.batch) for plan in plans for phase in plan.phases
     }
-    peak = graph_peak(graph, turns, batch, traced.variables, limit, away, slow)
+    peak = graph_peak(found, turns, limit)
     return peak, seconds_of(traced, plans) / traced.seconds
+
+
+def _outlined(traced: Traced, plans: list[SegmentPlan]) -> tuple[Schedule, dict[tuple[str, str], str]]:
+    """The schedule of an outline, and names of its loops; searches ask for loops in other tiles again and again."""
+    own = traced.outlines
+    key = tuple(
+        (plan.segment, tuple((p.name, *phase_inputs(p, plan.segment), None, *phase_outputs(p)) for p in plan.phases))
+        for plan in plans
+    )
+    if key not in own:
+        while len(own) >= MOST_OUTLINES:
+            del own[next(iter(own))]
+        graph = outline(traced.analysis, plans) if plans else traced.analysis.graph
+        loops = loop_nodes(graph)
+        own[key] = graph_schedule(graph, set(loops.values()), traced.batch, traced.variables), loops
+    return own[key]
 
 
 def seconds_of(traced: Traced, plans: list[SegmentPlan]) -> float:
