@@ -19,7 +19,9 @@ from rewriters.graph import Graph, Node, Tensor
 from rewriters.memory import Peak, Schedule, graph_peak, graph_schedule, unmodelled
 from rewriters.normalise import read
 from rewriters.roles import is_autodiff_name
+from rewriters.segments import Segment
 from rewriters.sft import SegmentPlan, loop_nodes, outline, tile_segments
+from rewriters.tiles import Phase
 from rewriters.turns import loop_turns
 from tflms_sft._described import described, shares
 from tflms_sft._names import LayerRecord, display_names
@@ -181,10 +183,7 @@ def predict(
 def _outlined(traced: Traced, plans: list[SegmentPlan]) -> tuple[Schedule, dict[tuple[str, str], str]]:
     """The schedule of an outline, and names of its loops; searches ask for loops in other tiles again and again."""
     own = traced.outlines
-    key = tuple(
-        (plan.segment, tuple((p.name, *phase_inputs(p, plan.segment), None, *phase_outputs(p)) for p in plan.phases))
-        for plan in plans
-    )
+    key = tuple((plan.segment, tuple(_borders(plan.segment, phase) for phase in plan.phases)) for plan in plans)
     if key not in own:
         while len(own) >= MOST_OUTLINES:
             del own[next(iter(own))]
@@ -192,6 +191,11 @@ def _outlined(traced: Traced, plans: list[SegmentPlan]) -> tuple[Schedule, dict[
         loops = loop_nodes(graph)
         own[key] = graph_schedule(graph, set(loops.values()), traced.batch, traced.variables), loops
     return own[key]
+
+
+def _borders(segment: Segment, phase: Phase) -> Hashable:
+    """All that an outline shows of a loop: what it reads, waits for, and makes."""
+    return phase.name, tuple(phase_inputs(phase, segment)), tuple(phase.reads), tuple(phase_outputs(phase))
 
 
 def seconds_of(traced: Traced, plans: list[SegmentPlan]) -> float:

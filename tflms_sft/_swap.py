@@ -108,7 +108,7 @@ def make_tier(params: LMSParams) -> HostTier | DiskTier:
 def swapped_seconds(
     traced: Traced, graph: Graph, swaps: Iterable[Swap], params: LMSParams, seconds: float
 ) -> float:
-    """Time of a step with these swaps, which takes `seconds` without; `graph` is the one that they are planned for."""
+    """Time of a step with these swaps, which takes `seconds` without; `graph` was prepared for swaps."""
     seconds += _one_by_one(traced, graph)
     sizes = [(swap.tensor.num_bytes(traced.batch), len(swap.swap_ins)) for swap in swaps]
     out, back = sum(size for size, _ in sizes), sum(size * times for size, times in sizes)
