@@ -48,7 +48,7 @@ class Exact:
         self.in_use -= handle
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class _Chunk:
     """A piece of a region, free or in use, between its neighbours."""
 

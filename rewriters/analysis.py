@@ -25,6 +25,7 @@ class Analysis:
 
     Attributes:
         graph: The graph; it is not edited.
+        level: The topological order γ of each node (`Graph.levels`).
         order: Nodes in topological order.
         position: Index of each node in `order`.
         successors: Nodes that wait for a node's value (not just its shape) or effect.
@@ -39,7 +40,8 @@ class Analysis:
     def __init__(self, graph: Graph, backward_scopes: tuple[str, ...] = (), forward: Container[str] = ()) -> None:
         """Analyse; `backward_scopes` and `forward` as for `backward_nodes`."""
         self.graph = graph
-        self.order = graph.topological()
+        self.level = graph.levels()
+        self.order = list(self.level)
         self.position = {node: index for index, node in enumerate(self.order)}
         self.successors = self._successors()
         self.readers = graph.consumers()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import graphlib
+import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -199,8 +200,13 @@ class Graph:
         """
         level: dict[Node, int] = {}
         for node in self.execution_order():
-            level[node] = 1 + max((level[before] for before in predecessors(node)), default=-1)
-        return dict(sorted(level.items(), key=lambda item: item[1]))
+            highest = -1
+            for before, _ in node.inputs:
+                highest = max(highest, level[before])
+            for before in node.control_inputs:
+                highest = max(highest, level[before])
+            level[node] = highest + 1
+        return dict(sorted(level.items(), key=operator.itemgetter(1)))
 
     def topological(self) -> list[Node]:
         """Nodes in an order that respects data and control edges, by level."""
@@ -219,10 +225,11 @@ class Graph:
         """
         waiting: dict[Node, int] = {}
         after: dict[Node, list[Node]] = {node: [] for node in self.nodes.values()}
-        for node in self.nodes.values():
-            before = predecessors(node)  # One that comes twice is waited for twice.
-            waiting[node] = len(before)
-            for other in before:
+        for node in self.nodes.values():  # One that comes twice is waited for twice.
+            waiting[node] = len(node.inputs) + len(node.control_inputs)
+            for other, _ in node.inputs:
+                after[other].append(node)
+            for other in node.control_inputs:
                 after[other].append(node)
         ready = collections.deque(node for node, count in waiting.items() if not count)
         late = collections.deque[Node]()

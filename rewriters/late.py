@@ -30,7 +30,7 @@ def readiness(analysis: Analysis) -> dict[Node, int]:
     The level γ of the last forward operation that it depends on. Gradients have that of the loss; the shape of an
     activation, which autodiff asks for, has that of the activation, though it belongs to the backward phase.
     """
-    level = analysis.graph.levels()
+    level = analysis.level
     found: dict[Node, int] = {}
     for node in analysis.order:
         if node in analysis.data and node not in analysis.backward:

@@ -129,7 +129,7 @@ class _Planner:
         self.batch = batch
         self.untouched = sums.merged(analysis)
         ready = readiness(analysis)
-        self.search = ControlSearch(analysis.graph, analysis.backward, ready=ready, untouched=self.untouched)
+        self.search = ControlSearch(analysis.graph, analysis.backward, analysis.level, ready, self.untouched)
         self.left: list[tuple[str, str]] = []
 
     def run(self) -> SwapPlan:
@@ -229,11 +229,11 @@ def _updates(node: Node) -> bool:
     return node.op.startswith(("Assign", "Resource")) and not node.op.startswith("ResourceGather")
 
 
-def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int) -> tuple[Graph, list[Node]]:
+def insert_swaps(analysis: Analysis, swaps: list[Swap], tier: Tier, max_in_flight: int) -> tuple[Graph, list[Node]]:
     """A new graph with swap-outs and swap-ins, and the swap-outs.
 
     Args:
-        graph: What the swaps were planned for.
+        analysis: Of the graph that the swaps were planned for.
         swaps: What to swap.
         tier: Where to.
         max_in_flight: Swap-outs that may be under way at a time; further tensors are not made before one has ended.
@@ -241,8 +241,8 @@ def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int
     Raises:
         RewriteError: If the graph had a cycle then, which is a mistake in a strategy.
     """
-    level = graph.levels()
-    new = graph.copy()
+    level = analysis.level
+    new = analysis.graph.copy()
     outs: list[_Out] = []
     ways: list[_Way] = []
     for swap in swaps:
@@ -265,7 +265,7 @@ def insert_swaps(graph: Graph, swaps: list[Swap], tier: Tier, max_in_flight: int
     updates = {new.nodes[node.name]: level[node] for node in level if _updates(node)}
     _updates_last(new, outs, {node: at if node in needed else last for node, at in updates.items()})
     try:
-        new.levels()
+        new.execution_order()
     except RewriteError as error:
         raise RewriteError(f"Swapping would make the step wait for itself: {error}") from None
     return new, [out.done for out in outs]

@@ -212,25 +212,60 @@ def most_alive(
     return most
 
 
-Turns = Mapping[str, Sequence[Sequence[Event]]]
-"""Schedules of turns that run one after another while a loop runs, by the loop's name."""
+class Turn(NamedTuple):
+    """What a turn of a tile loop allocates.
+
+    Attributes:
+        events: In order.
+        late: The same where two ops run at a time (`freed_late`).
+    """
+
+    events: list[Event]
+    late: list[Event]
 
 
-def replay(events: Sequence[Event], pool: Pool, turns: Turns | None = None) -> Peak:
-    """Take and give back memory as scheduled; whatever `pool` holds already stays."""
+def most_taken(events: Sequence[Event], pool: Pool) -> int:
+    """Take and give back memory as scheduled; tells the most that was taken while an op ran."""
+    allocate, give = Action.ALLOCATE, Action.FREE  # Members of an enum take their time to look up.
+    held: dict[int, Any] = {}
+    most = pool.in_use
+    for action, key, num_bytes, _ in events:
+        if action is allocate:
+            held[key] = pool.allocate(num_bytes)
+        elif action is give:
+            pool.free(held.pop(key))
+        elif num_bytes:
+            handle = pool.allocate(num_bytes)
+            most = max(most, pool.in_use)
+            pool.free(handle)
+        elif pool.in_use > most:
+            most = pool.in_use
+    return most
+
+
+def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Sequence[Event]]] | None = None) -> Peak:
+    """The same for a whole step; whatever `pool` holds already stays.
+
+    Args:
+        events: What happens, in order.
+        pool: A device's memory.
+        turns: What happens in turns that run one after another while a loop runs, by its name.
+    """
+    allocate, give, inner = Action.ALLOCATE, Action.FREE, turns or {}
     held: dict[int, Any] = {}
     timeline: list[tuple[str, int]] = []
     peak, worst, at = pool.in_use, 0, ""
     for number, (action, key, num_bytes, name) in enumerate(events):
-        if action is Action.ALLOCATE:
+        if action is allocate:
             held[key] = pool.allocate(num_bytes)
             continue
-        if action is Action.FREE:
+        if action is give:
             pool.free(held.pop(key))
             continue
         handle = pool.allocate(num_bytes)
-        inner = (replay(turn, pool).peak_bytes for turn in (turns or {}).get(name, ()))
-        now = max(pool.in_use, *inner, 0)
+        now = pool.in_use
+        if name in inner:
+            now = max([now, *(most_taken(turn, pool) for turn in inner[name])])
         pool.free(handle)
         timeline.append((name, now))
         if now > peak:
@@ -259,11 +294,12 @@ def freed_late(events: Sequence[Event], loops: Container[str] = ()) -> list[Even
 
 
 def _largest(events: Sequence[Event]) -> tuple[tuple[str, int], ...]:
+    allocate, give = Action.ALLOCATE, Action.FREE
     alive: dict[int, Event] = {}
     for event in events:
-        if event.action is Action.ALLOCATE:
+        if event.action is allocate:
             alive[event.key] = event
-        elif event.action is Action.FREE:
+        elif event.action is give:
             del alive[event.key]
     largest = sorted(alive.values(), key=lambda event: -event.num_bytes)[:10]
     return tuple((event.name, event.num_bytes) for event in largest)
@@ -316,21 +352,22 @@ def graph_schedule(
     return Schedule(events, freed_late(events, loops), held)
 
 
-def graph_peak(found: Schedule, turns: Turns, limit: int | None = None) -> Peak:
+def graph_peak(found: Schedule, turns: Mapping[str, Sequence[Turn]], limit: int | None = None) -> Peak:
     """Peak of a whole graph: the worst of the states that the device's memory may be in.
 
     Args:
         found: What the graph allocates.
-        turns: Schedules of the turns of its tile loops.
+        turns: Turns of its tile loops that run one after another, by the loop's name.
         limit: Bytes above which the first state found will do.
     """
     worst: Peak | None = None
-    late_turns = {name: [freed_late(turn) for turn in own] for name, own in turns.items()}
+    own = {name: [turn.events for turn in of_loop] for name, of_loop in turns.items()}
+    late = {name: [turn.late for turn in of_loop] for name, of_loop in turns.items()}
     for pool in device.pools(sum(found.held) + max((e.num_bytes for e in found.events), default=0)):
         for amount in found.held:
             pool.allocate(amount)
         # The second step finds the memory in pieces.
-        for events, inner in ((found.events, turns), (found.late, late_turns)):
+        for events, inner in ((found.events, own), (found.late, late)):
             peak = replay(events, pool, inner)
             worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst
             if limit is not None and worst.peak_bytes > limit:

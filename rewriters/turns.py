@@ -21,7 +21,7 @@ from rewriters.allocator import Exact
 from rewriters.barriers import Moments
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval, fit
-from rewriters.memory import Event, replay, schedule, together
+from rewriters.memory import Event, Turn, freed_late, most_taken, schedule, together
 from rewriters.scratch import Call, scratch_bytes, slid_over
 from rewriters.tiles import Phase, Region, covers, with_rows
 
@@ -47,11 +47,12 @@ def _kept(function: Callable[..., R]) -> Callable[..., R]:
 
 
 @_kept
-def loop_turns(phase: Phase, batch: int) -> list[list[Event]]:
-    """Schedules of turns that between them meet every border, in the order of the loop."""
+def loop_turns(phase: Phase, batch: int) -> list[Turn]:
+    """Turns that between them meet every border, in the order of the loop."""
     body = _Body(phase)
     marks = [sorted({0, count // 2, count - 1}) for count in phase.grid.spatial]
-    return [body.events(tile, batch) for tile in itertools.product(*marks)]
+    found = (body.events(tile, batch) for tile in itertools.product(*marks))
+    return [Turn(events, freed_late(events)) for events in found]
 
 
 @_kept
@@ -59,7 +60,7 @@ def phase_scratch(phase: Phase, batch: int) -> int:
     """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
     body = _Body(phase)  # Not kept: a search asks for hundreds of phases.
     tiles = {tuple(0 for _ in phase.grid.spatial), tuple(count // 2 for count in phase.grid.spatial)}
-    return max(replay(body.events(tile, batch), Exact()).peak_bytes for tile in tiles)
+    return max(most_taken(body.events(tile, batch), Exact()) for tile in tiles)
 
 
 class _Body:

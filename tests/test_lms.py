@@ -332,7 +332,7 @@ def test_an_update_that_a_swap_in_waits_for_does_not_wait_for_what_is_computed_f
     end = add("end", "AddV2", [reader, second])
     graph.outputs, graph.keep = [end.out()], [update]
     swaps = [Swap(first.out(), [SwapIn([reader, other], control)]), Swap(second.out(), [SwapIn([end], reader)])]
-    new, outs = insert_swaps(graph, swaps, HostTier(), 2)
+    new, outs = insert_swaps(Analysis(graph), swaps, HostTier(), 2)
     waited = ancestors([new.nodes["update"]])
     assert {out.name for out in outs} - {node.name for node in waited} == {"lms/second/swap_out"}
 

@@ -17,7 +17,7 @@ from rewriters.cost import Costs
 from rewriters.errors import NotTileableError
 from rewriters.graph import Node
 from rewriters.intervals import Interval
-from rewriters.memory import replay
+from rewriters.memory import most_taken
 from rewriters.registry import Kind
 from rewriters.rows import FEW_FLOPS, nearly_free
 from rewriters.turns import loop_turns
@@ -318,7 +318,7 @@ def test_the_heaviest_tile_is_as_light_as_can_be(weights, tiles, want):
 def test_the_first_tile_makes_the_rows_that_others_share_and_is_the_smaller_for_it():
     step = keras_step(vgg, (96, 22), steps=1)
     forward, backward = planned(step, rows(4)).phases
-    taken = [replay(turn, Exact()).peak_bytes for turn in loop_turns(backward, 2)]
+    taken = [most_taken(turn.events, Exact()) for turn in loop_turns(backward, 2)]
     assert max(taken) < 1.35 * min(taken)
     assert forward.cells[forward.writes[0]][0].size[0] < 24 / 4
 

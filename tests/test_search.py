@@ -260,3 +260,30 @@ def test_few_outlines_are_kept():
         segment = barriers.segment("segment1", barriers.fewest)
         predict(traced, [plan_segment(traced.analysis, segment, Grid(1, (2, 1)))])
     assert len(traced.outlines) == MOST_OUTLINES
+
+
+def chain_of_equal_blocks(depth, size=16):
+    image = x = keras.Input((size, size, 3), batch_size=1)
+    for _ in range(depth):
+        x = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
+    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
+
+    @tf.function
+    def step(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(images, training=True) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    step.model = model
+    return analyse(step.get_concrete_function(tf.TensorSpec((1, size, size, 3))))
+
+
+def test_a_chain_of_equal_blocks_is_cut_between_them():
+    traced = chain_of_equal_blocks(32, 48)
+    search = TileSearch(traced)
+    (found,) = search._chains
+    inner = [b - a for a, b in itertools.pairwise(found.bounds[1:-2])]
+    assert len(inner) > 3 and len(set(inner[:-1])) == 1, "as many blocks each, so that one is planned for all"
+    plan = search.cheapest(traced.fixed_bytes + (traced.plain.peak.peak_bytes - traced.fixed_bytes) * 2 // 5)
+    assert plan is not None and len(plan.plans) > 2, "a checkpoint here and there is enough"
+    assert plan.time_ratio < 1.6

@@ -54,7 +54,7 @@ def peaks(phase, batch=1):
     result = []
     for turn in loop_turns(phase, batch):
         held, alive, most = {}, 0, 0
-        for action, key, num_bytes, _ in turn:
+        for action, key, num_bytes, _ in turn.events:
             if action is Action.ALLOCATE:
                 held[key] = num_bytes
                 alive += num_bytes
@@ -107,7 +107,7 @@ def test_scratch_is_the_peak_of_a_corner_or_of_an_inner_tile(grid):
 def test_the_backward_turn_adds_to_a_whole_gradient_in_place():
     def added(*first):
         _, segment, (_, backward) = planned(*first, conv(activation="relu"), conv(activation="relu"))
-        turn = loop_turns(backward, 1)[4]
+        turn = loop_turns(backward, 1)[4].events
         adds = [event.name for event in turn if event.name.startswith("AddV2/")]
         return segment, [event for event in turn if event.name in adds], turn
 
@@ -128,7 +128,7 @@ def test_the_model_cuts_and_pads_where_the_emitted_loop_does(grid, kernel):
         graph = trace_phase(analysis, segment, phase)
         body = next(f for f in graph.as_graph_def().library.function if "body" in f.signature.name)
         emitted = [node.op for node in body.node_def]
-        turns = loop_turns(phase, 1)
+        turns = [turn.events for turn in loop_turns(phase, 1)]
         modelled = {e.name.split("/")[0] for turn in turns for e in turn if e.action is Action.RUN}
         assert ("PadV2" in emitted) == ("PadV2" in modelled)
         padded = {e.name for turn in turns for e in turn if e.name.startswith("PadV2/") and e.action is Action.RUN}

@@ -123,8 +123,11 @@ class Turns:
         self._turns: dict[Hashable, Turn] = {}
         self._caches: dict[Hashable, dict[Any, Any]] = {}
 
-    def program(self, segment: Segment, loop: Loop) -> int:
-        """A number for all loops that do the same."""
+    def programs(self, segment: Segment) -> list[int]:
+        """For each loop of a segment a number, the same for all loops that do the same."""
+        return [self._program(segment, loop) for loop in segment.loops]
+
+    def _program(self, segment: Segment, loop: Loop) -> int:
         key = loop_key(self.traced.analysis, segment.kinds, loop)
         return self._programs.setdefault(key, len(self._programs))
 
@@ -150,14 +153,17 @@ class Looped:
         turns: What is known of them.
         segment: The segment.
         halo: Where turns have the rows from that they share.
+        programs: A number for each loop, the same for those that do the same (`Turns.programs`).
     """
 
-    def __init__(self, turns: Turns, segment: Segment, halo: Halo = Halo.RECOMPUTE) -> None:
+    def __init__(
+        self, turns: Turns, segment: Segment, halo: Halo = Halo.RECOMPUTE, programs: Sequence[int] | None = None
+    ) -> None:
         self.segment = segment
         self.halo = halo
         self._turns = turns
         self._gatherer = (RowGatherer if halo is Halo.CARRY else Gatherer)(turns.traced.analysis, segment)
-        self._programs = [turns.program(segment, loop) for loop in segment.loops]
+        self._programs = turns.programs(segment) if programs is None else programs
 
     @functools.cached_property
     def grids(self) -> list[list[Grid]]:
@@ -213,13 +219,18 @@ class Way:
     Args:
         turns: What is known of loops.
         segment: With the checkpoints of this way.
+
+    Attributes:
+        least_bytes: What the step needs in small turns, or less, as far as known.
     """
 
     def __init__(self, turns: Turns, segment: Segment) -> None:
         self._traced = turns.traced
-        self._looped = {halo: Looped(turns, segment, halo) for halo in Halo}
+        programs = turns.programs(segment)
+        self._looped = {halo: Looped(turns, segment, halo, programs) for halo in Halo}
         self._sizes: dict[tuple[Halo, int], tuple[int, list[Grid]]] = {}
         self._smallest: Candidate | None = None
+        self.least_bytes = 0
 
     @functools.cached_property
     def least(self) -> float:
@@ -290,6 +301,7 @@ class Way:
         """Whether small turns do; a peak above `limit` need not be the worst, and is not kept."""
         if self._smallest is None:
             found = self._candidate(self._looped[Halo.RECOMPUTE], self._small, limit)
+            self.least_bytes = max(self.least_bytes, found.peak.peak_bytes)
             if found.peak.peak_bytes > limit:
                 return False
             self._smallest = found
@@ -322,7 +334,8 @@ class BarrierSearch:
         self._found: dict[Kept, Way] = {}
         inputs = sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
         self._held = traced.fixed_bytes + inputs
-        self._beside: int | None = None
+        # A first guess, as if operations ran whole.
+        self._beside = traced.plain.peak.peak_bytes - self._bytes(barriers.families[0][0])
 
     def _way(self, kept: Kept) -> Way:
         if kept not in self._found:
@@ -337,19 +350,18 @@ class BarrierSearch:
     def _first(self, family: Sequence[Kept], limit: int) -> int:
         """Position of the first way of which small turns fit; those after it keep less.
 
-        To see whether one fits takes its time. What one takes beside what waits the next takes, too, so every other
-        attempt is where that suggests; the rest is bisection.
+        To see whether one fits takes its time. What one takes beside what waits the next takes, too, within a few per
+        cent: every other attempt at most is where that does not suggest, in the middle.
         """
 
         def suggested(beside: int) -> int:
             return bisect.bisect_left(family, True, key=lambda kept: self._bytes(kept) + beside <= limit)
 
-        low, high, trusted = suggested(self._held) - 1, len(family), True
+        low, high, guided = suggested(self._held) - 1, len(family), True
         while high - low > 1:
-            guided = trusted and self._beside is not None
-            middle = min(max(suggested(self._beside or 0), low + 1), high - 1) if guided else (low + high) // 2
+            middle = min(max(suggested(self._beside), low + 1), high - 1) if guided else (low + high) // 2
             fits = self._fits(family[middle], limit)
-            trusted = fits or not guided
+            guided = fits or not guided
             low, high = (low, middle) if fits else (middle, high)
         return high
 
@@ -361,8 +373,7 @@ class BarrierSearch:
         """Whether small turns do."""
         way = self._way(kept)
         fits = way.fits(limit)
-        if fits:
-            self._beside = way.smallest.peak.peak_bytes - self._bytes(kept)
+        self._beside = way.least_bytes - self._bytes(kept)
         return fits
 
     def cheapest(self, limit: int) -> Candidate | None:

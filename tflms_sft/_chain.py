@@ -28,6 +28,11 @@ from tflms_sft._tilings import Choice, Known, Tiles, tilings
 MAX_CUTS = 8
 """Most places where a segment may end; in a longer network they are spread over what it keeps."""
 
+MOST_UNITED = 80
+"""Operations of a segment that goes past a cut. Where as many lie between two cuts already, what one tensor more takes
+that waits is little, and what longer halos take is much.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Path:
@@ -66,20 +71,23 @@ class Chain:
         # What nobody waits for, such as a convolution before its bias, would wait as the entry of a segment.
         inner = [cut for cut in inner if self._saved(component.cut_tensor(analysis, cut).node)] or inner
         kept = {cut: component.cut_tensor(analysis, cut).num_bytes(batch) for cut in inner}
-        # Of neighbours that keep the same amount the first and the last are enough: the last leaves more to recompute,
-        # the first less for rows to hand on.
-        inner = [
+        # Of neighbours that keep the same amount the first and the last are mostly enough: the last leaves more to
+        # recompute, the first less for rows to hand on. Not if all there is are blocks of the same size.
+        ends = [
             cut
             for i, cut in enumerate(inner)
             if 0 in (i, i + 1 - len(inner)) or not kept[inner[i - 1]] == kept[cut] == kept[inner[i + 1]]
         ]
-        around = [np.inf, *(kept[cut] for cut in inner), np.inf]
-        lows = [c for i, c in enumerate(inner) if around[i] >= kept[c] <= around[i + 2]]
+        around = [np.inf, *(kept[cut] for cut in ends), np.inf]
+        lows = [c for i, c in enumerate(ends) if around[i] >= kept[c] <= around[i + 2]]
         own = np.array([sum(t.num_bytes(batch) for t in self._saved(node)) for node in component.nodes])
         before = np.cumsum(own) - own
+        # Of as many blocks each, if these keep the same: what is known of one stretch is then known of all.
+        block = max(int(np.median(np.diff(before[inner]))), 1) if len(inner) > 1 else 1
+        most = -(-int(before[-1] + 1) // (MAX_CUTS * block)) * block
         stretches: dict[int, int] = {}
-        for cut in inner:
-            stretch = int(before[cut] * MAX_CUTS // (before[-1] + 1))
+        for cut in (*ends, *inner):
+            stretch = int(before[cut] // most)
             stretches[stretch] = min(stretches.get(stretch, cut), cut, key=kept.__getitem__)
         ranked = [*sorted(lows, key=kept.__getitem__), *sorted(stretches.values(), key=kept.__getitem__)]
         return [0, *(cut + 1 for cut in sorted(list(dict.fromkeys(ranked))[:MAX_CUTS])), size]
@@ -175,6 +183,8 @@ class Chain:
         """Ways to tile the blocks; none if they are no segment."""
         if (first, last) not in self._tiled:
             found: list[Tiles] = []
+            if last - first > MOST_UNITED and self.bounds.index(last) > self.bounds.index(first) + 1:
+                return found
             with contextlib.suppress(NotTileableError):
                 segment = try_segment(self.traced.analysis, self.component, range(first, last), set(), "candidate")
                 found = tilings(self.traced, segment, (first, last), self._known)

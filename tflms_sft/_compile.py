@@ -59,6 +59,7 @@ class Traced:
         rates: Of the machine.
         correction: What an earlier plan was measured to take, over what was predicted.
         outlines: Schedules of outlines, and names of their loops, by what the loops read and make.
+        prepared: Its graph as swaps are planned for it, by the bytes from which on results are large, and scopes.
     """
 
     concrete_fn: Any
@@ -71,6 +72,7 @@ class Traced:
     rates: Rates = NOMINAL
     correction: float = 1.0
     outlines: dict[Hashable, tuple[Schedule, dict[tuple[str, str], str]]] = dataclasses.field(default_factory=dict)
+    prepared: dict[Hashable, Analysis] = dataclasses.field(default_factory=dict)
 
     @property
     def fixed_bytes(self) -> int:

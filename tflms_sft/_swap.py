@@ -75,17 +75,21 @@ def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
     refused = no_room(tier, plan.swaps, batch)
     if refused:
         raise SwapError(refused)
-    new, outs = insert_swaps(analysis.graph, plan.swaps, tier, params.max_in_flight)
+    new, outs = insert_swaps(analysis, plan.swaps, tier, params.max_in_flight)
     # A swap-out to disk makes the number of a file, which the device may well have.
     away = frozenset(outs) if isinstance(tier, HostTier) else frozenset[Node]()
     return Swapped(new, plan.swaps, plan.left, tier, frozenset(outs), away)
 
 
 def prepared(traced: Traced, graph: Graph, params: LMSParams) -> Analysis:
-    """The graph as swaps are planned for it."""
+    """The graph as swaps are planned for it; without tiles that is what they were chosen by."""
     loops = [name for (_, phase), name in loop_nodes(graph).items() if phase == "backward"]
     scopes = (*params.optimizer_scopes, *(name.rpartition("/")[0] for name in loops))  # with what a loop begins with
-    return prepare(graph, params.min_bytes, traced.batch, scopes, traced.forward)
+    known = traced.prepared if graph is traced.analysis.graph else {}
+    key = params.min_bytes, scopes
+    if key not in known:
+        known[key] = prepare(graph, params.min_bytes, traced.batch, scopes, traced.forward)
+    return known[key]
 
 
 def make_tier(params: LMSParams) -> HostTier | DiskTier:

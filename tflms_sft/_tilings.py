@@ -7,7 +7,6 @@ is chosen in the end is planned itself, and modelled with the whole step.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 import math
@@ -27,6 +26,12 @@ MORE = 1.4
 
 PLANNED = 3
 """Of so many grids one is planned, where planning takes its time."""
+
+RISEN, FALLEN = 1.1, 0.95
+"""What a segment needs in some number of tiles, over the least in fewer, that is really more, or really less."""
+
+MORE_IN_VAIN = 8
+"""So many times the tiles without needing less, and halos are most of what a tile has: still more need no less."""
 
 FEW_OPERATIONS = 40
 """Operations of a segment of which every grid is planned."""
@@ -221,22 +226,20 @@ class Tiles:
         )
 
     def _fewest(self, budget: int) -> Grid | None:
-        """The fewest tiles that fit.
+        """The fewest tiles that fit; from few to many, as planning many takes its time.
 
         More tiles need less, but more rows save more borders: what both come to falls first and rises then.
         """
-
-        def may_fit(grid: Grid) -> bool:
-            return self._choice(grid).needs + self._exits <= budget
-
-        before = math.inf
-        for grid in self._grids[bisect.bisect_left(self._grids, True, key=may_fit) :]:
+        lowest, tiles = math.inf, 1
+        for grid in self._grids:
             choice = self._choice(grid)
-            if choice.waits + choice.needs <= budget:
+            total = choice.waits + choice.needs
+            if total <= budget:
                 return grid
-            if choice.waits + choice.needs >= before:
+            if choice.waits > budget or total > RISEN * lowest or grid.num_tiles > MORE_IN_VAIN * tiles:
                 return None
-            before = choice.waits + choice.needs
+            if total < FALLEN * lowest:
+                lowest, tiles = total, grid.num_tiles
         return None
 
     def _choice(self, grid: Grid) -> Choice:

@@ -52,7 +52,7 @@ class Swaps:
         """Predicted peak with the first `count` swaps; one above `limit` need not be the worst."""
         tier = HostTier() if self._on_host else Outline()
         swaps = self.planned(lb)[:count]
-        graph, outs = insert_swaps(self._analysis.graph, swaps, tier, self.params.max_in_flight)
+        graph, outs = insert_swaps(self._analysis, swaps, tier, self.params.max_in_flight)
         away: frozenset[Node] = frozenset(outs if self._on_host else ())
         return predict(self._traced, self._plans, limit, graph, away, frozenset(outs))[0]
 
