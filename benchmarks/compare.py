@@ -198,6 +198,7 @@ def draw(path: Path, title: str, chosen: Sequence[Way], found: dict[str, Figures
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     colours = {"TensorFlow": "0.35", "PyTorch": "C1"}
+    labels: dict[tuple[float, float], tuple[str, str]] = {}
     for way in chosen:
         own = found[way.title]
         if "memory_ratio" not in own:
@@ -206,7 +207,7 @@ def draw(path: Path, title: str, chosen: Sequence[Way], found: dict[str, Figures
         colour = "C0" if ours else colours[way.framework]
         point = own["memory_ratio"], own["time_ratio"]
         axes.plot(*point, "o" if ours else "s", color=colour, ms=9 if ours else 7)
-        axes.annotate(way.title, point, xytext=(8, 5), textcoords="offset points", color=colour, fontsize=9)
+        labels[point] = ("plain", "0.35") if point in labels else (way.title, colour)
     axes.axhline(1, color="0.8", lw=1, zorder=0)
     axes.axvline(1, color="0.8", lw=1, zorder=0)
     axes.set_xlim(left=0)
@@ -218,7 +219,27 @@ def draw(path: Path, title: str, chosen: Sequence[Way], found: dict[str, Figures
     if failed:
         text = "\n".join(line if len(line) < 110 else line[:107] + "..." for line in failed)
         figure.supxlabel(text, fontsize=8, color="0.35", x=0.02, ha="left")
+    _label(axes, labels)
     figure.savefig(path, dpi=110)
+
+
+def _label(axes: Any, labels: dict[tuple[float, float], tuple[str, str]]) -> None:
+    """Puts the name of each point (text, colour) beside it, where it is in nobody's way."""
+    figure = axes.figure
+    figure.draw_without_rendering()
+    taken = [axes.transData.transform(point) for point in labels]
+    boxes: list[Any] = []
+    for point, (text, colour) in labels.items():
+        for x, y in ((9, 6), (-9, 6), (9, -14), (-9, -14)):
+            options = {"color": colour, "fontsize": 9, "ha": "left" if x > 0 else "right"}
+            note = axes.annotate(text, point, xytext=(x, y), textcoords="offset points", **options)
+            box = note.get_window_extent(figure.canvas.get_renderer())
+            free = not any(box.overlaps(other) for other in boxes) and not any(box.contains(*at) for at in taken)
+            if free and axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1:
+                break
+            if (x, y) != (-9, -14):
+                note.remove()
+        boxes.append(box)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
