@@ -1,17 +1,23 @@
 """Rates of a machine: measured, kept, read."""
 
 import dataclasses
+import io
 import json
 import math
+import os
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import tensorflow as tf
 
 from rewriters.cost import NOMINAL
-from tflms_sft import _calibration
-from tflms_sft._calibration import VARIABLE, machine_rates, measured_rates
+from tflms_sft import _calibration, _measured_rates
+from tflms_sft._busy import Others
+from tflms_sft._calibration import VARIABLE, machine_rates
+from tflms_sft._measured_rates import measured_rates
 
 SLOW = dataclasses.replace(NOMINAL, fresh=1e9, unfolded={"Conv2DBackpropFilter": 3e9})
 
@@ -61,6 +67,67 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(cache, monkeypatch):
     assert machine_rates() == machine_rates() == SLOW and times == ["apart"]
 
 
+def aged(file, seconds):
+    os.utime(file, (time.time() - seconds,) * 2)
+
+
+def test_what_was_measured_on_a_busy_machine_is_measured_again_later(cache, monkeypatch):
+    folder, times = cache
+    told = []
+    monkeypatch.setattr(Others, "part", lambda self: 0.375)
+    assert machine_rates(told.append) == SLOW
+    assert "other processes kept 38% of the machine busy" in told[1] and len(told) == 2
+    (file,) = (folder / "tflms-sft").iterdir()
+    assert _calibration.busy_when_measured(file) == 0.38
+    for age, measured in ((0, 1), (_calibration.DOUBTED - 60, 1), (_calibration.DOUBTED + 60, 2)):
+        aged(file, age)
+        monkeypatch.setattr(_calibration, "_known", {})
+        assert machine_rates() == SLOW and len(times) == measured
+    monkeypatch.setattr(Others, "part", lambda self: 0.1)
+    aged(file, _calibration.DOUBTED + 60)
+    monkeypatch.setattr(_calibration, "_known", {})
+    assert machine_rates(told.append) == SLOW and len(times) == 3 and len(told) == 3, "nothing more to say"
+    aged(file, 10 * _calibration.DOUBTED)
+    monkeypatch.setattr(_calibration, "_known", {})
+    assert machine_rates() == SLOW and len(times) == 3, "measured while the machine was idle"
+
+
+def test_a_named_file_is_taken_as_it_is(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
+    monkeypatch.setattr(Others, "part", lambda self: 0.9)
+    machine_rates()
+    aged(tmp_path / "mine.json", 10 * _calibration.DOUBTED)
+    monkeypatch.setattr(_calibration, "_known", {})
+    assert machine_rates() == SLOW and cache[1] == ["apart"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="only Linux tells")
+def test_others_are_those_that_are_not_this_process():
+    def work(seconds):
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+
+    others = Others()
+    work(0.5)
+    own = others.part()
+    command = [sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"]
+    others = Others()
+    with subprocess.Popen(command) as another:
+        time.sleep(0.7)
+        beside = others.part()
+        another.wait()
+    cores = os.cpu_count()
+    assert beside > 0.3 / cores, "a process that has not ended yet"
+    assert own < beside or own > 0.5, "unless the machine is busy by itself"
+
+
+@pytest.mark.parametrize("text", ["", "cpu 1 2\n", "cpus 1 2 3 4 5 6 7 8 9\n"])
+def test_where_the_system_does_not_tell_nobody_else_is_busy(text, monkeypatch):
+    monkeypatch.setattr("builtins.open", lambda *args, **options: io.StringIO(text))
+    assert Others().part() == 0
+
+
 def test_a_file_of_rates_may_be_named(cache, monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
     assert machine_rates() == SLOW
@@ -94,8 +161,8 @@ def test_a_machine_is_measured_by_another_process(cache, monkeypatch):
 
 def test_rates_are_of_a_plausible_size(monkeypatch):
     """While a function is traced, as under `fit`; within a factor that any machine and load stays in."""
-    monkeypatch.setattr(_calibration, "MEDIUM", 2**20)
-    monkeypatch.setattr(_calibration, "LARGE", 3 * 2**20)
+    monkeypatch.setattr(_measured_rates, "MEDIUM", 2**20)
+    monkeypatch.setattr(_measured_rates, "LARGE", 3 * 2**20)
     found = []
 
     @tf.function(autograph=False)

@@ -170,7 +170,7 @@ def _tensorflow() -> Iterator[Line]:
 
 def _budget() -> Iterator[Line]:
     from rewriters import device
-    from tflms_sft._calibration import rates_path
+    from tflms_sft._calibration import BUSY, busy_when_measured, rates_path
     from tflms_sft._memory import free_device_memory
     from tflms_sft._params import PART_OF_FREE
 
@@ -180,6 +180,8 @@ def _budget() -> Iterator[Line]:
     path = rates_path()
     if path is None:
         yield Line(NOTE, "rates", "those of no machine in particular (TFLMS_SFT_RATES=nominal)")
+    elif (busy := busy_when_measured(path)) > BUSY:
+        yield Line(NOTE, "rates", f"kept in {path}; measured while others kept {busy:.0%} of the machine busy")
     else:
         yield Line(FINE, "rates", f"kept in {path}" if path.exists() else f"measured at the first plan, kept in {path}")
 
