@@ -159,8 +159,7 @@ class Costs:
         if work is None or work.call is None:
             return 0.0
         turns = 1 if phase is None else self._num_turns(phase)
-        part = 1.0 if phase is None or turns == 1 else _coverage(self.analysis, phase, node) / turns
-        call = _part_of(work.call, part)
+        call = work.call if phase is None or turns == 1 else self._in_a_turn(work.call, phase, node)
         return turns * self._windows(node, call) * idle_cores(node, call)
 
     def phase(self, phase: Phase) -> float:
@@ -194,20 +193,29 @@ class Costs:
         tensors = _tensors(node)
         whole = sum(t.num_bytes(self.batch) for t in tensors if t not in phase.regions and t not in rebuilt)
         part = _coverage(self.analysis, phase, node) / turns
-        return turns * self._seconds(node, work, part, max(work.images + work.whole - whole, 0), whole)
+        call = None if work.call is None else self._in_a_turn(work.call, phase, node)
+        images = max(work.images + work.whole - whole, 0)
+        return turns * self._seconds(node, dataclasses.replace(work, call=call), part, images, whole)
+
+    def _in_a_turn(self, call: Call, phase: Phase, node: Node) -> Call:
+        """What a kernel is called with in a turn of a loop: some of the images, and of each a tile."""
+        tiles = math.prod(phase.grid.spatial)
+        part = _coverage(self.analysis, phase, node) / tiles
+        images = -(-call.images * tiles // self._num_turns(phase))
+        return Call(images, *(max(round(part * pixels), 1) for pixels in (call.small, call.large)))
 
     def _num_turns(self, phase: Phase) -> int:
         return min(phase.grid.batch, self.batch) * math.prod(phase.grid.spatial)
 
     def _seconds(self, node: Node, work: _Work, part: float, images: int, whole: int) -> float:
-        """One call on a part of the images."""
+        """One call on a part of the images; the kernel is called with `work.call` then."""
         rates = self.rates
         seconds = rates.call + part * images / _rate(rates.touched, node.op)
         if not work.flops:
             return seconds + whole / _rate(rates.touched, node.op) + sum(self._fresh(part * size) for size in work.made)
         seconds += part * work.flops / _rate(rates.flops, node.op) + whole / rates.weights
         if work.call is not None:
-            seconds += self._windows(node, _part_of(work.call, part))
+            seconds += self._windows(node, work.call)
         return seconds + sum(self._fresh(part * size) for size in work.made)
 
     def _windows(self, node: Node, call: Call) -> float:
@@ -271,11 +279,6 @@ def _pairs(analysis: Analysis) -> dict[Node, Node]:
             by_gradient.setdefault(node.inputs[-1], []).append(node)
     couples = (zip(nodes[::2], nodes[1::2], strict=False) for nodes in by_gradient.values())
     return {first: second for found in couples for first, second in found}
-
-
-def _part_of(call: Call, part: float) -> Call:
-    """Of each image of a call."""
-    return Call(call.images, *(max(round(part * pixels), 1) for pixels in (call.small, call.large)))
 
 
 def _rate(rates: Mapping[str, float], op: str) -> float:

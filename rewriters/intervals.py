@@ -15,6 +15,9 @@ import numpy as np
 
 __all__: list[str] = []
 
+MOST_KEPT = 64
+"""Tiles of intervals that are kept: all that searches try, but not the finest ones, of which each takes kilobytes."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Interval:
@@ -71,7 +74,9 @@ class Interval:
         return Interval(lo, np.maximum(self.hi, lo + 1))
 
     def inside(self, extent: int) -> Interval:
-        """The part inside `[0, extent)`, or one row of it: the same object for the same rows."""
+        """The part inside `[0, extent)`, or one row of it: the same object for the same rows of not too many tiles."""
+        if self.lo.size > MOST_KEPT:
+            return self.clip(extent).nonempty(extent)
         assert self.lo.itemsize == self.hi.itemsize == np.int64().itemsize
         return _inside(*self.key, extent)
 

@@ -61,7 +61,7 @@ def hold_back(graph: Graph, analysis: Analysis) -> set[Node]:
         analysis: Of the graph without loops.
 
     Returns:
-        The operations of the update: their results go nowhere but into variables.
+        The operations of the update: their results go nowhere but into variables, or out of the step.
     """
     order = graph.topological()
     position = {node: index for index, node in enumerate(order)}

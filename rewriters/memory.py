@@ -244,7 +244,7 @@ def most_taken(events: Sequence[Event], pool: Pool) -> int:
 
 
 def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Sequence[Event]]] | None = None) -> Peak:
-    """The same for a whole step; whatever `pool` holds already stays.
+    """Take and give back memory as a whole step does, turns of loops included; whatever `pool` holds already stays.
 
     Args:
         events: What happens, in order.

@@ -67,6 +67,14 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(cache, monkeypatch):
     assert machine_rates() == machine_rates() == SLOW and times == ["apart"]
 
 
+def test_convolutions_of_volumes_have_rates_of_their_own_whatever_their_kernels_do(monkeypatch):
+    for unfolds in (False, True):
+        monkeypatch.setattr(_measured_rates.device, "unfolds_convolutions", lambda unfolds=unfolds: unfolds)
+        monkeypatch.setattr(_measured_rates, "_enough_images", lambda: 2)
+        flops, _, _ = _measured_rates._arithmetic({"": 1e10}, math.inf)
+        assert {"Conv3D", "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2"} <= set(flops)
+
+
 def aged(file, seconds):
     os.utime(file, (time.time() - seconds,) * 2)
 

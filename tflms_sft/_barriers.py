@@ -219,9 +219,6 @@ class Way:
     Args:
         turns: What is known of loops.
         segment: With the checkpoints of this way.
-
-    Attributes:
-        least_bytes: What the step needs in small turns, or less, as far as known.
     """
 
     def __init__(self, turns: Turns, segment: Segment) -> None:
@@ -230,7 +227,12 @@ class Way:
         self._looped = {halo: Looped(turns, segment, halo, programs) for halo in Halo}
         self._sizes: dict[tuple[Halo, int], tuple[int, list[Grid]]] = {}
         self._smallest: Candidate | None = None
-        self.least_bytes = 0
+        self._seen = 0
+
+    @property
+    def least_bytes(self) -> int:
+        """What the step needs in small turns, or less, as far as `fits` has looked."""
+        return self._seen if self._smallest is None else self._smallest.peak.peak_bytes
 
     @functools.cached_property
     def least(self) -> float:
@@ -301,7 +303,7 @@ class Way:
         """Whether small turns do; a peak above `limit` need not be the worst, and is not kept."""
         if self._smallest is None:
             found = self._candidate(self._looped[Halo.RECOMPUTE], self._small, limit)
-            self.least_bytes = max(self.least_bytes, found.peak.peak_bytes)
+            self._seen = max(self._seen, found.peak.peak_bytes)
             if found.peak.peak_bytes > limit:
                 return False
             self._smallest = found

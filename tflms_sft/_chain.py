@@ -29,8 +29,8 @@ MAX_CUTS = 8
 """Most places where a segment may end; in a longer network they are spread over what it keeps."""
 
 MOST_UNITED = 80
-"""Operations of a segment that goes past a cut. Where as many lie between two cuts already, what one tensor more takes
-that waits is little, and what longer halos take is much.
+"""Forward operations of a segment that goes past a cut. Where as many lie between two cuts already, what one more
+tensor takes that waits is little, and what longer halos take is much.
 """
 
 

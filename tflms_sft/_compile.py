@@ -71,8 +71,16 @@ class Traced:
     forward: Container[str] = ()
     rates: Rates = NOMINAL
     correction: float = 1.0
-    outlines: dict[Hashable, tuple[Schedule, dict[tuple[str, str], str]]] = dataclasses.field(default_factory=dict)
-    prepared: dict[Hashable, Analysis] = dataclasses.field(default_factory=dict)
+    outlines: dict[Hashable, tuple[Schedule, dict[tuple[str, str], str]]] = dataclasses.field(
+        init=False, default_factory=dict, repr=False
+    )
+    prepared: dict[Hashable, Analysis] = dataclasses.field(init=False, default_factory=dict, repr=False)
+
+    def go_by(self, rates: Rates) -> None:
+        """Take these rates, and forget the times that went by others."""
+        self.rates = rates
+        for name in ("costs", "seconds"):
+            self.__dict__.pop(name, None)
 
     @property
     def fixed_bytes(self) -> int:

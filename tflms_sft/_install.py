@@ -401,7 +401,7 @@ class Installation:
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as watch:
             for_tiles = self._params.tiles is not None
             analysed = analyse(traced, record, known[0] if known else None, for_tiles)
-            analysed.rates = self._rates()
+            analysed.go_by(self._rates())
             analysed.correction = self._corrections.get(self._corrected, 1.0)
             analysed.variables += self._beside(traced)
             importer, plan = rewrite_traced(analysed, self._params)

@@ -187,12 +187,13 @@ def _arithmetic(touched: dict[str, float], fresh: float) -> tuple[dict[str, floa
 def _pairs(images: int) -> Iterator[tuple[_Contraction, _Contraction]]:
     """Convolutions and their gradients, each with few channels on one side, and with many."""
     yield from zip(_convolutions(images, 16), _convolutions(images, 256), strict=True)
-    unfolding, direct = _many_volumes(), 1
-    for volumes in {unfolding: None, direct: None} if device.unfolds_convolutions() else {images: None}:
-        thins, thicks = _volumes(volumes, THIN), _volumes(volumes, THICK)
-        for thin, thick in zip(thins, thicks, strict=True):
+    if not device.unfolds_convolutions():
+        yield from zip(_volumes(images, THIN), _volumes(images, THICK), strict=True)
+        return
+    for volumes in dict.fromkeys((_many_volumes(), 1)):
+        for thin, thick in zip(_volumes(volumes, THIN), _volumes(volumes, THICK), strict=True):
             # Gradients of inputs unfold one volume, however many there are.
-            if thin.op == thick.op and (volumes == direct or "Filter" in thin.op):
+            if thin.op == thick.op and (volumes == 1 or "Filter" in thin.op):
                 yield thin, thick
 
 

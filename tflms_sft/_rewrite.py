@@ -292,7 +292,7 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
 def _compiled(concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen) -> RewrittenStep:
     """Analyse, plan and emit."""
     traced = analyse(concrete_fn, record, batch, chosen.tiles is not None)
-    traced.rates = machine_rates(_say) if chosen.has_budget else kept_rates()
+    traced.go_by(machine_rates(_say) if chosen.has_budget else kept_rates())
     if chosen.has_budget:
         require_batch(traced, batch)
     importer, plan = rewrite_traced(traced, chosen)

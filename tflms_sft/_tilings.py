@@ -233,13 +233,13 @@ class Tiles:
         lowest, tiles = math.inf, 1
         for grid in self._grids:
             choice = self._choice(grid)
-            total = choice.waits + choice.needs
-            if total <= budget:
+            if choice.waits + choice.needs <= budget:
                 return grid
-            if choice.waits > budget or total > RISEN * lowest or grid.num_tiles > MORE_IN_VAIN * tiles:
+            split = choice.waits + choice.needs - self._exits - self._gradients  # The rest is there in any case.
+            if choice.waits > budget or split > RISEN * lowest or grid.num_tiles > MORE_IN_VAIN * tiles:
                 return None
-            if total < FALLEN * lowest:
-                lowest, tiles = total, grid.num_tiles
+            if split < FALLEN * lowest:
+                lowest, tiles = split, grid.num_tiles
         return None
 
     def _choice(self, grid: Grid) -> Choice:

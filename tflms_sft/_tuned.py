@@ -29,7 +29,7 @@ def tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, bas
     with collector_paused():
         traced = analyse(concrete_fn, record, batch)
         traced.analysis.require_backward()
-        traced.rates = machine_rates()
+        traced.go_by(machine_rates())
         require_batch(traced, batch)
         budget = int(auto.resolved(traced.fixed_bytes).memory_budget)
         swap(traced, traced.analysis.graph, base)  # For its errors, before the search.

@@ -86,7 +86,7 @@ class Step:
             UsageError: For parameters that do not go with the model.
         """
         try:
-            self.traced.rates = machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: ")))
+            self.traced.go_by(machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: "))))
             with collector_paused():
                 return rewrite_traced(self.traced, chosen_of(params))[1]
         except ValueError as error:  # Such as tiles for axes that the images do not have.
