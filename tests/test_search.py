@@ -287,3 +287,16 @@ def test_a_chain_of_equal_blocks_is_cut_between_them():
     plan = search.cheapest(traced.fixed_bytes + (traced.plain.peak.peak_bytes - traced.fixed_bytes) * 2 // 5)
     assert plan is not None and len(plan.plans) > 2, "a checkpoint here and there is enough"
     assert plan.time_ratio < 1.6
+
+
+@pytest.mark.parametrize("taken", [lambda rows: 10**9, lambda rows: 10**9 + rows * 10**8])
+def test_tiles_that_save_nothing_are_not_taken(taken, monkeypatch):
+    """Where kernels take more for themselves than anything that is cut into tiles."""
+
+    def scratch(phase, batch):
+        return taken(64 // math.prod(phase.grid.spatial))
+
+    monkeypatch.setattr("tflms_sft._tiling.phase_scratch", scratch)
+    plan = tflms_sft.rewrite(step_of(32, 32, 1), tflms_sft.SFTParams(), tf.TensorSpec((1, 32, 32, 3))).plan
+    tiles = {math.prod(segment.num_tiles[-2:]) for segment in plan.segments}
+    assert tiles <= ({1} if taken(64) == taken(1) else set(range(32, 64)))

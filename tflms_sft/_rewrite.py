@@ -367,9 +367,11 @@ def chosen_of(params: Any) -> Chosen:
     tiles = [item for item in items if isinstance(item, (SFTParams, AutoParams))]
     swaps = [item for item in items if isinstance(item, LMSParams)]
     if not items or len(tiles) + len(swaps) < len(items) or len(tiles) > 1 or len(swaps) > 1:
+        budgets = [item for item in items if isinstance(item, (str, int))]
+        hint = f" For a budget: `AutoParams({budgets[0]!r})`." if budgets else ""
         raise TypeError(
             "`params` must be `SFTParams(...)`, `AutoParams(...)` or `LMSParams(...)`, or a list of one of the first "
-            f"two and the last. Received: params={params!r}."
+            f"two and the last. Received: params={params!r}.{hint}"
         )
     if tiles and swaps and items[0] is swaps[0]:
         raise ValueError(

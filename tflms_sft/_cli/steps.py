@@ -219,7 +219,10 @@ def _input_spec(model: Any, tensor: Any, shape: Shape | None, batch: int | None)
             )
         shape = own[1:]
     if len(shape) != len(own) - 1 or any(o not in (None, s) for o, s in zip(own[1:], shape, strict=True)):
-        raise UsageError(f"{what} is {_shown(own[1:])}. Received: --input-shape {','.join(map(str, shape))}.")
+        raise UsageError(
+            f"{what} is {_shown(own[1:])}. Received: --input-shape {','.join(map(str, shape))}. Give sizes that match, "
+            "or the model an input of free ones, such as keras.Input((None, None, 3))."
+        )
     return tf.TensorSpec((own[0] or batch or 1, *shape), tensor.dtype)
 
 
