@@ -27,11 +27,8 @@ MORE = 1.4
 PLANNED = 3
 """Of so many grids one is planned, where planning takes its time."""
 
-RISEN, FALLEN = 1.1, 0.95
-"""What a segment needs in some number of tiles, over the least in fewer, that is really more, or really less."""
-
-MORE_IN_VAIN = 8
-"""So many times the tiles without needing less, and halos are most of what a tile has: still more need no less."""
+RISEN = 1.1
+"""What tiles and the borders that they save need, over the least in fewer tiles, from which on more tiles need more."""
 
 FEW_OPERATIONS = 40
 """Operations of a segment of which every grid is planned."""
@@ -230,16 +227,15 @@ class Tiles:
 
         More tiles need less, but more rows save more borders: what both come to falls first and rises then.
         """
-        lowest, tiles = math.inf, 1
+        lowest = math.inf
         for grid in self._grids:
             choice = self._choice(grid)
             if choice.waits + choice.needs <= budget:
                 return grid
             split = choice.waits + choice.needs - self._exits - self._gradients  # The rest is there in any case.
-            if choice.waits > budget or split > RISEN * lowest or grid.num_tiles > MORE_IN_VAIN * tiles:
+            if choice.waits > budget or split > RISEN * lowest:
                 return None
-            if split < FALLEN * lowest:
-                lowest, tiles = split, grid.num_tiles
+            lowest = min(lowest, split)
         return None
 
     def _choice(self, grid: Grid) -> Choice:
