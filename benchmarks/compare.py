@@ -207,7 +207,7 @@ def draw(path: Path, title: str, chosen: Sequence[Way], found: dict[str, Figures
         colour = "C0" if ours else colours[way.framework]
         point = own["memory_ratio"], own["time_ratio"]
         axes.plot(*point, "o" if ours else "s", color=colour, ms=9 if ours else 7)
-        labels[point] = ("plain", "0.35") if point in labels else (way.title, colour)
+        labels[point] = (f"{labels[point][0]}; {way.title}", "0.35") if point in labels else (way.title, colour)
     axes.axhline(1, color="0.8", lw=1, zorder=0)
     axes.axvline(1, color="0.8", lw=1, zorder=0)
     axes.set_xlim(left=0)

@@ -65,7 +65,9 @@ def machine_rates(tell: Callable[[str], None] | None = None) -> Rates:
 def kept_rates() -> Rates:
     """The rates of this machine if they have been measured, for what nothing is chosen by; otherwise nominal ones."""
     path = rates_path()
-    return machine_rates() if path is not None and (str(path) in _known or path.exists()) else NOMINAL
+    if path is None:
+        return NOMINAL
+    return _known.get(str(path)) or _kept(path, os.environ.get(VARIABLE, ""), doubted=True) or NOMINAL
 
 
 def rates_path() -> Path | None:
@@ -76,12 +78,19 @@ def rates_path() -> Path | None:
     return Path(named) if named else _cache_directory() / f"rates-{_key()}.json"
 
 
-def _kept(path: Path, named: str) -> Rates | None:
-    """What is in a file; `None` if there is none, and if it is not one that a user has named."""
+def _kept(path: Path, named: str, doubted: bool = False) -> Rates | None:
+    """What is in a file; `None` if there is none, or nothing of use, and if it is time to measure doubted rates again.
+
+    Args:
+        path: The file.
+        named: How a user has named it, if so: then it is taken as it is, and has to be one of rates.
+        doubted: Whether rates will do that were measured on a busy machine some time ago.
+    """
     if path.exists():
         try:
             rates, busy = _read(path)
-            return rates if named or busy <= BUSY or time.time() < path.stat().st_mtime + DOUBTED else None
+            good = named or doubted or busy <= BUSY or time.time() < path.stat().st_mtime + DOUBTED
+            return rates if good else None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             if named:
                 raise ValueError(

@@ -26,7 +26,6 @@ NEARLY = 1.1
 """What a turn may take over what it takes in most tiles, where it takes more than wanted with any number of them."""
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """What a user says of the tiles of a segment; `None` is for the program to choose."""
