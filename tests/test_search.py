@@ -28,12 +28,12 @@ from tflms_sft._grids import auto_grids, fewest
 from tflms_sft._search import TileSearch
 
 
-def step_of(height, width, depth=3, filters=8, batch=1):
+def step_of(height, width, depth=3, filters=8, batch=1, pooled=True):
     image = x = keras.Input((height, width, 3), batch_size=batch)
     for _ in range(depth):
         for _ in range(2):
             x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
-        x = layers.MaxPool2D(2)(x)
+        x = layers.MaxPool2D(2)(x) if pooled else x
     model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
 
     @tf.function
@@ -262,31 +262,19 @@ def test_few_outlines_are_kept():
     assert len(traced.outlines) == MOST_OUTLINES
 
 
-def chain_of_equal_blocks(depth, size=16):
-    image = x = keras.Input((size, size, 3), batch_size=1)
-    for _ in range(depth):
-        x = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
-    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
-
-    @tf.function
-    def step(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
-
-    step.model = model
-    return analyse(step.get_concrete_function(tf.TensorSpec((1, size, size, 3))))
-
-
 def test_a_chain_of_equal_blocks_is_cut_between_them():
-    traced = chain_of_equal_blocks(32, 48)
+    step, images = step_of(48, 48, 16, pooled=False), np.random.default_rng(0).normal(size=(1, 48, 48, 3))
+    traced = analyse(step.get_concrete_function(tf.TensorSpec((1, 48, 48, 3))))
     search = TileSearch(traced)
     (found,) = search._chains
     inner = [b - a for a, b in itertools.pairwise(found.bounds[1:-2])]
     assert len(inner) > 3 and len(set(inner[:-1])) == 1, "as many blocks each, so that one is planned for all"
-    plan = search.cheapest(traced.fixed_bytes + (traced.plain.peak.peak_bytes - traced.fixed_bytes) * 2 // 5)
+    limit = traced.fixed_bytes + (traced.plain.peak.peak_bytes - traced.fixed_bytes) * 2 // 5
+    plan = search.cheapest(limit)
     assert plan is not None and len(plan.plans) > 2, "a checkpoint here and there is enough"
     assert plan.time_ratio < 1.6
+    same = tflms_sft.verify(step, (tf.constant(images, tf.float32),), AutoParams(limit, 0, swap=False))
+    assert same and len(same.plan.segments) > 2, same.summary()
 
 
 @pytest.mark.parametrize("taken", [lambda rows: 10**9, lambda rows: 10**9 + rows * 10**8])
