@@ -64,8 +64,8 @@ def _application(name: str, image_size: int, batch: int) -> Case:
 CASES = {
     case.name: case
     for case in (
-        _of("vgg16", 384, 1),
-        _of("darknet19", 704, 1),
+        _of("vgg16", 640, 1),
+        _of("darknet19", 1024, 1),
         _of("resnet50", 320, 4),
         _application("MobileNetV2", 256, 4),
         _application("DenseNet121", 224, 2),
