@@ -8,7 +8,7 @@ Details are attributes, set after construction.
 
 from __future__ import annotations
 
-__all__ = ["BudgetError", "RewriteError", "SegmentError", "SwapError"]
+__all__ = ["BudgetError", "RewriteError", "ScheduleError", "SegmentError", "SwapError"]
 
 
 class RewriteError(Exception):
@@ -21,6 +21,16 @@ class SegmentError(RewriteError):
 
 class SwapError(RewriteError):
     """Swapping as it was asked for cannot be done."""
+
+
+class ScheduleError(RewriteError):
+    """An order of stages on devices that never ends.
+
+    Attributes:
+        slots: Those that wait for each other (`rewriters.schedules.Slot`), one for each device of the circle.
+    """
+
+    slots: tuple
 
 
 class BudgetError(RewriteError):
