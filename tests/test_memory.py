@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from gradients import gradient_step, model_of
 from keras import layers
 
 import tflms_sft
@@ -163,16 +164,7 @@ def step_of(*layer_list):
     image = x = keras.Input((SIZE, SIZE, 8), name="photo")
     for layer in layer_list:
         x = layer(x)
-    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
-
-    @tf.function
-    def step(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
-
-    step.model = model
-    return step
+    return gradient_step(model_of(image, x))
 
 
 def blocks():

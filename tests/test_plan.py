@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from gradients import gradient_step
 from keras import layers
 
 import tflms_sft
@@ -33,16 +34,7 @@ def step():
     x = layers.MaxPool2D(2, name="pool")(x)
     x = layers.Conv2D(8, 3, padding="same", activation="relu", name="three")(x)
     x = layers.Conv2D(8, 3, padding="same", activation="relu", name="four")(x)
-    model = keras.Model(image, layers.GlobalAveragePooling2D(name="mean")(x))
-
-    @tf.function
-    def gradients(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
-
-    gradients.model = model
-    return gradients
+    return gradient_step(keras.Model(image, layers.GlobalAveragePooling2D(name="mean")(x)))
 
 
 @pytest.fixture(scope="module")
