@@ -121,8 +121,19 @@ def test_an_unknown_name_gets_the_nearest_ones(wrong, near, argument):
     with pytest.raises(SegmentError, match=f"`{argument}` names nothing") as error:
         rewritten(classifier(chain), SegmentSpec(**names))
     assert f"Received: {argument}={wrong!r}" in str(error.value)
-    offered = str(error.value).partition("Nearest:")[2]
-    assert near in offered and "/" not in offered  # Layers, not their operations.
+    offered = str(error.value).partition("Nearest:")[2].strip(" .").split(", ")
+    layer_names = ["photo", "first", "second", "pool", "head", "functional"]
+    assert near in offered and {*offered} <= {*map(repr, layer_names)}, "no operations"
+
+
+def test_an_operation_is_offered_where_its_name_was_nearly_written():
+    model = classifier(chain)
+    relu = next(o.name for o in step_of(model).get_concrete_function(*BATCH).graph.get_operations() if o.type == "Relu")
+    with pytest.raises(SegmentError, match=f"Nearest: .*'{relu}'"):
+        rewritten(model, SegmentSpec("photo", f"{relu}x"))
+    with pytest.raises(SegmentError) as error:
+        rewritten(model, SegmentSpec("photo", "inner/second"))
+    assert str(error.value).endswith("Nearest: 'second'.")
 
 
 def test_a_step_without_layers_offers_its_operations():

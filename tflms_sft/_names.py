@@ -18,7 +18,10 @@ import tensorflow as tf
 
 from rewriters.errors import SegmentError
 from rewriters.graph import Graph, Tensor
-from tflms_sft._text import nearest
+from tflms_sft._text import alike, nearest
+
+_NEARLY = 0.8
+"""How much a name with a scope has to be like that of an operation for one to be meant."""
 
 
 @dataclasses.dataclass
@@ -153,11 +156,14 @@ def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list
     tensor = lookup(graph, name)
     if tensor is not None:
         return [tensor]
-    otherwise = list(layers) or list(graph.nodes)
+    # Of the same level: whoever writes no scope means an operation that has none.
+    ops = [op for op in graph.nodes if ("/" in op) == ("/" in name)] or list(graph.nodes)
+    known = (list(layers), ops)
+    if "/" in name and alike(name, ops, _NEARLY):
+        known = (ops, list(layers))
     raise SegmentError(
         f"`{argument}` names nothing in the step: no layer, op or tensor. Received: {argument}={name!r}. "
-        # Operations of the same level: whoever writes no scope means a layer, or has none.
-        + nearest(name, [*layers, *(op for op in graph.nodes if ("/" in op) == ("/" in name))], otherwise)
+        + nearest(name, *known)
     )
 
 
