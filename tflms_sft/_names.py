@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ import tensorflow as tf
 
 from rewriters.errors import SegmentError
 from rewriters.graph import Graph, Tensor
+from rewriters.roles import gone_back_through
 from tflms_sft._text import alike, nearest
 
 _NEARLY = 0.8
@@ -63,6 +65,27 @@ class LayerRecord:
         for call in sorted(self.calls, key=lambda c: c.ops[0] - c.ops[1]):
             for name in names[call.ops[0] : call.ops[1]]:
                 self.layer_of_op[name] = call
+
+    def call_of(self, op: str) -> LayerCall | None:
+        """The innermost layer call that added an op, or through which autodiff went back when it did."""
+        if op in self.layer_of_op:
+            return self.layer_of_op[op]
+        path = gone_back_through(op)
+        while path:
+            if path in self._scopes:
+                return self._scopes[path]
+            path = path.rpartition("/")[0]
+        return None
+
+    @functools.cached_property
+    def _scopes(self) -> dict[str, LayerCall | None]:
+        """Calls by the names of ops and of the scopes that these lie in; `None` if there are several in one."""
+        found: dict[str, LayerCall | None] = dict(self.layer_of_op)
+        for name, call in self.layer_of_op.items():
+            scope = name.rpartition("/")[0]
+            if scope not in self.layer_of_op:
+                found[scope] = call if found.setdefault(scope, call) is call else None
+        return found
 
     def candidates(self, graph: Graph) -> dict[str, list[Tensor]]:
         """Tensors by name: layers and their numbered calls, and model inputs."""
