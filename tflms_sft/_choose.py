@@ -198,7 +198,10 @@ def _too_small(traced: Traced, params: AutoParams, search: Search) -> BudgetErro
     smallest = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
     corrected = ""
     if traced.correction != 1:
-        corrected = f" An earlier plan was measured to take {traced.correction:.2f} times what was predicted."
+        corrected = (
+            f" An earlier plan was measured to take {traced.correction:.2f} times what was predicted. "
+            + in_pieces(traced.correction, int(params.memory_budget), peak.peak_bytes)
+        )
     parts, name = takes_most(traced, plans, peak)
     layers = unsupported_layers(traced, search.left)
     stuck = f" Left as they are: {shortened(layers, MOST_NAMES)}." if layers else ""
@@ -212,6 +215,24 @@ def _too_small(traced: Traced, params: AutoParams, search: Search) -> BudgetErro
     error.smallest_bytes = smallest
     error.tensor = name
     return error
+
+
+def in_pieces(off: float, budget: int, least: int = 0) -> str:
+    """Why a step may take more than was predicted, and what to do.
+
+    Args:
+        off: What it was measured to take, over what was predicted.
+        budget: Bytes.
+        least: What is predicted of the plan that needs least, if that is known.
+    """
+    text = (
+        "In a process that has trained before, and be it a training that was interrupted, memory is in more pieces: "
+        "train in a fresh process"
+    )
+    if least * off > budget:
+        return f"{text}; no plan is so small that more `headroom` would do."
+    headroom = min(math.ceil((1 - 1 / off) * 100) / 100, 0.99)
+    return f"{text}, or leave more of the budget free, such as `headroom={headroom:g}`."
 
 
 def takes_most(traced: Traced, plans: list[SegmentPlan], peak: Peak) -> tuple[str, str]:
