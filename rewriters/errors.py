@@ -38,7 +38,8 @@ class BudgetError(RewriteError):
 
     Attributes:
         smallest_bytes: The smallest `peak_bytes` of any plan found.
-        tensor: Name of the largest tensor alive at that plan's worst moment.
+        tensor: The largest tensor alive at that plan's worst moment, by the layer that makes it; what kernels, or turns
+            of a loop, take for themselves then is in the message if it is more.
     """
 
     smallest_bytes: int

@@ -38,12 +38,14 @@ class Peak:
         at: Name of the op that runs then.
         largest: (name, bytes) of the biggest tensors alive, biggest first.
         timeline: (op name, bytes taken while it runs), in order.
+        own_bytes: Bytes that this op takes only while it runs: its kernel's own memory; of a loop, all of a turn.
     """
 
     peak_bytes: int
     at: str
     largest: tuple[tuple[str, int], ...]
     timeline: tuple[tuple[str, int], ...]
+    own_bytes: int
 
 
 class Action(enum.Enum):
@@ -243,6 +245,22 @@ def most_taken(events: Sequence[Event], pool: Pool) -> int:
     return most
 
 
+def worst_kernel(events: Sequence[Event]) -> tuple[int, str, int]:
+    """The worst moment of a turn: bytes of the turn, which op runs then, and bytes that its kernel takes for itself."""
+    held: dict[int, int] = {}
+    now = 0
+    worst = (0, "", 0)
+    for action, key, num_bytes, name in events:
+        if action is Action.ALLOCATE:
+            held[key] = num_bytes
+            now += num_bytes
+        elif action is Action.FREE:
+            now -= held.pop(key)
+        elif now + num_bytes > worst[0]:
+            worst = (now + num_bytes, name, num_bytes)
+    return worst
+
+
 def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Sequence[Event]]] | None = None) -> Peak:
     """Take and give back memory as a whole step does, turns of loops included; whatever `pool` holds already stays.
 
@@ -254,7 +272,7 @@ def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Seq
     allocate, give, inner = Action.ALLOCATE, Action.FREE, turns or {}
     held: dict[int, Any] = {}
     timeline: list[tuple[str, int]] = []
-    peak, worst, at = pool.in_use, 0, ""
+    peak, worst, at, own = pool.in_use, 0, "", 0
     for number, (action, key, num_bytes, name) in enumerate(events):
         if action is allocate:
             held[key] = pool.allocate(num_bytes)
@@ -262,6 +280,7 @@ def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Seq
         if action is give:
             pool.free(held.pop(key))
             continue
+        before = pool.in_use
         handle = pool.allocate(num_bytes)
         now = pool.in_use
         if name in inner:
@@ -269,8 +288,8 @@ def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Seq
         pool.free(handle)
         timeline.append((name, now))
         if now > peak:
-            peak, worst, at = now, number, name
-    return Peak(peak, at, _largest(events[:worst]), tuple(timeline))
+            peak, worst, at, own = now, number, name, now - before
+    return Peak(peak, at, _largest(events[:worst]), tuple(timeline), own)
 
 
 def freed_late(events: Sequence[Event], loops: Container[str] = ()) -> list[Event]:

@@ -38,6 +38,15 @@ def is_autodiff_name(name: str) -> bool:
     return bool(_SCOPE.search(f"{name}/"))
 
 
+def gone_back_through(name: str) -> str:
+    """Path of the forward operation, or of its scope, that autodiff made an op for; empty if the name does not tell.
+
+    It names what it makes after that. Only reports go by it.
+    """
+    *_, last = [None, *_SCOPE.finditer(name)]
+    return "" if last is None else name[last.end() :].rpartition("/")[0].removesuffix("_grad")
+
+
 def in_scope(name: str, scope: str) -> bool:
     """Whether an operation lies in a name scope, at any depth, or has that name."""
     return f"/{name}/".find(f"/{scope.strip('/')}/") >= 0

@@ -21,7 +21,7 @@ from rewriters.allocator import Exact
 from rewriters.barriers import Moments
 from rewriters.graph import Node, Tensor
 from rewriters.intervals import Interval, fit
-from rewriters.memory import Event, Turn, freed_late, most_taken, schedule, together
+from rewriters.memory import Event, Turn, freed_late, most_taken, schedule, together, worst_kernel
 from rewriters.scratch import Call, scratch_bytes, slid_over
 from rewriters.tiles import Phase, Region, covers, with_rows
 
@@ -61,6 +61,14 @@ def phase_scratch(phase: Phase, batch: int) -> int:
     body = _Body(phase)  # Not kept: a search asks for hundreds of phases.
     tiles = {tuple(0 for _ in phase.grid.spatial), tuple(count // 2 for count in phase.grid.spatial)}
     return max(most_taken(body.events(tile, batch), Exact()) for tile in tiles)
+
+
+@_kept
+def kernel_at_worst(phase: Phase, batch: int) -> tuple[str, int]:
+    """Which op of a loop's body runs when a turn takes most, and bytes that its kernel takes for itself then."""
+    turns = loop_turns(phase, batch)
+    _, name, own = max(worst_kernel(events) for turn in turns for events in (turn.events, turn.late))
+    return name, own
 
 
 class _Body:

@@ -11,6 +11,7 @@ os.environ.setdefault("TFLMS_SFT_RATES", "nominal")
 import keras
 import pytest
 import tensorflow as tf
+from long_tests import mark_long
 
 from rewriters import scratch
 from tflms_sft import _progress
@@ -26,17 +27,13 @@ scratch.L3_BYTES, scratch.last_level_cache = 0, lambda: 0
 tf.config.experimental.enable_tensor_float_32_execution(False)
 
 
-LONG = pathlib.Path(__file__).with_name("long.txt")
-"""Names of tests that take long and have shorter ones beside them: only `make test-all` runs them."""
+LONG = pathlib.Path(__file__).resolve().with_name("long.txt")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Marks the long ones as slow, before those are left out."""
-    long = set(LONG.read_text(encoding="utf-8").splitlines())
-    for item in items:
-        if f"tests/{item.nodeid.rpartition('tests/')[2]}" in long:
-            item.add_marker("slow")
+def pytest_collection_modifyitems(session, items):
+    """Before slow ones are left out."""
+    mark_long(session, items, LONG)
 
 
 def pytest_runtest_setup(item):

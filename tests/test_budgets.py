@@ -9,6 +9,7 @@ import fuzz
 import keras
 import pytest
 import tensorflow as tf
+from gradients import gradient_step, model_of
 from keras import layers
 
 from rewriters import ft
@@ -90,13 +91,7 @@ def normed(*, residual):
         y = layers.ReLU()(layers.BatchNormalization()(y))
         x = layers.Add()([x, y]) if residual and x.shape[-1] == filters else y
     model = keras.Model(image, layers.Dense(4)(layers.GlobalAveragePooling2D()(x)))
-
-    @tf.function(input_signature=[tf.TensorSpec((2, 64, 64, 3))])
-    def step(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
-
+    step = gradient_step(model, tf.TensorSpec((2, 64, 64, 3)))
     return analyse(step.get_concrete_function())
 
 
@@ -133,7 +128,7 @@ def few(*filters):
         x = layers.Conv2D(channels, 3, padding="same", activation="relu", name=f"conv{number}")(x)
         if number % 2:
             x = layers.MaxPooling2D(2)(x)
-    return keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
+    return model_of(image, x)
 
 
 def forward(*filters):
@@ -145,14 +140,7 @@ def forward(*filters):
 
 def small(*filters):
     """A step of them."""
-    model = few(*filters)
-
-    @tf.function(input_signature=[tf.TensorSpec((1, 40, 24, 3))])
-    def step(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
-
+    step = gradient_step(few(*filters), tf.TensorSpec((1, 40, 24, 3)))
     return analyse(step.get_concrete_function())
 
 

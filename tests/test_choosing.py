@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 
 import keras
 import numpy as np
@@ -13,7 +14,7 @@ import tflms_sft
 from rewriters import device
 from rewriters.cost import DIRECT, NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
-from tflms_sft._choose import TOGETHER
+from tflms_sft._choose import TOGETHER, in_pieces
 from tflms_sft._memory import free_memory
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
@@ -239,6 +240,13 @@ def test_fit_under_a_budget_gives_the_same_training(body, part, capfd):
     assert callback.plan.swaps and "because" in capfd.readouterr().out
     for a, b in zip(*(model.variables for model in models), strict=True):
         assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("off", [1.12, 39 / 28, 2.0, 45.0])
+def test_the_headroom_that_an_error_names_makes_up_for_what_was_measured(off):
+    (headroom,) = re.findall("`headroom=([0-9.]+)`", in_pieces(off, 1000, int(1000 / off)))
+    assert off * (1 - float(headroom)) <= 1 < off * (1 - float(headroom) + 0.02) and float(headroom) < 1
+    assert "no plan is so small that more `headroom` would do" in in_pieces(off, 1000, int(1000 / off) + 2)
 
 
 # Tuned --------------------------------------------------------------------------------------------------------

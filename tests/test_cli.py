@@ -230,7 +230,12 @@ def test_wrong_arguments(cli, arguments, text):
     [
         ([], "the following arguments are required: COMMAND"),
         (["plan", "zoo:flat"], "one of the arguments --budget --num-tiles is required"),
-        (["plan", "zoo:flat", "--budget", "0"], "`--budget` must be at least one byte"),
+        (["plan", "zoo:flat", "--budget", "0B"], "`--budget` must be at least one byte"),
+        (["plan", "zoo:flat", "--budget", "5"], "argument --budget: a size needs a unit, such as --budget 5GiB or"),
+        (["max-input", "zoo:build", "--budget", "5"], "(bytes: --budget 5B). Received: '5'"),
+        (["max-batch", "zoo:flat", "--budget", "5"], "(bytes: --budget 5B). Received: '5'"),
+        (["run", "--budget", "5", "train.py"], "(bytes: --budget 5B). Received: '5'"),
+        (["plan", "zoo:flat", "--budget", "0.5"], "must be a positive number followed by one of B, kB"),
         (["plan", "zoo:flat", "--budget", "8GiBs"], "must be a positive number followed by one of B, kB"),
         (["plan", "zoo:flat", "--num-tiles", "4,0"], "expected whole numbers from 1 up"),
         (["plan", "zoo:flat", "--num-tiles", "hieght=4"], "--num-tiles names unknown axes ['hieght']"),
@@ -255,7 +260,7 @@ def test_a_budget_that_cannot_be_met(cli):
     assert error["type"] == "BudgetError" and f"needs {error['smallest_bytes'] / 1024:.0f} KiB" in error["message"]
     assert "error: --budget is too small for this step. Received: --budget 20 KiB" in err and "Traceback" not in err
     smallest = error["smallest_bytes"]
-    assert cli(*arguments[:5], smallest)[0] == 0
+    assert cli(*arguments[:5], f"{smallest}B")[0] == 0
 
 
 def test_ctrl_c(cli, monkeypatch):

@@ -5,6 +5,7 @@ import itertools
 import keras
 import pytest
 import tensorflow as tf
+from gradients import gradient_step
 from keras import layers
 
 from rewriters import ft
@@ -15,13 +16,7 @@ from rewriters.normalise import read
 def analysed(body, size=32, channels=3):
     image = keras.Input((size, size, channels))
     model = keras.Model(image, layers.GlobalAveragePooling2D()(body(image)))
-
-    @tf.function
-    def step(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
-
+    step = gradient_step(model)
     return Analysis(read(step.get_concrete_function(tf.TensorSpec((1, size, size, channels)))))
 
 

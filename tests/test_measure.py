@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from gradients import gradient_step, model_of
 from keras import layers
 
 import tflms_sft
@@ -19,18 +20,7 @@ def net(size=SIZE):
     image = x = keras.Input((size, size, 8))
     for _ in range(4):
         x = layers.DepthwiseConv2D(3, padding="same", activation="relu")(x)
-    return keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
-
-
-def gradients(model):
-    @tf.function
-    def step(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
-
-    step.model = model
-    return step
+    return model_of(image, x)
 
 
 IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float32")
@@ -44,7 +34,7 @@ def records(monkeypatch):
 
 @pytest.mark.usefixtures("records")
 def test_the_peak_lies_between_the_activations_and_a_few_times_that():
-    step = gradients(net())
+    step = gradient_step(net())
     found = tflms_sft.measure(step, IMAGES)
     activations = 4 * IMAGES.nbytes  # What the backward pass needs of four layers.
     variables = sum(4 * int(tf.size(v)) for v in step.model.variables)
@@ -54,7 +44,7 @@ def test_the_peak_lies_between_the_activations_and_a_few_times_that():
 
 @pytest.mark.usefixtures("records")
 def test_the_timeline_rises_to_the_peak_and_ends_low():
-    found = tflms_sft.measure(gradients(net()), IMAGES)
+    found = tflms_sft.measure(gradient_step(net()), IMAGES)
     (line,) = found.timelines
     times, alive = zip(*line.points, strict=True)
     assert times[0] == 0 and list(times) == sorted(times) and times[-1] > 0
@@ -64,7 +54,7 @@ def test_the_timeline_rises_to_the_peak_and_ends_low():
 
 def test_timelines_tell_what_the_allocator_tells():
     """Both are of runs of the same step; its order varies a little."""
-    step = gradients(net())
+    step = gradient_step(net())
     found = tflms_sft.measure(step, IMAGES, timelines=True)
     (line,) = found.timelines
     assert line.device == "CPU:0" and abs(line.peak_bytes - found.peak_bytes) < 0.25 * found.peak_bytes
@@ -75,7 +65,7 @@ def test_timelines_tell_what_the_allocator_tells():
 def test_what_is_read_from_disk_is_in_the_timeline(tmp_path):
     """No allocator knows of it."""
     params = tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=IMAGES.nbytes)
-    fast = tflms_sft.rewrite(gradients(net()), params, IMAGES)
+    fast = tflms_sft.rewrite(gradient_step(net()), params, IMAGES)
     found = tflms_sft.measure(fast, IMAGES, timelines=True)
     assert fast.plan.measured is found
     (line,) = found.timelines
@@ -86,14 +76,14 @@ def test_what_is_read_from_disk_is_in_the_timeline(tmp_path):
 
 @pytest.mark.usefixtures("records")
 def test_the_rewritten_step_needs_less():
-    step = gradients(net())
+    step = gradient_step(net())
     plain = tflms_sft.measure(step, IMAGES).peak_bytes
     fast = tflms_sft.rewrite(step, SFTParams((4, 4)), IMAGES)
     assert tflms_sft.measure(fast, IMAGES).peak_bytes - IMAGES.nbytes < 0.6 * (plain - IMAGES.nbytes)
 
 
 def test_all_ways_to_hand_a_step_over_give_about_the_same():
-    step = gradients(net())
+    step = gradient_step(net())
     by_function = tflms_sft.measure(step, IMAGES).peak_bytes
     by_keyword = tflms_sft.measure(step, images=IMAGES).peak_bytes
     by_concrete = tflms_sft.measure(step.get_concrete_function(IMAGES), tf.constant(IMAGES)).peak_bytes

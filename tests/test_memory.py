@@ -4,13 +4,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from gradients import gradient_step, model_of
 from keras import layers
 
 import tflms_sft
 from rewriters import device
 from rewriters.allocator import Exact
 from rewriters.graph import Node
-from rewriters.memory import Action, Event, freed_late, replay, schedule, together
+from rewriters.memory import Action, Event, freed_late, replay, schedule, together, worst_kernel
 from tflms_sft import AutoParams, SFTParams
 
 KB = 1000
@@ -139,7 +140,19 @@ def test_scratch_counts_while_its_op_runs():
     c = op("c", "Conv2D", b)
     found = peak(a, b, c, scratch={b.node: 5 * KB})
     assert [alive for _, alive in found.timeline] == [KB, 7 * KB, 2 * KB]
-    assert (found.peak_bytes, found.at) == (7 * KB, "b")
+    assert (found.peak_bytes, found.at, found.own_bytes) == (7 * KB, "b", 5 * KB)
+
+
+def test_a_turn_is_what_its_loop_takes_for_itself_and_its_worst_kernel_is_known():
+    a = op("a", "Conv2D")
+    b = op("b", "Conv2D", a)
+    c = op("c", "Conv2D", b, size=3 * KB)
+    nodes = [a.node, b.node, c.node]
+    turn = schedule(nodes, lambda tensor: tensor.num_bytes(), {b.node: 5 * KB, c.node: KB})
+    found = replay(schedule(nodes, lambda tensor: tensor.num_bytes(), {}), Exact(), {"b": [turn, turn]})
+    assert (found.peak_bytes, found.at, found.own_bytes) == (9 * KB, "b", 7 * KB)
+    assert worst_kernel(turn) == (7 * KB, "b", 5 * KB)
+    assert worst_kernel([]) == (0, "", 0)
 
 
 def test_kept_outputs_stay_and_fixed_bytes_are_always_there():
@@ -181,16 +194,7 @@ def step_of(*layer_list):
     image = x = keras.Input((SIZE, SIZE, 8), name="photo")
     for layer in layer_list:
         x = layer(x)
-    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
-
-    @tf.function
-    def step(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
-
-    step.model = model
-    return step
+    return gradient_step(model_of(image, x))
 
 
 def blocks():

@@ -121,8 +121,19 @@ def test_an_unknown_name_gets_the_nearest_ones(wrong, near, argument):
     with pytest.raises(SegmentError, match=f"`{argument}` names nothing") as error:
         rewritten(classifier(chain), SegmentSpec(**names))
     assert f"Received: {argument}={wrong!r}" in str(error.value)
-    offered = str(error.value).partition("Nearest:")[2]
-    assert near in offered and "/" not in offered  # Layers, not their operations.
+    offered = str(error.value).partition("Nearest:")[2].strip(" .").split(", ")
+    layer_names = ["photo", "first", "second", "pool", "head", "functional"]
+    assert near in offered and {*offered} <= {*map(repr, layer_names)}, "no operations"
+
+
+def test_an_operation_is_offered_where_its_name_was_nearly_written():
+    model = classifier(chain)
+    relu = next(o.name for o in step_of(model).get_concrete_function(*BATCH).graph.get_operations() if o.type == "Relu")
+    with pytest.raises(SegmentError, match=f"Nearest: .*'{relu}'"):
+        rewritten(model, SegmentSpec("photo", f"{relu}x"))
+    with pytest.raises(SegmentError) as error:
+        rewritten(model, SegmentSpec("photo", "inner/second"))
+    assert str(error.value).endswith("Nearest: 'second'.")
 
 
 def test_a_step_without_layers_offers_its_operations():
@@ -217,6 +228,43 @@ def test_every_displayed_name_resolves_to_its_tensor():
     for tensor, name in shown.items():
         assert resolve(name, "entry", graph, record) == [tensor]
     assert lookup(graph, "no_such") is None
+
+
+def test_ops_of_autodiff_belong_to_the_layer_whose_gradient_they_are():
+    """The one that was called: of a layer inside of a model, and of each call of a layer that is called twice."""
+
+    def body(x):
+        twice = conv("conv")
+        return nested(twice(conv("between")(twice(x))))
+
+    step = step_of(classifier(body))
+    with recorded_layers() as record:
+        concrete_fn = step.get_concrete_function(*BATCH)
+    record.finish(concrete_fn.graph)
+    found = {}
+    for operation in concrete_fn.graph.get_operations():
+        call = record.call_of(operation.name)
+        found.setdefault(operation.type, []).append(None if call is None else call.layer)
+    convolutions = ["conv", "between", "conv", "outer", "inner", "deep"]
+    assert found["Conv2D"] == convolutions and found["BiasAddGrad"][0] == "head"
+    for gradient in ("Conv2DBackpropFilter", "ReluGrad"):
+        assert found[gradient] == convolutions[::-1]
+    assert record.call_of("gradient_tape/elsewhere/conv/Mul") is None and record.call_of("conv") is None
+
+
+def test_ops_of_gradients_that_functions_of_tensorflow_made_belong_to_layers_too():
+    model = classifier(chain)
+
+    @tf.function
+    def step(images):
+        loss = tf.reduce_sum(model(images, training=True) ** 2)
+        return tf.gradients(loss, [variable.value for variable in model.trainable_variables])
+
+    with recorded_layers() as record:
+        traced = step.get_concrete_function(BATCH[0]).graph
+    record.finish(traced)
+    filters = [operation.name for operation in traced.get_operations() if operation.type == "Conv2DBackpropFilter"]
+    assert [record.call_of(name).layer for name in filters] == ["second", "first"]
 
 
 def test_watching_layers_ends_with_the_trace():

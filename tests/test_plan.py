@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from gradients import gradient_step
 from keras import layers
 
 import tflms_sft
@@ -33,16 +34,7 @@ def step():
     x = layers.MaxPool2D(2, name="pool")(x)
     x = layers.Conv2D(8, 3, padding="same", activation="relu", name="three")(x)
     x = layers.Conv2D(8, 3, padding="same", activation="relu", name="four")(x)
-    model = keras.Model(image, layers.GlobalAveragePooling2D(name="mean")(x))
-
-    @tf.function
-    def gradients(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
-
-    gradients.model = model
-    return gradients
+    return gradient_step(keras.Model(image, layers.GlobalAveragePooling2D(name="mean")(x)))
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +182,8 @@ def test_the_picture_is_a_png_and_a_figure(plan, tmp_path, measured):
     expected = ["original, peak", "rewritten, peak", *(["rewritten, measured peak 1.00"] if measured else []), "budget"]
     assert len(labels) == len(expected) and all(map(str.startswith, labels, expected))
     found = [text.get_text() for text in bars.texts]
-    name, size = plan.predicted.largest[0]
+    name, size = plan.predicted.own[0]
+    assert size > plan.predicted.largest[0][1], "a turn"
     assert len(found) == 5 and found[0].strip() == f"{format_bytes(size)}  {name}"
 
 
@@ -228,9 +221,9 @@ def test_what_was_measured_is_drawn_beside_what_was_predicted(step, tmp_path):
     assert all(0 <= begin < end <= line.points[-1][0] for _, begin, end in line.loops)
     figure = fast.plan.plot(tmp_path / "plan.png", before)
     predicted, below, measured, below_measured = figure.axes
-    for bars, found in ((below, fast.plan.predicted), (below_measured, line)):
+    for bars, largest in ((below, fast.plan.predicted.own), (below_measured, line.largest)):
         assert bars.get_title(loc="left") == "largest at the peak of the rewritten step"
-        assert readable(found.largest[0][0])[-20:] in bars.texts[0].get_text()
+        assert readable(largest[0][0])[-20:] in bars.texts[0].get_text()
     assert [name for name, *_ in shaded(measured)] == [name for name, *_ in shaded(predicted)] == ["segment1"] * 2
     lines = {line.get_label().split(",")[0]: line for line in measured.get_lines()}
     for found, label in ((before, "original"), (after, "rewritten")):

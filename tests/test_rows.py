@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import TOLERANCE, Cut, differing, error, find, keras_step, model_step, plan, rewrite
+from gradients import gradient_step, model_of
 from keras import layers
 from nets import NORMALISED, PLAIN, cell, conv, dense_block, dilated, enlarged, masked, separable, unet, vgg
 
@@ -410,16 +411,7 @@ def conv_pair(height, width=24, channels=8):
     x = image = keras.Input((height, width, channels), batch_size=1)
     for name in ("first", "second"):
         x = layers.ReLU(name=f"{name}_relu")(layers.Conv2D(channels, 3, padding="same", use_bias=False, name=name)(x))
-    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
-
-    @tf.function(input_signature=[tf.TensorSpec(image.shape)])
-    def step(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return tape.gradient(loss, model.trainable_variables)
-
-    step.model = model
-    return step
+    return gradient_step(model_of(image, x), tf.TensorSpec(image.shape))
 
 
 def segment_of(step, number, halo):

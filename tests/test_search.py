@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from equivalence import keras_step
+from gradients import gradient_step, model_of
 from keras import layers
 from nets import chain
 
@@ -34,16 +35,7 @@ def step_of(height, width, depth=3, filters=8, batch=1, pooled=True):
         for _ in range(2):
             x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
         x = layers.MaxPool2D(2)(x) if pooled else x
-    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
-
-    @tf.function
-    def step(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
-
-    step.model = model
-    return step
+    return gradient_step(model_of(image, x))
 
 
 def segment_of(height, width):
@@ -158,13 +150,7 @@ def test_pixels_that_were_made_images_are_not_stored():
     image = x = keras.Input((48, 40, 3))
     for _ in range(4):
         x = layers.Conv2D(8, 3, dilation_rate=2, padding="same", activation="silu")(x)
-    model = keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(x)))
-
-    @tf.function(input_signature=[tf.TensorSpec((None, 48, 40, 3))])
-    def step(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
+    step = gradient_step(model_of(image, x), tf.TensorSpec((None, 48, 40, 3)))
 
     images = np.random.default_rng(0).normal(size=(4, 48, 40, 3)).astype("float32")
     want = step(images)

@@ -3,6 +3,7 @@
 import keras
 import pytest
 import tensorflow as tf
+from gradients import gradient_step
 from keras import layers
 
 from rewriters import turns
@@ -29,13 +30,7 @@ def planned(*body, grid=(4, 4), size=64, batch=1, channels=8, batch_tiles=1):
     for layer in body:
         x = layer(x)
     model = keras.Model(image, layers.GlobalAveragePooling2D()(x))
-
-    @tf.function
-    def step(images):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(images, training=True) ** 2)
-        return loss, tape.gradient(loss, model.trainable_variables)
-
+    step = gradient_step(model)
     analysis = Analysis(read(step.get_concrete_function(tf.TensorSpec((batch, size, size, channels)))))
     ops = {n for n in analysis.order if n.op in FORWARD and n not in analysis.backward}
     segment = build_segment(analysis, "segment1", ops, set())

@@ -219,6 +219,51 @@ def test_wrong_arguments_are_refused(arguments, options, error, text):
         verify(net(), *arguments, **options)
 
 
+def test_a_batch_without_targets_is_refused_before_and_after_keras_has_seen_targets():
+    model = net()
+    for batch in (X[:4], (X[:4],), (X[:4], None)):
+        with pytest.raises(ValueError, match="`batch` must be .images, targets., .* Received: images alone,") as e:
+            verify(model, batch, TILES)
+        assert str(e.value).endswith(f"raised {type(e.value.__cause__).__name__}: {e.value.__cause__}")
+    assert verify(model, BATCH, TILES)
+    with pytest.raises(ValueError, match="`batch` must be .images, targets., .* Received: images alone,"):
+        verify(model, X[:4], TILES)
+
+
+def classifier(*last, **compiled):
+    image = keras.Input((24, 24, 3))
+    x = layers.Conv2D(4, 3, activation="relu")(layers.Conv2D(4, 3, activation="relu")(image))
+    x = layers.Dense(3)(layers.GlobalAveragePooling2D()(x))
+    for layer in last:
+        x = layer(x)
+    model = keras.Model(image, x)
+    model.compile("sgd", **{"jit_compile": False, **compiled})
+    return model
+
+
+@pytest.mark.parametrize("batch", [X[:4].astype("float32"), BATCH], ids=["images alone", "with targets"])
+def test_a_model_without_a_loss_is_refused(batch):
+    with pytest.raises(tflms_sft.RewriteError, match="is compiled without a loss, .* Compile it with `loss=`"):
+        verify(classifier(), batch, TILES)
+
+
+def test_images_alone_are_enough_where_a_step_needs_no_targets():
+    """The model's own loss, or one that a layer adds; metrics need them all the same."""
+
+    class OfOutputs(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return tf.reduce_mean(y_pred**2)
+
+    model = classifier()
+    model = OfOutputs(model.inputs, model.outputs)
+    model.compile("sgd", jit_compile=False)
+    assert verify(model, X[:4].astype("float32"), TILES)
+    assert verify(classifier(layers.ActivityRegularization(l2=1.0)), X[:4].astype("float32"), TILES)
+    model.compile("sgd", metrics=["mae"], jit_compile=False)
+    with pytest.raises(ValueError, match="`batch` must be .images, targets., "):
+        verify(model, X[:4].astype("float32"), TILES)
+
+
 def test_what_is_no_step_and_a_model_that_is_being_rewritten_are_refused():
     with pytest.raises(TypeError, match="`step` must be a `tf.function`"):
         verify(lambda x: x, IMAGES, TILES)

@@ -21,11 +21,12 @@ from rewriters.ft import LeftAlone
 from rewriters.memory import Peak
 from rewriters.sft import SegmentPlan
 from tflms_sft._barriers import Barriers, BarrierSearch
-from tflms_sft._compile import Candidate, Traced, unsupported_layers
+from tflms_sft._compile import Candidate, Traced, at_peak, unsupported_layers
 from tflms_sft._forward import ForwardSearch
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._params import AutoParams
 from tflms_sft._search import TileSearch
+from tflms_sft._summary import whole
 from tflms_sft._text import shortened
 from tflms_sft._tuning import Swaps
 from tflms_sft._units import format_bytes
@@ -104,7 +105,7 @@ def choose(traced: Traced, params: AutoParams) -> Choice:
     """The fastest choice that is found.
 
     Raises:
-        BudgetError: If nothing fits; it names the smallest budget that can be met and the largest tensor then.
+        BudgetError: If nothing fits; it names the smallest budget that can be met and what takes most then.
     """
     limit = int(params.memory_budget * (1 - params.headroom) / traced.correction)
     why = ""
@@ -193,31 +194,63 @@ def _least(traced: Traced, search: Search, params: AutoParams, limit: int) -> Ch
 
 
 def _too_small(traced: Traced, params: AutoParams, search: Search) -> BudgetError:
-    peak = _smallest(traced, params, search)
+    peak, plans = _smallest(traced, params, search)
     smallest = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
     corrected = ""
     if traced.correction != 1:
-        corrected = f" An earlier plan was measured to take {traced.correction:.2f} times what was predicted."
-    name, size = peak.largest[0] if peak.largest else ("the variables", traced.fixed_bytes)
+        corrected = (
+            f" An earlier plan was measured to take {traced.correction:.2f} times what was predicted. "
+            + in_pieces(traced.correction, int(params.memory_budget), peak.peak_bytes)
+        )
+    parts, name = takes_most(traced, plans, peak)
     layers = unsupported_layers(traced, search.left)
     stuck = f" Left as they are: {shortened(layers, MOST_NAMES)}." if layers else ""
     error = BudgetError(
         "`memory_budget` is too small for this step. Received: memory_budget="
         f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes). The smallest plan found needs "
-        f"{format_bytes(smallest)} ({smallest} bytes, headroom of {params.headroom:.0%} included), of which `{name}` "
-        f"is {format_bytes(size)} and variables are {format_bytes(traced.fixed_bytes)}. Raise the budget, or shrink "
-        f"the batch or the image.{corrected}{stuck}"
+        f"{format_bytes(smallest)} ({smallest} bytes, headroom of {params.headroom:.0%} included), of which {parts} "
+        f"and variables are {format_bytes(traced.fixed_bytes)}. Raise the budget, or shrink the batch or the "
+        f"image.{corrected}{stuck}"
     )
     error.smallest_bytes = smallest
     error.tensor = name
     return error
 
 
-def _smallest(traced: Traced, params: AutoParams, search: Search) -> Peak:
-    """The lowest peak of tiles, of swaps, and of both."""
-    peaks = [search.smallest.peak]
+def in_pieces(off: float, budget: int, least: int = 0) -> str:
+    """Why a step may take more than was predicted, and what to do.
+
+    Args:
+        off: What it was measured to take, over what was predicted.
+        budget: Bytes.
+        least: What is predicted of the plan that needs least, if that is known.
+    """
+    text = (
+        "In a process that has trained before, and be it a training that was interrupted, memory is in more pieces: "
+        "train in a fresh process"
+    )
+    if least * off > budget:
+        return f"{text}; no plan is so small that more `headroom` would do."
+    headroom = min(math.ceil((1 - 1 / off) * 100) / 100, 0.99)
+    return f"{text}, or leave more of the budget free, such as `headroom={headroom:g}`."
+
+
+def takes_most(traced: Traced, plans: list[SegmentPlan], peak: Peak) -> tuple[str, str]:
+    """What takes most at a peak, for an error, and the name of the largest tensor.
+
+    What is taken only while something runs is told if no tensor is as large: then that sets the peak.
+    """
+    tensors, own = at_peak(traced, plans, peak)
+    name, size = tensors[0] if tensors else ("the variables", traced.fixed_bytes)
+    running = [f"{format_bytes(taken)} are {what}, " for what, taken in whole(own) if taken > size]
+    return f"{''.join(running)}`{name}` is {format_bytes(size)}", name
+
+
+def _smallest(traced: Traced, params: AutoParams, search: Search) -> tuple[Peak, list[SegmentPlan]]:
+    """The lowest peak of tiles, of swaps, and of both, and the tiles."""
+    peaks = [(search.smallest.peak, search.smallest.plans)]
     if params.swap is not False:
         for plans in ([], search.smallest.plans):
             found = Swaps(traced, plans, swaps_within(params, least=True)).smallest()
-            peaks.extend([] if found is None else [found[1]])
-    return min(peaks, key=lambda peak: peak.peak_bytes)
+            peaks.extend([] if found is None else [(found[1], plans)])
+    return min(peaks, key=lambda one: one[0].peak_bytes)

@@ -23,6 +23,7 @@ from rewriters.segments import Segment
 from rewriters.sft import SegmentPlan, loop_nodes, outline, tile_segments
 from rewriters.tiles import Phase
 from rewriters.turns import loop_turns
+from tflms_sft._at_peak import Names, Sizes, largest, own
 from tflms_sft._described import described, shares
 from tflms_sft._names import LayerRecord, display_names
 from tflms_sft._plan import Plan, Prediction
@@ -268,14 +269,24 @@ def prediction(
         found: What `predict` told.
     """
     peak, ratio = found
-    known = traced.analysis.graph.nodes
-    made = {new.name: old for old, new in graph.aliases.items() if old.rpartition(":")[0] in known}  # By loops, too.
-    layers = {tensor.name: layer for tensor, layer in names.items()}
-    originals = ((made.get(name, name), size) for name, size in peak.largest)
-    shown = tuple((layers.get(name, name), size) for name, size in originals)
-    progress = _progress(traced, plans, graph, peak.timeline)
-    seconds = ratio * traced.seconds
-    return Prediction(peak.peak_bytes, traced.fixed_bytes, ratio, shown, peak.timeline, progress, seconds)
+    shown = Names(traced.analysis, traced.record, names)
+    return Prediction(
+        peak_bytes=peak.peak_bytes,
+        fixed_bytes=traced.fixed_bytes,
+        time_ratio=ratio,
+        largest=largest(shown, graph, peak),
+        timeline=peak.timeline,
+        progress=_progress(traced, plans, graph, peak.timeline),
+        seconds=ratio * traced.seconds,
+        own=own(shown, plans, graph, peak, traced.batch),
+    )
+
+
+def at_peak(traced: Traced, plans: list[SegmentPlan], peak: Peak) -> tuple[Sizes, Sizes]:
+    """What is largest at a predicted peak, and what is taken only while something runs, as a plan reports them."""
+    graph = outline(traced.analysis, plans) if plans else traced.analysis.graph
+    shown = Names(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
+    return largest(shown, graph, peak), own(shown, plans, graph, peak, traced.batch)
 
 
 def _progress(
@@ -299,7 +310,7 @@ def _reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str]
 
 
 def _layer_name(traced: Traced, op: str) -> str:
-    call = traced.record.layer_of_op.get(op)
+    call = traced.record.call_of(op)
     return op if call is None else f"layer {call.layer!r} ({call.kind})"
 
 

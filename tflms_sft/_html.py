@@ -189,8 +189,8 @@ def _swaps(plan: Plan) -> Iterator[str]:
 
 def _largest(plan: Plan, after: Measurement | None) -> Iterator[str]:
     """As predicted, and as measured."""
-    rows = [(name, format_bytes(size)) for name, size in plan.predicted.largest]
-    yield _table(("tensor (predicted)", "size"), rows, (1,), names=(0,))
+    rows = [(name, format_bytes(size)) for name, size in _summary.most(plan.predicted)]
+    yield _table(("tensor, or what runs (predicted)", "size"), rows, (1,), names=(0,))
     if after is not None and after.timelines:
         rows = [(readable(name), format_bytes(size)) for name, size in after.timelines[0].largest]
         yield "<p class=soft>As measured:</p>"

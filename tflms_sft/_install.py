@@ -28,6 +28,7 @@ from rewriters.cost import Rates
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.tiers import Tier
 from tflms_sft._calibration import kept_rates, machine_rates
+from tflms_sft._choose import in_pieces
 from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._names import recorded_layers
@@ -556,8 +557,9 @@ def over_again(plan: Plan) -> BudgetError:
     error = BudgetError(
         f"The step takes more than `memory_budget`: measured {format_bytes(plan.measured.peak_bytes)} "
         f"({plan.measured.source}), predicted {format_bytes(plan.predicted.peak_bytes)}, with a plan that went by what "
-        f"the first one was measured to take. Received: memory_budget={format_bytes(plan.memory_budget)}. Raise "
-        "`headroom`, which tiles more, or the budget; train in a process of its own, where memory is in fewer pieces."
+        f"the first one was measured to take. Received: memory_budget={format_bytes(plan.memory_budget)}. "
+        + in_pieces(plan.measured.peak_bytes / plan.predicted.peak_bytes, plan.memory_budget)
+        + " Or raise the budget."
     )
     error.smallest_bytes = plan.measured.peak_bytes
     error.tensor = plan.predicted.largest[0][0] if plan.predicted.largest else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,7 +19,11 @@ import tensorflow as tf
 
 from rewriters.errors import SegmentError
 from rewriters.graph import Graph, Tensor
-from tflms_sft._text import nearest
+from rewriters.roles import gone_back_through
+from tflms_sft._text import alike, nearest
+
+_NEARLY = 0.8
+"""How much a name with a scope has to be like that of an operation for one to be meant."""
 
 
 @dataclasses.dataclass
@@ -60,6 +65,27 @@ class LayerRecord:
         for call in sorted(self.calls, key=lambda c: c.ops[0] - c.ops[1]):
             for name in names[call.ops[0] : call.ops[1]]:
                 self.layer_of_op[name] = call
+
+    def call_of(self, op: str) -> LayerCall | None:
+        """The innermost layer call that added an op, or through which autodiff went back when it did."""
+        if op in self.layer_of_op:
+            return self.layer_of_op[op]
+        path = gone_back_through(op)
+        while path:
+            if path in self._scopes:
+                return self._scopes[path]
+            path = path.rpartition("/")[0]
+        return None
+
+    @functools.cached_property
+    def _scopes(self) -> dict[str, LayerCall | None]:
+        """Calls by the names of ops and of the scopes that these lie in; `None` if there are several in one."""
+        found: dict[str, LayerCall | None] = dict(self.layer_of_op)
+        for name, call in self.layer_of_op.items():
+            scope = name.rpartition("/")[0]
+            if scope not in self.layer_of_op:
+                found[scope] = call if found.setdefault(scope, call) is call else None
+        return found
 
     def candidates(self, graph: Graph) -> dict[str, list[Tensor]]:
         """Tensors by name: layers and their numbered calls, and model inputs."""
@@ -153,11 +179,14 @@ def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list
     tensor = lookup(graph, name)
     if tensor is not None:
         return [tensor]
-    otherwise = list(layers) or list(graph.nodes)
+    # Of the same level: whoever writes no scope means an operation that has none.
+    ops = [op for op in graph.nodes if ("/" in op) == ("/" in name)] or list(graph.nodes)
+    known = (list(layers), ops)
+    if "/" in name and alike(name, ops, _NEARLY):
+        known = (ops, list(layers))
     raise SegmentError(
         f"`{argument}` names nothing in the step: no layer, op or tensor. Received: {argument}={name!r}. "
-        # Operations of the same level: whoever writes no scope means a layer, or has none.
-        + nearest(name, [*layers, *(op for op in graph.nodes if ("/" in op) == ("/" in name))], otherwise)
+        + nearest(name, *known)
     )
 
 

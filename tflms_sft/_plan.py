@@ -20,11 +20,14 @@ class Prediction:
         fixed_bytes: Weights, optimizer slots and other variables.
         time_ratio: Time over that of the original step: arithmetic and memory traffic, the weights of every turn
             included, at the machine's rates.
-        largest: (name, bytes) of the largest tensors alive at the worst moment.
+        largest: (name, bytes) of the largest tensors alive at the worst moment: the layer that returns it, or
+            `layer (operation)` for what else was made there, or for its gradient.
         timeline: (op, bytes alive while it runs), in predicted order. A tile loop is one op,
             `sft/<segment>/<loop>/while`.
         progress: Work done when each of these ops begins, over that of the whole original step.
         seconds: Time of the step, by the machine's rates.
+        own: (what, bytes) that is taken at the worst moment only while something runs: a turn of a loop, or kernels'
+            own memory; if both, the second is a part of the first.
     """
 
     peak_bytes: int
@@ -34,6 +37,7 @@ class Prediction:
     timeline: tuple[tuple[str, int], ...] = dataclasses.field(repr=False, default=())
     progress: tuple[float, ...] = dataclasses.field(repr=False, default=())
     seconds: float = 0.0
+    own: tuple[tuple[str, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

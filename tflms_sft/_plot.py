@@ -119,7 +119,8 @@ def _predicted(prediction: Prediction, label: str, color: str) -> Curve:
         if match:
             spans.append(Span(match[1], match[2] == "backward", begin, end))
     text = f"{label}, peak {format_bytes(prediction.peak_bytes)}"
-    return Curve(text, color, places, [amount for _, amount in prediction.timeline], spans, prediction.largest)
+    largest = sorted([*prediction.own[:1], *prediction.largest], key=lambda one: -one[1])
+    return Curve(text, color, places, [amount for _, amount in prediction.timeline], spans, largest)
 
 
 def _draw_measured(

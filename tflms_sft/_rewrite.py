@@ -217,8 +217,7 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
     """
     chosen = chosen_of(params)
     concrete_fn, record = traced_once(step, example_args, example_kwargs)
-    with collector_paused():
-        return _compiled(concrete_fn, record, batch_of((example_args, example_kwargs)), chosen)
+    return compiled(concrete_fn, record, batch_of((example_args, example_kwargs)), chosen)
 
 
 def traced_once(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, LayerRecord]:
@@ -289,8 +288,13 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
     return Importer(swapped.graph, traced.concrete_fn, swapped.tier), plan
 
 
+def compiled(concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen) -> RewrittenStep:
+    """Analyse, plan and emit what `traced_once` gave, for batches of that size where it leaves the size open."""
+    with collector_paused():
+        return _compiled(concrete_fn, record, batch, chosen)
+
+
 def _compiled(concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen) -> RewrittenStep:
-    """Analyse, plan and emit."""
     traced = analyse(concrete_fn, record, batch, chosen.tiles is not None)
     traced.go_by(machine_rates(_say) if chosen.has_budget else kept_rates())
     if chosen.has_budget:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from tflms_sft._text import shortened, table
 from tflms_sft._units import format_bytes
 
 if TYPE_CHECKING:
-    from tflms_sft._plan import Plan, PlannedSegment
+    from tflms_sft._plan import Plan, PlannedSegment, Prediction
 
 MOST_SWAPS = 5
 """Swaps that a report names."""
 
 MOST_LARGEST = 5
-"""Tensors at the peak that a report names."""
+"""Tensors, and what else takes memory at the peak, that a report names."""
 
 _MOST_NAMES = 4
 """Names after which a list in a report is cut short."""
@@ -126,13 +126,29 @@ def _details(plan: Plan) -> Iterator[str]:
     yield from (f"  {line}" for line in swap_lines(plan))
     fixed = format_bytes(plan.predicted.fixed_bytes)
     yield f"  weights and optimizer slots: {fixed}; largest at the predicted peak:"
-    yield from (f"    {format_bytes(size):>9}  {name}" for name, size in plan.predicted.largest[:MOST_LARGEST])
+    yield from (f"    {format_bytes(size):>9}  {name}" for name, size in most(plan.predicted)[:MOST_LARGEST])
     if plan.measured is not None:
         yield f"  measured peak: {format_bytes(plan.measured.peak_bytes)} ({plan.measured.source})"
     if plan.left_alone:
         yield "  left alone:"
         yield from (f"    {names}: {reason}" for reason, names in left_by_reason(plan).items())
     yield from (f"  {note}" for note in plan.notes)
+
+
+def most(prediction: Prediction) -> list[tuple[str, int]]:
+    """What takes most at the predicted peak, largest first: tensors, and what is taken only while something runs."""
+    return sorted([*whole(prediction.own), *prediction.largest], key=lambda one: -one[1])
+
+
+def whole(own: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """What is taken only while something runs, with its parts in the text."""
+    if not own:
+        return []
+    (text, size), *inner = own
+    for kernel, part in inner:
+        amount = format_bytes(part)
+        text += f", {'nearly all' if amount == format_bytes(size) else amount} of it {kernel}"
+    return [(text, size)]
 
 
 def segment_lines(segment: PlannedSegment) -> Iterator[str]:

@@ -8,17 +8,21 @@ from collections.abc import Container, Sequence
 _MOST_NEAREST = 4
 
 
-def nearest(name: str, known: Sequence[str], otherwise: Sequence[str] | None = None) -> str:
+def nearest(name: str, known: Sequence[str], otherwise: Sequence[str] = ()) -> str:
     """The known names that are most like a name that is not known, as the end of an error.
 
     Args:
         name: What was written.
-        known: What could have been meant.
-        otherwise: What to offer if nothing is like it. Defaults to the first of `known`.
+        known: What was most likely meant; the first of it is offered if nothing at all is like the name.
+        otherwise: What else could have been meant: it is offered if nothing of `known` is like the name.
     """
-    near = difflib.get_close_matches(name, known, n=_MOST_NEAREST, cutoff=0.4)
-    near = near or list(known if otherwise is None else otherwise)[:_MOST_NEAREST]
+    near = alike(name, known) or alike(name, otherwise) or list(known or otherwise)[:_MOST_NEAREST]
     return f"Nearest: {', '.join(map(repr, near))}."
+
+
+def alike(name: str, known: Sequence[str], cutoff: float = 0.4) -> list[str]:
+    """A few of the known names, those that are most like a name, from 0 (not at all) to 1 (the same)."""
+    return difflib.get_close_matches(name, known, n=_MOST_NEAREST, cutoff=cutoff)
 
 
 def shortened(names: Sequence[str], most: int) -> str:

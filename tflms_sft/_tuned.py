@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from rewriters.errors import BudgetError
 from tflms_sft._calibration import machine_rates
-from tflms_sft._compile import analyse, collector_paused
+from tflms_sft._choose import takes_most
+from tflms_sft._compile import Traced, analyse, collector_paused
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._measure import measure
 from tflms_sft._params import AutoParams
@@ -44,7 +45,7 @@ def tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, bas
         if over <= 0:
             return found
         limit -= over
-    raise _too_small(swaps, budget, auto.headroom)
+    raise _too_small(traced, swaps, budget, auto.headroom)
 
 
 def _measured(step: Any, params: LMSParams, example_args: Any) -> int:
@@ -56,16 +57,16 @@ def _measured(step: Any, params: LMSParams, example_args: Any) -> int:
     return measure(rewrite(step, params, *arguments), *arguments).peak_bytes
 
 
-def _too_small(swaps: Swaps, budget: int, headroom: float) -> BudgetError:
+def _too_small(traced: Traced, swaps: Swaps, budget: int, headroom: float) -> BudgetError:
     best = swaps.smallest()
     assert best is not None, "there was something to swap"
     count, peak = best
     smallest = int(peak.peak_bytes / (1 - headroom)) + 1
-    name, size = peak.largest[0]
+    parts, name = takes_most(traced, [], peak)
     error = BudgetError(
         f"`memory_budget` is too small for this step with swaps alone. Received: {format_bytes(budget)} ({budget} "
         f"bytes). With {count} tensors swapped it needs {format_bytes(smallest)} ({smallest} bytes, headroom of "
-        f"{headroom:.0%} included) by prediction, of which `{name}` is {format_bytes(size)}. Raise the budget, lower "
+        f"{headroom:.0%} included) by prediction, of which {parts}. Raise the budget, lower "
         "`min_bytes`, or use `AutoParams`, which tiles as well."
     )
     error.smallest_bytes = smallest

@@ -23,6 +23,7 @@ import tensorflow as tf
 from rewriters import _tf_private
 from rewriters.analysis import Analysis
 from rewriters.build import Importer
+from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Tensor, from_concrete_function
 from rewriters.normalise import read
 from rewriters.roles import gradients
@@ -40,7 +41,7 @@ from tflms_sft._differences import (
 from tflms_sft._install import check_apart
 from tflms_sft._names import lookup
 from tflms_sft._params import AutoParams
-from tflms_sft._rewrite import RewrittenStep, rewrite
+from tflms_sft._rewrite import RewrittenStep, batch_of, chosen_of, compiled, rewrite, traced_once
 
 GRADIENT_FLOOR = 1e-4
 """The same for gradients, whose scale is the loss's: a part of the largest of them all."""
@@ -65,8 +66,8 @@ def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1
 
     Args:
         step_or_model: A compiled Keras model; a `tf.function` or `ConcreteFunction`; or what `rewrite` returned.
-        batch: For a model `(x, y)` or `(x, y, sample_weight)`, as `train_on_batch` takes them, or `x` alone. For a
-            step a tuple of its arguments, or its only argument.
+        batch: For a model `(x, y)` or `(x, y, sample_weight)`, as `train_on_batch` takes them, or `x` alone if its
+            step needs no targets. For a step a tuple of its arguments, or its only argument.
         params: How to rewrite: `SFTParams`, `AutoParams` or `LMSParams`, a list of them as for `rewrite`, or a memory
             budget such as `"300MiB"` or an int. Leave it out for what `rewrite` returned.
         steps: Steps to compare, all on this batch, each from where the original has come. Defaults to 1.
@@ -76,9 +77,9 @@ def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1
         explains all of them. `print(result.summary())` shows them.
 
     Raises:
-        RewriteError: If the step cannot be rewritten; its subclasses say more.
+        RewriteError: If the step cannot be rewritten; its subclasses say more. Also for a model without a loss.
         TypeError: For arguments of the wrong type.
-        ValueError: For wrong values.
+        ValueError: For wrong values, and for a batch without the targets that the model's step needs.
 
     Example:
     >>> result = tflms_sft.verify(model, (images, labels), tflms_sft.SFTParams(num_tiles=(4, 4)))
@@ -113,16 +114,49 @@ def _chosen(params: Any) -> Any:
 
 def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
     """Of a model's `train_step`, as `train_on_batch` runs it."""
-    chosen = _chosen(params)
+    chosen = chosen_of(_chosen(params))
     check_apart(model)
     data = tf.nest.map_structure(_as_keras_does, _data(batch))
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    model._symbolic_build(data_batch=data)  # As `train_on_batch` does: metrics make their variables.
     step = tf.function(lambda data: model.train_step(data), autograph=False)
+    with _told_what_lacks(model, data):
+        model._symbolic_build(data_batch=data)  # As `train_on_batch` does: metrics make their variables.
+        traced = traced_once(step, (data,), {})
     with _put_back([(v.value.handle, v.value.dtype) for v in model.metrics_variables]):  # The step may not use all.
         model.reset_metrics()  # Their running means would hide differences.
-        return _compared(rewrite(step, chosen, data), (data,), steps)
+        return _compared(compiled(*traced, batch_of(data), chosen), (data,), steps)
+
+
+@contextmanager
+def _told_what_lacks(model: Any, data: tuple[Any, ...]) -> Iterator[None]:
+    """Where a step cannot be traced, say that targets or a loss are missing if that may be why.
+
+    Neither is wrong in itself: layers may add losses, and a step of the model's own need not have targets.
+    """
+    try:
+        yield
+    except RewriteError:
+        raise
+    except Exception as error:
+        if _has_no_loss(model):
+            raise RewriteError(
+                f"Model {model.name!r} is compiled without a loss, and none of its layers adds one, so that there is "
+                f"nothing to train. Compile it with `loss=`. Keras says: {error}"
+            ) from error
+        if len(data) > 1 and data[1] is not None:
+            raise
+        raise ValueError(
+            "`batch` must be (images, targets), or (images, targets, sample_weight), as `train_on_batch` takes them: "
+            f"the step of model {model.name!r} cannot be traced without targets. Several inputs are one tuple, list "
+            f"or dict in the place of the images. Received: images alone, which raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _has_no_loss(model: Any) -> bool:
+    """Whether Keras's own step, which has been tried, has nothing to descend."""
+    own = all(getattr(type(model), name) is getattr(keras.Model, name) for name in ("train_step", "compute_loss"))
+    return own and getattr(model, "loss", None) is None and not model.losses
 
 
 def _data(batch: Any) -> Any:

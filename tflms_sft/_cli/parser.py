@@ -38,8 +38,13 @@ def size(text: str) -> int | str:
     """Bytes, or `"auto"`, which whoever plans resolves."""
     if text == "auto":
         return text
+    if text.isdecimal():  # Five gibibytes are meant by more people than five bytes.
+        raise argparse.ArgumentTypeError(
+            f"a size needs a unit, such as --budget 5GiB or --budget 900MB (bytes: --budget {text}B). "
+            f"Received: {text!r}"
+        )
     try:
-        return parse_bytes(int(text) if text.isdecimal() else text, "--budget")
+        return parse_bytes(text, "--budget")
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -259,9 +264,8 @@ def _add_input_shape(parser: argparse.ArgumentParser, text: str = "") -> None:
 
 def _add_budget(parser: Any, required: bool = False) -> None:
     more = {"required": True} if required else {}
-    parser.add_argument(
-        "--budget", type=size, metavar="SIZE", help="most memory of a step: 8GiB, 900MB, or bytes, or auto", **more
-    )
+    text = "most memory of a step: a number with a unit, as 8GiB or 900MB, or auto"
+    parser.add_argument("--budget", type=size, metavar="SIZE", help=text, **more)
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,42 @@
+"""The list of tests that take long and have shorter ones beside them; a helper of `conftest.py`, no test."""
+
+from pathlib import Path
+
+import pytest
+
+PARTIAL = ("ignore", "ignore_glob", "lf")
+"""Options with which pytest leaves out files of a folder."""
+
+
+def mark_long(session, items, path):
+    """Marks the tests that a list names as slow: only `make test-all` runs them.
+
+    If the whole folder was collected, lines that name no test, as those of renamed ones, are an error of collection.
+
+    Args:
+        session: Of pytest.
+        items: All tests that were collected.
+        path: The list, a test in each line, in the folder of the tests.
+    """
+    folder = path.parent.name
+    named = path.read_text(encoding="utf-8").splitlines()
+    unknown = set(named)
+    for item in items:
+        name = f"{folder}/{item.nodeid.rpartition(f'{folder}/')[2]}"
+        if name in unknown:
+            item.add_marker("slow")
+            unknown.discard(name)
+    if unknown and is_whole(session, path.parent):
+        text = "\n  ".join(["These lines name no test; remove or rename them:", *(n for n in named if n in unknown)])
+        # An exception would end only those processes of pytest-xdist that collect, not the one that tells.
+        report = pytest.CollectReport(f"{folder}/{path.name}", "failed", longrepr=text, result=None)
+        session.config.hook.pytest_collectreport(report=report)
+
+
+def is_whole(session, folder):
+    """Whether all tests of a folder were collected, and none of its files was left out or failed to be read."""
+    config = session.config
+    if session.testsfailed or any(config.getoption(option, None) for option in PARTIAL):
+        return False
+    given = (Path(config.invocation_params.dir, argument).resolve() for argument in config.args)  # `a.py::b` is none.
+    return any(folder.is_relative_to(path) for path in given)
