@@ -64,12 +64,14 @@ class Event(NamedTuple):
         key: Number of the buffer, for `ALLOCATE` and `FREE`.
         num_bytes: Size of the buffer, or bytes that an op takes only while it runs.
         name: Tensor that is allocated, or op that runs.
+        blocks: The pieces that an op takes while it runs.
     """
 
     action: Action
     key: int
     num_bytes: int
     name: str
+    blocks: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -109,7 +111,7 @@ class _Scheduler:
         for tensor in itertools.chain(keep, *(_needed(node) for node in order)):
             self._reads[tensor] = self._reads.get(tensor, 0) + 1
 
-    def run(self, node: Node, scratch: int) -> None:
+    def run(self, node: Node, scratch: tuple[int, ...]) -> None:
         """Buffers for the results, the op itself, then operands and results that nobody reads any more."""
         reusable = self._reusable(node)
         outputs = [node.out(index) for index in range(len(node.outputs))]
@@ -118,7 +120,7 @@ class _Scheduler:
             buffer.uses += self._reads.get(tensor, 0)
             self._buffers[tensor] = buffer
         if device.allocates(node):
-            self.events.append(Event(Action.RUN, -1, scratch, node.name))
+            self.events.append(Event(Action.RUN, -1, sum(scratch), node.name, scratch))
         needed = _needed(node)
         for tensor in needed:
             if tensor in self._buffers:
@@ -180,7 +182,7 @@ def _source(tensor: Tensor) -> Node:
 def schedule(
     order: Sequence[Node],
     num_bytes: Callable[[Tensor], int],
-    scratch: Mapping[Node, int],
+    scratch: Mapping[Node, tuple[int, ...]],
     keep: Iterable[Tensor] = (),
     alias: Callable[[Node], bool] = device.passes_on,
 ) -> list[Event]:
@@ -189,23 +191,26 @@ def schedule(
     Args:
         order: Ops in the order they run.
         num_bytes: Bytes of a tensor.
-        scratch: Bytes that an op needs only while it runs.
+        scratch: Blocks of bytes that an op needs only while it runs.
         keep: Tensors that are freed at the end only.
         alias: Whether an op passes its operand on.
     """
     scheduler = _Scheduler(order, num_bytes, keep, alias)
     for node in order:
-        scheduler.run(node, scratch.get(node, 0))
+        scheduler.run(node, scratch.get(node, ()))
     return scheduler.end()
 
 
 def most_alive(
-    order: Sequence[Node], batch: int, keep: Iterable[Tensor] = (), scratch: Mapping[Node, int] | None = None
+    order: Sequence[Node],
+    batch: int,
+    keep: Iterable[Tensor] = (),
+    scratch: Mapping[Node, tuple[int, ...]] | None = None,
 ) -> int:
     """Bytes of what some ops make, at the worst moment; parameters as for `schedule`. A device takes some more."""
     alive: dict[int, int] = {}
     most = 0
-    for action, key, num_bytes, _ in schedule(order, lambda t: t.num_bytes(batch), scratch or {}, keep):
+    for action, key, num_bytes, *_ in schedule(order, lambda t: t.num_bytes(batch), scratch or {}, keep):
         if action is Action.ALLOCATE:
             alive[key] = num_bytes
         elif action is Action.FREE:
@@ -231,15 +236,16 @@ def most_taken(events: Sequence[Event], pool: Pool) -> int:
     allocate, give = Action.ALLOCATE, Action.FREE  # Members of an enum take their time to look up.
     held: dict[int, Any] = {}
     most = pool.in_use
-    for action, key, num_bytes, _ in events:
+    for action, key, num_bytes, _, blocks in events:
         if action is allocate:
             held[key] = pool.allocate(num_bytes)
         elif action is give:
             pool.free(held.pop(key))
-        elif num_bytes:
-            handle = pool.allocate(num_bytes)
+        elif blocks:
+            handles = [pool.allocate(block) for block in blocks]
             most = max(most, pool.in_use)
-            pool.free(handle)
+            for handle in handles:
+                pool.free(handle)
         elif pool.in_use > most:
             most = pool.in_use
     return most
@@ -250,7 +256,7 @@ def worst_kernel(events: Sequence[Event]) -> tuple[int, str, int]:
     held: dict[int, int] = {}
     now = 0
     worst = (0, "", 0)
-    for action, key, num_bytes, name in events:
+    for action, key, num_bytes, name, _ in events:
         if action is Action.ALLOCATE:
             held[key] = num_bytes
             now += num_bytes
@@ -273,7 +279,7 @@ def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Seq
     held: dict[int, Any] = {}
     timeline: list[tuple[str, int]] = []
     peak, worst, at, own = pool.in_use, 0, "", 0
-    for number, (action, key, num_bytes, name) in enumerate(events):
+    for number, (action, key, num_bytes, name, blocks) in enumerate(events):
         if action is allocate:
             held[key] = pool.allocate(num_bytes)
             continue
@@ -281,11 +287,12 @@ def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Seq
             pool.free(held.pop(key))
             continue
         before = pool.in_use
-        handle = pool.allocate(num_bytes)
+        handles = [pool.allocate(block) for block in blocks]
         now = pool.in_use
         if name in inner:
             now = max([now, *(most_taken(turn, pool) for turn in inner[name])])
-        pool.free(handle)
+        for handle in handles:
+            pool.free(handle)
         timeline.append((name, now))
         if now > peak:
             peak, worst, at, own = now, number, name, now - before
@@ -395,9 +402,10 @@ def graph_peak(found: Schedule, turns: Mapping[str, Sequence[Turn]], limit: int 
     return worst
 
 
-def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Node, int]:
-    """Both gradients of a convolution wait for the same tensor: they run, and allocate, at once if nothing orders them.
+def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Node, tuple[int, ...]]:
+    """Blocks that kernels take while each op runs: its own, and those of what runs at once.
 
+    Both gradients of a convolution wait for the same tensor: they run, and allocate, at once if nothing orders them.
     So do those of several convolutions that are added up, as many as there are threads for operations.
 
     Args:
@@ -410,7 +418,7 @@ def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Nod
         if amount and len(node.inputs) > 1:
             groups.setdefault(node.inputs[-1], []).append(number)
     own = list(scratch.values())
-    amounts = list(own)
+    blocks: list[tuple[int, ...]] = [(amount,) if amount else () for amount in own]
     for numbers in groups.values():
         free = {pair for pair in itertools.combinations(numbers, 2) if not waits(order, *pair)}
         for number in numbers:
@@ -418,8 +426,8 @@ def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Nod
             for other in sorted(numbers, key=own.__getitem__, reverse=True):
                 if all((min(other, one), max(other, one)) in free for one in beside):
                     beside.append(other)
-            amounts[number] = sum(own[one] for one in beside[: device.num_operations()])
-    return dict(zip(scratch, amounts, strict=True))
+            blocks[number] = tuple(own[one] for one in beside[: device.num_operations()])
+    return dict(zip(scratch, blocks, strict=True))
 
 
 def waits(order: Sequence[Node], first: int, second: int) -> bool:

@@ -9,7 +9,7 @@ from keras import layers
 
 import tflms_sft
 from rewriters import device
-from rewriters.allocator import Exact
+from rewriters.allocator import MIB, BestFit, Exact
 from rewriters.graph import Node
 from rewriters.memory import Action, Event, freed_late, replay, schedule, together, worst_kernel
 from tflms_sft import AutoParams, SFTParams
@@ -37,10 +37,10 @@ def test_both_gradients_of_a_convolution_run_at_once_unless_one_waits_for_the_ot
     second = op("second", "Conv2DBackpropInput", image, filters, grad).node
     order = [image.node, filters.node, grad.node, first, *others, second]
     scratch = {node: {first: 3, second: 4}.get(node, 0) for node in order}
-    assert together(scratch, order) == scratch | {first: 7, second: 7}
+    assert {n: b for n, b in together(scratch, order).items() if b} == {first: (3, 4), second: (4, 3)}
     for before, after in zip([first, *others], [*others, second], strict=True):
         after.control_inputs.append(before)
-    assert together(scratch, order) == scratch
+    assert {n: b for n, b in together(scratch, order).items() if b} == {first: (3,), second: (4,)}
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_as_many_gradients_run_at_once_as_there_are_threads(threads, taken, monk
     four = [op(f"op{n}", "Conv2DBackpropFilter", image, image, grad).node for n in range(4)]
     order = [grad.node, image.node, *four]
     scratch = {node: 3 + four.index(node) if node in four else 0 for node in order}
-    assert [together(scratch, order)[node] for node in four] == taken
+    assert [sum(together(scratch, order)[node]) for node in four] == taken
     four[3].control_inputs.append(four[0])
     ordered = together(scratch, order)
-    assert ordered[four[0]] == sum([3, 5, 4][:threads]) and ordered[four[3]] == sum([6, 5, 4][:threads])
+    assert list(ordered[four[0]]) == [3, 5, 4][:threads] and list(ordered[four[3]]) == [6, 5, 4][:threads]
 
 
 def test_a_chain_holds_two_tensors_at_a_time():
@@ -138,7 +138,7 @@ def test_scratch_counts_while_its_op_runs():
     a = op("a", "Conv2D")
     b = op("b", "Conv2D", a)
     c = op("c", "Conv2D", b)
-    found = peak(a, b, c, scratch={b.node: 5 * KB})
+    found = peak(a, b, c, scratch={b.node: (2 * KB, 3 * KB)})
     assert [alive for _, alive in found.timeline] == [KB, 7 * KB, 2 * KB]
     assert (found.peak_bytes, found.at, found.own_bytes) == (7 * KB, "b", 5 * KB)
 
@@ -148,11 +148,18 @@ def test_a_turn_is_what_its_loop_takes_for_itself_and_its_worst_kernel_is_known(
     b = op("b", "Conv2D", a)
     c = op("c", "Conv2D", b, size=3 * KB)
     nodes = [a.node, b.node, c.node]
-    turn = schedule(nodes, lambda tensor: tensor.num_bytes(), {b.node: 5 * KB, c.node: KB})
+    turn = schedule(nodes, lambda tensor: tensor.num_bytes(), {b.node: (2 * KB, 3 * KB), c.node: (KB,)})
     found = replay(schedule(nodes, lambda tensor: tensor.num_bytes(), {}), Exact(), {"b": [turn, turn]})
     assert (found.peak_bytes, found.at, found.own_bytes) == (9 * KB, "b", 7 * KB)
     assert worst_kernel(turn) == (7 * KB, "b", 5 * KB)
     assert worst_kernel([]) == (0, "", 0)
+
+
+@pytest.mark.parametrize(("blocks", "taken"), [((16 * MIB,), 16), ((9 * MIB, 7 * MIB), 16 + 7)])
+def test_kernels_that_run_at_once_take_pieces_of_their_own(blocks, taken):
+    """A region of 16 MiB is handed out whole for 9, and split for 7."""
+    a = op("a", "Conv2D")
+    assert peak(a, scratch={a.node: blocks}, pool=BestFit(growing=True)).own_bytes == taken * MIB
 
 
 def test_kept_outputs_stay_and_fixed_bytes_are_always_there():

@@ -49,7 +49,7 @@ def peaks(phase, batch=1):
     result = []
     for turn in loop_turns(phase, batch):
         held, alive, most = {}, 0, 0
-        for action, key, num_bytes, _ in turn.events:
+        for action, key, num_bytes, *_ in turn.events:
             if action is Action.ALLOCATE:
                 held[key] = num_bytes
                 alive += num_bytes

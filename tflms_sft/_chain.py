@@ -174,7 +174,7 @@ class Chain:
             # What comes back from behind the blocks is there, too.
             made += [tensor for node in backward for tensor in node.inputs if tensor.node in analysis.backward]
             pairs = together({node: op_scratch(node, batch) for node in backward}, backward)
-            scratch = max((*pairs.values(), *(op_scratch(node, batch) for node in nodes)))
+            scratch = max((*map(sum, pairs.values()), *(op_scratch(node, batch) for node in nodes)))
             # Two gradients at once, and both kernels of a convolution.
             needs = 2 * max(tensor.num_bytes(batch) for tensor in made) + scratch
             costs = self.traced.costs.step((*nodes, *backward))

@@ -214,7 +214,7 @@ class _Part:
         self._beside = alive.held + alive.across(segment)
         self._ends = sum(t.num_bytes(batch) for t in (*entries, *segment.exits))
         order = [*dict.fromkeys(t.node for t in entries), *segment.forward]
-        scratch = {node: op_scratch(node, batch) for node in segment.forward}
+        scratch = {node: (op_scratch(node, batch),) for node in segment.forward}
         most = most_alive(order, batch, [*segment.exits, *alive.read_later(segment)], scratch)
         seconds, least = (costs.step(segment.forward) for costs in (traced.costs, traced.costs.least))
         needs = self._beside + most
