@@ -16,6 +16,7 @@ from typing import Any
 
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.registry import registered
+from rewriters.resources import handles, writes
 from rewriters.rules.elementwise import Pointwise
 
 __all__: list[str] = []
@@ -114,8 +115,8 @@ def derived_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[N
     return found
 
 
-def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tensor]:
-    """What the backward pass ends in: gradients that an update reads, or that the step returns.
+def updates(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
+    """What is done with the gradients: clipping, the optimizer's arithmetic, assignments.
 
     An update descends from autodiff's ops and none of them descends from it. Sums of gradients alone, as of weights
     that layers share, belong to the backward pass, though no scope says so.
@@ -134,6 +135,39 @@ def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tens
     for node in order:
         if node in update and node.op == "AddN" and all(t.node in backward - update for t in node.inputs):
             update.discard(node)
+    return update
+
+
+def after_updates(order: list[Node], update: set[Node]) -> set[Node]:
+    """An update with all that descends from it: through values, and through variables that it writes.
+
+    Adam computes the change of a weight from its slots, which it has changed.
+
+    Args:
+        order: All nodes in topological order.
+        update: What `updates` found.
+    """
+    found: set[Node] = set()
+    for node in order:
+        through_variable = any(
+            before in found and writes(before) and not set(handles(before)).isdisjoint(handles(node))
+            for before in node.control_inputs
+        )
+        if node in update or through_variable or any(t.node in found for t in node.inputs):
+            found.add(node)
+    return found
+
+
+def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tensor]:
+    """What the backward pass ends in: gradients that an update reads (`updates`), or that the step returns.
+
+    Args:
+        graph: The joint graph.
+        order: Its nodes in topological order.
+        backward: Its backward nodes.
+    """
+    readers = graph.consumers()
+    update = updates(graph, order, backward)
     results = set(graph.outputs)
     found = (node.out(index) for node in order if node in backward - update for index in range(len(node.outputs)))
     return [
