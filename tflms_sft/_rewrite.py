@@ -21,6 +21,7 @@ from tflms_sft._compile import Traced, analyse, collector_paused, finish, predic
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._names import LayerRecord, display_names, recorded_layers
 from tflms_sft._params import AUTO, AutoParams, SFTParams
+from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._plan import Plan
 from tflms_sft._swap import described, notes, swap, swapped_seconds
 from tflms_sft._tiling import plan_sft
@@ -215,6 +216,11 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
     >>> fast_enough = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(4, 4)), images, labels)
     >>> loss = fast_enough(images, labels)
     """
+    if isinstance(params, PipelineParams):
+        from tflms_sft._pipeline import pipelined  # It traces steps with what is here.
+
+        with collector_paused():
+            return RewrittenStep(*pipelined(step, params, example_args, example_kwargs))
     chosen = chosen_of(params)
     concrete_fn, record = traced_once(step, example_args, example_kwargs)
     with collector_paused():
