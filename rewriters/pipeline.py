@@ -83,8 +83,8 @@ def pipeline(
         cloned.graph.execution_order()
     except RewriteError as error:
         raise PipelineError(
-            f"The stages of this step cannot run in the order of the schedule {schedule.name!r}: {error} A backward "
-            "phase that goes through the stages twice (gradients of gradients) needs them to be one stage."
+            f"The stages of this step cannot run in the order of the schedule {schedule.name!r}: {error} Use another "
+            "schedule, or other cuts."
         ) from None
     # Automatic control dependencies would bring all effects into one line, of micro-batches one after another too.
     graph = cloned.graph

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from tflms_sft._pipeline_params import PipelineParams
 
 _NAME = re.compile(
     r"^(?:/job:(?P<job>[^/:]+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?"
@@ -66,3 +69,22 @@ def found(names: Sequence[str]) -> list[str]:
             "devices are made by `tf.config.set_logical_device_configuration`, before anything else is done."
         )
     return [known[parsed(name)] for name in names]
+
+
+def chosen(params: PipelineParams, num_stages: int) -> list[str]:
+    """The devices of a pipeline: those named, or the first ones.
+
+    Raises:
+        ValueError: If there are too few of them, or one does not exist.
+    """
+    if params.devices is not None:
+        params.check_devices(len(params.devices), num_stages)
+        return found(params.devices)
+    known = available()
+    needed = num_stages * params.data_replicas
+    if len(known) < needed:
+        raise ValueError(
+            f"`devices` was not given, and {needed} devices are needed, one for each stage of each data replica. "
+            f"This program has {len(known)}: {known}. Ask for fewer stages, or name devices, one several times maybe."
+        )
+    return known[:needed]

@@ -120,7 +120,7 @@ def _built(traces: Traces, params: PipelineParams) -> tuple[Importer, Plan]:
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
     notes, is_mean = _judged(traced, params, parts, stages, sizes)
-    devices = _chosen_devices(params, stages.count)
+    devices = _devices.chosen(params, stages.count)
     schedule = params.made(stages.count)
     where = _variable_devices(traces.micro, analysis)
     if params.placement == "check":
@@ -254,20 +254,6 @@ def _notes_of_joined(traced: Traced, params: PipelineParams, joined: Sequence[No
     )
 
 
-def _chosen_devices(params: PipelineParams, num_stages: int) -> list[str]:
-    if params.devices is not None:
-        params.check_devices(len(params.devices), num_stages)
-        return _devices.found(params.devices)
-    known = _devices.available()
-    needed = num_stages * params.data_replicas
-    if len(known) < needed:
-        raise ValueError(
-            f"`devices` was not given, and {needed} devices are needed, one for each stage of each data replica. "
-            f"This program has {len(known)}: {known}. Ask for fewer stages, or name devices, one several times maybe."
-        )
-    return known[:needed]
-
-
 def _variable_devices(concrete_fn: Any, analysis: Analysis) -> dict[Tensor, str]:
     """Where each variable lies, by its handle."""
     count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
@@ -285,14 +271,14 @@ def _check_placement(
     devices: Sequence[str],
     where: dict[Tensor, str],
 ) -> None:
-    """Refuse weights that lie elsewhere than their stage; moving statistics and metrics are changed where they are.
+    """Refuse weights and slots that lie elsewhere than their stage; metrics and such are changed where they are.
 
     Raises:
         PipelineError: With all of them, and what to do.
     """
     names = _variable_names(concrete_fn, analysis)
     wrong = []
-    for handle, stage in stages.owner.items():
+    for handle, stage in {**stages.owner, **stages.beside}.items():
         wanted = devices[pipeline.home(schedule, stage)]
         if handle in where and handle not in parts.chained and not _devices.same(where[handle], wanted):
             name = names.get(handle, handle.node.name)
@@ -300,7 +286,7 @@ def _check_placement(
     if wrong:
         shown = shortened(wrong, _MOST_NAMES)
         raise PipelineError(
-            f"{len(wrong)} weight(s) are not on the device of their stage: {shown}. Call "
+            f"{len(wrong)} variable(s) are not on the device of their stage: {shown}. Call "
             "`tflms_sft.stage_devices(model, cuts, devices)` before the optimizer is built, make layers inside of "
             '`tf.device(...)`, or pass `placement="copy"`, which sends weights in each step.'
         )
