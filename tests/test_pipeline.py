@@ -26,6 +26,7 @@ from rewriters.micro import split_step
 from rewriters.schedules import Pass, Schedule, Slot, make
 from rewriters.simulator import simulate
 from rewriters.stages import assign_stages
+from tflms_sft._callbacks import Pipeline
 from tflms_sft._pipeline_params import PipelineParams
 
 TOLERANCE = 1e-12
@@ -307,3 +308,56 @@ def test_wrong_arguments_are_refused_at_once(arguments, error, text):
 def test_parameters_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         PipelineParams().stages = 3
+
+
+# Under `fit` ------------------------------------------------------------------------------------------------
+
+
+def fitted(callbacks, norm=False, size=16, steps=1, **options):
+    keras.utils.set_random_seed(3)
+    model = net(HERE, skip=True, norm=norm)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    sgd = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(sgd, loss, metrics=["accuracy"], steps_per_execution=steps, jit_compile=False)
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(size, 8, 8, 3)), np.arange(size) % 3
+    settings = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0, **options}
+    told = model.fit(x, y, callbacks=callbacks, **settings).history
+    return [*(np.array(told[key]) for key in sorted(told)), *(np.array(v) for v in [*model.variables, *model.optimizer.variables])]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_fit_is_the_same_with_its_metrics(steps, capsys):
+    callback = Pipeline(CUTS, "1f1b", 4, HERE)
+    got = fitted([callback], steps=steps, validation_split=0.0)
+    assert largest_error(got, fitted([], steps=steps)) < TOLERANCE
+    assert "4 micro-batch(es) in the order '1f1b'" in capsys.readouterr().out
+    assert [stage.exit for stage in callback.plan.pipeline.stages] == [*CUTS, ""]
+    assert callback.plan.batch == 8
+
+
+def test_validation_runs_plain_and_says_so(capsys):
+    callback = Pipeline(CUTS, "gpipe", 2, HERE)
+    x, y = batches(1)[0]
+    got = fitted([callback], validation_data=(x, y))
+    assert largest_error(got, fitted([], validation_data=(x, y))) < TOLERANCE
+    assert "validation runs plain, outside of the plan: a pipeline is for training" in capsys.readouterr().out
+
+
+def test_a_last_batch_that_cannot_be_cut_is_refused_and_the_model_is_as_it_was():
+    callback = Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="its size has to be a multiple of 4"):
+        fitted([callback], size=22)
+    assert largest_error(fitted([Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)], size=20), fitted([], size=20)) < TOLERANCE
+
+
+def test_batch_norm_under_fit():
+    with pytest.raises(PipelineError, match=r"layer 'norm0' \(BatchNormalization\)"):
+        fitted([Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)], norm=True)
+    callback = Pipeline(CUTS, "gpipe", 1, HERE, verbose=0)
+    assert largest_error(fitted([callback], norm=True), fitted([], norm=True)) < TOLERANCE
+
+
+def test_a_pipeline_goes_alone():
+    with pytest.raises(ValueError, match="stages that are tiled or swap as well are not there yet"):
+        tflms_sft.rewrite(lambda: None, [PipelineParams(2), tflms_sft.LMSParams()])
