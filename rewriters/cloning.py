@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +19,7 @@ from rewriters.errors import PipelineError
 from rewriters.graph import Graph, Node, Tensor, ancestors
 from rewriters.micro import Parts
 from rewriters.resources import handles, writes
+from rewriters.roles import reads_shape_only, size_nodes
 from rewriters.values import int_constant, type_attr
 
 __all__: list[str] = []
@@ -67,6 +69,7 @@ class Request:
         batched: Positions of the arguments that have the batch axis.
         is_mean: Says of a gradient or a loss whether it is a mean over the batch, not a sum.
         has_batch_axis: Says of a tensor whether its first axis is the batch.
+        counterpart: Gives of a constant what it is in the step as traced for the batch, `None` if it is not there.
         order: Says of a tensor in which order micro-batches make it.
     """
 
@@ -74,6 +77,7 @@ class Request:
     batched: Sequence[int]
     is_mean: Callable[[Tensor], bool]
     has_batch_axis: Callable[[Tensor], bool]
+    counterpart: Callable[[Node], Node | None] = dataclasses.field(default=lambda node: node)
     order: Callable[[Tensor], Sequence[int]] = dataclasses.field(default=lambda tensor: ())
 
 
@@ -123,6 +127,9 @@ class _Cloner:
         self.clones: dict[Node, list[Node]] = {}
         self.pieces: dict[Node, list[Tensor]] = {}
         self.combined: dict[Tensor, tuple[Tensor, Combination]] = {}
+        self.sizes = size_nodes(analysis.order)
+        self.of_whole: dict[Node, Node] = {}
+        self.unlike: dict[Node, bool] = {}
 
     def run(self) -> Cloned:
         if self.count > 1:
@@ -131,8 +138,10 @@ class _Cloner:
         shared = [node for node in order if node not in self.parts.repeated and node not in self.parts.update]
         for node in shared:
             self._add(node, node.name, None)
+        early = self._read_by_micro_batches(shared)
         for node in shared:
-            self.once[node].inputs = [self.once[t.node].out(t.index) for t in node.inputs]
+            own = (self.once[t.node].out(t.index) if node in early else self._constant(t) for t in node.inputs)
+            self.once[node].inputs = list(own)
         self._cut_arguments()
         for number in range(self.count):
             for node in (node for node in order if node in self.parts.repeated):
@@ -141,12 +150,12 @@ class _Cloner:
                 new.inputs = [self._of(t, number) for t in node.inputs]
         for node in (node for node in order if node in self.parts.update):
             new = self._add(node, node.name, None)
-            new.inputs = [self._whole(t, self._for_update) for t in node.inputs]
+            new.inputs = [self._whole(t) for t in node.inputs]
         self._keep_control_edges()
         self._chain_variables()
         old = self.analysis.graph
         self.graph.inputs = [self.once[t.node].out(t.index) for t in old.inputs]
-        self.graph.outputs = [self._whole(t, self._for_output) for t in old.outputs]
+        self.graph.outputs = [self._whole(t) for t in old.outputs]
         self.graph.keep = [copy for node in old.keep for copy in self._copies(node)]
         combined = {t: how for t, (_, how) in self.combined.items()}
         return Cloned(self.graph, self.origin, self.clones, combined)
@@ -173,6 +182,18 @@ class _Cloner:
 
     def _copies(self, node: Node) -> list[Node]:
         return self.clones[node] if node in self.clones else [self.once[node]]
+
+    def _read_by_micro_batches(self, shared: Iterable[Node]) -> set[Node]:
+        """What of the shared operations micro-batches depend on."""
+        own = set(shared)
+        found: set[Node] = set()
+        stack = [t.node for node in self.parts.repeated for t in node.inputs if t.node in own]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(t.node for t in node.inputs)
+        return found
 
     def _cut_arguments(self) -> None:
         """Cut arguments along the batch; a size that cannot be cut evenly is refused when the step is called."""
@@ -233,19 +254,69 @@ class _Cloner:
 
     # What leaves micro-batches ----------------------------------------------------------------------------------
 
-    def _whole(self, tensor: Tensor, combination: Callable[[Tensor], Combination]) -> Tensor:
+    def _whole(self, tensor: Tensor) -> Tensor:
         """A tensor as what runs once sees it."""
         if tensor.node in self.pieces or tensor.node not in self.parts.repeated:
-            return self.once[tensor.node].out(tensor.index)
+            return self._constant(tensor)
         if self.count == 1:
             return self._of(tensor, 0)
+        if tensor.node in self.sizes:
+            return self._copy_for_whole(tensor.node).out(tensor.index)
         if tensor not in self.combined:
-            how = combination(tensor)
+            how = self._combination(tensor)
             self.combined[tensor] = self._combine(tensor, how), how
         return self.combined[tensor][0]
 
-    def _for_output(self, tensor: Tensor) -> Combination:
-        """How results of the step become one."""
+    def _constant(self, tensor: Tensor) -> Tensor:
+        """What is shared, as what runs once sees it: a number of samples, say, is another one for the batch."""
+        if tensor.node in self.analysis.constants and self.count > 1 and self._is_unlike(tensor.node):
+            return self._copy_for_whole(tensor.node).out(tensor.index)
+        return self.once[tensor.node].out(tensor.index)
+
+    def _is_unlike(self, node: Node) -> bool:
+        """Whether something that is computed from constants is another value in the step for the batch."""
+        if node not in self.unlike:
+            if node.op == "Const":
+                self.unlike[node] = self._value_for_whole(node) != node.attrs["value"]
+            else:
+                self.unlike[node] = any(self._is_unlike(t.node) for t in node.inputs)
+        return self.unlike[node]
+
+    def _value_for_whole(self, node: Node) -> Any:
+        other = self.request.counterpart(node)
+        if other is None or other.op != node.op:
+            raise PipelineError(
+                f"The step is another one for a part of the batch: the constant `{node.name}`, which is read once, is "
+                "not there for the whole. Use `micro_batches=1`."
+            )
+        return other.attrs["value"]
+
+    def _copy_for_whole(self, node: Node) -> Node:
+        """A copy of something that is computed from constants and sizes of arguments, for the batch."""
+        if node.op == "Placeholder":
+            return self.once[node]
+        if node not in self.of_whole:
+            known = node in self.sizes or node in self.analysis.constants
+            if not known or any(reads_shape_only(node) and t.node.op != "Placeholder" for t in node.inputs):
+                raise PipelineError(
+                    f"The size of a tensor that micro-batches make is read once for all, by `{node.name}` ({node.op}). "
+                    "Trace the step with a known batch, or use `micro_batches=1`."
+                )
+            inputs = [self._copy_for_whole(t.node).out(t.index) for t in node.inputs]
+            attrs = dict(node.attrs)
+            if node.op == "Const":
+                attrs["value"] = self._value_for_whole(node)
+            name = self.graph.unique_name(f"micro/{node.name}/whole")
+            outputs = node.outputs
+            if node.op == "Const":
+                other = self.request.counterpart(node)
+                outputs = node.outputs if other is None else other.outputs
+            self.of_whole[node] = self.graph.add(Node(name, node.op, inputs, (), attrs, "", outputs))
+            self._helper(self.of_whole[node], node)
+        return self.of_whole[node]
+
+    def _combination(self, tensor: Tensor) -> Combination:
+        """How what micro-batches make becomes one, for the update or as a result of the step."""
         gradient = tensor in self.parts.gradients
         if tensor.node not in self.parts.direct:
             return Combination.LAST
@@ -256,20 +327,10 @@ class _Cloner:
         if tensor.dtype.is_integer:
             return Combination.SUM
         raise PipelineError(
-            f"The step's result `{tensor.name}` ({tensor.node.op}) is of type {tensor.dtype.name} and has no batch "
-            "axis: of several micro-batches there is no one value. Leave it out, or use `micro_batches=1`."
+            f"`{tensor.name}` ({tensor.node.op}) is of type {tensor.dtype.name}, has no batch axis, "
+            "and is read or returned: of several micro-batches there is no one value. Leave it out, or use "
+            "`micro_batches=1`."
         )
-
-    def _for_update(self, tensor: Tensor) -> Combination:
-        """How what the update reads becomes one; besides gradients, numbers such as a loss."""
-        if tensor in self.parts.gradients:
-            return self._for_output(tensor)
-        if tensor.node in self.parts.direct and self.request.has_batch_axis(tensor):
-            raise PipelineError(
-                f"The update reads `{tensor.name}` ({tensor.node.op}), which is of the batch and no gradient: it "
-                "cannot be split into micro-batches (a sparse gradient of an embedding is such). Use `micro_batches=1`."
-            )
-        return self._for_output(tensor)
 
     def _combine(self, tensor: Tensor, how: Combination) -> Tensor:
         order = list(self.request.order(tensor)) or list(range(self.count))

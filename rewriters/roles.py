@@ -11,7 +11,7 @@ forward pass), and control edges out of stateful ops.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from rewriters.graph import Graph, Node, Tensor
@@ -203,3 +203,23 @@ def _draws(node: Node) -> bool:
 def reads_shape_only(node: Node) -> bool:
     """Whether the operands matter only by their shape."""
     return node.op in ("Shape", "ShapeN", "Size", "Rank")
+
+
+def size_nodes(order: Iterable[Node]) -> set[Node]:
+    """Operations that compute integers from sizes and constants.
+
+    Args:
+        order: Nodes in topological order.
+    """
+    found: set[Node] = set()
+    for node in order:
+        if node.stateful or not node.outputs or not node.inputs:
+            continue
+        if not all(dtype.is_integer for dtype, _ in node.outputs):
+            continue
+        from_sizes = any(t.node in found for t in node.inputs)
+        if reads_shape_only(node) or (
+            from_sizes and all(t.node in found or t.node.op == "Const" for t in node.inputs)
+        ):
+            found.add(node)
+    return found

@@ -15,7 +15,7 @@ from rewriters.analysis import Analysis
 from rewriters.errors import PipelineError
 from rewriters.graph import Node, Tensor
 from rewriters.resources import handles
-from rewriters.roles import after_updates, gradients, reads_shape_only, updates
+from rewriters.roles import after_updates, gradients, reads_shape_only, size_nodes, updates
 
 __all__: list[str] = []
 
@@ -63,7 +63,7 @@ class _Assignment:
         self.gradients = gradients(graph, order, analysis.backward)
         self.backward = [n for n in order if n in analysis.backward and n not in self.update]
         self.forward = [n for n in order if n not in analysis.backward and n not in self.update]
-        self.shape_only = _shape_only(order)
+        self.shape_only = size_nodes(order)
         self.of: dict[Node, int] = {}
         self.owner: dict[Tensor, int] = {}
         self.beside: dict[Tensor, int] = {}
@@ -227,11 +227,12 @@ class _Assignment:
                     touched[handle] = None
                     again = (node for node, _ in self.analysis.readers[handle] if node in self.update)
                     seen_again = [node.out(i) for node in again for i in range(len(node.outputs))]
-                    queue += [t for t in seen_again if t not in seen and t.shape == gradient.shape]
+                    queue += [t for t in seen_again if t not in seen and t.shape == tensor.shape]
                     seen.update(seen_again)
                 for index in range(len(reader.outputs)):
                     out = reader.out(index)
-                    if out not in seen and out.shape == gradient.shape:
+                    # A sparse gradient is the only one of another shape than its weight, before it is summed up.
+                    if out not in seen and (out.shape == tensor.shape or reader.op == "UnsortedSegmentSum"):
                         seen.add(out)
                         queue.append(out)
         stages = [self.owner[handle] for handle in touched if handle in self.owner]
@@ -258,22 +259,6 @@ class _Assignment:
 def _gathers(node: Node) -> bool:
     """Whether an operation reads a part of a weight, which an embedding does."""
     return node.op.startswith("ResourceGather")
-
-
-def _shape_only(order: Iterable[Node]) -> set[Node]:
-    """Operations that compute integers from sizes and constants."""
-    found: set[Node] = set()
-    for node in order:
-        if node.stateful or not node.outputs or not node.inputs:
-            continue
-        if not all(dtype.is_integer for dtype, _ in node.outputs):
-            continue
-        if reads_shape_only(node):
-            found.add(node)
-        elif all(t.node in found or t.node.op == "Const" for t in node.inputs):
-            if any(t.node in found for t in node.inputs):
-                found.add(node)
-    return found
 
 
 def crossings(analysis: Analysis, stages: Stages) -> list[tuple[Tensor, int, int]]:

@@ -74,7 +74,7 @@ def test_micro_batches_hand_state_on_and_gradients_are_added_in_the_order_asked_
     analysis = analysed(train_step(compiled(net(HERE), "momentum")), *specs())
     parts = split_step(analysis, [0, 1])
     order = [2, 0, 1]
-    made = clone(analysis, parts, Request(3, [0, 1], lambda t: True, lambda t: False, lambda t: order))
+    made = clone(analysis, parts, Request(3, [0, 1], lambda t: True, lambda t: False, order=lambda t: order))
     made.graph.execution_order()
     for handle in parts.chained:
         touching = [n for n in analysis.order if handle in handles(n) and n in parts.repeated]
@@ -319,5 +319,148 @@ def test_results_without_one_value_are_refused():
         w.assign_sub(tape.gradient(loss, w))
         return tf.reduce_any(x > 0)
 
-    with pytest.raises(PipelineError, match="of type bool and has no batch axis: .* Leave it out"):
+    with pytest.raises(PipelineError, match="of type bool, has no batch axis, .* Leave it out"):
         in_parts(step, 2, np.ones((4, 3)))
+
+
+# What updates read besides gradients ------------------------------------------------------------------------
+
+
+def compared(step, variables, *args, count=2, **options):
+    """The largest difference between the results and variables of three steps."""
+    rewritten = in_parts(step, count, *args, **options)
+    start = [v.numpy() for v in variables]
+    found = []
+    for function in (step, rewritten):
+        results = [np.array(v) for _ in range(3) for v in tf.nest.flatten(function(*map(tf.constant, args)))]
+        found.append([*results, *(v.numpy() for v in variables)])
+        for variable, value in zip(variables, start, strict=True):
+            variable.assign(value)
+    return largest_error(found[1], found[0])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_update_that_divides_by_the_size_of_the_batch(known):
+    """As it is traced for a part of the batch, it would divide by the size of that."""
+    w = tf.Variable(np.eye(3))
+
+    @tf.function
+    def step(x):
+        size = tf.shape(x)[0]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tanh(x @ w))
+        w.assign_sub(0.1 * tape.gradient(loss, w) / tf.cast(size, "float64"))
+        return loss, size, tf.cast(size, "float64") * 2
+
+    x = np.random.default_rng(0).normal(size=(6, 3))
+    if known:
+        assert compared(step, [w], x, count=3, loss_reduction="sum") < TOLERANCE
+        return
+    rewritten = in_parts(step, 3, tf.TensorSpec((None, 3), "float64"), loss_reduction="sum")
+    start = w.numpy()
+    want = [np.array(value) for value in step(x)] + [w.numpy()]
+    w.assign(start)
+    assert largest_error([np.array(value) for value in rewritten(x)] + [w.numpy()], want) < TOLERANCE
+
+
+def test_an_update_that_reads_a_loss():
+    w = tf.Variable(np.eye(3))
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.tanh(x @ w), name="loss")
+        w.assign_sub(loss * tape.gradient(loss, w))
+        return loss
+
+    assert compared(step, [w], np.random.default_rng(0).normal(size=(6, 3)), count=3) < TOLERANCE
+
+
+def test_sparse_gradients_of_an_embedding_are_put_together():
+    words = keras.Input((5,), dtype="int32")
+    x = layers.Dense(4, activation="tanh")(layers.Embedding(11, 6)(words))
+    model = keras.Model(words, layers.Dense(3)(layers.Flatten()(x)))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.optimizer.build(model.trainable_variables)
+
+    @tf.function(autograph=False)
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = model.loss(y, model(x, training=True))
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    data = np.random.default_rng(0).integers(0, 11, size=(8, 5)).astype("int32"), np.arange(8) % 3
+    own = [v.value for v in (*model.variables, *model.optimizer.variables)]
+    assert compared(step, own, *data, count=4) < TOLERANCE
+
+
+def test_several_losses_and_results():
+    image = keras.Input((6,))
+    x = layers.Dense(6, activation="gelu")(image)
+    model = keras.Model(image, [layers.Dense(3)(x), layers.Dense(1)(x)])
+    losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
+    model.compile(keras.optimizers.Adam(0.01), losses, loss_weights=[1.0, 0.3], metrics=[["accuracy"], ["mae"]])
+    model.optimizer.build(model.trainable_variables)
+    x, y = np.random.default_rng(0).normal(size=(8, 6)), np.arange(8) % 3
+    model._symbolic_build(data_batch=(x, (y, x[:, :1])))
+    step = tf.function(lambda x, y, z: model.train_step((x, (y, z))), autograph=False)
+    own = [v.value for v in (*model.variables, *model.optimizer.variables, *model.metrics_variables)]
+    assert compared(step, own, x, y, x[:, :1], count=4) < TOLERANCE
+
+
+def test_mixed_precision_with_loss_scaling():
+    """Gradients are unscaled, and looked at for infinities, once they are those of the whole batch."""
+    keras.config.set_floatx("float32")
+    policy = keras.mixed_precision.Policy("mixed_float16")
+    image = keras.Input((6,))
+    x = layers.Dense(6, activation="relu", dtype=policy)(image)
+    model = keras.Model(image, layers.Dense(3, dtype="float32")(x))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), auto_scale_loss=False)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function(autograph=False)
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = model.loss(y, model(x, training=True))
+            scaled = optimizer.scale_loss(loss)
+        optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    x = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
+    own = [v.value for v in (*model.variables, *optimizer.variables)]
+    assert compared(step, own, x, np.arange(8) % 3, count=2) < 5e-3
+    assert optimizer.inner_optimizer.iterations.numpy() == 0, "put back"
+
+
+def test_losses_of_a_step_that_are_sums_and_means_are_refused():
+    w, v = tf.Variable(np.eye(3)), tf.Variable(np.eye(3))
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tanh(x @ w)) + tf.reduce_mean(tf.tanh(x @ v))
+        for variable, gradient in zip([w, v], tape.gradient(loss, [w, v]), strict=True):
+            variable.assign_sub(0.1 * gradient)
+        return loss
+
+    with pytest.raises(PipelineError, match="Some gradients are sums over the batch and some are means"):
+        in_parts(step, 2, np.ones((4, 3)))
+
+
+def test_whether_a_loss_is_a_mean_is_found_out_for_an_open_batch_too():
+    w = tf.Variable(np.eye(3))
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tanh(x @ w))
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    unknown = tf.TensorSpec((None, 3), "float64")
+    with pytest.raises(PipelineError, match='pass `loss_reduction="sum"`'):
+        in_parts(step, 2, unknown)
+    told = in_parts(step.get_concrete_function(unknown), 2, loss_reduction="sum").plan.notes
+    assert told == (), "a sum divides by nothing, whatever the batch"

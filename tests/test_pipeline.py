@@ -323,7 +323,8 @@ def fitted(callbacks, norm=False, size=16, steps=1, **options):
     x, y = random.normal(size=(size, 8, 8, 3)), np.arange(size) % 3
     settings = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0, **options}
     told = model.fit(x, y, callbacks=callbacks, **settings).history
-    return [*(np.array(told[key]) for key in sorted(told)), *(np.array(v) for v in [*model.variables, *model.optimizer.variables])]
+    values = [told[key] for key in sorted(told)]
+    return [np.array(value) for value in [*values, *model.variables, *model.optimizer.variables]]
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -348,7 +349,8 @@ def test_a_last_batch_that_cannot_be_cut_is_refused_and_the_model_is_as_it_was()
     callback = Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)
     with pytest.raises(tf.errors.InvalidArgumentError, match="its size has to be a multiple of 4"):
         fitted([callback], size=22)
-    assert largest_error(fitted([Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)], size=20), fitted([], size=20)) < TOLERANCE
+    got = fitted([Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)], size=20)
+    assert largest_error(got, fitted([], size=20)) < TOLERANCE
 
 
 def test_batch_norm_under_fit():

@@ -22,7 +22,7 @@ from tflms_sft._pipeline_plan import PlannedPipeline, PlannedStage
 from tflms_sft._plan import Plan
 
 if TYPE_CHECKING:
-    from tflms_sft._pipeline import Traces
+    from tflms_sft._micro_batches import Traces
 
 
 class _Stage:
