@@ -67,16 +67,41 @@ def test_public_names_and_their_members_have_docstrings(name):
         assert not [key for key, value in callables.items() if not value.__doc__]
 
 
+SUBMODULES = ("gems", "unets")
+
+
+@pytest.mark.parametrize("module", SUBMODULES)
+def test_public_submodules_say_what_is_public_and_document_it(module):
+    module = importlib.import_module(f"tflms_sft.{module}")
+    own = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    assert {name for name in own if name[0] != "_"} <= set(module.__all__) == {n for n in module.__all__ if n[0] != "_"}
+    for name in module.__all__:
+        if callable(getattr(module, name)):
+            documents_every_parameter(getattr(module, name))
+
+
+def test_other_modules_have_nothing_public():
+    public = {"rewriters/errors.py", "tflms_sft/__init__.py", *(f"tflms_sft/{name}.py" for name in SUBMODULES)}
+    modules = {str(path.relative_to(ROOT)): path for path in FILES if not path.name.startswith("_")}
+    assert not [
+        name for name in modules.keys() - public if "\n__all__: list[str] = []\n" not in modules[name].read_text()
+    ]
+
+
 @pytest.mark.parametrize("name", [name for name in tflms_sft.__all__ if name != "__version__"])
 def test_docstrings_have_every_parameter(name):
+    documents_every_parameter(getattr(tflms_sft, name))
+
+
+def documents_every_parameter(public):
     """In `Args`, or for results, which users do not make, in `Attributes`."""
-    public = getattr(tflms_sft, name)
     members = vars(public) if inspect.isclass(public) else {}
     methods = [getattr(public, key) for key in members if key[0] != "_" and inspect.isroutine(getattr(public, key))]
     for function in (public, *methods):
         if inspect.isclass(function) and issubclass(function, Exception):
             continue
         text = inspect.getdoc(function)
+        assert text, function
         names = [name for name in inspect.signature(function).parameters if name not in ("self", "args", "kwargs")]
         assert not [name for name in names if not re.search(rf"^ *(\*\*?)?{name}: ", text, flags=re.MULTILINE)]
 
