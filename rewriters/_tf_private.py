@@ -167,6 +167,20 @@ def variable_places(concrete_fn: Any) -> list[tuple[str, int]]:
     return found
 
 
+def sizes_of_variables(concrete_fn: Any) -> list[int]:
+    """Bytes of the variable behind each captured tensor; 0 for one that is none."""
+    found = []
+    for tensor in concrete_fn.captured_inputs:
+        data = _handle_data(tensor) if tensor.dtype == tf.resource else None
+        size = 0
+        for item in data.shape_and_type if data is not None and data.is_set else ():
+            shape = tf.TensorShape(item.shape)
+            if shape.is_fully_defined():
+                size += int(shape.num_elements() or 0) * tf.dtypes.as_dtype(item.dtype).size
+        found.append(size)
+    return found
+
+
 def memory_limits() -> dict[str, int]:
     """Bytes that TensorFlow may take of each of its devices."""
     return {short_device(found.name): int(found.memory_limit) for found in device_lib.list_local_devices()}

@@ -28,9 +28,11 @@ class Importer:
         self.concrete_fn = concrete_fn
         self.tier = tier
         self._graph_def = graph.to_graph_def()
-        # Swaps, and buffers that loops begin with: what they have to wait for, their edges say.
+        # Swaps, buffers that loops begin with, and effects of micro-batches: what they wait for, their edges say.
         swaps = set() if tier is None else set(tier.operations)
-        self._independent = [n.name for n in graph.nodes.values() if n.op == "Empty" or n.name in swaps]
+        self._independent = [
+            n.name for n in graph.nodes.values() if n.op == "Empty" or n.name in swaps or n.name in graph.unordered
+        ]
         _tf_private.register_functions(graph.library)
         self.num_arguments = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
 
@@ -79,11 +81,16 @@ class Importer:
             self.tier.clear()
 
     def _checked(self, fed: list[Any]) -> list[Any]:
-        """The inputs, those behind a check that the rewriting took to have equal leading sizes.
+        """The inputs, those behind a check that the rewriting took to have equal leading sizes, or cuts into parts.
 
         An unknown size that turns out to be 1 would be spread over the other.
         """
         checks = []
+        for position, parts in self.graph.divided.items():
+            if fed[position].shape[0] is None:
+                text = f"The batch is cut into {parts} micro-batches, so its size has to be a multiple of {parts}."
+                left = tf.shape(fed[position])[0] % parts
+                checks.append(tf.debugging.assert_equal(left, 0, message=text))
         for pair in sorted(self.graph.same_size):
             names = [self.graph.inputs[position].node.name for position in pair]
             text = (
@@ -93,8 +100,9 @@ class Importer:
             sizes = [tf.shape(fed[position])[0] for position in pair]
             checks.append(tf.debugging.assert_equal(*sizes, message=text))
         fed = list(fed)
+        checked = {position for pair in self.graph.same_size for position in pair}.union(self.graph.divided)
         with tf.control_dependencies(checks):
-            for position in {position for pair in self.graph.same_size for position in pair}:
+            for position in checked if checks else ():
                 fed[position] = tf.identity(fed[position])
         return fed
 

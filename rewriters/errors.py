@@ -8,7 +8,7 @@ Details are attributes, set after construction.
 
 from __future__ import annotations
 
-__all__ = ["BudgetError", "RewriteError", "ScheduleError", "SegmentError", "SwapError"]
+__all__ = ["BudgetError", "PipelineError", "RewriteError", "ScheduleError", "SegmentError", "SwapError"]
 
 
 class RewriteError(Exception):
@@ -21,6 +21,10 @@ class SegmentError(RewriteError):
 
 class SwapError(RewriteError):
     """Swapping as it was asked for cannot be done."""
+
+
+class PipelineError(RewriteError):
+    """A pipeline as it was asked for cannot be built from this step."""
 
 
 class ScheduleError(RewriteError):

@@ -127,6 +127,8 @@ class Graph:
         versions: Producer versions, needed for import.
         aliases: Tensors that normalisation replaced, by their old name.
         same_size: Pairs of positions in `inputs` whose unknown leading sizes are taken to be the same.
+        divided: Into how many parts of the same size an input is cut, by its position in `inputs`.
+        unordered: Names of stateful nodes that wait for nothing but what their edges say.
     """
 
     nodes: dict[str, Node]
@@ -137,6 +139,8 @@ class Graph:
     versions: Any
     aliases: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     same_size: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    divided: dict[int, int] = dataclasses.field(default_factory=dict)
+    unordered: set[str] = dataclasses.field(default_factory=set)
 
     def copy(self) -> Graph:
         """A graph with nodes of its own, so that edits do not reach this one."""
@@ -159,6 +163,8 @@ class Graph:
             self.versions,
             {old: Tensor(new[t.node.name], t.index) for old, t in self.aliases.items() if t.node.name in new},
             set(self.same_size),
+            dict(self.divided),
+            set(self.unordered),
         )
 
     def add(self, node: Node) -> Node:

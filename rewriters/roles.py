@@ -11,11 +11,12 @@ forward pass), and control edges out of stateful ops.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.registry import registered
+from rewriters.resources import handles, writes
 from rewriters.rules.elementwise import Pointwise
 
 __all__: list[str] = []
@@ -123,8 +124,8 @@ def derived_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[N
     return found
 
 
-def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tensor]:
-    """What the backward pass ends in: gradients that an update reads, or that the step returns.
+def updates(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
+    """What is done with the gradients: clipping, the optimizer's arithmetic, assignments.
 
     An update descends from autodiff's ops and none of them descends from it. Sums of gradients alone, as of weights
     that layers share, belong to the backward pass, though no scope says so.
@@ -143,6 +144,39 @@ def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tens
     for node in order:
         if node in update and node.op == "AddN" and all(t.node in backward - update for t in node.inputs):
             update.discard(node)
+    return update
+
+
+def after_updates(order: list[Node], update: set[Node]) -> set[Node]:
+    """An update with all that descends from it: through values, and through variables that it writes.
+
+    Adam computes the change of a weight from its slots, which it has changed.
+
+    Args:
+        order: All nodes in topological order.
+        update: What `updates` found.
+    """
+    found: set[Node] = set()
+    for node in order:
+        through_variable = any(
+            before in found and writes(before) and not set(handles(before)).isdisjoint(handles(node))
+            for before in node.control_inputs
+        )
+        if node in update or through_variable or any(t.node in found for t in node.inputs):
+            found.add(node)
+    return found
+
+
+def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tensor]:
+    """What the backward pass ends in: gradients that an update reads (`updates`), or that the step returns.
+
+    Args:
+        graph: The joint graph.
+        order: Its nodes in topological order.
+        backward: Its backward nodes.
+    """
+    readers = graph.consumers()
+    update = updates(graph, order, backward)
     results = set(graph.outputs)
     found = (node.out(index) for node in order if node in backward - update for index in range(len(node.outputs)))
     return [
@@ -178,3 +212,23 @@ def _draws(node: Node) -> bool:
 def reads_shape_only(node: Node) -> bool:
     """Whether the operands matter only by their shape."""
     return node.op in ("Shape", "ShapeN", "Size", "Rank")
+
+
+def size_nodes(order: Iterable[Node]) -> set[Node]:
+    """Operations that compute integers from sizes and constants.
+
+    Args:
+        order: Nodes in topological order.
+    """
+    found: set[Node] = set()
+    for node in order:
+        if node.stateful or not node.outputs or not node.inputs:
+            continue
+        if not all(dtype.is_integer for dtype, _ in node.outputs):
+            continue
+        from_sizes = any(t.node in found for t in node.inputs)
+        if reads_shape_only(node) or (
+            from_sizes and all(t.node in found or t.node.op == "Const" for t in node.inputs)
+        ):
+            found.add(node)
+    return found

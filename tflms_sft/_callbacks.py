@@ -24,6 +24,7 @@ from tflms_sft._inference import (
 from tflms_sft._install import Installation, Kind, peak_line, start_line
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._params import AUTO, AutoParams, SegmentSpec, SFTParams
+from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._plan import Measurement, Plan
 from tflms_sft._rewrite import chosen_of
 from tflms_sft._tensorboard import TrainingLog, checked_log_dir, tensorboard_of_this_fit
@@ -211,7 +212,7 @@ class _Rewriting(keras.callbacks.Callback):
     def _measured(self, plan: Plan) -> None:
         if self._verbose:
             assert self._installation is not None
-            print(peak_line(self._installation), flush=True)
+            self._tell(peak_line(self._installation))
 
 
 def _say(text: str) -> None:
@@ -392,6 +393,65 @@ class LMS(_Rewriting):
             raise TypeError(f"`tiles` must be `SFTParams(...)` or None. Received: tiles={tiles!r}.")
         swaps = LMSParams(**params)
         super().__init__(swaps if tiles is None else [tiles, swaps], batch_shape, verbose, log_dir)
+
+
+class Pipeline(_Rewriting):
+    """Train in stages on several devices, as told.
+
+    Batches have to be multiples of the number of micro-batches, the last one too; `evaluate`, `predict` and validation
+    run plain.
+
+    Args:
+        stages: Number of stages, `"auto"`, the default, or a list of names to cut at; see `PipelineParams`.
+        schedule: `"basic"`, the default, `"gpipe"`, `"1f1b"`, `"mast"` or `"master"`.
+        micro_batches: Parts that a batch is cut into; η of MASTER. Defaults to 1.
+        devices: Names of devices, one for each stage. Defaults to `None`: the GPUs in order, on a machine without any
+            the logical CPUs.
+        data_replicas: Copies of the pipeline beside each other. Defaults to 1.
+        loss_reduction: Whether losses are a `"mean"` over the batch, the default, or a `"sum"`.
+        batch_norm: `"refuse"`, the default, or `"micro"`: layers that join samples of a batch work on micro-batches.
+        placement: `"check"`, the default: variables must lie on the device of their stage. `"copy"`: stages read them
+            from where they are.
+        verbose: 0 prints nothing, 1 one line at the start, and one while a plan is made if that takes long. Defaults
+            to 1.
+        log_dir: Directory for TensorBoard. Defaults to `None`: that of a `keras.callbacks.TensorBoard` in the same
+            `fit`, if there is one.
+
+    Attributes:
+        plan: What was done to the training; see `Plan.summary()`.
+        evaluate_plan: `None`.
+        predict_plan: `None`.
+
+    Raises:
+        PipelineError: In the first step, for a model that cannot be cut or put together again as asked for.
+        RewriteError: In the first step, for a model that cannot be rewritten.
+        TypeError: For a value of the wrong type.
+        ValueError: For a wrong value; in the first step also for devices that do not exist.
+
+    Example:
+    >>> cuts = tflms_sft.stage_devices(model, 4)
+    >>> model.compile("adam", "mse")
+    >>> model.fit(data, callbacks=[tflms_sft.Pipeline(cuts, "1f1b", micro_batches=8)])
+    """
+
+    def __init__(
+        self,
+        stages: Any = "auto",
+        schedule: str = "basic",
+        micro_batches: int = 1,
+        devices: Any = None,
+        data_replicas: int = 1,
+        *,
+        loss_reduction: str = "mean",
+        batch_norm: str = "refuse",
+        placement: str = "check",
+        verbose: int = 1,
+        log_dir: Any = None,
+    ) -> None:
+        params = PipelineParams(
+            stages, schedule, micro_batches, devices, data_replicas, loss_reduction, batch_norm, placement
+        )
+        super().__init__(params, None, verbose, log_dir)
 
 
 @contextlib.contextmanager

@@ -136,6 +136,8 @@ def tiles_alone(params: Chosen) -> Chosen | None:
 def why_plain(model: Any, params: Chosen) -> str:
     """Why a step without gradients is left as it is, whatever it computes; empty if it is not."""
     replicas = number_of(getattr(model, "distribute_strategy", None))
+    if params.pipeline is not None:
+        return "a pipeline is for training"
     if params.tiles is None:
         return "nothing waits for a swap without a backward phase"
     if replicas > 1:

@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from rewriters import device
+from rewriters import _tf_private, device
 from rewriters.build import Importer
 from rewriters.cost import Rates
 from rewriters.errors import BudgetError, RewriteError
@@ -32,6 +32,8 @@ from tflms_sft._choose import in_pieces
 from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._names import recorded_layers
+from tflms_sft._pipeline import pipelined
+from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._plan import Measurement, Plan
 from tflms_sft._progress import Stopwatch, told_if_slow
 from tflms_sft._replicas import Replicas, RunInstead, joins, number_of
@@ -165,6 +167,11 @@ class Installation:
         strategy, replicas = model.distribute_strategy, None
         self._original = getattr(model, kind.step)
         if joins(strategy):
+            if self._params.pipeline is not None:
+                raise RewriteError(
+                    f"Model {model.name!r} trains under a `tf.distribute` strategy, which has devices of its own. Make "
+                    "the model outside of its scope; `data_replicas=` puts copies of a pipeline beside each other."
+                )
             if number_of(strategy) > 1:
                 why = f"Model {model.name!r} trains on {number_of(strategy)} replicas"
                 self._params = self._params.without_swaps(why)
@@ -251,7 +258,8 @@ class Installation:
         first = not self._measured
         if first:
             self._rates()  # They may be measured on the device, which is no part of the step's peak.
-        in_use = reset_peak() if first else None
+        # What is measured is one device's.
+        in_use = reset_peak() if first and self._params.pipeline is None else None
         result = self._inner(iterator)
         if first and self.plan is not None:
             self._measured = True
@@ -392,6 +400,8 @@ class Installation:
 
     def _rewritten(self, specs: Any) -> Importer:
         original = self._original
+        if self._params.pipeline is not None:
+            return self._pipelined(specs, self._params.pipeline)
         with recorded_layers() as record:
             traced = tf.function(lambda data: original(data), autograph=False).get_concrete_function(specs)
         record.finish(traced.graph)
@@ -409,6 +419,17 @@ class Installation:
         if self.plan is None:
             self.plan, self.planning = plan, watch
             self._variables = analysed.variables
+            self._on_plan(plan)
+        return importer
+
+    def _pipelined(self, specs: Any, params: PipelineParams) -> Importer:
+        original, known = self._original, self._images
+        function = tf.function(lambda data: original(data), autograph=False)
+        with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as watch:
+            traced, importer, plan = pipelined(function, params, (specs,), {}, known[0] if known else None)
+        if self.plan is None:
+            self.plan, self.planning = plan, watch
+            self._variables = _tf_private.variable_sizes(traced)
             self._on_plan(plan)
         return importer
 
@@ -567,9 +588,11 @@ def over_again(plan: Plan) -> BudgetError:
 
 
 def peak_line(installation: Installation) -> str:
-    """The measured peak next to the predicted one."""
+    """The measured peak next to the predicted one; empty for a pipeline, which has several."""
     plan = installation.plan
     assert plan is not None
+    if plan.pipeline is not None:
+        return ""
     if plan.measured is None:
         why = "this device keeps no memory statistics, or none of tensors so small"
         return f"tflms-sft: peak of the first step not measured ({why})"

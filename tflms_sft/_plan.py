@@ -7,6 +7,7 @@ import json
 import os
 from typing import Any
 
+from tflms_sft._pipeline_plan import PlannedPipeline
 from tflms_sft._summary import budget_text, grid_text, summary, swap_text
 from tflms_sft._units import format_bytes
 
@@ -164,6 +165,7 @@ class Plan:
         not_swapped: (tensor, why it stays) of those that could not be swapped.
         rest_waiting_bytes: As in `PlannedSegment`, of what is in no segment; what is swapped is counted.
         rest_time_share: The same for time.
+        pipeline: Stages on several devices, if that is what was done.
     """
 
     changed: bool
@@ -181,6 +183,7 @@ class Plan:
     not_swapped: tuple[tuple[str, str], ...] = ()
     rest_waiting_bytes: tuple[int, int] = (0, 0)
     rest_time_share: tuple[float, float] = (0.0, 0.0)
+    pipeline: PlannedPipeline | None = None
 
     @property
     def swapped_bytes(self) -> int:
@@ -189,6 +192,8 @@ class Plan:
 
     def headline(self) -> str:
         """One line: what was done and what is expected."""
+        if self.pipeline is not None:
+            return self.pipeline.headline()
         before, after = format_bytes(self.original.peak_bytes), format_bytes(self.predicted.peak_bytes)
         if not self.changed:
             return f"nothing rewritten, predicted peak {after}" + budget_text(self)
@@ -248,9 +253,13 @@ class Plan:
         >>> before, after = (tflms_sft.measure(s, images, labels, timelines=True) for s in (step, fast))
         >>> fast.plan.plot("plan.png", before, after)
         """
+        _check_measurements(before, after)
+        if self.pipeline is not None:
+            from tflms_sft._schedule_plot import draw_schedule
+
+            return draw_schedule(self.pipeline.simulation(), path)
         from tflms_sft._plot import draw_plan
 
-        _check_measurements(before, after)
         return draw_plan(self, path, before, after or self.measured)
 
     def to_html(

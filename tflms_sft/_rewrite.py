@@ -21,6 +21,7 @@ from tflms_sft._compile import Traced, analyse, collector_paused, finish, predic
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._names import LayerRecord, display_names, recorded_layers
 from tflms_sft._params import AUTO, AutoParams, SFTParams
+from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._plan import Plan
 from tflms_sft._swap import described, notes, swap, swapped_seconds
 from tflms_sft._tiling import plan_sft
@@ -199,7 +200,8 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
         step: A `tf.function` that computes gradients (and updates), or a `ConcreteFunction` of one. One that computes
             no gradients, such as a call of a model, can be tiled too, in forward loops only.
         params: `SFTParams`, `AutoParams` or `LMSParams`, or a list: `SFTParams` and `LMSParams` tile first, then
-            swap what is left between the segments; with `AutoParams`, `LMSParams` say what may be swapped.
+            swap what is left between the segments; with `AutoParams`, `LMSParams` say what may be swapped. Or
+            `PipelineParams`, alone.
         *example_args: For a `tf.function`: arguments of a step, or `tf.TensorSpec`s of them.
         **example_kwargs: The same by keyword.
 
@@ -216,6 +218,11 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
     >>> loss = fast_enough(images, labels)
     """
     chosen = chosen_of(params)
+    if chosen.pipeline is not None:
+        from tflms_sft._pipeline import pipelined  # It traces steps with what is here.
+
+        with collector_paused():
+            return RewrittenStep(*pipelined(step, chosen.pipeline, example_args, example_kwargs))
     concrete_fn, record = traced_once(step, example_args, example_kwargs)
     return compiled(concrete_fn, record, batch_of((example_args, example_kwargs)), chosen)
 
@@ -335,6 +342,7 @@ class Chosen:
 
     tiles: SFTParams | AutoParams | None = None
     swaps: LMSParams | None = None
+    pipeline: PipelineParams | None = None
 
     @property
     def has_budget(self) -> bool:
@@ -346,6 +354,8 @@ class Chosen:
         if isinstance(self.tiles, AutoParams):
             budget = self.tiles.memory_budget
             return f"planning for a budget of {'what is free' if budget == AUTO else format_bytes(budget)}"
+        if self.pipeline is not None:
+            return "planning a pipeline"
         return "planning swaps" if self.tiles is None else "planning tiles"
 
     def without_swaps(self, why: str) -> Chosen:
@@ -368,6 +378,14 @@ def chosen_of(params: Any) -> Chosen:
         ValueError: For an order that makes no sense.
     """
     items: Sequence[Any] = params if isinstance(params, (list, tuple)) else [params]
+    pipelines = [item for item in items if isinstance(item, PipelineParams)]
+    if pipelines and len(items) > 1:
+        raise ValueError(
+            "`params` has a pipeline beside other things: stages that are tiled or swap as well are not there yet. "
+            f"Give `PipelineParams` alone. Received: params={params!r}."
+        )
+    if pipelines:
+        return Chosen(pipeline=pipelines[0])
     tiles = [item for item in items if isinstance(item, (SFTParams, AutoParams))]
     swaps = [item for item in items if isinstance(item, LMSParams)]
     if not items or len(tiles) + len(swaps) < len(items) or len(tiles) > 1 or len(swaps) > 1:
@@ -375,7 +393,7 @@ def chosen_of(params: Any) -> Chosen:
         hint = f" For a budget: `AutoParams({budgets[0]!r})`." if budgets else ""
         raise TypeError(
             "`params` must be `SFTParams(...)`, `AutoParams(...)` or `LMSParams(...)`, or a list of one of the first "
-            f"two and the last. Received: params={params!r}.{hint}"
+            f"two and the last, or `PipelineParams(...)`. Received: params={params!r}.{hint}"
         )
     if tiles and swaps and items[0] is swaps[0]:
         raise ValueError(

@@ -116,6 +116,9 @@ def _grids(segment: PlannedSegment) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def summary(plan: Plan) -> str:
     """The whole report."""
+    if plan.pipeline is not None:
+        notes = [f"  {note}" for note in plan.notes]
+        return "\n".join([f"Plan for {batch_text(plan)}: {plan.headline()}", *plan.pipeline.lines(), *notes])
     cells = table([HEADINGS, *rows(plan)], RIGHT)
     return "\n".join([f"Plan for {batch_text(plan)}: {plan.headline()}", *cells, *_details(plan)])
 

@@ -1,0 +1,408 @@
+"""The graph of a step that runs in micro-batches: its gradient part once for each, its update once.
+
+Gradients are added up one by one, so that no two of them wait for the others, in the order in which they are made.
+A variable that micro-batches change is handed from one to the next. What the step returns is put together again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from rewriters.analysis import Analysis
+from rewriters.errors import PipelineError
+from rewriters.graph import Graph, Node, Tensor, ancestors
+from rewriters.micro import Parts
+from rewriters.resources import handles, writes
+from rewriters.roles import reads_shape_only, size_nodes
+from rewriters.values import int_constant, type_attr
+
+__all__: list[str] = []
+
+
+class Combination(enum.Enum):
+    """What becomes of a value that each micro-batch has."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    CONCAT = "concatenated"
+    SCALED_CONCAT = "concatenated, times their part of the batch"
+    LAST = "value after the last one"
+
+
+class Role(enum.Enum):
+    """What an operation of the new graph is for."""
+
+    MICRO_BATCH = "runs for one micro-batch"
+    SHARED = "runs once"
+    SPLIT = "cuts an argument"
+    ADD = "adds a micro-batch's value to those before"
+    COMBINE = "finishes a combined value"
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where an operation of the new graph comes from.
+
+    Attributes:
+        role: What it is for.
+        source: The operation that it is a copy of, or whose result it combines.
+        micro_batch: Which one it belongs to, if to one.
+    """
+
+    role: Role
+    source: Node
+    micro_batch: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """How a step is to be run in micro-batches.
+
+    Attributes:
+        micro_batches: How many.
+        batched: Positions of the arguments that have the batch axis.
+        is_mean: Says of a gradient or a loss whether it is a mean over the batch, not a sum.
+        has_batch_axis: Says of a tensor whether its first axis is the batch.
+        counterpart: Gives of a constant what it is in the step as traced for the batch, `None` if it is not there.
+        order: Says of a tensor in which order micro-batches make it.
+    """
+
+    micro_batches: int
+    batched: Sequence[int]
+    is_mean: Callable[[Tensor], bool]
+    has_batch_axis: Callable[[Tensor], bool]
+    counterpart: Callable[[Node], Node | None] = dataclasses.field(default=lambda node: node)
+    order: Callable[[Tensor], Sequence[int]] = dataclasses.field(default=lambda tensor: ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Cloned:
+    """A step in micro-batches.
+
+    Attributes:
+        graph: The new graph.
+        origin: Where each of its operations comes from.
+        clones: The copies of an operation that runs for each micro-batch, in their order.
+        combined: How each tensor was put together that is needed outside of micro-batches.
+    """
+
+    graph: Graph
+    origin: dict[Node, Origin]
+    clones: dict[Node, list[Node]]
+    combined: dict[Tensor, Combination]
+
+
+def clone(analysis: Analysis, parts: Parts, request: Request) -> Cloned:
+    """Build the graph.
+
+    Args:
+        analysis: Of the step as traced for one micro-batch.
+        parts: Its parts.
+        request: What to do.
+
+    Raises:
+        PipelineError: If a value cannot be put together again, or a variable is changed by both parts.
+    """
+    return _Cloner(analysis, parts, request).run()
+
+
+class _Cloner:
+    def __init__(self, analysis: Analysis, parts: Parts, request: Request) -> None:
+        self.analysis = analysis
+        self.parts = parts
+        self.request = request
+        self.count = request.micro_batches
+        old = analysis.graph
+        library = type(old.library)()
+        library.CopyFrom(old.library)
+        self.graph = Graph({}, [], [], [], library, old.versions, {}, set(old.same_size))
+        self.origin: dict[Node, Origin] = {}
+        self.once: dict[Node, Node] = {}
+        self.clones: dict[Node, list[Node]] = {}
+        self.pieces: dict[Node, list[Tensor]] = {}
+        self.combined: dict[Tensor, tuple[Tensor, Combination]] = {}
+        self.sizes = size_nodes(analysis.order)
+        self.of_whole: dict[Node, Node] = {}
+        self.unlike: dict[Node, bool] = {}
+
+    def run(self) -> Cloned:
+        if self.count > 1:
+            self._refuse_shared_state()
+        order = self.analysis.order
+        shared = [node for node in order if node not in self.parts.repeated and node not in self.parts.update]
+        for node in shared:
+            self._add(node, node.name, None)
+        early = self._read_by_micro_batches(shared)
+        for node in shared:
+            own = (self.once[t.node].out(t.index) if node in early else self._constant(t) for t in node.inputs)
+            self.once[node].inputs = list(own)
+        self._cut_arguments()
+        for number in range(self.count):
+            for node in (node for node in order if node in self.parts.repeated):
+                name = node.name if self.count == 1 else f"micro_{number}/{node.name}"
+                new = self._add(node, name, number)
+                new.inputs = [self._of(t, number) for t in node.inputs]
+        for node in (node for node in order if node in self.parts.update):
+            new = self._add(node, node.name, None)
+            new.inputs = [self._whole(t) for t in node.inputs]
+        self._keep_control_edges()
+        self._chain_variables()
+        old = self.analysis.graph
+        self.graph.inputs = [self.once[t.node].out(t.index) for t in old.inputs]
+        self.graph.outputs = [self._whole(t) for t in old.outputs]
+        self.graph.keep = [copy for node in old.keep for copy in self._copies(node)]
+        combined = {t: how for t, (_, how) in self.combined.items()}
+        return Cloned(self.graph, self.origin, self.clones, combined)
+
+    # Copies ---------------------------------------------------------------------------------------------------
+
+    def _add(self, node: Node, name: str, number: int | None) -> Node:
+        new = Node(self.graph.unique_name(name), node.op, (), (), node.attrs, "", node.outputs)
+        self.graph.add(new)
+        self.origin[new] = Origin(Role.SHARED if number is None else Role.MICRO_BATCH, node, number)
+        if number is None:
+            self.once[node] = new
+        else:
+            self.clones.setdefault(node, []).append(new)
+        return new
+
+    def _of(self, tensor: Tensor, number: int) -> Tensor:
+        """A tensor as one micro-batch sees it."""
+        if tensor.node in self.pieces:
+            return self.pieces[tensor.node][number]
+        if tensor.node in self.parts.repeated:
+            return self.clones[tensor.node][number].out(tensor.index)
+        return self.once[tensor.node].out(tensor.index)
+
+    def _copies(self, node: Node) -> list[Node]:
+        return self.clones[node] if node in self.clones else [self.once[node]]
+
+    def _read_by_micro_batches(self, shared: Iterable[Node]) -> set[Node]:
+        """What of the shared operations micro-batches depend on."""
+        own = set(shared)
+        found: set[Node] = set()
+        stack = [t.node for node in self.parts.repeated for t in node.inputs if t.node in own]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(t.node for t in node.inputs)
+        return found
+
+    def _cut_arguments(self) -> None:
+        """Cut arguments along the batch; a size that cannot be cut evenly is refused when the step is called."""
+        for position in self.request.batched if self.count > 1 else ():
+            argument = self.analysis.graph.inputs[position].node
+            whole = self.once[argument]
+            dtype, shape = argument.outputs[0]
+            axis = self._helper(int_constant(self.graph, f"micro/{argument.name}/axis", 0, tf.int32), argument)
+            attrs = {"T": type_attr(dtype), "num_split": tf.compat.v1.AttrValue(i=self.count)}
+            outputs = [(dtype, shape)] * self.count
+            name = self.graph.unique_name(f"micro/{argument.name}/split")
+            node = self.graph.add(Node(name, "Split", [axis.out(), whole.out()], (), attrs, "", outputs))
+            self._helper(node, argument, Role.SPLIT)
+            self.pieces[argument] = [node.out(number) for number in range(self.count)]
+            whole.attrs = {key: value for key, value in whole.attrs.items() if key != "shape"}
+            whole.outputs = [(dtype, None if shape is None else (None, *shape[1:]))]
+
+    def _helper(self, node: Node, source: Node, role: Role = Role.COMBINE, number: int | None = None) -> Node:
+        self.origin[node] = Origin(role, source, number)
+        return node
+
+    # Edges that order effects -----------------------------------------------------------------------------------
+
+    def _keep_control_edges(self) -> None:
+        """Edges between copies; what is shared waits for micro-batches only if it has an effect."""
+        for node in self.analysis.order:
+            for before in dict.fromkeys(node.control_inputs):
+                if node.op == "Const" or before.op == "Const":
+                    continue
+                if node in self.clones:
+                    several = before in self.clones
+                    for number, copy in enumerate(self.clones[node]):
+                        copy.control_inputs.append(self.clones[before][number] if several else self.once[before])
+                elif before not in self.clones:
+                    self.once[node].control_inputs.append(self.once[before])
+                elif node in self.parts.update or (node.stateful and node.op != "ReadVariableOp"):
+                    self.once[node].control_inputs.extend(self.clones[before])
+
+    def _chain_variables(self) -> None:
+        """A micro-batch touches a variable after the one before it has, where one of them changes it."""
+        for handle in self.parts.chained if self.count > 1 else ():
+            touching = [n for n in self.analysis.order if n in self.parts.repeated and handle in handles(n)]
+            above = {node: ancestors([node]) for node in touching}
+            first = [n for n in touching if not any(o is not n and o in above[n] for o in touching)]
+            last = [n for n in touching if not any(o is not n and n in above[o] for o in touching)]
+            for number in range(1, self.count):
+                for node in first:
+                    self.clones[node][number].control_inputs.extend(self.clones[o][number - 1] for o in last)
+
+    def _refuse_shared_state(self) -> None:
+        written = {h: n for n in self.parts.update if writes(n) for h in handles(n)}
+        for handle in self.parts.chained:
+            if handle in written:
+                raise PipelineError(
+                    f"A variable is written by the forward phase and by the update (`{written[handle].name}`), so that "
+                    "micro-batches would see each other's. Use `micro_batches=1`."
+                )
+
+    # What leaves micro-batches ----------------------------------------------------------------------------------
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """A tensor as what runs once sees it."""
+        if tensor.node in self.pieces or tensor.node not in self.parts.repeated:
+            return self._constant(tensor)
+        if self.count == 1:
+            return self._of(tensor, 0)
+        if tensor.node in self.sizes:
+            return self._copy_for_whole(tensor.node).out(tensor.index)
+        if tensor not in self.combined:
+            how = self._combination(tensor)
+            self.combined[tensor] = self._combine(tensor, how), how
+        return self.combined[tensor][0]
+
+    def _constant(self, tensor: Tensor) -> Tensor:
+        """What is shared, as what runs once sees it: a number of samples, say, is another one for the batch."""
+        if tensor.node in self.analysis.constants and self.count > 1 and self._is_unlike(tensor.node):
+            return self._copy_for_whole(tensor.node).out(tensor.index)
+        return self.once[tensor.node].out(tensor.index)
+
+    def _is_unlike(self, node: Node) -> bool:
+        """Whether something that is computed from constants is another value in the step for the batch."""
+        if node not in self.unlike:
+            if node.op == "Const":
+                self.unlike[node] = self._value_for_whole(node) != node.attrs["value"]
+            else:
+                self.unlike[node] = any(self._is_unlike(t.node) for t in node.inputs)
+        return self.unlike[node]
+
+    def _value_for_whole(self, node: Node) -> Any:
+        other = self.request.counterpart(node)
+        if other is None or other.op != node.op:
+            raise PipelineError(
+                f"The step is another one for a part of the batch: the constant `{node.name}`, which is read once, is "
+                "not there for the whole. Use `micro_batches=1`."
+            )
+        return other.attrs["value"]
+
+    def _copy_for_whole(self, node: Node) -> Node:
+        """A copy of something that is computed from constants and sizes of arguments, for the batch."""
+        if node.op == "Placeholder":
+            return self.once[node]
+        if node not in self.of_whole:
+            known = node in self.sizes or node in self.analysis.constants
+            if not known or any(reads_shape_only(node) and t.node.op != "Placeholder" for t in node.inputs):
+                raise PipelineError(
+                    f"The size of a tensor that micro-batches make is read once for all, by `{node.name}` ({node.op}). "
+                    "Trace the step with a known batch, or use `micro_batches=1`."
+                )
+            inputs = [self._copy_for_whole(t.node).out(t.index) for t in node.inputs]
+            attrs = dict(node.attrs)
+            if node.op == "Const":
+                attrs["value"] = self._value_for_whole(node)
+            name = self.graph.unique_name(f"micro/{node.name}/whole")
+            outputs = node.outputs
+            if node.op == "Const":
+                other = self.request.counterpart(node)
+                outputs = node.outputs if other is None else other.outputs
+            self.of_whole[node] = self.graph.add(Node(name, node.op, inputs, (), attrs, "", outputs))
+            self._helper(self.of_whole[node], node)
+        return self.of_whole[node]
+
+    def _combination(self, tensor: Tensor) -> Combination:
+        """How what micro-batches make becomes one, for the update or as a result of the step."""
+        gradient = tensor in self.parts.gradients
+        if tensor.node not in self.parts.direct:
+            return Combination.LAST
+        if self.request.has_batch_axis(tensor):
+            return Combination.SCALED_CONCAT if gradient and self.request.is_mean(tensor) else Combination.CONCAT
+        if tensor.dtype.is_floating or tensor.dtype.is_complex:
+            return Combination.MEAN if self.request.is_mean(tensor) else Combination.SUM
+        if tensor.dtype.is_integer:
+            return Combination.SUM
+        raise PipelineError(
+            f"`{tensor.name}` ({tensor.node.op}) is of type {tensor.dtype.name}, has no batch axis, "
+            "and is read or returned: of several micro-batches there is no one value. Leave it out, or use "
+            "`micro_batches=1`."
+        )
+
+    def _combine(self, tensor: Tensor, how: Combination) -> Tensor:
+        order = list(self.request.order(tensor)) or list(range(self.count))
+        values = {number: self._of(tensor, number) for number in order}
+        if how is Combination.LAST:
+            return values[self.count - 1]
+        if how in (Combination.CONCAT, Combination.SCALED_CONCAT):
+            joined = self._concat(tensor, [values[number] for number in range(self.count)])
+            return self._scaled(tensor, joined) if how is Combination.SCALED_CONCAT else joined
+        half = tensor.dtype in (tf.float16, tf.bfloat16)
+        wide = tf.float32 if half else tensor.dtype
+        total: Tensor | None = None
+        for number in order:
+            value = self._cast(tensor, values[number], wide) if half else values[number]
+            if total is None:
+                total = value
+                continue
+            attrs = {"T": type_attr(wide)}
+            node = self._new(tensor, f"add_{number}", "AddV2", [total, value], attrs, wide, Role.ADD, number)
+            total = node.out()
+        assert total is not None
+        if how is Combination.MEAN:
+            total = self._scaled(tensor, total)
+        return self._cast(tensor, total, tensor.dtype) if half else total
+
+    def _concat(self, tensor: Tensor, values: list[Tensor]) -> Tensor:
+        axis = self._helper(int_constant(self.graph, f"micro/{tensor.node.name}/axis", 0, tf.int32), tensor.node)
+        attrs = {
+            "T": type_attr(tensor.dtype),
+            "Tidx": type_attr(tf.int32),
+            "N": tf.compat.v1.AttrValue(i=len(values)),
+        }
+        shape = None if tensor.shape is None else (None, *tensor.shape[1:])
+        node = self._new(tensor, "concat", "ConcatV2", [*values, axis.out()], attrs, tensor.dtype)
+        node.outputs = [(tensor.dtype, shape)]
+        return node.out()
+
+    def _scaled(self, tensor: Tensor, value: Tensor) -> Tensor:
+        """Times one over the number of micro-batches."""
+        array = np.array(1 / self.count, value.dtype.as_numpy_dtype)
+        attrs = {
+            "dtype": type_attr(value.dtype),
+            "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
+        }
+        name = self.graph.unique_name(f"micro/{tensor.node.name}/part")
+        part = self.graph.add(Node(name, "Const", (), (), attrs, "", [(value.dtype, ())]))
+        self._helper(part, tensor.node)
+        attrs = {"T": type_attr(value.dtype)}
+        node = self._new(tensor, "mean", "Mul", [value, part.out()], attrs, value.dtype)
+        node.outputs = [(value.dtype, value.shape)]
+        return node.out()
+
+    def _cast(self, tensor: Tensor, value: Tensor, dtype: tf.DType) -> Tensor:
+        attrs = {
+            "SrcT": type_attr(value.dtype),
+            "DstT": type_attr(dtype),
+            "Truncate": tf.compat.v1.AttrValue(b=False),
+        }
+        return self._new(tensor, "cast", "Cast", [value], attrs, dtype).out()
+
+    def _new(
+        self,
+        tensor: Tensor,
+        name: str,
+        op: str,
+        inputs: Iterable[Tensor],
+        attrs: Mapping[str, object],
+        dtype: tf.DType,
+        role: Role = Role.COMBINE,
+        number: int | None = None,
+    ) -> Node:
+        suffix = f"_{tensor.index}" if tensor.index else ""
+        full = self.graph.unique_name(f"micro/{tensor.node.name}{suffix}/{name}")
+        node = self.graph.add(Node(full, op, list(inputs), (), attrs, "", [(dtype, tensor.shape)]))
+        return self._helper(node, tensor.node, role, number)

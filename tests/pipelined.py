@@ -1,0 +1,249 @@
+"""Networks in stages, and steps that accumulate gradients by hand; a helper, no test.
+
+Run as a program it prints what needs several devices, for `test_pipeline.py`.
+"""
+
+import json
+import os
+import re
+
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # As in conftest.py: a process of its own does not read that.
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from tflms_sft._differences import difference as error
+
+CUTS = ["stage0", "stage1", "stage2"]
+BATCH = 8
+SCHEDULES = [("basic", 1), ("basic", 4), ("gpipe", 4), ("1f1b", 4), ("mast", 4), ("master", 4)]
+
+
+def net(devices, skip=False, norm=False, size=8):
+    """Four stages; a connection may skip from the first to the last."""
+    keras.utils.set_random_seed(1)
+    image = x = keras.Input((size, size, 3))
+    kept = None
+    for number in range(4):
+        with tf.device(devices[number]):
+            x = layers.Conv2D(4, 3, padding="same", name=f"conv{number}")(x)
+            if norm:
+                x = layers.BatchNormalization(name=f"norm{number}")(x)
+            if number == 3 and skip:
+                x = layers.Multiply()([x, kept])
+                x = layers.Concatenate()([x, kept])
+            x = layers.Activation("tanh", name=f"stage{number}")(x)
+            kept = x if number == 0 else kept
+    with tf.device(devices[3]):
+        x = layers.Dense(3, name="head")(layers.GlobalAveragePooling2D()(x))
+    return keras.Model(image, x)
+
+
+def optimizers():
+    return {"adam": keras.optimizers.Adam(0.01), "momentum": keras.optimizers.SGD(0.1, momentum=0.9)}
+
+
+def compiled(model, optimizer, size=8):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizers()[optimizer], loss, metrics=["accuracy"], jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    model._symbolic_build(data_batch=batches(1, size)[0])
+    return model
+
+
+def batches(count=5, size=8):
+    random = np.random.default_rng(0)
+    return [(random.normal(size=(BATCH, size, size, 3)), np.arange(BATCH) % 3) for _ in range(count)]
+
+
+def variables(model):
+    return [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+
+
+def train_step(model):
+    """Keras's own, with the loss of the batch and the gradients beside the logs."""
+
+    def function(x, y):
+        return model.train_step((x, y))
+
+    return tf.function(function, autograph=False)
+
+
+def hand_step(model):
+    """A custom loop: returns the loss, gradients and logits."""
+
+    def function(x, y):
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss = model.loss(y, logits)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return {"loss": loss, "logits": logits, "gradients": gradients}
+
+    return tf.function(function, autograph=False)
+
+
+def accumulating_step(model, parts):
+    """The same by hand: gradients of parts of the batch added up, then one update."""
+
+    def function(x, y):
+        totals, losses = None, []
+        for part_x, part_y in zip(tf.split(x, parts), tf.split(y, parts), strict=True):
+            with tf.GradientTape() as tape:
+                logits = model(part_x, training=True)
+                losses.append(model.loss(part_y, logits))
+            found = tape.gradient(losses[-1], model.trainable_variables)
+            totals = found if totals is None else [a + b for a, b in zip(totals, found, strict=True)]
+        model.optimizer.apply([total / parts for total in totals], model.trainable_variables)
+        return tf.add_n(losses) / parts
+
+    return tf.function(function, autograph=False)
+
+
+def run(model, step, data):
+    """Results of every step, and every variable after the last, from where the model stands; it is put back."""
+    start = [np.array(v) for v in variables(model)]
+    found = [np.array(value) for batch in data for value in tf.nest.flatten(step(*map(tf.constant, batch)))]
+    found += [np.array(v) for v in variables(model)]
+    for variable, value in zip(variables(model), start, strict=True):
+        variable.assign(value)
+    return found
+
+
+def largest_error(got, want):
+    assert len(got) == len(want)
+    return max(error(a, b) for a, b in zip(got, want, strict=True))
+
+
+# On several devices -----------------------------------------------------------------------------------------
+
+
+def say(name, value):
+    print(json.dumps([name, value]), flush=True)
+
+
+def compare(kind, optimizer):
+    """Every schedule on four devices."""
+    import tflms_sft
+    from tflms_sft import PipelineParams
+
+    devices = [f"CPU:{number}" for number in range(4)]
+    model = compiled(net(devices, kind == "skip"), optimizer)
+    step = train_step(model)
+    want = run(model, step, batches())
+    for name, count in SCHEDULES:
+        rewritten = tflms_sft.rewrite(step, PipelineParams(CUTS, name, count), *batches(1)[0])
+        got = run(model, rewritten, batches())
+        equal = all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+        result = {"error": largest_error(got, want), "bit equal": equal}
+        say(f"{kind} {name} {count}", result | where_and_when(rewritten, name, count))
+
+
+def where_and_when(rewritten, name, count):
+    """Where operations are and ran, and when."""
+    from rewriters import _tf_private
+    from rewriters.schedules import Pass, Slot, make
+
+    schedule = make(name, 4, count)
+    graph = rewritten.concrete_function.graph
+    operations = [op for op in graph.get_operations() if op.device and op.type != "Const"]
+    asked = {op.name: _tf_private.short_device(op.device) for op in operations}
+    ran, times = {}, {}
+    stats = _tf_private.step_stats(rewritten.concrete_function, [tf.constant(a) for a in batches(1)[0]])
+    for device in stats.dev_stats:
+        for node in device.node_stats:
+            ran[node.node_name] = _tf_private.short_device(device.device)
+            begin = node.all_start_nanos + node.op_start_rel_nanos
+            times[node.node_name] = begin, node.all_start_nanos + node.op_end_rel_nanos
+    both = asked.keys() & ran.keys()
+    layers, strayed, slots = 0, [], {}
+    for op in both:
+        found = re.search(r"(?:^|micro_(\d+)/)(gradient_tape/)?functional\w*/(?:conv|stage)(\d)_1/", op)
+        if not found or "Reshape" in op or "ReadVariable" in op or "Squeeze" in op:
+            continue
+        kind = Pass.BACKWARD if found[2] else Pass.FORWARD
+        slot = Slot(kind, int(found[1] or 0), int(found[3]))
+        layers += 1
+        slots.setdefault(slot, []).append(op)
+        if ran[op] != f"CPU:{schedule.device_of(slot)}":
+            strayed.append([op, ran[op]])
+    early = []
+    for own in schedule.devices:
+        for before, after in zip(own, own[1:], strict=False):
+            last = max(times[op][1] for op in slots[before])
+            early += [op for op in slots[after] if times[op][0] < last]
+    misplaced = [[op, asked[op], ran[op]] for op in both if asked[op] != ran[op]]
+    return {
+        "placed": len(both),
+        "misplaced": misplaced,
+        "layers": layers,
+        "strayed": strayed,
+        "slots": len(slots),
+        "early": early,
+    }
+
+
+def replicas():
+    """Two pipelines beside each other."""
+    import tflms_sft
+    from tflms_sft import PipelineParams
+
+    model = compiled(net([f"CPU:{number}" for number in range(4)], skip=True), "adam")
+    step = hand_step(model)
+    params = PipelineParams(CUTS, "1f1b", 2, data_replicas=2)
+    rewritten = tflms_sft.rewrite(step, params, *batches(1)[0])
+    used = {op.device for op in rewritten.concrete_function.graph.get_operations() if op.type == "Conv2D"}
+    error_of = largest_error(run(model, rewritten, batches()), run(model, step, batches()))
+    say("hybrid", {"error": error_of, "devices": len(used)})
+
+
+def placements():
+    """A model in one place: refused, read from there, or moved."""
+    import tflms_sft
+    from rewriters import _tf_private
+    from tflms_sft import PipelineParams, stage_devices
+
+    def refusal(function):
+        try:
+            function()
+        except (tflms_sft.RewriteError, ValueError) as error:
+            return str(error)
+        return ""
+
+    def place(variable):
+        return int(_tf_private.short_device(variable.value.device)[-1])
+
+    model = compiled(net(["CPU:0"] * 4), "adam")
+    step, data = train_step(model), batches(1)[0]
+    result = {"refused": refusal(lambda: tflms_sft.rewrite(step, PipelineParams(CUTS, "gpipe", 2), *data))}
+    want = run(model, step, batches())
+    copied = tflms_sft.rewrite(step, PipelineParams(CUTS, "gpipe", 2, placement="copy"), *data)
+    result["copied"] = largest_error(run(model, copied, batches()), want)
+    result["too late"] = refusal(lambda: stage_devices(model, CUTS))
+    model = net(["CPU:0"] * 4)
+    before = model(data[0]).numpy()
+    result["cuts"] = list(stage_devices(model, CUTS))
+    result["moved"] = [place(variable) for variable in model.variables]
+    result["same outputs"] = bool(np.array_equal(model(data[0]).numpy(), before))
+    compiled(model, "adam")
+    slots = model.optimizer.variables[2:]
+    result["slots beside"] = [place(v) for v in slots] == [place(v) for v in model.variables for _ in range(2)]
+    moved = tflms_sft.rewrite(train_step(model), PipelineParams(CUTS, "gpipe", 2), *data)
+    result["error"] = largest_error(run(model, moved, batches()), want)
+    say("placement", result)
+
+
+def main():
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 8)
+    keras.config.set_floatx("float64")
+    compare("sequential", "momentum")
+    compare("skip", "adam")
+    replicas()
+    placements()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Where a network is cut into stages."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+
+from rewriters.errors import PipelineError
+from rewriters.graph import Tensor
+from rewriters.stages import Separators, separators
+from tflms_sft._compile import Traced
+from tflms_sft._names import display_names, resolve
+
+NEARLY = 1.25
+"""What the largest stage may be over that of the most even cuts, and they over the smallest, for less to be sent."""
+
+
+def named_cuts(traced: Traced, names: Sequence[str]) -> list[list[Tensor]]:
+    """Tensors by the names of layers, operations or tensors."""
+    return [resolve(name, "stages", traced.analysis.graph, traced.record) for name in names]
+
+
+def cut_names(traced: Traced, cuts: Sequence[Sequence[Tensor]]) -> tuple[str, ...]:
+    """Names that can be written instead of the tensors."""
+    names = display_names(traced.analysis.graph, traced.record)
+    return tuple(names.get(tensor, tensor.name) for cut in cuts for tensor in cut)
+
+
+def choose_cuts(traced: Traced, count: int) -> list[list[Tensor]]:
+    """The most even cuts, by what the forward phase leaves for the backward one; among nearly even ones the smallest.
+
+    Raises:
+        PipelineError: If there are not enough tensors that separate the network.
+    """
+    if count == 1:
+        return []
+    found = separators(traced.analysis, traced.batch)
+    names = display_names(traced.analysis.graph, traced.record)
+    layers = found.only([t for t in found.tensors if t in names])
+    found = layers if len(layers.tensors) >= count - 1 else found
+    if len(found.tensors) < count - 1:
+        raise PipelineError(
+            f"`stages` asks for {count} stages, and this network can be cut at {len(found.tensors)} tensor(s) only, "
+            f"so that there are at most {len(found.tensors) + 1} stages. Ask for fewer, or name cuts that connections "
+            f"skip: stages=[...]. Received: stages={count}."
+        )
+    largest = _best(found, count, 0, math.inf, max)[0] * NEARLY
+    smallest = -_best(found, count, 0, largest, max, lambda size, sent: -size)[0] / NEARLY
+    _, chosen = _best(found, count, smallest, largest, operator.add, lambda size, sent: sent)
+    return [[found.tensors[index]] for index in chosen]
+
+
+def _best(
+    found: Separators,
+    count: int,
+    smallest: float,
+    largest: float,
+    together: Callable[[float, float], float],
+    cost: Callable[[float, float], float] = lambda size, sent: size,
+) -> tuple[float, list[int]]:
+    """Cuts into stages of some size that cost least, by dynamic programming over (cuts made, last cut).
+
+    Args:
+        found: Where can be cut.
+        count: Number of stages.
+        smallest: Bytes of a stage, at least.
+        largest: Bytes of a stage, at most.
+        together: Cost of stages from those of some and of the next one.
+        cost: Cost of a stage from its bytes and the bytes that it sends on.
+    """
+    ends = [*found.before, found.total]
+    sent = [*found.num_bytes, 0]
+    end = len(found.tensors)
+    best: dict[int, tuple[float, list[int]]] = {-1: (-math.inf if together is max else 0.0, [])}
+    for number in range(count):
+        following: dict[int, tuple[float, list[int]]] = {}
+        for index in [end] if number == count - 1 else range(end):
+            for before, (so_far, chosen) in best.items():
+                size = ends[index] - (ends[before] if before >= 0 else 0)
+                if before < index and smallest <= size <= largest:
+                    value = together(so_far, cost(size, sent[index]))
+                    if index not in following or value < following[index][0]:
+                        following[index] = value, [*chosen, index]
+        best = following
+    value, chosen = best[end]
+    return value, chosen[:-1]

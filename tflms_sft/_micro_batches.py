@@ -1,0 +1,230 @@
+"""A step traced for a batch and for a part of it, and what the two tell of each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.analysis import Analysis
+from rewriters.coupling import Sizes, samples
+from rewriters.errors import PipelineError
+from rewriters.graph import Node, Tensor
+from rewriters.micro import Hints, split_step
+from rewriters.normalise import read
+from rewriters.roles import size_nodes
+from rewriters.values import Evaluator, constant
+from tflms_sft._compile import analyse
+from tflms_sft._names import LayerRecord
+from tflms_sft._pipeline_params import PipelineParams
+from tflms_sft._text import shortened
+from tflms_sft._watch import watched_effects
+
+_MOST_NAMES = 4
+
+
+@dataclasses.dataclass
+class Traces:
+    """A step as it is and as it is for one micro-batch.
+
+    Attributes:
+        whole: The step.
+        micro: The same for a micro-batch; the step itself if there is one only, or if its batch is unknown.
+        record: Layers of `micro`.
+        hints: What is known of its counters.
+        batched: Positions of the arguments that have the batch axis.
+        batch: Samples of a batch, if that is known.
+        known: The same for a batch of some known size, if that of the step is open.
+    """
+
+    whole: Any
+    micro: Any
+    record: LayerRecord
+    hints: Hints
+    batched: list[int]
+    batch: int | None = None
+    known: Traces | None = None
+
+
+def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
+    """Trace a step for the whole batch, and for a micro-batch.
+
+    Raises:
+        PipelineError: If there is no batch to cut.
+        ValueError: If it cannot be cut evenly.
+    """
+    from tflms_sft._rewrite import batch_of, is_concrete, spec_of, traced_once
+
+    count = params.total_micro_batches
+    with watched_effects() as hints:
+        whole, record = traced_once(step, args, kwargs)
+    num_arguments = len(whole.inputs) - len(whole.captured_inputs)
+    shapes = [t.shape for t in whole.inputs[:num_arguments]]
+    leading = [shape[0] if shape.rank else 0 for shape in shapes]
+    unknown = [position for position, size in enumerate(leading) if size is None]
+    if count == 1:
+        size = batch_of((args, kwargs)) or max(leading, default=0)
+        batched = unknown or [p for p, found in enumerate(leading) if found == size] or list(range(num_arguments))
+        return Traces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
+    if unknown:
+        found = Traces(whole, whole, record, hints.of(whole.graph), unknown)
+        if not is_concrete(step):
+            args, kwargs = tf.nest.map_structure(lambda value: _known(spec_of(value), count), (args, kwargs))
+            found.known = trace(step, params, args, kwargs)
+        return found
+    if is_concrete(step):
+        raise PipelineError(
+            f"`step` is traced for a fixed batch, and {count} micro-batches need it traced for a part of one. Pass the "
+            "`tf.function` with example arguments, or trace it with a batch of `None`."
+        )
+    flat = tf.nest.map_structure(spec_of, (args, kwargs))
+    batch = batch_of(flat)
+    if batch is None:
+        raise PipelineError("No argument of the step has a batch axis, so there are no micro-batches. Use 1.")
+    if batch % count:
+        raise ValueError(
+            f"`micro_batches` must cut the batch evenly: {batch} samples do not make {count} micro-batches. "
+            f"Received: micro_batches={params.micro_batches}, data_replicas={params.data_replicas}. Use batches whose "
+            f"size is a multiple of {count}; leave out a last smaller one (`drop_remainder=True`)."
+        )
+
+    def cut(spec: Any) -> Any:
+        if isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0] == batch:
+            return tf.TensorSpec((batch // count, *spec.shape[1:]), spec.dtype, spec.name)
+        return spec
+
+    args, kwargs = tf.nest.map_structure(cut, flat)
+    with watched_effects() as hints:
+        micro, record = traced_once(step, args, kwargs)
+    batched = [p for p, t in enumerate(micro.inputs[:num_arguments]) if t.shape.rank and t.shape[0] != leading[p]]
+    return Traces(whole, micro, record, hints.of(micro.graph), batched, batch)
+
+
+def _known(spec: Any, count: int) -> Any:
+    """A specification with some batch in the place of an open one: what two of them tell is the same for any."""
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0] is None:
+        return tf.TensorSpec((2 * count, *spec.shape[1:]), spec.dtype, spec.name)
+    return spec
+
+
+class BatchSizes:
+    """Whether a tensor's size goes with that of the batch.
+
+    Two traces of one function name what they make alike, so that sizes can be compared.
+    """
+
+    def __init__(self, traces: Traces, analysis: Analysis) -> None:
+        self._whole: dict[str, Node] = {}
+        self._evaluate = self._evaluate_whole = analysis.evaluate
+        if traces.micro is not traces.whole:
+            graph = read(traces.whole, for_tiles=False)
+            self._whole = graph.nodes
+            self._evaluate_whole = Evaluator(graph)
+        self._outputs: dict[Tensor, Any] = {}
+        for own, tensor in zip(analysis.graph.outputs, traces.whole.outputs, strict=True):
+            self._outputs[own] = tuple(tensor.shape) if tensor.shape.rank is not None else None
+
+    def counterpart(self, node: Node) -> Node | None:
+        """The operation of that name in the step for the batch."""
+        return self._whole.get(node.name) if self._whole else node
+
+    def values(self, tensor: Tensor) -> tuple[Any, Any]:
+        """The value of a tensor that is computed from constants, here and there."""
+        whole = self._whole.get(tensor.node.name)
+        return tuple(
+            None if node is None else _value(node.out(tensor.index), evaluate)
+            for node, evaluate in ((tensor.node, self._evaluate), (whole, self._evaluate_whole))
+        )  # type: ignore[return-value]
+
+    def _of_batch(self, tensor: Tensor) -> Any:
+        """The shape of a tensor in that trace."""
+        other = self._whole.get(tensor.node.name)
+        if tensor in self._outputs:
+            return self._outputs[tensor]
+        return tensor.shape if other is None or tensor.index >= len(other.outputs) else other.outputs[tensor.index][1]
+
+    def scale(self, tensor: Tensor) -> bool:
+        """Whether any axis is of another size there."""
+        return tensor.shape is None or None in tensor.shape or tensor.shape != self._of_batch(tensor)
+
+    def has_axis(self, tensor: Tensor) -> bool:
+        """Whether the first one is."""
+        if not tensor.shape:
+            return False
+        whole = self._of_batch(tensor)
+        return tensor.shape[0] is None or (bool(whole) and tensor.shape[0] != whole[0])
+
+
+def _value(tensor: Tensor, evaluate: Evaluator) -> Any:
+    """The number that a tensor holds, if it is one."""
+    node = tensor.node
+    while node.op in ("Cast", "Identity"):
+        node = node.inputs[0].node
+    array = constant(node)
+    return array if array is not None else evaluate(node.out())
+
+
+def judged(traces: Traces, params: PipelineParams) -> tuple[tuple[str, ...], Callable[[Tensor], bool]]:
+    """What a plan says of how micro-batches come together, and which values are means.
+
+    Raises:
+        PipelineError: If they cannot be put together as the parameters say.
+    """
+    mean = params.loss_reduction == "mean"
+    if params.total_micro_batches == 1:
+        return (), lambda tensor: mean
+    traces = traces.known or traces
+    analysis = analyse(traces.micro, traces.record, None, for_tiles=False).analysis
+    parts = split_step(analysis, traces.batched, traces.hints)
+    sizes = BatchSizes(traces, analysis)
+    told = Sizes(sizes.scale, sizes.values, params.total_micro_batches)
+    found = samples(analysis, parts, told, size_nodes(analysis.order))
+    notes = _notes_of_joined(traces.record, params, found.joined)
+    known = {found.is_mean[t] for t in parts.gradients if t in found.is_mean and t.node in parts.direct}
+    if known == {not mean}:
+        other = "sum" if mean else "mean"
+        raise PipelineError(
+            f"Gradients are a {other} over the batch, as the step was traced for a batch and for a part of it: "
+            f'pass `loss_reduction="{other}"`. Received: loss_reduction={params.loss_reduction!r}.'
+        )
+    if len(known) > 1:
+        raise PipelineError(
+            "Some gradients are sums over the batch and some are means, so that micro-batches cannot be put together. "
+            "Let all losses of the step be means, or all sums."
+        )
+    if not mean and found.unlike:
+        node = found.unlike[0]
+        raise PipelineError(
+            f"`{node.name}` ({node.op}) adds what is not of the batch, such as a penalty on weights, to a sum over the "
+            "batch: micro-batches added up would have it several times. Let the loss be a mean over the batch."
+        )
+    if not known:
+        notes += (f'losses are taken to be a {params.loss_reduction} over the batch, as `loss_reduction` says',)
+    by_name = {tensor.name: value for tensor, value in found.is_mean.items()}
+    return notes, lambda tensor: by_name.get(tensor.name, mean)
+
+
+def _notes_of_joined(record: LayerRecord, params: PipelineParams, joined: Sequence[Node]) -> tuple[str, ...]:
+    """What a plan says of operations that join samples.
+
+    Raises:
+        PipelineError: If they are to be refused.
+    """
+    if not joined:
+        return ()
+    names = []
+    for node in joined:
+        call = record.layer_of_op.get(node.name)
+        names.append(f"layer {call.layer!r} ({call.kind})" if call else f"`{node.name}` ({node.op})")
+    shown = shortened(list(dict.fromkeys(names)), _MOST_NAMES)
+    if params.batch_norm == "refuse":
+        raise PipelineError(
+            f"With several micro-batches these would compute something else, because they join samples of a batch: "
+            f'{shown}. Let them work on micro-batches (`batch_norm="micro"`), as a loop does that accumulates '
+            "gradients, or use `micro_batches=1`."
+        )
+    return (
+        f"join samples of a micro-batch, not of the batch, so that the step is one that accumulates gradients: {shown}",
+    )

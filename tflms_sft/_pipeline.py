@@ -1,0 +1,125 @@
+"""From a step and `PipelineParams` to a pipeline and its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters import pipeline
+from rewriters.analysis import Analysis
+from rewriters.build import Importer
+from rewriters.cloning import Request
+from rewriters.errors import PipelineError
+from rewriters.graph import Tensor
+from rewriters.micro import Parts, split_step
+from rewriters.schedules import Schedule
+from rewriters.stages import Stages, assign_stages
+from tflms_sft import _devices
+from tflms_sft._compile import Traced, analyse
+from tflms_sft._cuts import choose_cuts, named_cuts
+from tflms_sft._micro_batches import BatchSizes, Traces, judged, trace
+from tflms_sft._pipeline_params import PipelineParams
+from tflms_sft._pipeline_report import Planned, plan_of
+from tflms_sft._plan import Plan
+from tflms_sft._text import shortened
+
+_MOST_NAMES = 4
+
+
+def pipelined(
+    step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int | None = None
+) -> tuple[Any, Importer, Plan]:
+    """Rewrite a step.
+
+    Args:
+        step: As for `rewrite`.
+        params: What to do.
+        args: Example arguments.
+        kwargs: The same by keyword.
+        batch: Samples of a batch, where the arguments leave it open.
+
+    Returns:
+        The step as a concrete function, what imports the pipeline, and the plan.
+    """
+    traces = trace(step, params, args, kwargs)
+    traces.batch = traces.batch or batch
+    return traces.whole, *_built(traces, params)
+
+
+def _built(traces: Traces, params: PipelineParams) -> tuple[Importer, Plan]:
+    samples = max(traces.batch // params.total_micro_batches, 1) if traces.batch else None
+    traced = analyse(traces.micro, traces.record, samples, for_tiles=False)
+    analysis = traced.analysis
+    sizes = BatchSizes(traces, analysis)
+    parts = split_step(analysis, traces.batched, traces.hints)
+    cuts = _cuts(traced, params)
+    stages = assign_stages(analysis, cuts)
+    notes, is_mean = judged(traces, params)
+    devices = _devices.chosen(params, stages.count)
+    schedule = params.made(stages.count)
+    where = _variable_devices(traces.micro, analysis)
+    if params.placement == "check":
+        _check_placement(traces.micro, analysis, parts, stages, schedule, devices, where)
+    request = Request(params.total_micro_batches, traces.batched, is_mean, sizes.has_axis, sizes.counterpart)
+    built = pipeline.pipeline(analysis, parts, stages, request, schedule, pipeline.Devices(devices, where))
+    if params.total_micro_batches > 1:
+        built.graph.divided.update(dict.fromkeys(traces.batched, params.total_micro_batches))
+    plan = plan_of(Planned(traces, traced, parts, stages, cuts, schedule, devices, built))
+    plan.notes += notes
+    return Importer(built.graph, traces.micro), plan
+
+
+def _cuts(traced: Traced, params: PipelineParams) -> list[list[Tensor]]:
+    if isinstance(params.stages, tuple):
+        return named_cuts(traced, params.stages)
+    count = params.num_stages
+    if count is None:
+        count = max(len(_devices.available()) // params.data_replicas, 1)
+    return choose_cuts(traced, count)
+
+
+def _variable_devices(concrete_fn: Any, analysis: Analysis) -> dict[Tensor, str]:
+    """Where each variable lies, by its handle."""
+    count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
+    captured = zip(analysis.graph.inputs[count:], concrete_fn.captured_inputs, strict=True)
+    found = {handle: getattr(tensor, "device", "") for handle, tensor in captured if handle.dtype == tf.resource}
+    return {handle: name for handle, name in found.items() if name}
+
+
+def _check_placement(
+    concrete_fn: Any,
+    analysis: Analysis,
+    parts: Parts,
+    stages: Stages,
+    schedule: Schedule,
+    devices: Sequence[str],
+    where: dict[Tensor, str],
+) -> None:
+    """Refuse weights and slots that lie elsewhere than their stage; metrics and such are changed where they are.
+
+    Raises:
+        PipelineError: With all of them, and what to do.
+    """
+    names = _variable_names(concrete_fn, analysis)
+    wrong = []
+    for handle, stage in {**stages.owner, **stages.beside}.items():
+        wanted = devices[pipeline.home(schedule, stage)]
+        if handle in where and handle not in parts.chained and not _devices.same(where[handle], wanted):
+            name = names.get(handle, handle.node.name)
+            wrong.append(f"{name!r} of stage {stage} is on {where[handle]} and should be on {wanted}")
+    if wrong:
+        shown = shortened(wrong, _MOST_NAMES)
+        raise PipelineError(
+            f"{len(wrong)} variable(s) are not on the device of their stage: {shown}. Call "
+            "`tflms_sft.stage_devices(model, cuts, devices)` before the optimizer is built, make layers inside of "
+            '`tf.device(...)`, or pass `placement="copy"`, which sends weights in each step.'
+        )
+
+
+def _variable_names(concrete_fn: Any, analysis: Analysis) -> dict[Tensor, str]:
+    count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
+    by_handle = {id(v.handle): v.name for v in concrete_fn.graph.variables}
+    captured = zip(analysis.graph.inputs[count:], concrete_fn.captured_inputs, strict=True)
+    return {handle: by_handle[id(tensor)] for handle, tensor in captured if id(tensor) in by_handle}
