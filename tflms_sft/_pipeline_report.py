@@ -83,7 +83,7 @@ class _Stage:
         inside = set(nodes)
         made = (node.out(index) for node in nodes for index in range(len(node.outputs)))
         outside = [t for t in made if any(reader not in inside for reader, _ in self.readers.get(t, ()))]
-        scratch = {node: op_scratch(node, self.batch) for node in nodes}
+        scratch = {node: (op_scratch(node, self.batch),) for node in nodes}
         return most_alive(nodes, self.batch, outside, scratch)
 
 
