@@ -45,7 +45,8 @@ def start_late(analysis: Analysis, min_bytes: int, batch: int) -> Graph:
 
     Args:
         analysis: Of a step.
-        min_bytes: Results below are left alone.
+        min_bytes: Results below are left alone, but for those that depend on variables alone: of each weight there is
+            one, so that many small ones are as much as a large one.
         batch: Size of an unknown batch.
     """
     return _Pass(analysis, min_bytes, batch).run()
@@ -158,6 +159,7 @@ class _Pass:
         self.ready = readiness(analysis)
         self.waits: dict[Node, Node] = {}
         self.untouched = sums.merged(analysis)
+        self.successors = _successors(analysis.order)
 
     def run(self) -> Graph:
         graph = self.analysis.graph.copy()
@@ -165,6 +167,7 @@ class _Pass:
             control = self._control(node)
             if control is not None:
                 self.waits[node] = control
+                self.successors[control].append(node)
                 self.ready[node] = self.ready[control]
                 graph.nodes[node.name].control_inputs.append(graph.nodes[control.name])
         return graph
@@ -176,7 +179,10 @@ class _Pass:
             return None
         outputs = [node.out(index) for index in range(len(node.outputs))]
         readers = {reader for tensor in outputs for reader, _ in self.analysis.readers.get(tensor, ())}
-        if not readers or not self._is_large(outputs) or set(self.analysis.successors[node]) - readers:
+        least = LEAST if self.ready[node] == FROM_THE_START else self.min_bytes
+        if not readers or self._num_bytes(outputs) < min(least, self.min_bytes):
+            return None
+        if set(self.analysis.successors[node]) - readers:
             return None
         if min(self.ready[reader] for reader in readers) <= self.ready[node]:
             return None
@@ -196,19 +202,21 @@ class _Pass:
         """The one that can run last."""
         return max(nodes, key=lambda node: (self.ready[node], self.analysis.position[node]), default=None)
 
-    def _is_large(self, outputs: list[Tensor]) -> bool:
-        return sum(tensor.num_bytes(self.batch) for tensor in outputs) >= self.min_bytes
+    def _num_bytes(self, outputs: list[Tensor]) -> int:
+        return sum(tensor.num_bytes(self.batch) for tensor in outputs)
 
     def _reaches(self, node: Node, target: Node) -> bool:
-        """Whether there is a path from a node to another, by the edges added so far too."""
-        stack, seen = [target], {target}
+        """Whether there is a path from a node to another, by the edges added so far too.
+
+        What is held back mostly goes nowhere but into an update, so that little comes after it. An edge that was added
+        may lead from a later to an earlier position, so that positions limit nothing.
+        """
+        stack, seen = [node], {node}
         while stack:
-            current = stack.pop()
-            if current is node:
-                return True
-            before = predecessors(current) + ([self.waits[current]] if current in self.waits else [])
-            # An edge that was added may lead from a later to an earlier position, so that positions limit nothing.
-            new = [other for other in before if other not in seen]
-            seen.update(new)
-            stack.extend(new)
+            for other in self.successors[stack.pop()]:
+                if other is target:
+                    return True
+                if other not in seen:
+                    seen.add(other)
+                    stack.append(other)
         return False
