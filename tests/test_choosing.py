@@ -8,13 +8,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from gradients import gradient_step
+from gradients import model_of as model_of_image
 from keras import layers
 
 import tflms_sft
 from rewriters import device
 from rewriters.cost import DIRECT, NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
-from tflms_sft._choose import TOGETHER, in_pieces
+from tflms_sft._choose import LESS, TOGETHER, in_pieces
 from tflms_sft._memory import free_memory
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
@@ -247,6 +249,44 @@ def test_the_headroom_that_an_error_names_makes_up_for_what_was_measured(off):
     (headroom,) = re.findall("`headroom=([0-9.]+)`", in_pieces(off, 1000, int(1000 / off)))
     assert off * (1 - float(headroom)) <= 1 < off * (1 - float(headroom) + 0.02) and float(headroom) < 1
     assert "no plan is so small that more `headroom` would do" in in_pieces(off, 1000, int(1000 / off) + 2)
+
+
+# Slow plans ---------------------------------------------------------------------------------------------------
+
+
+def larger_budgets(plan):
+    """What a plan's note tells: time over that of the plain step, by how much larger the budget is."""
+    notes = [note for note in plan.notes if note.startswith("a larger budget is much faster: ")]
+    found = re.findall("(a quarter more|twice as much) (?:takes )?([0-9.]+)x", "".join(notes))
+    return {{"a quarter more": 1.25, "twice as much": 2}[words]: float(ratio) for words, ratio in found}
+
+
+def test_a_slow_plan_tells_what_larger_budgets_give():
+    image = x = keras.Input((24, 24, 3))
+    for _ in range(3):
+        x = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
+    step, images = gradient_step(model_of_image(image, x)), np.zeros((1, 24, 24, 3), "float32")
+    with pytest.raises(BudgetError) as caught:
+        tflms_sft.rewrite(step, AutoParams("1KiB", swap=False), images)
+
+    def planned(factor):
+        return tflms_sft.rewrite(step, AutoParams(int(factor * caught.value.smallest_bytes), swap=False), images).plan
+
+    plan = planned(1.01)
+    told = larger_budgets(plan)
+    assert plan.predicted.time_ratio > 2 and "  a larger budget is much faster: a quarter more takes " in plan.summary()
+    for factor, ratio in told.items():
+        assert ratio < 0.91 * plan.predicted.time_ratio
+        assert planned(1.01 * factor).predicted.time_ratio == pytest.approx(ratio, abs=0.01)
+    assert (2 in told) == (told[1.25] > 2)
+    fast = planned(3)
+    assert fast.changed and fast.predicted.time_ratio < 2 and not larger_budgets(fast)
+
+
+def test_a_slow_plan_of_swaps_alone_tells_that_less_would_be_swapped(transfers):
+    transfers(1e6)
+    plan, _ = plan_for(volumetric, 0.48)
+    assert plan.swaps and plan.predicted.time_ratio > 2 and LESS in plan.notes
 
 
 # Tuned --------------------------------------------------------------------------------------------------------

@@ -306,6 +306,15 @@ def test_the_largest_image_is_the_largest_that_plan_accepts(cli):
         assert fits(cli, "zoo:build", ("--input-shape", f"{size},{size},3"), 1, "1MiB") == (True, unchanged)
 
 
+def test_what_larger_budgets_give_is_not_looked_for_in_a_search_of_sizes(cli, monkeypatch):
+    looked = []
+    monkeypatch.setattr("tflms_sft._choose._larger_budgets", lambda *arguments: looked.append(1) or "more is faster")
+    options = ("--arg", "size=32", "--budget", "1MiB", "--max-size", 2, "--no-swap")
+    assert cli("max-batch", "zoo:build", *options)[0] == 0 and not looked
+    code, out, _ = cli("plan", "zoo:build", *options[:4])
+    assert code == 0 and looked and "\n  more is faster\n" in out
+
+
 @pytest.mark.slow
 def test_the_largest_batch_is_the_largest_that_plan_accepts(cli):
     """The loss has a number for each pixel of the largest tensor, so that tiles help little."""

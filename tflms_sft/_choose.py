@@ -40,11 +40,21 @@ TOGETHER = (0.7, 0.5, 0.35, 0.25, 0.17, 0.12)
 SMALLEST_SWAP, LARGEST_SWAP = 2**16, 2**20
 """Tensors below are never worth a transfer; above always."""
 
+SLOW = 2.0
+"""Time, over that of the plain step, above which a plan says what larger budgets would give."""
+
+MORE = ((1.25, "a quarter more"), (2.0, "twice as much"))
+"""Those budgets, over the one that is given; the second only if the step is slow with the first as well."""
+
+FASTER_BY = 0.9
+"""Time, over that of the plan for less memory, that is worth to be told."""
+
 MOST_NAMES = 6
 """Layers after which the list in an error is cut short."""
 
 
 BOTH = "tiles and swaps, because neither fit alone"
+LESS = "a larger budget is faster: less is swapped"
 FASTER = "tiles and swaps, because either alone would take longer"
 NO_SWAPS = "nothing is swapped: without a backward phase nothing waits for one"
 
@@ -78,12 +88,14 @@ class Choice:
         left: What cannot be tiled.
         swaps: What to swap then, if anything.
         why: The part of the rule that applied.
+        more: What larger budgets would give, if it is slow.
     """
 
     plans: list[SegmentPlan]
     left: list[LeftAlone]
     swaps: LMSParams | None = None
     why: str = ""
+    more: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,34 +113,72 @@ class Option:
     peak_bytes: int
 
 
-def choose(traced: Traced, params: AutoParams) -> Choice:
+def choose(traced: Traced, params: AutoParams, advise: bool = False) -> Choice:
     """The fastest choice that is found.
+
+    Args:
+        traced: A step.
+        params: The budget.
+        advise: Whether to look, for one that is slow, for what larger budgets would give.
 
     Raises:
         BudgetError: If nothing fits; it names the smallest budget that can be met and what takes most then.
     """
-    limit = int(params.memory_budget * (1 - params.headroom) / traced.correction)
     why = ""
     if not traced.analysis.backward:
         why = NO_SWAPS if isinstance(params.swap, LMSParams) else ""
         params = dataclasses.replace(params, swap=False)
     search = _search(traced)
-    plain = traced.plain.peak.peak_bytes
+    found = _fastest(traced, search, params)
+    if found is None and params.swap is not False:
+        found = _least(traced, search, params)
+    if found is None:
+        raise _too_small(traced, params, search)
+    more = _larger_budgets(traced, search, params, found) if advise else ""
+    return dataclasses.replace(found.choice, why=found.choice.why or why, more=more)
+
+
+def _larger_budgets(traced: Traced, search: Search, params: AutoParams, option: Option) -> str:
+    """How long a step would take at most with more memory; empty if it is not slow, or would be as slow.
+
+    Near the smallest budget that can be met a little more memory is worth much. Tiles alone are looked for, of which
+    the search has made most already: swaps would take several times as long to find, and are taken where they are
+    faster.
+    """
+    told: list[str] = []
+    seconds = option.seconds
+    for factor, words in MORE:
+        if seconds <= SLOW * traced.seconds:
+            break
+        limit = limit_of(traced, dataclasses.replace(params, memory_budget=int(factor * params.memory_budget)))
+        tiles = traced.plain if traced.plain.peak.peak_bytes <= limit else search.cheapest(limit)
+        if tiles is not None and tiles.time_ratio * traced.seconds <= FASTER_BY * seconds:
+            seconds = max(tiles.time_ratio, 1.0) * traced.seconds
+            ratio = f"{seconds / traced.seconds:.2f}x"
+            told.append(f"{words} {ratio}" if told else f"{words} takes {ratio} the time or less")
+    if told:
+        return f"a larger budget is much faster: {', '.join(told)}"
+    return LESS if seconds > SLOW * traced.seconds and option.choice.swaps is not None else ""
+
+
+def limit_of(traced: Traced, params: AutoParams) -> int:
+    """Most that a predicted peak may be."""
+    return int(params.memory_budget * (1 - params.headroom) / traced.correction)
+
+
+def _fastest(traced: Traced, search: Search, params: AutoParams) -> Option | None:
+    """The fastest that fits of the step as it is, tiles, swaps, and both; `None` if none of them does."""
+    limit, plain = limit_of(traced, params), traced.plain.peak.peak_bytes
     if plain <= limit:
-        return Choice([], search.left, why=why)
+        return Option(Choice([], search.left), traced.seconds, plain)
     options = []
     tiles = search.cheapest(limit)
     if tiles is not None:
         seconds = tiles.time_ratio * traced.seconds
-        options.append(Option(Choice(tiles.plans, search.left, why=why), seconds, tiles.peak.peak_bytes))
+        options.append(Option(Choice(tiles.plans, search.left), seconds, tiles.peak.peak_bytes))
     if params.swap is not False:
         options += _swapped(traced, search, swaps_within(params), tiles, plain, limit)
-    if options:
-        return min(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes)).choice
-    found = None if params.swap is False else _least(traced, search, params, limit)
-    if found is not None:
-        return found
-    raise _too_small(traced, params, search)
+    return min(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes), default=None)
 
 
 def _search(traced: Traced) -> Search:
@@ -184,12 +234,16 @@ def _together(
                 yield Option(Choice(candidate.plans, search.left, rest, why), seconds, limit)
 
 
-def _least(traced: Traced, search: Search, params: AutoParams, limit: int) -> Choice | None:
+def _least(traced: Traced, search: Search, params: AutoParams) -> Option | None:
     """The plans of `_smallest`: whatever it tells is the smallest budget has to be met, and any above."""
-    for plans in ([], search.smallest.plans):
-        found = Swaps(traced, plans, swaps_within(params, least=True)).tuned(limit)
+    limit = limit_of(traced, params)
+    for candidate in (traced.plain, search.smallest):
+        swaps = Swaps(traced, candidate.plans, swaps_within(params, least=True))
+        found = swaps.tuned(limit)
         if found is not None:
-            return Choice(plans, search.left, found, BOTH if plans else "swaps, because no tiles fit")
+            why = BOTH if candidate.plans else "swaps, because no tiles fit"
+            seconds = swaps.seconds(found, candidate.time_ratio * traced.seconds)
+            return Option(Choice(candidate.plans, search.left, found, why), seconds, limit)
     return None
 
 

@@ -255,8 +255,13 @@ def traced_once(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any,
     return concrete_fn, record
 
 
-def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
+def rewrite_traced(traced: Traced, chosen: Chosen, advise: bool = True) -> tuple[Importer, Plan]:
     """Rewrite a step: tiles first, then swaps of what is left between the segments.
+
+    Args:
+        traced: The step.
+        chosen: What to do with it.
+        advise: Whether a plan that is slow says what larger budgets would give, which takes its time.
 
     Raises:
         SegmentError: For a segment given by name that cannot be tiled.
@@ -267,14 +272,14 @@ def rewrite_traced(traced: Traced, chosen: Chosen) -> tuple[Importer, Plan]:
     budget = None
     if isinstance(chosen.tiles, AutoParams):
         params = chosen.tiles.resolved(traced.fixed_bytes)
-        choice = choose(traced, params)
+        choice = choose(traced, params, advise)
         budget = params.memory_budget
     elif chosen.tiles is not None:
         choice = Choice(*plan_sft(traced, chosen.tiles), chosen.swaps)
         if choice.swaps is not None and not traced.analysis.backward:
             choice = Choice(choice.plans, choice.left, why=NO_SWAPS)
     graph, plan = finish(traced, choice.plans, choice.left, budget)
-    plan.notes += (choice.why,) if choice.why else ()
+    plan.notes += tuple(filter(None, (choice.why, choice.more)))
     if choice.swaps is None:
         return Importer(graph, traced.concrete_fn), plan
     swapped = swap(traced, graph, choice.swaps)

@@ -216,7 +216,7 @@ class Search:
         if number not in self._plans:
             shown = self._varied.shown(number * self._varied.unit)
             try:
-                plan = self._plans[number] = self._step(number).plan(self.params, self._progress)
+                plan = self._plans[number] = self._step(number).plan(self.params, self._progress, advise=False)
                 self._progress.say(f"{shown}, rewritten: {format_bytes(plan.predicted.peak_bytes)}")
             except BudgetError as error:
                 self._plans[number] = None

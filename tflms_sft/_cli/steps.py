@@ -78,8 +78,13 @@ class Step:
         """Predicted peak of the step as it is, judged as a budget judges it."""
         return predict(self.traced, [])[0].peak_bytes
 
-    def plan(self, params: Any, progress: Progress) -> Plan:
+    def plan(self, params: Any, progress: Progress, advise: bool = True) -> Plan:
         """What would be done with it on this machine, whose rates are measured if they are not known.
+
+        Args:
+            params: What to do with it.
+            progress: Is told what takes long.
+            advise: As for `rewrite_traced`.
 
         Raises:
             RewriteError: If it cannot be done; `BudgetError` for a budget that no plan meets.
@@ -88,7 +93,7 @@ class Step:
         try:
             self.traced.go_by(machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: "))))
             with collector_paused():
-                return rewrite_traced(self.traced, chosen_of(params))[1]
+                return rewrite_traced(self.traced, chosen_of(params), advise)[1]
         except ValueError as error:  # Such as tiles for axes that the images do not have.
             raise UsageError(str(error)) from error
 
