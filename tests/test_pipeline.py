@@ -407,3 +407,8 @@ def test_a_model_that_does_not_tell_its_inputs_is_told_them():
     with pytest.raises(TypeError, match="does not tell what it is called with"):
         tflms_sft.stage_devices(model, ["first"], HERE[:2])
     assert tflms_sft.stage_devices(model, ["first"], HERE[:2], inputs=np.ones((2, 5))) == ("first",)
+
+
+def test_a_sequential_model_that_was_never_called_is_cut():
+    layers = [keras.Input((5,)), keras.layers.Dense(4, name="first"), keras.layers.Dense(3, name="second")]
+    assert tflms_sft.stage_devices(keras.Sequential(layers), ["first"], HERE[:2]) == ("first",)
