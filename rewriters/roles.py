@@ -178,7 +178,8 @@ def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tens
     readers = graph.consumers()
     update = updates(graph, order, backward)
     results = set(graph.outputs)
-    found = (node.out(index) for node in order if node in backward - update for index in range(len(node.outputs)))
+    rest = backward - update
+    found = (node.out(index) for node in order if node in rest for index in range(len(node.outputs)))
     return [
         t
         for t in found

@@ -34,10 +34,15 @@ HERE = ["CPU:0"] * 4
 
 @pytest.fixture(scope="module")
 def found():
+    """What needs several devices."""
+    return printed()
+
+
+def printed(*arguments):
     """What `pipelined.py` prints in a process of its own."""
     path = pathlib.Path(__file__).parent
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(path), *sys.path]), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, str(path / "pipelined.py")]
+    command = [sys.executable, str(path / "pipelined.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: value for name, value in map(json.loads, done.stdout.splitlines())}
@@ -227,6 +232,15 @@ def test_the_plan_tells_stages_slots_times_and_bytes():
     assert json.loads(plan.to_json())["pipeline"]["stages"][1]["exit"] == "stage1"
 
 
+@pytest.mark.parametrize(("schedule", "count"), [("basic", 1), ("1f1b", 4)])
+def test_verify_proves_it(schedule, count):
+    """Gradients too, which are put together."""
+    model = compiled(net(HERE, skip=True), "momentum")
+    proof = tflms_sft.verify(model, batches(1)[0], PipelineParams(CUTS, schedule, count, HERE))
+    assert proof.ok and not proof.not_compared
+    assert "10 gradient(s)" in proof.summary() and proof.plan.pipeline.schedule == schedule
+
+
 def test_a_pipeline_of_fewer_micro_batches_waits_for_less():
     step = train_step(compiled(net(HERE), "momentum"))
     data = batches(1)[0]
@@ -407,3 +421,8 @@ def test_a_model_that_does_not_tell_its_inputs_is_told_them():
     with pytest.raises(TypeError, match="does not tell what it is called with"):
         tflms_sft.stage_devices(model, ["first"], HERE[:2])
     assert tflms_sft.stage_devices(model, ["first"], HERE[:2], inputs=np.ones((2, 5))) == ("first",)
+
+
+def test_a_sequential_model_that_was_never_called_is_cut():
+    layers = [keras.Input((5,)), keras.layers.Dense(4, name="first"), keras.layers.Dense(3, name="second")]
+    assert tflms_sft.stage_devices(keras.Sequential(layers), ["first"], HERE[:2]) == ("first",)

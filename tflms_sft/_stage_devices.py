@@ -81,7 +81,8 @@ def _specs(model: Any, inputs: Any) -> Any:
             "`tf.TensorSpec`s of them."
         )
     specs = [tf.TensorSpec((t.shape[0] or _BATCH, *t.shape[1:]), t.dtype) for t in model.inputs]
-    return tf.nest.pack_sequence_as(model.input, specs)
+    # Before a `Sequential` is called it knows its `inputs`, and no `input`.
+    return specs[0] if isinstance(model, keras.Sequential) else tf.nest.pack_sequence_as(model.input, specs)
 
 
 def _probe(model: Any, specs: Any) -> Traced:

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/how-it-works.md from what the compiler does to small networks.
+"""Draws the pictures of docs/how-it-works.md and docs/several-devices.md from what the compiler does.
 
     python docs/pictures/make.py [FOLDER]
 
@@ -26,8 +26,11 @@ from rewriters import ft, normalise, sft
 from rewriters.analysis import Analysis
 from rewriters.graph import Node
 from rewriters.intervals import partition
+from rewriters.schedules import make
 from rewriters.segments import Segment
+from rewriters.simulator import simulate
 from rewriters.tiles import Grid
+from tflms_sft._schedule_plot import draw_schedule
 
 FOLDER = Path(*sys.argv[1:] or [__file__, ".."]).resolve()
 FORWARD, BACKWARD, WAITS, PLAIN = "#1d5fd1", "#b35fb5", "#c62828", "#8b909a"
@@ -201,6 +204,20 @@ def draw_memory() -> None:
     save(plan.plot(), "memory.png")
 
 
+# Schedules ----------------------------------------------------------------------------------------------------------
+
+SCHEDULES = (("basic", 2), ("gpipe", 4), ("1f1b", 4), ("mast", 2), ("master", 4))
+"""With numbers of micro-batches."""
+
+
+def draw_schedules() -> None:
+    """Four even stages, backward twice as long as forward, whose activations take a GiB for each micro-batch."""
+    for name, micro_batches in SCHEDULES:
+        times = [0.04] * 4, [0.08] * 4
+        simulation = simulate(make(name, 4, micro_batches), *times, activations=[2**30] * 4)
+        save(draw_schedule(simulation), f"schedule-{name}.png")
+
+
 def save(figure: Any, name: str) -> None:
     """Small enough for a page."""
     figure.savefig(FOLDER / name, dpi=110, pil_kwargs={"optimize": True})
@@ -212,3 +229,4 @@ if __name__ == "__main__":
     draw_graph(*small)
     draw_tiles(*small)
     draw_memory()
+    draw_schedules()

@@ -1,0 +1,191 @@
+"""What `benchmarks.pipeline` computes, refuses and builds; what it measures is not tested."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tflms_sft
+from benchmarks import _pipeline_models, _pipeline_picture, _staged, pipeline
+from rewriters.schedules import make
+from rewriters.simulator import simulate
+from tflms_sft import gems, unets
+
+EVEN = [
+    {"weight_bytes": 10, "waiting_bytes": 100, "forward": 1.0, "backward": 2.0, "transfer": 0.0, "peak_bytes": 130}
+    for _ in range(4)
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["speed"], "parts must be among ['schedules', 'memory', 'models']. Received: ['speed']"),
+        (["--schedules", "zigzag"], "--schedules: invalid choice: 'zigzag'"),
+        (["--steps", "0"], "--steps: must be at least 1. Received: 0"),
+        (["--unets", "tiny"], "--unets: invalid choice: 'tiny'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        pipeline.parse_arguments(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_all_parts_are_run_if_none_is_named():
+    assert pipeline.parse_arguments([]).parts == list(pipeline.PARTS)
+    assert pipeline.parse_arguments(["memory"]).parts == ["memory"]
+
+
+# Verdicts -------------------------------------------------------------------------------------------------------
+
+
+def figures(slower=1.0, off_by=0.0):
+    """Of steps that take some times what is simulated."""
+    found = []
+    for name in ("basic", "mast", "master"):
+        seconds = simulate(make(name, 4, 4), [0.04] * 4, [0.08] * 4).seconds
+        own = {"schedule": name, "stages": 4, "micro_batches": 4, "simulated": seconds, "idle": 0.5}
+        found.append({**own, "median": seconds * (1 if name == "basic" else slower), "off_by": off_by})
+    return found
+
+
+def kept(promises):
+    return [promise.kept for promise in promises]
+
+
+def test_promises_of_times():
+    assert kept(pipeline.schedule_promises(figures())) == [True] * 4
+    assert kept(pipeline.schedule_promises(figures(slower=1.09))) == [True, True, False, True], "MASTER gains 1.23 only"
+    assert kept(pipeline.schedule_promises(figures(slower=1.5))) == [False, False, False, True]
+    assert kept(pipeline.schedule_promises(figures(off_by=1e-3))) == [True, True, True, False]
+    assert kept(pipeline.schedule_promises(figures()[1:])) == [True, None, None, True], "no basic to compare with"
+    assert kept(pipeline.schedule_promises([])) == [None] * 4
+    assert pipeline.Promise("so", False).line() == "BROKEN: so"
+
+
+def test_mast_with_two_micro_batches_cannot_keep_what_four_are_promised_to():
+    basic, mast = (simulate(make(name, 4, 2), [0.04] * 4, [0.08] * 4).seconds for name in ("basic", "mast"))
+    assert basic / mast == pytest.approx(8 / 7)
+    assert mast == pytest.approx(gems.mast_printed([0.04] * 4, [0.08] * 4))
+
+
+def test_promises_of_memory():
+    def found(basic, mast):
+        rows = (("basic", 1, basic), ("mast", 2, mast))
+        return [{"schedule": name, "micro_batches": m, "measured_bytes": [50, b]} for name, m, b in rows]
+
+    assert kept(pipeline.memory_promises(found(100, 125))) == [True]
+    assert kept(pipeline.memory_promises(found(100, 126))) == [False]
+    assert kept(pipeline.memory_promises(found(100, 126)[:1])) == [None]
+
+
+def test_tables_have_a_line_for_each_variant():
+    text = pipeline.schedules_table(figures(slower=1.5))
+    assert len(text.splitlines()) == 2 + 3
+    assert "+50.0% FAR" in text and "| 1.19 " in text
+
+
+# Models -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("amounts", "count", "ends"),
+    [
+        ([3, 1, 1, 1], 2, [1]),
+        ([1, 1, 1, 3], 2, [3]),
+        ([5], 1, []),
+        ([1, 1, 1], 3, [1, 2]),
+        ([2, 2, 9, 2, 2], 3, [2, 3]),
+    ],
+)
+def test_runs_are_as_even_as_they_can_be(amounts, count, ends):
+    assert _pipeline_models.balanced(amounts, count) == ends
+
+
+@pytest.mark.parametrize("architecture", unets.TABLE_1, ids=lambda one: one.name)
+def test_unets_are_cut_at_layers_that_they_have(architecture):
+    rows = architecture.nearest(1434)[0]
+    cuts = _pipeline_models.level_cuts(architecture, rows, 6)
+    assert len(set(cuts)) == 5
+    small = _staged.unet(architecture.smallest, architecture.levels, architecture.convolutions, filters=1)
+    order = [layer.name for layer in small.layers]
+    assert sorted(cuts, key=order.index) == cuts
+    assert small.output_shape[1] == architecture.result_rows(architecture.smallest)
+
+
+def test_predictions_are_those_of_the_simulator_and_of_the_formulas():
+    found = _pipeline_models.predicted(EVEN, "master", 4)
+    assert found.seconds == pytest.approx(gems.master([1.0] * 4, [2.0] * 4, 4))
+    assert found.speedup == pytest.approx(4 * 12 / found.seconds)
+    assert found.peak_bytes == (10 + 10 + 100 + 20,) * 4, (
+        "two stages' weights, what waits of one, and what a slot needs"
+    )
+    assert _pipeline_models.predicted(EVEN, "basic", 3).speedup == 1
+    assert _pipeline_models.predicted(EVEN, "gpipe", 4).peak_bytes == (10 + 400 + 20,) * 4
+
+
+def test_many_devices_are_at_most_as_many_times_as_fast():
+    one = _pipeline_models.images_per_second(EVEN, 2.0, 1, 1)
+    assert one == pytest.approx(0.5)
+    assert 0.5 * 64 * 0.99 < _pipeline_models.images_per_second(EVEN, 2.0, 1, 64) < 0.5 * 64
+    assert 127 < _pipeline_models.speedup(EVEN, 2.0, 16, 128) < 128
+
+
+def test_resnets_have_the_layers_that_their_name_says():
+    model = _staged.resnet_v2(32, blocks=2)
+    convolutions = [layer for layer in model.layers if isinstance(layer, keras.layers.Conv2D)]
+    beside = 3  # A convolution for each group's first shortcut, which the name does not count.
+    assert len(convolutions) - beside + 1 == 9 * 2 + 2
+    last = next(layer for layer in model.layers if layer.name == "block2_1")
+    assert last.output.shape == (None, 8, 8, 256)
+
+
+def test_the_picture_has_a_panel_for_each_part(tmp_path):
+    memory = [
+        {"schedule": "mast", "micro_batches": 2, "samples": 4, "predicted_bytes": [9, 8], "measured_bytes": [7, 8]}
+    ]
+    stages = {"resnet": {"4": {"stages": EVEN}}, "blocks": 12, "image_size": 64}
+    report = {"schedules": figures(), "memory": memory, "models": stages}
+    _pipeline_picture.draw(tmp_path / "all.png", report)
+    assert (tmp_path / "all.png").stat().st_size > 10_000
+
+
+def test_what_was_measured_is_what_the_page_says():
+    folder = pipeline._compare_report.RESULTS
+    report = json.loads((folder / "pipeline.json").read_text(encoding="utf-8"))
+    page = (folder.parent / "README.md").read_text(encoding="utf-8")
+    assert pipeline.schedules_table(report["schedules"]) in page
+    assert pipeline.memory_table(report["memory"]) in page
+    assert pipeline.scaling_tables(report["models"]).split("\n\n")[1] in page
+    assert all(promise["kept"] for promise in report["promises"])
+
+
+# Steps --------------------------------------------------------------------------------------------------------
+
+
+def test_a_sleeping_step_has_its_sleeps_in_its_stages():
+    """Forward and backward, each once for a micro-batch; and it computes what it did."""
+    step = _staged.sleeping_step(["CPU:0"] * 3, 0.0, 0.0)
+    batch = tf.random.stateless_uniform((2, 4), (1, 2))
+    params = tflms_sft.PipelineParams(["stage0", "stage1"], "gpipe", 2, ["CPU:0"] * 3)
+    rewritten = tflms_sft.rewrite(step, params, batch)
+    operations = rewritten.concrete_function.graph.get_operations()
+    assert sum(operation.type == "PyFuncStateless" for operation in operations) == 2 * 3 * 2
+    assert all(stage.backward_ops for stage in rewritten.plan.pipeline.stages)
+    want, got = (_staged._after_a_step(run, step.weights, batch) for run in (step, rewritten))
+    assert np.allclose(got, want, rtol=1e-6) and len(want) == 4
+
+
+def test_a_network_in_stages_is_planned_without_being_run():
+    told = _staged.stages_of(
+        network="unet",
+        options={"levels": 2, "convolutions": 1, "filters": 4},
+        stages=["level0", "up0"],
+        image_size=unets.Architecture("small", 2, 1).smallest,
+        emit=None,
+    )
+    assert [stage["exit"] for stage in told["stages"]] == ["level0", "up0", "the loss"]
+    assert all(stage["forward"] > 0 and stage["peak_bytes"] > 0 for stage in told["stages"])
