@@ -14,7 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import BudgetError, RewriteError
-from tflms_sft._install import Installation, Kind, check_keras, check_runs, is_over
+from tflms_sft._install import Installation, Kind, is_over
+from tflms_sft._models import check_keras, check_runs
 from tflms_sft._plan import Plan
 from tflms_sft._replicas import number_of
 from tflms_sft._rewrite import Chosen

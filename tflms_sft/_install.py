@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from rewriters import _tf_private, device
@@ -31,13 +30,14 @@ from tflms_sft._calibration import kept_rates, machine_rates
 from tflms_sft._choose import in_pieces
 from tflms_sft._compile import analyse, collector_paused
 from tflms_sft._measure import read_peak, reset_peak, watch
+from tflms_sft._models import check_model
 from tflms_sft._names import recorded_layers
 from tflms_sft._pipeline import pipelined
 from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._plan import Measurement, Plan
 from tflms_sft._progress import Stopwatch, told_if_slow
 from tflms_sft._replicas import Replicas, RunInstead, joins, number_of
-from tflms_sft._rewrite import Chosen, check_graphs_run, check_image_sizes, rewrite_traced
+from tflms_sft._rewrite import Chosen, check_image_sizes, rewrite_traced
 from tflms_sft._units import format_bytes
 
 _SLOT = "_tflms_sft_installation"
@@ -480,51 +480,6 @@ def _of_size(tensor: Any, shape: Any) -> Any:
 def _is_image(shape: tf.TensorShape) -> bool:
     """Whether a shape has a batch, one to three spatial axes, and channels."""
     return shape.rank in (3, 4, 5)
-
-
-def check_model(model: Any) -> None:
-    """Refuse models that no train step can be rewritten for.
-
-    Raises:
-        RewriteError: With the remedy.
-    """
-    check_keras(model)
-    if not getattr(model, "compiled", False) or model.optimizer is None:
-        raise RewriteError(f"Model {model.name!r} is not compiled with an optimizer. Call `model.compile` first.")
-    check_runs(model)
-    if not model.trainable_variables:
-        raise RewriteError(f"Model {model.name!r} has no trainable weights, so a step computes no gradients.")
-
-
-def check_keras(model: Any) -> None:
-    """Refuse what is no model of Keras on TensorFlow.
-
-    Raises:
-        RewriteError: With the remedy.
-        TypeError: If it is no model.
-    """
-    if keras.backend.backend() != "tensorflow":
-        raise RewriteError(
-            f"Keras runs on {keras.backend.backend()!r}; only TensorFlow graphs can be rewritten. "
-            'Set the environment variable KERAS_BACKEND="tensorflow".'
-        )
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"`model` must be a compiled `keras.Model`. Received: {model!r}.")
-
-
-def check_runs(model: Any) -> None:
-    """Refuse models that run eagerly, and those without weights.
-
-    Raises:
-        RewriteError: With the remedy.
-    """
-    if model.run_eagerly:
-        raise RewriteError(
-            f"Model {model.name!r} runs eagerly, so there is no graph to rewrite. Compile it with `run_eagerly=False`."
-        )
-    check_graphs_run()
-    if not model.built or not model.weights:
-        raise RewriteError(f"Model {model.name!r} has no weights yet. Call it on a batch first.")
 
 
 def check_apart(model: Any) -> None:

@@ -17,7 +17,7 @@ from tflms_sft._calibration import machine_rates
 from tflms_sft._cli import models
 from tflms_sft._cli.outcome import Progress, UsageError
 from tflms_sft._compile import Traced, analyse, collector_paused, predict
-from tflms_sft._install import check_model
+from tflms_sft._models import check_model
 from tflms_sft._params import AutoParams
 from tflms_sft._plan import Plan
 from tflms_sft._rewrite import chosen_of, rewrite_traced, traced_once
