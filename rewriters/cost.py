@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -21,7 +23,17 @@ from rewriters.errors import NotTileableError
 from rewriters.graph import Node, Tensor
 from rewriters.registry import find_rule
 from rewriters.roles import reads_shape_only
-from rewriters.scratch import Call, full_call, idle_cores, is_direct, scratch_bytes, unfolds, window_bytes
+from rewriters.scratch import (
+    Call,
+    full_call,
+    idle_cores,
+    is_convolution,
+    is_direct,
+    may_be_direct,
+    scratch_bytes,
+    unfolds,
+    window_bytes,
+)
 from rewriters.tiles import Phase
 
 __all__: list[str] = []
@@ -145,6 +157,16 @@ class Costs:
         pairs = ((node, self.pairs[node]) for node in own if self.pairs.get(node) in own)
         return sum(self._saved(*pair, phase) for pair in pairs)
 
+    @functools.cached_property
+    def least(self) -> Costs:
+        """Times below which these do not fall, in as many turns or more.
+
+        More turns mostly take longer. They may take less where results become too small for the system to hand out
+        anew, pixels so few that a kernel for volumes unfolds them, or images so few that both gradients of a
+        convolution leave cores to each other.
+        """
+        return _LeastCosts(self)
+
     def _saved(self, first: Node, second: Node, phase: Phase | None) -> float:
         """By the cores that both leave idle; they take no less than the longer one."""
         taken, idle = [], 0.0
@@ -160,7 +182,10 @@ class Costs:
             return 0.0
         turns = 1 if phase is None else self._num_turns(phase)
         call = work.call if phase is None or turns == 1 else self._in_a_turn(work.call, phase, node)
-        return turns * self._windows(node, call) * idle_cores(node, call)
+        return turns * self._windows(node, call) * self._idle_cores(node, call)
+
+    def _idle_cores(self, node: Node, call: Call) -> float:
+        return idle_cores(node, call)
 
     def phase(self, phase: Phase) -> float:
         """All turns of a loop, with what it does around its body."""
@@ -271,14 +296,36 @@ class Costs:
         return any(t.num_bytes(self.batch) in sizes and len(self.analysis.readers[t]) == 1 for t in node.inputs)
 
 
+class _LeastCosts(Costs):
+    """See `Costs.least`."""
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__(costs.analysis, costs.batch, dataclasses.replace(costs.rates, fresh=math.inf))
+        self._work = costs._work
+        self.pairs = costs.pairs
+
+    def _windows(self, node: Node, call: Call) -> float:
+        return 0.0 if may_be_direct(node) else super()._windows(node, call)
+
+    def _idle_cores(self, node: Node, call: Call) -> float:
+        return idle_cores(node, dataclasses.replace(call, images=1))  # One after another keeps one core busy.
+
+
 def _pairs(analysis: Analysis) -> dict[Node, Node]:
     """The two gradients of each convolution, of which TensorFlow's own kernels run at once."""
-    by_gradient: dict[Tensor, list[Node]] = {}
-    for node in analysis.order:
-        if unfolds(node):
-            by_gradient.setdefault(node.inputs[-1], []).append(node)
-    couples = (zip(nodes[::2], nodes[1::2], strict=False) for nodes in by_gradient.values())
-    return {first: second for found in couples for first, second in found}
+    pairs: dict[Node, Node] = {}
+    taken: set[Node] = set()
+    for node in filter(is_convolution, analysis.order):
+        # One of them reads the image where the convolution does, the other one the filter.
+        gradients = [
+            [reader for reader, at in analysis.readers[tensor] if at == position and unfolds(reader)]
+            for position, tensor in enumerate(node.inputs[:2])
+        ]
+        for first, second in itertools.product(*gradients):
+            if first.inputs[-1] == second.inputs[-1] and first not in taken and second not in taken:
+                pairs[first] = second
+                taken |= {first, second}
+    return pairs
 
 
 def _rate(rates: Mapping[str, float], op: str) -> float:

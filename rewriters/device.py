@@ -130,3 +130,8 @@ def unfolds_convolutions() -> bool:
 def num_threads() -> int:
     """Threads that share the work of an operation on a CPU."""
     return tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1
+
+
+def num_operations() -> int:
+    """Operations that run at once on a CPU."""
+    return tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1

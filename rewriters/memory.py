@@ -379,6 +379,8 @@ def graph_peak(found: Schedule, turns: Mapping[str, Sequence[Turn]], limit: int 
 def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Node, int]:
     """Both gradients of a convolution wait for the same tensor: they run, and allocate, at once if nothing orders them.
 
+    So do those of several convolutions that are added up, as many as there are threads for operations.
+
     Args:
         scratch: Bytes of each op, in the order in which they run.
         originals: The same ops in the graph, where the two share an operand.
@@ -388,12 +390,16 @@ def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Nod
     for number, (amount, node) in enumerate(zip(scratch.values(), order, strict=True)):
         if amount and len(node.inputs) > 1:
             groups.setdefault(node.inputs[-1], []).append(number)
-    amounts = list(scratch.values())
+    own = list(scratch.values())
+    amounts = list(own)
     for numbers in groups.values():
-        if len(numbers) > 1 and not waits(order, *numbers[:2]):
-            both = sum(amounts[number] for number in numbers)
-            for number in numbers:
-                amounts[number] = both
+        free = {pair for pair in itertools.combinations(numbers, 2) if not waits(order, *pair)}
+        for number in numbers:
+            beside = [number]
+            for other in sorted(numbers, key=own.__getitem__, reverse=True):
+                if all((min(other, one), max(other, one)) in free for one in beside):
+                    beside.append(other)
+            amounts[number] = sum(own[one] for one in beside[: device.num_operations()])
     return dict(zip(scratch, amounts, strict=True))
 
 

@@ -144,9 +144,19 @@ def window_bytes(node: Node, call: Call) -> int:
 def is_direct(node: Node, call: Call) -> bool:
     """Whether the kernel of a gradient does without unfolding, as those for volumes may, and is slower."""
     sizes = _filter_sizes(node)
-    if sizes is None or node.op not in _VOLUMES - _FORWARD or not _own(node):
+    if sizes is None or not may_be_direct(node):
         return False
     return not unfolded_at_once(node.op, node.outputs[0][0], call, sizes)
+
+
+def may_be_direct(node: Node) -> bool:
+    """Whether that depends on what the kernel is called with."""
+    return node.op in _VOLUMES - _FORWARD and _own(node)
+
+
+def is_convolution(node: Node) -> bool:
+    """Whether an op is a convolution, and no gradient of one."""
+    return node.op in _FORWARD
 
 
 def full_call(node: Node, batch: int) -> Call:

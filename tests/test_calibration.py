@@ -30,6 +30,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(_calibration, "_known", {})
     monkeypatch.setattr(_calibration, "_measured_apart", lambda: times.append("apart") or SLOW)
+    monkeypatch.setattr(Others, "part", lambda self: 0.0)  # Other tests may run meanwhile.
     return tmp_path, times
 
 

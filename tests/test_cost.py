@@ -217,6 +217,42 @@ def test_gradients_of_a_convolution_share_the_cores(grid, monkeypatch):
             assert sum(alone.values()) - whole == pytest.approx(min(*times, idle * sum(times)), rel=1e-3)
 
 
+def added(x):
+    """Two convolutions of one gradient."""
+    x = conv(4)(x)
+    return layers.Add(name="out")([conv(5)(x), conv(5, 1)(x)])
+
+
+def test_gradients_that_run_at_once_are_those_of_one_convolution():
+    analysis, _ = phases(added, (1, 1))
+    pairs = Costs(analysis, IMAGES).pairs
+    assert len(pairs) == 3 - 1  # Of the first convolution's image nobody asks for the gradient.
+    for first, second in pairs.items():
+        kernel = second.inputs[1] if second.op == "Conv2DBackpropInput" else first.inputs[1]
+        filters = first if first.op == "Conv2DBackpropFilter" else second
+        assert {first.op, second.op} == {"Conv2DBackpropInput", "Conv2DBackpropFilter"}
+        assert filters.out().shape == kernel.shape and first.inputs[-1] == second.inputs[-1]
+
+
+@pytest.mark.parametrize("body", [two(3), pooled, added])
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_no_number_of_turns_takes_less_than_the_least(body, threads, monkeypatch):
+    monkeypatch.setattr(device, "num_threads", lambda: threads)
+    unfolded = {"Conv2DBackpropInput": 1e8, "Conv2DBackpropFilter": 3e8}
+    rates = changed(fresh=1e6, fresh_from=2**11, unfolded=unfolded, call=1e-7)
+    faster = 0
+    for grid, batch in (((1, 1), 1), ((1, 1), 2), ((1, 1), IMAGES), ((2, 1), IMAGES), ((6, 5), 1)):
+        analysis, found = phases(body, grid, batch)
+        costs = Costs(analysis, IMAGES, rates)
+        one, whole = phases(body, (1, 1))
+        for phase, alone in zip(found, whole, strict=True):
+            least = Costs(one, IMAGES, rates).least.phase(alone)
+            assert least <= costs.phase(phase) * (1 + 1e-9)
+            faster += costs.phase(phase) < Costs(one, IMAGES, rates).phase(alone)
+        assert costs.least.step(analysis.order) <= costs.step(analysis.order)
+    assert faster, "one turn is not always the fastest"
+
+
 @pytest.mark.parametrize(("batch", "grid"), [(IMAGES, (1, 1)), (2, (1, 1)), (3, (1, 1)), (IMAGES, (3, 1))])
 def test_kernels_are_called_with_the_images_of_a_turn(batch, grid):
     analysis, found = phases(two(1), grid, batch)

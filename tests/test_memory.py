@@ -28,7 +28,8 @@ def peak(*order, scratch=None, keep=(), pool=None):
 
 
 @pytest.mark.parametrize("between", [0, 1])
-def test_both_gradients_of_a_convolution_run_at_once_unless_one_waits_for_the_other(between):
+def test_both_gradients_of_a_convolution_run_at_once_unless_one_waits_for_the_other(between, monkeypatch):
+    monkeypatch.setattr(device, "num_operations", lambda: 2)
     image, filters, grad = op("image", "Relu"), op("filters", "Relu"), op("grad", "Relu")
     first = op("first", "Conv2DBackpropFilter", image, filters, grad).node
     others = [op(f"other{n}", "Relu", grad).node for n in range(between)]
@@ -39,6 +40,23 @@ def test_both_gradients_of_a_convolution_run_at_once_unless_one_waits_for_the_ot
     for before, after in zip([first, *others], [*others, second], strict=True):
         after.control_inputs.append(before)
     assert together(scratch, order) == scratch
+
+
+@pytest.mark.parametrize(
+    ("threads", "taken"),
+    [(1, [3, 4, 5, 6]), (2, [9, 10, 11, 11]), (3, [14, 15, 15, 15]), (8, [18, 18, 18, 18])],
+)
+def test_as_many_gradients_run_at_once_as_there_are_threads(threads, taken, monkeypatch):
+    """Two convolutions are added up: all four wait for one gradient."""
+    monkeypatch.setattr(device, "num_operations", lambda: threads)
+    grad, image = op("grad", "Relu"), op("image", "Relu")
+    four = [op(f"op{n}", "Conv2DBackpropFilter", image, image, grad).node for n in range(4)]
+    order = [grad.node, image.node, *four]
+    scratch = {node: 3 + four.index(node) if node in four else 0 for node in order}
+    assert [together(scratch, order)[node] for node in four] == taken
+    four[3].control_inputs.append(four[0])
+    ordered = together(scratch, order)
+    assert ordered[four[0]] == sum([3, 5, 4][:threads]) and ordered[four[3]] == sum([6, 5, 4][:threads])
 
 
 def test_a_chain_holds_two_tensors_at_a_time():

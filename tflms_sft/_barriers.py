@@ -21,7 +21,7 @@ from rewriters.stored import Loop, Storage
 from rewriters.tiles import Grid, Halo, Phase
 from rewriters.turns import phase_scratch
 from tflms_sft._compile import Candidate, Traced, predict
-from tflms_sft._grids import fewest, loop_grids
+from tflms_sft._grids import fastest, fewest, loop_grids
 from tflms_sft._ladder import RUNG, rung
 
 FINEST = 1 / 32
@@ -103,11 +103,13 @@ class Turn:
         num_bytes: What a turn takes.
         saved: Bytes of the rows that are saved for another loop.
         seconds: Time of all turns.
+        least: Time that neither they nor more turns fall below.
     """
 
     num_bytes: int
     saved: int
     seconds: float
+    least: float
 
 
 class Turns:
@@ -137,7 +139,9 @@ class Turns:
             planned = self.shared(key, phase())
             batch = self.traced.batch
             saved = sum(save.saved.num_bytes(batch) for save in planned.saves)
-            self._turns[key] = Turn(phase_scratch(planned, batch), saved, self.traced.costs.phase(planned))
+            costs = self.traced.costs
+            taken, least = costs.phase(planned), costs.least.phase(planned)
+            self._turns[key] = Turn(phase_scratch(planned, batch), saved, taken, least)
         return self._turns[key]
 
     def shared(self, key: Hashable, phase: Phase) -> Phase:
@@ -181,11 +185,19 @@ class Looped:
         return (self._programs[number], self.halo, grid)
 
     def fewest(self, most: Callable[[int], float]) -> list[Grid]:
-        """For each loop the fewest tiles of which a turn takes no more than `most` says, or the most tiles."""
+        """For each loop the fewest tiles of which a turn takes no more than `most` says, or the most tiles.
+
+        More of them where those are faster.
+        """
+
+        def seconds(number: int, grid: Grid) -> tuple[float, float]:
+            turn = self.turn(number, grid)
+            return turn.seconds, turn.least
 
         def of_loop(number: int) -> Grid:
             limit, grids = most(number), self.grids[number]
-            return fewest(grids, lambda grid: self.turn(number, grid).num_bytes <= limit) or grids[-1]
+            found = fewest(grids, lambda grid: self.turn(number, grid).num_bytes <= limit) or grids[-1]
+            return fastest(grids, found, functools.partial(seconds, number))
 
         return [of_loop(number) for number in range(len(self.grids))]
 
@@ -236,9 +248,9 @@ class Way:
 
     @functools.cached_property
     def least(self) -> float:
-        """Seconds of its loops in one tile each: more tiles take no less."""
+        """Seconds that its loops take at least, in any number of tiles."""
         looped = self._looped[Halo.RECOMPUTE]
-        return sum(looped.turn(number, grids[0]).seconds for number, grids in enumerate(looped.grids))
+        return sum(looped.turn(number, grids[0]).least for number, grids in enumerate(looped.grids))
 
     @property
     def smallest(self) -> Candidate:

@@ -57,6 +57,7 @@ class Chain:
         self._known = Known()
         self._tiled: dict[tuple[int, int], list[Tiles]] = {}
         self._plain: dict[tuple[int, int], Choice] = {}
+        self._rest: dict[int, float] = {}
         self._positions: dict[Node, float] | None = None
 
     def _bounds(self) -> list[int]:
@@ -103,7 +104,7 @@ class Chain:
 
         Paths grow in the order of what they cost at least (A*, P. E. Hart, N. J. Nilsson and B. Raphael, "A Formal
         Basis for the Heuristic Determination of Minimum Cost Paths", 1968), so that few ways to tile are planned: the
-        rest of a path costs no less than its blocks as they are, and a tiling no less than that in one tile. Several
+        rest of a path costs no less than its blocks do at best, nor a tiling than its loops do (`Costs.least`). Several
         tiles may leave out rows that no result needs, which convolutions without padding and with strides have: of
         two paths that differ by no more than those the dearer may be returned.
         """
@@ -143,7 +144,14 @@ class Chain:
         if last is not None:
             cost += self._tilings(at, last)[0].least_cost(budget - path.waits)
             at = last
-        return cost if at == self.bounds[-1] else cost + self._plain_choice(at, self.bounds[-1]).cost
+        return cost if at == self.bounds[-1] else cost + self._least_cost(at)
+
+    def _least_cost(self, first: int) -> float:
+        """Least cost of the blocks from one on, whole or in tiles."""
+        if first not in self._rest:
+            nodes = (*self.component.nodes[first:], *self._backward(first, self.bounds[-1]))
+            self._rest[first] = self.traced.costs.least.step(nodes)
+        return self._rest[first]
 
     def lowest(self) -> int:
         """Bytes without which no choice does."""

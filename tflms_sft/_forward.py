@@ -34,7 +34,7 @@ from rewriters.sft import SegmentPlan, plan_segment, planner_for
 from rewriters.tiles import Grid, Halo
 from rewriters.turns import phase_scratch
 from tflms_sft._compile import Candidate, Traced, predict
-from tflms_sft._grids import auto_grids, thinned
+from tflms_sft._grids import auto_grids, fastest, thinned
 from tflms_sft._ladder import RUNG, rung
 
 MOST_CUTS = 6
@@ -61,6 +61,7 @@ class Choice:
         halo: Where tiles have the rows from that they share.
         needs: Bytes alive while it runs, what is alive across it included.
         seconds: Its time.
+        least: Time that neither it nor more tiles fall below.
     """
 
     first: int
@@ -69,6 +70,7 @@ class Choice:
     halo: Halo
     needs: int
     seconds: float
+    least: float
 
 
 class ForwardSearch:
@@ -214,9 +216,9 @@ class _Part:
         order = [*dict.fromkeys(t.node for t in entries), *segment.forward]
         scratch = {node: op_scratch(node, batch) for node in segment.forward}
         most = most_alive(order, batch, [*segment.exits, *alive.read_later(segment)], scratch)
-        seconds = traced.costs.step(segment.forward)
+        seconds, least = (costs.step(segment.forward) for costs in (traced.costs, traced.costs.least))
         needs = self._beside + most
-        self.plain = Choice(positions.start, positions.stop, None, Halo.RECOMPUTE, needs, seconds)
+        self.plain = Choice(positions.start, positions.stop, None, Halo.RECOMPUTE, needs, seconds, least)
         self._grids = {
             halo: thinned(auto_grids(traced.analysis, segment, batch, halo is Halo.CARRY), MORE) for halo in Halo
         }
@@ -224,25 +226,29 @@ class _Part:
         self._tiled: dict[tuple[Halo, Grid], Choice | None] = {}
 
     def fastest(self, target: int) -> Choice | None:
-        """Of what meets a target the fastest: whole images, or the fewest tiles."""
-        if self.plain.needs <= target:
-            return self.plain
-        if self._beside + self._ends > target:
-            return None
+        """Of what meets a target the fastest: whole images, the fewest tiles, or more where those are faster."""
+        whole = [self.plain] if self.plain.needs <= target else []
+        if (whole and self.plain.least >= self.plain.seconds) or self._beside + self._ends > target:
+            return self.plain if whole else None
         options = (self._fewest(halo, target) for halo in Halo)
-        return min((choice for choice in options if choice), key=lambda choice: choice.seconds, default=None)
+        return min([*whole, *filter(None, options)], key=lambda choice: choice.seconds, default=None)
 
     def _fewest(self, halo: Halo, target: int) -> Choice | None:
         grids, low, high = self._grids[halo], -1, len(self._grids[halo])
-        found: Choice | None = None
         while high - low > 1:  # More tiles need less.
             middle = (low + high) // 2
             choice = self._choice(halo, grids[middle])
             if choice is not None and choice.needs <= target:
-                high, found = middle, choice
+                high = middle
             else:
                 low = middle
-        return found
+        if high == len(grids):
+            return None
+        return self._choice(halo, fastest(grids, grids[high], functools.partial(self._seconds, halo)))
+
+    def _seconds(self, halo: Halo, grid: Grid) -> tuple[float, float]:
+        choice = self._choice(halo, grid)
+        return (math.inf, 0.0) if choice is None else (choice.seconds, choice.least)
 
     def _choice(self, halo: Halo, grid: Grid) -> Choice | None:
         if (halo, grid) not in self._tiled:
@@ -250,9 +256,9 @@ class _Part:
             with contextlib.suppress(NotTileableError):
                 (phase,) = self._planners[halo].phases(grid, grid)
                 needs = self._beside + self._ends + phase_scratch(phase, self._traced.batch)
-                seconds = self._traced.costs.phase(phase)
+                seconds, least = (costs.phase(phase) for costs in (self._traced.costs, self._traced.costs.least))
                 first, last = self._positions.start, self._positions.stop
-                self._tiled[halo, grid] = Choice(first, last, grid, halo, needs, seconds)
+                self._tiled[halo, grid] = Choice(first, last, grid, halo, needs, seconds, least)
         return self._tiled[halo, grid]
 
 
@@ -265,14 +271,14 @@ class _Line:
         self._alive = alive
         self._bounds = _bounds(traced, component)
         self._parts: dict[tuple[int, int], _Part | None] = {}
-        own = [traced.costs.op(node) for node in component.nodes]
+        own = [traced.costs.least.op(node) for node in component.nodes]
         self._after = [sum(own[first:]) for first in range(len(own) + 1)]
 
     def fastest(self, target: int) -> list[Choice] | None:
         """The fastest choices for all of it that meet a target.
 
         Ways through it grow in the order of what they take at least (A*, as in `_chain.py`), so that few parts are
-        planned in tiles: those take no less than whole images.
+        planned in tiles.
         """
         order = itertools.count()
         queue: list[tuple[float, int, float, list[Choice], int | None]] = [(0.0, next(order), 0.0, [], None)]
@@ -297,7 +303,7 @@ class _Line:
         return None
 
     def _seconds(self, first: int) -> float:
-        """Of what is left from a position, on whole images."""
+        """Of what is left from a position, at the least."""
         return self._after[first]
 
     def _part(self, first: int, last: int) -> _Part | None:

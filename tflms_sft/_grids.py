@@ -79,6 +79,24 @@ def fewest(grids: Sequence[Grid], fits: Callable[[Grid], bool]) -> Grid | None:
     return grids[index] if index < len(grids) else None
 
 
+def fastest(grids: Sequence[Grid], fewest: Grid, seconds: Callable[[Grid], tuple[float, float]]) -> Grid:
+    """Of some number of tiles, and more, the one that takes least; the fewest of them.
+
+    Args:
+        grids: Each with more tiles than the one before.
+        fewest: The one to begin with.
+        seconds: Of a grid, its time, and one that neither it nor any grid after it falls below.
+    """
+    best, found = math.inf, fewest
+    for grid in grids[grids.index(fewest) :]:
+        own, least = seconds(grid)
+        if own < best:
+            best, found = own, grid
+        if least >= best:
+            break
+    return found
+
+
 def thinned(grids: Sequence[Grid], more: float) -> list[Grid]:
     """Grids of which each has so many times the tiles of the one before, and the last."""
     found = list(grids[:1])

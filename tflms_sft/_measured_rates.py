@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from rewriters import device
 from rewriters.cost import DIRECT, NOMINAL, Rates
 from rewriters.scratch import Call, unfolded_at_once
+from rewriters.spill import SpillStore
 
 __all__: list[str] = []
 
@@ -62,7 +64,7 @@ def measured_rates() -> Rates:
                 touched[op] = max(touched.get(op, 0.0), size / seconds)
         fresh = _fresh()
         flops, unfolded, weights = _arithmetic(touched, fresh)
-        write, read, copied = _disk()
+        write, read = _disk()
         return Rates(
             flops=flops,
             touched=touched,
@@ -70,7 +72,7 @@ def measured_rates() -> Rates:
             unfolded=unfolded,
             fresh=fresh,
             call=_call(),
-            copied=_host() if device.name().startswith("GPU") else min(copied * num_cores(), touched[""]),
+            copied=_host() if device.name().startswith("GPU") else min(_cache(), touched[""]),
             overlapped=device.name().startswith("GPU"),
             disk_write=write,
             disk_read=read,
@@ -371,22 +373,16 @@ def _host() -> float:
     return MEDIUM / _seconds(x.numpy)
 
 
-def _disk() -> tuple[float, float, float]:
-    """Bytes a second that a disk writes and reads, and that are copied to and from its cache in memory."""
+def _disk() -> tuple[float, float]:
+    """Bytes a second that a disk writes and reads."""
     size, data = WRITTEN, os.urandom(2**20)
     try:
         with tempfile.TemporaryFile(buffering=0) as file:
             begun = time.perf_counter()
             for _ in range(size // len(data)):
                 file.write(data)
-            cached = time.perf_counter() - begun
             os.fsync(file.fileno())
             written = time.perf_counter() - begun
-            file.seek(0)
-            begun = time.perf_counter()
-            while file.read(len(data)):
-                pass
-            copied = time.perf_counter() - begun
             file.seek(0)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -395,8 +391,26 @@ def _disk() -> tuple[float, float, float]:
                 pass
             read = time.perf_counter() - begun
     except OSError:  # No place for temporary files: nothing will be swapped there.
-        return NOMINAL.disk_write, NOMINAL.disk_read, NOMINAL.copied
-    return size / written, size / read, 2 * size / (cached + copied)
+        return NOMINAL.disk_write, NOMINAL.disk_read
+    return size / written, size / read
+
+
+def _cache() -> float:
+    """Bytes a second that are swapped to a disk's cache, or back: into files of the step before, as all but the first.
+
+    To make new ones takes several times as long.
+    """
+    array = np.frombuffer(os.urandom(LARGE), np.uint8)
+    try:
+        store = SpillStore(tempfile.gettempdir())  # Its files go with it.
+        return 2 * LARGE / _seconds(functools.partial(_swap, store, array))
+    except OSError:  # As for a disk.
+        return NOMINAL.copied
+
+
+def _swap(store: SpillStore, array: np.ndarray) -> None:
+    pages = store.read(store.write(array, 1, "rates"))
+    pages.view(np.int64).max()  # Whoever reads the tensor has the system map its pages, and finds none in a cache.
 
 
 def num_cores() -> int:

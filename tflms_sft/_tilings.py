@@ -8,10 +8,13 @@ is chosen in the end is planned itself, and modelled with the whole step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 
+from rewriters.cost import Costs
 from rewriters.graph import Node, Tensor
 from rewriters.segments import Segment
 from rewriters.sft import planner_for
@@ -19,7 +22,7 @@ from rewriters.sharing import segment_key
 from rewriters.tiles import Grid, Halo, Phase
 from rewriters.turns import phase_scratch
 from tflms_sft._compile import Traced
-from tflms_sft._grids import auto_grids, thinned
+from tflms_sft._grids import auto_grids, fastest, thinned
 
 MORE = 1.4
 """Tiles of a grid that is tried, over those of the one before."""
@@ -93,6 +96,8 @@ class Sample:
         seconds: Of both loops.
         part: Backward tiles along each axis over forward ones.
         savings: Seconds that storing each of the storable tensors saves, after those before it.
+        least: Seconds that both loops do not fall below in that number of tiles, nor in more, with none of these
+            tensors stored, with one, and so on.
     """
 
     scratch: float
@@ -100,6 +105,7 @@ class Sample:
     seconds: float
     part: int
     savings: tuple[float, ...]
+    least: tuple[float, ...]
 
     def towards(self, other: Sample, tiles: float, own: int, others: int) -> Sample:
         """In a number of tiles between its `own` and those of the `other`.
@@ -118,6 +124,7 @@ class Sample:
             between(self.seconds, other.seconds),
             min(self.part, other.part),
             tuple(map(between, self.savings, other.savings)),
+            tuple(map(between, self.least, other.least)),
         )
 
 
@@ -192,24 +199,28 @@ class Tiles:
         self._every = 1 if len(segment.forward) + len(segment.backward) <= FEW_OPERATIONS else PLANNED
 
     def fitting(self, budget: int) -> Iterator[Choice]:
-        """The fewest tiles that fit; and the fewest with the tensors stored that save most for their size."""
-        grid = self._fewest(budget)
-        if grid is None:
-            return
-        yield self._choice(grid)
-        for number, storable in enumerate(self._stored, 1):
-            budget -= storable.tensor.num_bytes(self._traced.batch)
-            grid = self._fewest(budget)
+        """The fewest tiles that fit; and the fewest with the tensors stored that save most for their size.
+
+        More tiles where those are faster.
+        """
+        sizes = [storable.tensor.num_bytes(self._traced.batch) for storable in self._stored]
+        for number, taken in enumerate(itertools.accumulate(sizes, initial=0)):
+            grid = self._fewest(budget - taken)
             if grid is None:
                 return
+            grid = fastest(self._grids, grid, functools.partial(self._seconds, number))
             yield self._storing(self._choice(grid), number)
 
+    def _seconds(self, number: int, grid: Grid) -> tuple[float, float]:
+        """In some number of tiles, and at least in these and more, with the first so many tensors stored."""
+        return self._storing(self._choice(grid), number).cost, self._sample(grid).least[number]
+
     def least_cost(self, budget: int) -> float:
-        """What any number of tiles costs at least: one tile, with as much stored as fits."""
+        """What any number of tiles costs at least, with as much stored as fits."""
         choice, batch = self._choice(self._grids[0]), self._traced.batch
         sizes = itertools.accumulate(storable.tensor.num_bytes(batch) for storable in self._stored)
         fitting = sum(size <= budget - choice.waits for size in sizes)
-        return self._storing(choice, fitting).cost
+        return self._planned(self._grids[0]).least[fitting]
 
     def _storing(self, choice: Choice, number: int) -> Choice:
         """A choice with the first so many tensors stored."""
@@ -261,15 +272,17 @@ class Tiles:
             batch, costs = self._traced.batch, self._traced.costs
             part, phases = self._phases(grid)  # Not kept: they are large, and a search plans hundreds.
             saved = sum(save.saved.num_bytes(batch) for phase in phases for save in phase.saves)
-            savings = tuple(self._saving(phases[-1], storable) for storable in self._stored)
-            seconds = sum(map(costs.phase, phases))
-            self._samples[grid] = Sample(phase_scratch(phases[-1], batch), saved, seconds, part, savings)
+            savings = [self._saving(costs, phases[-1], storable) for storable in self._stored]
+            less = [self._saving(costs.least, phases[-1], storable) for storable in self._stored]
+            seconds, least = (sum(map(own.phase, phases)) for own in (costs, costs.least))
+            without = itertools.accumulate(less, operator.sub, initial=least)
+            scratch = phase_scratch(phases[-1], batch)
+            self._samples[grid] = Sample(scratch, saved, seconds, part, tuple(savings), tuple(without))
         return self._samples[grid]
 
-    def _saving(self, backward: Phase, storable: Storable) -> float:
+    def _saving(self, costs: Costs, backward: Phase, storable: Storable) -> float:
         """Seconds that a loop does not take once a tensor is stored, too, after those that come before it."""
-        spared = storable.spared.intersection(backward.body)
-        return sum(self._traced.costs.turns(backward, node) for node in spared)
+        return sum(costs.turns(backward, node) for node in storable.spared.intersection(backward.body))
 
     def _phases(self, grid: Grid) -> tuple[int, list[Phase]]:
         """Loops with as few forward tiles, of some numbers, as need no more memory than the backward ones.
