@@ -127,7 +127,7 @@ def say(name, value):
 def compare(kind, optimizer):
     """Every schedule on four devices."""
     import tflms_sft
-    from tflms_sft._pipeline_params import PipelineParams
+    from tflms_sft import PipelineParams
 
     devices = [f"CPU:{number}" for number in range(4)]
     model = compiled(net(devices, kind == "skip"), optimizer)
@@ -188,7 +188,7 @@ def where_and_when(rewritten, name, count):
 def replicas():
     """Two pipelines beside each other."""
     import tflms_sft
-    from tflms_sft._pipeline_params import PipelineParams
+    from tflms_sft import PipelineParams
 
     model = compiled(net([f"CPU:{number}" for number in range(4)], skip=True), "adam")
     step = hand_step(model)
@@ -203,8 +203,7 @@ def placements():
     """A model in one place: refused, read from there, or moved."""
     import tflms_sft
     from rewriters import _tf_private
-    from tflms_sft._pipeline_params import PipelineParams
-    from tflms_sft._stage_devices import stage_devices
+    from tflms_sft import PipelineParams, stage_devices
 
     def refusal(function):
         try:

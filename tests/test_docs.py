@@ -154,8 +154,8 @@ def written(parameter):
     return [f"`{parameter.name}`", f"`{default}`"]
 
 
-CALLED_BY_USERS = ["MemoryBudget", "SFT", "LMS", "budget", "rewrite", "measure", "verify"]
-CALLED_BY_USERS += ["AutoParams", "SFTParams", "SegmentSpec", "LMSParams"]
+CALLED_BY_USERS = ["MemoryBudget", "SFT", "LMS", "Pipeline", "budget", "rewrite", "measure", "verify", "stage_devices"]
+CALLED_BY_USERS += ["AutoParams", "SFTParams", "SegmentSpec", "LMSParams", "PipelineParams"]
 
 
 def test_the_page_of_parameters_has_every_public_name():

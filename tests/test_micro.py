@@ -23,7 +23,7 @@ from rewriters.cloning import Request, clone
 from rewriters.errors import PipelineError
 from rewriters.micro import split_step
 from rewriters.resources import handles, writes
-from tflms_sft._pipeline_params import PipelineParams
+from tflms_sft import PipelineParams
 
 TOLERANCE = 1e-12
 HERE = ["CPU:0"] * 4

@@ -26,8 +26,7 @@ from rewriters.micro import split_step
 from rewriters.schedules import Pass, Schedule, Slot, make
 from rewriters.simulator import simulate
 from rewriters.stages import assign_stages
-from tflms_sft._callbacks import Pipeline
-from tflms_sft._pipeline_params import PipelineParams
+from tflms_sft import Pipeline, PipelineParams
 
 TOLERANCE = 1e-12
 HERE = ["CPU:0"] * 4
@@ -222,6 +221,9 @@ def test_the_plan_tells_stages_slots_times_and_bytes():
     text = plan.summary()
     for part in ("4 stage(s) on 1 device(s), 4 micro-batch(es) in the order '1f1b'", "stage0 (0 -> 3", "device 3"):
         assert part in text
+    assert told.simulation().seconds == pytest.approx(told.seconds)
+    page = plan.to_html()
+    assert "What each device runs over one training step" in page and "cross forward" in page
     assert json.loads(plan.to_json())["pipeline"]["stages"][1]["exit"] == "stage1"
 
 

@@ -9,25 +9,31 @@ import typing
 from tflms_sft._version import __version__
 
 if typing.TYPE_CHECKING:
-    from rewriters.errors import BudgetError, RewriteError, SegmentError, SwapError
-    from tflms_sft._callbacks import LMS, SFT, MemoryBudget, budget
+    from rewriters.errors import BudgetError, PipelineError, RewriteError, SegmentError, SwapError
+    from tflms_sft._callbacks import LMS, SFT, MemoryBudget, Pipeline, budget
     from tflms_sft._differences import Difference, Verification
     from tflms_sft._lms_params import LMSParams
     from tflms_sft._measure import measure
     from tflms_sft._params import AutoParams, SegmentSpec, SFTParams
+    from tflms_sft._pipeline_params import PipelineParams
+    from tflms_sft._pipeline_plan import PlannedPipeline, PlannedStage
     from tflms_sft._plan import Measurement, Plan, PlannedSegment, PlannedSwap, Prediction, Timeline
     from tflms_sft._rewrite import RewrittenStep, rewrite
+    from tflms_sft._stage_devices import stage_devices
     from tflms_sft._verify import verify
 else:
     _HOMES = {
-        "rewriters.errors": ("BudgetError", "RewriteError", "SegmentError", "SwapError"),
-        "tflms_sft._callbacks": ("LMS", "SFT", "MemoryBudget", "budget"),
+        "rewriters.errors": ("BudgetError", "PipelineError", "RewriteError", "SegmentError", "SwapError"),
+        "tflms_sft._callbacks": ("LMS", "SFT", "MemoryBudget", "Pipeline", "budget"),
         "tflms_sft._differences": ("Difference", "Verification"),
         "tflms_sft._lms_params": ("LMSParams",),
         "tflms_sft._measure": ("measure",),
         "tflms_sft._params": ("AutoParams", "SFTParams", "SegmentSpec"),
+        "tflms_sft._pipeline_params": ("PipelineParams",),
+        "tflms_sft._pipeline_plan": ("PlannedPipeline", "PlannedStage"),
         "tflms_sft._plan": ("Measurement", "Plan", "PlannedSegment", "PlannedSwap", "Prediction", "Timeline"),
         "tflms_sft._rewrite": ("RewrittenStep", "rewrite"),
+        "tflms_sft._stage_devices": ("stage_devices",),
         "tflms_sft._verify": ("verify",),
     }
     _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -53,8 +59,13 @@ __all__ = [
     "LMSParams",
     "Measurement",
     "MemoryBudget",
+    "Pipeline",
+    "PipelineError",
+    "PipelineParams",
     "Plan",
+    "PlannedPipeline",
     "PlannedSegment",
+    "PlannedStage",
     "PlannedSwap",
     "Prediction",
     "RewriteError",
@@ -69,5 +80,6 @@ __all__ = [
     "budget",
     "measure",
     "rewrite",
+    "stage_devices",
     "verify",
 ]

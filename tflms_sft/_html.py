@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tflms_sft import _summary
-from tflms_sft._plot import draw_plan, readable
+from tflms_sft._plot import readable
 from tflms_sft._units import format_bytes
 from tflms_sft._version import __version__
 
 if TYPE_CHECKING:
+    from tflms_sft._pipeline_plan import PlannedPipeline
     from tflms_sft._plan import Measurement, Plan
 
 MOST_SWAPS = 40
@@ -65,6 +66,8 @@ Cells = Sequence[str]
 
 def page(plan: Plan, before: Measurement | None, after: Measurement | None) -> str:
     """The whole page."""
+    if plan.pipeline is not None:
+        return _pipeline_page(plan, plan.pipeline, before, after)
     title = f"Memory plan for {_summary.batch_text(plan)}"
     parts = [
         f"<h1>{_text(title)}</h1>",
@@ -86,6 +89,28 @@ def page(plan: Plan, before: Measurement | None, after: Measurement | None) -> s
         *_section("Notes", plan.notes),
         f"<footer><p>tflms-sft {_text(__version__)}</p></footer>",
     ]
+    return _framed(title, parts)
+
+
+def _pipeline_page(
+    plan: Plan, pipeline: PlannedPipeline, before: Measurement | None, after: Measurement | None
+) -> str:
+    """The page of stages on several devices."""
+    title = f"Pipeline for {_summary.batch_text(plan)}"
+    parts = [
+        f"<h1>{_text(title)}</h1>",
+        f"<p>{_text(_sentence(plan.headline()))}</p>",
+        "<h2>Devices over a step</h2>",
+        _picture(plan, before, after),
+        "<h2>Stages</h2>",
+        f"<pre>{_text(chr(10).join(pipeline.lines()))}</pre>",
+        *_section("Notes", plan.notes),
+        f"<footer><p>tflms-sft {_text(__version__)}</p></footer>",
+    ]
+    return _framed(title, parts)
+
+
+def _framed(title: str, parts: Sequence[str]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -132,12 +157,14 @@ def _cards(plan: Plan, before: Measurement | None, after: Measurement | None) ->
 def _picture(plan: Plan, before: Measurement | None, after: Measurement | None) -> str:
     """As lines, or as pixels if there are many; without matplotlib a line that says so."""
     try:
-        figure = draw_plan(plan, None, before, after)
+        figure = plan.plot(None, before, after)
     except ImportError as error:
         return f"<p class=soft>No picture: {_text(str(error))}</p>"
     timelines = [found.timelines[0].points for found in (before, after) if found is not None and found.timelines]
     points = sum(map(len, [plan.original.timeline, plan.predicted.timeline, *timelines]))
     name = "Bytes alive over one training step, before and after"
+    if plan.pipeline is not None:
+        name = "What each device runs over one training step"
     if points > MOST_POINTS:
         pixels = io.BytesIO()
         figure.savefig(pixels, format="png", dpi=150)

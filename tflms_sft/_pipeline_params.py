@@ -113,11 +113,19 @@ class PipelineParams:
         return self.micro_batches * self.data_replicas
 
     def made(self, num_stages: int) -> Schedule:
-        """The schedule for a number of stages."""
+        """The schedule for a number of stages.
+
+        Args:
+            num_stages: How many, where `"auto"` has been found out.
+        """
         return make(self.schedule, num_stages, self.micro_batches, self.data_replicas)
 
     def check_devices(self, count: int, num_stages: int) -> None:
         """Refuse another number of devices than the stages need.
+
+        Args:
+            count: How many devices there are.
+            num_stages: How many stages.
 
         Raises:
             ValueError: With both numbers.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from rewriters.schedules import make
+from rewriters.simulator import Simulation, simulate
 from tflms_sft._text import shortened, table
 from tflms_sft._units import format_bytes
 
@@ -26,6 +28,7 @@ class PlannedStage:
         forward_seconds: Predicted time for one micro-batch.
         backward_seconds: The same.
         transfer_bytes: What is sent on to later stages, for one micro-batch.
+        transfer_seconds: Predicted time of that.
     """
 
     number: int
@@ -39,6 +42,7 @@ class PlannedStage:
     forward_seconds: float
     backward_seconds: float
     transfer_bytes: int
+    transfer_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +76,16 @@ class PlannedPipeline:
     crossing: tuple[tuple[str, int, int, int], ...]
     results: tuple[tuple[str, str], ...]
     chart: str = dataclasses.field(repr=False, default="")
+
+    def simulation(self) -> Simulation:
+        """The schedule executed with the predicted times."""
+        count, own = len(self.stages), self.micro_batches // self.data_replicas
+        return simulate(
+            make(self.schedule, count, own, self.data_replicas),
+            [stage.forward_seconds for stage in self.stages],
+            [stage.backward_seconds for stage in self.stages],
+            [stage.transfer_seconds for stage in self.stages[:-1]],
+        )
 
     def headline(self) -> str:
         """One line."""

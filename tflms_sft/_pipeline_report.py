@@ -106,9 +106,10 @@ def planned(
                 forward_times[-1],
                 backward_times[-1],
                 sum(t.num_bytes(traced.batch) for t in sent),
+                sum(t.num_bytes(traced.batch) for t in sent) / traced.rates.copied,
             )
         )
-    transfer = [stage.transfer_bytes / traced.rates.copied for stage in found[:-1]]
+    transfer = [stage.transfer_seconds for stage in found[:-1]]
     simulation = simulate(schedule, forward_times, backward_times, transfer)
     peak_bytes = _peaks(schedule, weights, activations, peaks)
     pipeline = PlannedPipeline(

@@ -249,9 +249,13 @@ class Plan:
         >>> before, after = (tflms_sft.measure(s, images, labels, timelines=True) for s in (step, fast))
         >>> fast.plan.plot("plan.png", before, after)
         """
+        _check_measurements(before, after)
+        if self.pipeline is not None:
+            from tflms_sft._schedule_plot import draw_schedule
+
+            return draw_schedule(self.pipeline.simulation(), path)
         from tflms_sft._plot import draw_plan
 
-        _check_measurements(before, after)
         return draw_plan(self, path, before, after or self.measured)
 
     def to_html(
