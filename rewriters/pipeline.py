@@ -134,12 +134,12 @@ class _Placement:
                 late.append(node)
             else:
                 node.device = device
+        reading = self._readers() if late else {}
         for node in reversed(late):  # What has neither a stage nor operands on a device goes to who reads it.
-            readers = self._readers.get(node, ())
+            readers = reading.get(node, ())
             node.device = next((reader.device for reader in readers if reader.device), HOST)
         self._spread_constants()
 
-    @property
     def _readers(self) -> dict[Node, list[Node]]:
         found: dict[Node, list[Node]] = {}
         for tensor, readers in self.graph.consumers().items():

@@ -351,6 +351,9 @@ def test_a_last_batch_that_cannot_be_cut_is_refused_and_the_model_is_as_it_was()
     callback = Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)
     with pytest.raises(tf.errors.InvalidArgumentError, match="its size has to be a multiple of 4"):
         fitted([callback], size=22)
+    assert not callback.plan.batch_is_fixed and callback.plan.batch == 8
+    image, number = 2 * 8 * 8 * 4 * 8, 8
+    assert callback.plan.pipeline.stages[0].transfer_bytes in (image, image + number), "and maybe how many there are"
     got = fitted([Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)], size=20)
     assert largest_error(got, fitted([], size=20)) < TOLERANCE
 
@@ -365,3 +368,42 @@ def test_batch_norm_under_fit():
 def test_a_pipeline_goes_alone():
     with pytest.raises(ValueError, match="stages that are tiled or swap as well are not there yet"):
         tflms_sft.rewrite(lambda: None, [PipelineParams(2), tflms_sft.LMSParams()])
+
+
+@pytest.mark.parametrize("cuts", [2, 3, ["stage1"]])
+def test_stage_devices_cuts_where_a_pipeline_does(cuts):
+    model = net(HERE)
+    devices = HERE[: cuts if isinstance(cuts, int) else 2]
+    found = tflms_sft.stage_devices(model, cuts, devices)
+    step = train_step(compiled(model, "momentum"))
+    told = tflms_sft.rewrite(step, PipelineParams(cuts, devices=devices), *batches(1)[0]).plan.pipeline
+    assert [stage.exit for stage in told.stages[:-1]] == list(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "text"),
+    [
+        (lambda: 3, TypeError, "`model` must be a Keras model. Received: model=3"),
+        (lambda: keras.Sequential([keras.layers.Dense(3)]), ValueError, "`model` is not built"),
+        (lambda: compiled(net(HERE), "adam"), ValueError, "The optimizer of `model` is built: its slots would stay"),
+    ],
+)
+def test_stage_devices_refuses_what_it_cannot_move(model, error, text):
+    with pytest.raises(error, match=text):
+        tflms_sft.stage_devices(model(), 2, HERE[:2])
+
+
+def test_a_model_that_does_not_tell_its_inputs_is_told_them():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = keras.layers.Dense(4, name="first"), keras.layers.Dense(3, name="second")
+
+        def call(self, x):
+            return self.second(keras.ops.tanh(self.first(x)))
+
+    model = Own()
+    model(np.ones((2, 5)))
+    with pytest.raises(TypeError, match="does not tell what it is called with"):
+        tflms_sft.stage_devices(model, ["first"], HERE[:2])
+    assert tflms_sft.stage_devices(model, ["first"], HERE[:2], inputs=np.ones((2, 5))) == ("first",)

@@ -422,10 +422,10 @@ class Installation:
         return importer
 
     def _pipelined(self, specs: Any, params: PipelineParams) -> Importer:
-        original = self._original
+        original, known = self._original, self._images
         function = tf.function(lambda data: original(data), autograph=False)
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as watch:
-            traced, importer, plan = pipelined(function, params, (specs,), {})
+            traced, importer, plan = pipelined(function, params, (specs,), {}, known[0] if known else None)
         if self.plan is None:
             self.plan, self.planning = plan, watch
             self._variables = _tf_private.variable_sizes(traced)

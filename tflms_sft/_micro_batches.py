@@ -35,6 +35,7 @@ class Traces:
         record: Layers of `micro`.
         hints: What is known of its counters.
         batched: Positions of the arguments that have the batch axis.
+        batch: Samples of a batch, if that is known.
         known: The same for a batch of some known size, if that of the step is open.
     """
 
@@ -43,6 +44,7 @@ class Traces:
     record: LayerRecord
     hints: Hints
     batched: list[int]
+    batch: int | None = None
     known: Traces | None = None
 
 
@@ -65,7 +67,7 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
     if count == 1:
         size = batch_of((args, kwargs)) or max(leading, default=0)
         batched = unknown or [p for p, found in enumerate(leading) if found == size] or list(range(num_arguments))
-        return Traces(whole, whole, record, hints.of(whole.graph), batched)
+        return Traces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
     if unknown:
         found = Traces(whole, whole, record, hints.of(whole.graph), unknown)
         if not is_concrete(step):
@@ -97,7 +99,7 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
     with watched_effects() as hints:
         micro, record = traced_once(step, args, kwargs)
     batched = [p for p, t in enumerate(micro.inputs[:num_arguments]) if t.shape.rank and t.shape[0] != leading[p]]
-    return Traces(whole, micro, record, hints.of(micro.graph), batched)
+    return Traces(whole, micro, record, hints.of(micro.graph), batched, batch)
 
 
 def _known(spec: Any, count: int) -> Any:

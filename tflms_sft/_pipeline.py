@@ -21,24 +21,36 @@ from tflms_sft._compile import Traced, analyse
 from tflms_sft._cuts import choose_cuts, named_cuts
 from tflms_sft._micro_batches import BatchSizes, Traces, judged, trace
 from tflms_sft._pipeline_params import PipelineParams
+from tflms_sft._pipeline_report import Planned, plan_of
 from tflms_sft._plan import Plan
 from tflms_sft._text import shortened
 
 _MOST_NAMES = 4
 
 
-def pipelined(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> tuple[Any, Importer, Plan]:
+def pipelined(
+    step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int | None = None
+) -> tuple[Any, Importer, Plan]:
     """Rewrite a step.
+
+    Args:
+        step: As for `rewrite`.
+        params: What to do.
+        args: Example arguments.
+        kwargs: The same by keyword.
+        batch: Samples of a batch, where the arguments leave it open.
 
     Returns:
         The step as a concrete function, what imports the pipeline, and the plan.
     """
     traces = trace(step, params, args, kwargs)
+    traces.batch = traces.batch or batch
     return traces.whole, *_built(traces, params)
 
 
 def _built(traces: Traces, params: PipelineParams) -> tuple[Importer, Plan]:
-    traced = analyse(traces.micro, traces.record, None, for_tiles=False)
+    samples = max(traces.batch // params.total_micro_batches, 1) if traces.batch else None
+    traced = analyse(traces.micro, traces.record, samples, for_tiles=False)
     analysis = traced.analysis
     sizes = BatchSizes(traces, analysis)
     parts = split_step(analysis, traces.batched, traces.hints)
@@ -54,9 +66,7 @@ def _built(traces: Traces, params: PipelineParams) -> tuple[Importer, Plan]:
     built = pipeline.pipeline(analysis, parts, stages, request, schedule, pipeline.Devices(devices, where))
     if params.total_micro_batches > 1:
         built.graph.divided.update(dict.fromkeys(traces.batched, params.total_micro_batches))
-    from tflms_sft._pipeline_report import planned
-
-    plan = planned(traces, traced, parts, stages, schedule, devices, built, cuts)
+    plan = plan_of(Planned(traces, traced, parts, stages, cuts, schedule, devices, built))
     plan.notes += notes
     return Importer(built.graph, traces.micro), plan
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rewriters import _tf_private
-from rewriters.cost import Costs
 from rewriters.graph import Node, Tensor
 from rewriters.memory import most_alive
 from rewriters.micro import Parts
-from rewriters.pipeline import Pipelined
+from rewriters.pipeline import Pipelined, home
 from rewriters.schedules import Pass, Schedule
 from rewriters.scratch import op_scratch
 from rewriters.simulator import draw, simulate
@@ -19,118 +19,109 @@ from tflms_sft._calibration import kept_rates
 from tflms_sft._compile import Traced, analyse, predict, prediction
 from tflms_sft._names import display_names
 from tflms_sft._pipeline_plan import PlannedPipeline, PlannedStage
-from tflms_sft._plan import Plan
+from tflms_sft._plan import Plan, Prediction
 
 if TYPE_CHECKING:
     from tflms_sft._micro_batches import Traces
 
 
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """All that a plan is made of.
+
+    Attributes:
+        traces: The step.
+        traced: Its analysis, for one micro-batch.
+        parts: Its parts.
+        stages: Its stages.
+        cuts: What stages end with.
+        schedule: What devices run.
+        devices: Their names.
+        built: The pipeline.
+    """
+
+    traces: Traces
+    traced: Traced
+    parts: Parts
+    stages: Stages
+    cuts: Sequence[Sequence[Tensor]]
+    schedule: Schedule
+    devices: Sequence[str]
+    built: Pipelined
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """Bytes of a stage that are on its device all the time.
+
+    Attributes:
+        weights: Of its weights.
+        beside: Of what an optimizer has beside them.
+    """
+
+    weights: int
+    beside: int
+
+
 class _Stage:
     """Operations of a stage for one micro-batch, in order."""
 
-    def __init__(self, traced: Traced, parts: Parts, stages: Stages, number: int) -> None:
-        analysis = traced.analysis
-        own = [n for n in analysis.order if n in parts.repeated and stages.of.get(n) == number]
-        self.number = number
-        self.batch = traced.batch
+    def __init__(self, planned: Planned, number: int) -> None:
+        analysis, parts = planned.traced.analysis, planned.parts
+        own = [n for n in analysis.order if n in parts.repeated and planned.stages.of.get(n) == number]
+        self.batch = planned.traced.batch
         self.readers = analysis.readers
         self.forward = [n for n in own if n not in analysis.backward]
         self.backward = [n for n in own if n in analysis.backward]
-
-    def waiting(self) -> list[Tensor]:
-        """What the backward phase reads of what is there after the forward phase."""
-        made = set(self.backward)
-        read = (t for node in self.backward for t in node.inputs if t.node not in made)
+        made = {n for n in parts.repeated if n not in analysis.backward}
         # What a later stage's backward phase sends is there only while it is read.
-        return [t for t in dict.fromkeys(read) if not t.node.op == "Const" and not self._is_gradient(t)]
-
-    def _is_gradient(self, tensor: Tensor) -> bool:
-        return tensor in self.incoming
-
-    incoming: frozenset[Tensor] = frozenset()
+        read = dict.fromkeys(t for node in self.backward for t in node.inputs if t.node in made)
+        self.waiting_bytes = sum(t.num_bytes(self.batch) for t in read)
 
     def working(self, nodes: Sequence[Node]) -> int:
         """The most that is alive of what some of its operations make."""
         inside = set(nodes)
-        outside = [
-            node.out(index)
-            for node in nodes
-            for index in range(len(node.outputs))
-            if any(reader not in inside for reader, _ in self.readers.get(node.out(index), ()))
-        ]
+        made = (node.out(index) for node in nodes for index in range(len(node.outputs)))
+        outside = [t for t in made if any(reader not in inside for reader, _ in self.readers.get(t, ()))]
         scratch = {node: op_scratch(node, self.batch) for node in nodes}
         return most_alive(nodes, self.batch, outside, scratch)
 
 
-def planned(
-    traces: Traces,
-    traced: Traced,
-    parts: Parts,
-    stages: Stages,
-    schedule: Schedule,
-    devices: Sequence[str],
-    built: Pipelined,
-    cuts: Sequence[Sequence[Tensor]],
-) -> Plan:
+def plan_of(planned: Planned) -> Plan:
     """Describe a pipeline."""
-    whole = traced if traces.micro is traces.whole else analyse(traces.whole, None, None, for_tiles=False)
+    traces, traced, schedule = planned.traces, planned.traced, planned.schedule
+    one = schedule.micro_batches == 1
+    whole = traced if one else analyse(traces.whole, None, traces.batch, for_tiles=False)
     whole.go_by(kept_rates())
     traced.go_by(kept_rates())
-    analysis = traced.analysis
-    names = display_names(analysis.graph, traced.record)
-    crossing = crossings(analysis, stages)
-    costs = Costs(analysis, traced.batch, traced.rates)
-    weights = _weights(traces, traced, stages)
-    found = []
-    forward_times, backward_times, activations, peaks = [], [], [], []
-    for number in range(stages.count):
-        stage = _Stage(traced, parts, stages, number)
-        stage.incoming = frozenset(t for t, _, _ in crossing if t.node in analysis.backward)
-        waiting = sum(t.num_bytes(traced.batch) for t in stage.waiting() if t.node in parts.repeated)
-        forward_times.append(costs.step(stage.forward))
-        backward_times.append(costs.step(stage.backward))
-        activations.append(waiting)
-        peaks.append({Pass.FORWARD: stage.working(stage.forward), Pass.BACKWARD: stage.working(stage.backward)})
-        sent = {t for t, source, _ in crossing if source == number and t.node not in analysis.backward}
-        come = [t for t, source, target in crossing if target == number and source < number]
-        found.append(
-            PlannedStage(
-                number,
-                tuple(devices[index] for index in schedule.devices_of(number)),
-                tuple(dict.fromkeys(names.get(t, t.name) for t in come)),
-                ", ".join(names.get(t, t.name) for t in cuts[number]) if number < len(cuts) else "",
-                len(stage.forward),
-                len(stage.backward),
-                weights[number],
-                waiting,
-                forward_times[-1],
-                backward_times[-1],
-                sum(t.num_bytes(traced.batch) for t in sent),
-                sum(t.num_bytes(traced.batch) for t in sent) / traced.rates.copied,
-            )
-        )
-    transfer = [stage.transfer_seconds for stage in found[:-1]]
-    simulation = simulate(schedule, forward_times, backward_times, transfer)
-    peak_bytes = _peaks(schedule, weights, activations, peaks)
+    stages = [_Stage(planned, number) for number in range(planned.stages.count)]
+    held = _held(planned)
+    described = tuple(_described(planned, number, stage, held[number]) for number, stage in enumerate(stages))
+    simulation = simulate(
+        schedule,
+        [stage.forward_seconds for stage in described],
+        [stage.backward_seconds for stage in described],
+        [stage.transfer_seconds for stage in described[:-1]],
+    )
     pipeline = PlannedPipeline(
-        schedule.name,
-        schedule.micro_batches,
-        schedule.data_replicas,
-        tuple(found),
-        tuple(devices),
-        tuple(tuple(f"{slot.kind.value}{slot.micro_batch}.{slot.stage}" for slot in own) for own in schedule.devices),
-        peak_bytes,
-        simulation.seconds,
-        simulation.bubble,
-        tuple((names.get(t, t.name), a, b, t.num_bytes(traced.batch)) for t, a, b in crossing),
-        _results(built, traced),
-        draw(simulation),
+        schedule=schedule.name,
+        micro_batches=schedule.micro_batches,
+        data_replicas=schedule.data_replicas,
+        stages=described,
+        devices=tuple(planned.devices),
+        slots=tuple(tuple(f"{s.kind.value}{s.micro_batch}.{s.stage}" for s in own) for own in schedule.devices),
+        peak_bytes=_peaks(schedule, held, stages),
+        seconds=simulation.seconds,
+        idle=simulation.bubble,
+        crossing=_crossing(planned),
+        results=_results(planned),
+        chart=draw(simulation),
     )
-    whole_names = display_names(whole.analysis.graph, whole.record)
-    original = prediction(whole, [], whole.analysis.graph, whole_names, predict(whole, [], limit=0))
-    after = type(original)(
-        max(peak_bytes), max(weights), simulation.seconds / whole.seconds, (), (), (), simulation.seconds
-    )
+    names = display_names(whole.analysis.graph, whole.record)
+    original = prediction(whole, [], whole.analysis.graph, names, predict(whole, [], limit=0))
+    fixed = max(own.weights + own.beside for own in held)
+    ratio = simulation.seconds / whole.seconds
+    after = Prediction(max(pipeline.peak_bytes), fixed, ratio, (), seconds=simulation.seconds)
     return Plan(
         changed=True,
         batch=whole.batch,
@@ -143,37 +134,79 @@ def planned(
     )
 
 
-def _weights(traces: Traces, traced: Traced, stages: Stages) -> list[int]:
-    """Bytes of the variables of each stage, those that the update writes beside its weights included."""
-    analysis = traced.analysis
-    count = len(traces.micro.inputs) - len(traces.micro.captured_inputs)
-    handles_of = analysis.graph.inputs[count:]
-    sizes = _tf_private.sizes_of_variables(traces.micro)
-    found = [0] * stages.count
-    stage_of = {**stages.beside, **stages.owner}
-    for handle, size in zip(handles_of, sizes, strict=True):
-        if size:
-            found[stage_of.get(handle, 0)] += size  # Counters and metrics are few bytes.
-    return found
+def _described(planned: Planned, number: int, stage: _Stage, held: _Held) -> PlannedStage:
+    traced, cuts = planned.traced, planned.cuts
+    analysis, batch = traced.analysis, traced.batch
+    names = display_names(analysis.graph, traced.record)
+    forward = [(t, a, b) for t, a, b in crossings(analysis, planned.stages) if t.node not in analysis.backward]
+    sent = sum(t.num_bytes(batch) for t in {t for t, source, _ in forward if source == number})
+    come = dict.fromkeys(names.get(t, t.name) for t, source, target in forward if source < number == target)
+    return PlannedStage(
+        number=number,
+        devices=tuple(planned.devices[index] for index in _devices_of(planned.schedule, number)),
+        entries=tuple(come),
+        exit=", ".join(names.get(t, t.name) for t in cuts[number]) if number < len(cuts) else "",
+        forward_ops=len(stage.forward),
+        backward_ops=len(stage.backward),
+        weight_bytes=held.weights + held.beside,
+        waiting_bytes=stage.waiting_bytes,
+        forward_seconds=traced.costs.step(stage.forward),
+        backward_seconds=traced.costs.step(stage.backward),
+        transfer_bytes=sent,
+        transfer_seconds=sent / traced.rates.copied,
+    )
 
 
-def _peaks(
-    schedule: Schedule, weights: Sequence[int], activations: Sequence[int], working: Sequence[Mapping[Pass, int]]
-) -> tuple[int, ...]:
-    """Of each device: its weights, what waits of micro-batches under way, and what the slot that runs makes."""
+def _devices_of(schedule: Schedule, stage: int) -> list[int]:
+    """Devices that run a stage, the one that keeps its weights first."""
+    first = home(schedule, stage)
+    return [first, *(other for other in schedule.devices_of(stage) if other != first)]
+
+
+def _crossing(planned: Planned) -> tuple[tuple[str, int, int, int], ...]:
+    traced = planned.traced
+    names = display_names(traced.analysis.graph, traced.record)
+    found = crossings(traced.analysis, planned.stages)
+    return tuple((names.get(t, t.name), a, b, t.num_bytes(traced.batch)) for t, a, b in found)
+
+
+def _held(planned: Planned) -> list[_Held]:
+    """Bytes of the variables of each stage; counters and metrics, which have none, are few."""
+    micro, stages = planned.traces.micro, planned.stages
+    count = len(micro.inputs) - len(micro.captured_inputs)
+    own, beside = [0] * stages.count, [0] * stages.count
+    sizes = _tf_private.sizes_of_variables(micro)
+    for handle, size in zip(planned.traced.analysis.graph.inputs[count:], sizes, strict=True):
+        if handle in stages.owner:
+            own[stages.owner[handle]] += size
+        else:
+            beside[stages.beside.get(handle, 0)] += size
+    return [_Held(*both) for both in zip(own, beside, strict=True)]
+
+
+def _peaks(schedule: Schedule, held: Sequence[_Held], stages: Sequence[_Stage]) -> tuple[int, ...]:
+    """Of each device: variables, gradients that are added up, what waits of micro-batches, and what a slot makes."""
+    working = [
+        {Pass.FORWARD: stage.working(stage.forward), Pass.BACKWARD: stage.working(stage.backward)} for stage in stages
+    ]
     result = []
     for number, slots in enumerate(schedule.devices):
-        held = sum(weights[stage] for stage in schedule.stages_on(number))
+        fixed = 0
+        for stage in schedule.stages_on(number):
+            fixed += held[stage].weights
+            if home(schedule, stage) == number:
+                fixed += held[stage].beside + (held[stage].weights if schedule.micro_batches > 1 else 0)
         alive, most = 0, 0
         for slot in slots:
             most = max(most, alive + working[slot.stage][slot.kind])
-            alive += activations[slot.stage] if slot.kind is Pass.FORWARD else -activations[slot.stage]
+            waiting = stages[slot.stage].waiting_bytes
+            alive += waiting if slot.kind is Pass.FORWARD else -waiting
             most = max(most, alive)
-        result.append(held + most)
+        result.append(fixed + most)
     return tuple(result)
 
 
-def _results(built: Pipelined, traced: Traced) -> tuple[tuple[str, str], ...]:
+def _results(planned: Planned) -> tuple[tuple[str, str], ...]:
     """How each result that micro-batches make was put together."""
-    outputs = traced.analysis.graph.outputs
-    return tuple((t.name, built.combined[t].value) for t in dict.fromkeys(outputs) if t in built.combined)
+    outputs, combined = planned.traced.analysis.graph.outputs, planned.built.combined
+    return tuple((t.name, combined[t].value) for t in dict.fromkeys(outputs) if t in combined)
