@@ -23,6 +23,7 @@ from tflms_sft._inference import (
 )
 from tflms_sft._install import Installation, Kind, peak_line, start_line
 from tflms_sft._lms_params import LMSParams
+from tflms_sft._lost import check_workers
 from tflms_sft._params import AUTO, AutoParams, SegmentSpec, SFTParams
 from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._plan import Measurement, Plan
@@ -427,6 +428,7 @@ class Pipeline(_Rewriting):
         RewriteError: In the first step, for a model that cannot be rewritten.
         TypeError: For a value of the wrong type.
         ValueError: For a wrong value; in the first step also for devices that do not exist.
+        WorkerError: In the step in which a machine is lost, or at the end of an epoch; it names the machine.
 
     Example:
     >>> cuts = tflms_sft.stage_devices(model, 4)
@@ -452,6 +454,15 @@ class Pipeline(_Rewriting):
             stages, schedule, micro_batches, devices, data_replicas, loss_reduction, batch_norm, placement
         )
         super().__init__(params, None, verbose, log_dir)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Also see whether all workers are there: what comes next may be a callback that reads weights from them."""
+        super().on_epoch_end(epoch, logs)
+        try:
+            check_workers()
+        except BaseException:
+            self._take_out()
+            raise
 
 
 @contextlib.contextmanager
