@@ -157,8 +157,19 @@ class _Cloner:
         self.graph.inputs = [self.once[t.node].out(t.index) for t in old.inputs]
         self.graph.outputs = [self._whole(t) for t in old.outputs]
         self.graph.keep = [copy for node in old.keep for copy in self._copies(node)]
+        self._keep_names()
         combined = {t: how for t, (_, how) in self.combined.items()}
         return Cloned(self.graph, self.origin, self.clones, combined)
+
+    def _keep_names(self) -> None:
+        """Names of the original for what there is one of: for who compares gradients, say."""
+        known = {tensor: whole for tensor, (whole, _) in self.combined.items()}
+        self.graph.aliases = {tensor.name: whole for tensor, whole in known.items()}
+        for name, tensor in self.analysis.graph.aliases.items():
+            if tensor in known:
+                self.graph.aliases[name] = known[tensor]
+            elif tensor.node in self.once or self.count == 1:
+                self.graph.aliases[name] = self._copies(tensor.node)[0].out(tensor.index)
 
     # Copies ---------------------------------------------------------------------------------------------------
 

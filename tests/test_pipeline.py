@@ -34,10 +34,15 @@ HERE = ["CPU:0"] * 4
 
 @pytest.fixture(scope="module")
 def found():
+    """What needs several devices."""
+    return printed()
+
+
+def printed(*arguments):
     """What `pipelined.py` prints in a process of its own."""
     path = pathlib.Path(__file__).parent
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(path), *sys.path]), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, str(path / "pipelined.py")]
+    command = [sys.executable, str(path / "pipelined.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: value for name, value in map(json.loads, done.stdout.splitlines())}
@@ -225,6 +230,15 @@ def test_the_plan_tells_stages_slots_times_and_bytes():
     page = plan.to_html()
     assert "What each device runs over one training step" in page and "cross forward" in page
     assert json.loads(plan.to_json())["pipeline"]["stages"][1]["exit"] == "stage1"
+
+
+@pytest.mark.parametrize(("schedule", "count"), [("basic", 1), ("1f1b", 4)])
+def test_verify_proves_it(schedule, count):
+    """Gradients too, which are put together."""
+    model = compiled(net(HERE, skip=True), "momentum")
+    proof = tflms_sft.verify(model, batches(1)[0], PipelineParams(CUTS, schedule, count, HERE))
+    assert proof.ok and not proof.not_compared
+    assert "10 gradient(s)" in proof.summary() and proof.plan.pipeline.schedule == schedule
 
 
 def test_a_pipeline_of_fewer_micro_batches_waits_for_less():
