@@ -6,14 +6,13 @@ it stands in for and why the public interface is not enough.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.client import device_lib
-from tensorflow.python.eager import cancellation, context
+from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import handle_data_util
 
@@ -206,17 +205,6 @@ def workers() -> dict[str, str]:
     tasks = ((job.name, task, address) for job in server.cluster.job for task, address in job.tasks.items())
     own = server.job_name, server.task_index
     return {f"/job:{job}/task:{task}": address for job, task, address in sorted(tasks) if (job, task) != own}
-
-
-@contextlib.contextmanager
-def cancellable() -> Iterator[Callable[[], None]]:
-    """A block whose functions, if they run now, end with `CancelledError` when what is yielded is called."""
-    if cancellation.context() is not None:  # Somebody else's: theirs to cancel.
-        yield lambda: None
-        return
-    manager = cancellation.CancellationManager()
-    with cancellation.CancellationManagerContext(manager):
-        yield manager.start_cancel
 
 
 def _captured_value(tensor: Any) -> tuple[bool, Any]:

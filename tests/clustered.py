@@ -10,6 +10,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import keras
 import numpy as np
+import tensorflow as tf
 from pipelined import CUTS, batches, compiled, largest_error, net, run, say, train_step, variables
 
 import tflms_sft
@@ -74,21 +75,31 @@ class Told(keras.callbacks.Callback):
         self.epochs.append(epoch)
 
     def on_train_batch_begin(self, batch, logs=None):
-        if self.wait and self.epochs[-1] == KILLED_IN and batch == 1:
-            say("ready", len(self.epochs))
-            sys.stdin.readline()
+        if self.wait == "step" and self.epochs[-1] == KILLED_IN and batch == 1:
+            self.ready()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.wait == "save" and epoch == KILLED_IN:
+            self.ready()
+
+    def ready(self):
+        say("ready", len(self.epochs))
+        sys.stdin.readline()
 
 
 def train(devices, directory, wait):
     """Train with a backup; whatever ends it is what ends the program."""
     devices = spread(devices)
-    told = Told(wait == "wait")
+    told = Told(wait)
     backup = keras.callbacks.BackupAndRestore(directory)
     pipeline = tflms_sft.Pipeline(CUTS, "1f1b", 4, devices)
     try:
         got = fitted(devices, [pipeline, told, backup])
     except tflms_sft.WorkerError as error:
         say("lost", {"text": str(error), "workers": error.workers, "cause": type(error.__cause__).__name__})
+        raise
+    except tf.errors.UnavailableError as error:
+        say("lost", {"text": str(error), "workers": [], "cause": ""})
         raise
     say("epochs", told.epochs)
     say("error", largest_error(got, fitted(["CPU:0"] * 4, [])))

@@ -20,7 +20,7 @@ import tflms_sft
 from rewriters import _tf_private
 from tflms_sft import _lost, _reach
 from tflms_sft._cli.main import main
-from tflms_sft._cluster import read_cluster
+from tflms_sft._cluster import read_cluster, split_address
 from tflms_sft._devices import machine_of
 from tflms_sft._pipeline_params import PipelineParams
 
@@ -180,7 +180,7 @@ def test_a_worker_that_is_killed_in_a_step_and_training_that_goes_on(start, work
     """The step waits for a worker that was stopped, so that it is killed in the middle of one for sure."""
     two = addresses[:2]
     backup = tmp_path / "backup"
-    program = chief(start, "train", two, backup, "wait")
+    program = chief(start, "train", two, backup, "step")
     program.until("ready", 120)
     assert {path.name for path in backup.iterdir()} == {"latest.weights.h5", "training_metadata.json"}
     with replaced(start, workers, addresses, 1):
@@ -205,17 +205,19 @@ def test_a_worker_that_is_killed_in_a_step_and_training_that_goes_on(start, work
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_answer_ends_the_step(start, workers, addresses, tmp_path):
-    """As when its machine is cut off: nothing is closed."""
+@pytest.mark.parametrize("when", ["step", "save"])
+def test_a_worker_that_does_not_answer_ends_the_training(start, workers, addresses, tmp_path, when):
+    """As when its machine is cut off: nothing is closed. What callbacks read is waited for by nobody else."""
     two = addresses[2:]
-    program = chief(start, "train", two, tmp_path / "backup", "wait")
+    program = chief(start, "train", two, tmp_path / "backup", when)
     program.until("ready", 120)
     with replaced(start, workers, addresses, 3):
         workers[3].process.send_signal(signal.SIGSTOP)
         go_on(program)
         lost = program.until("lost", 30)["lost"]
-        assert lost["workers"] == [f"/job:worker/task:1 at {two[1]}"]
-        assert "(no answer within 5 s)" in lost["text"]
+        if when == "step":
+            assert lost["workers"] == [f"/job:worker/task:1 at {two[1]}"]
+            assert "(no answer within 5 s)" in lost["text"]
         assert program.end() != 0
         workers[3].kill()
 
@@ -292,7 +294,7 @@ def test_who_answers_is_told_by_what_they_say():
         asked = {"good": good, "silent": silent, "other": other, "nobody": free(), "unknown": "nowhere.invalid:1"}
         found = _reach.missing(asked, 0.5)
     assert found.keys() == {"silent", "other", "nobody", "unknown"}
-    assert found["silent"] == "no answer within 0 s" and found["nobody"] == "Connection refused"
+    assert found["silent"] == "no answer within 0.5 s" and found["nobody"] == "Connection refused"
     assert found["other"] == "something that is no worker answers there"
 
 
@@ -458,20 +460,29 @@ def test_a_connection_that_broke_is_one_that_is_lost(one_worker):
         raised(tf.errors.UnavailableError(None, None, text))
 
 
-def test_a_step_is_cancelled_when_a_worker_is_silent(monkeypatch):
-    """A function that would wait for ever."""
+def test_connections_to_a_worker_that_is_silent_are_closed(monkeypatch):
+    """Whoever waits for it goes on; others are left alone."""
     monkeypatch.setattr(_lost, "ASKED_EVERY_SECONDS", 0.1)
     monkeypatch.setattr(_lost, "ANSWER_SECONDS", 0.2)
-    pipe = tf.queue.FIFOQueue(1, tf.float32)
-    step = tf.function(pipe.dequeue)
-    step.get_concrete_function()
-    with listener() as address:
-        monkeypatch.setattr(_tf_private, "workers", lambda: {"/job:worker/task:0": address})
-        began = time.monotonic()
-        with pytest.raises(tflms_sft.WorkerError, match="Lost 1 worker.s. of 1 .* .no answer within 0 s"):
-            with _lost.workers_watched():
-                step()
-    assert time.monotonic() - began < 10
+    guard = _lost.Guard()
+    monkeypatch.setattr(_lost, "GUARD", guard)
+    with listener() as silent, listener(SETTINGS) as good:
+        asked = {"/job:worker/task:0": good, "/job:worker/task:1": silent}
+        monkeypatch.setattr(_tf_private, "workers", lambda: asked)
+        ours = [socket.create_connection(split_address(address), timeout=10) for address in (silent, good)]
+        with _lost.workers_watched():
+            assert ours[0].recv(1) == b"", "it ends"
+        ours[1].settimeout(0.1)
+        assert ours[1].recv(100) == SETTINGS
+        with pytest.raises(TimeoutError):
+            ours[1].recv(1)
+        assert guard.silent == {"/job:worker/task:1": "no answer within 0.2 s"}
+        with pytest.raises(tflms_sft.WorkerError, match=f"task:1 at {silent} .no answer within 0.2 s"):
+            raised(tf.errors.UnavailableError(None, None, "Socket closed"))
+        for connection in ours:
+            connection.close()
+        asked.clear()
+    assert _reach.break_connections("nowhere.invalid:1") == 0
 
 
 def test_at_the_end_of_an_epoch_workers_are_looked_for(monkeypatch):

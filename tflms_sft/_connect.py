@@ -12,6 +12,7 @@ import tensorflow as tf
 from rewriters import _tf_private
 from rewriters.errors import WorkerError
 from tflms_sft._cluster import Cluster, checked_address, read_cluster
+from tflms_sft._lost import GUARD
 from tflms_sft._reach import fail_fast, own_address, wait_for, why_not_bound
 
 
@@ -60,6 +61,7 @@ def connect(cluster: Any, *, address: str | None = None, timeout: float = 60.0) 
     jobs = {"localhost": [chief], "worker": list(found.workers)}
     tf.config.experimental_connect_to_cluster(tf.train.ClusterSpec(jobs), job_name="localhost")
     _begin(found, chief, max(end - time.monotonic(), 10.0))
+    GUARD.begin()
     return tuple(name for task in range(len(found.workers)) for name in _devices_of(task))
 
 

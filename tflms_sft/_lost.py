@@ -1,8 +1,9 @@
 """Workers that are lost while a step runs.
 
 A process that ends closes its connections, and TensorFlow's calls fail at once, with one of several errors. A process
-that is stopped and a machine that is cut off close nothing, and the step would wait for them without end: so somebody
-asks the workers while it runs, and cancels it.
+that is stopped and a machine that is cut off close nothing, and whoever waits for them waits without end. A step could
+be cancelled, but not a weight that is read; so somebody asks the workers all the time, and closes the connections to
+one that does not answer.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 
 from rewriters import _tf_private
 from rewriters.errors import WorkerError
-from tflms_sft._reach import missing
+from tflms_sft._reach import break_connections, missing
 
 ASKED_EVERY_SECONDS = 5.0
-"""How long a step runs before the workers are asked, and again."""
+"""From an answer to the next question."""
 
 ANSWER_SECONDS = 5.0
 """How long a worker may take."""
@@ -36,6 +38,45 @@ _REMEDY = (
 )
 
 
+class Guard:
+    """Asks the workers, as long as the program is connected to any.
+
+    Attributes:
+        silent: Those that do not answer, with the reasons.
+    """
+
+    def __init__(self) -> None:
+        self.silent: Mapping[str, str] = {}
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Begin to ask, the first time that this is called."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._ask, name="tflms_sft workers", daemon=True)
+            self._thread.start()
+
+    def _ask(self) -> None:
+        missed: dict[str, int] = {}
+        while True:
+            if not missed or self.silent:
+                time.sleep(ASKED_EVERY_SECONDS)
+            addresses = _tf_private.workers()
+            if not addresses:
+                self._thread = None
+                return
+            try:
+                reasons = missing(addresses, ANSWER_SECONDS)
+            except RuntimeError:  # The interpreter ends, and there are no new threads.
+                return
+            missed = {name: missed.get(name, 0) + 1 for name in reasons}
+            self.silent = {name: why for name, why in reasons.items() if missed[name] >= _MISSED}
+            for name in self.silent:
+                break_connections(addresses[name])
+
+
+GUARD = Guard()
+
+
 @contextlib.contextmanager
 def workers_watched() -> Iterator[None]:
     """A block that runs a step: ends with an error that names the workers that were lost meanwhile.
@@ -49,23 +90,16 @@ def workers_watched() -> Iterator[None]:
     if not addresses:
         yield
         return
-    silent: dict[str, str] = {}
-    done = threading.Event()
-    with _tf_private.cancellable() as cancel:
-        watch = threading.Thread(target=_ask, args=(addresses, silent, done, cancel), daemon=True)
-        watch.start()
-        try:
-            yield
-        except (StopIteration, tf.errors.OutOfRangeError):
-            raise
-        except tf.errors.OpError as error:
-            done.set()
-            lost = silent or _lost(addresses, error)
-            if lost:
-                raise lost_error(addresses, lost) from error
-            raise
-        finally:
-            done.set()
+    GUARD.begin()
+    try:
+        yield
+    except (StopIteration, tf.errors.OutOfRangeError):
+        raise
+    except tf.errors.OpError as error:
+        lost = GUARD.silent or _lost(addresses, error)
+        if lost:
+            raise lost_error(addresses, lost) from error
+        raise
 
 
 def check_workers() -> None:
@@ -78,20 +112,6 @@ def check_workers() -> None:
     reasons = missing(addresses, ANSWER_SECONDS)
     if reasons:
         raise lost_error(addresses, reasons)
-
-
-def _ask(
-    addresses: Mapping[str, str], silent: dict[str, str], done: threading.Event, cancel: Callable[[], None]
-) -> None:
-    missed: dict[str, int] = {}
-    while not done.wait(ASKED_EVERY_SECONDS):
-        reasons = missing(addresses, ANSWER_SECONDS)
-        missed = {name: missed.get(name, 0) + 1 for name in reasons}
-        lost = {name: why for name, why in reasons.items() if missed[name] >= _MISSED}
-        if lost and not done.is_set():
-            silent.update(lost)
-            cancel()
-            return
 
 
 def _lost(addresses: Mapping[str, str], error: tf.errors.OpError) -> dict[str, str]:

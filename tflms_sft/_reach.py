@@ -65,7 +65,7 @@ def _why_not(address: str, seconds: float) -> str:
                     return "something that is no worker answers there"
                 header += part
     except TimeoutError:
-        return f"no answer within {seconds:.0f} s"
+        return f"no answer within {seconds:.2g} s"
     except OSError as error:
         return error.strerror or type(error).__name__
     return "" if header[3] == _SETTINGS else "something that is no worker answers there"
@@ -77,6 +77,27 @@ def fail_fast() -> None:
     It reads the variable at each call.
     """
     os.environ.setdefault("GRPC_FAIL_FAST", "true")
+
+
+def break_connections(address: str) -> int:
+    """End this program's connections to an address for all who wait for something to come; how many there were.
+
+    They are TensorFlow's, and it has no way to be told.
+    """
+    try:
+        found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)
+    except OSError:
+        return 0
+    peers = {target[:2] for *_, target in found}
+    broken = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # No socket, not connected, or closed meanwhile.
+            with socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                host, port, *_ = connection.getpeername()
+                if (host.removeprefix("::ffff:"), port) in peers:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    broken += 1
+    return broken
 
 
 def own_address(workers: list[str]) -> str:
