@@ -10,7 +10,6 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import keras
 import numpy as np
-import tensorflow as tf
 from pipelined import CUTS, batches, compiled, largest_error, net, run, say, train_step, variables
 
 import tflms_sft
@@ -97,9 +96,6 @@ def train(devices, directory, wait):
         got = fitted(devices, [pipeline, told, backup])
     except tflms_sft.WorkerError as error:
         say("lost", {"text": str(error), "workers": error.workers, "cause": type(error.__cause__).__name__})
-        raise
-    except tf.errors.UnavailableError as error:
-        say("lost", {"text": str(error), "workers": [], "cause": ""})
         raise
     say("epochs", told.epochs)
     say("error", largest_error(got, fitted(["CPU:0"] * 4, [])))

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 
+import keras
 import pytest
 import tensorflow as tf
 from pipelined import CUTS
@@ -176,11 +177,12 @@ def test_what_does_not_work_on_other_machines_is_refused(found):
     assert kind == "RuntimeError" and "or a second time" in text
 
 
-def test_a_worker_that_is_killed_in_a_step_and_training_that_goes_on(start, workers, addresses, tmp_path):
-    """The step waits for a worker that was stopped, so that it is killed in the middle of one for sure."""
+@pytest.mark.parametrize("when", ["step", pytest.param("save", marks=pytest.mark.slow)])
+def test_a_worker_that_is_killed_and_training_that_goes_on(start, workers, addresses, tmp_path, when):
+    """In the middle of a step, or of a backup: either waits for a worker that was stopped, until it is killed."""
     two = addresses[:2]
     backup = tmp_path / "backup"
-    program = chief(start, "train", two, backup, "step")
+    program = chief(start, "train", two, backup, when)
     program.until("ready", 120)
     assert {path.name for path in backup.iterdir()} == {"latest.weights.h5", "training_metadata.json"}
     with replaced(start, workers, addresses, 1):
@@ -207,7 +209,7 @@ def test_a_worker_that_is_killed_in_a_step_and_training_that_goes_on(start, work
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["step", "save"])
 def test_a_worker_that_does_not_answer_ends_the_training(start, workers, addresses, tmp_path, when):
-    """As when its machine is cut off: nothing is closed. What callbacks read is waited for by nobody else."""
+    """As when its machine is cut off: nothing is closed. A backup reads weights one by one."""
     two = addresses[2:]
     program = chief(start, "train", two, tmp_path / "backup", when)
     program.until("ready", 120)
@@ -215,9 +217,8 @@ def test_a_worker_that_does_not_answer_ends_the_training(start, workers, address
         workers[3].process.send_signal(signal.SIGSTOP)
         go_on(program)
         lost = program.until("lost", 30)["lost"]
-        if when == "step":
-            assert lost["workers"] == [f"/job:worker/task:1 at {two[1]}"]
-            assert "(no answer within 5 s)" in lost["text"]
+        assert lost["workers"] == [f"/job:worker/task:1 at {two[1]}"]
+        assert "(no answer within 5 s)" in lost["text"]
         assert program.end() != 0
         workers[3].kill()
 
@@ -485,19 +486,65 @@ def test_connections_to_a_worker_that_is_silent_are_closed(monkeypatch):
     assert _reach.break_connections("nowhere.invalid:1") == 0
 
 
-def test_at_the_end_of_an_epoch_workers_are_looked_for(monkeypatch):
-    import keras
+class Gone(keras.callbacks.Callback):
+    """From some epoch on there is a worker that does not answer."""
 
+    def __init__(self, epoch, then):
+        super().__init__()
+        self.epoch, self.then = epoch, then
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.epoch == 0:
+            self.then(self.model)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epoch -= 1
+
+
+def dense():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="one"), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", jit_compile=False)
-    gone = free()
+    model.compile("adam", "mse", jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    return model
 
-    class Gone(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            monkeypatch.setattr(_tf_private, "workers", lambda: {"/job:worker/task:0": gone})
 
-    callbacks = [Gone(), tflms_sft.Pipeline(["one"], devices=["CPU:0"] * 2, verbose=0)]
+def fitted(model, callbacks):
+    model.fit(tf.zeros((2, 2)), tf.zeros((2, 1)), epochs=3, verbose=0, callbacks=callbacks)
+
+
+def test_at_the_end_of_an_epoch_workers_are_looked_for(monkeypatch):
+    gone, model = free(), dense()
+
+    def lose(model):
+        monkeypatch.setattr(_tf_private, "workers", lambda: {"/job:worker/task:0": gone})
+
+    pipeline = tflms_sft.Pipeline(["one"], devices=["CPU:0"] * 2, verbose=0)
     plain = model.__dict__.get("train_step")
     with pytest.raises(tflms_sft.WorkerError, match="Lost 1 worker"):
-        model.fit(tf.zeros((2, 2)), tf.zeros((2, 1)), verbose=0, callbacks=callbacks)
+        fitted(model, [Gone(0, lose), pipeline])
     assert model.__dict__.get("train_step") is plain, "the model is as it was"
+
+
+def test_a_backup_that_is_not_whole_does_not_take_the_place_of_the_last(one_worker, tmp_path):
+    """Keras would go on from it, without what the optimizer has."""
+    model = dense()
+
+    def lose(model):
+        def save(store):
+            raise tf.errors.UnavailableError(None, None, "remote target /job:worker/replica:0/task:0")
+
+        model.optimizer.save_own_variables = save
+
+    def callbacks(epoch):
+        pipeline = tflms_sft.Pipeline(["one"], devices=["CPU:0"] * 2, verbose=0)
+        return [pipeline, Gone(epoch, lose), keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)]
+
+    with pytest.raises(tflms_sft.WorkerError, match="the connection broke"):
+        fitted(model, callbacks(1))
+    assert json.loads((tmp_path / "training_metadata.json").read_text())["epoch"] == 1
+    model = dense()
+    model.load_weights(tmp_path / "latest.weights.h5")
+    assert int(model.optimizer.iterations) == 1
+    fitted(model, callbacks(-1))
+    assert int(model.optimizer.iterations) == 3
+    assert "save_weights" not in model.__dict__

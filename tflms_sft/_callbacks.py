@@ -28,6 +28,7 @@ from tflms_sft._params import AUTO, AutoParams, SegmentSpec, SFTParams
 from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._plan import Measurement, Plan
 from tflms_sft._rewrite import chosen_of
+from tflms_sft._saves import Saves, watch_saves
 from tflms_sft._tensorboard import TrainingLog, checked_log_dir, tensorboard_of_this_fit
 
 
@@ -454,6 +455,12 @@ class Pipeline(_Rewriting):
             stages, schedule, micro_batches, devices, data_replicas, loss_reduction, batch_norm, placement
         )
         super().__init__(params, None, verbose, log_dir)
+        self._saves: Saves | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Install, and have a backup that is saved while a machine is lost be that from before."""
+        super().on_train_begin(logs)
+        self._saves = watch_saves(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Also see whether all workers are there: what comes next may be a callback that reads weights from them."""
@@ -463,6 +470,13 @@ class Pipeline(_Rewriting):
         except BaseException:
             self._take_out()
             raise
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Take out."""
+        super().on_train_end(logs)
+        if self._saves is not None:
+            self._saves.remove()
+            self._saves = None
 
 
 @contextlib.contextmanager
