@@ -87,6 +87,12 @@ class Program:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
             self.process.wait(30)
+        for reader in self.readers:
+            reader.join(10)
+        with contextlib.suppress(OSError):  # What was not sent any more.
+            self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.stderr.close()
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +195,8 @@ def test_a_worker_that_is_killed_and_training_that_goes_on(start, workers, addre
         workers[1].process.send_signal(signal.SIGSTOP)
         go_on(program)
         time.sleep(1)
-        workers[1].kill()
         began = time.monotonic()
+        workers[1].kill()
         lost = program.until("lost", 30)["lost"]
         assert time.monotonic() - began < 30
         assert program.end() != 0, "it ends by itself"

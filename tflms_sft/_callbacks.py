@@ -458,12 +458,24 @@ class Pipeline(_Rewriting):
         self._saves: Saves | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Install, and have a backup that is saved while a machine is lost be that from before."""
+        """Install, and see to it that a backup is whole, or that from before.
+
+        Args:
+            logs: Keras's; not used.
+        """
         super().on_train_begin(logs)
         self._saves = watch_saves(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Also see whether all workers are there: what comes next may be a callback that reads weights from them."""
+        """Also see whether all workers are there: what comes next may be a callback that reads weights from them.
+
+        Args:
+            epoch: Its number.
+            logs: Keras's; not used.
+
+        Raises:
+            WorkerError: If some do not answer.
+        """
         super().on_epoch_end(epoch, logs)
         try:
             check_workers()
@@ -472,7 +484,11 @@ class Pipeline(_Rewriting):
             raise
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Take out."""
+        """Take out.
+
+        Args:
+            logs: Keras's; not used.
+        """
         super().on_train_end(logs)
         if self._saves is not None:
             self._saves.remove()

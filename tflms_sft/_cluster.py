@@ -119,10 +119,9 @@ def _of_jobs(found: Any, given: Any) -> Cluster:
     if not workers:
         raise ValueError(f"`cluster` has no workers. It must be {_FORMS}. Received: cluster={given!r}.")
     addresses = [checked_address(address, "each worker in `cluster`") for address in workers]
-    if chief is not None:
-        checked_address(chief, "the chief in `cluster`")
-    _check_all(addresses if chief is None else [*addresses, chief], given)
-    return Cluster(tuple(addresses), chief)
+    of_chief = None if chief is None else checked_address(chief, "the chief in `cluster`")
+    _check_all(addresses if of_chief is None else [*addresses, of_chief], given)
+    return Cluster(tuple(addresses), of_chief)
 
 
 def _check_all(addresses: list[str], given: Any) -> None:

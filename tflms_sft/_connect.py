@@ -45,7 +45,8 @@ def connect(cluster: Any, *, address: str | None = None, timeout: float = 60.0) 
     >>> model.fit(data, callbacks=[tflms_sft.Pipeline(cuts, "1f1b", 8, devices)])
     """
     found = read_cluster(cluster)
-    end = time.monotonic() + _checked_timeout(timeout)
+    timeout = _checked_timeout(timeout)
+    end = time.monotonic() + timeout
     chief = found.chief if address is None else checked_address(address, "`address`")
     if _tf_private.has_begun():
         raise RuntimeError(
@@ -68,9 +69,10 @@ def connect(cluster: Any, *, address: str | None = None, timeout: float = 60.0) 
 def _checked_timeout(timeout: Any) -> float:
     if not isinstance(timeout, numbers.Real) or isinstance(timeout, bool):
         raise TypeError(f"`timeout` must be a number of seconds. Received: timeout={timeout!r}.")
-    if not 0 < timeout < float("inf"):
+    seconds = float(timeout)
+    if not 0 < seconds < float("inf"):
         raise ValueError(f"`timeout` must be above 0, in seconds. Received: timeout={timeout!r}.")
-    return float(timeout)
+    return seconds
 
 
 def _refuse(reasons: dict[str, str], cluster: Cluster, what: str) -> None:

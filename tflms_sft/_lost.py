@@ -26,6 +26,9 @@ ASKED_EVERY_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
 """How long a worker may take."""
 
+_PAUSE_SECONDS = 1.0
+"""The same once it did not answer."""
+
 _MISSED = 2
 """So many times in a row, because a machine that works hard may be slow once."""
 
@@ -59,18 +62,23 @@ class Guard:
         missed: dict[str, int] = {}
         while True:
             if not missed or self.silent:
-                time.sleep(ASKED_EVERY_SECONDS)
+                time.sleep(_PAUSE_SECONDS if self.silent else ASKED_EVERY_SECONDS)
             addresses = _tf_private.workers()
             if not addresses:
                 self._thread = None
                 return
+            self._break(addresses)  # TensorFlow connects again, and waits again.
             try:
                 reasons = missing(addresses, ANSWER_SECONDS)
             except RuntimeError:  # The interpreter ends, and there are no new threads.
                 return
             missed = {name: missed.get(name, 0) + 1 for name in reasons}
             self.silent = {name: why for name, why in reasons.items() if missed[name] >= _MISSED}
-            for name in self.silent:
+            self._break(addresses)
+
+    def _break(self, addresses: Mapping[str, str]) -> None:
+        for name in self.silent:
+            if name in addresses:
                 break_connections(addresses[name])
 
 
