@@ -192,6 +192,21 @@ def short_device(name: str) -> str:
     return found.group().upper() if found else "CPU:0"
 
 
+def has_begun() -> bool:
+    """Whether TensorFlow has made its devices, after which there can be no others."""
+    return bool(context.context()._initialized)
+
+
+def workers() -> dict[str, str]:
+    """Addresses of the machines that this program is connected to, by their names; without its own."""
+    server = context.get_server_def()
+    if server is None:
+        return {}
+    tasks = ((job.name, task, address) for job in server.cluster.job for task, address in job.tasks.items())
+    own = server.job_name, server.task_index
+    return {f"/job:{job}/task:{task}": address for job, task, address in sorted(tasks) if (job, task) != own}
+
+
 def _captured_value(tensor: Any) -> tuple[bool, Any]:
     """Whether a captured tensor stands for a variable, and its value."""
     if tensor.dtype != tf.resource:

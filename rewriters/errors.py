@@ -8,7 +8,7 @@ Details are attributes, set after construction.
 
 from __future__ import annotations
 
-__all__ = ["BudgetError", "PipelineError", "RewriteError", "ScheduleError", "SegmentError", "SwapError"]
+__all__ = ["BudgetError", "PipelineError", "RewriteError", "ScheduleError", "SegmentError", "SwapError", "WorkerError"]
 
 
 class RewriteError(Exception):
@@ -25,6 +25,16 @@ class SwapError(RewriteError):
 
 class PipelineError(RewriteError):
     """A pipeline as it was asked for cannot be built from this step."""
+
+
+class WorkerError(RewriteError):
+    """A machine of a cluster that does not answer, at the start or in the middle of a step.
+
+    Attributes:
+        workers: Names and addresses of those machines, such as `"/job:worker/task:1 at 10.0.0.3:2222"`.
+    """
+
+    workers: tuple[str, ...]
 
 
 class ScheduleError(RewriteError):

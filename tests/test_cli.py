@@ -523,7 +523,7 @@ def test_doctor_fails_for_what_is_needed(cli, monkeypatch):
 def test_every_option_is_documented():
     (commands,) = (action for action in make()._actions if isinstance(action, argparse._SubParsersAction))
     text = (ROOT / "docs" / "command-line.md").read_text()
-    assert set(commands.choices) == {"plan", "max-input", "max-batch", "run", "doctor"}
+    assert set(commands.choices) == {"plan", "max-input", "max-batch", "run", "worker", "doctor"}
     for name, command in commands.choices.items():
         options = {option for action in command._actions for option in action.option_strings}
         assert f"tflms-sft {name} " in text and not [option for option in options - {"-h"} if f"`{option}" not in text]

@@ -155,7 +155,7 @@ def written(parameter):
 
 
 CALLED_BY_USERS = ["MemoryBudget", "SFT", "LMS", "Pipeline", "budget", "rewrite", "measure", "verify", "stage_devices"]
-CALLED_BY_USERS += ["AutoParams", "SFTParams", "SegmentSpec", "LMSParams", "PipelineParams"]
+CALLED_BY_USERS += ["connect", "AutoParams", "SFTParams", "SegmentSpec", "LMSParams", "PipelineParams"]
 
 
 def test_the_page_of_parameters_has_every_public_name():

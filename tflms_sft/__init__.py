@@ -9,8 +9,9 @@ import typing
 from tflms_sft._version import __version__
 
 if typing.TYPE_CHECKING:
-    from rewriters.errors import BudgetError, PipelineError, RewriteError, SegmentError, SwapError
+    from rewriters.errors import BudgetError, PipelineError, RewriteError, SegmentError, SwapError, WorkerError
     from tflms_sft._callbacks import LMS, SFT, MemoryBudget, Pipeline, budget
+    from tflms_sft._connect import connect
     from tflms_sft._differences import Difference, Verification
     from tflms_sft._lms_params import LMSParams
     from tflms_sft._measure import measure
@@ -23,8 +24,16 @@ if typing.TYPE_CHECKING:
     from tflms_sft._verify import verify
 else:
     _HOMES = {
-        "rewriters.errors": ("BudgetError", "PipelineError", "RewriteError", "SegmentError", "SwapError"),
+        "rewriters.errors": (
+            "BudgetError",
+            "PipelineError",
+            "RewriteError",
+            "SegmentError",
+            "SwapError",
+            "WorkerError",
+        ),
         "tflms_sft._callbacks": ("LMS", "SFT", "MemoryBudget", "Pipeline", "budget"),
+        "tflms_sft._connect": ("connect",),
         "tflms_sft._differences": ("Difference", "Verification"),
         "tflms_sft._lms_params": ("LMSParams",),
         "tflms_sft._measure": ("measure",),
@@ -76,8 +85,10 @@ __all__ = [
     "SwapError",
     "Timeline",
     "Verification",
+    "WorkerError",
     "__version__",
     "budget",
+    "connect",
     "measure",
     "rewrite",
     "stage_devices",

@@ -23,10 +23,12 @@ from tflms_sft._inference import (
 )
 from tflms_sft._install import Installation, Kind, peak_line, start_line
 from tflms_sft._lms_params import LMSParams
+from tflms_sft._lost import check_workers
 from tflms_sft._params import AUTO, AutoParams, SegmentSpec, SFTParams
 from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._plan import Measurement, Plan
 from tflms_sft._rewrite import chosen_of
+from tflms_sft._saves import Saves, watch_saves
 from tflms_sft._tensorboard import TrainingLog, checked_log_dir, tensorboard_of_this_fit
 
 
@@ -427,6 +429,7 @@ class Pipeline(_Rewriting):
         RewriteError: In the first step, for a model that cannot be rewritten.
         TypeError: For a value of the wrong type.
         ValueError: For a wrong value; in the first step also for devices that do not exist.
+        WorkerError: In the step in which a machine is lost, or at the end of an epoch; it names the machine.
 
     Example:
     >>> cuts = tflms_sft.stage_devices(model, 4)
@@ -452,6 +455,44 @@ class Pipeline(_Rewriting):
             stages, schedule, micro_batches, devices, data_replicas, loss_reduction, batch_norm, placement
         )
         super().__init__(params, None, verbose, log_dir)
+        self._saves: Saves | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Install, and see to it that a backup is whole, or that from before.
+
+        Args:
+            logs: Keras's; not used.
+        """
+        super().on_train_begin(logs)
+        self._saves = watch_saves(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Also see whether all workers are there: what comes next may be a callback that reads weights from them.
+
+        Args:
+            epoch: Its number.
+            logs: Keras's; not used.
+
+        Raises:
+            WorkerError: If some do not answer.
+        """
+        super().on_epoch_end(epoch, logs)
+        try:
+            check_workers()
+        except BaseException:
+            self._take_out()
+            raise
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Take out.
+
+        Args:
+            logs: Keras's; not used.
+        """
+        super().on_train_end(logs)
+        if self._saves is not None:
+            self._saves.remove()
+            self._saves = None
 
 
 @contextlib.contextmanager

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
+
+from rewriters import _tf_private
 
 if TYPE_CHECKING:
     from tflms_sft._pipeline_params import PipelineParams
@@ -49,6 +51,22 @@ def same(one: str, other: str) -> bool:
     return parsed(one) == parsed(other)
 
 
+def machine_of(name: str) -> str:
+    """Such as `"/job:worker/task:1"`; empty for a device of this one, and for no name of a device."""
+    found = _NAME.match(name)
+    machine = f"/job:{found['job']}/task:{int(found['task'] or 0)}" if found is not None and found["job"] else ""
+    return machine if machine in _tf_private.workers() else ""
+
+
+def elsewhere(concrete_fn: Any) -> list[str]:
+    """Devices of other machines that a traced step has variables or operations on."""
+    if not _tf_private.workers():
+        return []
+    names = [getattr(tensor, "device", "") for tensor in concrete_fn.captured_inputs]
+    names += [operation.device for operation in concrete_fn.graph.get_operations()]
+    return sorted({name for name in names if name and machine_of(name)})
+
+
 def available() -> list[str]:
     """Devices that a pipeline takes if none are named: accelerators, or else logical CPUs."""
     found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
@@ -64,9 +82,13 @@ def found(names: Sequence[str]) -> list[str]:
     known = {parsed(device.name): device.name for device in tf.config.list_logical_devices()}
     missing = [name for name in names if parsed(name) not in known]
     if missing:
+        afar = any(parsed(name).job != "localhost" for name in missing)
+        made = "Logical devices are made by `tf.config.set_logical_device_configuration`"
+        if afar:
+            made = "Those of other machines are there after `tflms_sft.connect(...)`"
         raise ValueError(
-            f"`devices` names {missing}, which this program does not have. It has: {list(known.values())}. Logical "
-            "devices are made by `tf.config.set_logical_device_configuration`, before anything else is done."
+            f"`devices` names {missing}, which this program does not have. It has: {list(known.values())}. {made}, "
+            "before anything else is done."
         )
     return [known[parsed(name)] for name in names]
 

@@ -29,6 +29,7 @@ from rewriters.tiers import Tier
 from tflms_sft._calibration import kept_rates, machine_rates
 from tflms_sft._choose import in_pieces
 from tflms_sft._compile import analyse, collector_paused
+from tflms_sft._lost import workers_watched
 from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._models import check_model
 from tflms_sft._names import recorded_layers
@@ -244,9 +245,10 @@ class Installation:
         """The model's function: looks at the first batch, then hands on."""
         try:
             known = bool(self._batch_shape or self._first_batch) or self.plan is not None
-            if known or not isinstance(iterator, tf.data.Iterator):
+            if not known and isinstance(iterator, tf.data.Iterator):
+                iterator = self._peeked(iterator)
+            with workers_watched():
                 return self._watched(iterator)
-            return self._watched(self._peeked(iterator))
         except (StopIteration, tf.errors.OutOfRangeError):
             raise  # The normal end of an epoch.
         except BaseException:

@@ -10,13 +10,18 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters import _tf_private, device
+from rewriters.errors import RewriteError
 from rewriters.tiers import Tier
+from tflms_sft._devices import elsewhere
 from tflms_sft._plan import Measurement, Timeline
 from tflms_sft._rewrite import RewrittenStep, is_concrete
+from tflms_sft._text import shortened
 from tflms_sft._timeline import timelines as device_timelines
 
 ALLOCATOR = "allocator statistics"
 RECORDS = "allocation records of one step"
+
+_MOST_NAMES = 4
 
 
 def reset_peak(tiers: Iterable[Tier] = ()) -> int | None:
@@ -89,9 +94,16 @@ def measure(step: Any, *args: Any, timelines: bool = False, **kwargs: Any) -> Me
         rewritten step is its `plan.measured` too.
 
     Raises:
+        RewriteError: If the step is also on other machines.
         TypeError: If `step` cannot be traced.
     """
     concrete_fn = _concrete(step, args, kwargs)
+    afar = elsewhere(concrete_fn)
+    if afar:
+        raise RewriteError(
+            f"The step is also on other machines, {shortened(afar, _MOST_NAMES)}, and only what this one allocates can "
+            "be measured. `plan.pipeline.peak_bytes` has predictions for each device."
+        )
     run = step if callable(step) else concrete_fn
     saved = [
         (handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))

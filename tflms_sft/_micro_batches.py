@@ -65,7 +65,7 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
     leading = [shape[0] if shape.rank else 0 for shape in shapes]
     unknown = [position for position, size in enumerate(leading) if size is None]
     if count == 1:
-        size = batch_of((args, kwargs)) or max(leading, default=0)
+        size = batch_of((args, kwargs)) or max((found for found in leading if found is not None), default=0)
         batched = unknown or [p for p, found in enumerate(leading) if found == size] or list(range(num_arguments))
         return Traces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
     if unknown:

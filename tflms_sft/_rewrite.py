@@ -19,6 +19,7 @@ from tflms_sft._calibration import kept_rates, machine_rates
 from tflms_sft._choose import NO_SWAPS, Choice, choose
 from tflms_sft._compile import Traced, analyse, collector_paused, finish, predict, prediction
 from tflms_sft._lms_params import LMSParams
+from tflms_sft._lost import workers_watched
 from tflms_sft._names import LayerRecord, display_names, recorded_layers
 from tflms_sft._params import AUTO, AutoParams, SFTParams
 from tflms_sft._pipeline_params import PipelineParams
@@ -115,11 +116,13 @@ class RewrittenStep:
 
         Raises:
             RewriteError: If it is called in a gradient tape that watches what it reads.
+            WorkerError: If a machine that it runs on is lost.
             TypeError: For arguments of another structure, shape or dtype than the step was rewritten for.
         """
         flat = self._flat(args, kwargs)
         try:
-            return self._function(*flat)
+            with workers_watched():
+                return self._function(*flat)
         except BaseException as error:
             self._importer.abandon()
             if type(error) is LookupError:  # From TensorFlow's registry of gradients, which it asks at the call.

@@ -21,10 +21,11 @@ from rewriters.sft import loop_nodes
 from rewriters.spill import SpillStore, is_in_memory
 from rewriters.tiers import DiskTier, HostTier
 from tflms_sft._compile import Traced
+from tflms_sft._devices import elsewhere
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._memory import free_memory
 from tflms_sft._plan import PlannedSwap
-from tflms_sft._text import nearest
+from tflms_sft._text import nearest, shortened
 from tflms_sft._units import format_bytes
 
 MOST_CACHED = 0.5
@@ -64,8 +65,10 @@ def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
         params: What to swap.
 
     Raises:
-        SwapError: For names that are not in the graph, a tier that is not there, and if nothing can be swapped.
+        SwapError: For names that are not in the graph, a tier that is not there, a step on other machines, and if
+            nothing can be swapped.
     """
+    check_here(traced)
     batch, tier = traced.batch, make_tier(params)
     check_names(traced, graph, params)
     analysis = prepared(traced, graph, params)
@@ -90,6 +93,23 @@ def prepared(traced: Traced, graph: Graph, params: LMSParams) -> Analysis:
     if key not in known:
         known[key] = prepare(graph, params.min_bytes, traced.batch, scopes, traced.forward)
     return known[key]
+
+
+def check_here(traced: Traced) -> None:
+    """Refuse a step on several machines.
+
+    Functions in Python that a graph calls run in the program that made them, wherever they are placed: what a worker
+    swaps to disk would be sent here and back. And the host is this one's.
+
+    Raises:
+        SwapError: With the devices.
+    """
+    afar = elsewhere(traced.concrete_fn)
+    if afar:
+        raise SwapError(
+            f"The step is also on other machines, {shortened(afar, MOST_REASONS)}, and what is swapped goes to the "
+            "disk or the host memory of this one, through the network. Swap in programs whose devices are their own."
+        )
 
 
 def make_tier(params: LMSParams) -> HostTier | DiskTier:

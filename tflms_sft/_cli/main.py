@@ -48,12 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr):
             command = importlib.import_module(f"tflms_sft._cli.{_MODULES.get(options.command, options.command)}")
             outcome = command.execute(options)
+        code = _printed(outcome, options.json)
+        if outcome.then is not None:
+            outcome.then()
+        return code
     except KeyboardInterrupt:
         print("tflms-sft: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         return _failed(error, options)
-    return _printed(outcome, options.json)
 
 
 def _printed(outcome: Outcome, as_json: bool) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__: list[str] = []
@@ -15,7 +15,8 @@ OK, NOT_MET, WRONG_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 
 EXIT_CODES = """exit codes:
   0    ok
-  1    the budget cannot be met, the step cannot be rewritten as asked, or a check failed
+  1    the budget cannot be met, the step cannot be rewritten as asked, a check failed, or a
+       worker cannot serve
   2    wrong arguments
   130  stopped with Ctrl-C
 """
@@ -37,11 +38,13 @@ class Outcome:
         text: For people.
         data: For programs (`--json`).
         code: Exit code.
+        then: What goes on after this was printed, without end; `None` if nothing does.
     """
 
     text: str
     data: dict[str, Any]
     code: int = OK
+    then: Callable[[], None] | None = None
 
 
 class Progress:

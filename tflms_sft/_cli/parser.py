@@ -24,12 +24,22 @@ MODEL_FORMS = """MODEL is one of
   path/to/script.py:function the same in a file, which is imported, not run as a program
 """
 
+_CLUSTER_FORMS = """CLUSTER is one of
+  10.0.0.2:2222,10.0.0.3:2222   HOST:PORT of each worker, in the order of their tasks
+  cluster.json                  a file with {"worker": ["10.0.0.2:2222", "10.0.0.3:2222"]}, and a "chief" maybe
+
+example:
+  tflms-sft worker --cluster cluster.json --task 1
+
+"""
+
 _EXAMPLES = """examples:
   tflms-sft plan network.keras --input-shape 2048,2048,3 --budget 8GiB
   tflms-sft plan keras.applications:ConvNeXtTiny --arg weights=None --input-shape 224,224,3 --batch 32 --budget 4GiB
   tflms-sft max-input nets.py:build --arg classes=5 --budget 8GiB
   tflms-sft max-batch network.keras --input-shape 512,512,3 --budget 8GiB --json
   tflms-sft run --budget 8GiB train.py --epochs 3
+  tflms-sft worker --cluster 10.0.0.2:2222,10.0.0.3:2222 --task 0
   tflms-sft doctor
 """
 
@@ -53,6 +63,13 @@ def whole(text: str) -> int:
     """A whole number from 1 up."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 up. Received: {text!r}")
+    return int(text)
+
+
+def task(text: str) -> int:
+    """A whole number from 0 up."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 up. Received: {text!r}")
     return int(text)
 
 
@@ -123,7 +140,7 @@ def make() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tflms-sft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for add in (_add_plan, _add_max_input, _add_max_batch, _add_run, _add_doctor):
+    for add in (_add_plan, _add_max_input, _add_max_batch, _add_run, _add_worker, _add_doctor):
         add(commands)
     return parser
 
@@ -227,6 +244,22 @@ def _add_run(commands: Any) -> None:
     parser.add_argument("script", metavar="SCRIPT", help="what comes after it belongs to it")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     rest.required = False
+
+
+def _add_worker(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "worker",
+        "serve the devices of this machine to a program that trains with stages on several",
+        "It serves until it is stopped, one training after another, and prints one line when it begins. The program "
+        "connects with `tflms_sft.connect(...)`, to the same addresses. Whoever reaches the port can run anything "
+        "here: use a network of your own.",
+        _CLUSTER_FORMS,
+    )
+    add = parser.add_argument
+    add("--cluster", required=True, metavar="CLUSTER", help="addresses of all workers, or a file with them, see below")
+    add("--task", type=task, required=True, metavar="K", help="which of the workers this is, counted from 0")
+    _add_common(parser)
 
 
 def _add_doctor(commands: Any) -> None:

@@ -1,0 +1,74 @@
+"""`tflms-sft worker`: the devices of this machine for a program on another one.
+
+TensorFlow's server does all that is asked of it. Here is looked at what it says nothing about: it waits where it is to
+be found by nobody, and shares a port with another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import threading
+from typing import Any
+
+from rewriters.errors import WorkerError
+from tflms_sft._cli.outcome import Outcome, Progress, UsageError
+from tflms_sft._cluster import Cluster, read_cluster
+from tflms_sft._reach import fail_fast, why_not_bound
+
+__all__: list[str] = []
+
+
+def execute(options: argparse.Namespace) -> Outcome:
+    """Begin to serve.
+
+    Args:
+        options: `cluster`, `task`, `quiet`.
+
+    Raises:
+        UsageError: For a cluster that cannot be read, and a task that is not in it.
+        WorkerError: If this machine cannot serve at the address.
+    """
+    cluster = _cluster(options)
+    address = cluster.workers[options.task]
+    why = why_not_bound(address)
+    if why:
+        raise WorkerError(
+            f"Task {options.task} cannot serve at {address}: {why}. It must be an address of this machine, with a port "
+            "that nobody listens on; --task says which of --cluster this machine is."
+        )
+    Progress(options.quiet).say("starting TensorFlow ...")
+    fail_fast()
+    server, gpus = _served(cluster, options.task)
+    devices = f"{gpus} GPU(s)" if gpus else "its CPU"
+    count = len(cluster.workers)
+    text = f"tflms-sft worker: task {options.task} of {count} serves {devices} at {address}; Ctrl-C ends it"
+    data = {"command": "worker", "task": options.task, "tasks": count, "address": address, "gpus": gpus}
+    return Outcome(text, data, then=functools.partial(_wait, server))
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    try:
+        cluster = read_cluster(options.cluster)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error).replace("`cluster`", "--cluster").replace("cluster=", "--cluster ")) from None
+    if options.task >= len(cluster.workers):
+        raise UsageError(
+            f"--task must be from 0 to {len(cluster.workers) - 1}, one of the workers in --cluster: "
+            f"{', '.join(cluster.workers)}. Received: --task {options.task}."
+        )
+    return cluster
+
+
+def _served(cluster: Cluster, task: int) -> tuple[Any, int]:
+    import tensorflow as tf
+
+    jobs = {"worker": list(cluster.workers)}
+    server = tf.distribute.Server(tf.train.ClusterSpec(jobs), job_name="worker", task_index=task)
+    return server, len(tf.config.list_physical_devices("GPU"))
+
+
+def _wait(server: Any) -> None:
+    """Without end, in Python: the server's own `join` does not hear Ctrl-C."""
+    del server  # Whoever called this holds it.
+    threading.Event().wait()
