@@ -28,6 +28,9 @@ class Pool(Protocol):
     def allocate(self, num_bytes: int) -> Any:
         """Take memory; returns a handle for `free`."""
 
+    def map(self, num_bytes: int) -> Any:
+        """Count memory that is not the device's, such as pages of a file; returns a handle for `free`."""
+
     def free(self, handle: Any) -> None:
         """Give it back."""
 
@@ -42,6 +45,8 @@ class Exact:
         """Take memory."""
         self.in_use += num_bytes
         return num_bytes
+
+    map = allocate
 
     def free(self, handle: int) -> None:
         """Give it back."""
@@ -113,9 +118,17 @@ class BestFit:
         self.in_use += chunk.size
         return chunk
 
-    def free(self, handle: _Chunk | None) -> None:
+    def map(self, num_bytes: int) -> int:
+        """Count memory that is elsewhere."""
+        self.in_use += num_bytes
+        return num_bytes
+
+    def free(self, handle: _Chunk | int | None) -> None:
         """Give it back, joined with free neighbours."""
         if handle is None:
+            return
+        if isinstance(handle, int):
+            self.in_use -= handle
             return
         self.in_use -= handle.size
         chunk = handle

@@ -68,6 +68,11 @@ def comparing_kernels() -> frozenset[str]:
     return frozenset(("MaxPoolGrad",)) if name().startswith("GPU") else frozenset()
 
 
+def pools_in_pairs() -> bool:
+    """Whether the kernel of a maximum tells that of its gradient where it was found: oneDNN's do."""
+    return name().startswith("CPU") and keeps_statistics()
+
+
 def writes_in_place() -> bool:
     """Whether rows of a tensor are best replaced by `InplaceUpdate`: a GPU's strided assignment is as fast."""
     return name().startswith("CPU")

@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import graphlib
 import operator
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -218,13 +218,16 @@ class Graph:
         """Nodes in an order that respects data and control edges, by level."""
         return list(self.levels())
 
-    def execution_order(self, slow: Container[Node] = ()) -> list[Node]:
+    def execution_order(
+        self, slow: Mapping[Node, float] | None = None, seconds: Callable[[Node], float] | None = None
+    ) -> list[Node]:
         """An order like the executor's: first ready, first run.
 
         Levels would put every variable's update at the very end, after all gradients.
 
         Args:
-            slow: Nodes that end only when all others wait for them.
+            slow: Nodes that go on beside others, one of them at a time, and for how many seconds.
+            seconds: What each of the others takes; without it slow ones end only when all others wait for them.
 
         Raises:
             RewriteError: If the graph has a cycle.
@@ -238,15 +241,25 @@ class Graph:
             for other in node.control_inputs:
                 after[other].append(node)
         ready = collections.deque(node for node, count in waiting.items() if not count)
-        late = collections.deque[Node]()
+        beside, takes = slow or {}, seconds or (lambda _: 0.0)
+        late = collections.deque[tuple[float, Node]]()  # with the time at which each ends
+        now = 0.0
         order: list[Node] = []
         while ready or late:
-            node = ready.popleft() if ready else late.popleft()
+            if late and (not ready or late[0][0] <= now):
+                ended, node = late.popleft()
+                now = max(now, ended)
+            else:
+                node = ready.popleft()
+                now += takes(node)
             order.append(node)
             for other in after[node]:
                 waiting[other] -= 1
-                if not waiting[other]:
-                    (late if other in slow else ready).append(other)
+                if not waiting[other] and other in beside:
+                    begun = max(now, late[-1][0]) if late else now
+                    late.append((begun + beside[other], other))
+                elif not waiting[other]:
+                    ready.append(other)
         if len(order) < len(self.nodes):
             raise RewriteError(f"The graph has a cycle through {_cycle(self.nodes.values())}.")
         return order

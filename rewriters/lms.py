@@ -20,6 +20,7 @@ from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Node, Tensor, ancestors, predecessors
 from rewriters.late import readiness, start_late
 from rewriters.order import group_by_group, serialise
+from rewriters.pools import pool_again
 from rewriters.roles import in_scope, reads_shape_only
 from rewriters.tiers import Tier
 
@@ -104,6 +105,8 @@ def prepare(
         forward: Names of operations that belong to the forward phase, as for `Analysis`.
     """
     small = Analysis(keep_small(Analysis(graph, scopes, forward)), scopes, forward)
+    pool_again(small.graph, small.backward)
+    small = Analysis(small.graph, scopes, forward)
     late = start_late(small, min_bytes, batch)
     backward, untouched = ({node.name for node in nodes} for nodes in (small.backward, sums.merged(small)))
     serialise(late, backward, untouched, min_bytes, batch)

@@ -52,8 +52,12 @@ class Action(enum.Enum):
     """What happens to memory."""
 
     ALLOCATE = "allocate"
+    MAP = "map"
     RUN = "run"
     FREE = "free"
+
+
+_TAKES = frozenset((Action.ALLOCATE, Action.MAP))
 
 
 class Event(NamedTuple):
@@ -61,7 +65,7 @@ class Event(NamedTuple):
 
     Attributes:
         action: What happens.
-        key: Number of the buffer, for `ALLOCATE` and `FREE`.
+        key: Number of the buffer, for `ALLOCATE`, `MAP` (memory that is not the allocator's) and `FREE`.
         num_bytes: Size of the buffer, or bytes that an op takes only while it runs.
         name: Tensor that is allocated, or op that runs.
         blocks: The pieces that an op takes while it runs.
@@ -147,7 +151,8 @@ class _Scheduler:
         buffer = _Buffer(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
         if buffer.num_bytes:
             self._alive[buffer.key] = buffer
-            self.events.append(Event(Action.ALLOCATE, buffer.key, buffer.num_bytes, tensor.name))
+            action = Action.MAP if foreign else Action.ALLOCATE
+            self.events.append(Event(action, buffer.key, buffer.num_bytes, tensor.name))
         return buffer, reusable
 
     def _reusable(self, node: Node) -> _Buffer | None:
@@ -211,7 +216,7 @@ def most_alive(
     alive: dict[int, int] = {}
     most = 0
     for action, key, num_bytes, *_ in schedule(order, lambda t: t.num_bytes(batch), scratch or {}, keep):
-        if action is Action.ALLOCATE:
+        if action in _TAKES:
             alive[key] = num_bytes
         elif action is Action.FREE:
             del alive[key]
@@ -233,7 +238,7 @@ class Turn(NamedTuple):
 
 def most_taken(events: Sequence[Event], pool: Pool) -> int:
     """Take and give back memory as scheduled; tells the most that was taken while an op ran."""
-    allocate, give = Action.ALLOCATE, Action.FREE  # Members of an enum take their time to look up.
+    allocate, give, maps = Action.ALLOCATE, Action.FREE, Action.MAP  # Members of an enum take their time to look up.
     held: dict[int, Any] = {}
     most = pool.in_use
     for action, key, num_bytes, _, blocks in events:
@@ -241,6 +246,8 @@ def most_taken(events: Sequence[Event], pool: Pool) -> int:
             held[key] = pool.allocate(num_bytes)
         elif action is give:
             pool.free(held.pop(key))
+        elif action is maps:
+            held[key] = pool.map(num_bytes)
         elif blocks:
             handles = [pool.allocate(block) for block in blocks]
             most = max(most, pool.in_use)
@@ -257,7 +264,7 @@ def worst_kernel(events: Sequence[Event]) -> tuple[int, str, int]:
     now = 0
     worst = (0, "", 0)
     for action, key, num_bytes, name, _ in events:
-        if action is Action.ALLOCATE:
+        if action in _TAKES:
             held[key] = num_bytes
             now += num_bytes
         elif action is Action.FREE:
@@ -275,7 +282,7 @@ def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Seq
         pool: A device's memory.
         turns: What happens in turns that run one after another while a loop runs, by its name.
     """
-    allocate, give, inner = Action.ALLOCATE, Action.FREE, turns or {}
+    allocate, give, maps, inner = Action.ALLOCATE, Action.FREE, Action.MAP, turns or {}
     held: dict[int, Any] = {}
     timeline: list[tuple[str, int]] = []
     peak, worst, at, own = pool.in_use, 0, "", 0
@@ -285,6 +292,9 @@ def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Seq
             continue
         if action is give:
             pool.free(held.pop(key))
+            continue
+        if action is maps:
+            held[key] = pool.map(num_bytes)
             continue
         before = pool.in_use
         handles = [pool.allocate(block) for block in blocks]
@@ -320,12 +330,11 @@ def freed_late(events: Sequence[Event], loops: Container[str] = ()) -> list[Even
 
 
 def _largest(events: Sequence[Event]) -> tuple[tuple[str, int], ...]:
-    allocate, give = Action.ALLOCATE, Action.FREE
     alive: dict[int, Event] = {}
     for event in events:
-        if event.action is allocate:
+        if event.action in _TAKES:
             alive[event.key] = event
-        elif event.action is give:
+        elif event.action is Action.FREE:
             del alive[event.key]
     largest = sorted(alive.values(), key=lambda event: -event.num_bytes)[:10]
     return tuple((event.name, event.num_bytes) for event in largest)
@@ -352,7 +361,8 @@ def graph_schedule(
     batch: int,
     fixed: Sequence[int],
     away: Container[Node] = (),
-    slow: Container[Node] = (),
+    slow: Mapping[Node, float] | None = None,
+    seconds: Callable[[Node], float] | None = None,
 ) -> Schedule:
     """The allocations of a whole graph.
 
@@ -362,7 +372,8 @@ def graph_schedule(
         batch: Size of an unknown batch.
         fixed: Bytes of each variable.
         away: Ops whose results are in other memory; who reads them has a copy on the device.
-        slow: Ops that end only when all others wait for them, such as writes to a disk.
+        slow: Ops that go on beside others, such as writes to a disk, and for how many seconds.
+        seconds: What each of the others takes; without it slow ones end only when all others wait for them.
     """
 
     def num_bytes(tensor: Tensor) -> int:
@@ -371,7 +382,7 @@ def graph_schedule(
     def alias(node: Node) -> bool:
         return device.passes_on(node) and node not in away and not any(t.node in away for t in node.inputs)
 
-    order = graph.execution_order(slow)
+    order = graph.execution_order(slow, seconds)
     scratch = together({node: op_scratch(node, batch) for node in order}, order)
     events = schedule(order, num_bytes, scratch, graph.outputs, alias)
     held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]

@@ -65,6 +65,19 @@ def test_both_orders_respect_data_and_control_edges(nodes):
         assert all(position[p] < position[n] for n in nodes for p in predecessors(n))
 
 
+def test_slow_nodes_end_when_their_time_has_passed_one_after_another():
+    a, b, c, d = nodes = chain("a", "b", "c", "d")
+    first, second = (Node(name, "NoOp", control_inputs=[a]) for name in ("first", "second"))
+    graph = graph_of([*nodes, first, second])
+
+    def order(slow, seconds=None):
+        return "".join(node.name[0] for node in graph.execution_order(slow, seconds))
+
+    assert order({}) == "abfscd" and order({first: 0.5, second: 0.5}) == "abcdfs"
+    assert order({first: 1.5, second: 1.0}, lambda node: 1.0) == "abcfds"
+    assert order({first: 0.0, second: 5.0}, lambda node: 1.0) == "afbcds"
+
+
 def test_a_cycle_is_an_error_that_names_it():
     first, _, last = nodes = chain("first", "middle", "last")
     first.control_inputs = [last]

@@ -97,6 +97,18 @@ def test_arrays_that_python_made_are_not_overwritten_and_live_until_they_are_giv
     assert [alive for _, alive in peak(a, b, c, given, d).timeline] == [KB, KB, 2 * KB, 2 * KB + 8, 2 * KB]
 
 
+@pytest.mark.parametrize(("kind", "taken"), [("PyFunc", 3000), ("Conv2D", 4096)])
+def test_arrays_that_python_made_take_no_piece_of_the_allocators_memory(kind, taken):
+    a = op("a", kind, size=3000)
+    pool = BestFit(growing=True)
+    piece, _ = pool.allocate(4096), pool.allocate(256)
+    pool.free(piece)
+    before = pool.in_use
+    found = replay(schedule([a.node, op("b", "Conv2D", a, size=0).node], lambda t: t.num_bytes(1), {}), pool)
+    assert found.peak_bytes - before == taken and pool.in_use == before
+    assert found.largest == (("a:0", 3000),)
+
+
 def test_an_operand_that_is_read_later_is_not_overwritten():
     a = op("a", "Conv2D")
     b = op("b", "Relu", a)

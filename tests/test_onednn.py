@@ -45,10 +45,10 @@ START = """
         far = [np.linalg.norm(got[key] - want[key]) / (1e-3 + np.linalg.norm(want[key])) for key in want]
         return float(max(far))
 
-    def made(net):
+    def made(net, size=(48, 40)):
         keras.utils.set_random_seed(0)
         optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-        return keras_step(net, (48, 40), 2, optimizer=optimizer, floatx="float32", steps=3)
+        return keras_step(net, size, 2, optimizer=optimizer, floatx="float32", steps=3)
 """
 
 CUTS = """
@@ -57,6 +57,25 @@ CUTS = """
         for cut in (Cut(grid=(3, 2), batch=2), Cut(grid=(4, 1), halo="carry")):
             rewritten = equivalence.rewrite(step.concrete_fn, cut)
             print(net.__name__, cut.halo, bool(rewritten.segments[0].backward), off(step, rewritten.function))
+"""
+
+SWAPS = """
+    def pools(x):
+        for rank in (2, 3):
+            of = {2: (layers.Conv2D, layers.MaxPooling2D), 3: (layers.Conv3D, layers.MaxPooling3D)}[rank]
+            x = layers.Reshape((16, 16, 4, 8))(x) if rank == 3 else x
+            for number in range(2):
+                x = of[1](2)(of[0](8, 3, padding="same", activation="relu")(x))
+        return layers.Reshape((4, 4, 8), name="out")(x)
+
+    from rewriters import _tf_private
+    step = made(pools, (128, 128))
+    rewritten = tflms_sft.rewrite(step.function, tflms_sft.LMSParams(min_bytes=1), *step.batches[0])
+    away = [swap.tensor for swap in rewritten.plan.swaps]
+    stats = _tf_private.step_stats(rewritten.concrete_function, list(step.batches[0]))
+    labels = [node.timeline_label for device in stats.dev_stats for node in device.node_stats]
+    fast = sum("Grad = _MklNativeMaxPool" in label for label in labels) == 4
+    print("pools", len(away), fast and any("pool" in name for name in away), off(step, rewritten.concrete_function))
 """
 
 BUDGETS = """
@@ -71,10 +90,12 @@ BUDGETS = """
 
 
 @pytest.mark.parametrize(
-    ("code", "number"), [(CUTS, 6), pytest.param(BUDGETS, 4, marks=pytest.mark.slow)], ids=["cuts", "budgets"]
+    ("code", "number"),
+    [(CUTS, 6), (SWAPS, 1), pytest.param(BUDGETS, 4, marks=pytest.mark.slow)],
+    ids=["cuts", "swaps", "budgets"],
 )
 def test_a_step_is_the_same_with_onednn(code, number):
-    """Edges between operations must not close a cycle when it makes them one."""
+    """Edges between operations must not close a cycle when it makes them one; swaps leave it its kernels."""
     path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
     command = [sys.executable, "-c", textwrap.dedent(START) + textwrap.dedent(code)]
     env = os.environ | {"PYTHONPATH": path}

@@ -30,7 +30,7 @@ from tflms_sft._measured_rates import measured_rates, num_cores
 VARIABLE = "TFLMS_SFT_RATES"
 """Environment variable: `nominal`, or a file of rates to read, and to write if there is none."""
 
-VERSION = 4
+VERSION = 5
 """Of the file: others are measured anew."""
 
 PATIENCE = 120

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import gc
 import itertools
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rewriters import _tf_private
@@ -167,7 +167,7 @@ def predict(
     limit: int | None = None,
     graph: Graph | None = None,
     away: Container[Node] = (),
-    slow: Container[Node] = (),
+    slow: Mapping[Node, float] | None = None,
 ) -> tuple[Peak, float]:
     """Peak and relative cost of the step with these tile loops.
 
@@ -177,18 +177,31 @@ def predict(
         limit: A peak above it need not be the worst.
         graph: The rewritten graph if it exists already; an outline of it gives the same to a few bytes.
         away: Ops of that graph whose results are not in the device's memory.
-        slow: Ops of that graph that end only when others wait for them.
+        slow: Ops of that graph that go on beside others, and for how many seconds.
     """
     if graph is None:
         found, loops = _outlined(traced, plans)
     else:
         loops = loop_nodes(graph)
-        found = graph_schedule(graph, set(loops.values()), traced.batch, traced.variables, away, slow)
+        of = clock(traced, plans, loops)
+        names = set(loops.values())
+        found = graph_schedule(
+            graph, names, traced.batch, traced.variables, away, slow, lambda node: of(node.name)
+        )
     turns = {
         loops[plan.segment.name, phase.name]: loop_turns(phase, traced.batch) for plan in plans for phase in plan.phases
     }
     peak = graph_peak(found, turns, limit)
     return peak, seconds_of(traced, plans) / traced.seconds
+
+
+def clock(
+    traced: Traced, plans: list[SegmentPlan], loops: Mapping[tuple[str, str], str]
+) -> Callable[[str], float]:
+    """What each op of a rewritten graph takes, by its name; nothing, if neither the step nor a loop is known by it."""
+    costs, known = traced.costs, traced.analysis.graph.nodes
+    taken = {loops[plan.segment.name, phase.name]: costs.phase(phase) for plan in plans for phase in plan.phases}
+    return lambda name: taken.get(name) or (costs.op(known[name]) if name in known else 0.0)
 
 
 def _outlined(traced: Traced, plans: list[SegmentPlan]) -> tuple[Schedule, dict[tuple[str, str], str]]:
@@ -293,10 +306,8 @@ def _progress(
     traced: Traced, plans: list[SegmentPlan], graph: Graph, timeline: Sequence[tuple[str, int]]
 ) -> tuple[float, ...]:
     """Time gone, over that of the original step, when each op begins."""
-    costs, known, loops = traced.costs, traced.analysis.graph.nodes, loop_nodes(graph)
-    taken = {loops[plan.segment.name, phase.name]: costs.phase(phase) for plan in plans for phase in plan.phases}
-    ops = (taken.get(name) or (costs.op(known[name]) if name in known else 0.0) for name, _ in timeline)
-    *begins, _ = itertools.accumulate(ops, initial=0.0)
+    seconds = clock(traced, plans, loop_nodes(graph))
+    *begins, _ = itertools.accumulate((seconds(name) for name, _ in timeline), initial=0.0)
     return tuple(round(done / traced.seconds, 6) for done in begins)
 
 

@@ -103,7 +103,7 @@ def _memory_bound() -> Iterator[tuple[str, int, float]]:
     x, y = (tf.random.uniform((1, side, side, 64)) for _ in range(2))
     pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
     bias, none = tf.ones(64), tf.zeros(0)
-    most, mean = raw.MaxPool(input=x, **pool), raw.AvgPool(value=x, **pool)
+    most, mean = (raw.AvgPool(value=value, **pool) for value in (x, y))
     norm = raw.FusedBatchNormV3(x=x, scale=bias, offset=bias, mean=none, variance=none)
     saved = {"reserve_space_1": norm[3], "reserve_space_2": norm[4], "reserve_space_3": norm[5]}
     cases: dict[str, tuple[Callable[[], Any], list[Any]]] = {
@@ -120,11 +120,6 @@ def _memory_bound() -> Iterator[tuple[str, int, float]]:
         "Tanh": (lambda: raw.Tanh(x=x), [x, x]),
         "Exp": (lambda: raw.Exp(x=x), [x, x]),
         "Softmax": (lambda: raw.Softmax(logits=x), [x, x]),
-        "MaxPool": (lambda: raw.MaxPool(input=x, **pool), [x, most]),
-        "MaxPoolGrad": (
-            lambda: raw.MaxPoolGrad(orig_input=x, orig_output=most, grad=mean, **pool),
-            [x, most, mean, x],
-        ),
         "AvgPool": (lambda: raw.AvgPool(value=x, **pool), [x, mean]),
         "AvgPoolGrad": (lambda: raw.AvgPoolGrad(orig_input_shape=x.shape, grad=mean, **pool), [mean, x]),
         "FusedBatchNormV3": (
@@ -140,6 +135,29 @@ def _memory_bound() -> Iterator[tuple[str, int, float]]:
     }
     for op, (run, tensors) in cases.items():
         yield op, _num_bytes(tensors), _seconds(run)
+    side = round((MEDIUM // 4 // 64) ** (1 / 3))
+    yield from _maxima("MaxPool", x)
+    yield from _maxima("MaxPool3D", tf.random.uniform((1, side, side, side, 64)))
+
+
+def _maxima(op: str, x: Any) -> Iterator[tuple[str, int, float]]:
+    """The same of a pooling and its gradient, which oneDNN has a kernel for where both are in one graph."""
+    window = [1, *[2] * (x.shape.rank - 2), 1]
+    pool: dict[str, Any] = {"ksize": window, "strides": window, "padding": "VALID"}
+    forward, gradient = getattr(tf.raw_ops, op), getattr(tf.raw_ops, f"{op}Grad")
+    most = forward(input=x, **pool)
+
+    @tf.function(autograph=False)
+    def alone() -> Any:
+        return forward(input=x, **pool)
+
+    @tf.function(autograph=False)
+    def both() -> Any:
+        return gradient(orig_input=x, orig_output=forward(input=x, **pool), grad=most, **pool)
+
+    first, all_ = _seconds(alone), _seconds(both)
+    yield op, _num_bytes([x, most]), first
+    yield f"{op}Grad", _num_bytes([x, most, most, x]), max(all_ - first, 0.2 * all_)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rewriters.errors import SwapError
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.lms import Swap, SwapPlan, insert_swaps, plan_swaps, prepare
 from rewriters.memory import waits
+from rewriters.pools import again_name, pooled_for
 from rewriters.roles import in_scope
 from rewriters.sft import loop_nodes
 from rewriters.spill import SpillStore, is_in_memory
@@ -31,6 +32,9 @@ from tflms_sft._units import format_bytes
 MOST_CACHED = 0.5
 """Part of the machine's free memory that a disk's cache may take without writing at once."""
 
+DELAYED = 4.0
+"""How many times longer than measured a swap-out may take beside what else runs, for all that is said of memory."""
+
 MOST_REASONS = 4
 """Reasons after which an error is cut short."""
 
@@ -44,7 +48,7 @@ class Swapped:
         swaps: What is swapped.
         left: (tensor, why it stays).
         tier: Where to; it has to live as long as the graph may run.
-        outs: Swap-outs.
+        outs: Swap-outs, and for how many seconds each may go on.
         away: Those whose results are not in the device's memory.
     """
 
@@ -52,7 +56,7 @@ class Swapped:
     swaps: list[Swap]
     left: list[tuple[str, str]]
     tier: HostTier | DiskTier
-    outs: frozenset[Node]
+    outs: Mapping[Node, float]
     away: frozenset[Node]
 
 
@@ -81,7 +85,7 @@ def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
     new, outs = insert_swaps(analysis, plan.swaps, tier, params.max_in_flight)
     # A swap-out to disk makes the number of a file, which the device may well have.
     away = frozenset(outs) if isinstance(tier, HostTier) else frozenset[Node]()
-    return Swapped(new, plan.swaps, plan.left, tier, frozenset(outs), away)
+    return Swapped(new, plan.swaps, plan.left, tier, out_seconds(traced, outs, params), away)
 
 
 def prepared(traced: Traced, graph: Graph, params: LMSParams) -> Analysis:
@@ -133,11 +137,23 @@ def swapped_seconds(
     traced: Traced, graph: Graph, swaps: Iterable[Swap], params: LMSParams, seconds: float
 ) -> float:
     """Time of a step with these swaps, which takes `seconds` without; `graph` was prepared for swaps."""
-    seconds += _one_by_one(traced, graph)
+    seconds += _one_by_one(traced, graph) + _made_again(traced, graph)
     sizes = [(swap.tensor.num_bytes(traced.batch), len(swap.swap_ins)) for swap in swaps]
     out, back = sum(size for size, _ in sizes), sum(size * times for size, times in sizes)
-    to_disk = isinstance(make_tier(params), DiskTier) and (not params.page_cache or out > free_memory() * MOST_CACHED)
-    return traced.rates.swapped(seconds, out, back, to_disk)
+    return traced.rates.swapped(seconds, out, back, _to_disk(params, out))
+
+
+def _to_disk(params: LMSParams, out: int) -> bool:
+    """Whether so many bytes that leave go to the disk itself, and not to its cache in memory alone."""
+    return isinstance(make_tier(params), DiskTier) and (not params.page_cache or out > free_memory() * MOST_CACHED)
+
+
+def out_seconds(traced: Traced, outs: Iterable[Node], params: LMSParams) -> dict[Node, float]:
+    """For how many seconds each swap-out may go on, what it takes away being still there."""
+    sizes = {out: sum(tensor.num_bytes(traced.batch) for tensor in out.inputs) for out in outs}
+    rates = traced.rates
+    rate = min(rates.copied, rates.disk_write) if _to_disk(params, sum(sizes.values())) else rates.copied
+    return {out: DELAYED * size / rate for out, size in sizes.items()}
 
 
 def _one_by_one(traced: Traced, graph: Graph) -> float:
@@ -150,6 +166,13 @@ def _one_by_one(traced: Traced, graph: Graph) -> float:
         if len(numbers) == len(pair) and waits(order, *numbers):
             apart.extend(pair)
     return traced.costs.at_once(apart)
+
+
+def _made_again(traced: Traced, graph: Graph) -> float:
+    """Seconds for poolings that are made again for their gradients."""
+    nodes = traced.analysis.graph.nodes.values()
+    pools = [pooled_for(node) for node in nodes if again_name(node) in graph.nodes]
+    return sum(traced.costs.op(pool) for pool in pools if pool is not None)
 
 
 def notes(tier: HostTier | DiskTier) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from rewriters.sft import SegmentPlan, outline
 from rewriters.tiers import HostTier, Outline
 from tflms_sft._compile import Traced, predict
 from tflms_sft._lms_params import LMSParams
-from tflms_sft._swap import check_names, make_tier, no_room, prepared, swapped_seconds
+from tflms_sft._swap import check_names, make_tier, no_room, out_seconds, prepared, swapped_seconds
 
 LOWER_BOUNDS = (1, 2, 3, 5, 8, 12, 18, 27, 40)
 """Values of `lb` that are tried. Farther ahead nothing is gained: a transfer has long ended."""
@@ -54,7 +54,8 @@ class Swaps:
         swaps = self.planned(lb)[:count]
         graph, outs = insert_swaps(self._analysis, swaps, tier, self.params.max_in_flight)
         away: frozenset[Node] = frozenset(outs if self._on_host else ())
-        return predict(self._traced, self._plans, limit, graph, away, frozenset(outs))[0]
+        slow = out_seconds(self._traced, outs, self.params)
+        return predict(self._traced, self._plans, limit, graph, away, slow)[0]
 
     def tuned(self, limit: int) -> LMSParams | None:
         """The fewest tensors, and for them the largest `lb`, with which the step fits; `None` if it never does."""
