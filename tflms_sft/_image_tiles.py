@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -58,6 +58,7 @@ class AxisTiling(ImageSizes):
         scale: Rows of the image for each row of the result; a fraction where there are more in the result.
         smallest: Rows of the smallest image.
         smallest_result: Rows of the result that it has.
+        dim: Dimension of the image that it is, where the batch is 0.
     """
 
     axis: int
@@ -67,6 +68,7 @@ class AxisTiling(ImageSizes):
     scale: Fraction
     smallest: int
     smallest_result: int
+    dim: int
 
     def check(self, begin: int, end: int) -> None:
         """See that the network makes of a tile what it makes of these rows in the whole image.
@@ -104,24 +106,70 @@ class AxisTiling(ImageSizes):
         Raises:
             ValueError: If one of them leaves something over, or tiles are too small to go on from one to the next.
         """
-        whole = self.result_rows(rows)
+        self.check_rows(rows)
         if tile_rows > rows:
             raise ValueError(f"`tile_rows` must be at most the image's {rows}. Received: tile_rows={tile_rows}.")
-        every = int(self.alignment / self.scale)  # Rows of the result between beginnings that are next to each other.
-        step = self.result_rows(tile_rows) // every * every
+        step = self.result_rows(tile_rows) // self._every
         if tile_rows < rows and not step:
-            more = next(n for n in itertools.count(tile_rows, self.alignment) if self.result_rows(n) >= every)
             raise ValueError(
-                f"`tile_rows` must be at least {more}: tiles begin {every} rows of the result apart, and "
-                f"{tile_rows} rows give {self.result_rows(tile_rows)}. Received: tile_rows={tile_rows}."
+                f"`tile_rows` must be at least {self._smallest_tile}: tiles begin {self._every} rows of the result "
+                f"apart, and {tile_rows} rows give {self.result_rows(tile_rows)}. Received: tile_rows={tile_rows}."
             )
-        begins = [*range(0, rows - tile_rows, int(step * self.scale) or 1), rows - tile_rows]
+        last = rows - tile_rows
+        return self._beginning_at([*range(0, last, step * self.alignment or 1), last], tile_rows)
+
+    def split(self, rows: int, parts: int) -> tuple[SampleTile, ...]:
+        """An image cut into so many tiles of one size, as small as they can be, about as far from each other.
+
+        Where they do not go evenly into the image they overlap further; each row is taken from one of them still.
+
+        Args:
+            rows: Of the image.
+            parts: How many.
+
+        Raises:
+            ValueError: If the image leaves something over, or is too small for so many.
+        """
+        self.check_rows(rows)
+        if parts == 1:
+            return self._beginning_at([0], rows)
+        for tile_rows in range(self._smallest_tile, rows, self.alignment):
+            places, reach = (rows - tile_rows) // self.alignment, self.result_rows(tile_rows) // self._every
+            if 0 < parts - 1 <= places <= reach * (parts - 1):
+                begins = [number * places // (parts - 1) * self.alignment for number in range(parts)]
+                return self._beginning_at(begins, tile_rows)
+        most = 1 + max(rows - self._smallest_tile, 0) // self.alignment
+        raise ValueError(
+            f"`parts` must be from 1 to {most}, the tiles that {rows} rows of axis {self.axis} can be cut into. "
+            f"Received: parts={parts!r}."
+        )
+
+    def result_of(self, tile: SampleTile) -> tuple[int, int]:
+        """Rows of the whole result that a tile makes, those that its neighbours make as well among them.
+
+        Args:
+            tile: One of this axis.
+        """
+        begin = tile.first - tile.skip
+        return begin, begin + self.result_rows(tile.end - tile.begin)
+
+    @property
+    def _every(self) -> int:
+        """Rows of the result between beginnings that are next to each other."""
+        return int(self.alignment / self.scale)
+
+    @property
+    def _smallest_tile(self) -> int:
+        """Rows of the smallest tile that reaches to where the next one can begin."""
+        sizes = itertools.count(self.smallest, self.alignment)
+        return next(rows for rows in sizes if self.result_rows(rows) >= self._every)
+
+    def _beginning_at(self, begins: Iterable[int], tile_rows: int) -> tuple[SampleTile, ...]:
         found: list[SampleTile] = []
         for begin in begins:
             own = int(begin / self.scale)
             first = found[-1].last if found else 0
-            last = min(own + self.result_rows(tile_rows), whole)
-            found.append(SampleTile(begin, begin + tile_rows, first, last, first - own))
+            found.append(SampleTile(begin, begin + tile_rows, first, own + self.result_rows(tile_rows), first - own))
         return tuple(found)
 
 
@@ -158,6 +206,19 @@ class SampleTiling:
             ValueError: As `AxisTiling.tiles`.
         """
         along = [axis.tiles(*pair) for axis, *pair in zip(self.axes, sizes, tile_sizes, strict=True)]
+        return tuple(itertools.product(*along))
+
+    def split(self, sizes: Sequence[int], parts: Sequence[int]) -> tuple[tuple[SampleTile, ...], ...]:
+        """So many tiles of an image, as small as they can be; the last axis varies first.
+
+        Args:
+            sizes: Of the image, along each axis.
+            parts: How many tiles, along each axis.
+
+        Raises:
+            ValueError: As `AxisTiling.split`.
+        """
+        along = [axis.split(*pair) for axis, *pair in zip(self.axes, sizes, parts, strict=True)]
         return tuple(itertools.product(*along))
 
 
@@ -197,13 +258,15 @@ def sample_tiling(model: Any, size: int | Sequence[int] | None = None, training:
     if wasteful:
         fitting = {dim: view.admissible for dim, view in zip(traced.dims, traced.views, strict=True)}
         traced = _field(model, [fitting.get(dim, 1) for dim in left_open], training)
-    return SampleTiling(tuple(map(_axis_tiling, traced.axes, traced.views)))
+    return SampleTiling(tuple(map(_axis_tiling, traced.axes, traced.dims, traced.views)))
 
 
-def _axis_tiling(axis: int, view: Any) -> AxisTiling:
+def _axis_tiling(axis: int, dim: int, view: Any) -> AxisTiling:
     halo = math.ceil(view.extent - view.scale * view.out_extent)
     smallest_result = view.out_extent - int((view.extent - view.smallest) / view.scale)
-    return AxisTiling(axis, halo // 2, halo - halo // 2, view.alignment, view.scale, view.smallest, smallest_result)
+    return AxisTiling(
+        axis, halo // 2, halo - halo // 2, view.alignment, view.scale, view.smallest, smallest_result, dim
+    )
 
 
 def _open_dimensions(model: Any) -> list[int]:

@@ -5,6 +5,7 @@ hold: without padding a network makes the middle of an image, and only its surro
 image is cut into tiles that overlap, each is trained as an image of its own, and devices exchange nothing but gradients
 (section 4, "sample parallel"). This module has their formulas for the U-Nets that they describe (`Architecture`), and
 `sample_tiling`, which finds the same out for any Keras model from the rules by which this package cuts tiles.
+`sample_parallel` makes of a data set of images one of tiles that trains the same, on one device or several.
 
 Both agree on what the paper leaves open:
 
@@ -26,10 +27,19 @@ import dataclasses
 import itertools
 from fractions import Fraction
 
+from tflms_sft._image_data import sample_parallel
 from tflms_sft._image_sizes import ImageSizes
 from tflms_sft._image_tiles import AxisTiling, SampleTile, SampleTiling, sample_tiling
 
-__all__ = ["TABLE_1", "Architecture", "AxisTiling", "SampleTile", "SampleTiling", "sample_tiling"]
+__all__ = [
+    "TABLE_1",
+    "Architecture",
+    "AxisTiling",
+    "SampleTile",
+    "SampleTiling",
+    "sample_parallel",
+    "sample_tiling",
+]
 
 
 @dataclasses.dataclass(frozen=True)
