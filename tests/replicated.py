@@ -15,8 +15,8 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # As in conftest.py: a proc
 import keras
 import numpy as np
 import tensorflow as tf
+from children import say
 from keras import layers
-from pipelined import say
 from test_sample_tiles import described
 
 import tflms_sft

@@ -1,15 +1,10 @@
 """Training on tiles of images: on four replicas it is that on whole images, and what would not be is refused."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from children import printed
 from keras import layers
 from test_sample_tiles import described
 
@@ -20,27 +15,18 @@ TOLERANCE = 1e-12
 LEAST = Architecture("least", 2, 1)
 
 
-def printed(*cases):
-    """What needs several devices, which have to be made before TensorFlow begins."""
-    path = pathlib.Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(path), *sys.path]), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, str(path / "replicated.py"), *cases]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {name: value for name, value in map(json.loads, done.stdout.splitlines())}
-
-
 # On devices ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def found():
-    return printed("fit", "loop", "uneven")
+    """What needs several devices, which have to be made before TensorFlow begins."""
+    return printed("replicated.py", "fit", "loop", "uneven")
 
 
 @pytest.fixture(scope="module")
 def found_slowly():
-    return printed("row", "two for each", "half of the batch", "tiles of tiles", "clipped")
+    return printed("replicated.py", "row", "two for each", "half of the batch", "tiles of tiles", "clipped")
 
 
 def the_same(results, steps):
