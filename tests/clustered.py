@@ -10,7 +10,8 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import keras
 import numpy as np
-from pipelined import CUTS, batches, compiled, largest_error, net, run, say, train_step, variables
+from children import say
+from pipelined import CUTS, batches, compiled, largest_error, net, run, train_step, variables
 
 import tflms_sft
 

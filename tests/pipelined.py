@@ -3,7 +3,6 @@
 Run as a program it prints what needs several devices, for `test_pipeline.py`.
 """
 
-import json
 import os
 import re
 
@@ -12,6 +11,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # As in conftest.py: a proc
 import keras
 import numpy as np
 import tensorflow as tf
+from children import say
 from keras import layers
 
 from tflms_sft._differences import difference as error
@@ -118,10 +118,6 @@ def largest_error(got, want):
 
 
 # On several devices -----------------------------------------------------------------------------------------
-
-
-def say(name, value):
-    print(json.dumps([name, value]), flush=True)
 
 
 def compare(kind, optimizer):

@@ -222,7 +222,11 @@ def test_one_figure_of_1024_gpus_gives_the_other(ratio):
         (lambda: gems.master([1], [1, 2], 2), "`forward` and `backward` need"),
         (lambda: gems.master([1, 1], [1, 2], 0), "`eta` must be at least 1. Received: eta=0"),
         (lambda: gems.mast([1, 1], [1, 2], [1, 1]), "`transfer` needs 1 numbers"),
+        (lambda: gems.master_bound([1, 1], [1], 2), "`forward` and `backward` need"),
+        (lambda: gems.delayed([1, 1], [1, 1], 0), "`eta` must be at least 1"),
         (lambda: gems.hybrid([1], [1], 1, 0, [1], 1), "`replicas` must be at least 1"),
+        (lambda: gems.hybrid([1, 1], [1], 1, 2, [1], 1), "`forward` and `backward` need"),
+        (lambda: gems.exchange([1, 1], [1, 1], []), "`transfer` needs 1 numbers"),
         (lambda: gems.ring_all_reduce(1, 0, 1), "`devices` must be at least 1"),
     ],
 )

@@ -5,15 +5,12 @@ Devices have to be made before TensorFlow begins, so one process with eight logi
 
 import dataclasses
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from children import printed
 from pipelined import CUTS, SCHEDULES, batches, compiled, hand_step, largest_error, net, run, train_step
 
 import tflms_sft
@@ -35,17 +32,7 @@ HERE = ["CPU:0"] * 4
 @pytest.fixture(scope="module")
 def found():
     """What needs several devices."""
-    return printed()
-
-
-def printed(*arguments):
-    """What `pipelined.py` prints in a process of its own."""
-    path = pathlib.Path(__file__).parent
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(path), *sys.path]), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, str(path / "pipelined.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {name: value for name, value in map(json.loads, done.stdout.splitlines())}
+    return printed("pipelined.py")
 
 
 @pytest.fixture(autouse=True)

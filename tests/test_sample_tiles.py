@@ -129,6 +129,7 @@ def same_as(architecture, tiling):
     for axis in tiling.axes:
         assert (axis.halo_before, axis.halo_after) == (architecture.epsilon, architecture.epsilon)
         assert (axis.alignment, axis.smallest, axis.scale) == (architecture.alignment, architecture.smallest, 1)
+        assert (axis.smallest_result, axis.dim) == (architecture.smallest_result, axis.axis + 1)
         rows = architecture.smallest + 3 * architecture.alignment
         assert axis.admits(rows) and not axis.admits(rows + 1)
         assert axis.result_rows(rows) == architecture.result_rows(rows)

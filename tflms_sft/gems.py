@@ -67,7 +67,7 @@ def compute(forward: Sequence[float], backward: Sequence[float]) -> float:
         forward: Seconds of each stage.
         backward: Seconds of each stage.
     """
-    _check(forward, backward)
+    _checked(forward, backward)
     return sum(forward) + sum(backward)
 
 
@@ -113,7 +113,7 @@ def delayed(forward: Sequence[float], backward: Sequence[float], eta: int) -> fl
         backward: Seconds of each stage.
         eta: Micro-batches; the paper's N.
     """
-    _check_count("eta", eta)
+    _at_least_one(eta=eta)
     return eta * compute(forward, backward)
 
 
@@ -124,7 +124,7 @@ def mast_printed(forward: Sequence[float], backward: Sequence[float]) -> float:
         forward: Seconds of each stage.
         backward: Seconds of each stage.
     """
-    _check(forward, backward)
+    _checked(forward, backward)
     return sum(forward) + 2 * sum(backward) + forward[-1]
 
 
@@ -139,7 +139,7 @@ def mast_holds(forward: Sequence[float], backward: Sequence[float]) -> bool:
         forward: Seconds of each stage.
         backward: Seconds of each stage.
     """
-    _check(forward, backward)
+    _checked(forward, backward)
     n = len(forward)
     return all(sum(backward[: n - i]) >= sum(forward[i - 1 : n - 1]) for i in range(1, n))
 
@@ -191,7 +191,7 @@ def master_printed(forward: Sequence[float], backward: Sequence[float], eta: int
         backward: Seconds of each stage.
         eta: Replications.
     """
-    _check_count("eta", eta)
+    _at_least_one(eta=eta)
     stages, last = compute(forward, backward), forward[-1] + backward[-1]
     if eta % 2:
         return (eta + 1) / 2 * stages + (eta - 1) / 2 * last
@@ -216,8 +216,7 @@ def master(
         eta: Replications.
         transfer: Seconds of each border between stages. Defaults to 0.
     """
-    _check_count("eta", eta)
-    borders = _borders(forward, transfer)
+    borders = _checked(forward, backward, transfer, eta=eta)
     n = len(forward)
     between = max(
         sum(backward[n - i :]) + sum(borders[n - i :]) + sum(forward[i - 1 :]) + sum(borders[i - 1 :])
@@ -240,8 +239,7 @@ def master_bound(
         eta: Replications.
         transfer: Seconds of each border between stages. Defaults to 0.
     """
-    _check_count("eta", eta)
-    borders = _borders(forward, transfer)
+    borders = _checked(forward, backward, transfer, eta=eta)
     return sum(forward) + eta * sum(backward) + (eta - 1) * forward[-1] + (eta + 1) * sum(borders)
 
 
@@ -256,8 +254,7 @@ def improved_printed(forward: Sequence[float], backward: Sequence[float], eta: i
         eta: Replications, even.
         allreduce: Seconds of an exchange of gradients.
     """
-    _check(forward, backward)
-    _check_count("eta", eta)
+    _checked(forward, backward, eta=eta)
     return eta / 2 * sum(forward[:-1]) + (eta / 2 - 1) * sum(backward[:-1]) - allreduce
 
 
@@ -281,7 +278,7 @@ def improved_from_measured(two: float, four: float, eta: int) -> float:
         four: Seconds that are saved with η = 4, as measured.
         eta: Replications.
     """
-    _check_count("eta", eta)
+    _at_least_one(eta=eta)
     return (eta / 2 - 1) * (four - two) + two
 
 
@@ -305,8 +302,8 @@ def exchange(
         transfer: Seconds of each border between stages. Defaults to 0.
         inverted: Whether stages i and n + 1 - i share their devices, as MAST's and MASTER's do.
     """
-    borders = _borders(backward, transfer)
     n = len(backward)
+    borders = _borders(n, transfer)
     left = [sum(backward[:stage]) + sum(borders[:stage]) for stage in range(n)]
     """Seconds from the end of each stage's last backward to the end of all."""
     ends = [0.0]
@@ -330,7 +327,7 @@ def ring_all_reduce(amount: float, devices: int, bytes_per_second: float, latenc
         bytes_per_second: Of each link.
         latency: Seconds of a message besides its bytes.
     """
-    _check_count("devices", devices)
+    _at_least_one(devices=devices)
     return 2 * (devices - 1) * (latency + amount / devices / bytes_per_second)
 
 
@@ -359,7 +356,7 @@ def hybrid(
         latency: Seconds of one of their messages, besides its bytes.
         transfer: Seconds of each border between stages. Defaults to 0.
     """
-    _check_count("replicas", replicas)
+    _checked(forward, backward, transfer, eta=eta, replicas=replicas)
     n = len(forward)
     both_ways = [2 if eta > 1 and stage != n - 1 - stage else 1 for stage in range(n)]
     reduce = [
@@ -397,24 +394,30 @@ def scaling(
     return replicas * one / many
 
 
-def _check(forward: Sequence[float], backward: Sequence[float]) -> None:
+def _checked(
+    forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float] | None = None, **counts: int
+) -> Sequence[float]:
+    """The seconds of each border, 0 if they were not given, once it is seen that all numbers go together."""
+    _at_least_one(**counts)
     if not len(forward) or len(forward) != len(backward):
         raise ValueError(
             "`forward` and `backward` need a number for each stage, at least one. "
             f"Received: forward={forward!r}, backward={backward!r}."
         )
+    return _borders(len(forward), transfer)
 
 
-def _check_count(argument: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"`{argument}` must be at least 1. Received: {argument}={value!r}.")
+def _at_least_one(**counts: int) -> None:
+    for argument, value in counts.items():
+        if value < 1:
+            raise ValueError(f"`{argument}` must be at least 1. Received: {argument}={value!r}.")
 
 
-def _borders(stages: Sequence[float], transfer: Sequence[float] | None) -> Sequence[float]:
-    borders = [0.0] * (len(stages) - 1) if transfer is None else transfer
-    if len(borders) != len(stages) - 1:
+def _borders(stages: int, transfer: Sequence[float] | None) -> Sequence[float]:
+    borders = [0.0] * (stages - 1) if transfer is None else transfer
+    if len(borders) != stages - 1:
         raise ValueError(
-            f"`transfer` needs {len(stages) - 1} numbers, one for each border between stages. "
+            f"`transfer` needs {stages - 1} numbers, one for each border between stages. "
             f"Received: transfer={transfer!r}."
         )
     return borders
