@@ -379,11 +379,6 @@ def test_batch_norm_under_fit():
     assert largest_error(fitted([callback], norm=True), fitted([], norm=True)) < TOLERANCE
 
 
-def test_a_pipeline_goes_alone():
-    with pytest.raises(ValueError, match="stages that are tiled or swap as well are not there yet"):
-        tflms_sft.rewrite(lambda: None, [PipelineParams(2), tflms_sft.LMSParams()])
-
-
 @pytest.mark.parametrize("cuts", [2, 3, ["stage1"]])
 def test_stage_devices_cuts_where_a_pipeline_does(cuts):
     model = net(HERE)
