@@ -37,6 +37,7 @@ class Staged:
         analysis: Of the step.
         parts: What runs for each micro-batch, and what once.
         stages: Its stages.
+        batched: Positions of the arguments that have the batch axis.
         origin: What its tensors were called in the step as traced, those that passes have replaced.
         phases: Operations of tile loops, each with its loop.
         swaps: What is swapped.
@@ -47,6 +48,7 @@ class Staged:
     analysis: Analysis
     parts: Parts
     stages: Stages
+    batched: Sequence[int]
     origin: Mapping[Tensor, Tensor] = dataclasses.field(default_factory=dict)
     phases: Mapping[Node, Phase] = dataclasses.field(default_factory=dict)
     swaps: Sequence[Swap] = ()
@@ -214,8 +216,9 @@ def _carried(
         return graph.aliases[tensor.name] if node is None else node.out(tensor.index)
 
     repeated = kept(staged.parts.repeated)
+    own = {graph.inputs[position].node for position in staged.batched}
     for node in new:
-        if node in places or (node.op != "Const" and any(before.node in repeated for before in node.inputs)):
+        if node in places or any(before.node in repeated or before.node in own for before in node.inputs):
             repeated.add(node)
         elif node.op == "NoOp" and any(before in repeated for before in node.control_inputs):
             repeated.add(node)
@@ -249,4 +252,4 @@ def _carried(
             if node.name in nodes or tensor.name in graph.aliases:
                 origin[moved(tensor)] = staged.traced(tensor)
     loops = {nodes[n.name]: phase for n, phase in staged.phases.items() if n.name in nodes} | dict(phases)
-    return Staged(analysis, parts, stages, origin, loops)
+    return Staged(analysis, parts, stages, staged.batched, origin, loops)

@@ -246,7 +246,7 @@ def test_a_pipeline_of_fewer_micro_batches_waits_for_less():
     data = batches(1)[0]
     plans = [tflms_sft.rewrite(step, PipelineParams(CUTS, name, 8, HERE), *data).plan for name in ("gpipe", "1f1b")]
     gpipe, less = (plan.pipeline.peak_bytes for plan in plans)
-    assert less[0] < gpipe[0] and less[3] < 0.6 * gpipe[3]
+    assert less[0] < gpipe[0] and less[3] < 0.65 * gpipe[3]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, "auto"])

@@ -75,7 +75,7 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Impo
     if params.placement == "check":
         where = _variable_devices(traces.micro, analysis)
         _check_placement(traces.micro, analysis, parts, stages, schedule, devices, where)
-    inside = Inside(Staged(analysis, parts, stages))
+    inside = Inside(Staged(analysis, parts, stages, traces.batched))
     if chosen.tiles is not None or chosen.swaps is not None:
         inside = _inside_of_stages(traced, inside.staged, chosen, cuts, devices, schedule)
     staged = inside.staged

@@ -12,7 +12,7 @@ from rewriters.analysis import Analysis
 from rewriters.ft import LeftAlone
 from rewriters.graph import LOOPS, Node, Tensor
 from rewriters.lms import Swap
-from rewriters.memory import most_alive
+from rewriters.memory import most_alive, together
 from rewriters.pipeline import Pipelined, home
 from rewriters.schedules import Pass, Schedule
 from rewriters.scratch import op_scratch
@@ -142,7 +142,7 @@ class _Stage:
         made = (node.out(index) for node in nodes for index in range(len(node.outputs)))
         outside = [t for t in made if any(reader not in inside for reader, _ in self.readers.get(t, ()))]
         here = [node for node in nodes if node not in away]
-        return most_alive(here, self.batch, outside, {node: (self._own_bytes(node),) for node in here})
+        return most_alive(here, self.batch, outside, together({node: self._own_bytes(node) for node in here}, here))
 
     def _own_bytes(self, node: Node) -> int:
         """What an operation takes only while it runs: of a loop, a turn."""
