@@ -20,7 +20,7 @@ dependency): ops are grouped by level, the number of times that happened before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
@@ -106,8 +106,15 @@ class Component:
         return node.out()
 
 
-def find_components(analysis: Analysis) -> tuple[list[Component], list[LeftAlone]]:
-    """All maximal FT-compatible segments of the forward pass, and image ops that end them."""
+def find_components(
+    analysis: Analysis, allowed: Container[Node] | None = None
+) -> tuple[list[Component], list[LeftAlone]]:
+    """All maximal FT-compatible segments of the forward pass, and image ops that end them.
+
+    Args:
+        analysis: Of the graph.
+        allowed: Operations that may run on tiles; all if it is not given.
+    """
     tiled: set[Node] = set()
     level: dict[Node, int] = {}
     left: list[LeftAlone] = []
@@ -119,6 +126,8 @@ def find_components(analysis: Analysis) -> tuple[list[Component], list[LeftAlone
             (level[p] + (1 if p in tiled else 0) for p in (*data, *node.control_inputs) if p in level), default=0
         )
         if node not in analysis.data or not any(analysis.is_image(t) for t in node.inputs):
+            continue
+        if allowed is not None and node not in allowed:
             continue
         try:
             check_forward(analysis, node)
@@ -222,7 +231,11 @@ def find_segments(analysis: Analysis, component: Component, memory_capacity: int
 
 
 def auto_segments(
-    analysis: Analysis, memory_capacity: int | None, batch: int, name_of: dict[str, int]
+    analysis: Analysis,
+    memory_capacity: int | None,
+    batch: int,
+    name_of: dict[str, int],
+    allowed: Container[Node] | None = None,
 ) -> tuple[list[Segment], list[LeftAlone]]:
     """Segments for the whole graph; what cannot be one is cut smaller, then left alone.
 
@@ -231,10 +244,11 @@ def auto_segments(
         memory_capacity: As in `find_segments`.
         batch: Batch size where the graph does not say.
         name_of: Counter of segment names, shared with segments given by hand.
+        allowed: Operations that may run on tiles, of the backward pass too; all if it is not given.
     """
-    components, left = find_components(analysis)
+    components, left = find_components(analysis, allowed)
     segments: list[Segment] = []
-    taken: set[Node] = set()
+    taken: set[Node] = set() if allowed is None else {node for node in analysis.backward if node not in allowed}
     for component in components:
         for part in find_segments(analysis, component, memory_capacity, batch):
             for segment in _largest(analysis, component, part, taken, left, name_of, batch):

@@ -12,15 +12,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import tensorflow as tf
+
 from rewriters import sums
 from rewriters.analysis import Analysis
 from rewriters.cloning import Cloned, Combination, Origin, Request, Role, clone
 from rewriters.errors import PipelineError, RewriteError
-from rewriters.graph import Graph, Node, Tensor
+from rewriters.graph import LOOPS, Graph, Node, Tensor
 from rewriters.micro import Parts
 from rewriters.resources import handles
 from rewriters.schedules import Pass, Schedule, Slot
-from rewriters.stages import Stages
+from rewriters.stages import Stages, in_slots
+from rewriters.values import type_attr
 
 __all__: list[str] = []
 
@@ -88,7 +91,9 @@ def pipeline(
         ) from None
     # Automatic control dependencies would bring all effects into one line, of micro-batches one after another too.
     graph = cloned.graph
-    graph.unordered = {n.name for n in graph.nodes.values() if n.stateful and n.inputs and not handles(n)}
+    graph.unordered = {
+        n.name for n in graph.nodes.values() if n.stateful and (n.inputs or n.control_inputs) and not handles(n)
+    }
     return Pipelined(graph, slots, ends, cloned.combined)
 
 
@@ -139,6 +144,7 @@ class _Placement:
             readers = reading.get(node, ())
             node.device = next((reader.device for reader in readers if reader.device), HOST)
         self._spread_constants()
+        self._bring_to_loops()
 
     def _readers(self) -> dict[Node, list[Node]]:
         found: dict[Node, list[Node]] = {}
@@ -151,6 +157,8 @@ class _Placement:
             return ""
         if origin.role is Role.SPLIT:
             return HOST
+        if origin.source in self.stages.fixed:
+            return origin.source.device
         for handle in handles(origin.source) if origin.role in (Role.MICRO_BATCH, Role.SHARED) else ():
             if handle in self.devices.of_variable:
                 return self.devices.of_variable[handle]
@@ -184,24 +192,39 @@ class _Placement:
                     reader.inputs = [new.out() if t == node.out() else t for t in reader.inputs]
             assert node.out() not in results or node.device
 
+    def _bring_to_loops(self) -> None:
+        """What a loop reads is brought to its device before it begins.
+
+        TensorFlow keeps each variable of a loop where its first value comes from, and would send what does not change
+        to the loop in every turn.
+        """
+        brought: dict[tuple[Tensor, str], Tensor] = {}
+        for loop in [node for node in self.graph.nodes.values() if node.op in LOOPS]:
+            for position, tensor in enumerate(loop.inputs):
+                if tensor.node.device == loop.device or tensor.dtype in (tf.resource, tf.variant):
+                    continue
+                key = tensor, loop.device
+                if key not in brought:
+                    name = self.graph.unique_name(f"{tensor.node.name}/for_loop")
+                    attrs = {"T": type_attr(tensor.dtype)}
+                    outputs = [(tensor.dtype, tensor.shape)]
+                    node = self.graph.add(Node(name, "Identity", [tensor], (), attrs, loop.device, outputs))
+                    self.origin[node] = Origin(Role.COMBINE, loop)
+                    brought[key] = node.out()
+                loop.inputs[position] = brought[key]
+
 
 def _slots(
     analysis: Analysis, parts: Parts, stages: Stages, schedule: Schedule, cloned: Cloned
 ) -> dict[Slot, list[Node]]:
-    """What each slot runs: what gradients depend on, but for sizes, constants and variables."""
-    needed: set[Node] = set()
-    stack = [t.node for t in parts.gradients]
-    while stack:
-        node = stack.pop()
-        if node not in needed and node in parts.repeated:
-            needed.add(node)
-            stack.extend(t.node for t in node.inputs)
+    """What each slot runs, with the sums of gradients that its device makes."""
     slots: dict[Slot, list[Node]] = {slot: [] for slot in schedule.slots()}
-    for node in analysis.order:
-        if node in needed and node in stages.of and node not in stages.shape_only and not handles(node):
-            kind = Pass.BACKWARD if node in analysis.backward else Pass.FORWARD
-            for number, copy in enumerate(cloned.clones[node]):
-                slots[Slot(kind, number, stages.of[node])].append(copy)
+    slotted = in_slots(analysis, parts, stages)
+    for node in slotted:
+        kind = Pass.BACKWARD if node in analysis.backward else Pass.FORWARD
+        for number, copy in enumerate(cloned.clones[node]):
+            slots[Slot(kind, number, stages.of[node])].append(copy)
+    needed = {t.node for t in parts.gradients if t.node in parts.repeated}.union(slotted)
     for node, origin in cloned.origin.items():
         if origin.role is Role.ADD and origin.micro_batch is not None and origin.source in needed:
             kind = Pass.BACKWARD if origin.source in analysis.backward else Pass.FORWARD

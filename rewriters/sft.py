@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 import tensorflow as tf
 
@@ -84,6 +84,32 @@ def tile_segments(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
     return _Rewriter(analysis, plans).run()
 
 
+@dataclasses.dataclass(frozen=True)
+class Tiled:
+    """A step with tile loops, each in a stage.
+
+    Attributes:
+        graph: The new graph.
+        phases: What it has got for loops, each operation with the loop that it belongs to.
+    """
+
+    graph: Graph
+    phases: Mapping[Node, Phase]
+
+
+def tile_stages(analysis: Analysis, plans: list[SegmentPlan], stages: Mapping[Node, int]) -> Tiled:
+    """The same where segments lie in stages: loops wait for one another within a stage only.
+
+    The update, and what else is outside of loops, is in no other order than before: slots bring that in.
+
+    Args:
+        analysis: Of the graph that the plans refer to.
+        plans: Segments that share no op.
+        stages: Stage of each op that has one.
+    """
+    return _Rewriter(analysis, plans, stages=stages).in_stages()
+
+
 def outline(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
     """The graph of `tile_segments` with loops that have no bodies yet, each a single op.
 
@@ -93,10 +119,17 @@ def outline(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
 
 
 class _Rewriter:
-    def __init__(self, analysis: Analysis, plans: list[SegmentPlan], bodies: bool = True) -> None:
+    def __init__(
+        self,
+        analysis: Analysis,
+        plans: list[SegmentPlan],
+        bodies: bool = True,
+        stages: Mapping[Node, int] | None = None,
+    ) -> None:
         self.analysis = analysis
         self.plans = plans
         self.bodies = bodies
+        self.stages = stages
         self.graph = analysis.graph.copy()
         self.replaced: dict[Tensor, Tensor] = {}
         self.moved: dict[Node, Node] = {}
@@ -104,9 +137,25 @@ class _Rewriter:
         self.starts: dict[Node, Node] = {}
         self.devices: dict[Node, str] = {}
         self.backward: set[Node] = set()
+        self.phases: dict[Node, Phase] = {}
 
     def run(self) -> Graph:
-        """Splice every loop in, hand readers over, drop what was replaced."""
+        """Loops, and the update in order with them."""
+        order = self._with_loops()
+        update = hold_back(self.graph, self.analysis)
+        backward = [(loop, self.starts[loop], self.devices[loop]) for loop in order if loop in self.backward]
+        update_first(self.graph, update, order, backward)
+        group_by_group(self.graph)
+        return self.graph
+
+    def in_stages(self) -> Tiled:
+        """Loops alone."""
+        self._with_loops()
+        left = self.graph.nodes
+        return Tiled(self.graph, {node: phase for node, phase in self.phases.items() if left.get(node.name) is node})
+
+    def _with_loops(self) -> list[Node]:
+        """Splice every loop in, hand readers over, drop what was replaced; the loops in order."""
         self._repoint_shapes()
         loops = [self._splice_all(plan) for plan in self.plans]
         self._redirect_controls()
@@ -114,11 +163,7 @@ class _Rewriter:
         order = self._chain(loops)
         self.graph.prune()
         self._check_gone()
-        update = hold_back(self.graph, self.analysis)
-        backward = [(loop, self.starts[loop], self.devices[loop]) for loop in order if loop in self.backward]
-        update_first(self.graph, update, order, backward)
-        group_by_group(self.graph)
-        return self.graph
+        return order
 
     def _own(self, node: Node) -> Node:
         return self.graph.nodes[node.name]
@@ -210,10 +255,18 @@ class _Rewriter:
         for node in phase.home:
             self.moved[self._own(node)] = loop
         self.starts[loop] = start
-        self.devices[loop] = next((node.device for node in (*phase.body, *phase.home)), "")
+        self.devices[loop] = self._place(phase)
+        self.phases[start] = phase
         if phase.backward:
             self.backward.add(loop)
         return loop
+
+    def _place(self, phase: Phase) -> str:
+        """Where a loop runs: a device, or a stage of which nobody knows the device yet."""
+        nodes = (*phase.body, *phase.home)
+        if self.stages is None:
+            return next((node.device for node in nodes), "")
+        return next((str(self.stages[node]) for node in nodes if node in self.stages), "")
 
     def _outlined(
         self, segment: Segment, phase: Phase, prefix: str, start: Node, inputs: list[Tensor]
@@ -240,6 +293,7 @@ class _Rewriter:
             if node.op == "Empty" or node.op in LOOPS:
                 node.control_inputs = [*node.control_inputs, start]
             loop = node if node.op in LOOPS else loop
+            self.phases[node] = phase
             self.graph.add(node)
         assert loop is not None
         return loop, [outer.get(tensor, tensor) for tensor in part.outputs]
@@ -288,7 +342,7 @@ class _Rewriter:
         return order
 
     def _one_after_another(self, loops: list[Node]) -> None:
-        """On each device; a loop's buffers wait, too."""
+        """On each device, or in each stage; a loop's buffers wait, too."""
         last: dict[str, Node] = {}
         for after in loops:
             device = self.devices[after]

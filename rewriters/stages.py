@@ -14,6 +14,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from rewriters.analysis import Analysis
 from rewriters.errors import PipelineError
 from rewriters.graph import Node, Tensor
+from rewriters.micro import Parts
 from rewriters.resources import handles
 from rewriters.roles import after_updates, gradients, reads_shape_only, size_nodes, updates
 
@@ -31,6 +32,7 @@ class Stages:
         owner: Stage of each weight, by its handle.
         beside: The same for variables that are updated together with a weight, such as an optimizer's slots.
         shape_only: Operations that compute sizes, which hold nothing back.
+        fixed: Operations that are where they say, whatever stage they belong to: those that swaps have on the host.
     """
 
     count: int
@@ -38,6 +40,7 @@ class Stages:
     owner: Mapping[Tensor, int]
     beside: Mapping[Tensor, int]
     shape_only: frozenset[Node]
+    fixed: frozenset[Node] = frozenset()
 
 
 def assign_stages(analysis: Analysis, cuts: Sequence[Sequence[Tensor]]) -> Stages:
@@ -272,6 +275,23 @@ def crossings(analysis: Analysis, stages: Stages) -> list[tuple[Tensor, int, int
             if source in stages.of and source not in stages.shape_only and stages.of[source] != stages.of[node]:
                 found[tensor, stages.of[source], stages.of[node]] = None
     return list(found)
+
+
+def in_slots(analysis: Analysis, parts: Parts, stages: Stages) -> list[Node]:
+    """What the slots of a schedule bring into an order, in one in which it can run.
+
+    What gradients depend on of what runs for each micro-batch, but for sizes, constants and variables; and what ends a
+    swap, on which nothing depends.
+    """
+    needed: set[Node] = set()
+    stack = [t.node for t in parts.gradients] + [node for node in analysis.graph.keep if node in stages.fixed]
+    while stack:
+        node = stack.pop()
+        if node not in needed and node in parts.repeated:
+            needed.add(node)
+            stack.extend(t.node for t in node.inputs)
+    order = (node for node in analysis.order if node in needed and node in stages.of)
+    return [node for node in order if node not in stages.shape_only and not handles(node)]
 
 
 @dataclasses.dataclass(frozen=True)

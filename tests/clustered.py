@@ -48,10 +48,25 @@ def equal(devices):
         error = largest_error(run(model, rewritten, batches()), want)
         say(f"rewrite {schedule}", {"error": error, "devices": sorted(used)})
     say("disk", refusal(lambda: tflms_sft.rewrite(step, tflms_sft.LMSParams(tier="disk", min_bytes=1), *batches(1)[0])))
+    swaps = [tflms_sft.LMSParams(tier="disk", min_bytes=1), tflms_sft.PipelineParams(cuts, "gpipe", 2, devices)]
+    say("disk in stages", refusal(lambda: tflms_sft.rewrite(step, swaps, *batches(1)[0])))
+    say("tiles in stages", tiled(devices))
     say("measure", refusal(lambda: tflms_sft.measure(rewritten, *batches(1)[0])))
     say("twice", refusal(lambda: tflms_sft.connect(["127.0.0.1:1"])))
     numbers = "1f1b", 4, devices
     say("fit", largest_error(fitted(devices, [tflms_sft.Pipeline(cuts, *numbers)]), fitted(["CPU:0"] * 4, [])))
+
+
+def tiled(devices):
+    """Loops on four machines: how far off, and where they are."""
+    model = compiled(net(devices, skip=True, deep=True), "adam")
+    step = train_step(model)
+    params = [tflms_sft.SFTParams((2, 2)), tflms_sft.PipelineParams(CUTS, "1f1b", 2, devices)]
+    rewritten = tflms_sft.rewrite(step, params, *batches(1)[0])
+    loops = {op.device for op in rewritten.concrete_function.graph.get_operations() if "While" in op.type}
+    here = compiled(net(["CPU:0"] * 4, skip=True, deep=True), "adam")
+    want = run(here, train_step(here), batches(2))
+    return {"error": largest_error(run(model, rewritten, batches(2)), want), "devices": len(loops)}
 
 
 def fitted(devices, callbacks, epochs=EPOCHS):

@@ -5,6 +5,7 @@ Run as a program it prints what needs several devices, for `test_pipeline.py`.
 
 import os
 import re
+import sys
 
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # As in conftest.py: a process of its own does not read that.
 
@@ -21,13 +22,15 @@ BATCH = 8
 SCHEDULES = [("basic", 1), ("basic", 4), ("gpipe", 4), ("1f1b", 4), ("mast", 4), ("master", 4)]
 
 
-def net(devices, skip=False, norm=False, size=8):
-    """Four stages; a connection may skip from the first to the last."""
+def net(devices, skip=False, norm=False, size=8, deep=False):
+    """Four stages; a connection may skip from the first to the last. Deep ones have something to recompute."""
     keras.utils.set_random_seed(1)
     image = x = keras.Input((size, size, 3))
     kept = None
     for number in range(4):
         with tf.device(devices[number]):
+            if deep:
+                x = layers.Conv2D(6, 3, padding="same", activation="relu", name=f"inner{number}")(x)
             x = layers.Conv2D(4, 3, padding="same", name=f"conv{number}")(x)
             if norm:
                 x = layers.BatchNormalization(name=f"norm{number}")(x)
@@ -231,10 +234,163 @@ def placements():
     say("placement", result)
 
 
+# Tiles and swaps inside of stages -------------------------------------------------------------------------------
+
+
+def tiles(number=2):
+    import tflms_sft
+
+    return tflms_sft.SFTParams((number, number))
+
+
+def insides():
+    """What is done inside of stages, by name: each is a list for `rewrite`, without the pipeline."""
+    from tflms_sft import LMSParams, SFTParams
+
+    swaps = LMSParams(tier="disk", min_bytes=1)
+    return {
+        "tiles": [tiles()],
+        "rows": [SFTParams((3, 1), halo="carry")],
+        "swaps": [swaps],
+        "host": [LMSParams(tier="host", min_bytes=1)],
+        "both": [tiles(), swaps],
+    }
+
+
+INSIDE = [("deep skip", "tiles", *one) for one in [("basic", 1), ("gpipe", 2), ("1f1b", 2), ("mast", 2), ("master", 2)]]
+INSIDE += [("deep", "both", "1f1b", 4), ("deep skip", "rows", "gpipe", 2), ("deep skip", "host", "basic", 2)]
+INSIDE += [("norm", "both", "gpipe", 1)]
+LONG_INSIDE = [(kind, what, *one) for kind in ("deep", "deep skip") for what in ("tiles", "both") for one in SCHEDULES]
+LONG_INSIDE += [("deep skip", what, *one) for what in ("rows", "swaps", "host") for one in SCHEDULES[2:]]
+
+
+def inside(cases):
+    """Stages with tile loops and swaps in them: the numbers, and where loops run."""
+    import tflms_sft
+    from tflms_sft import PipelineParams
+
+    models = {}
+    for kind, what, name, count in cases:
+        if kind not in models:
+            made = net([f"CPU:{number}" for number in range(4)], "skip" in kind, kind == "norm", deep=True)
+            # Before BatchNorm a bias has no gradient but rounding, of which Adam makes steps.
+            step = train_step(compiled(made, "momentum" if kind == "norm" else "adam"))
+            models[kind] = made, step, run(made, step, batches(3))
+        model, step, want = models[kind]
+        params = [*insides()[what], PipelineParams(CUTS, name, count)]
+        rewritten = tflms_sft.rewrite(step, params, *batches(1)[0])
+        error = largest_error(run(model, rewritten, batches(3)), want)
+        say(f"{kind} {what} {name} {count}", {"error": error} | where_loops_run(rewritten, name, count))
+
+
+def where_loops_run(rewritten, name, count):
+    """Operations in the bodies of loops, and those of them that ran elsewhere than in their stage."""
+    from rewriters import _tf_private
+    from rewriters.schedules import Pass, Slot, make
+
+    plan, schedule = rewritten.plan, make(name, 4, count)
+    stage_of = {segment: stage.number for stage in plan.pipeline.stages for segment in stage.segments}
+    inner, strayed = None, []
+    if stage_of and name in ("1f1b", "mast"):  # A recorded run takes as long as all the rest.
+        inner = 0
+        stats = _tf_private.step_stats(rewritten.concrete_function, [tf.constant(a) for a in batches(1)[0]])
+        for place, node in ((d.device, n.node_name) for d in stats.dev_stats for n in d.node_stats):
+            found = re.match(r"(?:micro_(\d+)/)?sft/(segment\d+)/\w+/while.*/(Conv2D|Conv2DBackprop|Tanh|Relu)", node)
+            if found:
+                inner += 1
+                slot = Slot(Pass.FORWARD, int(found[1] or 0), stage_of[found[2]])
+                if not place.endswith(f"CPU:{schedule.device_of(slot)}"):
+                    strayed.append([node, place])
+    waiting = [stage.waiting_bytes for stage in plan.pipeline.stages]
+    return {
+        "segments": {segment.name: list(segment.num_tiles) for segment in plan.segments},
+        "stages": sorted(stage_of.values()),
+        "swaps": len(plan.swaps),
+        "inner": inner,
+        "strayed": strayed,
+        "waiting": waiting,
+    }
+
+
+def replicas_inside():
+    """Two pipelines beside each other, tiled and swapped."""
+    import tflms_sft
+    from tflms_sft import PipelineParams
+
+    model = compiled(net([f"CPU:{number}" for number in range(4)], skip=True, deep=True), "adam")
+    step = hand_step(model)
+    params = [*insides()["both"], PipelineParams(CUTS, "1f1b", 2, data_replicas=2)]
+    rewritten = tflms_sft.rewrite(step, params, *batches(1)[0])
+    loops = {op.device for op in rewritten.concrete_function.graph.get_operations() if "While" in op.type}
+    error_of = largest_error(run(model, rewritten, batches(2)), run(model, step, batches(2)))
+    say("hybrid", {"error": error_of, "devices": len(loops)})
+
+
+def fitted_inside():
+    """Under `fit`, with a batch that is open and a validation that runs plain."""
+    import tflms_sft
+
+    def trained(callbacks):
+        model = compiled(net([f"CPU:{number}" for number in range(4)], skip=True, deep=True), "adam")
+        x, y = (np.concatenate(parts)[:20] for parts in zip(*batches(3), strict=True))
+        options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
+        told = model.fit(x, y, validation_data=(x[:4], y[:4]), callbacks=callbacks, **options).history
+        values = [told[key] for key in sorted(told)]
+        return [np.array(v) for v in [*values, *model.variables, *model.optimizer.variables]]
+
+    swaps = tflms_sft.LMSParams(tier="disk", min_bytes=1)
+    callback = tflms_sft.Pipeline(CUTS, "1f1b", 4, tiles=tiles(), swaps=swaps, verbose=0)
+    result = {"error": largest_error(trained([callback]), trained([]))}
+    say("fit", result | {"segments": len(callback.plan.segments), "swaps": len(callback.plan.swaps)})
+
+
+def recorded_bytes():
+    """What each device holds at most by its allocation records, plain and with tiles; and as predicted."""
+    import tflms_sft
+    from tflms_sft import PipelineParams
+
+    devices = [f"CPU:{number}" for number in range(2)]
+    image = x = keras.Input((64, 64, 8))
+    for number, device in enumerate(devices):
+        with tf.device(device):
+            x = layers.Dense(8, name=f"mix{number}")(x)
+            for again in range(6):
+                x = layers.Activation("tanh")(layers.AveragePooling2D(3, 1, "same", name=f"pool{number}{again}")(x))
+            x = layers.Activation("relu", name=f"end{number}")(x)
+    with tf.device(devices[1]):
+        x = layers.Dense(3)(layers.GlobalAveragePooling2D()(x))
+    model = keras.Model(image, x)
+    step = train_step(compiled_as_it_is(model))
+    data = np.ones((4, 64, 64, 8)), np.arange(4) % 3
+    pipeline = PipelineParams(["end0"], "gpipe", 2)
+    told = {}
+    for name, params in {"plain": pipeline, "tiled": [tiles(4), pipeline]}.items():
+        rewritten = tflms_sft.rewrite(step, params, *data)
+        runs = [tflms_sft.measure(rewritten, *data, timelines=True).timelines for _ in range(3)]
+        peaks = {line.device: max(run[place].peak_bytes for run in runs) for place, line in enumerate(runs[0])}
+        told[name] = {"measured": peaks, "predicted": rewritten.plan.pipeline.peak_bytes}
+    say("bytes", told)
+
+
+def compiled_as_it_is(model):
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
 def main():
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 8)
     keras.config.set_floatx("float64")
+    if sys.argv[1:] == ["inside"]:
+        inside(INSIDE)
+        replicas_inside()
+        fitted_inside()
+        recorded_bytes()
+        return
+    if sys.argv[1:] == ["inside", "long"]:
+        inside(LONG_INSIDE)
+        return
     compare("sequential", "momentum")
     compare("skip", "adam")
     replicas()

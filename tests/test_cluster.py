@@ -177,6 +177,9 @@ def test_fit_on_four_machines_is_the_same(found):
 def test_what_does_not_work_on_other_machines_is_refused(found):
     kind, text = found["disk"]
     assert kind == "SwapError" and "The step is also on other machines, /job:worker/replica:0/task:0" in text
+    kind, text = found["disk in stages"]
+    assert kind == "SwapError" and "The step is also on other machines, /job:worker/replica:0/task:0" in text
+    assert found["tiles in stages"]["error"] < 1e-10 and found["tiles in stages"]["devices"] == 4
     kind, text = found["measure"]
     assert kind == "RewriteError" and "only what this one allocates can be measured" in text
     kind, text = found["twice"]

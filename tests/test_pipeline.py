@@ -233,7 +233,7 @@ def test_a_pipeline_of_fewer_micro_batches_waits_for_less():
     data = batches(1)[0]
     plans = [tflms_sft.rewrite(step, PipelineParams(CUTS, name, 8, HERE), *data).plan for name in ("gpipe", "1f1b")]
     gpipe, less = (plan.pipeline.peak_bytes for plan in plans)
-    assert less[0] < gpipe[0] and less[3] < 0.6 * gpipe[3]
+    assert less[0] < gpipe[0] and less[3] < 0.65 * gpipe[3]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, "auto"])
@@ -364,11 +364,6 @@ def test_batch_norm_under_fit():
         fitted([Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)], norm=True)
     callback = Pipeline(CUTS, "gpipe", 1, HERE, verbose=0)
     assert largest_error(fitted([callback], norm=True), fitted([], norm=True)) < TOLERANCE
-
-
-def test_a_pipeline_goes_alone():
-    with pytest.raises(ValueError, match="stages that are tiled or swap as well are not there yet"):
-        tflms_sft.rewrite(lambda: None, [PipelineParams(2), tflms_sft.LMSParams()])
 
 
 @pytest.mark.parametrize("cuts", [2, 3, ["stage1"]])

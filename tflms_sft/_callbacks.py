@@ -414,6 +414,9 @@ class Pipeline(_Rewriting):
         batch_norm: `"refuse"`, the default, or `"micro"`: layers that join samples of a batch work on micro-batches.
         placement: `"check"`, the default: variables must lie on the device of their stage. `"copy"`: stages read them
             from where they are.
+        tiles: `SFTParams` by which stages run tile by tile. Defaults to `None`.
+        swaps: `LMSParams` by which tensors leave the devices between their stages' forward and backward phase. Defaults
+            to `None`.
         verbose: 0 prints nothing, 1 one line at the start, and one while a plan is made if that takes long. Defaults
             to 1.
         log_dir: Directory for TensorBoard. Defaults to `None`: that of a `keras.callbacks.TensorBoard` in the same
@@ -448,13 +451,19 @@ class Pipeline(_Rewriting):
         loss_reduction: str = "mean",
         batch_norm: str = "refuse",
         placement: str = "check",
+        tiles: SFTParams | None = None,
+        swaps: LMSParams | None = None,
         verbose: int = 1,
         log_dir: Any = None,
     ) -> None:
+        if not isinstance(tiles, SFTParams | None):
+            raise TypeError(f"`tiles` must be `SFTParams(...)` or None. Received: tiles={tiles!r}.")
+        if not isinstance(swaps, LMSParams | None):
+            raise TypeError(f"`swaps` must be `LMSParams(...)` or None. Received: swaps={swaps!r}.")
         params = PipelineParams(
             stages, schedule, micro_batches, devices, data_replicas, loss_reduction, batch_norm, placement
         )
-        super().__init__(params, None, verbose, log_dir)
+        super().__init__([item for item in (tiles, swaps, params) if item is not None], None, verbose, log_dir)
         self._saves: Saves | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -251,7 +251,7 @@ def finish(
         segments=tuple(described(traced.costs, *pair, names) for pair in zip(plans, parts, strict=True)),
         rest_waiting_bytes=rest.waiting_bytes,
         rest_time_share=rest.time_share,
-        left_alone=_reasons(traced, left),
+        left_alone=reasons(traced, left),
         original=original,
         predicted=predicted,
         memory_budget=budget,
@@ -311,7 +311,7 @@ def _progress(
     return tuple(round(done / traced.seconds, 6) for done in begins)
 
 
-def _reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str], ...]:
+def reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str], ...]:
     """(what, why), each layer once with its first reason."""
     reasons: dict[str, str] = {}
     for item in left:
@@ -327,4 +327,4 @@ def _layer_name(traced: Traced, op: str) -> str:
 
 def unsupported_layers(traced: Traced, left: Sequence[LeftAlone]) -> list[str]:
     """Layers that this version cannot tile, by name."""
-    return [name for name, _ in _reasons(traced, left)]
+    return [name for name, _ in reasons(traced, left)]

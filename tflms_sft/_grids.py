@@ -31,12 +31,6 @@ def fewest_rows(analysis: Analysis, tensors: Sequence[Tensor]) -> tuple[int, ...
     return tuple(min(rows) for rows in zip(*_extents(analysis, tensors), strict=True))
 
 
-def clamped(analysis: Analysis, segment: Segment, grid: Grid) -> Grid:
-    """A grid with no more tiles than the segment's exits have rows."""
-    most = most_tiles(analysis, segment)
-    return Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, most, strict=True)))
-
-
 def auto_grids(analysis: Analysis, segment: Segment, batch: int, rows_only: bool = False) -> list[Grid]:
     """Grids to try, from one tile up, each with more tiles than the one before.
 

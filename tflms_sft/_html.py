@@ -103,7 +103,7 @@ def _pipeline_page(
         "<h2>Devices over a step</h2>",
         _picture(plan, before, after),
         "<h2>Stages</h2>",
-        f"<pre>{_text(chr(10).join(pipeline.lines()))}</pre>",
+        f"<pre>{_text(chr(10).join([*pipeline.lines(), *_summary.inside_stages(plan)]))}</pre>",
         *_section("Notes", plan.notes),
         f"<footer><p>tflms-sft {_text(__version__)}</p></footer>",
     ]

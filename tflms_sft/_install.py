@@ -34,7 +34,6 @@ from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._models import check_model
 from tflms_sft._names import recorded_layers
 from tflms_sft._pipeline import pipelined
-from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._plan import Measurement, Plan
 from tflms_sft._progress import Stopwatch, told_if_slow
 from tflms_sft._replicas import Replicas, RunInstead, joins, number_of
@@ -403,7 +402,7 @@ class Installation:
     def _rewritten(self, specs: Any) -> Importer:
         original = self._original
         if self._params.pipeline is not None:
-            return self._pipelined(specs, self._params.pipeline)
+            return self._pipelined(specs)
         with recorded_layers() as record:
             traced = tf.function(lambda data: original(data), autograph=False).get_concrete_function(specs)
         record.finish(traced.graph)
@@ -424,11 +423,11 @@ class Installation:
             self._on_plan(plan)
         return importer
 
-    def _pipelined(self, specs: Any, params: PipelineParams) -> Importer:
+    def _pipelined(self, specs: Any) -> Importer:
         original, known = self._original, self._images
         function = tf.function(lambda data: original(data), autograph=False)
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as watch:
-            traced, importer, plan = pipelined(function, params, (specs,), {}, known[0] if known else None)
+            traced, importer, plan = pipelined(function, self._params, (specs,), {}, known[0] if known else None)
         if self.plan is None:
             self.plan, self.planning = plan, watch
             self._variables = _tf_private.variable_sizes(traced)

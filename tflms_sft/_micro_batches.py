@@ -115,11 +115,11 @@ class BatchSizes:
     Two traces of one function name what they make alike, so that sizes can be compared.
     """
 
-    def __init__(self, traces: Traces, analysis: Analysis) -> None:
+    def __init__(self, traces: Traces, analysis: Analysis, for_tiles: bool = False) -> None:
         self._whole: dict[str, Node] = {}
         self._evaluate = self._evaluate_whole = analysis.evaluate
         if traces.micro is not traces.whole:
-            graph = read(traces.whole, for_tiles=False)
+            graph = read(traces.whole, for_tiles)
             self._whole = graph.nodes
             self._evaluate_whole = Evaluator(graph)
         self._outputs: dict[Tensor, Any] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -12,30 +12,40 @@ from rewriters.analysis import Analysis
 from rewriters.build import Importer
 from rewriters.cloning import Request
 from rewriters.errors import PipelineError
+from rewriters.ft import LeftAlone
 from rewriters.graph import Tensor
 from rewriters.micro import Parts, split_step
 from rewriters.schedules import Schedule
+from rewriters.sft import SegmentPlan
+from rewriters.staged import Staged, with_tiles
 from rewriters.stages import Stages, assign_stages
 from tflms_sft import _devices
 from tflms_sft._compile import Traced, analyse
 from tflms_sft._cuts import choose_cuts, named_cuts
 from tflms_sft._micro_batches import BatchSizes, Traces, judged, trace
+from tflms_sft._names import display_names
+from tflms_sft._params import SFTParams
 from tflms_sft._pipeline_params import PipelineParams
-from tflms_sft._pipeline_report import Planned, plan_of
+from tflms_sft._pipeline_report import Inside, Planned, plan_of
 from tflms_sft._plan import Plan
+from tflms_sft._swap import swap_in_stages
 from tflms_sft._text import shortened
+from tflms_sft._tiling import Staging, plan_sft
+
+if TYPE_CHECKING:
+    from tflms_sft._rewrite import Chosen
 
 _MOST_NAMES = 4
 
 
 def pipelined(
-    step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int | None = None
+    step: Any, chosen: Chosen, args: Any, kwargs: Any, batch: int | None = None
 ) -> tuple[Any, Importer, Plan]:
     """Rewrite a step.
 
     Args:
         step: As for `rewrite`.
-        params: What to do.
+        chosen: The pipeline, and what to do inside of its stages.
         args: Example arguments.
         kwargs: The same by keyword.
         batch: Samples of a batch, where the arguments leave it open.
@@ -43,32 +53,71 @@ def pipelined(
     Returns:
         The step as a concrete function, what imports the pipeline, and the plan.
     """
-    traces = trace(step, params, args, kwargs)
+    assert chosen.pipeline is not None
+    traces = trace(step, chosen.pipeline, args, kwargs)
     traces.batch = traces.batch or batch
-    return traces.whole, *_built(traces, params)
+    return traces.whole, *_built(traces, chosen, chosen.pipeline)
 
 
-def _built(traces: Traces, params: PipelineParams) -> tuple[Importer, Plan]:
+def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Importer, Plan]:
     samples = max(traces.batch // params.total_micro_batches, 1) if traces.batch else None
-    traced = analyse(traces.micro, traces.record, samples, for_tiles=False)
+    for_tiles = chosen.tiles is not None
+    traced = analyse(traces.micro, traces.record, samples, for_tiles)
     analysis = traced.analysis
-    sizes = BatchSizes(traces, analysis)
+    analysis.require_backward()
+    sizes = BatchSizes(traces, analysis, for_tiles)
     parts = split_step(analysis, traces.batched, traces.hints)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
     notes, is_mean = judged(traces, params)
     devices = _devices.chosen(params, stages.count)
     schedule = params.made(stages.count)
-    where = _variable_devices(traces.micro, analysis)
     if params.placement == "check":
+        where = _variable_devices(traces.micro, analysis)
         _check_placement(traces.micro, analysis, parts, stages, schedule, devices, where)
-    request = Request(params.total_micro_batches, traces.batched, is_mean, sizes.has_axis, sizes.counterpart)
-    built = pipeline.pipeline(analysis, parts, stages, request, schedule, pipeline.Devices(devices, where))
+    inside = Inside(Staged(analysis, parts, stages, traces.batched))
+    if chosen.tiles is not None or chosen.swaps is not None:
+        inside = _inside_of_stages(traced, inside.staged, chosen, cuts, devices, schedule)
+    staged = inside.staged
+    request = Request(
+        params.total_micro_batches,
+        traces.batched,
+        lambda tensor: is_mean(staged.traced(tensor)),
+        lambda tensor: sizes.has_axis(staged.traced(tensor)),
+        sizes.counterpart,
+    )
+    places = pipeline.Devices(devices, _variable_devices(traces.micro, staged.analysis))
+    built = pipeline.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)
     if params.total_micro_batches > 1:
         built.graph.divided.update(dict.fromkeys(traces.batched, params.total_micro_batches))
-    plan = plan_of(Planned(traces, traced, parts, stages, cuts, schedule, devices, built))
+    plan = plan_of(Planned(traces, traced, inside, cuts, schedule, devices, built))
     plan.notes += notes
-    return Importer(built.graph, traces.micro), plan
+    return Importer(built.graph, traces.micro, inside.tier), plan
+
+
+def _inside_of_stages(
+    traced: Traced,
+    staged: Staged,
+    chosen: Chosen,
+    cuts: Sequence[Sequence[Tensor]],
+    devices: Sequence[str],
+    schedule: Schedule,
+) -> Inside:
+    """Tile loops in the step of a micro-batch, and swaps of what is left between them."""
+    for node in traced.analysis.graph.nodes.values():
+        node.device = ""  # Stages have devices, and what the step was traced with would stay in the bodies of loops.
+    plans: list[SegmentPlan] = []
+    left: list[LeftAlone] = []
+    if chosen.tiles is not None:
+        assert isinstance(chosen.tiles, SFTParams)
+        names = display_names(traced.analysis.graph, traced.record)
+        shown = [", ".join(names.get(t, t.name) for t in cut) for cut in cuts]
+        plans, left = plan_sft(traced, chosen.tiles, Staging(staged.stages, shown))
+        staged = with_tiles(staged, plans) if plans else staged
+    tier = None
+    if chosen.swaps is not None:
+        staged, tier = swap_in_stages(traced, staged, chosen.swaps, devices, schedule.micro_batches)
+    return Inside(staged, plans, left, tier, chosen.swaps)
 
 
 def _cuts(traced: Traced, params: PipelineParams) -> list[list[Tensor]]:

@@ -29,6 +29,7 @@ class PlannedStage:
         backward_seconds: The same.
         transfer_bytes: What is sent on to later stages, for one micro-batch.
         transfer_seconds: Predicted time of that.
+        segments: Names of the segments of it that run tile by tile.
     """
 
     number: int
@@ -43,6 +44,7 @@ class PlannedStage:
     backward_seconds: float
     transfer_bytes: int
     transfer_seconds: float
+    segments: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +100,8 @@ class PlannedPipeline:
 
     def lines(self) -> list[str]:
         """The table of the stages, and what a reader should know of them."""
-        headings = ("stage", "device", "ends with", "weights", "waits", "forward", "backward")
-        rows = [
+        headings: tuple[str, ...] = ("stage", "device", "ends with", "weights", "waits", "forward", "backward")
+        rows: list[tuple[str, ...]] = [
             (
                 str(stage.number),
                 ", ".join(stage.devices),
@@ -111,6 +113,9 @@ class PlannedPipeline:
             )
             for stage in self.stages
         ]
+        if any(stage.segments for stage in self.stages):
+            headings = (*headings, "tiled")
+            rows = [(*row, ", ".join(own.segments) or "-") for row, own in zip(rows, self.stages, strict=True)]
         found = table([headings, *rows], (3, 4, 5, 6))
         found += [f"  {line}" for line in self.chart.splitlines()]
         for name, size in zip(self.devices, self.peak_bytes, strict=True):

@@ -3,26 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rewriters import _tf_private
-from rewriters.graph import Node, Tensor
-from rewriters.memory import most_alive
-from rewriters.micro import Parts
+from rewriters.analysis import Analysis
+from rewriters.ft import LeftAlone
+from rewriters.graph import LOOPS, Node, Tensor
+from rewriters.lms import Swap
+from rewriters.memory import most_alive, together
 from rewriters.pipeline import Pipelined, home
 from rewriters.schedules import Pass, Schedule
 from rewriters.scratch import op_scratch
+from rewriters.sft import SegmentPlan, loop_nodes
 from rewriters.simulator import draw, simulate
-from rewriters.stages import Stages, crossings
+from rewriters.staged import Staged
+from rewriters.stages import Stages, crossings, in_slots
+from rewriters.tiers import DiskTier, HostTier
+from rewriters.turns import phase_scratch
+from tflms_sft import _swap
 from tflms_sft._calibration import kept_rates
-from tflms_sft._compile import Traced, analyse, predict, prediction
+from tflms_sft._compile import Traced, analyse, predict, prediction, reasons
+from tflms_sft._described import described, shares
+from tflms_sft._lms_params import LMSParams
 from tflms_sft._names import display_names
 from tflms_sft._pipeline_plan import PlannedPipeline, PlannedStage
-from tflms_sft._plan import Plan, Prediction
+from tflms_sft._plan import Plan, PlannedSwap, Prediction
 
 if TYPE_CHECKING:
     from tflms_sft._micro_batches import Traces
+
+
+WITH_THE_SLOT = "the slot before"
+"""After what a swap-in starts that nothing in its own slot holds back."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """What is done inside of stages.
+
+    Attributes:
+        staged: The step of a micro-batch after it.
+        plans: Segments that run tile by tile.
+        left: What is not tiled.
+        tier: Where tensors are swapped to, if any are.
+        swaps: What was asked for then.
+    """
+
+    staged: Staged
+    plans: Sequence[SegmentPlan] = ()
+    left: Sequence[LeftAlone] = ()
+    tier: HostTier | DiskTier | None = None
+    swaps: LMSParams | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +64,8 @@ class Planned:
 
     Attributes:
         traces: The step.
-        traced: Its analysis, for one micro-batch.
-        parts: Its parts.
-        stages: Its stages.
+        traced: Its analysis, for one micro-batch, before anything is done inside of stages.
+        inside: What is.
         cuts: What stages end with.
         schedule: What devices run.
         devices: Their names.
@@ -42,12 +74,36 @@ class Planned:
 
     traces: Traces
     traced: Traced
-    parts: Parts
-    stages: Stages
+    inside: Inside
     cuts: Sequence[Sequence[Tensor]]
     schedule: Schedule
     devices: Sequence[str]
     built: Pipelined
+
+    @property
+    def staged(self) -> Staged:
+        """The step that the pipeline was made from."""
+        return self.inside.staged
+
+    @property
+    def stages(self) -> Stages:
+        """Its stages."""
+        return self.staged.stages
+
+    @property
+    def analysis(self) -> Analysis:
+        """Its analysis, with loops and swaps."""
+        return self.staged.analysis
+
+    @functools.cached_property
+    def crossings(self) -> list[tuple[Tensor, int, int]]:
+        """What goes from stage to stage; what is swapped goes by way of the tier, under a number."""
+        return [found for found in crossings(self.analysis, self.stages) if found[0].node not in self.staged.outs]
+
+    @functools.cached_property
+    def names(self) -> Mapping[Tensor, str]:
+        """Layers of its tensors."""
+        return display_names(self.analysis.graph, self.traced.record)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,24 +123,51 @@ class _Stage:
     """Operations of a stage for one micro-batch, in order."""
 
     def __init__(self, planned: Planned, number: int) -> None:
-        analysis, parts = planned.traced.analysis, planned.parts
+        analysis, parts, outs = planned.analysis, planned.staged.parts, planned.staged.outs
         own = [n for n in analysis.order if n in parts.repeated and planned.stages.of.get(n) == number]
+        self.planned = planned
         self.batch = planned.traced.batch
         self.readers = analysis.readers
+        self.phases = planned.staged.phases
         self.forward = [n for n in own if n not in analysis.backward]
         self.backward = [n for n in own if n in analysis.backward]
-        made = {n for n in parts.repeated if n not in analysis.backward}
+        made = {n for n in parts.repeated if n not in analysis.backward and n not in outs}
         # What a later stage's backward phase sends is there only while it is read.
         read = dict.fromkeys(t for node in self.backward for t in node.inputs if t.node in made)
         self.waiting_bytes = sum(t.num_bytes(self.batch) for t in read)
 
     def working(self, nodes: Sequence[Node]) -> int:
         """The most that is alive of what some of its operations make."""
-        inside = set(nodes)
+        inside, away = set(nodes), self.planned.staged.outs
         made = (node.out(index) for node in nodes for index in range(len(node.outputs)))
         outside = [t for t in made if any(reader not in inside for reader, _ in self.readers.get(t, ()))]
-        scratch = {node: (op_scratch(node, self.batch),) for node in nodes}
-        return most_alive(nodes, self.batch, outside, scratch)
+        here = [node for node in nodes if node not in away]
+        return most_alive(here, self.batch, outside, together({node: self._own_bytes(node) for node in here}, here))
+
+    def _own_bytes(self, node: Node) -> int:
+        """What an operation takes only while it runs: of a loop, a turn."""
+        if node in self.phases:
+            return phase_scratch(self.phases[node], self.batch) if node.op in LOOPS else 0
+        return op_scratch(node, self.batch)
+
+    def seconds(self, nodes: Sequence[Node]) -> float:
+        """Predicted time of some of its operations, swaps beside them."""
+        planned, costs = self.planned, self.planned.traced.costs
+        known = planned.traced.analysis.graph.nodes
+        found = costs.step([known[node.name] for node in nodes if node.name in known])
+        found += sum(costs.phase(self.phases[node]) for node in nodes if node in self.phases and node.op in LOOPS)
+        if planned.inside.swaps is None:
+            return found
+        inside = {node.name for node in nodes}
+        out = sum(node.inputs[0].num_bytes(self.batch) for node in nodes if node in planned.staged.outs)
+        back = sum(
+            swap.tensor.num_bytes(self.batch)
+            for swap in planned.staged.swaps
+            for way in swap.swap_ins
+            if any(reader.name in inside for reader in way.readers)
+        )
+        to_disk = isinstance(planned.inside.tier, DiskTier) and not planned.inside.swaps.page_cache
+        return planned.traced.rates.swapped(found, out, back, to_disk)
 
 
 def plan_of(planned: Planned) -> Plan:
@@ -96,18 +179,18 @@ def plan_of(planned: Planned) -> Plan:
     traced.go_by(kept_rates())
     stages = [_Stage(planned, number) for number in range(planned.stages.count)]
     held = _held(planned)
-    described = tuple(_described(planned, number, stage, held[number]) for number, stage in enumerate(stages))
+    told = tuple(_described(planned, number, stage, held[number]) for number, stage in enumerate(stages))
     simulation = simulate(
         schedule,
-        [stage.forward_seconds for stage in described],
-        [stage.backward_seconds for stage in described],
-        [stage.transfer_seconds for stage in described[:-1]],
+        [stage.forward_seconds for stage in told],
+        [stage.backward_seconds for stage in told],
+        [stage.transfer_seconds for stage in told[:-1]],
     )
     pipeline = PlannedPipeline(
         schedule=schedule.name,
         micro_batches=schedule.micro_batches,
         data_replicas=schedule.data_replicas,
-        stages=described,
+        stages=told,
         devices=tuple(planned.devices),
         slots=tuple(tuple(f"{s.kind.value}{s.micro_batch}.{s.stage}" for s in own) for own in schedule.devices),
         peak_bytes=_peaks(schedule, held, stages),
@@ -122,39 +205,81 @@ def plan_of(planned: Planned) -> Plan:
     fixed = max(own.weights + own.beside for own in held)
     ratio = simulation.seconds / whole.seconds
     after = Prediction(max(pipeline.peak_bytes), fixed, ratio, (), seconds=simulation.seconds)
-    return Plan(
+    plans = planned.inside.plans
+    *parts, rest = shares(traced.costs, plans, traced.seconds)
+    own = display_names(traced.analysis.graph, traced.record)
+    plan = Plan(
         changed=True,
         batch=whole.batch,
         batch_is_fixed=whole.batch_is_fixed,
-        segments=(),
-        left_alone=(),
+        segments=tuple(described(traced.costs, *pair, own) for pair in zip(plans, parts, strict=True)),
+        rest_waiting_bytes=rest.waiting_bytes,
+        rest_time_share=rest.time_share,
+        left_alone=reasons(traced, planned.inside.left),
         original=original,
         predicted=after,
         pipeline=pipeline,
     )
+    return plan if planned.inside.tier is None else _with_swaps(planned, planned.inside.tier, plan)
+
+
+def _with_swaps(planned: Planned, tier: HostTier | DiskTier, plan: Plan) -> Plan:
+    """What it says of swaps, of one micro-batch."""
+    staged, batch = planned.staged, planned.traced.batch
+    by_name = {tensor.name: name for tensor, name in planned.names.items()}
+    names = {s.tensor: by_name[s.tensor.name] for s in staged.swaps if s.tensor.name in by_name}
+    told = _swap.described(staged.swaps, batch, names)
+    slotted = set(in_slots(staged.analysis, staged.parts, staged.stages))
+    return dataclasses.replace(
+        plan,
+        swaps=tuple(_in_stages(planned, slotted, swap, one) for swap, one in zip(staged.swaps, told, strict=True)),
+        swap_tier="host" if isinstance(tier, HostTier) else "disk",
+        not_swapped=tuple(staged.left),
+        notes=_swap.notes(tier),
+    )
+
+
+def _in_stages(planned: Planned, slotted: Container[Node], swap: Swap, told: PlannedSwap) -> PlannedSwap:
+    """A swap-in that another stage would trigger begins with the slot of its readers."""
+    nodes, of = planned.analysis.graph.nodes, planned.stages.of
+    controls = []
+    for way, name in zip(swap.swap_ins, told.controls, strict=True):
+        control, stages = nodes[way.control.name], {of.get(nodes[reader.name]) for reader in way.readers}
+        controls.append(name if control in slotted and {of[control]} == stages else WITH_THE_SLOT)
+    return dataclasses.replace(told, controls=tuple(controls))
 
 
 def _described(planned: Planned, number: int, stage: _Stage, held: _Held) -> PlannedStage:
-    traced, cuts = planned.traced, planned.cuts
-    analysis, batch = traced.analysis, traced.batch
-    names = display_names(analysis.graph, traced.record)
-    forward = [(t, a, b) for t, a, b in crossings(analysis, planned.stages) if t.node not in analysis.backward]
+    traced, cuts, names = planned.traced, planned.cuts, planned.names
+    analysis, batch = planned.analysis, traced.batch
+    own = display_names(traced.analysis.graph, traced.record)
+    forward = [(t, a, b) for t, a, b in planned.crossings if t.node not in analysis.backward]
     sent = sum(t.num_bytes(batch) for t in {t for t, source, _ in forward if source == number})
     come = dict.fromkeys(names.get(t, t.name) for t, source, target in forward if source < number == target)
     return PlannedStage(
         number=number,
         devices=tuple(planned.devices[index] for index in _devices_of(planned.schedule, number)),
         entries=tuple(come),
-        exit=", ".join(names.get(t, t.name) for t in cuts[number]) if number < len(cuts) else "",
+        exit=", ".join(own.get(t, t.name) for t in cuts[number]) if number < len(cuts) else "",
         forward_ops=len(stage.forward),
         backward_ops=len(stage.backward),
         weight_bytes=held.weights + held.beside,
         waiting_bytes=stage.waiting_bytes,
-        forward_seconds=traced.costs.step(stage.forward),
-        backward_seconds=traced.costs.step(stage.backward),
+        forward_seconds=stage.seconds(stage.forward),
+        backward_seconds=stage.seconds(stage.backward),
         transfer_bytes=sent,
         transfer_seconds=sent / traced.rates.copied,
+        segments=_names_in(planned, number),
     )
+
+
+def _names_in(planned: Planned, number: int) -> tuple[str, ...]:
+    """Segments of a stage."""
+    by_name = {node.name: stage for node, stage in planned.stages.of.items()}
+    loops = {
+        segment: by_name[name] for (segment, _), name in loop_nodes(planned.analysis.graph).items() if name in by_name
+    }
+    return tuple(p.segment.name for p in planned.inside.plans if loops.get(p.segment.name) == number)
 
 
 def _devices_of(schedule: Schedule, stage: int) -> list[int]:
@@ -164,9 +289,8 @@ def _devices_of(schedule: Schedule, stage: int) -> list[int]:
 
 
 def _crossing(planned: Planned) -> tuple[tuple[str, int, int, int], ...]:
-    traced = planned.traced
-    names = display_names(traced.analysis.graph, traced.record)
-    found = crossings(traced.analysis, planned.stages)
+    traced, names = planned.traced, planned.names
+    found = planned.crossings
     return tuple((names.get(t, t.name), a, b, t.num_bytes(traced.batch)) for t, a, b in found)
 
 
@@ -176,7 +300,7 @@ def _held(planned: Planned) -> list[_Held]:
     count = len(micro.inputs) - len(micro.captured_inputs)
     own, beside = [0] * stages.count, [0] * stages.count
     sizes = _tf_private.sizes_of_variables(micro)
-    for handle, size in zip(planned.traced.analysis.graph.inputs[count:], sizes, strict=True):
+    for handle, size in zip(planned.analysis.graph.inputs[count:], sizes, strict=True):
         if handle in stages.owner:
             own[stages.owner[handle]] += size
         else:
@@ -208,5 +332,5 @@ def _peaks(schedule: Schedule, held: Sequence[_Held], stages: Sequence[_Stage]) 
 
 def _results(planned: Planned) -> tuple[tuple[str, str], ...]:
     """How each result that micro-batches make was put together."""
-    outputs, combined = planned.traced.analysis.graph.outputs, planned.built.combined
-    return tuple((t.name, combined[t].value) for t in dict.fromkeys(outputs) if t in combined)
+    outputs, combined = planned.analysis.graph.outputs, planned.built.combined
+    return tuple((planned.staged.traced(t).name, combined[t].value) for t in dict.fromkeys(outputs) if t in combined)

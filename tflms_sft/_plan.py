@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from tflms_sft._pipeline_plan import PlannedPipeline
-from tflms_sft._summary import budget_text, grid_text, summary, swap_text
+from tflms_sft._summary import budget_text, segments_text, summary, swap_text
 from tflms_sft._units import format_bytes
 
 
@@ -193,7 +193,9 @@ class Plan:
     def headline(self) -> str:
         """One line: what was done and what is expected."""
         if self.pipeline is not None:
-            return self.pipeline.headline()
+            inside = [segments_text(self)] if self.segments else []
+            inside += [swap_text(self)] if self.swaps else []
+            return ", ".join([self.pipeline.headline(), *inside])
         before, after = format_bytes(self.original.peak_bytes), format_bytes(self.predicted.peak_bytes)
         if not self.changed:
             return f"nothing rewritten, predicted peak {after}" + budget_text(self)
@@ -202,11 +204,9 @@ class Plan:
         peaks = f"predicted peak {after} instead of {before}{more}"
         if not self.segments:
             return f"{swap_text(self)}, {peaks}" + budget_text(self)
-        distinct = list(dict.fromkeys(grid_text(s.backward_num_tiles or s.num_tiles) for s in self.segments))
-        grids = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
         swaps = f", {swap_text(self)}" if self.swaps else ""
         return (
-            f"{len(self.segments)} segment(s) in {grids} tiles{swaps}, {peaks}, "
+            f"{segments_text(self)}{swaps}, {peaks}, "
             f"about {self.predicted.time_ratio:.2f}x the time" + budget_text(self)
         )
 

@@ -204,7 +204,8 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
             no gradients, such as a call of a model, can be tiled too, in forward loops only.
         params: `SFTParams`, `AutoParams` or `LMSParams`, or a list: `SFTParams` and `LMSParams` tile first, then
             swap what is left between the segments; with `AutoParams`, `LMSParams` say what may be swapped. Or
-            `PipelineParams`, alone.
+            `PipelineParams`, alone or in a list with `SFTParams`, `LMSParams` or both, which then work inside of
+            stages; where in the list it is does not matter.
         *example_args: For a `tf.function`: arguments of a step, or `tf.TensorSpec`s of them.
         **example_kwargs: The same by keyword.
 
@@ -225,7 +226,7 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
         from tflms_sft._pipeline import pipelined  # It traces steps with what is here.
 
         with collector_paused():
-            return RewrittenStep(*pipelined(step, chosen.pipeline, example_args, example_kwargs))
+            return RewrittenStep(*pipelined(step, chosen, example_args, example_kwargs))
     concrete_fn, record = traced_once(step, example_args, example_kwargs)
     return compiled(concrete_fn, record, batch_of((example_args, example_kwargs)), chosen)
 
@@ -295,7 +296,7 @@ def rewrite_traced(traced: Traced, chosen: Chosen, advise: bool = True) -> tuple
         plan,
         changed=True,
         predicted=prediction(traced, choice.plans, swapped.graph, names, (peak, ratio)),
-        swaps=described(swapped, traced.batch, display_names(graph, traced.record)),
+        swaps=described(swapped.swaps, traced.batch, display_names(graph, traced.record)),
         swap_tier="host" if isinstance(swapped.tier, HostTier) else "disk",
         not_swapped=tuple(swapped.left),
         notes=(*plan.notes, *notes(swapped.tier)),
@@ -346,7 +347,7 @@ def batch_of(example_args: Any) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What to do with a step, in this order."""
+    """What to do with a step: tiles before swaps, both inside of the stages of a pipeline."""
 
     tiles: SFTParams | AutoParams | None = None
     swaps: LMSParams | None = None
@@ -386,24 +387,25 @@ def chosen_of(params: Any) -> Chosen:
         ValueError: For an order that makes no sense.
     """
     items: Sequence[Any] = params if isinstance(params, (list, tuple)) else [params]
-    pipelines = [item for item in items if isinstance(item, PipelineParams)]
-    if pipelines and len(items) > 1:
-        raise ValueError(
-            "`params` has a pipeline beside other things: stages that are tiled or swap as well are not there yet. "
-            f"Give `PipelineParams` alone. Received: params={params!r}."
-        )
-    if pipelines:
-        return Chosen(pipeline=pipelines[0])
     tiles = [item for item in items if isinstance(item, (SFTParams, AutoParams))]
     swaps = [item for item in items if isinstance(item, LMSParams)]
-    if not items or len(tiles) + len(swaps) < len(items) or len(tiles) > 1 or len(swaps) > 1:
+    pipelines = [item for item in items if isinstance(item, PipelineParams)]
+    known = len(tiles) + len(swaps) + len(pipelines)
+    if not items or known < len(items) or max(len(tiles), len(swaps), len(pipelines)) > 1:
         budgets = [item for item in items if isinstance(item, (str, int))]
         hint = f" For a budget: `AutoParams({budgets[0]!r})`." if budgets else ""
         raise TypeError(
-            "`params` must be `SFTParams(...)`, `AutoParams(...)` or `LMSParams(...)`, or a list of one of the first "
-            f"two and the last, or `PipelineParams(...)`. Received: params={params!r}.{hint}"
+            "`params` must be `SFTParams(...)`, `AutoParams(...)`, `LMSParams(...)` or `PipelineParams(...)`, or a "
+            "list of one of the first two, `LMSParams(...)` and `PipelineParams(...)`, each at most once. "
+            f"Received: params={params!r}.{hint}"
         )
-    if tiles and swaps and items[0] is swaps[0]:
+    if pipelines and tiles and isinstance(tiles[0], AutoParams):
+        raise ValueError(
+            "`params` has a budget and a pipeline: what each device may hold is not searched for yet. Say which tiles "
+            "the stages run in (`SFTParams`), and what they swap (`LMSParams`), until the plan's `peak_bytes` fit. "
+            f"Received: params={params!r}."
+        )
+    if tiles and swaps and items.index(swaps[0]) < items.index(tiles[0]):
         raise ValueError(
             "`params` tiles first and then swaps what is left between the segments; swapped tensors cannot be tiled. "
             f"Give `LMSParams` last. Received: params={params!r}."
@@ -412,4 +414,6 @@ def chosen_of(params: Any) -> Chosen:
         if tiles[0].swap is not True:
             raise ValueError(f"`params` tells twice what may be swapped: leave out `swap=`. Received: {params!r}.")
         return Chosen(dataclasses.replace(tiles[0], swap=swaps[0]))
-    return Chosen(tiles[0] if tiles else None, swaps[0] if swaps else None)
+    return Chosen(
+        tiles[0] if tiles else None, swaps[0] if swaps else None, pipelines[0] if pipelines else None
+    )

@@ -117,24 +117,42 @@ def _grids(segment: PlannedSegment) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def summary(plan: Plan) -> str:
     """The whole report."""
     if plan.pipeline is not None:
-        notes = [f"  {note}" for note in plan.notes]
-        return "\n".join([f"Plan for {batch_text(plan)}: {plan.headline()}", *plan.pipeline.lines(), *notes])
+        lines = [f"Plan for {batch_text(plan)}: {plan.headline()}", *plan.pipeline.lines(), *inside_stages(plan)]
+        return "\n".join([*lines, *(f"  {note}" for note in plan.notes)])
     cells = table([HEADINGS, *rows(plan)], RIGHT)
     return "\n".join([f"Plan for {batch_text(plan)}: {plan.headline()}", *cells, *_details(plan)])
 
 
-def _details(plan: Plan) -> Iterator[str]:
+def inside_stages(plan: Plan) -> Iterator[str]:
+    """What is done inside of the stages of a pipeline; nothing if nothing is."""
+    if not plan.segments and not plan.swaps and not plan.left_alone:
+        return
+    yield "  inside of stages, of one micro-batch:"
+    yield from (f"  {line}" for line in table([HEADINGS, *rows(plan)], RIGHT))
+    yield from _passes(plan)
+    yield from _left(plan)
+
+
+def _passes(plan: Plan) -> Iterator[str]:
     for segment in plan.segments:
         yield from (f"  {line}" for line in segment_lines(segment))
     yield from (f"  {line}" for line in swap_lines(plan))
+
+
+def _left(plan: Plan) -> Iterator[str]:
+    if plan.left_alone:
+        yield "  left alone:"
+        yield from (f"    {names}: {reason}" for reason, names in left_by_reason(plan).items())
+
+
+def _details(plan: Plan) -> Iterator[str]:
+    yield from _passes(plan)
     fixed = format_bytes(plan.predicted.fixed_bytes)
     yield f"  weights and optimizer slots: {fixed}; largest at the predicted peak:"
     yield from (f"    {format_bytes(size):>9}  {name}" for name, size in most(plan.predicted)[:MOST_LARGEST])
     if plan.measured is not None:
         yield f"  measured peak: {format_bytes(plan.measured.peak_bytes)} ({plan.measured.source})"
-    if plan.left_alone:
-        yield "  left alone:"
-        yield from (f"    {names}: {reason}" for reason, names in left_by_reason(plan).items())
+    yield from _left(plan)
     yield from (f"  {note}" for note in plan.notes)
 
 
@@ -215,10 +233,18 @@ def budget_text(plan: Plan) -> str:
 def swap_text(plan: Plan) -> str:
     """How much is swapped, where to and how often."""
     ways = sum(len(swap.controls) for swap in plan.swaps)
+    often = "a step" if plan.pipeline is None else "for each micro-batch"
     return (
         f"{len(plan.swaps)} tensor(s) of {format_bytes(plan.swapped_bytes)} swapped to {plan.swap_tier} and "
-        f"in again {ways} time(s) a step"
+        f"in again {ways} time(s) {often}"
     )
+
+
+def segments_text(plan: Plan) -> str:
+    """How many segments there are, and in which tiles."""
+    distinct = list(dict.fromkeys(grid_text(s.backward_num_tiles or s.num_tiles) for s in plan.segments))
+    grids = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
+    return f"{len(plan.segments)} segment(s) in {grids} tiles"
 
 
 def grid_text(counts: tuple[int, ...]) -> str:

@@ -20,9 +20,10 @@ from rewriters.pools import again_name, pooled_for
 from rewriters.roles import in_scope
 from rewriters.sft import loop_nodes
 from rewriters.spill import SpillStore, is_in_memory
+from rewriters.staged import Staged, with_swaps
 from rewriters.tiers import DiskTier, HostTier
 from tflms_sft._compile import Traced
-from tflms_sft._devices import elsewhere
+from tflms_sft._devices import elsewhere, machine_of
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._memory import free_memory
 from tflms_sft._plan import PlannedSwap
@@ -88,6 +89,35 @@ def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
     return Swapped(new, plan.swaps, plan.left, tier, out_seconds(traced, outs, params), away)
 
 
+def swap_in_stages(
+    traced: Traced, staged: Staged, params: LMSParams, devices: Sequence[str], micro_batches: int
+) -> tuple[Staged, HostTier | DiskTier]:
+    """Swap inside of the stages of a pipeline.
+
+    Args:
+        traced: The step of a micro-batch.
+        staged: The same in stages, tiled or not.
+        params: What to swap.
+        devices: Of the stages.
+        micro_batches: How many a step has.
+
+    Raises:
+        SwapError: As for `swap`; for stages on other machines too.
+    """
+    check_here(traced, devices)
+    tier = make_tier(params)
+    check_names(traced, staged.analysis.graph, params)
+    found = with_swaps(
+        staged, params.options(), tier, traced.batch, params.max_in_flight, params.optimizer_scopes
+    )
+    if not found.swaps:
+        raise SwapError(_nothing(found.analysis, params, SwapPlan([], list(found.left)), traced.batch))
+    refused = no_room(tier, found.swaps, traced.batch, micro_batches)
+    if refused:
+        raise SwapError(refused)
+    return found, tier
+
+
 def prepared(traced: Traced, graph: Graph, params: LMSParams) -> Analysis:
     """The graph as swaps are planned for it; without tiles that is what they were chosen by."""
     loops = [name for (_, phase), name in loop_nodes(graph).items() if phase == "backward"]
@@ -99,16 +129,20 @@ def prepared(traced: Traced, graph: Graph, params: LMSParams) -> Analysis:
     return known[key]
 
 
-def check_here(traced: Traced) -> None:
+def check_here(traced: Traced, devices: Iterable[str] = ()) -> None:
     """Refuse a step on several machines.
 
     Functions in Python that a graph calls run in the program that made them, wherever they are placed: what a worker
     swaps to disk would be sent here and back. And the host is this one's.
 
+    Args:
+        traced: The step.
+        devices: Others that it is to run on.
+
     Raises:
         SwapError: With the devices.
     """
-    afar = elsewhere(traced.concrete_fn)
+    afar = sorted({*elsewhere(traced.concrete_fn), *filter(machine_of, devices)})
     if afar:
         raise SwapError(
             f"The step is also on other machines, {shortened(afar, MOST_REASONS)}, and what is swapped goes to the "
@@ -183,11 +217,12 @@ def notes(tier: HostTier | DiskTier) -> tuple[str, ...]:
     return ()
 
 
-def no_room(tier: HostTier | DiskTier, swaps: Sequence[Swap], batch: int) -> str:
-    """Why so much cannot be swapped there now, with the remedy; empty if it can."""
+def no_room(tier: HostTier | DiskTier, swaps: Sequence[Swap], batch: int, times: int = 1) -> str:
+    """Why so much cannot be swapped there now, so many times over, with the remedy; empty if it can."""
     if not isinstance(tier, DiskTier):
         return ""
-    return _no_space(tier.store, sum(swap.tensor.num_bytes(batch) for swap in swaps)) or _no_files(len(swaps))
+    needed = times * sum(swap.tensor.num_bytes(batch) for swap in swaps)
+    return _no_space(tier.store, needed) or _no_files(times * len(swaps))
 
 
 def _no_space(store: SpillStore, needed: int) -> str:
@@ -274,7 +309,7 @@ def _nothing(analysis: Analysis, params: LMSParams, plan: SwapPlan, batch: int) 
     )
 
 
-def described(swapped: Swapped, batch: int, names: Mapping[Tensor, str]) -> tuple[PlannedSwap, ...]:
+def described(swaps: Iterable[Swap], batch: int, names: Mapping[Tensor, str]) -> tuple[PlannedSwap, ...]:
     """What the plan says of each swap."""
     return tuple(
         PlannedSwap(
@@ -283,7 +318,7 @@ def described(swapped: Swapped, batch: int, names: Mapping[Tensor, str]) -> tupl
             readers=tuple(tuple(reader.name for reader in way.readers) for way in s.swap_ins),
             controls=tuple(way.control.name for way in s.swap_ins),
         )
-        for s in swapped.swaps
+        for s in swaps
     )
 
 

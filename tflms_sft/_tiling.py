@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rewriters.analysis import Analysis
 from rewriters.errors import NotTileableError, SegmentError
-from rewriters.ft import LeftAlone, auto_segments
+from rewriters.ft import LeftAlone, auto_segments, next_name
 from rewriters.gather import Gatherer
 from rewriters.graph import Node, Tensor, between
 from rewriters.segments import Segment, build_segment, forward_ops
 from rewriters.sft import SegmentPlan, plan_segment
+from rewriters.stages import Stages
 from rewriters.tiles import Grid, Halo
 from rewriters.turns import phase_scratch
 from tflms_sft._barriers import Barriers, fitted, largest
 from tflms_sft._compile import Traced
-from tflms_sft._grids import auto_grids, clamped, fewest, fewest_rows, first_axis, most_tiles
+from tflms_sft._grids import auto_grids, fewest, fewest_rows, first_axis
 from tflms_sft._names import display_names, resolve
 from tflms_sft._num_tiles import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params import SegmentSpec, SFTParams
@@ -35,29 +36,80 @@ class Asked:
     halo: Halo
 
 
-def plan_sft(traced: Traced, params: SFTParams) -> tuple[list[SegmentPlan], list[LeftAlone]]:
-    """Segments and tiles as the parameters say."""
+@dataclasses.dataclass(frozen=True)
+class Staging:
+    """Stages of a pipeline, which no segment may go beyond.
+
+    Attributes:
+        stages: Of the operations.
+        cuts: Names of what stages end with.
+    """
+
+    stages: Stages
+    cuts: Sequence[str]
+
+    def members(self, analysis: Analysis, stage: int) -> set[Node]:
+        """Operations that may run in a loop of a stage; what has no stage, such as a constant, may in any."""
+        return {node for node in analysis.order if self.stages.of.get(node, stage) == stage}
+
+    def of_segment(self, spec: SegmentSpec, ops: Iterable[Node]) -> int:
+        """The stage of a segment that is asked for by name.
+
+        Raises:
+            SegmentError: If it goes over a cut.
+        """
+        found = sorted({self.stages.of[node] for node in ops if node in self.stages.of})
+        if len(found) > 1:
+            cuts = ", ".join(repr(name) for name in self.cuts[found[0] : found[-1]])
+            raise SegmentError(
+                f"{_shown(spec)} goes over the cut(s) {cuts} of the pipeline, from stage {found[0]} to stage "
+                f"{found[-1]}: a tile loop runs on one device. Let a segment end at each, and another one begin there."
+            )
+        return found[0] if found else 0
+
+
+def plan_sft(
+    traced: Traced, params: SFTParams, staging: Staging | None = None
+) -> tuple[list[SegmentPlan], list[LeftAlone]]:
+    """Segments and tiles as the parameters say, in a pipeline each in one stage."""
     asked = Asked(
         parse_num_tiles(params.num_tiles, "num_tiles"), _backward(params.backward_num_tiles), Halo(params.halo)
     )
     if params.segments != "auto":
-        return _explicit(traced, params, asked), []
-    barriers = Barriers(traced)
-    if barriers.present:  # All that can be tiled, with as few tensors waiting for the backward phase as pays.
-        segment = barriers.segment("segment1", barriers.fewest)
-        return [_planned(traced, segment, asked, params.memory_capacity, clamp=False)], barriers.left
-    segments, left = auto_segments(traced.analysis, params.memory_capacity, traced.batch, {})
+        return _explicit(traced, params, asked, staging), []
+    if staging is None:
+        segments, left = _auto(traced, params, {}, None)
+    else:
+        segments, left, names = [], [], dict[str, int]()
+        for stage in range(staging.stages.count):
+            found, more = _auto(traced, params, names, staging.members(traced.analysis, stage))
+            segments += found
+            left += more
+    alone = len(segments) == 1 and bool(segments[0].loops)
     for tiles in (asked.tiles, asked.backward):
-        if tiles is not None and segments:  # Smaller segments get fewer tiles; the largest one has to have enough rows.
-            largest_one = max(segments, key=lambda segment: most_tiles(traced.analysis, segment))
+        if tiles is not None and segments and not alone:
+            # Smaller segments get fewer tiles; the largest one has to have enough rows.
+            largest_one = max(segments, key=lambda segment: _most_rows(traced, segment))
             check_tiles(traced, largest_one, _grid(traced, largest_one, tiles), tiles.argument)
     plans = []
     for segment in segments:
+        if alone:
+            return [_planned(traced, segment, asked, params.memory_capacity, clamp=False)], left
         try:
             plans.append(_planned(traced, segment, asked, params.memory_capacity, clamp=True))
         except NotTileableError as error:
             left.append(LeftAlone(segment.name, str(error)))
     return plans, left
+
+
+def _auto(
+    traced: Traced, params: SFTParams, names: dict[str, int], allowed: set[Node] | None
+) -> tuple[list[Segment], list[LeftAlone]]:
+    """Segments of a step, or of the operations of it that may run on tiles; `names` counts them."""
+    barriers = Barriers(traced, allowed)
+    if barriers.present:  # All that can be tiled, with as few tensors waiting for the backward phase as pays.
+        return [barriers.segment(next_name(names), barriers.fewest)], barriers.left
+    return auto_segments(traced.analysis, params.memory_capacity, traced.batch, names, allowed)
 
 
 def _backward(value: Any) -> NumTiles | None:
@@ -70,12 +122,12 @@ def _grid(traced: Traced, segment: Segment, tiles: NumTiles | None) -> Grid:
     return tiles.grid(axis_names(traced.analysis, segment))
 
 
-def _explicit(traced: Traced, params: SFTParams, asked: Asked) -> list[SegmentPlan]:
+def _explicit(traced: Traced, params: SFTParams, asked: Asked, staging: Staging | None) -> list[SegmentPlan]:
     taken: set[Node] = set()
     used: dict[Node, SegmentSpec] = {}
     plans = []
     for number, spec in enumerate(params.segments, 1):
-        segment = _named_segment(traced, spec, f"segment{number}", taken, used)
+        segment = _named_segment(traced, spec, f"segment{number}", taken, used, staging)
         taken.update(segment.backward)
         used.update(dict.fromkeys(segment.forward, spec))
         own = Asked(
@@ -95,7 +147,12 @@ def _shown(spec: SegmentSpec) -> str:
 
 
 def _named_segment(
-    traced: Traced, spec: SegmentSpec, name: str, taken: set[Node], used: Mapping[Node, SegmentSpec]
+    traced: Traced,
+    spec: SegmentSpec,
+    name: str,
+    taken: set[Node],
+    used: Mapping[Node, SegmentSpec],
+    staging: Staging | None,
 ) -> Segment:
     """The segment between two names."""
     analysis, graph = traced.analysis, traced.analysis.graph
@@ -116,6 +173,9 @@ def _named_segment(
             f"{_shown(spec)} overlaps the segment entry={other.entry!r}, exit={other.exit!r} at "
             f"{_with_layer(traced, f'`{shared[0].name}` ({shared[0].op})')}. Let one end where the other begins."
         )
+    if staging is not None:
+        stage = staging.of_segment(spec, ops)
+        taken = taken | (analysis.backward - staging.members(analysis, stage))
     named = {t: n for n in spec.stored_names for t in resolve(n, "stored", graph, traced.record)}
     stored = frozenset(named)
     outside = list(dict.fromkeys(n for t, n in named.items() if t.node not in ops))
@@ -196,6 +256,11 @@ def _limiting(traced: Traced, segment: Segment) -> list[Tensor]:
     return [*segment.exits, *segment.grad_entries]
 
 
+def _most_rows(traced: Traced, segment: Segment) -> tuple[int, ...]:
+    """The most tiles along each axis."""
+    return fewest_rows(traced.analysis, _limiting(traced, segment))
+
+
 def _check_width(traced: Traced, segment: Segment, grid: Grid, argument: str) -> None:
     """Refuse tiles that are no rows.
 
@@ -203,7 +268,7 @@ def _check_width(traced: Traced, segment: Segment, grid: Grid, argument: str) ->
         ValueError: With what to use instead.
     """
     names = axis_names(traced.analysis, segment)
-    most = fewest_rows(traced.analysis, _limiting(traced, segment))
+    most = _most_rows(traced, segment)
     along = first_axis(most)
     others = [str(name) for axis, name in enumerate(names) if axis != along and grid.spatial[axis] > 1]
     if others:
@@ -225,7 +290,8 @@ def _checked(traced: Traced, segment: Segment, tiles: NumTiles, halo: Halo, clam
     """
     grid = _grid(traced, segment, tiles)
     if clamp:
-        grid = clamped(traced.analysis, segment, grid)
+        most = _most_rows(traced, segment)
+        grid = Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, most, strict=True)))
     if halo is Halo.CARRY:
         _check_width(traced, segment, grid, tiles.argument)
     if not clamp:
