@@ -56,13 +56,21 @@ def _built(traces: Traces, params: PipelineParams) -> tuple[Importer, Plan]:
     parts = split_step(analysis, traces.batched, traces.hints)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
-    notes, is_mean = judged(traces, params)
+    notes, is_mean = judged(traces, params, analysis.graph.outputs)
     devices = _devices.chosen(params, stages.count)
     schedule = params.made(stages.count)
     where = _variable_devices(traces.micro, analysis)
     if params.placement == "check":
         _check_placement(traces.micro, analysis, parts, stages, schedule, devices, where)
-    request = Request(params.total_micro_batches, traces.batched, is_mean, sizes.has_axis, sizes.counterpart)
+    request = Request(
+        params.total_micro_batches,
+        traces.batched,
+        is_mean,
+        sizes.has_axis,
+        sizes.counterpart,
+        growth=sizes.growth,
+        gradients_are_means=params.loss_reduction == "mean",
+    )
     built = pipeline.pipeline(analysis, parts, stages, request, schedule, pipeline.Devices(devices, where))
     if params.total_micro_batches > 1:
         built.graph.divided.update(dict.fromkeys(traces.batched, params.total_micro_batches))

@@ -13,6 +13,7 @@ import socket
 import stat
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from tflms_sft._cluster import is_loopback, split_address
 
@@ -89,7 +90,7 @@ def break_connections(address: str) -> int:
         found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)
     except OSError:
         return 0
-    peers = {target[:2] for *_, target in found}
+    peers: set[tuple[Any, ...]] = {target[:2] for *_, target in found}
     broken = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # Closed meanwhile, or not connected.
@@ -98,7 +99,7 @@ def break_connections(address: str) -> int:
     return broken
 
 
-def _end_connection(descriptor: int, peers: set[tuple[str, int]]) -> bool:
+def _end_connection(descriptor: int, peers: set[tuple[Any, ...]]) -> bool:
     """End a connection if it is to one of some peers; the descriptor, which is a copy, is closed."""
     try:
         connection = socket.socket(fileno=descriptor)

@@ -25,9 +25,9 @@ _BATCH = 2
 def stage_devices(model: Any, cuts: Any = "auto", devices: Any = None, *, inputs: Any = None) -> tuple[str, ...]:
     """Move the variables of a Keras model to the devices of their stages.
 
-    Call it before the optimizer is built: slots are made beside the weights. Values are kept. What `fit`, `evaluate` and
-    `predict` have traced of the model before is traced anew; a `tf.function` of your own that was called before goes on
-    with the variables as they were: make it anew.
+    Call it before the optimizer is built: slots are made beside the weights. Values are kept. What `fit`, `evaluate`
+    and `predict` have traced of the model before is traced anew; a `tf.function` of your own that was called before
+    goes on with the variables as they were: make it anew.
 
     Args:
         model: A model that is built.
