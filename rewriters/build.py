@@ -91,6 +91,7 @@ class Importer:
                 text = f"The batch is cut into {parts} micro-batches, so its size has to be a multiple of {parts}."
                 left = tf.shape(fed[position])[0] % parts
                 checks.append(tf.debugging.assert_equal(left, 0, message=text))
+        checks += self._checks_of_batches(fed)
         for pair in sorted(self.graph.same_size):
             names = [self.graph.inputs[position].node.name for position in pair]
             text = (
@@ -105,6 +106,21 @@ class Importer:
             for position in checked if checks else ():
                 fed[position] = tf.identity(fed[position])
         return fed
+
+    def _checks_of_batches(self, fed: Sequence[Any]) -> list[Any]:
+        """That all that is cut is as long: what has another leading size has no row for each sample."""
+        first, *others = sorted(self.graph.divided) or [0]
+        checks = []
+        for other in others:
+            if None in (fed[first].shape[0], fed[other].shape[0]):
+                names = [self.graph.inputs[position].node.name for position in (first, other)]
+                text = (
+                    f"The inputs {names[0]!r} and {names[1]!r} of the step have different leading sizes, and both were "
+                    "taken for batches. Tell which arguments are: `PipelineParams(batched=[...])`."
+                )
+                sizes = (tf.shape(fed[position])[0] for position in (first, other))
+                checks.append(tf.debugging.assert_equal(*sizes, message=text))
+        return checks
 
     def _used(self, tensor_name: str) -> bool:
         return tensor_name.removesuffix(":0") in self.graph.nodes

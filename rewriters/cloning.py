@@ -15,24 +15,17 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.analysis import Analysis
+from rewriters.combining import Combination as Combination
+from rewriters.combining import Combinations, Growth
 from rewriters.errors import PipelineError
 from rewriters.graph import Graph, Node, Tensor, ancestors
 from rewriters.micro import Parts
+from rewriters.positions import to_cut, with_more_data, without_data
 from rewriters.resources import handles, writes
 from rewriters.roles import reads_shape_only, size_nodes
 from rewriters.values import int_constant, type_attr
 
 __all__: list[str] = []
-
-
-class Combination(enum.Enum):
-    """What becomes of a value that each micro-batch has."""
-
-    MEAN = "mean"
-    SUM = "sum"
-    CONCAT = "concatenated"
-    SCALED_CONCAT = "concatenated, times their part of the batch"
-    LAST = "value after the last one"
 
 
 class Role(enum.Enum):
@@ -67,18 +60,30 @@ class Request:
     Attributes:
         micro_batches: How many.
         batched: Positions of the arguments that have the batch axis.
-        is_mean: Says of a gradient or a loss whether it is a mean over the batch, not a sum.
+        is_mean: Says of a gradient or a loss whether it is a mean over the batch, not a sum; `None` if that is not
+            known.
         has_batch_axis: Says of a tensor whether its first axis is the batch.
         counterpart: Gives of a constant what it is in the step as traced for the batch, `None` if it is not there.
         order: Says of a tensor in which order micro-batches make it.
+        growth: Says of a tensor how much larger it is for the batch; `None` if not just along some axes. Not given, it
+            is by its first axis or not at all.
+        gradients_are_means: What gradients are taken to be of which it is not known.
     """
 
     micro_batches: int
     batched: Sequence[int]
-    is_mean: Callable[[Tensor], bool]
+    is_mean: Callable[[Tensor], bool | None]
     has_batch_axis: Callable[[Tensor], bool]
     counterpart: Callable[[Node], Node | None] = dataclasses.field(default=lambda node: node)
     order: Callable[[Tensor], Sequence[int]] = dataclasses.field(default=lambda tensor: ())
+    growth: Callable[[Tensor], Growth | None] | None = None
+    gradients_are_means: bool = True
+
+    def grown(self, tensor: Tensor) -> Growth | None:
+        """How much larger a tensor is for the batch."""
+        if self.growth is not None:
+            return self.growth(tensor)
+        return Growth((0,), 1) if self.has_batch_axis(tensor) else Growth(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +120,11 @@ def clone(analysis: Analysis, parts: Parts, request: Request) -> Cloned:
 class _Cloner:
     def __init__(self, analysis: Analysis, parts: Parts, request: Request) -> None:
         self.analysis = analysis
-        self.parts = parts
         self.request = request
+        batched = {analysis.graph.inputs[position].node for position in request.batched}
+        self.without = without_data(analysis, parts, batched)
+        self.cut = to_cut(analysis, parts, self.without, request.grown) if request.micro_batches > 1 else []
+        self.parts = with_more_data(analysis, parts, self.cut)
         self.count = request.micro_batches
         old = analysis.graph
         library = type(old.library)()
@@ -126,8 +134,12 @@ class _Cloner:
         self.once: dict[Node, Node] = {}
         self.clones: dict[Node, list[Node]] = {}
         self.pieces: dict[Node, list[Tensor]] = {}
+        self.shared_pieces: dict[Tensor, list[Tensor]] = {}
         self.combined: dict[Tensor, tuple[Tensor, Combination]] = {}
         self.sizes = size_nodes(analysis.order)
+        self.combinations = Combinations(
+            analysis, self.parts, request.is_mean, request.grown, request.gradients_are_means
+        )
         self.of_whole: dict[Node, Node] = {}
         self.unlike: dict[Node, bool] = {}
 
@@ -140,14 +152,15 @@ class _Cloner:
             self._add(node, node.name, None)
         early = self._read_by_micro_batches(shared)
         for node in shared:
-            own = (self.once[t.node].out(t.index) if node in early else self._constant(t) for t in node.inputs)
+            own = (self.once[t.node].out(t.index) if node in early else self._shared(t) for t in node.inputs)
             self.once[node].inputs = list(own)
         self._cut_arguments()
+        self._cut_shared()
         for number in range(self.count):
             for node in (node for node in order if node in self.parts.repeated):
                 name = node.name if self.count == 1 else f"micro_{number}/{node.name}"
                 new = self._add(node, name, number)
-                new.inputs = [self._of(t, number) for t in node.inputs]
+                new.inputs = [self._of(t, number, reads_shape_only(node)) for t in node.inputs]
         for node in (node for node in order if node in self.parts.update):
             new = self._add(node, node.name, None)
             new.inputs = [self._whole(t) for t in node.inputs]
@@ -183,8 +196,10 @@ class _Cloner:
             self.clones.setdefault(node, []).append(new)
         return new
 
-    def _of(self, tensor: Tensor, number: int) -> Tensor:
+    def _of(self, tensor: Tensor, number: int, only_shape: bool = False) -> Tensor:
         """A tensor as one micro-batch sees it."""
+        if tensor in self.shared_pieces and not only_shape:
+            return self.shared_pieces[tensor][number]
         if tensor.node in self.pieces:
             return self.pieces[tensor.node][number]
         if tensor.node in self.parts.repeated:
@@ -212,15 +227,26 @@ class _Cloner:
             argument = self.analysis.graph.inputs[position].node
             whole = self.once[argument]
             dtype, shape = argument.outputs[0]
-            axis = self._helper(int_constant(self.graph, f"micro/{argument.name}/axis", 0, tf.int32), argument)
-            attrs = {"T": type_attr(dtype), "num_split": tf.compat.v1.AttrValue(i=self.count)}
-            outputs = [(dtype, shape)] * self.count
-            name = self.graph.unique_name(f"micro/{argument.name}/split")
-            node = self.graph.add(Node(name, "Split", [axis.out(), whole.out()], (), attrs, "", outputs))
-            self._helper(node, argument, Role.SPLIT)
-            self.pieces[argument] = [node.out(number) for number in range(self.count)]
+            self.pieces[argument] = self._split(argument.out(), whole.out())
             whole.attrs = {key: value for key, value in whole.attrs.items() if key != "shape"}
             whole.outputs = [(dtype, None if shape is None else (None, *shape[1:]))]
+
+    def _cut_shared(self) -> None:
+        """Cut what is as long as the batch and not made of its data."""
+        for tensor in self.cut:
+            whole = self._copy_for_whole(tensor.node).out(tensor.index)
+            self.shared_pieces[tensor] = self._split(tensor, whole)
+
+    def _split(self, tensor: Tensor, whole: Tensor) -> list[Tensor]:
+        source = tensor.node
+        suffix = f"_{tensor.index}" if tensor.index else ""
+        axis = self._helper(int_constant(self.graph, f"micro/{source.name}/axis", 0, tf.int32), source)
+        attrs = {"T": type_attr(tensor.dtype), "num_split": tf.compat.v1.AttrValue(i=self.count)}
+        outputs = [(tensor.dtype, tensor.shape)] * self.count
+        name = self.graph.unique_name(f"micro/{source.name}{suffix}/split")
+        node = self.graph.add(Node(name, "Split", [axis.out(), whole], (), attrs, "", outputs))
+        self._helper(node, source, Role.SPLIT)
+        return [node.out(number) for number in range(self.count)]
 
     def _helper(self, node: Node, source: Node, role: Role = Role.COMBINE, number: int | None = None) -> Node:
         self.origin[node] = Origin(role, source, number)
@@ -268,29 +294,29 @@ class _Cloner:
     def _whole(self, tensor: Tensor) -> Tensor:
         """A tensor as what runs once sees it."""
         if tensor.node in self.pieces or tensor.node not in self.parts.repeated:
-            return self._constant(tensor)
+            return self._shared(tensor)
         if self.count == 1:
             return self._of(tensor, 0)
-        if tensor.node in self.sizes:
+        if tensor.node in self.sizes or (tensor.node in self.without and tensor.node not in self.analysis.backward):
             return self._copy_for_whole(tensor.node).out(tensor.index)
         if tensor not in self.combined:
-            how = self._combination(tensor)
+            how = self.combinations.of(tensor)
             self.combined[tensor] = self._combine(tensor, how), how
         return self.combined[tensor][0]
 
-    def _constant(self, tensor: Tensor) -> Tensor:
+    def _shared(self, tensor: Tensor) -> Tensor:
         """What is shared, as what runs once sees it: a number of samples, say, is another one for the batch."""
-        if tensor.node in self.analysis.constants and self.count > 1 and self._is_unlike(tensor.node):
+        if self.count > 1 and tensor.node not in self.parts.update and self._is_unlike(tensor.node):
             return self._copy_for_whole(tensor.node).out(tensor.index)
         return self.once[tensor.node].out(tensor.index)
 
     def _is_unlike(self, node: Node) -> bool:
-        """Whether something that is computed from constants is another value in the step for the batch."""
+        """Whether something that is shared is another value in the step for the batch."""
         if node not in self.unlike:
             if node.op == "Const":
                 self.unlike[node] = self._value_for_whole(node) != node.attrs["value"]
             else:
-                self.unlike[node] = any(self._is_unlike(t.node) for t in node.inputs)
+                self.unlike[node] = not node.stateful and any(self._is_unlike(t.node) for t in node.inputs)
         return self.unlike[node]
 
     def _value_for_whole(self, node: Node) -> Any:
@@ -303,45 +329,26 @@ class _Cloner:
         return other.attrs["value"]
 
     def _copy_for_whole(self, node: Node) -> Node:
-        """A copy of something that is computed from constants and sizes of arguments, for the batch."""
-        if node.op == "Placeholder":
+        """A copy, for the batch, of something that is computed without its data."""
+        if node.op == "Placeholder" or node.stateful or (node not in self.parts.repeated and not self._is_unlike(node)):
             return self.once[node]
         if node not in self.of_whole:
-            known = node in self.sizes or node in self.analysis.constants
-            if not known or any(reads_shape_only(node) and t.node.op != "Placeholder" for t in node.inputs):
+            measured = (t.node for t in node.inputs if reads_shape_only(node) and t.node.op != "Placeholder")
+            if node not in self.without or any(before not in self.without for before in measured):
                 raise PipelineError(
                     f"The size of a tensor that micro-batches make is read once for all, by `{node.name}` ({node.op}). "
                     "Trace the step with a known batch, or use `micro_batches=1`."
                 )
             inputs = [self._copy_for_whole(t.node).out(t.index) for t in node.inputs]
             attrs = dict(node.attrs)
+            other = self.request.counterpart(node)
             if node.op == "Const":
                 attrs["value"] = self._value_for_whole(node)
+            outputs = other.outputs if other is not None and other.op == node.op else node.outputs
             name = self.graph.unique_name(f"micro/{node.name}/whole")
-            outputs = node.outputs
-            if node.op == "Const":
-                other = self.request.counterpart(node)
-                outputs = node.outputs if other is None else other.outputs
             self.of_whole[node] = self.graph.add(Node(name, node.op, inputs, (), attrs, "", outputs))
             self._helper(self.of_whole[node], node)
         return self.of_whole[node]
-
-    def _combination(self, tensor: Tensor) -> Combination:
-        """How what micro-batches make becomes one, for the update or as a result of the step."""
-        gradient = tensor in self.parts.gradients
-        if tensor.node not in self.parts.direct:
-            return Combination.LAST
-        if self.request.has_batch_axis(tensor):
-            return Combination.SCALED_CONCAT if gradient and self.request.is_mean(tensor) else Combination.CONCAT
-        if tensor.dtype.is_floating or tensor.dtype.is_complex:
-            return Combination.MEAN if self.request.is_mean(tensor) else Combination.SUM
-        if tensor.dtype.is_integer:
-            return Combination.SUM
-        raise PipelineError(
-            f"`{tensor.name}` ({tensor.node.op}) is of type {tensor.dtype.name}, has no batch axis, "
-            "and is read or returned: of several micro-batches there is no one value. Leave it out, or use "
-            "`micro_batches=1`."
-        )
 
     def _combine(self, tensor: Tensor, how: Combination) -> Tensor:
         order = list(self.request.order(tensor)) or list(range(self.count))

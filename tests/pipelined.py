@@ -223,9 +223,14 @@ def placements():
     result["too late"] = refusal(lambda: stage_devices(model, CUTS))
     model = net(["CPU:0"] * 4)
     before = model(data[0]).numpy()
+    model.compile("sgd", "mse", jit_compile=False)
+    model.predict(data[0], verbose=0)
     result["cuts"] = list(stage_devices(model, CUTS))
     result["moved"] = [place(variable) for variable in model.variables]
     result["same outputs"] = bool(np.array_equal(model(data[0]).numpy(), before))
+    model.variables[0].assign_add(tf.ones_like(model.variables[0]))
+    result["stale"] = largest_error([model.predict(data[0], verbose=0)], [model(data[0]).numpy()])
+    model.variables[0].assign_sub(tf.ones_like(model.variables[0]))
     compiled(model, "adam")
     slots = model.optimizer.variables[2:]
     result["slots beside"] = [place(v) for v in slots] == [place(v) for v in model.variables for _ in range(2)]

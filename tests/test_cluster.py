@@ -285,9 +285,11 @@ def listener(answer=None):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-        done.set()
-        thread.join()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            done.set()
+            thread.join()
         for connection in held:
             connection.close()
 
@@ -493,6 +495,43 @@ def test_connections_to_a_worker_that_is_silent_are_closed(monkeypatch):
             connection.close()
         asked.clear()
     assert _reach.break_connections("nowhere.invalid:1") == 0
+
+
+def test_connections_are_found_among_all_that_is_open_and_nothing_is_left_open():
+    with contextlib.ExitStack() as open_things:
+        address = open_things.enter_context(listener())
+        ours = open_things.enter_context(socket.create_connection(split_address(address), timeout=10))
+        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):  # One of them is not connected.
+            open_things.enter_context(socket.socket(socket.AF_INET6, kind))
+        for connection in (*socket.socketpair(), socket.socket(socket.AF_UNIX)):
+            open_things.enter_context(connection)
+        for descriptor in os.pipe():
+            open_things.callback(os.close, descriptor)
+        before = len(os.listdir("/proc/self/fd"))
+        assert [_reach.break_connections(free()) for _ in range(3)] == [0, 0, 0]
+        assert _reach.break_connections(address) == 1
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert ours.recv(1) == b"", "it ends"
+
+
+def test_whoever_asks_goes_on_after_an_error_and_is_replaced_if_dead(monkeypatch, capsys):
+    monkeypatch.setattr(_lost, "ASKED_EVERY_SECONDS", 0.01)
+    asked, done = [], threading.Event()
+
+    def fail(addresses, seconds):
+        asked.append(addresses)
+        done.set() if len(asked) > 2 else None
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(_lost, "missing", fail)
+    workers = {"/job:worker/task:0": free()}
+    monkeypatch.setattr(_tf_private, "workers", lambda: workers)
+    guard = _lost.Guard()
+    guard._thread = threading.Thread()
+    guard.begin()
+    assert guard._thread.is_alive() and done.wait(10)
+    workers = {}
+    assert "could not be found out: ValueError('no such thing')" in capsys.readouterr().err
 
 
 class Gone(keras.callbacks.Callback):

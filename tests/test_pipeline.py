@@ -86,6 +86,7 @@ def test_variables_are_moved_or_read_from_afar(found):
     assert result["cuts"] == CUTS
     assert result["slots beside"]
     assert result["same outputs"] and result["error"] < TOLERANCE
+    assert result["stale"] < TOLERANCE, "what was traced before is traced again"
     assert "The optimizer of `model` is built" in result["too late"]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -53,8 +54,8 @@ class Guard:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Begin to ask, the first time that this is called."""
-        if self._thread is None:
+        """Begin to ask, if nobody does."""
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._ask, name="tflms_sft workers", daemon=True)
             self._thread.start()
 
@@ -67,14 +68,22 @@ class Guard:
             if not addresses:
                 self._thread = None
                 return
-            self._break(addresses)  # TensorFlow connects again, and waits again.
             try:
-                reasons = missing(addresses, ANSWER_SECONDS)
+                missed = self._asked(addresses, missed)
             except RuntimeError:  # The interpreter ends, and there are no new threads.
                 return
-            missed = {name: missed.get(name, 0) + 1 for name in reasons}
-            self.silent = {name: why for name, why in reasons.items() if missed[name] >= _MISSED}
-            self._break(addresses)
+            except Exception as error:  # Without somebody who asks, a step might wait without end.
+                print(f"tflms-sft: whether workers answer could not be found out: {error!r}", file=sys.stderr)
+                missed = {}
+
+    def _asked(self, addresses: Mapping[str, str], missed: Mapping[str, int]) -> dict[str, int]:
+        """Ask once; how often each worker that does not answer has missed in a row."""
+        self._break(addresses)  # TensorFlow connects again, and waits again.
+        reasons = missing(addresses, ANSWER_SECONDS)
+        found = {name: missed.get(name, 0) + 1 for name in reasons}
+        self.silent = {name: why for name, why in reasons.items() if found[name] >= _MISSED}
+        self._break(addresses)
+        return found
 
     def _break(self, addresses: Mapping[str, str]) -> None:
         for name in self.silent:

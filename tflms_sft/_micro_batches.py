@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from rewriters.analysis import Analysis
+from rewriters.combining import Growth
 from rewriters.coupling import Sizes, samples
 from rewriters.errors import PipelineError
 from rewriters.graph import Node, Tensor
 from rewriters.micro import Hints, split_step
 from rewriters.normalise import read
 from rewriters.roles import size_nodes
+from rewriters.sizes import Size
 from rewriters.values import Evaluator, constant
 from tflms_sft._compile import analyse
 from tflms_sft._names import LayerRecord
@@ -37,6 +40,7 @@ class Traces:
         batched: Positions of the arguments that have the batch axis.
         batch: Samples of a batch, if that is known.
         known: The same for a batch of some known size, if that of the step is open.
+        count: Number of micro-batches.
     """
 
     whole: Any
@@ -46,6 +50,7 @@ class Traces:
     batched: list[int]
     batch: int | None = None
     known: Traces | None = None
+    count: int = 1
 
 
 def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
@@ -63,16 +68,18 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
     num_arguments = len(whole.inputs) - len(whole.captured_inputs)
     shapes = [t.shape for t in whole.inputs[:num_arguments]]
     leading = [shape[0] if shape.rank else 0 for shape in shapes]
-    unknown = [position for position, size in enumerate(leading) if size is None]
+    told = None if params.batched is None else _positions(params.batched, whole.inputs[:num_arguments])
+    unknown = [p for p, size in enumerate(leading) if size is None and (told is None or p in told)]
     if count == 1:
         size = batch_of((args, kwargs)) or max((found for found in leading if found is not None), default=0)
         batched = unknown or [p for p, found in enumerate(leading) if found == size] or list(range(num_arguments))
         return Traces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
     if unknown:
-        found = Traces(whole, whole, record, hints.of(whole.graph), unknown)
+        found = Traces(whole, whole, record, hints.of(whole.graph), unknown, count=count)
         if not is_concrete(step):
             args, kwargs = tf.nest.map_structure(lambda value: _known(spec_of(value), count), (args, kwargs))
-            found.known = trace(step, params, args, kwargs)
+            known = params if told is None else dataclasses.replace(params, batched=unknown)
+            found.known = trace(step, known, args, kwargs)
         return found
     if is_concrete(step):
         raise PipelineError(
@@ -80,7 +87,7 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
             "`tf.function` with example arguments, or trace it with a batch of `None`."
         )
     flat = tf.nest.map_structure(spec_of, (args, kwargs))
-    batch = batch_of(flat)
+    batch = batch_of(flat) if told is None else _size_of(told, leading)
     if batch is None:
         raise PipelineError("No argument of the step has a batch axis, so there are no micro-batches. Use 1.")
     if batch % count:
@@ -90,8 +97,13 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
             f"size is a multiple of {count}; leave out a last smaller one (`drop_remainder=True`)."
         )
 
+    positions = itertools.count()
+
     def cut(spec: Any) -> Any:
-        if isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0] == batch:
+        if not isinstance(spec, tf.TensorSpec):
+            return spec
+        position = next(positions)
+        if spec.shape.rank and spec.shape[0] == batch and (told is None or position in told):
             return tf.TensorSpec((batch // count, *spec.shape[1:]), spec.dtype, spec.name)
         return spec
 
@@ -99,7 +111,41 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
     with watched_effects() as hints:
         micro, record = traced_once(step, args, kwargs)
     batched = [p for p, t in enumerate(micro.inputs[:num_arguments]) if t.shape.rank and t.shape[0] != leading[p]]
-    return Traces(whole, micro, record, hints.of(micro.graph), batched, batch)
+    if told is not None and batched != told:
+        raise PipelineError(
+            "`batched` goes with arguments in the order in which the step takes them: pass no keywords to `rewrite`. "
+            f"Received: batched={params.batched!r}."
+        )
+    return Traces(whole, micro, record, hints.of(micro.graph), batched, batch, count=count)
+
+
+def _positions(batched: Sequence[Any], inputs: Sequence[Any]) -> list[int]:
+    """Positions of the arguments that a user names.
+
+    Raises:
+        ValueError: If there is no such argument, or it has no axes.
+    """
+    names = [t.op.name for t in inputs]
+    found = {names.index(item) if item in names else item for item in batched}
+    for item in found:
+        if not isinstance(item, int) or not 0 <= item < len(names) or not inputs[item].shape.rank:
+            raise ValueError(
+                f"`batched` names {item!r}, which is no argument of the step that has axes. Received: "
+                f"batched={list(batched)!r}. Its arguments are {names}, at the positions 0 to {len(names) - 1}."
+            )
+    return sorted(found)
+
+
+def _size_of(positions: Sequence[int], leading: Sequence[Any]) -> Any:
+    """The batch of arguments of which it is known which have one.
+
+    Raises:
+        ValueError: If their sizes differ.
+    """
+    sizes = {position: leading[position] for position in positions}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"`batched` names arguments of different leading sizes. Received, by position: {sizes}.")
+    return next(iter(sizes.values()))
 
 
 def _known(spec: Any, count: int) -> Any:
@@ -116,19 +162,32 @@ class BatchSizes:
     """
 
     def __init__(self, traces: Traces, analysis: Analysis, for_tiles: bool = False) -> None:
+        self._traces = traces
+        self._sizes = analysis.evaluate.sizes
         self._whole: dict[str, Node] = {}
         self._evaluate = self._evaluate_whole = analysis.evaluate
         if traces.micro is not traces.whole:
             graph = read(traces.whole, for_tiles)
             self._whole = graph.nodes
             self._evaluate_whole = Evaluator(graph)
-        self._outputs: dict[Tensor, Any] = {}
-        for own, tensor in zip(analysis.graph.outputs, traces.whole.outputs, strict=True):
-            self._outputs[own] = tuple(tensor.shape) if tensor.shape.rank is not None else None
+        self._outputs = _by_result(analysis, traces.whole)
+        self._compared = analysis.graph.nodes, self._whole
+        self._compared_outputs = _by_result(analysis, traces.micro), self._outputs
+        if traces.known is not None:
+            pair = traces.known.micro, traces.known.whole
+            self._compared = tuple(read(one, for_tiles).nodes for one in pair)  # type: ignore[assignment]
+            self._compared_outputs = tuple(_by_result(analysis, one) for one in pair)  # type: ignore[assignment]
+        inputs = (traces.known or traces).micro.inputs
+        self._samples = next((inputs[p].shape[0] for p in traces.batched if inputs[p].shape.rank), None)
 
     def counterpart(self, node: Node) -> Node | None:
-        """The operation of that name in the step for the batch."""
-        return self._whole.get(node.name) if self._whole else node
+        """The operation of that name in the step for the batch; a captured constant has a number for a name."""
+        if not self._whole:
+            return node
+        if node.op == "Const" and node.name.isdigit() and node.name not in self._whole:
+            captured = (n for n in self._whole.values() if n.op == "Const" and n.name.isdigit())
+            return next((n for n in captured if n.attrs["value"] == node.attrs["value"]), None)
+        return self._whole.get(node.name)
 
     def values(self, tensor: Tensor) -> tuple[Any, Any]:
         """The value of a tensor that is computed from constants, here and there."""
@@ -156,6 +215,47 @@ class BatchSizes:
         whole = self._of_batch(tensor)
         return tensor.shape[0] is None or (bool(whole) and tensor.shape[0] != whole[0])
 
+    def growth(self, tensor: Tensor) -> Growth | None:
+        """How much larger it is there; `None` if not just longer along some axes by the number of micro-batches."""
+        if not self._compared[1]:
+            return self._open_growth(tensor)
+        here, whole = self._shapes(tensor)
+        if here is None or whole is None or len(here) != len(whole):
+            return None
+        axes = []
+        for axis, (size, of_batch) in enumerate(zip(here, whole, strict=True)):
+            if size is None or of_batch is None or of_batch not in (size, size * self._traces.count):
+                return None
+            if of_batch != size:
+                axes.append(axis)
+        whole_rows = axes[:1] == [0] and self._samples and here[0] % self._samples == 0
+        return Growth(tuple(axes), here[0] // self._samples if whole_rows else 0)
+
+    def _shapes(self, tensor: Tensor) -> tuple[Any, Any]:
+        """Its shapes in two traces for known sizes; results are the same one by their place."""
+        if tensor in self._outputs:
+            return tuple(outputs[tensor] for outputs in self._compared_outputs)
+        here, whole = (nodes.get(tensor.node.name) for nodes in self._compared)
+        if here is None or whole is None or max(tensor.index + 1, len(here.outputs)) > len(whole.outputs):
+            return None, None
+        return here.outputs[tensor.index][1], whole.outputs[tensor.index][1]
+
+    def _open_growth(self, tensor: Tensor) -> Growth | None:
+        """The same of a step that there is one trace of."""
+        if tensor.shape is None or None in tensor.shape[1:]:
+            return None
+        if None not in tensor.shape:
+            return Growth(())
+        size = self._sizes.of(tensor)
+        of_batch = isinstance(size, Size) and not size.arguments.isdisjoint(self._traces.batched)
+        return Growth((0,), 1) if of_batch else None
+
+
+def _by_result(analysis: Analysis, concrete_fn: Any) -> dict[Tensor, Any]:
+    """Shapes of the results of a trace, by what they are in the analysis."""
+    results = zip(analysis.graph.outputs, concrete_fn.outputs, strict=True)
+    return {own: tuple(t.shape) if t.shape.rank is not None else None for own, t in results}
+
 
 def _value(tensor: Tensor, evaluate: Evaluator) -> Any:
     """The number that a tensor holds, if it is one."""
@@ -166,8 +266,18 @@ def _value(tensor: Tensor, evaluate: Evaluator) -> Any:
     return array if array is not None else evaluate(node.out())
 
 
-def judged(traces: Traces, params: PipelineParams) -> tuple[tuple[str, ...], Callable[[Tensor], bool]]:
+def judged(
+    traces: Traces, params: PipelineParams, results: Sequence[Tensor]
+) -> tuple[tuple[str, ...], Callable[[Tensor], bool | None]]:
     """What a plan says of how micro-batches come together, and which values are means.
+
+    Args:
+        traces: The step.
+        params: What to do.
+        results: What it returns.
+
+    Returns:
+        Sentences, and what says of a value whether it is a mean; `None` if that is not known.
 
     Raises:
         PipelineError: If they cannot be put together as the parameters say.
@@ -194,8 +304,10 @@ def judged(traces: Traces, params: PipelineParams) -> tuple[tuple[str, ...], Cal
             "Some gradients are sums over the batch and some are means, so that micro-batches cannot be put together. "
             "Let all losses of the step be means, or all sums."
         )
-    if not mean and found.unlike:
-        node = found.unlike[0]
+    made_of = _made_of((*parts.gradients, *analysis.graph.outputs)) if found.unlike else set()
+    unlike = [node for node in found.unlike if node in made_of]
+    if unlike:
+        node = unlike[0]
         raise PipelineError(
             f"`{node.name}` ({node.op}) adds what is not of the batch, such as a penalty on weights, to a sum over the "
             "batch: micro-batches added up would have it several times. Let the loss be a mean over the batch."
@@ -203,7 +315,23 @@ def judged(traces: Traces, params: PipelineParams) -> tuple[tuple[str, ...], Cal
     if not known:
         notes += (f'losses are taken to be a {params.loss_reduction} over the batch, as `loss_reduction` says',)
     by_name = {tensor.name: value for tensor, value in found.is_mean.items()}
-    return notes, lambda tensor: by_name.get(tensor.name, mean)
+    # With `batch_norm="micro"` what follows a joined value is that of a loop that accumulates, as it was asked for.
+    # Of a step that there is one trace of, for any batch, it cannot be told, and is what the parameters say.
+    unknown = mean if found.joined or traces.micro is traces.whole else None
+    of_results = {own: found.is_mean.get(t, unknown) for own, t in zip(results, analysis.graph.outputs, strict=True)}
+    return notes, lambda tensor: of_results[tensor] if tensor in of_results else by_name.get(tensor.name, unknown)
+
+
+def _made_of(tensors: Iterable[Tensor]) -> set[Node]:
+    """All operations whose values go into some tensors."""
+    found: set[Node] = set()
+    stack = [t.node for t in tensors]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(t.node for t in node.inputs)
+    return found
 
 
 def _notes_of_joined(record: LayerRecord, params: PipelineParams, joined: Sequence[Node]) -> tuple[str, ...]:

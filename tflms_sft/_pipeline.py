@@ -69,7 +69,7 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Impo
     parts = split_step(analysis, traces.batched, traces.hints)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
-    notes, is_mean = judged(traces, params)
+    notes, is_mean = judged(traces, params, analysis.graph.outputs)
     devices = _devices.chosen(params, stages.count)
     schedule = params.made(stages.count)
     if params.placement == "check":
@@ -85,6 +85,8 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Impo
         lambda tensor: is_mean(staged.traced(tensor)),
         lambda tensor: sizes.has_axis(staged.traced(tensor)),
         sizes.counterpart,
+        growth=lambda tensor: sizes.growth(staged.traced(tensor)),
+        gradients_are_means=params.loss_reduction == "mean",
     )
     places = pipeline.Devices(devices, _variable_devices(traces.micro, staged.analysis))
     built = pipeline.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)

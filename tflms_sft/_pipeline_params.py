@@ -42,6 +42,10 @@ class PipelineParams:
             accumulates gradients by hand.
         placement: `"check"`, the default: variables must lie on the device of their stage, where `stage_devices` puts
             them. `"copy"`: wherever they are, and stages read them from there in each step.
+        batched: With more than one micro-batch, which arguments of the step have the batch as their first axis, the
+            others being the same for all micro-batches: a list of their names, or of their positions among the tensors
+            that the step is called with. Defaults to `None`: those that are as long as the batch, or if that is open
+            those of which the first axis is.
 
     Raises:
         TypeError: For a value of the wrong type.
@@ -56,6 +60,7 @@ class PipelineParams:
     loss_reduction: str = "mean"
     batch_norm: str = "refuse"
     placement: str = "check"
+    batched: Any = None
 
     def __post_init__(self) -> None:
         """Check everything that can be checked without a graph."""
@@ -65,6 +70,7 @@ class PipelineParams:
             if value not in choices:
                 shown = " or ".join(f'"{choice}"' for choice in choices)
                 raise ValueError(f"`{argument}` must be {shown}. Received: {argument}={value!r}.")
+        self._check_batched()
         if self.devices is not None:
             devices = self.devices
             if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
@@ -99,6 +105,20 @@ class PipelineParams:
             raise TypeError(
                 f'`stages` must be a number, "auto", or a list of names to cut at. Received: stages={stages!r}.'
             )
+
+    def _check_batched(self) -> None:
+        batched = self.batched
+        if batched is None:
+            return
+        if isinstance(batched, str) or not isinstance(batched, Sequence):
+            raise TypeError(f"`batched` must be a list of names or positions. Received: batched={batched!r}.")
+        if not batched:
+            raise ValueError("`batched` is empty: name at least one argument that has a batch. Received: batched=[].")
+        for item in batched:
+            position = isinstance(item, numbers.Integral) and not isinstance(item, bool)
+            if not position and not (isinstance(item, str) and item):
+                raise TypeError(f"`batched` must be a list of names or positions. Received: batched={batched!r}.")
+        object.__setattr__(self, "batched", tuple(i if isinstance(i, str) else int(i) for i in batched))
 
     @property
     def num_stages(self) -> int | None:

@@ -10,8 +10,10 @@ import concurrent.futures
 import contextlib
 import os
 import socket
+import stat
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from tflms_sft._cluster import is_loopback, split_address
 
@@ -88,16 +90,30 @@ def break_connections(address: str) -> int:
         found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)
     except OSError:
         return 0
-    peers = {target[:2] for *_, target in found}
+    peers: set[tuple[Any, ...]] = {target[:2] for *_, target in found}
     broken = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # No socket, not connected, or closed meanwhile.
-            with socket.socket(fileno=os.dup(int(descriptor))) as connection:
-                host, port, *_ = connection.getpeername()
-                if (host.removeprefix("::ffff:"), port) in peers:
-                    connection.shutdown(socket.SHUT_RDWR)
-                    broken += 1
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # Closed meanwhile, or not connected.
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                broken += _end_connection(os.dup(int(name)), peers)
     return broken
+
+
+def _end_connection(descriptor: int, peers: set[tuple[Any, ...]]) -> bool:
+    """End a connection if it is to one of some peers; the descriptor, which is a copy, is closed."""
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except BaseException:
+        os.close(descriptor)  # What could not become a socket object does not own it.
+        raise
+    with connection:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        host, port, *_ = connection.getpeername()
+        if (host.removeprefix("::ffff:"), port) not in peers:
+            return False
+        connection.shutdown(socket.SHUT_RDWR)
+        return True
 
 
 def own_address(workers: list[str]) -> str:

@@ -25,7 +25,9 @@ _BATCH = 2
 def stage_devices(model: Any, cuts: Any = "auto", devices: Any = None, *, inputs: Any = None) -> tuple[str, ...]:
     """Move the variables of a Keras model to the devices of their stages.
 
-    Call it before the optimizer is built: slots are made beside the weights. Values are kept.
+    Call it before the optimizer is built: slots are made beside the weights. Values are kept. What `fit`, `evaluate`
+    and `predict` have traced of the model before is traced anew; a `tf.function` of your own that was called before
+    goes on with the variables as they were: make it anew.
 
     Args:
         model: A model that is built.
@@ -54,8 +56,9 @@ def stage_devices(model: Any, cuts: Any = "auto", devices: Any = None, *, inputs
     chosen = _chosen(traced, params)
     stages = assign_stages(traced.analysis, chosen)
     places = _devices.chosen(params, stages.count)
-    for variable, stage in _stage_of_variables(model, traced, stages):
-        _move(variable, places[stage])
+    moved = [_move(variable, places[stage]) for variable, stage in _stage_of_variables(model, traced, stages)]
+    if any(moved):
+        _forget_traces(model)
     return cut_names(traced, chosen)
 
 
@@ -113,11 +116,11 @@ def _stage_of_variables(model: Any, traced: Traced, stages: Stages) -> list[tupl
     return [(variable, stage) for variable, stage in found if stage is not None]
 
 
-def _move(variable: Any, device: str) -> None:
-    """Put another TensorFlow variable into a Keras one; there is no public way."""
+def _move(variable: Any, device: str) -> bool:
+    """Put another TensorFlow variable into a Keras one, for which there is no public way; whether it was elsewhere."""
     old = variable.value
     if _devices.same(old.device, device):
-        return
+        return False
     with tf.device(device):
         new = tf.Variable(
             tf.identity(old.read_value()),
@@ -128,5 +131,11 @@ def _move(variable: Any, device: str) -> None:
             synchronization=old.synchronization,
         )
     variable._value = new
+    return True
 
 
+def _forget_traces(model: Any) -> None:
+    """Functions that Keras has made hold the variables that were there; it makes them again when they are asked for."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.Model):
+            layer.train_function = layer.test_function = layer.predict_function = None

@@ -1,0 +1,226 @@
+"""What micro-batches make, put together: rows, sums and means are those of the batch, and all else is refused."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from pipelined import largest_error
+
+import tflms_sft
+from rewriters.errors import PipelineError
+from tflms_sft import PipelineParams
+
+TOLERANCE = 1e-12
+mean = tf.reduce_mean
+
+
+@pytest.fixture(autouse=True)
+def in_float64(fresh_keras):
+    keras.config.set_floatx("float64")
+
+
+def descending(loss_and_result):
+    """A step that returns a loss and something else, and its weight."""
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(autograph=False)
+    def step(*args):
+        with tf.GradientTape() as tape:
+            loss, result = loss_and_result(w, *args)
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss, result
+
+    return step, w
+
+
+def returning(result, loss=mean):
+    """The same with what is made of the features."""
+
+    def loss_and_result(w, x):
+        features = tf.tanh(x @ w)
+        return loss(features), result(features)
+
+    return descending(loss_and_result)
+
+
+def compared(made, *args, count=2, example=None, **options):
+    """The largest difference of results and weight after two steps, and how results were put together."""
+    step, w = made
+    rewritten = tflms_sft.rewrite(
+        step, PipelineParams(1, "basic", count, ["CPU:0"], **options), *(example or args)
+    )
+    start, found = w.numpy(), []
+    for function in (step, rewritten):
+        results = [np.array(v) for _ in range(2) for v in tf.nest.flatten(function(*map(tf.constant, args)))]
+        found.append([*results, w.numpy()])
+        w.assign(start)
+    assert [value.shape for value in found[0]] == [value.shape for value in found[1]]
+    return largest_error(found[1], found[0]), [how for _, how in rewritten.plan.pipeline.results]
+
+
+X = np.random.default_rng(0).normal(size=(8, 3))
+OPEN = tf.TensorSpec((None, 3), "float64")
+
+
+def whole(x):
+    return tf.cast(x * 100, "int32")
+
+
+@pytest.mark.parametrize("example", [None, (OPEN,)], ids=["known", "open"])
+@pytest.mark.parametrize(
+    ("result", "how"),
+    [
+        (lambda h: h[:, 0] > 0, "concatenated"),
+        (lambda h: tf.argmax(h, axis=1), "concatenated"),
+        (lambda h: tf.tanh(tf.reshape(h, [-1])), "concatenated"),
+        (lambda h: mean(h, axis=0), "mean"),
+        (lambda h: 100 * mean(h) + 1, "mean"),
+        (lambda h: tf.reduce_sum(h + 1), "sum"),
+        (lambda h: tf.math.count_nonzero(h > 0) - tf.reduce_sum(tf.cast(h > 0.5, "int64")), "sum"),
+    ],
+    ids=["bools", "argmax", "flat", "mean of classes", "scaled mean", "sum", "counts"],
+)
+def test_results_are_those_of_the_batch(result, how, example):
+    error, found = compared(returning(result), X, example=example)
+    assert error < TOLERANCE and found == ["mean", how]
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (tf.transpose, "has the batch along axis 1"),
+        (lambda h: tf.stack([h, h]), "has the batch along axis 1"),
+        (lambda h: tf.reshape(tf.transpose(h), [-1]), "several rows for each sample"),
+        (lambda h: tf.concat([h, h], axis=0), "several rows for each sample"),
+        (lambda h: tf.reduce_max(whole(h)), "of type int32, is no sum over the batch"),
+        (lambda h: tf.reduce_sum(tf.reduce_max(whole(h), axis=0)), "is no sum over the batch"),
+        (lambda h: mean(whole(h)), "is no sum over the batch"),
+        (lambda h: tf.argmax(h[:, 0]), "of type int64, is no sum over the batch"),
+        (lambda h: tf.where(h[:, 0] > 0), "its size is not one that goes with that of the batch"),
+        (lambda h: tf.unique(whole(h[:, 0]))[0], "its size is not one that goes with that of the batch"),
+        (lambda h: tf.reduce_sum(h) + mean(h), "not known to be a sum or a mean over the batch"),
+        (lambda h: 1 + tf.reduce_sum(h), "adds what is not of the batch, .* to a sum over the batch"),
+    ],
+)
+def test_results_without_one_value_are_refused(result, text):
+    with pytest.raises(PipelineError, match=text):
+        compared(returning(result), X)
+
+
+def test_what_has_an_axis_less_for_one_sample_is_refused():
+    with pytest.raises(PipelineError, match="for a micro-batch.* is read or returned, and its size is not one"):
+        compared(returning(lambda h: tf.squeeze(h[:, :1])), X, count=8)
+
+
+def test_results_of_an_open_batch_are_judged_alike():
+    with pytest.raises(PipelineError, match="has the batch along axis 1"):
+        compared(returning(tf.transpose), X, example=(OPEN,))
+    step, w = returning(lambda h: (h, tf.transpose(h)), tf.reduce_sum)
+    with pytest.raises(PipelineError, match="its size is not one that goes with that of the batch"):
+        params = PipelineParams(1, "basic", 2, ["CPU:0"], loss_reduction="sum")
+        tflms_sft.rewrite(step.get_concrete_function(OPEN), params)
+
+
+# As long as the batch, but not made of its data --------------------------------------------------------------
+
+ROWS = np.random.default_rng(1).normal(size=(8, 3))
+
+
+def by_position(rows):
+    """A step whose samples are weighted by something that their numbers select."""
+
+    def loss_and_result(w, x, *more):
+        found = rows(x, *more)
+        return mean(tf.tanh(x @ w) * found), found
+
+    return descending(loss_and_result)
+
+
+def numbers(x):
+    return tf.cast(tf.range(tf.shape(x)[0]), "float64")[:, None]
+
+
+def noise(x):
+    return tf.random.stateless_normal(tf.shape(x), [1, 2], dtype="float64")
+
+
+@pytest.mark.parametrize("example", [None, (OPEN,)], ids=["known", "open"])
+@pytest.mark.parametrize("rows", [numbers, noise, lambda x: tf.ones(tf.shape(x), "float64")])
+def test_each_sample_has_its_own_number_and_noise(rows, example):
+    error, _ = compared(by_position(rows), X, example=example)
+    assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [tf.constant, tf.Variable])
+def test_each_sample_has_its_own_row_of_what_is_not_of_the_batch(kind):
+    bank = kind(ROWS)
+    error, _ = compared(by_position(lambda x: bank[: x.shape[0]]), X, count=4)
+    assert error < TOLERANCE
+
+
+def test_rows_of_a_micro_batch_are_counted_from_its_first():
+    """The score of each sample's own class, which `tf.gather_nd` finds by numbers of samples."""
+    labels = np.arange(8) % 3
+
+    def loss_and_result(w, x, y):
+        features = tf.tanh(x @ w)
+        places = tf.stack([tf.range(tf.shape(x)[0], dtype="int64"), y], axis=1)
+        return mean(tf.gather_nd(features, places)), mean(features)
+
+    try:
+        error, _ = compared(descending(loss_and_result), X, labels)
+    except PipelineError as refused:  # As a `GatherNd` that may mix samples.
+        assert "GatherNd" in str(refused)
+    else:
+        assert error < TOLERANCE
+
+
+def test_what_is_as_long_as_the_batch_along_two_axes_is_refused():
+    def loss_and_result(w, x):
+        features = tf.tanh(x @ w)
+        return mean(tf.linalg.band_part(tf.eye(x.shape[0], dtype="float64") + 1, 1, 0) @ features), mean(features)
+
+    with pytest.raises(PipelineError, match="does not depend on data and is as long as the batch|join"):
+        compared(descending(loss_and_result), X)
+
+
+# Which arguments are cut -------------------------------------------------------------------------------------
+
+CODES = np.random.default_rng(2).normal(size=(8, 3))
+
+
+def to_codes(w, x, codes):
+    """How far samples are from the nearest of some codes, which are no batch."""
+    distances = tf.norm(tf.tanh(x @ w)[:, None] - codes[None], axis=-1)
+    return mean(tf.reduce_min(distances, axis=1)), tf.argmin(distances, axis=1)
+
+
+@pytest.mark.parametrize("batched", [["args_0"], [0]])
+@pytest.mark.parametrize("example", [None, (OPEN, OPEN)], ids=["known", "open"])
+def test_arguments_that_are_no_batch_are_left_whole(batched, example):
+    error, _ = compared(descending(to_codes), X, CODES, example=example, batched=batched)
+    assert error < TOLERANCE
+
+
+def test_arguments_of_different_open_sizes_are_not_cut_alike():
+    step, _ = descending(lambda w, x, codes: (mean(tf.tanh(x @ w)), mean(codes)))
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"]), OPEN, OPEN)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"different leading sizes.*PipelineParams\(batched="):
+        rewritten(X, CODES[:6])
+
+
+@pytest.mark.parametrize(
+    ("batched", "error", "text"),
+    [
+        ("x", TypeError, "`batched` must be a list of names or positions. Received: batched='x'"),
+        ([1.5], TypeError, "`batched` must be a list of names or positions"),
+        ([], ValueError, "`batched` is empty"),
+        (["x", "nothing"], ValueError, r"`batched` names .*Its arguments are \['args_0', 'args_1'\]"),
+        ([2], ValueError, "`batched` names 2, which is no argument of the step that has axes"),
+        ([0, 1], ValueError, "arguments of different leading sizes"),
+    ],
+)
+def test_arguments_that_do_not_exist_are_refused(batched, error, text):
+    step, _ = descending(to_codes)
+    with pytest.raises(error, match=text):
+        tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"], batched=batched), X, CODES[:6])
