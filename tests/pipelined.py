@@ -263,7 +263,7 @@ def insides():
 
 
 INSIDE = [("deep skip", "tiles", *one) for one in [("basic", 1), ("gpipe", 2), ("1f1b", 2), ("mast", 2), ("master", 2)]]
-INSIDE += [("deep", "both", "1f1b", 4), ("deep skip", "rows", "gpipe", 2), ("deep skip", "host", "basic", 2)]
+INSIDE += [("deep", "both", "1f1b", 2), ("deep skip", "rows", "gpipe", 2), ("deep skip", "host", "basic", 2)]
 INSIDE += [("norm", "both", "gpipe", 1)]
 LONG_INSIDE = [(kind, what, *one) for kind in ("deep", "deep skip") for what in ("tiles", "both") for one in SCHEDULES]
 LONG_INSIDE += [("deep skip", what, *one) for what in ("rows", "swaps", "host") for one in SCHEDULES[2:]]
@@ -344,7 +344,7 @@ def fitted_inside():
         return [np.array(v) for v in [*values, *model.variables, *model.optimizer.variables]]
 
     swaps = tflms_sft.LMSParams(tier="disk", min_bytes=1)
-    callback = tflms_sft.Pipeline(CUTS, "1f1b", 4, tiles=tiles(), swaps=swaps, verbose=0)
+    callback = tflms_sft.Pipeline(CUTS, "1f1b", 2, tiles=tiles(), swaps=swaps, verbose=0)
     result = {"error": largest_error(trained([callback]), trained([]))}
     say("fit", result | {"segments": len(callback.plan.segments), "swaps": len(callback.plan.swaps)})
 
@@ -371,7 +371,7 @@ def recorded_bytes():
     told = {}
     for name, params in {"plain": pipeline, "tiled": [tiles(4), pipeline]}.items():
         rewritten = tflms_sft.rewrite(step, params, *data)
-        runs = [tflms_sft.measure(rewritten, *data, timelines=True).timelines for _ in range(3)]
+        runs = [tflms_sft.measure(rewritten, *data, timelines=True).timelines for _ in range(2)]
         peaks = {line.device: max(run[place].peak_bytes for run in runs) for place, line in enumerate(runs[0])}
         told[name] = {"measured": peaks, "predicted": rewritten.plan.pipeline.peak_bytes}
     say("bytes", told)

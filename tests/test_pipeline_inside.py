@@ -1,4 +1,4 @@
-"""Tile loops and swaps inside of the stages of a pipeline: the same numbers, each in its stage, in fewer bytes."""
+"""Tile loops and swaps inside of the stages of a pipeline: the same numbers, in their place, in fewer bytes."""
 
 import keras
 import pytest
