@@ -89,9 +89,9 @@ class Importer:
         for position, parts in self.graph.divided.items():
             if fed[position].shape[0] is None:
                 text = (
-                    f"The batch is cut into {parts} micro-batches, so its size has to be a multiple of {parts}. If it is "
-                    "the last one of an epoch, drop it: `dataset.batch(size, drop_remainder=True)`, or arrays whose "
-                    "length is a multiple of `batch_size`."
+                    f"The batch is cut into {parts} micro-batches, so its size has to be a multiple of {parts}. If "
+                    "it is the last one of an epoch, drop it: `dataset.batch(size, drop_remainder=True)`, or arrays "
+                    "whose length is a multiple of `batch_size`."
                 )
                 left = tf.shape(fed[position])[0] % parts
                 checks.append(tf.debugging.assert_equal(left, 0, message=text))

@@ -18,7 +18,7 @@ from rewriters.analysis import Analysis
 from rewriters.combining import Combination as Combination
 from rewriters.combining import Combinations, Growth
 from rewriters.errors import PipelineError
-from rewriters.graph import Graph, Node, Tensor, ancestors
+from rewriters.graph import Graph, Node, Tensor, predecessors
 from rewriters.micro import Parts
 from rewriters.positions import to_cut, with_more_data, without_data
 from rewriters.resources import handles, writes
@@ -272,13 +272,38 @@ class _Cloner:
     def _chain_variables(self) -> None:
         """A micro-batch touches a variable after the one before it has, where one of them changes it."""
         for handle in self.parts.chained if self.count > 1 else ():
-            touching = [n for n in self.analysis.order if n in self.parts.repeated and handle in handles(n)]
-            above = {node: ancestors([node]) for node in touching}
-            first = [n for n in touching if not any(o is not n and o in above[n] for o in touching)]
-            last = [n for n in touching if not any(o is not n and n in above[o] for o in touching)]
+            readers = dict.fromkeys(n for n, _ in self.analysis.readers[handle] if n in self.parts.repeated)
+            touching = sorted(readers, key=self.analysis.position.__getitem__)
+            above = self._above(touching)
+            first = [n for n in touching if not above[n]]
+            last = [n for n in touching if not any(n in found for found in above.values())]
             for number in range(1, self.count):
                 for node in first:
                     self.clones[node][number].control_inputs.extend(self.clones[o][number - 1] for o in last)
+
+    def _above(self, nodes: Sequence[Node]) -> dict[Node, set[Node]]:
+        """Which of some operations, in order, must run before each of them.
+
+        Only what lies between the first and the last is looked at: counters have few operations between them.
+        """
+        inside = set(nodes)
+        begin = self.analysis.position[nodes[0]]
+        found: dict[Node, set[Node]] = {}
+        for node in nodes:
+            seen = {node}
+            stack = [node]
+            found[node] = set()
+            while stack:
+                for before in predecessors(stack.pop()):
+                    if before in seen or self.analysis.position[before] < begin:
+                        continue
+                    seen.add(before)
+                    if before in found:  # With all that runs before it.
+                        found[node] |= {before, *found[before]}
+                    else:
+                        stack.append(before)
+            assert found[node] <= inside
+        return found
 
     def _refuse_shared_state(self) -> None:
         written = {h: n for n in self.parts.update if writes(n) for h in handles(n)}

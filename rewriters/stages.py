@@ -239,7 +239,8 @@ class _Assignment:
                         seen.add(out)
                         queue.append(out)
         stages = [self.owner[handle] for handle in touched if handle in self.owner]
-        if not stages:
+        if len(set(stages)) != 1:
+            # None, or an operation with a body has those of all weights: an update that loss scaling may leave out.
             return None
         self.beside.update((handle, stages[0]) for handle in touched if handle not in self.owner)
         return stages[0]

@@ -239,6 +239,31 @@ def placements():
     say("placement", result)
 
 
+def updates_with_a_body():
+    """Optimizers that leave an update out, which is one operation with the variables of all stages."""
+    import tflms_sft
+    from tflms_sft import PipelineParams
+
+    x, y = np.random.default_rng(0).normal(size=(8, 6)), np.ones((8, 3))
+    found = {}
+    for name, optimizer in (
+        ("loss scale", keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))),
+        ("accumulation", keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)),
+    ):
+        keras.utils.set_random_seed(1)
+        sizes = [layers.Dense(5, "tanh", name="a"), layers.Dense(5, "tanh", name="b"), layers.Dense(3)]
+        model = keras.Sequential([keras.Input((6,)), *sizes])
+        cuts = tflms_sft.stage_devices(model, ["a", "b"], ["CPU:0", "CPU:1", "CPU:2"])
+        model.compile(optimizer, "mse", jit_compile=False)
+        optimizer.build(model.trainable_variables)
+        model._symbolic_build(data_batch=(x, y))
+        step = train_step(model)
+        params = PipelineParams(cuts, "1f1b", 4, ["CPU:0", "CPU:1", "CPU:2"])
+        rewritten = tflms_sft.rewrite(step, params, x, y)
+        found[name] = largest_error(run(model, rewritten, [(x, y)] * 3), run(model, step, [(x, y)] * 3))
+    say("bodies", found)
+
+
 # Tiles and swaps inside of stages -------------------------------------------------------------------------------
 
 
@@ -400,6 +425,7 @@ def main():
     compare("skip", "adam")
     replicas()
     placements()
+    updates_with_a_body()
 
 
 if __name__ == "__main__":

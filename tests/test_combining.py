@@ -75,10 +75,11 @@ def whole(x):
         (lambda h: tf.tanh(tf.reshape(h, [-1])), "concatenated"),
         (lambda h: mean(h, axis=0), "mean"),
         (lambda h: 100 * mean(h) + 1, "mean"),
+        (lambda h: mean(tf.math.top_k(h, 2).values), "mean"),
         (lambda h: tf.reduce_sum(h + 1), "sum"),
         (lambda h: tf.math.count_nonzero(h > 0) - tf.reduce_sum(tf.cast(h > 0.5, "int64")), "sum"),
     ],
-    ids=["bools", "argmax", "flat", "mean of classes", "scaled mean", "sum", "counts"],
+    ids=["bools", "argmax", "flat", "mean of classes", "scaled mean", "largest two", "sum", "counts"],
 )
 def test_results_are_those_of_the_batch(result, how, example):
     error, found = compared(returning(result), X, example=example)

@@ -90,6 +90,11 @@ def test_variables_are_moved_or_read_from_afar(found):
     assert "The optimizer of `model` is built" in result["too late"]
 
 
+def test_updates_that_may_be_left_out_are_the_same(found):
+    assert found["bodies"].keys() == {"loss scale", "accumulation"}
+    assert max(found["bodies"].values()) < TOLERANCE
+
+
 # The graph --------------------------------------------------------------------------------------------------
 
 

@@ -305,7 +305,9 @@ def judged(
             "Let all losses of the step be means, or all sums."
         )
     made_of = _made_of((*parts.gradients, *analysis.graph.outputs)) if found.unlike else set()
-    unlike = [node for node in found.unlike if node in made_of]
+    # Where gradients are means, theirs add up to such: a penalty is the same for a part of the batch.
+    unlike = [n for n in found.unlike if n in made_of and n.out().dtype.is_floating]
+    unlike = [n for n in unlike if not mean or n not in analysis.backward]
     if unlike:
         node = unlike[0]
         raise PipelineError(

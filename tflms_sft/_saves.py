@@ -56,8 +56,16 @@ class Saves:
 
 
 def watch_saves(model: Any) -> Saves | None:
-    """Have weights that a model saves be whole; does nothing without other machines, and the second time."""
-    if not _tf_private.workers() or "save_weights" in model.__dict__:
+    """Have weights that a model saves be whole; does nothing without other machines, nor to somebody else's saves.
+
+    One that is there from a training that failed, whose end Keras tells nobody of, is taken over.
+    """
+    there = model.__dict__.get("save_weights")
+    if isinstance(there, Saves):
+        there.remove()
+    elif there is not None:
+        return None
+    if not _tf_private.workers():
         return None
     saves = Saves(model)
     object.__setattr__(model, "save_weights", saves)
