@@ -56,18 +56,26 @@ def _built(traces: Traces, params: PipelineParams) -> tuple[Importer, Plan]:
     parts = split_step(analysis, traces.batched, traces.hints)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
-    notes, is_mean = judged(traces, params)
+    judgement = judged(traces, params)
     devices = _devices.chosen(params, stages.count)
     schedule = params.made(stages.count)
     where = _variable_devices(traces.micro, analysis)
     if params.placement == "check":
         _check_placement(traces.micro, analysis, parts, stages, schedule, devices, where)
-    request = Request(params.total_micro_batches, traces.batched, is_mean, sizes.has_axis, sizes.counterpart)
+    request = Request(
+        params.total_micro_batches,
+        traces.batched,
+        judgement.is_mean,
+        sizes.has_axis,
+        sizes.counterpart,
+        factors=judgement.factors,
+    )
     built = pipeline.pipeline(analysis, parts, stages, request, schedule, pipeline.Devices(devices, where))
     if params.total_micro_batches > 1:
         built.graph.divided.update(dict.fromkeys(traces.batched, params.total_micro_batches))
+        built.graph.same_size.update(traces.alike)
     plan = plan_of(Planned(traces, traced, parts, stages, cuts, schedule, devices, built))
-    plan.notes += notes
+    plan.notes += judgement.notes
     return Importer(built.graph, traces.micro), plan
 
 
