@@ -48,7 +48,11 @@ _ = sample_moves  # Importing it fills the table.
 
 _ADDS = ("Add", "AddN", "AddV2", "Sub")
 _DRAWS = ("Random", "Multinomial", "TruncatedNormal")
-_NO_MEAN = Fraction(0), Fraction(-1)
+_DECISIONS = ("All", "Any")
+"""Checks of a batch, mostly, such as whether all labels are 0 or 1: that is said, and not refused."""
+
+_EITHER = Fraction(0), Fraction(-1)
+"""Powers of a sum and of a mean."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +62,8 @@ class Samples:
     Attributes:
         joined: Operations, in order, after which samples do not go their own ways any more: gradients, the update,
             variables or results depend on them.
-        written: Variables, by their handles, with who writes or reads them, that micro-batches change otherwise than the batch does, by more than
-            adding up; those left out that the update changes too, which no pipeline can do.
+        written: Variables, by their handles, with who writes or reads them, that micro-batches change otherwise than
+            the batch does, by more than adding up; without those that the update changes too, which no pipeline can do.
         in_metrics: The same for those of metrics, and operations that join samples on the way to them alone.
         is_mean: Of values that are added up over samples, whether they are means; not of those of which that is not
             known.
@@ -141,7 +145,7 @@ class _Values:
             total = own if own is None or not what.added else own + 1
             if what.kind is Kind.EVEN and (node in self.analysis.constants or node in self._sizes):
                 known = self._ratio(tensor)
-                total, lost = (known, node) if known is not None or not tensor.dtype.is_floating else (total, lost)
+                total = total if known is None else known
             made_of.append(Value(what, total, exact, state, lost, mixed))
         return made_of
 
@@ -181,6 +185,9 @@ class _Values:
             for what, tensor in zip(found, op.outs, strict=True):
                 self._check(what, tensor)
         except JoinsError:
+            if node.op in _DECISIONS:
+                self.unknown[node] = None
+                return [Made() for _ in op.outs], exact
             if exact:
                 self.joined[node] = None
             return [self._by_size(t, Kind.SUM) for t in op.outs], False
@@ -300,7 +307,7 @@ class _Leaving:
 
     def _is_either(self, tensor: Tensor, value: Value) -> bool:
         """Whether it is known to be a sum or a mean."""
-        return tensor.node in self.parts.direct and value.kind is not Kind.EVEN and value.to_sum in _NO_MEAN
+        return tensor.node in self.parts.direct and value.kind is not Kind.EVEN and value.to_sum in _EITHER
 
     def _ancestors(self, tensors: Iterable[Tensor]) -> set[Node]:
         """Operations that values depend on, sizes left out."""
@@ -382,4 +389,4 @@ def _is_float(node: Node) -> bool:
 
 def unfit(powers: dict[Tensor, Any]) -> list[Tensor]:
     """Of what leaves micro-batches, what is neither a sum nor a mean for sure."""
-    return [tensor for tensor, own in powers.items() if own is not None and own not in _NO_MEAN]
+    return [tensor for tensor, own in powers.items() if own is not None and own not in _EITHER]

@@ -38,7 +38,8 @@ def _reshape(op: Op) -> list[Made]:
             raise NotKnownError
         return rows_at(op, axis, True, what.positions)
     before, behind = math.prod(_known(have[: axis.dim])), math.prod(_known(have[axis.dim + 1 :]))
-    before, behind = before * (axis.before or 1), behind * (axis.within or 1)
+    times, within = _layout(op, axis, have)
+    before, behind = before * times, behind * within
     certain, maybe = op.sizes.dims(op.outs[0])
     dims = certain or maybe
     for dim in sorted(dims):
@@ -52,6 +53,14 @@ def _known(shape: Sequence[int | None]) -> list[int]:
     if None in shape:
         raise NotKnownError
     return [size or 1 for size in shape]
+
+
+def _layout(op: Op, axis: Axis, shape: Sequence[int | None]) -> tuple[int, int]:
+    """Times that a dimension holds all samples, and entries of each; where nobody said, samples follow each other."""
+    if axis.within is not None:
+        return axis.before or 1, axis.within
+    size, samples = shape[axis.dim], op.sizes.samples
+    return 1, 1 if size is None or samples is None else max(size // samples, 1)
 
 
 @rule("Transpose")
@@ -90,12 +99,16 @@ def _slice(op: Op) -> list[Made]:
         return sum_of(op, added=False)
     axis = _moved(op, 0)
     what = op.values[0].made
-    if what.ragged:  # Its number is not known; a column of positions is.
-        _, maybe = op.sizes.dims(op.outs[0])
-        if axis.dim or 0 not in maybe:
+    try:
+        cut = next(cut for cut in _cuts(op) if cut.dim == axis.dim)
+    except NotKnownError:
+        if what.ragged:  # Of rows whose number is not known it does not take all.
+            raise JoinsError from None
+        raise
+    if what.ragged:
+        if cut.out is None or cut.size is not None:
             raise JoinsError
-        return rows_at(op, axis, True, what.positions)
-    cut = next(cut for cut in _cuts(op) if cut.dim == axis.dim)
+        return rows_at(op, axis.moved(cut.out), True, what.positions)
     return rows_at(op, _taken(op, axis, cut, op.shape(0), op.out_shape()))
 
 

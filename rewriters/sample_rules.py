@@ -30,6 +30,8 @@ SHAPE_OPERANDS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"), (0,)),
     **dict.fromkeys(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter"), (1,)),
     **dict.fromkeys(("AvgPoolGrad", "AvgPool3DGrad"), (0,)),
+    **dict.fromkeys(("ResizeBilinearGrad", "ResizeBicubicGrad", "ResizeNearestNeighborGrad"), (1,)),
+    **dict.fromkeys(("ResizeBilinear", "ResizeBicubic", "ResizeArea", "ResizeNearestNeighbor"), (1,)),
     "StridedSlice": (1, 2, 3),
     "StridedSliceGrad": (0, 1, 2, 3),
     "Slice": (1, 2),

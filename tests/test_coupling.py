@@ -99,6 +99,10 @@ def pairs(x, w, _):
     return mean(tf.abs(z[:, None] - z[None]))
 
 
+def few(x, w, _):
+    return tf.reduce_sum(tf.gather(net(x, w), tf.where(x[:, 0] > 0)[:2, 0])) / size(x)
+
+
 def chosen(x, w, _):
     return mean(tf.boolean_mask(net(x, w)[:, 0], x[:, 0] > 0))
 
@@ -121,6 +125,7 @@ JOINED = {
     "centred": (lambda x, w, _: mean(tf.square(net(x, w) - tf.stop_gradient(mean(net(x, w), 0)))), "Sub"),
     "a square of a mean": (lambda x, w, _: tf.square(mean(net(x, w))), "Square"),
     "a mean of those that a mask chooses": (chosen, "Mean"),
+    "the first that a mask chooses": (few, "StridedSlice"),
     "a decision": (lambda x, w, _: mean(tf.where(tf.reduce_max(x) > 1, net(x, w), x @ w[1])), "Max"),
 }
 
@@ -155,6 +160,20 @@ def test_of_an_operation_without_a_rule_a_note_tells():
 
     notes = judge(step_of(loss)[0]).notes
     assert any("not known what they do to them: `PyFuncStateless` (PyFuncStateless)" in note for note in notes)
+
+
+def test_a_check_of_all_samples_is_said_and_not_refused():
+    """As Keras's hinge loss looks whether all labels are 0 or 1."""
+    notes = judge(step_of(lambda x, w, _: mean(tf.where(tf.reduce_all(x > -9), net(x, w), x)))[0]).notes
+    assert notes == ("taken to keep samples apart, though it is not known what they do to them: `All` (All)",)
+
+
+def test_resized_images_are_apart():
+    def loss(x, w, _):
+        image = tf.reshape(net(x, w), [-1, 3, 1, 1])
+        return mean(tf.image.resize(tf.cast(image, "float32"), [6, 2]))
+
+    assert judge(step_of(loss)[0]).notes == ()
 
 
 # Means and sums ---------------------------------------------------------------------------------------------
@@ -214,7 +233,7 @@ def test_sums_and_means_in_one_gradient_are_refused():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda dy: tf.clip_by_value(dy, -0.01, 0.01), r"Minimum\) does something to a gradient that depends on how"),
+        (lambda dy: tf.clip_by_value(dy, -0.01, 0.01), r"Minimum\) reads what goes with the size of the batch"),
         (lambda dy: tf.clip_by_norm(dy, 0.1), r"they join samples of a batch: `clip_by_norm"),
         (lambda dy: 0.01 * tf.sign(dy), "Some gradients are sums over the batch and some are means"),
     ],

@@ -305,9 +305,9 @@ class _Judge:
             )
         if found.scaled:
             raise PipelineError(
-                f"{self.names.all(found.scaled)} does something to a gradient that depends on how large it is, and in "
-                "a micro-batch gradients of a mean are larger than in the batch. Do it to the gradients of weights, "
-                "before the update, or use `micro_batches=1`."
+                f"{self.names.all(found.scaled)} reads what goes with the size of the batch, as gradients of a mean do "
+                "on their way, and its result does not: in a micro-batch it is another one. Change the gradients of "
+                "weights instead, before the update, or use `micro_batches=1`."
             )
         if found.mixed:
             raise PipelineError(
