@@ -68,6 +68,7 @@ class Request:
         growth: Says of a tensor how much larger it is for the batch; `None` if not just along some axes. Not given, it
             is by its first axis or not at all.
         gradients_are_means: What gradients are taken to be of which it is not known.
+        factors: By what a micro-batch multiplies an operand: what it adds to a variable as its part of the batch.
     """
 
     micro_batches: int
@@ -76,6 +77,7 @@ class Request:
     has_batch_axis: Callable[[Tensor], bool]
     counterpart: Callable[[Node], Node | None] = dataclasses.field(default=lambda node: node)
     order: Callable[[Tensor], Sequence[int]] = dataclasses.field(default=lambda tensor: ())
+    factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     growth: Callable[[Tensor], Growth | None] | None = None
     gradients_are_means: bool = True
 
@@ -160,7 +162,7 @@ class _Cloner:
             for node in (node for node in order if node in self.parts.repeated):
                 name = node.name if self.count == 1 else f"micro_{number}/{node.name}"
                 new = self._add(node, name, number)
-                new.inputs = [self._of(t, number, reads_shape_only(node)) for t in node.inputs]
+                new.inputs = [self._operand(node, position, number) for position in range(len(node.inputs))]
         for node in (node for node in order if node in self.parts.update):
             new = self._add(node, node.name, None)
             new.inputs = [self._whole(t) for t in node.inputs]
@@ -205,6 +207,28 @@ class _Cloner:
         if tensor.node in self.parts.repeated:
             return self.clones[tensor.node][number].out(tensor.index)
         return self.once[tensor.node].out(tensor.index)
+
+    def _operand(self, node: Node, position: int, number: int) -> Tensor:
+        """An operand as one micro-batch sees it, times its factor if it has one."""
+        value = self._of(node.inputs[position], number, reads_shape_only(node))
+        factor = self.request.factors.get((node.name, position))
+        if factor is None or self.count == 1:
+            return value
+        part = self._number(f"micro_{number}/{node.name}/part", factor, value.dtype)
+        name = self.graph.unique_name(f"micro_{number}/{node.name}/scaled")
+        attrs = {"T": type_attr(value.dtype)}
+        scaled = Node(name, "Mul", [value, part], (), attrs, "", [(value.dtype, value.shape)])
+        for new in (part.node, self.graph.add(scaled)):
+            self.origin[new] = Origin(Role.MICRO_BATCH, node, number)
+        return scaled.out()
+
+    def _number(self, name: str, value: float, dtype: tf.DType) -> Tensor:
+        array = np.array(value, dtype.as_numpy_dtype)
+        attrs = {
+            "dtype": type_attr(dtype),
+            "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
+        }
+        return self.graph.add(Node(self.graph.unique_name(name), "Const", (), (), attrs, "", [(dtype, ())])).out()
 
     def _copies(self, node: Node) -> list[Node]:
         return self.clones[node] if node in self.clones else [self.once[node]]

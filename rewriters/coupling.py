@@ -6,32 +6,53 @@ axis that is made of some with one is a sum over samples: it may be added to oth
 on the batch. Whatever else is done with it, or that it meets single samples again, joins them.
 
 Whether sums are means tells the step itself: it is traced for the batch and for a part of it, and what a mean divides
-by is larger there by as much.
+by is larger there by as much. What tensors are is found out in `samples.py`; here it is asked of all that leaves a
+micro-batch: gradients, what the update reads besides, results, and what is written to variables.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable
+import math
+from collections.abc import Container, Iterable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from rewriters import sample_moves
 from rewriters.analysis import Analysis
-from rewriters.graph import Node, Tensor
+from rewriters.graph import LOOPS, Node, Tensor
 from rewriters.micro import Parts
+from rewriters.resources import handles, writes
+from rewriters.roles import is_seed, size_nodes
+from rewriters.sample_powers import power
+from rewriters.sample_rules import SHAPE_OPERANDS, made
+from rewriters.samples import (
+    Axis,
+    JoinsError,
+    Kind,
+    Made,
+    MixedError,
+    NotKnownError,
+    NotLinearError,
+    Op,
+    Sizes,
+    Value,
+)
+from rewriters.sizes import Size
 
 __all__: list[str] = []
 
-_SUM, _MEAN = 0, -1
-"""Power of the number of micro-batches that their values, added up, are multiplied by to give that of the batch."""
+_ = sample_moves  # Importing it fills the table.
 
-_PASSES = frozenset(
-    ("Cast", "CheckNumerics", "ExpandDims", "Identity", "Neg", "PreventGradient", "Reshape", "Snapshot", "Squeeze")
-) | frozenset(("StopGradient", "Mean", "Sum"))
-_ADDS = frozenset(("Add", "AddN", "AddV2", "Sub"))
-_SCALES = frozenset(("DivNoNan", "Mul", "RealDiv"))
-_CONTRACTS = frozenset(("BatchMatMulV2", "Einsum", "MatMul"))
+_ADDS = ("Add", "AddN", "AddV2", "Sub")
+_DRAWS = ("Random", "Multinomial", "TruncatedNormal")
+_DECISIONS = ("All", "Any")
+"""Checks of a batch, mostly, such as whether all labels are 0 or 1: that is said, and not refused."""
+
+_EITHER = Fraction(0), Fraction(-1)
+"""Powers of a sum and of a mean."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,166 +60,333 @@ class Samples:
     """How samples of a batch come together.
 
     Attributes:
-        joined: Forward operations, in order, after which samples do not go their own ways any more.
+        joined: Operations, in order, after which samples do not go their own ways any more: gradients, the update,
+            variables or results depend on them.
+        written: Variables, by their handles, with who writes or reads them, that micro-batches change otherwise than
+            the batch does, by more than adding up; without those that the update changes too, which no pipeline can do.
+        in_metrics: The same for those of metrics, and operations that join samples on the way to them alone.
         is_mean: Of values that are added up over samples, whether they are means; not of those of which that is not
             known.
         unlike: Operations that add something that is not of the batch to a sum over it: micro-batches added up would
             have it several times.
+        mixed: Operations that add what is a mean to what is a sum, on the way to a gradient or the update.
+        scaled: Operations to which it matters that a gradient over a micro-batch is larger than over the batch.
+        powers: Of gradients and of what the update reads besides: power of the number of micro-batches that their sum
+            is to be multiplied by; `None` if it is not known.
+        unknown: Operations of which it is not known what they do to samples, or after which such a power is not known.
+        turned: What the update reads of single samples that do not lie in its first dimension.
+        factors: By what a micro-batch has to multiply an operand that it adds to a variable.
     """
 
     joined: list[Node]
+    written: list[tuple[Tensor, Node]]
+    in_metrics: list[Node | Tensor]
     is_mean: dict[Tensor, bool]
     unlike: list[Node]
+    mixed: list[Node]
+    scaled: list[Node]
+    powers: dict[Tensor, Fraction | None]
+    unknown: list[Node]
+    turned: list[Tensor]
+    factors: dict[tuple[Node, int], float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What the traces for the batch and for a part of it tell of a tensor.
-
-    Attributes:
-        scale: Whether its size goes with that of the batch.
-        values: Of a tensor that is computed from constants, its value here and in the step as traced for the batch, if
-            that is another trace; `None` for one that is not known.
-        parts: Number of micro-batches.
-    """
-
-    scale: Callable[[Tensor], bool]
-    values: Callable[[Tensor], tuple[Any, Any]]
-    parts: int
-
-
-def samples(analysis: Analysis, parts: Parts, sizes: Sizes, shape_only: Container[Node] = ()) -> Samples:
+def samples(analysis: Analysis, parts: Parts, sizes: Sizes, metrics: Container[str] = ()) -> Samples:
     """Find out how samples come together.
 
     Args:
         analysis: Of the step as traced for one micro-batch.
         parts: Its parts.
         sizes: What is known of sizes.
-        shape_only: Operations that compute sizes.
+        metrics: Names of operations that belong to metrics.
     """
-    return _Samples(analysis, parts, sizes, shape_only).run()
+    values = _Values(analysis, parts, sizes)
+    return _Leaving(analysis, parts, sizes, metrics, values).run()
 
 
-class _Samples:
-    def __init__(self, analysis: Analysis, parts: Parts, sizes: Sizes, shape_only: Container[Node]) -> None:
+class _Values:
+    """Goes through a step and finds out what each tensor is."""
+
+    def __init__(self, analysis: Analysis, parts: Parts, sizes: Sizes) -> None:
         self.analysis = analysis
         self.parts = parts
         self.sizes = sizes
-        self.even = {n for n in analysis.order if n in shape_only}
-        self.found = Samples([], {}, [])
-        self.power: dict[Tensor, int | None] = {}
-        """Of sums over samples, and backward of all gradients."""
+        self.of: dict[Tensor, Value] = {}
+        self.joined: dict[Node, None] = {}
+        self.unlike: dict[Node, None] = {}
+        self.mixed: dict[Node, None] = {}
+        self.scaled: dict[Node, None] = {}
+        self.unknown: dict[Node, None] = {}
+        self._chained = set(parts.chained)
+        self._sizes = size_nodes(analysis.order)
+        self._batched = {t for t in analysis.graph.inputs if t.node in parts.sources}
+        for node in analysis.order:
+            if node not in parts.update:
+                for index, value in enumerate(self._made(node)):
+                    self.of[node.out(index)] = value
+
+    def _made(self, node: Node) -> list[Value]:
+        outs = [node.out(index) for index in range(len(node.outputs))]
+        if not node.inputs:
+            rows = Made(Kind.ROWS, Axis(0, 1, 1))
+            return [Value(rows) if t in self._batched else Value(power=self._ratio(t), lost=node) for t in outs]
+        if any(h in self._chained for h in handles(node)):
+            return [Value(state=node) for _ in outs]
+        if any(name in node.op for name in _DRAWS) and node.op != "RandomShuffle":
+            return [Value(self._by_size(t, Kind.EVEN)) for t in outs]
+        sizes = SHAPE_OPERANDS.get(node.op, ())
+        values = [Value() if p in sizes else self.of[t] for p, t in enumerate(node.inputs)]
+        op = Op(self.analysis, self.sizes, node, values)
+        found, exact = self._samples(op, all(v.exact for v in op.values))
+        own, lost, mixed = self._power(op, exact)
+        state = next((v.state for v in op.values if v.state is not None), None)
+        made_of: list[Value] = []
+        for tensor, what in zip(outs, found, strict=True):
+            total = own if own is None or not what.added else own + 1
+            if what.kind is Kind.EVEN and (node in self.analysis.constants or node in self._sizes):
+                known = self._ratio(tensor)
+                total = total if known is None else known
+            made_of.append(Value(what, total, exact, state, lost, mixed))
+        return made_of
+
+    def _ratio(self, tensor: Tensor) -> Fraction | None:
+        """Power of the number of micro-batches by which a constant is larger for the batch; `None` if not known."""
+        if tensor.node not in self.analysis.constants and tensor.node not in self._sizes:
+            return Fraction(0)
+        mine, whole = self.sizes.values(tensor)
+        if mine is None or whole is None:
+            return None
+        if isinstance(mine, Size):
+            return Fraction(1)
+        try:
+            here, there = np.asarray(mine, float), np.asarray(whole, float)
+        except (TypeError, ValueError):
+            return None if tensor.node in self._sizes else Fraction(0)
+        if here.shape != there.shape:
+            return Fraction(0)  # One that is as long as the batch: of it the micro-batch has a part.
+        if np.array_equal(here, there, equal_nan=True):
+            return Fraction(0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = there / here
+        first = float(ratios.flat[0])
+        if not 0 < first < math.inf or not np.allclose(ratios, first, rtol=1e-6, atol=0):
+            return None
+        exponent = math.log(first) / math.log(self.sizes.parts)
+        near = Fraction(exponent).limit_denominator(4)
+        return near if abs(exponent - near) < 1e-6 else None
+
+    # Samples ----------------------------------------------------------------------------------------------------
+
+    def _samples(self, op: Op, exact: bool) -> tuple[list[Made], bool]:
+        """What an operation makes, and whether that is exact if its operands are."""
+        node = op.node
+        try:
+            found = made(op)
+            for what, tensor in zip(found, op.outs, strict=True):
+                self._check(what, tensor)
+        except JoinsError:
+            if node.op in _DECISIONS:
+                self.unknown[node] = None
+                return [Made() for _ in op.outs], exact
+            if exact:
+                self.joined[node] = None
+            return [self._by_size(t, Kind.SUM) for t in op.outs], False
+        except NotKnownError:
+            if all(value.kind is Kind.EVEN for value in op.values):
+                return [Made() for _ in op.outs], exact
+            found = [self._by_size(t, Kind.SUM) for t in op.outs]
+            lists = any(t.dtype.name == "variant" for t in op.outs)
+            if any(what.kind is Kind.SUM and not lists and node not in self.analysis.backward for what in found):
+                if exact:
+                    self.joined[node] = None
+                return found, False
+            self.unknown[node] = None
+            if lists or node.op in LOOPS:
+                found = [w if w.kind is Kind.ROWS else Made(Kind.SUM, added=w.kind is Kind.SUM) for w in found]
+        return found, exact
+
+    def _check(self, what: Made, tensor: Tensor) -> None:
+        """Hold what a rule says against the sizes of the two traces."""
+        if tensor.shape is None:
+            return
+        certain, maybe = self.sizes.dims(tensor)
+        if what.kind is Kind.SUM and certain:
+            raise JoinsError
+        if what.kind is Kind.ROWS and what.axis is not None and not what.ragged:
+            if not certain <= {what.axis.dim} or what.axis.dim not in certain | maybe:
+                raise JoinsError
+
+    def _by_size(self, tensor: Tensor, other: Kind) -> Made:
+        """By the size alone: with rows for samples, or not; one of unknown rank is taken to have them."""
+        if tensor.shape is None:
+            return Made(Kind.ROWS, Axis(0))
+        certain, maybe = self.sizes.dims(tensor)
+        dims = certain or maybe
+        return Made(Kind.ROWS, Axis(min(dims))) if dims else Made(other)
+
+    # Powers -----------------------------------------------------------------------------------------------------
+
+    def _power(self, op: Op, exact: bool) -> tuple[Fraction | None, Node | None, bool]:
+        """The power, or the operation after which it is not known, and whether that added sums to means."""
+        node = op.node
+        sums = {op.values[p].power for p in op.of(Kind.SUM)}
+        if node.op in _ADDS and len(sums) == 1 and op.of(Kind.EVEN) and not op.of(Kind.ROWS):
+            (own,) = sums
+            if own == 1 and any(op.values[p].power == 0 for p in op.of(Kind.EVEN)):
+                self.unlike[node] = None
+                return own, None, False
+        try:
+            found = self._of_loop(op) if node in self.unknown else power(op)
+        except MixedError:
+            self.mixed[node] = None
+            return None, node, True
+        except NotLinearError:
+            if any(v.kind is not Kind.EVEN for v in op.values) and exact and node not in self.joined:
+                self.scaled[node] = None
+            return None, node, False
+        if found is not None:
+            return found, None, False
+        before = next((v for v in op.values if v.power is None and v.lost is not None), None)
+        return None, node if before is None else before.lost, before is not None and before.mixed
+
+    def _of_loop(self, op: Op) -> Fraction | None:
+        """Of an operation without a rule: one that autodiff made is taken to be linear in gradients."""
+        powers = {v.power for v, t in zip(op.values, op.node.inputs, strict=True) if t.dtype.is_floating or v.power}
+        powers.discard(Fraction(0))
+        if not powers:
+            return Fraction(0)
+        return powers.pop() if len(powers) == 1 and is_seed(op.node) else None
+
+
+class _Leaving:
+    """Asks of all that leaves a micro-batch whether it can be put together."""
+
+    def __init__(
+        self, analysis: Analysis, parts: Parts, sizes: Sizes, metrics: Container[str], values: _Values
+    ) -> None:
+        self.analysis = analysis
+        self.parts = parts
+        self.sizes = sizes
+        self.metrics = metrics
+        self.values = values
+        self.of = values.of
+        self.written: dict[Tensor, Node] = {}
+        self.in_metrics: dict[Node | Tensor, None] = {}
+        self.factors: dict[tuple[Node, int], float] = {}
 
     def run(self) -> Samples:
-        needed = self._needed()
-        for node in self.analysis.order:
-            if node in needed and not self._is_even(node):
-                self._forward(node)
-        gradients = {n for n in self.analysis.backward - self.parts.update - self.even if n.op != "Const"}
-        for node in self.analysis.order:
-            if node in gradients:
-                self._backward(node, gradients)
-        self.found.is_mean.update({t: power == _MEAN for t, power in self.power.items() if power is not None})
-        return self.found
+        read = [t for node in self.analysis.order if node in self.parts.update for t in node.inputs]
+        read = [t for t in dict.fromkeys((*self.parts.gradients, *read)) if t.node in self.parts.repeated]
+        added, of_metrics = self._written()
+        needed = self._ancestors([*read, *added])
+        results = self._ancestors(t for t in self.analysis.graph.outputs if t.dtype.is_floating) | needed
+        joined = [n for n in self.values.joined if n in results and (n in needed or _is_float(n))]
+        forward = [n for n in joined if n not in self.analysis.backward]
+        states = dict.fromkeys(s for t in (*read, *added) if (s := self.of[t].state) is not None)
+        for node in states:
+            self.written.update((h, node) for h in handles(node) if h not in self.written)
+        again = {h for node in self.parts.update if writes(node) for h in handles(node)}
+        alone = self._ancestors(of_metrics) - results
+        notes = [n for n in self.values.joined if n in alone]
+        reads = {t: self.of[t] for t in read if t.node in self.parts.direct and t.dtype.is_floating}
+        unknown = [n for n in self.values.unknown if n in results]
+        unknown += [v.lost for v in reads.values() if v.power is None and v.lost is not None and not v.mixed]
+        return Samples(
+            joined=forward or joined,
+            written=[(handle, node) for handle, node in self.written.items() if handle not in again],
+            in_metrics=[*notes, *self.in_metrics],
+            is_mean={t: v.to_sum == -1 for t, v in self.of.items() if self._is_either(t, v)},
+            unlike=[n for n in self.values.unlike if n in results],
+            mixed=[n for n in self.values.mixed if n in needed],
+            scaled=[n for n in self.values.scaled if n in needed],
+            powers={t: v.to_sum for t, v in reads.items()},
+            unknown=list(dict.fromkeys(unknown)),
+            turned=[t for t in read if (axis := self.of[t].made.axis) is not None and axis.dim],
+            factors=self.factors,
+        )
 
-    def _needed(self) -> set[Node]:
-        """Forward operations that gradients or results depend on, and that depend on the batch."""
+    def _is_either(self, tensor: Tensor, value: Value) -> bool:
+        """Whether it is known to be a sum or a mean."""
+        return tensor.node in self.parts.direct and value.kind is not Kind.EVEN and value.to_sum in _EITHER
+
+    def _ancestors(self, tensors: Iterable[Tensor]) -> set[Node]:
+        """Operations that values depend on, sizes left out."""
         seen: set[Node] = set()
-        stack = [t.node for t in (*self.parts.gradients, *self.analysis.graph.outputs)]
+        stack = [t.node for t in tensors]
         while stack:
             node = stack.pop()
             if node not in seen:
                 seen.add(node)
-                stack.extend(t.node for t in node.inputs)
-        return {n for n in seen if n in self.parts.direct and n not in self.analysis.backward}
+                left_out = SHAPE_OPERANDS.get(node.op, ())
+                stack.extend(t.node for p, t in enumerate(node.inputs) if p not in left_out)
+        return seen
 
-    def _is_even(self, node: Node) -> bool:
-        """Whether a value is made of sizes and constants, and so is the same for all micro-batches."""
-        if node.inputs and all(t.node in self.even or t.node.op == "Const" for t in node.inputs):
-            self.even.add(node)
-        return node in self.even
+    # Variables ------------------------------------------------------------------------------------------------
 
-    # Forward --------------------------------------------------------------------------------------------------
+    def _written(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What is added to variables, and the same for those of metrics; the latter with all that they write."""
+        added: list[Tensor] = []
+        of_metrics: list[Tensor] = []
+        for node, handle in self._writes():
+            metric = node.name in self.metrics
+            if not metric and node not in self.parts.direct:
+                continue  # A seed: each micro-batch draws anew.
+            found = self._added(node, handle)
+            exact = found is not None and self._adds_up(node, *found)
+            if not exact:
+                if metric:
+                    self.in_metrics[handle] = None
+                else:
+                    self.written.setdefault(handle, node)
+            (of_metrics if metric else added).extend([found[1]] if found is not None else node.inputs[1:])
+        return added, of_metrics
 
-    def _forward(self, node: Node) -> None:
-        outs = [node.out(index) for index in range(len(node.outputs))]
-        sums = [t for t in node.inputs if t in self.power]
-        scales = any(map(self.sizes.scale, outs))
-        if _is_batch_norm(node):
-            self.found.joined.append(node)
-        elif sums:
-            power = self._of_sums(node, sums) if not scales and self._is_linear(node, sums) else ...
-            if power is ...:
-                self.found.joined.append(node)  # What follows is not looked at: it is named once.
-            else:
-                self.power.update(dict.fromkeys(outs, power))
-        elif not scales:
-            if node.op in ("Sum", "Mean") or node.op in _CONTRACTS:
-                self.power.update(dict.fromkeys(outs, _MEAN if node.op == "Mean" else _SUM))
-            elif any(map(self.sizes.scale, node.inputs)) and outs and outs[0].dtype.is_floating:
-                self.found.joined.append(node)
+    def _writes(self) -> Iterator[tuple[Node, Tensor]]:
+        for node in self.analysis.order:
+            if node in self.parts.repeated and writes(node):
+                for handle in handles(node):
+                    if handle in self.parts.chained:
+                        yield node, handle
 
-    def _is_linear(self, node: Node, sums: list[Tensor]) -> bool:
-        """Whether an operation on sums over samples gives such a sum again."""
-        others = [t for t in node.inputs if t not in sums]
-        if any(t.node in self.parts.direct and t.node not in self.even for t in others):
-            return False
-        if node.op in _PASSES | _ADDS:
-            return True
-        return node.op in _SCALES and len(sums) == 1 and (node.op == "Mul" or node.inputs[0] == sums[0])
-
-    def _of_sums(self, node: Node, sums: list[Tensor]) -> int | None:
-        power = self._same(self.power[t] for t in sums)
-        others = [t for t in node.inputs if t not in sums]
-        if node.op in _ADDS:
-            if others and power == _SUM:
-                self.found.unlike.append(node)
-            return power
-        return self._scaled(node, power, others)
-
-    def _scaled(self, node: Node, power: int | None, others: Iterable[Tensor]) -> int | None:
-        """The power after an operation that may scale by a size of the batch."""
-        for other in others if node.op in _SCALES else ():
-            ratio = self._ratio(other)
-            if power is None or ratio is None:
-                return None
-            power += ratio if node.op == "Mul" else -ratio
-        return power if power in (_SUM, _MEAN) else None
-
-    def _ratio(self, tensor: Tensor) -> int | None:
-        """Power of the number of micro-batches by which a value is larger for the batch; `None` if not known."""
-        if tensor.node not in self.analysis.constants:
-            return None if tensor.node in self.even else 0
-        mine, whole = self.sizes.values(tensor)
-        if mine is None or whole is None or np.shape(mine) != np.shape(whole):
+    def _added(self, node: Node, handle: Tensor) -> tuple[tuple[Node, int], Tensor] | None:
+        """The operand that is added to a variable, and who reads it; `None` if something else is done."""
+        if node.op in ("AssignAddVariableOp", "AssignSubVariableOp"):
+            return (node, 1), node.inputs[1]
+        if node.op in ("ResourceScatterAdd", "ResourceScatterSub"):
+            return (node, 2), node.inputs[2]
+        if node.op != "AssignVariableOp":
             return None
-        for ratio in (0, 1, -1):
-            if np.allclose(whole, np.multiply(mine, float(self.sizes.parts) ** ratio), rtol=1e-6, atol=0):
-                return ratio
+        value = node.inputs[1].node
+        while value.op in ("Identity", "Cast"):
+            value = value.inputs[0].node
+        if value.op not in ("Add", "AddV2", "Sub"):
+            return None
+        for position in (0, 1) if value.op != "Sub" else (0,):
+            before = value.inputs[position].node
+            while before.op in ("Identity", "Cast"):
+                before = before.inputs[0].node
+            if before.op == "ReadVariableOp" and before.inputs[0] == handle:
+                return (value, 1 - position), value.inputs[1 - position]
         return None
 
-    @staticmethod
-    def _same(powers: Iterable[int | None]) -> int | None:
-        several = set(powers)
-        return several.pop() if len(several) == 1 else None
-
-    # Backward -------------------------------------------------------------------------------------------------
-
-    def _backward(self, node: Node, gradients: Container[Node]) -> None:
-        """By what a gradient is larger for the batch than for a micro-batch, of one sample or added up."""
-        incoming = [t for t in node.inputs if t.node in gradients]
-        known = [self.power.get(t, _SUM) for t in incoming]
-        power: int | None = self._same(known) if known else _SUM
-        if node.op in _ADDS and power == _SUM and node in self.parts.direct:
-            if any(t.node not in self.parts.direct and t.node.op != "Const" for t in incoming):
-                self.found.unlike.append(node)
-        elif node.op in _ADDS and len(incoming) > 1:  # A penalty's gradient is the same for a part of the batch.
-            own = [self.power.get(t, _SUM) for t in incoming if t.node in self.parts.direct]
-            power = self._same(own) if own else power
-        power = self._scaled(node, power, [t for t in node.inputs if t not in incoming])
-        for index in range(len(node.outputs)):
-            self.power[node.out(index)] = power
+    def _adds_up(self, node: Node, place: tuple[Node, int], tensor: Tensor) -> bool:
+        """Whether what micro-batches add makes what the batch adds, each times some factor if need be."""
+        value = self.of[tensor]
+        rows = node.op.startswith("ResourceScatter") and value.kind is Kind.ROWS
+        if value.state is not None or value.power is None or (value.kind is Kind.ROWS and not rows):
+            return False
+        factor = value.power if rows else value.power - 1
+        if factor:
+            if not tensor.dtype.is_floating:
+                return False
+            self.factors[place] = float(self.sizes.parts) ** float(factor)
+        return value.exact
 
 
-def _is_batch_norm(node: Node) -> bool:
-    return node.op.startswith("FusedBatchNorm") and "is_training" in node.attrs and bool(node.attrs["is_training"].b)
+def _is_float(node: Node) -> bool:
+    return any(dtype.is_floating for dtype, _ in node.outputs)
+
+
+def unfit(powers: dict[Tensor, Any]) -> list[Tensor]:
+    """Of what leaves micro-batches, what is neither a sum nor a mean for sure."""
+    return [tensor for tensor, own in powers.items() if own is not None and own not in _EITHER]

@@ -2,8 +2,9 @@
 
 A joint graph is split at its gradients. What depends on the batch runs for each micro-batch, and so does everything
 that touches a variable which it changes: counters of metrics, moving statistics, seeds. What is done with gradients
-runs once, and what depends on neither, such as reading a weight, is shared. Which of these a counter is, its
-variable tells: one that the update touches belongs to the optimizer.
+runs once, and what depends on neither, such as reading a weight or counting steps, is shared. Which of these a counter
+is, its variable tells: one that the update touches belongs to the optimizer, one that random numbers are drawn by is a
+seed; which belongs to a metric, only who calls it knows.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from collections.abc import Container, Iterable, Sequence
 
 from rewriters.analysis import Analysis
 from rewriters.errors import PipelineError
-from rewriters.graph import Node, Tensor
+from rewriters.graph import LOOPS, Node, Tensor
 from rewriters.resources import handles, writes
 from rewriters.roles import after_updates, gradients, is_seed, updates
 
 __all__: list[str] = []
 
 _SHARED = frozenset(("Placeholder", "Const", "NoOp", "VarHandleOp"))
+_CONDITIONS = frozenset(("StatelessCase", "StatelessIf"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Parts:
         update: Operations that run once, when all gradients are there.
         gradients: What the update reads, or the step returns.
         chained: Handles of variables that one micro-batch after another changes.
+        sources: Arguments that have the batch axis.
     """
 
     repeated: frozenset[Node]
@@ -39,6 +42,7 @@ class Parts:
     update: frozenset[Node]
     gradients: tuple[Tensor, ...]
     chained: tuple[Tensor, ...]
+    sources: frozenset[Node]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +86,7 @@ class _Splitter:
         order = [node for node in self.analysis.order if node not in self.update]
         direct = self._descendants(order, self.sources)
         drawn = {n for n in order if n.stateful and n.outputs and not handles(n) and n.op not in _SHARED}
+        self.draws = drawn | {n for n in order if n.op.startswith("Stateless") and n.op not in LOOPS | _CONDITIONS}
         chained: dict[Tensor, None] = {}
         while True:
             touching = {n for n in order if any(h in chained for h in handles(n))}
@@ -92,7 +97,12 @@ class _Splitter:
                 break
             chained.update(dict.fromkeys(more))
         return Parts(
-            frozenset(repeated), frozenset(direct), frozenset(self.update), tuple(self.gradients), tuple(chained)
+            frozenset(repeated),
+            frozenset(direct),
+            frozenset(self.update),
+            tuple(self.gradients),
+            tuple(chained),
+            frozenset(self.sources),
         )
 
     def _update(self, update: set[Node]) -> set[Node]:
@@ -120,15 +130,15 @@ class _Splitter:
         if node.name in self.hints.once or handle in self.of_update:
             return False
         reads = [n for n, _ in self.analysis.readers[handle] if n not in self.update and n.outputs]
-        return any(self._feeds(n, repeated) for n in reads)
+        return any(self._draws_from(n) for n in reads)
 
-    def _feeds(self, node: Node, repeated: set[Node]) -> bool:
-        """Whether a value reaches what runs for each micro-batch."""
+    def _draws_from(self, node: Node) -> bool:
+        """Whether a value reaches what draws random numbers, as a seed does; what only counts steps is written once."""
         stack, seen = [node], {node}
         while stack:
             for index in range(len((current := stack.pop()).outputs)):
                 for reader, _ in self.analysis.readers.get(current.out(index), ()):
-                    if reader in repeated:
+                    if reader in self.draws:
                         return True
                     if reader not in seen and reader not in self.update:
                         seen.add(reader)

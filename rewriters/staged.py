@@ -228,6 +228,7 @@ def _carried(
         frozenset(kept(staged.parts.update)),
         tuple(dict.fromkeys(map(moved, staged.parts.gradients))),
         tuple(map(moved, staged.parts.chained)),
+        frozenset(own),
     )
     of = {nodes[n.name]: stage for n, stage in staged.stages.of.items() if n.name in nodes}
     of.update((node, place.stage) for node, place in places.items())

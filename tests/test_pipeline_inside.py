@@ -16,7 +16,8 @@ from pipelined import (
     tiles,
     train_step,
 )
-from test_pipeline import HERE, fitted, printed
+from children import printed
+from test_pipeline import HERE, fitted
 
 import tflms_sft
 from rewriters import normalise
@@ -43,12 +44,12 @@ SWAPS = LMSParams(tier="disk", min_bytes=1)
 @pytest.fixture(scope="module")
 def found():
     """What needs several devices."""
-    return printed("inside")
+    return printed("pipelined.py", "inside")
 
 
 @pytest.fixture(scope="module")
 def long_found():
-    return printed("inside", "long")
+    return printed("pipelined.py", "inside", "long")
 
 
 @pytest.fixture(autouse=True)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from rewriters.analysis import Analysis
 from rewriters.combining import Growth
-from rewriters.coupling import Sizes, samples
+from rewriters.coupling import Samples, samples, unfit
 from rewriters.errors import PipelineError
-from rewriters.graph import Node, Tensor
+from rewriters.graph import LOOPS, Node, Tensor
 from rewriters.micro import Hints, split_step
 from rewriters.normalise import read
-from rewriters.roles import size_nodes
+from rewriters.roles import is_seed
+from rewriters.samples import Sizes
 from rewriters.sizes import Size
 from rewriters.values import Evaluator, constant
 from tflms_sft._compile import analyse
@@ -191,13 +192,13 @@ class BatchSizes:
 
     def values(self, tensor: Tensor) -> tuple[Any, Any]:
         """The value of a tensor that is computed from constants, here and there."""
-        whole = self._whole.get(tensor.node.name)
+        whole = self.counterpart(tensor.node)
         return tuple(
             None if node is None else _value(node.out(tensor.index), evaluate)
             for node, evaluate in ((tensor.node, self._evaluate), (whole, self._evaluate_whole))
         )  # type: ignore[return-value]
 
-    def _of_batch(self, tensor: Tensor) -> Any:
+    def whole_shape(self, tensor: Tensor) -> Any:
         """The shape of a tensor in that trace."""
         other = self._whole.get(tensor.node.name)
         if tensor in self._outputs:
@@ -206,13 +207,13 @@ class BatchSizes:
 
     def scale(self, tensor: Tensor) -> bool:
         """Whether any axis is of another size there."""
-        return tensor.shape is None or None in tensor.shape or tensor.shape != self._of_batch(tensor)
+        return tensor.shape is None or None in tensor.shape or tensor.shape != self.whole_shape(tensor)
 
     def has_axis(self, tensor: Tensor) -> bool:
         """Whether the first one is."""
         if not tensor.shape:
             return False
-        whole = self._of_batch(tensor)
+        whole = self.whole_shape(tensor)
         return tensor.shape[0] is None or (bool(whole) and tensor.shape[0] != whole[0])
 
     def growth(self, tensor: Tensor) -> Growth | None:
@@ -266,95 +267,198 @@ def _value(tensor: Tensor, evaluate: Evaluator) -> Any:
     return array if array is not None else evaluate(node.out())
 
 
-def judged(
-    traces: Traces, params: PipelineParams, results: Sequence[Tensor]
-) -> tuple[tuple[str, ...], Callable[[Tensor], bool | None]]:
-    """What a plan says of how micro-batches come together, and which values are means.
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """How micro-batches come together.
+
+    Attributes:
+        notes: What a plan says of it.
+        is_mean: Which values are means; `None` of one of which that is not known.
+        factors: By what a micro-batch multiplies what it adds to a variable, by operation and operand.
+    """
+
+    notes: tuple[str, ...]
+    is_mean: Callable[[Tensor], bool | None]
+    factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
+
+
+def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor]) -> Judgement:
+    """Find out how micro-batches come together.
 
     Args:
         traces: The step.
         params: What to do.
         results: What it returns.
 
-    Returns:
-        Sentences, and what says of a value whether it is a mean; `None` if that is not known.
-
     Raises:
         PipelineError: If they cannot be put together as the parameters say.
     """
     mean = params.loss_reduction == "mean"
     if params.total_micro_batches == 1:
-        return (), lambda tensor: mean
+        return Judgement((), lambda tensor: mean)
     traces = traces.known or traces
     analysis = analyse(traces.micro, traces.record, None, for_tiles=False).analysis
+    _refuse_loops(analysis, traces)
     parts = split_step(analysis, traces.batched, traces.hints)
     sizes = BatchSizes(traces, analysis)
-    told = Sizes(sizes.scale, sizes.values, params.total_micro_batches)
-    found = samples(analysis, parts, told, size_nodes(analysis.order))
-    notes = _notes_of_joined(traces.record, params, found.joined)
-    known = {found.is_mean[t] for t in parts.gradients if t in found.is_mean and t.node in parts.direct}
-    if known == {not mean}:
-        other = "sum" if mean else "mean"
-        raise PipelineError(
-            f"Gradients are a {other} over the batch, as the step was traced for a batch and for a part of it: "
-            f'pass `loss_reduction="{other}"`. Received: loss_reduction={params.loss_reduction!r}.'
-        )
-    if len(known) > 1:
-        raise PipelineError(
-            "Some gradients are sums over the batch and some are means, so that micro-batches cannot be put together. "
-            "Let all losses of the step be means, or all sums."
-        )
-    made_of = _made_of((*parts.gradients, *analysis.graph.outputs)) if found.unlike else set()
-    # Where gradients are means, theirs add up to such: a penalty is the same for a part of the batch.
-    unlike = [n for n in found.unlike if n in made_of and n.out().dtype.is_floating]
-    unlike = [n for n in unlike if not mean or n not in analysis.backward]
-    if unlike:
-        node = unlike[0]
-        raise PipelineError(
-            f"`{node.name}` ({node.op}) adds what is not of the batch, such as a penalty on weights, to a sum over the "
-            "batch: micro-batches added up would have it several times. Let the loss be a mean over the batch."
-        )
-    if not known:
-        notes += (f'losses are taken to be a {params.loss_reduction} over the batch, as `loss_reduction` says',)
+    batch = traces.batch // params.total_micro_batches if traces.batch else None
+    told = Sizes(sizes.whole_shape, sizes.values, params.total_micro_batches, batch)
+    found = samples(analysis, parts, told, traces.hints.repeated)
+    judge = _Judge(traces, analysis, params, found, analysis.sorted(set(parts.update)))
+    notes = judge.joined()
+    judge.refuse_gradients([t for t in parts.gradients if t.node in parts.direct])
     by_name = {tensor.name: value for tensor, value in found.is_mean.items()}
     # With `batch_norm="micro"` what follows a joined value is that of a loop that accumulates, as it was asked for.
     # Of a step that there is one trace of, for any batch, it cannot be told, and is what the parameters say.
     unknown = mean if found.joined or traces.micro is traces.whole else None
     of_results = {own: found.is_mean.get(t, unknown) for own, t in zip(results, analysis.graph.outputs, strict=True)}
-    return notes, lambda tensor: of_results[tensor] if tensor in of_results else by_name.get(tensor.name, unknown)
+    factors = {(node.name, position): value for (node, position), value in found.factors.items()}
+
+    def is_mean(tensor: Tensor) -> bool | None:
+        return of_results[tensor] if tensor in of_results else by_name.get(tensor.name, unknown)
+
+    return Judgement(notes + judge.unknown(), is_mean, factors)
 
 
-def _made_of(tensors: Iterable[Tensor]) -> set[Node]:
-    """All operations whose values go into some tensors."""
-    found: set[Node] = set()
-    stack = [t.node for t in tensors]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(t.node for t in node.inputs)
-    return found
-
-
-def _notes_of_joined(record: LayerRecord, params: PipelineParams, joined: Sequence[Node]) -> tuple[str, ...]:
-    """What a plan says of operations that join samples.
+def _refuse_loops(analysis: Analysis, traces: Traces) -> None:
+    """Refuse a forward loop that gradients go through: it fills lists that autodiff has made for its own loop.
 
     Raises:
-        PipelineError: If they are to be refused.
+        PipelineError: With its layer.
     """
-    if not joined:
-        return ()
-    names = []
-    for node in joined:
-        call = record.layer_of_op.get(node.name)
-        names.append(f"layer {call.layer!r} ({call.kind})" if call else f"`{node.name}` ({node.op})")
-    shown = shortened(list(dict.fromkeys(names)), _MOST_NAMES)
-    if params.batch_norm == "refuse":
+    node = next((n for n in analysis.order if n.op in LOOPS and not is_seed(n) and n in analysis.backward), None)
+    if node is not None:
         raise PipelineError(
-            f"With several micro-batches these would compute something else, because they join samples of a batch: "
-            f'{shown}. Let them work on micro-batches (`batch_norm="micro"`), as a loop does that accumulates '
-            "gradients, or use `micro_batches=1`."
+            f"Gradients go through a loop, {_Names(traces, analysis).of(node)}: a pipeline cannot tell its forward "
+            "phase from the backward one yet. Unroll it (`unroll=True` of a recurrent layer), or use `micro_batches=1`."
         )
-    return (
-        f"join samples of a micro-batch, not of the batch, so that the step is one that accumulates gradients: {shown}",
-    )
+
+
+class _Names:
+    """What a user knows operations and variables by."""
+
+    def __init__(self, traces: Traces, analysis: Analysis) -> None:
+        self._record = traces.record
+        concrete_fn = traces.micro
+        count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
+        by_handle = {id(v.handle): v.name for v in concrete_fn.graph.variables}
+        captured = zip(analysis.graph.inputs[count:], concrete_fn.captured_inputs, strict=True)
+        self._variables = {handle: by_handle.get(id(tensor), handle.node.name) for handle, tensor in captured}
+
+    def of(self, what: Node | Tensor) -> str:
+        """The layer of an operation, or else its name; of a handle the name of the variable."""
+        if isinstance(what, Tensor):
+            return f"variable {self._variables.get(what, what.node.name)!r}"
+        call = self._record.layer_of_op.get(what.name)
+        return f"layer {call.layer!r} ({call.kind})" if call else f"`{what.name}` ({what.op})"
+
+    def has_layer(self, node: Node) -> bool:
+        """Whether an operation belongs to a layer."""
+        return node.name in self._record.layer_of_op
+
+    def all(self, several: Iterable[Node | Tensor]) -> str:
+        """Of several, each once."""
+        return shortened(list(dict.fromkeys(map(self.of, several))), _MOST_NAMES)
+
+
+class _Judge:
+    """What is made of what was found out: refusals and notes."""
+
+    def __init__(
+        self, traces: Traces, analysis: Analysis, params: PipelineParams, found: Samples, update: Sequence[Node]
+    ) -> None:
+        self.names = _Names(traces, analysis)
+        self.params = params
+        self.found = found
+        self.update = update
+
+    def joined(self) -> tuple[str, ...]:
+        """What a plan says of operations that join samples.
+
+        Raises:
+            PipelineError: If they are to be refused.
+        """
+        written = [node if self.names.has_layer(node) else handle for handle, node in self.found.written]
+        joined: list[Node | Tensor] = [*self.found.joined, *written]
+        notes: tuple[str, ...] = ()
+        if joined:
+            shown = self.names.all(joined)
+            if self.params.batch_norm == "refuse":
+                raise PipelineError(
+                    f"With several micro-batches these would compute something else, because they join samples of a "
+                    f"batch: {shown}. Let them work on micro-batches (`batch_norm=\"micro\"`), as a loop does that "
+                    "accumulates gradients, or use `micro_batches=1`."
+                )
+            notes += (
+                "join samples of a micro-batch, not of the batch, so that the step is one that accumulates gradients: "
+                f"{shown}",
+            )
+        if self.found.in_metrics:
+            shown = self.names.all(self.found.in_metrics)
+            notes += (f"a metric may come out otherwise, because it does not add up over micro-batches: {shown}",)
+        return notes
+
+    def refuse_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Refuse gradients that are no sums over samples, or others than the parameters say.
+
+        Raises:
+            PipelineError: With the operation, and what to do.
+        """
+        found, mean = self.found, self.params.loss_reduction == "mean"
+        if found.turned:
+            tensor = found.turned[0]
+            reader = next(n for n in self.update if tensor in n.inputs)
+            raise PipelineError(
+                f"`{reader.name}` ({reader.op}) seems to be a part of the update and reads samples of `{tensor.name}`, "
+                "which do not lie in its first dimension. Is it the gradient of a first layer, written by hand "
+                "(`tf.custom_gradient`)? Let TensorFlow derive that, or use `micro_batches=1`."
+            )
+        if found.scaled:
+            raise PipelineError(
+                f"{self.names.all(found.scaled)} reads what goes with the size of the batch, as gradients of a mean do "
+                "on their way, and its result does not: in a micro-batch it is another one. Change the gradients of "
+                "weights instead, before the update, or use `micro_batches=1`."
+            )
+        if found.mixed:
+            raise PipelineError(
+                "Some gradients are sums over the batch and some are means, so that micro-batches cannot be put "
+                f"together: {self.names.all(found.mixed)} adds both. Let all losses of the step be means, or all sums."
+            )
+        odd = [] if found.joined else unfit(found.powers)
+        if odd:
+            raise PipelineError(
+                f"`{odd[0].name}` is neither a sum nor a mean over the batch, but goes with its size to the power of "
+                f"{found.powers[odd[0]] + 1}: micro-batches added up do not make it. "  # type: ignore[operator]
+                "Let the loss be a mean, or a sum."
+            )
+        known = {found.is_mean[t] for t in gradients if t in found.is_mean}
+        if known == {not mean}:
+            other = "sum" if mean else "mean"
+            raise PipelineError(
+                f"Gradients are a {other} over the batch, as the step was traced for a batch and for a part of it: "
+                f'pass `loss_reduction="{other}"`. Received: loss_reduction={self.params.loss_reduction!r}.'
+            )
+        if len(known) > 1:
+            raise PipelineError(
+                "Some gradients are sums over the batch and some are means, so that micro-batches cannot be put "
+                "together. Let all losses of the step be means, or all sums."
+            )
+        if not mean and found.unlike:
+            node = found.unlike[0]
+            raise PipelineError(
+                f"`{node.name}` ({node.op}) adds what is not of the batch, such as a penalty on weights, to a sum over "
+                "the batch: micro-batches added up would have it several times. Let the loss be a mean over the batch."
+            )
+
+    def unknown(self) -> tuple[str, ...]:
+        """What a plan says of what is not known."""
+        notes: tuple[str, ...] = ()
+        if self.found.unknown:
+            shown = self.names.all(self.found.unknown)
+            notes += (f"taken to keep samples apart, though it is not known what they do to them: {shown}",)
+        lost = [t for t, power in self.found.powers.items() if power is None]
+        if lost:
+            shown = shortened([f"`{t.name}`" for t in lost], _MOST_NAMES)
+            reduction = self.params.loss_reduction
+            notes += (f"taken to be a {reduction} over the batch, as `loss_reduction` says: {shown}",)
+        return notes

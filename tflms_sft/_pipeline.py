@@ -69,7 +69,7 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Impo
     parts = split_step(analysis, traces.batched, traces.hints)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
-    notes, is_mean = judged(traces, params, analysis.graph.outputs)
+    judgement = judged(traces, params, analysis.graph.outputs)
     devices = _devices.chosen(params, stages.count)
     schedule = params.made(stages.count)
     if params.placement == "check":
@@ -82,9 +82,10 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Impo
     request = Request(
         params.total_micro_batches,
         traces.batched,
-        lambda tensor: is_mean(staged.traced(tensor)),
+        lambda tensor: judgement.is_mean(staged.traced(tensor)),
         lambda tensor: sizes.has_axis(staged.traced(tensor)),
         sizes.counterpart,
+        factors=judgement.factors,
         growth=lambda tensor: sizes.growth(staged.traced(tensor)),
         gradients_are_means=params.loss_reduction == "mean",
     )
@@ -93,7 +94,7 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Impo
     if params.total_micro_batches > 1:
         built.graph.divided.update(dict.fromkeys(traces.batched, params.total_micro_batches))
     plan = plan_of(Planned(traces, traced, inside, cuts, schedule, devices, built))
-    plan.notes += notes
+    plan.notes += judgement.notes
     return Importer(built.graph, traces.micro, inside.tier), plan
 
 

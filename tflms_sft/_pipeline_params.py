@@ -36,10 +36,10 @@ class PipelineParams:
         data_replicas: Copies of the pipeline beside each other, each with its part of the batch. Defaults to 1.
         loss_reduction: Whether losses are a `"mean"` over the batch, the default, or a `"sum"`, so that gradients of
             micro-batches can be made one.
-        batch_norm: With more than one micro-batch, what is done with layers that join samples of a batch, such as
-            BatchNormalization, and compute something else for a part of it. `"refuse"`, the default: an error.
-            `"micro"`: they work on micro-batches, and moving statistics are updated for each; so does a loop that
-            accumulates gradients by hand.
+        batch_norm: With more than one micro-batch, what is done with layers, losses and variables that join samples
+            of a batch, such as BatchNormalization, and are something else for a part of it. `"refuse"`, the default:
+            an error. `"micro"`: they work on micro-batches, and moving statistics are updated for each; so does a
+            loop that accumulates gradients by hand.
         placement: `"check"`, the default: variables must lie on the device of their stage, where `stage_devices` puts
             them. `"copy"`: wherever they are, and stages read them from there in each step.
         batched: With more than one micro-batch, which arguments of the step have the batch as their first axis, the

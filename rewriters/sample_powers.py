@@ -1,0 +1,139 @@
+"""By which power of the number of micro-batches a result is larger, given those of the operands.
+
+A product has the sum of the powers, a sum needs the same of all its operands, a square root halves it. Whatever else is
+done to a value that is larger for a micro-batch than for the batch, as gradients of means are, gives another result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+
+from rewriters.rules.elementwise import is_zero
+from rewriters.samples import Kind, MixedError, NotLinearError, Op
+from rewriters.values import constant
+
+__all__: list[str] = []
+
+_ADDS = frozenset(("Add", "AddN", "AddV2", "BiasAdd", "ConcatV2", "Pack", "Select", "SelectV2", "Sub"))
+_EXTREMES = frozenset(("Maximum", "Minimum"))
+_COMPARES = frozenset(("Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"))
+_NUMBERS = frozenset(
+    "ArgMax ArgMin IsFinite IsInf IsNan OnesLike Rank Shape ShapeN Sign Size Where ZerosLike LogicalAnd LogicalNot "
+    "LogicalOr All Any".split()
+)
+"""Those whose result is the same whatever the operands are multiplied by."""
+
+_PRODUCTS = frozenset(
+    "BatchMatMul BatchMatMulV2 BatchMatMulV3 Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D "
+    "Conv3DBackpropFilterV2 Conv3DBackpropInputV2 Cross DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter "
+    "DepthwiseConv2dNativeBackpropInput Einsum MatMul Mul MulNoNan TanhGrad SigmoidGrad EluGrad SeluGrad SoftplusGrad "
+    "SoftsignGrad SparseTensorDenseMatMul".split()
+)
+_QUOTIENTS = frozenset(("Div", "DivNoNan", "FloorDiv", "RealDiv", "Xdivy"))
+
+_ONE = Fraction(1)
+_DEGREES: dict[str, dict[int, Fraction]] = {
+    "Square": {0: Fraction(2)},
+    "L2Loss": {0: Fraction(2)},
+    "Sqrt": {0: Fraction(1, 2)},
+    "Rsqrt": {0: Fraction(-1, 2)},
+    "Inv": {0: Fraction(-1)},
+    "Reciprocal": {0: Fraction(-1)},
+    "SqrtGrad": {0: Fraction(-1), 1: _ONE},
+    "RsqrtGrad": {0: Fraction(3), 1: _ONE},
+    "InvGrad": {0: Fraction(2), 1: _ONE},
+    "ReciprocalGrad": {0: Fraction(2), 1: _ONE},
+    "ReluGrad": {0: _ONE},
+    "Relu6Grad": {0: _ONE},
+    "LeakyReluGrad": {0: _ONE},
+    "MaxPoolGrad": {2: _ONE},
+    "MaxPool3DGrad": {2: _ONE},
+    "MaxPoolGradWithArgmax": {1: _ONE},
+    "AvgPoolGrad": {1: _ONE},
+    "AvgPool3DGrad": {1: _ONE},
+    "FusedBatchNormGrad": {0: _ONE},
+    "FusedBatchNormGradV2": {0: _ONE},
+    "FusedBatchNormGradV3": {0: _ONE},
+    "StridedSliceGrad": {4: _ONE},
+    "Split": {1: _ONE},
+    "ScatterNd": {1: _ONE},
+    "PadV2": {0: _ONE},
+    "OneHot": {},
+}
+"""For each operand that matters the degree in which a result goes with it."""
+
+_FIRST = frozenset(
+    "Abs AvgPool AvgPool3D BatchToSpaceND BiasAddGrad BroadcastTo CheckNumerics Cumsum DepthToSpace EnsureShape "
+    "EuclideanNorm ExpandDims ExtractImagePatches FFT FFT2D FFT3D IFFT IFFT2D IFFT3D Gather GatherNd GatherV2 Identity "
+    "LeakyRelu MatrixBandPart MatrixDiag MatrixDiagPartV3 MatrixDiagV3 Max MaxPool MaxPool3D Mean Min MirrorPad "
+    "MirrorPadGrad Neg Pad PreventGradient Relu Reshape ResizeBilinear ResizeBilinearGrad ResizeNearestNeighbor "
+    "ResizeNearestNeighborGrad ReverseV2 Roll Slice Snapshot SpaceToBatchND SpaceToDepth SplitV Squeeze StopGradient "
+    "StridedSlice Sum Tile TopK TopKV2 Transpose Unpack UnsortedSegmentSum SegmentSum Complex Conj Real Imag".split()
+)
+"""Those whose result is as much larger as the first operand is."""
+
+
+def power(op: Op) -> Fraction | None:
+    """The power of an operation's results, samples that it adds up left out; `None` if one of an operand is not known.
+
+    Raises:
+        MixedError: If it adds what has different powers.
+        NotLinearError: If it matters to it that an operand is larger for a micro-batch.
+    """
+    kind, powers = op.node.op, [value.power for value in op.values]
+    if kind in _NUMBERS:
+        return Fraction(0)
+    if kind in _ADDS | _EXTREMES | _COMPARES | {"SquaredDifference"}:
+        return _alike(op)
+    if kind == "Cast":
+        rounds = op.node.inputs[0].dtype.is_floating and not op.outs[0].dtype.is_floating
+        return _as_it_is(op) if rounds and op.outs[0].dtype.name != "bool" else powers[0]
+    if kind in _PRODUCTS:
+        return _total((_ONE, powers[p]) for p, t in enumerate(op.node.inputs) if not t.dtype.is_integer or t in op.outs)
+    if kind in _QUOTIENTS:
+        return _total([(_ONE, powers[0]), (-_ONE, powers[1])])
+    if kind == "Pow":
+        exponent = constant(op.node.inputs[1].node)
+        if exponent is not None and exponent.ndim == 0:
+            return _total([(Fraction(float(exponent)).limit_denominator(64), powers[0])])
+    if kind in _FIRST:
+        return powers[0] if powers else Fraction(0)
+    if kind in _DEGREES:
+        return _total((degree, powers[position]) for position, degree in _DEGREES[kind].items())
+    return _as_it_is(op)
+
+
+def _total(terms: Iterable[tuple[Fraction, Fraction | None]]) -> Fraction | None:
+    total = Fraction(0)
+    for degree, own in terms:
+        if own is None:
+            return None
+        total += degree * own
+    return total
+
+
+def _as_it_is(op: Op) -> Fraction | None:
+    """Of an operation that is to have the same operands for the batch."""
+    powers = [value.power for value, t in zip(op.values, op.node.inputs, strict=True) if t.dtype.is_floating]
+    if any(powers):
+        raise NotLinearError
+    return None if None in powers else Fraction(0)
+
+
+def _alike(op: Op) -> Fraction | None:
+    """Of an operation that takes its operands for the same kind of thing."""
+    kind = op.node.op
+    positions = {"Select": [1, 2], "SelectV2": [1, 2], "ConcatV2": list(range(len(op.values) - 1))}.get(kind)
+    places = range(len(op.values)) if positions is None else positions
+    places = [p for p in places if not is_zero(op.node.inputs[p])] or list(places)[:1]
+    own = [op.values[p].power for p in places]
+    if None in own:
+        return None
+    first = own[0]
+    assert first is not None
+    if len(set(own)) > 1:
+        if all(op.values[p].kind is Kind.EVEN for p in places):
+            return None
+        raise MixedError if kind in _ADDS else NotLinearError
+    return Fraction(0) if kind in _COMPARES else 2 * first if kind == "SquaredDifference" else first

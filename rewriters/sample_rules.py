@@ -1,0 +1,341 @@
+"""What operations do to the samples of a batch: the one table of it, with `sample_moves.py`.
+
+A rule says where the samples of a result lie, or that it joins them. Operations that the registry can tile and that are
+not listed here work on images apart from each other, which are the first dimension. One without a rule at all is not
+known: if its result is as long as the batch, it is taken to go row by row, which is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rewriters.errors import NotTileableError
+from rewriters.graph import Node, Tensor
+from rewriters.registry import find_rule
+from rewriters.rules.elementwise import ELEMENTWISE, LinearIn, channel_dim
+from rewriters.rules.pixels import Einsum
+from rewriters.samples import Axis, JoinsError, Kind, Made, NotKnownError, Op, met
+
+__all__: list[str] = []
+
+Rule = Callable[[Op], list[Made]]
+
+_RULES: dict[str, Rule] = {}
+
+SHAPE_OPERANDS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Reshape", "BroadcastTo", "Tile", "ExpandDims", "ArgMax", "ArgMin", "Transpose"), (1,)),
+    **dict.fromkeys(("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm", "Cumsum"), (1,)),
+    **dict.fromkeys(("Fill", "RandomUniform", "RandomStandardNormal", "StatelessRandomUniformV2"), (0,)),
+    **dict.fromkeys(("StatelessRandomNormalV2", "StatelessRandomGetKeyCounter", "TruncatedNormal"), (0,)),
+    **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"), (0,)),
+    **dict.fromkeys(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter"), (1,)),
+    **dict.fromkeys(("AvgPoolGrad", "AvgPool3DGrad"), (0,)),
+    **dict.fromkeys(("ResizeBilinearGrad", "ResizeBicubicGrad", "ResizeNearestNeighborGrad"), (1,)),
+    **dict.fromkeys(("ResizeBilinear", "ResizeBicubic", "ResizeArea", "ResizeNearestNeighbor"), (1,)),
+    "StridedSlice": (1, 2, 3),
+    "StridedSliceGrad": (0, 1, 2, 3),
+    "Slice": (1, 2),
+    "UnsortedSegmentSum": (2,),
+    "ScatterNd": (2,),
+    "GatherV2": (2,),
+}
+"""Operands that are sizes, axes and such: what they are made of has nothing to do with values."""
+
+
+def rule(*op_types: str) -> Callable[[Rule], Rule]:
+    """Register a rule."""
+
+    def add(function: Rule) -> Rule:
+        for op_type in op_types:
+            if op_type in _RULES:
+                raise ValueError(f"`{op_type}` already has a rule. Received: {function!r}. Remove one of the two.")
+            _RULES[op_type] = function
+        return function
+
+    return add
+
+
+def made(op: Op) -> list[Made]:
+    """What an operation makes, for each of its results.
+
+    Raises:
+        JoinsError: If it joins samples.
+        NotKnownError: If there is no rule for it, or not for this use.
+    """
+    if all(value.kind is Kind.EVEN for value in op.values) and not op.node.stateful:
+        return [Made(added=_adds(op)) for _ in op.outs]
+    found = _RULES.get(op.node.op)
+    if found is not None:
+        return found(op)
+    try:
+        data = find_rule(op.node).data(op.analysis.view(op.node))
+    except NotTileableError:
+        raise NotKnownError from None
+    return _images(op, data)
+
+
+def _adds(op: Op) -> bool:
+    """Whether what is the same for all micro-batches is added up over as many entries as there are samples."""
+    if op.node.op not in ("Sum", "BiasAddGrad", "MatMul", "L2Loss") or not op.node.inputs:
+        return False
+    axis = op.axis(0)
+    return axis is not None and bool(op.sizes.dims(op.node.inputs[0])[0]) and not op.sizes.dims(op.outs[0])[0]
+
+
+def _all(op: Op, what: Made) -> list[Made]:
+    return [what] * len(op.outs)
+
+
+def sum_of(op: Op, added: bool = True) -> list[Made]:
+    """All results are sums over samples; `added`: this operation adds them up."""
+    return _all(op, Made(Kind.SUM, added=added))
+
+
+def rows_at(op: Op, axis: Axis, ragged: bool = False, positions: Axis | None = None) -> list[Made]:
+    """All results have rows for samples along an axis."""
+    return _all(op, Made(Kind.ROWS, axis, ragged, positions))
+
+
+# Row by row -------------------------------------------------------------------------------------------------
+
+
+_ELEMENTWISE = (
+    "Angle Betainc BiasAdd BitwiseOr BitwiseXor Bucketize CheckNumerics Complex ComplexAbs Conj Digamma EnsureShape "
+    "Igamma Imag Invert LeftShift LogicalXor NextAfter Polygamma Real RightShift Select TruncateDiv TruncateMod Zeta"
+)
+"""Those that the registry does not have, or not as such."""
+
+
+@rule(*ELEMENTWISE, *_ELEMENTWISE.split())
+def _elementwise(op: Op) -> list[Made]:
+    """By broadcasting."""
+    rank = len(op.out_shape())
+    lined = op.node.op == "Select" and len(op.shape(0)) < rank  # Its condition has one entry for each row.
+    axes, of_rows = [], op.of(Kind.ROWS)
+    for position, value in enumerate(op.values):
+        axis = op.axis(position)
+        if value.kind is not Kind.SUM and axis is not None:
+            first = lined and position == 0
+            axes.append(axis if first else axis.moved(axis.dim + rank - len(op.shape(position))))
+    if not of_rows:
+        return _linear(op)
+    if op.of(Kind.SUM):
+        raise JoinsError
+    kept = op.values[0].made.positions if op.node.op in ("Cast", "Identity") else None
+    return rows_at(op, met(axes), op.is_ragged(of_rows), kept)
+
+
+def _linear(op: Op) -> list[Made]:
+    """Of sums over samples and what is the same for all: linear in the sums, or they are used as such."""
+    sums = op.of(Kind.SUM)
+    if op.node.op in ("ZerosLike", "OnesLike"):
+        return _all(op, Made())
+    if op.node.op == "Cast" and op.node.inputs[0].dtype.is_floating and not op.outs[0].dtype.is_floating:
+        raise JoinsError
+    if op.node.op in ("Add", "AddN", "AddV2", "Sub", "BiasAdd", "CheckNumerics", "EnsureShape"):
+        return sum_of(op, added=False)
+    if op.node.op in ("Select", "SelectV2") and 0 not in sums:
+        return sum_of(op, added=False)
+    found = registered_rule(op.node)
+    if isinstance(found, LinearIn) and len(sums) == 1 and sums[0] in found.positions:
+        return sum_of(op, added=False)
+    raise JoinsError
+
+
+def registered_rule(node: Node) -> object:
+    """That of the registry for tiles, `None` if it has none."""
+    try:
+        return find_rule(node)
+    except NotTileableError:
+        return None
+
+
+def _images(op: Op, data: Sequence[int]) -> list[Made]:
+    """Of an operation on images: they lie in the first dimension, all that is no image is the same for all."""
+    if op.of(Kind.SUM) or any(position not in data for position in op.of(Kind.ROWS)):
+        raise JoinsError
+    axis = met(axis for position in data if (axis := op.axis(position)) is not None)
+    if axis.dim != 0:
+        raise JoinsError
+    return rows_at(op, axis, op.is_ragged(data))
+
+
+@rule("ExtractImagePatches", "ImageProjectiveTransformV3", "AdjustContrastv2", "SpaceToDepth", "DepthToSpace",
+      "InTopK", "InTopKV2", "LRN", "FractionalMaxPool", "ResizeBicubic", "ResizeArea", "ResizeBicubicGrad",
+      "MaxPoolWithArgmax", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")  # fmt: skip
+def _rows_first(op: Op) -> list[Made]:
+    return _images(op, range(len(op.values)))
+
+
+_TRAILING = {
+    **dict.fromkeys(("Softmax", "LogSoftmax", "TopK", "TopKV2", "RGBToHSV", "HSVToRGB", "FFT", "IFFT", "RFFT"), 1),
+    **dict.fromkeys(("MatrixDiag", "MatrixDiagV3", "Cross"), 1),
+    **dict.fromkeys(("FFT2D", "IFFT2D", "RFFT2D", "MatrixBandPart", "MatrixDiagPartV3", "MatrixInverse"), 2),
+    **dict.fromkeys(("MatrixDeterminant", "Cholesky", "SelfAdjointEigV2", "Svd", "Qr"), 2),
+    **dict.fromkeys(("FFT3D", "IFFT3D", "AdjustHue", "AdjustSaturation"), 3),
+}
+"""Operations that take together what lies in so many of the last dimensions."""
+
+
+@rule(*_TRAILING)
+def _trailing(op: Op) -> list[Made]:
+    if op.of(Kind.SUM):
+        raise JoinsError
+    axis = met(axis for p in op.of(Kind.ROWS) if (axis := op.axis(p)) is not None)
+    if axis.dim >= len(op.shape(0)) - _TRAILING[op.node.op]:
+        raise JoinsError
+    return rows_at(op, axis, op.is_ragged(op.of(Kind.ROWS)))
+
+
+# Sizes and draws --------------------------------------------------------------------------------------------
+
+
+@rule("Shape", "ShapeN", "Size", "Rank")
+def _sizes(op: Op) -> list[Made]:
+    """The same for all micro-batches, if the number of rows does not depend on data."""
+    return sum_of(op) if op.is_ragged(op.of(Kind.ROWS)) and op.node.op != "Rank" else _all(op, Made())
+
+
+# Added up ---------------------------------------------------------------------------------------------------
+
+
+@rule("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm", "ArgMax", "ArgMin")
+def _reduction(op: Op) -> list[Made]:
+    if op.values[0].kind is Kind.SUM:
+        if op.node.op not in ("Sum", "Mean") or not op.outs[0].dtype.is_floating and op.node.op == "Mean":
+            raise JoinsError
+        return sum_of(op, added=False)
+    axis, rank = op.values[0].made.axis, len(op.shape(0))
+    assert axis is not None
+    axes = {number % rank for number in op.ints(1)}
+    if op.node.op == "Sum" and op.shape(0)[axis.dim] == 1 and not op.sizes.dims(op.outs[0])[0]:
+        axes.add(axis.dim)  # Of a single sample autodiff leaves out the sum over samples, as the other trace shows.
+    if axis.dim in axes:
+        mean = op.node.op == "Mean"
+        if op.node.op not in ("Sum", "Mean") or (mean and (op.values[0].made.ragged or _is_integer(op.outs[0]))):
+            raise JoinsError
+        return sum_of(op, added=not mean)
+    kept = "keep_dims" in op.node.attrs and op.node.attrs["keep_dims"].b
+    gone = 0 if kept else sum(number < axis.dim for number in axes)
+    return rows_at(op, axis.moved(axis.dim - gone), op.values[0].made.ragged)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+@rule("L2Loss")
+def _l2_loss(op: Op) -> list[Made]:
+    if op.of(Kind.SUM):
+        raise JoinsError
+    return sum_of(op)
+
+
+@rule("BiasAddGrad")
+def _bias_grad(op: Op) -> list[Made]:
+    axis = op.axis(0)
+    if op.of(Kind.SUM):
+        return sum_of(op, added=False)
+    if axis is None or axis.dim == channel_dim(op.node, len(op.shape(0))):
+        raise JoinsError
+    return sum_of(op)
+
+
+@rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
+def _filter_grad(op: Op) -> list[Made]:
+    _images(op, [0, 2])
+    return sum_of(op)
+
+
+def _labels(op: Op) -> list[str]:
+    """One letter for each dimension of two operands and the result."""
+    if op.node.op == "Einsum":
+        found = find_rule(op.node)
+        assert isinstance(found, Einsum)
+        try:
+            return found.labels(op.analysis.view(op.node))
+        except NotTileableError:
+            raise NotKnownError from None
+    first, second = ("transpose_a", "transpose_b") if op.node.op == "MatMul" else ("adj_x", "adj_y")
+    count = len(op.out_shape()) - 2
+    letters = "abcdefghijklmnopqrstuvw"[:count]
+
+    def own(position: int, pair: str, turned: bool) -> str:
+        batch = letters[count - (len(op.shape(position)) - 2) :]
+        return batch + (pair[::-1] if turned else pair)
+
+    attrs = op.node.attrs
+    return [own(0, "xy", attrs[first].b), own(1, "yz", attrs[second].b), letters + "xz"]
+
+
+@rule("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
+def _product(op: Op) -> list[Made]:
+    """Samples stay rows, or both operands have them where products are added up."""
+    *operands, out = _labels(op)
+    sums, rows = op.of(Kind.SUM), op.of(Kind.ROWS)
+    if sums:
+        if rows or len(sums) > 1:
+            raise JoinsError
+        return sum_of(op, added=False)
+    axes = {p: axis for p in range(len(operands)) if (axis := op.axis(p)) is not None}
+    letters = {operands[p][axis.dim] for p, axis in axes.items()}
+    if len(letters) != 1:
+        raise JoinsError
+    (letter,) = letters
+    axis = met(axis.moved(0) for axis in axes.values())
+    for position, own in enumerate(operands):
+        if position not in axes and letter in own and op.shape(position)[own.index(letter)] != 1:
+            raise JoinsError
+    if letter in out:
+        return rows_at(op, axis.moved(out.index(letter)), op.is_ragged(rows))
+    return sum_of(op)
+
+
+@rule("UnsortedSegmentSum", "SegmentSum")
+def _segments(op: Op) -> list[Made]:
+    """Rows put back to where they were taken from, or added up."""
+    data, ids = op.values[0], op.values[1]
+    if data.kind is Kind.SUM or ids.kind is Kind.SUM:
+        raise JoinsError
+    if ids.made.positions is not None:
+        return rows_at(op, ids.made.positions.moved(0))
+    if op.scales():
+        raise NotKnownError
+    axes = [axis for p in (0, 1) if (axis := op.axis(p)) is not None]
+    if met(axes).dim >= len(op.shape(1)):
+        axis = met(axes)  # Segments of what each sample has.
+        return rows_at(op, axis.moved(axis.dim - len(op.shape(1)) + 1))
+    return sum_of(op)
+
+
+@rule("ScatterNd")
+def _scatter(op: Op) -> list[Made]:
+    if op.of(Kind.SUM):
+        raise JoinsError
+    if op.scales():
+        raise NotKnownError
+    return sum_of(op)
+
+
+@rule("DenseBincount", "Bincount", "HistogramFixedWidth")
+def _count(op: Op) -> list[Made]:
+    if op.scales() or op.of(Kind.SUM):
+        raise NotKnownError
+    return sum_of(op)
+
+
+@rule("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
+def _batch_norm(op: Op) -> list[Made]:
+    if op.node.attrs["is_training"].b:
+        raise JoinsError
+    axis = _images(op, [0])[0].axis
+    assert axis is not None
+    return [Made(Kind.ROWS, axis), *(Made() for _ in op.outs[1:])]
+
+
+@rule("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
+def _batch_norm_grad(op: Op) -> list[Made]:
+    axis = op.axis(0)
+    if axis is None:
+        raise JoinsError
+    return [Made(Kind.ROWS, axis), *(Made(Kind.SUM, added=True) for _ in op.outs[1:])]
