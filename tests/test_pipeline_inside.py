@@ -3,6 +3,7 @@
 import keras
 import pytest
 import tensorflow as tf
+from children import printed
 from pipelined import (
     CUTS,
     INSIDE,
@@ -16,7 +17,6 @@ from pipelined import (
     tiles,
     train_step,
 )
-from children import printed
 from test_pipeline import HERE, fitted
 
 import tflms_sft

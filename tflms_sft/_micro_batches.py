@@ -13,7 +13,7 @@ from rewriters.analysis import Analysis
 from rewriters.combining import Growth
 from rewriters.coupling import Samples, samples, unfit
 from rewriters.errors import PipelineError
-from rewriters.graph import LOOPS, Node, Tensor
+from rewriters.graph import LOOPS, Node, Tensor, ancestors
 from rewriters.micro import Hints, split_step
 from rewriters.normalise import read
 from rewriters.roles import is_seed
@@ -282,13 +282,13 @@ class Judgement:
     factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
 
 
-def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor]) -> Judgement:
+def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor] = ()) -> Judgement:
     """Find out how micro-batches come together.
 
     Args:
         traces: The step.
         params: What to do.
-        results: What it returns.
+        results: What it returns, by another analysis that values are asked of.
 
     Raises:
         PipelineError: If they cannot be put together as the parameters say.
@@ -307,11 +307,13 @@ def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor]) ->
     judge = _Judge(traces, analysis, params, found, analysis.sorted(set(parts.update)))
     notes = judge.joined()
     judge.refuse_gradients([t for t in parts.gradients if t.node in parts.direct])
+    judge.refuse_results(analysis)
     by_name = {tensor.name: value for tensor, value in found.is_mean.items()}
     # With `batch_norm="micro"` what follows a joined value is that of a loop that accumulates, as it was asked for.
     # Of a step that there is one trace of, for any batch, it cannot be told, and is what the parameters say.
     unknown = mean if found.joined or traces.micro is traces.whole else None
-    of_results = {own: found.is_mean.get(t, unknown) for own, t in zip(results, analysis.graph.outputs, strict=True)}
+    outputs = analysis.graph.outputs
+    of_results = {own: found.is_mean.get(t, unknown) for own, t in zip(results or outputs, outputs, strict=True)}
     factors = {(node.name, position): value for (node, position), value in found.factors.items()}
 
     def is_mean(tensor: Tensor) -> bool | None:
@@ -444,11 +446,20 @@ class _Judge:
                 "together. Let all losses of the step be means, or all sums."
             )
         if not mean and found.unlike:
-            node = found.unlike[0]
-            raise PipelineError(
-                f"`{node.name}` ({node.op}) adds what is not of the batch, such as a penalty on weights, to a sum over "
-                "the batch: micro-batches added up would have it several times. Let the loss be a mean over the batch."
-            )
+            raise _unlike(found.unlike[0])
+
+    def refuse_results(self, analysis: Analysis) -> None:
+        """Refuse results that add to a sum over samples what is not of the batch.
+
+        Gradients may: where they are means, those of a penalty are the same for a part of the batch.
+
+        Raises:
+            PipelineError: With the operation.
+        """
+        made = ancestors(t.node for t in analysis.graph.outputs) if self.found.unlike else set()
+        for node in self.found.unlike:
+            if node in made and node not in analysis.backward and node.out().dtype.is_floating:
+                raise _unlike(node)
 
     def unknown(self) -> tuple[str, ...]:
         """What a plan says of what is not known."""
@@ -462,3 +473,10 @@ class _Judge:
             reduction = self.params.loss_reduction
             notes += (f"taken to be a {reduction} over the batch, as `loss_reduction` says: {shown}",)
         return notes
+
+
+def _unlike(node: Node) -> PipelineError:
+    return PipelineError(
+        f"`{node.name}` ({node.op}) adds what is not of the batch, such as a penalty on weights, to a sum over "
+        "the batch: micro-batches added up would have it several times. Let the loss be a mean over the batch."
+    )
