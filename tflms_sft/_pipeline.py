@@ -74,7 +74,7 @@ def _built(traces: Traces, params: PipelineParams) -> tuple[Importer, Plan]:
     built = pipeline.pipeline(analysis, parts, stages, request, schedule, pipeline.Devices(devices, where))
     if params.total_micro_batches > 1:
         built.graph.divided.update(dict.fromkeys(traces.batched, params.total_micro_batches))
-    plan = plan_of(Planned(traces, traced, parts, stages, cuts, schedule, devices, built))
+    plan = plan_of(Planned(traces, traced, parts, stages, cuts, schedule, devices, built, where))
     plan.notes += notes
     return Importer(built.graph, traces.micro), plan
 
