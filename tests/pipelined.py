@@ -264,6 +264,30 @@ def updates_with_a_body():
     say("bodies", found)
 
 
+def peaks():
+    """Predicted and measured bytes of each device, the update included, with weights in their places or in one."""
+    import tflms_sft
+    from tflms_sft import PipelineParams
+
+    devices = [f"CPU:{number}" for number in range(3)]
+    x, found = np.ones((8, 384)), {}
+    for placement in ("check", "copy"):
+        model = keras.Sequential([keras.Input((384,)), *(layers.Dense(384, name=name) for name in "abc")])
+        cuts = tflms_sft.stage_devices(model, ["a", "b"], devices) if placement == "check" else ["a", "b"]
+        model.compile("adam", "mse", jit_compile=False)
+        model.optimizer.build(model.trainable_variables)
+        model._symbolic_build(data_batch=(x, x))
+        params = PipelineParams(cuts, "1f1b", 4, devices, placement=placement)
+        rewritten = tflms_sft.rewrite(train_step(model), params, x, x)
+        measured = dict.fromkeys(devices, 0)
+        for _ in range(3):
+            for line in tflms_sft.measure(rewritten, tf.constant(x), tf.constant(x), timelines=True).timelines:
+                name = line.device[line.device.index("CPU") :]
+                measured[name] = max(measured.get(name, 0), line.peak_bytes)
+        found[placement] = [list(rewritten.plan.pipeline.peak_bytes), [measured[name] for name in devices]]
+    say("peaks", found)
+
+
 # Tiles and swaps inside of stages -------------------------------------------------------------------------------
 
 
@@ -426,6 +450,7 @@ def main():
     replicas()
     placements()
     updates_with_a_body()
+    peaks()
 
 
 if __name__ == "__main__":

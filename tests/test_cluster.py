@@ -19,7 +19,7 @@ from pipelined import CUTS
 
 import tflms_sft
 from rewriters import _tf_private
-from tflms_sft import _lost, _reach, _saves
+from tflms_sft import _lost, _reach
 from tflms_sft._cli.main import main
 from tflms_sft._cluster import read_cluster, split_address
 from tflms_sft._devices import machine_of
@@ -571,20 +571,6 @@ def test_at_the_end_of_an_epoch_workers_are_looked_for(monkeypatch):
     with pytest.raises(tflms_sft.WorkerError, match="Lost 1 worker"):
         fitted(model, [Gone(0, lose), pipeline])
     assert model.__dict__.get("train_step") is plain, "the model is as it was"
-
-
-def test_saves_that_a_training_left_behind_are_taken_over(one_worker):
-    """Keras tells nobody of the end of a training that failed."""
-    model = dense()
-    left = _saves.watch_saves(model)
-    again = _saves.watch_saves(model)
-    assert model.__dict__["save_weights"] is again is not left
-    left.remove()
-    assert model.__dict__["save_weights"] is again
-    again.remove()
-    assert "save_weights" not in model.__dict__
-    object.__setattr__(model, "save_weights", print)
-    assert _saves.watch_saves(model) is None and model.__dict__["save_weights"] is print
 
 
 def test_a_backup_that_is_not_whole_does_not_take_the_place_of_the_last(one_worker, tmp_path):

@@ -95,6 +95,17 @@ def test_updates_that_may_be_left_out_are_the_same(found):
     assert max(found["bodies"].values()) < TOLERANCE
 
 
+@pytest.mark.parametrize("placement", ["check", "copy"])
+def test_predicted_peaks_have_the_update_and_weights_are_counted_where_they_are(found, placement):
+    predicted, measured = found["peaks"][placement]
+    assert all(got > 0 for got in measured)
+    # Logical CPUs make no copies, and run a part of the update after another or at once.
+    most = 1.3 if placement == "check" else 2.2
+    assert all(0.98 * got < told < most * got for told, got in zip(predicted, measured, strict=True)), found["peaks"]
+    if placement == "copy":
+        assert predicted[0] > 3 * predicted[1], "which has all variables"
+
+
 # The graph --------------------------------------------------------------------------------------------------
 
 

@@ -93,7 +93,7 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Impo
     built = pipeline.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)
     if params.total_micro_batches > 1:
         built.graph.divided.update(dict.fromkeys(traces.batched, params.total_micro_batches))
-    plan = plan_of(Planned(traces, traced, inside, cuts, schedule, devices, built))
+    plan = plan_of(Planned(traces, traced, inside, cuts, schedule, devices, built, places.of_variable))
     plan.notes += judgement.notes
     return Importer(built.graph, traces.micro, inside.tier), plan
 

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import tensorflow as tf
+
 from rewriters import _tf_private
 from rewriters.analysis import Analysis
 from rewriters.ft import LeftAlone
@@ -22,7 +24,7 @@ from rewriters.staged import Staged
 from rewriters.stages import Stages, crossings, in_slots
 from rewriters.tiers import DiskTier, HostTier
 from rewriters.turns import phase_scratch
-from tflms_sft import _swap
+from tflms_sft import _devices, _swap
 from tflms_sft._calibration import kept_rates
 from tflms_sft._compile import Traced, analyse, predict, prediction, reasons
 from tflms_sft._described import described, shares
@@ -70,6 +72,7 @@ class Planned:
         schedule: What devices run.
         devices: Their names.
         built: The pipeline.
+        where: Where each variable is of which that is known, by its handle.
     """
 
     traces: Traces
@@ -79,6 +82,7 @@ class Planned:
     schedule: Schedule
     devices: Sequence[str]
     built: Pipelined
+    where: Mapping[Tensor, str] = dataclasses.field(default_factory=dict)
 
     @property
     def staged(self) -> Staged:
@@ -193,7 +197,7 @@ def plan_of(planned: Planned) -> Plan:
         stages=told,
         devices=tuple(planned.devices),
         slots=tuple(tuple(f"{s.kind.value}{s.micro_batch}.{s.stage}" for s in own) for own in schedule.devices),
-        peak_bytes=_peaks(schedule, held, stages),
+        peak_bytes=_peaks(planned, held, stages),
         seconds=simulation.seconds,
         idle=simulation.bubble,
         crossing=_crossing(planned),
@@ -308,26 +312,67 @@ def _held(planned: Planned) -> list[_Held]:
     return [_Held(*both) for both in zip(own, beside, strict=True)]
 
 
-def _peaks(schedule: Schedule, held: Sequence[_Held], stages: Sequence[_Stage]) -> tuple[int, ...]:
-    """Of each device: variables, gradients that are added up, what waits of micro-batches, and what a slot makes."""
+def _peaks(planned: Planned, held: Sequence[_Held], stages: Sequence[_Stage]) -> tuple[int, ...]:
+    """Of each device: variables, copies of those that are elsewhere, gradients that are added up, and more.
+
+    That is what waits of micro-batches and what a slot makes, or at the end what the update makes.
+    """
+    schedule = planned.schedule
     working = [
         {Pass.FORWARD: stage.working(stage.forward), Pass.BACKWARD: stage.working(stage.backward)} for stage in stages
     ]
+    own, owned = _variables_on(planned)
     result = []
     for number, slots in enumerate(schedule.devices):
-        fixed = 0
-        for stage in schedule.stages_on(number):
-            fixed += held[stage].weights
-            if home(schedule, stage) == number:
-                fixed += held[stage].beside + (held[stage].weights if schedule.micro_batches > 1 else 0)
+        read = sum(held[stage].weights for stage in schedule.stages_on(number))
+        homes = [stage for stage in schedule.stages_on(number) if home(schedule, stage) == number]
+        copies = read - owned[number]
+        added = sum(held[stage].weights for stage in homes) if schedule.micro_batches > 1 else 0
         alive, most = 0, 0
         for slot in slots:
             most = max(most, alive + working[slot.stage][slot.kind])
             waiting = stages[slot.stage].waiting_bytes
             alive += waiting if slot.kind is Pass.FORWARD else -waiting
             most = max(most, alive)
-        result.append(fixed + most)
+        result.append(own[number] + max(copies + added + most, _of_update(planned, number)))
     return tuple(result)
+
+
+def _variables_on(planned: Planned) -> tuple[list[int], list[int]]:
+    """Bytes of the variables on each device, and of those of them that are weights of its own stages.
+
+    One of which it is not known where it is counts as on the device of its stage.
+    """
+    micro, stages, schedule = planned.traces.micro, planned.stages, planned.schedule
+    count = len(micro.inputs) - len(micro.captured_inputs)
+    sizes = _tf_private.sizes_of_variables(micro)
+    own, owned = [0] * len(planned.devices), [0] * len(planned.devices)
+    for handle, size in zip(planned.analysis.graph.inputs[count:], sizes, strict=True):
+        stage = stages.owner.get(handle, stages.beside.get(handle))
+        number = home(schedule, stage or 0)
+        place = planned.where.get(handle, planned.devices[number])
+        if not _devices.same(planned.devices[number], place):
+            number = next((n for n, name in enumerate(planned.devices) if _devices.same(name, place)), -1)
+        if number >= 0:  # Or on a device that runs nothing.
+            own[number] += size
+            owned[number] += size if handle in stages.owner and stage in schedule.stages_on(number) else 0
+    return own, owned
+
+
+def _of_update(planned: Planned, number: int) -> int:
+    """Bytes on a device while the update runs: of gradients, and of what is made of them or comes from elsewhere."""
+    batch = planned.traced.batch
+    graph = planned.built.graph
+    names = {node.name for node in planned.staged.parts.update}
+    update = [n for n in graph.execution_order() if n.name in names]
+    here = [n for n in update if n.device and _devices.same(n.device, planned.devices[number])]
+    here = [n for n in here if n.op != "ReadVariableOp"]  # What reads a variable where it is makes nothing.
+    made, local = set(update), set(here)
+    inputs = {t for node in here for t in node.inputs if t.node not in local and t.dtype != tf.resource}
+    gradients = {t for t in inputs if t.node not in made and t.node.op != "ReadVariableOp"}
+    come = [t for t in inputs - gradients if not _devices.same(t.node.device, planned.devices[number])]
+    largest = max((t.num_bytes(batch) for t in come), default=0)  # Each is read as soon as it is there.
+    return sum(t.num_bytes(batch) for t in gradients) + largest + most_alive(here, batch)
 
 
 def _results(planned: Planned) -> tuple[tuple[str, str], ...]:
