@@ -15,9 +15,8 @@ from keras import layers
 from rewriters import ft
 from rewriters.cost import DIRECT, NOMINAL
 from rewriters.errors import BudgetError
-from tflms_sft import AutoParams
+from tflms_sft import AutoParams, _choose
 from tflms_sft._chain import Chain
-from tflms_sft._choose import choose
 from tflms_sft._compile import analyse, predict, seconds_of
 from tflms_sft._search import TileSearch, built
 from tflms_sft._tuning import Swaps
@@ -39,7 +38,7 @@ def ladder(traced, swap):
     """Budgets from the smallest that is told up to what the plain step needs."""
     plain = predict(traced, [])[0].peak_bytes
     with pytest.raises(BudgetError) as caught:
-        choose(traced, AutoParams(1, 0.0, swap))
+        next(_choose.choices(traced, AutoParams(1, 0.0, swap)))
     smallest = caught.value.smallest_bytes
     assert smallest <= plain + 1
     return [int(smallest * (plain / smallest) ** (number / (STEPS - 1))) + 1 for number in range(STEPS)]
@@ -49,7 +48,7 @@ def check_budgets(traced, swap):
     """Every budget from the smallest on is met, and a larger one is never slower."""
     found = []
     for budget in ladder(traced, swap):
-        time, peak = seconds(traced, choose(traced, AutoParams(budget, 0.0, swap)))
+        time, peak = seconds(traced, next(_choose.choices(traced, AutoParams(budget, 0.0, swap))))
         assert peak <= budget
         found.append(max(time, traced.seconds))
     for smaller, larger in itertools.pairwise(found):

@@ -16,8 +16,9 @@ import tflms_sft
 from rewriters import device
 from rewriters.cost import DIRECT, NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
-from tflms_sft._choose import LESS, TOGETHER, in_pieces
+from tflms_sft._choose import LESS, TOGETHER, Choice, Option, in_pieces
 from tflms_sft._memory import free_memory
+from tflms_sft._swap import NothingToSwapError
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
 VOLUMES = np.random.default_rng(0).normal(size=(8, 16, 16, 16, 2)).astype("float32")
@@ -113,6 +114,28 @@ def test_swaps_where_transfers_are_fast(transfers):
     assert plan.notes[-1].startswith("swaps, because tiles would take 1.")
     assert 1 < plan.predicted.time_ratio < 1.01
     assert plan.predicted.seconds == pytest.approx(plan.predicted.time_ratio * plan.original.seconds)
+
+
+def test_a_plan_that_has_nothing_to_swap_after_all_rules_out_no_other(transfers, monkeypatch):
+    asked = []
+
+    def swap(*arguments):
+        asked.append(arguments)
+        raise NothingToSwapError("Nothing can be swapped.")
+
+    transfers(1e12)
+    monkeypatch.setattr("tflms_sft._rewrite.swap", swap)
+    plan, budget = plan_for(tileable, 0.8)
+    assert asked and plan.segments and not plan.swaps and plan.predicted.peak_bytes <= 0.9 * budget
+
+    monkeypatch.setattr("tflms_sft._choose._fitting", lambda *_: [Option(Choice([], [], LMSParams()), 1.0, 1)])
+    monkeypatch.setattr("tflms_sft._choose._least", lambda *_: iter(()))
+    smallest = []
+    for may_swap in (True, False):
+        with pytest.raises(BudgetError, match="is too small for this step") as caught:
+            tflms_sft.rewrite(step_of(model_of(tileable)), AutoParams("1KiB", swap=may_swap), IMAGES, LABELS[:2])
+        smallest.append(caught.value.smallest_bytes)
+    assert smallest[0] == smallest[1]
 
 
 @pytest.mark.slow

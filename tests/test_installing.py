@@ -334,10 +334,41 @@ def test_images_of_another_size_than_the_first_are_an_error_with_the_remedy():
     signature = (tf.TensorSpec((None, None, 24, 3), tf.float64), tf.TensorSpec((None,), tf.int64))
     data = tf.data.Dataset.from_generator(images, output_signature=signature)
     model = net(size=None)
-    text = "planned for images of 24x24.*Train on images of one size"
-    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+    text = "^The step is planned for images of 24x24.*Train on images of one size.*Received: 20x24.$"
+    with pytest.raises(tflms_sft.RewriteError, match=text):
         model.fit(data, callbacks=[tiles()], **SETTINGS)
     assert is_plain(model)
+
+
+def growing():
+    """Batches of 4, then of 6."""
+    while True:
+        yield X[:4], Y[:4]
+        yield X[4:], Y[4:]
+
+
+def test_a_larger_batch_than_the_first_runs_where_nothing_is_rewritten():
+    fit = {"steps_per_epoch": 2, **SETTINGS}
+    model, plain = net(), net()
+    callback = tflms_sft.MemoryBudget("100MiB", verbose=0)
+    got, want = model.fit(growing(), callbacks=[callback], **fit), plain.fit(growing(), **fit)
+    assert not callback.plan.changed and callback.plan.batch == 4
+    assert same_history(got, want) and same(model, plain)
+    # But not one that might take more than the budget.
+    with pytest.raises(tflms_sft.RewriteError, match="holds for batches of up to 5 images.*Received: 6."):
+        budget = int(1.4 * callback.plan.predicted.peak_bytes / 0.9)
+        model.fit(growing(), callbacks=[tflms_sft.MemoryBudget(budget, verbose=0)], **fit)
+
+
+def test_a_larger_batch_than_the_first_is_an_error_in_few_words_where_tiles_are_planned():
+    model = net()
+    text = "^The plan holds for batches of up to 4 images. Give the largest batch as `batch_shape=`. Received: 6.$"
+    with pytest.raises(tflms_sft.RewriteError, match=text):
+        model.fit(growing(), steps_per_epoch=2, callbacks=[budgeted()], **SETTINGS)
+    assert is_plain(model)
+    callback = budgeted(batch_shape=(6, 24, 24, 3))
+    model.fit(growing(), steps_per_epoch=2, callbacks=[callback], **SETTINGS)
+    assert callback.plan.changed and callback.plan.batch == 6
 
 
 def test_batches_that_are_not_dense_are_refused_with_the_remedy():

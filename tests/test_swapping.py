@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from gradients import gradient_step, model_of
 from keras import layers
 
 import tflms_sft
@@ -230,6 +231,24 @@ def test_what_is_kept_between_segments_is_swapped(tmp_path, strategy):
     assert same(model, plain)
     readers = [reader for swap in callback.plan.swaps for back in swap.readers for reader in back]
     assert "sft/segment2/backward/while" in readers
+
+
+def test_what_waits_between_barriers_comes_back_early(tmp_path):
+    """Loops of the backward phase begin with operations of their own, which belong to it too."""
+    keras.config.set_floatx("float64")
+    image = x = keras.Input((16, 16, 3))
+    for _ in range(2):
+        x = layers.BatchNormalization()(layers.Conv2D(4, 3, padding="same")(x))
+        x = layers.MaxPooling2D()(layers.ReLU()(x))
+    step = gradient_step(model_of(image, x))
+    found = []
+    for lb in (1, 5):
+        swaps = LMSParams(ctrld_strategy="direct_order", lb=lb, min_bytes=0, tier="disk", spill_dir=str(tmp_path))
+        plan = tflms_sft.rewrite(step, [SFTParams((2, 1)), swaps], tf.zeros((2, 16, 16, 3), "float64")).plan
+        found.append([swap.tensor for swap in plan.swaps if "/while:" in swap.tensor])
+    assert found[0] == found[1] and len(found[0]) > 2
+    result = tflms_sft.verify(step, tf.constant(X[:2, :16, :16]), [SFTParams((2, 1)), swaps])
+    assert result and result.dtype == "float64"
 
 
 def test_a_rewritten_step(tmp_path):

@@ -12,6 +12,7 @@ them; no plan counts as faster than the step as it was.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -113,8 +114,11 @@ class Option:
     peak_bytes: int
 
 
-def choose(traced: Traced, params: AutoParams, advise: bool = False) -> Choice:
-    """The fastest choice that is found.
+def choices(traced: Traced, params: AutoParams, advise: bool = False) -> Iterator[Choice]:
+    """What fits, the fastest first: there are others if that cannot be carried out.
+
+    Tiles with swaps are weighed by an outline of the tiled graph, which may have tensors to swap where the graph itself
+    has none.
 
     Args:
         traced: A step.
@@ -122,20 +126,19 @@ def choose(traced: Traced, params: AutoParams, advise: bool = False) -> Choice:
         advise: Whether to look, for one that is slow, for what larger budgets would give.
 
     Raises:
-        BudgetError: If nothing fits; it names the smallest budget that can be met and what takes most then.
+        BudgetError: After the last one; it names the smallest budget that can be met and what takes most then.
     """
     why = ""
     if not traced.analysis.backward:
         why = NO_SWAPS if isinstance(params.swap, LMSParams) else ""
         params = dataclasses.replace(params, swap=False)
     search = _search(traced)
-    found = _fastest(traced, search, params)
-    if found is None and params.swap is not False:
-        found = _least(traced, search, params)
-    if found is None:
-        raise _too_small(traced, params, search)
-    more = _larger_budgets(traced, search, params, found) if advise else ""
-    return dataclasses.replace(found.choice, why=found.choice.why or why, more=more)
+    for found in itertools.chain(_fitting(traced, search, params), _least(traced, search, params)):
+        more = _larger_budgets(traced, search, params, found) if advise else ""
+        yield dataclasses.replace(found.choice, why=found.choice.why or why, more=more)
+        if found.choice.swaps is not None:  # There is nothing to swap after all.
+            params = dataclasses.replace(params, swap=False)
+    raise _too_small(traced, params, search)
 
 
 def _larger_budgets(traced: Traced, search: Search, params: AutoParams, option: Option) -> str:
@@ -166,11 +169,11 @@ def limit_of(traced: Traced, params: AutoParams) -> int:
     return int(params.memory_budget * (1 - params.headroom) / traced.correction)
 
 
-def _fastest(traced: Traced, search: Search, params: AutoParams) -> Option | None:
-    """The fastest that fits of the step as it is, tiles, swaps, and both; `None` if none of them does."""
+def _fitting(traced: Traced, search: Search, params: AutoParams) -> list[Option]:
+    """What fits of the step as it is, tiles, swaps, and both, the fastest first."""
     limit, plain = limit_of(traced, params), traced.plain.peak.peak_bytes
     if plain <= limit:
-        return Option(Choice([], search.left), traced.seconds, plain)
+        return [Option(Choice([], search.left), traced.seconds, plain)]
     options = []
     tiles = search.cheapest(limit)
     if tiles is not None:
@@ -178,7 +181,7 @@ def _fastest(traced: Traced, search: Search, params: AutoParams) -> Option | Non
         options.append(Option(Choice(tiles.plans, search.left), seconds, tiles.peak.peak_bytes))
     if params.swap is not False:
         options += _swapped(traced, search, swaps_within(params), tiles, plain, limit)
-    return min(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes), default=None)
+    return sorted(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes))
 
 
 def _search(traced: Traced) -> Search:
@@ -234,8 +237,10 @@ def _together(
                 yield Option(Choice(candidate.plans, search.left, rest, why), seconds, limit)
 
 
-def _least(traced: Traced, search: Search, params: AutoParams) -> Option | None:
+def _least(traced: Traced, search: Search, params: AutoParams) -> Iterator[Option]:
     """The plans of `_smallest`: whatever it tells is the smallest budget has to be met, and any above."""
+    if params.swap is False:
+        return
     limit = limit_of(traced, params)
     for candidate in (traced.plain, search.smallest):
         swaps = Swaps(traced, candidate.plans, swaps_within(params, least=True))
@@ -243,8 +248,7 @@ def _least(traced: Traced, search: Search, params: AutoParams) -> Option | None:
         if found is not None:
             why = BOTH if candidate.plans else "swaps, because no tiles fit"
             seconds = swaps.seconds(found, candidate.time_ratio * traced.seconds)
-            return Option(Choice(candidate.plans, search.left, found, why), seconds, limit)
-    return None
+            yield Option(Choice(candidate.plans, search.left, found, why), seconds, limit)
 
 
 def _too_small(traced: Traced, params: AutoParams, search: Search) -> BudgetError:

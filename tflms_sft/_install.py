@@ -33,11 +33,13 @@ from tflms_sft._lost import workers_watched
 from tflms_sft._measure import read_peak, reset_peak, watch
 from tflms_sft._models import check_model
 from tflms_sft._names import recorded_layers
+from tflms_sft._params import AutoParams
 from tflms_sft._pipeline import pipelined
 from tflms_sft._plan import Measurement, Plan
 from tflms_sft._progress import Stopwatch, told_if_slow
 from tflms_sft._replicas import Replicas, RunInstead, joins, number_of
 from tflms_sft._rewrite import Chosen, check_image_sizes, rewrite_traced
+from tflms_sft._sizes import checked, is_image, most_images, of_size, refusal_of
 from tflms_sft._units import format_bytes
 
 _SLOT = "_tflms_sft_installation"
@@ -117,6 +119,7 @@ class Installation:
         self._jit_compile: Any = None
         self._installed: Any = None
         self._measured = False
+        self._most_images = 0
         self._variables: list[int] = []
         self._num_replicas = 1
         self._corrections = {} if corrections is None else corrections
@@ -250,9 +253,12 @@ class Installation:
                 return self._watched(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
             raise  # The normal end of an epoch.
-        except BaseException:
+        except BaseException as error:
             self.restore()
-            raise
+            refusal = refusal_of(error)
+            if refusal is None:
+                raise
+            raise refusal from None
 
     def _watched(self, iterator: Any) -> Any:
         """Run, and report the measured peak of the first step."""
@@ -362,7 +368,7 @@ class Installation:
                 watch(tier)
         flat = [self._within(t) for t in tf.nest.flatten(data) if t is not None]
         pairs = zip(flat, [s for s in key if s is not None], strict=True)
-        return self._steps[key]([_of_size(t, s.shape) for t, s in pairs])
+        return self._steps[key]([of_size(t, s.shape) for t, s in pairs])
 
     @tf.autograph.experimental.do_not_convert
     def _train_replicas(self, replicas: Replicas, data: Any) -> Any:
@@ -380,13 +386,13 @@ class Installation:
     def _within(self, tensor: Any) -> Any:
         """A batch of images that a budget's plan holds for; a larger one is an error that names both sizes."""
         plan = self.plan
-        if not self._params.has_budget or plan is None or not _is_image(tensor.shape):
+        if not self._params.has_budget or plan is None or not is_image(tensor.shape):
             return tensor
         if tensor.shape[0] is not None:
             return tensor
-        text = f"The plan holds for batches of up to {plan.batch} images. Give the largest batch as `batch_shape=`."
-        with tf.control_dependencies([tf.debugging.assert_less_equal(tf.shape(tensor)[0], plan.batch, message=text)]):
-            return tf.identity(tensor)
+        most, number = self._most_images, tf.shape(tensor)[0]
+        text = f"The plan holds for batches of up to {most} images. Give the largest batch as `batch_shape=`."
+        return checked(tensor, number <= most, text, number)
 
     def _spec(self, tensor: Any, position: int) -> Any:
         """Signature of one input: the batch as Keras has it, an unknown image size as first seen."""
@@ -395,7 +401,7 @@ class Installation:
         shape = tensor.shape.as_list() if tensor.shape.rank is not None else None
         seen = self._first_batch[position] if position < len(self._first_batch) else None
         known = seen or self._batch_shape
-        if shape is not None and known is not None and len(shape) == len(known) and _is_image(tensor.shape):
+        if shape is not None and known is not None and len(shape) == len(known) and is_image(tensor.shape):
             shape[1:-1] = [k if s is None else s for s, k in zip(shape[1:-1], known[1:-1], strict=True)]
         return tf.TensorSpec(shape, tensor.dtype)
 
@@ -420,6 +426,8 @@ class Installation:
         if self.plan is None:
             self.plan, self.planning = plan, watch
             self._variables = analysed.variables
+            if isinstance(self._params.tiles, AutoParams):
+                self._most_images = most_images(plan, self._params.tiles.headroom, analysed.correction)
             self._on_plan(plan)
         return importer
 
@@ -453,7 +461,7 @@ class Installation:
         if known or not self._params.has_budget:
             return
         for tensor in _arguments(traced):
-            if _is_image(tensor.shape) and tensor.shape[0] is None:
+            if is_image(tensor.shape) and tensor.shape[0] is None:
                 raise RewriteError(
                     f"The batch size of `{tensor.name}` is unknown: {tensor.shape}, and a budget needs one. "
                     "Pass `batch_shape=`, the shape of the largest batch of images."
@@ -463,24 +471,6 @@ class Installation:
 def _arguments(traced: Any) -> list[Any]:
     """What a traced step takes that it does not capture."""
     return traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]
-
-
-def _of_size(tensor: Any, shape: Any) -> Any:
-    """The tensor with its planned shape; images of another size are an error that names both."""
-    if tensor.shape.is_compatible_with(shape) and not tensor.shape.is_fully_defined() and _is_image(shape):
-        sizes = shape[1:-1]
-        text = (
-            f"The step is planned for images of {'x'.join(map(str, sizes))}, the size of the first batch or of "
-            "`batch_shape`. Train on images of one size, or resize or pad them."
-        )
-        with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(tensor)[1:-1], sizes, message=text)]):
-            tensor = tf.identity(tensor)
-    return tf.ensure_shape(tensor, shape)
-
-
-def _is_image(shape: tf.TensorShape) -> bool:
-    """Whether a shape has a batch, one to three spatial axes, and channels."""
-    return shape.rank in (3, 4, 5)
 
 
 def check_apart(model: Any) -> None:

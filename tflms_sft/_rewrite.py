@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import textwrap
@@ -16,7 +17,7 @@ from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.tiers import HostTier, Tier
 from tflms_sft._calibration import kept_rates, machine_rates
-from tflms_sft._choose import NO_SWAPS, Choice, choose
+from tflms_sft._choose import NO_SWAPS, Choice, choices
 from tflms_sft._compile import Traced, analyse, collector_paused, finish, predict, prediction
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._lost import workers_watched
@@ -24,7 +25,7 @@ from tflms_sft._names import LayerRecord, display_names, recorded_layers
 from tflms_sft._params import AUTO, AutoParams, SFTParams
 from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._plan import Plan
-from tflms_sft._swap import described, notes, swap, swapped_seconds
+from tflms_sft._swap import NothingToSwapError, described, notes, swap, swapped_seconds
 from tflms_sft._tiling import plan_sft
 from tflms_sft._units import format_bytes
 
@@ -272,16 +273,27 @@ def rewrite_traced(traced: Traced, chosen: Chosen, advise: bool = True) -> tuple
         BudgetError: For a budget that no plan meets.
         SwapError: If nothing can be swapped as asked for.
     """
-    choice = Choice([], [], chosen.swaps)
-    budget = None
     if isinstance(chosen.tiles, AutoParams):
-        params = chosen.tiles.resolved(traced.fixed_bytes)
-        choice = choose(traced, params, advise)
-        budget = params.memory_budget
-    elif chosen.tiles is not None:
+        return _within_budget(traced, chosen.tiles.resolved(traced.fixed_bytes), advise)
+    choice = Choice([], [], chosen.swaps)
+    if chosen.tiles is not None:
         choice = Choice(*plan_sft(traced, chosen.tiles), chosen.swaps)
         if choice.swaps is not None and not traced.analysis.backward:
             choice = Choice(choice.plans, choice.left, why=NO_SWAPS)
+    return _carried_out(traced, choice, None)
+
+
+def _within_budget(traced: Traced, params: AutoParams, advise: bool) -> tuple[Importer, Plan]:
+    """The fastest way to keep to a budget that can be carried out."""
+    found = choices(traced, params, advise)
+    while True:
+        choice = next(found)  # It ends with a `BudgetError`.
+        with contextlib.suppress(NothingToSwapError):
+            return _carried_out(traced, choice, params.memory_budget)
+
+
+def _carried_out(traced: Traced, choice: Choice, budget: int | None) -> tuple[Importer, Plan]:
+    """The rewritten step and its plan."""
     graph, plan = finish(traced, choice.plans, choice.left, budget)
     plan.notes += tuple(filter(None, (choice.why, choice.more)))
     if choice.swaps is None:
@@ -304,14 +316,22 @@ def rewrite_traced(traced: Traced, chosen: Chosen, advise: bool = True) -> tuple
     return Importer(swapped.graph, traced.concrete_fn, swapped.tier), plan
 
 
-def compiled(concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen) -> RewrittenStep:
-    """Analyse, plan and emit what `traced_once` gave, for batches of that size where it leaves the size open."""
+def compiled(
+    concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen, correction: float = 1.0
+) -> RewrittenStep:
+    """Analyse, plan and emit what `traced_once` gave, for batches of that size where it leaves the size open.
+
+    `correction` is what an earlier plan was measured to take, over what was predicted.
+    """
     with collector_paused():
-        return _compiled(concrete_fn, record, batch, chosen)
+        return _compiled(concrete_fn, record, batch, chosen, correction)
 
 
-def _compiled(concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen) -> RewrittenStep:
+def _compiled(
+    concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen, correction: float
+) -> RewrittenStep:
     traced = analyse(concrete_fn, record, batch, chosen.tiles is not None)
+    traced.correction = correction
     traced.go_by(machine_rates(_say) if chosen.has_budget else kept_rates())
     if chosen.has_budget:
         require_batch(traced, batch)

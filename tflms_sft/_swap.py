@@ -61,6 +61,10 @@ class Swapped:
     away: frozenset[Node]
 
 
+class NothingToSwapError(SwapError):
+    """There is nothing in the graph that could be swapped as asked for; another one of the same step may have some."""
+
+
 def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
     """Swap as the parameters say.
 
@@ -70,8 +74,8 @@ def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
         params: What to swap.
 
     Raises:
-        SwapError: For names that are not in the graph, a tier that is not there, a step on other machines, and if
-            nothing can be swapped.
+        NothingToSwapError: If nothing can be swapped.
+        SwapError: For names that are not in the graph, a tier that is not there, and a step on other machines.
     """
     check_here(traced)
     batch, tier = traced.batch, make_tier(params)
@@ -79,7 +83,7 @@ def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
     analysis = prepared(traced, graph, params)
     plan = plan_swaps(analysis, params.options(), batch)
     if not plan.swaps:
-        raise SwapError(_nothing(analysis, params, plan, batch))
+        raise NothingToSwapError(_nothing(analysis, params, plan, batch))
     refused = no_room(tier, plan.swaps, batch)
     if refused:
         raise SwapError(refused)
@@ -120,7 +124,7 @@ def swap_in_stages(
 
 def prepared(traced: Traced, graph: Graph, params: LMSParams) -> Analysis:
     """The graph as swaps are planned for it; without tiles that is what they were chosen by."""
-    loops = [name for (_, phase), name in loop_nodes(graph).items() if phase == "backward"]
+    loops = [name for (_, phase), name in loop_nodes(graph).items() if phase.startswith("backward")]
     scopes = (*params.optimizer_scopes, *(name.rpartition("/")[0] for name in loops))  # with what a loop begins with
     known = traced.prepared if graph is traced.analysis.graph else {}
     key = params.min_bytes, scopes
