@@ -134,7 +134,8 @@ def _details(plan: Plan) -> Iterator[str]:
         yield f"  measured peak: {format_bytes(plan.measured.peak_bytes)} ({plan.measured.source})"
     if plan.left_alone:
         yield "  left alone:"
-        yield from (f"    {names}: {reason}" for reason, names in left_by_reason(plan).items())
+        for reason, names in left_by_reason(plan).items():
+            yield f"    {reason}" if reason.startswith(f"{names}: ") else f"    {names}: {reason}"
     yield from (f"  {note}" for note in plan.notes)
 
 
