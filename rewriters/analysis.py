@@ -7,7 +7,7 @@ from collections.abc import Container
 
 from rewriters import rules
 from rewriters.errors import NotTileableError, RewriteError
-from rewriters.graph import LOOPS, Graph, Node, Tensor
+from rewriters.graph import LOOPS, Graph, Node, Tensor, ancestors
 from rewriters.inline import is_xla_call
 from rewriters.layouts import Layouts
 from rewriters.registry import Kind, OpView, find_rule
@@ -109,6 +109,11 @@ class Analysis:
             if node.op == "Const" or (node.inputs and not node.stateful and all(t.node in result for t in node.inputs)):
                 result.add(node)
         return result
+
+    @functools.cached_property
+    def before_backward(self) -> set[Node]:
+        """The backward phase, and what it depends on."""
+        return ancestors(self.backward)
 
     def sorted(self, nodes: set[Node]) -> list[Node]:
         """A set of nodes in topological order, so that results do not depend on hashing."""

@@ -35,6 +35,12 @@ _NO_BYTES = frozenset(["Placeholder", "Const", "ReadVariableOp", "VarHandleOp", 
 PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 """Ops that call a Python function; the arrays that it makes are not the device's allocator's."""
 
+_ONEDNN_NEEDS = {
+    tf.bfloat16: ({"avx512f"}, {"avx_ne_convert"}),
+    tf.float16: ({"avx512bw", "avx512_fp16"}, {"avx512bw", "amx_fp16"}, {"avx_ne_convert"}),
+}
+"""What a processor must be able to do for oneDNN to compute in a type (tensorflow/core/util/util.cc)."""
+
 STATES = 6
 """States of a growing pool that are tried; peaks differ by a third between them."""
 
@@ -130,6 +136,23 @@ def _grows() -> bool:
 def unfolds_convolutions() -> bool:
     """Whether gradients of convolutions unfold the image (im2col): TensorFlow's own CPU kernels do, oneDNN's not."""
     return name().startswith("CPU") and not keeps_statistics()
+
+
+def onednn_computes(dtype: tf.DType) -> bool:
+    """Whether oneDNN has kernels for numbers of this type on this processor; TensorFlow takes its own otherwise."""
+    if dtype == tf.float32:
+        return True
+    return any(needed <= _processor() for needed in _ONEDNN_NEEDS.get(dtype, ()))
+
+
+@functools.cache
+def _processor() -> frozenset[str]:
+    """What the processor can do, as Linux calls it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    except OSError:
+        return frozenset()
 
 
 def num_threads() -> int:

@@ -54,6 +54,12 @@ class LeftAlone:
     last: str = ""
 
 
+def refused(analysis: Analysis, node: Node, why: object) -> LeftAlone:
+    """An operation that stays as it was; one that no gradient depends on costs a training little."""
+    alone = analysis.backward and node not in analysis.before_backward
+    return LeftAlone(node.name, f"{node.op}: {why}" + ("; only metrics or results need it" if alone else ""))
+
+
 def ft_dimensions(analysis: Analysis, node: Node) -> frozenset[str]:
     """FT-compatible dimensions of an operator (4.1.1); empty if it cannot be tiled."""
     try:
@@ -133,7 +139,7 @@ def find_components(
             check_forward(analysis, node)
         except NotTileableError as error:
             if not reads_shape_only(node):
-                left.append(LeftAlone(node.name, f"{node.op}: {error}"))
+                left.append(refused(analysis, node, error))
             continue
         tiled.add(node)
         level[node] = max((level[p] for p in (*data, *node.control_inputs) if p in level), default=0)

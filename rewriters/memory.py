@@ -23,7 +23,7 @@ import tensorflow as tf
 from rewriters import device
 from rewriters.allocator import Pool
 from rewriters.analysis import Analysis
-from rewriters.graph import LOOPS, Graph, Node, Tensor, predecessors
+from rewriters.graph import LOOPS, PER_PIXEL, Graph, Node, Tensor, predecessors
 from rewriters.scratch import op_scratch
 
 __all__: list[str] = []
@@ -462,7 +462,7 @@ def unmodelled(analysis: Analysis) -> list[Node]:
     """
     found = []
     for node in analysis.order:
-        if node not in analysis.data or node in analysis.backward:
+        if node not in analysis.data or node in analysis.backward or PER_PIXEL in node.attrs:
             continue
         lists = any(dtype == tf.variant for dtype, _ in node.outputs)
         inner = any(value.HasField("func") for value in node.attrs.values()) and not _checks_only(node)

@@ -1,10 +1,11 @@
 """Memory that kernels allocate for themselves while they run.
 
-TensorFlow's own CPU kernels, which are also those for float64, compute gradients of
-convolutions as products of matrices: an image is unfolded, a row of taps times channels
-for every window. How many images are unfolded at a time goes by what a cache holds,
-not by how many there are (tensorflow/core/kernels/conv_grad_input_ops.h,
-conv_grad_filter_ops.h, conv_grad_ops_3d.cc).
+TensorFlow's own CPU kernels, which are also those for float64, and for float16 on most
+processors, compute gradients of convolutions as products of matrices: an image is
+unfolded, a row of taps times channels for every window. How many images are unfolded at
+a time goes by what a cache holds, not by how many there are
+(tensorflow/core/kernels/conv_grad_input_ops.h, conv_grad_filter_ops.h,
+conv_grad_ops_3d.cc).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Generic, TypeVar
 import tensorflow as tf
 
 from rewriters import device
-from rewriters.graph import Node, Tensor
+from rewriters.graph import PER_PIXEL, Node, Tensor
 
 __all__: list[str] = []
 
@@ -58,19 +59,22 @@ class Call:
 
 
 def scratch_bytes(node: Node, call: Call) -> int:
-    """Bytes that the kernel of a convolution, of a gradient of one, or of a pool's gradient takes.
+    """Bytes that the kernel of a convolution, of a gradient of one, of a pool's gradient, or of a cross-entropy takes.
 
     Args:
         node: The op.
         call: What it is called with, in a loop on a tile.
 
     Returns:
-        Bytes; 0 for other ops, and on a GPU. The gradient of a maximum finds the maxima again, with their positions.
-        oneDNN keeps a filter, or its gradient, in a layout of its own, once more on the way in or out.
+        Bytes; 0 for other ops, and on a GPU. The gradient of a maximum finds the maxima again, with their positions. A
+        cross-entropy has a number for each pixel. oneDNN keeps a filter, or its gradient, in a layout of its own, once
+        more on the way in or out.
     """
     if not node.outputs or not device.name().startswith("CPU"):
         return 0
     dtype = node.outputs[0][0]
+    if PER_PIXEL in node.attrs:
+        return call.images * call.small * dtype.size
     if node.op == "MaxPoolGrad":
         channels = int((node.outputs[0][1] or (0,))[-1] or 0)
         return call.images * call.small * channels * (dtype.size + tf.int64.size) if _own(node) else 0
@@ -161,6 +165,9 @@ def is_convolution(node: Node) -> bool:
 
 def full_call(node: Node, batch: int) -> Call:
     """What the kernel of a full-size op is called with."""
+    if PER_PIXEL in node.attrs:
+        images, *rows = node.outputs[0][1] or (0,)
+        return Call(batch if images is None else images, math.prod(int(number or 0) for number in rows), 0)
     if node.op in _FORWARD:
         small, large = node.outputs[0][1], node.inputs[0].shape
     elif len(node.inputs) == 3:
@@ -176,7 +183,7 @@ def full_call(node: Node, batch: int) -> Call:
 
 def op_scratch(node: Node, batch: int) -> int:
     """Bytes that the kernel of a full-size op takes while it runs."""
-    if node.op not in _COUNTED:  # Searches ask for millions.
+    if node.op not in _COUNTED and PER_PIXEL not in node.attrs:  # Searches ask for millions.
         return 0
     return scratch_bytes(node, full_call(node, batch))
 
@@ -188,7 +195,7 @@ def slid_over(node: Node) -> int | None:
 
 def _own(node: Node) -> bool:
     """Whether an op's kernel is TensorFlow's own."""
-    return device.unfolds_convolutions() or node.outputs[0][0] == tf.float64
+    return device.unfolds_convolutions() or not device.onednn_computes(node.outputs[0][0])
 
 
 def _filter_sizes(node: Node) -> list[int] | None:

@@ -19,7 +19,7 @@ import numpy as np
 from rewriters import device
 from rewriters.allocator import Exact
 from rewriters.barriers import Moments
-from rewriters.graph import Node, Tensor
+from rewriters.graph import PER_PIXEL, Node, Tensor
 from rewriters.intervals import Interval, fit
 from rewriters.memory import Event, Turn, freed_late, most_taken, schedule, together, worst_kernel
 from rewriters.scratch import Call, scratch_bytes, slid_over
@@ -140,8 +140,11 @@ class _Body:
         return -(-batch // min(self.phase.grid.batch, batch))
 
     def _call(self, node: Node, tile: Tile, batch: int) -> Call:
-        """What the kernel of a gradient of a convolution or a pool is called with."""
+        """What the kernel of a gradient of a convolution or a pool, or of a cross-entropy, is called with."""
         plan = self.phase.plans.get(node)
+        if plan is not None and PER_PIXEL in node.attrs:
+            rows = [p.made.size[i] for p, i in zip(plan, tile, strict=True) if p.made is not None]
+            return Call(self._images(batch), math.prod(map(int, rows)), 0)
         if plan is None or len(plan[0].needs) != 3 or plan[0].needs[2] is None:
             return Call(self._images(batch), 0, 0)
         position = slid_over(node)

@@ -199,7 +199,8 @@ WRONG = [
     (["zoo:broken"], "zoo:broken() raised KeyError: 'no such thing'"),
     (["zoo:build", "--arg", "sise=3"], "unexpected keyword argument 'sise'"),
     (["zoo:build"], "Input 'image' of model 'small' leaves sizes open: ?x?x3. Give them as --input-shape"),
-    (["zoo:flat", "--input-shape", "64,64,3"], "is 32x32x3. Received: --input-shape 64,64,3."),
+    (["zoo:flat", "--input-shape", "64,64,3"], "and for 64x64x3 the weight 'sequential/dense/kernel' would be "),
+    (["zoo:flat", "--input-shape", "32,32,4"], "is 32x32x3. Received: --input-shape 32,32,4."),
     (["zoo:build", "--input-shape", "64,64"], "is ?x?x3. Received: --input-shape 64,64."),
     (["zoo:two_inputs", "--input-shape", "8,8,2"], "has to name one of the inputs of model"),
     (["zoo:two_inputs", "--input-shape", "c=8,8,2"], "a, b, such as a=64,64,3. Received: c."),
@@ -235,6 +236,9 @@ def test_wrong_arguments(cli, arguments, text):
         (["max-input", "zoo:build", "--budget", "5"], "(bytes: --budget 5B). Received: '5'"),
         (["max-batch", "zoo:flat", "--budget", "5"], "(bytes: --budget 5B). Received: '5'"),
         (["run", "--budget", "5", "train.py"], "(bytes: --budget 5B). Received: '5'"),
+        (["plan", "zoo:flat", "--budget", "-5MiB"], "must be a positive number followed by one of B, kB"),
+        (["run", "--json", "--budget", "1GiB", "train.py"], "usage: tflms-sft run --budget SIZE [options]"),
+        (["run", "--json", "--budget", "1GiB", "train.py"], "unrecognized arguments: --json (--report FILE writes"),
         (["plan", "zoo:flat", "--budget", "0.5"], "must be a positive number followed by one of B, kB"),
         (["plan", "zoo:flat", "--budget", "8GiBs"], "must be a positive number followed by one of B, kB"),
         (["plan", "zoo:flat", "--num-tiles", "4,0"], "expected whole numbers from 1 up"),
@@ -327,6 +331,17 @@ def test_the_largest_batch_is_the_largest_that_plan_accepts(cli):
         assert fits(cli, "zoo:Subclassed", (*options[:2], "--no-swap"), batch, "1MiB") == expected
 
 
+def test_a_model_of_fixed_size_is_planned_for_another(cli):
+    found = [
+        cli("plan", "zoo:build", *size, "--input-shape", "64,64,3", "--budget", "2MiB", "--json")
+        for size in ((), ("--arg", "size=32"))
+    ]
+    assert [code for code, _, _ in found] == [0, 0]
+    free, fixed = (json.loads(out) for _, out, _ in found)
+    assert fixed["assumed"]["inputs"] == free["assumed"]["inputs"] and fixed["plan"]["segments"]
+    assert abs(free["plan"]["predicted"]["peak_bytes"] - fixed["plan"]["predicted"]["peak_bytes"]) < 100
+
+
 @pytest.mark.slow
 def test_models_of_fixed_size_are_built_again(cli):
     options = ("--budget", "1MiB", "--within", 0.3, "--max-size", 64, "--json")
@@ -403,7 +418,7 @@ if __name__ == "__main__":
         sys.exit(7 if sys.argv[1] == "exit" else "this went wrong")
     for way in sys.argv[1:]:
         main(way)
-    print(__name__, *sys.argv[1:], sys.path[0])
+    print(__name__, *sys.argv, sys.path[0], __file__)
 """
 
 
@@ -434,10 +449,11 @@ def script(directory):
 def test_every_fit_of_a_script_is_under_the_budget(cli, script):
     ways = ("none", "list", "single", "container", "own")
     before = keras.Model.fit, list(sys.argv), list(sys.path)
-    code, out, err = cli("run", "--budget", "2MiB", "--report", "plans.json", script, *ways)
+    given = os.path.relpath(script)  # As `python` has it in `sys.argv`.
+    code, out, err = cli("run", "--budget", "2MiB", "--report", "plans.json", given, *ways)
     assert code == 0, err
     assert (keras.Model.fit, sys.argv, sys.path) == before and "fit" not in vars(keras.Model)
-    assert out.endswith(f"__main__ {' '.join(ways)} {script.parent}\n")
+    assert out.endswith(f"__main__ {given} {' '.join(ways)} {script.parent} {script}\n")
     assert out.count("tiles, predicted peak") == 4 and out.count("budget 2.00 MiB") == 4
     assert out.count("trains as Functional") == 3
     report = json.loads(Path("plans.json").read_text())
@@ -563,7 +579,9 @@ tf.config.threading.set_inter_op_parallelism_threads(2)  # Only before the first
     (directory / "train.py").write_text(first + SCRIPT)
     done = child("-m", "tflms_sft", "run", "--budget", "24MiB", "train.py", "list")
     assert done.returncode == 0, done.stderr
-    assert "budget 24 MiB" in done.stdout and done.stdout.endswith(f"__main__ list {directory}\n")
+    assert "budget 24 MiB" in done.stdout and done.stdout.endswith(
+        f"__main__ train.py list {directory} {directory / 'train.py'}\n"
+    )
 
 
 @pytest.mark.slow

@@ -282,6 +282,19 @@ def test_what_no_graph_tells_is_named(layer, named):
     assert ("not in the predicted peak" in note and layer.name in note) == named
 
 
+def test_what_no_graph_tells_of_a_loss_has_its_name():
+    def by_image(targets, outputs):
+        return tf.map_fn(lambda pair: tf.reduce_mean((pair[0] - pair[1]) ** 2), (targets, outputs), outputs.dtype)
+
+    image = keras.Input((16, 16, 3), batch_size=2)
+    model = keras.Model(image, layers.Conv2D(4, 3)(image))
+    model.compile("sgd", by_image, jit_compile=False)
+    callback = tflms_sft.MemoryBudget("1GiB", verbose=0)
+    model.fit(np.zeros((2, 16, 16, 3)), np.zeros((2, 14, 14, 4)), batch_size=2, verbose=0, callbacks=[callback])
+    (note,) = callback.plan.notes
+    assert note.endswith("what is kept inside of loss 'by_image'")
+
+
 def test_memory_is_given_back_late_where_two_ops_run_at_a_time():
     def taken(name, key):
         return [Event(Action.ALLOCATE, key, 10, name), Event(Action.RUN, -1, 0, name)]

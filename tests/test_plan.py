@@ -1,6 +1,7 @@
 """What a plan tells: a report, JSON, a picture."""
 
 import dataclasses
+import html
 import json
 import re
 
@@ -13,6 +14,7 @@ from keras import layers
 
 import tflms_sft
 from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
+from tflms_sft._plan import PlannedSwap
 from tflms_sft._plot import Span, joined, readable
 from tflms_sft._summary import rows
 from tflms_sft._units import format_bytes
@@ -98,6 +100,42 @@ def test_the_summary_of_automatic_segments_tells_what_is_left_alone(step):
     lines = tflms_sft.rewrite(step, SFTParams((2, 2)), IMAGES).plan.summary().splitlines()
     reason = lines[lines.index("  left alone:") + 1]
     assert reason.startswith("    layer 'mean' (GlobalAveragePooling2D): Mean: it reduces over the image")
+
+
+def test_a_plan_is_printed_in_words(plan):
+    assert repr(plan) == f"<Plan for batch 2: {plan.headline()}>" and "\n" not in repr(plan)
+    assert str(plan) == f"{plan}" == plan.summary()
+    frame = plan._repr_html_()
+    source = frame.removeprefix('<iframe srcdoc="').partition('"')[0]
+    known = re.compile("[^0-9a-f][0-9a-f]{10}[^0-9a-f]|p[0-9a-f]{10}|m[0-9a-f]{10}")  # What matplotlib makes up.
+    assert known.sub("", html.unescape(source)) == known.sub("", plan.to_html()) and frame.count("<") == 2
+
+
+def test_swaps_alone_tell_their_time(plan):
+    swap = PlannedSwap("a", 2**20, (("b",),), ("c",))
+    alone = dataclasses.replace(plan, segments=(), swaps=(swap,), swap_tier="disk")
+    assert alone.headline().endswith(f", about {plan.predicted.time_ratio:.2f}x the time")
+
+
+def test_there_are_no_more_tiles_along_the_batch_than_images(step):
+    plan = tflms_sft.rewrite(step, SFTParams({"batch": 7, "height": 2}), IMAGES).plan
+    assert {segment.num_tiles for segment in plan.segments} == {(2, 2, 1)}
+    assert "  a batch of 2 has 2 of the 7 tiles that it may have" in plan.summary()
+
+
+def test_what_metrics_alone_need_is_told_as_such():
+    image = keras.Input((16, 16, 3), batch_size=1)
+    x = keras.layers.Conv2D(4, 3, padding="same")(image)
+    model = keras.Model(image, keras.layers.Conv2D(3, 1)(keras.layers.BatchNormalization()(x)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=["accuracy"], jit_compile=False)
+    model._symbolic_build(data_batch=(np.zeros((1, 16, 16, 3)), np.zeros((1, 16, 16))))
+    step = tf.function(lambda x, y: model.train_step((x, y)))
+    specs = tf.TensorSpec((1, 16, 16, 3), keras.config.floatx()), tf.TensorSpec((1, 16, 16), tf.int64)
+    plan = tflms_sft.rewrite(step, tflms_sft.SFTParams((2, 2)), *specs).plan
+    lines = [line.strip() for line in plan.summary().splitlines()]
+    assert "ArgMax: no tiling rule for op type ArgMax; only metrics or results need it" in lines
+    assert "not in the predicted peak" not in plan.summary()  # A cross-entropy of pixels is.
 
 
 def test_the_summary_tells_how_many_more_are_not_swapped(plan):

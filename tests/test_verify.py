@@ -12,7 +12,7 @@ from rewriters import carrying, emit
 from rewriters.build import Importer
 from rewriters.intervals import Window
 from rewriters.registry import Kind
-from tflms_sft import LMSParams, SFTParams, verify
+from tflms_sft import LMSParams, MemoryBudget, RewriteError, SFTParams, verify
 from tflms_sft._differences import KINDS, difference
 
 BATCH = X[:4], Y[:4]
@@ -52,6 +52,20 @@ def test_swaps_give_the_same_bits():
 def test_a_budget_in_bytes_is_enough():
     result = verify(net(), (*BATCH, np.ones(4)), BUDGET)
     assert result and result.plan.memory_budget == 700 * 2**10 and result.plan.segments
+
+
+def test_the_plan_of_a_training_is_compared_on_a_batch_of_any_size():
+    model, callback = net(norm=True), MemoryBudget(BUDGET, verbose=0)
+    with pytest.raises(ValueError, match="a callback without a plan: there is one from the first step of a `fit` on"):
+        verify(model, BATCH, callback)
+    model.fit(X, Y, batch_size=4, verbose=0, callbacks=[callback])
+    assert callback.plan.batch == 4 and callback.plan.segments
+    result = verify(model, (X[:1], Y[:1]), callback)
+    assert result and result.plan.batch == 4 and result.plan.segments == callback.plan.segments
+    assert verify(model, (X[:1], Y[:1]), BUDGET).plan.segments != result.plan.segments
+    callback.plan.segments = ()
+    with pytest.raises(RewriteError, match="The plan that was trained is not found again. Trained: .* Found for this"):
+        verify(model, (X[:1], Y[:1]), callback)
 
 
 def test_nothing_rewritten_is_told():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, S
 from typing import Any
 
 from rewriters.barriers import find_roles
-from rewriters.ft import LeftAlone
+from rewriters.ft import refused
 from rewriters.gather import Gatherer, barrier_segment, has_barriers
 from rewriters.graph import Node, Tensor
 from rewriters.rows import RowGatherer
@@ -60,7 +60,7 @@ class Barriers:
     def __init__(self, traced: Traced, allowed: Container[Node] | None = None, stored: Iterable[Tensor] = ()) -> None:
         self._traced = traced
         self._roles = find_roles(traced.analysis, allowed)
-        self.left = [LeftAlone(node.name, f"{node.op}: {why}") for node, why in self._roles.refused.items()]
+        self.left = [refused(traced.analysis, node, why) for node, why in self._roles.refused.items()]
         found = [
             Storage(traced.analysis, self._roles, traced.batch, frozenset(stored), flops) for flops in CHEAP_FLOPS
         ]

@@ -32,6 +32,9 @@ from tflms_sft._text import shortened
 MOST_OUTLINES = 8
 """Schedules of outlines that are kept, of a megabyte or so each."""
 
+_LOSSES = "compile_loss"
+"""Scope in which Keras computes losses, each under its name."""
+
 MOST_NAMES = 3
 """Names after which a list in a note is cut short."""
 
@@ -262,7 +265,7 @@ def finish(
 
 def _notes(traced: Traced) -> tuple[str, ...]:
     """What the prediction leaves out, by layer."""
-    names = list(dict.fromkeys(_layer_name(traced, node.name) for node in unmodelled(traced.analysis)))
+    names = list(dict.fromkeys(_part_name(traced, node.name) for node in unmodelled(traced.analysis)))
     if not names:
         return ()
     shown = shortened(names, MOST_NAMES)
@@ -323,6 +326,12 @@ def reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str],
 def _layer_name(traced: Traced, op: str) -> str:
     call = traced.record.call_of(op)
     return op if call is None else f"layer {call.layer!r} ({call.kind})"
+
+
+def _part_name(traced: Traced, op: str) -> str:
+    """The layer or the loss that an operation is of; its own name if it is of neither."""
+    scope, *inner = op.split("/")
+    return f"loss {inner[0]!r}" if scope == _LOSSES and len(inner) > 1 else _layer_name(traced, op)
 
 
 def unsupported_layers(traced: Traced, left: Sequence[LeftAlone]) -> list[str]:

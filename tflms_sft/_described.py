@@ -110,8 +110,8 @@ def described(costs: Costs, plan: SegmentPlan, share: Share, names: Mapping[Tens
         name=segment.name,
         entries=shown(segment.entries),
         exits=shown(segment.exits),
-        num_tiles=_counts(forward),
-        backward_num_tiles=_counts(backward),
+        num_tiles=_counts(forward, batch),
+        backward_num_tiles=_counts(backward, batch),
         stored=() if segment.loops else shown(sorted(segment.stored, key=lambda t: t.name)),
         forward_ops=len(segment.forward),
         backward_ops=len(segment.backward),
@@ -121,7 +121,7 @@ def described(costs: Costs, plan: SegmentPlan, share: Share, names: Mapping[Tens
             if loop is not None
         ),
         tile_rows=_tile_rows(plan, forward or plan.phases[0]),
-        notes=tuple(segment.notes),
+        notes=(*segment.notes, *_too_many(plan, batch)),
         num_loops=len(plan.phases),
         kept=shown(_kept(plan)),
         halo=plan.halo.value,
@@ -201,6 +201,12 @@ def _kept(plan: SegmentPlan) -> list[Tensor]:
     return list(kept)
 
 
-def _counts(phase: Phase | None) -> tuple[int, ...]:
-    """Tiles along the batch and each axis; nothing without a loop."""
-    return () if phase is None else (phase.grid.batch, *phase.grid.spatial)
+def _counts(phase: Phase | None, batch: int) -> tuple[int, ...]:
+    """Tiles along the batch, of which there are no more than images, and each axis; nothing without a loop."""
+    return () if phase is None else (min(phase.grid.batch, batch), *phase.grid.spatial)
+
+
+def _too_many(plan: SegmentPlan, batch: int) -> list[str]:
+    """That there are fewer images than tiles along the batch."""
+    most = max(phase.grid.batch for phase in plan.phases)
+    return [f"a batch of {batch} has {batch} of the {most} tiles that it may have"] if most > batch else []

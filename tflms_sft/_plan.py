@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import os
 from typing import Any
 
 from tflms_sft._pipeline_plan import PlannedPipeline
-from tflms_sft._summary import budget_text, segments_text, summary, swap_text
+from tflms_sft._summary import batch_text, budget_text, segments_text, summary, swap_text
 from tflms_sft._units import format_bytes
 
 
@@ -145,9 +146,9 @@ class PlannedSwap:
     controls: tuple[str, ...]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Plan:
-    """How a step was rewritten.
+    """How a step was rewritten. Printed it is its summary; in a notebook, its page.
 
     Attributes:
         changed: Whether anything was rewritten.
@@ -202,13 +203,23 @@ class Plan:
         grew = before != after and self.predicted.peak_bytes > self.original.peak_bytes
         more = " (MORE than before)" if grew else ""
         peaks = f"predicted peak {after} instead of {before}{more}"
+        time = f"about {self.predicted.time_ratio:.2f}x the time"
         if not self.segments:
-            return f"{swap_text(self)}, {peaks}" + budget_text(self)
+            return f"{swap_text(self)}, {peaks}, {time}" + budget_text(self)
         swaps = f", {swap_text(self)}" if self.swaps else ""
-        return (
-            f"{segments_text(self)}{swaps}, {peaks}, "
-            f"about {self.predicted.time_ratio:.2f}x the time" + budget_text(self)
-        )
+        return f"{segments_text(self)}{swaps}, {peaks}, {time}" + budget_text(self)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"<Plan for {batch_text(self)}: {self.headline()}>"
+
+    def __str__(self) -> str:
+        """The summary."""
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, whose style a notebook does not take over."""
+        return f'<iframe srcdoc="{html.escape(self.to_html())}" width="100%" height="600" frameborder="0"></iframe>'
 
     def summary(self) -> str:
         """A report of several lines: a table of the segments, and what a reader should know of them.

@@ -142,7 +142,8 @@ def _passes(plan: Plan) -> Iterator[str]:
 def _left(plan: Plan) -> Iterator[str]:
     if plan.left_alone:
         yield "  left alone:"
-        yield from (f"    {names}: {reason}" for reason, names in left_by_reason(plan).items())
+        for reason, names in left_by_reason(plan).items():
+            yield f"    {reason}" if reason.startswith(f"{names}: ") else f"    {names}: {reason}"
 
 
 def _details(plan: Plan) -> Iterator[str]:

@@ -27,6 +27,7 @@ from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Tensor, from_concrete_function
 from rewriters.normalise import read
 from rewriters.roles import gradients
+from tflms_sft._callbacks import _Rewriting
 from tflms_sft._differences import (
     EXPECTED,
     FLOOR,
@@ -38,10 +39,11 @@ from tflms_sft._differences import (
     badness,
     difference,
 )
-from tflms_sft._install import check_apart
+from tflms_sft._install import TRAINING, check_apart
 from tflms_sft._names import lookup
 from tflms_sft._params import AutoParams
-from tflms_sft._rewrite import RewrittenStep, batch_of, chosen_of, compiled, rewrite, traced_once
+from tflms_sft._plan import Plan
+from tflms_sft._rewrite import Chosen, RewrittenStep, batch_of, chosen_of, compiled, rewrite, traced_once
 
 GRADIENT_FLOOR = 1e-4
 """The same for gradients, whose scale is the loss's: a part of the largest of them all."""
@@ -69,7 +71,8 @@ def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1
         batch: For a model `(x, y)` or `(x, y, sample_weight)`, as `train_on_batch` takes them, or `x` alone if its
             step needs no targets. For a step a tuple of its arguments, or its only argument.
         params: How to rewrite: `SFTParams`, `AutoParams` or `LMSParams`, a list of them as for `rewrite`, or a memory
-            budget such as `"300MiB"` or an int. Leave it out for what `rewrite` returned.
+            budget such as `"300MiB"` or an int. For a model also a callback that it was trained with: its plan is
+            compared, on a batch of any size. Leave it out for what `rewrite` returned.
         steps: Steps to compare, all on this batch, each from where the original has come. Defaults to 1.
 
     Returns:
@@ -77,7 +80,8 @@ def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1
         explains all of them. `print(result.summary())` shows them.
 
     Raises:
-        RewriteError: If the step cannot be rewritten; its subclasses say more. Also for a model without a loss.
+        RewriteError: If the step cannot be rewritten; its subclasses say more. Also for a model without a loss, and if
+            a callback's plan is not found again.
         TypeError: For arguments of the wrong type.
         ValueError: For wrong values, and for a batch without the targets that the model's step needs.
 
@@ -114,8 +118,8 @@ def _chosen(params: Any) -> Any:
 
 def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
     """Of a model's `train_step`, as `train_on_batch` runs it."""
-    wanted = _chosen(params)
-    chosen = chosen_of(wanted)
+    trained = _Trained.of(params, model) if isinstance(params, _Rewriting) else None
+    chosen = chosen_of(_chosen(params)) if trained is None else trained.chosen
     check_apart(model)
     data = tf.nest.map_structure(_as_keras_does, _data(batch))
     if not model.optimizer.built:
@@ -123,12 +127,78 @@ def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
     step = tf.function(lambda data: model.train_step(data), autograph=False)
     with _told_what_lacks(model, data):
         model._symbolic_build(data_batch=data)  # As `train_on_batch` does: metrics make their variables.
-        traced = traced_once(step, (data,), {})
+        traced = traced_once(step, (data if trained is None else trained.specs(data),), {})
     with _put_back([(v.value.handle, v.value.dtype) for v in model.metrics_variables]):  # The step may not use all.
         model.reset_metrics()  # Their running means would hide differences.
         if chosen.pipeline is not None:  # It is traced for a part of the batch as well.
-            return _compared(rewrite(step, wanted, data), (data,), steps)
-        return _compared(compiled(*traced, batch_of(data), chosen), (data,), steps)
+            return _compared(rewrite(step, chosen.pipeline, data), (data,), steps)
+        if trained is None:
+            return _compared(compiled(*traced, batch_of(data), chosen), (data,), steps)
+        found = compiled(*traced, trained.plan.batch, chosen, trained.correction)
+        trained.check(found.plan)
+        return _compared(found, (data,), steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    """What a model was trained with.
+
+    Attributes:
+        chosen: What was to be done with its step.
+        plan: What was done.
+        correction: What an earlier plan was measured to take, over what was predicted.
+    """
+
+    chosen: Chosen
+    plan: Plan
+    correction: float
+
+    @classmethod
+    def of(cls, callback: _Rewriting, model: Any) -> _Trained:
+        """Of a callback.
+
+        Raises:
+            ValueError: If it has trained nothing yet.
+        """
+        plan, chosen = callback.plan, callback._rewrite_params
+        if plan is None:
+            raise ValueError(
+                f"`params` is a callback without a plan: there is one from the first step of a `fit` on. Received: "
+                f"params={callback!r}. Train with it before, or give parameters, such as `AutoParams(...)`."
+            )
+        if isinstance(chosen.tiles, AutoParams):  # "auto" was what was free then.
+            chosen = dataclasses.replace(
+                chosen, tiles=dataclasses.replace(chosen.tiles, memory_budget=plan.memory_budget)
+            )
+        return cls(chosen, plan, callback._corrections.get((id(model), TRAINING.slot), 1.0))
+
+    def specs(self, data: Any) -> Any:
+        """A batch of any size, unless the plan is for one size and this batch has it."""
+        if self.chosen.pipeline is not None or (self.plan.batch_is_fixed and batch_of(data) == self.plan.batch):
+            return data
+        return tf.nest.map_structure(lambda t: t if t is None else tf.TensorSpec([None, *t.shape[1:]], t.dtype), data)
+
+    def check(self, found: Plan) -> None:
+        """Refuse another plan than the one that was trained.
+
+        Raises:
+            RewriteError: With both.
+        """
+        if _done(found) != _done(self.plan):
+            raise RewriteError(
+                f"The plan that was trained is not found again. Trained: {self.plan.headline()}. Found for this batch: "
+                f"{found.headline()}. Give images of the size that was trained, in a batch of {self.plan.batch} if "
+                "there is the memory, and the model as it was."
+            )
+
+
+def _done(plan: Plan) -> Any:
+    """What a plan does to a step, without names and predictions."""
+    segments = [
+        (s.num_tiles, s.backward_num_tiles, s.halo, s.num_loops, len(s.exits), len(s.stored), len(s.kept))
+        for s in plan.segments
+    ]
+    return segments, [swap.num_bytes for swap in plan.swaps]
 
 
 @contextmanager

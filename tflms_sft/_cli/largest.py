@@ -208,7 +208,7 @@ class Search:
             size = number * self._varied.unit
             step = self._step(number)
             self._plain[number] = step.plain_bytes
-            self._progress.say(f"{self._varied.shown(size)}, plain: {format_bytes(step.plain_bytes)}")
+            self._progress.say(f"{self._varied.shown(size)}, plain: {format_bytes(step.plain_bytes)} at worst")
         return self._plain[number]
 
     def _plan(self, number: int) -> Plan | None:
@@ -251,6 +251,8 @@ def execute(options: argparse.Namespace) -> Outcome:
     progress = Progress(options.quiet)
     with progress.doing(f"building {options.model}"):
         model, why = steps.load(options)
+        if options.command == "max-batch":
+            model = steps.of_given_size(model, options.input_shape)
     kind: Callable[..., Varied] = Images if options.command == "max-input" else Batches
     search = Search(kind(options, model, why), steps.budget_params(options), options, progress)
     with progress.doing("looking for the largest plain step"):
@@ -273,16 +275,17 @@ def execute(options: argparse.Namespace) -> Outcome:
 
 
 def _text(options: argparse.Namespace, params: AutoParams, assumed: steps.Assumed, found: dict[str, Found]) -> str:
-    rows = [["", "largest", "predicted peak", "time", ""]]
+    rows = [["", "largest", "peak at worst", "time", ""]]
     for name, one in found.items():
         peak = "" if one.peak_bytes is None else format_bytes(one.peak_bytes)
         time = "" if one.time_ratio is None else f"{one.time_ratio:.2f}x"
         rows.append([name, one.shown, peak, time, "the largest that was tried (--max-size)" if one.is_limit else ""])
     what = "image" if options.command == "max-input" else "batch"
+    sizes = f" and multiples of {options.multiple_of} (--multiple-of)" if options.multiple_of > 1 else ""
     lines = [
         f"Model {assumed.model!r}: {assumed.num_weights:,} weights, {assumed.optimizer}, {assumed.loss}",
         f"Largest {what} within {format_bytes(params.memory_budget)}, of which {params.headroom:.0%} are left free; by "
-        f"prediction, to {options.within:.0%}, on {assumed.device}",
+        f"prediction, to {options.within:.0%}{sizes}, on {assumed.device}",
         table(rows),
     ]
     if found["rewritten"].how:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tflms_sft._cli.outcome import EXIT_CODES
@@ -128,7 +129,7 @@ def keyword(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def make() -> argparse.ArgumentParser:
+def make() -> _Parser:
     """The whole command line."""
     parser = _Parser(
         prog="tflms-sft",
@@ -142,14 +143,22 @@ def make() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for add in (_add_plan, _add_max_input, _add_max_batch, _add_run, _add_worker, _add_doctor):
         add(commands)
+    parser.commands = commands.choices
     return parser
 
 
 class _Parser(argparse.ArgumentParser):
-    """Keeps line breaks in what follows the options, and abbreviates nothing."""
+    """Keeps line breaks in what follows the options, and abbreviates nothing.
+
+    Attributes:
+        commands: The parser of each command.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_formatter, **options)
+        self.commands: Mapping[str, argparse.ArgumentParser] = {}
+        # What begins like a number is a value, so that it is refused as one: no option does.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
@@ -326,8 +335,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options, checked as far as can be without the model."""
-    parser = make()
-    options = parser.parse_args(arguments)
+    whole = make()
+    options, unknown = whole.parse_known_args(arguments)
+    parser = whole.commands[options.command]
+    if unknown:
+        hint = " (--report FILE writes the plans as JSON)" if options.command == "run" and "--json" in unknown else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if options.command == "run" and options.budget is None:
         parser.error("run needs --budget SIZE in front of SCRIPT; what comes after SCRIPT belongs to it")
     if options.command == "plan":

@@ -28,6 +28,7 @@ def execute(options: argparse.Namespace) -> Outcome:
     progress = Progress(options.quiet)
     with progress.doing(f"building {options.model}"):
         model, why = steps.load(options)
+        model = steps.of_given_size(model, options.input_shape)
     images = steps.input_specs(model, options.input_shape, options.batch)
     with progress.doing("tracing the training step"):
         step = steps.trace(model, why, images, options)

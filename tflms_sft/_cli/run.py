@@ -7,6 +7,7 @@ first operation. So nothing is imported before the script asks for it, and `kera
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
 import functools
 import importlib.abc
@@ -26,6 +27,9 @@ from tflms_sft._cli.outcome import INTERRUPTED, NOT_MET, OK, WRONG_ARGUMENTS
 __all__: list[str] = []
 
 _PREFIX = "tflms-sft run:"
+
+_NO_TEXT = (".pyc", ".pyz", ".zip")
+"""Ends of the names of programs that are no source."""
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -229,8 +233,10 @@ def _run(options: argparse.Namespace) -> int:
     try:
         if options.module:
             runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-        else:
+        elif options.script.endswith(_NO_TEXT):
             runpy.run_path(os.path.abspath(options.script), run_name="__main__")
+        else:
+            _run_file(options.script)
     except SystemExit as stop:
         return _exit_code(stop.code)
     except BaseException as error:
@@ -238,6 +244,20 @@ def _run(options: argparse.Namespace) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else NOT_MET
     return OK
+
+
+def _run_file(script: str) -> None:
+    """As `python script` does: `runpy` would change the name in `sys.argv` to that of `__file__`."""
+    path = os.path.abspath(script)
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins)
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = main
+    try:
+        with open(path, "rb") as file:
+            exec(compile(file.read(), path, "exec"), main.__dict__)
+    finally:
+        sys.modules["__main__"] = before
 
 
 def _exit_code(code: Any) -> int:

@@ -168,6 +168,22 @@ def _activation(output: Any) -> str:
     return getattr(getattr(layer, "activation", None), "__name__", "")
 
 
+def of_given_size(model: Any, shapes: Sequence[tuple[str | None, Shape]]) -> Any:
+    """The model, built again if it has one input of a fixed size and another size is given.
+
+    Raises:
+        UsageError: If it cannot be built for that size.
+    """
+    inputs = list(getattr(model, "inputs", None) or ())
+    if len(inputs) != 1 or len(shapes) != 1 or shapes[0][0] not in (None, _name(inputs[0])):
+        return model
+    own, shape = tuple(inputs[0].shape[1:]), shapes[0][1]
+    other = [axis for axis, pair in enumerate(zip(own, shape, strict=False)) if pair[0] not in (None, pair[1])]
+    if len(own) != len(shape) or not other or not set(other) <= set(models.spatial_axes(len(own))):
+        return model
+    return models.resized(model, shape)
+
+
 def input_specs(model: Any, shapes: Sequence[tuple[str | None, Shape]], batch: int | None) -> Any:
     """What a step takes for images, in the structure of the model's inputs.
 
