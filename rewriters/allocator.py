@@ -70,6 +70,7 @@ class BestFit:
     Args:
         growing: Whether it takes memory from the device in regions of doubling size (a CPU, and a GPU
             with memory growth) rather than all at once.
+        least: Bytes below which a block comes from elsewhere, as on a CPU with oneDNN.
     """
 
     UNIT = 256
@@ -77,24 +78,26 @@ class BestFit:
     MOST_LOST = 128 * MIB
     """A chunk with this much to spare is split in any case."""
 
-    def __init__(self, growing: bool) -> None:
+    def __init__(self, growing: bool, least: int = 0) -> None:
         self.in_use = 0
+        self._least = least
         self._region = self.FIRST_REGION if growing else 2**50
         self._end = 0
         self._free: list[tuple[int, int, _Chunk]] = []
 
     @classmethod
-    def used(cls, number: int, scale: int) -> BestFit:
+    def used(cls, number: int, scale: int, least: int = 0) -> BestFit:
         """A growing pool as other work may have left it: in pieces, some of them still taken.
 
         Args:
             number: Which of many such pools; 0 is a fresh one.
             scale: About the bytes of the other work.
+            least: As for the pool.
 
         Returns:
             A pool whose `in_use` is 0: what is taken already does not count.
         """
-        pool, random = cls(growing=True), Random(number)
+        pool, random = cls(True, least), Random(number)
         if number:
             held = [pool.allocate(random.randint(1, scale)) for _ in range(random.randint(1, 4))]
             for handle in held[: random.randint(0, len(held))]:
@@ -102,10 +105,12 @@ class BestFit:
             pool.in_use = 0
         return pool
 
-    def allocate(self, num_bytes: int) -> _Chunk | None:
+    def allocate(self, num_bytes: int) -> _Chunk | int | None:
         """Take memory."""
         if num_bytes <= 0:
             return None
+        if num_bytes < self._least:
+            return self.map(num_bytes)
         wanted = -(-num_bytes // self.UNIT) * self.UNIT
         index = bisect.bisect_left(self._free, (wanted, -1))
         if index == len(self._free):

@@ -103,6 +103,22 @@ def keeps_statistics() -> bool:
     return True
 
 
+@functools.cache
+def counted_from() -> int:
+    """Bytes below which a block is not in the allocator's statistics: with oneDNN others, from another allocator."""
+    if not keeps_statistics():
+        return 0
+    for size in (2**power for power in range(8, 21)):
+        before = tf.config.experimental.get_memory_info(name())["current"]
+        with tf.device(name()):
+            block = tf.identity(tf.zeros(size, tf.uint8))
+        after = tf.config.experimental.get_memory_info(name())["current"]
+        del block
+        if after - before >= size:
+            return size if size > 256 else 0
+    return 0
+
+
 def most_memory() -> int:
     """Bytes that TensorFlow may take of the accelerator whose memory counts."""
     return _tf_private.memory_limits()[name()]
@@ -116,7 +132,7 @@ def pool() -> Pool:
     """
     if not keeps_statistics() or os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
         return Exact()
-    return BestFit(growing=_grows())
+    return BestFit(_grows(), counted_from())
 
 
 def pools(scale: int) -> Iterator[Pool]:
@@ -124,7 +140,7 @@ def pools(scale: int) -> Iterator[Pool]:
     first = pool()
     yield first
     if isinstance(first, BestFit) and _grows():
-        yield from (BestFit.used(number, scale) for number in range(1, STATES))
+        yield from (BestFit.used(number, scale, counted_from()) for number in range(1, STATES))
 
 
 def _grows() -> bool:

@@ -118,3 +118,12 @@ def test_what_is_taken_is_between_what_is_asked_for_and_twice_that(growing, sequ
     assert pool.in_use == 0
     pieces = pool._free
     assert all(chunk.before is None and chunk.behind is None for _, _, chunk in pieces), "regions are whole again"
+
+
+def test_small_blocks_from_elsewhere_take_what_they_ask_for():
+    pool = BestFit(growing=True, least=1000)
+    first, second = pool.allocate(999), pool.allocate(1000)
+    assert pool.in_use == 999 + 1024
+    pool.free(first)
+    pool.free(second)
+    assert pool.in_use == 0

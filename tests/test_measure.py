@@ -9,6 +9,7 @@ from keras import layers
 
 import tflms_sft
 from rewriters import device
+from rewriters.allocator import Exact
 from tflms_sft import SFTParams, _measure
 from tflms_sft._plan import Measurement
 
@@ -149,6 +150,31 @@ def test_a_peak_below_what_the_step_itself_has_is_none(monkeypatch, peak, expect
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": peak, "current": 0})
     found = _measure.read_peak(0, [600, 400])
     assert (found and found.peak_bytes) == expected
+
+
+def test_small_blocks_that_an_allocator_does_not_count_are_added(monkeypatch):
+    """oneDNN's allocator for a CPU has another one for blocks of less than 256 KiB, without statistics."""
+    monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": 1500, "current": 0})
+    monkeypatch.setattr(device, "counted_from", lambda: 500)
+    monkeypatch.setattr(device, "pool", Exact)
+    assert _measure.read_peak(650, [600, 400, 300]).peak_bytes == 1500 - 50 + 700
+
+
+@pytest.mark.parametrize(("seen_from", "expected"), [(0, 0), (256, 0), (2**18, 2**18), (2**30, 0)])
+def test_from_which_size_on_blocks_are_counted_is_tried(monkeypatch, seen_from, expected):
+    sizes = []
+
+    def info(name):
+        return {"current": sum(size for size in sizes if size >= seen_from)}
+
+    monkeypatch.setattr(device, "keeps_statistics", lambda: True)
+    monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", info)
+    monkeypatch.setattr("tensorflow.identity", lambda value: sizes.append(value.shape[0]))
+    device.counted_from.cache_clear()
+    try:
+        assert device.counted_from() == expected
+    finally:
+        device.counted_from.cache_clear()
 
 
 def test_what_cannot_be_copied_is_named():

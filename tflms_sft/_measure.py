@@ -57,21 +57,24 @@ def read_peak(in_use: int, own: Sequence[int], tiers: Iterable[Tier] = ()) -> Me
         tiers: Where the step swaps to, which know what they have in memory.
 
     Returns:
-        The peak, or `None` if this device keeps no statistics.
+        The peak, or `None` if this device keeps no statistics. Small blocks that its allocator does not count are in it
+        as far as they are the step's own.
     """
     swapped = max((tier.peak_bytes() for tier in tiers), default=0)
     try:
         peak = max(swapped, int(tf.config.experimental.get_memory_info(device.name())["peak"]))
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
-    pool = device.pool()
+    pool, least = device.pool(), device.counted_from()
     for num_bytes in own:
-        pool.allocate(num_bytes)
+        if num_bytes >= least:
+            pool.allocate(num_bytes)
     others = max(in_use - pool.in_use, 0)
     if not peak or peak - others < sum(own):
         return None  # Some allocators count only blocks above a size: the figure would be too low.
     source = f"{ALLOCATOR} of {device.name()}" + (", and what was read from disk" if swapped else "")
-    return Measurement(peak - others, source)
+    unseen = sum(num_bytes for num_bytes in own if num_bytes < least)
+    return Measurement(peak - others + unseen, source)
 
 
 def measure(step: Any, *args: Any, timelines: bool = False, **kwargs: Any) -> Measurement:
