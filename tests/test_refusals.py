@@ -41,7 +41,7 @@ def test_what_is_no_function_of_tensorflow_is_refused_with_the_remedy(step):
 
 @pytest.mark.parametrize("params", [None, (2, 2), [], [TILES, TILES], "8GiB"])
 def test_other_parameters_are_refused(params):
-    text = r"`params` must be `SFTParams\(...\)`, `AutoParams\(...\)` or `LMSParams\(...\)`"
+    text = r"`params` must be `SFTParams\(...\)`, `AutoParams\(...\)`, `LMSParams\(...\)` or `PipelineParams\(...\)`"
     with pytest.raises(TypeError, match=text) as error:
         tflms_sft.rewrite(gradients(), params, *BATCH)
     assert f"params={params!r}" in str(error.value)

@@ -183,6 +183,7 @@ def test_the_first_step_is_measured_with_what_is_read_from_disk(tmp_path, monkey
     watched = []
     monkeypatch.setattr("tflms_sft._install.watch", watched.append)
     monkeypatch.setattr("rewriters.device.keeps_statistics", lambda: True)
+    monkeypatch.setattr("rewriters.device.counted_from", lambda: 0)
     net().fit(X, Y, epochs=2, callbacks=[swapping(tmp_path)], **SETTINGS)
     (tier,) = watched
     assert tier.store.directory == str(tmp_path)
