@@ -11,8 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import graphlib
-import heapq
-import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -221,10 +219,7 @@ class Graph:
         return list(self.levels())
 
     def execution_order(
-        self,
-        slow: Mapping[Node, float] | None = None,
-        seconds: Callable[[Node], float] | None = None,
-        threads: int = 1,
+        self, slow: Mapping[Node, float] | None = None, seconds: Callable[[Node], float] | None = None
     ) -> list[Node]:
         """An order like the executor's: first ready, first run.
 
@@ -233,7 +228,6 @@ class Graph:
         Args:
             slow: Nodes that go on beside others, one of them at a time, and for how many seconds.
             seconds: What each of the others takes; without it slow ones end only when all others wait for them.
-            threads: How many of the others run at once. In the order are nodes as they end.
 
         Raises:
             RewriteError: If the graph has a cycle.
@@ -247,24 +241,23 @@ class Graph:
             for other in node.control_inputs:
                 after[other].append(node)
         ready = collections.deque(node for node, count in waiting.items() if not count)
-        beside = slow or {}
-        running: list[tuple[float, int, Node]] = []  # with the time at which each ends
-        now, written, number = 0.0, 0.0, itertools.count()
+        beside, takes = slow or {}, seconds or (lambda _: 0.0)
+        late = collections.deque[tuple[float, Node]]()  # with the time at which each ends
+        now = 0.0
         order: list[Node] = []
-        at_once = 0
-        while ready or running:
-            while ready and at_once < threads:
+        while ready or late:
+            if late and (not ready or late[0][0] <= now):
+                ended, node = late.popleft()
+                now = max(now, ended)
+            else:
                 node = ready.popleft()
-                heapq.heappush(running, (now + (seconds(node) if seconds else 0.0), next(number), node))
-                at_once += 1
-            now, _, node = heapq.heappop(running)
+                now += takes(node)
             order.append(node)
-            at_once -= node not in beside
             for other in after[node]:
                 waiting[other] -= 1
                 if not waiting[other] and other in beside:
-                    written = max(now, written) + beside[other]
-                    heapq.heappush(running, (written, next(number), other))
+                    begun = max(now, late[-1][0]) if late else now
+                    late.append((begun + beside[other], other))
                 elif not waiting[other]:
                     ready.append(other)
         if len(order) < len(self.nodes):

@@ -382,7 +382,7 @@ def graph_schedule(
     def alias(node: Node) -> bool:
         return device.passes_on(node) and node not in away and not any(t.node in away for t in node.inputs)
 
-    order = graph.execution_order(slow, seconds, device.num_operations())
+    order = graph.execution_order(slow, seconds)
     scratch = together({node: op_scratch(node, batch) for node in order}, order)
     events = schedule(order, num_bytes, scratch, graph.outputs, alias)
     held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]

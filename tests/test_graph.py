@@ -70,13 +70,12 @@ def test_slow_nodes_end_when_their_time_has_passed_one_after_another():
     first, second = (Node(name, "NoOp", control_inputs=[a]) for name in ("first", "second"))
     graph = graph_of([*nodes, first, second])
 
-    def order(slow, seconds=None, threads=1):
-        return "".join(node.name[0] for node in graph.execution_order(slow, seconds, threads))
+    def order(slow, seconds=None):
+        return "".join(node.name[0] for node in graph.execution_order(slow, seconds))
 
     assert order({}) == "abfscd" and order({first: 0.5, second: 0.5}) == "abcdfs"
-    assert order({first: 1.5, second: 1.0}, lambda node: 1.0) == "abfcsd"
+    assert order({first: 1.5, second: 1.0}, lambda node: 1.0) == "abcfds"
     assert order({first: 0.0, second: 5.0}, lambda node: 1.0) == "afbcds"
-    assert order({}, lambda node: 5.0 if node is b else 1.0, threads=2) == "afsbcd", "while one takes its time"
 
 
 def test_a_cycle_is_an_error_that_names_it():
