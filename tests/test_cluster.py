@@ -39,9 +39,8 @@ class Program:
         path = os.pathsep.join([str(FOLDER), str(FOLDER.parent), *sys.path])
         env = os.environ | {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        command = [sys.executable, *command]
         hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # Children of a background shell do not.
-        self.process = subprocess.Popen(command, text=True, env=env, preexec_fn=hear, **pipes)
+        self.process = subprocess.Popen([sys.executable, *command], text=True, env=env, preexec_fn=hear, **pipes)
         self.lines, self.errors = queue.Queue(), []
         self.readers = [
             threading.Thread(target=self._read, daemon=True),
