@@ -350,3 +350,22 @@ def test_edges_that_bring_updates_last_are_few(traced):
     edges = sum(c.name.startswith("lms/") for node in found.graph.keep for c in node.control_inputs)
     swaps, updates = len(found.plan.swaps), sum(node.op.startswith("Assign") for node in found.graph.keep)
     assert 0 < edges <= swaps + 2 * updates < swaps * updates
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_poolings_that_are_made_again_for_their_gradients_change_no_bit(rank, monkeypatch):
+    """As with oneDNN, whose kernels this is for; in float64 where TensorFlow has a kernel for that."""
+    monkeypatch.setattr("rewriters.device.pools_in_pairs", lambda: True)
+    convolve, pool = {2: (layers.Conv2D, layers.MaxPooling2D), 3: (layers.Conv3D, layers.MaxPooling3D)}[rank]
+
+    def pooled(x):
+        x = x if rank == 2 else layers.Reshape((16, 12, 2, -1))(x)
+        for _ in range(2):
+            x = pool((3, 2, 1)[:rank], strides=2, padding="same")(convolve(4, 3, padding="same", activation="relu")(x))
+        return x if rank == 2 else layers.Reshape((4, 3, -1))(x)
+
+    step = keras_step(pooled, (16, 24), 2, floatx="float64" if rank == 2 else "float32")
+    found = swapped(step)
+    again = [node for node in found.graph.nodes.values() if node.name.endswith("Grad/pool")]
+    assert len(again) == 2 and len(found.plan.swaps) >= 3
+    assert same_bits(step, found.function)
