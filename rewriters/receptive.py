@@ -75,7 +75,7 @@ class AxisView:
         out_extent: Rows of its result.
         scale: Rows of the image for each row of the result.
         alignment: Rows by which an image may be moved.
-        needs: Rows of the image that the first `alignment` rows' worth of the result need, counted from its first row.
+        needs: First row of the image that the result needs, and one past the last; the others are cropped.
         admissible: A size of which nothing is left over, at most `extent`; with any number of alignments more, too. If
             something is left over of all sizes, `extent`.
         smallest: The smallest such size; where something is left over it is not known, and `admissible` is given.
@@ -246,7 +246,7 @@ class ReceptiveField:
             out_extent=self._extents(self._target)[axis],
             scale=scale,
             alignment=alignment,
-            needs=self.needs(axis, 0, int(alignment / scale)),
+            needs=self.needs(axis, 0, self._extents(self._target)[axis]),
             admissible=admissible,
             smallest=admissible - alignment * fewer,
             wasteful=wasteful,

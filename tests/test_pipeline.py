@@ -304,7 +304,6 @@ def test_what_cannot_be_done_is_refused(params, error, text):
     [
         ({"stages": 0}, ValueError, "`stages` must be at least 1. Received: stages=0"),
         ({"stages": "block1"}, ValueError, r"To cut there: stages=\['block1'\]"),
-        ({"stages": []}, ValueError, "`stages` is empty"),
         ({"stages": ["a", "a"]}, ValueError, r"names a cut twice: \['a'\]"),
         ({"stages": 2.0}, TypeError, '`stages` must be a number, "auto", or a list'),
         ({"schedule": "zigzag"}, ValueError, "`schedule` must be one of 'basic', 'gpipe'"),
@@ -314,7 +313,7 @@ def test_what_cannot_be_done_is_refused(params, error, text):
         ({"data_replicas": 0}, ValueError, "`data_replicas` must be at least 1"),
         ({"devices": "GPU:0"}, TypeError, "`devices` must be a list of names"),
         ({"devices": ["the fast one"]}, ValueError, '`devices` must have names such as "GPU:0"'),
-        ({"devices": ["GPU:0"], "stages": 2}, ValueError, "2 makes 2. Received: 1 in devices"),
+        ({"devices": ["GPU:0"], "stages": 2}, ValueError, r"each of 2 stage\(s\), 2 in all\. Received: 1 in devices"),
         ({"loss_reduction": "max"}, ValueError, '`loss_reduction` must be "mean" or "sum"'),
         ({"batch_norm": "sync"}, ValueError, '`batch_norm` must be "refuse" or "micro"'),
         ({"placement": "move"}, ValueError, '`placement` must be "check" or "copy"'),
@@ -323,6 +322,11 @@ def test_what_cannot_be_done_is_refused(params, error, text):
 def test_wrong_arguments_are_refused_at_once(arguments, error, text):
     with pytest.raises(error, match=text):
         PipelineParams(**arguments)
+
+
+def test_no_cuts_are_one_stage():
+    """So that what `stage_devices` returns can always be given on."""
+    assert PipelineParams([]) == PipelineParams(()) == PipelineParams(1) and PipelineParams([]).num_stages == 1
 
 
 def test_parameters_are_frozen():

@@ -348,6 +348,15 @@ def test_sequences_and_volumes_have_their_axes():
     assert [(axis.axis, axis.alignment, axis.smallest) for axis in axes] == [(0, 1, 3), (1, 1, 1), (2, 2, 5)]
 
 
+def test_a_halo_need_not_be_even():
+    """Three rows are cropped above and one below, and a convolution takes one more on either side."""
+    image = keras.Input((64, 64, 1))
+    x = layers.Conv2D(1, 3)(layers.Cropping2D(((3, 1), (0, 0)))(image))
+    high, wide = sample_tiling(keras.Model(image, x)).axes
+    assert (high.halo_before, high.halo_after, high.smallest) == (4, 2, 7)
+    assert (wide.halo_before, wide.halo_after, wide.smallest) == (1, 1, 3)
+
+
 # Refusals -----------------------------------------------------------------------------------------------------------
 
 

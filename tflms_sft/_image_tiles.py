@@ -263,9 +263,11 @@ def sample_tiling(model: Any, size: int | Sequence[int] | None = None, training:
 
 def _axis_tiling(axis: int, dim: int, view: Any) -> AxisTiling:
     halo = math.ceil(view.extent - view.scale * view.out_extent)
+    first, end = view.needs
+    before = first + (halo - first - (view.extent - end)) // 2  # What is cropped, and half of what lies around.
     smallest_result = view.out_extent - int((view.extent - view.smallest) / view.scale)
     return AxisTiling(
-        axis, halo // 2, halo - halo // 2, view.alignment, view.scale, view.smallest, smallest_result, dim
+        axis, before, halo - before, view.alignment, view.scale, view.smallest, smallest_result, dim
     )
 
 

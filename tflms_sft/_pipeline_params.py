@@ -24,7 +24,7 @@ class PipelineParams:
     Args:
         stages: Number of stages, whose cuts are then chosen so that forward activations are even; `"auto"`, the
             default: as many as there are devices; or a list of names to cut at: layers, operations or tensors, each of
-            which a stage ends with, from the input to the loss.
+            which a stage ends with, from the input to the loss. An empty list is one stage.
         schedule: `"basic"`, the default: one device works at a time, with micro-batches after another; `"gpipe"`: all
             forwards, then all backwards (Huang et al., "GPipe", 2019); `"1f1b"`: in turn, so that fewer micro-batches
             wait at a time; `"mast"` and `"master"`: replications of the network that lie the other way round on the
@@ -95,12 +95,10 @@ class PipelineParams:
                 raise ValueError(f"`stages` must be at least 1. Received: stages={stages!r}.")
             object.__setattr__(self, "stages", int(stages))
         elif isinstance(stages, (list, tuple)) and all(isinstance(name, str) and name for name in stages):
-            if not stages:
-                raise ValueError("`stages` is empty: name at least one cut, or give a number. Received: stages=[].")
             twice = sorted({name for name in stages if list(stages).count(name) > 1})
             if twice:
                 raise ValueError(f"`stages` names a cut twice: {twice}. Received: stages={stages!r}.")
-            object.__setattr__(self, "stages", tuple(stages))
+            object.__setattr__(self, "stages", tuple(stages) or 1)
         else:
             raise TypeError(
                 f'`stages` must be a number, "auto", or a list of names to cut at. Received: stages={stages!r}.'
@@ -152,8 +150,8 @@ class PipelineParams:
         """
         needed = num_stages * self.data_replicas
         if count != needed:
-            replicas = f" times data_replicas={self.data_replicas}" if self.data_replicas > 1 else ""
+            replicas = f" of each of {self.data_replicas} data replicas" if self.data_replicas > 1 else ""
             raise ValueError(
-                f"`devices` must have one device for each stage: {num_stages}{replicas} makes {needed}. "
+                f"`devices` must have one device for each of {num_stages} stage(s){replicas}, {needed} in all. "
                 f"Received: {count} in devices={self.devices!r}."
             )

@@ -33,13 +33,13 @@ def stage_devices(model: Any, cuts: Any = "auto", devices: Any = None, *, inputs
         model: A model that is built.
         cuts: As `stages` of `PipelineParams`: names of layers that stages end with, a number, or `"auto"`, the
             default.
-        devices: Names of devices, one for each stage. Defaults to `None`: the GPUs in order, on a machine without any
-            the logical CPUs.
+        devices: Names of devices, one for each stage; with data replicas, those of the first one, since weights stay
+            there. Defaults to `None`: the GPUs in order, on a machine without any the logical CPUs.
         inputs: What the model is called with, or `tf.TensorSpec`s of it. Defaults to `None`: what a functional model
             was made for.
 
     Returns:
-        Names of the cuts, for `PipelineParams(stages=...)`.
+        Names of the cuts, for `PipelineParams(stages=...)`; none for one stage.
 
     Raises:
         PipelineError: If the model cannot be cut there.
