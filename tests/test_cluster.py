@@ -445,6 +445,7 @@ def _small():
 @pytest.fixture
 def one_worker(monkeypatch):
     """As if this program were connected to one, which answers."""
+    monkeypatch.setattr(_lost.GUARD, "lost", {})
     with listener(SETTINGS) as address:
         monkeypatch.setattr(_tf_private, "workers", lambda: {"/job:worker/task:0": address})
         yield address
@@ -472,6 +473,19 @@ def test_a_connection_that_broke_is_one_that_is_lost(one_worker):
     text = "Socket closed. Additional GRPC error information from remote target /job:worker/replica:0/task:0"
     with pytest.raises(tflms_sft.WorkerError, match=f"task:0 at {one_worker} .the connection broke"):
         raised(tf.errors.UnavailableError(None, None, text))
+
+
+def test_nothing_is_begun_once_a_worker_was_lost(one_worker):
+    """TensorFlow might wait without end for what was on it."""
+    text = "Socket closed. Additional GRPC error information from remote target /job:worker/replica:0/task:0"
+    with pytest.raises(tflms_sft.WorkerError):
+        raised(tf.errors.UnavailableError(None, None, text))
+    begun, model = [], dense()
+    with pytest.raises(tflms_sft.WorkerError, match="the connection broke.* in a new process"), _lost.workers_watched():
+        begun.append("a step")
+    with pytest.raises(tflms_sft.WorkerError, match="the connection broke"):
+        fitted(model, [Gone(0, begun.append), tflms_sft.Pipeline(["one"], devices=["CPU:0"] * 2, verbose=0)])
+    assert not begun and "train_step" not in model.__dict__
 
 
 def test_connections_to_a_worker_that_is_silent_are_closed(monkeypatch):
@@ -564,6 +578,7 @@ def fitted(model, callbacks):
 
 def test_at_the_end_of_an_epoch_workers_are_looked_for(monkeypatch):
     gone, model = free(), dense()
+    monkeypatch.setattr(_lost.GUARD, "lost", {})
 
     def lose(model):
         monkeypatch.setattr(_tf_private, "workers", lambda: {"/job:worker/task:0": gone})
@@ -575,7 +590,7 @@ def test_at_the_end_of_an_epoch_workers_are_looked_for(monkeypatch):
     assert model.__dict__.get("train_step") is plain, "the model is as it was"
 
 
-def test_a_backup_that_is_not_whole_does_not_take_the_place_of_the_last(one_worker, tmp_path):
+def test_a_backup_that_is_not_whole_does_not_take_the_place_of_the_last(one_worker, tmp_path, monkeypatch):
     """Keras would go on from it, without what the optimizer has."""
     model = dense()
 
@@ -595,6 +610,7 @@ def test_a_backup_that_is_not_whole_does_not_take_the_place_of_the_last(one_work
     model = dense()
     model.load_weights(tmp_path / "latest.weights.h5")
     assert int(model.optimizer.iterations) == 1
+    monkeypatch.setattr(_lost.GUARD, "lost", {})  # As in the new process that it takes.
     fitted(model, callbacks(-1))
     assert int(model.optimizer.iterations) == 3
     assert "save_weights" not in model.__dict__

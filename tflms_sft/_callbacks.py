@@ -23,7 +23,7 @@ from tflms_sft._inference import (
 )
 from tflms_sft._install import Installation, Kind, peak_line, start_line
 from tflms_sft._lms_params import LMSParams
-from tflms_sft._lost import check_workers
+from tflms_sft._lost import check_workers, refuse_lost
 from tflms_sft._params import AUTO, AutoParams, SegmentSpec, SFTParams
 from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._plan import Measurement, Plan
@@ -471,7 +471,11 @@ class Pipeline(_Rewriting):
 
         Args:
             logs: Keras's; not used.
+
+        Raises:
+            WorkerError: If a worker was lost before in this process.
         """
+        refuse_lost()
         super().on_train_begin(logs)
         self._saves = watch_saves(self.model)
 

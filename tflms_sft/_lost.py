@@ -47,10 +47,12 @@ class Guard:
 
     Attributes:
         silent: Those that do not answer, with the reasons.
+        lost: Those without which a step has failed. What was on them is gone, so that they stay lost.
     """
 
     def __init__(self) -> None:
         self.silent: Mapping[str, str] = {}
+        self.lost: Mapping[str, str] = {}
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -101,12 +103,13 @@ def workers_watched() -> Iterator[None]:
     Without a cluster it does nothing.
 
     Raises:
-        WorkerError: If some were.
+        WorkerError: If some were, or are since a step before.
     """
     addresses = _tf_private.workers() if tf.executing_eagerly() else {}
     if not addresses:
         yield
         return
+    refuse_lost()
     GUARD.begin()
     try:
         yield
@@ -115,8 +118,18 @@ def workers_watched() -> Iterator[None]:
     except tf.errors.OpError as error:
         lost = GUARD.silent or _lost(addresses, error)
         if lost:
-            raise lost_error(addresses, lost) from error
+            raise _found_lost(addresses, lost) from error
         raise
+
+
+def refuse_lost() -> None:
+    """Begin nothing more once a worker was lost: TensorFlow would wait for it, or for what it no longer has.
+
+    Raises:
+        WorkerError: If one was.
+    """
+    if GUARD.lost:
+        raise lost_error(_tf_private.workers(), GUARD.lost)
 
 
 def check_workers() -> None:
@@ -128,7 +141,12 @@ def check_workers() -> None:
     addresses = _tf_private.workers()
     reasons = missing(addresses, ANSWER_SECONDS)
     if reasons:
-        raise lost_error(addresses, reasons)
+        raise _found_lost(addresses, reasons)
+
+
+def _found_lost(addresses: Mapping[str, str], reasons: Mapping[str, str]) -> WorkerError:
+    GUARD.lost = dict(reasons)
+    return lost_error(addresses, reasons)
 
 
 def _lost(addresses: Mapping[str, str], error: tf.errors.OpError) -> dict[str, str]:
