@@ -515,7 +515,7 @@ def test_connections_to_a_worker_that_is_silent_are_closed(monkeypatch):
 
 def test_connections_are_found_among_all_that_is_open_and_nothing_is_left_open():
     with contextlib.ExitStack() as open_things:
-        address = open_things.enter_context(listener())
+        address = open_things.enter_context(listener(SETTINGS))
         ours = open_things.enter_context(socket.create_connection(split_address(address), timeout=10))
         for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):  # One of them is not connected.
             open_things.enter_context(socket.socket(socket.AF_INET6, kind))
@@ -523,6 +523,7 @@ def test_connections_are_found_among_all_that_is_open_and_nothing_is_left_open()
             open_things.enter_context(connection)
         for descriptor in os.pipe():
             open_things.callback(os.close, descriptor)
+        assert ours.recv(100) == SETTINGS, "what the listener holds is open by now"
         before = len(os.listdir("/proc/self/fd"))
         assert [_reach.break_connections(free()) for _ in range(3)] == [0, 0, 0]
         assert _reach.break_connections(address) == 1
