@@ -14,10 +14,13 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from rewriters.graph import Graph, Node, Tensor
 from rewriters.registry import registered
 from rewriters.resources import handles, writes
 from rewriters.rules.elementwise import Pointwise
+from rewriters.values import constant
 
 __all__: list[str] = []
 
@@ -28,6 +31,18 @@ _TYPE = re.compile(r"(Grad|BackpropFilter|BackpropFilterV2)$")
 def is_seed(node: Node) -> bool:
     """Whether autodiff made this node, by its scope or its type."""
     return _made_by_autodiff(node.name, node.op)
+
+
+def ones_to_begin_with(graph: Graph) -> list[Tensor]:
+    """What gradients begin with: ones that nothing but gradients reads."""
+    found = []
+    for tensor, readers in graph.consumers().items():
+        begins = tensor.node.op == "Const" and tensor.dtype.is_floating and not is_seed(tensor.node)
+        if begins and all(is_seed(reader) for reader, _ in readers):
+            value = constant(tensor.node)
+            if value is not None and bool(np.all(value == 1)):
+                found.append(tensor)
+    return found
 
 
 def _made_by_autodiff(name: str, op: str) -> bool:

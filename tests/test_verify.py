@@ -85,6 +85,33 @@ def test_adam_and_a_gradient_that_is_zero_but_for_rounding_are_the_same_in_float
 # It can fail ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("clipped", [False, True])
+def test_sums_of_equal_terms_are_rounded_one_way(clipped):
+    """A bias behind a maximum: each add rounds as the one before. What clips gradients is no reason to be lenient."""
+    bias = tf.Variable(tf.fill([2], 0.5))
+
+    @tf.custom_gradient
+    def clip(value):
+        return tf.identity(value), lambda gradient: tf.clip_by_value(gradient, 0.0, 1e-7)
+
+    @tf.function
+    def step(image):
+        with tf.GradientTape() as tape:
+            made = tf.nn.max_pool2d(tf.nn.relu(tf.nn.bias_add(image, bias)), 2, 2, "SAME")
+            loss = 0.1 * tf.reduce_mean(clip(made) if clipped else made)
+        bias.assign_sub(tape.gradient(loss, bias))
+        return loss
+
+    image = tf.constant(np.random.default_rng(0).random((1, 1024, 1024, 2)).astype("float32"))
+    result = verify(step, image, SFTParams((4, 4)))
+    (row,) = (row for row in result.differences if row.kind == "gradient")
+    expected = 4 * 2.0**-23 * np.sqrt(2 * 2**20)
+    if clipped:
+        assert row.limit == expected
+    else:
+        assert result and expected < row.relative < row.limit
+
+
 def test_a_broken_rule_is_found_and_named(monkeypatch):
     """Every window is off by one row."""
     gather = Window.gather

@@ -1,7 +1,9 @@
 """Whether a rewritten step computes what the original computes: both run from the same state, and are compared.
 
 Rounding is told apart from mistakes by the original itself: it runs once more with its weights off by one rounding,
-and how far that takes each tensor is its noise. A bias before a normalisation has a gradient that is zero but for
+and how far that takes each tensor is its noise. A sum of terms that are all the same, as the gradient of a bias behind
+a maximum is, is rounded the same way then, in each addition up or in each down. So gradients are also computed from a
+loss that is a third larger, and divided by as much. A bias before a normalisation has a gradient that is zero but for
 rounding, which Adam turns into an update as large as any other. So how far an update may take a variable is found by
 giving the gradients of the rewritten step to the original's update.
 """
@@ -26,7 +28,7 @@ from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Tensor, from_concrete_function
 from rewriters.normalise import read
-from rewriters.roles import gradients
+from rewriters.roles import gradients, ones_to_begin_with
 from tflms_sft._callbacks import _Rewriting
 from tflms_sft._differences import (
     EXPECTED,
@@ -56,6 +58,9 @@ SUMMED = 4
 
 NOISES = 10
 """How many times its noise a tensor may be off: one sample tells the order of magnitude."""
+
+SCALE = 4 / 3
+"""No power of two, so that gradients that are so many times larger are rounded otherwise."""
 
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal")
 
@@ -353,12 +358,17 @@ class _Runs:
             plain.values(flat, [], dict(zip(shared.plain, given, strict=True)))
             return None, []
 
+        def run_plain_scaled(*flat: Any) -> Any:
+            scaled = {tensor: tf.fill(tensor.shape, tf.cast(SCALE, tensor.dtype)) for tensor in shared.ones}
+            return None, plain.values(flat, shared.plain, scaled)
+
         gradients = [tf.TensorSpec(t.shape, t.dtype) for t in shared.plain]
-        self._plain, self._rewritten, self._plain_given = (
+        self._plain, self._rewritten, self._plain_scaled, self._plain_given = (
             tf.function(function, input_signature=signature, autograph=False)
             for function, signature in (
                 (run_plain, specs),
                 (run_rewritten, specs),
+                (run_plain_scaled, specs),
                 (run_plain_given, [*specs, *gradients]),
             )
         )
@@ -377,10 +387,20 @@ class _Runs:
             gradients = self._run(lambda: self._rewritten(*self._flat), state).gradients
             largest = max(float(np.max(np.abs(value), initial=0)) for value in want.gradients.values())
             floor = GRADIENT_FLOOR * largest or FLOOR
-            yield from _differences(GRADIENT, gradients, want.gradients, [off.gradients], expected, floor)
+            off_gradients = [off.gradients, *self._scaled(state, want.gradients, floor, expected)]
+            yield from _differences(GRADIENT, gradients, want.gradients, off_gradients, expected, floor)
             # An update may make much of little: Adam goes as far for a tiny gradient as for a large one.
             noisy.append(self._run(lambda: self._plain_given(*self._flat, *gradients.values()), state).variables)
         yield from _differences(VARIABLE, got.variables, want.variables, noisy, expected)
+
+    def _scaled(self, state: State, want: Values, floor: float, expected: float) -> Iterator[Values]:
+        """Gradients of a loss times `SCALE`, divided by it; those that do not go with the loss as they were."""
+        if not self.shared.ones:
+            return
+        found = self._run(lambda: self._plain_scaled(*self._flat), state).gradients
+        back = {name: (value / SCALE).astype(value.dtype) for name, value in found.items()}
+        goes = {name: difference(value, want[name], floor) <= NOISES * expected for name, value in back.items()}
+        yield {name: value if goes[name] else want[name] for name, value in back.items()}
 
     def _run(self, function: Callable[[], Any], state: State) -> _Run:
         _assign([handle for handle, _ in self.handles], state)
@@ -445,6 +465,7 @@ class _Shared:
 
     Attributes:
         graph: The original as it was traced.
+        ones: What its gradients begin with.
         names: What they are gradients for.
         plain: Tensors of the original.
         rewritten: Tensors of the rewritten graph.
@@ -452,6 +473,7 @@ class _Shared:
     """
 
     graph: Graph
+    ones: list[Tensor] = dataclasses.field(default_factory=list)
     names: list[str] = dataclasses.field(default_factory=list)
     plain: list[Tensor] = dataclasses.field(default_factory=list)
     rewritten: list[Tensor] = dataclasses.field(default_factory=list)
@@ -464,7 +486,8 @@ def _shared_gradients(original: Any, analysis: Analysis, rewritten: Graph) -> _S
     They are found in the normalised graph, whose names are those of the traced one but for what was inlined or
     bypassed, and whose tensors the rewritten one knows where they were replaced.
     """
-    shared = _Shared(from_concrete_function(original))
+    graph = from_concrete_function(original)
+    shared = _Shared(graph, ones_to_begin_with(graph))
     found = gradients(analysis.graph, analysis.order, analysis.backward)
     names = _distinct([_updated(tensor, analysis, original) or tensor.name for tensor in found])
     bypassed: dict[Tensor, list[str]] = {}
