@@ -358,7 +358,7 @@ def test_a_larger_batch_than_the_first_runs_where_nothing_is_rewritten():
 
 
 def test_whether_a_larger_batch_runs_is_predicted_for_that_batch(monkeypatch):
-    """Once, and not by a line through the first one: pieces of an allocator's memory do not grow with what is in them."""
+    """Once, and not by a line through the first one: pieces of memory do not grow with what is in them."""
     fit = {"steps_per_epoch": 4, **SETTINGS}
     model, of_six = net(), tflms_sft.MemoryBudget("100MiB", batch_shape=(6, 24, 24, 3), verbose=0)
     model.fit(growing(), callbacks=[of_six], **fit)
@@ -385,7 +385,8 @@ def test_whether_a_larger_batch_runs_is_predicted_for_that_batch(monkeypatch):
 
 def test_larger_batches_of_what_is_no_image_are_held_to_the_budget_too():
     data = X.reshape(10, -1)[:, :64].astype("float32")
-    model = keras.Sequential([keras.Input((64,)), layers.Dense(256, "tanh"), layers.Dense(256, "tanh"), layers.Dense(3)])
+    inner = [layers.Dense(256, "tanh") for _ in range(2)]
+    model = keras.Sequential([keras.Input((64,)), *inner, layers.Dense(3)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     fit = {"steps_per_epoch": 2, **SETTINGS}
 

@@ -26,7 +26,7 @@ from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Tensor, from_concrete_function
 from rewriters.normalise import read
-from rewriters.roles import gradients
+from rewriters.roles import gradients, is_random
 from tflms_sft._callbacks import trained_by
 from tflms_sft._compile import collector_paused
 from tflms_sft._differences import (
@@ -57,9 +57,6 @@ SUMMED = 4
 
 NOISES = 10
 """How many times its noise a tensor may be off: one sample tells the order of magnitude."""
-
-_RANDOM = ("Random", "Multinomial", "TruncatedNormal")
-
 
 def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1) -> Verification:
     """Run a training step as it was and rewritten, on the same batch from the same state, and compare.
@@ -470,5 +467,5 @@ def _expected(dtype: str, flat: Sequence[Any]) -> float:
 
 def _random_ops(analysis: Analysis) -> tuple[str, ...]:
     """Operations whose numbers no variable tells: they cannot be drawn again."""
-    found = (node for node in analysis.order if node.stateful and any(word in node.op for word in _RANDOM))
+    found = (node for node in analysis.order if node.stateful and is_random(node))
     return tuple(node.name for node in found)
