@@ -306,7 +306,7 @@ def _field(model: Any, rows: Sequence[int], training: bool) -> tuple[Any, tuple[
     from rewriters.normalise import read
     from rewriters.receptive import ReceptiveField
     from rewriters.roles import is_random
-    from tflms_sft._names import recorded_layers
+    from tflms_sft._names import part_name, recorded_layers
 
     image = model.inputs[0]
     shape = [1, *image.shape[1:]]
@@ -317,6 +317,5 @@ def _field(model: Any, rows: Sequence[int], training: bool) -> tuple[Any, tuple[
         traced = step.get_concrete_function(tf.TensorSpec(shape, image.dtype))
     record.finish(traced.graph)
     graph = read(traced)
-    calls = {node.name: record.call_of(node.name) for node in graph.nodes.values() if is_random(node)}
-    draws = (f"layer {call.layer!r} ({call.kind})" if call else f"`{name}`" for name, call in calls.items())
+    draws = (part_name(record, node.name) or f"`{node.name}`" for node in graph.nodes.values() if is_random(node))
     return ReceptiveField(Analysis(graph), graph.inputs[0], graph.outputs[0]), tuple(dict.fromkeys(draws))
