@@ -225,6 +225,11 @@ def _draws(node: Node) -> bool:
     return bool(node.outputs) and (node.stateful or node.op.startswith("StatelessRandom"))
 
 
+def is_random(node: Node) -> bool:
+    """Whether an operation draws random numbers, from a seed that it is given or from none."""
+    return any(word in node.op for word in ("Random", "Multinomial", "TruncatedNormal"))
+
+
 def reads_shape_only(node: Node) -> bool:
     """Whether the operands matter only by their shape."""
     return node.op in ("Shape", "ShapeN", "Size", "Rank")

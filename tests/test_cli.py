@@ -486,6 +486,13 @@ def test_a_script_is_run_as_a_module(cli, directory):
     assert err == "tflms-sft run: no `fit` of a Keras model ran under the budget\n"
 
 
+def test_a_script_has_the_annotations_that_python_gives_it(cli, directory):
+    """Not as text, as a module has them that asks for it."""
+    text = "import dataclasses\n@dataclasses.dataclass\nclass C:\n    a: int\nprint(dataclasses.fields(C)[0].type)"
+    (directory / "annotated.py").write_text(text)
+    assert cli("run", "--budget", "2MiB", "annotated.py")[:2] == (0, "<class 'int'>\n")
+
+
 EXITS = [("exit", 7, ""), ("text", 1, "this went wrong"), ("stop", 130, "KeyboardInterrupt")]
 
 

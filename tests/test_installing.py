@@ -1,6 +1,7 @@
 """One training after another, several at once, and models that are refused: a rewritten step is taken out after."""
 
 import copy
+import dataclasses
 
 import keras
 import numpy as np
@@ -24,7 +25,7 @@ from training import (
 )
 
 import tflms_sft
-from tflms_sft import SFT, BudgetError, MemoryBudget, RewriteError, SegmentError, SegmentSpec
+from tflms_sft import SFT, BudgetError, MemoryBudget, RewriteError, SegmentError, SegmentSpec, _sizes
 
 # One training after another -------------------------------------------------------------------------------
 
@@ -354,10 +355,53 @@ def test_a_larger_batch_than_the_first_runs_where_nothing_is_rewritten():
     got, want = model.fit(growing(), callbacks=[callback], **fit), plain.fit(growing(), **fit)
     assert not callback.plan.changed and callback.plan.batch == 4
     assert same_history(got, want) and same(model, plain)
-    # But not one that might take more than the budget.
-    with pytest.raises(tflms_sft.RewriteError, match="holds for batches of up to 5 images.*Received: 6."):
-        budget = int(1.4 * callback.plan.predicted.peak_bytes / 0.9)
-        model.fit(growing(), callbacks=[tflms_sft.MemoryBudget(budget, verbose=0)], **fit)
+
+
+def test_whether_a_larger_batch_runs_is_predicted_for_that_batch(monkeypatch):
+    """Once, and not by a line through the first one: pieces of memory do not grow with what is in them."""
+    fit = {"steps_per_epoch": 4, **SETTINGS}
+    model, of_six = net(), tflms_sft.MemoryBudget("100MiB", batch_shape=(6, 24, 24, 3), verbose=0)
+    model.fit(growing(), callbacks=[of_six], **fit)
+    peak, asked = of_six.plan.predicted.peak_bytes, []
+
+    def predicted(traced, plans):
+        asked.append(traced.batch)
+        found, ratio = predict(traced, plans)
+        return dataclasses.replace(found, peak_bytes=int(1.5 * found.peak_bytes)), ratio
+
+    predict = _sizes.predict
+    monkeypatch.setattr(_sizes, "predict", predicted)
+    callback = tflms_sft.MemoryBudget(int(1.51 * peak / 0.9), verbose=0)
+    model.fit(growing(), callbacks=[callback], **fit)
+    assert asked == [6] and not callback.plan.changed and callback.plan.batch == 4
+    text = (
+        "^The plan holds for batches of 4 images, and of more where they are predicted to keep to the budget. "
+        "Give the largest batch as `batch_shape=`. Received: 6.$"
+    )
+    with pytest.raises(tflms_sft.RewriteError, match=text):
+        model.fit(growing(), callbacks=[tflms_sft.MemoryBudget(int(1.49 * peak / 0.9), verbose=0)], **fit)
+    assert is_plain(model)
+
+
+def test_larger_batches_of_what_is_no_image_are_held_to_the_budget_too():
+    data = X.reshape(10, -1)[:, :64].astype("float32")
+    inner = [layers.Dense(256, "tanh") for _ in range(2)]
+    model = keras.Sequential([keras.Input((64,)), *inner, layers.Dense(3)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    fit = {"steps_per_epoch": 2, **SETTINGS}
+
+    def more():
+        while True:
+            yield data[:1], Y[:1]
+            yield np.tile(data, (100, 1)), np.tile(Y, 100)
+
+    first = tflms_sft.MemoryBudget("1GiB", verbose=0)
+    model.fit(more(), callbacks=[first], **fit)
+    assert not first.plan.changed and first.plan.batch == 1
+    text = "holds for batches of 1 sample.s., and of more .* Let the first batch be the largest. Received: 1000."
+    with pytest.raises(tflms_sft.RewriteError, match=text):
+        model.fit(more(), callbacks=[tflms_sft.MemoryBudget(2 * first.plan.predicted.peak_bytes, verbose=0)], **fit)
+    assert is_plain(model)
 
 
 def test_a_larger_batch_than_the_first_is_an_error_in_few_words_where_tiles_are_planned():

@@ -158,6 +158,9 @@ def test_small_blocks_that_an_allocator_does_not_count_are_added(monkeypatch):
     monkeypatch.setattr(device, "counted_from", lambda: 500)
     monkeypatch.setattr(device, "pool", Exact)
     assert _measure.read_peak(650, [600, 400, 300]).peak_bytes == 1500 - 50 + 700
+    many = [400] * 10
+    assert _measure.read_peak(0, many).peak_bytes == 1500 + sum(many), "more than what is seen"
+    assert _measure.read_peak(0, [600, 1000, *many]) is None, "not even what is counted"
 
 
 @pytest.mark.parametrize(("seen_from", "expected"), [(0, 0), (256, 0), (2**18, 2**18), (2**30, 0)])

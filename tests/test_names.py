@@ -10,7 +10,7 @@ from keras import layers
 
 import tflms_sft
 from tflms_sft import SegmentError, SegmentSpec, SFTParams
-from tflms_sft._names import display_names, lookup, recorded_layers, resolve
+from tflms_sft._names import display_names, lookup, part_name, recorded_layers, resolve
 
 
 def conv(name, filters=3):
@@ -265,6 +265,24 @@ def test_ops_of_gradients_that_functions_of_tensorflow_made_belong_to_layers_too
     record.finish(traced)
     filters = [operation.name for operation in traced.get_operations() if operation.type == "Conv2DBackpropFilter"]
     assert [record.call_of(name).layer for name in filters] == ["second", "first"]
+
+
+def test_losses_have_their_names_forward_and_backward():
+    image = keras.Input((4,))
+    model = keras.Model(image, layers.Dense(3, name="head")(image))
+    model.compile("sgd", keras.losses.Dice(), jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    step = tf.function(lambda x, y: model.train_step((x, y)), autograph=False)
+    with recorded_layers() as record:
+        concrete_fn = step.get_concrete_function(tf.zeros((2, 4)), tf.zeros((2, 3)))
+    record.finish(concrete_fn.graph)
+    names = [op.name for op in concrete_fn.graph.get_operations()]
+    forward = [name for name in names if name.startswith("compile_loss/dice/")]
+    backward = [name for name in names if name.startswith("gradient_tape/compile_loss/dice/")]
+    assert forward and backward
+    assert {part_name(record, name) for name in (*forward, *backward)} == {"loss 'dice'"}
+    assert {part_name(record, name) for name in names if name.endswith("/MatMul")} == {"layer 'head' (Dense)"}
+    assert part_name(record, "compile_loss/mul") == part_name(record, "x") == ""
 
 
 def test_watching_layers_ends_with_the_trace():

@@ -1,6 +1,9 @@
 """Tile loops and swaps inside of the stages of a pipeline: the same numbers, in their place, in fewer bytes."""
 
+import dataclasses
+
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from children import printed
@@ -22,13 +25,15 @@ from test_pipeline import HERE, fitted
 import tflms_sft
 from rewriters import normalise
 from rewriters.analysis import Analysis
-from rewriters.errors import PipelineError, SegmentError, SwapError
+from rewriters.errors import PipelineError, RewriteError, SegmentError, SwapError
+from rewriters.intervals import Window
 from rewriters.lms import SwapOptions
 from rewriters.micro import split_step
 from rewriters.staged import Staged, with_swaps, with_tiles
 from rewriters.stages import assign_stages, in_slots
 from rewriters.tiers import Outline
 from tflms_sft import AutoParams, LMSParams, Pipeline, PipelineParams, SegmentSpec, SFTParams
+from tflms_sft._callbacks import trained_by
 from tflms_sft._compile import Traced
 from tflms_sft._names import LayerRecord
 from tflms_sft._rewrite import chosen_of
@@ -192,12 +197,41 @@ def test_the_plan_shows_all_passes():
         assert now.backward_seconds > before.backward_seconds, "computed again, and read from a disk"
 
 
-def test_verify_proves_it():
+def test_verify_proves_tiles_and_swaps_with_the_stages():
     model = compiled(net(HERE, skip=True, deep=True), "momentum")
-    params = [SFTParams((2, 2)), PipelineParams(CUTS, "1f1b", 2, HERE)]
+    params = [SFTParams((2, 2)), SWAPS, PipelineParams(CUTS, "1f1b", 2, HERE)]
     proof = tflms_sft.verify(model, batches(1)[0], params)
+    assert len(proof.plan.segments) == 4 and len(proof.plan.swaps) >= 4 and proof.plan.pipeline.micro_batches == 2
     assert proof.ok and not proof.not_compared
     assert "18 gradient(s)" in proof.summary()
+
+
+def test_verify_proves_the_pipeline_that_was_trained():
+    """On a batch of any size that micro-batches cut."""
+    callback = Pipeline(CUTS, "gpipe", 2, HERE, tiles=SFTParams((2, 2)), swaps=SWAPS, verbose=0)
+    model = compiled(net(HERE, deep=True), "momentum")
+    x, y = (np.concatenate(one)[:12] for one in zip(*batches(2), strict=True))
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[callback])
+    assert not callback.plan.batch_is_fixed
+    proof = tflms_sft.verify(model, (x[:2], y[:2]), callback)
+    assert proof.ok and proof.plan.batch == 8
+    assert len(proof.plan.segments) == 4 and proof.plan.segments == callback.plan.segments
+    assert len(proof.plan.swaps) >= 4 and proof.plan.swaps == callback.plan.swaps
+    one = dataclasses.replace(proof.plan.pipeline, stages=proof.plan.pipeline.stages[:-1])
+    with pytest.raises(RewriteError, match="The plan that was trained is not found again. They differ in stage 3. "):
+        trained_by(callback, model).check(dataclasses.replace(proof.plan, pipeline=one))
+    with pytest.raises(ValueError, match="`batch` must be cut evenly .* trained, 2. Received: a batch of 3."):
+        tflms_sft.verify(model, (x[:3], y[:3]), callback)
+
+
+def test_verify_finds_a_broken_loop_in_a_stage(monkeypatch):
+    """Every window is off by one row."""
+    gather = Window.gather
+    monkeypatch.setattr(Window, "gather", lambda self, rows: gather(self, rows).shift(1))
+    params = [SFTParams((2, 2)), PipelineParams(CUTS, "gpipe", 2, HERE)]
+    proof = tflms_sft.verify(compiled(net(HERE, deep=True), "momentum"), batches(1)[0], params)
+    assert not proof.ok and len(proof.plan.segments) == 4
+    assert not proof.outputs.ok and not proof.gradients.ok
 
 
 def test_the_order_of_a_list_does_not_matter():

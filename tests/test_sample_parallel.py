@@ -200,3 +200,55 @@ def test_losses_of_other_kinds_are_refused():
     refused('`loss_reduction="sum"` is of a loss with reduction="sum". Received: .*.mse.', model, loss_reduction="sum")
     model.compile("sgd", keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
     refused("reduction='mean_with_sample_weight'", model)
+
+
+def classes(loss):
+    """A model that tells three classes of pixels apart."""
+    image = keras.Input((None, None, 1))
+    model = keras.Model(image, layers.Conv2D(3, 9)(image))
+    model.compile("sgd", loss)
+    return model
+
+
+class Marked(layers.Layer):
+    """Has losses look at positive pixels alone."""
+
+    supports_masking = True
+
+    def call(self, x):
+        return x
+
+    def compute_mask(self, x, previous_mask=None):
+        return x[..., 0] > 0
+
+
+def test_losses_that_leave_pixels_out_are_refused_but_as_sums():
+    """A mean of them divides by the pixels that are left, those of overlaps among them."""
+
+    def cross_entropy(**options):
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+    def of_two(labels, results):
+        return keras.losses.sparse_categorical_crossentropy(labels, results, from_logits=True, ignore_class=0)
+
+    data = of_arrays(results=(22, 22)).map(lambda images, labels: (images, tf.cast(3 * labels, tf.int64)[..., 0]))
+    sample_parallel(classes(cross_entropy()), data, (2, 2))
+    for loss in (cross_entropy(ignore_class=0), of_two):
+        refused("leaves pixels out .`ignore_class`, a mask., and means over what is left .* sums", classes(loss), data)
+    sample_parallel(classes(cross_entropy(ignore_class=0, reduction="sum")), data, (2, 2), "sum")
+    image = keras.Input((None, None, 1))
+    masked = keras.Model(image, Marked()(layers.Conv2D(1, 9)(image)))
+    masked.compile("sgd", "mse")
+    refused("leaves pixels out .* a model whose result has a mask", masked)
+
+
+def test_layers_that_draw_for_each_tile_are_named():
+    image = x = keras.Input((None, None, 1))
+    for layer in (layers.Dropout(0.5, name="drop"), layers.GaussianNoise(1.0, name="noise"), layers.Dropout(0.0)):
+        x = layer(layers.Conv2D(2, 3)(x))
+    model = keras.Model(image, x)
+    model.compile("sgd", "mse")
+    assert sample_tiling(model).draws == ()
+    text = "`model` draws random numbers for each tile, .*: layer 'drop' .Dropout., layer 'noise' .GaussianNoise.. "
+    with pytest.warns(UserWarning, match=text):
+        sample_parallel(model, of_arrays(results=(24, 24), channels=2), (2, 2))

@@ -1,5 +1,7 @@
 """The proof that users run: it finds what is different, and changes nothing."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from rewriters import carrying, emit
 from rewriters.build import Importer
 from rewriters.intervals import Window
 from rewriters.registry import Kind
-from tflms_sft import LMSParams, MemoryBudget, RewriteError, SFTParams, verify
+from tflms_sft import LMS, LMSParams, MemoryBudget, RewriteError, SFTParams, verify
+from tflms_sft._callbacks import trained_by
 from tflms_sft._differences import KINDS, difference
 
 BATCH = X[:4], Y[:4]
@@ -64,8 +67,24 @@ def test_the_plan_of_a_training_is_compared_on_a_batch_of_any_size():
     assert result and result.plan.batch == 4 and result.plan.segments == callback.plan.segments
     assert verify(model, (X[:1], Y[:1]), BUDGET).plan.segments != result.plan.segments
     callback.plan.segments = ()
-    with pytest.raises(RewriteError, match="The plan that was trained is not found again. Trained: .* Found for this"):
+    with pytest.raises(RewriteError, match="The plan that was trained is not found again. .* Trained: .* Found for"):
         verify(model, (X[:1], Y[:1]), callback)
+
+
+def test_another_plan_of_the_same_numbers_is_not_the_one_that_was_trained():
+    """By the names of what is tiled and swapped: as many tiles of another layer are another plan."""
+    model, callback = net(), LMS(tiles=SFTParams((2, 3)), min_bytes=64, tier="disk", verbose=0)
+    model.fit(*BATCH, verbose=0, callbacks=[callback])
+    plan = verify(model, (X[:1], Y[:1]), callback).plan
+    segments, swaps = plan.segments, plan.swaps
+    assert segments and swaps and (segments, swaps) == (callback.plan.segments, callback.plan.swaps)
+    trained = trained_by(callback, model)
+    plan.segments = (dataclasses.replace(segments[0], exits=("another",)), *segments[1:])
+    with pytest.raises(RewriteError, match="They differ in segment 'segment1'. Trained: .* Found for this batch: "):
+        trained.check(plan)
+    plan.segments, plan.swaps = segments, (dataclasses.replace(swaps[0], tensor="another"), *swaps[1:])
+    with pytest.raises(RewriteError, match=f"They differ in swap of '{swaps[0].tensor}', swap of 'another'. Trained"):
+        trained.check(plan)
 
 
 def test_nothing_rewritten_is_told():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from tflms_sft._inference import (
     tiles_alone,
     why_plain,
 )
-from tflms_sft._install import Installation, Kind, peak_line, start_line
+from tflms_sft._install import TRAINING, Installation, Kind, peak_line, start_line
 from tflms_sft._lms_params import LMSParams
 from tflms_sft._lost import check_workers, refuse_lost
 from tflms_sft._params import AUTO, AutoParams, SegmentSpec, SFTParams
@@ -30,6 +31,7 @@ from tflms_sft._plan import Measurement, Plan
 from tflms_sft._rewrite import chosen_of
 from tflms_sft._saves import Saves, watch_saves
 from tflms_sft._tensorboard import TrainingLog, checked_log_dir, tensorboard_of_this_fit
+from tflms_sft._trained import Trained
 
 
 class _Rewriting(keras.callbacks.Callback):
@@ -215,6 +217,25 @@ class _Rewriting(keras.callbacks.Callback):
         if self._verbose:
             assert self._installation is not None
             self._tell(peak_line(self._installation))
+
+
+def trained_by(callback: Any, model: Any) -> Trained | None:
+    """What a model was trained with; `None` for what is no callback that rewrites steps.
+
+    Raises:
+        ValueError: If it has trained nothing yet.
+    """
+    if not isinstance(callback, _Rewriting):
+        return None
+    plan, chosen = callback.plan, callback._rewrite_params
+    if plan is None:
+        raise ValueError(
+            f"`params` is a callback without a plan: there is one from the first step of a `fit` on. Received: "
+            f"params={callback!r}. Train with it before, or give parameters, such as `AutoParams(...)`."
+        )
+    if isinstance(chosen.tiles, AutoParams):  # "auto" was what was free then.
+        chosen = dataclasses.replace(chosen, tiles=dataclasses.replace(chosen.tiles, memory_budget=plan.memory_budget))
+    return Trained(chosen, plan, callback._corrections.get((id(model), TRAINING.slot), 1.0))
 
 
 def _say(text: str) -> None:

@@ -25,15 +25,12 @@ from rewriters.tiles import Phase
 from rewriters.turns import loop_turns
 from tflms_sft._at_peak import Names, Sizes, largest, own
 from tflms_sft._described import described, shares
-from tflms_sft._names import LayerRecord, display_names
+from tflms_sft._names import LayerRecord, display_names, part_name
 from tflms_sft._plan import Plan, Prediction
 from tflms_sft._text import shortened
 
 MOST_OUTLINES = 8
 """Schedules of outlines that are kept, of a megabyte or so each."""
-
-_LOSSES = "compile_loss"
-"""Scope in which Keras computes losses, each under its name."""
 
 MOST_NAMES = 3
 """Names after which a list in a note is cut short."""
@@ -265,10 +262,11 @@ def finish(
 
 def _notes(traced: Traced) -> tuple[str, ...]:
     """What the prediction leaves out, by layer."""
-    names = list(dict.fromkeys(_part_name(traced, node.name) for node in unmodelled(traced.analysis)))
-    if not names:
+    ops = [node.name for node in unmodelled(traced.analysis)]
+    if not ops:
         return ()
-    shown = shortened(names, MOST_NAMES)
+    names = dict.fromkeys(part_name(traced.record, op) or op for op in ops)
+    shown = shortened(list(names), MOST_NAMES)
     return (f"not in the predicted peak, because only a run tells: what is kept inside of {shown}",)
 
 
@@ -326,12 +324,6 @@ def reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str],
 def _layer_name(traced: Traced, op: str) -> str:
     call = traced.record.call_of(op)
     return op if call is None else f"layer {call.layer!r} ({call.kind})"
-
-
-def _part_name(traced: Traced, op: str) -> str:
-    """The layer or the loss that an operation is of; its own name if it is of neither."""
-    scope, *inner = op.split("/")
-    return f"loss {inner[0]!r}" if scope == _LOSSES and len(inner) > 1 else _layer_name(traced, op)
 
 
 def unsupported_layers(traced: Traced, left: Sequence[LeftAlone]) -> list[str]:

@@ -12,16 +12,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tflms_sft._image_tiles import AxisTiling, SampleTile, sample_tiling
+from tflms_sft._text import shortened
 
 __all__: list[str] = []
 
 _REDUCTIONS = {"mean": ("mean", "sum_over_batch_size"), "sum": ("sum",)}
+_MOST_NAMES = 4
 _CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
@@ -34,8 +37,9 @@ def sample_parallel(model: Any, dataset: Any, parts: Sequence[int], loss_reducti
     if they are `weighted_metrics`.
 
     Refused is what would not be the same, as far as the model shows it: padding, BatchNorm in training mode, losses of
-    activations, losses that join pixels, gradients that are clipped before replicas have added them up. So call it
-    after `compile`; of a custom loop neither loss nor optimizer is known.
+    activations, losses that join pixels or leave some out, gradients that are clipped before replicas have added them
+    up. So call it after `compile`; of a custom loop neither loss nor optimizer is known. Dropout and noise are drawn
+    for each tile, so for some pixels more than once, and never for whole images: a warning names their layers.
 
     Args:
         model: A Keras model without padding, of one image whose sizes it leaves open, and one result, channels last.
@@ -62,7 +66,8 @@ def sample_parallel(model: Any, dataset: Any, parts: Sequence[int], loss_reducti
             "`dataset` must be a tf.data.Dataset of batches; of arrays it is "
             f"tf.data.Dataset.from_tensor_slices((images, labels)).batch(2). Received: dataset={dataset!r}."
         )
-    axes = sample_tiling(model, training=True).axes
+    tiling = sample_tiling(model, training=True)
+    axes = tiling.axes
     if len(parts) != len(axes):
         raise ValueError(f"`parts` needs {len(axes)} numbers, one for each axis. Received: parts={parts!r}.")
     specs = _specs(dataset)
@@ -75,6 +80,7 @@ def sample_parallel(model: Any, dataset: Any, parts: Sequence[int], loss_reducti
     _check_replicas(model, math.prod(parts), specs[0].shape[0])
     _check_loss(model, specs[1].shape, cut.pixels_of_tile, loss_reduction)
     _check_layers(model)
+    _warn_of(tiling.draws)
     return dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
@@ -225,11 +231,23 @@ def _check_layers(model: Any) -> None:
         )
 
 
+def _warn_of(draws: Sequence[str]) -> None:
+    if draws:
+        warnings.warn(
+            "`model` draws random numbers for each tile, so for pixels near the borders of tiles more than once, and "
+            f"never for the whole image: {shortened(draws, _MOST_NAMES)}. It trains, but by other numbers than on "
+            "whole images.",
+            stacklevel=3,
+        )
+
+
 def _check_loss(model: Any, labels: Any, pixels: tuple[int, ...], loss_reduction: str) -> None:
     """See that the loss the model was compiled with has a value for each pixel, and makes of them what was said."""
     import keras
 
     found = keras.tree.flatten(model.loss) if getattr(model, "compiled", False) else []
+    if found and loss_reduction == "mean" and _has_mask(model.outputs[0]):
+        _refuse_masks("a model whose result has a mask, as layers like `Masking` make it")
     if len(found) != 1 or found[0] in ("crossentropy", "ce"):  # Keras's own, which it chooses by the labels.
         return
     loss = keras.losses.get(found[0])
@@ -240,22 +258,45 @@ def _check_loss(model: Any, labels: Any, pixels: tuple[int, ...], loss_reduction
             f'`loss_reduction="{loss_reduction}"` is of a loss with reduction={wanted}. '
             f"Received: a model that was compiled with {found[0]!r}, reduction={reduction!r}."
         )
-    values = _values_of(loss, (2, *pixels, *labels[len(pixels) + 1 :]), (2, *pixels, model.outputs[0].shape[-1]))
+    channels = labels[len(pixels) + 1 :]
+    values, masked = _values_of(loss, (2, *pixels, *channels), (2, *pixels, model.outputs[0].shape[-1]))
     if values != (2, *pixels):
         raise ValueError(
             "The loss must have a value for each pixel, so that each can count once. Received: a model that was "
             f"compiled with {found[0]!r}, which makes values of shape {values} of results of {_shown(pixels)} pixels "
             "of 2 images."
         )
+    if loss_reduction == "mean" and masked:
+        _refuse_masks(f"a model that was compiled with {found[0]!r}")
 
 
-def _values_of(loss: Any, labels: tuple[int, ...], results: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what a loss makes of results before it adds up."""
+def _refuse_masks(what: str) -> None:
+    raise ValueError(
+        "`model` leaves pixels out (`ignore_class`, a mask), and means over what is left divide by the pixels that "
+        f"tiles have more than once too. Received: {what}. Use weights of 0 in `dataset` for those pixels, or sums "
+        '(`reduction="sum"` of the loss, and `loss_reduction="sum"`).'
+    )
+
+
+def _values_of(loss: Any, labels: tuple[int, ...], results: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+    """The shape of what a loss makes of results before it adds up, and whether it masks some of that."""
     import keras
     import tensorflow as tf
 
     if len(labels) < len(results) and results[-1] == 1:  # As Keras does before it calls a function.
         labels = (*labels, 1)
     arguments = (tf.TensorSpec(shape, keras.config.floatx()) for shape in (labels, results))
-    function = tf.function(getattr(loss, "call", loss), autograph=False)
-    return tuple(function.get_concrete_function(*arguments).output_shapes)
+    masked = []
+
+    def values(*arguments: Any) -> Any:
+        found = getattr(loss, "call", loss)(*arguments)
+        masked.append(_has_mask(found))
+        return found
+
+    function = tf.function(values, autograph=False)
+    return tuple(function.get_concrete_function(*arguments).output_shapes), any(masked)
+
+
+def _has_mask(value: Any) -> bool:
+    """Whether a loss is to leave some of it out."""
+    return getattr(value, "_keras_mask", None) is not None

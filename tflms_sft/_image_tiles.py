@@ -179,9 +179,11 @@ class SampleTiling:
 
     Attributes:
         axes: Along each axis that has more than one row.
+        draws: What draws random numbers, which are others for each part: layers, with their classes.
     """
 
     axes: tuple[AxisTiling, ...]
+    draws: tuple[str, ...] = ()
 
     def check(self, *bounds: tuple[int, int]) -> None:
         """See that the network makes of a part of an image what it makes of it in the whole.
@@ -245,7 +247,7 @@ def sample_tiling(model: Any, size: int | Sequence[int] | None = None, training:
             "`model` must be a Keras model of one image and one result. A subclassed one becomes that with "
             f"keras.Model(image, model(image)). Received: model={model!r}."
         )
-    traced = _first_that_runs(model, size, training)
+    traced, draws = _first_that_runs(model, size, training)
     wasteful = {dim: view for dim, view in zip(traced.dims, traced.views, strict=True) if view.wasteful}
     left_open = _open_dimensions(model)
     for dim, view in wasteful.items():
@@ -257,8 +259,8 @@ def sample_tiling(model: Any, size: int | Sequence[int] | None = None, training:
             )
     if wasteful:
         fitting = {dim: view.admissible for dim, view in zip(traced.dims, traced.views, strict=True)}
-        traced = _field(model, [fitting.get(dim, 1) for dim in left_open], training)
-    return SampleTiling(tuple(map(_axis_tiling, traced.axes, traced.dims, traced.views)))
+        traced, draws = _field(model, [fitting.get(dim, 1) for dim in left_open], training)
+    return SampleTiling(tuple(map(_axis_tiling, traced.axes, traced.dims, traced.views)), draws)
 
 
 def _axis_tiling(axis: int, dim: int, view: Any) -> AxisTiling:
@@ -276,8 +278,8 @@ def _open_dimensions(model: Any) -> list[int]:
     return [dim for dim, rows in enumerate(model.inputs[0].shape) if dim and rows is None]
 
 
-def _first_that_runs(model: Any, size: int | Sequence[int] | None, training: bool) -> Any:
-    """A `ReceptiveField` of the model, for the size that was asked for or the first that it takes."""
+def _first_that_runs(model: Any, size: int | Sequence[int] | None, training: bool) -> tuple[Any, tuple[str, ...]]:
+    """What `_field` gives, for the size that was asked for or the first that the model takes."""
     left_open = _open_dimensions(model)
     if size is None:
         sizes = [[PROBED + more] * len(left_open) for more in range(MOST_PROBED if left_open else 1)]
@@ -295,18 +297,25 @@ def _first_that_runs(model: Any, size: int | Sequence[int] | None, training: boo
     raise ValueError(f"`model` does not run. {asked} It says: {' '.join(str(last).split())}") from last
 
 
-def _field(model: Any, rows: Sequence[int], training: bool) -> Any:
+def _field(model: Any, rows: Sequence[int], training: bool) -> tuple[Any, tuple[str, ...]]:
+    """A `ReceptiveField` of the model for an image, and what draws random numbers in it."""
     # Imported here: formulas need no TensorFlow, which takes seconds.
     import tensorflow as tf
 
     from rewriters.analysis import Analysis
     from rewriters.normalise import read
     from rewriters.receptive import ReceptiveField
+    from rewriters.roles import is_random
+    from tflms_sft._names import part_name, recorded_layers
 
     image = model.inputs[0]
     shape = [1, *image.shape[1:]]
     for dim, own in zip(_open_dimensions(model), rows, strict=True):
         shape[dim] = own
     step = tf.function(lambda images: model(images, training=training), autograph=False)
-    graph = read(step.get_concrete_function(tf.TensorSpec(shape, image.dtype)))
-    return ReceptiveField(Analysis(graph), graph.inputs[0], graph.outputs[0])
+    with recorded_layers() as record:
+        traced = step.get_concrete_function(tf.TensorSpec(shape, image.dtype))
+    record.finish(traced.graph)
+    graph = read(traced)
+    draws = (part_name(record, node.name) or f"`{node.name}`" for node in graph.nodes.values() if is_random(node))
+    return ReceptiveField(Analysis(graph), graph.inputs[0], graph.outputs[0]), tuple(dict.fromkeys(draws))

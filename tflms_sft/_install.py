@@ -39,7 +39,7 @@ from tflms_sft._plan import Measurement, Plan
 from tflms_sft._progress import Stopwatch, told_if_slow
 from tflms_sft._replicas import Replicas, RunInstead, joins, number_of
 from tflms_sft._rewrite import Chosen, check_image_sizes, rewrite_traced
-from tflms_sft._sizes import checked, is_image, most_images, of_size, refusal_of
+from tflms_sft._sizes import Fitting, is_image, of_size, refusal_of
 from tflms_sft._units import format_bytes
 
 _SLOT = "_tflms_sft_installation"
@@ -119,7 +119,7 @@ class Installation:
         self._jit_compile: Any = None
         self._installed: Any = None
         self._measured = False
-        self._most_images = 0
+        self._fitting: Fitting | None = None
         self._variables: list[int] = []
         self._num_replicas = 1
         self._corrections = {} if corrections is None else corrections
@@ -366,7 +366,7 @@ class Installation:
             tier = self._steps[key].tier
             if not self._measured and tier is not None and device.keeps_statistics():
                 watch(tier)
-        flat = [self._within(t) for t in tf.nest.flatten(data) if t is not None]
+        flat = self._within([t for t in tf.nest.flatten(data) if t is not None])
         pairs = zip(flat, [s for s in key if s is not None], strict=True)
         return self._steps[key]([of_size(t, s.shape) for t, s in pairs])
 
@@ -383,16 +383,15 @@ class Installation:
                     "rewritten. Give the data set dense tensors, padded where they are ragged."
                 )
 
-    def _within(self, tensor: Any) -> Any:
-        """A batch of images that a budget's plan holds for; a larger one is an error that names both sizes."""
-        plan = self.plan
-        if not self._params.has_budget or plan is None or not is_image(tensor.shape):
-            return tensor
-        if tensor.shape[0] is not None:
-            return tensor
-        most, number = self._most_images, tf.shape(tensor)[0]
-        text = f"The plan holds for batches of up to {most} images. Give the largest batch as `batch_shape=`."
-        return checked(tensor, number <= most, text, number)
+    def _within(self, flat: list[Any]) -> list[Any]:
+        """A batch that a budget's plan holds for; a larger one is an error that names both sizes."""
+        if self._fitting is None:
+            return flat
+        most = max((t.shape.rank or 0 for t in flat), default=0)
+        sizes = [is_image(t.shape) or most > 0 and t.shape.rank == most for t in flat]
+        return [
+            self._fitting.checked(t) if size and t.shape[0] is None else t for t, size in zip(flat, sizes, strict=True)
+        ]
 
     def _spec(self, tensor: Any, position: int) -> Any:
         """Signature of one input: the batch as Keras has it, an unknown image size as first seen."""
@@ -427,7 +426,8 @@ class Installation:
             self.plan, self.planning = plan, watch
             self._variables = analysed.variables
             if isinstance(self._params.tiles, AutoParams):
-                self._most_images = most_images(plan, self._params.tiles.headroom, analysed.correction)
+                budget = dataclasses.replace(self._params.tiles, memory_budget=plan.memory_budget)
+                self._fitting = Fitting(plan, analysed, budget)
             self._on_plan(plan)
         return importer
 

@@ -66,15 +66,14 @@ def read_peak(in_use: int, own: Sequence[int], tiers: Iterable[Tier] = ()) -> Me
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
     pool, least = device.pool(), device.counted_from()
-    for num_bytes in own:
-        if num_bytes >= least:
-            pool.allocate(num_bytes)
+    counted = [num_bytes for num_bytes in own if num_bytes >= least]
+    for num_bytes in counted:
+        pool.allocate(num_bytes)
     others = max(in_use - pool.in_use, 0)
-    if not peak or peak - others < sum(own):
+    if not peak or peak - others < sum(counted):
         return None  # Some allocators count only blocks above a size: the figure would be too low.
     source = f"{ALLOCATOR} of {device.name()}" + (", and what was read from disk" if swapped else "")
-    unseen = sum(num_bytes for num_bytes in own if num_bytes < least)
-    return Measurement(peak - others + unseen, source)
+    return Measurement(peak - others + sum(own) - sum(counted), source)
 
 
 def measure(step: Any, *args: Any, timelines: bool = False, **kwargs: Any) -> Measurement:

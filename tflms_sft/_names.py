@@ -19,8 +19,11 @@ import tensorflow as tf
 
 from rewriters.errors import SegmentError
 from rewriters.graph import Graph, Tensor
-from rewriters.roles import gone_back_through
+from rewriters.roles import gone_back_through, is_autodiff_name
 from tflms_sft._text import alike, nearest
+
+_LOSSES = "compile_loss"
+"""Scope in which Keras computes losses, each under its name."""
 
 _NEARLY = 0.8
 """How much a name with a scope has to be like that of an operation for one to be meant."""
@@ -62,7 +65,8 @@ class LayerRecord:
         """
         self.calls = [call for call in self.calls if call.graph is traced]
         names = [operation.name for operation in traced.get_operations()]
-        for call in sorted(self.calls, key=lambda c: c.ops[0] - c.ops[1]):
+        # Inner calls end before outer ones, which may add no other operations.
+        for call in sorted(reversed(self.calls), key=lambda c: c.ops[0] - c.ops[1]):
             for name in names[call.ops[0] : call.ops[1]]:
                 self.layer_of_op[name] = call
 
@@ -188,6 +192,28 @@ def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list
         f"`{argument}` names nothing in the step: no layer, op or tensor. Received: {argument}={name!r}. "
         + nearest(name, *known)
     )
+
+
+def part_name(record: LayerRecord, op: str) -> str:
+    """The layer or the loss that an operation is of, or that autodiff made it for; empty if it is of neither."""
+    path = f"{gone_back_through(op)}/{op.rpartition('/')[2]}".removeprefix("/") if is_autodiff_name(op) else op
+    scope, *inner = path.split("/")
+    if scope == _LOSSES and len(inner) > 1:
+        return f"loss {inner[0]!r}"
+    call = record.call_of(op)
+    return "" if call is None else f"layer {call.layer!r} ({call.kind})"
+
+
+def captured(concrete_fn: Any, graph: Graph) -> list[tuple[Tensor, Any]]:
+    """What a step reads besides its arguments, such as handles of variables: in its graph, and what it is."""
+    count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
+    return list(zip(graph.inputs[count:], concrete_fn.captured_inputs, strict=True))
+
+
+def variable_names(concrete_fn: Any, graph: Graph) -> dict[Tensor, str]:
+    """Names of variables that are known by one, by their handles."""
+    names = {id(variable.handle): variable.name for variable in concrete_fn.graph.variables}
+    return {handle: names[id(tensor)] for handle, tensor in captured(concrete_fn, graph) if id(tensor) in names}
 
 
 def display_names(graph: Graph, record: LayerRecord) -> Mapping[Tensor, str]:

@@ -23,7 +23,7 @@ from tflms_sft import _devices
 from tflms_sft._compile import Traced, analyse
 from tflms_sft._cuts import choose_cuts, named_cuts
 from tflms_sft._micro_batches import BatchSizes, Traces, judged, trace
-from tflms_sft._names import display_names
+from tflms_sft._names import captured, display_names, variable_names
 from tflms_sft._params import SFTParams
 from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._pipeline_report import Inside, Planned, plan_of
@@ -134,10 +134,9 @@ def _cuts(traced: Traced, params: PipelineParams) -> list[list[Tensor]]:
 
 def _variable_devices(concrete_fn: Any, analysis: Analysis) -> dict[Tensor, str]:
     """Where each variable lies, by its handle."""
-    count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
-    captured = zip(analysis.graph.inputs[count:], concrete_fn.captured_inputs, strict=True)
-    found = {handle: getattr(tensor, "device", "") for handle, tensor in captured if handle.dtype == tf.resource}
-    return {handle: name for handle, name in found.items() if name}
+    found = captured(concrete_fn, analysis.graph)
+    places = {handle: getattr(tensor, "device", "") for handle, tensor in found if handle.dtype == tf.resource}
+    return {handle: name for handle, name in places.items() if name}
 
 
 def _check_placement(
@@ -154,7 +153,7 @@ def _check_placement(
     Raises:
         PipelineError: With all of them, and what to do.
     """
-    names = _variable_names(concrete_fn, analysis)
+    names = variable_names(concrete_fn, analysis.graph)
     wrong = []
     for handle, stage in {**stages.owner, **stages.beside}.items():
         wanted = devices[pipeline.home(schedule, stage)]
@@ -168,10 +167,3 @@ def _check_placement(
             "`tflms_sft.stage_devices(model, cuts, devices)` before the optimizer is built, make layers inside of "
             '`tf.device(...)`, or pass `placement="copy"`, which sends weights in each step.'
         )
-
-
-def _variable_names(concrete_fn: Any, analysis: Analysis) -> dict[Tensor, str]:
-    count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
-    by_handle = {id(v.handle): v.name for v in concrete_fn.graph.variables}
-    captured = zip(analysis.graph.inputs[count:], concrete_fn.captured_inputs, strict=True)
-    return {handle: by_handle[id(tensor)] for handle, tensor in captured if id(tensor) in by_handle}

@@ -29,7 +29,7 @@ from tflms_sft._calibration import kept_rates
 from tflms_sft._compile import Traced, analyse, predict, prediction, reasons
 from tflms_sft._described import described, shares
 from tflms_sft._lms_params import LMSParams
-from tflms_sft._names import display_names
+from tflms_sft._names import captured, display_names
 from tflms_sft._pipeline_plan import PlannedPipeline, PlannedStage
 from tflms_sft._plan import Plan, PlannedSwap, Prediction
 
@@ -103,6 +103,12 @@ class Planned:
     def crossings(self) -> list[tuple[Tensor, int, int]]:
         """What goes from stage to stage; what is swapped goes by way of the tier, under a number."""
         return [found for found in crossings(self.analysis, self.stages) if found[0].node not in self.staged.outs]
+
+    @property
+    def sizes_of_variables(self) -> list[tuple[Tensor, int]]:
+        """Bytes of each variable, by its handle."""
+        handles = (handle for handle, _ in captured(self.traces.micro, self.analysis.graph))
+        return list(zip(handles, _tf_private.sizes_of_variables(self.traces.micro), strict=True))
 
     @functools.cached_property
     def names(self) -> Mapping[Tensor, str]:
@@ -300,11 +306,9 @@ def _crossing(planned: Planned) -> tuple[tuple[str, int, int, int], ...]:
 
 def _held(planned: Planned) -> list[_Held]:
     """Bytes of the variables of each stage; counters and metrics, which have none, are few."""
-    micro, stages = planned.traces.micro, planned.stages
-    count = len(micro.inputs) - len(micro.captured_inputs)
+    stages = planned.stages
     own, beside = [0] * stages.count, [0] * stages.count
-    sizes = _tf_private.sizes_of_variables(micro)
-    for handle, size in zip(planned.analysis.graph.inputs[count:], sizes, strict=True):
+    for handle, size in planned.sizes_of_variables:
         if handle in stages.owner:
             own[stages.owner[handle]] += size
         else:
@@ -343,11 +347,9 @@ def _variables_on(planned: Planned) -> tuple[list[int], list[int]]:
 
     One of which it is not known where it is counts as on the device of its stage.
     """
-    micro, stages, schedule = planned.traces.micro, planned.stages, planned.schedule
-    count = len(micro.inputs) - len(micro.captured_inputs)
-    sizes = _tf_private.sizes_of_variables(micro)
+    stages, schedule = planned.stages, planned.schedule
     own, owned = [0] * len(planned.devices), [0] * len(planned.devices)
-    for handle, size in zip(planned.analysis.graph.inputs[count:], sizes, strict=True):
+    for handle, size in planned.sizes_of_variables:
         stage = stages.owner.get(handle, stages.beside.get(handle))
         number = home(schedule, stage or 0)
         place = planned.where.get(handle, planned.devices[number])

@@ -152,7 +152,8 @@ class Plan:
 
     Attributes:
         changed: Whether anything was rewritten.
-        batch: Batch size that the bytes hold for. Smaller ones run too; larger ones if there is no budget.
+        batch: Batch size that the bytes hold for. Smaller ones run too; larger ones if there is no budget, or nothing
+            was rewritten and they are predicted to keep to it.
         batch_is_fixed: Whether the step was traced for this batch alone.
         segments: What runs tile by tile.
         left_alone: (name, reason) of image ops that stay as they were.

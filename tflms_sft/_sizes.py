@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from rewriters.errors import RewriteError
+from tflms_sft._choose import limit_of
+from tflms_sft._compile import Traced, collector_paused, predict
+from tflms_sft._params import AutoParams
 from tflms_sft._plan import Plan
 
 
@@ -47,20 +52,51 @@ def refusal_of(error: BaseException) -> RewriteError | None:
     return RewriteError(f"{text} Received: {'x'.join(sizes.split())}.")
 
 
-def most_images(plan: Plan, headroom: float, correction: float) -> int:
-    """Size of the largest batch that a plan for a budget holds for.
+class Fitting:
+    """Which batches a plan for a budget holds for.
 
-    A step that is left as it is needs, beside weights and optimizer slots, at most twice as much for twice as many
-    images: at each moment a part of what is alive grows with their number, and the rest does not grow.
+    Smaller ones than it was made for need less. Where a step is left as it is, a larger one is predicted when it comes,
+    once for each size: what is alive grows no faster than the batch, but not the pieces of an allocator's memory that
+    it lies in. Where tiles or swaps were found, a larger one needs others.
 
     Args:
-        plan: It holds for batches of `plan.batch` images at least.
-        headroom: Part of the budget that a prediction leaves free.
-        correction: What an earlier plan was measured to take, over what was predicted.
+        plan: The plan.
+        traced: The step.
+        params: The budget, in bytes.
     """
-    fixed = plan.predicted.fixed_bytes
-    grows = plan.predicted.peak_bytes - fixed
-    if plan.changed or plan.memory_budget is None or grows <= 0:
-        return plan.batch
-    room = plan.memory_budget * (1 - headroom) / correction - fixed
-    return max(int(plan.batch * room / grows), plan.batch)
+
+    def __init__(self, plan: Plan, traced: Traced, params: AutoParams) -> None:
+        self._batch = plan.batch
+        self._traced = None if plan.changed else traced
+        self._limit = limit_of(traced, params)
+        self._known: dict[int, bool] = {}
+
+    def checked(self, tensor: Any) -> Any:
+        """What goes into a step that does not know how large its batches are; too large a batch ends it."""
+        number = tf.shape(tensor)[0]
+        good = number <= self._batch
+        what, remedy = "sample(s)", "Let the first batch be the largest."
+        if is_image(tensor.shape):
+            what, remedy = "images", "Give the largest batch as `batch_shape=`."
+        if self._traced is None:
+            return checked(tensor, good, f"The plan holds for batches of up to {self._batch} {what}. {remedy}", number)
+
+        def ask() -> Any:
+            found = tf.numpy_function(self._holds_for, [number], tf.bool, stateful=False)
+            return tf.ensure_shape(found, ())
+
+        text = (
+            f"The plan holds for batches of {self._batch} {what}, and of more where they are predicted to keep to the "
+            f"budget. {remedy}"
+        )
+        return checked(tensor, tf.cond(good, lambda: True, ask), text, number)
+
+    def _holds_for(self, number: Any) -> Any:
+        """Whether the step as it is keeps to the budget with so many samples."""
+        size = int(number)
+        if size not in self._known:
+            assert self._traced is not None
+            with collector_paused():
+                peak, _ = predict(dataclasses.replace(self._traced, batch=size), [])
+            self._known[size] = peak.peak_bytes <= self._limit
+        return np.bool_(self._known[size])

@@ -28,8 +28,9 @@ from rewriters.build import Importer
 from rewriters.errors import RewriteError
 from rewriters.graph import Graph, Tensor, from_concrete_function
 from rewriters.normalise import read
-from rewriters.roles import gradients, ones_to_begin_with
-from tflms_sft._callbacks import _Rewriting
+from rewriters.roles import gradients, is_random, ones_to_begin_with
+from tflms_sft._callbacks import trained_by
+from tflms_sft._compile import collector_paused
 from tflms_sft._differences import (
     EXPECTED,
     FLOOR,
@@ -41,11 +42,11 @@ from tflms_sft._differences import (
     badness,
     difference,
 )
-from tflms_sft._install import TRAINING, check_apart
+from tflms_sft._install import check_apart
 from tflms_sft._names import lookup
 from tflms_sft._params import AutoParams
-from tflms_sft._plan import Plan
-from tflms_sft._rewrite import Chosen, RewrittenStep, batch_of, chosen_of, compiled, rewrite, traced_once
+from tflms_sft._pipeline import pipelined
+from tflms_sft._rewrite import RewrittenStep, batch_of, chosen_of, compiled, rewrite, traced_once
 
 GRADIENT_FLOOR = 1e-4
 """The same for gradients, whose scale is the loss's: a part of the largest of them all."""
@@ -61,8 +62,6 @@ NOISES = 10
 
 SCALE = 4 / 3
 """No power of two, so that gradients that are so many times larger are rounded otherwise."""
-
-_RANDOM = ("Random", "Multinomial", "TruncatedNormal")
 
 
 def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1) -> Verification:
@@ -123,87 +122,30 @@ def _chosen(params: Any) -> Any:
 
 def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
     """Of a model's `train_step`, as `train_on_batch` runs it."""
-    trained = _Trained.of(params, model) if isinstance(params, _Rewriting) else None
+    trained = trained_by(params, model)
     chosen = chosen_of(_chosen(params)) if trained is None else trained.chosen
     check_apart(model)
     data = tf.nest.map_structure(_as_keras_does, _data(batch))
+    if trained is not None:
+        trained.require_even(data)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     step = tf.function(lambda data: model.train_step(data), autograph=False)
+    examples = (data if trained is None else trained.specs(data),)
     with _told_what_lacks(model, data):
         model._symbolic_build(data_batch=data)  # As `train_on_batch` does: metrics make their variables.
-        traced = traced_once(step, (data if trained is None else trained.specs(data),), {})
+        traced = traced_once(step, examples, {})
     with _put_back([(v.value.handle, v.value.dtype) for v in model.metrics_variables]):  # The step may not use all.
         model.reset_metrics()  # Their running means would hide differences.
+        size = batch_of(data) if trained is None else trained.plan.batch
         if chosen.pipeline is not None:  # It is traced for a part of the batch as well.
-            return _compared(rewrite(step, chosen.pipeline, data), (data,), steps)
-        if trained is None:
-            return _compared(compiled(*traced, batch_of(data), chosen), (data,), steps)
-        found = compiled(*traced, trained.plan.batch, chosen, trained.correction)
-        trained.check(found.plan)
+            with collector_paused():
+                found = RewrittenStep(*pipelined(step, chosen, examples, {}, size))
+        else:
+            found = compiled(*traced, size, chosen, 1.0 if trained is None else trained.correction)
+        if trained is not None:
+            trained.check(found.plan)
         return _compared(found, (data,), steps)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Trained:
-    """What a model was trained with.
-
-    Attributes:
-        chosen: What was to be done with its step.
-        plan: What was done.
-        correction: What an earlier plan was measured to take, over what was predicted.
-    """
-
-    chosen: Chosen
-    plan: Plan
-    correction: float
-
-    @classmethod
-    def of(cls, callback: _Rewriting, model: Any) -> _Trained:
-        """Of a callback.
-
-        Raises:
-            ValueError: If it has trained nothing yet.
-        """
-        plan, chosen = callback.plan, callback._rewrite_params
-        if plan is None:
-            raise ValueError(
-                f"`params` is a callback without a plan: there is one from the first step of a `fit` on. Received: "
-                f"params={callback!r}. Train with it before, or give parameters, such as `AutoParams(...)`."
-            )
-        if isinstance(chosen.tiles, AutoParams):  # "auto" was what was free then.
-            chosen = dataclasses.replace(
-                chosen, tiles=dataclasses.replace(chosen.tiles, memory_budget=plan.memory_budget)
-            )
-        return cls(chosen, plan, callback._corrections.get((id(model), TRAINING.slot), 1.0))
-
-    def specs(self, data: Any) -> Any:
-        """A batch of any size, unless the plan is for one size and this batch has it."""
-        if self.chosen.pipeline is not None or (self.plan.batch_is_fixed and batch_of(data) == self.plan.batch):
-            return data
-        return tf.nest.map_structure(lambda t: t if t is None else tf.TensorSpec([None, *t.shape[1:]], t.dtype), data)
-
-    def check(self, found: Plan) -> None:
-        """Refuse another plan than the one that was trained.
-
-        Raises:
-            RewriteError: With both.
-        """
-        if _done(found) != _done(self.plan):
-            raise RewriteError(
-                f"The plan that was trained is not found again. Trained: {self.plan.headline()}. Found for this batch: "
-                f"{found.headline()}. Give images of the size that was trained, in a batch of {self.plan.batch} if "
-                "there is the memory, and the model as it was."
-            )
-
-
-def _done(plan: Plan) -> Any:
-    """What a plan does to a step, without names and predictions."""
-    segments = [
-        (s.num_tiles, s.backward_num_tiles, s.halo, s.num_loops, len(s.exits), len(s.stored), len(s.kept))
-        for s in plan.segments
-    ]
-    return segments, [swap.num_bytes for swap in plan.swaps]
 
 
 @contextmanager
@@ -549,5 +491,5 @@ def _expected(dtype: str, flat: Sequence[Any]) -> float:
 
 def _random_ops(analysis: Analysis) -> tuple[str, ...]:
     """Operations whose numbers no variable tells: they cannot be drawn again."""
-    found = (node for node in analysis.order if node.stateful and any(word in node.op for word in _RANDOM))
+    found = (node for node in analysis.order if node.stateful and is_random(node))
     return tuple(node.name for node in found)

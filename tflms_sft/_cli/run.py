@@ -255,7 +255,8 @@ def _run_file(script: str) -> None:
     sys.modules["__main__"] = main
     try:
         with open(path, "rb") as file:
-            exec(compile(file.read(), path, "exec"), main.__dict__)
+            # What this module imports from `__future__` is no business of the script's.
+            exec(compile(file.read(), path, "exec", dont_inherit=True), main.__dict__)
     finally:
         sys.modules["__main__"] = before
 
