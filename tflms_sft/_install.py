@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -26,6 +26,7 @@ from rewriters.build import Importer
 from rewriters.cost import Rates
 from rewriters.errors import BudgetError, RewriteError
 from rewriters.tiers import Tier
+from tflms_sft._batches import Taken, can_be_taken
 from tflms_sft._calibration import kept_rates, machine_rates
 from tflms_sft._choose import in_pieces
 from tflms_sft._compile import analyse, collector_paused
@@ -246,11 +247,9 @@ class Installation:
     def run(self, iterator: Any) -> Any:
         """The model's function: looks at the first batch, then hands on."""
         try:
-            known = bool(self._batch_shape or self._first_batch) or self.plan is not None
-            if not known and isinstance(iterator, tf.data.Iterator):
-                iterator = self._peeked(iterator)
+            taken = self._taken(iterator)
             with workers_watched():
-                return self._watched(iterator)
+                return self._watched(iterator if taken is None else taken.again(), taken)
         except (StopIteration, tf.errors.OutOfRangeError):
             raise  # The normal end of an epoch.
         except BaseException as error:
@@ -260,18 +259,22 @@ class Installation:
                 raise
             raise refusal from None
 
-    def _watched(self, iterator: Any) -> Any:
-        """Run, and report the measured peak of the first step."""
+    def _watched(self, iterator: Any, taken: Taken | None) -> Any:
+        """Run, and report the measured peak of the first step, whose batches are taken out of the data set."""
         first = not self._measured
         if first:
             self._rates()  # They may be measured on the device, which is no part of the step's peak.
         # What is measured is one device's.
         in_use = reset_peak() if first and self._params.pipeline is None else None
+        if in_use is not None and taken is not None:
+            taken.wait_until_quiet()
+            in_use = reset_peak()
         result = self._inner(iterator)
         if first and self.plan is not None:
             self._measured = True
             tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
-            self.plan.measured = None if in_use is None else read_peak(in_use, self._variables, self._tiers)
+            own = [*self._variables, *(taken.on_device() if taken is not None else ())]
+            self.plan.measured = None if in_use is None else read_peak(in_use, own, self._tiers)
             self._on_measured(self.plan)
             self._hold_to_budget(self.plan)
         return result
@@ -310,23 +313,17 @@ class Installation:
         """What a correction goes for."""
         return (id(self.model), self.kind.slot)
 
-    def _peeked(self, iterator: Any) -> Any:
-        """An iterator that gives the same batches, after its first one's shapes were noted.
+    def _taken(self, iterator: Any) -> Taken | None:
+        """The batches of a step that is to be measured, or whose shapes are needed, if they can be taken out.
 
         The step may be traced for unknown sizes; plans are made for known ones.
         """
-        spec = iterator.element_spec
-        flat = tf.nest.flatten(spec)
-        if not all(isinstance(s, tf.TensorSpec) for s in flat) or all(s.shape.is_fully_defined() for s in flat):
-            return iterator
-        first = next(iterator)
-        self._note(first)
-        batches = itertools.islice(itertools.chain([first], iterator), self.model.steps_per_execution)
-
-        def generate() -> Iterator[Any]:
-            yield from batches
-
-        return iter(tf.data.Dataset.from_generator(generate, output_signature=spec))
+        if self._measured or not can_be_taken(iterator):
+            return None
+        taken = Taken(iterator, self.model.steps_per_execution)
+        if not (self._batch_shape or self._first_batch or self.plan is not None):
+            self._note(taken.batches[0])
+        return taken
 
     def reset_peak(self) -> int | None:
         """Start to measure several steps; returns the bytes in use, or `None` where no statistics are kept."""
