@@ -63,7 +63,7 @@ OPEN = tf.TensorSpec((None, 3), "float64")
 
 
 def whole(x):
-    return tf.cast(x * 100, "int32")
+    return tf.cast(tf.cast(x, "float64") * 100, "int32")
 
 
 @pytest.mark.parametrize("example", [None, (OPEN,)], ids=["known", "open"])
@@ -93,12 +93,18 @@ def test_results_are_those_of_the_batch(result, how, example):
         (lambda h: tf.stack([h, h]), "has the batch along axis 1"),
         (lambda h: tf.reshape(tf.transpose(h), [-1]), "several rows for each sample"),
         (lambda h: tf.concat([h, h], axis=0), "several rows for each sample"),
-        (lambda h: tf.reduce_max(whole(h)), "of type int32, is no sum over the batch"),
-        (lambda h: tf.reduce_sum(tf.reduce_max(whole(h), axis=0)), "is no sum over the batch"),
-        (lambda h: mean(whole(h)), "is no sum over the batch"),
-        (lambda h: tf.argmax(h[:, 0]), "of type int64, is no sum over the batch"),
+        (lambda h: tf.shape(h)[0] * tf.reduce_sum(whole(h)), "of type int32, is no sum over the batch"),
+        (lambda h: tf.reduce_max(whole(h)), r"join samples of a batch: .* \(Max\)"),
+        (lambda h: tf.reduce_sum(tf.reduce_max(whole(h), axis=0)), r"join samples of a batch: .* \(Max\)"),
+        (lambda h: mean(whole(h)), r"join samples of a batch: .* \(Mean\)"),
+        (lambda h: tf.argmax(h[:, 0]), r"join samples of a batch: .* \(ArgMax\)"),
+        (lambda h: tf.argmax(h - mean(h, 0), -1), r"join samples of a batch: .* \(Sub\)"),
+        (lambda h: tf.equal(h, tf.reduce_max(h)), r"join samples of a batch: .* \(Max\)"),
+        (lambda h: h > mean(h), r"join samples of a batch: .* \(Greater\)"),
+        (lambda h: tf.argsort(tf.argsort(h[:, 0])), r"join samples of a batch: .* \(TopKV2\)"),
+        (lambda h: tf.reduce_sum(whole(h[:, :1] == tf.transpose(h[:, :1]))), r"join samples of a batch: .*\(Equal\)"),
         (lambda h: tf.where(h[:, 0] > 0), "its size is not one that goes with that of the batch"),
-        (lambda h: tf.unique(whole(h[:, 0]))[0], "its size is not one that goes with that of the batch"),
+        (lambda h: tf.unique(whole(h[:, 0]))[0], r"join samples of a batch: .* \(Unique\)"),
         (lambda h: tf.reduce_sum(h) + mean(h), "not known to be a sum or a mean over the batch"),
         (lambda h: 1 + tf.reduce_sum(h), "adds what is not of the batch, .* to a sum over the batch"),
     ],
@@ -157,6 +163,79 @@ def test_each_sample_has_its_own_row_of_what_is_not_of_the_batch(kind):
     bank = kind(ROWS)
     error, _ = compared(by_position(lambda x: bank[: x.shape[0]]), X, count=4)
     assert error < TOLERANCE
+
+
+def sized(x):
+    return tf.cast(tf.shape(x)[0], "float64")
+
+
+def two(x):
+    return tf.concat([x, -x], axis=0)
+
+
+def half(x):
+    """Labels of two batches that lie behind each other, as a discriminator has them."""
+    rows = tf.stack([tf.shape(x)[0], 1])
+    return tf.concat([tf.ones(rows, "float64"), tf.zeros(rows, "float64")], axis=0)
+
+
+WEIGHTED = {
+    "labels of two": (lambda h, x: mean(tf.square(two(h) - half(x))), "mean"),
+    "labels of two on an axis": (lambda h, x: mean(tf.stack([h, -h]) * tf.reshape(half(x), [2, -1, 1])), "mean"),
+    "ones over the size": (lambda h, x: tf.reduce_sum(h * (tf.ones_like(x) / sized(x))), "mean"),
+    "a constant of one over the size": (lambda h, x: tf.reduce_sum(h * np.full(x.shape, 1 / x.shape[0])), "mean"),
+    "numbers over the size": (lambda h, x: tf.reduce_sum(h * numbers(x) / sized(x)), "mean"),
+    "numbers over it, on their own": (lambda h, x: tf.reduce_sum(h * (numbers(x) / sized(x))), "sum"),
+    "mean by numbers over it": (lambda h, x: mean(h * (numbers(x) / sized(x))), "mean"),
+    "numbers from the middle": (lambda h, x: mean(h * (numbers(x) - tf.cast(tf.shape(x)[0] // 2, "float64"))), "mean"),
+    "each number twice": (lambda h, x: mean(tf.repeat(h, 2, 0) * tf.repeat(numbers(x), 2, 0)), "mean"),
+    "the first is heavier": (lambda h, x: mean(h * (0.5 + tf.cast(numbers(x) < 1, "float64"))), "mean"),
+}
+
+
+@pytest.mark.parametrize("returned", [True, False], ids=["loss", "no loss"])
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_of_samples_are_those_of_the_batch(name, returned):
+    """Whether or not the step returns its loss: without it the forward product is not there, its gradient is."""
+    loss, reduction = WEIGHTED[name]
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            value = loss(x @ w, x)
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        return (value, value) if returned else ()
+
+    error, _ = compared((step, w), X, loss_reduction=reduction)
+    assert error < TOLERANCE
+    other = "sum" if reduction == "mean" else "mean"
+    with pytest.raises(PipelineError, match=f"pass `loss_reduction=\"{reduction}\"`"):
+        compared((step, w), X, loss_reduction=other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "op"),
+    [
+        (lambda x: noise(two(x)), "Mul"),
+        (lambda x: tf.tile(numbers(x), [2, 1]), "Mul"),
+        (lambda x: tf.repeat(half(x[:4]), 2, axis=0) if x.shape[0] == 8 else tf.repeat(half(x[:2]), 2, axis=0), "Mul"),
+    ],
+    ids=["noise", "numbers", "labels that lie otherwise"],
+)
+def test_what_two_batches_do_not_lie_like_is_refused(rows, op):
+    with pytest.raises(PipelineError, match=rf"join samples of a batch: `\w+` \({op}\)"):
+        compared(descending(lambda w, x: (mean(two(tf.tanh(x @ w)) * rows(x)), mean(x))), X)
+
+
+def test_noise_that_data_look_up_is_refused():
+    index = np.array([1, 0, 3, 2, 1, 0, 3, 2])
+
+    def loss_and_result(w, x, index):
+        return mean(x @ w + tf.gather_nd(noise(x), index[:, None])), mean(x)
+
+    with pytest.raises(PipelineError, match=r"join samples of a batch: `GatherNd` \(GatherNd\)"):
+        compared(descending(loss_and_result), X, index)
 
 
 def test_rows_of_a_micro_batch_are_counted_from_its_first():

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from rewriters.analysis import Analysis
@@ -14,12 +15,13 @@ from rewriters.combining import Growth
 from rewriters.coupling import Samples, samples, unfit
 from rewriters.errors import PipelineError
 from rewriters.graph import LOOPS, Node, Tensor, ancestors
+from rewriters.known import Known
 from rewriters.micro import Hints, split_step
 from rewriters.normalise import read
 from rewriters.roles import is_seed
 from rewriters.samples import Sizes
 from rewriters.sizes import Size
-from rewriters.values import Evaluator, constant
+from rewriters.values import Evaluator
 from tflms_sft._compile import analyse
 from tflms_sft._names import LayerRecord
 from tflms_sft._pipeline_params import PipelineParams
@@ -167,10 +169,12 @@ class BatchSizes:
         self._sizes = analysis.evaluate.sizes
         self._whole: dict[str, Node] = {}
         self._evaluate = self._evaluate_whole = analysis.evaluate
+        self._known = self._known_whole = Known(analysis.graph)
         if traces.micro is not traces.whole:
             graph = read(traces.whole, for_tiles)
             self._whole = graph.nodes
             self._evaluate_whole = Evaluator(graph)
+            self._known_whole = Known(graph)
         self._outputs = _by_result(analysis, traces.whole)
         self._compared = analysis.graph.nodes, self._whole
         self._compared_outputs = _by_result(analysis, traces.micro), self._outputs
@@ -191,12 +195,12 @@ class BatchSizes:
         return self._whole.get(node.name)
 
     def values(self, tensor: Tensor) -> tuple[Any, Any]:
-        """The value of a tensor that is computed from constants, here and there."""
+        """The value of a tensor that is computed from constants and sizes, here and there."""
         whole = self.counterpart(tensor.node)
-        return tuple(
-            None if node is None else _value(node.out(tensor.index), evaluate)
-            for node, evaluate in ((tensor.node, self._evaluate), (whole, self._evaluate_whole))
-        )  # type: ignore[return-value]
+        here = _value(tensor, self._known, self._evaluate)
+        if whole is None or tensor.index >= len(whole.outputs):
+            return here, None
+        return here, _value(whole.out(tensor.index), self._known_whole, self._evaluate_whole)
 
     def whole_shape(self, tensor: Tensor) -> Any:
         """The shape of a tensor in that trace."""
@@ -204,10 +208,6 @@ class BatchSizes:
         if tensor in self._outputs:
             return self._outputs[tensor]
         return tensor.shape if other is None or tensor.index >= len(other.outputs) else other.outputs[tensor.index][1]
-
-    def scale(self, tensor: Tensor) -> bool:
-        """Whether any axis is of another size there."""
-        return tensor.shape is None or None in tensor.shape or tensor.shape != self.whole_shape(tensor)
 
     def has_axis(self, tensor: Tensor) -> bool:
         """Whether the first one is."""
@@ -258,13 +258,14 @@ def _by_result(analysis: Analysis, concrete_fn: Any) -> dict[Tensor, Any]:
     return {own: tuple(t.shape) if t.shape.rank is not None else None for own, t in results}
 
 
-def _value(tensor: Tensor, evaluate: Evaluator) -> Any:
-    """The number that a tensor holds, if it is one."""
-    node = tensor.node
-    while node.op in ("Cast", "Identity"):
-        node = node.inputs[0].node
-    array = constant(node)
-    return array if array is not None else evaluate(node.out())
+def _value(tensor: Tensor, known: Known, evaluate: Evaluator) -> Any:
+    """The numbers that a tensor holds, or the size that it is."""
+    found = known(tensor)
+    if found is not None:
+        return found
+    while tensor.node.op in ("Cast", "Identity"):
+        tensor = tensor.node.inputs[0]
+    return evaluate(tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,11 +276,13 @@ class Judgement:
         notes: What a plan says of it.
         is_mean: Which values are means; `None` of one of which that is not known.
         factors: By what a micro-batch multiplies what it adds to a variable, by operation and operand.
+        places: Names of what is as long as the batch, not made of its data, and another one for each sample.
     """
 
     notes: tuple[str, ...]
     is_mean: Callable[[Tensor], bool | None]
     factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
+    places: frozenset[str] = frozenset()
 
 
 def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor] = ()) -> Judgement:
@@ -302,10 +305,11 @@ def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor] = (
     parts = split_step(analysis, traces.batched, traces.hints)
     sizes = BatchSizes(traces, analysis)
     batch = traces.batch // params.total_micro_batches if traces.batch else None
-    told = Sizes(sizes.whole_shape, sizes.values, params.total_micro_batches, batch)
+    told = Sizes(sizes.whole_shape, sizes.values, sizes.growth, params.total_micro_batches, batch)
     found = samples(analysis, parts, told, traces.hints.repeated)
     judge = _Judge(traces, analysis, params, found, analysis.sorted(set(parts.update)))
     notes = judge.joined()
+    judge.refuse_sizes(sizes)
     judge.refuse_gradients([t for t in parts.gradients if t.node in parts.direct])
     judge.refuse_results(analysis)
     by_name = {tensor.name: value for tensor, value in found.is_mean.items()}
@@ -319,7 +323,7 @@ def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor] = (
     def is_mean(tensor: Tensor) -> bool | None:
         return of_results[tensor] if tensor in of_results else by_name.get(tensor.name, unknown)
 
-    return Judgement(notes + judge.unknown(), is_mean, factors)
+    return Judgement(notes + judge.unknown(), is_mean, factors, frozenset(t.name for t in found.places))
 
 
 def _refuse_loops(analysis: Analysis, traces: Traces) -> None:
@@ -399,6 +403,21 @@ class _Judge:
             shown = self.names.all(self.found.in_metrics)
             notes += (f"a metric may come out otherwise, because it does not add up over micro-batches: {shown}",)
         return notes
+
+    def refuse_sizes(self, sizes: BatchSizes) -> None:
+        """Refuse numbers that go with the size of the batch, and by no power of it.
+
+        Raises:
+            PipelineError: With one of them.
+        """
+        for node, number in self.found.odd.items():
+            here, whole = (np.unique(value) for value in sizes.values(number))
+            shown = f" ({here[0]:.6g} for a micro-batch, {whole[0]:.6g} for the batch)" if here.size == 1 else ""
+            raise PipelineError(
+                f"{self.names.of(node)} computes with `{number.name}`{shown}, which goes with the size of the batch, "
+                "and by no power of it: what micro-batches make with theirs is another step. Make it of a size that is "
+                "given, such as that of the batch as an argument without axes, or use `micro_batches=1`."
+            )
 
     def refuse_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Refuse gradients that are no sums over samples, or others than the parameters say.

@@ -88,6 +88,7 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Impo
         factors=judgement.factors,
         growth=lambda tensor: sizes.growth(staged.traced(tensor)),
         gradients_are_means=params.loss_reduction == "mean",
+        alike=lambda tensor: staged.traced(tensor).name not in judgement.places,
     )
     places = pipeline.Devices(devices, _variable_devices(traces.micro, staged.analysis))
     built = pipeline.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)
