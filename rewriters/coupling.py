@@ -13,13 +13,13 @@ micro-batch: gradients, what the update reads besides, results, and what is writ
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 from rewriters import sample_moves
 from rewriters.analysis import Analysis
-from rewriters.graph import LOOPS, Node, Tensor
+from rewriters.graph import LOOPS, Node, Tensor, predecessors
 from rewriters.micro import Parts
 from rewriters.positions import Borders, Use, without_data
 from rewriters.resources import handles, writes
@@ -139,7 +139,7 @@ class _Values:
             return [Value(rows) if t in self._batched else self._given(t) for t in outs]
         if any(h in self._chained for h in handles(node)):
             return [Value(state=node) for _ in outs]
-        if any(name in node.op for name in _DRAWS) and node.op != "RandomShuffle":
+        if _draws(node):
             return [Value(self._drawn(node, t)) for t in outs]
         sizes = SHAPE_OPERANDS.get(node.op, ())
         values = [Value() if p in sizes else self._read(node, t) for p, t in enumerate(node.inputs)]
@@ -319,6 +319,7 @@ class _Leaving:
         states = dict.fromkeys(s for t in (*read, *added) if (s := self.of[t].state) is not None)
         for node in states:
             self.written.update((h, node) for h in handles(node) if h not in self.written)
+        self.written.update((h, node) for h, node in self._half_written() if h not in self.written)
         again = {h for node in self.parts.update if writes(node) for h in handles(node)}
         alone = self._ancestors(of_metrics) - results
         notes = [n for n in self.values.joined if n in alone]
@@ -345,14 +346,16 @@ class _Leaving:
         """Whether it is known to be a sum or a mean."""
         return tensor.node in self.parts.direct and value.to_sum in _EITHER
 
-    def _ancestors(self, tensors: Iterable[Tensor]) -> set[Node]:
-        """Operations that values depend on, sizes left out."""
+    def _ancestors(self, tensors: Iterable[Tensor], through_draws: bool = True) -> set[Node]:
+        """Operations that values depend on, sizes left out; not `through_draws`, also what random numbers come from."""
         seen: set[Node] = set()
         stack = [t.node for t in tensors]
         while stack:
             node = stack.pop()
             if node not in seen:
                 seen.add(node)
+                if not through_draws and _draws(node):
+                    continue
                 left_out = SHAPE_OPERANDS.get(node.op, ())
                 stack.extend(t.node for p, t in enumerate(node.inputs) if p not in left_out)
         return seen
@@ -376,6 +379,35 @@ class _Leaving:
                     self.written.setdefault(handle, node)
             (of_metrics if metric else added).extend([found[1]] if found is not None else node.inputs[1:])
         return added, of_metrics
+
+    def _half_written(self) -> Iterator[tuple[Tensor, Node]]:
+        """Variables that a result is made of before all micro-batches have written them, with who reads them.
+
+        One that is read after the last write, as a metric is, is what it is for the batch. If a result is also made of
+        the batch itself, each micro-batch makes its part of it with a value of its own.
+        """
+        written: dict[Tensor, list[Node]] = {}
+        for node, handle in self._writes():
+            written.setdefault(handle, []).append(node)
+        for result in self.analysis.graph.outputs:
+            if result.node not in self.parts.repeated:
+                continue
+            for node in self.analysis.sorted(self._ancestors([result], through_draws=False)):
+                for handle in handles(node) if node.outputs else ():
+                    writing = written.get(handle, [])
+                    if writing and (result.node in self.parts.direct or not self._runs_after(node, writing)):
+                        yield handle, node
+
+    def _runs_after(self, node: Node, others: Sequence[Node]) -> bool:
+        """Whether an operation waits for some others, or is one of them."""
+        begin = min(self.analysis.position[other] for other in others)
+        seen, stack = {node}, [node]
+        while stack:
+            for before in predecessors(stack.pop()):
+                if before not in seen and self.analysis.position[before] >= begin:
+                    seen.add(before)
+                    stack.append(before)
+        return seen.issuperset(others)
 
     def _writes(self) -> Iterator[tuple[Node, Tensor]]:
         for node in self.analysis.order:
@@ -417,6 +449,11 @@ class _Leaving:
                 return False
             self.factors[place] = float(self.sizes.parts) ** float(factor)
         return value.exact
+
+
+def _draws(node: Node) -> bool:
+    """Whether an operation makes random numbers: each sample has its own."""
+    return any(name in node.op for name in _DRAWS) and node.op != "RandomShuffle"
 
 
 def unfit(powers: dict[Tensor, Any]) -> list[Tensor]:

@@ -83,7 +83,8 @@ def _sizes(node: Node) -> list[tuple[Tensor, np.ndarray]]:
     for index, (operand, (dtype, _)) in enumerate(zip(node.inputs, node.outputs, strict=True)):
         shape = operand.shape
         if shape is not None and (None not in shape or node.op == "Rank"):
-            value = math.prod(d or 0 for d in shape) if node.op == "Size" else len(shape) if node.op == "Rank" else shape
+            sizes = [size or 0 for size in shape]
+            value = {"Size": math.prod(sizes), "Rank": len(sizes)}.get(node.op, sizes)
             found.append((node.out(index), np.array(value, dtype.as_numpy_dtype)))
     return found
 

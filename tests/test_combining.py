@@ -282,6 +282,48 @@ def test_arguments_that_are_no_batch_are_left_whole(batched, example):
     assert error < TOLERANCE
 
 
+@pytest.mark.parametrize("number", [4, 5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_how_many_codes_there_are_does_not_matter(number, reduction):
+    """For an open batch the step is traced for some known one, of which no other argument may be taken to be a part."""
+
+    def loss_and_result(w, x, codes):
+        reduce = mean if reduction == "mean" else tf.reduce_sum
+        return reduce(tf.tanh(x @ w)) + tf.reduce_sum(tf.square(codes @ w)), mean(x)
+
+    codes = tf.TensorSpec((number, 3), "float64")
+    step = descending(loss_and_result)
+    if reduction == "mean":
+        assert compared(step, X, CODES[:number], example=(OPEN, codes))[0] < TOLERANCE
+    else:
+        with pytest.raises(PipelineError, match="adds what is not of the batch"):
+            compared(step, X, CODES[:number], example=(OPEN, codes), loss_reduction="sum")
+
+
+def test_an_open_batch_may_come_by_keyword():
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(autograph=False)
+    def step(scale, x, codes):
+        with tf.GradientTape() as tape:
+            loss = mean(tf.tanh(x @ w)) * scale + mean(tf.square(codes @ w))
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    specs = {"x": OPEN, "codes": tf.TensorSpec((4, 3), "float64")}
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"]), tf.TensorSpec((), "float64"), **specs)
+    got = rewritten(tf.constant(2.0, "float64"), x=X, codes=CODES[:4])
+    w.assign(np.eye(3) + 0.1)
+    np.testing.assert_allclose(got, step(tf.constant(2.0, "float64"), x=X, codes=CODES[:4]), rtol=1e-12)
+
+
+@pytest.mark.parametrize("example", [None, (OPEN,)], ids=["known", "open"])
+def test_a_tensor_from_outside_that_is_as_long_as_the_batch_has_to_be_an_argument(example):
+    outside = tf.constant(ROWS)
+    with pytest.raises(PipelineError, match="traced for 4 samples as well, and that fails.* pass that as an argument"):
+        compared(returning(mean, lambda h: mean(h * outside)), X, example=example)
+
+
 def test_arguments_of_different_open_sizes_are_not_cut_alike():
     step, _ = descending(lambda w, x, codes: (mean(tf.tanh(x @ w)), mean(codes)))
     rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"]), OPEN, OPEN)

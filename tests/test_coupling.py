@@ -10,7 +10,8 @@ from pipelined import error
 import tflms_sft
 from rewriters.errors import PipelineError
 from tflms_sft import Pipeline, PipelineParams
-from tflms_sft._micro_batches import judged, trace
+from tflms_sft._micro_batches import judged
+from tflms_sft._traces import trace
 
 X = np.random.default_rng(0).normal(size=(8, 3))
 mean = tf.reduce_mean
@@ -355,6 +356,38 @@ def test_counters_and_totals_are_the_same(effects):
         return mean(net(x, w)) * (tf.exp(-own) if anneals else 1.0)
 
     assert same(*step_of(loss, **effects), steps=3) == ()
+
+
+TOTALS = {
+    "read before": (lambda before, after, value, x: before, False),
+    "read before and after": (lambda before, after, value, x: after - before, False),
+    "read after": (lambda before, after, value, x: after * 2, True),
+    "a loss over a total": (lambda before, after, value, x: value / after, False),
+    "samples over a total": (lambda before, after, value, x: x / after, False),
+    "a loss and a total": (lambda before, after, value, x: value + after, False),
+    "both, apart": (lambda before, after, value, x: (value, after), True),
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_results_read_a_total_when_all_has_been_added_or_are_refused(name):
+    result, right = TOTALS[name]
+    w, own = tf.Variable(np.eye(3)), tf.Variable(np.float64(1), name="own")
+
+    @tf.function(autograph=False)
+    def step(x):
+        before = own.read_value()
+        with tf.GradientTape() as tape:
+            value = mean(tf.tanh(x @ w))
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        own.assign_add(tf.reduce_sum(tf.abs(x)))
+        return result(before, own.read_value(), value, x)
+
+    if right:
+        assert same(step, [w, own]) == ()
+    else:
+        with pytest.raises(PipelineError, match="they join samples of a batch: variable 'own:0'"):
+            judge(step)
 
 
 def fitted(metrics, callbacks, reduction="sum_over_batch_size"):
