@@ -82,6 +82,9 @@ def _by_rule(op: Op) -> list[Made]:
 
 
 _SPREADS = frozenset(("BroadcastTo", "Fill", "OnesLike", "ZerosLike"))
+_MULTIPLIES = frozenset(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "EuclideanNorm", "Prod"))
+"""Operations that go with the number of what they take together, in another way than `_adds` tells."""
+
 
 
 def _without_data(op: Op) -> list[Made]:
@@ -89,7 +92,7 @@ def _without_data(op: Op) -> list[Made]:
     places = op.of(Kind.PLACES)
     axes = [op.sizes.axis(tensor) for tensor in op.outs]
     if not any(axes):
-        if places:
+        if places or (op.of(Kind.ALIKE) and op.node.op in _MULTIPLIES):
             raise JoinsError
         return [Made(added=_adds(op)) for _ in axes]
     if op.node.op in _SPREADS and not (op.node.op == "BroadcastTo" and places):

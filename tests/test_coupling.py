@@ -358,6 +358,25 @@ def test_counters_and_totals_are_the_same(effects):
     assert same(*step_of(loss, **effects), steps=3) == ()
 
 
+def test_a_counter_that_noise_is_drawn_by_counts_steps():
+    """And the noise of a step is that of the plain one, for all samples and for each."""
+    w, counter = tf.Variable(np.eye(3)), tf.Variable(3, dtype="int64", name="counter")
+
+    @tf.function(autograph=False)
+    def step(x):
+        seed = tf.stack([counter.read_value(), tf.constant(0, "int64")])
+        flip = tf.sign(tf.random.stateless_uniform([], seed, -1, 1, "float64"))
+        own = tf.random.stateless_normal(tf.shape(x), seed, dtype="float64")
+        with tf.GradientTape() as tape:
+            value = mean(tf.square((flip * x + own) @ w))
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        counter.assign_add(1)
+        return value, counter.read_value(), flip
+
+    for example in (None, (tf.TensorSpec((None, 3), "float64"),)):
+        assert same(step, [w, counter], steps=3, example=example) == ()
+
+
 TOTALS = {
     "read before": (lambda before, after, value, x: before, False),
     "read before and after": (lambda before, after, value, x: after - before, False),
