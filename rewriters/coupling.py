@@ -21,7 +21,7 @@ from rewriters import sample_moves
 from rewriters.analysis import Analysis
 from rewriters.graph import LOOPS, Node, Tensor, predecessors
 from rewriters.micro import Parts
-from rewriters.positions import Borders, Use, without_data
+from rewriters.positions import Borders, Use, counts_on, without_data
 from rewriters.resources import handles, writes
 from rewriters.roles import is_seed
 from rewriters.rules.elementwise import ELEMENTWISE
@@ -188,7 +188,7 @@ class _Values:
         if value.kind is not Kind.PLACES or not self.borders.cross(node):
             return value
         use = self.borders.use(tensor)
-        if use is Use.PLACE:
+        if use is Use.PLACE and counts_on(*self.sizes.values(tensor), self.sizes.parts):
             return Value(dataclasses.replace(value.made, kind=Kind.ALIKE))
         if use is Use.CUT:
             growth = self.sizes.growth(tensor)

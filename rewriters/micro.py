@@ -22,7 +22,7 @@ __all__: list[str] = []
 
 _SHARED = frozenset(("Placeholder", "Const", "NoOp", "VarHandleOp"))
 _COUNTS = frozenset(("AssignAddVariableOp", "AssignSubVariableOp"))
-"""What they add is not of the batch, or they would be repeated anyway: noise of a step that they count is drawn once."""
+"""They are repeated only if they add what is of the batch: noise of a step that they count is that of the step."""
 _CONDITIONS = frozenset(("StatelessCase", "StatelessIf"))
 
 

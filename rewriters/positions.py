@@ -11,6 +11,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Container, Iterator
+from typing import Any
+
+import numpy as np
 
 from rewriters.analysis import Analysis
 from rewriters.combining import Growth
@@ -163,6 +166,22 @@ def with_more_data(analysis: Analysis, parts: Parts, cut: list[Tensor]) -> Parts
             if any(t in inside or t.node in found for t in node.inputs):
                 found.add(node)
     return dataclasses.replace(parts, repeated=parts.repeated | found, direct=parts.direct | found)
+
+
+def counts_on(here: Any, whole: Any, parts: int) -> bool:
+    """Whether rows that are named are those of a micro-batch if they are counted from its first one.
+
+    Args:
+        here: Where a micro-batch has them; `None` if that is not known, and is taken to be so.
+        whole: The same for the batch.
+        parts: Number of micro-batches.
+    """
+    if not isinstance(here, np.ndarray) or not isinstance(whole, np.ndarray):
+        return True
+    if whole.shape != (parts * here.shape[0], *here.shape[1:]):
+        return False
+    ahead = (whole.reshape(parts, *here.shape) - here).reshape(parts, -1)
+    return bool((ahead == ahead[1, :1] * np.arange(parts)[:, None]).all())
 
 
 def _is_place(reader: Node, position: int, growth: Callable[[Tensor], Growth | None]) -> bool:

@@ -131,8 +131,10 @@ def _slice_grad(op: Op) -> list[Made]:
     if op.out_shape()[cut.dim] != op.shape(4)[axis.dim]:
         _, within = _layout(op, axis, op.shape(4))
         size = None if op.sizes.samples is None else op.sizes.samples * within
-        extent = op.out_shape()[cut.dim]
-        if size is None or extent is None or cut.begin % size or extent % size or cut.stride != 1:
+        extent, part = op.out_shape()[cut.dim], op.shape(4)[axis.dim]
+        if size is None or extent is None or part is None or cut.stride != 1:
+            raise JoinsError
+        if cut.begin % size or part % size or extent % size:
             raise JoinsError
         whole = Axis(cut.dim, extent // size, within)
     return rows_at(op, whole)

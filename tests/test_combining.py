@@ -255,6 +255,40 @@ def test_rows_of_a_micro_batch_are_counted_from_its_first():
         assert error < TOLERANCE
 
 
+@pytest.mark.parametrize("turned", [lambda rows: rows[::-1], lambda rows: (rows + 1) % tf.size(rows)])
+@pytest.mark.parametrize("returned", [True, False])
+def test_rows_that_are_those_of_others_are_refused(turned, returned):
+    w = tf.Variable(np.eye(3))
+
+    @tf.function(autograph=False)
+    def step(x):
+        rows = turned(tf.range(tf.shape(x)[0]))
+        with tf.GradientTape() as tape:
+            value = mean(tf.gather_nd(tf.tanh(x @ w), rows[:, None]) * x)
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        return (value, value) if returned else ()
+
+    with pytest.raises(PipelineError, match=r"join samples of a batch: `[\w/]+` \((GatherNd|UnsortedSegmentSum)\)"):
+        compared((step, w), X)
+
+
+@pytest.mark.parametrize("samples", [slice(4), slice(3), slice(None, None, 2)])
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_part_of_the_samples_is_refused(samples, returned):
+    w = tf.Variable(np.eye(3))
+
+    @tf.function(autograph=False)
+    def step(x):
+        count = tf.shape(x)[0] // 2
+        with tf.GradientTape() as tape:
+            value = mean((x @ w)[: count if samples.stop == 4 else samples.stop : samples.step])
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        return (value, value) if returned else ()
+
+    with pytest.raises(PipelineError, match=r"join samples of a batch: `[\w/]+` \((StridedSlice|MatMul)\)"):
+        compared((step, w), X)
+
+
 def test_what_is_as_long_as_the_batch_along_two_axes_is_refused():
     def loss_and_result(w, x):
         features = tf.tanh(x @ w)
