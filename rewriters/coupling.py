@@ -23,7 +23,7 @@ from rewriters.graph import LOOPS, Node, Tensor, predecessors
 from rewriters.micro import Parts
 from rewriters.positions import Borders, Use, counts_on, without_data
 from rewriters.resources import handles, writes
-from rewriters.roles import is_seed
+from rewriters.roles import is_seed, reads_shape_only
 from rewriters.rules.elementwise import ELEMENTWISE
 from rewriters.sample_powers import power, power_of
 from rewriters.sample_rules import SHAPE_OPERANDS, made
@@ -143,36 +143,46 @@ class _Values:
             return [Value(self._drawn(node, t)) for t in outs]
         sizes = SHAPE_OPERANDS.get(node.op, ())
         values = [Value() if p in sizes else self._read(node, t) for p, t in enumerate(node.inputs)]
-        op = Op(self.analysis, self.sizes, node, values)
-        without = not node.stateful and all(v.kind in WITHOUT_DATA for v in values)
-        known = [self._known(t) if without else None for t in outs]
-        before = next((v.lost for v in values if v.odd), None)
-        known = [dataclasses.replace(v, lost=before) if v and v.odd and before else v for v in known]
-        if all(known) and not any(map(self.sizes.axis, outs)):
+        return self._computed(Op(self.analysis, self.sizes, node, values))
+
+    def _computed(self, op: Op) -> list[Value]:
+        known = self._all_known(op)
+        if all(known) and not reads_shape_only(op.node) and not any(map(self.sizes.axis, op.outs)):
             return [value for value in known if value is not None]
         found, exact = self._samples(op, all(v.exact for v in op.values))
         own, lost, mixed = self._power(op, exact)
         state = next((v.state for v in op.values if v.state is not None), None)
         made_of: list[Value] = []
         for what, told in zip(found, known, strict=True):
-            total = own if own is None or not what.added else own + 1
-            value = Value(what, total, exact, state, lost, mixed)
             if told is not None and what.kind in WITHOUT_DATA:
-                value = dataclasses.replace(told, made=what, exact=exact)
-            made_of.append(value)
+                made_of.append(dataclasses.replace(told, made=what, exact=exact))
+                continue
+            total = own if own is None or not what.added else own + 1
+            made_of.append(Value(what, total, exact, state, lost, mixed))
         if any(value.kind is not Kind.PLACES for value in made_of):
             self._mark_odd(op)
         return made_of
 
+    def _all_known(self, op: Op) -> list[Value | None]:
+        """What is known of the numbers of each result, if it is made of sizes and constants."""
+        if reads_shape_only(op.node) and op.node.op != "Rank":
+            return [self._known(t) or Value(power=None, lost=op.node) for t in op.outs]
+        if op.node.stateful or any(value.kind not in WITHOUT_DATA for value in op.values):
+            return [None] * len(op.outs)
+        first = next((v.lost for v in op.values if v.odd), None)
+        known = map(self._known, op.outs)
+        return [dataclasses.replace(v, lost=first) if first and v and v.odd else v for v in known]
+
     def _given(self, tensor: Tensor) -> Value:
         """Of a constant, or an argument that is no batch."""
-        axis = self.sizes.axis(tensor) if tensor.node.op == "Const" else None
-        here, _ = self.sizes.values(tensor) if axis else (None, None)
-        uniform = here is not None and here.size and bool((here == here.flat[0]).all())
-        made_of = Made() if axis is None else Made(Kind.ALIKE if uniform else Kind.PLACES, axis)
         if tensor.node.op != "Const":
-            return Value(made_of)
-        return dataclasses.replace(self._known(tensor) or Value(power=None, lost=tensor.node), made=made_of)
+            return Value()
+        value, axis = self._known(tensor) or Value(power=None, lost=tensor.node), self.sizes.axis(tensor)
+        if axis is None:
+            return value
+        here, _ = self.sizes.values(tensor)
+        uniform = here is not None and bool((here == here.flat[:1]).all())
+        return dataclasses.replace(value, made=Made(Kind.ALIKE if uniform else Kind.PLACES, axis))
 
     def _known(self, tensor: Tensor) -> Value | None:
         """What is the same for all, if it is known for a micro-batch and for the batch."""

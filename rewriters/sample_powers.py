@@ -124,7 +124,7 @@ def power_of(here: Any, whole: Any, parts: int) -> Fraction | None:
     try:
         mine, other = np.asarray(here, float), np.asarray(whole, float)
     except (TypeError, ValueError):
-        return Fraction(0) if np.array_equal(here, whole) else None
+        return Fraction(0) if isinstance(here, np.ndarray) and np.array_equal(here, whole) else None
     if mine.shape != other.shape:
         mine, other = np.unique(mine), np.unique(other)
         if mine.shape != other.shape:

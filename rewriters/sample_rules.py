@@ -81,10 +81,9 @@ def _by_rule(op: Op) -> list[Made]:
     return _images(op, data)
 
 
-_SPREADS = frozenset(("BroadcastTo", "Fill", "OnesLike", "ZerosLike"))
+_SPREADS = frozenset(("Fill", "OnesLike", "ZerosLike"))
 _MULTIPLIES = frozenset(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "EuclideanNorm", "Prod"))
 """Operations that go with the number of what they take together, in another way than `_adds` tells."""
-
 
 
 def _without_data(op: Op) -> list[Made]:
@@ -95,7 +94,7 @@ def _without_data(op: Op) -> list[Made]:
         if places or (op.of(Kind.ALIKE) and op.node.op in _MULTIPLIES):
             raise JoinsError
         return [Made(added=_adds(op)) for _ in axes]
-    if op.node.op in _SPREADS and not (op.node.op == "BroadcastTo" and places):
+    if op.node.op in _SPREADS:
         return [Made(Kind.ALIKE, axis) if axis else Made() for axis in axes]
     own = [] if places else _alike(op)
     return own or [Made(Kind.PLACES, axis) if axis else Made() for axis in axes]
@@ -104,9 +103,9 @@ def _without_data(op: Op) -> list[Made]:
 def _alike(op: Op) -> list[Made]:
     """Where the rules for samples have it that each of them has the same, as each operand has; else nothing."""
     if not op.of(Kind.ALIKE):
-        axis, have = op.sizes.axis(op.outs[0]), op.shape(0) if op.node.inputs else ()
-        repeats = op.node.op == "Tile" and axis is not None and have[axis.dim] == 1
-        return [Made(Kind.ALIKE, axis)] if repeats else []
+        axis = op.sizes.axis(op.outs[0])
+        repeats = op.node.op == "Tile" and axis is not None and op.shape(0)[axis.dim] == 1
+        return [Made(Kind.ALIKE, axis)] if repeats or op.node.op == "BroadcastTo" else []
     alike = (dataclasses.replace(v.made, kind=Kind.ROWS) if v.kind is Kind.ALIKE else v.made for v in op.values)
     values = [dataclasses.replace(v, made=what) for v, what in zip(op.values, alike, strict=True)]
     try:

@@ -108,7 +108,8 @@ class Value:
     @property
     def to_sum(self) -> Fraction | None:
         """Power that values of micro-batches, added up or put together, are multiplied by to give that of the batch."""
-        return self.power if self.power is None or self.kind is Kind.ROWS else self.power - 1
+        put_together = self.kind in (Kind.ROWS, Kind.ALIKE, Kind.PLACES)
+        return self.power if self.power is None or put_together else self.power - 1
 
 
 class JoinsError(Exception):

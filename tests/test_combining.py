@@ -179,6 +179,11 @@ def half(x):
     return tf.concat([tf.ones(rows, "float64"), tf.zeros(rows, "float64")], axis=0)
 
 
+def turned(rows):
+    """Those of each sample behind each other, not those of each batch."""
+    return tf.reshape(tf.transpose(tf.reshape(rows, [2, -1])), [-1, 1])
+
+
 WEIGHTED = {
     "labels of two": (lambda h, x: mean(tf.square(two(h) - half(x))), "mean"),
     "labels of two on an axis": (lambda h, x: mean(tf.stack([h, -h]) * tf.reshape(half(x), [2, -1, 1])), "mean"),
@@ -219,9 +224,10 @@ def test_weights_of_samples_are_those_of_the_batch(name, returned):
     [
         (lambda x: noise(two(x)), "Mul"),
         (lambda x: tf.tile(numbers(x), [2, 1]), "Mul"),
-        (lambda x: tf.repeat(half(x[:4]), 2, axis=0) if x.shape[0] == 8 else tf.repeat(half(x[:2]), 2, axis=0), "Mul"),
+        (lambda x: turned(half(x)), "Mul"),
+        (lambda x: tf.broadcast_to(turned(half(x)), tf.shape(two(x))), "Mul"),
     ],
-    ids=["noise", "numbers", "labels that lie otherwise"],
+    ids=["noise", "numbers", "labels of each sample", "and spread"],
 )
 def test_what_two_batches_do_not_lie_like_is_refused(rows, op):
     with pytest.raises(PipelineError, match=rf"join samples of a batch: `\w+` \({op}\)"):
