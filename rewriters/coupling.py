@@ -19,6 +19,7 @@ from typing import Any
 
 from rewriters import sample_moves
 from rewriters.analysis import Analysis
+from rewriters.errors import PipelineError
 from rewriters.graph import LOOPS, Node, Tensor, predecessors
 from rewriters.micro import Parts
 from rewriters.positions import Borders, Use, counts_on, without_data
@@ -197,7 +198,10 @@ class _Values:
         value = self.of[tensor]
         if value.kind is not Kind.PLACES or not self.borders.cross(node):
             return value
-        use = self.borders.use(tensor)
+        try:
+            use = self.borders.use(tensor)
+        except PipelineError:  # Raised again when it is to be cut, if nothing that tells more is found before.
+            return Value(dataclasses.replace(value.made, kind=Kind.ALIKE))
         if use is Use.PLACE and counts_on(*self.sizes.values(tensor), self.sizes.parts):
             return Value(dataclasses.replace(value.made, kind=Kind.ALIKE))
         if use is Use.CUT:

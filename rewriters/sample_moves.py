@@ -44,6 +44,8 @@ def _reshape(op: Op) -> list[Made]:
     dims = certain or maybe
     for dim in sorted(dims):
         ahead, after = math.prod(_known(want[:dim])), math.prod(_known(want[dim + 1 :]))
+        if axis.within is None and (ahead, want[dim]) == (math.prod(_known(have[: axis.dim])), have[axis.dim]):
+            return rows_at(op, axis.moved(dim), positions=what.positions)  # Along it nothing moves, however it lies.
         if not before % ahead and not behind % after:
             return rows_at(op, Axis(dim, before // ahead, behind // after), positions=what.positions)
     raise JoinsError

@@ -198,6 +198,36 @@ WEIGHTED = {
 }
 
 
+def test_a_discriminator_as_keras_has_it_trains_as_in_the_plain_step():
+    class Discriminator(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(1, kernel_initializer=keras.initializers.RandomNormal(seed=1))
+            self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
+
+        def call(self, x):
+            return self.head(x)
+
+        def train_step(self, data):
+            real, fake = data
+            count = tf.shape(real)[0]
+            labels = tf.concat([tf.ones((count, 1)), tf.zeros((count, 1))], axis=0)
+            with tf.GradientTape() as tape:
+                loss = self.loss_fn(labels, self(tf.concat([fake, real], axis=0), training=True))
+            weights = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    found = []
+    for callbacks in ([], [tflms_sft.Pipeline(1, "basic", 2, devices=["CPU:0"], verbose=0)]):
+        model = Discriminator()
+        model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
+        model(X)
+        model.fit(X, X**2, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
+        found.append(model.get_weights())
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
 @pytest.mark.parametrize("returned", [True, False], ids=["loss", "no loss"])
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_weights_of_samples_are_those_of_the_batch(name, returned):
