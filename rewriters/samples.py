@@ -1,10 +1,10 @@
 """What a tensor of a training step is with regard to the samples of a batch.
 
-The graph is gone through once, and of each tensor it is found out: is it the same for all micro-batches, does it have a
-row for each sample that depends on that sample alone, or is it a sum over samples; if it is as long as the batch and not
-made of its data, is it the same for each sample, or does it go by their numbers; and by which power of the number of
-micro-batches it is larger for the batch than for a micro-batch. A mean over the batch is not larger, a sum is, and the
-gradient of a mean by one sample is smaller. Forward and backward values are gone through alike.
+The graph is gone through once, and of each tensor it is found out: is it the same for all micro-batches, does it have
+a row for each sample that depends on that sample alone, or is it a sum over samples; if it is as long as the batch and
+not made of its data, is it the same for each sample, or does it go by their numbers; and by which power of the number
+of micro-batches it is larger for the batch than for a micro-batch. A mean over the batch is not larger, a sum is, and
+the gradient of a mean by one sample is smaller. Forward and backward values are gone through alike.
 
 What operations do to samples is in `sample_rules.py` and `sample_moves.py`, what they do to powers in
 `sample_powers.py`.
