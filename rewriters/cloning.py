@@ -20,7 +20,7 @@ from rewriters.combining import Combinations, Growth
 from rewriters.errors import PipelineError
 from rewriters.graph import Graph, Node, Tensor, predecessors
 from rewriters.micro import Parts
-from rewriters.positions import to_cut, with_more_data, without_data
+from rewriters.positions import Borders, with_more_data, without_data
 from rewriters.resources import handles, writes
 from rewriters.roles import reads_shape_only, size_nodes
 from rewriters.values import int_constant, type_attr
@@ -68,6 +68,7 @@ class Request:
         growth: Says of a tensor how much larger it is for the batch; `None` if not just along some axes. Not given, it
             is by its first axis or not at all.
         gradients_are_means: What gradients are taken to be of which it is not known.
+        alike: Says of what does not depend on data whether each sample has the same there; else it is cut.
         factors: By what a micro-batch multiplies an operand: what it adds to a variable as its part of the batch.
     """
 
@@ -80,6 +81,7 @@ class Request:
     factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     growth: Callable[[Tensor], Growth | None] | None = None
     gradients_are_means: bool = True
+    alike: Callable[[Tensor], bool] = dataclasses.field(default=lambda tensor: False)
 
     def grown(self, tensor: Tensor) -> Growth | None:
         """How much larger a tensor is for the batch."""
@@ -125,7 +127,9 @@ class _Cloner:
         self.request = request
         batched = {analysis.graph.inputs[position].node for position in request.batched}
         self.without = without_data(analysis, parts, batched)
-        self.cut = to_cut(analysis, parts, self.without, request.grown) if request.micro_batches > 1 else []
+        borders = Borders(analysis, parts, self.without, request.grown, request.alike)
+        self.inner = borders.forward
+        self.cut = borders.to_cut() if request.micro_batches > 1 else []
         self.parts = with_more_data(analysis, parts, self.cut)
         self.count = request.micro_batches
         old = analysis.graph
@@ -198,9 +202,9 @@ class _Cloner:
             self.clones.setdefault(node, []).append(new)
         return new
 
-    def _of(self, tensor: Tensor, number: int, only_shape: bool = False) -> Tensor:
-        """A tensor as one micro-batch sees it."""
-        if tensor in self.shared_pieces and not only_shape:
+    def _of(self, tensor: Tensor, number: int, of_whole: bool = True) -> Tensor:
+        """A tensor as one micro-batch sees it: `of_whole`, its part if it is cut."""
+        if of_whole and tensor in self.shared_pieces:
             return self.shared_pieces[tensor][number]
         if tensor.node in self.pieces:
             return self.pieces[tensor.node][number]
@@ -209,8 +213,11 @@ class _Cloner:
         return self.once[tensor.node].out(tensor.index)
 
     def _operand(self, node: Node, position: int, number: int) -> Tensor:
-        """An operand as one micro-batch sees it, times its factor if it has one."""
-        value = self._of(node.inputs[position], number, reads_shape_only(node))
+        """An operand as one micro-batch sees it, times its factor if it has one.
+
+        What does not depend on data either is computed for the micro-batch alone, so that it is what its size tells.
+        """
+        value = self._of(node.inputs[position], number, node not in self.inner and not reads_shape_only(node))
         factor = self.request.factors.get((node.name, position))
         if factor is None or self.count == 1:
             return value
@@ -380,6 +387,11 @@ class _Cloner:
     def _copy_for_whole(self, node: Node) -> Node:
         """A copy, for the batch, of something that is computed without its data."""
         if node.op == "Placeholder" or node.stateful or (node not in self.parts.repeated and not self._is_unlike(node)):
+            if node.stateful and any(self._is_unlike(t.node) for t in node.inputs):
+                raise PipelineError(
+                    f"`{node.name}` ({node.op}) is run once, with what goes with the size of the batch, and has an "
+                    "effect or reads a variable. Pass what it gives as an argument, or use `micro_batches=1`."
+                )
             return self.once[node]
         if node not in self.of_whole:
             measured = (t.node for t in node.inputs if reads_shape_only(node) and t.node.op != "Placeholder")
@@ -437,16 +449,10 @@ class _Cloner:
 
     def _scaled(self, tensor: Tensor, value: Tensor) -> Tensor:
         """Times one over the number of micro-batches."""
-        array = np.array(1 / self.count, value.dtype.as_numpy_dtype)
-        attrs = {
-            "dtype": type_attr(value.dtype),
-            "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
-        }
-        name = self.graph.unique_name(f"micro/{tensor.node.name}/part")
-        part = self.graph.add(Node(name, "Const", (), (), attrs, "", [(value.dtype, ())]))
-        self._helper(part, tensor.node)
+        part = self._number(f"micro/{tensor.node.name}/part", 1 / self.count, value.dtype)
+        self._helper(part.node, tensor.node)
         attrs = {"T": type_attr(value.dtype)}
-        node = self._new(tensor, "mean", "Mul", [value, part.out()], attrs, value.dtype)
+        node = self._new(tensor, "mean", "Mul", [value, part], attrs, value.dtype)
         node.outputs = [(value.dtype, value.shape)]
         return node.out()
 

@@ -13,34 +13,35 @@ micro-batch: gradients, what the update reads besides, results, and what is writ
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-
 from rewriters import sample_moves
 from rewriters.analysis import Analysis
-from rewriters.graph import LOOPS, Node, Tensor
+from rewriters.errors import PipelineError
+from rewriters.graph import LOOPS, Node, Tensor, predecessors
 from rewriters.micro import Parts
+from rewriters.positions import Borders, Use, counts_on, without_data
 from rewriters.resources import handles, writes
-from rewriters.roles import is_seed, size_nodes
-from rewriters.sample_powers import power
+from rewriters.roles import is_seed, reads_shape_only
+from rewriters.rules.elementwise import ELEMENTWISE
+from rewriters.sample_powers import power, power_of
 from rewriters.sample_rules import SHAPE_OPERANDS, made
 from rewriters.samples import (
+    WITHOUT_DATA,
     Axis,
     JoinsError,
     Kind,
     Made,
     MixedError,
+    NoPowerError,
     NotKnownError,
     NotLinearError,
     Op,
     Sizes,
     Value,
 )
-from rewriters.sizes import Size
 
 __all__: list[str] = []
 
@@ -76,6 +77,9 @@ class Samples:
         unknown: Operations of which it is not known what they do to samples, or after which such a power is not known.
         turned: What the update reads of single samples that do not lie in its first dimension.
         factors: By what a micro-batch has to multiply an operand that it adds to a variable.
+        odd: Operations that gradients, the update, variables or results depend on, and of each an operand that is known
+            to be larger for the batch, by no power of the number of micro-batches.
+        places: What is as long as the batch and not made of its data, and is not the same for each sample.
     """
 
     joined: list[Node]
@@ -89,6 +93,8 @@ class Samples:
     unknown: list[Node]
     turned: list[Tensor]
     factors: dict[tuple[Node, int], float]
+    odd: dict[Node, Tensor]
+    places: set[Tensor]
 
 
 def samples(analysis: Analysis, parts: Parts, sizes: Sizes, metrics: Container[str] = ()) -> Samples:
@@ -117,8 +123,10 @@ class _Values:
         self.mixed: dict[Node, None] = {}
         self.scaled: dict[Node, None] = {}
         self.unknown: dict[Node, None] = {}
+        self.odd: dict[Node, Tensor] = {}
+        without = without_data(analysis, parts, set(parts.sources))
+        self.borders = Borders(analysis, parts, without, sizes.growth, lambda t: self.of[t].kind is not Kind.PLACES)
         self._chained = set(parts.chained)
-        self._sizes = size_nodes(analysis.order)
         self._batched = {t for t in analysis.graph.inputs if t.node in parts.sources}
         for node in analysis.order:
             if node not in parts.update:
@@ -129,51 +137,91 @@ class _Values:
         outs = [node.out(index) for index in range(len(node.outputs))]
         if not node.inputs:
             rows = Made(Kind.ROWS, Axis(0, 1, 1))
-            return [Value(rows) if t in self._batched else Value(power=self._ratio(t), lost=node) for t in outs]
+            return [Value(rows) if t in self._batched else self._given(t) for t in outs]
         if any(h in self._chained for h in handles(node)):
             return [Value(state=node) for _ in outs]
-        if any(name in node.op for name in _DRAWS) and node.op != "RandomShuffle":
-            return [Value(self._by_size(t, Kind.EVEN)) for t in outs]
+        if _draws(node):
+            return [Value(self._drawn(node, t)) for t in outs]
         sizes = SHAPE_OPERANDS.get(node.op, ())
-        values = [Value() if p in sizes else self.of[t] for p, t in enumerate(node.inputs)]
-        op = Op(self.analysis, self.sizes, node, values)
+        values = [Value() if p in sizes else self._read(node, t) for p, t in enumerate(node.inputs)]
+        return self._computed(Op(self.analysis, self.sizes, node, values))
+
+    def _computed(self, op: Op) -> list[Value]:
+        known = self._all_known(op)
+        if all(known) and not reads_shape_only(op.node) and not any(map(self.sizes.axis, op.outs)):
+            return [value for value in known if value is not None]
         found, exact = self._samples(op, all(v.exact for v in op.values))
         own, lost, mixed = self._power(op, exact)
         state = next((v.state for v in op.values if v.state is not None), None)
         made_of: list[Value] = []
-        for tensor, what in zip(outs, found, strict=True):
+        for what, told in zip(found, known, strict=True):
+            if told is not None and what.kind in WITHOUT_DATA:
+                made_of.append(dataclasses.replace(told, made=what, exact=exact))
+                continue
             total = own if own is None or not what.added else own + 1
-            if what.kind is Kind.EVEN and (node in self.analysis.constants or node in self._sizes):
-                known = self._ratio(tensor)
-                total = total if known is None else known
             made_of.append(Value(what, total, exact, state, lost, mixed))
+        if any(value.kind is not Kind.PLACES for value in made_of):
+            self._mark_odd(op)
         return made_of
 
-    def _ratio(self, tensor: Tensor) -> Fraction | None:
-        """Power of the number of micro-batches by which a constant is larger for the batch; `None` if not known."""
-        if tensor.node not in self.analysis.constants and tensor.node not in self._sizes:
-            return Fraction(0)
-        mine, whole = self.sizes.values(tensor)
-        if mine is None or whole is None:
-            return None
-        if isinstance(mine, Size):
-            return Fraction(1)
+    def _all_known(self, op: Op) -> list[Value | None]:
+        """What is known of the numbers of each result, if it is made of sizes and constants."""
+        if reads_shape_only(op.node) and op.node.op != "Rank":
+            return [self._known(t) or Value(power=None, lost=op.node) for t in op.outs]
+        if op.node.stateful or any(value.kind not in WITHOUT_DATA for value in op.values):
+            return [None] * len(op.outs)
+        first = next((v.lost for v in op.values if v.odd), None)
+        known = map(self._known, op.outs)
+        return [dataclasses.replace(v, lost=first) if first and v and v.odd else v for v in known]
+
+    def _given(self, tensor: Tensor) -> Value:
+        """Of a constant, or an argument that is no batch."""
+        if tensor.node.op != "Const":
+            return Value()
+        value, axis = self._known(tensor) or Value(power=None, lost=tensor.node), self.sizes.axis(tensor)
+        if axis is None:
+            return value
+        here, _ = self.sizes.values(tensor)
+        uniform = here is not None and bool((here == here.flat[:1]).all())
+        return dataclasses.replace(value, made=Made(Kind.ALIKE if uniform else Kind.PLACES, axis))
+
+    def _known(self, tensor: Tensor) -> Value | None:
+        """What is the same for all, if it is known for a micro-batch and for the batch."""
         try:
-            here, there = np.asarray(mine, float), np.asarray(whole, float)
-        except (TypeError, ValueError):
-            return None if tensor.node in self._sizes else Fraction(0)
-        if here.shape != there.shape:
-            return Fraction(0)  # One that is as long as the batch: of it the micro-batch has a part.
-        if np.array_equal(here, there, equal_nan=True):
-            return Fraction(0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = there / here
-        first = float(ratios.flat[0])
-        if not 0 < first < math.inf or not np.allclose(ratios, first, rtol=1e-6, atol=0):
-            return None
-        exponent = math.log(first) / math.log(self.sizes.parts)
-        near = Fraction(exponent).limit_denominator(4)
-        return near if abs(exponent - near) < 1e-6 else None
+            own = power_of(*self.sizes.values(tensor), self.sizes.parts)
+        except NoPowerError:
+            return Value(power=None, lost=tensor.node, odd=True)
+        return None if own is None else Value(power=own)
+
+    def _read(self, node: Node, tensor: Tensor) -> Value:
+        """An operand; of what is not of data and is not the same for each sample, the part of a micro-batch."""
+        value = self.of[tensor]
+        if value.kind is not Kind.PLACES or not self.borders.cross(node):
+            return value
+        try:
+            use = self.borders.use(tensor)
+        except PipelineError:  # Raised again when it is to be cut, if nothing that tells more is found before.
+            return Value(dataclasses.replace(value.made, kind=Kind.ALIKE))
+        if use is Use.PLACE and counts_on(*self.sizes.values(tensor), self.sizes.parts):
+            return Value(dataclasses.replace(value.made, kind=Kind.ALIKE))
+        if use is Use.CUT:
+            growth = self.sizes.growth(tensor)
+            rows = growth.rows if growth is not None else 0
+            return Value(Made(Kind.ROWS, Axis(0, 1, rows) if rows else Axis(0)), cut=True)
+        return value
+
+    def _drawn(self, node: Node, tensor: Tensor) -> Made:
+        """Noise: of a fixed seed it is not of data, else each micro-batch draws its own."""
+        if node not in self.borders.forward:
+            return self._by_size(tensor, Kind.EVEN)
+        axis = self.sizes.axis(tensor)
+        return Made(Kind.PLACES, axis) if axis else Made()
+
+    def _mark_odd(self, op: Op) -> None:
+        """Note who computes with a number that is known to be larger for the batch by what is no power."""
+        for value, tensor in zip(op.values, op.node.inputs, strict=True):
+            if value.odd and value.lost and (tensor.dtype.is_floating or op.node.op in ELEMENTWISE):
+                self.odd.setdefault(op.node, value.lost.out())
 
     # Samples ----------------------------------------------------------------------------------------------------
 
@@ -192,7 +240,7 @@ class _Values:
                 self.joined[node] = None
             return [self._by_size(t, Kind.SUM) for t in op.outs], False
         except NotKnownError:
-            if all(value.kind is Kind.EVEN for value in op.values):
+            if all(value.kind in WITHOUT_DATA for value in op.values):
                 return [Made() for _ in op.outs], exact
             found = [self._by_size(t, Kind.SUM) for t in op.outs]
             lists = any(t.dtype.name == "variant" for t in op.outs)
@@ -241,7 +289,7 @@ class _Values:
             self.mixed[node] = None
             return None, node, True
         except NotLinearError:
-            if any(v.kind is not Kind.EVEN for v in op.values) and exact and node not in self.joined:
+            if any(v.kind not in WITHOUT_DATA for v in op.values) and exact and node not in self.joined:
                 self.scaled[node] = None
             return None, node, False
         if found is not None:
@@ -279,12 +327,13 @@ class _Leaving:
         read = [t for t in dict.fromkeys((*self.parts.gradients, *read)) if t.node in self.parts.repeated]
         added, of_metrics = self._written()
         needed = self._ancestors([*read, *added])
-        results = self._ancestors(t for t in self.analysis.graph.outputs if t.dtype.is_floating) | needed
-        joined = [n for n in self.values.joined if n in results and (n in needed or _is_float(n))]
+        results = self._ancestors(self.analysis.graph.outputs) | needed
+        joined = [n for n in self.values.joined if n in results]
         forward = [n for n in joined if n not in self.analysis.backward]
         states = dict.fromkeys(s for t in (*read, *added) if (s := self.of[t].state) is not None)
         for node in states:
             self.written.update((h, node) for h in handles(node) if h not in self.written)
+        self.written.update((h, node) for h, node in self._half_written() if h not in self.written)
         again = {h for node in self.parts.update if writes(node) for h in handles(node)}
         alone = self._ancestors(of_metrics) - results
         notes = [n for n in self.values.joined if n in alone]
@@ -303,20 +352,24 @@ class _Leaving:
             unknown=list(dict.fromkeys(unknown)),
             turned=[t for t in read if (axis := self.of[t].made.axis) is not None and axis.dim],
             factors=self.factors,
+            odd={n: t for n, t in self.values.odd.items() if n in results},
+            places={t for t, v in self.of.items() if v.kind is Kind.PLACES},
         )
 
     def _is_either(self, tensor: Tensor, value: Value) -> bool:
         """Whether it is known to be a sum or a mean."""
-        return tensor.node in self.parts.direct and value.kind is not Kind.EVEN and value.to_sum in _EITHER
+        return tensor.node in self.parts.direct and value.to_sum in _EITHER
 
-    def _ancestors(self, tensors: Iterable[Tensor]) -> set[Node]:
-        """Operations that values depend on, sizes left out."""
+    def _ancestors(self, tensors: Iterable[Tensor], through_draws: bool = True) -> set[Node]:
+        """Operations that values depend on, sizes left out; not `through_draws`, also what random numbers come from."""
         seen: set[Node] = set()
         stack = [t.node for t in tensors]
         while stack:
             node = stack.pop()
             if node not in seen:
                 seen.add(node)
+                if not through_draws and _draws(node):
+                    continue
                 left_out = SHAPE_OPERANDS.get(node.op, ())
                 stack.extend(t.node for p, t in enumerate(node.inputs) if p not in left_out)
         return seen
@@ -340,6 +393,35 @@ class _Leaving:
                     self.written.setdefault(handle, node)
             (of_metrics if metric else added).extend([found[1]] if found is not None else node.inputs[1:])
         return added, of_metrics
+
+    def _half_written(self) -> Iterator[tuple[Tensor, Node]]:
+        """Variables that a result is made of before all micro-batches have written them, with who reads them.
+
+        One that is read after the last write, as a metric is, is what it is for the batch. If a result is also made of
+        the batch itself, each micro-batch makes its part of it with a value of its own.
+        """
+        written: dict[Tensor, list[Node]] = {}
+        for node, handle in self._writes():
+            written.setdefault(handle, []).append(node)
+        for result in self.analysis.graph.outputs:
+            if result.node not in self.parts.repeated:
+                continue
+            for node in self.analysis.sorted(self._ancestors([result], through_draws=False)):
+                for handle in handles(node) if node.outputs else ():
+                    writing = written.get(handle, [])
+                    if writing and (result.node in self.parts.direct or not self._runs_after(node, writing)):
+                        yield handle, node
+
+    def _runs_after(self, node: Node, others: Sequence[Node]) -> bool:
+        """Whether an operation waits for some others, or is one of them."""
+        begin = min(self.analysis.position[other] for other in others)
+        seen, stack = {node}, [node]
+        while stack:
+            for before in predecessors(stack.pop()):
+                if before not in seen and self.analysis.position[before] >= begin:
+                    seen.add(before)
+                    stack.append(before)
+        return seen.issuperset(others)
 
     def _writes(self) -> Iterator[tuple[Node, Tensor]]:
         for node in self.analysis.order:
@@ -383,8 +465,9 @@ class _Leaving:
         return value.exact
 
 
-def _is_float(node: Node) -> bool:
-    return any(dtype.is_floating for dtype, _ in node.outputs)
+def _draws(node: Node) -> bool:
+    """Whether an operation makes random numbers: each sample has its own."""
+    return any(name in node.op for name in _DRAWS) and node.op != "RandomShuffle"
 
 
 def unfit(powers: dict[Tensor, Any]) -> list[Tensor]:

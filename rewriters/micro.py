@@ -4,7 +4,7 @@ A joint graph is split at its gradients. What depends on the batch runs for each
 that touches a variable which it changes: counters of metrics, moving statistics, seeds. What is done with gradients
 runs once, and what depends on neither, such as reading a weight or counting steps, is shared. Which of these a counter
 is, its variable tells: one that the update touches belongs to the optimizer, one that random numbers are drawn by is a
-seed; which belongs to a metric, only who calls it knows.
+seed, unless it is counted up, as steps are; which belongs to a metric, only who calls it knows.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from rewriters.roles import after_updates, gradients, is_seed, updates
 __all__: list[str] = []
 
 _SHARED = frozenset(("Placeholder", "Const", "NoOp", "VarHandleOp"))
+_COUNTS = frozenset(("AssignAddVariableOp", "AssignSubVariableOp"))
+"""They are repeated only if they add what is of the batch: noise of a step that they count is that of the step."""
 _CONDITIONS = frozenset(("StatelessCase", "StatelessIf"))
 
 
@@ -127,7 +129,7 @@ class _Splitter:
         """Whether a variable that an operation writes is written by each micro-batch."""
         if node in repeated or node.name in self.hints.repeated:
             return True
-        if node.name in self.hints.once or handle in self.of_update:
+        if node.name in self.hints.once or handle in self.of_update or node.op in _COUNTS:
             return False
         reads = [n for n, _ in self.analysis.readers[handle] if n not in self.update and n.outputs]
         return any(self._draws_from(n) for n in reads)

@@ -44,6 +44,8 @@ def _reshape(op: Op) -> list[Made]:
     dims = certain or maybe
     for dim in sorted(dims):
         ahead, after = math.prod(_known(want[:dim])), math.prod(_known(want[dim + 1 :]))
+        if axis.within is None and (ahead, want[dim]) == (math.prod(_known(have[: axis.dim])), have[axis.dim]):
+            return rows_at(op, axis.moved(dim), positions=what.positions)  # Along it nothing moves, however it lies.
         if not before % ahead and not behind % after:
             return rows_at(op, Axis(dim, before // ahead, behind // after), positions=what.positions)
     raise JoinsError
@@ -55,12 +57,17 @@ def _known(shape: Sequence[int | None]) -> list[int]:
     return [size or 1 for size in shape]
 
 
-def _layout(op: Op, axis: Axis, shape: Sequence[int | None]) -> tuple[int, int]:
-    """Times that a dimension holds all samples, and entries of each; where nobody said, samples follow each other."""
+def _layout(op: Op, axis: Axis, shape: Sequence[int | None], of_others: int | None = None) -> tuple[int, int]:
+    """Times that a dimension holds all samples, and entries of each; where nobody said, samples follow each other.
+
+    Or they are laid out with as many entries each `of_others`, which what is the same along the dimension may be taken
+    to be.
+    """
     if axis.within is not None:
         return axis.before or 1, axis.within
     size, samples = shape[axis.dim], op.sizes.samples
-    return 1, 1 if size is None or samples is None else max(size // samples, 1)
+    entries = 1 if size is None or samples is None else max(size // samples, 1)
+    return (entries // of_others, of_others) if of_others and entries % of_others == 0 else (1, entries)
 
 
 @rule("Transpose")
@@ -124,11 +131,14 @@ def _slice_grad(op: Op) -> list[Made]:
         raise NotKnownError
     whole = Axis(cut.dim, axis.before, axis.within)
     if op.out_shape()[cut.dim] != op.shape(4)[axis.dim]:
-        size = None if op.sizes.samples is None else op.sizes.samples * (axis.within or 1)
-        extent = op.out_shape()[cut.dim]
-        if size is None or extent is None or cut.begin % size or cut.stride != 1:
+        _, within = _layout(op, axis, op.shape(4))
+        size = None if op.sizes.samples is None else op.sizes.samples * within
+        extent, part = op.out_shape()[cut.dim], op.shape(4)[axis.dim]
+        if size is None or extent is None or part is None or cut.stride != 1:
             raise JoinsError
-        whole = Axis(cut.dim, extent // size, axis.within)
+        if cut.begin % size or part % size or extent % size:
+            raise JoinsError
+        whole = Axis(cut.dim, extent // size, within)
     return rows_at(op, whole)
 
 
@@ -149,7 +159,10 @@ def _concat(op: Op) -> list[Made]:
         raise JoinsError
     if op.sizes.samples is None:
         raise NotKnownError
-    return rows_at(op, Axis(dim, sum((own.before or 1) for own in axes if own is not None), axis.within))
+    layouts = [_layout(op, own, op.shape(p), axis.within) for p, own in enumerate(axes) if own is not None]
+    if len({within for _, within in layouts}) > 1:
+        raise JoinsError
+    return rows_at(op, Axis(dim, sum(before for before, _ in layouts), layouts[0][1]))
 
 
 @rule("Pack")
@@ -285,6 +298,14 @@ def _gather(op: Op) -> list[Made]:
     return rows_at(op, met(places), index.made.ragged or table.made.ragged)
 
 
+@rule("RandomShuffle", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2")
+def _mixes(op: Op) -> list[Made]:
+    axis = _moved(op, 0)
+    if axis.dim == 0 or op.node.op != "RandomShuffle":
+        raise JoinsError
+    return rows_at(op, axis)
+
+
 @rule("ResourceGather")
 def _gather_weights(op: Op) -> list[Made]:
     axis = _moved(op, 1)
@@ -294,6 +315,8 @@ def _gather_weights(op: Op) -> list[Made]:
 @rule("GatherNd")
 def _gather_nd(op: Op) -> list[Made]:
     table, index = op.values[0], op.values[1]
+    if table.cut or table.kind is Kind.SUM:
+        raise JoinsError  # Of what is not of data each micro-batch has a part, and the index may name any entry.
     if table.kind is not Kind.EVEN or index.kind is not Kind.ROWS or index.made.axis is None:
         raise NotKnownError
     if index.made.axis.dim == len(op.shape(1)) - 1:

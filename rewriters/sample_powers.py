@@ -6,11 +6,16 @@ done to a value that is larger for a micro-batch than for the batch, as gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from fractions import Fraction
+from typing import Any
+
+import numpy as np
 
 from rewriters.rules.elementwise import is_zero
-from rewriters.samples import Kind, MixedError, NotLinearError, Op
+from rewriters.samples import WITHOUT_DATA, MixedError, NoPowerError, NotLinearError, Op
+from rewriters.sizes import Size
 from rewriters.values import constant
 
 __all__: list[str] = []
@@ -104,6 +109,42 @@ def power(op: Op) -> Fraction | None:
     return _as_it_is(op)
 
 
+def power_of(here: Any, whole: Any, parts: int) -> Fraction | None:
+    """The power by which something is larger for the batch that is known, here for a micro-batch; `None` if it is not.
+
+    Of two that are of different lengths it is that of the numbers in them, in whichever order and however often.
+
+    Raises:
+        NoPowerError: If it is larger, and by no power of the number of micro-batches.
+    """
+    if here is None or whole is None:
+        return None
+    if isinstance(here, Size):
+        return Fraction(1)
+    try:
+        mine, other = np.asarray(here, float), np.asarray(whole, float)
+    except (TypeError, ValueError):
+        return Fraction(0) if isinstance(here, np.ndarray) and np.array_equal(here, whole) else None
+    if mine.shape != other.shape:
+        mine, other = np.unique(mine), np.unique(other)
+        if mine.shape != other.shape:
+            return None
+    if np.array_equal(mine, other, equal_nan=True):
+        return Fraction(0)
+    some = (mine != 0) | (other != 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = other[some] / mine[some]
+    first = float(ratios[0])
+    rounding = 2e-2 if getattr(here, "dtype", np.dtype(float)).itemsize == 2 else 1e-6  # Of half precision.
+    if not 0 < first < math.inf or not np.allclose(ratios, first, rtol=rounding, atol=0):
+        raise NoPowerError
+    exponent = math.log(first) / math.log(parts)
+    near = Fraction(exponent).limit_denominator(4)
+    if abs(exponent - near) > rounding:
+        raise NoPowerError
+    return near
+
+
 def _total(terms: Iterable[tuple[Fraction, Fraction | None]]) -> Fraction | None:
     total = Fraction(0)
     for degree, own in terms:
@@ -133,7 +174,7 @@ def _alike(op: Op) -> Fraction | None:
     first = own[0]
     assert first is not None
     if len(set(own)) > 1:
-        if all(op.values[p].kind is Kind.EVEN for p in places):
+        if all(op.values[p].kind in WITHOUT_DATA for p in places):
             return None
         raise MixedError if kind in _ADDS else NotLinearError
     return Fraction(0) if kind in _COMPARES else 2 * first if kind == "SquaredDifference" else first

@@ -7,6 +7,7 @@ known: if its result is as long as the batch, it is taken to go row by row, whic
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from rewriters.errors import NotTileableError
@@ -14,7 +15,7 @@ from rewriters.graph import Node, Tensor
 from rewriters.registry import find_rule
 from rewriters.rules.elementwise import ELEMENTWISE, LinearIn, channel_dim
 from rewriters.rules.pixels import Einsum
-from rewriters.samples import Axis, JoinsError, Kind, Made, NotKnownError, Op, met
+from rewriters.samples import WITHOUT_DATA, Axis, JoinsError, Kind, Made, NotKnownError, Op, met
 
 __all__: list[str] = []
 
@@ -62,8 +63,14 @@ def made(op: Op) -> list[Made]:
         JoinsError: If it joins samples.
         NotKnownError: If there is no rule for it, or not for this use.
     """
-    if all(value.kind is Kind.EVEN for value in op.values) and not op.node.stateful:
-        return [Made(added=_adds(op)) for _ in op.outs]
+    if all(value.kind in WITHOUT_DATA for value in op.values) and not op.node.stateful:
+        return _without_data(op)
+    if op.of(Kind.PLACES):
+        raise JoinsError  # Not cut: of several micro-batches each would have that of the first.
+    return _by_rule(op)
+
+
+def _by_rule(op: Op) -> list[Made]:
     found = _RULES.get(op.node.op)
     if found is not None:
         return found(op)
@@ -74,12 +81,45 @@ def made(op: Op) -> list[Made]:
     return _images(op, data)
 
 
+_SPREADS = frozenset(("Fill", "OnesLike", "ZerosLike"))
+_MULTIPLIES = frozenset(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "EuclideanNorm", "Prod"))
+"""Operations that go with the number of what they take together, in another way than `_adds` tells."""
+
+
+def _without_data(op: Op) -> list[Made]:
+    """Of what is not of data: as long as the batch or not, and if so, whether each sample has the same."""
+    places = op.of(Kind.PLACES)
+    axes = [op.sizes.axis(tensor) for tensor in op.outs]
+    if not any(axes):
+        if places or (op.of(Kind.ALIKE) and op.node.op in _MULTIPLIES):
+            raise JoinsError
+        return [Made(added=_adds(op)) for _ in axes]
+    if op.node.op in _SPREADS:
+        return [Made(Kind.ALIKE, axis) if axis else Made() for axis in axes]
+    own = [] if places else _alike(op)
+    return own or [Made(Kind.PLACES, axis) if axis else Made() for axis in axes]
+
+
+def _alike(op: Op) -> list[Made]:
+    """Where the rules for samples have it that each of them has the same, as each operand has; else nothing."""
+    if not op.of(Kind.ALIKE):
+        axis = op.sizes.axis(op.outs[0])
+        repeats = op.node.op == "Tile" and axis is not None and op.shape(0)[axis.dim] == 1
+        return [Made(Kind.ALIKE, axis)] if repeats or op.node.op == "BroadcastTo" else []
+    alike = (dataclasses.replace(v.made, kind=Kind.ROWS) if v.kind is Kind.ALIKE else v.made for v in op.values)
+    values = [dataclasses.replace(v, made=what) for v, what in zip(op.values, alike, strict=True)]
+    try:
+        found = _by_rule(Op(op.analysis, op.sizes, op.node, values))
+    except (JoinsError, NotKnownError):
+        return []
+    return [dataclasses.replace(w, kind=Kind.ALIKE if w.kind is Kind.ROWS else Kind.EVEN, added=False) for w in found]
+
+
 def _adds(op: Op) -> bool:
     """Whether what is the same for all micro-batches is added up over as many entries as there are samples."""
     if op.node.op not in ("Sum", "BiasAddGrad", "MatMul", "L2Loss") or not op.node.inputs:
         return False
-    axis = op.axis(0)
-    return axis is not None and bool(op.sizes.dims(op.node.inputs[0])[0]) and not op.sizes.dims(op.outs[0])[0]
+    return op.axis(0) is not None and bool(op.sizes.dims(op.node.inputs[0])[0])
 
 
 def _all(op: Op, what: Made) -> list[Made]:

@@ -1,9 +1,10 @@
 """What a tensor of a training step is with regard to the samples of a batch.
 
-The graph is gone through once, and of each tensor it is found out: is it the same for all micro-batches, does it have a
-row for each sample that depends on that sample alone, or is it a sum over samples; and by which power of the number of
-micro-batches it is larger for the batch than for a micro-batch. A mean over the batch is not larger, a sum is, and the
-gradient of a mean by one sample is smaller. Forward and backward values are gone through alike.
+The graph is gone through once, and of each tensor it is found out: is it the same for all micro-batches, does it have
+a row for each sample that depends on that sample alone, or is it a sum over samples; if it is as long as the batch and
+not made of its data, is it the same for each sample, or does it go by their numbers; and by which power of the number
+of micro-batches it is larger for the batch than for a micro-batch. A mean over the batch is not larger, a sum is, and
+the gradient of a mean by one sample is smaller. Forward and backward values are gone through alike.
 
 What operations do to samples is in `sample_rules.py` and `sample_moves.py`, what they do to powers in
 `sample_powers.py`.
@@ -18,6 +19,7 @@ from fractions import Fraction
 from typing import Any
 
 from rewriters.analysis import Analysis
+from rewriters.combining import Growth
 from rewriters.graph import Node, Tensor
 
 __all__: list[str] = []
@@ -27,8 +29,14 @@ class Kind(enum.Enum):
     """What a tensor holds of samples."""
 
     EVEN = "the same for all micro-batches"
+    ALIKE = "as long as the batch, not made of its data, and the same for each sample"
+    PLACES = "as long as the batch, not made of its data, and another one for each sample"
     ROWS = "a row for each sample"
     SUM = "a sum over samples"
+
+
+WITHOUT_DATA = frozenset((Kind.EVEN, Kind.ALIKE, Kind.PLACES))
+"""Kinds of what depends on the batch by its size at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +88,8 @@ class Value:
         state: The operation that read a variable, if it depends on what micro-batches before it have written.
         lost: The operation after which the power is not known.
         mixed: Whether that one added what has different powers.
+        odd: Whether it is known to be larger for the batch by what is no power.
+        cut: Whether it is not made of data, and a part of what is made for the whole batch.
     """
 
     made: Made = Made()
@@ -88,6 +98,8 @@ class Value:
     state: Node | None = None
     lost: Node | None = None
     mixed: bool = False
+    odd: bool = False
+    cut: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -97,7 +109,8 @@ class Value:
     @property
     def to_sum(self) -> Fraction | None:
         """Power that values of micro-batches, added up or put together, are multiplied by to give that of the batch."""
-        return self.power if self.power is None or self.kind is not Kind.SUM else self.power - 1
+        put_together = self.kind in (Kind.ROWS, Kind.ALIKE, Kind.PLACES)
+        return self.power if self.power is None or put_together else self.power - 1
 
 
 class JoinsError(Exception):
@@ -112,6 +125,10 @@ class NotLinearError(Exception):
     """Raised for an operation to which it matters that a value is larger for a micro-batch."""
 
 
+class NoPowerError(Exception):
+    """Raised for a number that is known to be larger for the batch, by no power of the number of micro-batches."""
+
+
 class MixedError(Exception):
     """Raised for an operation that adds what has different powers."""
 
@@ -122,14 +139,16 @@ class Sizes:
 
     Attributes:
         whole: The shape of a tensor in the step as traced for the batch.
-        values: Of a tensor that is computed from constants, its value here and in the step as traced for the batch, if
-            that is another trace; `None` for one that is not known.
+        values: Of a tensor that is computed from constants and sizes, its value here and in the step as traced for the
+            batch, if that is another trace; `None` for one that is not known.
+        growth: How much larger a tensor is for the batch; `None` if not just longer along some axes.
         parts: Number of micro-batches.
         samples: Samples of a micro-batch; `None` if that is not known.
     """
 
     whole: Callable[[Tensor], Any]
     values: Callable[[Tensor], tuple[Any, Any]]
+    growth: Callable[[Tensor], Growth | None]
     parts: int
     samples: int | None
 
@@ -142,6 +161,12 @@ class Sizes:
             whole = tensor.shape
         pairs = list(enumerate(zip(tensor.shape, whole, strict=True)))
         return {d for d, (a, b) in pairs if a is not None and a != b}, {d for d, (a, _) in pairs if a is None}
+
+    def axis(self, tensor: Tensor) -> Axis | None:
+        """Where a tensor is as long as the batch, by its size alone; `None` if it is not, or that is not known."""
+        certain, maybe = self.dims(tensor)
+        dims = certain or (maybe if len(maybe) == 1 else set())
+        return Axis(min(dims)) if dims else None
 
 
 class Op:
@@ -164,12 +189,7 @@ class Op:
 
     def axis(self, position: int) -> Axis | None:
         """Where the samples of an operand lie; also of one that is as long as the batch and the same for all."""
-        made = self.values[position].made
-        if made.kind is not Kind.EVEN:
-            return made.axis
-        certain, maybe = self.sizes.dims(self.node.inputs[position])
-        dims = certain or (maybe if len(maybe) == 1 else set())
-        return Axis(min(dims)) if dims else None
+        return self.values[position].made.axis
 
     def of(self, kind: Kind) -> list[int]:
         """Positions of operands of a kind."""

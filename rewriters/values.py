@@ -280,6 +280,7 @@ _HANDLERS: dict[str, Handler] = {
     "Maximum": _binary(max),
     "Minimum": _binary(min),
     "Pack": _pack,
+    "Unpack": lambda node, index, v: v[0][index] if isinstance(v[0], tuple) else None,
     "ConcatV2": _concat,
     "Slice": _slice,
     "StridedSlice": _strided_slice,

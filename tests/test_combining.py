@@ -63,7 +63,7 @@ OPEN = tf.TensorSpec((None, 3), "float64")
 
 
 def whole(x):
-    return tf.cast(x * 100, "int32")
+    return tf.cast(tf.cast(x, "float64") * 100, "int32")
 
 
 @pytest.mark.parametrize("example", [None, (OPEN,)], ids=["known", "open"])
@@ -93,12 +93,18 @@ def test_results_are_those_of_the_batch(result, how, example):
         (lambda h: tf.stack([h, h]), "has the batch along axis 1"),
         (lambda h: tf.reshape(tf.transpose(h), [-1]), "several rows for each sample"),
         (lambda h: tf.concat([h, h], axis=0), "several rows for each sample"),
-        (lambda h: tf.reduce_max(whole(h)), "of type int32, is no sum over the batch"),
-        (lambda h: tf.reduce_sum(tf.reduce_max(whole(h), axis=0)), "is no sum over the batch"),
-        (lambda h: mean(whole(h)), "is no sum over the batch"),
-        (lambda h: tf.argmax(h[:, 0]), "of type int64, is no sum over the batch"),
+        (lambda h: tf.shape(h)[0] * tf.reduce_sum(whole(h)), "of type int32, is no sum over the batch"),
+        (lambda h: tf.reduce_max(whole(h)), r"join samples of a batch: .* \(Max\)"),
+        (lambda h: tf.reduce_sum(tf.reduce_max(whole(h), axis=0)), r"join samples of a batch: .* \(Max\)"),
+        (lambda h: mean(whole(h)), r"join samples of a batch: .* \(Mean\)"),
+        (lambda h: tf.argmax(h[:, 0]), r"join samples of a batch: .* \(ArgMax\)"),
+        (lambda h: tf.argmax(h - mean(h, 0), -1), r"join samples of a batch: .* \(Sub\)"),
+        (lambda h: tf.equal(h, tf.reduce_max(h)), r"join samples of a batch: .* \(Max\)"),
+        (lambda h: h > mean(h), r"join samples of a batch: .* \(Greater\)"),
+        (lambda h: tf.argsort(tf.argsort(h[:, 0])), r"join samples of a batch: .* \(TopKV2\)"),
+        (lambda h: tf.reduce_sum(whole(h[:, :1] == tf.transpose(h[:, :1]))), r"join samples of a batch: .*\(Equal\)"),
         (lambda h: tf.where(h[:, 0] > 0), "its size is not one that goes with that of the batch"),
-        (lambda h: tf.unique(whole(h[:, 0]))[0], "its size is not one that goes with that of the batch"),
+        (lambda h: tf.unique(whole(h[:, 0]))[0], r"join samples of a batch: .* \(Unique\)"),
         (lambda h: tf.reduce_sum(h) + mean(h), "not known to be a sum or a mean over the batch"),
         (lambda h: 1 + tf.reduce_sum(h), "adds what is not of the batch, .* to a sum over the batch"),
     ],
@@ -159,6 +165,115 @@ def test_each_sample_has_its_own_row_of_what_is_not_of_the_batch(kind):
     assert error < TOLERANCE
 
 
+def sized(x):
+    return tf.cast(tf.shape(x)[0], "float64")
+
+
+def two(x):
+    return tf.concat([x, -x], axis=0)
+
+
+def half(x):
+    """Labels of two batches that lie behind each other, as a discriminator has them."""
+    rows = tf.stack([tf.shape(x)[0], 1])
+    return tf.concat([tf.ones(rows, "float64"), tf.zeros(rows, "float64")], axis=0)
+
+
+def turned(rows):
+    """Those of each sample behind each other, not those of each batch."""
+    return tf.reshape(tf.transpose(tf.reshape(rows, [2, -1])), [-1, 1])
+
+
+WEIGHTED = {
+    "labels of two": (lambda h, x: mean(tf.square(two(h) - half(x))), "mean"),
+    "labels of two on an axis": (lambda h, x: mean(tf.stack([h, -h]) * tf.reshape(half(x), [2, -1, 1])), "mean"),
+    "ones over the size": (lambda h, x: tf.reduce_sum(h * (tf.ones_like(x) / sized(x))), "mean"),
+    "a constant of one over the size": (lambda h, x: tf.reduce_sum(h * np.full(x.shape, 1 / x.shape[0])), "mean"),
+    "numbers over the size": (lambda h, x: tf.reduce_sum(h * numbers(x) / sized(x)), "mean"),
+    "numbers over it, on their own": (lambda h, x: tf.reduce_sum(h * (numbers(x) / sized(x))), "sum"),
+    "mean by numbers over it": (lambda h, x: mean(h * (numbers(x) / sized(x))), "mean"),
+    "numbers from the middle": (lambda h, x: mean(h * (numbers(x) - tf.cast(tf.shape(x)[0] // 2, "float64"))), "mean"),
+    "each number twice": (lambda h, x: mean(tf.repeat(h, 2, 0) * tf.repeat(numbers(x), 2, 0)), "mean"),
+    "the first is heavier": (lambda h, x: mean(h * (0.5 + tf.cast(numbers(x) < 1, "float64"))), "mean"),
+}
+
+
+def test_a_discriminator_as_keras_has_it_trains_as_in_the_plain_step():
+    class Discriminator(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(1, kernel_initializer=keras.initializers.RandomNormal(seed=1))
+            self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
+
+        def call(self, x):
+            return self.head(x)
+
+        def train_step(self, data):
+            real, fake = data
+            count = tf.shape(real)[0]
+            labels = tf.concat([tf.ones((count, 1)), tf.zeros((count, 1))], axis=0)
+            with tf.GradientTape() as tape:
+                loss = self.loss_fn(labels, self(tf.concat([fake, real], axis=0), training=True))
+            weights = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    found = []
+    for callbacks in ([], [tflms_sft.Pipeline(1, "basic", 2, devices=["CPU:0"], verbose=0)]):
+        model = Discriminator()
+        model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
+        model(X)
+        model.fit(X, X**2, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
+        found.append(model.get_weights())
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("returned", [True, False], ids=["loss", "no loss"])
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_of_samples_are_those_of_the_batch(name, returned):
+    """Whether or not the step returns its loss: without it the forward product is not there, its gradient is."""
+    loss, reduction = WEIGHTED[name]
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            value = loss(x @ w, x)
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        return (value, value) if returned else ()
+
+    error, _ = compared((step, w), X, loss_reduction=reduction)
+    assert error < TOLERANCE
+    other = "sum" if reduction == "mean" else "mean"
+    with pytest.raises(PipelineError, match=f"pass `loss_reduction=\"{reduction}\"`"):
+        compared((step, w), X, loss_reduction=other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "op"),
+    [
+        (lambda x: noise(two(x)), "Mul"),
+        (lambda x: tf.tile(numbers(x), [2, 1]), "Mul"),
+        (lambda x: turned(half(x)), "Mul"),
+        (lambda x: tf.broadcast_to(turned(half(x)), tf.shape(two(x))), "Mul"),
+    ],
+    ids=["noise", "numbers", "labels of each sample", "and spread"],
+)
+def test_what_two_batches_do_not_lie_like_is_refused(rows, op):
+    with pytest.raises(PipelineError, match=rf"join samples of a batch: `\w+` \({op}\)"):
+        compared(descending(lambda w, x: (mean(two(tf.tanh(x @ w)) * rows(x)), mean(x))), X)
+
+
+def test_noise_that_data_look_up_is_refused():
+    index = np.array([1, 0, 3, 2, 1, 0, 3, 2])
+
+    def loss_and_result(w, x, index):
+        return mean(x @ w + tf.gather_nd(noise(x), index[:, None])), mean(x)
+
+    with pytest.raises(PipelineError, match=r"join samples of a batch: `GatherNd` \(GatherNd\)"):
+        compared(descending(loss_and_result), X, index)
+
+
 def test_rows_of_a_micro_batch_are_counted_from_its_first():
     """The score of each sample's own class, which `tf.gather_nd` finds by numbers of samples."""
     labels = np.arange(8) % 3
@@ -174,6 +289,40 @@ def test_rows_of_a_micro_batch_are_counted_from_its_first():
         assert "GatherNd" in str(refused)
     else:
         assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("turned", [lambda rows: rows[::-1], lambda rows: (rows + 1) % tf.size(rows)])
+@pytest.mark.parametrize("returned", [True, False])
+def test_rows_that_are_those_of_others_are_refused(turned, returned):
+    w = tf.Variable(np.eye(3))
+
+    @tf.function(autograph=False)
+    def step(x):
+        rows = turned(tf.range(tf.shape(x)[0]))
+        with tf.GradientTape() as tape:
+            value = mean(tf.gather_nd(tf.tanh(x @ w), rows[:, None]) * x)
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        return (value, value) if returned else ()
+
+    with pytest.raises(PipelineError, match=r"join samples of a batch: `[\w/]+` \((GatherNd|UnsortedSegmentSum)\)"):
+        compared((step, w), X)
+
+
+@pytest.mark.parametrize("samples", [slice(4), slice(3), slice(None, None, 2)])
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_part_of_the_samples_is_refused(samples, returned):
+    w = tf.Variable(np.eye(3))
+
+    @tf.function(autograph=False)
+    def step(x):
+        count = tf.shape(x)[0] // 2
+        with tf.GradientTape() as tape:
+            value = mean((x @ w)[: count if samples.stop == 4 else samples.stop : samples.step])
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        return (value, value) if returned else ()
+
+    with pytest.raises(PipelineError, match=r"join samples of a batch: `[\w/]+` \((StridedSlice|MatMul)\)"):
+        compared((step, w), X)
 
 
 def test_what_is_as_long_as_the_batch_along_two_axes_is_refused():
@@ -201,6 +350,48 @@ def to_codes(w, x, codes):
 def test_arguments_that_are_no_batch_are_left_whole(batched, example):
     error, _ = compared(descending(to_codes), X, CODES, example=example, batched=batched)
     assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("number", [4, 5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_how_many_codes_there_are_does_not_matter(number, reduction):
+    """For an open batch the step is traced for some known one, of which no other argument may be taken to be a part."""
+
+    def loss_and_result(w, x, codes):
+        reduce = mean if reduction == "mean" else tf.reduce_sum
+        return reduce(tf.tanh(x @ w)) + tf.reduce_sum(tf.square(codes @ w)), mean(x)
+
+    codes = tf.TensorSpec((number, 3), "float64")
+    step = descending(loss_and_result)
+    if reduction == "mean":
+        assert compared(step, X, CODES[:number], example=(OPEN, codes))[0] < TOLERANCE
+    else:
+        with pytest.raises(PipelineError, match="adds what is not of the batch"):
+            compared(step, X, CODES[:number], example=(OPEN, codes), loss_reduction="sum")
+
+
+def test_an_open_batch_may_come_by_keyword():
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(autograph=False)
+    def step(scale, x, codes):
+        with tf.GradientTape() as tape:
+            loss = mean(tf.tanh(x @ w)) * scale + mean(tf.square(codes @ w))
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    specs = {"x": OPEN, "codes": tf.TensorSpec((4, 3), "float64")}
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"]), tf.TensorSpec((), "float64"), **specs)
+    got = rewritten(tf.constant(2.0, "float64"), x=X, codes=CODES[:4])
+    w.assign(np.eye(3) + 0.1)
+    np.testing.assert_allclose(got, step(tf.constant(2.0, "float64"), x=X, codes=CODES[:4]), rtol=1e-12)
+
+
+@pytest.mark.parametrize("example", [None, (OPEN,)], ids=["known", "open"])
+def test_a_tensor_from_outside_that_is_as_long_as_the_batch_has_to_be_an_argument(example):
+    outside = tf.constant(ROWS)
+    with pytest.raises(PipelineError, match="traced for 4 samples as well, and that fails.* pass that as an argument"):
+        compared(returning(mean, lambda h: mean(h * outside)), X, example=example)
 
 
 def test_arguments_of_different_open_sizes_are_not_cut_alike():

@@ -10,7 +10,8 @@ from pipelined import error
 import tflms_sft
 from rewriters.errors import PipelineError
 from tflms_sft import Pipeline, PipelineParams
-from tflms_sft._micro_batches import judged, trace
+from tflms_sft._micro_batches import judged
+from tflms_sft._traces import trace
 
 X = np.random.default_rng(0).normal(size=(8, 3))
 mean = tf.reduce_mean
@@ -107,6 +108,14 @@ def chosen(x, w, _):
     return mean(tf.boolean_mask(net(x, w)[:, 0], x[:, 0] > 0))
 
 
+def noise(x):
+    return tf.random.stateless_normal(tf.shape(x), [1, 2], dtype="float64")
+
+
+def alike(x):
+    return tf.cast(tf.unique(tf.round(x[:, 0]))[1], "float64")
+
+
 JOINED = {
     "all pairs by a product": (contrast, "MatMul"),
     "all pairs by broadcasting": (pairs, "Sub"),
@@ -119,6 +128,8 @@ JOINED = {
     "the hardest": (lambda x, w, _: mean(tf.math.top_k(mean(net(x, w), 1), k=x.shape[0] // 2)[0]), "TopKV2"),
     "halves": (halves, "Split"),
     "neighbours": (neighbours, "Reshape"),
+    "shuffled": (lambda x, w, _: mean(net(x, w) * tf.random.shuffle(x)), "RandomShuffle"),
+    "numbered by their like": (lambda x, w, _: mean(net(x, w)[:, 0] * alike(x)), "Unique"),
     "every second": (lambda x, w, _: mean(tf.square(net(x, w)[::2] - net(x, w)[1::2])), "StridedSlice"),
     "the first": (lambda x, w, _: mean(tf.square(net(x, w) - x[:1])), "StridedSlice"),
     "one that is looked up": (lambda x, w, _: mean(net(x, w) * tf.gather(x, [0])), "GatherV2"),
@@ -216,6 +227,32 @@ def test_micro_batches_of_one_sample_are_the_same():
 def test_what_is_neither_a_sum_nor_a_mean_is_refused(loss, power, reduction):
     with pytest.raises(PipelineError, match=f"is neither a sum nor a mean over the batch, .* the power of {power}"):
         judge(step_of(loss)[0], loss_reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("loss", "number"),
+    [
+        (lambda x, w, _: tf.reduce_sum(net(x, w)) / (size(x) - 1), r"`sub\w*:0` \(3 for a micro-batch, 7 for"),
+        (lambda x, w, _: tf.reduce_sum(net(x, w)) / (x.shape[0] - 1), r"\(3 for a micro-batch, 7 for the batch\)"),
+        (lambda x, w, _: mean(net(x, w)) / tf.math.log(size(x)), r"`Log:0` \(1.38629 for"),
+        (lambda x, w, _: mean(net(x, w) * mean(noise(x))), "Mean"),
+    ],
+)
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_number_that_goes_with_the_size_by_no_power_is_refused(loss, number, returned):
+    with pytest.raises(PipelineError, match=f"computes with .*{number}.* by no power of it"):
+        judge(step_of(loss, None if returned else lambda x, w: ())[0])
+
+
+@pytest.mark.parametrize(("axis", "reduction"), [(0, "mean"), (1, "sum")])
+def test_a_size_out_of_several_is_known(axis, reduction):
+    def loss(x, w, _):
+        return tf.reduce_sum(net(x, w)) / tf.cast(tf.unstack(tf.shape(x))[axis], "float64")
+
+    step, other = step_of(loss, lambda x, w: ())[0], "sum" if reduction == "mean" else "mean"
+    assert judge(step, loss_reduction=reduction).notes == ()
+    with pytest.raises(PipelineError, match=f"Gradients are a {reduction}"):
+        judge(step, loss_reduction=other)
 
 
 def test_sums_and_means_in_one_gradient_are_refused():
@@ -319,6 +356,57 @@ def test_counters_and_totals_are_the_same(effects):
         return mean(net(x, w)) * (tf.exp(-own) if anneals else 1.0)
 
     assert same(*step_of(loss, **effects), steps=3) == ()
+
+
+def test_a_counter_that_noise_is_drawn_by_counts_steps():
+    """And the noise of a step is that of the plain one, for all samples and for each."""
+    w, counter = tf.Variable(np.eye(3)), tf.Variable(3, dtype="int64", name="counter")
+
+    @tf.function(autograph=False)
+    def step(x):
+        seed = tf.stack([counter.read_value(), tf.constant(0, "int64")])
+        flip = tf.sign(tf.random.stateless_uniform([], seed, -1, 1, "float64"))
+        own = tf.random.stateless_normal(tf.shape(x), seed, dtype="float64")
+        with tf.GradientTape() as tape:
+            value = mean(tf.square((flip * x + own) @ w))
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        counter.assign_add(1)
+        return value, counter.read_value(), flip
+
+    for example in (None, (tf.TensorSpec((None, 3), "float64"),)):
+        assert same(step, [w, counter], steps=3, example=example) == ()
+
+
+TOTALS = {
+    "read before": (lambda before, after, value, x: before, False),
+    "read before and after": (lambda before, after, value, x: after - before, False),
+    "read after": (lambda before, after, value, x: after * 2, True),
+    "a loss over a total": (lambda before, after, value, x: value / after, False),
+    "samples over a total": (lambda before, after, value, x: x / after, False),
+    "a loss and a total": (lambda before, after, value, x: value + after, False),
+    "both, apart": (lambda before, after, value, x: (value, after), True),
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_results_read_a_total_when_all_has_been_added_or_are_refused(name):
+    result, right = TOTALS[name]
+    w, own = tf.Variable(np.eye(3)), tf.Variable(np.float64(1), name="own")
+
+    @tf.function(autograph=False)
+    def step(x):
+        before = own.read_value()
+        with tf.GradientTape() as tape:
+            value = mean(tf.tanh(x @ w))
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        own.assign_add(tf.reduce_sum(tf.abs(x)))
+        return result(before, own.read_value(), value, x)
+
+    if right:
+        assert same(step, [w, own]) == ()
+    else:
+        with pytest.raises(PipelineError, match="they join samples of a batch: variable 'own:0'"):
+            judge(step)
 
 
 def fitted(metrics, callbacks, reduction="sum_over_batch_size"):

@@ -173,6 +173,7 @@ def test_an_update_of_the_wrong_sign_is_found_though_gradients_are_right(monkeyp
 def test_numbers_that_are_not_finite_show_nothing():
     result = verify(net(), (X[:4] * np.nan, Y[:4]), TILES)
     assert not result and "the plain step gives numbers that are not finite" in result.summary()
+    assert result.summary().startswith("CANNOT TELL: ")
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Taken:
             relaxed = [tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape) for tensor, spec in flat]
             return tf.nest.pack_sequence_as(self._spec, relaxed)
 
-        sets = [tf.data.Dataset.from_tensors(batch).map(unknown) for batch in self.batches]
+        sets: list[Any] = [tf.data.Dataset.from_tensors(batch).map(unknown) for batch in self.batches]
         return iter(functools.reduce(lambda a, b: a.concatenate(b), sets))
 
     def wait_until_quiet(self) -> None:

@@ -138,7 +138,10 @@ class Verification:
     def summary(self) -> str:
         """A report of several lines."""
         wrong = [found for found in self.differences if not found.ok]
-        if wrong:
+        not_finite = any(not math.isfinite(found.noise) for found in wrong)
+        if wrong and all(not math.isfinite(found.noise) for found in wrong):
+            first = f"CANNOT TELL: {len(wrong)} of {len(self.differences)} tensors are not finite"
+        elif wrong:
             first = f"DIFFERENT: rounding does not explain {len(wrong)} of {len(self.differences)} tensors"
         elif not self.plan.changed:
             first = "Nothing was rewritten, so that this shows nothing: ask for tiles, or for a smaller budget"
@@ -158,7 +161,7 @@ class Verification:
                 numbers = "".join(f"{value:>11.1e}" for value in (found.relative, found.limit, found.noise))
                 lines.append(f"  {f'{number} {kind}(s)':<14}{numbers}   {found.name}")
         lines.extend(f"  wrong: {found.kind} {found.name}: {found.relative:.1e}" for found in wrong[:_MOST_NAMES])
-        if any(not math.isfinite(found.noise) for found in wrong):
+        if not_finite:
             lines.append("  the plain step gives numbers that are not finite, which cannot be compared: use other data")
         if self.sensitive is not None and not self.random_ops:
             lines.append(

@@ -20,9 +20,10 @@ from rewriters.sft import SegmentPlan
 from rewriters.staged import Staged, with_tiles
 from rewriters.stages import Stages, assign_stages
 from tflms_sft import _devices
+from tflms_sft._batch_sizes import BatchSizes
 from tflms_sft._compile import Traced, analyse
 from tflms_sft._cuts import choose_cuts, named_cuts
-from tflms_sft._micro_batches import BatchSizes, Traces, judged, trace
+from tflms_sft._micro_batches import judged
 from tflms_sft._names import captured, display_names, variable_names
 from tflms_sft._params import SFTParams
 from tflms_sft._pipeline_params import PipelineParams
@@ -31,6 +32,7 @@ from tflms_sft._plan import Plan
 from tflms_sft._swap import swap_in_stages
 from tflms_sft._text import shortened
 from tflms_sft._tiling import Staging, plan_sft
+from tflms_sft._traces import Traces, trace
 
 if TYPE_CHECKING:
     from tflms_sft._rewrite import Chosen
@@ -88,6 +90,7 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Impo
         factors=judgement.factors,
         growth=lambda tensor: sizes.growth(staged.traced(tensor)),
         gradients_are_means=params.loss_reduction == "mean",
+        alike=lambda tensor: staged.traced(tensor).name not in judgement.places,
     )
     places = pipeline.Devices(devices, _variable_devices(traces.micro, staged.analysis))
     built = pipeline.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)

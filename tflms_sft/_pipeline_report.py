@@ -34,7 +34,7 @@ from tflms_sft._pipeline_plan import PlannedPipeline, PlannedStage
 from tflms_sft._plan import Plan, PlannedSwap, Prediction
 
 if TYPE_CHECKING:
-    from tflms_sft._micro_batches import Traces
+    from tflms_sft._traces import Traces
 
 
 WITH_THE_SLOT = "the slot before"

@@ -1,0 +1,185 @@
+"""A step traced for a batch and for a part of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.errors import PipelineError, RewriteError
+from rewriters.micro import Hints
+from tflms_sft._names import LayerRecord
+from tflms_sft._pipeline_params import PipelineParams
+from tflms_sft._watch import watched_effects
+
+
+@dataclasses.dataclass
+class Traces:
+    """A step as it is and as it is for one micro-batch.
+
+    Attributes:
+        whole: The step.
+        micro: The same for a micro-batch; the step itself if there is one only, or if its batch is unknown.
+        record: Layers of `micro`.
+        hints: What is known of its counters.
+        batched: Positions of the arguments that have the batch axis.
+        batch: Samples of a batch, if that is known.
+        known: The same for a batch of some known size, if that of the step is open.
+        count: Number of micro-batches.
+    """
+
+    whole: Any
+    micro: Any
+    record: LayerRecord
+    hints: Hints
+    batched: list[int]
+    batch: int | None = None
+    known: Traces | None = None
+    count: int = 1
+
+
+def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
+    """Trace a step for the whole batch, and for a micro-batch.
+
+    Raises:
+        PipelineError: If there is no batch to cut.
+        ValueError: If it cannot be cut evenly.
+    """
+    from tflms_sft._rewrite import batch_of, is_concrete, spec_of, traced_once
+
+    count = params.total_micro_batches
+    with watched_effects() as hints:
+        whole, record = traced_once(step, args, kwargs)
+    arguments = _arguments(whole)
+    leading = [t.shape[0] if t.shape.rank else 0 for t in arguments]
+    told = None if params.batched is None else _positions(params.batched, arguments)
+    unknown = [p for p, size in enumerate(leading) if size is None and (told is None or p in told)]
+    if count == 1:
+        size = batch_of((args, kwargs)) or max((found for found in leading if found is not None), default=0)
+        batched = unknown or [p for p, found in enumerate(leading) if found == size] or list(range(len(arguments)))
+        return Traces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
+    if unknown:
+        open_step = Traces(whole, whole, record, hints.of(whole.graph), unknown, count=count)
+        if not is_concrete(step):
+            specs = tf.nest.map_structure(spec_of, (args, kwargs))
+            open_step.known = _of_some_batch(step, params, specs, told, leading)
+        return open_step
+    if is_concrete(step):
+        raise PipelineError(
+            f"`step` is traced for a fixed batch, and {count} micro-batches need it traced for a part of one. Pass the "
+            "`tf.function` with example arguments, or trace it with a batch of `None`."
+        )
+    specs = tf.nest.map_structure(spec_of, (args, kwargs))
+    batch = batch_of(specs) if told is None else _size_of(told, leading)
+    if batch is None:
+        raise PipelineError("No argument of the step has a batch axis, so there are no micro-batches. Use 1.")
+    if batch % count:
+        raise ValueError(
+            f"`micro_batches` must cut the batch evenly: {batch} samples do not make {count} micro-batches. "
+            f"Received: micro_batches={params.micro_batches}, data_replicas={params.data_replicas}. Use batches whose "
+            f"size is a multiple of {count}; leave out a last smaller one (`drop_remainder=True`)."
+        )
+    return _with_part(step, whole, params, _of_size(specs, batch, batch // count, told), told, batch)
+
+
+def _arguments(concrete_fn: Any) -> Any:
+    """What it is called with."""
+    return concrete_fn.inputs[: len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)]
+
+
+def _of_size(specs: Any, batch: int | None, size: int, told: Sequence[int] | None) -> Any:
+    """Specifications with another size in the place of that of the batch, or of an open one, of arguments that have it.
+
+    With `told` it is that of those alone.
+    """
+    positions = itertools.count()
+
+    def of_size(spec: Any) -> Any:
+        if not isinstance(spec, tf.TensorSpec):
+            return spec
+        position = next(positions)
+        if spec.shape.rank and spec.shape[0] == batch and (told is None or position in told):
+            return tf.TensorSpec((size, *spec.shape[1:]), spec.dtype, spec.name)
+        return spec
+
+    return tf.nest.map_structure(of_size, specs)
+
+
+def _of_some_batch(
+    step: Any, params: PipelineParams, specs: Any, told: Sequence[int] | None, leading: Sequence[Any]
+) -> Traces:
+    """An open step for some known batch, of which no other argument is: what two traces tell is the same for any."""
+    count = params.total_micro_batches
+    samples = next(size for size in itertools.count(2) if size not in leading and size * count not in leading)
+    part = _of_size(_of_size(specs, None, samples, told), None, samples * count, None)
+    whole, _ = _traced_again(step, _of_size(specs, None, samples * count, None), samples * count)
+    return _with_part(step, whole, params, part, told, samples * count)
+
+
+def _traced_again(step: Any, specs: Any, samples: int) -> Any:
+    """The step for so many samples, with its layers.
+
+    Raises:
+        PipelineError: If it is for another number only.
+    """
+    from tflms_sft._rewrite import traced_once
+
+    try:
+        return traced_once(step, *specs)
+    except RewriteError:
+        raise
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        raise PipelineError(
+            f"To see what goes with the size of the batch, the step is traced for {samples} samples as well, and that "
+            "fails. If it reads a tensor from outside that is as long as the batch, pass that as an argument, so that "
+            f"it is cut too; or use `micro_batches=1`. TensorFlow says: {error}"
+        ) from error
+
+
+def _with_part(
+    step: Any, whole: Any, params: PipelineParams, part: Any, told: Sequence[int] | None, batch: int
+) -> Traces:
+    """With the step as traced for a micro-batch, of which `part` are the specifications."""
+    count = params.total_micro_batches
+    with watched_effects() as hints:
+        micro, record = _traced_again(step, part, batch // count)
+    pairs = zip(_arguments(whole), _arguments(micro), strict=True)
+    batched = [p for p, (a, b) in enumerate(pairs) if b.shape.rank and a.shape[0] != b.shape[0]]
+    if told is not None and batched != list(told):
+        raise PipelineError(
+            "`batched` goes with arguments in the order in which the step takes them: pass no keywords to `rewrite`. "
+            f"Received: batched={params.batched!r}."
+        )
+    return Traces(whole, micro, record, hints.of(micro.graph), batched, batch, count=count)
+
+
+def _positions(batched: Sequence[Any], inputs: Sequence[Any]) -> list[int]:
+    """Positions of the arguments that a user names.
+
+    Raises:
+        ValueError: If there is no such argument, or it has no axes.
+    """
+    names = [t.op.name for t in inputs]
+    found = {names.index(item) if item in names else item for item in batched}
+    for item in found:
+        if not isinstance(item, int) or not 0 <= item < len(names) or not inputs[item].shape.rank:
+            raise ValueError(
+                f"`batched` names {item!r}, which is no argument of the step that has axes. Received: "
+                f"batched={list(batched)!r}. Its arguments are {names}, at the positions 0 to {len(names) - 1}."
+            )
+    return sorted(found)
+
+
+def _size_of(positions: Sequence[int], leading: Sequence[Any]) -> Any:
+    """The batch of arguments of which it is known which have one.
+
+    Raises:
+        ValueError: If their sizes differ.
+    """
+    sizes = {position: leading[position] for position in positions}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"`batched` names arguments of different leading sizes. Received, by position: {sizes}.")
+    return next(iter(sizes.values()))
