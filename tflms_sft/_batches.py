@@ -7,7 +7,6 @@ before, it is waited for until the data set has as many ahead as it wants, and t
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -62,8 +61,11 @@ class Taken:
             relaxed = [tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape) for tensor, spec in flat]
             return tf.nest.pack_sequence_as(self._spec, relaxed)
 
-        sets: list[Any] = [tf.data.Dataset.from_tensors(batch).map(unknown) for batch in self.batches]
-        return iter(functools.reduce(lambda a, b: a.concatenate(b), sets))
+        found: Any = None
+        for batch in self.batches:
+            own = tf.data.Dataset.from_tensors(batch).map(unknown)
+            found = own if found is None else found.concatenate(own)
+        return iter(found)
 
     def wait_until_quiet(self) -> None:
         """Wait until the data set has prepared what it wants to have ahead.

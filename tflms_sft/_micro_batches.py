@@ -16,6 +16,7 @@ from rewriters.roles import is_seed
 from rewriters.samples import Sizes
 from tflms_sft._batch_sizes import BatchSizes
 from tflms_sft._compile import analyse
+from tflms_sft._names import part_name, variable_names
 from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._text import shortened
 from tflms_sft._traces import Traces
@@ -100,18 +101,13 @@ class _Names:
 
     def __init__(self, traces: Traces, analysis: Analysis) -> None:
         self._record = traces.record
-        concrete_fn = traces.micro
-        count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
-        by_handle = {id(v.handle): v.name for v in concrete_fn.graph.variables}
-        captured = zip(analysis.graph.inputs[count:], concrete_fn.captured_inputs, strict=True)
-        self._variables = {handle: by_handle.get(id(tensor), handle.node.name) for handle, tensor in captured}
+        self._variables = variable_names(traces.micro, analysis.graph)
 
     def of(self, what: Node | Tensor) -> str:
-        """The layer of an operation, or else its name; of a handle the name of the variable."""
+        """The layer or loss of an operation, or else its name; of a handle the name of the variable."""
         if isinstance(what, Tensor):
             return f"variable {self._variables.get(what, what.node.name)!r}"
-        call = self._record.layer_of_op.get(what.name)
-        return f"layer {call.layer!r} ({call.kind})" if call else f"`{what.name}` ({what.op})"
+        return part_name(self._record, what.name) or f"`{what.name}` ({what.op})"
 
     def has_layer(self, node: Node) -> bool:
         """Whether an operation belongs to a layer."""
