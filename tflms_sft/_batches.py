@@ -1,15 +1,15 @@
 """Batches that are taken out of a data set before a step on them is measured.
 
 A data set prepares batches beside the step, in the same memory where the device is a CPU: what Keras makes of arrays
-has several of them ahead. What it takes meanwhile is none of the step's. So the batches of the first step are fetched
-before, it is waited for until the data set has as many ahead as it wants, and then nobody takes one from it.
+has several of them ahead. What it takes meanwhile is none of the step's. So the first batch is fetched before, it is
+waited for until the data set has as many ahead as it wants, and then nobody takes one from it.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -37,10 +37,11 @@ class Taken:
 
     Args:
         iterator: Of a data set; what is left in it comes afterwards.
-        number: How many at most.
+        number: How many at most. Those behind the first stay where they are until they are asked for: there may be
+            many. As each is replaced by another one, they do not count either.
 
     Attributes:
-        batches: The batches.
+        first: The first batch.
 
     Raises:
         StopIteration: If there are none left.
@@ -48,24 +49,27 @@ class Taken:
 
     def __init__(self, iterator: Any, number: int) -> None:
         begun = time.monotonic()
-        first = next(iterator)
+        self.first = next(iterator)
         self._seconds = time.monotonic() - begun
-        self._spec = iterator.element_spec
-        self.batches = [first, *itertools.islice(iterator, number - 1)]
+        self._iterator, self._number = iterator, number
 
     def again(self) -> Any:
-        """An iterator of these batches, without a copy, whose shapes are as unknown as they were."""
+        """An iterator of these batches, whose shapes are as unknown as they were."""
+        spec = self._iterator.element_spec
+        if self._number > 1:
 
-        def unknown(*batch: Any) -> Any:
-            flat = zip(tf.nest.flatten(batch), tf.nest.flatten(self._spec), strict=True)
+            def generate() -> Iterator[Any]:
+                yield self.first
+                yield from itertools.islice(self._iterator, self._number - 1)
+
+            return iter(tf.data.Dataset.from_generator(generate, output_signature=spec))
+
+        def unknown(*batch: Any) -> Any:  # Without a copy.
+            flat = zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True)
             relaxed = [tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape) for tensor, spec in flat]
-            return tf.nest.pack_sequence_as(self._spec, relaxed)
+            return tf.nest.pack_sequence_as(spec, relaxed)
 
-        found: Any = None
-        for batch in self.batches:
-            own = tf.data.Dataset.from_tensors(batch).map(unknown)
-            found = own if found is None else found.concatenate(own)
-        return iter(found)
+        return iter(tf.data.Dataset.from_tensors(self.first).map(unknown))
 
     def wait_until_quiet(self) -> None:
         """Wait until the data set has prepared what it wants to have ahead.
@@ -76,7 +80,7 @@ class Taken:
 
     def on_device(self) -> list[int]:
         """Sizes of the tensors of one batch that are in the memory that is measured."""
-        tensors = tf.nest.flatten(self.batches[0])
+        tensors = tf.nest.flatten(self.first)
         return [int(tf.size(t)) * t.dtype.size for t in tensors if t.device.endswith(device.name())]
 
 

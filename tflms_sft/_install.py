@@ -120,6 +120,7 @@ class Installation:
         self._jit_compile: Any = None
         self._installed: Any = None
         self._measured = False
+        self._has_taken = False
         self._fitting: Fitting | None = None
         self._variables: list[int] = []
         self._num_replicas = 1
@@ -298,7 +299,7 @@ class Installation:
         self._planned_again = True
         self._corrections[self._corrected] = plan.measured.peak_bytes / plan.predicted.peak_bytes
         self.plan = None
-        self._measured = False
+        self._measured = self._has_taken = False
         for importer in self._steps.values():
             importer.abandon()
         self._make()
@@ -318,11 +319,15 @@ class Installation:
 
         The step may be traced for unknown sizes; plans are made for known ones.
         """
-        if self._measured or not can_be_taken(iterator):
+        if self._measured or self._has_taken or not can_be_taken(iterator):
             return None
+        known = bool(self._batch_shape or self._first_batch) or self.plan is not None
+        if known and (self._params.pipeline is not None or not device.keeps_statistics()):
+            return None
+        self._has_taken = True
         taken = Taken(iterator, self.model.steps_per_execution)
-        if not (self._batch_shape or self._first_batch or self.plan is not None):
-            self._note(taken.batches[0])
+        if not known:
+            self._note(taken.first)
         return taken
 
     def reset_peak(self) -> int | None:
