@@ -74,8 +74,11 @@ class Taken:
     def wait_until_quiet(self) -> None:
         """Wait until the data set has prepared what it wants to have ahead.
 
-        While it prepares one batch nothing need change for as long as that takes, which the first one tells.
+        While it prepares one batch nothing need change for as long as that takes, which the first one tells. Where
+        the device keeps no statistics nobody can tell, and nothing is measured.
         """
+        if not device.keeps_statistics():
+            return
         _wait_until_quiet(min(max(self._seconds, QUIET_SECONDS), MOST_SECONDS), _in_use)
 
     def on_device(self) -> list[int]:
