@@ -334,6 +334,11 @@ class _Leaving:
         for node in states:
             self.written.update((h, node) for h in handles(node) if h not in self.written)
         self.written.update((h, node) for h, node in self._half_written() if h not in self.written)
+        for handle, node in self._entangled():
+            if node.name in self.metrics:
+                self.in_metrics[handle] = None
+            else:
+                self.written.setdefault(handle, node)
         again = {h for node in self.parts.update if writes(node) for h in handles(node)}
         alone = self._ancestors(of_metrics) - results
         notes = [n for n in self.values.joined if n in alone]
@@ -411,6 +416,31 @@ class _Leaving:
                     writing = written.get(handle, [])
                     if writing and (result.node in self.parts.direct or not self._runs_after(node, writing)):
                         yield handle, node
+
+    def _entangled(self) -> Iterator[tuple[Tensor, Node]]:
+        """Variables that are written twice, or by what another one has become meanwhile, with who writes them.
+
+        What each write does may add up, as that of a sum after that of zero does not: after it micro-batches have
+        another value to go on from than the batch. Several sums that are added are one.
+        """
+        written: dict[Tensor, list[Node]] = {}
+        for node, handle in self._writes():
+            written.setdefault(handle, []).append(node)
+        counted = {*self.parts.direct, *(node for node in self.parts.repeated if node.name in self.metrics)}
+        of_data = {handle for handle, nodes in written.items() if not counted.isdisjoint(nodes)}  # Others are seeds.
+        for handle, nodes in written.items():
+            if handle in of_data and len(nodes) > 1 and not all(self._adds_samples(node, handle) for node in nodes):
+                yield handle, nodes[-1]
+            for node in nodes:
+                found = self._added(node, handle)
+                before = self._ancestors([found[1]] if found is not None else node.inputs[1:], through_draws=False)
+                if any(other in of_data and other != handle for n in before for other in handles(n)):
+                    yield handle, node
+
+    def _adds_samples(self, node: Node, handle: Tensor) -> bool:
+        """Whether a write adds something that is made of samples, so that micro-batches add their parts of it."""
+        found = self._added(node, handle)
+        return found is not None and self.of[found[1]].kind is Kind.SUM and self._adds_up(node, *found)
 
     def _runs_after(self, node: Node, others: Sequence[Node]) -> bool:
         """Whether an operation waits for some others, or is one of them."""

@@ -337,6 +337,44 @@ def test_variables_that_do_not_add_up_are_refused_by_name(effects):
         judge(step_of(lambda x, w, _: mean(net(x, w)), **effects)[0])
 
 
+def totals_and(write):
+    """A step that also writes two variables, by its results."""
+    w = tf.Variable(np.eye(3), name="w")
+    own, other = (tf.Variable(0.5, dtype="float64", name=name) for name in ("own", "other"))
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            made = x @ w
+            value = mean(tf.square(made))
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        write(own, other, tf.reduce_sum(made))
+        return value
+
+    return step, [w, own, other]
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (lambda own, other, total: [own.assign(0.0), own.assign_add(total)], "own"),
+        (lambda own, other, total: [own.assign(0.9 * own), own.assign_add(0.1 * total)], "own"),
+        (lambda own, other, total: [own.assign_add(1.0), own.assign_add(total)], "own"),
+        (lambda own, other, total: [own.assign_add(total), other.assign_add(own.read_value())], "other"),
+        (lambda own, other, total: [other.assign(own.read_value()), own.assign_add(total)], "other"),
+        (lambda own, other, total: [own.assign_add(total), other.assign(tf.maximum(other, own))], "other"),
+    ],
+)
+def test_writes_that_go_by_an_earlier_write_are_refused_by_name(write, name):
+    with pytest.raises(PipelineError, match=f"they join samples of a batch: variable '{name}:0'"):
+        judge(totals_and(write)[0])
+
+
+def test_several_sums_that_are_added_are_one():
+    step, variables = totals_and(lambda own, other, total: [own.assign_add(total), own.assign_add(2 * total)])
+    assert same(step, variables, steps=3) == ()
+
+
 @pytest.mark.parametrize(
     "effects",
     [
