@@ -24,7 +24,7 @@ from rewriters.graph import LOOPS, Node, Tensor, predecessors
 from rewriters.micro import Parts
 from rewriters.positions import Borders, Use, counts_on, without_data
 from rewriters.resources import handles, writes
-from rewriters.roles import is_seed, reads_shape_only
+from rewriters.roles import is_random, is_seed, reads_shape_only
 from rewriters.rules.elementwise import ELEMENTWISE
 from rewriters.sample_powers import power, power_of
 from rewriters.sample_rules import SHAPE_OPERANDS, made
@@ -48,7 +48,6 @@ __all__: list[str] = []
 _ = sample_moves  # Importing it fills the table.
 
 _ADDS = ("Add", "AddN", "AddV2", "Sub")
-_DRAWS = ("Random", "Multinomial", "TruncatedNormal")
 _DECISIONS = ("All", "Any")
 """Checks of a batch, mostly, such as whether all labels are 0 or 1: that is said, and not refused."""
 
@@ -497,7 +496,7 @@ class _Leaving:
 
 def _draws(node: Node) -> bool:
     """Whether an operation makes random numbers: each sample has its own."""
-    return any(name in node.op for name in _DRAWS) and node.op != "RandomShuffle"
+    return is_random(node) and node.op != "RandomShuffle"
 
 
 def unfit(powers: dict[Tensor, Any]) -> list[Tensor]:
