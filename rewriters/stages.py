@@ -77,6 +77,7 @@ class _Assignment:
         self._place_what_waits()
         self._check_cuts()
         self._place_weights(weights)
+        self._check_last()
         self._place_backward()
         self._place_shapes()
         return Stages(self.last + 1, self.of, self.owner, self.beside, frozenset(self.shape_only))
@@ -121,7 +122,11 @@ class _Assignment:
         for number, cut in enumerate(self.cuts):
             for tensor in cut:
                 self._check_cut(number, tensor)
-        reached = self._stages_of_the_loss()
+
+    def _check_last(self) -> None:
+        """Where a last stage is linear, and so is the loss, the gradients of its weights read nothing that it makes."""
+        owners = (self._owner(t) for t in self.gradients)
+        reached = max(self._stages_of_the_loss(), *(stage for stage in owners if stage is not None), 0)
         if self.cuts and reached < self.last:
             names = [t.name for t in self.cuts[reached]]
             raise PipelineError(

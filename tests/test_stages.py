@@ -157,6 +157,26 @@ def test_tensors_that_separate_a_network():
     assert first in alone and second not in alone and third not in alone
 
 
+def test_a_last_stage_may_be_linear_and_its_loss_too():
+    """As those of a critic are: no gradient reads what its last layer makes."""
+    first, last = tf.Variable(np.eye(4)), tf.Variable(np.ones((4, 1)))
+
+    def body(x):
+        with tf.GradientTape() as tape:
+            scores = tf.tanh(x @ first, name="cut") @ last
+            loss = tf.reduce_mean(scores)
+        for variable, gradient in zip([first, last], tape.gradient(loss, [first, last]), strict=True):
+            variable.assign_sub(gradient)
+        return loss
+
+    analysis = written(body, tf.TensorSpec((3, 4), "float64"))
+    stages = assign_stages(analysis, [[tensor(analysis, "cut")]])
+    assert sorted(stages.owner.values()) == [0, 1]
+    products = [n for n in analysis.order if n.op == "MatMul"]
+    assert [stages.of[n] for n in products if n not in analysis.backward] == [0, 1]
+    assert sorted(stages.of[n] for n in products if n in analysis.backward) == [0, 1, 1]
+
+
 def two_branches():
     w = [tf.Variable(np.eye(4)) for _ in range(3)]
 
