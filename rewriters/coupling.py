@@ -17,6 +17,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from rewriters import sample_moves
 from rewriters.analysis import Analysis
 from rewriters.errors import PipelineError
@@ -26,7 +28,7 @@ from rewriters.positions import Borders, Use, counts_on, without_data
 from rewriters.resources import handles, writes
 from rewriters.roles import is_random, is_seed, reads_shape_only
 from rewriters.rules.elementwise import ELEMENTWISE
-from rewriters.sample_powers import power, power_of
+from rewriters.sample_powers import power, power_of, vanishes
 from rewriters.sample_rules import SHAPE_OPERANDS, made
 from rewriters.samples import (
     WITHOUT_DATA,
@@ -150,7 +152,8 @@ class _Values:
         if all(known) and not reads_shape_only(op.node) and not any(map(self.sizes.axis, op.outs)):
             return [value for value in known if value is not None]
         found, exact = self._samples(op, all(v.exact for v in op.values))
-        own, lost, mixed = self._power(op, exact)
+        zero = vanishes(op)
+        own, lost, mixed = (Fraction(0), None, False) if zero else self._power(op, exact)
         state = next((v.state for v in op.values if v.state is not None), None)
         made_of: list[Value] = []
         for what, told in zip(found, known, strict=True):
@@ -158,7 +161,7 @@ class _Values:
                 made_of.append(dataclasses.replace(told, made=what, exact=exact))
                 continue
             total = own if own is None or not what.added else own + 1
-            made_of.append(Value(what, total, exact, state, lost, mixed))
+            made_of.append(Value(what, total, exact, state, lost, mixed, zero=zero))
         if any(value.kind is not Kind.PLACES for value in made_of):
             self._mark_odd(op)
         return made_of
@@ -190,7 +193,7 @@ class _Values:
             own = power_of(*self.sizes.values(tensor), self.sizes.parts)
         except NoPowerError:
             return Value(power=None, lost=tensor.node, odd=True)
-        return None if own is None else Value(power=own)
+        return None if own is None else Value(power=own, zero=not np.any(self.sizes.values(tensor)[0]))
 
     def _read(self, node: Node, tensor: Tensor) -> Value:
         """An operand; of what is not of data and is not the same for each sample, the part of a micro-batch."""
@@ -276,10 +279,10 @@ class _Values:
     def _power(self, op: Op, exact: bool) -> tuple[Fraction | None, Node | None, bool]:
         """The power, or the operation after which it is not known, and whether that added sums to means."""
         node = op.node
-        sums = {op.values[p].power for p in op.of(Kind.SUM)}
+        sums = {op.values[p].power for p in op.of(Kind.SUM) if not op.values[p].zero}
         if node.op in _ADDS and len(sums) == 1 and op.of(Kind.EVEN) and not op.of(Kind.ROWS):
             (own,) = sums
-            if own == 1 and any(op.values[p].power == 0 for p in op.of(Kind.EVEN)):
+            if own == 1 and any(op.values[p].power == 0 and not op.values[p].zero for p in op.of(Kind.EVEN)):
                 self.unlike[node] = None
                 return own, None, False
         try:
@@ -342,6 +345,7 @@ class _Leaving:
         alone = self._ancestors(of_metrics) - results
         notes = [n for n in self.values.joined if n in alone]
         reads = {t: self.of[t] for t in read if t.node in self.parts.direct and t.dtype.is_floating}
+        reads = {t: value for t, value in reads.items() if not value.zero}
         unknown = [n for n in self.values.unknown if n in results]
         unknown += [v.lost for v in reads.values() if v.power is None and v.lost is not None and not v.mixed]
         return Samples(
@@ -361,8 +365,9 @@ class _Leaving:
         )
 
     def _is_either(self, tensor: Tensor, value: Value) -> bool:
-        """Whether it is known to be a sum or a mean."""
-        return tensor.node in self.parts.direct and value.to_sum in _EITHER
+        """Whether it is known to be a sum or a mean; of gradients that are all zero it does not matter."""
+        zero = value.zero and tensor.node in self.analysis.backward
+        return tensor.node in self.parts.direct and value.to_sum in _EITHER and not zero
 
     def _ancestors(self, tensors: Iterable[Tensor], through_draws: bool = True) -> set[Node]:
         """Operations that values depend on, sizes left out; not `through_draws`, also what random numbers come from."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from rewriters.errors import NotTileableError
 from rewriters.rules.slices import Cut, Sliced
 from rewriters.sample_rules import registered_rule, rows_at, rule, sum_of
 from rewriters.samples import Axis, JoinsError, Kind, Made, NotKnownError, Op, met
-from rewriters.values import constant
 
 __all__: list[str] = []
 
@@ -216,8 +217,8 @@ def _pad(op: Op) -> list[Made]:
     if _is_sum(op, 0) and op.node.op != "PadV2":
         return sum_of(op, added=False)
     axis = _moved(op, 0)
-    paddings = constant(op.node.inputs[1].node)
-    if paddings is None:
+    paddings, _ = op.sizes.values(op.node.inputs[1])
+    if not isinstance(paddings, np.ndarray):
         raise NotKnownError
     if paddings[axis.dim].any():
         raise JoinsError

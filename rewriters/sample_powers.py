@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from rewriters.rules.elementwise import is_zero
 from rewriters.samples import WITHOUT_DATA, MixedError, NoPowerError, NotLinearError, Op
 from rewriters.sizes import Size
 from rewriters.values import constant
@@ -32,9 +31,11 @@ _NUMBERS = frozenset(
 _PRODUCTS = frozenset(
     "BatchMatMul BatchMatMulV2 BatchMatMulV3 Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D "
     "Conv3DBackpropFilterV2 Conv3DBackpropInputV2 Cross DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter "
-    "DepthwiseConv2dNativeBackpropInput Einsum MatMul Mul MulNoNan TanhGrad SigmoidGrad EluGrad SeluGrad SoftplusGrad "
-    "SoftsignGrad SparseTensorDenseMatMul".split()
+    "DepthwiseConv2dNativeBackpropInput Einsum MatMul Mul MulNoNan SparseTensorDenseMatMul".split()
 )
+_CHANGES = {"TanhGrad": 1, "SigmoidGrad": 1, "EluGrad": 0, "SeluGrad": 0, "SoftplusGrad": 0, "SoftsignGrad": 0}
+"""Gradients of activations: products of what comes in, in these operands, and of what goes by the other one."""
+
 _QUOTIENTS = frozenset(("Div", "DivNoNan", "FloorDiv", "RealDiv", "Xdivy"))
 
 _ONE = Fraction(1)
@@ -55,6 +56,8 @@ _DEGREES: dict[str, dict[int, Fraction]] = {
     "MaxPoolGrad": {2: _ONE},
     "MaxPool3DGrad": {2: _ONE},
     "MaxPoolGradWithArgmax": {1: _ONE},
+    "MaxPoolGradGrad": {2: _ONE},
+    "MaxPool3DGradGrad": {2: _ONE},
     "AvgPoolGrad": {1: _ONE},
     "AvgPool3DGrad": {1: _ONE},
     "FusedBatchNormGrad": {0: _ONE},
@@ -78,6 +81,12 @@ _FIRST = frozenset(
 )
 """Those whose result is as much larger as the first operand is."""
 
+_FILLS = frozenset(("Complex", "MatrixDiagPartV3", "MatrixDiagV3"))
+"""Those of them whose result is not all zeros because the first operand is."""
+
+_SETS = {"Fill": (1,), "PadV2": (0, 2)}
+"""Operands that the entries of a result come from."""
+
 
 def power(op: Op) -> Fraction | None:
     """The power of an operation's results, samples that it adds up left out; `None` if one of an operand is not known.
@@ -94,7 +103,7 @@ def power(op: Op) -> Fraction | None:
     if kind == "Cast":
         rounds = op.node.inputs[0].dtype.is_floating and not op.outs[0].dtype.is_floating
         return _as_it_is(op) if rounds and op.outs[0].dtype.name != "bool" else powers[0]
-    if kind in _PRODUCTS:
+    if kind in _PRODUCTS or kind in _CHANGES:
         return _total((_ONE, powers[p]) for p, t in enumerate(op.node.inputs) if not t.dtype.is_integer or t in op.outs)
     if kind in _QUOTIENTS:
         return _total([(_ONE, powers[0]), (-_ONE, powers[1])])
@@ -107,6 +116,22 @@ def power(op: Op) -> Fraction | None:
     if kind in _DEGREES:
         return _total((degree, powers[position]) for position, degree in _DEGREES[kind].items())
     return _as_it_is(op)
+
+
+def vanishes(op: Op) -> bool:
+    """Whether an operation's results are all zeros because operands are."""
+    kind, zero = op.node.op, [value.zero for value in op.values]
+    if kind in _PRODUCTS:
+        return any(zero)
+    if kind in _ADDS | _EXTREMES | {"SquaredDifference"}:
+        return all(zero[p] for p in _taken_alike(op))
+    if kind in _CHANGES:
+        return zero[_CHANGES[kind]]
+    if kind in _QUOTIENTS | {"Cast"} or kind in _FIRST - _FILLS:
+        return zero[:1] == [True]
+    if kind in _SETS:
+        return all(zero[p] for p in _SETS[kind])
+    return kind == "ZerosLike" or any(zero[p] for p, degree in _DEGREES.get(kind, {}).items() if degree > 0)
 
 
 def power_of(here: Any, whole: Any, parts: int) -> Fraction | None:
@@ -162,12 +187,16 @@ def _as_it_is(op: Op) -> Fraction | None:
     return None if None in powers else Fraction(0)
 
 
+def _taken_alike(op: Op) -> list[int]:
+    """Positions of the operands that an operation takes for the same kind of thing."""
+    positions = {"Select": [1, 2], "SelectV2": [1, 2], "ConcatV2": list(range(len(op.values) - 1))}
+    return positions.get(op.node.op, list(range(len(op.values))))
+
+
 def _alike(op: Op) -> Fraction | None:
     """Of an operation that takes its operands for the same kind of thing."""
-    kind = op.node.op
-    positions = {"Select": [1, 2], "SelectV2": [1, 2], "ConcatV2": list(range(len(op.values) - 1))}.get(kind)
-    places = range(len(op.values)) if positions is None else positions
-    places = [p for p in places if not is_zero(op.node.inputs[p])] or list(places)[:1]
+    kind, places = op.node.op, _taken_alike(op)
+    places = [p for p in places if not op.values[p].zero] or places[:1]
     own = [op.values[p].power for p in places]
     if None in own:
         return None

@@ -202,7 +202,8 @@ def _images(op: Op, data: Sequence[int]) -> list[Made]:
 
 @rule("ExtractImagePatches", "ImageProjectiveTransformV3", "AdjustContrastv2", "SpaceToDepth", "DepthToSpace",
       "InTopK", "InTopKV2", "LRN", "FractionalMaxPool", "ResizeBicubic", "ResizeArea", "ResizeBicubicGrad",
-      "MaxPoolWithArgmax", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")  # fmt: skip
+      "MaxPoolWithArgmax", "MaxPoolGradGrad", "MaxPool3DGradGrad", "SparseSoftmaxCrossEntropyWithLogits",
+      "SoftmaxCrossEntropyWithLogits")  # fmt: skip
 def _rows_first(op: Op) -> list[Made]:
     return _images(op, range(len(op.values)))
 

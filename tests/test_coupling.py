@@ -264,6 +264,41 @@ def test_sums_and_means_in_one_gradient_are_refused():
             judge(step_of(loss)[0], loss_reduction=reduction)
 
 
+def discriminated(x, w, _):
+    """Fakes and reals as a discriminator has them: labels of zeros make gradients of zeros, which go by any power."""
+    fake, real = net(x, w), net(0.5 * x, w)
+    entropy = tf.nn.sigmoid_cross_entropy_with_logits
+    return mean(entropy(tf.zeros_like(fake), fake)) + mean(entropy(tf.ones_like(real), real))
+
+
+def probable(x, w, _):
+    fake, real = tf.sigmoid(net(x, w)), tf.sigmoid(net(0.5 * x, w))
+    entropy = keras.losses.BinaryCrossentropy(dtype="float64")
+    return entropy(tf.zeros_like(fake), fake) + entropy(tf.ones_like(real), real)
+
+
+def penalised(x, w, _):
+    """Gradients of gradients, whose squares are a loss, as in R1 and WGAN-GP."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        scores = tf.nn.leaky_relu(net(x, w)) @ w[0]
+    norms = tf.norm(tape.gradient(scores, x), axis=1)
+    return mean(scores) + 10.0 * mean(tf.square(norms - 1.0))
+
+
+@pytest.mark.parametrize("loss", [discriminated, probable, penalised])
+def test_losses_of_adversaries_are_means(loss):
+    step, variables = step_of(loss)
+    assert same(step, variables, steps=4) == ()
+    with pytest.raises(PipelineError, match="Gradients are a mean"):
+        judge(step, loss_reduction="sum")
+
+
+def test_gradients_that_are_all_zero_are_as_good_as_sums():
+    step, variables = step_of(lambda x, w, _: tf.reduce_sum(net(x, w)) + mean(tf.zeros_like(x) * first(x, w)))
+    assert same(step, variables, loss_reduction="sum") == ()
+
+
 # The way back -----------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,8 @@ from rewriters.analysis import Analysis
 from rewriters.coupling import Samples, samples, unfit
 from rewriters.errors import PipelineError
 from rewriters.graph import LOOPS, Node, Tensor, ancestors
-from rewriters.micro import split_step
+from rewriters.micro import Parts, split_step
+from rewriters.resources import writes
 from rewriters.roles import is_seed
 from rewriters.samples import Sizes
 from tflms_sft._batch_sizes import BatchSizes
@@ -66,7 +67,7 @@ def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor] = (
     judge = _Judge(traces, analysis, params, found, analysis.sorted(set(parts.update)))
     notes = judge.joined()
     judge.refuse_sizes(sizes)
-    judge.refuse_gradients([t for t in parts.gradients if t.node in parts.direct])
+    judge.refuse_gradients([t for t in _written(analysis, parts) if t.node in parts.direct])
     judge.refuse_results(analysis)
     by_name = {tensor.name: value for tensor, value in found.is_mean.items()}
     # With `batch_norm="micro"` what follows a joined value is that of a loop that accumulates, as it was asked for.
@@ -80,6 +81,16 @@ def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor] = (
         return of_results[tensor] if tensor in of_results else by_name.get(tensor.name, unknown)
 
     return Judgement(notes + judge.unknown(), is_mean, factors, frozenset(t.name for t in found.places))
+
+
+def _written(analysis: Analysis, parts: Parts) -> list[Tensor]:
+    """Gradients that variables are changed by; those that the step returns if it changes none.
+
+    A loss of gradients, such as a penalty on their norm, is made of them as an update is, and is none.
+    """
+    writing = ancestors(node for node in parts.update if writes(node)) & parts.update
+    read = {t for node in writing for t in node.inputs}
+    return [tensor for tensor in parts.gradients if tensor in read] or list(parts.gradients)
 
 
 def _refuse_loops(analysis: Analysis, traces: Traces) -> None:
