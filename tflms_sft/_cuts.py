@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
 
 from rewriters.errors import PipelineError
-from rewriters.graph import Tensor
+from rewriters.graph import Node, Tensor
 from rewriters.stages import Separators, separators
 from tflms_sft._compile import Traced
-from tflms_sft._names import display_names, resolve
+from tflms_sft._names import display_names, of_all_calls, resolve
 
 NEARLY = 1.25
 """What the largest stage may be over that of the most even cuts, and they over the smallest, for less to be sent."""
 
 
 def named_cuts(traced: Traced, names: Sequence[str]) -> list[list[Tensor]]:
-    """Tensors by the names of layers, operations or tensors."""
-    return [resolve(name, "stages", traced.analysis.graph, traced.record) for name in names]
+    """Tensors by the names of layers, operations or tensors.
+
+    A layer that several batches go through is cut at each of its calls, as one of a discriminator that is given fakes
+    and reals; not one that is called again on what it has made.
+    """
+    graph, record = traced.analysis.graph, traced.record
+    found = []
+    for name in names:
+        calls = of_all_calls(name, graph, record)
+        beside = calls and not any(_depends(one, other) for one, other in itertools.permutations(calls, 2))
+        found.append(list(itertools.chain(*calls)) if beside else resolve(name, "stages", graph, record))
+    return found
+
+
+def _depends(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether the values of some tensors depend on some others."""
+    seen: set[Node] = set()
+    stack = [t.node for t in tensors]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(t.node for t in node.inputs)
+    return any(t.node in seen for t in others)
 
 
 def cut_names(traced: Traced, cuts: Sequence[Sequence[Tensor]]) -> tuple[str, ...]:

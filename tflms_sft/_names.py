@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -174,7 +174,7 @@ def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list
     layers = record.candidates(graph)
     if name in layers:
         return layers[name]
-    calls = [known for known in layers if known.rpartition("/")[0] == name and known.rpartition("/")[2].isdigit()]
+    calls = _numbered(name, layers)
     if calls:
         raise SegmentError(
             f"`{argument}` is ambiguous: layer {name!r} is called {len(calls)} times. Received: {argument}={name!r}. "
@@ -192,6 +192,17 @@ def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list
         f"`{argument}` names nothing in the step: no layer, op or tensor. Received: {argument}={name!r}. "
         + nearest(name, *known)
     )
+
+
+def of_all_calls(name: str, graph: Graph, record: LayerRecord) -> list[list[Tensor]]:
+    """What each call of a layer gives; nothing if it is called once, or no layer has that name."""
+    layers = record.candidates(graph)
+    return [layers[call] for call in _numbered(name, layers)]
+
+
+def _numbered(name: str, layers: Iterable[str]) -> list[str]:
+    """Names of the calls of a layer that is called several times."""
+    return [known for known in layers if known.rpartition("/")[0] == name and known.rpartition("/")[2].isdigit()]
 
 
 def part_name(record: LayerRecord, op: str) -> str:

@@ -24,7 +24,8 @@ class PipelineParams:
     Args:
         stages: Number of stages, whose cuts are then chosen so that forward activations are even; `"auto"`, the
             default: as many as there are devices; or a list of names to cut at: layers, operations or tensors, each of
-            which a stage ends with, from the input to the loss. An empty list is one stage.
+            which a stage ends with, from the input to the loss; a layer that is called for several batches in a step,
+            such as fakes and reals, at each of its calls. An empty list is one stage.
         schedule: `"basic"`, the default: one device works at a time, with micro-batches after another; `"gpipe"`: all
             forwards, then all backwards (Huang et al., "GPipe", 2019); `"1f1b"`: in turn, so that fewer micro-batches
             wait at a time; `"mast"` and `"master"`: replications of the network that lie the other way round on the

@@ -1,0 +1,161 @@
+"""Networks that are called for several batches in a step, as those that train against each other are, in stages."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from pipelined import error
+
+import tflms_sft
+from rewriters.errors import SegmentError
+from tflms_sft import PipelineParams
+
+RANDOM = np.random.default_rng(0)
+REAL, FAKE = RANDOM.normal(size=(2, 8, 8, 8, 3))
+CODES, PART = RANDOM.normal(size=(8, 5)), RANDOM.random((8, 1, 1, 1))
+cross_entropy = keras.losses.BinaryCrossentropy(from_logits=True, dtype="float64")
+mean = tf.reduce_mean
+
+
+@pytest.fixture(autouse=True)
+def in_float64(fresh_keras):
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(1)
+
+
+def critic():
+    """Its second-order gradients go through poolings, paddings, joined channels and a normalisation of each image."""
+    image = keras.Input((8, 8, 3))
+    x = layers.Conv2D(4, 3, padding="same", activation="swish", name="first")(image)
+    x = layers.Concatenate()([x, layers.Conv2D(4, 3, padding="same", activation="leaky_relu")(x)])
+    x = layers.MaxPooling2D(name="pool")(layers.ZeroPadding2D()(x))
+    x = layers.Flatten(name="flat")(layers.LayerNormalization()(x))
+    return keras.Model(image, layers.Dense(1, name="score")(x))
+
+
+def generator():
+    codes = keras.Input((5,))
+    x = layers.Reshape((8, 8, 3), name="image")(layers.Dense(8 * 8 * 3)(codes))
+    return keras.Model(codes, layers.Conv2D(3, 3, padding="same", activation="tanh")(x))
+
+
+def discriminated(net, real, fake, part):
+    of_real, of_fake = net(real, training=True), net(fake, training=True)
+    return cross_entropy(tf.ones_like(of_real), of_real) + cross_entropy(tf.zeros_like(of_fake), of_fake)
+
+
+def wasserstein(net, real, fake, part):
+    return mean(net(fake, training=True)) - mean(net(real, training=True))
+
+
+def hinge(net, real, fake, part):
+    return mean(tf.nn.relu(1.0 - net(real, training=True))) + mean(tf.nn.relu(1.0 + net(fake, training=True)))
+
+
+def gradient_penalty(net, real, fake, part):
+    """Gulrajani et al., "Improved Training of Wasserstein GANs", 2017, equation 3."""
+    between = part * real + (1.0 - part) * fake
+    with tf.GradientTape() as tape:
+        tape.watch(between)
+        scores = net(between, training=True)
+    norm = tf.sqrt(tf.reduce_sum(tf.square(tape.gradient(scores, between)), axis=[1, 2, 3]))
+    return wasserstein(net, real, fake, part) + 10.0 * mean(tf.square(norm - 1.0))
+
+
+def penalty_at_data(net, real, fake, part):
+    """R1: Mescheder et al., "Which Training Methods for GANs do actually Converge?", 2018, equation 9."""
+    with tf.GradientTape() as tape:
+        tape.watch(real)
+        of_real = net(real, training=True)
+        total = tf.reduce_sum(of_real)
+    penalty = mean(tf.reduce_sum(tf.square(tape.gradient(total, real)), axis=[1, 2, 3]))
+    return mean(tf.nn.softplus(-of_real)) + mean(tf.nn.softplus(net(fake, training=True))) + 5.0 * penalty
+
+
+def critic_step(loss):
+    net, optimizer = critic(), keras.optimizers.Adam(1e-3)
+    optimizer.build(net.trainable_variables)
+
+    @tf.function
+    def step(real, fake, part):
+        with tf.GradientTape() as tape:
+            value = loss(net, real, fake, part)
+        optimizer.apply_gradients(
+            zip(tape.gradient(value, net.trainable_variables), net.trainable_variables, strict=True)
+        )
+        return value
+
+    return step, [*net.variables, *optimizer.variables]
+
+
+def joint_step():
+    """Gradients of both networks, and then both updates."""
+    nets = critic(), generator()
+    optimizers = [keras.optimizers.Adam(1e-3), keras.optimizers.Adam(1e-3)]
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        optimizer.build(net.trainable_variables)
+
+    @tf.function
+    def step(real, codes):
+        with tf.GradientTape(persistent=True) as tape:
+            of_fake = nets[0](nets[1](codes, training=True), training=True)
+            of_real = nets[0](real, training=True)
+            wrong = cross_entropy(tf.ones_like(of_fake), of_fake)
+            right = cross_entropy(tf.ones_like(of_real), of_real) + cross_entropy(tf.zeros_like(of_fake), of_fake)
+        found = [tape.gradient(right, nets[0].trainable_variables), tape.gradient(wrong, nets[1].trainable_variables)]
+        for net, optimizer, own in zip(nets, optimizers, found, strict=True):
+            optimizer.apply_gradients(zip(own, net.trainable_variables, strict=True))
+        return right, wrong
+
+    return step, [v for owner in (*nets, *optimizers) for v in owner.variables]
+
+
+def same(step, variables, cuts, *arguments, schedule="1f1b"):
+    """Three steps plain and in four micro-batches; the rewritten one."""
+    params = PipelineParams(cuts, schedule, 4, ["CPU:0"] * (len(cuts) + 1))
+    rewritten = tflms_sft.rewrite(step, params, *arguments)
+    start, found = [v.numpy() for v in variables], []
+    for function in (step, rewritten):
+        results = [np.array(r) for _ in range(3) for r in tf.nest.flatten(function(*map(tf.constant, arguments)))]
+        found.append([*results, *(v.numpy() for v in variables)])
+        for variable, value in zip(variables, start, strict=True):
+            variable.assign(value)
+    assert max(error(got, want) for want, got in zip(*found, strict=True)) < 1e-11
+    assert max(error(now, before) for now, before in zip(found[0][-len(start) :], start, strict=True)) > 1e-4
+    return rewritten
+
+
+@pytest.mark.parametrize("loss", [discriminated, wasserstein, hinge, gradient_penalty, penalty_at_data])
+def test_a_critic_trains_the_same(loss):
+    rewritten = same(*critic_step(loss), ["first", "pool"], REAL, FAKE, PART)
+    assert rewritten.plan.notes == ()
+
+
+def test_a_linear_last_stage_trains_the_same():
+    same(*critic_step(wasserstein), ["first", "flat"], REAL, FAKE, PART, schedule="mast")
+
+
+def test_two_updates_of_gradients_that_were_there_before_are_the_same():
+    same(*joint_step(), ["pool"], REAL, CODES)
+
+
+def test_a_layer_is_cut_at_each_of_its_calls():
+    step, _ = critic_step(discriminated)
+    plan = tflms_sft.rewrite(step, PipelineParams(["first"], devices=["CPU:0"] * 2), REAL, FAKE, PART).plan
+    assert plan.pipeline.stages[0].exit == "first/1, first/2"
+    assert plan.pipeline.stages[1].weight_bytes > 0
+
+
+def test_a_layer_that_is_called_on_what_it_made_is_ambiguous():
+    again = layers.Conv2D(3, 3, padding="same", name="again")
+    again.build((None, 8, 8, 3))
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = mean(tf.square(again(again(x))))
+        return tape.gradient(loss, again.trainable_variables)
+
+    with pytest.raises(SegmentError, match="`stages` is ambiguous: layer 'again' is called 2 times"):
+        tflms_sft.rewrite(step, PipelineParams(["again"], devices=["CPU:0"] * 2), REAL)
