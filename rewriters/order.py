@@ -8,13 +8,13 @@ one stream, so that nothing is lost if the large ones wait for each other; the p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rewriters.device import may_be_taken_in, overwrites, passes_on
 from rewriters.graph import Graph, Node, Tensor, predecessors
 from rewriters.roles import reads_shape_only
-from rewriters.scratch import Group, takes_memory
+from rewriters.scratch import Group, goes_back, takes_memory
 
 __all__: list[str] = []
 
@@ -69,9 +69,25 @@ def group_by_group(graph: Graph) -> None:
         return
     groups: dict[str, Group[Node]] = {}
     for node in filter(takes_memory, graph.execution_order()):
-        group = groups.setdefault(node.device, Group())
-        node.control_inputs.extend(other for other in group.before(node) if other not in predecessors(node))
-        group.add(node, node)
+        _join(groups.setdefault(node.device, Group()), node)
+
+
+def gradients_in_order(nodes: Iterable[Node]) -> None:
+    """Have the gradients of each layer wait for those of the layer that is gone back through before it.
+
+    Gradients of inputs would run ahead of those of filters, and what these read wait for them.
+
+    Args:
+        nodes: What a device does one after another, in an order in which it can.
+    """
+    group: Group[Node] = Group(goes_back)
+    for node in nodes:
+        _join(group, node)
+
+
+def _join(group: Group[Node], node: Node) -> None:
+    node.control_inputs.extend(other for other in group.before(node) if other not in predecessors(node))
+    group.add(node, node)
 
 
 def _made_one_with(

@@ -20,6 +20,7 @@ from rewriters.cloning import Cloned, Combination, Origin, Request, Role, clone
 from rewriters.errors import PipelineError, RewriteError
 from rewriters.graph import LOOPS, Graph, Node, Tensor
 from rewriters.micro import Parts
+from rewriters.order import gradients_in_order
 from rewriters.resources import handles
 from rewriters.schedules import Pass, Schedule, Slot
 from rewriters.stages import Stages, in_slots
@@ -249,6 +250,7 @@ def _hold_to(
         before: Node | None = None
         for slot in own:
             nodes = slots[slot]
+            gradients_in_order(nodes)
             inside = set(nodes)
             end = Node(_name(slot), "NoOp", device=name)
             followed = {t.node for node in nodes for t in node.inputs}

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import tensorflow as tf
@@ -30,6 +30,7 @@ _FILTER_GRADIENTS = frozenset(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2")
 _INPUT_GRADIENTS = frozenset(("Conv2DBackpropInput", "Conv3DBackpropInputV2"))
 _FORWARD = frozenset(("Conv2D", "Conv3D"))
 _UNFOLDING = _FILTER_GRADIENTS | _INPUT_GRADIENTS | {"MaxPoolGrad"}
+_DEPTHWISE = frozenset(("DepthwiseConv2dNativeBackpropFilter", "DepthwiseConv2dNativeBackpropInput"))
 _COUNTED = _UNFOLDING | _FORWARD
 _VOLUMES = frozenset(("Conv3D", "Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"))
 
@@ -91,22 +92,26 @@ class Group(Generic[T]):
 
     They are ready at once, and unfolding one image keeps one core busy. In a rewritten step all of them wait for the
     group before, so that no more is taken than is predicted.
+
+    Args:
+        member: Tells which operations are meant; those of the same gradient, their last operand, are a group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, member: Callable[[Node], bool] | None = None) -> None:
+        self._member = takes_memory if member is None else member
         self._gradient: Tensor | None = None
         self._own: list[T] = []
         self._last: list[T] = []
 
     def before(self, node: Node) -> list[T]:
         """What a node, which comes next, has to wait for."""
-        if not takes_memory(node):
+        if not self._member(node):
             return []
         return self._last if node.inputs[-1] == self._gradient else self._own
 
     def add(self, node: Node, made: T) -> None:
         """Let those after a node wait for what was made of it."""
-        if takes_memory(node):
+        if self._member(node):
             if node.inputs[-1] != self._gradient:
                 self._gradient, self._own, self._last = node.inputs[-1], [], self._own
             self._own.append(made)
@@ -115,6 +120,11 @@ class Group(Generic[T]):
 def takes_memory(node: Node) -> bool:
     """Whether a kernel is one of TensorFlow's own that take much memory while they run."""
     return bool(node.outputs) and node.op in _UNFOLDING and device.name().startswith("CPU") and _own(node)
+
+
+def goes_back(node: Node) -> bool:
+    """Whether an operation makes a gradient of a convolution or of a maximum, with whichever kernel."""
+    return node.op in _UNFOLDING | _DEPTHWISE
 
 
 def unfolds(node: Node) -> bool:

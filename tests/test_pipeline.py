@@ -4,6 +4,7 @@ Devices have to be made before TensorFlow begins, so one process with eight logi
 """
 
 import dataclasses
+import itertools
 import json
 
 import keras
@@ -109,10 +110,10 @@ def test_predicted_peaks_have_the_update_and_weights_are_counted_where_they_are(
 # The graph --------------------------------------------------------------------------------------------------
 
 
-def piped(schedule, skip=False, optimizer="momentum"):
+def piped(schedule, skip=False, optimizer="momentum", deep=False):
     """A pipeline as a graph, with what it was made of."""
     specs = tf.TensorSpec((2, 8, 8, 3), "float64"), tf.TensorSpec((2,), "int64")
-    step = hand_step(compiled(net(HERE, skip), optimizer)).get_concrete_function(*specs)
+    step = hand_step(compiled(net(HERE, skip, deep=deep), optimizer)).get_concrete_function(*specs)
     analysis = Analysis(normalise.read(step, for_tiles=False))
     forward = (node for node in analysis.order if "gradient_tape" not in node.name)
     by_name = {node.name.split("functional_1/")[-1]: node for node in forward}
@@ -165,6 +166,22 @@ def test_slots_hold_what_gradients_depend_on_and_end_in_their_order():
     named = [node.name for slot in built.slots.values() for node in slot]
     assert len(named) == len(set(named)), "in one slot each"
     assert "pipeline/stage_1/forward_2" in built.graph.nodes
+
+
+def test_gradients_of_a_layer_wait_for_those_of_the_layer_behind_it():
+    """Else those of inputs run ahead, and what gradients of filters read waits: a device holds more than is predicted."""
+    schedule = make("1f1b", 4, 2)
+    built = piped(schedule, deep=True)
+    pairs = 0
+    for slot, nodes in built.slots.items():
+        gradients = [node for node in nodes if "Backprop" in node.op]
+        assert not gradients or slot.kind is Pass.BACKWARD
+        behind = [n for n in gradients if "functional_1/conv" in n.name]
+        before = [n for n in gradients if "functional_1/inner" in n.name]
+        for first, second in itertools.product(behind, before):
+            assert first in second.control_inputs or first in {t.node for t in second.inputs}
+            pairs += 1
+    assert pairs == 2 * (3 * 4 + 2)  # Nothing goes back into the image.
 
 
 def test_no_constant_is_sent_and_only_parts_of_arguments_are():
