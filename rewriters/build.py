@@ -21,12 +21,17 @@ class Importer:
         graph: The graph.
         concrete_fn: The function that it was read from; it holds the captured tensors.
         tier: Where the graph swaps to, if it does.
+        uneven: What imports the same step for a batch that the graph cannot cut into parts of one size, if such come.
+            It swaps to the same tier.
     """
 
-    def __init__(self, graph: Graph, concrete_fn: Any, tier: Tier | None = None) -> None:
+    def __init__(
+        self, graph: Graph, concrete_fn: Any, tier: Tier | None = None, uneven: Importer | None = None
+    ) -> None:
         self.graph = graph
         self.concrete_fn = concrete_fn
         self.tier = tier
+        self.uneven = uneven
         self._graph_def = graph.to_graph_def()
         # Swaps, buffers that loops begin with, and effects of micro-batches: what they wait for, their edges say.
         swaps = set() if tier is None else set(tier.operations)
@@ -38,24 +43,41 @@ class Importer:
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """Import the graph, fed with flat `arguments`; the results in the structure of the original."""
-        return _tf_private.pack_outputs(self.concrete_fn, self.values(arguments, self.graph.outputs))
+        checked = self._checked(arguments)
+        if self.uneven is None:
+            flat = self._imported(checked, self.graph.outputs)
+        else:  # Of the two that are imported one runs. TensorFlow inlines both, so that operations keep their devices.
+            uneven = self.uneven
+            flat = tf.cond(
+                self._is_even(checked),
+                lambda: self._imported(checked, self.graph.outputs),
+                lambda: uneven._imported(checked, uneven.graph.outputs),
+            )
+        return _tf_private.pack_outputs(self.concrete_fn, flat)
+
+    def for_batch(self, arguments: Sequence[Any]) -> Importer:
+        """What imports the graph that runs for arguments whose sizes are known: this, or `uneven`."""
+        return self if self.uneven is None or self._is_even(arguments) else self.uneven
 
     def values(
         self, arguments: Sequence[Any], tensors: Sequence[Tensor], given: Mapping[Tensor, Any] | None = None
     ) -> list[Any]:
-        """Import the graph; the values of some of its tensors.
+        """Import the graph, that for even batches; the values of some of its tensors.
 
         Args:
             arguments: What it is fed with, flat.
             tensors: What to return.
             given: Values for readers of tensors, in the place of what is computed.
         """
+        return self._imported(self._checked(arguments), tensors, given)
+
+    def _imported(
+        self, arguments: Sequence[Any], tensors: Sequence[Tensor], given: Mapping[Tensor, Any] | None = None
+    ) -> list[Any]:
+        """The same, fed with what has been checked."""
         outer = _tf_private.default_func_graph()
         assert outer is not None, "the graph is imported inside of a trace"
-        if len(arguments) != self.num_arguments:
-            raise TypeError(f"expected {self.num_arguments} tensors. Received: {len(arguments)}.")
-        captured = [outer.capture(t) for t in self.concrete_fn.captured_inputs]
-        fed = self._checked([*arguments, *captured])
+        fed = [outer.capture(t) for t in (*arguments, *self.concrete_fn.captured_inputs)]
         mapping = {
             placeholder.name: value
             for placeholder, value in zip(self.graph.inputs, fed, strict=True)
@@ -80,49 +102,46 @@ class Importer:
         if self.tier is not None:
             self.tier.clear()
 
-    def _checked(self, fed: list[Any]) -> list[Any]:
-        """The inputs, those behind a check that the rewriting took to have equal leading sizes, or cuts into parts.
+    def _is_even(self, arguments: Sequence[Any]) -> Any:
+        """Whether the batch can be cut into parts of one size."""
+        position, parts = min(self.graph.divided.items())
+        return tf.equal(tf.shape(arguments[position])[0] % parts, 0)
+
+    def _checked(self, arguments: Sequence[Any]) -> list[Any]:
+        """The arguments, those behind a check that are taken to have equal leading sizes.
 
         An unknown size that turns out to be 1 would be spread over the other.
         """
-        checks = []
-        for position, parts in self.graph.divided.items():
-            if fed[position].shape[0] is None:
-                text = (
-                    f"The batch is cut into {parts} micro-batches, so its size has to be a multiple of {parts}. If "
-                    "it is the last one of an epoch, drop it: `dataset.batch(size, drop_remainder=True)`, or arrays "
-                    "whose length is a multiple of `batch_size`."
-                )
-                left = tf.shape(fed[position])[0] % parts
-                checks.append(tf.debugging.assert_equal(left, 0, message=text))
-        checks += self._checks_of_batches(fed)
+        if len(arguments) != self.num_arguments:
+            raise TypeError(f"expected {self.num_arguments} tensors. Received: {len(arguments)}.")
+        checks = self._checks_of_batches(arguments)
         for pair in sorted(self.graph.same_size):
             names = [self.graph.inputs[position].node.name for position in pair]
             text = (
                 f"The inputs {names[0]!r} and {names[1]!r} of the step were taken to have the same leading size, which "
                 "their shapes leave open. Trace the step with known sizes: pass `tf.TensorSpec`s or arrays."
             )
-            sizes = [tf.shape(fed[position])[0] for position in pair]
+            sizes = [tf.shape(arguments[position])[0] for position in pair]
             checks.append(tf.debugging.assert_equal(*sizes, message=text))
-        fed = list(fed)
         checked = {position for pair in self.graph.same_size for position in pair}.union(self.graph.divided)
+        arguments = list(arguments)
         with tf.control_dependencies(checks):
             for position in checked if checks else ():
-                fed[position] = tf.identity(fed[position])
-        return fed
+                arguments[position] = tf.identity(arguments[position])
+        return arguments
 
-    def _checks_of_batches(self, fed: Sequence[Any]) -> list[Any]:
+    def _checks_of_batches(self, arguments: Sequence[Any]) -> list[Any]:
         """That all that is cut is as long: what has another leading size has no row for each sample."""
         first, *others = sorted(self.graph.divided) or [0]
         checks = []
         for other in others:
-            if None in (fed[first].shape[0], fed[other].shape[0]):
+            if None in (arguments[first].shape[0], arguments[other].shape[0]):
                 names = [self.graph.inputs[position].node.name for position in (first, other)]
                 text = (
                     f"The inputs {names[0]!r} and {names[1]!r} of the step have different leading sizes, and both were "
                     "taken for batches. Tell which arguments are: `PipelineParams(batched=[...])`."
                 )
-                sizes = (tf.shape(fed[position])[0] for position in (first, other))
+                sizes = (tf.shape(arguments[position])[0] for position in (first, other))
                 checks.append(tf.debugging.assert_equal(*sizes, message=text))
         return checks
 

@@ -253,7 +253,7 @@ class _Cloner:
         return found
 
     def _cut_arguments(self) -> None:
-        """Cut arguments along the batch; a size that cannot be cut evenly is refused when the step is called."""
+        """Cut arguments along the batch, whose size has to be one that can be cut evenly."""
         for position in self.request.batched if self.count > 1 else ():
             argument = self.analysis.graph.inputs[position].node
             whole = self.once[argument]

@@ -55,6 +55,9 @@ def equal(devices):
     say("twice", refusal(lambda: tflms_sft.connect(["127.0.0.1:1"])))
     numbers = "1f1b", 4, devices
     say("fit", largest_error(fitted(devices, [tflms_sft.Pipeline(cuts, *numbers)]), fitted(["CPU:0"] * 4, [])))
+    two = spread(devices[:2])
+    got = fitted(two, [tflms_sft.Pipeline(CUTS, "1f1b", 4, two)], 2, 22)
+    say("uneven", largest_error(got, fitted(["CPU:0"] * 4, [], 2, 22)))
 
 
 def tiled(devices):
@@ -69,10 +72,10 @@ def tiled(devices):
     return {"error": largest_error(run(model, rewritten, batches(2)), want), "devices": len(loops)}
 
 
-def fitted(devices, callbacks, epochs=EPOCHS):
+def fitted(devices, callbacks, epochs=EPOCHS, samples=24):
     """Every variable after a training."""
     model = compiled(net(devices, skip=True), "adam")
-    x, y = (np.concatenate(parts) for parts in zip(*batches(3), strict=True))
+    x, y = (np.concatenate(parts)[:samples] for parts in zip(*batches(3), strict=True))
     model.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
     say("losses", model.evaluate(x, y, batch_size=8, verbose=0))
     return [np.array(v) for v in [*model.variables, *model.optimizer.variables]]

@@ -19,6 +19,7 @@ from tflms_sft._differences import difference as error
 
 CUTS = ["stage0", "stage1", "stage2"]
 BATCH = 8
+OPEN = tf.TensorSpec((None, 8, 8, 3), "float64"), tf.TensorSpec((None,), "int64")
 SCHEDULES = [("basic", 1), ("basic", 4), ("gpipe", 4), ("1f1b", 4), ("mast", 4), ("master", 4)]
 
 
@@ -59,6 +60,11 @@ def compiled(model, optimizer, size=8):
 def batches(count=5, size=8):
     random = np.random.default_rng(0)
     return [(random.normal(size=(BATCH, size, size, 3)), np.arange(BATCH) % 3) for _ in range(count)]
+
+
+def of_sizes(*sizes):
+    """Batches of these sizes."""
+    return [(x[:size], y[:size]) for (x, y), size in zip(batches(len(sizes)), sizes, strict=True)]
 
 
 def variables(model):
@@ -140,27 +146,32 @@ def compare(kind, optimizer):
         say(f"{kind} {name} {count}", result | where_and_when(rewritten, name, count))
 
 
-def where_and_when(rewritten, name, count):
-    """Where operations are and ran, and when."""
+def where_and_when(rewritten, name, count, data=None):
+    """Where operations are and ran, and when; of what a batch of that size runs, if any may come."""
     from rewriters import _tf_private
     from rewriters.schedules import Pass, Slot, make
 
     schedule = make(name, 4, count)
-    graph = rewritten.concrete_function.graph
-    operations = [op for op in graph.get_operations() if op.device and op.type != "Const"]
-    asked = {op.name: _tf_private.short_device(op.device) for op in operations}
+    data = [tf.constant(a) for a in data or batches(1)[0]]
+    importer = rewritten._importer
+    way = r"cond/(?:then|else)/_\d+/" if importer.uneven is not None else ""
+    nodes = importer.for_batch(data).graph.nodes.values()
+    asked = {n.name: _tf_private.short_device(n.device) for n in nodes if n.device and n.op != "Const"}
     ran, times = {}, {}
-    stats = _tf_private.step_stats(rewritten.concrete_function, [tf.constant(a) for a in batches(1)[0]])
+    stats = _tf_private.step_stats(rewritten.concrete_function, data)
     for device in stats.dev_stats:
         for node in device.node_stats:
-            ran[node.node_name] = _tf_private.short_device(device.device)
+            own = re.sub(f"^{way}", "", node.node_name)
+            if way and own == node.node_name:
+                continue
+            ran[own] = _tf_private.short_device(device.device)
             begin = node.all_start_nanos + node.op_start_rel_nanos
-            times[node.node_name] = begin, node.all_start_nanos + node.op_end_rel_nanos
+            times[own] = begin, node.all_start_nanos + node.op_end_rel_nanos
     both = asked.keys() & ran.keys()
     layers, strayed, slots = 0, [], {}
     for op in both:
         found = re.search(r"(?:^|micro_(\d+)/)(gradient_tape/)?functional\w*/(?:conv|stage)(\d)_1/", op)
-        if not found or "Reshape" in op or "ReadVariable" in op or "Squeeze" in op:
+        if not found or "hape" in op or "ReadVariable" in op or "Squeeze" in op:
             continue
         kind = Pass.BACKWARD if found[2] else Pass.FORWARD
         slot = Slot(kind, int(found[1] or 0), int(found[3]))
@@ -196,6 +207,23 @@ def replicas():
     used = {op.device for op in rewritten.concrete_function.graph.get_operations() if op.type == "Conv2D"}
     error_of = largest_error(run(model, rewritten, batches()), run(model, step, batches()))
     say("hybrid", {"error": error_of, "devices": len(used)})
+
+
+def uneven():
+    """A step for batches of any size: each as one micro-batch that several do not make, where its stages are."""
+    import tflms_sft
+    from tflms_sft import PipelineParams
+
+    model = compiled(net([f"CPU:{number}" for number in range(4)], skip=True), "adam")
+    step = train_step(model)
+    for name, count, replicas in [("gpipe", 4, 1), ("1f1b", 4, 1), ("mast", 4, 1), ("1f1b", 2, 2)]:
+        rewritten = tflms_sft.rewrite(step, PipelineParams(CUTS, name, count, data_replicas=replicas), *OPEN)
+        data = of_sizes(8, 6, 4, 3, 8, 1)
+        result = {"error": largest_error(run(model, rewritten, data), run(model, step, data))}
+        if replicas == 1 and name != "mast":
+            result["even"] = where_and_when(rewritten, name, count)
+        result["uneven"] = where_and_when(rewritten, "basic", 1, data[1])
+        say(f"uneven {name} {count} {replicas}", result)
 
 
 def placements():
@@ -449,6 +477,7 @@ def main():
     compare("sequential", "momentum")
     compare("skip", "adam")
     replicas()
+    uneven()
     placements()
     updates_with_a_body()
     peaks()

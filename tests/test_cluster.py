@@ -152,7 +152,7 @@ def chief(start, what, addresses, *more):
 def found(start, workers, addresses):
     """What a program with four workers finds."""
     program = chief(start, "equal", addresses)
-    values = program.until("fit", 120)
+    values = program.until("uneven", 120)
     assert program.end() == 0, "".join(program.errors)[-3000:]
     return values
 
@@ -174,6 +174,11 @@ def test_a_step_on_four_machines_is_the_same(found, schedule):
 
 def test_fit_on_four_machines_is_the_same(found):
     assert found["fit"] < TOLERANCE
+
+
+def test_last_batches_on_two_machines_are_the_same(found):
+    """Which four micro-batches do not cut evenly."""
+    assert found["uneven"] < TOLERANCE
 
 
 def test_what_does_not_work_on_other_machines_is_refused(found):

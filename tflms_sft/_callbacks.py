@@ -421,8 +421,8 @@ class LMS(_Rewriting):
 class Pipeline(_Rewriting):
     """Train in stages on several devices, as told.
 
-    Batches have to be multiples of the number of micro-batches, the last one too; `evaluate`, `predict` and validation
-    run plain.
+    The first batch has to be a multiple of the number of micro-batches; a later one that is not, such as the last one
+    of an epoch, runs as one micro-batch. `evaluate`, `predict` and validation run plain.
 
     Args:
         stages: Number of stages, `"auto"`, the default, or a list of names to cut at; see `PipelineParams`.
@@ -452,7 +452,8 @@ class Pipeline(_Rewriting):
         PipelineError: In the first step, for a model that cannot be cut or put together again as asked for.
         RewriteError: In the first step, for a model that cannot be rewritten.
         TypeError: For a value of the wrong type.
-        ValueError: For a wrong value; in the first step also for devices that do not exist.
+        ValueError: For a wrong value; in the first step also for devices that do not exist, and for a batch that
+            micro-batches do not cut evenly.
         WorkerError: In the step in which a machine is lost, or at the end of an epoch; it names the machine.
 
     Example:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,9 @@ from rewriters.build import Importer
 from rewriters.cloning import Request
 from rewriters.errors import PipelineError
 from rewriters.ft import LeftAlone
-from rewriters.graph import Tensor
+from rewriters.graph import Graph, Tensor
 from rewriters.micro import Parts, split_step
-from rewriters.schedules import Schedule
+from rewriters.schedules import Schedule, make
 from rewriters.sft import SegmentPlan
 from rewriters.staged import Staged, with_tiles
 from rewriters.stages import Stages, assign_stages
@@ -32,7 +33,7 @@ from tflms_sft._plan import Plan
 from tflms_sft._swap import swap_in_stages
 from tflms_sft._text import shortened
 from tflms_sft._tiling import Staging, plan_sft
-from tflms_sft._traces import Traces, trace
+from tflms_sft._traces import Traces, require_even, trace
 
 if TYPE_CHECKING:
     from tflms_sft._rewrite import Chosen
@@ -54,10 +55,16 @@ def pipelined(
 
     Returns:
         The step as a concrete function, what imports the pipeline, and the plan.
+
+    Raises:
+        PipelineError: If the step cannot be cut or put together again as asked for.
+        ValueError: If a batch whose size is known cannot be cut evenly.
     """
     assert chosen.pipeline is not None
     traces = trace(step, chosen.pipeline, args, kwargs)
     traces.batch = traces.batch or batch
+    if traces.batch:
+        require_even(chosen.pipeline, traces.batch)
     return traces.whole, *_built(traces, chosen, chosen.pipeline)
 
 
@@ -94,11 +101,25 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Impo
     )
     places = pipeline.Devices(devices, _variable_devices(traces.micro, staged.analysis))
     built = pipeline.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)
-    if params.total_micro_batches > 1:
-        built.graph.divided.update(dict.fromkeys(traces.batched, params.total_micro_batches))
     plan = plan_of(Planned(traces, traced, inside, cuts, schedule, devices, built, places.of_variable))
     plan.notes += judgement.notes
-    return Importer(built.graph, traces.micro, inside.tier), plan
+    uneven = None
+    if traces.is_open:
+        built.graph.divided.update(dict.fromkeys(traces.batched, traces.count))
+        uneven = Importer(_as_one(staged, request, places), traces.micro, inside.tier)
+        plan.notes += (
+            f"a batch whose size is no multiple of {traces.count}, such as the last one of an epoch, runs as one "
+            "micro-batch",
+        )
+    return Importer(built.graph, traces.micro, inside.tier, uneven), plan
+
+
+def _as_one(staged: Staged, request: Request, places: pipeline.Devices) -> Graph:
+    """The same stages for one micro-batch, of any size: on the devices of the first replica, which have the weights."""
+    count = staged.stages.count
+    one = dataclasses.replace(request, micro_batches=1)
+    places = dataclasses.replace(places, names=places.names[:count])
+    return pipeline.pipeline(staged.analysis, staged.parts, staged.stages, one, make("basic", count, 1), places).graph
 
 
 def _inside_of_stages(

@@ -30,8 +30,9 @@ class PipelineParams:
             forwards, then all backwards (Huang et al., "GPipe", 2019); `"1f1b"`: in turn, so that fewer micro-batches
             wait at a time; `"mast"` and `"master"`: replications of the network that lie the other way round on the
             same devices (Jain et al., "GEMS", 2020), for micro-batches that barely fit.
-        micro_batches: Parts that a batch is cut into, which have to be even; with `"master"` its number of replications
-            η. With `data_replicas` each has as many. Defaults to 1.
+        micro_batches: Parts of one size that a batch is cut into; with `"master"` its number of replications η. With
+            `data_replicas` each has as many. In a step for batches of any size (`None`) one that they do not cut evenly
+            is one micro-batch. Defaults to 1.
         devices: Names such as `"GPU:0"`, one for each stage, and so on for each data replica; a device may come twice.
             Defaults to `None`: the GPUs in order, on a machine without any the logical CPUs.
         data_replicas: Copies of the pipeline beside each other, each with its part of the batch. Defaults to 1.

@@ -40,6 +40,11 @@ class Traces:
     known: Traces | None = None
     count: int = 1
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there are several micro-batches, and batches that they do not cut evenly may come too."""
+        return self.count > 1 and self.micro is self.whole
+
 
 def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
     """Trace a step for the whole batch, and for a micro-batch.
@@ -76,13 +81,24 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
     batch = batch_of(specs) if told is None else _size_of(told, leading)
     if batch is None:
         raise PipelineError("No argument of the step has a batch axis, so there are no micro-batches. Use 1.")
+    require_even(params, batch)
+    return _with_part(step, whole, params, _of_size(specs, batch, batch // count, told), told, batch)
+
+
+def require_even(params: PipelineParams, batch: int) -> None:
+    """Refuse a batch that micro-batches do not cut evenly where it is the one that a plan is made for.
+
+    Raises:
+        ValueError: With both numbers.
+    """
+    count = params.total_micro_batches
     if batch % count:
         raise ValueError(
             f"`micro_batches` must cut the batch evenly: {batch} samples do not make {count} micro-batches. "
             f"Received: micro_batches={params.micro_batches}, data_replicas={params.data_replicas}. Use batches whose "
-            f"size is a multiple of {count}; leave out a last smaller one (`drop_remainder=True`)."
+            f"size is a multiple of {count}; under `fit` a `batch_size` that is one, and no larger than the number of "
+            "samples. Only a later batch may have another size, if the step is traced for any (`None`), as by `fit`."
         )
-    return _with_part(step, whole, params, _of_size(specs, batch, batch // count, told), told, batch)
 
 
 def _arguments(concrete_fn: Any) -> Any:

@@ -36,14 +36,14 @@ class Trained:
         return tf.nest.map_structure(lambda t: t if t is None else tf.TensorSpec([None, *t.shape[1:]], t.dtype), data)
 
     def require_even(self, data: Any) -> None:
-        """Refuse a batch that the micro-batches of a pipeline do not cut evenly.
+        """Refuse a batch that a pipeline for batches of one size does not cut evenly into its micro-batches.
 
         Raises:
             ValueError: With both numbers.
         """
         batch = batch_of(data)
         count = 1 if self.plan.pipeline is None else self.plan.pipeline.micro_batches
-        if batch is not None and batch % count:
+        if self.plan.batch_is_fixed and batch is not None and batch % count:
             raise ValueError(
                 f"`batch` must be cut evenly by the micro-batches of the pipeline that was trained, {count}. Received: "
                 f"a batch of {batch}. Give a multiple of {count} samples."

@@ -238,7 +238,8 @@ def _compared(step: RewrittenStep, arguments: tuple[Any, ...], steps: int) -> Ve
     analysis = Analysis(read(original))
     dtype = _coarsest(analysis)
     expected = _expected(dtype, flat)
-    runs = _Runs(step, arguments, flat, _shared_gradients(original, analysis, step._importer.graph))
+    importer = step._importer.for_batch(flat)
+    runs = _Runs(step, importer, arguments, flat, _shared_gradients(original, analysis, importer.graph))
     rows: dict[tuple[str, str], Difference] = {}
     with _put_back(runs.handles) as state:
         for _ in range(steps):
@@ -277,14 +278,21 @@ class _Runs:
         shared: Gradients that both graphs have.
     """
 
-    def __init__(self, step: RewrittenStep, arguments: Sequence[Any], flat: Sequence[Any], shared: _Shared) -> None:
+    def __init__(
+        self,
+        step: RewrittenStep,
+        rewritten: Importer,
+        arguments: Sequence[Any],
+        flat: Sequence[Any],
+        shared: _Shared,
+    ) -> None:
         original = step._original
         self.handles = _tf_private.captured_variables(original)
         self.shared = shared
         self._flat, self._structured = flat, functools.partial(step, *arguments)
         known = {id(variable.handle): variable.name.removesuffix(":0") for variable in original.variables}
         self._names = _distinct([known.get(id(handle), "a variable without a name") for handle, _ in self.handles])
-        plain, rewritten = Importer(shared.graph, original), step._importer
+        plain = Importer(shared.graph, original)
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in original.inputs[: plain.num_arguments]]
         number = len(shared.graph.outputs)
 

@@ -1,0 +1,202 @@
+"""Batches that micro-batches do not cut evenly, such as the last one of an epoch: the training is the same."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from pipelined import (
+    CUTS,
+    OPEN,
+    compiled,
+    hand_step,
+    largest_error,
+    net,
+    of_sizes,
+    run,
+    tiles,
+    train_step,
+)
+from test_pipeline import HERE, fitted
+
+import tflms_sft
+from rewriters.build import Importer
+from tflms_sft import LMSParams, Pipeline, PipelineParams
+
+TOLERANCE = 1e-12
+SWAPS = LMSParams(tier="disk", min_bytes=1)
+SIZES = 8, 6, 4, 3, 8, 1
+"""Of batches that four micro-batches cut evenly or not; the last are fewer."""
+
+
+@pytest.fixture(autouse=True)
+def in_float64(fresh_keras):
+    keras.config.set_floatx("float64")
+
+
+@functools.cache
+def plain(size, steps=1):
+    """What a plain training comes to."""
+    return fitted([], size=size, steps=steps)
+
+
+def any_size(step, *params, count=4, **options):
+    """The step in micro-batches for batches of any size, one after another on one device."""
+    pipeline = PipelineParams(1, "basic", count, ["CPU:0"], **options)
+    return tflms_sft.rewrite(step, [*params, pipeline], *OPEN)
+
+
+# Under `fit` ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "size", "steps"),
+    [("gpipe", 22, 1), ("1f1b", 19, 2), ("mast", 22, 1)],
+    ids=["gpipe", "fewer samples than micro-batches, several steps at once", "mast"],
+)
+def test_fit_is_the_same_with_a_last_batch_of_any_size(schedule, size, steps, capsys):
+    """Losses, metrics, weights and slots after two epochs."""
+    callback = Pipeline(CUTS, schedule, 4, HERE)
+    assert largest_error(fitted([callback], size=size, steps=steps), plain(size, steps)) < TOLERANCE
+    note = "a batch whose size is no multiple of 4, such as the last one of an epoch, runs as one micro-batch"
+    assert note in callback.plan.notes and note in capsys.readouterr().out and note in callback.plan.summary()
+    assert callback.plan.pipeline.micro_batches == 4
+
+
+def test_data_replicas_count_too():
+    callback = Pipeline(CUTS, "1f1b", 2, ["CPU:0"] * 8, 2, verbose=0)
+    assert largest_error(fitted([callback], size=22), plain(22)) < TOLERANCE
+    assert "no multiple of 4" in callback.plan.notes[-1]
+
+
+def test_a_first_batch_that_cannot_be_cut_is_refused_before_it_runs():
+    """And the model is as it was."""
+    callback = Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)
+    text = "6 samples do not make 4 micro-batches. .* a `batch_size` that is one, and no larger than the number of"
+    with pytest.raises(ValueError, match=text):
+        fitted([callback], size=6)
+    assert callback.plan is None
+    with pytest.raises(ValueError, match="8 samples do not make 3 micro-batches. Received: micro_batches=3"):
+        fitted([Pipeline(CUTS, "gpipe", 3, HERE, verbose=0)], size=22)
+
+
+def test_nothing_is_said_of_what_cannot_come():
+    """Of one micro-batch, and of a batch of known size."""
+    step = train_step(compiled(net(HERE), "momentum"))
+    for count, data in ((1, OPEN), (4, of_sizes(8)[0])):
+        assert tflms_sft.rewrite(step, PipelineParams(CUTS, "gpipe", count, HERE), *data).plan.notes == ()
+
+
+# Steps of one's own -----------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_batches_of_any_size():
+    """Its loss, gradients and logits too, in their structure."""
+    model = compiled(net(HERE, skip=True), "adam")
+    step = hand_step(model)
+    rewritten, whole, data = any_size(step), step.get_concrete_function(*OPEN), of_sizes(*SIZES)
+    assert largest_error(run(model, rewritten, data), run(model, whole, data)) < TOLERANCE
+    for batch in data[:2]:
+        got, want = rewritten(*batch), whole(*map(tf.constant, batch))
+        tf.nest.assert_same_structure(got, want, expand_composites=True)
+        assert [t.shape for t in tf.nest.flatten(got)] == [t.shape for t in tf.nest.flatten(want)]
+
+
+def test_tiles_and_swaps_in_stages():
+    """Nothing is left to be read, whichever way a batch goes, and no file after a step that fails."""
+    model = compiled(net(HERE, deep=True), "adam")
+    step = train_step(model)
+    rewritten = tflms_sft.rewrite(step, [tiles(), SWAPS, PipelineParams(["stage1"], "gpipe", 2, HERE[:2])], *OPEN)
+    data = of_sizes(8, 5, 1)
+    assert largest_error(run(model, rewritten, data), run(model, step, data)) < TOLERANCE
+    assert len(rewritten.plan.segments) >= 2 and len(rewritten.plan.swaps) >= 2
+    (tier,) = rewritten.tiers
+    held, free = tier.store._held, tier.store._free
+    assert held.keys() | free.keys() and not any(one.reads for one in held.values())
+    (x, y), _, _ = data
+    with pytest.raises(tf.errors.InvalidArgumentError, match="different leading sizes"):
+        rewritten(x, y[:4])
+    assert not held and not free
+
+
+def test_a_loss_that_is_a_sum():
+    model = compiled(net(HERE), "momentum")
+    model.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    model.optimizer.learning_rate = 0.01
+    step, data = hand_step(model), of_sizes(*SIZES)
+    rewritten, whole = any_size(step, loss_reduction="sum"), step.get_concrete_function(*OPEN)
+    assert largest_error(run(model, rewritten, data), run(model, whole, data)) < TOLERANCE
+
+
+def test_batch_norm_has_the_statistics_of_the_whole_of_such_a_batch():
+    model = compiled(net(HERE, norm=True), "momentum")
+    step = hand_step(model)
+    rewritten, whole = any_size(step, batch_norm="micro"), step.get_concrete_function(*OPEN)
+    errors = [largest_error(run(model, rewritten, data), run(model, whole, data)) for data in map(of_sizes, (6, 8))]
+    assert errors[0] < TOLERANCE and errors[1] > 1e-4
+
+
+@pytest.mark.parametrize("result", ["nothing", "argument", "slices"])
+def test_results_of_all_kinds(result):
+    """Of a step that reads a table from outside, too large to be a constant of the trace."""
+    w, table = tf.Variable(np.eye(3) + 0.1), tf.constant(np.arange(300.0).reshape(100, 3))
+
+    @tf.function(autograph=False)
+    def step(x, rows):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.tanh(tf.gather(w, rows) * x + tf.gather(table, rows)))
+        gradient = tape.gradient(loss, w)
+        w.assign_sub(0.1 * tf.convert_to_tensor(gradient))
+        return {"nothing": None, "argument": (x, loss), "slices": {"gradient": gradient, "none": None}}[result]
+
+    specs = tf.TensorSpec((None, 3), "float64"), tf.TensorSpec((None,), "int32")
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"]), *specs)
+    start, random = w.numpy(), np.random.default_rng(0)
+    data = [(random.normal(size=(size, 3)), np.arange(size, dtype="int32") % 3) for size in (4, 5, 1, 2)]
+    found = []
+    for function in (step, rewritten):
+        values = []
+        for batch in data:
+            got = function(*map(tf.constant, batch))
+            values += [got] if got is None else [tf.convert_to_tensor(t) for t in tf.nest.flatten(got) if t is not None]
+            values.append(w.numpy())
+        found.append([np.array(value) for value in values if value is not None])
+        w.assign(start)
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
+def test_arguments_of_different_sizes_are_refused():
+    rewritten = any_size(hand_step(compiled(net(HERE), "momentum")))
+    ((x, y),) = of_sizes(8)
+    for images, labels in ((8, 4), (6, 4), (4, 6), (6, 3)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="different leading sizes"):
+            rewritten(x[:images], y[:labels])
+
+
+def test_verify_proves_how_such_a_batch_was_trained():
+    """Its gradients too, which are those of one micro-batch."""
+    model = compiled(net(HERE), "momentum")
+    callback = Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)
+    x, y = (np.concatenate(parts) for parts in zip(*of_sizes(8, 6), strict=True))
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[callback])
+    proof = tflms_sft.verify(model, of_sizes(6)[0], callback)
+    assert proof.ok and not proof.not_compared and "10 gradient(s)" in proof.summary()
+
+
+def test_verify_finds_a_mistake_in_what_such_a_batch_runs(monkeypatch):
+    init = Importer.__init__
+
+    def broken(self, graph, *args):
+        if not graph.divided:
+            next(node for node in graph.nodes.values() if node.op == "Tanh").op = "Sigmoid"
+        init(self, graph, *args)
+
+    model = compiled(net(HERE), "momentum")
+    with monkeypatch.context() as patched:
+        patched.setattr(Importer, "__init__", broken)
+        rewritten = any_size(hand_step(model))
+    ((x, y),) = of_sizes(8)
+    assert tflms_sft.verify(rewritten, (x, y))
+    found = tflms_sft.verify(rewritten, (x[:6], y[:6]))
+    assert not found.outputs.ok and not found.gradients.ok
