@@ -32,7 +32,7 @@ _AROUND = frozenset(
 )
 
 
-def inlined_with_kernels(concrete_fn: Any, as_calls: Callable[[Any], bool]) -> Graph:
+def inlined_with_kernels(concrete_fn: Any, as_calls: Callable[[Any], bool] | None) -> Graph:
     """The graph of `concrete_fn` without calls, but for those in which the device has no kernels for a convolution.
 
     Args:

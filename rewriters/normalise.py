@@ -36,17 +36,22 @@ MOST_PASSES = 1000
 """More than any chain of operations needs of which each pass finds out about one more."""
 
 
-def read(concrete_fn: Any, for_tiles: bool = True) -> Graph:
+def read(concrete_fn: Any, for_tiles: bool = True, opened: bool = False) -> Graph:
     """The normalised graph of a traced function.
 
     Args:
         concrete_fn: What `get_concrete_function` returns.
         for_tiles: Also make anew what is the same to rounding only: grouped convolutions, fused normalisation, and 8.
+        opened: Whether to make grouped convolutions anew, out of which one cannot see otherwise what becomes of samples
+            and weights.
     """
     graph = from_concrete_function(concrete_fn)
     graph.prune()
     if any(is_call(node) or is_xla_call(node) or fused.is_fused(node) for node in graph.nodes.values()):
-        graph = grouped.inlined_with_kernels(concrete_fn, fused.as_calls) if for_tiles else inlined(concrete_fn)
+        if for_tiles or opened:
+            graph = grouped.inlined_with_kernels(concrete_fn, fused.as_calls if for_tiles else None)
+        else:
+            graph = inlined(concrete_fn)
         graph.prune()
     return normalise(graph, for_tiles)
 

@@ -343,6 +343,16 @@ def test_what_an_update_reads_besides_gradients_must_not_join_samples(update, op
         judge(step_of(lambda x, w, _: mean(net(x, w)), update=update)[0])
 
 
+def test_what_xla_compiles_is_refused_by_name():
+    @tf.function(jit_compile=True)
+    def twice(z):
+        return 2 * tf.tanh(z)
+
+    step, _ = step_of(lambda x, w, _: mean(tf.square(net(twice(x @ w[0]), w))))
+    with pytest.raises(PipelineError, match=r"\w*PartitionedCall\w*` .* runs in a function that XLA compiles"):
+        judge(step)
+
+
 def test_a_loop_that_gradients_go_through_is_refused_by_name():
     image = keras.Input((4, 2))
     model = keras.Model(image, layers.Dense(1)(layers.LSTM(2, name="words")(image)))

@@ -115,6 +115,20 @@ def test_steps_are_the_same(make, optimizer, count):
     assert largest_error(run(model, rewritten, batches()), run(model, step, batches())) < TOLERANCE
 
 
+@pytest.mark.parametrize("options", [{"groups": 2}, {"groups": 4, "dilation_rate": 2}])
+def test_convolutions_in_groups_are_the_same(options):
+    """On CPUs XLA compiles them, each with the handle of its weight: they are made of convolutions that can be seen."""
+    keras.utils.set_random_seed(1)
+    image = keras.Input((8, 8, 3))
+    x = layers.Conv2D(4, 3, activation="tanh")(layers.Conv2D(4, 3, activation="tanh")(image))
+    x = layers.Conv2D(8, 3, padding="same", **options)(x)
+    model = compiled(keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x))), "adam")
+    step = train_step(model)
+    rewritten = in_parts(step, 4, *batches(1)[0])
+    assert rewritten.plan.notes == ()
+    assert largest_error(run(model, rewritten, batches()), run(model, step, batches())) < TOLERANCE
+
+
 def test_a_step_with_an_unknown_batch_takes_any_multiple():
     model = compiled(net(HERE), "momentum")
     step = hand_step(model)

@@ -27,7 +27,7 @@ class BatchSizes:
         self._evaluate = self._evaluate_whole = analysis.evaluate
         self._known = self._known_whole = Known(analysis.graph)
         if traces.micro is not traces.whole:
-            graph = read(traces.whole, for_tiles)
+            graph = read(traces.whole, for_tiles, opened=True)
             self._whole = graph.nodes
             self._evaluate_whole = Evaluator(graph)
             self._known_whole = Known(graph)
@@ -36,7 +36,7 @@ class BatchSizes:
         self._compared_outputs = _by_result(analysis, traces.micro), self._outputs
         if traces.known is not None:
             pair = traces.known.micro, traces.known.whole
-            self._compared = tuple(read(one, for_tiles).nodes for one in pair)  # type: ignore[assignment]
+            self._compared = tuple(read(one, for_tiles, opened=True).nodes for one in pair)  # type: ignore[assignment]
             self._compared_outputs = tuple(_by_result(analysis, one) for one in pair)  # type: ignore[assignment]
         inputs = (traces.known or traces).micro.inputs
         self._samples = next((inputs[p].shape[0] for p in traces.batched if inputs[p].shape.rank), None)

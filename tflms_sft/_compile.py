@@ -120,7 +120,11 @@ def collector_paused() -> Iterator[None]:
 
 
 def analyse(
-    concrete_fn: Any, record: LayerRecord | None = None, batch: int | None = None, for_tiles: bool = True
+    concrete_fn: Any,
+    record: LayerRecord | None = None,
+    batch: int | None = None,
+    for_tiles: bool = True,
+    opened: bool = False,
 ) -> Traced:
     """Read and analyse a traced step.
 
@@ -129,11 +133,12 @@ def analyse(
         record: Keras layers seen while it was traced.
         batch: Batch size where the graph leaves it open.
         for_tiles: Whether it may be tiled, so that what is the same to rounding only may be made anew.
+        opened: As in `read`.
 
     Raises:
         RewriteError: If it computes gradients where they are not seen; without tiles, if it computes none.
     """
-    graph = read(concrete_fn, for_tiles)
+    graph = read(concrete_fn, for_tiles, opened)
     record = record or LayerRecord()
     misleading = any(is_autodiff_name(call.layer) for call in record.calls)
     forward: Container[str] = record.layer_of_op.keys() if misleading else ()

@@ -11,6 +11,7 @@ from rewriters.analysis import Analysis
 from rewriters.coupling import Samples, samples, unfit
 from rewriters.errors import PipelineError
 from rewriters.graph import LOOPS, Node, Tensor, ancestors
+from rewriters.inline import is_xla_call
 from rewriters.micro import Parts, split_step
 from rewriters.resources import writes
 from rewriters.roles import is_seed
@@ -57,8 +58,8 @@ def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor] = (
     if params.total_micro_batches == 1:
         return Judgement((), lambda tensor: mean)
     traces = traces.known or traces
-    analysis = analyse(traces.micro, traces.record, None, for_tiles=False).analysis
-    _refuse_loops(analysis, traces)
+    analysis = analyse(traces.micro, traces.record, None, for_tiles=False, opened=True).analysis
+    _refuse_bodies(analysis, traces)
     parts = split_step(analysis, traces.batched, traces.hints)
     sizes = BatchSizes(traces, analysis)
     batch = traces.batch // params.total_micro_batches if traces.batch else None
@@ -93,8 +94,10 @@ def _written(analysis: Analysis, parts: Parts) -> list[Tensor]:
     return [tensor for tensor in parts.gradients if tensor in read] or list(parts.gradients)
 
 
-def _refuse_loops(analysis: Analysis, traces: Traces) -> None:
-    """Refuse a forward loop that gradients go through: it fills lists that autodiff has made for its own loop.
+def _refuse_bodies(analysis: Analysis, traces: Traces) -> None:
+    """Refuse a forward loop that gradients go through, which fills lists that autodiff has made for its own loop.
+
+    And what XLA compiles, which cannot be looked into.
 
     Raises:
         PipelineError: With its layer.
@@ -104,6 +107,13 @@ def _refuse_loops(analysis: Analysis, traces: Traces) -> None:
         raise PipelineError(
             f"Gradients go through a loop, {_Names(traces, analysis).of(node)}: a pipeline cannot tell its forward "
             "phase from the backward one yet. Unroll it (`unroll=True` of a recurrent layer), or use `micro_batches=1`."
+        )
+    node = next((n for n in analysis.order if is_xla_call(n)), None)
+    if node is not None:
+        raise PipelineError(
+            f"{_Names(traces, analysis).of(node)} runs in a function that XLA compiles, as what has no other kernel on "
+            "a CPU does too, such as convolutions in groups in half precision: what it does to samples cannot be seen. "
+            "Leave out `jit_compile=True` if it is yours, or use `micro_batches=1`."
         )
 
 

@@ -71,7 +71,7 @@ def pipelined(
 def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Importer, Plan]:
     samples = max(traces.batch // params.total_micro_batches, 1) if traces.batch else None
     for_tiles = chosen.tiles is not None
-    traced = analyse(traces.micro, traces.record, samples, for_tiles)
+    traced = analyse(traces.micro, traces.record, samples, for_tiles, opened=True)
     analysis = traced.analysis
     analysis.require_backward()
     sizes = BatchSizes(traces, analysis, for_tiles)

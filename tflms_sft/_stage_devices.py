@@ -98,7 +98,7 @@ def _probe(model: Any, specs: Any) -> Traced:
         return [g for g in tape.gradient(loss, model.trainable_variables) if g is not None]
 
     concrete_fn, record = traced_once(tf.function(step, autograph=False), (specs,), {})
-    return analyse(concrete_fn, record, None, for_tiles=False)
+    return analyse(concrete_fn, record, None, for_tiles=False, opened=True)
 
 
 def _chosen(traced: Traced, params: PipelineParams) -> list[list[Any]]:
