@@ -145,6 +145,11 @@ def captured_variables(concrete_fn: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+def living_variables(concrete_fn: Any) -> list[Any]:
+    """Variables that a traced function was made with, which it does not keep, as far as somebody does."""
+    return [variable for reference in concrete_fn.graph._weak_variables if (variable := reference()) is not None]
+
+
 def variable_sizes(concrete_fn: Any) -> list[int]:
     """Bytes of each variable that a traced function reads or writes."""
     return [size for _, size in variable_places(concrete_fn)]

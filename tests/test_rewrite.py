@@ -340,6 +340,7 @@ def test_it_keeps_variables_alive():
     gc.collect()
     first, second = float(fast(*BATCH)), float(fast(*BATCH))
     assert np.isfinite(first) and second < first
+    assert tflms_sft.verify(fast, BATCH).ok, "which traces the original anew"
     del fast
     gc.collect()
     assert reference() is None, "and no longer than itself"

@@ -100,6 +100,7 @@ class RewrittenStep:
     def __init__(self, original: Any, importer: Importer, plan: Plan) -> None:
         self.plan = plan
         self._original = original
+        self._variables = _tf_private.living_variables(original)  # Handles are kept anyway; `verify` traces anew.
         self._importer = importer
         self._signature = original.structured_input_signature
         flat = tf.nest.flatten(self._signature)
