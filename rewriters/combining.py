@@ -16,6 +16,7 @@ from rewriters.graph import Node, Tensor
 from rewriters.micro import Parts
 from rewriters.registry import registered
 from rewriters.rules.elementwise import Pointwise
+from rewriters.values import is_rounded
 
 __all__: list[str] = []
 
@@ -115,7 +116,7 @@ class Combinations:
 
     def _of_one_value(self, tensor: Tensor) -> Combination:
         """Of what has no batch axis."""
-        if tensor.dtype.is_floating or tensor.dtype.is_complex:
+        if is_rounded(tensor.dtype):
             return Combination.MEAN if self._mean(tensor) else Combination.SUM
         if tensor.dtype.is_integer and self._adds_up(tensor):
             return Combination.SUM

@@ -44,6 +44,7 @@ from rewriters.samples import (
     Sizes,
     Value,
 )
+from rewriters.values import is_rounded
 
 __all__: list[str] = []
 
@@ -222,7 +223,7 @@ class _Values:
     def _mark_odd(self, op: Op) -> None:
         """Note who computes with a number that is known to be larger for the batch by what is no power."""
         for value, tensor in zip(op.values, op.node.inputs, strict=True):
-            if value.odd and value.lost and (tensor.dtype.is_floating or op.node.op in ELEMENTWISE):
+            if value.odd and value.lost and (is_rounded(tensor.dtype) or op.node.op in ELEMENTWISE):
                 self.odd.setdefault(op.node, value.lost.out())
 
     # Samples ----------------------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ class _Values:
 
     def _of_loop(self, op: Op) -> Fraction | None:
         """Of an operation without a rule: one that autodiff made is taken to be linear in gradients."""
-        powers = {v.power for v, t in zip(op.values, op.node.inputs, strict=True) if t.dtype.is_floating or v.power}
+        powers = {v.power for v, t in zip(op.values, op.node.inputs, strict=True) if is_rounded(t.dtype) or v.power}
         powers.discard(Fraction(0))
         if not powers:
             return Fraction(0)
@@ -344,7 +345,7 @@ class _Leaving:
         again = {h for node in self.parts.update if writes(node) for h in handles(node)}
         alone = self._ancestors(of_metrics) - results
         notes = [n for n in self.values.joined if n in alone]
-        reads = {t: self.of[t] for t in read if t.node in self.parts.direct and t.dtype.is_floating}
+        reads = {t: self.of[t] for t in read if t.node in self.parts.direct and is_rounded(t.dtype)}
         reads = {t: value for t, value in reads.items() if not value.zero}
         unknown = [n for n in self.values.unknown if n in results]
         unknown += [v.lost for v in reads.values() if v.power is None and v.lost is not None and not v.mixed]
@@ -493,7 +494,7 @@ class _Leaving:
             return False
         factor = value.power if rows else value.power - 1
         if factor:
-            if not tensor.dtype.is_floating:
+            if not is_rounded(tensor.dtype):
                 return False
             self.factors[place] = float(self.sizes.parts) ** float(factor)
         return value.exact

@@ -20,7 +20,7 @@ from rewriters.graph import Graph, Node, Tensor
 from rewriters.registry import registered
 from rewriters.resources import handles, writes
 from rewriters.rules.elementwise import Pointwise
-from rewriters.values import constant
+from rewriters.values import constant, is_rounded
 
 __all__: list[str] = []
 
@@ -198,7 +198,7 @@ def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tens
     return [
         t
         for t in found
-        if t.dtype.is_floating and (t in results or any(reader in update for reader, _ in readers.get(t, ())))
+        if is_rounded(t.dtype) and (t in results or any(reader in update for reader, _ in readers.get(t, ())))
     ]
 
 

@@ -15,16 +15,16 @@ import numpy as np
 
 from rewriters.samples import WITHOUT_DATA, MixedError, NoPowerError, NotLinearError, Op
 from rewriters.sizes import Size
-from rewriters.values import constant
+from rewriters.values import constant, is_rounded
 
 __all__: list[str] = []
 
-_ADDS = frozenset(("Add", "AddN", "AddV2", "BiasAdd", "ConcatV2", "Pack", "Select", "SelectV2", "Sub"))
+_ADDS = frozenset(("Add", "AddN", "AddV2", "BiasAdd", "Complex", "ConcatV2", "Pack", "Select", "SelectV2", "Sub"))
 _EXTREMES = frozenset(("Maximum", "Minimum"))
 _COMPARES = frozenset(("Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"))
 _NUMBERS = frozenset(
-    "ArgMax ArgMin IsFinite IsInf IsNan OnesLike Rank Shape ShapeN Sign Size Where ZerosLike LogicalAnd LogicalNot "
-    "LogicalOr All Any".split()
+    "Angle ArgMax ArgMin IsFinite IsInf IsNan OnesLike Rank Shape ShapeN Sign Size Where ZerosLike LogicalAnd "
+    "LogicalNot LogicalOr All Any".split()
 )
 """Those whose result is the same whatever the operands are multiplied by."""
 
@@ -72,16 +72,17 @@ _DEGREES: dict[str, dict[int, Fraction]] = {
 """For each operand that matters the degree in which a result goes with it."""
 
 _FIRST = frozenset(
-    "Abs AvgPool AvgPool3D BatchToSpaceND BiasAddGrad BroadcastTo CheckNumerics Cumsum DepthToSpace EnsureShape "
-    "EuclideanNorm ExpandDims ExtractImagePatches FFT FFT2D FFT3D IFFT IFFT2D IFFT3D Gather GatherNd GatherV2 Identity "
-    "LeakyRelu MatrixBandPart MatrixDiag MatrixDiagPartV3 MatrixDiagV3 Max MaxPool MaxPool3D Mean Min MirrorPad "
-    "MirrorPadGrad Neg Pad PreventGradient Relu Reshape ResizeBilinear ResizeBilinearGrad ResizeNearestNeighbor "
-    "ResizeNearestNeighborGrad ReverseV2 Roll Slice Snapshot SpaceToBatchND SpaceToDepth SplitV Squeeze StopGradient "
-    "StridedSlice Sum Tile TopK TopKV2 Transpose Unpack UnsortedSegmentSum SegmentSum Complex Conj Real Imag".split()
+    "Abs AvgPool AvgPool3D BatchToSpaceND BiasAddGrad BroadcastTo CheckNumerics ComplexAbs Conj Cumsum DepthToSpace "
+    "EnsureShape EuclideanNorm ExpandDims ExtractImagePatches FFT FFT2D FFT3D Gather GatherNd GatherV2 Identity "
+    "IFFT IFFT2D IFFT3D Imag IRFFT IRFFT2D IRFFT3D LeakyRelu MatrixBandPart MatrixDiag MatrixDiagPartV3 "
+    "MatrixDiagV3 Max MaxPool MaxPool3D Mean Min MirrorPad MirrorPadGrad Neg Pad PreventGradient Real Relu Reshape "
+    "ResizeBilinear ResizeBilinearGrad ResizeNearestNeighbor ResizeNearestNeighborGrad ReverseV2 RFFT RFFT2D RFFT3D "
+    "Roll SegmentSum Slice Snapshot SpaceToBatchND SpaceToDepth SplitV Squeeze StopGradient StridedSlice Sum Tile "
+    "TopK TopKV2 Transpose Unpack UnsortedSegmentSum".split()
 )
 """Those whose result is as much larger as the first operand is."""
 
-_FILLS = frozenset(("Complex", "MatrixDiagPartV3", "MatrixDiagV3"))
+_FILLS = frozenset(("MatrixDiagPartV3", "MatrixDiagV3"))
 """Those of them whose result is not all zeros because the first operand is."""
 
 _SETS = {"Fill": (1,), "PadV2": (0, 2)}
@@ -101,7 +102,7 @@ def power(op: Op) -> Fraction | None:
     if kind in _ADDS | _EXTREMES | _COMPARES | {"SquaredDifference"}:
         return _alike(op)
     if kind == "Cast":
-        rounds = op.node.inputs[0].dtype.is_floating and not op.outs[0].dtype.is_floating
+        rounds = is_rounded(op.node.inputs[0].dtype) and not is_rounded(op.outs[0].dtype)
         return _as_it_is(op) if rounds and op.outs[0].dtype.name != "bool" else powers[0]
     if kind in _PRODUCTS or kind in _CHANGES:
         return _total((_ONE, powers[p]) for p, t in enumerate(op.node.inputs) if not t.dtype.is_integer or t in op.outs)
@@ -147,7 +148,8 @@ def power_of(here: Any, whole: Any, parts: int) -> Fraction | None:
     if isinstance(here, Size):
         return Fraction(1)
     try:
-        mine, other = np.asarray(here, float), np.asarray(whole, float)
+        kind = complex if np.iscomplexobj(here) else float
+        mine, other = np.asarray(here, kind), np.asarray(whole, kind)
     except (TypeError, ValueError):
         return Fraction(0) if isinstance(here, np.ndarray) and np.array_equal(here, whole) else None
     if mine.shape != other.shape:
@@ -159,7 +161,7 @@ def power_of(here: Any, whole: Any, parts: int) -> Fraction | None:
     some = (mine != 0) | (other != 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = other[some] / mine[some]
-    first = float(ratios[0])
+    first = float(ratios[0].real)
     rounding = 2e-2 if getattr(here, "dtype", np.dtype(float)).itemsize == 2 else 1e-6  # Of half precision.
     if not 0 < first < math.inf or not np.allclose(ratios, first, rtol=rounding, atol=0):
         raise NoPowerError
@@ -181,7 +183,7 @@ def _total(terms: Iterable[tuple[Fraction, Fraction | None]]) -> Fraction | None
 
 def _as_it_is(op: Op) -> Fraction | None:
     """Of an operation that is to have the same operands for the batch."""
-    powers = [value.power for value, t in zip(op.values, op.node.inputs, strict=True) if t.dtype.is_floating]
+    powers = [value.power for value, t in zip(op.values, op.node.inputs, strict=True) if is_rounded(t.dtype)]
     if any(powers):
         raise NotLinearError
     return None if None in powers else Fraction(0)

@@ -11,11 +11,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from rewriters.errors import NotTileableError
-from rewriters.graph import Node, Tensor
+from rewriters.graph import Node
 from rewriters.registry import find_rule
 from rewriters.rules.elementwise import ELEMENTWISE, LinearIn, channel_dim
 from rewriters.rules.pixels import Einsum
 from rewriters.samples import WITHOUT_DATA, Axis, JoinsError, Kind, Made, NotKnownError, Op, met
+from rewriters.values import is_rounded
 
 __all__: list[str] = []
 
@@ -165,14 +166,17 @@ def _elementwise(op: Op) -> list[Made]:
     return rows_at(op, met(axes), op.is_ragged(of_rows), kept)
 
 
+_LINEAR = frozenset("Add AddN AddV2 BiasAdd CheckNumerics Complex Conj EnsureShape Imag Real Sub".split())
+
+
 def _linear(op: Op) -> list[Made]:
     """Of sums over samples and what is the same for all: linear in the sums, or they are used as such."""
     sums = op.of(Kind.SUM)
     if op.node.op in ("ZerosLike", "OnesLike"):
         return _all(op, Made())
-    if op.node.op == "Cast" and op.node.inputs[0].dtype.is_floating and not op.outs[0].dtype.is_floating:
+    if op.node.op == "Cast" and is_rounded(op.node.inputs[0].dtype) and not is_rounded(op.outs[0].dtype):
         raise JoinsError
-    if op.node.op in ("Add", "AddN", "AddV2", "Sub", "BiasAdd", "CheckNumerics", "EnsureShape"):
+    if op.node.op in _LINEAR:
         return sum_of(op, added=False)
     if op.node.op in ("Select", "SelectV2") and 0 not in sums:
         return sum_of(op, added=False)
@@ -209,11 +213,13 @@ def _rows_first(op: Op) -> list[Made]:
 
 
 _TRAILING = {
-    **dict.fromkeys(("Softmax", "LogSoftmax", "TopK", "TopKV2", "RGBToHSV", "HSVToRGB", "FFT", "IFFT", "RFFT"), 1),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "TopK", "TopKV2", "RGBToHSV", "HSVToRGB", "FFT", "IFFT"), 1),
+    **dict.fromkeys(("RFFT", "IRFFT"), 1),
     **dict.fromkeys(("MatrixDiag", "MatrixDiagV3", "Cross"), 1),
-    **dict.fromkeys(("FFT2D", "IFFT2D", "RFFT2D", "MatrixBandPart", "MatrixDiagPartV3", "MatrixInverse"), 2),
+    **dict.fromkeys(("FFT2D", "IFFT2D", "RFFT2D", "IRFFT2D"), 2),
+    **dict.fromkeys(("MatrixBandPart", "MatrixDiagPartV3", "MatrixInverse"), 2),
     **dict.fromkeys(("MatrixDeterminant", "Cholesky", "SelfAdjointEigV2", "Svd", "Qr"), 2),
-    **dict.fromkeys(("FFT3D", "IFFT3D", "AdjustHue", "AdjustSaturation"), 3),
+    **dict.fromkeys(("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D", "AdjustHue", "AdjustSaturation"), 3),
 }
 """Operations that take together what lies in so many of the last dimensions."""
 
@@ -243,7 +249,7 @@ def _sizes(op: Op) -> list[Made]:
 @rule("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm", "ArgMax", "ArgMin")
 def _reduction(op: Op) -> list[Made]:
     if op.values[0].kind is Kind.SUM:
-        if op.node.op not in ("Sum", "Mean") or not op.outs[0].dtype.is_floating and op.node.op == "Mean":
+        if op.node.op not in ("Sum", "Mean") or (op.node.op == "Mean" and not is_rounded(op.outs[0].dtype)):
             raise JoinsError
         return sum_of(op, added=False)
     axis, rank = op.values[0].made.axis, len(op.shape(0))
@@ -253,16 +259,13 @@ def _reduction(op: Op) -> list[Made]:
         axes.add(axis.dim)  # Of a single sample autodiff leaves out the sum over samples, as the other trace shows.
     if axis.dim in axes:
         mean = op.node.op == "Mean"
-        if op.node.op not in ("Sum", "Mean") or (mean and (op.values[0].made.ragged or _is_integer(op.outs[0]))):
+        uneven = op.values[0].made.ragged or not is_rounded(op.outs[0].dtype)
+        if op.node.op not in ("Sum", "Mean") or (mean and uneven):
             raise JoinsError
         return sum_of(op, added=not mean)
     kept = "keep_dims" in op.node.attrs and op.node.attrs["keep_dims"].b
     gone = 0 if kept else sum(number < axis.dim for number in axes)
     return rows_at(op, axis.moved(axis.dim - gone), op.values[0].made.ragged)
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.dtype.is_floating or tensor.dtype.is_complex)
 
 
 @rule("L2Loss")

@@ -101,6 +101,11 @@ def constant(node: Node) -> np.ndarray | None:
     return tf.make_ndarray(node.attrs["value"].tensor) if node.op == "Const" else None
 
 
+def is_rounded(dtype: tf.DType) -> bool:
+    """Whether numbers of a type are rounded, real and complex ones."""
+    return bool(dtype.is_floating or dtype.is_complex)
+
+
 def type_attr(dtype: tf.DType) -> Any:
     """An attribute whose value is a type."""
     return tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)

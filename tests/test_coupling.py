@@ -29,6 +29,10 @@ def size(x):
     return tf.cast(tf.shape(x)[0], "float64")
 
 
+def spectrum(x, w):
+    return tf.signal.fft(tf.cast(net(x, w), "complex128"))
+
+
 def step_of(loss, result=None, update=None, before=None, after=None, state=0.0):
     """A step of two layers, and its variables; `state` is one that what runs `before` and `after` may write."""
     w = [tf.Variable(np.eye(3) + 0.1 * number) for number in range(2)]
@@ -200,8 +204,13 @@ def test_resized_images_are_apart():
         (lambda x, w, own: tf.reduce_sum(net(x, w)) * (own / size(x)), "mean"),
         (lambda x, w, own: tf.reduce_sum(net(x, w)) * (own / (8.0 if x.shape[0] == 8 else 4.0)), "mean"),
         (lambda x, w, _: mean(net(x, w)) * tf.cast(tf.size(x), "float64"), "sum"),
+        (lambda x, w, _: tf.reduce_sum(tf.abs(spectrum(x, w) * tf.complex(np.float64(0), 1 / size(x)))), "mean"),
+        (lambda x, w, _: mean(tf.abs(spectrum(x, w) * (1 + 2j))), "mean"),
+        (lambda x, w, _: tf.math.real(mean(spectrum(x, w) * tf.math.conj(spectrum(x, w)))), "mean"),
+        (lambda x, w, _: tf.reduce_sum(tf.abs(tf.signal.irfft(spectrum(x, w)))), "sum"),
     ],
 )
+@pytest.mark.filterwarnings("error::numpy.exceptions.ComplexWarning")
 def test_whether_a_loss_is_a_mean_is_found_out(loss, reduction):
     step, variables = step_of(loss, state=2.0)
     assert same(step, variables, loss_reduction=reduction) == ()

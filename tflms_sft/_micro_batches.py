@@ -16,6 +16,7 @@ from rewriters.micro import Parts, split_step
 from rewriters.resources import writes
 from rewriters.roles import is_seed
 from rewriters.samples import Sizes
+from rewriters.values import is_rounded
 from tflms_sft._batch_sizes import BatchSizes
 from tflms_sft._compile import analyse
 from tflms_sft._names import part_name, variable_names
@@ -249,7 +250,7 @@ class _Judge:
         """
         made = ancestors(t.node for t in analysis.graph.outputs) if self.found.unlike else set()
         for node in self.found.unlike:
-            if node in made and node not in analysis.backward and node.out().dtype.is_floating:
+            if node in made and node not in analysis.backward and is_rounded(node.out().dtype):
                 raise _unlike(node)
 
     def unknown(self) -> tuple[str, ...]:
