@@ -21,17 +21,23 @@ class Importer:
         graph: The graph.
         concrete_fn: The function that it was read from; it holds the captured tensors.
         tier: Where the graph swaps to, if it does.
-        uneven: What imports the same step for a batch that the graph cannot cut into parts of one size, if such come.
-            It swaps to the same tier.
+        batch: Samples of the batches that the graph is for, `None` for all that it can be cut for.
+        other: What imports the same step for all other batches, if such may come.
     """
 
     def __init__(
-        self, graph: Graph, concrete_fn: Any, tier: Tier | None = None, uneven: Importer | None = None
+        self,
+        graph: Graph,
+        concrete_fn: Any,
+        tier: Tier | None = None,
+        batch: int | None = None,
+        other: Importer | None = None,
     ) -> None:
         self.graph = graph
         self.concrete_fn = concrete_fn
         self.tier = tier
-        self.uneven = uneven
+        self.batch = batch
+        self.other = other
         self._graph_def = graph.to_graph_def()
         # Swaps, buffers that loops begin with, and effects of micro-batches: what they wait for, their edges say.
         swaps = set() if tier is None else set(tier.operations)
@@ -41,43 +47,43 @@ class Importer:
         _tf_private.register_functions(graph.library)
         self.num_arguments = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
 
+    @property
+    def tiers(self) -> list[Tier]:
+        """Where both graphs swap to."""
+        found = [self.tier, *(self.other.tiers if self.other is not None else ())]
+        return [tier for number, tier in enumerate(found) if tier is not None and tier not in found[:number]]
+
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """Import the graph, fed with flat `arguments`; the results in the structure of the original."""
-        checked = self._checked(arguments)
-        if self.uneven is None:
-            flat = self._imported(checked, self.graph.outputs)
+        other = self.other
+        if other is None:
+            flat = self.values(arguments, self.graph.outputs)
         else:  # Of the two that are imported one runs. TensorFlow inlines both, so that operations keep their devices.
-            uneven = self.uneven
+            checked = self._checked(arguments) if self.batch is None else arguments
             flat = tf.cond(
-                self._is_even(checked),
-                lambda: self._imported(checked, self.graph.outputs),
-                lambda: uneven._imported(checked, uneven.graph.outputs),
+                self._is_for(checked),
+                lambda: self.values(checked, self.graph.outputs),
+                lambda: other.values(checked, other.graph.outputs),
             )
         return _tf_private.pack_outputs(self.concrete_fn, flat)
 
     def for_batch(self, arguments: Sequence[Any]) -> Importer:
-        """What imports the graph that runs for arguments whose sizes are known: this, or `uneven`."""
-        return self if self.uneven is None or self._is_even(arguments) else self.uneven
+        """What imports the graph that runs for arguments whose sizes are known: this, or `other`."""
+        return self if self.other is None or self._is_for(arguments) else self.other
 
     def values(
         self, arguments: Sequence[Any], tensors: Sequence[Tensor], given: Mapping[Tensor, Any] | None = None
     ) -> list[Any]:
-        """Import the graph, that for even batches; the values of some of its tensors.
+        """Import this graph, and not `other`; the values of some of its tensors.
 
         Args:
             arguments: What it is fed with, flat.
             tensors: What to return.
             given: Values for readers of tensors, in the place of what is computed.
         """
-        return self._imported(self._checked(arguments), tensors, given)
-
-    def _imported(
-        self, arguments: Sequence[Any], tensors: Sequence[Tensor], given: Mapping[Tensor, Any] | None = None
-    ) -> list[Any]:
-        """The same, fed with what has been checked."""
         outer = _tf_private.default_func_graph()
         assert outer is not None, "the graph is imported inside of a trace"
-        fed = [outer.capture(t) for t in (*arguments, *self.concrete_fn.captured_inputs)]
+        fed = [outer.capture(t) for t in (*self._checked(arguments), *self.concrete_fn.captured_inputs)]
         mapping = {
             placeholder.name: value
             for placeholder, value in zip(self.graph.inputs, fed, strict=True)
@@ -98,14 +104,16 @@ class Importer:
         return [mapping.get(name, result) for name, result in zip(names, found, strict=False)]
 
     def abandon(self) -> None:
-        """Give up what a step that failed has left in the tier."""
-        if self.tier is not None:
-            self.tier.clear()
+        """Give up what a step that failed has left in the tiers."""
+        for tier in self.tiers:
+            tier.clear()
 
-    def _is_even(self, arguments: Sequence[Any]) -> Any:
-        """Whether the batch can be cut into parts of one size."""
-        position, parts = min(self.graph.divided.items())
-        return tf.equal(tf.shape(arguments[position])[0] % parts, 0)
+    def _is_for(self, arguments: Sequence[Any]) -> Any:
+        """Whether the graph is for a batch of that size."""
+        sizes = [tf.shape(arguments[position])[0] for position in sorted(self.graph.divided)]
+        if self.batch is not None:
+            return tf.reduce_all(tf.equal(tf.stack(sizes), self.batch))
+        return tf.equal(sizes[0] % next(iter(self.graph.divided.values())), 0)
 
     def _checked(self, arguments: Sequence[Any]) -> list[Any]:
         """The arguments, those behind a check that are taken to have equal leading sizes.
@@ -114,6 +122,8 @@ class Importer:
         """
         if len(arguments) != self.num_arguments:
             raise TypeError(f"expected {self.num_arguments} tensors. Received: {len(arguments)}.")
+        if self.batch is not None:
+            return [_apart(t) if p in self.graph.divided else t for p, t in enumerate(arguments)]
         checks = self._checks_of_batches(arguments)
         for pair in sorted(self.graph.same_size):
             names = [self.graph.inputs[position].node.name for position in pair]
@@ -147,3 +157,12 @@ class Importer:
 
     def _used(self, tensor_name: str) -> bool:
         return tensor_name.removesuffix(":0") in self.graph.nodes
+
+
+def _apart(argument: Any) -> Any:
+    """All rows of an argument, as a tensor whose size TensorFlow does not take for that of the argument.
+
+    Its optimizer has it that what sizes are somewhere, in a branch that does not run too, they are everywhere, and
+    would find that each batch has the size that the branch for one size is for. Rows that are cut out share the memory.
+    """
+    return argument[: tf.shape(argument)[0]]

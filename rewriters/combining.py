@@ -94,8 +94,8 @@ class Combinations:
             growth = Growth((0,), 1)
         if growth is None:
             raise PipelineError(
-                f"{_shown(tensor)} is read or returned, and its size is not one that goes with that of the batch: of "
-                f"several micro-batches there is no one value. {_REMEDY}"
+                f"{_shown(tensor)} is read or returned, and its size is not known to go with that of the batch: of "
+                f"several micro-batches there is no one value. Give the step a batch of known size. {_REMEDY}"
             )
         if not growth.axes:
             return self._of_one_value(tensor)

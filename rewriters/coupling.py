@@ -82,6 +82,7 @@ class Samples:
         odd: Operations that gradients, the update, variables or results depend on, and of each an operand that is known
             to be larger for the batch, by no power of the number of micro-batches.
         places: What is as long as the batch and not made of its data, and is not the same for each sample.
+        sums: Sums over samples.
     """
 
     joined: list[Node]
@@ -97,6 +98,7 @@ class Samples:
     factors: dict[tuple[Node, int], float]
     odd: dict[Node, Tensor]
     places: set[Tensor]
+    sums: set[Tensor]
 
 
 def samples(analysis: Analysis, parts: Parts, sizes: Sizes, metrics: Container[str] = ()) -> Samples:
@@ -157,12 +159,12 @@ class _Values:
         own, lost, mixed = (Fraction(0), None, False) if zero else self._power(op, exact)
         state = next((v.state for v in op.values if v.state is not None), None)
         made_of: list[Value] = []
-        for what, told in zip(found, known, strict=True):
+        for tensor, what, told in zip(op.outs, found, known, strict=True):
             if told is not None and what.kind in WITHOUT_DATA:
                 made_of.append(dataclasses.replace(told, made=what, exact=exact))
                 continue
             total = own if own is None or not what.added else own + 1
-            made_of.append(Value(what, total, exact, state, lost, mixed, zero=zero))
+            made_of.append(Value(what, total, exact, state, lost, mixed, zero=zero and is_rounded(tensor.dtype)))
         if any(value.kind is not Kind.PLACES for value in made_of):
             self._mark_odd(op)
         return made_of
@@ -333,7 +335,8 @@ class _Leaving:
         results = self._ancestors(self.analysis.graph.outputs) | needed
         joined = [n for n in self.values.joined if n in results]
         forward = [n for n in joined if n not in self.analysis.backward]
-        states = dict.fromkeys(s for t in (*read, *added) if (s := self.of[t].state) is not None)
+        left = [t for t in read if not self._is_total(t)]
+        states = dict.fromkeys(s for t in (*left, *added) if (s := self.of[t].state) is not None)
         for node in states:
             self.written.update((h, node) for h in handles(node) if h not in self.written)
         self.written.update((h, node) for h, node in self._half_written() if h not in self.written)
@@ -363,6 +366,7 @@ class _Leaving:
             factors=self.factors,
             odd={n: t for n, t in self.values.odd.items() if n in results},
             places={t for t, v in self.of.items() if v.kind is Kind.PLACES},
+            sums={t for t, v in self.of.items() if v.kind is Kind.SUM},
         )
 
     def _is_either(self, tensor: Tensor, value: Value) -> bool:
@@ -404,15 +408,27 @@ class _Leaving:
             (of_metrics if metric else added).extend([found[1]] if found is not None else node.inputs[1:])
         return added, of_metrics
 
+    def _is_total(self, tensor: Tensor) -> bool:
+        """Whether a variable is read after all writes, so that its value after the last micro-batch is the batch's."""
+        writing = self._writing()
+        return handles(tensor.node) != [] and all(
+            self._runs_after(tensor.node, writing[handle]) for handle in handles(tensor.node) if handle in writing
+        )
+
+    def _writing(self) -> dict[Tensor, list[Node]]:
+        """Who writes each variable that micro-batches change, by its handle."""
+        written: dict[Tensor, list[Node]] = {}
+        for node, handle in self._writes():
+            written.setdefault(handle, []).append(node)
+        return written
+
     def _half_written(self) -> Iterator[tuple[Tensor, Node]]:
         """Variables that a result is made of before all micro-batches have written them, with who reads them.
 
         One that is read after the last write, as a metric is, is what it is for the batch. If a result is also made of
         the batch itself, each micro-batch makes its part of it with a value of its own.
         """
-        written: dict[Tensor, list[Node]] = {}
-        for node, handle in self._writes():
-            written.setdefault(handle, []).append(node)
+        written = self._writing()
         for result in self.analysis.graph.outputs:
             if result.node not in self.parts.repeated:
                 continue
@@ -428,9 +444,7 @@ class _Leaving:
         What each write does may add up, as that of a sum after that of zero does not: after it micro-batches have
         another value to go on from than the batch. Several sums that are added are one.
         """
-        written: dict[Tensor, list[Node]] = {}
-        for node, handle in self._writes():
-            written.setdefault(handle, []).append(node)
+        written = self._writing()
         counted = {*self.parts.direct, *(node for node in self.parts.repeated if node.name in self.metrics)}
         of_data = {handle for handle, nodes in written.items() if not counted.isdisjoint(nodes)}  # Others are seeds.
         for handle, nodes in written.items():

@@ -127,7 +127,8 @@ class Graph:
         versions: Producer versions, needed for import.
         aliases: Tensors that normalisation replaced, by their old name.
         same_size: Pairs of positions in `inputs` whose unknown leading sizes are taken to be the same.
-        divided: Into how many parts of the same size an input of open size is cut, by its position in `inputs`.
+        divided: Into how many parts of the same size an input is cut whose size is not known before the step runs, by
+            its position in `inputs`.
         unordered: Names of stateful nodes that wait for nothing but what their edges say.
     """
 

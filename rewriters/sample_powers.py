@@ -33,7 +33,10 @@ _PRODUCTS = frozenset(
     "Conv3DBackpropFilterV2 Conv3DBackpropInputV2 Cross DepthwiseConv2dNative DepthwiseConv2dNativeBackpropFilter "
     "DepthwiseConv2dNativeBackpropInput Einsum MatMul Mul MulNoNan SparseTensorDenseMatMul".split()
 )
-_CHANGES = {"TanhGrad": 1, "SigmoidGrad": 1, "EluGrad": 0, "SeluGrad": 0, "SoftplusGrad": 0, "SoftsignGrad": 0}
+_ACTIVATION_GRADIENTS = {
+    **dict.fromkeys(("TanhGrad", "SigmoidGrad"), 1),
+    **dict.fromkeys(("EluGrad", "SeluGrad", "SoftplusGrad", "SoftsignGrad"), 0),
+}
 """Gradients of activations: products of what comes in, in these operands, and of what goes by the other one."""
 
 _QUOTIENTS = frozenset(("Div", "DivNoNan", "FloorDiv", "RealDiv", "Xdivy"))
@@ -82,11 +85,11 @@ _FIRST = frozenset(
 )
 """Those whose result is as much larger as the first operand is."""
 
-_FILLS = frozenset(("MatrixDiagPartV3", "MatrixDiagV3"))
-"""Those of them whose result is not all zeros because the first operand is."""
+_PADDED = frozenset(("MatrixDiagPartV3", "MatrixDiagV3"))
+"""Operations with another operand that fills what the first one leaves free."""
 
-_SETS = {"Fill": (1,), "PadV2": (0, 2)}
-"""Operands that the entries of a result come from."""
+_ENTRIES = {"Fill": (1,), "PadV2": (0, 2)}
+"""Operands that all entries of a result come from, of operations that have others beside them."""
 
 
 def power(op: Op) -> Fraction | None:
@@ -104,7 +107,7 @@ def power(op: Op) -> Fraction | None:
     if kind == "Cast":
         rounds = is_rounded(op.node.inputs[0].dtype) and not is_rounded(op.outs[0].dtype)
         return _as_it_is(op) if rounds and op.outs[0].dtype.name != "bool" else powers[0]
-    if kind in _PRODUCTS or kind in _CHANGES:
+    if kind in _PRODUCTS or kind in _ACTIVATION_GRADIENTS:
         return _total((_ONE, powers[p]) for p, t in enumerate(op.node.inputs) if not t.dtype.is_integer or t in op.outs)
     if kind in _QUOTIENTS:
         return _total([(_ONE, powers[0]), (-_ONE, powers[1])])
@@ -120,18 +123,20 @@ def power(op: Op) -> Fraction | None:
 
 
 def vanishes(op: Op) -> bool:
-    """Whether an operation's results are all zeros because operands are."""
+    """Whether those of an operation's results that are no integers are all zeros because operands are."""
     kind, zero = op.node.op, [value.zero for value in op.values]
     if kind in _PRODUCTS:
-        return any(zero)
+        return any(own and is_rounded(t.dtype) for own, t in zip(zero, op.node.inputs, strict=True))
     if kind in _ADDS | _EXTREMES | {"SquaredDifference"}:
         return all(zero[p] for p in _taken_alike(op))
-    if kind in _CHANGES:
-        return zero[_CHANGES[kind]]
-    if kind in _QUOTIENTS | {"Cast"} or kind in _FIRST - _FILLS:
+    if kind in _ACTIVATION_GRADIENTS:
+        return zero[_ACTIVATION_GRADIENTS[kind]]
+    if kind in _QUOTIENTS:
+        return zero[0] and not zero[1]
+    if kind == "Cast" or kind in _FIRST - _PADDED:
         return zero[:1] == [True]
-    if kind in _SETS:
-        return all(zero[p] for p in _SETS[kind])
+    if kind in _ENTRIES:
+        return all(zero[p] for p in _ENTRIES[kind])
     return kind == "ZerosLike" or any(zero[p] for p, degree in _DEGREES.get(kind, {}).items() if degree > 0)
 
 

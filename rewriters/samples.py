@@ -90,8 +90,8 @@ class Value:
         mixed: Whether that one added what has different powers.
         odd: Whether it is known to be larger for the batch by what is no power.
         cut: Whether it is not made of data, and a part of what is made for the whole batch.
-        zero: Whether it is all zeros, whatever the data, as gradients of labels that are all zero are: of such a value
-            any power is right.
+        zero: Whether it is all zeros, whatever the data of batches of these sizes, as gradients of labels that are all
+            zero are: of such a value any power is right.
     """
 
     made: Made = Made()

@@ -77,7 +77,7 @@ class _Assignment:
         self._place_what_waits()
         self._check_cuts()
         self._place_weights(weights)
-        self._check_last()
+        self._check_last(weights)
         self._place_backward()
         self._place_shapes()
         return Stages(self.last + 1, self.of, self.owner, self.beside, frozenset(self.shape_only))
@@ -123,16 +123,28 @@ class _Assignment:
             for tensor in cut:
                 self._check_cut(number, tensor)
 
-    def _check_last(self) -> None:
+    def _check_last(self, weights: Container[Node]) -> None:
         """Where a last stage is linear, and so is the loss, the gradients of its weights read nothing that it makes."""
-        owners = (self._owner(t) for t in self.gradients)
-        reached = max(self._stages_of_the_loss(), *(stage for stage in owners if stage is not None), 0)
+        changed = {handle for gradient in self.gradients for handle in self._touched(gradient)}
+        reached = self._stages_of_the_loss() if changed.isdisjoint(self._weights_of_last(weights)) else self.last
         if self.cuts and reached < self.last:
             names = [t.name for t in self.cuts[reached]]
             raise PipelineError(
                 f"A cut does not separate the network: no gradient depends on what follows {names}. "
                 "Cut at a tensor between the input and the loss."
             )
+
+    def _weights_of_last(self, weights: Container[Node]) -> set[Tensor]:
+        """Handles of the weights that the last stage reads, also those of an earlier one."""
+        stack = [node for node, stage in self.of.items() if stage == self.last]
+        seen, found = set(stack), set[Tensor]()
+        while stack:
+            node = stack.pop()
+            found.update(handles(node))
+            more = {t.node for t in node.inputs if t.node in weights} - seen
+            seen |= more
+            stack.extend(more)
+        return found
 
     def _check_cut(self, number: int, tensor: Tensor) -> None:
         node = tensor.node
@@ -220,7 +232,18 @@ class _Assignment:
                 self.of[node] = min(above)
 
     def _owner(self, gradient: Tensor) -> int | None:
-        """The stage of the weight that a gradient changes: the one that it reaches in its own shape.
+        """The stage of the weight that a gradient changes, if it is one: that of what it changes beside it, too."""
+        touched = self._touched(gradient)
+        stages = {self.owner[handle] for handle in touched if handle in self.owner}
+        if len(stages) != 1:
+            # None, or an operation with a body has those of all weights: an update that loss scaling may leave out.
+            return None
+        (stage,) = stages
+        self.beside.update((handle, stage) for handle in touched if handle not in self.owner)
+        return stage
+
+    def _touched(self, gradient: Tensor) -> list[Tensor]:
+        """Variables that a gradient reaches in its own shape, by their handles.
 
         Through variables too: of Adam's slots, which it changes first, the weight's change is computed.
         """
@@ -243,12 +266,7 @@ class _Assignment:
                     if out not in seen and (out.shape == tensor.shape or reader.op == "UnsortedSegmentSum"):
                         seen.add(out)
                         queue.append(out)
-        stages = [self.owner[handle] for handle in touched if handle in self.owner]
-        if len(set(stages)) != 1:
-            # None, or an operation with a body has those of all weights: an update that loss scaling may leave out.
-            return None
-        self.beside.update((handle, stages[0]) for handle in touched if handle not in self.owner)
-        return stages[0]
+        return list(touched)
 
     def _place_shapes(self) -> None:
         """Sizes are computed where they are asked for, but an operand is not sent elsewhere for its size alone."""

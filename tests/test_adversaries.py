@@ -8,7 +8,7 @@ from keras import layers
 from pipelined import error
 
 import tflms_sft
-from rewriters.errors import SegmentError
+from rewriters.errors import PipelineError, SegmentError
 from tflms_sft import PipelineParams
 
 RANDOM = np.random.default_rng(0)
@@ -132,6 +132,58 @@ def test_a_critic_trains_the_same(loss):
     assert rewritten.plan.notes == ()
 
 
+class Adversary(keras.Model):
+    """Trains a critic under `fit`, with a metric of its loss."""
+
+    def __init__(self, net, loss):
+        super().__init__()
+        self.net, self.loss_of = net, loss
+        self.told = keras.metrics.Mean(name="told")
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            value = self.loss_of(self.net, *data)
+        weights = self.net.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(value, weights), weights, strict=True))
+        self.told.update_state(value)
+        return {"told": self.told.result(), "loss": value}
+
+    @property
+    def metrics(self):
+        return [self.told]
+
+    def call(self, inputs):
+        return self.net(inputs)
+
+
+def fitted(loss, callbacks):
+    """Two epochs with a last batch of three samples: what is told, and all variables."""
+    keras.utils.set_random_seed(1)
+    model = Adversary(critic(), loss)
+    model.compile(optimizer=keras.optimizers.Adam(1e-3), jit_compile=False)
+    batches = tf.data.Dataset.from_tensor_slices((REAL, FAKE, PART)).repeat(2).take(11).batch(8)
+    model.build((None, 8, 8, 3))
+    told = model.fit(batches, epochs=2, verbose=0, shuffle=False, callbacks=callbacks).history
+    return [np.array(value) for value in (told["told"], told["loss"], *model.net.variables, *model.optimizer.variables)]
+
+
+@pytest.mark.parametrize("loss", [discriminated, gradient_penalty, penalty_at_data])
+def test_a_critic_trains_the_same_under_fit(loss):
+    pipeline = tflms_sft.Pipeline(["first", "pool"], "gpipe", 4, ["CPU:0"] * 3, verbose=0)
+    got, want = fitted(loss, [pipeline]), fitted(loss, [])
+    assert max(error(value, other) for value, other in zip(got, want, strict=True)) < 1e-11
+    assert [stage.exit for stage in pipeline.plan.pipeline.stages][0].startswith("first/1, first/2")
+
+
+def test_what_cannot_be_told_of_any_batch_is_refused():
+    """The steps for a known and for any batch make penalties by operations of other names."""
+    step, _ = critic_step(gradient_penalty)
+    specs = [tf.TensorSpec((None, *array.shape[1:]), "float64") for array in (REAL, FAKE, PART)]
+    text = "is not known to go with that of the batch.* Give the step a batch of known size"
+    with pytest.raises(PipelineError, match=text):
+        tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"]), *specs)
+
+
 def test_a_linear_last_stage_trains_the_same():
     same(*critic_step(wasserstein), ["first", "flat"], REAL, FAKE, PART, schedule="mast")
 
@@ -144,7 +196,9 @@ def test_a_layer_is_cut_at_each_of_its_calls():
     step, _ = critic_step(discriminated)
     plan = tflms_sft.rewrite(step, PipelineParams(["first"], devices=["CPU:0"] * 2), REAL, FAKE, PART).plan
     assert plan.pipeline.stages[0].exit == "first/1, first/2"
-    assert plan.pipeline.stages[1].weight_bytes > 0
+    first, rest = (8 * sum(np.prod(w.shape) for w in own) for own in (critic().weights[:2], critic().weights[2:]))
+    told = [stage.weight_bytes for stage in plan.pipeline.stages]
+    assert 3 * first <= told[0] < 3 * first + 32 and told[1] == 3 * rest, "with Adam's slots, and a counter"
 
 
 def test_a_layer_that_is_called_on_what_it_made_is_ambiguous():

@@ -103,7 +103,7 @@ def test_results_are_those_of_the_batch(result, how, example):
         (lambda h: h > mean(h), r"join samples of a batch: .* \(Greater\)"),
         (lambda h: tf.argsort(tf.argsort(h[:, 0])), r"join samples of a batch: .* \(TopKV2\)"),
         (lambda h: tf.reduce_sum(whole(h[:, :1] == tf.transpose(h[:, :1]))), r"join samples of a batch: .*\(Equal\)"),
-        (lambda h: tf.where(h[:, 0] > 0), "its size is not one that goes with that of the batch"),
+        (lambda h: tf.where(h[:, 0] > 0), "its size is not known to go with that of the batch"),
         (lambda h: tf.unique(whole(h[:, 0]))[0], r"join samples of a batch: .* \(Unique\)"),
         (lambda h: tf.reduce_sum(h) + mean(h), "not known to be a sum or a mean over the batch"),
         (lambda h: 1 + tf.reduce_sum(h), "adds what is not of the batch, .* to a sum over the batch"),
@@ -123,7 +123,7 @@ def test_results_of_an_open_batch_are_judged_alike():
     with pytest.raises(PipelineError, match="has the batch along axis 1"):
         compared(returning(tf.transpose), X, example=(OPEN,))
     step, w = returning(lambda h: (h, tf.transpose(h)), tf.reduce_sum)
-    with pytest.raises(PipelineError, match="its size is not one that goes with that of the batch"):
+    with pytest.raises(PipelineError, match="its size is not known to go with that of the batch"):
         params = PipelineParams(1, "basic", 2, ["CPU:0"], loss_reduction="sum")
         tflms_sft.rewrite(step.get_concrete_function(OPEN), params)
 

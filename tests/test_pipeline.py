@@ -425,6 +425,27 @@ def test_stage_devices_cuts_where_a_pipeline_does(cuts):
     assert [stage.exit for stage in told.stages[:-1]] == list(found)
 
 
+def test_stage_devices_names_the_layer_of_several_calls():
+    """As a list of cuts has it: each of its calls is in one cut."""
+    images, shared = [keras.Input((8, 8, 3)) for _ in range(2)], keras.layers.Conv2D(4, 3, name="shared")
+    x = keras.layers.Conv2D(4, 3, name="top")(keras.layers.Concatenate()([shared(image) for image in images]))
+    model = keras.Model(images, keras.layers.GlobalAveragePooling2D()(x))
+    cuts = tflms_sft.stage_devices(model, ["shared"], HERE[:2])
+    assert cuts == ("shared",)
+    model.compile("sgd", keras.losses.MeanSquaredError(), jit_compile=False)
+    plan = tflms_sft.rewrite(train_step_of(model), PipelineParams(cuts, devices=HERE[:2]), *of_two_images()).plan
+    assert [stage.exit for stage in plan.pipeline.stages] == ["shared/1, shared/2", ""]
+
+
+def train_step_of(model):
+    return tf.function(lambda a, b, y: model.train_step(((a, b), y)), autograph=False)
+
+
+def of_two_images():
+    (x, _), (y, _) = batches(2)
+    return x, y, np.ones((8, 4))
+
+
 @pytest.mark.parametrize(
     ("model", "error", "text"),
     [

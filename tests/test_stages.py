@@ -157,24 +157,28 @@ def test_tensors_that_separate_a_network():
     assert first in alone and second not in alone and third not in alone
 
 
-def test_a_last_stage_may_be_linear_and_its_loss_too():
-    """As those of a critic are: no gradient reads what its last layer makes."""
-    first, last = tf.Variable(np.eye(4)), tf.Variable(np.ones((4, 1)))
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_last_stage_may_be_linear_and_its_loss_too(shared):
+    """As those of a critic are: no gradient reads what it makes. Its weight may be that of an earlier one."""
+    first, last = tf.Variable(np.eye(4)), tf.Variable(np.ones((4, 4)))
+    weights = [first, first] if shared else [first, last]
 
     def body(x):
         with tf.GradientTape() as tape:
-            scores = tf.tanh(x @ first, name="cut") @ last
+            scores = tf.tanh(x @ weights[0], name="cut") @ weights[1]
             loss = tf.reduce_mean(scores)
-        for variable, gradient in zip([first, last], tape.gradient(loss, [first, last]), strict=True):
+        changed = weights[:1] if shared else weights
+        for variable, gradient in zip(changed, tape.gradient(loss, changed), strict=True):
             variable.assign_sub(gradient)
         return loss
 
     analysis = written(body, tf.TensorSpec((3, 4), "float64"))
     stages = assign_stages(analysis, [[tensor(analysis, "cut")]])
-    assert sorted(stages.owner.values()) == [0, 1]
+    assert sorted(stages.owner.values()) == ([0] if shared else [0, 1])
     products = [n for n in analysis.order if n.op == "MatMul"]
     assert [stages.of[n] for n in products if n not in analysis.backward] == [0, 1]
-    assert sorted(stages.of[n] for n in products if n in analysis.backward) == [0, 1, 1]
+    back = sorted(stages.of[n] for n in products if n in analysis.backward)
+    assert back == ([0, 0, 0] if shared else [0, 1, 1])
 
 
 def two_branches():

@@ -95,6 +95,8 @@ class BatchSizes:
         here, whole = (nodes.get(tensor.node.name) for nodes in self._compared)
         if here is None or whole is None or max(tensor.index + 1, len(here.outputs)) > len(whole.outputs):
             return None, None
+        if here.op != tensor.node.op or not _may_be(tensor.shape, here.outputs[tensor.index][1]):
+            return None, None  # A step for any batch makes something else under that name.
         return here.outputs[tensor.index][1], whole.outputs[tensor.index][1]
 
     def _open_growth(self, tensor: Tensor) -> Growth | None:
@@ -106,6 +108,13 @@ class BatchSizes:
         size = self._sizes.of(tensor)
         of_batch = isinstance(size, Size) and not size.arguments.isdisjoint(self._traces.batched)
         return Growth((0,), 1) if of_batch else None
+
+
+def _may_be(shape: Any, known: Any) -> bool:
+    """Whether an open shape may be a known one."""
+    if shape is None or known is None:
+        return True
+    return len(shape) == len(known) and all(a is None or a == b for a, b in zip(shape, known, strict=True))
 
 
 def _by_result(analysis: Analysis, concrete_fn: Any) -> dict[Tensor, Any]:

@@ -421,8 +421,8 @@ class LMS(_Rewriting):
 class Pipeline(_Rewriting):
     """Train in stages on several devices, as told.
 
-    The first batch has to be a multiple of the number of micro-batches; a later one that is not, such as the last one
-    of an epoch, runs as one micro-batch. `evaluate`, `predict` and validation run plain.
+    The first batch has to be a multiple of the number of micro-batches; a later one of another size, such as the last
+    one of an epoch, runs as one micro-batch. `evaluate`, `predict` and validation run plain.
 
     Args:
         stages: Number of stages, `"auto"`, the default, or a list of names to cut at; see `PipelineParams`.

@@ -45,9 +45,16 @@ def _depends(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def cut_names(traced: Traced, cuts: Sequence[Sequence[Tensor]]) -> tuple[str, ...]:
-    """Names that can be written instead of the tensors."""
-    names = display_names(traced.analysis.graph, traced.record)
-    return tuple(names.get(tensor, tensor.name) for cut in cuts for tensor in cut)
+    """A name for each cut that can be written instead of its tensors."""
+    graph, record = traced.analysis.graph, traced.record
+    names = display_names(graph, record)
+    found = []
+    for first, *others in cuts:
+        name = names.get(first, first.name)
+        layer = name.rpartition("/")[0]
+        calls = list(itertools.chain(*of_all_calls(layer, graph, record))) if others else []
+        found.append(layer if calls == [first, *others] else name)
+    return tuple(found)
 
 
 def choose_cuts(traced: Traced, count: int) -> list[list[Tensor]]:

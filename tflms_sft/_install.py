@@ -340,7 +340,7 @@ class Installation:
 
     @property
     def _tiers(self) -> list[Tier]:
-        return [importer.tier for importer in self._steps.values() if importer.tier is not None]
+        return [tier for importer in self._steps.values() for tier in importer.tiers]
 
     def _note(self, data: Any) -> None:
         self._first_batch = [tuple(tensor.shape) for tensor in tf.nest.flatten(data)]
@@ -365,9 +365,9 @@ class Installation:
         if key not in self._steps:
             # Not under `tf.init_scope`: it pauses gradient tapes, those of the step too.
             self._steps[key] = self._rewritten(specs)
-            tier = self._steps[key].tier
-            if not self._measured and tier is not None and device.keeps_statistics():
-                watch(tier)
+            if not self._measured and device.keeps_statistics():
+                for tier in self._steps[key].tiers:
+                    watch(tier)
         flat = self._within([t for t in tf.nest.flatten(data) if t is not None])
         pairs = zip(flat, [s for s in key if s is not None], strict=True)
         return self._steps[key]([of_size(t, s.shape) for t, s in pairs])

@@ -12,8 +12,7 @@ from rewriters.coupling import Samples, samples, unfit
 from rewriters.errors import PipelineError
 from rewriters.graph import LOOPS, Node, Tensor, ancestors
 from rewriters.inline import is_xla_call
-from rewriters.micro import Parts, split_step
-from rewriters.resources import writes
+from rewriters.micro import split_step
 from rewriters.roles import is_seed
 from rewriters.samples import Sizes
 from rewriters.values import is_rounded
@@ -44,13 +43,13 @@ class Judgement:
     places: frozenset[str] = frozenset()
 
 
-def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor] = ()) -> Judgement:
+def judged(traces: Traces, params: PipelineParams, like: Analysis | None = None) -> Judgement:
     """Find out how micro-batches come together.
 
     Args:
         traces: The step.
         params: What to do.
-        results: What it returns, by another analysis that values are asked of.
+        like: Another analysis, which values are asked of: of the step for any batch, or of one with images of pixels.
 
     Raises:
         PipelineError: If they cannot be put together as the parameters say.
@@ -58,7 +57,7 @@ def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor] = (
     mean = params.loss_reduction == "mean"
     if params.total_micro_batches == 1:
         return Judgement((), lambda tensor: mean)
-    traces = traces.known or traces
+    is_open, traces = traces.known is not None, traces.known or traces
     analysis = analyse(traces.micro, traces.record, None, for_tiles=False, opened=True).analysis
     _refuse_bodies(analysis, traces)
     parts = split_step(analysis, traces.batched, traces.hints)
@@ -69,30 +68,48 @@ def judged(traces: Traces, params: PipelineParams, results: Sequence[Tensor] = (
     judge = _Judge(traces, analysis, params, found, analysis.sorted(set(parts.update)))
     notes = judge.joined()
     judge.refuse_sizes(sizes)
-    judge.refuse_gradients([t for t in _written(analysis, parts) if t.node in parts.direct])
+    judge.refuse_gradients([t for t in parts.gradients if t.node in parts.direct])
     judge.refuse_results(analysis)
-    by_name = {tensor.name: value for tensor, value in found.is_mean.items()}
     # With `batch_norm="micro"` what follows a joined value is that of a loop that accumulates, as it was asked for.
     # Of a step that there is one trace of, for any batch, it cannot be told, and is what the parameters say.
     unknown = mean if found.joined or traces.micro is traces.whole else None
-    outputs = analysis.graph.outputs
-    of_results = {own: found.is_mean.get(t, unknown) for own, t in zip(results or outputs, outputs, strict=True)}
+    values = _Told(analysis, found, like or analysis, unknown, is_open)
     factors = {(node.name, position): value for (node, position), value in found.factors.items()}
-
-    def is_mean(tensor: Tensor) -> bool | None:
-        return of_results[tensor] if tensor in of_results else by_name.get(tensor.name, unknown)
-
-    return Judgement(notes + judge.unknown(), is_mean, factors, frozenset(t.name for t in found.places))
+    return Judgement(notes + judge.unknown(), values.is_mean, factors, frozenset(t.name for t in found.places))
 
 
-def _written(analysis: Analysis, parts: Parts) -> list[Tensor]:
-    """Gradients that variables are changed by; those that the step returns if it changes none.
+class _Told:
+    """Tells of tensors of one analysis of a step what was found out by another one."""
 
-    A loss of gradients, such as a penalty on their norm, is made of them as an update is, and is none.
-    """
-    writing = ancestors(node for node in parts.update if writes(node)) & parts.update
-    read = {t for node in writing for t in node.inputs}
-    return [tensor for tensor in parts.gradients if tensor in read] or list(parts.gradients)
+    def __init__(
+        self, analysis: Analysis, found: Samples, like: Analysis, unknown: bool | None, is_open: bool
+    ) -> None:
+        self._nodes = analysis.graph.nodes
+        self._by_name = {tensor.name: value for tensor, value in found.is_mean.items()}
+        self._lost = {tensor.name for tensor, power in found.powers.items() if power is None}
+        self._unknown = unknown
+        results = zip(like.graph.outputs, analysis.graph.outputs, strict=True)
+        self._of_results = {own: found.is_mean.get(t, unknown) for own, t in results}
+        self._is_open = is_open
+
+    def is_mean(self, tensor: Tensor) -> bool | None:
+        """Whether a value is a mean over the batch rather than a sum, `None` if that is not known.
+
+        Raises:
+            PipelineError: If the step for any batch has something that the one for a known batch has not.
+        """
+        if tensor in self._of_results:
+            return self._of_results[tensor]
+        node = self._nodes.get(tensor.node.name)
+        found = self._by_name.get(tensor.name, self._unknown)
+        missing = node is None or node.op != tensor.node.op or (found is None and tensor.name not in self._lost)
+        if self._is_open and missing:
+            raise PipelineError(
+                f"`{tensor.name}` ({tensor.node.op}) of the step for batches of any size is not found in the same way "
+                "in the step for a known one, so that it cannot be told how micro-batches make it. Give the step "
+                "example arguments, or specifications, of a known batch, or use `micro_batches=1`."
+            )
+        return found
 
 
 def _refuse_bodies(analysis: Analysis, traces: Traces) -> None:
@@ -225,7 +242,8 @@ class _Judge:
                 f"{found.powers[odd[0]] + 1}: micro-batches added up do not make it. "  # type: ignore[operator]
                 "Let the loss be a mean, or a sum."
             )
-        known = {found.is_mean[t] for t in gradients if t in found.is_mean}
+        # Rows are put together by what each is, those of sparse gradients and of penalties on gradients.
+        known = {found.is_mean[t] for t in gradients if t in found.is_mean and t in found.sums}
         if known == {not mean}:
             other = "sum" if mean else "mean"
             raise PipelineError(

@@ -23,7 +23,7 @@ from rewriters.stages import Stages, assign_stages
 from tflms_sft import _devices
 from tflms_sft._batch_sizes import BatchSizes
 from tflms_sft._compile import Traced, analyse
-from tflms_sft._cuts import choose_cuts, named_cuts
+from tflms_sft._cuts import choose_cuts, cut_names, named_cuts
 from tflms_sft._micro_batches import judged
 from tflms_sft._names import captured, display_names, variable_names
 from tflms_sft._params import SFTParams
@@ -61,14 +61,68 @@ def pipelined(
         ValueError: If a batch whose size is known cannot be cut evenly.
     """
     assert chosen.pipeline is not None
-    traces = trace(step, chosen.pipeline, args, kwargs)
-    traces.batch = traces.batch or batch
-    if traces.batch:
-        require_even(chosen.pipeline, traces.batch)
-    return traces.whole, *_built(traces, chosen, chosen.pipeline)
+    traces = trace(step, chosen.pipeline, args, kwargs, batch)
+    if not traces.is_open:
+        traces.batch = traces.batch or batch
+        if traces.batch:
+            require_even(chosen.pipeline, traces.batch)
+        planned, plan = _planned(traces, chosen, chosen.pipeline)
+        return traces.whole, _importer(planned), plan
+    if traces.batch is None or traces.known is None:
+        planned, plan = _planned(traces, chosen, chosen.pipeline)
+        importer = _importer(planned)
+        importer.other = Importer(_as_one(planned), traces.whole, importer.tier)
+        others = f"whose size is no multiple of {traces.count}"
+    else:
+        planned, plan = _planned(traces.known, chosen, chosen.pipeline)
+        importer = _importer(planned)
+        importer.batch, importer.other = traces.batch, _for_any_batch(traces, chosen, planned)
+        others = f"of another size than {traces.batch}"
+    importer.graph.divided.update(dict.fromkeys(traces.batched, traces.count))
+    plan.batch_is_fixed = False
+    plan.notes += (f"a batch {others}, such as the last one of an epoch, runs as one micro-batch",)
+    return traces.whole, importer, plan
 
 
-def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Importer, Plan]:
+def _planned(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Planned, Plan]:
+    """The pipeline, and the plan that tells of it."""
+    planned, notes = _built(traces, chosen, params)
+    plan = plan_of(planned)
+    plan.notes += notes
+    return planned, plan
+
+
+def _importer(planned: Planned) -> Importer:
+    return Importer(planned.built.graph, planned.traces.micro, planned.inside.tier)
+
+
+def _as_one(planned: Planned) -> Graph:
+    """The stages of a step for any batch, as one micro-batch on the devices of the first replica."""
+    staged, count = planned.inside.staged, planned.stages.count
+    request = dataclasses.replace(planned.request, micro_batches=1)
+    places = pipeline.Devices(planned.devices[:count], planned.where)
+    schedule = make("basic", count, 1)
+    return pipeline.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places).graph
+
+
+def _for_any_batch(traces: Traces, chosen: Chosen, like: Planned) -> Importer:
+    """The same of a step whose pipeline is made for batches of one size."""
+    assert chosen.pipeline is not None
+    named = chosen.pipeline.stages
+    params = dataclasses.replace(
+        chosen.pipeline,
+        stages=named if isinstance(named, tuple) else cut_names(like.traced, like.cuts),
+        schedule="basic",
+        micro_batches=1,
+        devices=like.devices[: like.stages.count],
+        data_replicas=1,
+        placement="copy",  # They are where they should be: that has been checked.
+    )
+    return _importer(_built(dataclasses.replace(traces, known=None, count=1), chosen, params)[0])
+
+
+def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Planned, tuple[str, ...]]:
+    """The pipeline, and what a plan says of it."""
     samples = max(traces.batch // params.total_micro_batches, 1) if traces.batch else None
     for_tiles = chosen.tiles is not None
     traced = analyse(traces.micro, traces.record, samples, for_tiles, opened=True)
@@ -78,15 +132,16 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Impo
     parts = split_step(analysis, traces.batched, traces.hints)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
-    judgement = judged(traces, params, analysis.graph.outputs)
+    judgement = judged(traces, params, analysis)
     devices = _devices.chosen(params, stages.count)
     schedule = params.made(stages.count)
+    where = _variable_devices(traces.micro, analysis)
     if params.placement == "check":
-        where = _variable_devices(traces.micro, analysis)
         _check_placement(traces.micro, analysis, parts, stages, schedule, devices, where)
     inside = Inside(Staged(analysis, parts, stages, traces.batched))
     if chosen.tiles is not None or chosen.swaps is not None:
         inside = _inside_of_stages(traced, inside.staged, chosen, cuts, devices, schedule)
+        where = _variable_devices(traces.micro, inside.staged.analysis)
     staged = inside.staged
     request = Request(
         params.total_micro_batches,
@@ -99,27 +154,9 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Impo
         gradients_are_means=params.loss_reduction == "mean",
         alike=lambda tensor: staged.traced(tensor).name not in judgement.places,
     )
-    places = pipeline.Devices(devices, _variable_devices(traces.micro, staged.analysis))
+    places = pipeline.Devices(devices, where)
     built = pipeline.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)
-    plan = plan_of(Planned(traces, traced, inside, cuts, schedule, devices, built, places.of_variable))
-    plan.notes += judgement.notes
-    uneven = None
-    if traces.is_open:
-        built.graph.divided.update(dict.fromkeys(traces.batched, traces.count))
-        uneven = Importer(_as_one(staged, request, places), traces.micro, inside.tier)
-        plan.notes += (
-            f"a batch whose size is no multiple of {traces.count}, such as the last one of an epoch, runs as one "
-            "micro-batch",
-        )
-    return Importer(built.graph, traces.micro, inside.tier, uneven), plan
-
-
-def _as_one(staged: Staged, request: Request, places: pipeline.Devices) -> Graph:
-    """The same stages for one micro-batch, of any size: on the devices of the first replica, which have the weights."""
-    count = staged.stages.count
-    one = dataclasses.replace(request, micro_batches=1)
-    places = dataclasses.replace(places, names=places.names[:count])
-    return pipeline.pipeline(staged.analysis, staged.parts, staged.stages, one, make("basic", count, 1), places).graph
+    return Planned(traces, traced, inside, cuts, schedule, devices, built, where, request), judgement.notes
 
 
 def _inside_of_stages(

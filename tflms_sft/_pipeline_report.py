@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from rewriters import _tf_private
 from rewriters.analysis import Analysis
+from rewriters.cloning import Request
 from rewriters.ft import LeftAlone
 from rewriters.graph import LOOPS, Node, Tensor
 from rewriters.lms import Swap
@@ -73,6 +74,7 @@ class Planned:
         devices: Their names.
         built: The pipeline.
         where: Where each variable is of which that is known, by its handle.
+        request: How the step was cut into micro-batches; for a report it does not matter.
     """
 
     traces: Traces
@@ -82,7 +84,8 @@ class Planned:
     schedule: Schedule
     devices: Sequence[str]
     built: Pipelined
-    where: Mapping[Tensor, str] = dataclasses.field(default_factory=dict)
+    where: Mapping[Tensor, str]
+    request: Request
 
     @property
     def staged(self) -> Staged:

@@ -138,7 +138,7 @@ class RewrittenStep:
     @property
     def tiers(self) -> list[Tier]:
         """Where the step swaps to."""
-        return [] if self._importer.tier is None else [self._importer.tier]
+        return self._importer.tiers
 
     def __reduce__(self) -> Any:
         """Refuse to be pickled."""

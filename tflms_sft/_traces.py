@@ -27,7 +27,7 @@ class Traces:
         hints: What is known of its counters.
         batched: Positions of the arguments that have the batch axis.
         batch: Samples of a batch, if that is known.
-        known: The same for a batch of some known size, if that of the step is open.
+        known: The same for a batch of a known size, if that of the step is open: of `batch` if that is known.
         count: Number of micro-batches.
     """
 
@@ -46,8 +46,15 @@ class Traces:
         return self.count > 1 and self.micro is self.whole
 
 
-def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
+def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int | None = None) -> Traces:
     """Trace a step for the whole batch, and for a micro-batch.
+
+    Args:
+        step: As for `rewrite`.
+        params: What is to be done with it.
+        args: Example arguments.
+        kwargs: The same by keyword.
+        batch: Samples of a batch, where the arguments leave it open.
 
     Raises:
         PipelineError: If there is no batch to cut.
@@ -70,7 +77,11 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any) -> Traces:
         open_step = Traces(whole, whole, record, hints.of(whole.graph), unknown, count=count)
         if not is_concrete(step):
             specs = tf.nest.map_structure(spec_of, (args, kwargs))
-            open_step.known = _of_some_batch(step, params, specs, told, leading)
+            open_step.batch = batch
+            if batch is not None:
+                require_even(params, batch)
+            samples = batch // count if batch is not None else _some_samples(count, leading)
+            open_step.known = _of_some_batch(step, params, specs, told, samples)
         return open_step
     if is_concrete(step):
         raise PipelineError(
@@ -124,12 +135,14 @@ def _of_size(specs: Any, batch: int | None, size: int, told: Sequence[int] | Non
     return tf.nest.map_structure(of_size, specs)
 
 
-def _of_some_batch(
-    step: Any, params: PipelineParams, specs: Any, told: Sequence[int] | None, leading: Sequence[Any]
-) -> Traces:
-    """An open step for some known batch, of which no other argument is: what two traces tell is the same for any."""
+def _some_samples(count: int, leading: Sequence[Any]) -> int:
+    """Samples of a micro-batch of a size that no other argument has, nor the batch: what they tell goes for any."""
+    return next(size for size in itertools.count(2) if size not in leading and size * count not in leading)
+
+
+def _of_some_batch(step: Any, params: PipelineParams, specs: Any, told: Sequence[int] | None, samples: int) -> Traces:
+    """An open step for a batch of a known size."""
     count = params.total_micro_batches
-    samples = next(size for size in itertools.count(2) if size not in leading and size * count not in leading)
     part = _of_size(_of_size(specs, None, samples, told), None, samples * count, None)
     whole, _ = _traced_again(step, _of_size(specs, None, samples * count, None), samples * count)
     return _with_part(step, whole, params, part, told, samples * count)

@@ -139,6 +139,9 @@ def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
         model.reset_metrics()  # Their running means would hide differences.
         size = batch_of(data) if trained is None else trained.plan.batch
         if chosen.pipeline is not None:  # It is traced for a part of the batch as well.
+            given = batch_of(data)
+            if given and not given % chosen.pipeline.total_micro_batches:
+                size = given  # The pipeline is made for this one, and else what is for all other batches is run.
             with collector_paused():
                 found = RewrittenStep(*pipelined(step, chosen, examples, {}, size))
         else:
