@@ -14,9 +14,15 @@ import tensorflow as tf
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
-from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops import cond_v2, handle_data_util
 
 __all__: list[str] = []
+
+_CHOICES = {"If", "StatelessIf", "Case", "StatelessCase"}
+
+_NUMBER = re.compile(r"/(then|else|branch\d+)/_\d+/")
+
+_BRANCH_OF_STEP = re.compile(r"^[^/]+/(?:then|else)/_/")
 
 
 def is_stateful(op_type: str) -> bool:
@@ -28,6 +34,30 @@ def is_stateful(op_type: str) -> bool:
 def control_outputs(concrete_fn: Any) -> list[Any]:
     """Operations that a traced function runs for their effect alone."""
     return list(concrete_fn.graph.control_outputs)
+
+
+def operations(graph: Any, way: str = "") -> Iterator[tuple[str, Any]]:
+    """(name in a run, operation) of all in a graph, and in the branches that it takes one of, such as `tf.cond`'s.
+
+    A run has the operations of branches in the place of what chooses. Their names then begin with the branch's and a
+    number that only the run knows, in the place of which `_` stands, here and in what is read from `step_stats`.
+    """
+    for operation in graph.get_operations():
+        yield way + operation.name, operation
+        if operation.type in _CHOICES:
+            for number, branch in enumerate(cond_v2.get_func_graphs(operation)):
+                name = ("then", "else")[number] if operation.type.endswith("If") else f"branch{number}"
+                yield from operations(branch, f"{way}{operation.name}/{name}/_/")
+
+
+def own_name(name: str) -> str:
+    """A name in a run without the branch at its begin: a step for batches of any size is one of two."""
+    return _BRANCH_OF_STEP.sub("", name)
+
+
+def _in_run(node: Any) -> str:
+    """The name of what ran, as `operations` has it."""
+    return _NUMBER.sub(r"/\1/_/", node.node_name)
 
 
 def trace_func_graph(name: str, function: Callable[..., Any], specs: Sequence[tf.TypeSpec]) -> Any:
@@ -239,7 +269,7 @@ def allocations(stats: Any) -> list[tuple[str, int, int, str]]:
                 # Operations on a GPU take host memory too.
                 place = "CPU:0" if "GPU" in device.device and "GPU" not in memory.allocator_name else device.device
                 for micros, amount in _freed([(r.alloc_micros, r.alloc_bytes) for r in memory.allocation_records]):
-                    found.append((short_device(place), micros, amount, node.node_name))
+                    found.append((short_device(place), micros, amount, _in_run(node)))
     return found
 
 
@@ -258,7 +288,7 @@ def times(stats: Any) -> dict[str, Times]:
         for node in device.node_stats:
             begun = node.all_start_micros
             made = sum(output.tensor_description.allocation_description.requested_bytes for output in node.output)
-            found[node.node_name] = Times(begun, begun + node.op_end_rel_micros, made)
+            found[_in_run(node)] = Times(begun, begun + node.op_end_rel_micros, made)
     return found
 
 
@@ -266,7 +296,7 @@ def runs(stats: Any) -> Iterator[tuple[str, int, int]]:
     """(operation, microseconds at its begin, at its end) of everything that ran, each turn of a loop by itself."""
     for device in stats.dev_stats:
         for node in device.node_stats:
-            yield node.node_name, node.all_start_micros, node.all_start_micros + node.op_end_rel_micros
+            yield _in_run(node), node.all_start_micros, node.all_start_micros + node.op_end_rel_micros
 
 
 def step_stats(concrete_fn: Any, arguments: Sequence[Any]) -> Any:

@@ -11,7 +11,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 import keras
 import numpy as np
 from children import say
-from pipelined import CUTS, batches, compiled, largest_error, net, run, train_step, variables
+from pipelined import CUTS, OPEN, batches, compiled, largest_error, net, run, train_step, variables
 
 import tflms_sft
 
@@ -52,6 +52,9 @@ def equal(devices):
     say("disk in stages", refusal(lambda: tflms_sft.rewrite(step, swaps, *batches(1)[0])))
     say("tiles in stages", tiled(devices))
     say("measure", refusal(lambda: tflms_sft.measure(rewritten, *batches(1)[0])))
+    copied = tflms_sft.PipelineParams(CUTS, "gpipe", 2, devices, placement="copy")
+    rewritten = tflms_sft.rewrite(train_step(here), copied, *OPEN)
+    say("measure any size", refusal(lambda: tflms_sft.measure(rewritten, *batches(1)[0])))
     say("twice", refusal(lambda: tflms_sft.connect(["127.0.0.1:1"])))
     numbers = "1f1b", 4, devices
     say("fit", largest_error(fitted(devices, [tflms_sft.Pipeline(cuts, *numbers)]), fitted(["CPU:0"] * 4, [])))

@@ -6,12 +6,14 @@ import pytest
 import tensorflow as tf
 from gradients import gradient_step, model_of
 from keras import layers
+from pipelined import train_step
 
 import tflms_sft
-from rewriters import device
+from rewriters import _tf_private, device
 from rewriters.allocator import Exact
-from tflms_sft import SFTParams, _measure
+from tflms_sft import PipelineParams, SFTParams, _measure
 from tflms_sft._plan import Measurement
+from tflms_sft._plot import readable
 
 SIZE = 128
 
@@ -73,6 +75,67 @@ def test_what_is_read_from_disk_is_in_the_timeline(tmp_path):
     assert any("/swap_in_" in name and size == IMAGES.nbytes for name, size in line.largest)
     end = sum(4 * int(tf.size(v)) for v in fast.concrete_function.variables) + IMAGES.nbytes
     assert line.points[-1][1] - end < 0.1 * IMAGES.nbytes, "everything was given back"
+
+
+def piped(params, open_batch):
+    """A step in two stages and two micro-batches, for one size of batch or any, and what it was measured to take."""
+    keras.utils.set_random_seed(1)
+    image = x = keras.Input((SIZE, SIZE, 8))
+    for number in range(4):
+        x = layers.DepthwiseConv2D(3, padding="same", activation="relu", name=f"layer{number}")(x)
+    model = keras.Model(image, layers.GlobalAveragePooling2D()(x))
+    model.compile("sgd", "mse", jit_compile=False)
+    images, labels = np.concatenate([IMAGES, IMAGES]), np.ones((2 * len(IMAGES), 8), "float32")
+    model._symbolic_build(data_batch=(images, labels))
+    size = None if open_batch else len(images)
+    specs = tf.TensorSpec((size, *images.shape[1:])), tf.TensorSpec((size, 8))
+    pipeline = PipelineParams(["layer1"], "gpipe", 2, ["CPU:0"] * 2)
+    step = tflms_sft.rewrite(train_step(model), [params, pipeline], *specs)
+    assert (step._importer.uneven is not None) == open_batch
+    return tflms_sft.measure(step, images, labels)
+
+
+@pytest.mark.usefixtures("records")
+def test_what_is_read_from_disk_is_in_the_peak_of_a_batch_of_any_size(tmp_path):
+    """Its step is one of two, which are functions."""
+    swaps = tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=IMAGES[0].nbytes)
+    fixed, free = (piped(swaps, open_batch) for open_batch in (False, True))
+    for found in (fixed, free):
+        (line,) = found.timelines
+        read = [name for name, size in line.largest if "/swap_in_" in name and size == IMAGES.nbytes]
+        assert len(read) >= 3 and all(name.startswith("micro_") for name in read)
+        assert line.points[-1][1] - line.points[0][1] < IMAGES.nbytes, "everything was given back"
+    apart = abs(fixed.peak_bytes - free.peak_bytes)
+    assert apart < 2.5 * IMAGES.nbytes, "the order of a run varies; what was read is half of it"
+
+
+@pytest.mark.usefixtures("records")
+@pytest.mark.parametrize("open_batch", [False, True])
+def test_each_micro_batch_has_its_loops_in_the_timeline(open_batch):
+    (line,) = piped(SFTParams((4, 1)), open_batch).timelines
+    loops = [loop for loop, *_ in line.loops]
+    assert loops and all(loops.count(loop) == 2 for loop in loops)
+    assert {loop.partition("/")[2] for loop in loops} == {"forward", "backward"}
+    assert all(0 <= begin < end <= line.points[-1][0] for _, begin, end in line.loops)
+    turns = [readable(name) for name, _ in line.largest if "/while/body/" in name]
+    assert turns and all("(in segment" in name for name in turns)
+
+
+def test_operations_of_branches_have_the_names_that_they_have_in_a_run():
+    @tf.function
+    def step(x, number):
+        def inner():
+            return tf.cond(number > 5, lambda: tf.sin(x), lambda: tf.exp(x))
+
+        return tf.switch_case(number, [lambda: tf.cos(x), inner]) + tf.cond(number > 0, lambda: tf.tan(x), inner)
+
+    arguments = tf.ones(3), tf.constant(1)
+    concrete_fn = step.get_concrete_function(*arguments)
+    types = dict(_tf_private.operations(concrete_fn.graph))
+    assert {"Sin", "Exp", "Cos", "Tan"} <= {operation.type for operation in types.values()}
+    times = _tf_private.times(_tf_private.step_stats(concrete_fn, arguments))
+    ran = [types[name].type for name in times if name in types]
+    assert ran.count("Exp") == ran.count("Tan") == 1 and not {"Sin", "Cos"} & {*ran}
 
 
 @pytest.mark.usefixtures("records")

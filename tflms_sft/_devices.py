@@ -63,7 +63,7 @@ def elsewhere(concrete_fn: Any) -> list[str]:
     if not _tf_private.workers():
         return []
     names = [getattr(tensor, "device", "") for tensor in concrete_fn.captured_inputs]
-    names += [operation.device for operation in concrete_fn.graph.get_operations()]
+    names += [operation.device for _, operation in _tf_private.operations(concrete_fn.graph)]
     return sorted({name for name in names if name and machine_of(name)})
 
 

@@ -51,7 +51,8 @@ class Timeline:
         peak_bytes: The most at a time, variables and arguments included.
         largest: (operation that made it, bytes) of the largest things alive then.
         points: (seconds, bytes alive), one for each change.
-        loops: (`<segment>/<loop>`, seconds at its begin, at its end) of each tile loop.
+        loops: (`<segment>/<loop>`, seconds at its begin, at its end) of each tile loop, in a pipeline for each
+            micro-batch.
     """
 
     device: str

@@ -30,7 +30,7 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _LOOP = re.compile(r"sft/([^/]+)/(forward|backward)[^/]*/")
 
 
-_IN_TURN = re.compile(r"sft/([^/]+)/([^/]+)/while/body/[^/]+/while/(.+)")
+_IN_TURN = re.compile(r"(?:micro_\d+/)?sft/([^/]+)/([^/]+)/while/body/[^/]+/while/(.+)")
 
 
 class Span(NamedTuple):

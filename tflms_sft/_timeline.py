@@ -13,8 +13,8 @@ from tflms_sft._plan import Timeline
 
 _MOST_NAMED = 10
 
-_LOOP = re.compile(r"sft/([^/]+/[^/]+)/while/body/")
-"""Operations of the turns of a loop; what makes its buffers may run long before."""
+_LOOP = re.compile(r"(?:micro_\d+/)?sft/([^/]+/[^/]+)/while/body/")
+"""Operations of the turns of a loop; what makes its buffers may run long before. Micro-batches have their own loops."""
 
 
 class _Change(NamedTuple):
@@ -49,13 +49,13 @@ def timelines(concrete_fn: Any, arguments: Sequence[Any], fixed: Mapping[str, in
 
 def _loops(stats: Any, begin: int) -> tuple[tuple[str, float, float], ...]:
     """When each tile loop runs: from the first of its turns' operations to the last."""
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[tuple[str, str], tuple[int, int]] = {}
     for name, begun, ended in _tf_private.runs(stats):
-        match = _LOOP.match(name)
+        match = _LOOP.match(_tf_private.own_name(name))
         if match:
-            first, last = found.get(match[1], (begun, ended))
-            found[match[1]] = min(first, begun), max(last, ended)
-    seconds = ((loop, (first - begin) * 1e-6, (last - begin) * 1e-6) for loop, (first, last) in found.items())
+            first, last = found.get((match[0], match[1]), (begun, ended))
+            found[match[0], match[1]] = min(first, begun), max(last, ended)
+    seconds = ((loop, (first - begin) * 1e-6, (last - begin) * 1e-6) for (_, loop), (first, last) in found.items())
     return tuple(sorted(seconds, key=lambda loop: loop[1]))
 
 
@@ -66,21 +66,18 @@ def _arrays(graph: Any, stats: Any) -> Iterator[_Change]:
     runs.
     """
     times = _tf_private.times(stats)
+    ran = {operation: name for name, operation in _tf_private.operations(graph) if name in times}
+    python = [operation for operation in ran if operation.type in device.PYTHON]
     giver = {
-        reader.name: operation.name
-        for operation in graph.get_operations()
-        if operation.type in device.PYTHON and not operation.inputs
-        for reader in operation.control_inputs
+        reader: operation for operation in python if not operation.inputs for reader in operation.control_inputs
     }
-    for operation in graph.get_operations():
-        if operation.type not in device.PYTHON or operation.name not in times:
-            continue
-        _, ended, num_bytes = times[operation.name]
-        readers = [reader.name for reader in _readers(operation) if reader.name in times]
-        given_back = [times[giver[name]].begun for name in readers if giver.get(name) in times]
-        last = max(given_back or [times[name].ended for name in readers], default=ended)
-        yield _Change(ended, num_bytes, operation.name)
-        yield _Change(last, -num_bytes, operation.name)
+    for operation in python:
+        _, ended, num_bytes = times[ran[operation]]
+        readers = [reader for reader in _readers(operation) if reader in ran]
+        given_back = [times[ran[giver[reader]]].begun for reader in readers if reader in giver]
+        last = max(given_back or [times[ran[reader]].ended for reader in readers], default=ended)
+        yield _Change(ended, num_bytes, ran[operation])
+        yield _Change(last, -num_bytes, ran[operation])
 
 
 def _readers(operation: Any) -> Iterator[Any]:
@@ -101,6 +98,8 @@ def _summed(
     held: collections.Counter[str] = collections.Counter()
     for change in changes[: alive.index(peak)]:
         held[change.name] += change.num_bytes
-    named = sorted(((name, size) for name, size in held.items() if size > 0), key=lambda item: -item[1])
+    named = sorted(
+        ((_tf_private.own_name(name), size) for name, size in held.items() if size > 0), key=lambda item: -item[1]
+    )
     points = [((c.micros - begin) * 1e-6, amount) for c, amount in zip(changes, alive[1:], strict=True)]
     return Timeline(place, peak, tuple(named[:_MOST_NAMED]), tuple(points), loops)
