@@ -180,6 +180,11 @@ def living_variables(concrete_fn: Any) -> list[Any]:
     return [variable for reference in concrete_fn.graph._weak_variables if (variable := reference()) is not None]
 
 
+def share_variables(concrete_fn: Any, other: Any) -> None:
+    """Let a traced function know the variables of one that it was made of, which has handles of them alone."""
+    other.graph.variables = living_variables(concrete_fn)
+
+
 def variable_sizes(concrete_fn: Any) -> list[int]:
     """Bytes of each variable that a traced function reads or writes."""
     return [size for _, size in variable_places(concrete_fn)]

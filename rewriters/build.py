@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters import _tf_private
-from rewriters.graph import Graph, Tensor
+from rewriters.graph import Graph, Tensor, from_concrete_function
 from rewriters.tiers import Tier
 
 __all__: list[str] = []
@@ -157,6 +157,26 @@ class Importer:
 
     def _used(self, tensor_name: str) -> bool:
         return tensor_name.removesuffix(":0") in self.graph.nodes
+
+
+def of_sizes(concrete_fn: Any, sizes: Mapping[int, int]) -> Any:
+    """A traced function for arguments of known leading sizes: the same operations, by the same names.
+
+    Args:
+        concrete_fn: A traced function, maybe for arguments of any size.
+        sizes: The leading sizes by the position of an argument.
+    """
+    importer = Importer(from_concrete_function(concrete_fn), concrete_fn)
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs[: importer.num_arguments]]
+    for position, size in sizes.items():
+        specs[position] = tf.TensorSpec([size, *specs[position].shape[1:]], specs[position].dtype)
+
+    def run(*values: Any) -> Any:
+        return importer(values)
+
+    found = tf.function(run, autograph=False).get_concrete_function(*specs)
+    _tf_private.share_variables(concrete_fn, found)
+    return found
 
 
 def _apart(argument: Any) -> Any:

@@ -150,7 +150,8 @@ class _Assignment:
         node = tensor.node
         where = f"cut {number + 1} of {self.last}, `{tensor.name}` ({node.op}),"
         if node in self.analysis.backward or node in self.update:
-            raise PipelineError(f"The {where} is made by the backward phase. Cut at tensors that layers make.")
+            part = "by the backward phase" if node not in self.update else "of what the update has changed"
+            raise PipelineError(f"The {where} is made {part}. Cut at tensors that layers make before.")
         if node not in self.of:
             raise PipelineError(
                 f"The {where} is no tensor that a layer makes of data: before it there would be nothing to compute. "
@@ -159,7 +160,8 @@ class _Assignment:
         stage = self.of[node]
         if stage > number:
             raise PipelineError(
-                f"Cuts must be given from the input to the loss. The {where} depends on a later one. Reorder them."
+                f"Cuts must be given from the input to the loss. The {where} depends on a later one. Reorder them, "
+                "or leave one out where each depends on the other, as if networks are gone through in both orders."
             )
         if stage < number:
             before = [t.name for t in self.cuts[number - 1]]

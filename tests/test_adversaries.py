@@ -179,7 +179,7 @@ def test_what_cannot_be_told_of_any_batch_is_refused():
     """The steps for a known and for any batch make penalties by operations of other names."""
     step, _ = critic_step(gradient_penalty)
     specs = [tf.TensorSpec((None, *array.shape[1:]), "float64") for array in (REAL, FAKE, PART)]
-    text = "is not known to go with that of the batch.* Give the step a batch of known size"
+    text = "of the step for batches of any size is not found in the same way.* Give the step example arguments"
     with pytest.raises(PipelineError, match=text):
         tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"]), *specs)
 
@@ -199,6 +199,22 @@ def test_a_layer_is_cut_at_each_of_its_calls():
     first, rest = (8 * sum(np.prod(w.shape) for w in own) for own in (critic().weights[:2], critic().weights[2:]))
     told = [stage.weight_bytes for stage in plan.pipeline.stages]
     assert 3 * first <= told[0] < 3 * first + 32 and told[1] == 3 * rest, "with Adam's slots, and a counter"
+
+
+def test_a_call_after_the_update_is_no_cut():
+    """It reads what has been changed, and is a part of the update, which runs once for the batch."""
+    net, optimizer = critic(), keras.optimizers.Adam(1e-3)
+    optimizer.build(net.trainable_variables)
+
+    @tf.function
+    def step(real):
+        with tf.GradientTape() as tape:
+            value = mean(tf.square(net(real, training=True)))
+        weights = net.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(value, weights), weights, strict=True))
+        return value, net(real, training=False)
+
+    same(step, [*net.variables, *optimizer.variables], ["first", "pool"], REAL)
 
 
 def test_a_layer_that_is_called_on_what_it_made_is_ambiguous():

@@ -91,7 +91,7 @@ def piped(params, open_batch):
     specs = tf.TensorSpec((size, *images.shape[1:])), tf.TensorSpec((size, 8))
     pipeline = PipelineParams(["layer1"], "gpipe", 2, ["CPU:0"] * 2)
     step = tflms_sft.rewrite(train_step(model), [params, pipeline], *specs)
-    assert (step._importer.uneven is not None) == open_batch
+    assert (step._importer.other is not None) == open_batch
     return tflms_sft.measure(step, images, labels)
 
 

@@ -204,7 +204,7 @@ def two_branches():
          r" one before it, \['left:0'\]. Cut at tensors that follow each other"),
         (["left", "stem"], r"from the input to the loss. The cut 1 of 2, `left:0` \(Tanh\), depends on a later one"),
         (["x"], "cut 1 of 1, `x:0` .* is no tensor that a layer makes of data.* Cut after the first layer"),
-        ([".*TanhGrad"], "is made by the backward phase. Cut at tensors that layers make"),
+        ([".*TanhGrad"], "is made by the backward phase. Cut at tensors that layers make before"),
         (["stem", "aside"], "no gradient depends on what follows"),
     ],
 )  # fmt: skip

@@ -22,6 +22,7 @@ from test_pipeline import HERE, fitted
 
 import tflms_sft
 from rewriters.build import Importer
+from rewriters.errors import PipelineError
 from tflms_sft import LMSParams, Pipeline, PipelineParams
 
 TOLERANCE = 1e-12
@@ -44,7 +45,7 @@ def plain(size, steps=1):
 def any_size(step, *params, count=4, **options):
     """The step in micro-batches for batches of any size, one after another on one device."""
     pipeline = PipelineParams(1, "basic", count, ["CPU:0"], **options)
-    return tflms_sft.rewrite(step, [*params, pipeline], *OPEN)
+    return tflms_sft.rewrite(step, [*params, pipeline], *(() if hasattr(step, "captured_inputs") else OPEN))
 
 
 # Under `fit` ------------------------------------------------------------------------------------------------
@@ -62,6 +63,22 @@ def test_fit_is_the_same_with_a_last_batch_of_any_size(schedule, size, steps, ca
     note = "a batch of another size than 8, such as the last one of an epoch, runs as one micro-batch"
     assert note in callback.plan.notes and note in capsys.readouterr().out and note in callback.plan.summary()
     assert callback.plan.pipeline.micro_batches == 4
+
+
+def test_losses_of_several_outputs_count_batches_as_keras_does():
+    """It weighs them by the size of a batch where it knows that when it traces, and not where it does not."""
+    x, y = of_sizes(8)[0][0].reshape(8, -1)[:7], np.arange(21.0).reshape(7, 3)
+    found = []
+    for callbacks in ([], [Pipeline(["first"], "gpipe", 2, HERE[:2], verbose=0)]):
+        keras.utils.set_random_seed(1)
+        image = keras.Input((x.shape[1],))
+        z = keras.layers.Dense(3, activation="tanh", name="first")(image)
+        model = keras.Model(image, [keras.layers.Dense(3, name=name)(z) for name in "pq"])
+        model.compile(keras.optimizers.SGD(0.01), ["mse", "mae"], jit_compile=False)
+        told = model.fit(x, [y, y], batch_size=4, epochs=2, verbose=0, shuffle=False, callbacks=callbacks).history
+        values = [*model.variables, *model.metrics_variables]
+        found.append([*map(np.array, told.values()), *(value.numpy() for value in values)])
+    assert largest_error(*found) < TOLERANCE and len(found[0]) > 10
 
 
 def test_data_replicas_count_too():
@@ -118,6 +135,33 @@ def test_tiles_and_swaps_in_stages():
     with pytest.raises(tf.errors.InvalidArgumentError, match="different leading sizes"):
         rewritten(x, y[:4])
     assert not held and not free
+
+
+def test_a_step_with_a_signature_of_its_own():
+    """And one that is traced already: neither can be traced for other sizes."""
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 3), "float64")])
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tanh(x @ w)) / tf.cast(tf.shape(x)[0], "float64")
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    random, params = np.random.default_rng(0), PipelineParams(1, "basic", 4, ["CPU:0"])
+    start, data = w.numpy(), [random.normal(size=(size, 3)) for size in (8, 5, 12, 1)]
+    found = []
+    for function in (
+        step,
+        tflms_sft.rewrite(step, params, data[0]),
+        tflms_sft.rewrite(step, params),
+        tflms_sft.rewrite(step.get_concrete_function(), params),
+    ):
+        found.append([np.array(value) for x in data for value in (function(tf.constant(x)), w)])
+        w.assign(start)
+    assert max(largest_error(got, found[0]) for got in found[1:]) < TOLERANCE
+    with pytest.raises(PipelineError, match="Gradients are a mean"):
+        any_size(step.get_concrete_function(), loss_reduction="sum")
 
 
 def test_a_loss_that_is_a_sum():

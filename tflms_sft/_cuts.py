@@ -7,8 +7,10 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 
+from rewriters.analysis import Analysis
 from rewriters.errors import PipelineError
 from rewriters.graph import Node, Tensor
+from rewriters.roles import after_updates, updates
 from rewriters.stages import Separators, separators
 from tflms_sft._compile import Traced
 from tflms_sft._names import display_names, of_all_calls, resolve
@@ -21,15 +23,24 @@ def named_cuts(traced: Traced, names: Sequence[str]) -> list[list[Tensor]]:
     """Tensors by the names of layers, operations or tensors.
 
     A layer that several batches go through is cut at each of its calls, as one of a discriminator that is given fakes
-    and reals; not one that is called again on what it has made.
+    and reals; not one that is called again on what it has made. Calls after an update are a part of that.
     """
     graph, record = traced.analysis.graph, traced.record
     found = []
     for name in names:
-        calls = of_all_calls(name, graph, record)
+        calls = _before_updates(of_all_calls(name, graph, record), traced.analysis)
         beside = calls and not any(_depends(one, other) for one, other in itertools.permutations(calls, 2))
         found.append(list(itertools.chain(*calls)) if beside else resolve(name, "stages", graph, record))
     return found
+
+
+def _before_updates(calls: list[list[Tensor]], analysis: Analysis) -> list[list[Tensor]]:
+    """Calls of a layer that do not depend on what an update has changed."""
+    if not calls:
+        return []
+    order, backward = analysis.order, analysis.backward
+    after = after_updates(order, updates(analysis.graph, order, backward))
+    return [tensors for tensors in calls if not any(t.node in after for t in tensors)]
 
 
 def _depends(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

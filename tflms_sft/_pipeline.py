@@ -51,7 +51,7 @@ def pipelined(
         chosen: The pipeline, and what to do inside of its stages.
         args: Example arguments.
         kwargs: The same by keyword.
-        batch: Samples of a batch, where the arguments leave it open.
+        batch: Samples of a batch, where the arguments leave it open: of most, for which the pipeline is made.
 
     Returns:
         The step as a concrete function, what imports the pipeline, and the plan.
@@ -68,12 +68,13 @@ def pipelined(
             require_even(chosen.pipeline, traces.batch)
         planned, plan = _planned(traces, chosen, chosen.pipeline)
         return traces.whole, _importer(planned), plan
-    if traces.batch is None or traces.known is None:
+    if traces.batch is None:
         planned, plan = _planned(traces, chosen, chosen.pipeline)
         importer = _importer(planned)
         importer.other = Importer(_as_one(planned), traces.whole, importer.tier)
         others = f"whose size is no multiple of {traces.count}"
     else:
+        assert traces.known is not None
         planned, plan = _planned(traces.known, chosen, chosen.pipeline)
         importer = _importer(planned)
         importer.batch, importer.other = traces.batch, _for_any_batch(traces, chosen, planned)

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from rewriters.build import of_sizes
 from rewriters.errors import PipelineError, RewriteError
 from rewriters.micro import Hints
 from tflms_sft._names import LayerRecord
@@ -27,7 +28,8 @@ class Traces:
         hints: What is known of its counters.
         batched: Positions of the arguments that have the batch axis.
         batch: Samples of a batch, if that is known.
-        known: The same for a batch of a known size, if that of the step is open: of `batch` if that is known.
+        known: The same for a batch of a known size, if that of the step is open: of `batch` if that is known. Their
+            operations have the same names.
         count: Number of micro-batches.
     """
 
@@ -75,13 +77,11 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
         return Traces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
     if unknown:
         open_step = Traces(whole, whole, record, hints.of(whole.graph), unknown, count=count)
-        if not is_concrete(step):
-            specs = tf.nest.map_structure(spec_of, (args, kwargs))
-            open_step.batch = batch
-            if batch is not None:
-                require_even(params, batch)
-            samples = batch // count if batch is not None else _some_samples(count, leading)
-            open_step.known = _of_some_batch(step, params, specs, told, samples)
+        open_step.batch = batch
+        if batch is not None:
+            require_even(params, batch)
+        samples = batch // count if batch is not None else _some_samples(count, leading)
+        open_step.known = _of_known_batch(open_step, samples)
         return open_step
     if is_concrete(step):
         raise PipelineError(
@@ -140,12 +140,17 @@ def _some_samples(count: int, leading: Sequence[Any]) -> int:
     return next(size for size in itertools.count(2) if size not in leading and size * count not in leading)
 
 
-def _of_some_batch(step: Any, params: PipelineParams, specs: Any, told: Sequence[int] | None, samples: int) -> Traces:
-    """An open step for a batch of a known size."""
-    count = params.total_micro_batches
-    part = _of_size(_of_size(specs, None, samples, told), None, samples * count, None)
-    whole, _ = _traced_again(step, _of_size(specs, None, samples * count, None), samples * count)
-    return _with_part(step, whole, params, part, told, samples * count)
+def _of_known_batch(traces: Traces, samples: int) -> Traces:
+    """An open step for so many samples in a micro-batch.
+
+    It is not traced again: where Python code knows the size of the batch it may do something else, as Keras weighs the
+    losses of several outputs by it.
+    """
+    leading = [t.shape[0] if t.shape.rank else 0 for t in _arguments(traces.whole)]
+    whole = {p: samples * traces.count for p, size in enumerate(leading) if size is None}
+    micro = {**whole, **dict.fromkeys(traces.batched, samples)}
+    made = [of_sizes(traces.whole, sizes) for sizes in (whole, micro)]
+    return dataclasses.replace(traces, whole=made[0], micro=made[1], batch=samples * traces.count)
 
 
 def _traced_again(step: Any, specs: Any, samples: int) -> Any:

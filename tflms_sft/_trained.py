@@ -75,7 +75,7 @@ def _done(plan: Plan) -> dict[str, Any]:
         for s in plan.segments
     }
     for swap in plan.swaps:  # Those without a layer may have a name in common.
-        found.setdefault(f"swap of {swap.tensor!r}", []).append(swap)
+        found.setdefault(f"swap of {swap.tensor!r}", []).append((swap.readers, swap.controls))
     found["where swaps go"] = plan.swap_tier
     if plan.pipeline is not None:
         pipeline = plan.pipeline

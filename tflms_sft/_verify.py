@@ -141,7 +141,7 @@ def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
         if chosen.pipeline is not None:  # It is traced for a part of the batch as well.
             given = batch_of(data)
             if given and not given % chosen.pipeline.total_micro_batches:
-                size = given  # The pipeline is made for this one, and else what is for all other batches is run.
+                size = given  # Else it would go the way of all batches of other sizes.
             with collector_paused():
                 found = RewrittenStep(*pipelined(step, chosen, examples, {}, size))
         else:
