@@ -227,9 +227,8 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
     if chosen.pipeline is not None:
         from tflms_sft._pipeline import pipelined  # It traces steps with what is here.
 
-        batch = batch_of((example_args, example_kwargs))
         with collector_paused():
-            return RewrittenStep(*pipelined(step, chosen, example_args, example_kwargs, batch))
+            return RewrittenStep(*pipelined(step, chosen, example_args, example_kwargs))
     concrete_fn, record = traced_once(step, example_args, example_kwargs)
     return compiled(concrete_fn, record, batch_of((example_args, example_kwargs)), chosen)
 

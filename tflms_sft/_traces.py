@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -77,7 +78,7 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
         return Traces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
     if unknown:
         open_step = Traces(whole, whole, record, hints.of(whole.graph), unknown, count=count)
-        open_step.batch = batch
+        open_step.batch = batch = batch or _given(args, kwargs, unknown)
         if batch is not None:
             require_even(params, batch)
         samples = batch // count if batch is not None else _some_samples(count, leading)
@@ -135,6 +136,13 @@ def _of_size(specs: Any, batch: int | None, size: int, told: Sequence[int] | Non
     return tf.nest.map_structure(of_size, specs)
 
 
+def _given(args: Any, kwargs: Any, positions: Sequence[int]) -> int | None:
+    """The size of the batch of example arguments for a step that takes any, if they have one."""
+    shapes = [tf.TensorShape(leaf.shape) for leaf in tf.nest.flatten((args, kwargs)) if hasattr(leaf, "shape")]
+    sizes = {shapes[p][0] if p < len(shapes) and shapes[p].rank else None for p in positions}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def _some_samples(count: int, leading: Sequence[Any]) -> int:
     """Samples of a micro-batch of a size that no other argument has, nor the batch: what they tell goes for any."""
     return next(size for size in itertools.count(2) if size not in leading and size * count not in leading)
@@ -149,8 +157,30 @@ def _of_known_batch(traces: Traces, samples: int) -> Traces:
     leading = [t.shape[0] if t.shape.rank else 0 for t in _arguments(traces.whole)]
     whole = {p: samples * traces.count for p, size in enumerate(leading) if size is None}
     micro = {**whole, **dict.fromkeys(traces.batched, samples)}
-    made = [of_sizes(traces.whole, sizes) for sizes in (whole, micro)]
+    made = []
+    for sizes, number in ((whole, samples * traces.count), (micro, samples)):
+        with _told_if_for_another(number):
+            made.append(of_sizes(traces.whole, sizes))
     return dataclasses.replace(traces, whole=made[0], micro=made[1], batch=samples * traces.count)
+
+
+@contextlib.contextmanager
+def _told_if_for_another(samples: int) -> Iterator[None]:
+    """Say what it is if a step is for another number of samples only.
+
+    Raises:
+        PipelineError: If it cannot be traced for these.
+    """
+    try:
+        yield
+    except RewriteError:
+        raise
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        raise PipelineError(
+            f"To see what goes with the size of the batch, the step is traced for {samples} samples as well, and that "
+            "fails. If it reads a tensor from outside that is as long as the batch, pass that as an argument, so that "
+            f"it is cut too; or use `micro_batches=1`. TensorFlow says: {error}"
+        ) from error
 
 
 def _traced_again(step: Any, specs: Any, samples: int) -> Any:
@@ -161,16 +191,8 @@ def _traced_again(step: Any, specs: Any, samples: int) -> Any:
     """
     from tflms_sft._rewrite import traced_once
 
-    try:
+    with _told_if_for_another(samples):
         return traced_once(step, *specs)
-    except RewriteError:
-        raise
-    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
-        raise PipelineError(
-            f"To see what goes with the size of the batch, the step is traced for {samples} samples as well, and that "
-            "fails. If it reads a tensor from outside that is as long as the batch, pass that as an argument, so that "
-            f"it is cut too; or use `micro_batches=1`. TensorFlow says: {error}"
-        ) from error
 
 
 def _with_part(
