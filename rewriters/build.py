@@ -25,19 +25,12 @@ class Importer:
         other: What imports the same step for all other batches, if such may come.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        concrete_fn: Any,
-        tier: Tier | None = None,
-        batch: int | None = None,
-        other: Importer | None = None,
-    ) -> None:
+    def __init__(self, graph: Graph, concrete_fn: Any, tier: Tier | None = None) -> None:
         self.graph = graph
         self.concrete_fn = concrete_fn
         self.tier = tier
-        self.batch = batch
-        self.other = other
+        self.batch: int | None = None
+        self.other: Importer | None = None
         self._graph_def = graph.to_graph_def()
         # Swaps, buffers that loops begin with, and effects of micro-batches: what they wait for, their edges say.
         swaps = set() if tier is None else set(tier.operations)
