@@ -22,7 +22,7 @@ import numpy as np
 from rewriters import sample_moves
 from rewriters.analysis import Analysis
 from rewriters.errors import PipelineError
-from rewriters.graph import LOOPS, Node, Tensor, predecessors
+from rewriters.graph import LOOPS, Node, Tensor, ancestors, operands, predecessors
 from rewriters.micro import Parts
 from rewriters.positions import Borders, Use, counts_on, without_data
 from rewriters.resources import handles, writes
@@ -376,17 +376,14 @@ class _Leaving:
 
     def _ancestors(self, tensors: Iterable[Tensor], through_draws: bool = True) -> set[Node]:
         """Operations that values depend on, sizes left out; not `through_draws`, also what random numbers come from."""
-        seen: set[Node] = set()
-        stack = [t.node for t in tensors]
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                if not through_draws and _draws(node):
-                    continue
-                left_out = SHAPE_OPERANDS.get(node.op, ())
-                stack.extend(t.node for p, t in enumerate(node.inputs) if p not in left_out)
-        return seen
+
+        def waits_for(node: Node) -> Iterable[Node]:
+            if not through_draws and _draws(node):
+                return []
+            left_out = SHAPE_OPERANDS.get(node.op, ())
+            return [before for p, before in enumerate(operands(node)) if p not in left_out]
+
+        return ancestors((t.node for t in tensors), waits_for)
 
     # Variables ------------------------------------------------------------------------------------------------
 
@@ -409,11 +406,14 @@ class _Leaving:
         return added, of_metrics
 
     def _is_total(self, tensor: Tensor) -> bool:
-        """Whether a variable is read after all writes, so that its value after the last micro-batch is the batch's."""
-        writing = self._writing()
-        return handles(tensor.node) != [] and all(
-            self._runs_after(tensor.node, writing[handle]) for handle in handles(tensor.node) if handle in writing
-        )
+        """Whether a variable is read after all writes, so that its value after the last micro-batch is the batch's.
+
+        Of what of it is chosen by data, each micro-batch reads a part, before the others have written.
+        """
+        read, writing = handles(tensor.node), self._writing()
+        if not read or tensor.node in self.parts.direct:
+            return False
+        return all(self._runs_after(tensor.node, writing[handle]) for handle in read if handle in writing)
 
     def _writing(self) -> dict[Tensor, list[Node]]:
         """Who writes each variable that micro-batches change, by its handle."""

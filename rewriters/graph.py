@@ -320,12 +320,18 @@ def predecessors(node: Node) -> list[Node]:
     return [t.node for t in node.inputs] + node.control_inputs
 
 
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """`nodes` and all that must run before them."""
+def operands(node: Node) -> list[Node]:
+    """What makes the values that an operation reads."""
+    return [tensor.node for tensor in node.inputs]
+
+
+def ancestors(nodes: Iterable[Node], waits_for: Callable[[Node], Iterable[Node]] | None = None) -> set[Node]:
+    """`nodes` and all that must run before them, or that comes before them by what `waits_for` says of each."""
+    waits_for = predecessors if waits_for is None else waits_for
     seen: set[Node] = set(nodes)
     stack = list(seen)
     while stack:
-        for before in predecessors(stack.pop()):
+        for before in waits_for(stack.pop()):
             if before not in seen:
                 seen.add(before)
                 stack.append(before)

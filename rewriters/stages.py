@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from rewriters.analysis import Analysis
 from rewriters.errors import PipelineError
-from rewriters.graph import Node, Tensor
+from rewriters.graph import Node, Tensor, ancestors, operands
 from rewriters.micro import Parts
 from rewriters.resources import handles
 from rewriters.roles import after_updates, gradients, reads_shape_only, size_nodes, updates
@@ -136,15 +136,9 @@ class _Assignment:
 
     def _weights_of_last(self, weights: Container[Node]) -> set[Tensor]:
         """Handles of the weights that the last stage reads, also those of an earlier one."""
-        stack = [node for node, stage in self.of.items() if stage == self.last]
-        seen, found = set(stack), set[Tensor]()
-        while stack:
-            node = stack.pop()
-            found.update(handles(node))
-            more = {t.node for t in node.inputs if t.node in weights} - seen
-            seen |= more
-            stack.extend(more)
-        return found
+        last = [node for node, stage in self.of.items() if stage == self.last]
+        read = ancestors(last, lambda node: [before for before in operands(node) if before in weights])
+        return {handle for node in read for handle in handles(node)}
 
     def _check_cut(self, number: int, tensor: Tensor) -> None:
         node = tensor.node

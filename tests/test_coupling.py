@@ -450,6 +450,28 @@ def test_counters_and_totals_are_the_same(effects):
     assert same(*step_of(loss, **effects), steps=3) == ()
 
 
+@pytest.mark.parametrize("chosen", [False, True])
+def test_an_update_reads_a_total_when_all_has_been_added(chosen):
+    """Of what data chooses of it, each micro-batch would read a part before the others have written."""
+    w, total = tf.Variable(np.eye(3)), tf.Variable(np.zeros(3), name="total")
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            value = mean(tf.tanh(x @ w))
+        gradient = tape.gradient(value, w)
+        total.assign_add(tf.reduce_sum(x, axis=0))
+        read = tf.gather(total, tf.cast(x[:, 0] > 0, "int32")) if chosen else total.read_value()
+        w.assign_sub(0.1 * gradient * tf.reduce_sum(read * tf.reduce_sum(gradient)))
+        return value
+
+    if not chosen:
+        assert same(step, [w, total], steps=3) == ()
+        return
+    with pytest.raises(PipelineError, match="join samples of a batch: variable 'total:0'"):
+        judge(step)
+
+
 def test_a_counter_that_noise_is_drawn_by_counts_steps():
     """And the noise of a step is that of the plain one, for all samples and for each."""
     w, counter = tf.Variable(np.eye(3)), tf.Variable(3, dtype="int64", name="counter")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from rewriters.analysis import Analysis
 from rewriters.errors import PipelineError
-from rewriters.graph import Node, Tensor
+from rewriters.graph import Tensor, ancestors, operands
 from rewriters.roles import after_updates, updates
 from rewriters.stages import Separators, separators
 from tflms_sft._compile import Traced
@@ -45,14 +45,8 @@ def _before_updates(calls: list[list[Tensor]], analysis: Analysis) -> list[list[
 
 def _depends(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Whether the values of some tensors depend on some others."""
-    seen: set[Node] = set()
-    stack = [t.node for t in tensors]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(t.node for t in node.inputs)
-    return any(t.node in seen for t in others)
+    before = ancestors((t.node for t in tensors), operands)
+    return any(t.node in before for t in others)
 
 
 def cut_names(traced: Traced, cuts: Sequence[Sequence[Tensor]]) -> tuple[str, ...]:
