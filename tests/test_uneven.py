@@ -164,6 +164,28 @@ def test_a_step_with_a_signature_of_its_own():
         any_size(step.get_concrete_function(), loss_reduction="sum")
 
 
+def test_sizes_in_the_branch_for_one_size_are_not_taken_for_those_of_all_batches():
+    """TensorFlow's optimizer would, of an update that adds the whole batch to what is of a known size there."""
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 3), "float64")])
+    def step(x):
+        with tf.GradientTape() as tape:
+            rows = tf.squeeze(tf.reshape(tf.tanh(x @ w), [tf.shape(x)[0], 1, 3]), 1)
+            loss = tf.reduce_mean(tf.square(rows))
+        gradient = tape.gradient(loss, w)
+        total = tf.reduce_sum(gradient)
+        w.assign_sub(0.1 * gradient + 0.01 * tf.reduce_mean(tf.add_n([x * total, rows * total])))
+        return loss
+
+    data = [np.random.default_rng(0).normal(size=(size, 3)) for size in (8, 5, 12, 1)]
+    rewritten, start, found = tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"]), data[0]), w.numpy(), []
+    for function in (step, rewritten):
+        found.append([np.array(value) for x in data for value in (function(tf.constant(x)), w)])
+        w.assign(start)
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
 def test_a_loss_that_is_a_sum():
     model = compiled(net(HERE), "momentum")
     model.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
