@@ -21,7 +21,7 @@ class Importer:
         graph: The graph.
         concrete_fn: The function that it was read from; it holds the captured tensors.
         tier: Where the graph swaps to, if it does.
-        batch: Samples of the batches that the graph is for, `None` for all that it can be cut for.
+        sizes: Leading sizes of arguments that the graph is for, by position; none if for all that it can be cut for.
         other: What imports the same step for all other batches, if such may come.
     """
 
@@ -29,7 +29,7 @@ class Importer:
         self.graph = graph
         self.concrete_fn = concrete_fn
         self.tier = tier
-        self.batch: int | None = None
+        self.sizes: Mapping[int, int] = {}
         self.other: Importer | None = None
         self._graph_def = graph.to_graph_def()
         # Swaps, buffers that loops begin with, and effects of micro-batches: what they wait for, their edges say.
@@ -52,7 +52,7 @@ class Importer:
         if other is None:
             flat = self.values(arguments, self.graph.outputs)
         else:  # Of the two that are imported one runs. TensorFlow inlines both, so that operations keep their devices.
-            checked = self._checked(arguments) if self.batch is None else arguments
+            checked = arguments if self.sizes else self._checked(arguments)
             flat = tf.cond(
                 self._is_for(checked),
                 lambda: self.values(checked, self.graph.outputs),
@@ -102,11 +102,12 @@ class Importer:
             tier.clear()
 
     def _is_for(self, arguments: Sequence[Any]) -> Any:
-        """Whether the graph is for a batch of that size."""
-        sizes = [tf.shape(arguments[position])[0] for position in sorted(self.graph.divided)]
-        if self.batch is not None:
-            return tf.reduce_all(tf.equal(tf.stack(sizes), self.batch))
-        return tf.equal(sizes[0] % next(iter(self.graph.divided.values())), 0)
+        """Whether the graph is for arguments of these sizes."""
+        if self.sizes:
+            found = [tf.shape(arguments[position])[0] for position in self.sizes]
+            return tf.reduce_all(tf.equal(tf.stack(found), list(self.sizes.values())))
+        position, parts = min(self.graph.divided.items())
+        return tf.equal(tf.shape(arguments[position])[0] % parts, 0)
 
     def _checked(self, arguments: Sequence[Any]) -> list[Any]:
         """The arguments, those behind a check that are taken to have equal leading sizes.
@@ -115,8 +116,8 @@ class Importer:
         """
         if len(arguments) != self.num_arguments:
             raise TypeError(f"expected {self.num_arguments} tensors. Received: {len(arguments)}.")
-        if self.batch is not None:
-            return [_apart(t) if p in self.graph.divided else t for p, t in enumerate(arguments)]
+        if self.sizes:
+            return [_apart(t) if p in self.sizes else t for p, t in enumerate(arguments)]
         checks = self._checks_of_batches(arguments)
         for pair in sorted(self.graph.same_size):
             names = [self.graph.inputs[position].node.name for position in pair]

@@ -164,6 +164,62 @@ def test_a_step_with_a_signature_of_its_own():
         any_size(step.get_concrete_function(), loss_reduction="sum")
 
 
+@pytest.mark.parametrize("example", ["array", "spec"])
+@pytest.mark.parametrize("rows", [8, 10])
+def test_a_table_of_any_size_beside_the_batch(rows, example):
+    """What divides by its size divides by that, whatever the pipeline was made for."""
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 3), "float64")] * 2)
+    def step(x, table):
+        with tf.GradientTape() as tape:
+            mean = tf.reduce_sum(table) / tf.cast(tf.shape(table)[0], "float64")
+            loss = tf.reduce_mean(tf.tanh(x @ w)) * mean
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    random = np.random.default_rng(0)
+    examples = [random.normal(size=(8, 3)), random.normal(size=(10, 3))]
+    if example == "spec":
+        examples[1] = tf.TensorSpec((None, 3), "float64")
+    params = PipelineParams(1, "basic", 4, ["CPU:0"], batched=[0])
+    rewritten, start, found = tflms_sft.rewrite(step, params, *examples), w.numpy(), []
+    data = [(random.normal(size=(size, 3)), random.normal(size=(rows, 3))) for size in (8, 12, 5, 8)]
+    for function in (step, rewritten):
+        found.append([np.array(v) for pair in data for v in (function(*map(tf.constant, pair)), w)])
+        w.assign(start)
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda size: 1 / tf.cast(tf.minimum(size, 16), "float64"),
+        lambda size: tf.cast(1 + size // 30, "float64") / tf.cast(size, "float64"),
+        lambda size: tf.cast(tf.where(size > 32, 2, 1), "float64") / tf.cast(size, "float64"),
+    ],
+)
+def test_sizes_that_matter_otherwise_in_large_batches_are_refused(number):
+    """Small batches alone would not tell. With example arguments it is theirs that count."""
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tanh(x @ w)) * number(tf.shape(x)[0])
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    params = PipelineParams(1, "basic", 2, ["CPU:0"])
+    with pytest.raises(PipelineError, match="compared by 2 and 1018 samples.*by no power of it.*example arguments"):
+        tflms_sft.rewrite(step, params, tf.TensorSpec((None, 3), "float64"))
+    x, found, start = np.random.default_rng(0).normal(size=(8, 3)), [], w.numpy()
+    for function in (step, tflms_sft.rewrite(step, params, x)):
+        found.append([function(tf.constant(x)).numpy(), w.numpy()])
+        w.assign(start)
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
 def test_sizes_in_the_branch_for_one_size_are_not_taken_for_those_of_all_batches():
     """TensorFlow's optimizer would, of an update that adds the whole batch to what is of a known size there."""
     w = tf.Variable(np.eye(3) + 0.1)

@@ -57,6 +57,8 @@ def judged(traces: Traces, params: PipelineParams, like: Analysis | None = None)
     mean = params.loss_reduction == "mean"
     if params.total_micro_batches == 1:
         return Judgement((), lambda tensor: mean)
+    if traces.far is not None:
+        _refuse_turns(traces.far, params)
     is_open, traces = traces.known is not None, traces.known or traces
     analysis = analyse(traces.micro, traces.record, None, for_tiles=False, opened=True).analysis
     _refuse_bodies(analysis, traces)
@@ -76,6 +78,27 @@ def judged(traces: Traces, params: PipelineParams, like: Analysis | None = None)
     values = _Told(analysis, found, like or analysis, unknown, is_open)
     factors = {(node.name, position): value for (node, position), value in found.factors.items()}
     return Judgement(notes + judge.unknown(), values.is_mean, factors, frozenset(t.name for t in found.places))
+
+
+def _refuse_turns(far: Traces, params: PipelineParams) -> None:
+    """Refuse numbers that go with the size of a large batch otherwise than with that of a small one.
+
+    Raises:
+        PipelineError: With one of them.
+    """
+    analysis = analyse(far.micro, far.record, None, for_tiles=False, opened=True).analysis
+    parts = split_step(analysis, far.batched, far.hints)
+    sizes = BatchSizes(far, analysis)
+    assert far.batch is not None
+    told = Sizes(sizes.whole_shape, sizes.values, sizes.growth, far.count, far.batch // far.count)
+    judge = _Judge(far, analysis, params, samples(analysis, parts, told, far.hints.repeated), [])
+    try:
+        judge.refuse_sizes(sizes)
+    except PipelineError as error:
+        raise PipelineError(
+            f"Batches of any size are compared by {far.batch // far.count} and {far.batch} samples. {error} Or give "
+            "the step example arguments, whose size it is judged by then."
+        ) from None
 
 
 class _Told:

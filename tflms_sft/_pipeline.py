@@ -77,7 +77,7 @@ def pipelined(
         assert traces.known is not None
         planned, plan = _planned(traces.known, chosen, chosen.pipeline)
         importer = _importer(planned)
-        importer.batch, importer.other = traces.batch, _for_any_batch(traces, chosen, planned)
+        importer.sizes, importer.other = traces.known.sizes, _for_any_batch(traces, chosen, planned)
         others = f"of another size than {traces.batch}"
     importer.graph.divided.update(dict.fromkeys(traces.batched, traces.count))
     plan.batch_is_fixed = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +16,10 @@ from rewriters.micro import Hints
 from tflms_sft._names import LayerRecord
 from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._watch import watched_effects
+
+_FAR = 509
+"""Parts of a large batch, by which numbers are seen that go with the size of small ones in another way: a prime, so
+that no quotient of sizes comes out even by chance."""
 
 
 @dataclasses.dataclass
@@ -29,8 +33,10 @@ class Traces:
         hints: What is known of its counters.
         batched: Positions of the arguments that have the batch axis.
         batch: Samples of a batch, if that is known.
+        sizes: Leading sizes that an open step was given, by position: of batches, and of what else is open.
         known: The same for a batch of a known size, if that of the step is open: of `batch` if that is known. Their
             operations have the same names.
+        far: The same for a batch of `_FAR` parts, if the size is open and not known.
         count: Number of micro-batches.
     """
 
@@ -40,7 +46,9 @@ class Traces:
     hints: Hints
     batched: list[int]
     batch: int | None = None
+    sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
     known: Traces | None = None
+    far: Traces | None = None
     count: int = 1
 
     @property
@@ -82,7 +90,10 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
         if batch is not None:
             require_even(params, batch)
         samples = batch // count if batch is not None else _some_samples(count, leading)
-        open_step.known = _of_known_batch(open_step, samples)
+        beside = _given_beside(args, kwargs, leading, unknown)
+        open_step.known = _of_known_batch(open_step, samples, beside)
+        if batch is None:
+            open_step.far = _of_known_batch(dataclasses.replace(open_step, known=None, count=_FAR), samples, beside)
         return open_step
     if is_concrete(step):
         raise PipelineError(
@@ -138,9 +149,21 @@ def _of_size(specs: Any, batch: int | None, size: int, told: Sequence[int] | Non
 
 def _given(args: Any, kwargs: Any, positions: Sequence[int]) -> int | None:
     """The size of the batch of example arguments for a step that takes any, if they have one."""
-    shapes = [tf.TensorShape(leaf.shape) for leaf in tf.nest.flatten((args, kwargs)) if hasattr(leaf, "shape")]
-    sizes = {shapes[p][0] if p < len(shapes) and shapes[p].rank else None for p in positions}
+    found = _leading(args, kwargs)
+    sizes = {found[p] if p < len(found) else None for p in positions}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def _given_beside(args: Any, kwargs: Any, leading: Sequence[Any], batched: Sequence[int]) -> dict[int, int]:
+    """The sizes of example arguments that are open and no batches, such as tables."""
+    pairs = enumerate(zip(leading, _leading(args, kwargs), strict=False))
+    return {p: size for p, (traced, size) in pairs if traced is None and p not in batched and size is not None}
+
+
+def _leading(args: Any, kwargs: Any) -> list[int | None]:
+    """The leading sizes of example arguments; `None` of what has none."""
+    shapes = [tf.TensorShape(leaf.shape) for leaf in tf.nest.flatten((args, kwargs)) if hasattr(leaf, "shape")]
+    return [shape[0] if shape.rank else None for shape in shapes]
 
 
 def _some_samples(count: int, leading: Sequence[Any]) -> int:
@@ -148,20 +171,25 @@ def _some_samples(count: int, leading: Sequence[Any]) -> int:
     return next(size for size in itertools.count(2) if size not in leading and size * count not in leading)
 
 
-def _of_known_batch(traces: Traces, samples: int) -> Traces:
+def _of_known_batch(traces: Traces, samples: int, beside: Mapping[int, int]) -> Traces:
     """An open step for so many samples in a micro-batch.
 
     It is not traced again: where Python code knows the size of the batch it may do something else, as Keras weighs the
     losses of several outputs by it.
+
+    Args:
+        traces: The open step.
+        samples: Samples of a micro-batch.
+        beside: Sizes of what is open and no batch; what has none there is taken to be as long as the batch.
     """
     leading = [t.shape[0] if t.shape.rank else 0 for t in _arguments(traces.whole)]
-    whole = {p: samples * traces.count for p, size in enumerate(leading) if size is None}
+    whole = {p: samples * traces.count for p, size in enumerate(leading) if size is None} | dict(beside)
     micro = {**whole, **dict.fromkeys(traces.batched, samples)}
     made = []
     for sizes, number in ((whole, samples * traces.count), (micro, samples)):
         with _told_if_for_another(number):
             made.append(of_sizes(traces.whole, sizes))
-    return dataclasses.replace(traces, whole=made[0], micro=made[1], batch=samples * traces.count)
+    return dataclasses.replace(traces, whole=made[0], micro=made[1], batch=samples * traces.count, sizes=whole)
 
 
 @contextlib.contextmanager
