@@ -248,13 +248,20 @@ def test_few_outlines_are_kept():
     assert len(traced.outlines) == MOST_OUTLINES
 
 
+def equal_blocks():
+    step = step_of(48, 48, 16, pooled=False)
+    return step, analyse(step.get_concrete_function(tf.TensorSpec((1, 48, 48, 3))))
+
+
 def test_a_chain_of_equal_blocks_is_cut_between_them():
-    step, images = step_of(48, 48, 16, pooled=False), np.random.default_rng(0).normal(size=(1, 48, 48, 3))
-    traced = analyse(step.get_concrete_function(tf.TensorSpec((1, 48, 48, 3))))
-    search = TileSearch(traced)
-    (found,) = search._chains
+    (found,) = TileSearch(equal_blocks()[1])._chains
     inner = [b - a for a, b in itertools.pairwise(found.bounds[1:-2])]
     assert len(inner) > 3 and len(set(inner[:-1])) == 1, "as many blocks each, so that one is planned for all"
+
+
+def test_checkpoints_in_a_chain_of_equal_blocks():
+    (step, traced), images = equal_blocks(), np.random.default_rng(0).normal(size=(1, 48, 48, 3))
+    search = TileSearch(traced)
     limit = traced.fixed_bytes + (traced.plain.peak.peak_bytes - traced.fixed_bytes) * 2 // 5
     plan = search.cheapest(limit)
     assert plan is not None and len(plan.plans) > 2, "a checkpoint here and there is enough"
