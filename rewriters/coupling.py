@@ -22,13 +22,13 @@ import numpy as np
 from rewriters import sample_moves
 from rewriters.analysis import Analysis
 from rewriters.errors import PipelineError
-from rewriters.graph import LOOPS, Node, Tensor, ancestors, operands, predecessors
+from rewriters.graph import BRANCHES, LOOPS, Node, Tensor, ancestors, operands, predecessors
 from rewriters.micro import Parts
 from rewriters.positions import Borders, Use, counts_on, without_data
 from rewriters.resources import handles, writes
 from rewriters.roles import is_random, is_seed, reads_shape_only
 from rewriters.rules.elementwise import ELEMENTWISE
-from rewriters.sample_powers import power, power_of, vanishes
+from rewriters.sample_powers import counted, power, power_of, vanishes
 from rewriters.sample_rules import SHAPE_OPERANDS, made
 from rewriters.samples import (
     WITHOUT_DATA,
@@ -53,6 +53,9 @@ _ = sample_moves  # Importing it fills the table.
 _ADDS = ("Add", "AddN", "AddV2", "Sub")
 _DECISIONS = ("All", "Any")
 """Checks of a batch, mostly, such as whether all labels are 0 or 1: that is said, and not refused."""
+
+_BODIES = frozenset(("body", "then_branch", "branches", "token"))
+"""Attributes that name what an operation runs: of a loop, of branches, and of Python code."""
 
 _EITHER = Fraction(0), Fraction(-1)
 """Powers of a sum and of a mean."""
@@ -83,6 +86,7 @@ class Samples:
             to be larger for the batch, by no power of the number of micro-batches.
         places: What is as long as the batch and not made of its data, and is not the same for each sample.
         sums: Sums over samples.
+        zero: Gradients that are all zero.
     """
 
     joined: list[Node]
@@ -99,6 +103,7 @@ class Samples:
     odd: dict[Node, Tensor]
     places: set[Tensor]
     sums: set[Tensor]
+    zero: set[Tensor]
 
 
 def samples(analysis: Analysis, parts: Parts, sizes: Sizes, metrics: Container[str] = ()) -> Samples:
@@ -167,6 +172,9 @@ class _Values:
             made_of.append(Value(what, total, exact, state, lost, mixed, zero=zero and is_rounded(tensor.dtype)))
         if any(value.kind is not Kind.PLACES for value in made_of):
             self._mark_odd(op)
+        chosen = self._chosen_by(op)
+        if chosen is not None:
+            self.odd.setdefault(op.node, chosen)
         return made_of
 
     def _all_known(self, op: Op) -> list[Value | None]:
@@ -227,6 +235,25 @@ class _Values:
         for value, tensor in zip(op.values, op.node.inputs, strict=True):
             if value.odd and value.lost and (is_rounded(tensor.dtype) or op.node.op in ELEMENTWISE):
                 self.odd.setdefault(op.node, value.lost.out())
+
+    def _chosen_by(self, op: Op) -> Tensor | None:
+        """What goes with the size of the batch and decides, as no power can tell, which numbers the results are.
+
+        The condition of a branch, the turns of a loop, the place of an entry; and not how long a result is.
+        """
+        numbers = any(is_rounded(t.dtype) or t.dtype.name in ("bool", "string") for t in op.outs)
+        if not (numbers or op.node.attrs.keys() & _BODIES) or op.node.op in ELEMENTWISE or reads_shape_only(op.node):
+            return None
+        lists = op.node.op not in BRANCHES and any(t.dtype.name == "variant" for t in op.outs)
+        if lists or any(map(self.sizes.axis, op.outs)):
+            return None
+        judged = counted(op)
+        for position, tensor in enumerate(op.node.inputs):
+            value = self.of[tensor]
+            if position not in judged and not is_rounded(tensor.dtype) and value.kind in WITHOUT_DATA:
+                if value.odd or value.power:
+                    return tensor if value.lost is None else value.lost.out()
+        return None
 
     # Samples ----------------------------------------------------------------------------------------------------
 
@@ -367,12 +394,16 @@ class _Leaving:
             odd={n: t for n, t in self.values.odd.items() if n in results},
             places={t for t, v in self.of.items() if v.kind is Kind.PLACES},
             sums={t for t, v in self.of.items() if v.kind is Kind.SUM},
+            zero={t for t, v in self.of.items() if self._is_no_gradient(t, v)},
         )
 
     def _is_either(self, tensor: Tensor, value: Value) -> bool:
         """Whether it is known to be a sum or a mean; of gradients that are all zero it does not matter."""
-        zero = value.zero and tensor.node in self.analysis.backward
-        return tensor.node in self.parts.direct and value.to_sum in _EITHER and not zero
+        either = tensor.node in self.parts.direct and value.to_sum in _EITHER
+        return either and not self._is_no_gradient(tensor, value)
+
+    def _is_no_gradient(self, tensor: Tensor, value: Value) -> bool:
+        return value.zero and tensor.node in self.analysis.backward
 
     def _ancestors(self, tensors: Iterable[Tensor], through_draws: bool = True) -> set[Node]:
         """Operations that values depend on, sizes left out; not `through_draws`, also what random numbers come from."""

@@ -28,6 +28,8 @@ PER_PIXEL = "_per_pixel"
 LOOPS = frozenset(("While", "StatelessWhile"))
 """Loops, those of a step and those that tiles run in."""
 
+BRANCHES = frozenset(("Case", "If", "StatelessCase", "StatelessIf"))
+
 Shape = tuple[int | None, ...] | None
 
 _OPAQUE = frozenset(dtype.as_datatype_enum for dtype in (tf.resource, tf.variant, tf.string))

@@ -16,7 +16,7 @@ from rewriters.analysis import Analysis
 from rewriters.errors import PipelineError
 from rewriters.graph import LOOPS, Node, Tensor
 from rewriters.resources import handles, writes
-from rewriters.roles import after_updates, gradients, is_seed, updates
+from rewriters.roles import after_updates, gradients, is_seed, reads_shape_only, updates
 
 __all__: list[str] = []
 
@@ -60,18 +60,24 @@ class Hints:
     repeated: Container[str] = ()
 
 
-def split_step(analysis: Analysis, batched: Sequence[int], hints: Hints | None = None) -> Parts:
+def split_step(
+    analysis: Analysis, batched: Sequence[int], hints: Hints | None = None, several: bool = True
+) -> Parts:
     """Find the parts of a step.
 
     Args:
         analysis: Of the joint graph of a micro-batch.
         batched: Positions of the arguments that have the batch axis.
         hints: What is known from elsewhere of counters that neither data nor gradients reach.
+        several: Whether there are several micro-batches.
 
     Raises:
         PipelineError: If gradients are computed from what an update has changed.
     """
-    return _Splitter(analysis, batched, hints or Hints()).run()
+    splitter = _Splitter(analysis, batched, hints or Hints())
+    if several:
+        splitter.take_what_writes_sizes()
+    return splitter.run()
 
 
 class _Splitter:
@@ -82,6 +88,30 @@ class _Splitter:
         graph, order = analysis.graph, analysis.order
         self.gradients = gradients(graph, order, analysis.backward)
         self.update = self._update(updates(graph, order, analysis.backward))
+        self.of_update = {h for node in self.update for h in handles(node)}
+
+    def take_what_writes_sizes(self) -> None:
+        """Count what depends on the batch by its size alone, and is written to a variable, as an update.
+
+        Else each micro-batch would write its own size. Of a batch of known size it is a constant, and written once.
+
+        Raises:
+            PipelineError: If gradients are computed from it.
+        """
+        order = [node for node in self.analysis.order if node not in self.update]
+        sized = self._descendants(order, self.sources)
+        measured = self._descendants((node for node in order if not reads_shape_only(node)), self.sources)
+        writing = [node for node in order if writes(node) and node in sized and node not in measured]
+        found = {node for node in writing if node.name not in self.hints.repeated}
+        again = next((node for node in after_updates(order, found) if is_seed(node)), None)
+        if again is not None:
+            names = " or ".join(f"`{node.name}`" for node in writing if node in found)
+            raise PipelineError(
+                f"`{again.name}` computes gradients of what {names} may write to a variable, which goes with the "
+                "size of the batch. Give the step example arguments, or specifications, of a known batch, or use "
+                "`micro_batches=1`."
+            )
+        self.update = self._update(self.update | found)
         self.of_update = {h for node in self.update for h in handles(node)}
 
     def run(self) -> Parts:

@@ -109,12 +109,12 @@ class Borders:
 
     def _use(self, tensor: Tensor) -> Use:
         source = tensor.node
-        if source not in self.forward or source.op == "Placeholder" or not tensor.shape or self._alike(tensor):
+        if source not in self.forward or source.op == "Placeholder" or not tensor.shape:
             return Use.OWN
         growth, by_size = self._growth(tensor), source in self._parts.repeated
         if growth is None and not (by_size and None in tensor.shape):
             return Use.OWN
-        if growth is not None and not growth.axes:
+        if (growth is not None and not growth.axes) or self._alike(tensor):
             return Use.OWN
         uses = self._uses(tensor)
         if uses == {"place"}:

@@ -7,7 +7,7 @@ done to a value that is larger for a micro-batch than for the batch, as gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -120,6 +120,16 @@ def power(op: Op) -> Fraction | None:
     if kind in _DEGREES:
         return _total((degree, powers[position]) for position, degree in _DEGREES[kind].items())
     return _as_it_is(op)
+
+
+def counted(op: Op) -> Container[int]:
+    """Positions of the operands that `power` asks of, whatever their types; all that the result does not go with."""
+    kind, every = op.node.op, range(len(op.values))
+    if kind in _NUMBERS | _QUOTIENTS | {"Cast", "SquaredDifference"}:
+        return every
+    if kind in _ADDS | _EXTREMES | _COMPARES:
+        return _taken_alike(op)
+    return every[:1] if kind in _FIRST else _DEGREES.get(kind, ())
 
 
 def vanishes(op: Op) -> bool:

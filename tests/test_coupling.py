@@ -112,6 +112,18 @@ def chosen(x, w, _):
     return mean(tf.boolean_mask(net(x, w)[:, 0], x[:, 0] > 0))
 
 
+def turns(number):
+    return tf.while_loop(lambda i, _: i < number, lambda i, a: (i + 1, 1.1 * a), [0, tf.ones((), "float64")])[1]
+
+
+def python(number):
+    return tf.ensure_shape(tf.numpy_function(lambda n: np.float64(n * n + 1), [number], tf.float64), [])
+
+
+def written(x):
+    return tf.strings.as_string(tf.shape(x)[0])
+
+
 def noise(x):
     return tf.random.stateless_normal(tf.shape(x), [1, 2], dtype="float64")
 
@@ -245,6 +257,11 @@ def test_what_is_neither_a_sum_nor_a_mean_is_refused(loss, power, reduction):
         (lambda x, w, _: tf.reduce_sum(net(x, w)) / (x.shape[0] - 1), r"\(3 for a micro-batch, 7 for the batch\)"),
         (lambda x, w, _: mean(net(x, w)) / tf.math.log(size(x)), r"`Log:0` \(1.38629 for"),
         (lambda x, w, _: mean(net(x, w) * mean(noise(x))), "Mean"),
+        (lambda x, w, _: mean(net(x, w)) * tf.cond(size(x) > 5, lambda: w[0][0, 0], lambda: w[1][0, 0]), "Greater"),
+        (lambda x, w, _: mean(net(x, w)) * turns(tf.shape(x)[0]), r"`strided_slice\w*:0` \(4 for"),
+        (lambda x, w, _: mean(net(x, w)) * w[0][tf.shape(x)[0] // 4, 0], r"`strided_slice_\d/stack:0`"),
+        (lambda x, w, _: mean(net(x, w)) * python(tf.shape(x)[0]), r"`strided_slice\w*:0` \(4 for"),
+        (lambda x, w, _: mean(net(x, w)) * tf.strings.to_number(written(x), tf.float64), r"`strided_slice\w*:0` \(4"),
     ],
 )
 @pytest.mark.parametrize("returned", [True, False])

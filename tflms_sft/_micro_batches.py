@@ -34,13 +34,13 @@ class Judgement:
         notes: What a plan says of it.
         is_mean: Which values are means; `None` of one of which that is not known.
         factors: By what a micro-batch multiplies what it adds to a variable, by operation and operand.
-        places: Names of what is as long as the batch, not made of its data, and another one for each sample.
+        is_alike: Whether what is as long as the batch, and not made of its data, is the same for each sample.
     """
 
     notes: tuple[str, ...]
     is_mean: Callable[[Tensor], bool | None]
     factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
-    places: frozenset[str] = frozenset()
+    is_alike: Callable[[Tensor], bool] = dataclasses.field(default=lambda tensor: True)
 
 
 def judged(traces: Traces, params: PipelineParams, like: Analysis | None = None) -> Judgement:
@@ -57,8 +57,8 @@ def judged(traces: Traces, params: PipelineParams, like: Analysis | None = None)
     mean = params.loss_reduction == "mean"
     if params.total_micro_batches == 1:
         return Judgement((), lambda tensor: mean)
-    if traces.far is not None:
-        _refuse_turns(traces.far, params)
+    for other in traces.others:
+        _refuse_turns(other, params)
     is_open, traces = traces.known is not None, traces.known or traces
     analysis = analyse(traces.micro, traces.record, None, for_tiles=False, opened=True).analysis
     _refuse_bodies(analysis, traces)
@@ -76,63 +76,87 @@ def judged(traces: Traces, params: PipelineParams, like: Analysis | None = None)
     # Of a step that there is one trace of, for any batch, it cannot be told, and is what the parameters say.
     unknown = mean if found.joined or traces.micro is traces.whole else None
     values = _Told(analysis, found, like or analysis, unknown, is_open)
-    factors = {(node.name, position): value for (node, position), value in found.factors.items()}
-    return Judgement(notes + judge.unknown(), values.is_mean, factors, frozenset(t.name for t in found.places))
+    return Judgement(notes + judge.unknown(), values.is_mean, values.factors(), values.is_alike)
 
 
-def _refuse_turns(far: Traces, params: PipelineParams) -> None:
-    """Refuse numbers that go with the size of a large batch otherwise than with that of a small one.
+def _refuse_turns(other: Traces, params: PipelineParams) -> None:
+    """Refuse numbers that go with the size of another batch otherwise than with that of the one that is judged by.
 
     Raises:
         PipelineError: With one of them.
     """
-    analysis = analyse(far.micro, far.record, None, for_tiles=False, opened=True).analysis
-    parts = split_step(analysis, far.batched, far.hints)
-    sizes = BatchSizes(far, analysis)
-    assert far.batch is not None
-    told = Sizes(sizes.whole_shape, sizes.values, sizes.growth, far.count, far.batch // far.count)
-    judge = _Judge(far, analysis, params, samples(analysis, parts, told, far.hints.repeated), [])
+    analysis = analyse(other.micro, other.record, None, for_tiles=False, opened=True).analysis
+    parts = split_step(analysis, other.batched, other.hints)
+    sizes = BatchSizes(other, analysis)
+    assert other.batch is not None
+    part = other.batch // other.count
+    told = Sizes(sizes.whole_shape, sizes.values, sizes.growth, other.count, part)
+    judge = _Judge(other, analysis, params, samples(analysis, parts, told, other.hints.repeated), [])
     try:
         judge.refuse_sizes(sizes)
     except PipelineError as error:
         raise PipelineError(
-            f"Batches of any size are compared by {far.batch // far.count} and {far.batch} samples. {error} Or give "
-            "the step example arguments, whose size it is judged by then."
+            f"Batches of any size are compared by {part} and {other.batch} samples. {error} Or give the step example "
+            "arguments, whose size it is judged by then."
         ) from None
 
 
 class _Told:
-    """Tells of tensors of one analysis of a step what was found out by another one."""
+    """Tells of tensors of one analysis of a step what was found out by another one.
+
+    Raises:
+        PipelineError: By each method, if the step for any batch has something that the one for a known batch has not.
+    """
 
     def __init__(
         self, analysis: Analysis, found: Samples, like: Analysis, unknown: bool | None, is_open: bool
     ) -> None:
         self._nodes = analysis.graph.nodes
+        self._like = like.graph.nodes
+        self._found = found
         self._by_name = {tensor.name: value for tensor, value in found.is_mean.items()}
-        self._lost = {tensor.name for tensor, power in found.powers.items() if power is None}
+        lost = {tensor for tensor, power in found.powers.items() if power is None}
+        self._open = {tensor.name for tensor in lost | found.zero}
+        self._places = {tensor.name for tensor in found.places}
         self._unknown = unknown
         results = zip(like.graph.outputs, analysis.graph.outputs, strict=True)
         self._of_results = {own: found.is_mean.get(t, unknown) for own, t in results}
         self._is_open = is_open
 
     def is_mean(self, tensor: Tensor) -> bool | None:
-        """Whether a value is a mean over the batch rather than a sum, `None` if that is not known.
-
-        Raises:
-            PipelineError: If the step for any batch has something that the one for a known batch has not.
-        """
+        """Whether a value is a mean over the batch rather than a sum, `None` if that is not known or the same."""
         if tensor in self._of_results:
             return self._of_results[tensor]
-        node = self._nodes.get(tensor.node.name)
         found = self._by_name.get(tensor.name, self._unknown)
-        missing = node is None or node.op != tensor.node.op or (found is None and tensor.name not in self._lost)
-        if self._is_open and missing:
+        if found is None and tensor.name not in self._open:
+            self._refuse(tensor.node)
+        self._require(tensor.node, self._nodes)
+        return found
+
+    def is_alike(self, tensor: Tensor) -> bool:
+        """Whether what is not made of data is the same for each sample."""
+        self._require(tensor.node, self._nodes)
+        return tensor.name not in self._places
+
+    def factors(self) -> dict[tuple[str, int], float]:
+        """By what operands are multiplied."""
+        for node, _ in self._found.factors:
+            self._require(node, self._like)
+        return {(node.name, position): value for (node, position), value in self._found.factors.items()}
+
+    def _require(self, node: Node, nodes: Mapping[str, Node]) -> None:
+        """Require that an operation is in both."""
+        other = nodes.get(node.name)
+        if other is None or other.op != node.op:
+            self._refuse(node)
+
+    def _refuse(self, node: Node) -> None:
+        if self._is_open:
             raise PipelineError(
-                f"`{tensor.name}` ({tensor.node.op}) of the step for batches of any size is not found in the same way "
+                f"`{node.name}` ({node.op}) of the step for batches of any size is not found in the same way "
                 "in the step for a known one, so that it cannot be told how micro-batches make it. Give the step "
                 "example arguments, or specifications, of a known batch, or use `micro_batches=1`."
             )
-        return found
 
 
 def _refuse_bodies(analysis: Analysis, traces: Traces) -> None:
@@ -228,8 +252,8 @@ class _Judge:
             shown = f" ({here[0]:.6g} for a micro-batch, {whole[0]:.6g} for the batch)" if here.size == 1 else ""
             raise PipelineError(
                 f"{self.names.of(node)} computes with `{number.name}`{shown}, which goes with the size of the batch, "
-                "and by no power of it: what micro-batches make with theirs is another step. Make it of a size that is "
-                "given, such as that of the batch as an argument without axes, or use `micro_batches=1`."
+                "and what comes of that by no power of it: what micro-batches make is another step. Make it of a size "
+                "that is given, such as that of the batch as an argument without axes, or use `micro_batches=1`."
             )
 
     def refuse_gradients(self, gradients: Sequence[Tensor]) -> None:

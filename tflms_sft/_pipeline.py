@@ -130,7 +130,7 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Plan
     analysis = traced.analysis
     analysis.require_backward()
     sizes = BatchSizes(traces, analysis, for_tiles)
-    parts = split_step(analysis, traces.batched, traces.hints)
+    parts = split_step(analysis, traces.batched, traces.hints, params.total_micro_batches > 1)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
     judgement = judged(traces, params, analysis)
@@ -153,7 +153,7 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Plan
         factors=judgement.factors,
         growth=lambda tensor: sizes.growth(staged.traced(tensor)),
         gradients_are_means=params.loss_reduction == "mean",
-        alike=lambda tensor: staged.traced(tensor).name not in judgement.places,
+        alike=lambda tensor: judgement.is_alike(staged.traced(tensor)),
     )
     places = pipeline.Devices(devices, where)
     built = pipeline.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)

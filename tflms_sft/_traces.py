@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ _FAR = 509
 """Parts of a large batch, by which numbers are seen that go with the size of small ones in another way: a prime, so
 that no quotient of sizes comes out even by chance."""
 
+_SINGLES = 510
+"""Parts of a batch of single samples: an even number, for what asks whether that of samples is odd."""
+
 
 @dataclasses.dataclass
 class Traces:
@@ -36,7 +40,7 @@ class Traces:
         sizes: Leading sizes that an open step was given, by position: of batches, and of what else is open.
         known: The same for a batch of a known size, if that of the step is open: of `batch` if that is known. Their
             operations have the same names.
-        far: The same for a batch of `_FAR` parts, if the size is open and not known.
+        others: The same for `_FAR` parts and for `_SINGLES`, if the size is open and not known.
         count: Number of micro-batches.
     """
 
@@ -48,7 +52,7 @@ class Traces:
     batch: int | None = None
     sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
     known: Traces | None = None
-    far: Traces | None = None
+    others: tuple[Traces, ...] = ()
     count: int = 1
 
     @property
@@ -86,15 +90,15 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
         return Traces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
     if unknown:
         open_step = Traces(whole, whole, record, hints.of(whole.graph), unknown, count=count)
-        open_step.batch = batch = batch or _given(args, kwargs, unknown)
+        examples = _leading(whole, args, kwargs)
+        open_step.batch = batch = batch or _given(examples, unknown)
         if batch is not None:
             require_even(params, batch)
         samples = batch // count if batch is not None else _some_samples(count, leading)
-        beside = _given_beside(args, kwargs, leading, unknown)
-        open_step.known = _of_known_batch(open_step, samples, beside)
-        if batch is None:
-            open_step.far = _of_known_batch(dataclasses.replace(open_step, known=None, count=_FAR), samples, beside)
-        return open_step
+        beside = _given_beside(examples, leading, unknown)
+        known = _of_known_batch(open_step, samples, beside)
+        others = _of_other_batches(open_step, samples, beside) if batch is None else ()
+        return dataclasses.replace(open_step, known=known, others=others)
     if is_concrete(step):
         raise PipelineError(
             f"`step` is traced for a fixed batch, and {count} micro-batches need it traced for a part of one. Pass the "
@@ -147,22 +151,25 @@ def _of_size(specs: Any, batch: int | None, size: int, told: Sequence[int] | Non
     return tf.nest.map_structure(of_size, specs)
 
 
-def _given(args: Any, kwargs: Any, positions: Sequence[int]) -> int | None:
+def _given(examples: Sequence[int | None], positions: Sequence[int]) -> int | None:
     """The size of the batch of example arguments for a step that takes any, if they have one."""
-    found = _leading(args, kwargs)
-    sizes = {found[p] if p < len(found) else None for p in positions}
+    sizes = {examples[p] if p < len(examples) else None for p in positions}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _given_beside(args: Any, kwargs: Any, leading: Sequence[Any], batched: Sequence[int]) -> dict[int, int]:
+def _given_beside(
+    examples: Sequence[int | None], leading: Sequence[Any], batched: Sequence[int]
+) -> dict[int, int]:
     """The sizes of example arguments that are open and no batches, such as tables."""
-    pairs = enumerate(zip(leading, _leading(args, kwargs), strict=False))
+    pairs = enumerate(zip(leading, examples, strict=False))
     return {p: size for p, (traced, size) in pairs if traced is None and p not in batched and size is not None}
 
 
-def _leading(args: Any, kwargs: Any) -> list[int | None]:
-    """The leading sizes of example arguments; `None` of what has none."""
-    shapes = [tf.TensorShape(leaf.shape) for leaf in tf.nest.flatten((args, kwargs)) if hasattr(leaf, "shape")]
+def _leading(concrete_fn: Any, args: Any, kwargs: Any) -> list[int | None]:
+    """The leading sizes of example arguments, in the order in which it takes them; `None` of what has none."""
+    order = [name for name in concrete_fn.function_type.parameters if name in kwargs]
+    named = [kwargs[name] for name in (*order, *sorted(kwargs.keys() - order))]
+    shapes = [tf.TensorShape(leaf.shape) for leaf in tf.nest.flatten((args, named)) if hasattr(leaf, "shape")]
     return [shape[0] if shape.rank else None for shape in shapes]
 
 
@@ -190,6 +197,23 @@ def _of_known_batch(traces: Traces, samples: int, beside: Mapping[int, int]) -> 
         with _told_if_for_another(number):
             made.append(of_sizes(traces.whole, sizes))
     return dataclasses.replace(traces, whole=made[0], micro=made[1], batch=samples * traces.count, sizes=whole)
+
+
+def _of_other_batches(traces: Traces, samples: int, beside: Mapping[int, int]) -> tuple[Traces, ...]:
+    """The step for batches by which numbers are told that go with the size of others in another way.
+
+    For a batch of single samples only if it is a step for such: what squeezes axes of size 1 may not be.
+
+    Args:
+        traces: The open step.
+        samples: Samples of a micro-batch that it is traced for.
+        beside: As for `_of_known_batch`.
+    """
+    prime_to_it = next(size for size in itertools.count(samples + 1) if math.gcd(size, samples) == 1)
+    found = [_of_known_batch(dataclasses.replace(traces, count=_FAR), prime_to_it, beside)]
+    with contextlib.suppress(PipelineError):
+        found.append(_of_known_batch(dataclasses.replace(traces, count=_SINGLES), 1, beside))
+    return tuple(found)
 
 
 @contextlib.contextmanager
