@@ -41,7 +41,7 @@ def equal(devices):
     step = train_step(compiled(model, "adam"))
     places = {v.value.device for v in variables(model)}
     say("variables", sorted(places))
-    for schedule, count in [("basic", 1), ("gpipe", 2), ("1f1b", 4), ("mast", 2)]:
+    for schedule, count in [("basic", 1), ("1f1b", 4)]:
         params = tflms_sft.PipelineParams(cuts, schedule, count, devices)
         rewritten = tflms_sft.rewrite(step, params, *batches(1)[0])
         used = {op.device for op in rewritten.concrete_function.graph.get_operations() if op.type == "Conv2D"}
