@@ -153,17 +153,17 @@ class Importer:
         return tensor_name.removesuffix(":0") in self.graph.nodes
 
 
-def of_sizes(concrete_fn: Any, sizes: Mapping[int, int]) -> Any:
-    """A traced function for arguments of known leading sizes: the same operations, by the same names.
+def of_shapes(concrete_fn: Any, shapes: Mapping[int, Sequence[int | None]]) -> Any:
+    """A traced function for arguments of known sizes: the same operations, by the same names.
 
     Args:
         concrete_fn: A traced function, maybe for arguments of any size.
-        sizes: The leading sizes by the position of an argument.
+        shapes: Their shapes by the position of an argument; others are as they were.
     """
     importer = Importer(from_concrete_function(concrete_fn), concrete_fn)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs[: importer.num_arguments]]
-    for position, size in sizes.items():
-        specs[position] = tf.TensorSpec([size, *specs[position].shape[1:]], specs[position].dtype)
+    for position, shape in shapes.items():
+        specs[position] = tf.TensorSpec(shape, specs[position].dtype)
 
     def run(*values: Any) -> Any:
         return importer(values)

@@ -229,13 +229,14 @@ class _Cloner:
             self.origin[new] = Origin(Role.MICRO_BATCH, node, number)
         return scaled.out()
 
-    def _number(self, name: str, value: float, dtype: tf.DType) -> Tensor:
+    def _number(self, name: str, value: Any, dtype: tf.DType) -> Tensor:
         array = np.array(value, dtype.as_numpy_dtype)
         attrs = {
             "dtype": type_attr(dtype),
             "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
         }
-        return self.graph.add(Node(self.graph.unique_name(name), "Const", (), (), attrs, "", [(dtype, ())])).out()
+        outputs = [(dtype, array.shape)]
+        return self.graph.add(Node(self.graph.unique_name(name), "Const", (), (), attrs, "", outputs)).out()
 
     def _copies(self, node: Node) -> list[Node]:
         return self.clones[node] if node in self.clones else [self.once[node]]
@@ -394,6 +395,10 @@ class _Cloner:
                 )
             return self.once[node]
         if node not in self.of_whole:
+            size = self._size_of_whole(node)
+            if size is not None:
+                self.of_whole[node] = size
+                return size
             measured = (t.node for t in node.inputs if reads_shape_only(node) and t.node.op != "Placeholder")
             if node not in self.without or any(before not in self.without for before in measured):
                 raise PipelineError(
@@ -410,6 +415,22 @@ class _Cloner:
             self.of_whole[node] = self.graph.add(Node(name, node.op, inputs, (), attrs, "", outputs))
             self._helper(self.of_whole[node], node)
         return self.of_whole[node]
+
+    def _size_of_whole(self, node: Node) -> Node | None:
+        """The sizes for the batch of a tensor that micro-batches make, by those of the first one."""
+        if node.op != "Shape" or node.inputs[0].node in self.without or node.inputs[0].node not in self.clones:
+            return None
+        growth, (dtype, shape) = self.request.grown(node.inputs[0]), node.outputs[0]
+        if growth is None or shape is None or node not in self.clones:
+            return None
+        rank = len(node.inputs[0].shape or ())
+        times = np.ones(rank, dtype.as_numpy_dtype)
+        times[list(growth.axes)] = self.count
+        name = f"micro/{node.name}/whole"
+        number = self._helper(self._number(f"{name}/times", times, dtype).node, node)
+        new = Node(self.graph.unique_name(name), "Mul", (), (), {"T": type_attr(dtype)}, "", [(dtype, shape)])
+        new.inputs = [self.clones[node][0].out(), number.out()]
+        return self._helper(self.graph.add(new), node)
 
     def _combine(self, tensor: Tensor, how: Combination) -> Tensor:
         order = list(self.request.order(tensor)) or list(range(self.count))

@@ -23,6 +23,8 @@ __all__: list[str] = []
 _SHARED = frozenset(("Placeholder", "Const", "NoOp", "VarHandleOp"))
 _COUNTS = frozenset(("AssignAddVariableOp", "AssignSubVariableOp"))
 """They are repeated only if they add what is of the batch: noise of a step that they count is that of the step."""
+_DRAWING = "Rng", "StatefulRandom", "StatefulStandard", "StatefulTruncated", "StatefulUniform"
+"""What draws from a variable, which it sets on: each micro-batch draws its own."""
 _CONDITIONS = frozenset(("StatelessCase", "StatelessIf"))
 
 
@@ -101,7 +103,7 @@ class _Splitter:
         order = [node for node in self.analysis.order if node not in self.update]
         sized = self._descendants(order, self.sources)
         measured = self._descendants((node for node in order if not reads_shape_only(node)), self.sources)
-        writing = [node for node in order if writes(node) and node in sized and node not in measured]
+        writing = [n for n in order if writes(n) and n in sized and n not in measured and not n.op.startswith(_DRAWING)]
         found = {node for node in writing if node.name not in self.hints.repeated}
         again = next((node for node in after_updates(order, found) if is_seed(node)), None)
         if again is not None:

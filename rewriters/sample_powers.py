@@ -7,12 +7,14 @@ done to a value that is larger for a micro-batch than for the batch, as gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from rewriters.roles import is_seed
+from rewriters.rules.elementwise import ELEMENTWISE
 from rewriters.samples import WITHOUT_DATA, MixedError, NoPowerError, NotLinearError, Op
 from rewriters.sizes import Size
 from rewriters.values import constant, is_rounded
@@ -92,6 +94,10 @@ _ENTRIES = {"Fill": (1,), "PadV2": (0, 2)}
 """Operands that all entries of a result come from, of operations that have others beside them."""
 
 
+_ROUNDING = {2: 2e-2, 4: 1e-6}
+"""How far numbers of so many bytes may be off, relatively."""
+
+
 def power(op: Op) -> Fraction | None:
     """The power of an operation's results, samples that it adds up left out; `None` if one of an operand is not known.
 
@@ -108,8 +114,8 @@ def power(op: Op) -> Fraction | None:
         rounds = is_rounded(op.node.inputs[0].dtype) and not is_rounded(op.outs[0].dtype)
         return _as_it_is(op) if rounds and op.outs[0].dtype.name != "bool" else powers[0]
     if kind in _PRODUCTS or kind in _ACTIVATION_GRADIENTS:
-        return _total((_ONE, powers[p]) for p, t in enumerate(op.node.inputs) if not t.dtype.is_integer or t in op.outs)
-    if kind in _QUOTIENTS:
+        return _total((_ONE, powers[p]) for p in _multiplied(op))
+    if kind in _QUOTIENTS and (kind != "FloorDiv" or is_seed(op.node)):  # Autodiff divides sizes by such that do.
         return _total([(_ONE, powers[0]), (-_ONE, powers[1])])
     if kind == "Pow":
         exponent = constant(op.node.inputs[1].node)
@@ -122,11 +128,13 @@ def power(op: Op) -> Fraction | None:
     return _as_it_is(op)
 
 
-def counted(op: Op) -> Container[int]:
+def counted(op: Op) -> Iterable[int]:
     """Positions of the operands that `power` asks of, whatever their types; all that the result does not go with."""
     kind, every = op.node.op, range(len(op.values))
     if kind in _NUMBERS | _QUOTIENTS | {"Cast", "SquaredDifference"}:
         return every
+    if kind in _PRODUCTS or kind in _ACTIVATION_GRADIENTS:
+        return _multiplied(op)
     if kind in _ADDS | _EXTREMES | _COMPARES:
         return _taken_alike(op)
     return every[:1] if kind in _FIRST else _DEGREES.get(kind, ())
@@ -177,7 +185,7 @@ def power_of(here: Any, whole: Any, parts: int) -> Fraction | None:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = other[some] / mine[some]
     first = float(ratios[0].real)
-    rounding = 2e-2 if getattr(here, "dtype", np.dtype(float)).itemsize == 2 else 1e-6  # Of half precision.
+    rounding = _ROUNDING.get(getattr(here, "dtype", np.dtype(float)).itemsize, 1e-10)
     if not 0 < first < math.inf or not np.allclose(ratios, first, rtol=rounding, atol=0):
         raise NoPowerError
     exponent = math.log(first) / math.log(parts)
@@ -196,9 +204,16 @@ def _total(terms: Iterable[tuple[Fraction, Fraction | None]]) -> Fraction | None
     return total
 
 
+def _multiplied(op: Op) -> list[int]:
+    """Positions of the operands that a product is made of; of rounded numbers the others are sizes and places."""
+    rounded = any(is_rounded(t.dtype) for t in op.outs)
+    return [p for p, t in enumerate(op.node.inputs) if is_rounded(t.dtype) or not rounded]
+
+
 def _as_it_is(op: Op) -> Fraction | None:
     """Of an operation that is to have the same operands for the batch."""
-    powers = [value.power for value, t in zip(op.values, op.node.inputs, strict=True) if is_rounded(t.dtype)]
+    pairs, each = zip(op.values, op.node.inputs, strict=True), op.node.op in ELEMENTWISE
+    powers = [value.power for value, t in pairs if each or is_rounded(t.dtype)]
     if any(powers):
         raise NotLinearError
     return None if None in powers else Fraction(0)

@@ -40,8 +40,19 @@ SHAPE_OPERANDS: dict[str, tuple[int, ...]] = {
     "UnsortedSegmentSum": (2,),
     "ScatterNd": (2,),
     "GatherV2": (2,),
+    "SparseTensorDenseMatMul": (2,),
 }
 """Operands that are sizes, axes and such: what they are made of has nothing to do with values."""
+
+LENGTHS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Pad", "PadV2", "MirrorPad", "OneHot", "SplitV", "SparseToDense", "TopKV2"), (1,)),
+    **dict.fromkeys(("Bincount", "DenseBincount", "Multinomial", "StatelessMultinomial"), (1,)),
+    **dict.fromkeys(("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"), (2,)),
+    "MatrixDiagV3": (1, 2, 3),
+    "LinSpace": (2,),
+    "Range": (0, 1, 2),
+}
+"""Operands that tell how long a result is, and what of it is where: not what it is, if it is as long as the batch."""
 
 
 def rule(*op_types: str) -> Callable[[Rule], Rule]:

@@ -6,8 +6,8 @@ not made of its data, is it the same for each sample, or does it go by their num
 of micro-batches it is larger for the batch than for a micro-batch. A mean over the batch is not larger, a sum is, and
 the gradient of a mean by one sample is smaller. Forward and backward values are gone through alike.
 
-What operations do to samples is in `sample_rules.py` and `sample_moves.py`, what they do to powers in
-`sample_powers.py`.
+It is gone through in `sample_values.py`; what operations do to samples is in `sample_rules.py` and `sample_moves.py`,
+what they do to powers in `sample_powers.py`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Value:
         state: The operation that read a variable, if it depends on what micro-batches before it have written.
         lost: The operation after which the power is not known.
         mixed: Whether that one added what has different powers.
-        odd: Whether it is known to be larger for the batch by what is no power.
+        odd: Whether it is known to go with the size of the batch by what is no power.
         cut: Whether it is not made of data, and a part of what is made for the whole batch.
         zero: Whether it is all zeros, whatever the data of batches of these sizes, as gradients of labels that are all
             zero are: of such a value any power is right.
@@ -108,6 +108,11 @@ class Value:
     def kind(self) -> Kind:
         """What it holds of samples."""
         return self.made.kind
+
+    @property
+    def goes_with_size(self) -> bool:
+        """Whether it is not made of data, and known to be another one for the batch."""
+        return self.kind in WITHOUT_DATA and bool(self.odd or self.power)
 
     @property
     def to_sum(self) -> Fraction | None:

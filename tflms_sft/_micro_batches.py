@@ -21,9 +21,13 @@ from tflms_sft._compile import analyse
 from tflms_sft._names import part_name, variable_names
 from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._text import shortened
-from tflms_sft._traces import Traces
+from tflms_sft._traces import Traces, settled
 
 _MOST_NAMES = 4
+_OWN_ATTRIBUTES = frozenset(("container", "shared_name", "token"))
+"""Those that each trace has of its own."""
+
+_EXAMPLES = " Or give the step example arguments, whose size it is judged by then."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +61,8 @@ def judged(traces: Traces, params: PipelineParams, like: Analysis | None = None)
     mean = params.loss_reduction == "mean"
     if params.total_micro_batches == 1:
         return Judgement((), lambda tensor: mean)
-    for other in traces.others:
-        _refuse_turns(other, params)
-    is_open, traces = traces.known is not None, traces.known or traces
+    others, is_open, unsettled = traces.others, traces.known is not None, traces.known or traces
+    traces = settled(unsettled)
     analysis = analyse(traces.micro, traces.record, None, for_tiles=False, opened=True).analysis
     _refuse_bodies(analysis, traces)
     parts = split_step(analysis, traces.batched, traces.hints)
@@ -72,6 +75,12 @@ def judged(traces: Traces, params: PipelineParams, like: Analysis | None = None)
     judge.refuse_sizes(sizes)
     judge.refuse_gradients([t for t in parts.gradients if t.node in parts.direct])
     judge.refuse_results(analysis)
+    judge.refuse_attributes(analysis, sizes)
+    for other in others:
+        _refuse_turns(settled(other), params, "Batches of any size are compared", _EXAMPLES)
+    between = traces.batch // traces.count + 1 if traces.batch else 0
+    if traces is not unsettled and not others and between < (traces.batch or 0):
+        _refuse_turns(settled(unsettled, between), params, f"An axis of {between}, which is open, is compared", "")
     # With `batch_norm="micro"` what follows a joined value is that of a loop that accumulates, as it was asked for.
     # Of a step that there is one trace of, for any batch, it cannot be told, and is what the parameters say.
     unknown = mean if found.joined or traces.micro is traces.whole else None
@@ -79,8 +88,14 @@ def judged(traces: Traces, params: PipelineParams, like: Analysis | None = None)
     return Judgement(notes + judge.unknown(), values.is_mean, values.factors(), values.is_alike)
 
 
-def _refuse_turns(other: Traces, params: PipelineParams) -> None:
-    """Refuse numbers that go with the size of another batch otherwise than with that of the one that is judged by.
+def _refuse_turns(other: Traces, params: PipelineParams, compared: str, remedy: str) -> None:
+    """Refuse numbers that go with other sizes otherwise than with those of the step that is judged by.
+
+    Args:
+        other: The step for these sizes.
+        params: What to do.
+        compared: How an error begins.
+        remedy: How it ends.
 
     Raises:
         PipelineError: With one of them.
@@ -95,10 +110,7 @@ def _refuse_turns(other: Traces, params: PipelineParams) -> None:
     try:
         judge.refuse_sizes(sizes)
     except PipelineError as error:
-        raise PipelineError(
-            f"Batches of any size are compared by {part} and {other.batch} samples. {error} Or give the step example "
-            "arguments, whose size it is judged by then."
-        ) from None
+        raise PipelineError(f"{compared} by {part} and {other.batch} samples. {error}{remedy}") from None
 
 
 class _Told:
@@ -248,13 +260,34 @@ class _Judge:
             PipelineError: With one of them.
         """
         for node, number in self.found.odd.items():
-            here, whole = (np.unique(value) for value in sizes.values(number))
-            shown = f" ({here[0]:.6g} for a micro-batch, {whole[0]:.6g} for the batch)" if here.size == 1 else ""
+            here, whole = (np.asarray(value).ravel() for value in sizes.values(number))
+            single = here.size == whole.size == 1 and here.dtype.kind in "biuf"
+            shown = f" ({here[0]:.6g} for a micro-batch, {whole[0]:.6g} for the batch)" if single else ""
             raise PipelineError(
                 f"{self.names.of(node)} computes with `{number.name}`{shown}, which goes with the size of the batch, "
                 "and what comes of that by no power of it: what micro-batches make is another step. Make it of a size "
                 "that is given, such as that of the batch as an argument without axes, or use `micro_batches=1`."
             )
+
+    def refuse_attributes(self, analysis: Analysis, sizes: BatchSizes) -> None:
+        """Refuse operations that Python code has made others for a part of the batch.
+
+        Raises:
+            PipelineError: With one of them.
+        """
+        for node in analysis.order:
+            other = sizes.counterpart(node)
+            if other is None or other.op != node.op:
+                continue
+            for name in node.attrs.keys() & other.attrs.keys():
+                mine, whole = node.attrs[name], other.attrs[name]
+                own = name.startswith("_") or name in _OWN_ATTRIBUTES
+                if mine != whole and mine.WhichOneof("value") in ("b", "f", "s") and not own:
+                    raise PipelineError(
+                        f"{self.names.of(node)} has another `{name}` for a micro-batch than for the batch, so that it "
+                        "computes something else. Make it of what does not go with the size of the batch, or use "
+                        "`micro_batches=1`."
+                    )
 
     def refuse_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Refuse gradients that are no sums over samples, or others than the parameters say.
@@ -306,13 +339,19 @@ class _Judge:
             raise _unlike(found.unlike[0])
 
     def refuse_results(self, analysis: Analysis) -> None:
-        """Refuse results that add to a sum over samples what is not of the batch.
+        """Refuse results that add to a sum over samples what is not of the batch, or read of it what is half done.
 
         Gradients may: where they are means, those of a penalty are the same for a part of the batch.
 
         Raises:
             PipelineError: With the operation.
         """
+        if self.found.half:
+            raise PipelineError(
+                f"`{self.found.half[0].name}` is made of a variable that micro-batches write, and of the size of the "
+                "batch, of which each of them has its own. Return both, or write the size to a variable too, or use "
+                "`micro_batches=1`."
+            )
         made = ancestors(t.node for t in analysis.graph.outputs) if self.found.unlike else set()
         for node in self.found.unlike:
             if node in made and node not in analysis.backward and is_rounded(node.out().dtype):

@@ -11,19 +11,29 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.build import of_sizes
+from rewriters.build import of_shapes
 from rewriters.errors import PipelineError, RewriteError
 from rewriters.micro import Hints
 from tflms_sft._names import LayerRecord
 from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._watch import watched_effects
 
-_FAR = 509
+_PRIME_PARTS = 509
 """Parts of a large batch, by which numbers are seen that go with the size of small ones in another way: a prime, so
 that no quotient of sizes comes out even by chance."""
 
-_SINGLES = 510
-"""Parts of a batch of single samples: an even number, for what asks whether that of samples is odd."""
+_EVEN_PARTS = 510
+"""The same, even, for what asks whether the number of samples is odd."""
+
+_SIZES = frozenset(("Shape", "ShapeN", "Size"))
+_TURNS = frozenset(
+    "BitwiseAnd Equal FloorDiv FloorMod Greater GreaterEqual Less LessEqual Maximum Minimum NotEqual TruncateDiv "
+    "TruncateMod".split()
+)
+"""Operations that may do something else with sizes above a number, or at it or at its multiples."""
+
+_LARGEST, _MOST_NUMBERS = 1 << 20, 4
+"""Numbers that a step compares sizes with: below which it is traced for them, and for how many."""
 
 
 @dataclasses.dataclass
@@ -40,7 +50,7 @@ class Traces:
         sizes: Leading sizes that an open step was given, by position: of batches, and of what else is open.
         known: The same for a batch of a known size, if that of the step is open: of `batch` if that is known. Their
             operations have the same names.
-        others: The same for `_FAR` parts and for `_SINGLES`, if the size is open and not known.
+        others: The same for batches of `_PRIME_PARTS` and `_EVEN_PARTS`, if the size is open and not known.
         count: Number of micro-batches.
     """
 
@@ -99,17 +109,17 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
         known = _of_known_batch(open_step, samples, beside)
         others = _of_other_batches(open_step, samples, beside) if batch is None else ()
         return dataclasses.replace(open_step, known=known, others=others)
-    if is_concrete(step):
+    if is_concrete(step) or getattr(step, "input_signature", None) is not None:
         raise PipelineError(
             f"`step` is traced for a fixed batch, and {count} micro-batches need it traced for a part of one. Pass the "
-            "`tf.function` with example arguments, or trace it with a batch of `None`."
+            "`tf.function` with example arguments and no `input_signature`, or trace it with a batch of `None`."
         )
     specs = tf.nest.map_structure(spec_of, (args, kwargs))
     batch = batch_of(specs) if told is None else _size_of(told, leading)
     if batch is None:
         raise PipelineError("No argument of the step has a batch axis, so there are no micro-batches. Use 1.")
     require_even(params, batch)
-    return _with_part(step, whole, params, _of_size(specs, batch, batch // count, told), told, batch)
+    return _with_part(step, whole, params, _of_size(whole, specs, batch, batch // count, told), told, batch)
 
 
 def require_even(params: PipelineParams, batch: int) -> None:
@@ -133,7 +143,7 @@ def _arguments(concrete_fn: Any) -> Any:
     return concrete_fn.inputs[: len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)]
 
 
-def _of_size(specs: Any, batch: int | None, size: int, told: Sequence[int] | None) -> Any:
+def _of_size(concrete_fn: Any, specs: Any, batch: int | None, size: int, told: Sequence[int] | None) -> Any:
     """Specifications with another size in the place of that of the batch, or of an open one, of arguments that have it.
 
     With `told` it is that of those alone.
@@ -148,7 +158,9 @@ def _of_size(specs: Any, batch: int | None, size: int, told: Sequence[int] | Non
             return tf.TensorSpec((size, *spec.shape[1:]), spec.dtype, spec.name)
         return spec
 
-    return tf.nest.map_structure(of_size, specs)
+    args, kwargs = specs
+    args = tf.nest.map_structure(of_size, args)
+    return args, {name: tf.nest.map_structure(of_size, kwargs[name]) for name in _in_order(concrete_fn, kwargs)}
 
 
 def _given(examples: Sequence[int | None], positions: Sequence[int]) -> int | None:
@@ -167,10 +179,15 @@ def _given_beside(
 
 def _leading(concrete_fn: Any, args: Any, kwargs: Any) -> list[int | None]:
     """The leading sizes of example arguments, in the order in which it takes them; `None` of what has none."""
-    order = [name for name in concrete_fn.function_type.parameters if name in kwargs]
-    named = [kwargs[name] for name in (*order, *sorted(kwargs.keys() - order))]
+    named = [kwargs[name] for name in _in_order(concrete_fn, kwargs)]
     shapes = [tf.TensorShape(leaf.shape) for leaf in tf.nest.flatten((args, named)) if hasattr(leaf, "shape")]
     return [shape[0] if shape.rank else None for shape in shapes]
+
+
+def _in_order(concrete_fn: Any, kwargs: Any) -> list[str]:
+    """Names of arguments in the order in which a function takes them."""
+    order = [name for name in concrete_fn.function_type.parameters if name in kwargs]
+    return [*order, *sorted(kwargs.keys() - order)]
 
 
 def _some_samples(count: int, leading: Sequence[Any]) -> int:
@@ -193,16 +210,18 @@ def _of_known_batch(traces: Traces, samples: int, beside: Mapping[int, int]) -> 
     whole = {p: samples * traces.count for p, size in enumerate(leading) if size is None} | dict(beside)
     micro = {**whole, **dict.fromkeys(traces.batched, samples)}
     made = []
+    arguments = _arguments(traces.whole)
     for sizes, number in ((whole, samples * traces.count), (micro, samples)):
         with _told_if_for_another(number):
-            made.append(of_sizes(traces.whole, sizes))
+            made.append(of_shapes(traces.whole, {p: (size, *arguments[p].shape[1:]) for p, size in sizes.items()}))
     return dataclasses.replace(traces, whole=made[0], micro=made[1], batch=samples * traces.count, sizes=whole)
 
 
 def _of_other_batches(traces: Traces, samples: int, beside: Mapping[int, int]) -> tuple[Traces, ...]:
     """The step for batches by which numbers are told that go with the size of others in another way.
 
-    For a batch of single samples only if it is a step for such: what squeezes axes of size 1 may not be.
+    A large one, and one of single samples and of numbers that the step itself compares sizes with, if it is a step for
+    such: what squeezes axes of size 1 may be none for these.
 
     Args:
         traces: The open step.
@@ -210,10 +229,60 @@ def _of_other_batches(traces: Traces, samples: int, beside: Mapping[int, int]) -
         beside: As for `_of_known_batch`.
     """
     prime_to_it = next(size for size in itertools.count(samples + 1) if math.gcd(size, samples) == 1)
-    found = [_of_known_batch(dataclasses.replace(traces, count=_FAR), prime_to_it, beside)]
-    with contextlib.suppress(PipelineError):
-        found.append(_of_known_batch(dataclasses.replace(traces, count=_SINGLES), 1, beside))
+    leading = [t.shape[0] if t.shape.rank else 0 for t in _arguments(traces.whole)]
+    tables = [p for p, size in enumerate(leading) if size is None and p not in {*traces.batched, *beside}]
+
+    def of_batch(count: int, size: int) -> Traces:
+        """With tables that are longer than a micro-batch and not as long as the batch."""
+        between = dict.fromkeys(tables, size + 2) | dict(beside)
+        return _of_known_batch(dataclasses.replace(traces, count=count), size, between)
+
+    found = [of_batch(_PRIME_PARTS, prime_to_it)]
+    named = _named_numbers(traces.whole.graph)
+    pairs = [(_EVEN_PARTS, 1), *((_PRIME_PARTS, n) for n in named), *((_EVEN_PARTS, n // 2) for n in named)]
+    for count, size in pairs:
+        with contextlib.suppress(PipelineError):
+            found.append(of_batch(count, size))
     return tuple(found)
+
+
+def settled(traces: Traces, least: int = 24) -> Traces:
+    """A step with a size for each axis that is open beside that of the batch, to know what is computed with it.
+
+    Args:
+        traces: The step; it is returned as it is, if it is none for these sizes.
+        least: The least of them; by default one that several poolings halve.
+    """
+    arguments = [t for t in _arguments(traces.micro) if t.shape.rank]
+    if not any(None in t.shape[1:] for t in arguments):
+        return traces
+    of_batch = {t.shape[0] for t in (*arguments, *_arguments(traces.whole)) if t.shape.rank}
+    lengths = (size for size in itertools.count(least, 8) if size not in of_batch)
+    sizes = list(itertools.islice(lengths, max(t.shape.rank for t in arguments)))
+    made = []
+    for function in (traces.whole, traces.micro):
+        shapes = {}
+        for position, tensor in enumerate(_arguments(function)):
+            if tensor.shape.rank:
+                pairs = zip(tensor.shape[1:], sizes, strict=False)
+                shapes[position] = [tensor.shape[0], *(own or size for own, size in pairs)]
+        with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):
+            made.append(of_shapes(function, shapes))
+    return dataclasses.replace(traces, whole=made[0], micro=made[1]) if len(made) == 2 else traces
+
+
+def _named_numbers(graph: Any) -> list[int]:
+    """Whole numbers that a graph compares sizes with, or divides them by, the least ones first."""
+    sizes: set[str] = set()
+    found: set[int] = set()
+    for operation in graph.get_operations():
+        values = {t.name: tf.get_static_value(t) for t in operation.inputs if t.op.type == "Const"}
+        of_sizes = [t for t in operation.inputs if t.name in sizes]
+        if operation.type in _SIZES or (of_sizes and len(of_sizes) + len(values) == len(operation.inputs)):
+            sizes.update(t.name for t in operation.outputs)
+            numbers = [v for v in values.values() if v is not None and v.ndim == 0] if operation.type in _TURNS else []
+            found.update(int(v) for v in numbers if v.dtype.kind in "iuf" and 2 <= v < _LARGEST and v == int(v))
+    return sorted(found)[:_MOST_NUMBERS]
 
 
 @contextlib.contextmanager
