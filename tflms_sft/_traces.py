@@ -276,12 +276,13 @@ def _named_numbers(graph: Any) -> list[int]:
     sizes: set[str] = set()
     found: set[int] = set()
     for operation in graph.get_operations():
-        values = {t.name: tf.get_static_value(t) for t in operation.inputs if t.op.type == "Const"}
         of_sizes = [t for t in operation.inputs if t.name in sizes]
-        if operation.type in _SIZES or (of_sizes and len(of_sizes) + len(values) == len(operation.inputs)):
+        constants = [t for t in operation.inputs if t.op.type == "Const"]
+        if operation.type in _SIZES or (of_sizes and len(of_sizes) + len(constants) == len(operation.inputs)):
             sizes.update(t.name for t in operation.outputs)
-            numbers = [v for v in values.values() if v is not None and v.ndim == 0] if operation.type in _TURNS else []
-            found.update(int(v) for v in numbers if v.dtype.kind in "iuf" and 2 <= v < _LARGEST and v == int(v))
+            numbers = map(tf.get_static_value, constants if operation.type in _TURNS else ())
+            single = (value for value in numbers if value is not None and value.ndim == 0 and value.dtype.kind in "iuf")
+            found.update(int(value) for value in single if 2 <= value < _LARGEST and value == int(value))
     return sorted(found)[:_MOST_NUMBERS]
 
 
