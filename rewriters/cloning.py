@@ -418,13 +418,17 @@ class _Cloner:
 
     def _size_of_whole(self, node: Node) -> Node | None:
         """The sizes for the batch of a tensor that micro-batches make, by those of the first one."""
-        if node.op != "Shape" or node.inputs[0].node in self.without or node.inputs[0].node not in self.clones:
+        if node.op != "Shape":
             return None
-        growth, (dtype, shape) = self.request.grown(node.inputs[0]), node.outputs[0]
-        if growth is None or shape is None or node not in self.clones:
+        measured = node.inputs[0]
+        # What is cut is cut before there are micro-batches.
+        made = node in self.clones and measured.node in self.clones and measured.node not in self.without
+        if measured.shape is None or not made:
             return None
-        rank = len(node.inputs[0].shape or ())
-        times = np.ones(rank, dtype.as_numpy_dtype)
+        growth, (dtype, shape) = self.request.grown(measured), node.outputs[0]
+        if growth is None:
+            return None
+        times = np.ones(len(measured.shape), dtype.as_numpy_dtype)
         times[list(growth.axes)] = self.count
         name = f"micro/{node.name}/whole"
         number = self._helper(self._number(f"{name}/times", times, dtype).node, node)
