@@ -235,6 +235,7 @@ ALLOWED = {
     "count of a hidden tensor": hidden_count,
     "rate of a hidden tensor": hidden_rate,
     "rows by place": lambda s, rows, x: mean(rows * s.table[: tf.shape(x)[0], None]),
+    "numbers of samples": lambda s, rows, x: mean(rows * real(tf.range(tf.shape(x)[0]))[:, None]),
     "noise of a hidden size": lambda s, rows, x: mean(
         rows * tf.random.stateless_uniform(tf.shape(rows), [1, 2], dtype="float64")
     ),
