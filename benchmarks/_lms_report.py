@@ -2,20 +2,76 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from benchmarks.lms import Cell
+from typing import Any
 
 MIB = 2**20
 SLACK = 1.2
 """A swap past the page cache may take this many times what the disk takes at its own speed."""
 
 Results = dict[str, dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One configuration.
+
+    Attributes:
+        params: Of `LMSParams`; `None` trains plain.
+        one_thread: Whether TensorFlow runs one operation at a time.
+    """
+
+    params: dict[str, Any] | None
+    one_thread: bool = False
+
+    @property
+    def series(self) -> str:
+        """The name without the lower bound: what has the same one is a line in a plot."""
+        return ", ".join(self._parts(bound=False))
+
+    @property
+    def name(self) -> str:
+        """For the table and for `--cells`."""
+        return ", ".join(self._parts(bound=True))
+
+    @property
+    def base(self) -> str:
+        """Name of the plain cell that it is compared with."""
+        return Cell(None, self.one_thread).name
+
+    @property
+    def lb(self) -> int:
+        """The lower bound."""
+        return (self.params or {}).get("lb", 1)
+
+    @property
+    def past_cache(self) -> bool:
+        """Whether all that it swaps goes through the disk."""
+        return self.params is not None and not self.params.get("page_cache", True)
+
+    def _parts(self, bound: bool) -> Iterable[str]:
+        params = self.params
+        if params is None:
+            yield "plain"
+        else:
+            count = params.get("n_tensors", -1)
+            yield "all" if count < 0 else f"{count} tensors"
+            if "ctrld_strategy" in params:
+                yield params["ctrld_strategy"]
+            if bound:
+                yield f"lb={self.lb}"
+            if params.get("fuse_swapins"):
+                yield "fused"
+            if params.get("swap_branches"):
+                yield f"branches > {params.get('branch_threshold', 0)}"
+            if self.past_cache:
+                yield "no page cache"
+        if self.one_thread:
+            yield "one inter-op thread"
 
 
 def speeds(disks: Sequence[tuple[float, float]]) -> str:

@@ -19,11 +19,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import _arguments, _child, _lms_report, _meter, _nets
+from benchmarks._lms_report import Cell
 
 ONE_THREAD = {"TF_NUM_INTEROP_THREADS": "1"}
 GRID_BOUNDS = (1, 5, 20)
@@ -52,64 +53,6 @@ VARIATIONS = {
     "resnet50": Variation(30, 60, (20,), (15, 30, 60, -1)),
     "unet3d": Variation(10, 20, (0, 20, 100), (5, 10, 20, -1)),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One configuration.
-
-    Attributes:
-        params: Of `LMSParams`; `None` trains plain.
-        one_thread: Whether TensorFlow runs one operation at a time.
-    """
-
-    params: dict[str, Any] | None
-    one_thread: bool = False
-
-    @property
-    def series(self) -> str:
-        """The name without the lower bound: what has the same one is a line in a plot."""
-        return ", ".join(self._parts(bound=False))
-
-    @property
-    def name(self) -> str:
-        """For the table and for `--cells`."""
-        return ", ".join(self._parts(bound=True))
-
-    @property
-    def base(self) -> str:
-        """Name of the plain cell that it is compared with."""
-        return Cell(None, self.one_thread).name
-
-    @property
-    def lb(self) -> int:
-        """The lower bound."""
-        return (self.params or {}).get("lb", 1)
-
-    @property
-    def past_cache(self) -> bool:
-        """Whether all that it swaps goes through the disk."""
-        return self.params is not None and not self.params.get("page_cache", True)
-
-    def _parts(self, bound: bool) -> Iterable[str]:
-        params = self.params
-        if params is None:
-            yield "plain"
-        else:
-            count = params.get("n_tensors", -1)
-            yield "all" if count < 0 else f"{count} tensors"
-            if "ctrld_strategy" in params:
-                yield params["ctrld_strategy"]
-            if bound:
-                yield f"lb={self.lb}"
-            if params.get("fuse_swapins"):
-                yield "fused"
-            if params.get("swap_branches"):
-                yield f"branches > {params.get('branch_threshold', 0)}"
-            if self.past_cache:
-                yield "no page cache"
-        if self.one_thread:
-            yield "one inter-op thread"
 
 
 def usual_cells(net: str) -> list[Cell]:

@@ -18,12 +18,9 @@ import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import tensorflow as tf
-
 from rewriters import device
 from rewriters.allocator import Pool
-from rewriters.analysis import Analysis
-from rewriters.graph import LOOPS, PER_PIXEL, Graph, Node, Tensor, predecessors
+from rewriters.graph import LOOPS, Graph, Node, Tensor, predecessors
 from rewriters.scratch import op_scratch
 
 __all__: list[str] = []
@@ -453,24 +450,3 @@ def waits(order: Sequence[Node], first: int, second: int) -> bool:
                 seen.add(before)
                 stack.append(before)
     return False
-
-
-def unmodelled(analysis: Analysis) -> list[Node]:
-    """Forward ops that hold memory of which the graph does not tell how much: the prediction leaves it out.
-
-    Lists of tensors, loops, branches and calls that the step brought along, and masks.
-    """
-    found = []
-    for node in analysis.order:
-        if node not in analysis.data or node in analysis.backward or PER_PIXEL in node.attrs:
-            continue
-        lists = any(dtype == tf.variant for dtype, _ in node.outputs)
-        inner = any(value.HasField("func") for value in node.attrs.values()) and not _checks_only(node)
-        if lists or inner or node.op == "Where":
-            found.append(node)
-    return found
-
-
-def _checks_only(node: Node) -> bool:
-    """Whether an op with a body makes no tensor of a size worth counting: the guard of an assertion."""
-    return all(dtype == tf.bool and shape == () for dtype, shape in node.outputs)

@@ -12,7 +12,7 @@ import tflms_sft
 from rewriters import _tf_private, device
 from rewriters.allocator import Exact
 from tflms_sft import PipelineParams, SFTParams, _measure
-from tflms_sft._plan import Measurement
+from tflms_sft._plan_records import Measurement
 from tflms_sft._plot import readable
 
 SIZE = 128

@@ -36,7 +36,7 @@ from tflms_sft import AutoParams, LMSParams, Pipeline, PipelineParams, SegmentSp
 from tflms_sft._callbacks import trained_by
 from tflms_sft._compile import Traced
 from tflms_sft._names import LayerRecord
-from tflms_sft._rewrite import chosen_of
+from tflms_sft._request import chosen_of
 from tflms_sft._tiling import Staging, plan_sft
 
 TOLERANCE = 1e-10

@@ -14,7 +14,7 @@ from keras import layers
 
 import tflms_sft
 from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
-from tflms_sft._plan import PlannedSwap
+from tflms_sft._plan_records import PlannedSwap
 from tflms_sft._plot import Span, joined, readable
 from tflms_sft._summary import rows
 from tflms_sft._units import format_bytes

@@ -8,7 +8,7 @@ from training import BUDGET, SETTINGS, X, Y, net
 import tflms_sft
 from tflms_sft import LMSParams, SFTParams, _progress
 from tflms_sft._progress import told_if_slow
-from tflms_sft._rewrite import chosen_of
+from tflms_sft._request import chosen_of
 
 
 def test_what_is_slow_is_told_once_and_timed(monkeypatch):

@@ -10,7 +10,7 @@ from training import BUDGET, SETTINGS, X, Y, budgeted, net, tiles
 
 import tflms_sft
 from tflms_sft import _tensorboard
-from tflms_sft._plan import Measurement
+from tflms_sft._plan_records import Measurement
 from tflms_sft._tensorboard import TrainingLog, tensorboard_of_this_fit
 
 SCALARS = {"memory/predicted_peak_bytes", "memory/budget_bytes", "memory/swapped_bytes", "time/step_seconds"}

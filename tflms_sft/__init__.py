@@ -13,14 +13,16 @@ if typing.TYPE_CHECKING:
     from tflms_sft._callbacks import LMS, SFT, MemoryBudget, Pipeline, budget
     from tflms_sft._connect import connect
     from tflms_sft._differences import Difference, Verification
-    from tflms_sft._lms_params import LMSParams
     from tflms_sft._measure import measure
     from tflms_sft._params import AutoParams, SegmentSpec, SFTParams
     from tflms_sft._pipeline_params import PipelineParams
     from tflms_sft._pipeline_plan import PlannedPipeline, PlannedStage
-    from tflms_sft._plan import Measurement, Plan, PlannedSegment, PlannedSwap, Prediction, Timeline
-    from tflms_sft._rewrite import RewrittenStep, rewrite
+    from tflms_sft._plan import Plan
+    from tflms_sft._plan_records import Measurement, PlannedSegment, PlannedSwap, Prediction, Timeline
+    from tflms_sft._rewrite import rewrite
+    from tflms_sft._rewritten_step import RewrittenStep
     from tflms_sft._stage_devices import stage_devices
+    from tflms_sft._tuned import LMSParams
     from tflms_sft._verify import verify
 else:
     _HOMES = {
@@ -35,14 +37,16 @@ else:
         "tflms_sft._callbacks": ("LMS", "SFT", "MemoryBudget", "Pipeline", "budget"),
         "tflms_sft._connect": ("connect",),
         "tflms_sft._differences": ("Difference", "Verification"),
-        "tflms_sft._lms_params": ("LMSParams",),
         "tflms_sft._measure": ("measure",),
         "tflms_sft._params": ("AutoParams", "SFTParams", "SegmentSpec"),
         "tflms_sft._pipeline_params": ("PipelineParams",),
         "tflms_sft._pipeline_plan": ("PlannedPipeline", "PlannedStage"),
-        "tflms_sft._plan": ("Measurement", "Plan", "PlannedSegment", "PlannedSwap", "Prediction", "Timeline"),
-        "tflms_sft._rewrite": ("RewrittenStep", "rewrite"),
+        "tflms_sft._plan": ("Plan",),
+        "tflms_sft._plan_records": ("Measurement", "PlannedSegment", "PlannedSwap", "Prediction", "Timeline"),
+        "tflms_sft._rewrite": ("rewrite",),
+        "tflms_sft._rewritten_step": ("RewrittenStep",),
         "tflms_sft._stage_devices": ("stage_devices",),
+        "tflms_sft._tuned": ("LMSParams",),
         "tflms_sft._verify": ("verify",),
     }
     _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

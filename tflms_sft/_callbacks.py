@@ -23,12 +23,13 @@ from tflms_sft._inference import (
     why_plain,
 )
 from tflms_sft._install import TRAINING, Installation, Kind, peak_line, start_line
-from tflms_sft._lms_params import LMSParams
+from tflms_sft._lms_params import SwapParams
 from tflms_sft._lost import check_workers, refuse_lost
 from tflms_sft._params import AUTO, AutoParams, SegmentSpec, SFTParams
 from tflms_sft._pipeline_params import PipelineParams
-from tflms_sft._plan import Measurement, Plan
-from tflms_sft._rewrite import chosen_of
+from tflms_sft._plan import Plan
+from tflms_sft._plan_records import Measurement
+from tflms_sft._request import chosen_of
 from tflms_sft._saves import Saves, watch_saves
 from tflms_sft._tensorboard import TrainingLog, checked_log_dir, tensorboard_of_this_fit
 from tflms_sft._trained import Trained
@@ -316,7 +317,7 @@ class MemoryBudget(_Rewriting):
         memory_budget: Any = AUTO,
         *,
         headroom: float = 0.1,
-        swap: bool | LMSParams = True,
+        swap: bool | SwapParams = True,
         batch_shape: Sequence[int] | None = None,
         verbose: int = 1,
         log_dir: Any = None,
@@ -414,7 +415,7 @@ class LMS(_Rewriting):
     ) -> None:
         if not isinstance(tiles, SFTParams | None):
             raise TypeError(f"`tiles` must be `SFTParams(...)` or None. Received: tiles={tiles!r}.")
-        swaps = LMSParams(**params)
+        swaps = SwapParams(**params)
         super().__init__(swaps if tiles is None else [tiles, swaps], batch_shape, verbose, log_dir)
 
 
@@ -474,13 +475,13 @@ class Pipeline(_Rewriting):
         batch_norm: str = "refuse",
         placement: str = "check",
         tiles: SFTParams | None = None,
-        swaps: LMSParams | None = None,
+        swaps: SwapParams | None = None,
         verbose: int = 1,
         log_dir: Any = None,
     ) -> None:
         if not isinstance(tiles, SFTParams | None):
             raise TypeError(f"`tiles` must be `SFTParams(...)` or None. Received: tiles={tiles!r}.")
-        if not isinstance(swaps, LMSParams | None):
+        if not isinstance(swaps, SwapParams | None):
             raise TypeError(f"`swaps` must be `LMSParams(...)` or None. Received: swaps={swaps!r}.")
         params = PipelineParams(
             stages, schedule, micro_batches, devices, data_replicas, loss_reduction, batch_norm, placement
@@ -536,7 +537,7 @@ def budget(
     memory_budget: Any = AUTO,
     *,
     headroom: float = 0.1,
-    swap: bool | LMSParams = True,
+    swap: bool | SwapParams = True,
     batch_shape: Sequence[int] | None = None,
     verbose: int = 1,
 ) -> Iterator[Installation]:

@@ -24,7 +24,7 @@ from rewriters.sft import SegmentPlan
 from tflms_sft._barriers import Barriers, BarrierSearch
 from tflms_sft._compile import Candidate, Traced, at_peak, unsupported_layers
 from tflms_sft._forward import ForwardSearch
-from tflms_sft._lms_params import LMSParams
+from tflms_sft._lms_params import SwapParams
 from tflms_sft._params import AutoParams
 from tflms_sft._search import TileSearch
 from tflms_sft._summary import whole
@@ -94,7 +94,7 @@ class Choice:
 
     plans: list[SegmentPlan]
     left: list[LeftAlone]
-    swaps: LMSParams | None = None
+    swaps: SwapParams | None = None
     why: str = ""
     more: str = ""
 
@@ -130,7 +130,7 @@ def choices(traced: Traced, params: AutoParams, advise: bool = False) -> Iterato
     """
     why = ""
     if not traced.analysis.backward:
-        why = NO_SWAPS if isinstance(params.swap, LMSParams) else ""
+        why = NO_SWAPS if isinstance(params.swap, SwapParams) else ""
         params = dataclasses.replace(params, swap=False)
     search = _search(traced)
     for found in itertools.chain(_fitting(traced, search, params), _least(traced, search, params)):
@@ -192,16 +192,16 @@ def _search(traced: Traced) -> Search:
     return BarrierSearch(traced, barriers) if barriers.present else TileSearch(traced)
 
 
-def swaps_within(params: AutoParams, least: bool = False) -> LMSParams:
+def swaps_within(params: AutoParams, least: bool = False) -> SwapParams:
     """What may be swapped for a budget: small tensors only if it is small, or where the `least` memory is wanted."""
-    if isinstance(params.swap, LMSParams):
+    if isinstance(params.swap, SwapParams):
         return params.swap
     smallest = SMALLEST_SWAP if least else max(SMALLEST_SWAP, min(LARGEST_SWAP, params.memory_budget // 256))
-    return LMSParams(ctrld_strategy="direct_order", fuse_swapins=True, max_in_flight=1, min_bytes=smallest)
+    return SwapParams(ctrld_strategy="direct_order", fuse_swapins=True, max_in_flight=1, min_bytes=smallest)
 
 
 def _swapped(
-    traced: Traced, search: Search, wanted: LMSParams, tiles: Candidate | None, plain: int, limit: int
+    traced: Traced, search: Search, wanted: SwapParams, tiles: Candidate | None, plain: int, limit: int
 ) -> list[Option]:
     """Swaps alone, and with tiles if they are worth trying."""
     tiled = math.inf if tiles is None else max(tiles.time_ratio, 1.0) * traced.seconds
@@ -224,7 +224,7 @@ def _swapped(
 
 
 def _together(
-    traced: Traced, search: Search, wanted: LMSParams, why: str, targets: Iterable[float], limit: int
+    traced: Traced, search: Search, wanted: SwapParams, why: str, targets: Iterable[float], limit: int
 ) -> Iterator[Option]:
     """Tiles that need more than there is, and swaps."""
     for target in targets:

@@ -16,17 +16,19 @@ from rewriters.cost import NOMINAL, Costs, Rates
 from rewriters.emit import phase_inputs, phase_outputs
 from rewriters.ft import LeftAlone
 from rewriters.graph import Graph, Node, Tensor
-from rewriters.memory import Peak, Schedule, graph_peak, graph_schedule, unmodelled
+from rewriters.memory import Peak, Schedule, graph_peak, graph_schedule
 from rewriters.normalise import read
 from rewriters.roles import is_autodiff_name
 from rewriters.segments import Segment
 from rewriters.sft import SegmentPlan, loop_nodes, outline, tile_segments
 from rewriters.tiles import Phase
 from rewriters.turns import loop_turns
+from rewriters.unmodelled import unmodelled
 from tflms_sft._at_peak import Names, Sizes, largest, own
 from tflms_sft._described import described, shares
 from tflms_sft._names import LayerRecord, display_names, part_name
-from tflms_sft._plan import Plan, Prediction
+from tflms_sft._plan import Plan
+from tflms_sft._plan_records import Prediction
 from tflms_sft._text import shortened
 
 MOST_OUTLINES = 8

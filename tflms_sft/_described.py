@@ -11,13 +11,13 @@ from rewriters import device
 from rewriters.analysis import Analysis
 from rewriters.cost import Costs, overlapped_bytes
 from rewriters.emit import phase_inputs
+from rewriters.extents import most_tiles
 from rewriters.graph import Node, Tensor
 from rewriters.roles import reads_shape_only
 from rewriters.sft import SegmentPlan
 from rewriters.tiles import Halo, Phase
 from rewriters.turns import phase_scratch
-from tflms_sft._grids import most_tiles
-from tflms_sft._plan import PlannedSegment
+from tflms_sft._plan_records import PlannedSegment
 
 __all__: list[str] = []
 

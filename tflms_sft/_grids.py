@@ -7,28 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from rewriters.analysis import Analysis
+from rewriters.extents import known_extents, most_tiles
 from rewriters.graph import Tensor
 from rewriters.segments import Segment
 from rewriters.tiles import Grid
 
 AUTO_TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Tiles per axis that are tried, fewest first."""
-
-
-def _extents(analysis: Analysis, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Rows along each axis, of tensors of known size."""
-    found = (analysis.extents(tensor) for tensor in tensors)
-    return [tuple(int(rows or 1) for rows in extents) for extents in found if extents is not None]
-
-
-def most_tiles(analysis: Analysis, segment: Segment) -> tuple[int, ...]:
-    """Rows along each axis of the smallest image that is split."""
-    return fewest_rows(analysis, [*segment.exits, *segment.grad_entries])
-
-
-def fewest_rows(analysis: Analysis, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Along each axis those of the tensor that has fewest."""
-    return tuple(min(rows) for rows in zip(*_extents(analysis, tensors), strict=True))
 
 
 def auto_grids(analysis: Analysis, segment: Segment, batch: int, rows_only: bool = False) -> list[Grid]:
@@ -39,7 +24,7 @@ def auto_grids(analysis: Analysis, segment: Segment, batch: int, rows_only: bool
     """
     most = most_tiles(analysis, segment)
     counts = [_counts(min(rows, AUTO_TILES[-1])) for rows in (_along_one(most) if rows_only else most)]
-    extents = max(_extents(analysis, segment.exits or segment.grad_entries), key=math.prod)
+    extents = max(known_extents(analysis, segment.exits or segment.grad_entries), key=math.prod)
     at = [0] * len(counts)
     grids = [Grid(images, (1,) * len(counts)) for images in (*(n for n in AUTO_TILES if n < batch), batch)]
     while open_axes := [axis for axis, steps in enumerate(counts) if at[axis] + 1 < len(steps)]:
@@ -105,7 +90,7 @@ def loop_grids(analysis: Analysis, tensors: Sequence[Tensor], batch: int, rows_o
 
     The batch first, which costs no halo. Then rows: a tile of full width is one piece of memory.
     """
-    most = [min(rows) for rows in zip(*_extents(analysis, tensors), strict=True)]
+    most = [min(rows) for rows in zip(*known_extents(analysis, tensors), strict=True)]
     grids = [Grid(images, (1,) * len(most)) for images in _counts(batch)]
     for axis, rows in enumerate(_along_one(most) if rows_only else most):
         rest = (1,) * (len(most) - axis - 1)

@@ -7,16 +7,13 @@ import html
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from tflms_sft import _summary
-from tflms_sft._plot import readable
+from tflms_sft._pipeline_plan import PlannedPipeline
+from tflms_sft._plan_records import Measurement, PlanRecord
+from tflms_sft._plot import draw, readable
 from tflms_sft._units import format_bytes
 from tflms_sft._version import __version__
-
-if TYPE_CHECKING:
-    from tflms_sft._pipeline_plan import PlannedPipeline
-    from tflms_sft._plan import Measurement, Plan
 
 MOST_SWAPS = 40
 """Swaps after which the table is cut short."""
@@ -64,14 +61,14 @@ li { overflow-wrap: anywhere; }
 Cells = Sequence[str]
 
 
-def page(plan: Plan, before: Measurement | None, after: Measurement | None) -> str:
+def page(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
     """The whole page."""
     if plan.pipeline is not None:
         return _pipeline_page(plan, plan.pipeline, before, after)
     title = f"Memory plan for {_summary.batch_text(plan)}"
     parts = [
         f"<h1>{_text(title)}</h1>",
-        f"<p>{_text(_sentence(plan.headline()))}</p>",
+        f"<p>{_text(_sentence(_summary.headline(plan)))}</p>",
         _cards(plan, before, after),
         "<h2>Memory over a step</h2>",
         _picture(plan, before, after),
@@ -93,13 +90,13 @@ def page(plan: Plan, before: Measurement | None, after: Measurement | None) -> s
 
 
 def _pipeline_page(
-    plan: Plan, pipeline: PlannedPipeline, before: Measurement | None, after: Measurement | None
+    plan: PlanRecord, pipeline: PlannedPipeline, before: Measurement | None, after: Measurement | None
 ) -> str:
     """The page of stages on several devices."""
     title = f"Pipeline for {_summary.batch_text(plan)}"
     parts = [
         f"<h1>{_text(title)}</h1>",
-        f"<p>{_text(_sentence(plan.headline()))}</p>",
+        f"<p>{_text(_sentence(_summary.headline(plan)))}</p>",
         "<h2>Devices over a step</h2>",
         _picture(plan, before, after),
         "<h2>Stages</h2>",
@@ -128,7 +125,7 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + "."
 
 
-def _cards(plan: Plan, before: Measurement | None, after: Measurement | None) -> str:
+def _cards(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
     """The numbers that matter, large."""
     predicted = plan.predicted.peak_bytes
     cards = [("predicted peak", format_bytes(predicted), f"instead of {format_bytes(plan.original.peak_bytes)}", False)]
@@ -154,10 +151,10 @@ def _cards(plan: Plan, before: Measurement | None, after: Measurement | None) ->
     return f"<div class=cards>{''.join(shown)}</div>"
 
 
-def _picture(plan: Plan, before: Measurement | None, after: Measurement | None) -> str:
+def _picture(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
     """As lines, or as pixels if there are many; without matplotlib a line that says so."""
     try:
-        figure = plan.plot(None, before, after)
+        figure = draw(plan, None, before, after or plan.measured)
     except ImportError as error:
         return f"<p class=soft>No picture: {_text(str(error))}</p>"
     timelines = [found.timelines[0].points for found in (before, after) if found is not None and found.timelines]
@@ -181,7 +178,7 @@ def _picture(plan: Plan, before: Measurement | None, after: Measurement | None) 
     return f"<figure>{drawing.replace('<svg', label, 1)}</figure>"
 
 
-def _peaks(plan: Plan, before: Measurement | None, after: Measurement | None) -> str:
+def _peaks(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
     rows = []
     pairs = [("original", plan.original, before), ("rewritten", plan.predicted, after)]
     for name, prediction, found in pairs:
@@ -196,7 +193,7 @@ def _peaks(plan: Plan, before: Measurement | None, after: Measurement | None) ->
     return _table(headings, rows, (1, 2, 3, 4))
 
 
-def _swaps(plan: Plan) -> Iterator[str]:
+def _swaps(plan: PlanRecord) -> Iterator[str]:
     """What is swapped and what could not be."""
     if plan.swaps:
         largest = sorted(plan.swaps, key=lambda swap: -swap.num_bytes)
@@ -214,7 +211,7 @@ def _swaps(plan: Plan) -> Iterator[str]:
         yield _table(("tensor", "why"), plan.not_swapped, names=(0,))
 
 
-def _largest(plan: Plan, after: Measurement | None) -> Iterator[str]:
+def _largest(plan: PlanRecord, after: Measurement | None) -> Iterator[str]:
     """As predicted, and as measured."""
     rows = [(name, format_bytes(size)) for name, size in _summary.most(plan.predicted)]
     yield _table(("tensor, or what runs (predicted)", "size"), rows, (1,), names=(0,))
@@ -224,7 +221,7 @@ def _largest(plan: Plan, after: Measurement | None) -> Iterator[str]:
         yield _table(("operation that made it (measured)", "size"), rows, (1,), names=(0,))
 
 
-def _left_alone(plan: Plan) -> Iterator[str]:
+def _left_alone(plan: PlanRecord) -> Iterator[str]:
     if plan.left_alone:
         yield "<h2>Left alone</h2>"
         yield _table(("what", "why"), plan.left_alone, names=(0,))

@@ -18,7 +18,7 @@ from tflms_sft._install import Installation, Kind, is_over
 from tflms_sft._models import check_keras, check_runs
 from tflms_sft._plan import Plan
 from tflms_sft._replicas import number_of
-from tflms_sft._rewrite import Chosen
+from tflms_sft._request import Chosen
 from tflms_sft._units import format_bytes
 
 EVALUATION = Kind("test_step", "test_function", "make_test_function", "_tflms_sft_evaluation")

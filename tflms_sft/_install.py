@@ -36,11 +36,14 @@ from tflms_sft._models import check_model
 from tflms_sft._names import recorded_layers
 from tflms_sft._params import AutoParams
 from tflms_sft._pipeline import pipelined
-from tflms_sft._plan import Measurement, Plan
+from tflms_sft._plan import Plan
+from tflms_sft._plan_records import Measurement
 from tflms_sft._progress import Stopwatch, told_if_slow
 from tflms_sft._replicas import Replicas, RunInstead, joins, number_of
-from tflms_sft._rewrite import Chosen, check_image_sizes, rewrite_traced
+from tflms_sft._request import Chosen
+from tflms_sft._rewrite import rewrite_traced
 from tflms_sft._sizes import Fitting, is_image, of_size, refusal_of
+from tflms_sft._step_tracing import check_image_sizes
 from tflms_sft._units import format_bytes
 
 _SLOT = "_tflms_sft_installation"

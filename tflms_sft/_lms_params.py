@@ -21,8 +21,8 @@ _ON_DISK = "/var/tmp"
 
 
 @dataclasses.dataclass(frozen=True)
-class LMSParams:
-    """Large model support by swapping (Le et al., "TFLMS", 2018, Table 2).
+class SwapParams:
+    """Large model support by swapping (Le et al., "TFLMS", 2018, Table 2); public as `LMSParams`.
 
     Args:
         optimizer_scopes: Name scopes of operations that belong to the backward phase. They are found from the
@@ -106,40 +106,6 @@ class LMSParams:
         self._set("min_bytes", smallest_tensor)
         if self.spill_dir is not None:
             self._set("spill_dir", _directory(self.spill_dir))
-
-    @classmethod
-    def tuned(
-        cls, step: Any, memory_budget: Any, *example_args: Any, headroom: float = 0.1, **params: Any
-    ) -> LMSParams:
-        """The fewest tensors, and for them the largest `lb`, with which a step stays within a budget (section 5.2).
-
-        The memory model finds them, and a run of the step confirms them, after which its variables are put back.
-
-        Args:
-            step: A `tf.function` or `ConcreteFunction`, as for `rewrite`.
-            memory_budget: Most bytes alive on the device: an int, or a string such as `"8GiB"`.
-            *example_args: Arguments of a step. With `tf.TensorSpec`s of them, and for a `ConcreteFunction`, nothing
-                is run.
-            headroom: Part of the budget that the prediction leaves free. Defaults to 0.1.
-            **params: As in `LMSParams`. `n_tensors` and `lb` are where the search begins: no more tensors are
-                swapped, and none is fetched later.
-
-        Returns:
-            Parameters for `rewrite`.
-
-        Raises:
-            BudgetError: If the step does not fit with all tensors swapped.
-            SwapError: If nothing can be swapped.
-            TypeError: For an argument of the wrong type.
-            ValueError: For a wrong value.
-
-        Example:
-        >>> params = tflms_sft.LMSParams.tuned(train_step, "2GiB", images, labels)
-        >>> step = tflms_sft.rewrite(train_step, params, images, labels)
-        """
-        from tflms_sft._tuned import tuned  # It needs the compiler, which needs this module.
-
-        return tuned(step, memory_budget, example_args, headroom, cls(**params))
 
     def _set(self, argument: str, value: Any) -> None:
         object.__setattr__(self, argument, value)

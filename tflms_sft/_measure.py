@@ -13,8 +13,9 @@ from rewriters import _tf_private, device
 from rewriters.errors import RewriteError
 from rewriters.tiers import Tier
 from tflms_sft._devices import elsewhere
-from tflms_sft._plan import Measurement, Timeline
-from tflms_sft._rewrite import RewrittenStep, is_concrete
+from tflms_sft._plan_records import Measurement, Timeline
+from tflms_sft._rewritten_step import RewrittenStep
+from tflms_sft._step_tracing import is_concrete
 from tflms_sft._text import shortened
 from tflms_sft._timeline import timelines as device_timelines
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from rewriters.errors import RewriteError
-from tflms_sft._rewrite import check_graphs_run
+from tflms_sft._step_tracing import check_graphs_run
 
 __all__: list[str] = []
 

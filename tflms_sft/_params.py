@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewriters.tiles import Halo
-from tflms_sft._lms_params import LMSParams
+from tflms_sft._lms_params import SwapParams
 from tflms_sft._memory import free_device_memory
 from tflms_sft._num_tiles import parse_num_tiles
 from tflms_sft._units import parse_bytes
@@ -170,11 +170,11 @@ class AutoParams:
 
     memory_budget: Any = AUTO
     headroom: float = 0.1
-    swap: bool | LMSParams = True
+    swap: bool | SwapParams = True
 
     def __post_init__(self) -> None:
         """Check and convert."""
-        if not isinstance(self.swap, (bool, LMSParams)):
+        if not isinstance(self.swap, (bool, SwapParams)):
             raise TypeError(f"`swap` must be a bool or `LMSParams(...)`. Received: swap={self.swap!r}.")
         if self.memory_budget != AUTO:
             object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget, "memory_budget"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -20,7 +20,7 @@ from rewriters.schedules import Schedule, make
 from rewriters.sft import SegmentPlan
 from rewriters.staged import Staged, with_tiles
 from rewriters.stages import Stages, assign_stages
-from tflms_sft import _devices
+from tflms_sft import _device_selection, _devices
 from tflms_sft._batch_sizes import BatchSizes
 from tflms_sft._compile import Traced, analyse
 from tflms_sft._cuts import choose_cuts, cut_names, named_cuts
@@ -30,13 +30,11 @@ from tflms_sft._params import SFTParams
 from tflms_sft._pipeline_params import PipelineParams
 from tflms_sft._pipeline_report import Inside, Planned, plan_of
 from tflms_sft._plan import Plan
+from tflms_sft._request import Chosen
 from tflms_sft._swap import swap_in_stages
 from tflms_sft._text import shortened
 from tflms_sft._tiling import Staging, plan_sft
 from tflms_sft._traces import Traces, require_even, trace
-
-if TYPE_CHECKING:
-    from tflms_sft._rewrite import Chosen
 
 _MOST_NAMES = 4
 
@@ -134,7 +132,7 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Plan
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
     judgement = judged(traces, params, analysis)
-    devices = _devices.chosen(params, stages.count)
+    devices = _device_selection.chosen(params, stages.count)
     schedule = params.made(stages.count)
     where = _variable_devices(traces.micro, analysis)
     if params.placement == "check":
@@ -190,7 +188,7 @@ def _cuts(traced: Traced, params: PipelineParams) -> list[list[Tensor]]:
         return named_cuts(traced, params.stages)
     count = params.num_stages
     if count is None:
-        count = max(len(_devices.available()) // params.data_replicas, 1)
+        count = max(len(_device_selection.available()) // params.data_replicas, 1)
     return choose_cuts(traced, count)
 
 

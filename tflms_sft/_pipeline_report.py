@@ -29,10 +29,11 @@ from tflms_sft import _devices, _swap
 from tflms_sft._calibration import kept_rates
 from tflms_sft._compile import Traced, analyse, predict, prediction, reasons
 from tflms_sft._described import described, shares
-from tflms_sft._lms_params import LMSParams
+from tflms_sft._lms_params import SwapParams
 from tflms_sft._names import captured, display_names
 from tflms_sft._pipeline_plan import PlannedPipeline, PlannedStage
-from tflms_sft._plan import Plan, PlannedSwap, Prediction
+from tflms_sft._plan import Plan
+from tflms_sft._plan_records import PlannedSwap, Prediction
 
 if TYPE_CHECKING:
     from tflms_sft._traces import Traces
@@ -58,7 +59,7 @@ class Inside:
     plans: Sequence[SegmentPlan] = ()
     left: Sequence[LeftAlone] = ()
     tier: HostTier | DiskTier | None = None
-    swaps: LMSParams | None = None
+    swaps: SwapParams | None = None
 
 
 @dataclasses.dataclass(frozen=True)

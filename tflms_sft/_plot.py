@@ -6,12 +6,11 @@ import itertools
 import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from tflms_sft._plan_records import Measurement, PlanRecord, Prediction, Timeline
+from tflms_sft._schedule_plot import draw_schedule
 from tflms_sft._units import format_bytes
-
-if TYPE_CHECKING:
-    from tflms_sft._plan import Measurement, Plan, Prediction, Timeline
 
 BEFORE, AFTER, BUDGET = "#8b909a", "#1d5fd1", "#c62828"
 LABELS = (("original", BEFORE), ("rewritten", AFTER))
@@ -69,8 +68,17 @@ class Curve(NamedTuple):
     largest: Sequence[tuple[str, int]]
 
 
+def draw(
+    plan: PlanRecord, path: str | os.PathLike[str] | None, before: Measurement | None, after: Measurement | None
+) -> Any:
+    """Draw the schedule of a pipeline, or the memory of any other plan; see `Plan.plot`."""
+    if plan.pipeline is not None:
+        return draw_schedule(plan.pipeline.simulation(), path)
+    return draw_plan(plan, path, before, after)
+
+
 def draw_plan(
-    plan: Plan, path: str | os.PathLike[str] | None, before: Measurement | None, after: Measurement | None
+    plan: PlanRecord, path: str | os.PathLike[str] | None, before: Measurement | None, after: Measurement | None
 ) -> Any:
     """Draw memory before and after as predicted, beside it as measured if it was, with the budget."""
     try:
@@ -96,7 +104,7 @@ def draw_plan(
 
 
 def _draw_predicted(
-    axes: Any, bars: Any, plan: Plan, before: Measurement | None, after: Measurement | None, unit: tuple[str, int]
+    axes: Any, bars: Any, plan: PlanRecord, before: Measurement | None, after: Measurement | None, unit: tuple[str, int]
 ) -> None:
     """Bytes over the predicted time of a step, and measured peaks of which there is no timeline."""
     predictions = (plan.original, plan.predicted) if plan.changed else (plan.original,)
@@ -124,7 +132,7 @@ def _predicted(prediction: Prediction, label: str, color: str) -> Curve:
 
 
 def _draw_measured(
-    axes: Any, bars: Any, plan: Plan, before: Measurement | None, after: Measurement | None, unit: tuple[str, int]
+    axes: Any, bars: Any, plan: PlanRecord, before: Measurement | None, after: Measurement | None, unit: tuple[str, int]
 ) -> None:
     """Bytes over the time of a step."""
     curves, lines, devices = [], [], []

@@ -12,11 +12,11 @@ import keras
 import tensorflow as tf
 
 from rewriters.stages import Stages, assign_stages
-from tflms_sft import _devices
+from tflms_sft import _device_selection, _devices
 from tflms_sft._compile import Traced, analyse
 from tflms_sft._cuts import choose_cuts, cut_names, named_cuts
 from tflms_sft._pipeline_params import PipelineParams
-from tflms_sft._rewrite import traced_once
+from tflms_sft._step_tracing import traced_once
 
 _BATCH = 2
 """Samples that a model is traced for whose batch is open; which layer is in which stage does not depend on it."""
@@ -55,7 +55,7 @@ def stage_devices(model: Any, cuts: Any = "auto", devices: Any = None, *, inputs
     traced = _probe(model, _specs(model, inputs))
     chosen = _chosen(traced, params)
     stages = assign_stages(traced.analysis, chosen)
-    places = _devices.chosen(params, stages.count)
+    places = _device_selection.chosen(params, stages.count)
     moved = [_move(variable, places[stage]) for variable, stage in _stage_of_variables(model, traced, stages)]
     if any(moved):
         _forget_traces(model)
@@ -104,7 +104,7 @@ def _probe(model: Any, specs: Any) -> Traced:
 def _chosen(traced: Traced, params: PipelineParams) -> list[list[Any]]:
     if isinstance(params.stages, tuple):
         return named_cuts(traced, params.stages)
-    return choose_cuts(traced, params.num_stages or len(_devices.available()))
+    return choose_cuts(traced, params.num_stages or len(_device_selection.available()))
 
 
 def _stage_of_variables(model: Any, traced: Traced, stages: Stages) -> list[tuple[Any, int]]:

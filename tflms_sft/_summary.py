@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from tflms_sft._plan_records import PlannedSegment, PlanRecord, Prediction
 from tflms_sft._text import shortened, table
 from tflms_sft._units import format_bytes
-
-if TYPE_CHECKING:
-    from tflms_sft._plan import Plan, PlannedSegment, Prediction
 
 MOST_SWAPS = 5
 """Swaps that a report names."""
@@ -49,7 +47,7 @@ RIGHT = (4, 5, 6)
 """Columns of numbers."""
 
 
-def rows(plan: Plan) -> list[Row]:
+def rows(plan: PlanRecord) -> list[Row]:
     """The table: a line for each segment, one for what stays as it was, one for swaps, and the sum."""
     found = [
         Row(
@@ -71,13 +69,13 @@ def rows(plan: Plan) -> list[Row]:
     return found
 
 
-def waiting_bytes(plan: Plan) -> tuple[int, int]:
+def waiting_bytes(plan: PlanRecord) -> tuple[int, int]:
     """What waits for the backward phase on the device, before and after."""
     before, after = zip(plan.rest_waiting_bytes, *(segment.waiting_bytes for segment in plan.segments), strict=True)
     return sum(before), max(sum(after) - plan.swapped_bytes, 0)
 
 
-def whole_time(plan: Plan) -> tuple[float, float]:
+def whole_time(plan: PlanRecord) -> tuple[float, float]:
     """Work of the step over that of the step as it was: 1, and now."""
     before, after = zip(plan.rest_time_share, *(segment.time_share for segment in plan.segments), strict=True)
     return sum(before), sum(after)
@@ -114,16 +112,16 @@ def _grids(segment: PlannedSegment) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return segment.num_tiles, segment.backward_num_tiles
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: PlanRecord) -> str:
     """The whole report."""
     if plan.pipeline is not None:
-        lines = [f"Plan for {batch_text(plan)}: {plan.headline()}", *plan.pipeline.lines(), *inside_stages(plan)]
+        lines = [f"Plan for {batch_text(plan)}: {headline(plan)}", *plan.pipeline.lines(), *inside_stages(plan)]
         return "\n".join([*lines, *(f"  {note}" for note in plan.notes)])
     cells = table([HEADINGS, *rows(plan)], RIGHT)
-    return "\n".join([f"Plan for {batch_text(plan)}: {plan.headline()}", *cells, *_details(plan)])
+    return "\n".join([f"Plan for {batch_text(plan)}: {headline(plan)}", *cells, *_details(plan)])
 
 
-def inside_stages(plan: Plan) -> Iterator[str]:
+def inside_stages(plan: PlanRecord) -> Iterator[str]:
     """What is done inside of the stages of a pipeline; nothing if nothing is."""
     if not plan.segments and not plan.swaps and not plan.left_alone:
         return
@@ -133,20 +131,20 @@ def inside_stages(plan: Plan) -> Iterator[str]:
     yield from _left(plan)
 
 
-def _passes(plan: Plan) -> Iterator[str]:
+def _passes(plan: PlanRecord) -> Iterator[str]:
     for segment in plan.segments:
         yield from (f"  {line}" for line in segment_lines(segment))
     yield from (f"  {line}" for line in swap_lines(plan))
 
 
-def _left(plan: Plan) -> Iterator[str]:
+def _left(plan: PlanRecord) -> Iterator[str]:
     if plan.left_alone:
         yield "  left alone:"
         for reason, names in left_by_reason(plan).items():
             yield f"    {reason}" if reason.startswith(f"{names}: ") else f"    {names}: {reason}"
 
 
-def _details(plan: Plan) -> Iterator[str]:
+def _details(plan: PlanRecord) -> Iterator[str]:
     yield from _passes(plan)
     fixed = format_bytes(plan.predicted.fixed_bytes)
     yield f"  weights and optimizer slots: {fixed}; largest at the predicted peak:"
@@ -196,7 +194,7 @@ def segment_lines(segment: PlannedSegment) -> Iterator[str]:
     yield from (f"  {note}" for note in segment.notes)
 
 
-def swap_lines(plan: Plan) -> Iterator[str]:
+def swap_lines(plan: PlanRecord) -> Iterator[str]:
     """What is swapped, largest first, and what could not be."""
     largest = sorted(plan.swaps, key=lambda swap: -swap.num_bytes)
     for swap in largest[:MOST_SWAPS]:
@@ -209,7 +207,7 @@ def swap_lines(plan: Plan) -> Iterator[str]:
         yield f"not swapped: {len(plan.not_swapped) - MOST_SWAPS} more (`plan.not_swapped`)"
 
 
-def left_by_reason(plan: Plan) -> dict[str, str]:
+def left_by_reason(plan: PlanRecord) -> dict[str, str]:
     """Names of what stays as it was, by why."""
     found: dict[str, list[str]] = {}
     for name, reason in plan.left_alone:
@@ -217,7 +215,26 @@ def left_by_reason(plan: Plan) -> dict[str, str]:
     return {reason: shortened(names, _MOST_NAMES) for reason, names in found.items()}
 
 
-def batch_text(plan: Plan) -> str:
+def headline(plan: PlanRecord) -> str:
+    """One line: what was done and what is expected."""
+    if plan.pipeline is not None:
+        inside = [segments_text(plan)] if plan.segments else []
+        inside += [swap_text(plan)] if plan.swaps else []
+        return ", ".join([plan.pipeline.headline(), *inside])
+    before, after = format_bytes(plan.original.peak_bytes), format_bytes(plan.predicted.peak_bytes)
+    if not plan.changed:
+        return f"nothing rewritten, predicted peak {after}" + budget_text(plan)
+    grew = before != after and plan.predicted.peak_bytes > plan.original.peak_bytes
+    more = " (MORE than before)" if grew else ""
+    peaks = f"predicted peak {after} instead of {before}{more}"
+    time = f"about {plan.predicted.time_ratio:.2f}x the time"
+    if not plan.segments:
+        return f"{swap_text(plan)}, {peaks}, {time}" + budget_text(plan)
+    swaps = f", {swap_text(plan)}" if plan.swaps else ""
+    return f"{segments_text(plan)}{swaps}, {peaks}, {time}" + budget_text(plan)
+
+
+def batch_text(plan: PlanRecord) -> str:
     """Which batches a plan holds for."""
     if plan.batch_is_fixed:
         return f"batch {plan.batch}"
@@ -226,12 +243,12 @@ def batch_text(plan: Plan) -> str:
     return f"any batch, with the bytes of batch {plan.batch}"
 
 
-def budget_text(plan: Plan) -> str:
+def budget_text(plan: PlanRecord) -> str:
     """The end of a headline."""
     return "" if plan.memory_budget is None else f", budget {format_bytes(plan.memory_budget)}"
 
 
-def swap_text(plan: Plan) -> str:
+def swap_text(plan: PlanRecord) -> str:
     """How much is swapped, where to and how often."""
     ways = sum(len(swap.controls) for swap in plan.swaps)
     often = "a step" if plan.pipeline is None else "for each micro-batch"
@@ -241,7 +258,7 @@ def swap_text(plan: Plan) -> str:
     )
 
 
-def segments_text(plan: Plan) -> str:
+def segments_text(plan: PlanRecord) -> str:
     """How many segments there are, and in which tiles."""
     distinct = list(dict.fromkeys(grid_text(s.backward_num_tiles or s.num_tiles) for s in plan.segments))
     grids = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")

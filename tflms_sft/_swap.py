@@ -24,9 +24,9 @@ from rewriters.staged import Staged, with_swaps
 from rewriters.tiers import DiskTier, HostTier
 from tflms_sft._compile import Traced
 from tflms_sft._devices import elsewhere, machine_of
-from tflms_sft._lms_params import LMSParams
+from tflms_sft._lms_params import SwapParams
 from tflms_sft._memory import free_memory
-from tflms_sft._plan import PlannedSwap
+from tflms_sft._plan_records import PlannedSwap
 from tflms_sft._text import nearest, shortened
 from tflms_sft._units import format_bytes
 
@@ -65,7 +65,7 @@ class NothingToSwapError(SwapError):
     """There is nothing in the graph that could be swapped as asked for; another one of the same step may have some."""
 
 
-def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
+def swap(traced: Traced, graph: Graph, params: SwapParams) -> Swapped:
     """Swap as the parameters say.
 
     Args:
@@ -94,7 +94,7 @@ def swap(traced: Traced, graph: Graph, params: LMSParams) -> Swapped:
 
 
 def swap_in_stages(
-    traced: Traced, staged: Staged, params: LMSParams, devices: Sequence[str], micro_batches: int
+    traced: Traced, staged: Staged, params: SwapParams, devices: Sequence[str], micro_batches: int
 ) -> tuple[Staged, HostTier | DiskTier]:
     """Swap inside of the stages of a pipeline.
 
@@ -122,7 +122,7 @@ def swap_in_stages(
     return found, tier
 
 
-def prepared(traced: Traced, graph: Graph, params: LMSParams) -> Analysis:
+def prepared(traced: Traced, graph: Graph, params: SwapParams) -> Analysis:
     """The graph as swaps are planned for it; without tiles that is what they were chosen by."""
     loops = [name for (_, phase), name in loop_nodes(graph).items() if phase.startswith("backward")]
     scopes = (*params.optimizer_scopes, *(name.rpartition("/")[0] for name in loops))  # with what a loop begins with
@@ -154,7 +154,7 @@ def check_here(traced: Traced, devices: Iterable[str] = ()) -> None:
         )
 
 
-def make_tier(params: LMSParams) -> HostTier | DiskTier:
+def make_tier(params: SwapParams) -> HostTier | DiskTier:
     """The tier that was asked for.
 
     Raises:
@@ -172,7 +172,7 @@ def make_tier(params: LMSParams) -> HostTier | DiskTier:
 
 
 def swapped_seconds(
-    traced: Traced, graph: Graph, swaps: Iterable[Swap], params: LMSParams, seconds: float
+    traced: Traced, graph: Graph, swaps: Iterable[Swap], params: SwapParams, seconds: float
 ) -> float:
     """Time of a step with these swaps, which takes `seconds` without; `graph` was prepared for swaps."""
     seconds += _one_by_one(traced, graph) + _made_again(traced, graph)
@@ -181,12 +181,12 @@ def swapped_seconds(
     return traced.rates.swapped(seconds, out, back, _to_disk(params, out))
 
 
-def _to_disk(params: LMSParams, out: int) -> bool:
+def _to_disk(params: SwapParams, out: int) -> bool:
     """Whether so many bytes that leave go to the disk itself, and not to its cache in memory alone."""
     return isinstance(make_tier(params), DiskTier) and (not params.page_cache or out > free_memory() * MOST_CACHED)
 
 
-def out_seconds(traced: Traced, outs: Iterable[Node], params: LMSParams) -> dict[Node, float]:
+def out_seconds(traced: Traced, outs: Iterable[Node], params: SwapParams) -> dict[Node, float]:
     """For how many seconds each swap-out may go on, what it takes away being still there."""
     sizes = {out: sum(tensor.num_bytes(traced.batch) for tensor in out.inputs) for out in outs}
     rates = traced.rates
@@ -255,7 +255,7 @@ def _no_files(needed: int) -> str:
     )
 
 
-def check_names(traced: Traced, graph: Graph, params: LMSParams) -> None:
+def check_names(traced: Traced, graph: Graph, params: SwapParams) -> None:
     """Refuse scopes, operations and types that the step has neither as it was nor tiled, with the nearest it has.
 
     Raises:
@@ -289,7 +289,7 @@ def _require(argument: str, wanted: Iterable[str], known: Callable[[str], bool],
             raise SwapError(f"`{argument}` names nothing in the step. Received: {name!r}. {nearest(name, names)}")
 
 
-def _nothing(analysis: Analysis, params: LMSParams, plan: SwapPlan, batch: int) -> str:
+def _nothing(analysis: Analysis, params: SwapParams, plan: SwapPlan, batch: int) -> str:
     """Why nothing is swapped."""
     everything = dataclasses.replace(params.options(), min_bytes=0, excl_scopes=(), excl_types=(), incl_scopes=())
     everything = dataclasses.replace(everything, incl_types=(), starting_scope=None, starting_op_names=(), n_tensors=-1)

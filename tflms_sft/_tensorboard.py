@@ -16,7 +16,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tflms_sft._plan import Measurement, Plan
+from tflms_sft._plan import Plan
+from tflms_sft._plan_records import Measurement
 from tflms_sft._plot import draw_plan
 
 _SCALAR, _TENSOR, _BLOBS = 1, 2, 3

@@ -8,6 +8,7 @@ from typing import Any
 
 from rewriters.analysis import Analysis
 from rewriters.errors import NotTileableError, SegmentError
+from rewriters.extents import fewest_rows
 from rewriters.ft import LeftAlone, auto_segments, next_name
 from rewriters.gather import Gatherer
 from rewriters.graph import Node, Tensor, between
@@ -18,7 +19,7 @@ from rewriters.tiles import Grid, Halo
 from rewriters.turns import phase_scratch
 from tflms_sft._barriers import Barriers, fitted, largest
 from tflms_sft._compile import Traced
-from tflms_sft._grids import auto_grids, fewest, fewest_rows, first_axis
+from tflms_sft._grids import auto_grids, fewest, first_axis
 from tflms_sft._names import display_names, resolve
 from tflms_sft._num_tiles import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params import SegmentSpec, SFTParams

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rewriters import _tf_private, device
-from tflms_sft._plan import Timeline
+from tflms_sft._plan_records import Timeline
 
 _MOST_NAMED = 10
 

@@ -16,6 +16,7 @@ from rewriters.errors import PipelineError, RewriteError
 from rewriters.micro import Hints
 from tflms_sft._names import LayerRecord
 from tflms_sft._pipeline_params import PipelineParams
+from tflms_sft._step_tracing import batch_of, is_concrete, spec_of, traced_once
 from tflms_sft._watch import watched_effects
 
 _PRIME_PARTS = 509
@@ -85,8 +86,6 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
         PipelineError: If there is no batch to cut.
         ValueError: If it cannot be cut evenly.
     """
-    from tflms_sft._rewrite import batch_of, is_concrete, spec_of, traced_once
-
     count = params.total_micro_batches
     with watched_effects() as hints:
         whole, record = traced_once(step, args, kwargs)
@@ -311,8 +310,6 @@ def _traced_again(step: Any, specs: Any, samples: int) -> Any:
     Raises:
         PipelineError: If it is for another number only.
     """
-    from tflms_sft._rewrite import traced_once
-
     with _told_if_for_another(samples):
         return traced_once(step, *specs)
 

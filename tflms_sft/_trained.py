@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from rewriters.errors import RewriteError
 from tflms_sft._plan import Plan
-from tflms_sft._rewrite import Chosen, batch_of
+from tflms_sft._request import Chosen
+from tflms_sft._step_tracing import batch_of
 from tflms_sft._text import shortened
 
 _MOST_NAMES = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
@@ -10,10 +11,11 @@ from rewriters.errors import BudgetError
 from tflms_sft._calibration import machine_rates
 from tflms_sft._choose import takes_most
 from tflms_sft._compile import Traced, analyse, collector_paused
-from tflms_sft._lms_params import LMSParams
+from tflms_sft._lms_params import SwapParams
 from tflms_sft._measure import measure
 from tflms_sft._params import AutoParams
-from tflms_sft._rewrite import batch_of, require_batch, rewrite, traced_once
+from tflms_sft._rewrite import require_batch, rewrite
+from tflms_sft._step_tracing import batch_of, traced_once
 from tflms_sft._swap import swap
 from tflms_sft._tuning import Swaps
 from tflms_sft._units import format_bytes
@@ -22,8 +24,45 @@ ROUNDS = 3
 """Runs, each after one that went over the budget."""
 
 
-def tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, base: LMSParams) -> LMSParams:
-    """See `LMSParams.tuned`."""
+class LMSParams(SwapParams):
+    __doc__ = SwapParams.__doc__
+
+    @classmethod
+    def tuned(
+        cls, step: Any, memory_budget: Any, *example_args: Any, headroom: float = 0.1, **params: Any
+    ) -> LMSParams:
+        """The fewest tensors, and for them the largest `lb`, with which a step stays within a budget (section 5.2).
+
+        The memory model finds them, and a run of the step confirms them, after which its variables are put back.
+
+        Args:
+            step: A `tf.function` or `ConcreteFunction`, as for `rewrite`.
+            memory_budget: Most bytes alive on the device: an int, or a string such as `"8GiB"`.
+            *example_args: Arguments of a step. With `tf.TensorSpec`s of them, and for a `ConcreteFunction`, nothing
+                is run.
+            headroom: Part of the budget that the prediction leaves free. Defaults to 0.1.
+            **params: As in `LMSParams`. `n_tensors` and `lb` are where the search begins: no more tensors are
+                swapped, and none is fetched later.
+
+        Returns:
+            Parameters for `rewrite`.
+
+        Raises:
+            BudgetError: If the step does not fit with all tensors swapped.
+            SwapError: If nothing can be swapped.
+            TypeError: For an argument of the wrong type.
+            ValueError: For a wrong value.
+
+        Example:
+        >>> params = tflms_sft.LMSParams.tuned(train_step, "2GiB", images, labels)
+        >>> step = tflms_sft.rewrite(train_step, params, images, labels)
+        """
+        base = cls(**params)
+        fitting = _tuned(step, memory_budget, example_args, headroom, base)
+        return dataclasses.replace(base, n_tensors=fitting.n_tensors, lb=fitting.lb)
+
+
+def _tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, base: SwapParams) -> SwapParams:
     auto = AutoParams(memory_budget, headroom, base)
     concrete_fn, record = traced_once(step, example_args, {})
     batch = batch_of(example_args)
@@ -48,7 +87,7 @@ def tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, bas
     raise _too_small(traced, swaps, budget, auto.headroom)
 
 
-def _measured(step: Any, params: LMSParams, example_args: Any) -> int:
+def _measured(step: Any, params: SwapParams, example_args: Any) -> int:
     """Measured peak of the rewritten step; 0 where there is nothing to run it with."""
     leaves = tf.nest.flatten(example_args)
     if not leaves or any(isinstance(leaf, tf.TypeSpec) for leaf in leaves):

@@ -11,7 +11,7 @@ from rewriters.memory import Peak
 from rewriters.sft import SegmentPlan, outline
 from rewriters.tiers import HostTier, Outline
 from tflms_sft._compile import Traced, predict
-from tflms_sft._lms_params import LMSParams
+from tflms_sft._lms_params import SwapParams
 from tflms_sft._swap import check_names, make_tier, no_room, out_seconds, prepared, swapped_seconds
 
 LOWER_BOUNDS = (1, 2, 3, 5, 8, 12, 18, 27, 40)
@@ -30,7 +30,7 @@ class Swaps:
         SwapError: For names that are not in the step, and a tier that is not there.
     """
 
-    def __init__(self, traced: Traced, plans: list[SegmentPlan], params: LMSParams) -> None:
+    def __init__(self, traced: Traced, plans: list[SegmentPlan], params: SwapParams) -> None:
         self.params = params
         self._traced = traced
         self._plans = plans
@@ -57,7 +57,7 @@ class Swaps:
         slow = out_seconds(self._traced, outs, self.params)
         return predict(self._traced, self._plans, limit, graph, away, slow)[0]
 
-    def tuned(self, limit: int) -> LMSParams | None:
+    def tuned(self, limit: int) -> SwapParams | None:
         """The fewest tensors, and for them the largest `lb`, with which the step fits; `None` if it never does."""
         lb = self.params.lb
         count = self._fewest(lb, limit)
@@ -75,15 +75,15 @@ class Swaps:
         lb = higher[found - 1] if found else lb
         return dataclasses.replace(self.params, n_tensors=count, lb=lb)
 
-    def seconds(self, params: LMSParams, seconds: float) -> float:
+    def seconds(self, params: SwapParams, seconds: float) -> float:
         """Time of the step with what `tuned` found, which takes `seconds` without."""
         return swapped_seconds(self._traced, self._analysis.graph, self._chosen(params), params, seconds)
 
-    def has_room(self, params: LMSParams) -> bool:
+    def has_room(self, params: SwapParams) -> bool:
         """Whether what `tuned` found can be swapped now: there may be too little space, or too few files."""
         return not no_room(self._tier, self._chosen(params), self._traced.batch)
 
-    def _chosen(self, params: LMSParams) -> list[Swap]:
+    def _chosen(self, params: SwapParams) -> list[Swap]:
         return self.planned(params.lb)[: params.n_tensors if params.n_tensors >= 0 else None]
 
     def smallest(self) -> tuple[int, Peak] | None:

@@ -46,7 +46,10 @@ from tflms_sft._install import check_apart
 from tflms_sft._names import lookup
 from tflms_sft._params import AutoParams
 from tflms_sft._pipeline import pipelined
-from tflms_sft._rewrite import RewrittenStep, batch_of, chosen_of, compiled, rewrite, traced_once
+from tflms_sft._request import chosen_of
+from tflms_sft._rewrite import compiled, rewrite
+from tflms_sft._rewritten_step import RewrittenStep
+from tflms_sft._step_tracing import batch_of, traced_once
 
 GRADIENT_FLOOR = 1e-4
 """The same for gradients, whose scale is the loss's: a part of the largest of them all."""

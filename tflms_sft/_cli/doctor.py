@@ -212,9 +212,9 @@ def _keras() -> Iterator[Line]:
 
 def _spill(directory: str | None) -> Iterator[Line]:
     from rewriters.spill import is_in_memory
-    from tflms_sft._lms_params import LMSParams
+    from tflms_sft._lms_params import SwapParams
 
-    where = LMSParams(spill_dir=directory).directory
+    where = SwapParams(spill_dir=directory).directory
     free = format_bytes(shutil.disk_usage(where).free)
     if is_in_memory(where):
         saves_nothing = f"{where} is in memory, so that swapping to it saves nothing: name another, `spill_dir=`"
@@ -235,9 +235,9 @@ def _try_tiles() -> Iterator[Line]:
 
 
 def _try_swaps(directory: str | None) -> Iterator[Line]:
-    from tflms_sft._lms_params import LMSParams
+    from tflms_sft._lms_params import SwapParams
 
-    yield _tried("swaps", LMSParams(spill_dir=directory, min_bytes=1))
+    yield _tried("swaps", SwapParams(spill_dir=directory, min_bytes=1))
 
 
 def _tried(name: str, params: object) -> Line:

@@ -20,7 +20,9 @@ from tflms_sft._compile import Traced, analyse, collector_paused, predict
 from tflms_sft._models import check_model
 from tflms_sft._params import AutoParams
 from tflms_sft._plan import Plan
-from tflms_sft._rewrite import chosen_of, rewrite_traced, traced_once
+from tflms_sft._request import chosen_of
+from tflms_sft._rewrite import rewrite_traced
+from tflms_sft._step_tracing import traced_once
 from tflms_sft._text import shortened
 
 __all__: list[str] = []
