@@ -23,7 +23,24 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=["tflms_sft", "tflms_sft._cli", "rewriters", "rewriters.rules"],
+    packages=[
+        "tflms_sft",
+        *(
+            f"tflms_sft.{name}"
+            for name in (
+                *("_cli", "_cluster", "_image_tiles", "_keras", "_machine", "_params", "_pipeline", "_planner"),
+                *("_report", "_rewrite", "_trace", "_util", "_verify"),
+            )
+        ),
+        "rewriters",
+        *(
+            f"rewriters.{name}"
+            for name in (
+                *("analysis", "batch_semantics", "canonicalize", "device", "emission", "estimates", "ir"),
+                *("pipelining", "rules", "scheduling", "swapping", "tiling"),
+            )
+        ),
+    ],
     package_data={"tflms_sft": ["py.typed"], "rewriters": ["py.typed"]},
     entry_points={"console_scripts": ["tflms-sft = tflms_sft._cli.main:main"]},
     zip_safe=False,  # type checkers read py.typed from disk

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import _child, _nets, _profile
-from tflms_sft import _largest
+from tflms_sft._util import bisection
 
 if TYPE_CHECKING:
     import tflms_sft
@@ -111,9 +111,7 @@ def _hybrid(layout: Layout, image_size: int, rows: int) -> list[list[Any]]:
     """A segment for each stage, in so many rows or as many as it has."""
     ends = list(layout.stages)
     most = [image_size // stride for stride in layout.stages.values()]
-    return [
-        [entry, end, min(rows, here)] for entry, end, here in zip((layout.entry, *ends), ends, most, strict=False)
-    ]
+    return [[entry, end, min(rows, here)] for entry, end, here in zip((layout.entry, *ends), ends, most, strict=False)]
 
 
 def params_of(option: Option) -> Any:
@@ -186,7 +184,7 @@ def predict(
         emit({"size": images if vary == "batch" else side, "fits": found[number] is not None})
         return found[number] is not None
 
-    number = _largest.largest(fits, 16, 0.02)
+    number = bisection.largest(fits, 16, 0.02)
     best = found[number] if number else None
     side, images = at(number)
     return {
@@ -237,13 +235,11 @@ def _peaks(net: str, image_size: int, batch: int, tried: Sequence[Option]) -> It
         yield option, plan.predicted.peak_bytes
 
 
-def train(
-    *, net: str, image_size: int, batch: int, option: Option, steps: int, emit: _child.Emit
-) -> dict[str, Any]:
+def train(*, net: str, image_size: int, batch: int, option: Option, steps: int, emit: _child.Emit) -> dict[str, Any]:
     """Trains a few steps after a first one, and returns what they took, beside what was predicted."""
     import tensorflow as tf
 
-    from rewriters import device
+    from rewriters.device import properties
 
     plain = _nets.TASKS[net].step(image_size, batch)
     step = rewritten(plain, option)
@@ -252,11 +248,11 @@ def train(
     float(run(images, labels))
     seconds, peaks = [], []
     for _ in range(steps):
-        tf.config.experimental.reset_memory_stats(device.name())
+        tf.config.experimental.reset_memory_stats(properties.name())
         began = time.perf_counter()
         float(run(images, labels))
         seconds.append(time.perf_counter() - began)
-        peaks.append(tf.config.experimental.get_memory_info(device.name())["peak"])
+        peaks.append(tf.config.experimental.get_memory_info(properties.name())["peak"])
         emit({"seconds": seconds[-1], "peak_bytes": peaks[-1]})
     plan = step.plan
     return {
@@ -345,17 +341,17 @@ class _handing_on:  # noqa: N801 - a context manager
     def __enter__(self) -> None:
         import tensorflow as tf
 
-        from rewriters import carrying, emit
+        from rewriters.emission import loop_emitter, row_carries
 
-        self._received = emit.received
+        self._received = loop_emitter.received
 
         def nothing(turn: Any, tensor: Any, carry: Any, source: Any, images: Any) -> Any:
-            return tf.zeros_like(carrying.received(turn, tensor, carry, source, images))
+            return tf.zeros_like(row_carries.received(turn, tensor, carry, source, images))
 
         if not self._yes:
-            emit.received = nothing
+            loop_emitter.received = nothing
 
     def __exit__(self, *_: object) -> None:
-        from rewriters import emit
+        from rewriters.emission import loop_emitter
 
-        emit.received = self._received
+        loop_emitter.received = self._received

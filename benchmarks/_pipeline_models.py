@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import _child
-from rewriters.schedules import make
-from rewriters.simulator import simulate
+from rewriters.pipelining.schedule_simulator import simulate
+from rewriters.pipelining.schedules import make
 from tflms_sft import gems, unets
 
 GIB = 2**30

@@ -86,7 +86,7 @@ def _spans(profile: bytes) -> Iterator[Span]:
 
 def group_of(event: str) -> str | None:
     """Returns what the time of an operation counts as, which TensorFlow calls `name:type`; None for other events."""
-    from rewriters.graph import LOOPS
+    from rewriters.ir.graph import LOOPS
 
     operation = re.fullmatch(r"(?P<name>[^:]+):(?P<type>\w+)", event)
     if operation is None or operation["type"] in LOOPS:

@@ -42,7 +42,7 @@ def _difference(model: Any, batches: Sequence[Any], step: Callable[..., Any], fa
     """Largest relative difference of losses and variables (weights, statistics, optimizer slots) after the steps."""
     import numpy as np
 
-    from tflms_sft._differences import difference
+    from tflms_sft._verify.differences import difference
 
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     start = [np.array(variable) for variable in variables]

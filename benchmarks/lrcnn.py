@@ -182,9 +182,7 @@ def table_of_where(title: str, results: Found) -> str:
     total = sum(plain.values())
     lines = [[title, "plain", "rewritten", "more, of the plain step"]]
     for group in (*sorted({*plain, *changed}), "all"):
-        before, after = (
-            sum(found.values()) if group == "all" else found.get(group, 0.0) for found in (plain, changed)
-        )
+        before, after = (sum(found.values()) if group == "all" else found.get(group, 0.0) for found in (plain, changed))
         lines.append([group, f"{before:.2f} s", f"{after:.2f} s", f"{(after - before) / total:+.1%}"])
     return _compare_report.markdown(lines)
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _arguments, _child, _nets
-from tflms_sft import _largest
+from tflms_sft._util import bisection
 
 MIB = 2**20
 SAMPLE_SECONDS = 0.01
@@ -78,8 +78,8 @@ def predict(
             emit({"batch": batch, "peak_bytes": peaks[batch]})
         return peaks[batch]
 
-    guess = _largest.extrapolated(peak, memory, 2, 8)
-    batch = _largest.largest(lambda batch: peak(batch) <= memory, guess)
+    guess = bisection.extrapolated(peak, memory, 2, 8)
+    batch = bisection.largest(lambda batch: peak(batch) <= memory, guess)
     return {"batch": batch, "peak_bytes": peak(max(batch, 1))}
 
 
@@ -197,7 +197,7 @@ def examine(options: argparse.Namespace, variant: str) -> dict[str, Any]:
         found["tried"], found["above"] = trial(predicted), trial(math.ceil(1.1 * predicted))
     if options.search == "measured":
         # The order in which operations run varies, and what they take with it: a fiftieth is nothing to search for.
-        found["measured"] = _largest.largest(lambda batch: trial(batch)["fits"], max(predicted, 1), 0.02)
+        found["measured"] = bisection.largest(lambda batch: trial(batch)["fits"], max(predicted, 1), 0.02)
     return {**found, "trials": list(trials.values())}
 
 

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _arguments, _child, _compare_report, _pipeline_models, _pipeline_picture
-from rewriters.schedules import SCHEDULES, make
-from rewriters.simulator import simulate
+from rewriters.pipelining.schedule_simulator import simulate
+from rewriters.pipelining.schedules import SCHEDULES, make
 from tflms_sft import unets
 
 PARTS = ("schedules", "memory", "models")

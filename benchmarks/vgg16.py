@@ -51,9 +51,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _segments(
-    exits: Sequence[str], forward: Sequence[Pair], backward: Sequence[Pair], halo: str
-) -> _compare.Variant:
+def _segments(exits: Sequence[str], forward: Sequence[Pair], backward: Sequence[Pair], halo: str) -> _compare.Variant:
     fields, names = [], []
     for entry, exit_, grid, other in zip((_nets.INPUT_NAME, *exits), exits, forward, backward, strict=False):
         counts = {"num_tiles": grid, "backward_num_tiles": other}

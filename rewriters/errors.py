@@ -41,7 +41,7 @@ class ScheduleError(RewriteError):
     """An order of stages on devices that never ends.
 
     Attributes:
-        slots: Those that wait for each other (`rewriters.schedules.Slot`), one for each device of the circle.
+        slots: The `rewriters.pipelining.schedules.Slot`s that wait for each other, one for each device of the circle.
     """
 
     slots: tuple

@@ -14,15 +14,15 @@ import pytest
 import tensorflow as tf
 from long_tests import mark_long
 
-from rewriters import scratch
-from tflms_sft import _progress
+from rewriters.device import kernel_scratch
+from tflms_sft._util import progress
 
 # On a busy machine the line for those who wait would be among the lines that tests compare.
-_progress.SLOW_SECONDS = 600.0
+progress.SLOW_SECONDS = 600.0
 
 # Gradients of convolutions reserve memory by the size of a cache: more than all of the small networks here take.
-CACHES = scratch.L3_BYTES, scratch.last_level_cache
-scratch.L3_BYTES, scratch.last_level_cache = 0, lambda: 0
+CACHES = kernel_scratch.L3_BYTES, kernel_scratch.last_level_cache
+kernel_scratch.L3_BYTES, kernel_scratch.last_level_cache = 0, lambda: 0
 
 # TF32 keeps 10 bits of the mantissa: too few to compare numbers by.
 tf.config.experimental.enable_tensor_float_32_execution(False)

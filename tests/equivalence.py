@@ -9,13 +9,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from rewriters import normalise, sft
-from rewriters.analysis import Analysis
-from rewriters.build import Importer
-from rewriters.graph import Graph, Tensor
-from rewriters.segments import Segment, build_segment, forward_ops
-from rewriters.tiles import Grid, Halo
-from tflms_sft._differences import difference as error
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
+from rewriters.emission import tile_pass
+from rewriters.ir.graph import Graph, Tensor
+from rewriters.step_importer import Importer
+from rewriters.tiling.segment import Segment, build_segment, forward_ops
+from rewriters.tiling.tile_planner import Grid, Halo
+from tflms_sft._verify.differences import difference as error
 
 TOLERANCE = 1e-10
 """For float64."""
@@ -95,7 +96,7 @@ def find(analysis: Analysis, name: str) -> Tensor:
     raise LookupError(name)
 
 
-def plan(analysis: Analysis, cuts: Sequence[Cut]) -> list[sft.SegmentPlan]:
+def plan(analysis: Analysis, cuts: Sequence[Cut]) -> list[tile_pass.SegmentPlan]:
     """Segments that share no op, planned."""
     taken: set[Any] = set()
     plans = []
@@ -106,31 +107,27 @@ def plan(analysis: Analysis, cuts: Sequence[Cut]) -> list[sft.SegmentPlan]:
         segment = build_segment(analysis, f"segment{number}", ops, taken, stored)
         taken.update(segment.backward)
         backward = Grid(cut.batch, cut.backward_grid) if cut.backward_grid else None
-        plans.append(sft.plan_segment(analysis, segment, Grid(cut.batch, cut.grid), backward, Halo(cut.halo)))
+        plans.append(tile_pass.plan_segment(analysis, segment, Grid(cut.batch, cut.grid), backward, Halo(cut.halo)))
     return plans
 
 
 def rewrite(concrete_fn: Any, *cuts: Cut) -> Rewritten:
     """The step with the cuts as tile loops."""
-    analysis = Analysis(normalise.read(concrete_fn))
+    analysis = Analysis(canonicalize.read(concrete_fn))
     plans = plan(analysis, cuts)
-    graph = sft.tile_segments(analysis, plans)
+    graph = tile_pass.tile_segments(analysis, plans)
     importer = Importer(graph, concrete_fn)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs[: importer.num_arguments]]
     function = tf.function(lambda *args: importer(args), input_signature=specs).get_concrete_function()
     return Rewritten(function, graph, [p.segment for p in plans], importer.num_arguments)
 
 
-def differing(
-    step: Step, *cuts: Cut, tolerance: float = TOLERANCE, needs_backward: bool = True
-) -> dict[str, float]:
+def differing(step: Step, *cuts: Cut, tolerance: float = TOLERANCE, needs_backward: bool = True) -> dict[str, float]:
     """What the rewritten step computes differently, with its error."""
     rewritten = rewrite(step.concrete_fn, *cuts)
     for segment in rewritten.segments:
         if needs_backward and not segment.backward:
-            raise AssertionError(
-                f"{segment.name} has no backward loop, so that a comparison would show little"
-            )
+            raise AssertionError(f"{segment.name} has no backward loop, so that a comparison would show little")
     want, got = step.run(step.concrete_fn), step.run(rewritten.function)
     if list(want) != list(got):
         return {name: float("inf") for name in set(want) ^ set(got)}
@@ -141,15 +138,12 @@ def differing(
 # Keras models -----------------------------------------------------------------------------------------------
 
 
-def batches_of(
-    sizes: Sequence[int], shape: Sequence[int], classes: int = 3
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def batches_of(sizes: Sequence[int], shape: Sequence[int], classes: int = 3) -> list[tuple[np.ndarray, np.ndarray]]:
     """Random images with labels, one pair per step."""
     random = np.random.default_rng(0)
     dtype = keras.config.floatx()
     return [
-        (random.normal(size=(size, *shape)).astype(dtype), np.arange(size, dtype="int32") % classes)
-        for size in sizes
+        (random.normal(size=(size, *shape)).astype(dtype), np.arange(size, dtype="int32") % classes) for size in sizes
     ]
 
 

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 
-from tflms_sft import _reach
+from tflms_sft._cluster import reachability
 
 
 @contextlib.contextmanager
@@ -36,4 +36,4 @@ SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 
 def free():
-    return f"127.0.0.1:{_reach.free_port('127.0.0.1')}"
+    return f"127.0.0.1:{reachability.free_port('127.0.0.1')}"

@@ -9,17 +9,17 @@ import numpy as np
 import tensorflow as tf
 from equivalence import TOLERANCE, error
 
-from rewriters import sft
-from rewriters.analysis import Analysis
-from rewriters.build import Importer
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize.canonicalize import normalise
+from rewriters.emission import tile_pass
 from rewriters.errors import NotTileableError
-from rewriters.graph import PER_PIXEL, Tensor, from_concrete_function
-from rewriters.normalise import normalise
-from rewriters.registry import Kind, find_rule
-from rewriters.rules.pixels import CROSS_ENTROPIES
-from rewriters.segments import Segment
-from rewriters.stored import Loop
-from rewriters.tiles import Grid, Planner
+from rewriters.ir.graph import PER_PIXEL, Tensor, from_concrete_function
+from rewriters.rules.contraction import CROSS_ENTROPIES
+from rewriters.rules.registry import Kind, find_rule
+from rewriters.step_importer import Importer
+from rewriters.tiling.checkpoint_selection import Loop
+from rewriters.tiling.segment import Segment
+from rewriters.tiling.tile_planner import Grid, Planner
 
 BATCH, HEIGHT, WIDTH = 3, 13, 14
 FULL, PARTIAL, INVARIANT, REDUCED = Kind.FULL, Kind.PARTIAL, Kind.INVARIANT, Kind.REDUCED
@@ -116,7 +116,7 @@ class OneOp:
         )
         planner = Planner(self.analysis, segment)
         phase = planner.forward(grid) if result is FULL else planner.backward(grid)
-        return self._run(sft.SegmentPlan(segment, [phase]))
+        return self._run(tile_pass.SegmentPlan(segment, [phase]))
 
     def gathered(self, grid: Grid) -> list[np.ndarray] | None:
         """The op in a loop of a segment with barriers; `None` if its rule refuses."""
@@ -142,19 +142,17 @@ class OneOp:
             invariants=by_kind[INVARIANT],
             loops=[Loop(0, False, writes, sums, [], [self.node], by_kind[FULL])],
         )
-        return self._run(sft.plan_segment(self.analysis, segment, grid))
+        return self._run(tile_pass.plan_segment(self.analysis, segment, grid))
 
-    def _run(self, plan: sft.SegmentPlan) -> list[np.ndarray]:
-        graph = sft.tile_segments(self.analysis, [plan])
+    def _run(self, plan: tile_pass.SegmentPlan) -> list[np.ndarray]:
+        graph = tile_pass.tile_segments(self.analysis, [plan])
         importer = Importer(graph, self.concrete_fn)
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.concrete_fn.inputs]
         function = tf.function(lambda *args: importer(args), input_signature=specs, autograph=False)
         return [np.array(value) for value in tf.nest.flatten(function(*map(tf.constant, self.arrays)))]
 
     def whole(self) -> list[np.ndarray]:
-        return [
-            np.array(value) for value in tf.nest.flatten(self.concrete_fn(*map(tf.constant, self.arrays)))
-        ]
+        return [np.array(value) for value in tf.nest.flatten(self.concrete_fn(*map(tf.constant, self.arrays)))]
 
     def fitting(self, grid: Grid) -> Grid:
         """The grid for as many axes as there are; images that are made of pixels are not split."""

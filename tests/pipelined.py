@@ -15,7 +15,7 @@ import tensorflow as tf
 from children import say
 from keras import layers
 
-from tflms_sft._differences import difference as error
+from tflms_sft._verify.differences import difference as error
 
 CUTS = ["stage0", "stage1", "stage2"]
 BATCH = 8
@@ -148,23 +148,23 @@ def compare(kind, optimizer):
 
 def where_and_when(rewritten, name, count, data=None):
     """Where operations are and ran, and when; of what a batch of that size runs, if any may come."""
-    from rewriters import _tf_private
-    from rewriters.schedules import Pass, Slot, make
+    from rewriters.ir import tf_internals
+    from rewriters.pipelining.schedules import Pass, Slot, make
 
     schedule = make(name, 4, count)
     data = [tf.constant(a) for a in data or batches(1)[0]]
     importer = rewritten._importer
     way = r"cond/(?:then|else)/_\d+/" if importer.other is not None else ""
     nodes = importer.for_batch(data).graph.nodes.values()
-    asked = {n.name: _tf_private.short_device(n.device) for n in nodes if n.device and n.op != "Const"}
+    asked = {n.name: tf_internals.short_device(n.device) for n in nodes if n.device and n.op != "Const"}
     ran, times = {}, {}
-    stats = _tf_private.step_stats(rewritten.concrete_function, data)
+    stats = tf_internals.step_stats(rewritten.concrete_function, data)
     for device in stats.dev_stats:
         for node in device.node_stats:
             own = re.sub(f"^{way}", "", node.node_name)
             if way and own == node.node_name:
                 continue
-            ran[own] = _tf_private.short_device(device.device)
+            ran[own] = tf_internals.short_device(device.device)
             begin = node.all_start_nanos + node.op_start_rel_nanos
             times[own] = begin, node.all_start_nanos + node.op_end_rel_nanos
     both = asked.keys() & ran.keys()
@@ -231,7 +231,7 @@ def uneven():
 def placements():
     """A model in one place: refused, read from there, or moved."""
     import tflms_sft
-    from rewriters import _tf_private
+    from rewriters.ir import tf_internals
     from tflms_sft import PipelineParams, stage_devices
 
     def refusal(function):
@@ -242,7 +242,7 @@ def placements():
         return ""
 
     def place(variable):
-        return int(_tf_private.short_device(variable.value.device)[-1])
+        return int(tf_internals.short_device(variable.value.device)[-1])
 
     model = compiled(net(["CPU:0"] * 4), "adam")
     step, data = train_step(model), batches(1)[0]
@@ -369,15 +369,15 @@ def inside(cases):
 
 def where_loops_run(rewritten, name, count):
     """Operations in the bodies of loops, and those of them that ran elsewhere than in their stage."""
-    from rewriters import _tf_private
-    from rewriters.schedules import Pass, Slot, make
+    from rewriters.ir import tf_internals
+    from rewriters.pipelining.schedules import Pass, Slot, make
 
     plan, schedule = rewritten.plan, make(name, 4, count)
     stage_of = {segment: stage.number for stage in plan.pipeline.stages for segment in stage.segments}
     inner, strayed = None, []
     if stage_of and name in ("1f1b", "mast"):  # A recorded run takes as long as all the rest.
         inner = 0
-        stats = _tf_private.step_stats(rewritten.concrete_function, [tf.constant(a) for a in batches(1)[0]])
+        stats = tf_internals.step_stats(rewritten.concrete_function, [tf.constant(a) for a in batches(1)[0]])
         for place, node in ((d.device, n.node_name) for d in stats.dev_stats for n in d.node_stats):
             found = re.match(r"(?:micro_(\d+)/)?sft/(segment\d+)/\w+/while.*/(Conv2D|Conv2DBackprop|Tanh|Relu)", node)
             if found:

@@ -21,7 +21,7 @@ from test_sample_tiles import described
 
 import tflms_sft
 from tflms_sft import unets
-from tflms_sft._differences import difference as error
+from tflms_sft._verify.differences import difference as error
 
 SIZES = 46, 62  # Neither goes evenly into the parts below.
 IMAGES, BATCH = 9, 2  # Five steps, of which the last has one image.

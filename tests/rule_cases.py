@@ -17,9 +17,7 @@ def cases(op_types: str, builder: Builder) -> None:
         CASES[op_type] = builder
 
 
-def conv_sides(
-    depthwise: bool = False, stride: int = 2
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+def conv_sides(depthwise: bool = False, stride: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
     """Large side, filter, small side and attributes of one SAME convolution."""
     rows = [-(-size // stride) for size in (HEIGHT, WIDTH)]
     kernel = image(4, 5, 4, 2)

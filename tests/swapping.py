@@ -6,11 +6,12 @@ import numpy as np
 import tensorflow as tf
 from equivalence import plan
 
-from rewriters import normalise, sft
-from rewriters.analysis import Analysis
-from rewriters.build import Importer
-from rewriters.lms import SwapOptions, insert_swaps, plan_swaps, prepare
-from rewriters.tiers import HostTier
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
+from rewriters.emission import tile_pass
+from rewriters.step_importer import Importer
+from rewriters.swapping.swap_pass import SwapOptions, insert_swaps, plan_swaps, prepare
+from rewriters.swapping.tiers import HostTier
 
 
 @dataclasses.dataclass
@@ -23,9 +24,9 @@ class Swapped:
 
 
 def swapped(step, tier=None, max_in_flight=2, cuts=(), **options):
-    analysis = Analysis(normalise.read(step.concrete_fn))
+    analysis = Analysis(canonicalize.read(step.concrete_fn))
     if cuts:
-        analysis = Analysis(sft.tile_segments(analysis, plan(analysis, cuts)))
+        analysis = Analysis(tile_pass.tile_segments(analysis, plan(analysis, cuts)))
     analysis = prepare(analysis.graph, 1, 2)
     tier = tier or HostTier()
     found = plan_swaps(analysis, SwapOptions(**options), 2)

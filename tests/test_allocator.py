@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewriters.allocator import MIB, BestFit, Exact
+from rewriters.device.allocator import MIB, BestFit, Exact
 
 
 @pytest.fixture

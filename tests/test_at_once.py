@@ -7,10 +7,11 @@ import pytest
 from equivalence import Cut, keras_step, plan
 from nets import conv
 
-from rewriters import normalise, sft
-from rewriters.analysis import Analysis
-from rewriters.graph import ancestors
-from rewriters.scratch import takes_memory
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
+from rewriters.device.kernel_scratch import takes_memory
+from rewriters.emission import tile_pass
+from rewriters.ir.graph import ancestors
 
 LAYERS = 4
 LOOPS = [Cut("input", "middle", (2, 2)), Cut("middle", "out", (2, 2))]
@@ -23,14 +24,14 @@ def net(x):
 def rewritten(cuts, optimizer=None):
     """In float64, whose convolutions unfold with oneDNN too."""
     step = keras_step(net, (12, 10), 2, optimizer=optimizer, steps=1)
-    analysis = Analysis(normalise.read(step.concrete_fn))
-    return sft.tile_segments(analysis, plan(analysis, cuts))
+    analysis = Analysis(canonicalize.read(step.concrete_fn))
+    return tile_pass.tile_segments(analysis, plan(analysis, cuts))
 
 
 def updates_before_the_last_loop(optimizer):
     """Of the variables of the second segment, and of those the ones that the first segment's loop waits for."""
     graph = rewritten(LOOPS, optimizer)
-    loops = sft.loop_nodes(graph)
+    loops = tile_pass.loop_nodes(graph)
     first, second = (graph.nodes[loops[name, "backward"]] for name in ("segment0", "segment1"))
     assigns = [node for node in graph.nodes.values() if node.op.startswith("Assign") and second in ancestors([node])]
     mine = [node for node in assigns if first not in ancestors([node])]

@@ -10,9 +10,9 @@ from gradients import gradient_step
 from keras import layers
 
 import tflms_sft
-from rewriters import device, scratch
+from rewriters.device import kernel_scratch, properties
 from tflms_sft import AutoParams, BudgetError, LMSParams, SegmentSpec, SFTParams
-from tflms_sft._summary import whole
+from tflms_sft._report.summary import whole
 
 SPEC = tf.TensorSpec((2, 32, 32, 3), tf.float64)
 TILES = SFTParams((4, 4), [SegmentSpec("photo", "pool")])
@@ -31,9 +31,9 @@ def step():
 @pytest.fixture
 def unfolding(monkeypatch):
     """Kernels of gradients of convolutions that take a MiB for themselves, as they would of a cache that large."""
-    if not device.name().startswith("CPU"):
+    if not properties.name().startswith("CPU"):
         pytest.skip("kernels of other devices take nothing that is known")
-    monkeypatch.setattr(scratch, "L3_BYTES", 2**20)
+    monkeypatch.setattr(kernel_scratch, "L3_BYTES", 2**20)
 
 
 def refusal(params):

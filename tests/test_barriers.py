@@ -11,17 +11,19 @@ from keras import layers
 from nets import NORMALISED, bottlenecks, chain, conv_norm, u_net
 
 import tflms_sft
-from rewriters import barriers, normalise, results, sft, stored, tiles
-from rewriters.analysis import Analysis
-from rewriters.barriers import Moments, find_roles
-from rewriters.build import Importer
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
+from rewriters.emission import loop_outputs, tile_pass
 from rewriters.errors import RewriteError
-from rewriters.gather import barrier_segment, has_barriers
-from rewriters.graph import from_tf_graph
-from rewriters.registry import Combination
-from rewriters.rules import reductions
-from rewriters.stored import Storage
-from rewriters.tiles import Grid
+from rewriters.ir.graph import from_tf_graph
+from rewriters.rules import reduction
+from rewriters.rules.registry import Combination
+from rewriters.step_importer import Importer
+from rewriters.tiling import barrier_levels, checkpoint_selection, tile_planner
+from rewriters.tiling.barrier_levels import Moments, find_roles
+from rewriters.tiling.barrier_planner import barrier_segment, has_barriers
+from rewriters.tiling.checkpoint_selection import Storage
+from rewriters.tiling.tile_planner import Grid
 
 # Rewriting --------------------------------------------------------------------------------------------------
 
@@ -31,7 +33,7 @@ class Parts:
 
     def __init__(self, concrete_fn, batch=2, merge=True, cheap_flops=0.0):
         self.concrete_fn = concrete_fn
-        self.analysis = Analysis(normalise.read(concrete_fn))
+        self.analysis = Analysis(canonicalize.read(concrete_fn))
         self.roles = find_roles(self.analysis, merge=merge)
         self.storage = Storage(self.analysis, self.roles, batch, cheap_flops=cheap_flops)
 
@@ -39,8 +41,8 @@ class Parts:
         return barrier_segment(self.analysis, "segment1", self.roles, self.storage, kept)
 
     def rewritten(self, grid, backward_grid=None, kept=None):
-        plan = sft.plan_segment(self.analysis, self.segment(kept), grid, backward_grid)
-        importer = Importer(sft.tile_segments(self.analysis, [plan]), self.concrete_fn)
+        plan = tile_pass.plan_segment(self.analysis, self.segment(kept), grid, backward_grid)
+        importer = Importer(tile_pass.tile_segments(self.analysis, [plan]), self.concrete_fn)
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.concrete_fn.inputs[: importer.num_arguments]]
         function = tf.function(lambda *args: importer(args), input_signature=specs, autograph=False)
         return function.get_concrete_function()
@@ -167,7 +169,7 @@ def test_the_largest_of_nothing_but_minus_infinity():
     image = tf.constant(np.full((2, 6, 5, 1), -np.inf))
     whole = tf.function(lambda x: tf.reduce_max(x, [1, 2]), autograph=False).get_concrete_function(image)
     tensor = from_tf_graph(whole.graph, whole.inputs, [whole.graph.get_operation_by_name("Max").outputs[0]], [])
-    found = results.Reduced(tensor.outputs[0], Combination.MAXIMUM, per_image=True)
+    found = loop_outputs.Reduced(tensor.outputs[0], Combination.MAXIMUM, per_image=True)
     assert np.all(np.array(found.initial(Turns(None))[0].initial) == -np.inf)
 
 
@@ -315,8 +317,8 @@ def test_what_would_be_computed_from_more_than_it_has_is_stored():
 def test_a_gradient_that_lets_go_of_two_tensors_is_made_before_it_is_read_with_a_halo(monkeypatch):
     """What comes out of the gradient of a normalisation, before the gradients of the convolution take it."""
     concrete_fn, ways = keras_step(deep, (24, 24)).concrete_fn, []
-    for least in (stored.LEAST_FREED, 100.0):
-        monkeypatch.setattr(stored, "LEAST_FREED", least)
+    for least in (checkpoint_selection.LEAST_FREED, 100.0):
+        monkeypatch.setattr(checkpoint_selection, "LEAST_FREED", least)
         parts = Parts(concrete_fn)
         ways.append(parts.segment(parts.storage.checkpoints()[-1]).loops)
     at = [[any(node.op == "Conv2DBackpropInput" for node in loop.body) for loop in loops] for loops in ways]
@@ -416,9 +418,9 @@ def test_gradients_of_filters_are_no_images():
 
 def test_what_is_made_again_is_read_and_what_was_there_before_is_free():
     parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
-    plan = sft.plan_segment(parts.analysis, parts.segment(set()), Grid(1, (2, 2)))
-    graph = sft.outline(parts.analysis, [plan])
-    loops = [graph.nodes[sft.loop_nodes(graph)["segment1", phase.name]] for phase in plan.phases]
+    plan = tile_pass.plan_segment(parts.analysis, parts.segment(set()), Grid(1, (2, 2)))
+    graph = tile_pass.outline(parts.analysis, [plan])
+    loops = [graph.nodes[tile_pass.loop_nodes(graph)["segment1", phase.name]] for phase in plan.phases]
     readers, checked = graph.consumers(), 0
     for number, phase in enumerate(plan.phases):
         for position, tensor in enumerate(phase.writes):
@@ -475,7 +477,7 @@ def moments_of(parts, dtype="float32"):
         mean = tf.reduce_mean(image, [0, 1, 2], keepdims=True)
         variance = tf.reduce_mean(tf.math.squared_difference(image, mean), [0, 1, 2])
         moments = pair(graph, [image, mean, variance])
-    merged = results.MergedMoments(moments, (), alone=False)
+    merged = loop_outputs.MergedMoments(moments, (), alone=False)
     values = [state.initial for state in merged.initial(Turns(None))]
     for part in parts:
         values = merged.update(Turns(tf.constant(part.astype(dtype))), values)
@@ -506,18 +508,20 @@ def no_waiting(self, before, own, level):
 
 
 BREAKS = {
-    "nothing waits for a sum": lambda m: m.setattr(barriers._Sorter, "_after", no_waiting),
+    "nothing waits for a sum": lambda m: m.setattr(barrier_levels._Sorter, "_after", no_waiting),
     "tiles overlap where they are summed": lambda m: m.setattr(
-        tiles.Rows, "cells_of", lambda self, t, grid: tuple(i.hull(i.shift(-1).clip(99)) for i in CELLS(self, t, grid))
+        tile_planner.Rows,
+        "cells_of",
+        lambda self, t, grid: tuple(i.hull(i.shift(-1).clip(99)) for i in CELLS(self, t, grid)),
     ),
     "means that are not merged": lambda m: m.setattr(
-        results.MergedMoments, "update", lambda self, turn, values: [*MERGE(self, turn, values)[:1], *values[1:]]
+        loop_outputs.MergedMoments, "update", lambda self, turn, values: [*MERGE(self, turn, values)[:1], *values[1:]]
     ),
     "a mean over a tile for one over the image": lambda m: m.setattr(
-        reductions.Reduce, "emit", lambda self, emitter, op, operands: emitter.clone(op.node, operands)
+        reduction.Reduce, "emit", lambda self, emitter, op, operands: emitter.clone(op.node, operands)
     ),
 }
-CELLS, MERGE = tiles.Rows.cells_of, results.MergedMoments.update
+CELLS, MERGE = tile_planner.Rows.cells_of, loop_outputs.MergedMoments.update
 
 
 @pytest.mark.parametrize("what", BREAKS)

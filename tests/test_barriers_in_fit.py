@@ -11,7 +11,7 @@ from one_op import Const, OneOp
 from test_barriers import Compiled, momentum
 
 import tflms_sft
-from rewriters.tiles import Grid, Halo
+from rewriters.tiling.tile_planner import Grid, Halo
 
 IMAGES, LABELS = np.random.default_rng(0).normal(size=(4, 40, 36, 3)), np.array([0, 1, 2, 0])
 
@@ -107,7 +107,7 @@ def test_a_budget_of_tiles_alone(part):
 
 def test_rows_that_a_budget_finds_train_the_same(monkeypatch):
     """The search takes rows where they are cheaper, each loop in as many as it needs; here because tiles cost more."""
-    from tflms_sft import _barriers
+    from tflms_sft._planner import barrier_search
 
     found = []
 
@@ -115,7 +115,7 @@ def test_rows_that_a_budget_finds_train_the_same(monkeypatch):
         found.append(candidate.plans[0].halo)
         return found[-1] is Halo.RECOMPUTE, candidate.time_ratio
 
-    monkeypatch.setattr(_barriers, "_rank", dear_tiles)
+    monkeypatch.setattr(barrier_search, "_rank", dear_tiles)
     plain = tflms_sft.MemoryBudget("1GiB", verbose=0)
     trained([plain])
     budget = int(0.6 * plain.plan.original.peak_bytes / 0.9)

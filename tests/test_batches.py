@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tflms_sft import _batches
-from tflms_sft._batches import Taken, can_be_taken
+from tflms_sft._keras import first_batches
+from tflms_sft._keras.first_batches import Taken, can_be_taken
 
 
 def iterator(number=5, batch=2):
@@ -51,12 +51,12 @@ def test_it_is_waited_for_until_nothing_changes():
         asked.append(time.monotonic())
         return min(len(asked), 10)
 
-    _batches._wait_until_quiet(0.1, look)
-    assert len(asked) > 10 and asked[-1] - asked[9] >= 0.1 and time.monotonic() - begun < _batches.MOST_SECONDS
+    first_batches._wait_until_quiet(0.1, look)
+    assert len(asked) > 10 and asked[-1] - asked[9] >= 0.1 and time.monotonic() - begun < first_batches.MOST_SECONDS
 
 
 def test_it_is_not_waited_for_without_end(monkeypatch):
-    monkeypatch.setattr(_batches, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(first_batches, "MOST_SECONDS", 0.2)
     asked = []
-    _batches._wait_until_quiet(0.1, lambda: asked.append(0) or len(asked))
+    first_batches._wait_until_quiet(0.1, lambda: asked.append(0) or len(asked))
     assert 2 < len(asked) < 30

@@ -12,14 +12,15 @@ import tensorflow as tf
 from gradients import gradient_step, model_of
 from keras import layers
 
-from rewriters import ft
-from rewriters.cost import DIRECT, NOMINAL
 from rewriters.errors import BudgetError
-from tflms_sft import AutoParams, _choose
-from tflms_sft._chain import Chain
-from tflms_sft._compile import analyse, predict, seconds_of
-from tflms_sft._search import TileSearch, built
-from tflms_sft._tuning import Swaps
+from rewriters.estimates.op_cost import DIRECT, NOMINAL
+from rewriters.tiling import ft_segments
+from tflms_sft import AutoParams
+from tflms_sft._planner import budget_search
+from tflms_sft._planner.chain_search import Chain
+from tflms_sft._planner.swap_search import Swaps
+from tflms_sft._planner.tile_search import TileSearch, built
+from tflms_sft._planner.traced_step import analyse, predict, seconds_of
 
 STEPS = 5
 """Budgets that are tried of each network."""
@@ -38,7 +39,7 @@ def ladder(traced, swap):
     """Budgets from the smallest that is told up to what the plain step needs."""
     plain = predict(traced, [])[0].peak_bytes
     with pytest.raises(BudgetError) as caught:
-        next(_choose.choices(traced, AutoParams(1, 0.0, swap)))
+        next(budget_search.choices(traced, AutoParams(1, 0.0, swap)))
     smallest = caught.value.smallest_bytes
     assert smallest <= plain + 1
     return [int(smallest * (plain / smallest) ** (number / (STEPS - 1))) + 1 for number in range(STEPS)]
@@ -48,7 +49,7 @@ def check_budgets(traced, swap):
     """Every budget from the smallest on is met, and a larger one is never slower."""
     found = []
     for budget in ladder(traced, swap):
-        time, peak = seconds(traced, next(_choose.choices(traced, AutoParams(budget, 0.0, swap))))
+        time, peak = seconds(traced, next(budget_search.choices(traced, AutoParams(budget, 0.0, swap))))
         assert peak <= budget
         found.append(max(time, traced.seconds))
     for smaller, larger in itertools.pairwise(found):
@@ -145,7 +146,7 @@ def small(*filters):
 
 def all_plans(traced):
     """(peak, seconds) of every way to tile, or to leave, the stretches between cuts."""
-    ((component,), _) = ft.find_components(traced.analysis)
+    ((component,), _) = ft_segments.find_components(traced.analysis)
     chain = Chain(traced, component)
 
     def ways(first):

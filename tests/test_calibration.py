@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from rewriters.cost import NOMINAL
-from tflms_sft import _calibration, _measured_rates
-from tflms_sft._busy import Others
-from tflms_sft._calibration import VARIABLE, machine_rates
-from tflms_sft._measured_rates import measured_rates
+from rewriters.estimates.op_cost import NOMINAL
+from tflms_sft._machine import calibration, rate_benchmarks
+from tflms_sft._machine.calibration import VARIABLE, machine_rates
+from tflms_sft._machine.cpu_load import Others
+from tflms_sft._machine.rate_benchmarks import measured_rates
 
 SLOW = dataclasses.replace(NOMINAL, fresh=1e9, unfolded={"Conv2DBackpropFilter": 3e9})
 
@@ -28,8 +28,8 @@ def cache(monkeypatch, tmp_path):
     times = []
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(_calibration, "_known", {})
-    monkeypatch.setattr(_calibration, "_measured_apart", lambda: times.append("apart") or SLOW)
+    monkeypatch.setattr(calibration, "_known", {})
+    monkeypatch.setattr(calibration, "_measured_apart", lambda: times.append("apart") or SLOW)
     monkeypatch.setattr(Others, "part", lambda self: 0.0)  # Other tests may run meanwhile.
     return tmp_path, times
 
@@ -40,14 +40,14 @@ def test_rates_are_measured_once_and_kept(cache, monkeypatch):
     assert machine_rates(told.append) == machine_rates(told.append) == SLOW
     (file,) = (folder / "tflms-sft").iterdir()
     assert times == ["apart"] and len(told) == 1 and str(file) in told[0]
-    monkeypatch.setattr(_calibration, "_known", {})
+    monkeypatch.setattr(calibration, "_known", {})
     assert machine_rates() == SLOW and times == ["apart"], "another process reads them"
 
 
 def test_infinite_rates_are_kept_too(cache, monkeypatch):
-    monkeypatch.setattr(_calibration, "_measured_apart", lambda: NOMINAL)
+    monkeypatch.setattr(calibration, "_measured_apart", lambda: NOMINAL)
     assert math.isinf(machine_rates().fresh)
-    monkeypatch.setattr(_calibration, "_known", {})
+    monkeypatch.setattr(calibration, "_known", {})
     assert machine_rates() == NOMINAL
 
 
@@ -57,9 +57,9 @@ def test_a_file_that_cannot_be_read_is_measured_anew(cache, text, monkeypatch):
     machine_rates()
     (file,) = (folder / "tflms-sft").iterdir()
     file.write_text(text)
-    monkeypatch.setattr(_calibration, "_known", {})
+    monkeypatch.setattr(calibration, "_known", {})
     assert machine_rates() == SLOW and len(times) == 2
-    assert json.loads(file.read_text())["version"] == _calibration.VERSION
+    assert json.loads(file.read_text())["version"] == calibration.VERSION
 
 
 def test_a_cache_that_cannot_be_written_costs_time_alone(cache, monkeypatch):
@@ -70,9 +70,9 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(cache, monkeypatch):
 
 def test_convolutions_of_volumes_have_rates_of_their_own_whatever_their_kernels_do(monkeypatch):
     for unfolds in (False, True):
-        monkeypatch.setattr(_measured_rates.device, "unfolds_convolutions", lambda unfolds=unfolds: unfolds)
-        monkeypatch.setattr(_measured_rates, "_enough_images", lambda: 2)
-        flops, _, _ = _measured_rates._arithmetic({"": 1e10}, math.inf)
+        monkeypatch.setattr(rate_benchmarks.device, "unfolds_convolutions", lambda unfolds=unfolds: unfolds)
+        monkeypatch.setattr(rate_benchmarks, "_enough_images", lambda: 2)
+        flops, _, _ = rate_benchmarks._arithmetic({"": 1e10}, math.inf)
         assert {"Conv3D", "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2"} <= set(flops)
 
 
@@ -87,20 +87,20 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again_later(cache, monk
     assert machine_rates(told.append) == SLOW
     assert "other processes kept 38% of the machine busy" in told[1] and len(told) == 2
     (file,) = (folder / "tflms-sft").iterdir()
-    assert _calibration.busy_when_measured(file) == 0.38
-    aged(file, _calibration.DOUBTED + 60)
-    monkeypatch.setattr(_calibration, "_known", {})
-    assert _calibration.kept_rates() == SLOW and times == ["apart"], "nothing is chosen by them"
-    for age, measured in ((0, 1), (_calibration.DOUBTED - 60, 1), (_calibration.DOUBTED + 60, 2)):
+    assert calibration.busy_when_measured(file) == 0.38
+    aged(file, calibration.DOUBTED + 60)
+    monkeypatch.setattr(calibration, "_known", {})
+    assert calibration.kept_rates() == SLOW and times == ["apart"], "nothing is chosen by them"
+    for age, measured in ((0, 1), (calibration.DOUBTED - 60, 1), (calibration.DOUBTED + 60, 2)):
         aged(file, age)
-        monkeypatch.setattr(_calibration, "_known", {})
+        monkeypatch.setattr(calibration, "_known", {})
         assert machine_rates() == SLOW and len(times) == measured
     monkeypatch.setattr(Others, "part", lambda self: 0.1)
-    aged(file, _calibration.DOUBTED + 60)
-    monkeypatch.setattr(_calibration, "_known", {})
+    aged(file, calibration.DOUBTED + 60)
+    monkeypatch.setattr(calibration, "_known", {})
     assert machine_rates(told.append) == SLOW and len(times) == 3 and len(told) == 3, "nothing more to say"
-    aged(file, 10 * _calibration.DOUBTED)
-    monkeypatch.setattr(_calibration, "_known", {})
+    aged(file, 10 * calibration.DOUBTED)
+    monkeypatch.setattr(calibration, "_known", {})
     assert machine_rates() == SLOW and len(times) == 3, "measured while the machine was idle"
 
 
@@ -108,8 +108,8 @@ def test_a_named_file_is_taken_as_it_is(cache, monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
     monkeypatch.setattr(Others, "part", lambda self: 0.9)
     machine_rates()
-    aged(tmp_path / "mine.json", 10 * _calibration.DOUBTED)
-    monkeypatch.setattr(_calibration, "_known", {})
+    aged(tmp_path / "mine.json", 10 * calibration.DOUBTED)
+    monkeypatch.setattr(calibration, "_known", {})
     assert machine_rates() == SLOW and cache[1] == ["apart"]
 
 
@@ -128,7 +128,7 @@ def test_others_are_those_that_are_not_this_process():
 def test_what_others_take_is_what_this_process_does_not(now, part, monkeypatch):
     """Of ten seconds of all cores, two are this process's."""
     found = iter([(100, 30, 10), now])
-    monkeypatch.setattr("tflms_sft._busy._seconds", lambda: next(found))
+    monkeypatch.setattr("tflms_sft._machine.cpu_load._seconds", lambda: next(found))
     assert Others().part() == pytest.approx(part)
 
 
@@ -144,10 +144,10 @@ def test_a_file_of_rates_may_be_named(cache, monkeypatch, tmp_path):
     values = json.loads((tmp_path / "mine.json").read_text())
     values["flops"][""] = 5e11
     (tmp_path / "mine.json").write_text(json.dumps(values))
-    monkeypatch.setattr(_calibration, "_known", {})
+    monkeypatch.setattr(calibration, "_known", {})
     assert machine_rates().flops == {"": 5e11}
     (tmp_path / "mine.json").write_text("no rates")
-    monkeypatch.setattr(_calibration, "_known", {})
+    monkeypatch.setattr(calibration, "_known", {})
     with pytest.raises(ValueError, match=f"{VARIABLE} names holds no rates.*mine.json.*{VARIABLE}=nominal"):
         machine_rates()
     monkeypatch.setenv(VARIABLE, "nominal")
@@ -158,21 +158,21 @@ def test_where_no_other_process_can_measure_this_one_does(monkeypatch):
     def failing(*args, **options):
         raise subprocess.CalledProcessError(1, args)
 
-    monkeypatch.setattr(_calibration.subprocess, "run", failing)
-    assert _calibration._measured_apart() is None
+    monkeypatch.setattr(calibration.subprocess, "run", failing)
+    assert calibration._measured_apart() is None
 
 
 @pytest.mark.slow
 def test_a_machine_is_measured_by_another_process(cache, monkeypatch):
     monkeypatch.undo()
-    found = _calibration._measured_apart()
+    found = calibration._measured_apart()
     assert found is not None and found.call < 1e-3 and found.flops["Conv2D"] > 1e8
 
 
 def test_rates_are_of_a_plausible_size(monkeypatch):
     """While a function is traced, as under `fit`; within a factor that any machine and load stays in."""
-    monkeypatch.setattr(_measured_rates, "MEDIUM", 2**20)
-    monkeypatch.setattr(_measured_rates, "LARGE", 3 * 2**20)
+    monkeypatch.setattr(rate_benchmarks, "MEDIUM", 2**20)
+    monkeypatch.setattr(rate_benchmarks, "LARGE", 3 * 2**20)
     found = []
 
     @tf.function(autograph=False)
@@ -193,11 +193,11 @@ def test_another_process_measures_with_the_threads_of_this_one(monkeypatch, tmp_
 
     def run(command, env, **options):
         commands.append((command, env["CUDA_VISIBLE_DEVICES"]))
-        _calibration._write(Path(command[3]), NOMINAL)
+        calibration._write(Path(command[3]), NOMINAL)
 
-    monkeypatch.setattr(_calibration.subprocess, "run", run)
-    monkeypatch.setattr(_calibration, "_threads", lambda: (3, 2))
-    assert _calibration._measured_apart() == NOMINAL
+    monkeypatch.setattr(calibration.subprocess, "run", run)
+    monkeypatch.setattr(calibration, "_threads", lambda: (3, 2))
+    assert calibration._measured_apart() == NOMINAL
     ((command, visible),) = commands
     assert command[4:] == ["3", "2"] and visible == "-1"
 
@@ -206,6 +206,6 @@ def test_another_process_measures_with_the_threads_of_this_one(monkeypatch, tmp_
 def test_files_that_hold_something_else_are_measured_anew(text, monkeypatch, tmp_path):
     path = tmp_path / "rates.json"
     path.write_text(text)
-    assert _calibration._kept(path, "") is None
+    assert calibration._kept(path, "") is None
     with pytest.raises(ValueError, match="holds no rates of this version"):
-        _calibration._kept(path, "rates.json")
+        calibration._kept(path, "rates.json")

@@ -247,7 +247,7 @@ def test_a_budget_that_cannot_be_met_is_told_by_the_first_batch():
 
 
 def test_one_line_at_the_start_and_one_after_the_first_step(capsys, monkeypatch):
-    monkeypatch.setattr("tflms_sft._install.reset_peak", lambda: None)
+    monkeypatch.setattr("tflms_sft._keras.train_step_patch.reset_peak", lambda: None)
     callback = SFT((2, 3))
     net().fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], **SETTINGS)
     start, peak = capsys.readouterr().out.splitlines()
@@ -261,9 +261,10 @@ def test_one_line_at_the_start_and_one_after_the_first_step(capsys, monkeypatch)
 def measured_peaks(monkeypatch):
     """What the next steps are measured to take."""
     peaks = []
-    monkeypatch.setattr("tflms_sft._install.reset_peak", lambda: 0)
+    monkeypatch.setattr("tflms_sft._keras.train_step_patch.reset_peak", lambda: 0)
     monkeypatch.setattr(
-        "tflms_sft._install.read_peak", lambda in_use, own, tiers: tflms_sft.Measurement(peaks.pop(0), "a test")
+        "tflms_sft._keras.train_step_patch.read_peak",
+        lambda in_use, own, tiers: tflms_sft.Measurement(peaks.pop(0), "a test"),
     )
     return peaks
 

@@ -13,12 +13,12 @@ from gradients import model_of as model_of_image
 from keras import layers
 
 import tflms_sft
-from rewriters import device
-from rewriters.cost import DIRECT, NOMINAL
+from rewriters.device import properties
+from rewriters.estimates.op_cost import DIRECT, NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
-from tflms_sft._choose import LESS, TOGETHER, Choice, Option, in_pieces
-from tflms_sft._memory import free_memory
-from tflms_sft._swap import NothingToSwapError
+from tflms_sft._machine.memory_info import free_memory
+from tflms_sft._planner.budget_search import LESS, TOGETHER, Choice, Option, in_pieces
+from tflms_sft._planner.swap_planner import NothingToSwapError
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
 VOLUMES = np.random.default_rng(0).normal(size=(8, 16, 16, 16, 2)).astype("float32")
@@ -89,7 +89,7 @@ def transfers(monkeypatch):
 
     def set_rate(copied):
         rates = dataclasses.replace(NOMINAL, copied=copied)
-        monkeypatch.setattr("tflms_sft._rewrite.machine_rates", lambda say: rates)
+        monkeypatch.setattr("tflms_sft._rewrite.rewrite.machine_rates", lambda say: rates)
 
     return set_rate
 
@@ -124,12 +124,14 @@ def test_a_plan_that_has_nothing_to_swap_after_all_rules_out_no_other(transfers,
         raise NothingToSwapError("Nothing can be swapped.")
 
     transfers(1e12)
-    monkeypatch.setattr("tflms_sft._rewrite.swap", swap)
+    monkeypatch.setattr("tflms_sft._rewrite.rewrite.swap", swap)
     plan, budget = plan_for(tileable, 0.8)
     assert asked and plan.segments and not plan.swaps and plan.predicted.peak_bytes <= 0.9 * budget
 
-    monkeypatch.setattr("tflms_sft._choose._fitting", lambda *_: [Option(Choice([], [], LMSParams()), 1.0, 1)])
-    monkeypatch.setattr("tflms_sft._choose._least", lambda *_: iter(()))
+    monkeypatch.setattr(
+        "tflms_sft._planner.budget_search._fitting", lambda *_: [Option(Choice([], [], LMSParams()), 1.0, 1)]
+    )
+    monkeypatch.setattr("tflms_sft._planner.budget_search._least", lambda *_: iter(()))
     smallest = []
     for may_swap in (True, False):
         with pytest.raises(BudgetError, match="is too small for this step") as caught:
@@ -141,10 +143,10 @@ def test_a_plan_that_has_nothing_to_swap_after_all_rules_out_no_other(transfers,
 @pytest.mark.slow
 def test_both_where_that_is_faster(transfers, monkeypatch):
     transfers(3e9)
-    monkeypatch.setattr("tflms_sft._choose.MOST_ALONE", 1.0)
+    monkeypatch.setattr("tflms_sft._planner.budget_search.MOST_ALONE", 1.0)
     times = {}
     for together in ((), TOGETHER):
-        monkeypatch.setattr("tflms_sft._choose.TOGETHER", together)
+        monkeypatch.setattr("tflms_sft._planner.budget_search.TOGETHER", together)
         plan, budget = plan_for(mixed, 0.6)
         times[bool(together)] = plan.predicted.time_ratio
         assert plan.predicted.peak_bytes <= 0.9 * budget
@@ -164,9 +166,9 @@ def test_gradients_wait_for_one_another_in_a_swapped_step(monkeypatch):
     gradients = dict.fromkeys(("Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", DIRECT), 1e8)
     seconds = {}
     for threads in (1, 4):
-        monkeypatch.setattr(device, "num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(properties, "num_threads", lambda threads=threads: threads)
         rates = dataclasses.replace(NOMINAL, copied=1e9, unfolded=gradients)
-        monkeypatch.setattr("tflms_sft._rewrite.machine_rates", lambda say, rates=rates: rates)
+        monkeypatch.setattr("tflms_sft._rewrite.rewrite.machine_rates", lambda say, rates=rates: rates)
         plan, _ = plan_for(volumetric, 0.6)
         copied = sum(swap.num_bytes * (1 + len(swap.controls)) for swap in plan.swaps) / 1e9
         seconds[threads] = plan.original.seconds, plan.predicted.seconds - copied
@@ -340,10 +342,10 @@ def test_tuned_goes_by_what_is_measured(monkeypatch):
         asked.append(params.n_tensors)
         return budget + budget // 10 if len(asked) == 1 else budget
 
-    monkeypatch.setattr("tflms_sft._tuned._measured", measured)
+    monkeypatch.setattr("tflms_sft._rewrite.swap_tuning._measured", measured)
     params = LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
     assert len(asked) == 2 and params.n_tensors == asked[1] > asked[0]
-    monkeypatch.setattr("tflms_sft._tuned._measured", lambda *_: 2 * budget)
+    monkeypatch.setattr("tflms_sft._rewrite.swap_tuning._measured", lambda *_: 2 * budget)
     with pytest.raises(BudgetError, match="too small for this step with swaps alone.*headroom of 10% included"):
         LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
 
@@ -366,7 +368,7 @@ def test_tuned_without_a_batch_or_room():
 def test_auto_is_what_is_free(monkeypatch):
     step = step_of(model_of(tileable))
     plain = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES, LABELS[:2]).plan.original
-    monkeypatch.setattr("tflms_sft._params.free_device_memory", lambda: plain.peak_bytes // 2)
+    monkeypatch.setattr("tflms_sft._params.tile_params.free_device_memory", lambda: plain.peak_bytes // 2)
     plan = tflms_sft.rewrite(step, AutoParams("auto"), IMAGES, LABELS[:2]).plan
     assert plan.memory_budget == int(0.9 * (plain.peak_bytes // 2 + plain.fixed_bytes))
     assert plan.changed and plan.predicted.peak_bytes <= 0.9 * plan.memory_budget

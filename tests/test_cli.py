@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras import layers
 
 import tflms_sft
-from rewriters.cost import NOMINAL
+from rewriters.estimates.op_cost import NOMINAL
 from tflms_sft._cli.main import main
 from tflms_sft._cli.parser import make
 
@@ -137,7 +137,7 @@ def test_plans_go_by_the_rates_of_the_machine(cli, monkeypatch):
         tell("tflms-sft: measuring this machine")
         return dataclasses.replace(NOMINAL, call=NOMINAL.call + 1.0)
 
-    monkeypatch.setattr("tflms_sft._cli.steps.machine_rates", measured)
+    monkeypatch.setattr("tflms_sft._cli.step_options.machine_rates", measured)
     code, out, err = cli(*arguments)
     assert code == 0 and "tflms-sft: measuring this machine\n" in err
     assert json.loads(out)["plan"]["predicted"]["seconds"] > usual + 1
@@ -271,7 +271,7 @@ def test_ctrl_c(cli, monkeypatch):
     def stopped(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tflms_sft._cli.steps.trace", stopped)
+    monkeypatch.setattr("tflms_sft._cli.step_options.trace", stopped)
     code, out, err = cli("plan", "zoo:flat", "--budget", "1GiB")
     assert (code, out) == (130, "") and err.endswith("tflms-sft: interrupted\n")
 
@@ -280,7 +280,7 @@ def test_an_error_of_our_own_is_told_and_where_it_was_raised_if_asked_for(cli, m
     def wrong(*arguments):
         raise LookupError("something that nobody thought of")
 
-    monkeypatch.setattr("tflms_sft._cli.steps.trace", wrong)
+    monkeypatch.setattr("tflms_sft._cli.step_options.trace", wrong)
     code, out, err = cli("plan", "zoo:flat", "--budget", "1GiB")
     assert (code, out) == (1, "") and "Traceback" not in err
     assert "error: LookupError: something that nobody thought of (--traceback shows where this was raised)" in err
@@ -312,7 +312,9 @@ def test_the_largest_image_is_the_largest_that_plan_accepts(cli):
 
 def test_what_larger_budgets_give_is_not_looked_for_in_a_search_of_sizes(cli, monkeypatch):
     looked = []
-    monkeypatch.setattr("tflms_sft._choose._larger_budgets", lambda *arguments: looked.append(1) or "more is faster")
+    monkeypatch.setattr(
+        "tflms_sft._planner.budget_search._larger_budgets", lambda *arguments: looked.append(1) or "more is faster"
+    )
     options = ("--arg", "size=32", "--budget", "1MiB", "--max-size", 2, "--no-swap")
     assert cli("max-batch", "zoo:build", *options)[0] == 0 and not looked
     code, out, _ = cli("plan", "zoo:build", *options[:4])
@@ -354,11 +356,11 @@ def test_models_of_fixed_size_are_built_again(cli):
 
 
 def test_a_copy_for_another_size_computes_the_same_and_is_frozen_where_the_model_is():
-    from tflms_sft._cli import models
+    from tflms_sft._cli import model_loading
 
-    model = models.load("zoo:nested", {})
+    model = model_loading.load("zoo:nested", {})
     model.compile(keras.optimizers.SGD(0.5), "mse")
-    copy = models.resized(model, (48, 40, 3))
+    copy = model_loading.resized(model, (48, 40, 3))
     assert copy.input_shape == (None, 48, 40, 3)
     assert [w.trainable for w in copy.weights] == [w.trainable for w in model.weights]
     assert sum(w.trainable for w in copy.weights) == 4 and len(copy.weights) == 6

@@ -19,12 +19,11 @@ from listening import SETTINGS, free, listener
 from pipelined import CUTS
 
 import tflms_sft
-from rewriters import _tf_private
-from tflms_sft import _reach
+from rewriters.ir import tf_internals
 from tflms_sft._cli.main import main
-from tflms_sft._cluster import read_cluster
-from tflms_sft._devices import machine_of
-from tflms_sft._pipeline_params import PipelineParams
+from tflms_sft._cluster.spec import reachability, read_cluster
+from tflms_sft._params.device_names import machine_of
+from tflms_sft._params.pipeline_params import PipelineParams
 
 TOLERANCE = 1e-12
 FOLDER = pathlib.Path(__file__).parent
@@ -281,7 +280,7 @@ def test_a_worker_ends_with_ctrl_c_and_shares_its_port_with_nobody(start, worker
 def test_who_answers_is_told_by_what_they_say():
     with listener(SETTINGS) as good, listener() as silent, listener(b"220 mail ready\r\n") as other:
         asked = {"good": good, "silent": silent, "other": other, "nobody": free(), "unknown": "nowhere.invalid:1"}
-        found = _reach.missing(asked, 0.5)
+        found = reachability.missing(asked, 0.5)
     assert found.keys() == {"silent", "other", "nobody", "unknown"}
     assert found["silent"] == "no answer within 0.5 s" and found["nobody"] == "Connection refused"
     assert found["other"] == "something that is no worker answers there"
@@ -302,13 +301,13 @@ def test_who_comes_late_is_waited_for():
 
     thread = threading.Thread(target=late)
     thread.start()
-    assert _reach.wait_for({"late": address}, 10) == {}
+    assert reachability.wait_for({"late": address}, 10) == {}
     thread.join()
 
 
 def test_workers_that_cannot_be_reached_are_named_before_anything_is_done(monkeypatch):
     """Here TensorFlow has begun long ago, and would not be asked for anything."""
-    monkeypatch.setattr(_tf_private, "has_begun", lambda: False)
+    monkeypatch.setattr(tf_internals, "has_begun", lambda: False)
     with listener(SETTINGS) as good, listener() as silent:
         began = time.monotonic()
         gone = free()
@@ -319,7 +318,7 @@ def test_workers_that_cannot_be_reached_are_named_before_anything_is_done(monkey
     text = str(caught.value)
     assert "2 of 3 worker(s) did not answer within 1.5 s" in text and "Connection refused" in text
     assert "tflms-sft worker --cluster ... --task K" in text
-    assert not _tf_private.workers()
+    assert not tf_internals.workers()
 
 
 def test_connect_comes_first():
@@ -338,7 +337,7 @@ def test_connect_comes_first():
     ],
 )
 def test_wrong_arguments_of_connect(arguments, error, text, monkeypatch):
-    monkeypatch.setattr(_tf_private, "has_begun", lambda: False)
+    monkeypatch.setattr(tf_internals, "has_begun", lambda: False)
     with pytest.raises(error, match=text):
         tflms_sft.connect(["127.0.0.1:1"], **arguments)
 

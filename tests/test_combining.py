@@ -46,9 +46,7 @@ def returning(result, loss=mean):
 def compared(made, *args, count=2, example=None, **options):
     """The largest difference of results and weight after two steps, and how results were put together."""
     step, w = made
-    rewritten = tflms_sft.rewrite(
-        step, PipelineParams(1, "basic", count, ["CPU:0"], **options), *(example or args)
-    )
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", count, ["CPU:0"], **options), *(example or args))
     start, found = w.numpy(), []
     for function in (step, rewritten):
         results = [np.array(v) for _ in range(2) for v in tf.nest.flatten(function(*map(tf.constant, args)))]
@@ -245,7 +243,7 @@ def test_weights_of_samples_are_those_of_the_batch(name, returned):
     error, _ = compared((step, w), X, loss_reduction=reduction)
     assert error < TOLERANCE
     other = "sum" if reduction == "mean" else "mean"
-    with pytest.raises(PipelineError, match=f"pass `loss_reduction=\"{reduction}\"`"):
+    with pytest.raises(PipelineError, match=f'pass `loss_reduction="{reduction}"`'):
         compared((step, w), X, loss_reduction=other)
 
 

@@ -7,8 +7,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewriters.control import ControlSearch
-from rewriters.graph import Graph, Node, ancestors
+from rewriters.ir.graph import Graph, Node, ancestors
+from rewriters.swapping.trigger_search import ControlSearch
 
 EDGE = [(tf.float32, (1,))]
 

@@ -9,13 +9,14 @@ from equivalence import Cut, keras_step, plan
 from keras import layers
 from nets import conv
 
-from rewriters import device, normalise, scratch
-from rewriters.analysis import Analysis
-from rewriters.barriers import find_roles
-from rewriters.cost import DIRECT, NOMINAL, Costs
-from rewriters.gather import Gatherer, barrier_segment
-from rewriters.stored import Storage
-from rewriters.tiles import Grid, Halo
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
+from rewriters.device import kernel_scratch, properties
+from rewriters.estimates.op_cost import DIRECT, NOMINAL, Costs
+from rewriters.tiling.barrier_levels import find_roles
+from rewriters.tiling.barrier_planner import Gatherer, barrier_segment
+from rewriters.tiling.checkpoint_selection import Storage
+from rewriters.tiling.tile_planner import Grid, Halo
 
 IMAGES = 4
 FILTERS = ((3, 3, 3, 4), (3, 3, 4, 5), (1, 1, 3, 4), (1, 1, 4, 5))
@@ -33,7 +34,7 @@ def pooled(x):
 def phases(body, grid, batch=1, halo=Halo.RECOMPUTE):
     """The loops of a segment."""
     step = keras_step(body, (12, 10), IMAGES, steps=1)
-    analysis = Analysis(normalise.read(step.concrete_fn))
+    analysis = Analysis(canonicalize.read(step.concrete_fn))
     (found,) = plan(analysis, [Cut(grid=grid, batch=batch, halo=halo)])
     return analysis, found.phases
 
@@ -146,10 +147,10 @@ def test_gradients_of_volumes_without_unfolding_have_a_rate_of_their_own(monkeyp
         )
 
     specs = [tf.TensorSpec(shape, tf.float64) for shape in ((1, 8, 8, 8, 4), (3, 3, 3, 4, 6))]
-    analysis = Analysis(normalise.read(tf.function(step).get_concrete_function(*specs)))
+    analysis = Analysis(canonicalize.read(tf.function(step).get_concrete_function(*specs)))
     (node,) = (node for node in analysis.order if node.op == "Conv3DBackpropFilterV2")
     for overhead, own, other, channels in ((1000, node.op, DIRECT, 4), (0, DIRECT, node.op, 6)):
-        monkeypatch.setattr(scratch, "MOST_OVERHEAD", overhead)
+        monkeypatch.setattr(kernel_scratch, "MOST_OVERHEAD", overhead)
         plain, slow, same = (
             Costs(analysis, 1, changed(unfolded=rates)).op(node) for rates in ({}, {own: 1e6}, {other: 1e6})
         )
@@ -176,7 +177,7 @@ def test_loops_pay_for_cutting_and_joining():
 @pytest.mark.parametrize("count", [1, 4])
 def test_loops_pay_for_means_and_variances_that_they_compute_together(count):
     step = keras_step(lambda x: conv(4)(layers.BatchNormalization()(conv(4)(x))), (12, 10), IMAGES, steps=1)
-    analysis = Analysis(normalise.read(step.concrete_fn))
+    analysis = Analysis(canonicalize.read(step.concrete_fn))
     roles = find_roles(analysis)
     segment = barrier_segment(analysis, "segment1", roles, Storage(analysis, roles, IMAGES))
     found = Gatherer(analysis, segment).phases(lambda loop: Grid(1, (count, 1)))
@@ -185,9 +186,7 @@ def test_loops_pay_for_means_and_variances_that_they_compute_together(count):
     assert not more
     for rate, times in (("Mean", 2), ("SquaredDifference", 2)):
         slow = changed(touched={**NOMINAL.touched, rate: 1e6})
-        others = sum(
-            t.num_bytes(IMAGES) for n in phase.body if n.op == rate for t in (*n.inputs, n.out()) if t.shape
-        )
+        others = sum(t.num_bytes(IMAGES) for n in phase.body if n.op == rate for t in (*n.inputs, n.out()) if t.shape)
         assert not others, "what merges the moments of the turns does without these operations"
         difference = Costs(analysis, IMAGES, slow).phase(phase) - Costs(analysis, IMAGES).phase(phase)
         size = pair.num_bytes(IMAGES)
@@ -205,7 +204,7 @@ def test_gradients_of_a_convolution_share_the_cores(grid, monkeypatch):
     rates = changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 2e6})
     analysis, found = phases(two(3), grid)
     for threads, idle in ((1, 0.0), (2, 0.5), (4, 0.75)):
-        monkeypatch.setattr(device, "num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(properties, "num_threads", lambda threads=threads: threads)
         costs = Costs(analysis, IMAGES, rates)
         (pair,) = costs.pairs.items()
         assert {node.op for node in pair} == rates.unfolded.keys()
@@ -237,7 +236,7 @@ def test_gradients_that_run_at_once_are_those_of_one_convolution():
 @pytest.mark.parametrize("body", [two(3), pooled, added])
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_no_number_of_turns_takes_less_than_the_least(body, threads, monkeypatch):
-    monkeypatch.setattr(device, "num_threads", lambda: threads)
+    monkeypatch.setattr(properties, "num_threads", lambda: threads)
     unfolded = {"Conv2DBackpropInput": 1e8, "Conv2DBackpropFilter": 3e8}
     rates = changed(fresh=1e6, fresh_from=2**11, unfolded=unfolded, call=1e-7)
     faster = 0
@@ -256,17 +255,17 @@ def test_no_number_of_turns_takes_less_than_the_least(body, threads, monkeypatch
 @pytest.mark.parametrize(("batch", "grid"), [(IMAGES, (1, 1)), (2, (1, 1)), (3, (1, 1)), (IMAGES, (3, 1))])
 def test_kernels_are_called_with_the_images_of_a_turn(batch, grid):
     analysis, found = phases(two(1), grid, batch)
-    costs, call = Costs(analysis, IMAGES), scratch.Call(IMAGES, 120, 120)
+    costs, call = Costs(analysis, IMAGES), kernel_scratch.Call(IMAGES, 120, 120)
     gradients = [(phase, node) for phase in found for node in phase.body if node.op == "Conv2DBackpropFilter"]
     assert gradients
     for phase, node in gradients:
         pixels = 120 // math.prod(grid)
-        assert costs._in_a_turn(call, phase, node) == scratch.Call(math.ceil(IMAGES / batch), pixels, pixels)
+        assert costs._in_a_turn(call, phase, node) == kernel_scratch.Call(math.ceil(IMAGES / batch), pixels, pixels)
 
 
 def test_other_kernels_keep_all_cores_busy(monkeypatch):
-    monkeypatch.setattr(device, "num_threads", lambda: IMAGES)
-    monkeypatch.setattr(scratch, "L3_BYTES", 2**25)
+    monkeypatch.setattr(properties, "num_threads", lambda: IMAGES)
+    monkeypatch.setattr(kernel_scratch, "L3_BYTES", 2**25)
     analysis, _ = phases(two(3), (1, 1))
     costs = Costs(analysis, IMAGES, changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 1e6}))
     assert costs.pairs and costs.at_once(analysis.order) == 0, "all images at once"

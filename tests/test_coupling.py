@@ -10,8 +10,8 @@ from pipelined import error
 import tflms_sft
 from rewriters.errors import PipelineError
 from tflms_sft import Pipeline, PipelineParams
-from tflms_sft._micro_batches import judged
-from tflms_sft._traces import trace
+from tflms_sft._pipeline.micro_batch_check import judged
+from tflms_sft._trace.batch_traces import trace
 
 X = np.random.default_rng(0).normal(size=(8, 3))
 mean = tf.reduce_mean
@@ -227,7 +227,7 @@ def test_whether_a_loss_is_a_mean_is_found_out(loss, reduction):
     step, variables = step_of(loss, state=2.0)
     assert same(step, variables, loss_reduction=reduction) == ()
     other = "sum" if reduction == "mean" else "mean"
-    with pytest.raises(PipelineError, match=f"Gradients are a {reduction} .*: pass `loss_reduction=\"{reduction}\"`"):
+    with pytest.raises(PipelineError, match=f'Gradients are a {reduction} .*: pass `loss_reduction="{reduction}"`'):
         judge(step, loss_reduction=other)
 
 

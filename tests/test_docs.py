@@ -179,7 +179,8 @@ def test_the_page_of_parameters_has_all_parameters_with_their_defaults(name):
 @pytest.mark.parametrize("name", sorted({*tflms_sft.__all__} - {"__version__", *CALLED_BY_USERS}))
 def test_the_page_of_parameters_has_all_members_of_results_and_errors(name):
     public, text = getattr(tflms_sft, name), sections(PARAMETERS)[name]
-    members = {*getattr(public, "__annotations__", ()), *vars(public)}
+    bases = [base for base in public.__mro__ if base.__module__.startswith(("tflms_sft", "rewriters"))]
+    members = {member for base in bases for member in (*base.__dict__.get("__annotations__", ()), *vars(base))}
     if name == "RewrittenStep":
         members |= {"plan", "concrete_function"}
     members = {member for member in members if not member.startswith("_")}

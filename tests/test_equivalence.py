@@ -12,9 +12,9 @@ from keras import layers
 from nets import PLAIN, conv, dense_block, frozen_norm, residual, separable, unet, vgg
 
 from rewriters.errors import NotTileableError
-from rewriters.intervals import Window
-from rewriters.registry import Kind
 from rewriters.rules.elementwise import Additive
+from rewriters.rules.intervals import Window
+from rewriters.rules.registry import Kind
 
 
 def fresh():
@@ -151,9 +151,7 @@ def bitwise(step, *cuts):
     """Names of what is not the same to the last bit; the plain step must agree with itself."""
     plain = step.run(step.concrete_fn)
     again = step.run(step.concrete_fn)
-    assert not [name for name in plain if not np.array_equal(plain[name], again[name])], (
-        "plain step not deterministic"
-    )
+    assert not [name for name in plain if not np.array_equal(plain[name], again[name])], "plain step not deterministic"
     tiled = step.run(rewrite(step.concrete_fn, *cuts).function)
     return [name for name in plain if not np.array_equal(plain[name], tiled[name])]
 
@@ -224,9 +222,7 @@ NOT_ELEMENTWISE = {
     "glu": "halves the channels",
     "sparsemax": "sorts the channels, and sorting has no rule",
 }
-WITH_ARGUMENTS = {
-    "threshold": functools.partial(keras.activations.threshold, threshold=0.3, default_value=0.1)
-}
+WITH_ARGUMENTS = {"threshold": functools.partial(keras.activations.threshold, threshold=0.3, default_value=0.1)}
 ACTIVATIONS = [
     name
     for name, value in sorted(vars(keras.activations).items())

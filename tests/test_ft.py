@@ -8,9 +8,9 @@ import tensorflow as tf
 from gradients import gradient_step
 from keras import layers
 
-from rewriters import ft
-from rewriters.analysis import Analysis
-from rewriters.normalise import read
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize.canonicalize import read
+from rewriters.tiling import ft_segments
 
 
 def analysed(body, size=32, channels=3):
@@ -52,24 +52,24 @@ def forward(analysis, op):
 def test_scale_and_delta_are_those_of_table_4(layer, op, expected):
     analysis = analysed(layer, size=200)
     node = forward(analysis, op)
-    assert [ft.scale_and_delta(analysis, node, 0, axis) for axis in (0, 1)] == [expected, expected]
+    assert [ft_segments.scale_and_delta(analysis, node, 0, axis) for axis in (0, 1)] == [expected, expected]
 
 
 def test_axes_are_separate():
     analysis = analysed(conv(kernel=(3, 5)), size=200)
     node = forward(analysis, "Conv2D")
-    assert [ft.scale_and_delta(analysis, node, 0, axis) for axis in (0, 1)] == [(1, 2), (1, 4)]
+    assert [ft_segments.scale_and_delta(analysis, node, 0, axis) for axis in (0, 1)] == [(1, 2), (1, 4)]
 
 
 def test_dimensions_of_operators_and_of_their_segments():
     analysis = analysed(lambda x: layers.MaxPool2D(2)(conv()(x)))
     tiled = [forward(analysis, op) for op in ("Conv2D", "BiasAdd", "Relu", "MaxPool")]
     for node in tiled:
-        assert ft.ft_dimensions(analysis, node) == {"batch", "height", "width"}
+        assert ft_segments.ft_dimensions(analysis, node) == {"batch", "height", "width"}
     mean = forward(analysis, "Mean")
-    assert ft.ft_dimensions(analysis, mean) == frozenset()
-    assert ft.segment_dimensions(analysis, tiled) == {"batch", "height", "width"}
-    assert ft.segment_dimensions(analysis, [*tiled, mean]) == frozenset()
+    assert ft_segments.ft_dimensions(analysis, mean) == frozenset()
+    assert ft_segments.segment_dimensions(analysis, tiled) == {"batch", "height", "width"}
+    assert ft_segments.segment_dimensions(analysis, [*tiled, mean]) == frozenset()
 
 
 # Cuts -------------------------------------------------------------------------------------------------------
@@ -121,17 +121,17 @@ def on_every_path(analysis, nodes):
 @pytest.mark.parametrize(("body", "forks"), [(chain, False), (residual, True), (unet, True)])
 def test_cuts_are_where_every_path_goes_through(body, forks):
     analysis = analysed(body)
-    (component,), _ = ft.find_components(analysis)
+    (component,), _ = ft_segments.find_components(analysis)
     expected, paths = on_every_path(analysis, component.nodes)
     assert (len(paths) > 1) == forks
-    assert component.cuts == expected == ft.post_dominators(analysis, component.nodes)
+    assert component.cuts == expected == ft_segments.post_dominators(analysis, component.nodes)
     assert (len(expected) < len(component.nodes)) == forks
     for cut in component.cuts:
         assert component.cut_tensor(analysis, cut).node is component.nodes[cut]
 
 
 def test_the_entry_may_go_on_beside_a_cut_because_it_is_kept_anyway():
-    (component,), _ = ft.find_components(analysed(lambda x: layers.Add()([x, conv(3)(x)])))
+    (component,), _ = ft_segments.find_components(analysed(lambda x: layers.Add()([x, conv(3)(x)])))
     assert [node.op for node in component.nodes] == ["Conv2D", "BiasAdd", "Relu", "AddV2"]
     assert component.cuts == [0, 1, 2, 3]
 
@@ -165,10 +165,10 @@ def three_blocks(x):
 )
 def test_segments_end_at_the_first_tensor_that_fits(capacity, expected):
     analysis = analysed(three_blocks)
-    (component,), _ = ft.find_components(analysis)
+    (component,), _ = ft_segments.find_components(analysis)
     assert [node.op for node in component.nodes] == NODES
     assert [node.out().num_bytes() for node in component.nodes[3::4]] == [4096, 1024, 256]
-    found = ft.find_segments(analysis, component, capacity, 1)
+    found = ft_segments.find_segments(analysis, component, capacity, 1)
     assert found == [range(*bounds) for bounds in expected]
 
 
@@ -179,16 +179,16 @@ def test_a_small_tensor_between_large_ones_is_kept_and_ends_a_segment():
         return conv()(x)
 
     analysis = analysed(hourglass)
-    (component,), _ = ft.find_components(analysis)
+    (component,), _ = ft_segments.find_components(analysis)
     ops = [node.op for node in component.nodes]
     assert ops == ["Conv2D", "BiasAdd", "Relu", "MaxPool", "Conv2DBackpropInput", "Conv2D", "BiasAdd", "Relu"]
-    assert ft.find_segments(analysis, component, 2000, 1) == [range(0, 4), range(4, 8)]
-    assert ft.find_segments(analysis, component, 500, 1) == [range(0, 8)]
+    assert ft_segments.find_segments(analysis, component, 2000, 1) == [range(0, 4), range(4, 8)]
+    assert ft_segments.find_segments(analysis, component, 500, 1) == [range(0, 8)]
 
 
 def test_the_capacity_is_per_batch():
     analysis = analysed(three_blocks)
-    (component,), _ = ft.find_components(analysis)
+    (component,), _ = ft_segments.find_components(analysis)
     sizes = [node.out().num_bytes(5) for node in component.nodes]
     assert sizes == [node.out().num_bytes(1) for node in component.nodes], "the batch is known here"
 
@@ -206,7 +206,7 @@ def squeeze_and_excite(x):
 
 def test_a_net_that_comes_back_from_outside_falls_into_convex_components():
     analysis = analysed(squeeze_and_excite)
-    components, left = ft.find_components(analysis)
+    components, left = ft_segments.find_components(analysis)
     assert [[node.op for node in c.nodes] for c in components] == [
         ["Conv2D", "BiasAdd", "Relu"],
         ["Mul", "Conv2D", "BiasAdd", "Relu"],
@@ -231,7 +231,7 @@ def is_convex(analysis, nodes):
 
 def test_components_share_no_op_and_hold_all_that_can_be_tiled():
     analysis = analysed(lambda x: squeeze_and_excite(unet(x)))
-    components, _ = ft.find_components(analysis)
+    components, _ = ft_segments.find_components(analysis)
     for one, other in itertools.combinations(components, 2):
         assert not set(one.nodes) & set(other.nodes)
     held = {node for c in components for node in c.nodes}
@@ -241,7 +241,7 @@ def test_components_share_no_op_and_hold_all_that_can_be_tiled():
 
 def test_automatic_segments_are_numbered_and_share_no_backward_op():
     analysis = analysed(squeeze_and_excite)
-    segments, _ = ft.auto_segments(analysis, None, 1, {})
+    segments, _ = ft_segments.auto_segments(analysis, None, 1, {})
     assert [segment.name for segment in segments] == [f"segment{n}" for n in range(1, len(segments) + 1)]
     assert len(segments) >= 2
     for one, other in itertools.combinations(segments, 2):
@@ -259,8 +259,10 @@ def whole(x):
 
 def test_what_a_segment_saves_is_what_it_need_not_keep():
     analysis = analysed(lambda x: conv(name="two")(conv(name="one")(x)))
-    (segment,), _ = ft.auto_segments(analysis, None, 1, {})
-    assert ft.saved_bytes(analysis, segment, 1) == 4 * 32 * 32 * 4, "the first of two activations; the image is there"
+    (segment,), _ = ft_segments.auto_segments(analysis, None, 1, {})
+    assert ft_segments.saved_bytes(analysis, segment, 1) == 4 * 32 * 32 * 4, (
+        "the first of two activations; the image is there"
+    )
 
 
 def test_an_entry_that_only_the_recomputation_reads_counts_against_a_segment():
@@ -274,11 +276,11 @@ def test_an_entry_that_only_the_recomputation_reads_counts_against_a_segment():
 
         return build
 
-    segments, left = ft.auto_segments(analysed(body(conv(activation=None))), None, 1, {})
+    segments, left = ft_segments.auto_segments(analysed(body(conv(activation=None))), None, 1, {})
     assert segments == [] and any("would keep as much" in item.reason for item in left)
     analysis = analysed(body(conv(3), conv(3)))
-    (segment,), _ = ft.auto_segments(analysis, None, 1, {})
-    assert ft.saved_bytes(analysis, segment, 1) == (2 - 1) * 3 * 32 * 32 * 4
+    (segment,), _ = ft_segments.auto_segments(analysis, None, 1, {})
+    assert ft_segments.saved_bytes(analysis, segment, 1) == (2 - 1) * 3 * 32 * 32 * 4
 
 
 def test_volumes_are_tiled_and_what_joins_their_axes_is_left_alone_with_a_reason():
@@ -292,6 +294,6 @@ def test_volumes_are_tiled_and_what_joins_their_axes_is_left_alone_with_a_reason
         return loss, tape.gradient(loss, model.trainable_variables)
 
     read_step = Analysis(read(step.get_concrete_function(tf.zeros((1, 8, 8, 8, 2)))))
-    (component, *_), left = ft.find_components(read_step)
+    (component, *_), left = ft_segments.find_components(read_step)
     assert {"Conv3D", "Relu"} <= {node.op for node in component.nodes}
     assert left[0].reason == "Reshape: `functional_1/flatten_1/Reshape:0` of shape (1, 432) is no image"

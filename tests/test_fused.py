@@ -6,7 +6,7 @@ import tensorflow as tf
 from equivalence import error
 
 import tflms_sft
-from rewriters import normalise
+from rewriters.canonicalize import canonicalize
 
 CHANNELS = 4
 
@@ -85,13 +85,13 @@ def test_a_gradient_that_takes_from_elsewhere_what_was_kept_is_left():
 
     shapes = [(2, 8, 7, CHANNELS), (2, 8, 7, CHANNELS), (CHANNELS,)]
     concrete_fn = tf.function(step).get_concrete_function(*map(tf.TensorSpec, shapes))
-    ops = [node.op for node in normalise.read(concrete_fn).nodes.values()]
+    ops = [node.op for node in canonicalize.read(concrete_fn).nodes.values()]
     assert {"FusedBatchNormV3", "FusedBatchNormGradV3"} <= set(ops)
 
 
 def test_without_tiles_it_stays_fused():
     concrete_fn = Fused(True, 1.0).step.get_concrete_function(tf.TensorSpec((2, 8, 7, 2)))
-    ops = [node.op for node in normalise.read(concrete_fn, for_tiles=False).nodes.values()]
+    ops = [node.op for node in canonicalize.read(concrete_fn, for_tiles=False).nodes.values()]
     assert {"FusedBatchNormV3", "FusedBatchNormGradV3"} <= set(ops)
 
 
@@ -111,7 +111,7 @@ def test_what_a_branch_keeps_stays_fused():
         return y, tf.cond(flag, gradient, lambda: dy)
 
     specs = [tf.TensorSpec((2, 8, 7, CHANNELS))] * 2 + [tf.TensorSpec((), tf.bool)]
-    ops = [node.op for node in normalise.read(tf.function(step).get_concrete_function(*specs)).nodes.values()]
+    ops = [node.op for node in canonicalize.read(tf.function(step).get_concrete_function(*specs)).nodes.values()]
     assert "FusedBatchNormV3" in ops
 
 
@@ -123,4 +123,4 @@ def test_what_is_colocated_with_it_is_imported():
             return tf.nn.relu(y) + 1.0
 
     concrete_fn = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec((2, 8, 7, CHANNELS)))
-    assert "Relu" in [node.op for node in normalise.read(concrete_fn).nodes.values()]
+    assert "Relu" in [node.op for node in canonicalize.read(concrete_fn).nodes.values()]

@@ -5,7 +5,7 @@ import collections
 import fuzz
 import pytest
 
-from rewriters.intervals import Window
+from rewriters.rules.intervals import Window
 
 
 def test_random_networks_are_the_same_or_refused():

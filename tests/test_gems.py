@@ -4,8 +4,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from rewriters.schedules import make
-from rewriters.simulator import simulate
+from rewriters.pipelining.schedule_simulator import simulate
+from rewriters.pipelining.schedules import make
 from tflms_sft import gems
 
 

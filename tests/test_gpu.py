@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tflms_sft
-from rewriters import _tf_private
+from rewriters.ir import tf_internals
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +63,7 @@ def test_the_same_numbers_with_half_the_memory(step, images):
 def test_transfers_run_beside_kernels(step, images):
     fast = tflms_sft.rewrite(step, tflms_sft.LMSParams(**{**LEAST_MEMORY, "lb": 4, "max_in_flight": 2}), images)
     copies, kernels = [], []
-    for found in _tf_private.step_stats(fast.concrete_function, [images]).dev_stats:
+    for found in tf_internals.step_stats(fast.concrete_function, [images]).dev_stats:
         if "stream" in found.device or "memcpy" in found.device:
             for node in found.node_stats:
                 begin = node.all_start_micros

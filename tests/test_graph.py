@@ -9,9 +9,9 @@ from equivalence import keras_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewriters.build import Importer
 from rewriters.errors import RewriteError
-from rewriters.graph import Graph, Node, Tensor, ancestors, between, from_concrete_function, predecessors
+from rewriters.ir.graph import Graph, Node, Tensor, ancestors, between, from_concrete_function, predecessors
+from rewriters.step_importer import Importer
 
 FLOAT = [(tf.float32, (None, 3))]
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tflms_sft import Measurement, Plan, PlannedSegment, PlannedSwap, Prediction, Timeline
-from tflms_sft._html import MOST_POINTS
+from tflms_sft._report.html_page import MOST_POINTS
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def test_the_page_holds_everything_and_asks_for_nothing(tmp_path):
     assert largest[1] == ["conv<1>", "32 MiB"] and measured[1] == ["Conv<2D> (in s, backward)", "99 B"]
     assert alone[1] == ["layer 'mean' <b>", "it reduces & waits"]
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and text.count("<svg") == 1
-    assert "name=\"viewport\"" in text and "prefers-color-scheme: dark" in text and "@media print" in text
+    assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text and "@media print" in text
 
 
 def test_a_measured_peak_over_the_budget_is_marked():

@@ -25,7 +25,8 @@ from training import (
 )
 
 import tflms_sft
-from tflms_sft import SFT, BudgetError, MemoryBudget, RewriteError, SegmentError, SegmentSpec, _sizes
+from tflms_sft import SFT, BudgetError, MemoryBudget, RewriteError, SegmentError, SegmentSpec
+from tflms_sft._keras import batch_limits
 
 # One training after another -------------------------------------------------------------------------------
 
@@ -369,8 +370,8 @@ def test_whether_a_larger_batch_runs_is_predicted_for_that_batch(monkeypatch):
         found, ratio = predict(traced, plans)
         return dataclasses.replace(found, peak_bytes=int(1.5 * found.peak_bytes)), ratio
 
-    predict = _sizes.predict
-    monkeypatch.setattr(_sizes, "predict", predicted)
+    predict = batch_limits.predict
+    monkeypatch.setattr(batch_limits, "predict", predicted)
     callback = tflms_sft.MemoryBudget(int(1.51 * peak / 0.9), verbose=0)
     model.fit(growing(), callbacks=[callback], **fit)
     assert asked == [6] and not callback.plan.changed and callback.plan.batch == 4

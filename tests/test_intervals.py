@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewriters.intervals import Interval, Window, hull_of, partition, whole
+from rewriters.rules.intervals import Interval, Window, hull_of, partition, whole
 
 
 @pytest.fixture(autouse=True)

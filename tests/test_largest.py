@@ -2,7 +2,7 @@
 
 import pytest
 
-from tflms_sft._largest import extrapolated, largest
+from tflms_sft._util.bisection import extrapolated, largest
 
 
 def threshold(answer, asked):

@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from keras import layers
 
 import tflms_sft
-from rewriters import normalise
-from rewriters.analysis import Analysis, check_forward
-from rewriters.barriers import find_roles
+from rewriters.analysis.graph_analysis import Analysis, check_forward
+from rewriters.canonicalize import canonicalize
 from rewriters.errors import NotTileableError
-from rewriters.graph import Node
-from rewriters.layouts import Layout, Layouts, Link
-from rewriters.rules.blocks import groups
+from rewriters.ir.graph import Node
+from rewriters.rules.axis_layouts import Layout, Layouts, Link
+from rewriters.rules.reshape import groups
+from rewriters.tiling.barrier_levels import find_roles
 from tflms_sft import SFTParams
 
 
 def analysis_of(function, *shapes):
     specs = [tf.TensorSpec(shape) for shape in shapes]
-    return Analysis(normalise.read(tf.function(function, autograph=False).get_concrete_function(*specs)))
+    return Analysis(canonicalize.read(tf.function(function, autograph=False).get_concrete_function(*specs)))
 
 
 def layouts_of(function, *shapes):

@@ -12,15 +12,15 @@ from equivalence import Cut, Step, keras_step
 from keras import layers
 from swapping import same_bits, swapped
 
-from rewriters import normalise
-from rewriters.analysis import Analysis
-from rewriters.control import ControlSearch
-from rewriters.graph import Graph, Node, ancestors
-from rewriters.late import readiness
-from rewriters.lms import Swap, SwapIn, SwapOptions, insert_swaps, plan_swaps
-from rewriters.memory import graph_peak, graph_schedule
-from rewriters.spill import SpillStore
-from rewriters.tiers import DiskTier, HostTier
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
+from rewriters.device.peak_memory import graph_peak, graph_schedule
+from rewriters.ir.graph import Graph, Node, ancestors
+from rewriters.scheduling.delay_early_ops import readiness
+from rewriters.swapping.spill_store import SpillStore
+from rewriters.swapping.swap_pass import Swap, SwapIn, SwapOptions, insert_swaps, plan_swaps
+from rewriters.swapping.tiers import DiskTier, HostTier
+from rewriters.swapping.trigger_search import ControlSearch
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -164,7 +164,9 @@ def test_a_swap_in_waits_until_earlier_tensors_are_given_back(tmp_path):
 @pytest.mark.parametrize("net", NETS)
 def test_nothing_comes_back_during_the_forward_phase(net, strategy, monkeypatch):
     """With an unknown batch the gradients ask for shapes of activations, which are known at once."""
-    monkeypatch.setattr("rewriters.memory.op_scratch", lambda node, batch: 0)  # Other gradients run at once then.
+    monkeypatch.setattr(
+        "rewriters.device.peak_memory.op_scratch", lambda node, batch: 0
+    )  # Other gradients run at once then.
     peaks = {}
     for known in (True, False):
         keras.backend.clear_session()
@@ -240,7 +242,7 @@ def test_scopes_that_belong_to_the_backward_phase_are_found_or_given():
     x = np.random.default_rng(1).normal(size=(4, 8, 8, 4))
     step = Step(tf.function(by_hand).get_concrete_function(tf.constant(x)), [weight], [(x,)] * 4)
     assert not swapped(step).plan.swaps
-    graph = normalise.read(step.concrete_fn)
+    graph = canonicalize.read(step.concrete_fn)
     for scope in ("net/by_hand", "by_hand", "net"):
         analysis = Analysis(graph, (scope,))
         swaps = plan_swaps(analysis, SwapOptions(), 4).swaps
@@ -355,7 +357,7 @@ def test_edges_that_bring_updates_last_are_few(traced):
 @pytest.mark.parametrize("rank", [2, 3])
 def test_poolings_that_are_made_again_for_their_gradients_change_no_bit(rank, monkeypatch):
     """As with oneDNN, whose kernels this is for; in float64 where TensorFlow has a kernel for that."""
-    monkeypatch.setattr("rewriters.device.pools_in_pairs", lambda: True)
+    monkeypatch.setattr("rewriters.device.properties.pools_in_pairs", lambda: True)
     convolve, pool = {2: (layers.Conv2D, layers.MaxPooling2D), 3: (layers.Conv3D, layers.MaxPooling3D)}[rank]
 
     def pooled(x):

@@ -12,22 +12,21 @@ import tensorflow as tf
 from listening import SETTINGS, free, listener
 
 import tflms_sft
-from rewriters import _tf_private
-from tflms_sft import _lost, _reach
-from tflms_sft._cluster import split_address
+from rewriters.ir import tf_internals
+from tflms_sft._cluster.spec import reachability, split_address, worker_watch
 
 
 @pytest.fixture
 def one_worker(monkeypatch):
     """As if this program were connected to one, which answers."""
-    monkeypatch.setattr(_lost.GUARD, "lost", {})
+    monkeypatch.setattr(worker_watch.GUARD, "lost", {})
     with listener(SETTINGS) as address:
-        monkeypatch.setattr(_tf_private, "workers", lambda: {"/job:worker/task:0": address})
+        monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": address})
         yield address
 
 
 def raised(error):
-    with _lost.workers_watched():
+    with worker_watch.workers_watched():
         raise error
 
 
@@ -56,7 +55,10 @@ def test_nothing_is_begun_once_a_worker_was_lost(one_worker):
     with pytest.raises(tflms_sft.WorkerError):
         raised(tf.errors.UnavailableError(None, None, text))
     begun, model = [], dense()
-    with pytest.raises(tflms_sft.WorkerError, match="the connection broke.* in a new process"), _lost.workers_watched():
+    with (
+        pytest.raises(tflms_sft.WorkerError, match="the connection broke.* in a new process"),
+        worker_watch.workers_watched(),
+    ):
         begun.append("a step")
     with pytest.raises(tflms_sft.WorkerError, match="the connection broke"):
         fitted(model, [Gone(0, begun.append), tflms_sft.Pipeline(["one"], devices=["CPU:0"] * 2, verbose=0)])
@@ -65,15 +67,15 @@ def test_nothing_is_begun_once_a_worker_was_lost(one_worker):
 
 def test_connections_to_a_worker_that_is_silent_are_closed(monkeypatch):
     """Whoever waits for it goes on; others are left alone."""
-    monkeypatch.setattr(_lost, "ASKED_EVERY_SECONDS", 0.1)
-    monkeypatch.setattr(_lost, "ANSWER_SECONDS", 0.2)
-    guard = _lost.Guard()
-    monkeypatch.setattr(_lost, "GUARD", guard)
+    monkeypatch.setattr(worker_watch, "ASKED_EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(worker_watch, "ANSWER_SECONDS", 0.2)
+    guard = worker_watch.Guard()
+    monkeypatch.setattr(worker_watch, "GUARD", guard)
     with listener() as silent, listener(SETTINGS) as good:
         asked = {"/job:worker/task:0": good, "/job:worker/task:1": silent}
-        monkeypatch.setattr(_tf_private, "workers", lambda: asked)
+        monkeypatch.setattr(tf_internals, "workers", lambda: asked)
         ours = [socket.create_connection(split_address(address), timeout=10) for address in (silent, good)]
-        with _lost.workers_watched():
+        with worker_watch.workers_watched():
             assert ours[0].recv(1) == b"", "it ends"
         ours[1].settimeout(0.1)
         assert ours[1].recv(100) == SETTINGS
@@ -85,7 +87,7 @@ def test_connections_to_a_worker_that_is_silent_are_closed(monkeypatch):
         for connection in ours:
             connection.close()
         asked.clear()
-    assert _reach.break_connections("nowhere.invalid:1") == 0
+    assert reachability.break_connections("nowhere.invalid:1") == 0
 
 
 def test_connections_are_found_among_all_that_is_open_and_nothing_is_left_open():
@@ -100,14 +102,14 @@ def test_connections_are_found_among_all_that_is_open_and_nothing_is_left_open()
             open_things.callback(os.close, descriptor)
         assert ours.recv(100) == SETTINGS, "what the listener holds is open by now"
         before = len(os.listdir("/proc/self/fd"))
-        assert [_reach.break_connections(free()) for _ in range(3)] == [0, 0, 0]
-        assert _reach.break_connections(address) == 1
+        assert [reachability.break_connections(free()) for _ in range(3)] == [0, 0, 0]
+        assert reachability.break_connections(address) == 1
         assert len(os.listdir("/proc/self/fd")) == before
         assert ours.recv(1) == b"", "it ends"
 
 
 def test_whoever_asks_goes_on_after_an_error_and_is_replaced_if_dead(monkeypatch, capsys):
-    monkeypatch.setattr(_lost, "ASKED_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(worker_watch, "ASKED_EVERY_SECONDS", 0.01)
     asked, done = [], threading.Event()
 
     def fail(addresses, seconds):
@@ -115,10 +117,10 @@ def test_whoever_asks_goes_on_after_an_error_and_is_replaced_if_dead(monkeypatch
         done.set() if len(asked) > 2 else None
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(_lost, "missing", fail)
+    monkeypatch.setattr(worker_watch, "missing", fail)
     workers = {"/job:worker/task:0": free()}
-    monkeypatch.setattr(_tf_private, "workers", lambda: workers)
-    guard = _lost.Guard()
+    monkeypatch.setattr(tf_internals, "workers", lambda: workers)
+    guard = worker_watch.Guard()
     guard._thread = threading.Thread()
     guard.begin()
     assert guard._thread.is_alive() and done.wait(10)
@@ -154,10 +156,10 @@ def fitted(model, callbacks):
 
 def test_at_the_end_of_an_epoch_workers_are_looked_for(monkeypatch):
     gone, model = free(), dense()
-    monkeypatch.setattr(_lost.GUARD, "lost", {})
+    monkeypatch.setattr(worker_watch.GUARD, "lost", {})
 
     def lose(model):
-        monkeypatch.setattr(_tf_private, "workers", lambda: {"/job:worker/task:0": gone})
+        monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": gone})
 
     pipeline = tflms_sft.Pipeline(["one"], devices=["CPU:0"] * 2, verbose=0)
     plain = model.__dict__.get("train_step")
@@ -186,7 +188,7 @@ def test_a_backup_that_is_not_whole_does_not_take_the_place_of_the_last(one_work
     model = dense()
     model.load_weights(tmp_path / "latest.weights.h5")
     assert int(model.optimizer.iterations) == 1
-    monkeypatch.setattr(_lost.GUARD, "lost", {})  # As in the new process that it takes.
+    monkeypatch.setattr(worker_watch.GUARD, "lost", {})  # As in the new process that it takes.
     fitted(model, callbacks(-1))
     assert int(model.optimizer.iterations) == 3
     assert "save_weights" not in model.__dict__

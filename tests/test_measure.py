@@ -9,11 +9,13 @@ from keras import layers
 from pipelined import train_step
 
 import tflms_sft
-from rewriters import _tf_private, device
-from rewriters.allocator import Exact
-from tflms_sft import PipelineParams, SFTParams, _measure
-from tflms_sft._plan_records import Measurement
-from tflms_sft._plot import readable
+from rewriters.device import properties
+from rewriters.device.allocator import Exact
+from rewriters.ir import tf_internals
+from tflms_sft import PipelineParams, SFTParams
+from tflms_sft._report.memory_chart import readable
+from tflms_sft._report.plan_records import Measurement
+from tflms_sft._rewrite.measure import measure
 
 SIZE = 128
 
@@ -32,7 +34,7 @@ IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float3
 @pytest.fixture
 def records(monkeypatch):
     """Allocation records, whatever else this device has."""
-    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda tiers=(): None)
+    monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda tiers=(): None)
 
 
 @pytest.mark.usefixtures("records")
@@ -62,7 +64,7 @@ def test_timelines_tell_what_the_allocator_tells():
     (line,) = found.timelines
     assert line.device == "CPU:0" and abs(line.peak_bytes - found.peak_bytes) < 0.25 * found.peak_bytes
     assert all(size > 0 for _, size in line.largest) and line.largest[0][1] >= IMAGES.nbytes
-    assert tflms_sft.measure(step, IMAGES).timelines == () or not device.keeps_statistics()
+    assert tflms_sft.measure(step, IMAGES).timelines == () or not properties.keeps_statistics()
 
 
 def test_what_is_read_from_disk_is_in_the_timeline(tmp_path):
@@ -131,9 +133,9 @@ def test_operations_of_branches_have_the_names_that_they_have_in_a_run():
 
     arguments = tf.ones(3), tf.constant(1)
     concrete_fn = step.get_concrete_function(*arguments)
-    types = dict(_tf_private.operations(concrete_fn.graph))
+    types = dict(tf_internals.operations(concrete_fn.graph))
     assert {"Sin", "Exp", "Cos", "Tan"} <= {operation.type for operation in types.values()}
-    times = _tf_private.times(_tf_private.step_stats(concrete_fn, arguments))
+    times = tf_internals.times(tf_internals.step_stats(concrete_fn, arguments))
     ran = [types[name].type for name in times if name in types]
     assert ran.count("Exp") == ran.count("Tan") == 1 and not {"Sin", "Cos"} & {*ran}
 
@@ -158,9 +160,11 @@ def test_all_ways_to_hand_a_step_over_give_about_the_same():
 def either_way(request, monkeypatch):
     """Devices without and with allocator statistics; where there are some, the step itself runs, twice."""
     statistics = request.param == "statistics"
-    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda tiers=(): 0 if statistics else None)
+    monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda tiers=(): 0 if statistics else None)
     if statistics:
-        monkeypatch.setattr("tflms_sft._measure.read_peak", lambda in_use, own, tiers: Measurement(1, "statistics"))
+        monkeypatch.setattr(
+            "tflms_sft._rewrite.measure.read_peak", lambda in_use, own, tiers: Measurement(1, "statistics")
+        )
     return request.param
 
 
@@ -211,19 +215,19 @@ def test_what_is_no_step_is_refused(step):
 def test_a_peak_below_what_the_step_itself_has_is_none(monkeypatch, peak, expected):
     """Some allocators count only blocks above a size."""
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": peak, "current": 0})
-    found = _measure.read_peak(0, [600, 400])
+    found = measure.read_peak(0, [600, 400])
     assert (found and found.peak_bytes) == expected
 
 
 def test_small_blocks_that_an_allocator_does_not_count_are_added(monkeypatch):
     """oneDNN's allocator for a CPU has another one for blocks of less than 256 KiB, without statistics."""
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": 1500, "current": 0})
-    monkeypatch.setattr(device, "counted_from", lambda: 500)
-    monkeypatch.setattr(device, "pool", Exact)
-    assert _measure.read_peak(650, [600, 400, 300]).peak_bytes == 1500 - 50 + 700
+    monkeypatch.setattr(properties, "counted_from", lambda: 500)
+    monkeypatch.setattr(properties, "pool", Exact)
+    assert measure.read_peak(650, [600, 400, 300]).peak_bytes == 1500 - 50 + 700
     many = [400] * 10
-    assert _measure.read_peak(0, many).peak_bytes == 1500 + sum(many), "more than what is seen"
-    assert _measure.read_peak(0, [600, 1000, *many]) is None, "not even what is counted"
+    assert measure.read_peak(0, many).peak_bytes == 1500 + sum(many), "more than what is seen"
+    assert measure.read_peak(0, [600, 1000, *many]) is None, "not even what is counted"
 
 
 @pytest.mark.parametrize(("seen_from", "expected"), [(0, 0), (256, 0), (2**18, 2**18), (2**30, 0)])
@@ -233,14 +237,14 @@ def test_from_which_size_on_blocks_are_counted_is_tried(monkeypatch, seen_from, 
     def info(name):
         return {"current": sum(size for size in sizes if size >= seen_from)}
 
-    monkeypatch.setattr(device, "keeps_statistics", lambda: True)
+    monkeypatch.setattr(properties, "keeps_statistics", lambda: True)
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", info)
     monkeypatch.setattr("tensorflow.identity", lambda value: sizes.append(value.shape[0]))
-    device.counted_from.cache_clear()
+    properties.counted_from.cache_clear()
     try:
-        assert device.counted_from() == expected
+        assert properties.counted_from() == expected
     finally:
-        device.counted_from.cache_clear()
+        properties.counted_from.cache_clear()
 
 
 def test_what_cannot_be_copied_is_named():

@@ -8,10 +8,10 @@ from gradients import gradient_step, model_of
 from keras import layers
 
 import tflms_sft
-from rewriters import device
-from rewriters.allocator import MIB, BestFit, Exact
-from rewriters.graph import Node
-from rewriters.memory import Action, Event, freed_late, replay, schedule, together, worst_kernel
+from rewriters.device import properties
+from rewriters.device.allocator import MIB, BestFit, Exact
+from rewriters.device.peak_memory import Action, Event, freed_late, replay, schedule, together, worst_kernel
+from rewriters.ir.graph import Node
 from tflms_sft import AutoParams, SFTParams
 
 KB = 1000
@@ -30,7 +30,7 @@ def peak(*order, scratch=None, keep=(), pool=None):
 
 @pytest.mark.parametrize("between", [0, 1])
 def test_both_gradients_of_a_convolution_run_at_once_unless_one_waits_for_the_other(between, monkeypatch):
-    monkeypatch.setattr(device, "num_operations", lambda: 2)
+    monkeypatch.setattr(properties, "num_operations", lambda: 2)
     image, filters, grad = op("image", "Relu"), op("filters", "Relu"), op("grad", "Relu")
     first = op("first", "Conv2DBackpropFilter", image, filters, grad).node
     others = [op(f"other{n}", "Relu", grad).node for n in range(between)]
@@ -49,7 +49,7 @@ def test_both_gradients_of_a_convolution_run_at_once_unless_one_waits_for_the_ot
 )
 def test_as_many_gradients_run_at_once_as_there_are_threads(threads, taken, monkeypatch):
     """Two convolutions are added up: all four wait for one gradient."""
-    monkeypatch.setattr(device, "num_operations", lambda: threads)
+    monkeypatch.setattr(properties, "num_operations", lambda: threads)
     grad, image = op("grad", "Relu"), op("image", "Relu")
     four = [op(f"op{n}", "Conv2DBackpropFilter", image, image, grad).node for n in range(4)]
     order = [grad.node, image.node, *four]
@@ -228,7 +228,7 @@ IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float3
 
 
 def test_the_prediction_of_a_plain_step_is_near_the_measured_peak(monkeypatch):
-    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: None)
+    monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda: None)
     step = step_of(*blocks())
     predicted = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES).plan.predicted.peak_bytes
     measured = np.median([tflms_sft.measure(step, IMAGES).peak_bytes for _ in range(3)])
@@ -238,8 +238,8 @@ def test_the_prediction_of_a_plain_step_is_near_the_measured_peak(monkeypatch):
 @pytest.mark.parametrize("tiles", [(2, 2), (3, 4)])
 def test_the_prediction_of_a_tiled_step_is_near_the_measured_peak(monkeypatch, tiles):
     """Slices, cut and padded rows included, but no allocator's fragments: records have what was asked for."""
-    monkeypatch.setattr("tflms_sft._measure.reset_peak", lambda: None)
-    monkeypatch.setattr(device, "pools", lambda scale: [Exact()])
+    monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda: None)
+    monkeypatch.setattr(properties, "pools", lambda scale: [Exact()])
     step = step_of(*blocks())
     fast = tflms_sft.rewrite(step, SFTParams(tiles), IMAGES)
     measured = np.median([tflms_sft.measure(fast, IMAGES).peak_bytes for _ in range(3)])

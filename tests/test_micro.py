@@ -19,12 +19,12 @@ from pipelined import (
 )
 
 import tflms_sft
-from rewriters import normalise
-from rewriters.analysis import Analysis
-from rewriters.cloning import Request, clone
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
 from rewriters.errors import PipelineError
-from rewriters.micro import Hints, split_step
-from rewriters.resources import handles, writes
+from rewriters.ir.variables import handles, writes
+from rewriters.pipelining.micro_batch_unroll import Request, clone
+from rewriters.pipelining.step_partition import Hints, split_step
 from tflms_sft import PipelineParams
 
 TOLERANCE = 1e-12
@@ -43,7 +43,7 @@ def in_parts(step, count, *args, **options):
 
 
 def analysed(step, *specs):
-    return Analysis(normalise.read(step.get_concrete_function(*specs), for_tiles=False))
+    return Analysis(canonicalize.read(step.get_concrete_function(*specs), for_tiles=False))
 
 
 def specs(batch=4):

@@ -10,7 +10,7 @@ from keras import layers
 
 import tflms_sft
 from tflms_sft import SegmentError, SegmentSpec, SFTParams
-from tflms_sft._names import display_names, lookup, part_name, recorded_layers, resolve
+from tflms_sft._trace.layer_names import display_names, lookup, part_name, recorded_layers, resolve
 
 
 def conv(name, filters=3):
@@ -216,7 +216,7 @@ def test_names_that_a_plan_prints_can_be_pasted_back(body):
 
 
 def test_every_displayed_name_resolves_to_its_tensor():
-    from rewriters.normalise import read
+    from rewriters.canonicalize.canonicalize import read
 
     step = step_of(classifier(nested))
     with recorded_layers() as record:

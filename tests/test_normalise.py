@@ -8,11 +8,11 @@ from equivalence import Step, error, keras_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewriters import normalise
-from rewriters.build import Importer
-from rewriters.graph import Graph, Node, ancestors, from_concrete_function
-from rewriters.inline import is_call
-from rewriters.values import Evaluator
+from rewriters.canonicalize import canonicalize
+from rewriters.ir.graph import Graph, Node, ancestors, from_concrete_function
+from rewriters.ir.inlining import is_call
+from rewriters.ir.static_values import Evaluator
+from rewriters.step_importer import Importer
 
 
 def imported(concrete_fn, graph):
@@ -39,12 +39,12 @@ def step(request):
 
 def test_the_step_computes_the_same(step):
     want = step.run(step.concrete_fn)
-    got = step.run(imported(step.concrete_fn, normalise.read(step.concrete_fn)))
+    got = step.run(imported(step.concrete_fn, canonicalize.read(step.concrete_fn)))
     assert not {name: error(got[name], want[name]) for name in want if error(got[name], want[name]) > 1e-12}
 
 
 def test_nothing_is_left_that_does_nothing(step):
-    graph = normalise.read(step.concrete_fn)
+    graph = canonicalize.read(step.concrete_fn)
     evaluate = Evaluator(graph)
     before = from_concrete_function(step.concrete_fn)
     assert "Sum" in ops(before) and "IdentityN" in ops(before)
@@ -65,14 +65,14 @@ def test_an_unknown_batch_leaves_sums_over_nothing_that_go():
     graph = from_concrete_function(step.concrete_fn)
     evaluate = Evaluator(graph)
     assert any(n.op == "Sum" and evaluate(n.inputs[1]) == () for n in graph.nodes.values())
-    after = normalise.normalise(graph)
+    after = canonicalize.normalise(graph)
     assert not any(n.op == "Sum" and evaluate(n.inputs[1]) == () for n in after.nodes.values())
 
 
 def test_the_graph_that_is_given_stays_as_it_was(step):
     graph = from_concrete_function(step.concrete_fn)
     before = graph.to_graph_def().SerializeToString(deterministic=True)
-    normalise.normalise(graph)
+    canonicalize.normalise(graph)
     assert graph.to_graph_def().SerializeToString(deterministic=True) == before
 
 
@@ -89,7 +89,7 @@ def test_dead_operations_go():
 
     concrete_fn = body.get_concrete_function(tf.TensorSpec((3,), tf.float32))
     assert "Cos" in ops(Graph.copy(from_concrete_function(concrete_fn)))
-    assert "Cos" not in ops(normalise.read(concrete_fn))
+    assert "Cos" not in ops(canonicalize.read(concrete_fn))
 
 
 def test_who_waited_for_a_bypassed_node_waits_for_what_it_passed_on():
@@ -103,7 +103,7 @@ def test_who_waited_for_a_bypassed_node_waits_for_what_it_passed_on():
     nodes = {n.name: n for n in (source, other, first, second, reader, late)}
     library = tf.compat.v1.GraphDef().library
     outputs = [reader.out(), late.out(), first.out(0)]
-    graph = normalise.normalise(Graph(nodes, [source.out(), other.out()], outputs, [], library, None))
+    graph = canonicalize.normalise(Graph(nodes, [source.out(), other.out()], outputs, [], library, None))
     names = {node.name: {c.name for c in node.control_inputs} for node in graph.nodes.values()}
     assert set(names) == {"source", "other", "reader", "late"}
     assert [t.name for t in graph.nodes["reader"].inputs] == ["other:0"]
@@ -122,7 +122,7 @@ def test_a_check_on_the_way_stays_before_what_follows():
         variable.assign_sub(same)
         return same
 
-    graph = normalise.read(body.get_concrete_function(tf.TensorSpec((2, 3))))
+    graph = canonicalize.read(body.get_concrete_function(tf.TensorSpec((2, 3))))
     update = next(node for node in graph.nodes.values() if node.op == "AssignSubVariableOp")
     assert "If" in {node.op for node in ancestors([update])}  # The guard around the assertion.
 
@@ -133,7 +133,7 @@ def test_one_shape_does_not_keep_the_others_alive():
         return tf.raw_ops.ShapeN(input=[x, tf.exp(y)])[0]
 
     spec = tf.TensorSpec((None, 3), tf.float32)
-    graph = normalise.read(body.get_concrete_function(spec, spec))
+    graph = canonicalize.read(body.get_concrete_function(spec, spec))
     assert "Exp" not in ops(graph) and "Shape" in ops(graph)
 
 
@@ -145,7 +145,7 @@ def test_a_rank_is_known_and_waits_for_what_it_waited_for():
             return tf.raw_ops.Rank(input=hidden)
 
     concrete_fn = body.get_concrete_function(tf.TensorSpec((None, 3), tf.float32))
-    graph = normalise.read(concrete_fn)
+    graph = canonicalize.read(concrete_fn)
     assert not {"Rank", "Exp"} & set(ops(graph))
     assert "If" in {node.op for node in ancestors([graph.outputs[0].node])}  # The guard around the assertion.
     assert imported(concrete_fn, graph)(tf.ones((1, 3))).numpy() == 2
@@ -157,7 +157,7 @@ def test_a_rank_is_known_and_waits_for_what_it_waited_for():
 def checked(body, variables, *specs):
     """The inlined step against the plain one, over two steps."""
     concrete_fn = tf.function(body, autograph=False).get_concrete_function(*specs)
-    graph = normalise.read(concrete_fn)
+    graph = canonicalize.read(concrete_fn)
     assert not any(is_call(node) for node in graph.nodes.values())
     random = np.random.default_rng(0)
     batches = [[random.normal(size=spec.shape) for spec in specs] for _ in range(2)]
@@ -257,7 +257,7 @@ def test_prints_and_assertions_in_calls_stay(capfd):
         return x + 1.0
 
     concrete_fn = tf.function(lambda x: speak(speak(x))).get_concrete_function(VECTOR)
-    function = imported(concrete_fn, normalise.read(concrete_fn))
+    function = imported(concrete_fn, canonicalize.read(concrete_fn))
     function(tf.zeros(4, tf.float64))
     assert capfd.readouterr().err.split("\n")[:2] == ["sum is 0", "sum is 4"]
     with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
@@ -270,7 +270,7 @@ def test_a_call_that_must_be_compiled_stays_a_call():
         return x * 2.0
 
     concrete_fn = tf.function(lambda x: compiled(x)).get_concrete_function(VECTOR)
-    assert any("PartitionedCall" in op for op in ops(normalise.read(concrete_fn)))
+    assert any("PartitionedCall" in op for op in ops(canonicalize.read(concrete_fn)))
 
 
 # Convolutions in groups ---------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def compiled_groups(image_shape, strides=1, dilations=1):
 
 
 def test_a_compiled_convolution_in_groups_becomes_one_per_group():
-    graph = normalise.read(compiled_groups((None, 8, 7, 4)))
+    graph = canonicalize.read(compiled_groups((None, 8, 7, 4)))
     ops = [node.op for node in graph.nodes.values()]
     assert not any("Call" in op for op in ops)
     assert [ops.count(op) for op in ("Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter")] == [2, 2, 2]
@@ -306,7 +306,7 @@ def test_a_compiled_convolution_in_groups_becomes_one_per_group():
 
 @pytest.mark.parametrize(("shape", "dilations"), [((None, 8, 7, None), 1), ((1, 8, 7, 4), 2)])
 def test_without_known_channels_or_kernels_it_stays_with_xla(shape, dilations):
-    graph = normalise.read(compiled_groups(shape, dilations=dilations))
+    graph = canonicalize.read(compiled_groups(shape, dilations=dilations))
     calls = [node for node in graph.nodes.values() if "Call" in node.op]
     assert len(calls) == 2 and all(node.attrs["_XlaMustCompile"].b for node in calls)
     assert not any(node.op.startswith("Conv") for node in graph.nodes.values())
@@ -319,7 +319,7 @@ def test_one_call_of_unknown_channels_does_not_keep_the_others_with_xla():
 
     step = tf.function(lambda a, b, taps: (convolved(a, taps), convolved(b, taps)), autograph=False)
     specs = [tf.TensorSpec(shape) for shape in ((1, 8, 7, 4), (1, 8, 7, None), (3, 3, 2, 6))]
-    graph = normalise.read(step.get_concrete_function(*specs))
+    graph = canonicalize.read(step.get_concrete_function(*specs))
     ops = [node.op for node in graph.nodes.values()]
     assert ops.count("Conv2D") == 2 and sum("Call" in op for op in ops) == 1
 
@@ -335,7 +335,7 @@ def test_channels_first_are_not_taken_for_groups():
         return tf.nn.conv2d(first, taps, 1, "SAME", data_format="NCHW"), convolved(last, grouped_taps)
 
     specs = [tf.TensorSpec(shape) for shape in ((1, 4, 8, 12), (1, 8, 7, 4), (3, 3, 4, 6), (3, 3, 2, 6))]
-    graph = normalise.read(tf.function(step, autograph=False).get_concrete_function(*specs))
+    graph = canonicalize.read(tf.function(step, autograph=False).get_concrete_function(*specs))
     formats = [node.attrs["data_format"].s for node in graph.nodes.values() if node.op == "Conv2D"]
     assert sorted(formats) == [b"NCHW", b"NHWC", b"NHWC"]
 
@@ -357,7 +357,7 @@ def test_calls_without_effects_stand_for_what_they_wait_for():
         return x * 2.0
 
     concrete_fn = step.get_concrete_function(tf.TensorSpec((2, 8)))
-    found = imported(concrete_fn, normalise.read(concrete_fn))
+    found = imported(concrete_fn, canonicalize.read(concrete_fn))
     assert np.all(np.array(found(tf.ones((2, 8)))) == 2.0)
     for number, words in ((0.0, "only zeros"), (50.0, "too much")):
         with pytest.raises(tf.errors.InvalidArgumentError, match=words):
@@ -368,7 +368,7 @@ def test_what_else_the_user_lets_xla_compile_stays_compiled():
     compiled = tf.function(lambda x, y: tf.nn.conv2d(tf.tanh(x), y, 1, "SAME"), jit_compile=True)
     step = tf.function(lambda x, y: compiled(x, y) + 1.0, autograph=False)
     specs = tf.TensorSpec((1, 8, 7, 4)), tf.TensorSpec((3, 3, 2, 6))
-    graph = normalise.read(step.get_concrete_function(*specs))
+    graph = canonicalize.read(step.get_concrete_function(*specs))
     assert any("Call" in node.op for node in graph.nodes.values())
 
 
@@ -378,7 +378,7 @@ def test_half_precision_stays_with_xla():
         lambda x, w: tf.function(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), jit_compile=True)(x, w), autograph=False
     )
     specs = tf.TensorSpec((1, 8, 7, 4), tf.float16), tf.TensorSpec((3, 3, 2, 6), tf.float16)
-    assert any("Call" in op for op in ops(normalise.read(step.get_concrete_function(*specs))))
+    assert any("Call" in op for op in ops(canonicalize.read(step.get_concrete_function(*specs))))
 
 
 # Coming to rest ------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def test_half_precision_stays_with_xla():
 
 def test_pairs_of_a_batch_of_unknown_size_come_to_rest():
     step = tf.function(lambda y: tf.expand_dims(y, 1) * y, autograph=False)
-    graph = normalise.read(step.get_concrete_function(tf.TensorSpec((None,))))
+    graph = canonicalize.read(step.get_concrete_function(tf.TensorSpec((None,))))
     assert graph.outputs[0].shape == (None, None)
 
 
@@ -400,4 +400,4 @@ def test_a_sum_that_something_waits_for_comes_to_rest():
             return gradient, tf.identity(loss)
 
     concrete_fn = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec((2, 1, 5, 3)))
-    assert "Sum" in ops(normalise.read(concrete_fn))
+    assert "Sum" in ops(canonicalize.read(concrete_fn))

@@ -7,18 +7,19 @@ from equivalence import keras_step
 from keras import layers
 from test_tidy import changed
 
-from rewriters import normalise, sums
-from rewriters.analysis import Analysis
-from rewriters.graph import Graph, Node, ancestors, predecessors
-from rewriters.late import readiness
-from rewriters.lms import prepare
-from rewriters.memory import graph_peak, graph_schedule
-from rewriters.order import serialise
+from rewriters.analysis import summation_order
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
+from rewriters.device.peak_memory import graph_peak, graph_schedule
+from rewriters.ir.graph import Graph, Node, ancestors, predecessors
+from rewriters.scheduling.delay_early_ops import readiness
+from rewriters.scheduling.serialize_ops import serialise
+from rewriters.swapping.swap_pass import prepare
 
 
 def serialised(analysis, min_bytes=1):
     graph = analysis.graph.copy()
-    backward, untouched = ({n.name for n in nodes} for nodes in (analysis.backward, sums.merged(analysis)))
+    backward, untouched = ({n.name for n in nodes} for nodes in (analysis.backward, summation_order.merged(analysis)))
     serialise(graph, backward, untouched, min_bytes, 2)
     return graph
 
@@ -33,7 +34,7 @@ def forked(x):
 @pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
 def test_the_same_bits_and_no_higher_peak(known):
     step = keras_step(forked, (16, 16), 2, known, keras.optimizers.Adam(), steps=4)
-    before = Analysis(normalise.read(step.concrete_fn))
+    before = Analysis(canonicalize.read(step.concrete_fn))
     graph, same = changed(step, serialised)
     assert same
     peaks = [graph_peak(graph_schedule(g, (), 2, []), {}, limit=0).peak_bytes for g in (before.graph, graph)]
@@ -43,7 +44,7 @@ def test_the_same_bits_and_no_higher_peak(known):
 def test_the_forward_phase_waits_for_nothing_of_the_backward_phase():
     """With an unknown batch the backward phase has operations that run early."""
     step = keras_step(forked, (16, 16), 2, known_batch=False)
-    before = Analysis(normalise.read(step.concrete_fn))
+    before = Analysis(canonicalize.read(step.concrete_fn))
     graph = serialised(before)
     after = Analysis(graph)
     assert {n.name for n in after.backward} == {n.name for n in before.backward}
@@ -56,8 +57,8 @@ def test_sums_that_may_be_merged_are_not_touched():
         return layers.Conv2D(4, 1)(x) + layers.Conv2D(4, 1)(x) + layers.Conv2D(4, 1)(x)
 
     step = keras_step(net, (8, 8), 2)
-    analysis = Analysis(normalise.read(step.concrete_fn))
-    names = {node.name for node in sums.merged(analysis)}
+    analysis = Analysis(canonicalize.read(step.concrete_fn))
+    names = {node.name for node in summation_order.merged(analysis)}
     graph = serialised(analysis)
     assert len(names) >= 2 and not any(graph.nodes[name].control_inputs for name in names)
     assert not any(before.name in names for node in graph.nodes.values() for before in node.control_inputs)
@@ -65,7 +66,7 @@ def test_sums_that_may_be_merged_are_not_touched():
 
 def test_small_operations_stay_free():
     step = keras_step(forked, (16, 16), 2)
-    analysis = Analysis(normalise.read(step.concrete_fn))
+    analysis = Analysis(canonicalize.read(step.concrete_fn))
     large = 2 * 16 * 16 * 8 * 8
     few, all_ = (sum(len(n.control_inputs) for n in serialised(analysis, m).nodes.values()) for m in (large, 1))
     none = sum(len(n.control_inputs) for n in analysis.graph.nodes.values())
@@ -150,7 +151,7 @@ def test_nothing_comes_between_what_onednn_makes_one():
         return loss
 
     concrete_fn = tf.function(function).get_concrete_function(tf.TensorSpec((2, 8, 8, 4)))
-    graph = prepare(normalise.read(concrete_fn), 1, 2).graph
+    graph = prepare(canonicalize.read(concrete_fn), 1, 2).graph
     pairs = [(t.node, n) for n in graph.nodes.values() for t in n.inputs if (t.node.op, n.op) in PAIRS]
     assert len(pairs) == 2
     for node, reader in pairs:

@@ -9,7 +9,7 @@ import pytest
 
 import tflms_sft
 from tflms_sft import AutoParams, SegmentSpec, SFTParams
-from tflms_sft._num_tiles import parse_num_tiles
+from tflms_sft._params.tile_counts import parse_num_tiles
 
 
 @pytest.fixture(autouse=True)

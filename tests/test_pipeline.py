@@ -15,15 +15,16 @@ from children import printed
 from pipelined import CUTS, SCHEDULES, batches, compiled, hand_step, largest_error, net, run, train_step
 
 import tflms_sft
-from rewriters import normalise, pipeline
-from rewriters.analysis import Analysis
-from rewriters.cloning import Request
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
 from rewriters.errors import PipelineError
-from rewriters.graph import predecessors
-from rewriters.micro import split_step
-from rewriters.schedules import Pass, Schedule, Slot, make
-from rewriters.simulator import simulate
-from rewriters.stages import assign_stages
+from rewriters.ir.graph import predecessors
+from rewriters.pipelining import pipeline_pass
+from rewriters.pipelining.micro_batch_unroll import Request
+from rewriters.pipelining.schedule_simulator import simulate
+from rewriters.pipelining.schedules import Pass, Schedule, Slot, make
+from rewriters.pipelining.stage_assignment import assign_stages
+from rewriters.pipelining.step_partition import split_step
 from tflms_sft import Pipeline, PipelineParams
 
 TOLERANCE = 1e-12
@@ -127,13 +128,13 @@ def piped(schedule, skip=False, optimizer="momentum", deep=False):
     """A pipeline as a graph, with what it was made of."""
     specs = tf.TensorSpec((2, 8, 8, 3), "float64"), tf.TensorSpec((2,), "int64")
     step = hand_step(compiled(net(HERE, skip, deep=deep), optimizer)).get_concrete_function(*specs)
-    analysis = Analysis(normalise.read(step, for_tiles=False))
+    analysis = Analysis(canonicalize.read(step, for_tiles=False))
     forward = (node for node in analysis.order if "gradient_tape" not in node.name)
     by_name = {node.name.split("functional_1/")[-1]: node for node in forward}
     stages = assign_stages(analysis, [[by_name[f"stage{number}_1/Tanh"].out()] for number in range(3)])
     request = Request(schedule.micro_batches, [0, 1], lambda tensor: True, lambda tensor: tensor.shape[:1] == (2,))
-    devices = pipeline.Devices([f"/device:CPU:{number}" for number in range(schedule.num_devices)], {})
-    return pipeline.pipeline(analysis, split_step(analysis, [0, 1]), stages, request, schedule, devices)
+    devices = pipeline_pass.Devices([f"/device:CPU:{number}" for number in range(schedule.num_devices)], {})
+    return pipeline_pass.pipeline(analysis, split_step(analysis, [0, 1]), stages, request, schedule, devices)
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -204,7 +205,7 @@ def test_no_constant_is_sent_and_only_parts_of_arguments_are():
         if node.op == "Const":
             assert {reader.device for reader, _ in readers.get(node.out(), ())} <= {node.device}
         if node.op == "Split":
-            assert node.device == pipeline.HOST
+            assert node.device == pipeline_pass.HOST
     arguments = built.graph.inputs[:2]
     assert {reader.op for argument in arguments for reader, _ in readers[argument]} == {"Split"}
 

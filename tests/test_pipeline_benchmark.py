@@ -9,8 +9,8 @@ import tensorflow as tf
 
 import tflms_sft
 from benchmarks import _pipeline_models, _pipeline_picture, _staged, pipeline
-from rewriters.schedules import make
-from rewriters.simulator import simulate
+from rewriters.pipelining.schedule_simulator import simulate
+from rewriters.pipelining.schedules import make
 from tflms_sft import gems, unets
 
 EVEN = [

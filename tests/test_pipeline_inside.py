@@ -23,21 +23,21 @@ from pipelined import (
 from test_pipeline import HERE, fitted
 
 import tflms_sft
-from rewriters import normalise
-from rewriters.analysis import Analysis
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
 from rewriters.errors import PipelineError, RewriteError, SegmentError, SwapError
-from rewriters.intervals import Window
-from rewriters.lms import SwapOptions
-from rewriters.micro import split_step
-from rewriters.staged import Staged, with_swaps, with_tiles
-from rewriters.stages import assign_stages, in_slots
-from rewriters.tiers import Outline
+from rewriters.pipelining.stage_assignment import assign_stages, in_slots
+from rewriters.pipelining.stage_passes import Staged, with_swaps, with_tiles
+from rewriters.pipelining.step_partition import split_step
+from rewriters.rules.intervals import Window
+from rewriters.swapping.swap_pass import SwapOptions
+from rewriters.swapping.tiers import Outline
 from tflms_sft import AutoParams, LMSParams, Pipeline, PipelineParams, SegmentSpec, SFTParams
-from tflms_sft._callbacks import trained_by
-from tflms_sft._compile import Traced
-from tflms_sft._names import LayerRecord
-from tflms_sft._request import chosen_of
-from tflms_sft._tiling import Staging, plan_sft
+from tflms_sft._keras.rewriting_callback import trained_by
+from tflms_sft._params.request import chosen_of
+from tflms_sft._planner.requested_tiles import Staging, plan_sft
+from tflms_sft._planner.traced_step import Traced
+from tflms_sft._trace.layer_names import LayerRecord
 
 TOLERANCE = 1e-10
 SWAPPED = 1e-12
@@ -118,7 +118,7 @@ def staged():
     keras.config.set_floatx("float64")
     specs = tf.TensorSpec((2, 8, 8, 3), "float64"), tf.TensorSpec((2,), "int64")
     step = hand_step(compiled(net(HERE, skip=True, deep=True), "momentum")).get_concrete_function(*specs)
-    analysis = Analysis(normalise.read(step))
+    analysis = Analysis(canonicalize.read(step))
     forward = (node for node in analysis.order if "gradient_tape" not in node.name)
     by_name = {node.name.split("functional_1/")[-1]: node for node in forward}
     cuts = [[by_name[f"stage{number}_1/Tanh"].out()] for number in range(3)]

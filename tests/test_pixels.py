@@ -8,9 +8,9 @@ from equivalence import TOLERANCE, batches_of, error, model_step
 from keras import layers
 
 import tflms_sft
-from rewriters import normalise
-from rewriters.build import Importer
-from rewriters.rules.pixels import CROSS_ENTROPIES, run_per_pixel
+from rewriters.canonicalize import canonicalize
+from rewriters.rules.contraction import CROSS_ENTROPIES, run_per_pixel
+from rewriters.step_importer import Importer
 
 RANDOM = np.random.RandomState(0)
 
@@ -23,7 +23,7 @@ def normalised(function, *arrays, known=True):
     """The function after normalisation, and the types of its operations."""
     specs = [tf.TensorSpec(a.shape if known else (None, *a.shape[1:]), a.dtype) for a in arrays]
     concrete_fn = tf.function(function, autograph=False).get_concrete_function(*specs)
-    graph = normalise.read(concrete_fn)
+    graph = canonicalize.read(concrete_fn)
     importer = Importer(graph, concrete_fn)
     return tf.function(lambda *args: importer(args), autograph=False), [n.op for n in graph.nodes.values()]
 

@@ -14,10 +14,10 @@ from keras import layers
 
 import tflms_sft
 from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
-from tflms_sft._plan_records import PlannedSwap
-from tflms_sft._plot import Span, joined, readable
-from tflms_sft._summary import rows
-from tflms_sft._units import format_bytes
+from tflms_sft._report.memory_chart import Span, joined, readable
+from tflms_sft._report.plan_records import PlannedSwap
+from tflms_sft._report.summary import rows
+from tflms_sft._util.byte_sizes import format_bytes
 
 IMAGES = np.zeros((2, 32, 32, 3), "float32")
 

@@ -6,13 +6,14 @@ import pytest
 from training import BUDGET, SETTINGS, X, Y, net
 
 import tflms_sft
-from tflms_sft import LMSParams, SFTParams, _progress
-from tflms_sft._progress import told_if_slow
-from tflms_sft._request import chosen_of
+from tflms_sft import LMSParams, SFTParams
+from tflms_sft._params.request import chosen_of
+from tflms_sft._util import progress
+from tflms_sft._util.progress import told_if_slow
 
 
 def test_what_is_slow_is_told_once_and_timed(monkeypatch):
-    monkeypatch.setattr(_progress, "SLOW_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.05)
     said = []
     with told_if_slow("thinking", said.append) as watch:
         time.sleep(0.3)
@@ -37,7 +38,7 @@ def test_what_is_quick_is_not_told_after_an_error_neither(error):
 
 @pytest.mark.parametrize("verbose", [0, 1])
 def test_a_slow_search_is_told_before_its_plan(verbose, monkeypatch, capsys):
-    monkeypatch.setattr(_progress, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.01)
     callback = tflms_sft.MemoryBudget(BUDGET, verbose=verbose)
     net().fit(X[:4], Y[:4], batch_size=4, callbacks=[callback], **SETTINGS)
     lines = capsys.readouterr().out.splitlines()

@@ -89,9 +89,7 @@ def nets(draw: Any) -> tuple[list[Layer], list[Shape]]:
         other = draw(st.integers(0, last))
         layer = Layer(
             kind,
-            (last, other)
-            if kind in ("add", "mul", "max", "concat")
-            else (draw(st.sampled_from([last, last, other])),),
+            (last, other) if kind in ("add", "mul", "max", "concat") else (draw(st.sampled_from([last, last, other])),),
             draw(st.integers(1, 4)),
             draw(st.integers(1, 2)),
             draw(st.sampled_from(["SAME", "VALID"])),

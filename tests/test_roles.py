@@ -7,15 +7,15 @@ import tensorflow as tf
 from equivalence import keras_step
 
 import tflms_sft
-from rewriters import normalise
-from rewriters.analysis import Analysis
+from rewriters.analysis.autodiff_roles import gradients, is_seed, reads_shape_only
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
 from rewriters.errors import RewriteError
-from rewriters.graph import Node
-from rewriters.roles import gradients, is_seed, reads_shape_only
+from rewriters.ir.graph import Node
 
 
 def analysed(body, *specs):
-    return Analysis(normalise.read(tf.function(body, autograph=False).get_concrete_function(*specs)))
+    return Analysis(canonicalize.read(tf.function(body, autograph=False).get_concrete_function(*specs)))
 
 
 def backward(analysis, op_type):
@@ -33,7 +33,7 @@ def test_a_training_step_is_told_apart():
         return keras.layers.MaxPool2D(2)(x)
 
     step = keras_step(net, (9, 9), floatx="float32")
-    analysis = Analysis(normalise.read(step.concrete_fn))
+    analysis = Analysis(canonicalize.read(step.concrete_fn))
     for op_type in ("Relu", "MaxPool", "BiasAdd", "Mean"):
         assert set(backward(analysis, op_type)) == {False}
     for op_type in ("Conv2DBackpropFilter", "ReluGrad", "MaxPoolGrad", "BiasAddGrad"):
@@ -55,7 +55,7 @@ def test_gradients_are_where_autodiff_ends_and_the_update_begins(optimizer):
     options = {"sgd": {"momentum": 0.9, "nesterov": True}, "adam": {"clipnorm": 1.0, "weight_decay": 0.1}}[optimizer]
     made = {"sgd": keras.optimizers.SGD, "adam": keras.optimizers.Adam}[optimizer](0.1, **options)
     step = keras_step(net, (9, 9), floatx="float32", optimizer=made)
-    analysis = Analysis(normalise.read(step.concrete_fn))
+    analysis = Analysis(canonicalize.read(step.concrete_fn))
     found = gradients(analysis.graph, analysis.order, analysis.backward)
     assert sorted(t.shape for t in found) == sorted([(3, 3, 3, 3), (3,), (3, 3), (3,)])
 
@@ -128,7 +128,7 @@ def test_scopes_can_be_named_as_backward():
             return tf.sin(x) * 2.0
 
     concrete_fn = tf.function(body, autograph=False).get_concrete_function(IMAGE)
-    graph = normalise.read(concrete_fn)
+    graph = canonicalize.read(concrete_fn)
     assert not Analysis(graph).backward
     with pytest.raises(RewriteError, match="no backward part.*Pass the function that computes gradients"):
         Analysis(graph).require_backward()

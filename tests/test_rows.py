@@ -10,20 +10,21 @@ from keras import layers
 from nets import NORMALISED, PLAIN, cell, conv, dense_block, dilated, enlarged, masked, separable, unet, vgg
 
 import tflms_sft
-from rewriters import carries, normalise
-from rewriters.allocator import Exact
-from rewriters.analysis import Analysis
-from rewriters.carries import Frontier
-from rewriters.cost import Costs
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
+from rewriters.device.allocator import Exact
+from rewriters.device.peak_memory import most_taken
 from rewriters.errors import NotTileableError
-from rewriters.graph import Node
-from rewriters.intervals import Interval
-from rewriters.memory import most_taken
-from rewriters.registry import Kind
-from rewriters.rows import FEW_FLOPS, nearly_free
-from rewriters.turns import loop_turns
+from rewriters.estimates.loop_memory import loop_turns
+from rewriters.estimates.op_cost import Costs
+from rewriters.ir.graph import Node
+from rewriters.rules.intervals import Interval
+from rewriters.rules.registry import Kind
+from rewriters.tiling import row_frontiers
+from rewriters.tiling.row_frontiers import Frontier
+from rewriters.tiling.row_planner import FEW_FLOPS, nearly_free
 from tflms_sft import SegmentSpec, SFTParams
-from tflms_sft._units import format_bytes
+from tflms_sft._util.byte_sizes import format_bytes
 
 
 def rows(number, backward=None, batch=1, **options):
@@ -32,7 +33,7 @@ def rows(number, backward=None, batch=1, **options):
 
 
 def planned(step, cut):
-    return plan(Analysis(normalise.read(step.concrete_fn)), [cut])[0]
+    return plan(Analysis(canonicalize.read(step.concrete_fn)), [cut])[0]
 
 
 def rewritten_by(step, **params):
@@ -111,7 +112,7 @@ def test_borders_are_even_where_nothing_is_handed_on():
 @pytest.mark.parametrize("net", NORMALISED, ids=lambda net: net.__name__)
 def test_rows_between_barriers(net, few_flops, monkeypatch):
     """With what is dear to make again handed on, and with all."""
-    monkeypatch.setattr("rewriters.rows.FEW_FLOPS", few_flops)
+    monkeypatch.setattr("rewriters.tiling.row_planner.FEW_FLOPS", few_flops)
     step = keras_step(net, (17, 14), 3, False, keras.optimizers.SGD(0.1, momentum=0.9))
     wrong, found = rewritten_by(step, num_tiles=(2, 3, 1), backward_num_tiles=(1, 9, 1))
     assert not wrong
@@ -150,7 +151,7 @@ def test_segments_of_rows_and_tiles():
 def test_exits_that_are_also_read_inside():
     """The frontier of an exit runs ahead of an even partition where the segment goes on."""
     step = keras_step(unet, (50, 22), steps=2)
-    analysis = Analysis(normalise.read(step.concrete_fn))
+    analysis = Analysis(canonicalize.read(step.concrete_fn))
     skip = find(analysis, "conv2d")
     segment = plan(analysis, [rows(4, exit=("max_pooling2d",))])[0].segment
     assert skip in segment.exits
@@ -238,7 +239,7 @@ def test_half_precision(policy):
 def test_no_row_of_a_value_is_made_twice(net):
     """Neither forward nor backward, but for what costs next to nothing."""
     step = keras_step(net, (50, 22), steps=1)
-    analysis = Analysis(normalise.read(step.concrete_fn))
+    analysis = Analysis(canonicalize.read(step.concrete_fn))
     found = plan(analysis, [rows(3)])[0]
     free = nearly_free(analysis, found.segment.forward)
     for phase in found.phases:
@@ -292,7 +293,7 @@ def test_a_frontier_never_goes_back():
     assert frontier.kept.tolist() == [2, 3, 4, 9]
     found = frontier.new(np.arange(4))
     assert found.size.tolist() == [4, 0, 3]
-    assert carries.refilled(found).lo.tolist() == [2, 5, 6]
+    assert row_frontiers.refilled(found).lo.tolist() == [2, 5, 6]
     assert frontier.carried(np.array([0, 2, 3])).size.tolist() == [0, 2, 0]
 
 
@@ -313,7 +314,7 @@ def test_a_whole_tensor_is_made_from_the_first_row_to_the_last():
     ],
 )
 def test_the_heaviest_tile_is_as_light_as_can_be(weights, tiles, want):
-    assert np.diff(carries.balanced(np.array(weights), tiles)).tolist() == want
+    assert np.diff(row_frontiers.balanced(np.array(weights), tiles)).tolist() == want
 
 
 def test_the_first_tile_makes_the_rows_that_others_share_and_is_the_smaller_for_it():
@@ -328,16 +329,18 @@ def test_the_first_tile_makes_the_rows_that_others_share_and_is_the_smaller_for_
 def test_forward_tiles_save_every_border_of_backward_tiles_once(forward, backward):
     fine = 12
     frontier = Frontier.of(interval(*((max(4 * t - 2, 0), 4 * t + 4) for t in range(fine))), start=0)
-    back = carries.balanced(np.arange(fine + 1), backward)
+    back = row_frontiers.balanced(np.arange(fine + 1), backward)
     saved = {}
-    for lines, places in carries.slots(frontier, carries.balanced(np.arange(fine + 1), forward), back):
+    for lines, places in row_frontiers.slots(frontier, row_frontiers.balanced(np.arange(fine + 1), forward), back):
         for lo, size, place in zip(lines.lo, lines.size, places, strict=True):
             if size:
                 assert place not in saved
                 saved[place] = (lo, size)
     want = frontier.carried(back[:-1])
     assert sorted(saved.items()) == [
-        (place, (lo, size)) for place, lo, size in zip(carries.offsets(want), want.lo, want.size, strict=True) if size
+        (place, (lo, size))
+        for place, lo, size in zip(row_frontiers.offsets(want), want.lo, want.size, strict=True)
+        if size
     ]
 
 
@@ -386,21 +389,21 @@ def test_rows_that_are_off_by_one_are_noticed(monkeypatch):
 @pytest.mark.parametrize("kind", [Kind.FULL, Kind.PARTIAL], ids=["values", "gradients"])
 def test_rows_that_are_not_handed_on_are_noticed(kind, monkeypatch):
     """LR-CNN V-D: rows that share nothing train something else."""
-    from rewriters import carrying, emit
+    from rewriters.emission import loop_emitter, row_carries
 
     def forgotten(turn, tensor, carry, source, images):
-        found = carrying.received(turn, tensor, carry, source, images)
+        found = row_carries.received(turn, tensor, carry, source, images)
         return tf.zeros_like(found) if turn.segment.kinds.get(tensor) is kind else found
 
-    monkeypatch.setattr(emit, "received", forgotten)
+    monkeypatch.setattr(loop_emitter, "received", forgotten)
     assert len(differing(keras_step(vgg, (34, 22), steps=1), rows(3))) > 3
 
 
 def test_a_stand_in_is_in_no_graph():
     image = Node("image", "Placeholder", outputs=[(tf.float32, (2, 30, 20, 3))]).out()
-    saved = carries.stand_in(image, (1, 2), (6, 20))
+    saved = row_frontiers.stand_in(image, (1, 2), (6, 20))
     assert saved.shape == (2, 6, 20, 3)
-    assert saved.node.op == carries.SAVED
+    assert saved.node.op == row_frontiers.SAVED
 
 
 # What a plan says of rows.
@@ -450,7 +453,7 @@ def test_with_more_overlapping_rows_than_pay_the_work_doubles():
     assert 4 < most < 64
     summary = tflms_sft.rewrite(step, SFTParams(num_tiles=(4, 1))).plan.summary()
     assert f"with more than {most} tiles the work would double" in summary
-    analysis = Analysis(normalise.read(step.get_concrete_function()))
+    analysis = Analysis(canonicalize.read(step.get_concrete_function()))
     (found,) = plan(analysis, [Cut("images", "second_relu", grid=(most, 1))])
     loop = found.phases[-1]
     costs = Costs(analysis, 1)

@@ -8,15 +8,15 @@ import tensorflow as tf
 from one_op import FULL, HEIGHT, INVARIANT, PARTIAL, WIDTH, Const, OneOp, flags, image, numbers
 from rule_cases import CASES, POOL, convolution_case, filter_gradient_case, max_pool_gradient_case
 
-from rewriters import tiles
 from rewriters.errors import NotTileableError
-from rewriters.graph import Node, from_tf_graph
-from rewriters.intervals import Interval, Window, whole
-from rewriters.layouts import Layouts
-from rewriters.registry import OpView, Rule, add_rule, find_rule, not_tileable, registered
+from rewriters.ir.graph import Node, from_tf_graph
+from rewriters.ir.static_values import Evaluator
 from rewriters.rules import convolution, pooling
-from rewriters.tiles import Grid
-from rewriters.values import Evaluator
+from rewriters.rules.axis_layouts import Layouts
+from rewriters.rules.intervals import Interval, Window, whole
+from rewriters.rules.registry import OpView, Rule, add_rule, find_rule, not_tileable, registered
+from rewriters.tiling import tile_planner
+from rewriters.tiling.tile_planner import Grid
 
 
 @pytest.fixture(autouse=True)
@@ -89,9 +89,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("op_type", "operands"), VARIANTS, ids=[f"{v[0]}{n}" for n, v in enumerate(VARIANTS)]
-)
+@pytest.mark.parametrize(("op_type", "operands"), VARIANTS, ids=[f"{v[0]}{n}" for n, v in enumerate(VARIANTS)])
 @pytest.mark.parametrize("batch_known", [True, False], ids=["known", "unknown"])
 def test_other_uses_of_the_rules(op_type, operands, batch_known):
     assert not OneOp(op_type, operands, batch_known).differing(Grid(2, (6, 5)))
@@ -304,7 +302,7 @@ BREAKS = [
     (
         "rows of another tile",
         "BiasAddGrad",
-        lambda m: m.setattr(tiles, "partition", lambda n, t: whole(n, t)),
+        lambda m: m.setattr(tile_planner, "partition", lambda n, t: whole(n, t)),
     ),
 ]
 

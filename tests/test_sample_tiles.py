@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
 
-from rewriters.analysis import Analysis
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.receptive_field import repetition
+from rewriters.canonicalize.canonicalize import read
 from rewriters.errors import RewriteError
-from rewriters.intervals import Interval, Window
-from rewriters.normalise import read
-from rewriters.receptive import repetition
+from rewriters.rules.intervals import Interval, Window
 from tflms_sft.unets import TABLE_1, Architecture, sample_tiling
 
 SMALL, MEDIUM_1, MEDIUM_2, LARGE = TABLE_1

@@ -2,13 +2,13 @@
 
 import keras
 
-from rewriters import _tf_private
-from tflms_sft._saves import watch_saves
+from rewriters.ir import tf_internals
+from tflms_sft._keras.backup_guard import watch_saves
 
 
 def test_saves_that_a_training_left_behind_are_taken_over(monkeypatch, fresh_keras):
     """Keras tells nobody of the end of a training that failed."""
-    monkeypatch.setattr(_tf_private, "workers", lambda: {"/job:worker/task:0": "127.0.0.1:1"})
+    monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": "127.0.0.1:1"})
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     left = watch_saves(model)
     again = watch_saves(model)
@@ -18,7 +18,7 @@ def test_saves_that_a_training_left_behind_are_taken_over(monkeypatch, fresh_ker
     again.remove()
     assert "save_weights" not in model.__dict__
     watch_saves(model)
-    monkeypatch.setattr(_tf_private, "workers", dict)
+    monkeypatch.setattr(tf_internals, "workers", dict)
     assert watch_saves(model) is None and "save_weights" not in model.__dict__
     object.__setattr__(model, "save_weights", print)
     assert watch_saves(model) is None and model.__dict__["save_weights"] is print

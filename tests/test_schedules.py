@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from rewriters import schedules
-from rewriters.schedules import Pass, Schedule, Slot, hybrid, make
+from rewriters.pipelining import schedules
+from rewriters.pipelining.schedules import Pass, Schedule, Slot, hybrid, make
 
 FORWARD, BACKWARD = Pass.FORWARD, Pass.BACKWARD
 

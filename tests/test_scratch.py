@@ -5,18 +5,18 @@ import pytest
 import tensorflow as tf
 
 import tflms_sft
-from rewriters import device, scratch
-from rewriters.normalise import read
-from rewriters.scratch import full_call, is_direct, op_scratch, window_bytes
+from rewriters.canonicalize.canonicalize import read
+from rewriters.device import kernel_scratch, properties
+from rewriters.device.kernel_scratch import full_call, is_direct, op_scratch, window_bytes
 
-pytestmark = pytest.mark.skipif(not device.unfolds_convolutions(), reason="oneDNN has other kernels")
+pytestmark = pytest.mark.skipif(not properties.unfolds_convolutions(), reason="oneDNN has other kernels")
 
 
 @pytest.fixture(autouse=True)
 def caches(monkeypatch):
     """Those of the machine, which other tests do without."""
-    monkeypatch.setattr(scratch, "L3_BYTES", conftest.CACHES[0])
-    monkeypatch.setattr(scratch, "last_level_cache", conftest.CACHES[1])
+    monkeypatch.setattr(kernel_scratch, "L3_BYTES", conftest.CACHES[0])
+    monkeypatch.setattr(kernel_scratch, "last_level_cache", conftest.CACHES[1])
 
 
 # Pixels a side, channels in and out, images, taps a side, stride, axes.

@@ -15,18 +15,17 @@ from keras import layers
 from nets import chain
 
 import tflms_sft
-from rewriters import ft
-from rewriters.analysis import Analysis
-from rewriters.normalise import read
-from rewriters.sft import plan_segment
-from rewriters.tiles import Grid, Halo, Phase
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize.canonicalize import read
+from rewriters.emission.tile_pass import plan_segment
+from rewriters.tiling import ft_segments
+from rewriters.tiling.tile_planner import Grid, Halo, Phase
 from tflms_sft import AutoParams
-from tflms_sft._barriers import Barriers
-from tflms_sft._blocks import backward_positions
-from tflms_sft._chain import Chain
-from tflms_sft._compile import MOST_OUTLINES, analyse, predict
-from tflms_sft._grids import auto_grids, fewest
-from tflms_sft._search import TileSearch
+from tflms_sft._planner.barrier_search import Barriers
+from tflms_sft._planner.chain_search import Chain, backward_positions
+from tflms_sft._planner.tile_grids import auto_grids, fewest
+from tflms_sft._planner.tile_search import TileSearch
+from tflms_sft._planner.traced_step import MOST_OUTLINES, analyse, predict
 
 
 def step_of(height, width, depth=3, filters=8, batch=1, pooled=True):
@@ -41,7 +40,7 @@ def step_of(height, width, depth=3, filters=8, batch=1, pooled=True):
 def segment_of(height, width):
     step = step_of(height, width)
     analysis = Analysis(read(step.get_concrete_function(tf.TensorSpec((1, height, width, 3)))))
-    (segment,), _ = ft.auto_segments(analysis, None, 1, {})
+    (segment,), _ = ft_segments.auto_segments(analysis, None, 1, {})
     return analysis, segment
 
 
@@ -86,7 +85,7 @@ def test_a_long_image_is_cut_along_its_long_side_first():
 
 def test_backward_ops_belong_to_the_blocks_they_go_back_through():
     analysis, _ = segment_of(64, 64)
-    (component,), _ = ft.find_components(analysis)
+    (component,), _ = ft_segments.find_components(analysis)
     found = backward_positions(analysis, component)
     forward = [index for index, node in enumerate(component.nodes) if node.op == "Conv2D"]
     filters = [found[node] for node in analysis.order if node.op == "Conv2DBackpropFilter"]
@@ -98,7 +97,7 @@ def test_backward_ops_belong_to_the_blocks_they_go_back_through():
 
 def chain_of(height, width, depth):
     traced = analyse(step_of(height, width, depth).get_concrete_function(tf.TensorSpec((1, height, width, 3))))
-    ((component,), _) = ft.find_components(traced.analysis)
+    ((component,), _) = ft_segments.find_components(traced.analysis)
     return Chain(traced, component)
 
 
@@ -277,7 +276,7 @@ def test_tiles_that_save_nothing_are_not_taken(taken, monkeypatch):
     def scratch(phase, batch):
         return taken(64 // math.prod(phase.grid.spatial))
 
-    monkeypatch.setattr("tflms_sft._tiling.phase_scratch", scratch)
+    monkeypatch.setattr("tflms_sft._planner.requested_tiles.phase_scratch", scratch)
     plan = tflms_sft.rewrite(step_of(32, 32, 1), tflms_sft.SFTParams(), tf.TensorSpec((1, 32, 32, 3))).plan
     tiles = {math.prod(segment.num_tiles[-2:]) for segment in plan.segments}
     assert tiles <= ({1} if taken(64) == taken(1) else set(range(32, 64)))

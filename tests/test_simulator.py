@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
-from rewriters import schedules
 from rewriters.errors import RewriteError, ScheduleError
-from rewriters.schedules import Pass, Slot, make
-from rewriters.simulator import draw, simulate
-from tflms_sft._schedule_plot import COLORS, EXCHANGED, draw_schedule
+from rewriters.pipelining import schedules
+from rewriters.pipelining.schedule_simulator import draw, simulate
+from rewriters.pipelining.schedules import Pass, Slot, make
+from tflms_sft._report.schedule_chart import COLORS, EXCHANGED, draw_schedule
 
 FORWARD, BACKWARD = Pass.FORWARD, Pass.BACKWARD
 

@@ -8,9 +8,9 @@ from hand_written import KERNELS, one_loss, three_layers, weights
 
 import tflms_sft
 from rewriters.errors import NotTileableError
-from rewriters.graph import from_concrete_function
-from rewriters.sizes import Size
-from rewriters.values import Evaluator
+from rewriters.ir.graph import from_concrete_function
+from rewriters.ir.static_values import Evaluator
+from rewriters.ir.symbolic_dims import Size
 
 SIZE = 5
 

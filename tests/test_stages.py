@@ -9,21 +9,23 @@ import tensorflow as tf
 from keras import layers
 from pipelined import compiled, hand_step, net, train_step
 
-from rewriters import normalise
-from rewriters.analysis import Analysis
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
 from rewriters.errors import PipelineError
-from rewriters.stages import assign_stages, crossings, separators
+from rewriters.pipelining.stage_assignment import assign_stages, crossings, separators
 
 HERE = ["CPU:0"] * 4
 
 
 def analysed(step, shape=(4, 8, 8, 3)):
     specs = tf.TensorSpec(shape, "float32"), tf.TensorSpec(shape[:1], "int32")
-    return Analysis(normalise.read(step.get_concrete_function(*specs), for_tiles=False))
+    return Analysis(canonicalize.read(step.get_concrete_function(*specs), for_tiles=False))
 
 
 def written(body, *specs):
-    return Analysis(normalise.read(tf.function(body, autograph=False).get_concrete_function(*specs), for_tiles=False))
+    return Analysis(
+        canonicalize.read(tf.function(body, autograph=False).get_concrete_function(*specs), for_tiles=False)
+    )
 
 
 def tensor(analysis, name):

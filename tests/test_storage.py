@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewriters.storage import DeviceBuffer, allocate, stacked
+from rewriters.emission.buffers import DeviceBuffer, allocate, stacked
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +81,7 @@ def test_the_whole_tensor_is_neither_cut_nor_copied():
         return DeviceBuffer(x).write([None, None], x + 1.0)
 
     function = body.get_concrete_function(tf.TensorSpec((2, 3), tf.float32))
-    assert not {"StridedSlice", "TensorStridedSliceUpdate"} & {
-        op.type for op in function.graph.get_operations()
-    }
+    assert not {"StridedSlice", "TensorStridedSliceUpdate"} & {op.type for op in function.graph.get_operations()}
     assert np.all(function(tf.zeros((2, 3))) == 1.0)
 
 

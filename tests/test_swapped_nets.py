@@ -11,8 +11,8 @@ from equivalence import keras_step, model_step
 from keras import layers
 from swapping import same_bits, swapped
 
-from rewriters.spill import SpillStore
-from rewriters.tiers import DiskTier, HostTier
+from rewriters.swapping.spill_store import SpillStore
+from rewriters.swapping.tiers import DiskTier, HostTier
 
 
 @pytest.fixture(params=["host", "disk"])

@@ -17,7 +17,7 @@ from gradients import gradient_step, model_of
 from keras import layers
 
 import tflms_sft
-from rewriters.spill import SpillError, SpillStore, is_in_memory
+from rewriters.swapping.spill_store import SpillError, SpillStore, is_in_memory
 from tflms_sft import LMS, LMSParams, RewriteError, SegmentSpec, SFTParams, SwapError
 
 X = np.random.default_rng(0).normal(size=(6, 24, 24, 3))
@@ -145,11 +145,11 @@ def test_files_in_memory_are_no_disk(tmp_path, monkeypatch):
     found = [is_in_memory(str(tmp_path / path), str(table)) for path in ("", "a b", "a b/d", "a b/c", "a bc")]
     assert found == [False, True, True, False, False]
     assert not is_in_memory(str(tmp_path), str(tmp_path / "no such table"))
-    monkeypatch.setattr("tflms_sft._lms_params.is_in_memory", lambda path: path != "/var/tmp")
+    monkeypatch.setattr("tflms_sft._params.swap_params.is_in_memory", lambda path: path != "/var/tmp")
     assert LMSParams().directory == "/var/tmp" and LMSParams(spill_dir=tmp_path).directory == str(tmp_path)
-    monkeypatch.setattr("tflms_sft._lms_params.is_in_memory", lambda path: True)
+    monkeypatch.setattr("tflms_sft._params.swap_params.is_in_memory", lambda path: True)
     assert LMSParams().directory == tempfile.gettempdir()
-    monkeypatch.setattr("tflms_sft._swap.is_in_memory", lambda path: True)
+    monkeypatch.setattr("tflms_sft._planner.swap_planner.is_in_memory", lambda path: True)
     callback = swapping(tmp_path)
     net().fit(X, Y, callbacks=[callback], **SETTINGS)
     assert f"{str(tmp_path)!r} is in memory, so that swapping there saves none" in callback.plan.notes[-1]
@@ -181,9 +181,9 @@ def test_fit_gives_the_same_bits_and_leaves_no_file(tmp_path, page_cache, capfd)
 def test_the_first_step_is_measured_with_what_is_read_from_disk(tmp_path, monkeypatch):
     """The tier is not there yet when the measurement of a `fit` begins: the step is traced in it."""
     watched = []
-    monkeypatch.setattr("tflms_sft._install.watch", watched.append)
-    monkeypatch.setattr("rewriters.device.keeps_statistics", lambda: True)
-    monkeypatch.setattr("rewriters.device.counted_from", lambda: 0)
+    monkeypatch.setattr("tflms_sft._keras.train_step_patch.watch", watched.append)
+    monkeypatch.setattr("rewriters.device.properties.keeps_statistics", lambda: True)
+    monkeypatch.setattr("rewriters.device.properties.counted_from", lambda: 0)
     net().fit(X, Y, epochs=2, callbacks=[swapping(tmp_path)], **SETTINGS)
     (tier,) = watched
     assert tier.store.directory == str(tmp_path)
@@ -333,7 +333,9 @@ def test_a_file_system_that_is_really_full(small_disk, monkeypatch):
         either.fit(X, Y, **SETTINGS)
     with pytest.raises(tflms_sft.SwapError, match="`spill_dir` has too little space"):
         model.fit(X, Y, callbacks=[swapping(small_disk)], **SETTINGS)
-    monkeypatch.setattr("rewriters.spill.SpillStore.free_bytes", lambda self: 10**12)  # As if it filled up later.
+    monkeypatch.setattr(
+        "rewriters.swapping.spill_store.SpillStore.free_bytes", lambda self: 10**12
+    )  # As if it filled up later.
     with pytest.raises(tf.errors.OpError, match=f"SpillError: The disk of .{small_disk}. is full"):
         model.fit(X, Y, callbacks=[swapping(small_disk)], **SETTINGS)
     assert same(model, plain)
@@ -445,7 +447,7 @@ def test_arrays_are_given_back_when_the_next_tensor_moves(tmp_path):
     step = tf.function(lambda x, y: model.train_step((x, y)))
     params = LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=0, ctrld_strategy="direct_order", fuse_swapins=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tflms_sft._swap.SpillStore", lambda *_: store)
+        patch.setattr("tflms_sft._planner.swap_planner.SpillStore", lambda *_: store)
         model.optimizer.build(model.trainable_variables)
         fast = tflms_sft.rewrite(step, params, tf.constant(X[:2]), tf.constant(Y[:2]))
     fast(X[:2], Y[:2])

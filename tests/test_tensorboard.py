@@ -9,9 +9,9 @@ import tensorflow as tf
 from training import BUDGET, SETTINGS, X, Y, budgeted, net, tiles
 
 import tflms_sft
-from tflms_sft import _tensorboard
-from tflms_sft._plan_records import Measurement
-from tflms_sft._tensorboard import TrainingLog, tensorboard_of_this_fit
+from tflms_sft._report import tensorboard
+from tflms_sft._report.plan_records import Measurement
+from tflms_sft._report.tensorboard import TrainingLog, tensorboard_of_this_fit
 
 SCALARS = {"memory/predicted_peak_bytes", "memory/budget_bytes", "memory/swapped_bytes", "time/step_seconds"}
 
@@ -20,8 +20,10 @@ SCALARS = {"memory/predicted_peak_bytes", "memory/budget_bytes", "memory/swapped
 def statistics(monkeypatch):
     """A device that keeps statistics: 1000 bytes more in each epoch."""
     peaks = iter(range(1000, 10**6, 1000))
-    monkeypatch.setattr("tflms_sft._install.reset_peak", lambda tiers=(): next(peaks))
-    monkeypatch.setattr("tflms_sft._install.read_peak", lambda in_use, own, tiers: Measurement(in_use, "a test"))
+    monkeypatch.setattr("tflms_sft._keras.train_step_patch.reset_peak", lambda tiers=(): next(peaks))
+    monkeypatch.setattr(
+        "tflms_sft._keras.train_step_patch.read_peak", lambda in_use, own, tiers: Measurement(in_use, "a test")
+    )
 
 
 def read(run):
@@ -99,7 +101,7 @@ def test_the_tensorboard_package_is_not_needed(tmp_path, monkeypatch):
 
 def test_steps_are_timed_without_the_first_call(monkeypatch):
     clock = iter([0.0, 9.0, 10.0, 12.0, 20.0, 24.0])
-    monkeypatch.setattr(_tensorboard.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(tensorboard.time, "perf_counter", lambda: next(clock))
     log = TrainingLog("unused", None)
     for _ in range(3):
         log.batch_begins()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tflms_sft._text import nearest, shortened, table
+from tflms_sft._util.text import nearest, shortened, table
 
 
 @pytest.fixture(autouse=True)

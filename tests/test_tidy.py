@@ -7,19 +7,19 @@ import tensorflow as tf
 from equivalence import Cut, Step, differing, keras_step, rewrite
 from keras import layers
 
-from rewriters import normalise
-from rewriters.analysis import Analysis
-from rewriters.broadcasts import keep_small
-from rewriters.build import Importer
-from rewriters.graph import ancestors
-from rewriters.late import readiness, start_late
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
+from rewriters.ir.graph import ancestors
+from rewriters.scheduling.delay_early_ops import readiness, start_late
+from rewriters.step_importer import Importer
+from rewriters.swapping.shrink_broadcasts import keep_small
 
 RNG = np.random.default_rng(0)
 
 
 def changed(step, change):
     """The graph after a change, and whether it computes the same bits."""
-    graph = change(Analysis(normalise.read(step.concrete_fn)))
+    graph = change(Analysis(canonicalize.read(step.concrete_fn)))
     importer = Importer(graph, step.concrete_fn)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]
     function = tf.function(lambda *args: importer(args), input_signature=specs).get_concrete_function()
@@ -50,7 +50,7 @@ def test_normalisation_in_training_mode_repeats_nothing(known, dtype):
 
     keras.config.set_floatx(dtype)
     step = keras_step(net, (12, 16), 2, known, keras.optimizers.Adam(), steps=4)
-    before = normalise.read(step.concrete_fn)
+    before = canonicalize.read(step.concrete_fn)
     graph, same = changed(step, keep_small)
     assert same
     for op, fewer in (("Tile" if known else "BroadcastTo", 2), ("RealDiv", 2), ("AddN", 1)):
@@ -152,7 +152,7 @@ def test_momentum_waits_for_the_gradient():
         return layers.Conv2D(8, 3)(layers.Conv2D(8, 3)(x))
 
     step = keras_step(net, (12, 16), 2, True, keras.optimizers.SGD(0.1, momentum=0.9), steps=4)
-    before = normalise.read(step.concrete_fn)
+    before = canonicalize.read(step.concrete_fn)
     graph, same = changed(step, lambda analysis: start_late(analysis, 1, 2))
     assert same
     waiting = [n for n in graph.nodes.values() if len(n.control_inputs) > len(before.nodes[n.name].control_inputs)]
@@ -174,7 +174,7 @@ def test_what_a_gradient_is_multiplied_with_waits_for_it():
         return x
 
     step = keras_step(net, (16, 16), 2, steps=4)
-    before = Analysis(normalise.read(step.concrete_fn))
+    before = Analysis(canonicalize.read(step.concrete_fn))
     early = [n.name for n in before.derived if n.outputs[0][1] and len(n.outputs[0][1]) == 4]
     graph, same = changed(step, lambda analysis: start_late(analysis, 1, 2))
     after = Analysis(graph)
@@ -271,7 +271,7 @@ def test_what_an_update_makes_of_variables_waits_for_the_loops(make, held):
     step = keras_step(regularised, (12, 16), 2, optimizer=make(), steps=3)
     cuts = (Cut("input", "second", (3, 2)), Cut("second", "third", (2, 2)))
     assert not differing(step, *cuts)
-    before, graph = normalise.read(step.concrete_fn), rewrite(step.concrete_fn, *cuts).graph
+    before, graph = canonicalize.read(step.concrete_fn), rewrite(step.concrete_fn, *cuts).graph
     loops = {node for node in graph.nodes.values() if node.op == "StatelessWhile"}
     assert len(loops) == 4
     waiting = [n for n in graph.nodes.values() if n.name in before.nodes and len(n.outputs) == 1 and n not in loops]

@@ -6,15 +6,15 @@ import tensorflow as tf
 from gradients import gradient_step
 from keras import layers
 
-from rewriters import turns
-from rewriters.analysis import Analysis
-from rewriters.emit import trace_phase
-from rewriters.memory import Action
-from rewriters.normalise import read
-from rewriters.segments import build_segment
-from rewriters.sft import plan_segment
-from rewriters.tiles import Grid
-from rewriters.turns import loop_turns, phase_scratch
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize.canonicalize import read
+from rewriters.device.peak_memory import Action
+from rewriters.emission.loop_emitter import trace_phase
+from rewriters.emission.tile_pass import plan_segment
+from rewriters.estimates import loop_memory
+from rewriters.estimates.loop_memory import loop_turns, phase_scratch
+from rewriters.tiling.segment import build_segment
+from rewriters.tiling.tile_planner import Grid
 
 FLOAT = 4
 
@@ -22,7 +22,7 @@ FLOAT = 4
 @pytest.fixture(autouse=True)
 def no_scratch(monkeypatch):
     """What kernels take inside depends on the processor."""
-    monkeypatch.setattr(turns, "scratch_bytes", lambda node, call: 0)
+    monkeypatch.setattr(loop_memory, "scratch_bytes", lambda node, call: 0)
 
 
 def planned(*body, grid=(4, 4), size=64, batch=1, channels=8, batch_tiles=1):

@@ -21,12 +21,12 @@ from pipelined import (
 from test_pipeline import HERE, fitted
 
 import tflms_sft
-from rewriters.build import Importer
 from rewriters.errors import PipelineError
+from rewriters.step_importer import Importer
 from tflms_sft import LMSParams, Pipeline, PipelineParams
-from tflms_sft._compile import analyse
-from tflms_sft._micro_batches import judged
-from tflms_sft._traces import trace
+from tflms_sft._pipeline.micro_batch_check import judged
+from tflms_sft._planner.traced_step import analyse
+from tflms_sft._trace.batch_traces import trace
 
 TOLERANCE = 1e-12
 SWAPS = LMSParams(tier="disk", min_bytes=1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tflms_sft._units import format_bytes, parse_bytes
+from tflms_sft._util.byte_sizes import format_bytes, parse_bytes
 
 
 @pytest.fixture(autouse=True)

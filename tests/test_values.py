@@ -8,10 +8,10 @@ from equivalence import keras_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewriters import _tf_private
-from rewriters.graph import Node, from_concrete_function
-from rewriters.sizes import Size
-from rewriters.values import Evaluator, constant
+from rewriters.ir import tf_internals
+from rewriters.ir.graph import Node, from_concrete_function
+from rewriters.ir.static_values import Evaluator, constant
+from rewriters.ir.symbolic_dims import Size
 
 SIZE = 5
 """Of the batch, where TensorFlow runs."""
@@ -109,9 +109,7 @@ UNKNOWN = {
     "a product of a matrix": lambda s, x: tf.reduce_prod(tf.constant(MATRIX)),
     "a column": lambda s, x: tf.gather(tf.constant(MATRIX), 1, axis=1),
     "parts of a matrix": lambda s, x: tf.concat([tf.constant(MATRIX), tf.constant(MATRIX)], 1),
-    "another axis": lambda s, x: tf.raw_ops.StridedSlice(
-        input=s, begin=[0], end=[4], strides=[1], new_axis_mask=1
-    ),
+    "another axis": lambda s, x: tf.raw_ops.StridedSlice(input=s, begin=[0], end=[4], strides=[1], new_axis_mask=1),
 }
 
 
@@ -123,9 +121,7 @@ def test_what_is_not_known_is_none(name):
 
 
 def test_an_unknown_size_elsewhere_is_not_the_batch():
-    (value, first), _ = evaluated(
-        lambda x: (shape_of(x), shape_of(x)[0]), tf.TensorSpec((None, None, 3), tf.float32)
-    )
+    (value, first), _ = evaluated(lambda x: (shape_of(x), shape_of(x)[0]), tf.TensorSpec((None, None, 3), tf.float32))
     assert isinstance(first, Size) and value == (first, None, 3)
 
 
@@ -209,7 +205,7 @@ def fetched(concrete_fn, graph, tensors, arguments):
 
     @tf.function(autograph=False)
     def run(*args):
-        captured = [_tf_private.default_func_graph().capture(t) for t in concrete_fn.captured_inputs]
+        captured = [tf_internals.default_func_graph().capture(t) for t in concrete_fn.captured_inputs]
         fed = zip(graph.inputs, [*args, *captured], strict=True)
         return tf.graph_util.import_graph_def(
             graph.to_graph_def(), {t.name: v for t, v in fed}, [t.name for t in graph.outputs], ""

@@ -10,13 +10,13 @@ from keras import layers
 from training import BUDGET, X, Y, net, state
 
 import tflms_sft
-from rewriters import carrying, emit
-from rewriters.build import Importer
-from rewriters.intervals import Window
-from rewriters.registry import Kind
+from rewriters.emission import loop_emitter, row_carries
+from rewriters.rules.intervals import Window
+from rewriters.rules.registry import Kind
+from rewriters.step_importer import Importer
 from tflms_sft import LMS, LMSParams, MemoryBudget, RewriteError, SFTParams, verify
-from tflms_sft._callbacks import trained_by
-from tflms_sft._differences import KINDS, difference
+from tflms_sft._keras.rewriting_callback import trained_by
+from tflms_sft._verify.differences import KINDS, difference
 
 BATCH = X[:4], Y[:4]
 TILES = SFTParams((2, 3))
@@ -147,10 +147,10 @@ def test_wrong_gradients_behind_a_right_loss_are_found(monkeypatch):
     """Rows of gradients that are not handed on."""
 
     def forgotten(turn, tensor, carry, source, images):
-        found = carrying.received(turn, tensor, carry, source, images)
+        found = row_carries.received(turn, tensor, carry, source, images)
         return tf.zeros_like(found) if turn.segment.kinds.get(tensor) is Kind.PARTIAL else found
 
-    monkeypatch.setattr(emit, "received", forgotten)
+    monkeypatch.setattr(loop_emitter, "received", forgotten)
     result = verify(net(), BATCH, SFTParams((3, 1), halo="carry"))
     assert not result and result.outputs.ok and not result.gradients.ok
     assert result.gradients.name.startswith("conv0a/")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_op import Const, OneOp, image
 
-from rewriters.tiles import Grid
+from rewriters.tiling.tile_planner import Grid
 
 
 @pytest.fixture(autouse=True)

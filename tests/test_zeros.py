@@ -8,11 +8,11 @@ import tensorflow as tf
 from one_op import Const, image
 from rule_cases import CASES
 
-from rewriters.graph import from_concrete_function
+from rewriters.batch_semantics.domain import Value
+from rewriters.batch_semantics.scaling_rules import vanishes
+from rewriters.ir.graph import from_concrete_function
+from rewriters.rules.contraction import CROSS_ENTROPIES
 from rewriters.rules.elementwise import is_zero
-from rewriters.rules.pixels import CROSS_ENTROPIES
-from rewriters.sample_powers import vanishes
-from rewriters.samples import Value
 
 OTHERS = {
     "TopKV2": lambda: {"input": image(), "k": Const(2)},

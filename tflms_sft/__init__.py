@@ -10,20 +10,21 @@ from tflms_sft._version import __version__
 
 if typing.TYPE_CHECKING:
     from rewriters.errors import BudgetError, PipelineError, RewriteError, SegmentError, SwapError, WorkerError
-    from tflms_sft._callbacks import LMS, SFT, MemoryBudget, Pipeline, budget
-    from tflms_sft._connect import connect
-    from tflms_sft._differences import Difference, Verification
-    from tflms_sft._measure import measure
-    from tflms_sft._params import AutoParams, SegmentSpec, SFTParams
-    from tflms_sft._pipeline_params import PipelineParams
-    from tflms_sft._pipeline_plan import PlannedPipeline, PlannedStage
-    from tflms_sft._plan import Plan
-    from tflms_sft._plan_records import Measurement, PlannedSegment, PlannedSwap, Prediction, Timeline
-    from tflms_sft._rewrite import rewrite
-    from tflms_sft._rewritten_step import RewrittenStep
-    from tflms_sft._stage_devices import stage_devices
-    from tflms_sft._tuned import LMSParams
-    from tflms_sft._verify import verify
+    from tflms_sft._cluster.connect import connect
+    from tflms_sft._keras.budget_context import budget
+    from tflms_sft._keras.callbacks import LMS, SFT, MemoryBudget, Pipeline
+    from tflms_sft._params.pipeline_params import PipelineParams
+    from tflms_sft._params.tile_params import AutoParams, SegmentSpec, SFTParams
+    from tflms_sft._pipeline.stage_devices import stage_devices
+    from tflms_sft._report.pipeline_plan import PlannedPipeline, PlannedStage
+    from tflms_sft._report.plan import Plan
+    from tflms_sft._report.plan_records import Measurement, PlannedSegment, PlannedSwap, Prediction, Timeline
+    from tflms_sft._rewrite.measure import measure
+    from tflms_sft._rewrite.rewrite import rewrite
+    from tflms_sft._rewrite.rewritten_step import RewrittenStep
+    from tflms_sft._rewrite.swap_tuning import LMSParams
+    from tflms_sft._verify.differences import Difference, Verification
+    from tflms_sft._verify.verify import verify
 else:
     _HOMES = {
         "rewriters.errors": (
@@ -34,20 +35,21 @@ else:
             "SwapError",
             "WorkerError",
         ),
-        "tflms_sft._callbacks": ("LMS", "SFT", "MemoryBudget", "Pipeline", "budget"),
-        "tflms_sft._connect": ("connect",),
-        "tflms_sft._differences": ("Difference", "Verification"),
-        "tflms_sft._measure": ("measure",),
-        "tflms_sft._params": ("AutoParams", "SFTParams", "SegmentSpec"),
-        "tflms_sft._pipeline_params": ("PipelineParams",),
-        "tflms_sft._pipeline_plan": ("PlannedPipeline", "PlannedStage"),
-        "tflms_sft._plan": ("Plan",),
-        "tflms_sft._plan_records": ("Measurement", "PlannedSegment", "PlannedSwap", "Prediction", "Timeline"),
-        "tflms_sft._rewrite": ("rewrite",),
-        "tflms_sft._rewritten_step": ("RewrittenStep",),
-        "tflms_sft._stage_devices": ("stage_devices",),
-        "tflms_sft._tuned": ("LMSParams",),
-        "tflms_sft._verify": ("verify",),
+        "tflms_sft._keras.budget_context": ("budget",),
+        "tflms_sft._keras.callbacks": ("LMS", "SFT", "MemoryBudget", "Pipeline"),
+        "tflms_sft._cluster.connect": ("connect",),
+        "tflms_sft._verify.differences": ("Difference", "Verification"),
+        "tflms_sft._rewrite.measure": ("measure",),
+        "tflms_sft._params.tile_params": ("AutoParams", "SFTParams", "SegmentSpec"),
+        "tflms_sft._params.pipeline_params": ("PipelineParams",),
+        "tflms_sft._report.pipeline_plan": ("PlannedPipeline", "PlannedStage"),
+        "tflms_sft._report.plan": ("Plan",),
+        "tflms_sft._report.plan_records": ("Measurement", "PlannedSegment", "PlannedSwap", "Prediction", "Timeline"),
+        "tflms_sft._rewrite.rewrite": ("rewrite",),
+        "tflms_sft._rewrite.rewritten_step": ("RewrittenStep",),
+        "tflms_sft._pipeline.stage_devices": ("stage_devices",),
+        "tflms_sft._rewrite.swap_tuning": ("LMSParams",),
+        "tflms_sft._verify.verify": ("verify",),
     }
     _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -9,8 +9,9 @@ A network is cut into n partitions, one for each GPU: stages, in the words of th
 | N, η | `eta` | micro-batches of a step: delayed synchronisation's N, MASTER's replications η; 2 for MAST |
 | T_allreduce | `allreduce` | seconds of one exchange of gradients |
 
-Executing the schedules (`rewriters.simulator`) shows which of the equations are what they take. Where one is not, the
-function with the plain name is what is right, and the one that ends in `_printed` is the paper's. "Level" stands for
+Executing the schedules (`rewriters.pipelining.schedule_simulator`) shows which of the equations are what they take.
+Where one is not, the function with the plain name is what is right, and the one that ends in `_printed` is the paper's.
+"Level" stands for
 FP_1 + ... + FP_(n-1) = BP_1 + ... + BP_(n-1).
 
 | equation | is right |

@@ -27,9 +27,9 @@ import dataclasses
 import itertools
 from fractions import Fraction
 
-from tflms_sft._image_data import sample_parallel
-from tflms_sft._image_sizes import ImageSizes
-from tflms_sft._image_tiles import AxisTiling, SampleTile, SampleTiling, sample_tiling
+from tflms_sft._image_tiles.sample_dataset import sample_parallel
+from tflms_sft._image_tiles.sample_tiling import AxisTiling, SampleTile, SampleTiling, sample_tiling
+from tflms_sft._image_tiles.valid_sizes import ImageSizes
 
 __all__ = [
     "TABLE_1",

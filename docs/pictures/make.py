@@ -22,15 +22,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 import tflms_sft
-from rewriters import ft, normalise, sft
-from rewriters.analysis import Analysis
-from rewriters.graph import Node
-from rewriters.intervals import partition
-from rewriters.schedules import make
-from rewriters.segments import Segment
-from rewriters.simulator import simulate
-from rewriters.tiles import Grid
-from tflms_sft._schedule_plot import draw_schedule
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize import canonicalize
+from rewriters.emission import tile_pass
+from rewriters.ir.graph import Node
+from rewriters.pipelining.schedule_simulator import simulate
+from rewriters.pipelining.schedules import make
+from rewriters.rules.intervals import partition
+from rewriters.tiling import ft_segments
+from rewriters.tiling.segment import Segment
+from rewriters.tiling.tile_planner import Grid
+from tflms_sft._report.schedule_chart import draw_schedule
 
 FOLDER = Path(*sys.argv[1:] or [__file__, ".."]).resolve()
 FORWARD, BACKWARD, WAITS, PLAIN = "#1d5fd1", "#b35fb5", "#c62828", "#8b909a"
@@ -47,8 +49,8 @@ def traced_small() -> tuple[Analysis, Segment]:
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.optimizer.build(model.trainable_variables)
     specs = (tf.TensorSpec((1, 12, 12, 3)), tf.TensorSpec((1,), tf.int32))
-    analysis = Analysis(normalise.read(tf.function(model.train_step).get_concrete_function(specs)))
-    (segment,), _ = ft.auto_segments(analysis, None, 1, {})
+    analysis = Analysis(canonicalize.read(tf.function(model.train_step).get_concrete_function(specs)))
+    (segment,), _ = ft_segments.auto_segments(analysis, None, 1, {})
     return analysis, segment
 
 
@@ -146,7 +148,7 @@ def label(axes: Any, place: tuple[float, float], text: str, color: str) -> Any:
 def draw_tiles(analysis: Analysis, segment: Segment) -> None:
     """What one tile of the exit needs of every tensor above it."""
     grid = Grid(1, (3, 3))
-    phase = sft.plan_segment(analysis, segment, grid).phases[0]
+    phase = tile_pass.plan_segment(analysis, segment, grid).phases[0]
     (entry,), (leaving,) = segment.entries, segment.exits
     relus = [node.out() for node in segment.forward if node.op == "Relu"]
     shown = [(entry, "image (entry)"), *zip(relus, ("a", "b"), strict=True), (leaving, "pool (exit)")]

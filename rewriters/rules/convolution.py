@@ -17,11 +17,11 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import NotTileableError
-from rewriters.graph import Node, Tensor
-from rewriters.intervals import Interval, Window
-from rewriters.layouts import Anchor, Link
-from rewriters.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.ir.graph import Node, Tensor
+from rewriters.rules.axis_layouts import Anchor, Link
 from rewriters.rules.elementwise import require_format, sides_by_format, spatial_dims
+from rewriters.rules.intervals import Interval, Window
+from rewriters.rules.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
 
 __all__: list[str] = []
 

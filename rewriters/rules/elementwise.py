@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from rewriters.errors import NotTileableError
-from rewriters.graph import Node, Tensor
-from rewriters.intervals import Interval, hull_of, whole
-from rewriters.layouts import Anchor
-from rewriters.registry import AxisPlan, Kind, OpView, Rule, add_rule, not_tileable, tiling_rule
-from rewriters.values import constant
+from rewriters.ir.graph import Node, Tensor
+from rewriters.ir.static_values import constant
+from rewriters.rules.axis_layouts import Anchor
+from rewriters.rules.intervals import Interval, hull_of, whole
+from rewriters.rules.registry import AxisPlan, Kind, OpView, Rule, add_rule, not_tileable, tiling_rule
 
 __all__: list[str] = []
 

@@ -1,3 +1,5 @@
-"""The command line `tflms-sft`: what is asked for is read before TensorFlow is imported."""
+"""The command line `tflms-sft`: a module per command, and the parser.
 
-__all__: list[str] = []
+Arguments are read before TensorFlow is imported, so `main` and `parser` import neither it nor `rewriters`. The commands
+import anything they need, inside functions.
+"""

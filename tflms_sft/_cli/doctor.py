@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tflms_sft._cli.outcome import NOT_MET, OK, Outcome, Progress, table
-from tflms_sft._units import format_bytes
+from tflms_sft._cli.exit_status import NOT_MET, OK, Outcome, Progress, table
+from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._version import SUPPORTED, __version__
 
 __all__: list[str] = []
@@ -147,17 +147,17 @@ def _fields(path: str, separator: str) -> dict[str, str]:
 def _tensorflow() -> Iterator[Line]:
     import tensorflow as tf
 
-    from rewriters import device
+    from rewriters.device import properties
 
     gpus = tf.config.list_physical_devices("GPU")
     devices = ", ".join(d.name.removeprefix("/physical_device:") for d in tf.config.list_physical_devices())
-    yield Line(FINE, "devices", f"{devices}; plans are for {device.name()}")
+    yield Line(FINE, "devices", f"{devices}; plans are for {properties.name()}")
     if gpus:
         yield from _gpu_memory()
-    statistics = device.keeps_statistics()
-    tells = "none, so that callbacks say \"not measured\"; `tflms_sft.measure` adds up records instead"
+    statistics = properties.keeps_statistics()
+    tells = 'none, so that callbacks say "not measured"; `tflms_sft.measure` adds up records instead'
     tells = "kept, so that peaks are measured" if statistics else tells
-    yield Line(FINE if statistics else NOTE, "statistics", f"allocator statistics of {device.name()}: {tells}")
+    yield Line(FINE if statistics else NOTE, "statistics", f"allocator statistics of {properties.name()}: {tells}")
     if not gpus:
         asked = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "not set")
         yield Line(FINE, "oneDNN", f"{'on' if statistics else 'off'} (TF_ENABLE_ONEDNN_OPTS: {asked})")
@@ -169,13 +169,13 @@ def _tensorflow() -> Iterator[Line]:
 
 
 def _budget() -> Iterator[Line]:
-    from rewriters import device
-    from tflms_sft._calibration import BUSY, busy_when_measured, rates_path
-    from tflms_sft._memory import free_device_memory
-    from tflms_sft._params import PART_OF_FREE
+    from rewriters.device import properties
+    from tflms_sft._machine.calibration import BUSY, busy_when_measured, rates_path
+    from tflms_sft._machine.memory_info import free_device_memory
+    from tflms_sft._params.tile_params import PART_OF_FREE
 
     free = free_device_memory()
-    text = f"{format_bytes(PART_OF_FREE * free)} now, {PART_OF_FREE:.0%} of what {device.name()} has free"
+    text = f"{format_bytes(PART_OF_FREE * free)} now, {PART_OF_FREE:.0%} of what {properties.name()} has free"
     yield Line(FINE, 'budget "auto"', text)
     path = rates_path()
     if path is None:
@@ -211,8 +211,8 @@ def _keras() -> Iterator[Line]:
 
 
 def _spill(directory: str | None) -> Iterator[Line]:
-    from rewriters.spill import is_in_memory
-    from tflms_sft._lms_params import SwapParams
+    from rewriters.swapping.spill_store import is_in_memory
+    from tflms_sft._params.swap_params import SwapParams
 
     where = SwapParams(spill_dir=directory).directory
     free = format_bytes(shutil.disk_usage(where).free)
@@ -229,13 +229,13 @@ def _spill(directory: str | None) -> Iterator[Line]:
 
 
 def _try_tiles() -> Iterator[Line]:
-    from tflms_sft._params import SFTParams
+    from tflms_sft._params.tile_params import SFTParams
 
     yield _tried("tiles", SFTParams(num_tiles=(2, 2)))
 
 
 def _try_swaps(directory: str | None) -> Iterator[Line]:
-    from tflms_sft._lms_params import SwapParams
+    from tflms_sft._params.swap_params import SwapParams
 
     yield _tried("swaps", SwapParams(spill_dir=directory, min_bytes=1))
 
@@ -245,7 +245,7 @@ def _tried(name: str, params: object) -> Line:
     import keras
     import tensorflow as tf
 
-    from tflms_sft._rewrite import rewrite
+    from tflms_sft._rewrite.rewrite import rewrite
 
     image = x = keras.Input((24, 24, 3), dtype="float32")
     for _ in range(2):

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 from rewriters.errors import BudgetError, RewriteError
 from tflms_sft._cli import parser
-from tflms_sft._cli.outcome import INTERRUPTED, NOT_MET, WRONG_ARGUMENTS, Outcome, UsageError
+from tflms_sft._cli.exit_status import INTERRUPTED, NOT_MET, WRONG_ARGUMENTS, Outcome, UsageError
 
 __all__: list[str] = []
 
-_MODULES = {"max-input": "largest", "max-batch": "largest"}
+_MODULES = {"max-input": "max_size", "max-batch": "max_size"}
 """Modules of commands that are not called like them. They import TensorFlow, so they are imported when needed."""
 
 _MOST_CHARACTERS = 2000

@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tflms_sft._cli.outcome import EXIT_CODES
-from tflms_sft._units import parse_bytes
+from tflms_sft._cli.exit_status import EXIT_CODES
+from tflms_sft._util.byte_sizes import parse_bytes
 from tflms_sft._version import __version__
 
 __all__: list[str] = []

@@ -9,9 +9,9 @@ import json
 import os
 from typing import Any
 
-from tflms_sft._cli import steps
-from tflms_sft._cli.outcome import Outcome, Progress, UsageError
-from tflms_sft._params import SFTParams
+from tflms_sft._cli import step_options
+from tflms_sft._cli.exit_status import Outcome, Progress, UsageError
+from tflms_sft._params.tile_params import SFTParams
 
 __all__: list[str] = []
 
@@ -27,11 +27,11 @@ def execute(options: argparse.Namespace) -> Outcome:
     _check_files(options)
     progress = Progress(options.quiet)
     with progress.doing(f"building {options.model}"):
-        model, why = steps.load(options)
-        model = steps.of_given_size(model, options.input_shape)
-    images = steps.input_specs(model, options.input_shape, options.batch)
+        model, why = step_options.load(options)
+        model = step_options.of_given_size(model, options.input_shape)
+    images = step_options.input_specs(model, options.input_shape, options.batch)
     with progress.doing("tracing the training step"):
-        step = steps.trace(model, why, images, options)
+        step = step_options.trace(model, why, images, options)
     with progress.doing("planning"):
         plan = step.plan(params, progress)
     text = f"{step.assumed.text()}\n{plan.summary()}"
@@ -45,7 +45,7 @@ def execute(options: argparse.Namespace) -> Outcome:
 
 def _params(options: argparse.Namespace) -> Any:
     if options.num_tiles is None:
-        return steps.budget_params(options)
+        return step_options.budget_params(options)
     try:
         return SFTParams(options.num_tiles, halo=options.halo or "recompute")
     except (TypeError, ValueError) as error:

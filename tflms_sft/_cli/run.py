@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
 
-from tflms_sft._cli.outcome import INTERRUPTED, NOT_MET, OK, WRONG_ARGUMENTS
+from tflms_sft._cli.exit_status import INTERRUPTED, NOT_MET, OK, WRONG_ARGUMENTS
 
 __all__: list[str] = []
 
@@ -131,11 +131,12 @@ class Budget:
         """The callbacks of a `fit` with one more, while it lasts."""
         import keras
 
-        from tflms_sft._callbacks import MemoryBudget, _Rewriting
+        from tflms_sft._keras.callbacks import MemoryBudget
+        from tflms_sft._keras.rewriting_callback import RewritingCallback
 
         container = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
         own = list(container.callbacks if container is not None else keras.tree.flatten(callbacks))
-        if any(isinstance(callback, _Rewriting) for callback in own):
+        if any(isinstance(callback, RewritingCallback) for callback in own):
             self.others += 1
             yield callbacks
             return

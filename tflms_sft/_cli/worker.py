@@ -12,9 +12,9 @@ import threading
 from typing import Any
 
 from rewriters.errors import WorkerError
-from tflms_sft._cli.outcome import Outcome, Progress, UsageError
-from tflms_sft._cluster import Cluster, read_cluster
-from tflms_sft._reach import fail_fast, why_not_bound
+from tflms_sft._cli.exit_status import Outcome, Progress, UsageError
+from tflms_sft._cluster.reachability import fail_fast, why_not_bound
+from tflms_sft._cluster.spec import Cluster, read_cluster
 
 __all__: list[str] = []
 

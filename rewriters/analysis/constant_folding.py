@@ -1,0 +1,101 @@
+"""Numbers that a step computes from constants and sizes alone, such as the logarithm of the number of samples.
+
+They are computed as the step would, by TensorFlow's own kernels, so that there is no second table of what operations
+do to numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from rewriters.analysis.autodiff_roles import reads_shape_only
+from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.static_values import constant, type_attr
+
+__all__: list[str] = []
+
+_MOST_ENTRIES = 1 << 16
+"""Of a tensor that is computed here; larger ones are data."""
+
+_OPAQUE = (tf.resource, tf.variant, tf.string)
+
+
+class Known:
+    """Values of a graph that depend on constants and sizes only, computed when one is first asked for."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._values: dict[Tensor, np.ndarray] | None = None
+
+    def __call__(self, tensor: Tensor) -> np.ndarray | None:
+        """The value of a tensor; `None` if it depends on more, is large, or cannot be computed."""
+        if tensor.node.op == "Const":
+            return constant(tensor.node)
+        if self._values is None:
+            self._values = self._computed()
+        return self._values.get(tensor)
+
+    def _computed(self) -> dict[Tensor, np.ndarray]:
+        """All of them, by one call."""
+        graph_def = tf.compat.v1.GraphDef(versions=self._graph.versions)
+        made: dict[Tensor, str] = {}
+        for node in self._graph.topological():
+            if reads_shape_only(node):
+                for index, (tensor, value) in enumerate(_sizes(node)):
+                    name = f"{node.name}/known_{index}"
+                    attrs = {"dtype": type_attr(tensor.dtype), "value": _tensor(value)}
+                    _add(graph_def, name, "Const", [], attrs)
+                    made[tensor] = name
+            elif _is_pure(node) and all(t in made for t in node.inputs):
+                _add(graph_def, node.name, node.op, [made[t] for t in node.inputs], node.attrs)
+                made.update((node.out(index), f"{node.name}:{index}") for index in range(len(node.outputs)))
+        wanted = [t for t in made if t.node.op != "Const"]
+        names = [made[t] if ":" in made[t] else f"{made[t]}:0" for t in wanted]
+        if not wanted:
+            return {}
+        try:
+            with tf.init_scope(), tf.device("/CPU:0"):
+                function = tf.compat.v1.wrap_function(
+                    lambda: tf.graph_util.import_graph_def(graph_def, name="", return_elements=names), []
+                )
+                return {t: value.numpy() for t, value in zip(wanted, function(), strict=True)}
+        except (tf.errors.OpError, ValueError, TypeError):
+            return {}  # What the step itself could not compute: not known.
+
+
+def _add(graph_def: Any, name: str, op: str, inputs: list[str], attrs: Any) -> None:
+    node_def = graph_def.node.add(name=name, op=op, input=inputs)
+    for key, value in attrs.items():
+        node_def.attr[key].CopyFrom(value)
+
+
+def _tensor(value: Any) -> Any:
+    return tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(value))
+
+
+def _sizes(node: Node) -> list[tuple[Tensor, np.ndarray]]:
+    """What an operation tells of shapes, if those are known."""
+    found = []
+    for index, (operand, (dtype, _)) in enumerate(zip(node.inputs, node.outputs, strict=True)):
+        shape = operand.shape
+        if shape is not None and (None not in shape or node.op == "Rank"):
+            sizes = [size or 0 for size in shape]
+            value = {"Size": math.prod(sizes), "Rank": len(sizes)}.get(node.op, sizes)
+            found.append((node.out(index), np.array(value, dtype.as_numpy_dtype)))
+    return found
+
+
+def _is_pure(node: Node) -> bool:
+    """Whether an operation only computes something, not much, and from what is given to it."""
+    if node.stateful or node.op == "Placeholder" or not (node.inputs or node.op == "Const"):
+        return False
+    if any(value.HasField("func") or value.list.func for value in node.attrs.values()):
+        return False
+    return all(
+        shape is not None and math.prod(d or 1 for d in shape) <= _MOST_ENTRIES and dtype not in _OPAQUE
+        for dtype, shape in node.outputs
+    )

@@ -1,0 +1,198 @@
+"""What every pass wants to know about a graph, computed once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container
+
+from rewriters.analysis.autodiff_roles import (
+    backward_nodes,
+    data_nodes,
+    derived_nodes,
+    hidden_gradients,
+    reads_shape_only,
+)
+from rewriters.errors import NotTileableError, RewriteError
+from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, ancestors
+from rewriters.ir.inlining import is_xla_call
+from rewriters.ir.static_values import Evaluator
+from rewriters.ir.symbolic_dims import Size
+from rewriters.rules import catalogue
+from rewriters.rules.axis_layouts import Layouts
+from rewriters.rules.registry import Kind, OpView, find_rule
+
+__all__: list[str] = []
+
+_ = catalogue  # Importing the package fills the registry.
+
+
+class Analysis:
+    """Orders, readers and roles of a normalised graph.
+
+    Attributes:
+        graph: The graph; it is not edited.
+        level: The topological order γ of each node (`Graph.levels`).
+        order: Nodes in topological order.
+        position: Index of each node in `order`.
+        successors: Nodes that wait for a node's value (not just its shape) or effect.
+        readers: (node, operand) pairs that read a tensor.
+        backward: Nodes of the backward pass and the update.
+        derived: Those of them that are computed from forward values alone.
+        data: Nodes that depend on data, not on variables alone.
+        evaluate: Static evaluator.
+        layouts: Where the axes of images lie.
+    """
+
+    def __init__(self, graph: Graph, backward_scopes: tuple[str, ...] = (), forward: Container[str] = ()) -> None:
+        """Analyse; `backward_scopes` and `forward` as for `backward_nodes`."""
+        self.graph = graph
+        self.level = graph.levels()
+        self.order = list(self.level)
+        self.position = {node: index for index, node in enumerate(self.order)}
+        self.successors = self._successors()
+        self.readers = graph.consumers()
+        self.backward = backward_nodes(graph, self.order, backward_scopes, forward)
+        self.derived = derived_nodes(graph, self.order, self.backward)
+        self.backward |= self.derived
+        self.data = data_nodes(self.order)
+        self.evaluate = Evaluator(graph, self.order)
+        self.layouts = Layouts()
+        self._views: dict[Node, OpView] = {}
+        self._find_layouts()
+
+    def _successors(self) -> dict[Node, list[Node]]:
+        """Successors by data and control, without reads of a shape: those move to the segment's entry."""
+        result: dict[Node, list[Node]] = {node: [] for node in self.order}
+        for node in self.order:
+            for tensor in () if reads_shape_only(node) else node.inputs:
+                result[tensor.node].append(node)
+            for before in node.control_inputs:
+                result[before].append(node)
+        return result
+
+    def _find_layouts(self) -> None:
+        anchors, links = [], []
+        for node in self.order:
+            try:
+                rule, view = find_rule(node), self.view(node)
+                anchors += rule.anchors(view)
+                links += rule.links(view)
+            except NotTileableError:
+                continue  # It will not run on tiles.
+        outputs = (node.out(index) for node in self.order for index in range(len(node.outputs)))
+        self.layouts.find(anchors, links, outputs)
+
+    def view(self, node: Node) -> OpView:
+        """The node as rules see it."""
+        if node not in self._views:
+            self._views[node] = OpView(node, self.evaluate, self.layouts)
+        return self._views[node]
+
+    def extents(self, tensor: Tensor) -> tuple[int | None, ...] | None:
+        """Rows along each axis; `None` for what holds no image."""
+        layout = self.layouts.of(tensor)
+        return None if layout is None else layout.extents(tensor)
+
+    def entries_per_image(self, tensor: Tensor) -> int:
+        """Entries of the first dimension for each image: one, except where pixels have been made images."""
+        layout = self.layouts.of(tensor)
+        return 1 if layout is None else layout.per_image
+
+    def has_known_size(self, tensor: Tensor) -> bool:
+        """Whether a tensor is an image of which everything but the number is known when the step is traced."""
+        return self.layouts.of(tensor) is not None and None not in (tensor.shape or ())[1:]
+
+    def is_image(self, tensor: Tensor) -> bool:
+        """Whether a tensor holds images rather than one value for all pixels of all of them."""
+        extents = self.extents(tensor)
+        return extents is not None and (any(rows != 1 for rows in extents) or tensor.shape[0] != 1)  # type: ignore[index]
+
+    @functools.cached_property
+    def constants(self) -> set[Node]:
+        """Nodes computed from constants alone."""
+        result: set[Node] = set()
+        for node in self.order:
+            if node.op == "Const" or (node.inputs and not node.stateful and all(t.node in result for t in node.inputs)):
+                result.add(node)
+        return result
+
+    @functools.cached_property
+    def before_backward(self) -> set[Node]:
+        """The backward phase, and what it depends on."""
+        return ancestors(self.backward)
+
+    def sorted(self, nodes: set[Node]) -> list[Node]:
+        """A set of nodes in topological order, so that results do not depend on hashing."""
+        return sorted(nodes, key=self.position.__getitem__)
+
+    def require_backward(self) -> None:
+        """Refuse a function that computes no gradients."""
+        if not self.backward:
+            self.refuse_hidden_gradients()
+            raise RewriteError(
+                "The step has no backward part: no operation under a `gradient_tape/` or `gradients/` scope. "
+                "Pass the function that computes gradients and updates (a training step), not the model's call."
+            )
+
+    def refuse_hidden_gradients(self) -> None:
+        """Refuse a function that computes gradients, if at all, where they are not seen: inside of a loop, say."""
+        node = None if self.backward else hidden_gradients(self.graph, self.order)
+        if node is not None:
+            what, inner = ("loop", "a turn") if node.op in LOOPS else (f"`{node.op}`", "it")
+            raise RewriteError(
+                f"Gradients inside of a {what}, as `{node.name}`, are not seen: rewrite what {inner} runs."
+            )
+
+
+def forward_kinds(analysis: Analysis, node: Node, inside: set[Node] | None = None) -> list[Kind]:
+    """Kinds of the operands of a forward op, image-shaped ones in data positions being `FULL`.
+
+    Raises:
+        NotTileableError: If the op has no rule.
+    """
+    data = find_rule(node).data(analysis.view(node))
+    kinds = []
+    for position, tensor in enumerate(node.inputs):
+        full = (inside is not None and tensor.node in inside) or (position in data and analysis.is_image(tensor))
+        kinds.append(Kind.FULL if full else Kind.INVARIANT)
+    return kinds
+
+
+def _check_batches(analysis: Analysis, node: Node, images: list[Tensor]) -> None:
+    """Refuse an op on images of unknown numbers that may differ: one of them may be spread over the other."""
+    sizes = analysis.evaluate.sizes
+    entries = {analysis.entries_per_image(tensor) for tensor in images}
+    if len(entries) > 1:
+        return  # It makes images of pixels, or pixels of images.
+    numbers = [size for size in map(sizes.of, images) if size != 1]
+    if any(isinstance(size, Size) for size in numbers):
+        if not all(sizes.same(numbers[0], size) for size in numbers):
+            shapes = ", ".join(str(tensor.shape) for tensor in images)
+            raise NotTileableError(f"its images ({shapes}) may be of different numbers when the step runs")
+
+
+def check_forward(analysis: Analysis, node: Node) -> None:
+    """Refuse a forward op that cannot run on tiles of forward values.
+
+    Raises:
+        NotTileableError: With the reason.
+    """
+    if is_xla_call(node):
+        raise NotTileableError("XLA compiles it as a whole")
+    if node.stateful:
+        raise NotTileableError("it has side effects or draws random numbers")
+    kinds = forward_kinds(analysis, node)
+    if Kind.FULL not in kinds:
+        raise NotTileableError("no operand is an image")
+    result = find_rule(node).result(analysis.view(node), kinds)
+    assert result is Kind.FULL
+    images = [tensor for tensor, kind in zip(node.inputs, kinds, strict=True) if kind is Kind.FULL]
+    _check_batches(analysis, node, [*images, node.out()])
+    analysis.view(node).check_axes([*images, node.out()])
+    for tensor in images:
+        if not analysis.has_known_size(tensor):
+            raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
+    for index in range(len(node.outputs)):
+        out = node.out(index)
+        if not analysis.has_known_size(out):
+            raise NotTileableError(f"its output of shape {out.shape} is no image of known size")

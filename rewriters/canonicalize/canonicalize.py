@@ -1,0 +1,353 @@
+"""Clean-up before analysis: the graph computes the same with less in it.
+
+1. Called functions are inlined (`inlining.py`), so that rules see operations; of those that XLA compiles only
+   convolutions in groups, by other kernels (`expand_grouped_conv.py`). Fused normalisation is written out
+   (`expand_fused_batch_norm.py`).
+2. Dead nodes go: traces hold gradients that nobody asked for.
+3. `IdentityN` (the wrapper of every `custom_gradient`) is bypassed.
+4. `Sum` over no axes, `Reshape` to the same shape and `Transpose` to the same order are bypassed; with an unknown
+   batch autodiff leaves one of each behind every broadcasting operation.
+5. `Shape` of a tensor whose sizes are known becomes a constant, so that no shape
+   op keeps an activation alive; `ShapeN`, which keeps several alive, becomes one
+   `Shape` each, `Size` a product over a `Shape`, and `Rank` a constant.
+6. Shapes that TensorFlow does not know when it traces (of sums, by their axes, of reshapes, and what follows from
+   them) are found, and 4 is done once more.
+7. The gradient of a repetition, a sum over a reshape to (times, size, times, size, ...), becomes a sum over the axes
+   that were repeated.
+8. For tiles, matrices of pixels become images (`pixels.py`), and so does what has no batch (`add_batch_axis.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.canonicalize import add_batch_axis, expand_fused_batch_norm, expand_grouped_conv, matrices_to_images
+from rewriters.errors import RewriteError
+from rewriters.ir import tf_internals
+from rewriters.ir.graph import Graph, Node, Tensor, from_concrete_function, predecessors
+from rewriters.ir.inlining import inlined, is_call, is_xla_call
+from rewriters.ir.static_values import Evaluator, constant, int_constant, type_attr
+from rewriters.rules.reduction import REDUCTIONS
+
+__all__: list[str] = []
+
+MOST_PASSES = 1000
+"""More than any chain of operations needs of which each pass finds out about one more."""
+
+
+def read(concrete_fn: Any, for_tiles: bool = True, opened: bool = False) -> Graph:
+    """The normalised graph of a traced function.
+
+    Args:
+        concrete_fn: What `get_concrete_function` returns.
+        for_tiles: Also make anew what is the same to rounding only: grouped convolutions, fused normalisation, and 8.
+        opened: Whether to make grouped convolutions anew, out of which one cannot see otherwise what becomes of samples
+            and weights.
+    """
+    graph = from_concrete_function(concrete_fn)
+    graph.prune()
+    if any(
+        is_call(node) or is_xla_call(node) or expand_fused_batch_norm.is_fused(node) for node in graph.nodes.values()
+    ):
+        if for_tiles or opened:
+            graph = expand_grouped_conv.inlined_with_kernels(
+                concrete_fn, expand_fused_batch_norm.as_calls if for_tiles else None
+            )
+        else:
+            graph = inlined(concrete_fn)
+        graph.prune()
+    return normalise(graph, for_tiles)
+
+
+def normalise(graph: Graph, for_tiles: bool = True) -> Graph:
+    """A copy of `graph` after steps 2 to 7, or 8."""
+    graph = graph.copy()
+    graph.prune()
+    _bypass_identity_n(graph)
+    for _ in range(MOST_PASSES):  # What is found of shapes may tell of more operations that they change nothing.
+        evaluate = Evaluator(graph)
+        _bypass_no_ops(graph, evaluate)
+        graph.prune()
+        found = _find_shapes_of_sums(graph, evaluate)
+        found |= _find_shapes_of_reshapes(graph, evaluate)
+        found |= _infer_shapes(graph)
+        found |= _sum_repetitions(graph, evaluate)
+        if for_tiles:
+            found |= matrices_to_images.as_images(graph, evaluate) | add_batch_axis.as_images(graph, evaluate)
+        _split_shapes(graph)
+        _freeze_shapes(graph, evaluate)
+        graph.prune()
+        if not found:
+            return graph
+    raise RewriteError(f"The step did not come to rest in {MOST_PASSES} passes of normalisation. Please report it.")
+
+
+def _bypass(graph: Graph, mapping: dict[Tensor, Tensor]) -> None:
+    """Hand readers on, and those who waited for the bypassed node: they wait for what it passed on.
+
+    A node that waits for an effect for which what it passes on does not wait is no such node: its readers wait
+    for an assertion through it, maybe.
+    """
+    sources: dict[Node, list[Node]] = {}
+    for old, new in mapping.items():
+        sources.setdefault(old.node, []).append(new.node)
+    for node in graph.nodes.values():
+        if any(c in sources for c in node.control_inputs):
+            waits = [s for c in node.control_inputs for s in sources.get(c, [c])]
+            node.control_inputs = list(dict.fromkeys(waits))
+    graph.replace_tensors(mapping)
+
+
+def _bypass_identity_n(graph: Graph) -> None:
+    order, mapping = graph.topological(), dict[Tensor, Tensor]()
+    effects = _effects(order)
+    for node in order:
+        if node.op != "IdentityN" or any(effects[node] & ~effects[source.node] for source in node.inputs):
+            continue
+        for index, source in enumerate(node.inputs):
+            mapping[node.out(index)] = mapping.get(source, source)
+    _bypass(graph, mapping)
+
+
+def _effects(order: Iterable[Node]) -> dict[Node, int]:
+    """For every node the effects (assignments, assertions) that come before it, as a set of bits."""
+    result: dict[Node, int] = {}
+    number = 0
+    for node in order:
+        before = 0
+        for other in predecessors(node):
+            before |= result[other]
+        if node.stateful and node.op not in ("ReadVariableOp", "Placeholder"):
+            before |= 1 << number
+            number += 1
+        result[node] = before
+    return result
+
+
+def _bypass_no_ops(graph: Graph, evaluate: Evaluator) -> None:
+    order, mapping = graph.topological(), dict[Tensor, Tensor]()
+    effects = _effects(order)
+    for node in order:
+        source = mapping.get(node.inputs[0], node.inputs[0]) if node.inputs else None
+        if source is None or effects[node] & ~effects[source.node]:
+            continue
+        if _changes_nothing(node, source, evaluate):
+            mapping[node.out()] = source
+    _bypass(graph, mapping)
+
+
+def _changes_nothing(node: Node, source: Tensor, evaluate: Evaluator) -> bool:
+    if node.op == "Sum":
+        return evaluate(node.inputs[1]) == ()
+    if node.op == "Transpose":
+        order = evaluate(node.inputs[1])
+        return isinstance(order, tuple) and order == tuple(range(len(order)))
+    if node.op not in ("Reshape", "BroadcastTo"):
+        return False
+    have, target = evaluate.shape(source), evaluate(node.inputs[1])
+    if have is None or not isinstance(target, tuple) or None in have or None in target:
+        return False
+    same = evaluate.sizes.same
+    if len(have) == len(target) and all(t == -1 or same(h, t) for h, t in zip(have, target, strict=True)):
+        return node.op == "Reshape" or -1 not in target
+    return False
+
+
+def _find_shapes_of_sums(graph: Graph, evaluate: Evaluator) -> bool:
+    """Shapes that TensorFlow does not infer, because it does not know the axes before the step runs.
+
+    Returns:
+        Whether there were any.
+    """
+    found = False
+    for node in graph.nodes.values():
+        if node.op not in REDUCTIONS:
+            continue
+        dtype, shape = node.outputs[0]
+        dims, summed = node.inputs[0].shape, evaluate.axes(node)
+        if summed is None or dims is None or (shape is not None and None not in shape[1:]):
+            continue
+        keep = node.attrs["keep_dims"].b
+        left = [1 if i in summed else dim for i, dim in enumerate(dims) if keep or i not in summed]
+        found |= tuple(left) != shape
+        node.outputs[0] = (dtype, tuple(left))
+    return found
+
+
+def _find_shapes_of_reshapes(graph: Graph, evaluate: Evaluator) -> bool:
+    """By the shape that they are told. Of two unknown sizes it would not be known which is which.
+
+    Returns:
+        Whether there were any.
+    """
+    found = False
+    for node in graph.nodes.values():
+        if node.op != "Reshape":
+            continue
+        dtype, shape = node.outputs[0]
+        told = evaluate(node.inputs[1])
+        if not isinstance(told, tuple) or (shape is not None and None not in shape[1:]):
+            continue
+        new = tuple(size if isinstance(size, int) and size >= 0 else None for size in told)
+        if None not in new[1:]:
+            node.outputs[0] = (dtype, new)
+            found = True
+    return found
+
+
+def _infer_shapes(graph: Graph) -> bool:
+    """Let TensorFlow infer once more what follows from shapes that have been found.
+
+    Returns:
+        Whether there were any.
+    """
+    found = False
+    with tf.Graph().as_default():
+        for node in graph.topological():
+            if not any(_is_open(shape) for _, shape in node.outputs) or not node.inputs:
+                continue
+            if any(_is_open(tensor.shape) or tensor.dtype in (tf.resource, tf.variant) for tensor in node.inputs):
+                continue
+            better = [_joined(old, new) for (_, old), new in zip(node.outputs, _inferred(node), strict=True)]
+            found |= better != [shape for _, shape in node.outputs]
+            node.outputs = [(dtype, shape) for (dtype, _), shape in zip(node.outputs, better, strict=True)]
+    return found
+
+
+def _joined(old: Any, new: Any) -> Any:
+    """What is found, with the first size as it was if that was known."""
+    if not old or not new or old[0] is None:
+        return old if new is None else new
+    return (old[0], *new[1:])
+
+
+def _is_open(shape: Any) -> bool:
+    """Whether more than the first size is not known."""
+    return shape is None or None in shape[1:]
+
+
+def _inferred(node: Node) -> list[Any]:
+    """Shapes that follow from those of the operands, where they say more; the default graph is of no other use."""
+    operands = [_stand_in(tensor) for tensor in node.inputs]
+    dtypes = [dtype for dtype, _ in node.outputs]
+    try:
+        results = tf_internals.create_op(node.op, operands, dtypes, node.attrs, "inferred", "")
+    except (ValueError, TypeError, tf.errors.OpError):
+        return [None] * len(node.outputs)  # It calls a function, say, that this graph does not have.
+    shapes = [None if result.shape.rank is None else tuple(result.shape) for result in results]
+    return [shape if shape is not None and not _is_open(shape) else None for shape in shapes]
+
+
+def _stand_in(tensor: Tensor) -> Any:
+    value = constant(tensor.node)
+    return tf.compat.v1.placeholder(tensor.dtype, tensor.shape) if value is None else tf.constant(value, tensor.dtype)
+
+
+def _sum_repetitions(graph: Graph, evaluate: Evaluator) -> bool:
+    """What autodiff makes of `Tile`, without the reshape that takes every axis apart.
+
+    Returns:
+        Whether there were any.
+    """
+    mapping: dict[Tensor, Tensor] = {}
+    readers = graph.consumers()
+    for node in list(graph.nodes.values()):
+        if node.op != "Sum" or node.attrs["keep_dims"].b:
+            continue
+        if not readers.get(node.out()) and node.out() not in graph.outputs:
+            continue  # What waits for it keeps it.
+        before = node.inputs[0].node
+        if before.op != "Reshape" or node.control_inputs or before.control_inputs:
+            continue
+        source, told = before.inputs[0], evaluate(before.inputs[1])
+        shape, axes = evaluate.shape(source), evaluate.ints(node.inputs[1])
+        if shape is None or not isinstance(told, tuple) or axes != tuple(range(0, 2 * len(shape), 2)):
+            continue
+        if len(told) != 2 * len(shape):
+            continue
+        times, sizes = told[::2], told[1::2]
+        kept = [a == 1 and (evaluate.sizes.same(b, c) or b == -1) for a, b, c in zip(times, sizes, shape, strict=True)]
+        summed = [b == 1 and evaluate.sizes.same(a, c) for a, b, c in zip(times, sizes, shape, strict=True)]
+        if all(k or s for k, s in zip(kept, summed, strict=True)):
+            mapping[node.out()] = _sum_over(graph, node, source, tuple(i for i, k in enumerate(kept) if not k))
+    graph.replace_tensors(mapping)
+    return bool(mapping)
+
+
+def _sum_over(graph: Graph, node: Node, source: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """`source` summed over axes that stay, in the place of another sum."""
+    assert source.shape is not None
+    operand = int_constant(graph, f"{node.name}/axes", axes, tf.int32)
+    attrs = {
+        "T": type_attr(source.dtype),
+        "Tidx": type_attr(tf.int32),
+        "keep_dims": tf.compat.v1.AttrValue(b=True),
+    }
+    shape = tuple(1 if dim in axes else size for dim, size in enumerate(source.shape))
+    name = graph.unique_name(f"{node.name}/repeated")
+    new = Node(name, "Sum", [source, operand.out()], (), attrs, node.device, [(source.dtype, shape)])
+    return graph.add(new).out()
+
+
+def _split_shapes(graph: Graph) -> None:
+    """`Shape` is the only op left that asks for sizes: one per operand of `ShapeN`, a product of it for `Size`.
+
+    `Rank` is known; what waited through it for an assertion waits through the constant.
+    `ShapeN` keeps all of its operands for the sake of one.
+    """
+    mapping: dict[Tensor, Tensor] = {}
+    for node in list(graph.nodes.values()):
+        if node.op == "ShapeN":
+            for index in range(len(node.inputs)):
+                mapping[node.out(index)] = _shape_of(graph, node, index).out()
+        elif node.op == "Size" and node.inputs[0].shape is not None:
+            mapping[node.out()] = _number_of_elements(graph, node).out()
+        elif node.op == "Rank" and node.inputs[0].shape is not None:
+            rank = int_constant(graph, f"{node.name}/static", len(node.inputs[0].shape), tf.int32)
+            rank.control_inputs = list(node.control_inputs)
+            mapping[node.out()] = rank.out()
+    graph.replace_tensors(mapping)
+
+
+def _shape_of(graph: Graph, node: Node, index: int = 0) -> Node:
+    """A `Shape` of an operand of a node that asks for sizes."""
+    source = node.inputs[index]
+    attrs = {key: node.attrs[key] for key in ("T", "out_type")}
+    rank = None if source.shape is None else (len(source.shape),)
+    name = graph.unique_name(f"{node.name}/shape_{index}")
+    dtype = node.outputs[index][0]
+    return graph.add(Node(name, "Shape", [source], node.control_inputs, attrs, node.device, [(dtype, rank)]))
+
+
+def _number_of_elements(graph: Graph, node: Node) -> Node:
+    """`Size` as a product over the shape."""
+    dtype, shape = node.outputs[0]
+    axes = int_constant(graph, f"{node.name}/axes", (0,), tf.int32)
+    attrs = {
+        "T": type_attr(dtype),
+        "Tidx": type_attr(tf.int32),
+        "keep_dims": tf.compat.v1.AttrValue(b=False),
+    }
+    operands = [_shape_of(graph, node).out(), axes.out()]
+    name = graph.unique_name(f"{node.name}/product")
+    return graph.add(Node(name, "Prod", operands, (), attrs, node.device, [(dtype, shape)]))
+
+
+def _freeze_shapes(graph: Graph, evaluate: Evaluator) -> None:
+    """Replace readers of known integer vectors by constants; what waited through them waits through these."""
+    readers = graph.consumers()
+    mapping: dict[Tensor, Tensor] = {}
+    for node in list(graph.nodes.values()):
+        if node.op not in ("Shape", "BroadcastGradientArgs", "ConcatOffset"):
+            continue
+        for index in range(len(node.outputs)):
+            tensor = node.out(index)
+            value = evaluate.ints(tensor) if readers.get(tensor) else None
+            if value is not None:
+                known = int_constant(graph, f"{node.name}/static_{index}", value, tensor.dtype)
+                known.control_inputs = list(node.control_inputs)
+                mapping[tensor] = known.out()
+    graph.replace_tensors(mapping)

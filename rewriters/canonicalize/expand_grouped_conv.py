@@ -1,0 +1,221 @@
+"""Convolutions in groups, by kernels that TensorFlow has on a CPU.
+
+TensorFlow's own CPU kernels have no gradients of grouped convolutions, so Keras lets XLA compile each of them, on any
+device. XLA's CPU code for them is slow (about 5 to 100 times slower than what is made here, see
+`docs/decisions.md`), its memory is in nobody's plan, and a call cannot be tiled. Here the call becomes its body; on a
+CPU a convolution with one input channel per group then becomes a depthwise one, any other one convolution per group.
+On a GPU it stays what it is: cuDNN knows groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.device import properties
+from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.inlining import inlined
+from rewriters.ir.static_values import int_constant, type_attr
+
+__all__: list[str] = []
+
+_FORWARD = ("Conv2D", "Conv3D")
+_TO_INPUT = ("Conv2DBackpropInput", "Conv3DBackpropInputV2")
+_TO_FILTER = ("Conv2DBackpropFilter", "Conv3DBackpropFilterV2")
+_CONVOLUTIONS = (*_FORWARD, *_TO_INPUT, *_TO_FILTER)
+# What Keras and autodiff put around one convolution.
+_AROUND = frozenset(
+    "Identity NoOp Const ReadVariableOp ExpandDims Squeeze Reshape Shape ShapeN SpaceToBatchND BatchToSpaceND".split()
+)
+
+
+def inlined_with_kernels(concrete_fn: Any, as_calls: Callable[[Any], bool] | None) -> Graph:
+    """The graph of `concrete_fn` without calls, but for those in which the device has no kernels for a convolution.
+
+    Args:
+        concrete_fn: A traced function.
+        as_calls: That of `inlined`.
+    """
+    left: set[str] = set()
+    opened: set[str] = set()
+
+    def opens(call: str, function_def: Any) -> bool:
+        possible = call not in left and _is_only_convolution(function_def)
+        if possible:
+            opened.add(call)
+        return possible
+
+    while True:
+        opened.clear()
+        graph = inlined(concrete_fn, opens, as_calls)
+        without = _replace_grouped(graph)
+        failed = {call for call in opened if any(name.startswith(f"{call}/") for name in without)}
+        if not failed:
+            return graph
+        left |= failed
+
+
+def _is_only_convolution(function_def: Any) -> bool:
+    """Whether a function is one convolution or its gradients, such that its body can stand for it.
+
+    Channels first and dilations, beside those that are written as `SpaceToBatchND`, have no CPU kernels; those for half
+    precision sum a filter's gradient up in half precision. All of these are left to XLA, on any device.
+    """
+    nodes = [node for node in function_def.node_def if node.op in _CONVOLUTIONS]
+    return bool(nodes) and all(
+        node.op in _AROUND or (node.op in _CONVOLUTIONS and _is_plain(node.attr)) for node in function_def.node_def
+    )
+
+
+def _is_plain(attrs: Any) -> bool:
+    dilations = attrs["dilations"].list.i
+    single = tf.as_dtype(attrs["T"].type).size > tf.float16.size
+    return single and attrs["data_format"].s.endswith(b"C") and all(dilation == 1 for dilation in dilations)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    """Channels of one convolution.
+
+    Attributes:
+        image: Channels of the large side.
+        filter: Sizes of the filter: taps, channels of the large side per group, channels of the small side.
+    """
+
+    image: int
+    filter: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        """Groups."""
+        return self.image // self.filter[-2]
+
+    @property
+    def depthwise(self) -> tuple[int, ...]:
+        """Sizes of the same filter in the layout of a depthwise convolution: taps, channels, multiplier."""
+        return (*self.filter[:-2], self.image, self.filter[-1] // self.image)
+
+
+def _groups(node: Node) -> _Groups | None:
+    """`None` if sizes are not known."""
+    image = node.out().shape if node.op in _TO_INPUT else node.inputs[0].shape
+    taps = node.out().shape if node.op in _TO_FILTER else node.inputs[1].shape
+    if not image or not taps or image[-1] is None or None in taps:
+        return None
+    return _Groups(image[-1], taps)  # type: ignore[arg-type]
+
+
+def _replace_grouped(graph: Graph) -> list[str]:
+    """Replace grouped convolutions that would run on a CPU, in place.
+
+    Returns:
+        Names of convolutions of which it is not known whether they are in groups, or that could not go.
+    """
+    on_cpu = properties.name().startswith("CPU")
+    mapping: dict[Tensor, Tensor] = {}
+    unknown: list[str] = []
+    for node in [node for node in graph.nodes.values() if node.op in _CONVOLUTIONS]:
+        if not _is_plain(node.attrs) or (not on_cpu and "CPU" not in node.device.upper()):
+            continue
+        groups = _groups(node)
+        if groups is None:
+            unknown.append(node.name)
+        elif groups.number > 1:
+            maker = _Maker(graph, node)
+            made = _depthwise(maker, groups) if _has_depthwise_kernel(node, groups) else _one_by_one(maker, groups)
+            mapping[node.out()] = made
+    graph.replace_tensors(mapping)
+    graph.prune()
+    return unknown + [tensor.node.name for tensor in mapping if tensor.node.name in graph.nodes]
+
+
+def _has_depthwise_kernel(node: Node, groups: _Groups) -> bool:
+    strides = node.attrs["strides"].list.i
+    return len(groups.filter) == 4 and groups.filter[-2] == 1 and strides[1] == strides[2]
+
+
+class _Maker:
+    """Adds nodes in the place of one."""
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self.graph = graph
+        self.node = node
+        self.dtype = node.outputs[0][0]
+
+    def _add(self, op: str, inputs: Sequence[Tensor], attrs: dict[str, Any], outputs: Sequence[Any]) -> Node:
+        return self.graph.add_beside(self.node, op, inputs, attrs, outputs)
+
+    def ints(self, value: int | tuple[int, ...]) -> Tensor:
+        """A constant."""
+        return int_constant(self.graph, f"{self.node.name}/sizes", value, tf.int32).out()
+
+    def reshape(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The same numbers in order."""
+        attrs = {"T": type_attr(self.dtype), "Tshape": type_attr(tf.int32)}
+        return self._add("Reshape", [tensor, self.ints(shape)], attrs, [(self.dtype, shape)]).out()
+
+    def split(self, tensor: Tensor, number: int) -> list[Tensor]:
+        """Over the last dimension."""
+        assert tensor.shape is not None and tensor.shape[-1] is not None
+        shape = (*tensor.shape[:-1], tensor.shape[-1] // number)
+        attrs = {"T": type_attr(self.dtype), "num_split": tf.compat.v1.AttrValue(i=number)}
+        node = self._add("Split", [self.ints(len(shape) - 1), tensor], attrs, [(self.dtype, shape)] * number)
+        return [node.out(index) for index in range(number)]
+
+    def concat(self, tensors: Sequence[Tensor], shape: Any) -> Tensor:
+        """Over the last dimension."""
+        attrs = {"T": type_attr(self.dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=len(tensors))}
+        return self._add("ConcatV2", [*tensors, self.ints(len(shape) - 1)], attrs, [(self.dtype, shape)]).out()
+
+    def convolution(self, op: str, inputs: Sequence[Tensor], shape: Any) -> Tensor:
+        """With the attributes of the node, as far as the op knows them."""
+        attrs = dict(self.node.attrs)
+        if op.startswith("Depthwise"):
+            attrs.pop("use_cudnn_on_gpu", None)
+        return self._add(op, inputs, attrs, [(self.dtype, shape)]).out()
+
+    def sizes_of_group(self, sizes: Tensor, channels: int) -> Tensor:
+        """Sizes of the image of one group. A batch that is unknown stays the one that it is."""
+        rank = len(self.node.out().shape or ())
+        attrs = {"T": type_attr(sizes.dtype), "Index": type_attr(tf.int32)}
+        begin, number = self.ints((0,)), self.ints((rank - 1,))
+        others = self._add("Slice", [sizes, begin, number], attrs, [(sizes.dtype, (rank - 1,))])
+        attrs = {"T": type_attr(sizes.dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}
+        last = int_constant(self.graph, f"{self.node.name}/channels", (channels,), sizes.dtype).out()
+        return self._add("ConcatV2", [others.out(), last, self.ints(0)], attrs, [(sizes.dtype, (rank,))]).out()
+
+
+def _depthwise(maker: _Maker, groups: _Groups) -> Tensor:
+    """One channel per group."""
+    node, shape = maker.node, maker.node.out().shape
+    if node.op in _FORWARD:
+        taps = maker.reshape(node.inputs[1], groups.depthwise)
+        return maker.convolution("DepthwiseConv2dNative", [node.inputs[0], taps], shape)
+    if node.op in _TO_INPUT:
+        taps = maker.reshape(node.inputs[1], groups.depthwise)
+        operands = [node.inputs[0], taps, node.inputs[2]]
+        return maker.convolution("DepthwiseConv2dNativeBackpropInput", operands, shape)
+    operands = [node.inputs[0], maker.ints(groups.depthwise), node.inputs[2]]
+    gradient = maker.convolution("DepthwiseConv2dNativeBackpropFilter", operands, groups.depthwise)
+    return maker.reshape(gradient, groups.filter)
+
+
+def _one_by_one(maker: _Maker, groups: _Groups) -> Tensor:
+    """One convolution per group."""
+    node, shape, number = maker.node, maker.node.out().shape, groups.number
+    assert shape is not None and shape[-1] is not None
+    part = (*shape[:-1], shape[-1] // number)
+    operands: list[Sequence[Tensor]]
+    if node.op in _FORWARD:
+        operands = [maker.split(tensor, number) for tensor in node.inputs]
+    elif node.op in _TO_INPUT:
+        sizes = maker.sizes_of_group(node.inputs[0], shape[-1] // number)
+        operands = [[sizes] * number, *(maker.split(tensor, number) for tensor in node.inputs[1:])]
+    else:
+        images, gradients = maker.split(node.inputs[0], number), maker.split(node.inputs[2], number)
+        taps = maker.ints((*groups.filter[:-1], groups.filter[-1] // number))
+        operands = [images, [taps] * number, gradients]
+    return maker.concat([maker.convolution(node.op, each, part) for each in zip(*operands, strict=True)], shape)

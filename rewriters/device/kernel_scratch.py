@@ -1,0 +1,253 @@
+"""Memory that kernels allocate for themselves while they run.
+
+TensorFlow's own CPU kernels, which are also those for float64, and for float16 on most
+processors, compute gradients of convolutions as products of matrices: an image is
+unfolded, a row of taps times channels for every window. How many images are unfolded at
+a time goes by what a cache holds, not by how many there are
+(tensorflow/core/kernels/conv_grad_input_ops.h, conv_grad_filter_ops.h,
+conv_grad_ops_3d.cc).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import tensorflow as tf
+
+from rewriters.device import properties
+from rewriters.ir.graph import PER_PIXEL, Node, Tensor
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+
+_FILTER_GRADIENTS = frozenset(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2"))
+_INPUT_GRADIENTS = frozenset(("Conv2DBackpropInput", "Conv3DBackpropInputV2"))
+_FORWARD = frozenset(("Conv2D", "Conv3D"))
+_UNFOLDING = _FILTER_GRADIENTS | _INPUT_GRADIENTS | {"MaxPoolGrad"}
+_DEPTHWISE = frozenset(("DepthwiseConv2dNativeBackpropFilter", "DepthwiseConv2dNativeBackpropInput"))
+_COUNTED = _UNFOLDING | _FORWARD
+_VOLUMES = frozenset(("Conv3D", "Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"))
+
+L2_BYTES, L3_BYTES = 256 * 2**10, 30 * 2**20
+"""Caches that the kernels for images reckon with, whatever the machine has."""
+
+MOST_OVERHEAD = 25
+"""Numbers unfolded, over those of all operands, above which a kernel for volumes does without."""
+
+_SC_LEVEL3_CACHE_SIZE = 194
+"""Of the C library; Python has no name for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a kernel is called with.
+
+    Attributes:
+        images: Images.
+        small: Pixels of an image on the side of the windows: one per window.
+        large: Pixels of an image on the side that windows slide over.
+    """
+
+    images: int
+    small: int
+    large: int
+
+
+def scratch_bytes(node: Node, call: Call) -> int:
+    """Bytes that the kernel of a convolution, of a gradient of one, of a pool's gradient, or of a cross-entropy takes.
+
+    Args:
+        node: The op.
+        call: What it is called with, in a loop on a tile.
+
+    Returns:
+        Bytes; 0 for other ops, and on a GPU. The gradient of a maximum finds the maxima again, with their positions. A
+        cross-entropy has a number for each pixel. oneDNN keeps a filter, or its gradient, in a layout of its own, once
+        more on the way in or out.
+    """
+    if not node.outputs or not properties.name().startswith("CPU"):
+        return 0
+    dtype = node.outputs[0][0]
+    if PER_PIXEL in node.attrs:
+        return call.images * call.small * dtype.size
+    if node.op == "MaxPoolGrad":
+        channels = int((node.outputs[0][1] or (0,))[-1] or 0)
+        return call.images * call.small * channels * (dtype.size + tf.int64.size) if _own(node) else 0
+    sizes = _filter_sizes(node)
+    if sizes is None:
+        return 0
+    if _own(node):
+        return unfolded_at_once(node.op, dtype, call, sizes) * dtype.size
+    return 2 * math.prod(sizes) * dtype.size if node.op not in _VOLUMES else 0
+
+
+class Group(Generic[T]):
+    """Operations that may run at once although their kernels take much memory: both gradients of a convolution.
+
+    They are ready at once, and unfolding one image keeps one core busy. In a rewritten step all of them wait for the
+    group before, so that no more is taken than is predicted.
+
+    Args:
+        member: Tells which operations are meant; those of the same gradient, their last operand, are a group.
+    """
+
+    def __init__(self, member: Callable[[Node], bool] | None = None) -> None:
+        self._member = takes_memory if member is None else member
+        self._gradient: Tensor | None = None
+        self._own: list[T] = []
+        self._last: list[T] = []
+
+    def before(self, node: Node) -> list[T]:
+        """What a node, which comes next, has to wait for."""
+        if not self._member(node):
+            return []
+        return self._last if node.inputs[-1] == self._gradient else self._own
+
+    def add(self, node: Node, made: T) -> None:
+        """Let those after a node wait for what was made of it."""
+        if self._member(node):
+            if node.inputs[-1] != self._gradient:
+                self._gradient, self._own, self._last = node.inputs[-1], [], self._own
+            self._own.append(made)
+
+
+def takes_memory(node: Node) -> bool:
+    """Whether a kernel is one of TensorFlow's own that take much memory while they run."""
+    return bool(node.outputs) and node.op in _UNFOLDING and properties.name().startswith("CPU") and _own(node)
+
+
+def goes_back(node: Node) -> bool:
+    """Whether an operation makes a gradient of a convolution or of a maximum, with whichever kernel."""
+    return node.op in _UNFOLDING | _DEPTHWISE
+
+
+def unfolds(node: Node) -> bool:
+    """Whether a kernel is one of TensorFlow's own for a gradient of a convolution."""
+    return takes_memory(node) and node.op in _FILTER_GRADIENTS | _INPUT_GRADIENTS
+
+
+def idle_cores(node: Node, call: Call) -> float:
+    """Part of the cores that have nothing to do while the kernel of a gradient copies windows: each image keeps one."""
+    sizes = _filter_sizes(node)
+    if sizes is None or not unfolds(node) or not call.small:
+        return 0.0
+    at_once = unfolded_at_once(node.op, node.outputs[0][0], call, sizes) // (call.small * math.prod(sizes[:-1]))
+    threads = properties.num_threads()
+    return 1 - min(at_once, call.images, threads) / threads if at_once else 0.0
+
+
+def window_bytes(node: Node, call: Call) -> int:
+    """Bytes of all windows of a call, which the kernel of a convolution or of its gradients copies, piece by piece.
+
+    Those are windows of the image; a gradient of a filter that does without unfolding has windows of the other
+    gradient, with its channels.
+    """
+    sizes = _filter_sizes(node)
+    if sizes is None or not _own(node):
+        return 0
+    channels = sizes[-1] if node.op in _FILTER_GRADIENTS and is_direct(node, call) else sizes[-2]
+    return call.images * call.small * math.prod(sizes[:-2]) * channels * node.outputs[0][0].size
+
+
+def is_direct(node: Node, call: Call) -> bool:
+    """Whether the kernel of a gradient does without unfolding, as those for volumes may, and is slower."""
+    sizes = _filter_sizes(node)
+    if sizes is None or not may_be_direct(node):
+        return False
+    return not unfolded_at_once(node.op, node.outputs[0][0], call, sizes)
+
+
+def may_be_direct(node: Node) -> bool:
+    """Whether that depends on what the kernel is called with."""
+    return node.op in _VOLUMES - _FORWARD and _own(node)
+
+
+def is_convolution(node: Node) -> bool:
+    """Whether an op is a convolution, and no gradient of one."""
+    return node.op in _FORWARD
+
+
+def full_call(node: Node, batch: int) -> Call:
+    """What the kernel of a full-size op is called with."""
+    if PER_PIXEL in node.attrs:
+        images, *rows = node.outputs[0][1] or (0,)
+        return Call(batch if images is None else images, math.prod(int(number or 0) for number in rows), 0)
+    if node.op in _FORWARD:
+        small, large = node.outputs[0][1], node.inputs[0].shape
+    elif len(node.inputs) == 3:
+        small = node.inputs[2].shape
+        large = node.outputs[0][1] if node.op in _INPUT_GRADIENTS else node.inputs[0].shape
+    else:
+        return Call(batch, 0, 0)
+    if small is None or len(small) < 4:
+        return Call(batch, 0, 0)
+    pixels = (math.prod(int(dim or 0) for dim in (shape or ())[1:-1]) for shape in (small, large))
+    return Call(batch if small[0] is None else small[0], *pixels)
+
+
+def op_scratch(node: Node, batch: int) -> int:
+    """Bytes that the kernel of a full-size op takes while it runs."""
+    if node.op not in _COUNTED and PER_PIXEL not in node.attrs:  # Searches ask for millions.
+        return 0
+    return scratch_bytes(node, full_call(node, batch))
+
+
+def slid_over(node: Node) -> int | None:
+    """Position of the operand that the windows of a gradient slide over; `None` if that is its result."""
+    return None if node.op in _INPUT_GRADIENTS else 0
+
+
+def _own(node: Node) -> bool:
+    """Whether an op's kernel is TensorFlow's own."""
+    return properties.unfolds_convolutions() or not properties.onednn_computes(node.outputs[0][0])
+
+
+def _filter_sizes(node: Node) -> list[int] | None:
+    """Sizes of the filter of a convolution or a gradient of one, taps first; `None` for other ops."""
+    if node.op not in _FILTER_GRADIENTS | _INPUT_GRADIENTS | _FORWARD:
+        return None
+    shape = node.outputs[0][1] if node.op in _FILTER_GRADIENTS else node.inputs[1].shape
+    return None if shape is None or None in shape else [int(dim or 1) for dim in shape]
+
+
+def unfolded_at_once(op: str, dtype: tf.DType, call: Call, sizes: Sequence[int]) -> int:
+    """Numbers that TensorFlow's own kernel unfolds at a time.
+
+    Args:
+        op: Type of the op.
+        dtype: Of its numbers.
+        call: What it is called with.
+        sizes: Of the filter, taps first.
+
+    Returns:
+        Numbers; 0 for a convolution forwards, and where a kernel for volumes does without.
+    """
+    row, channels = math.prod(sizes[:-1]), sizes[-1]
+    unit = call.small * (row + channels) + row * channels
+    if op in _FORWARD or not call.small * call.images * row:
+        return 0
+    cache = last_level_cache() if op in _VOLUMES else L3_BYTES
+    alone = op in _INPUT_GRADIENTS and call.images == 1
+    if op == "Conv2DBackpropInput":  # Each thread has enough to do with one image.
+        alone = alone or unit // properties.num_threads() >= L2_BYTES // dtype.size
+    unfolded = (1 if alone else max(-(-(cache // dtype.size) // unit), 1)) * call.small * row
+    if op in _VOLUMES:
+        operands = call.images * (call.large * sizes[-2] + call.small * channels) + row * channels
+        return 0 if unfolded // operands > MOST_OVERHEAD else unfolded
+    return unfolded
+
+
+@functools.cache
+def last_level_cache() -> int:
+    """Bytes, as the kernels for volumes find them; a guess of theirs where the machine does not tell."""
+    try:
+        found = os.sysconf(_SC_LEVEL3_CACHE_SIZE)
+    except (OSError, ValueError):
+        found = 0
+    return found if found > 0 else 2 * 2**20

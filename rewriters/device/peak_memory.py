@@ -1,0 +1,452 @@
+"""How many bytes are alive at the worst moment of a step.
+
+Liveness over the graph, in the order of an executor that runs what is ready first,
+with known shapes: a tensor is allocated when its op runs and freed after its last
+reader. Ops that pass their operand on or may overwrite it allocate nothing, as in
+TensorFlow. A tile loop is one op during which some of its turns run. The sequence of
+allocations is replayed against a model of the device's allocator. What the model does
+not know is which order the executor takes among ready ops and what kernels allocate
+inside; the measured peak is reported beside it. `unmodelled` lists the ops whose
+tensors have sizes that no graph tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rewriters.device import properties
+from rewriters.device.allocator import Pool
+from rewriters.device.kernel_scratch import op_scratch
+from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The worst moment.
+
+    Attributes:
+        peak_bytes: Bytes that the device counts as taken, fixed ones included.
+        at: Name of the op that runs then.
+        largest: (name, bytes) of the biggest tensors alive, biggest first.
+        timeline: (op name, bytes taken while it runs), in order.
+        own_bytes: Bytes that this op takes only while it runs: its kernel's own memory; of a loop, all of a turn.
+    """
+
+    peak_bytes: int
+    at: str
+    largest: tuple[tuple[str, int], ...]
+    timeline: tuple[tuple[str, int], ...]
+    own_bytes: int
+
+
+class Action(enum.Enum):
+    """What happens to memory."""
+
+    ALLOCATE = "allocate"
+    MAP = "map"
+    RUN = "run"
+    FREE = "free"
+
+
+_TAKES = frozenset((Action.ALLOCATE, Action.MAP))
+
+
+class Event(NamedTuple):
+    """One step of a schedule.
+
+    Attributes:
+        action: What happens.
+        key: Number of the buffer, for `ALLOCATE`, `MAP` (memory that is not the allocator's) and `FREE`.
+        num_bytes: Size of the buffer, or bytes that an op takes only while it runs.
+        name: Tensor that is allocated, or op that runs.
+        blocks: The pieces that an op takes while it runs.
+    """
+
+    action: Action
+    key: int
+    num_bytes: int
+    name: str
+    blocks: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass
+class _Buffer:
+    """Memory of one or more tensors, one of which may be another's operand.
+
+    Attributes:
+        key: Number by which events name it.
+        num_bytes: Its size.
+        foreign: Whether it is not TensorFlow's own, which never writes into a NumPy array.
+        uses: How often it is still read.
+    """
+
+    key: int
+    num_bytes: int
+    foreign: bool
+    uses: int = 0
+
+
+class _Scheduler:
+    """Follows buffers through ops that run one after another."""
+
+    def __init__(
+        self,
+        order: Sequence[Node],
+        num_bytes: Callable[[Tensor], int],
+        keep: Iterable[Tensor],
+        alias: Callable[[Node], bool],
+    ) -> None:
+        self.events: list[Event] = []
+        self._num_bytes = num_bytes
+        self._alias = alias
+        self._buffers: dict[Tensor, _Buffer] = {}
+        self._alive: dict[int, _Buffer] = {}
+        self._keys = itertools.count()
+        self._reads: dict[Tensor, int] = {}
+        for tensor in itertools.chain(keep, *(_needed(node) for node in order)):
+            self._reads[tensor] = self._reads.get(tensor, 0) + 1
+
+    def run(self, node: Node, scratch: tuple[int, ...]) -> None:
+        """Buffers for the results, the op itself, then operands and results that nobody reads any more."""
+        reusable = self._reusable(node)
+        outputs = [node.out(index) for index in range(len(node.outputs))]
+        for tensor in outputs:
+            buffer, reusable = self._buffer(node, tensor, reusable)
+            buffer.uses += self._reads.get(tensor, 0)
+            self._buffers[tensor] = buffer
+        if properties.allocates(node):
+            self.events.append(Event(Action.RUN, -1, sum(scratch), node.name, scratch))
+        needed = _needed(node)
+        for tensor in needed:
+            if tensor in self._buffers:
+                self._buffers[tensor].uses -= 1
+        for tensor in (*needed, *outputs):
+            held = self._buffers.get(tensor)
+            if held is not None and held.uses <= 0 and held.key in self._alive:
+                del self._alive[held.key]
+                self.events.append(Event(Action.FREE, held.key, 0, tensor.name))
+
+    def end(self) -> list[Event]:
+        """All events; what is still alive is freed."""
+        return [*self.events, *(Event(Action.FREE, key, 0, "") for key in self._alive)]
+
+    def _buffer(self, node: Node, tensor: Tensor, reusable: _Buffer | None) -> tuple[_Buffer, _Buffer | None]:
+        """The buffer of a result: an operand's, or a new one; and what is left to be reused."""
+        source = self._buffers.get(node.inputs[0]) if node.inputs else None
+        if source is not None and self._alias(node):
+            return source, reusable
+        if reusable is not None and self._num_bytes(tensor) == reusable.num_bytes:
+            return reusable, None
+        silent = not properties.allocates(node) or (not self._reads.get(tensor) and node.op in LOOPS)
+        foreign = node.op in properties.PYTHON
+        buffer = _Buffer(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
+        if buffer.num_bytes:
+            self._alive[buffer.key] = buffer
+            action = Action.MAP if foreign else Action.ALLOCATE
+            self.events.append(Event(action, buffer.key, buffer.num_bytes, tensor.name))
+        return buffer, reusable
+
+    def _reusable(self, node: Node) -> _Buffer | None:
+        """Buffer of an operand that ends here and that the op may overwrite."""
+        if not properties.overwrites(node):
+            return None
+        wanted = self._num_bytes(node.out())
+        for tensor in node.inputs:
+            buffer = self._buffers.get(tensor)
+            if buffer is None or buffer.uses != node.inputs.count(tensor) or buffer.num_bytes != wanted:
+                continue
+            if properties.allocates(tensor.node) and not buffer.foreign:
+                return buffer
+        return None
+
+
+def _needed(node: Node) -> list[Tensor]:
+    """What an op reads; arrays that Python made are also there until the op that gives them back has run."""
+    if node.op not in properties.PYTHON or node.inputs:
+        return node.inputs
+    read = dict.fromkeys(tensor for reader in node.control_inputs for tensor in reader.inputs)
+    return [tensor for tensor in read if _source(tensor).op in properties.PYTHON]
+
+
+def _source(tensor: Tensor) -> Node:
+    node = tensor.node
+    while properties.passes_on(node) and node.inputs:
+        node = node.inputs[0].node
+    return node
+
+
+def schedule(
+    order: Sequence[Node],
+    num_bytes: Callable[[Tensor], int],
+    scratch: Mapping[Node, tuple[int, ...]],
+    keep: Iterable[Tensor] = (),
+    alias: Callable[[Node], bool] = properties.passes_on,
+) -> list[Event]:
+    """The allocations of ops that run in a given order.
+
+    Args:
+        order: Ops in the order they run.
+        num_bytes: Bytes of a tensor.
+        scratch: Blocks of bytes that an op needs only while it runs.
+        keep: Tensors that are freed at the end only.
+        alias: Whether an op passes its operand on.
+    """
+    scheduler = _Scheduler(order, num_bytes, keep, alias)
+    for node in order:
+        scheduler.run(node, scratch.get(node, ()))
+    return scheduler.end()
+
+
+def most_alive(
+    order: Sequence[Node],
+    batch: int,
+    keep: Iterable[Tensor] = (),
+    scratch: Mapping[Node, tuple[int, ...]] | None = None,
+) -> int:
+    """Bytes of what some ops make, at the worst moment; parameters as for `schedule`. A device takes some more."""
+    alive: dict[int, int] = {}
+    most = 0
+    for action, key, num_bytes, *_ in schedule(order, lambda t: t.num_bytes(batch), scratch or {}, keep):
+        if action in _TAKES:
+            alive[key] = num_bytes
+        elif action is Action.FREE:
+            del alive[key]
+        most = max(most, sum(alive.values()) + (num_bytes if action is Action.RUN else 0))
+    return most
+
+
+class Turn(NamedTuple):
+    """What a turn of a tile loop allocates.
+
+    Attributes:
+        events: In order.
+        late: The same where two ops run at a time (`freed_late`).
+    """
+
+    events: list[Event]
+    late: list[Event]
+
+
+def most_taken(events: Sequence[Event], pool: Pool) -> int:
+    """Take and give back memory as scheduled; tells the most that was taken while an op ran."""
+    allocate, give, maps = Action.ALLOCATE, Action.FREE, Action.MAP  # Members of an enum take their time to look up.
+    held: dict[int, Any] = {}
+    most = pool.in_use
+    for action, key, num_bytes, _, blocks in events:
+        if action is allocate:
+            held[key] = pool.allocate(num_bytes)
+        elif action is give:
+            pool.free(held.pop(key))
+        elif action is maps:
+            held[key] = pool.map(num_bytes)
+        elif blocks:
+            handles = [pool.allocate(block) for block in blocks]
+            most = max(most, pool.in_use)
+            for handle in handles:
+                pool.free(handle)
+        elif pool.in_use > most:
+            most = pool.in_use
+    return most
+
+
+def worst_kernel(events: Sequence[Event]) -> tuple[int, str, int]:
+    """The worst moment of a turn: bytes of the turn, which op runs then, and bytes that its kernel takes for itself."""
+    held: dict[int, int] = {}
+    now = 0
+    worst = (0, "", 0)
+    for action, key, num_bytes, name, _ in events:
+        if action in _TAKES:
+            held[key] = num_bytes
+            now += num_bytes
+        elif action is Action.FREE:
+            now -= held.pop(key)
+        elif now + num_bytes > worst[0]:
+            worst = (now + num_bytes, name, num_bytes)
+    return worst
+
+
+def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Sequence[Event]]] | None = None) -> Peak:
+    """Take and give back memory as a whole step does, turns of loops included; whatever `pool` holds already stays.
+
+    Args:
+        events: What happens, in order.
+        pool: A device's memory.
+        turns: What happens in turns that run one after another while a loop runs, by its name.
+    """
+    allocate, give, maps, inner = Action.ALLOCATE, Action.FREE, Action.MAP, turns or {}
+    held: dict[int, Any] = {}
+    timeline: list[tuple[str, int]] = []
+    peak, worst, at, own = pool.in_use, 0, "", 0
+    for number, (action, key, num_bytes, name, blocks) in enumerate(events):
+        if action is allocate:
+            held[key] = pool.allocate(num_bytes)
+            continue
+        if action is give:
+            pool.free(held.pop(key))
+            continue
+        if action is maps:
+            held[key] = pool.map(num_bytes)
+            continue
+        before = pool.in_use
+        handles = [pool.allocate(block) for block in blocks]
+        now = pool.in_use
+        if name in inner:
+            now = max([now, *(most_taken(turn, pool) for turn in inner[name])])
+        for handle in handles:
+            pool.free(handle)
+        timeline.append((name, now))
+        if now > peak:
+            peak, worst, at, own = now, number, name, now - before
+    return Peak(peak, at, _largest(events[:worst]), tuple(timeline), own)
+
+
+def freed_late(events: Sequence[Event], loops: Container[str] = ()) -> list[Event]:
+    """The same where two ops run at a time: what one gives back is there until the next has what it needs.
+
+    A loop begins when everything before it has ended.
+    """
+    result: list[Event] = []
+    waiting: list[Event] = []
+    for event in events:
+        if event.action is Action.FREE:
+            waiting.append(event)
+            continue
+        if event.action is Action.RUN:
+            before = event.name in loops
+            result.extend([*waiting, event] if before else [event, *waiting])
+            waiting = []
+        else:
+            result.append(event)
+    return [*result, *waiting]
+
+
+def _largest(events: Sequence[Event]) -> tuple[tuple[str, int], ...]:
+    alive: dict[int, Event] = {}
+    for event in events:
+        if event.action in _TAKES:
+            alive[event.key] = event
+        elif event.action is Action.FREE:
+            del alive[event.key]
+    largest = sorted(alive.values(), key=lambda event: -event.num_bytes)[:10]
+    return tuple((event.name, event.num_bytes) for event in largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What a whole graph allocates, but for the turns of its loops.
+
+    Attributes:
+        events: In order.
+        late: The same where two ops run at a time (`freed_late`).
+        held: Bytes of each tensor that is there throughout: variables and arguments.
+    """
+
+    events: list[Event]
+    late: list[Event]
+    held: list[int]
+
+
+def graph_schedule(
+    graph: Graph,
+    loops: Container[str],
+    batch: int,
+    fixed: Sequence[int],
+    away: Container[Node] = (),
+    slow: Mapping[Node, float] | None = None,
+    seconds: Callable[[Node], float] | None = None,
+) -> Schedule:
+    """The allocations of a whole graph.
+
+    Args:
+        graph: A step.
+        loops: Names of its tile loops.
+        batch: Size of an unknown batch.
+        fixed: Bytes of each variable.
+        away: Ops whose results are in other memory; who reads them has a copy on the device.
+        slow: Ops that go on beside others, such as writes to a disk, and for how many seconds.
+        seconds: What each of the others takes; without it slow ones end only when all others wait for them.
+    """
+
+    def num_bytes(tensor: Tensor) -> int:
+        return 0 if tensor.node in away else tensor.num_bytes(batch)
+
+    def alias(node: Node) -> bool:
+        return properties.passes_on(node) and node not in away and not any(t.node in away for t in node.inputs)
+
+    order = graph.execution_order(slow, seconds)
+    scratch = together({node: op_scratch(node, batch) for node in order}, order)
+    events = schedule(order, num_bytes, scratch, graph.outputs, alias)
+    held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]
+    return Schedule(events, freed_late(events, loops), held)
+
+
+def graph_peak(found: Schedule, turns: Mapping[str, Sequence[Turn]], limit: int | None = None) -> Peak:
+    """Peak of a whole graph: the worst of the states that the device's memory may be in.
+
+    Args:
+        found: What the graph allocates.
+        turns: Turns of its tile loops that run one after another, by the loop's name.
+        limit: Bytes above which the first state found will do.
+    """
+    worst: Peak | None = None
+    own = {name: [turn.events for turn in of_loop] for name, of_loop in turns.items()}
+    late = {name: [turn.late for turn in of_loop] for name, of_loop in turns.items()}
+    for pool in properties.pools(sum(found.held) + max((e.num_bytes for e in found.events), default=0)):
+        for amount in found.held:
+            pool.allocate(amount)
+        # The second step finds the memory in pieces.
+        for events, inner in ((found.events, own), (found.late, late)):
+            peak = replay(events, pool, inner)
+            worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst
+            if limit is not None and worst.peak_bytes > limit:
+                return worst
+    assert worst is not None
+    return worst
+
+
+def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Node, tuple[int, ...]]:
+    """Blocks that kernels take while each op runs: its own, and those of what runs at once.
+
+    Both gradients of a convolution wait for the same tensor: they run, and allocate, at once if nothing orders them.
+    So do those of several convolutions that are added up, as many as there are threads for operations.
+
+    Args:
+        scratch: Bytes of each op, in the order in which they run.
+        originals: The same ops in the graph, where the two share an operand.
+    """
+    order = list(originals)
+    groups: dict[Tensor, list[int]] = {}
+    for number, (amount, node) in enumerate(zip(scratch.values(), order, strict=True)):
+        if amount and len(node.inputs) > 1:
+            groups.setdefault(node.inputs[-1], []).append(number)
+    own = list(scratch.values())
+    blocks: list[tuple[int, ...]] = [(amount,) if amount else () for amount in own]
+    for numbers in groups.values():
+        free = {pair for pair in itertools.combinations(numbers, 2) if not waits(order, *pair)}
+        for number in numbers:
+            beside = [number]
+            for other in sorted(numbers, key=own.__getitem__, reverse=True):
+                if all((min(other, one), max(other, one)) in free for one in beside):
+                    beside.append(other)
+            blocks[number] = tuple(own[one] for one in beside[: properties.num_operations()])
+    return dict(zip(scratch, blocks, strict=True))
+
+
+def waits(order: Sequence[Node], first: int, second: int) -> bool:
+    """Whether the op at one position of an order waits for the one at an earlier position."""
+    between = set(order[first:second])
+    stack, seen = [order[second]], set[Node]()
+    while stack:
+        for before in predecessors(stack.pop()):
+            if before is order[first]:
+                return True
+            if before in between and before not in seen:
+                seen.add(before)
+                stack.append(before)
+    return False

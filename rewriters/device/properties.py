@@ -1,0 +1,181 @@
+"""Every question of what the device and its kernels are like, in one place."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from rewriters.device.allocator import BestFit, Exact, Pool
+from rewriters.ir import tf_internals
+from rewriters.ir.graph import Node
+
+__all__: list[str] = []
+
+
+ALIASES = frozenset(
+    "Identity IdentityN Reshape Squeeze ExpandDims StopGradient PreventGradient Snapshot Bitcast EnsureShape".split()
+)
+"""Ops whose output is their operand's buffer, if they have one output."""
+
+_IN_PLACE = frozenset(
+    "Abs Add AddN AddV2 BiasAdd Cast Ceil ClipByValue Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor LeakyRelu "
+    "LeakyReluGrad Log Log1p Maximum Minimum Mul MulNoNan Neg Pow RealDiv Reciprocal Relu Relu6 Relu6Grad ReluGrad "
+    "Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Softplus SoftplusGrad Softsign "
+    "SoftsignGrad Sqrt SqrtGrad Square SquaredDifference Sub Tanh TanhGrad".split()
+)
+_CONTRACTIONS = frozenset("BatchMatMulV2 Conv2D Conv3D DepthwiseConv2dNative MatMul".split())
+_FOLLOW = frozenset("Add AddV2 BiasAdd Elu LeakyRelu Relu Relu6 Sigmoid Tanh".split())
+_PADS = frozenset(("Pad", "PadV2"))
+_NO_BYTES = frozenset(["Placeholder", "Const", "ReadVariableOp", "VarHandleOp", "Empty", "NoOp"])
+"""Ops whose outputs exist anyway (arguments, weights) or are counted elsewhere (a loop's buffers)."""
+
+PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+"""Ops that call a Python function; the arrays that it makes are not the device's allocator's."""
+
+_ONEDNN_NEEDS = {
+    tf.bfloat16: ({"avx512f"}, {"avx_ne_convert"}),
+    tf.float16: ({"avx512bw", "avx512_fp16"}, {"avx512bw", "amx_fp16"}, {"avx_ne_convert"}),
+}
+"""What a processor must be able to do for oneDNN to compute in a type (tensorflow/core/util/util.cc)."""
+
+STATES = 6
+"""States of a growing pool that are tried; peaks differ by a third between them."""
+
+
+def passes_on(node: Node) -> bool:
+    """Whether an op's output is its operand's buffer."""
+    return node.op in ALIASES and len(node.outputs) == 1
+
+
+def overwrites(node: Node) -> bool:
+    """Whether an op's kernel takes the buffer of an operand that nobody else reads."""
+    return node.op in _IN_PLACE
+
+
+def may_be_taken_in(node: Node, reader: Node | None = None) -> bool:
+    """Whether TensorFlow may make an operation one with its reader, such as a convolution and its bias.
+
+    oneDNN does so whatever edges there are: what the reader waits for must not wait for the operation.
+
+    Args:
+        node: The operation.
+        reader: Its only reader; any if it is not given.
+    """
+    if node.op in _PADS:
+        return reader is None or reader.op in _CONTRACTIONS
+    return node.op in _CONTRACTIONS | _FOLLOW and (reader is None or reader.op in _FOLLOW)
+
+
+def comparing_kernels() -> frozenset[str]:
+    """Ops whose kernels look for operands that are the same to the last bit: a GPU's where the maximum came from."""
+    return frozenset(("MaxPoolGrad",)) if name().startswith("GPU") else frozenset()
+
+
+def pools_in_pairs() -> bool:
+    """Whether the kernel of a maximum tells that of its gradient where it was found: oneDNN's do."""
+    return name().startswith("CPU") and keeps_statistics()
+
+
+def writes_in_place() -> bool:
+    """Whether rows of a tensor are best replaced by `InplaceUpdate`: a GPU's strided assignment is as fast."""
+    return name().startswith("CPU")
+
+
+def allocates(node: Node) -> bool:
+    """Whether an op makes something that was not there before."""
+    return node.op not in _NO_BYTES
+
+
+def name() -> str:
+    """The device whose memory counts: the first GPU if there is one."""
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+def keeps_statistics() -> bool:
+    """Whether the device's allocator tells its peak: a GPU's does, a CPU's with oneDNN."""
+    try:
+        tf.config.experimental.get_memory_info(name())
+    except (ValueError, RuntimeError, tf.errors.OpError):
+        return False
+    return True
+
+
+@functools.cache
+def counted_from() -> int:
+    """Bytes below which a block is not in the allocator's statistics: with oneDNN others, from another allocator."""
+    if not keeps_statistics():
+        return 0
+    for size in (2**power for power in range(8, 21)):
+        before = tf.config.experimental.get_memory_info(name())["current"]
+        with tf.device(name()):
+            block = tf.identity(tf.zeros(size, tf.uint8))
+        after = tf.config.experimental.get_memory_info(name())["current"]
+        del block
+        if after - before >= size:
+            return size if size > 256 else 0
+    return 0
+
+
+def most_memory() -> int:
+    """Bytes that TensorFlow may take of the accelerator whose memory counts."""
+    return tf_internals.memory_limits()[name()]
+
+
+def pool() -> Pool:
+    """A model of the device's empty memory.
+
+    Where the device keeps statistics they are those of TensorFlow's best-fit allocator; otherwise
+    memory comes from the C library. A GPU gives all of its memory at once unless told to let it grow.
+    """
+    if not keeps_statistics() or os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
+        return Exact()
+    return BestFit(_grows(), counted_from())
+
+
+def pools(scale: int) -> Iterator[Pool]:
+    """The same in several states that earlier work of about `scale` bytes may leave it in, empty ones first."""
+    first = pool()
+    yield first
+    if isinstance(first, BestFit) and _grows():
+        yield from (BestFit.used(number, scale, counted_from()) for number in range(1, STATES))
+
+
+def _grows() -> bool:
+    gpus = tf.config.list_physical_devices("GPU")
+    return not gpus or bool(tf.config.experimental.get_memory_growth(gpus[0]))
+
+
+@functools.cache
+def unfolds_convolutions() -> bool:
+    """Whether gradients of convolutions unfold the image (im2col): TensorFlow's own CPU kernels do, oneDNN's not."""
+    return name().startswith("CPU") and not keeps_statistics()
+
+
+def onednn_computes(dtype: tf.DType) -> bool:
+    """Whether oneDNN has kernels for numbers of this type on this processor; TensorFlow takes its own otherwise."""
+    if dtype == tf.float32:
+        return True
+    return any(needed <= _processor() for needed in _ONEDNN_NEEDS.get(dtype, ()))
+
+
+@functools.cache
+def _processor() -> frozenset[str]:
+    """What the processor can do, as Linux calls it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    except OSError:
+        return frozenset()
+
+
+def num_threads() -> int:
+    """Threads that share the work of an operation on a CPU."""
+    return tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1
+
+
+def num_operations() -> int:
+    """Operations that run at once on a CPU."""
+    return tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1

@@ -1,0 +1,142 @@
+"""Loops that are the same program.
+
+Networks repeat themselves: most blocks of a stage differ in their weights alone,
+which a loop receives as arguments. A loop is traced once for all segments in
+which it is the same, and they share its body; tracing is most of what rewriting a
+large network costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.emission.loop_emitter import phase_inputs, phase_outputs
+from rewriters.ir.graph import Node, Tensor
+from rewriters.ir.static_values import MAX_ELEMENTS
+from rewriters.rules.registry import Kind
+from rewriters.tiling.barrier_levels import Moments
+from rewriters.tiling.checkpoint_selection import Loop
+from rewriters.tiling.row_frontiers import Carry, Save
+from rewriters.tiling.segment import Segment
+from rewriters.tiling.tile_planner import AxisPlan, Phase, Region
+
+__all__: list[str] = []
+
+
+def program_key(analysis: Analysis, segment: Segment, phase: Phase) -> Hashable:
+    """Equal for two loops if tracing them gives the same function of their inputs.
+
+    Holds everything that tracing reads: ops with their attributes, how they are wired, static operands,
+    shapes and kinds, rows of every tensor in every tile. Names are left out.
+    """
+    return _Key(analysis, segment, phase).build()
+
+
+def loop_key(analysis: Analysis, kinds: Mapping[Tensor, Kind], loop: Loop) -> Hashable:
+    """Equal for two loops between barriers of which turns take as much memory and time, in any number of tiles."""
+    key = _Wiring(analysis, kinds)
+    body = tuple(map(key.operation, loop.body))
+    ends = tuple(tuple(map(key.number, tensors)) for tensors in (loop.reads, loop.writes, [n.out() for n in loop.sums]))
+    moments = tuple(tuple(map(key.number, (pair.image, pair.mean, pair.variance))) for pair in loop.moments)
+    return (loop.backward, body, ends, moments, key.tensors())
+
+
+def segment_key(analysis: Analysis, segment: Segment) -> Hashable:
+    """Equal for two segments without barriers of which the loops take as much, in any number of tiles."""
+    key = _Wiring(analysis, segment.kinds)
+    body = tuple(tuple(map(key.operation, nodes)) for nodes in (segment.forward, segment.backward))
+    ends = (segment.entries, segment.exits, segment.grad_entries, segment.grad_exits, segment.reductions)
+    numbers = tuple(tuple(map(key.number, tensors)) for tensors in ends)
+    return (body, numbers, key.tensors())
+
+
+class _Wiring:
+    """Operations and tensors by what they are and how they are connected, without their names."""
+
+    def __init__(self, analysis: Analysis, kinds: Mapping[Tensor, Kind]) -> None:
+        self.analysis = analysis
+        self.kinds = kinds
+        self.numbers: dict[Tensor, int] = {}
+
+    def number(self, tensor: Tensor) -> int:
+        """In the order in which tensors are met."""
+        return self.numbers.setdefault(tensor, len(self.numbers))
+
+    def operation(self, node: Node) -> tuple[Hashable, ...]:
+        """An operation with its attributes, operands and results."""
+        operands = tuple(self.number(tensor) for tensor in node.inputs)
+        results = tuple(self.number(node.out(index)) for index in range(len(node.outputs)))
+        attrs = tuple(sorted((key, value.SerializeToString(deterministic=True)) for key, value in node.attrs.items()))
+        return (node.op, node.device, attrs, operands, results)
+
+    def tensor(self, tensor: Tensor) -> tuple[Hashable, ...]:
+        """A tensor with what is known of its value."""
+        return (tensor.shape, tensor.dtype, self.kinds.get(tensor), self._static(tensor))
+
+    def tensors(self) -> tuple[Hashable, ...]:
+        """All tensors that were met; an operand that nobody else reads is written over."""
+        analysis = self.analysis
+        return tuple((self.tensor(t), analysis.extents(t), len(analysis.readers.get(t, ()))) for t in self.numbers)
+
+    def _static(self, tensor: Tensor) -> Hashable:
+        """What a rule can know of an operand's value."""
+        node = tensor.node
+        if node.op == "Const" and math.prod(dim or 0 for dim in tensor.shape or ()) <= MAX_ELEMENTS:
+            return node.attrs["value"].SerializeToString(deterministic=True)
+        value: Any = self.analysis.evaluate(tensor)
+        return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+
+
+class _Key(_Wiring):
+    """The program of a loop that is planned."""
+
+    def __init__(self, analysis: Analysis, segment: Segment, phase: Phase) -> None:
+        super().__init__(analysis, segment.kinds)
+        self.segment = segment
+        self.phase = phase
+
+    def build(self) -> Hashable:
+        phase = self.phase
+        inputs = tuple(self.number(tensor) for tensor in phase_inputs(phase, self.segment))
+        body = tuple(self._op(node) for node in phase.body)
+        ends = tuple(self.number(tensor) for tensor in phase_outputs(phase))
+        roles = (len(phase.writes), len(phase.accumulates), tuple(map(self.number, phase.reads)))
+        cells = tuple(_rows(phase.cells.get(tensor)) for tensor in phase.writes)
+        moments = tuple(self._moments(pair) for pair in phase.moments)
+        carries = tuple(self._carry(tensor, carry) for tensor, carry in phase.carries.items())
+        saves = tuple(self._save(save) for save in phase.saves)
+        rows = (phase.direction, phase.row_axis, carries, saves)
+        tensors = tuple(self._tensor(tensor) for tensor in self.numbers)
+        return (phase.backward, phase.grid, rows, inputs, body, ends, roles, cells, moments, tensors)
+
+    def _carry(self, tensor: Tensor, carry: Carry) -> Hashable:
+        saved = None if carry.saved is None else self.number(carry.saved)
+        return (self.number(tensor), _rows((carry.received, carry.passed)), saved)
+
+    def _save(self, save: Save) -> Hashable:
+        slots = tuple((_rows((rows,)), places.tobytes()) for rows, places in save.slots)
+        return (self.number(save.tensor), self.number(save.saved), slots, _rows(save.region))
+
+    def _moments(self, pair: Moments) -> Hashable:
+        numbers = tuple(map(self.number, (pair.image, pair.mean, pair.variance)))
+        return (numbers, pair.axes, pair.keep_dims, _rows(self.phase.cells[pair.image]))
+
+    def _op(self, node: Node) -> Hashable:
+        return (*self.operation(node), tuple(_axis_plan(plan) for plan in self.phase.plans[node]))
+
+    def _tensor(self, tensor: Tensor) -> Hashable:
+        return (*self.tensor(tensor), _rows(self.phase.regions.get(tensor)))
+
+
+def _rows(region: Region | None) -> Hashable:
+    return None if region is None else tuple(rows.key for rows in region)
+
+
+def _axis_plan(plan: AxisPlan) -> Hashable:
+    rows = (plan.out, plan.made, *plan.needs)
+    return tuple(None if r is None else r.key for r in rows)

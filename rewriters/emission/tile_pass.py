@@ -1,0 +1,367 @@
+"""The SFT pass: replace planned segments by tile loops.
+
+Segmented fused-tiled execution after Xu et al., "Training of Deep Learning Pipelines
+on Memory-Constrained GPUs via Segmented Fused-Tiled Execution" (CC '22), on the
+joint graph: the split and join nodes of section 5 are the reads and writes of a
+loop, and the backward functions are the graph's own backward ops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Mapping
+
+import tensorflow as tf
+
+from rewriters.analysis.autodiff_roles import reads_shape_only
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.emission.loop_emitter import phase_inputs, phase_outputs, trace_phase
+from rewriters.emission.loop_signature import program_key
+from rewriters.errors import RewriteError
+from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, from_tf_graph
+from rewriters.ir.static_values import int_constant, type_attr
+from rewriters.scheduling.delay_early_ops import hold_back, update_first
+from rewriters.scheduling.serialize_ops import group_by_group
+from rewriters.tiling.barrier_planner import Gatherer
+from rewriters.tiling.row_frontiers import SAVED
+from rewriters.tiling.row_planner import RowGatherer, RowPlanner
+from rewriters.tiling.segment import Segment
+from rewriters.tiling.tile_planner import Grid, Halo, Phase, Planner
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass
+class SegmentPlan:
+    """A segment with its tile loops.
+
+    Attributes:
+        segment: What is tiled.
+        phases: Loops in the order they run in.
+        halo: Where their turns have the rows from that they share.
+    """
+
+    segment: Segment
+    phases: list[Phase]
+    halo: Halo = Halo.RECOMPUTE
+
+    def phase(self, name: str) -> Phase | None:
+        """The loop of that name, if the segment has one."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+
+def plan_segment(
+    analysis: Analysis,
+    segment: Segment,
+    grid: Grid,
+    backward_grid: Grid | None = None,
+    halo: Halo = Halo.RECOMPUTE,
+) -> SegmentPlan:
+    """Plan the loops of one segment."""
+    backward = backward_grid or grid
+    if segment.loops:
+        gatherer = (RowGatherer if halo is Halo.CARRY else Gatherer)(analysis, segment)
+        return SegmentPlan(segment, gatherer.phases(lambda loop: backward if loop.backward else grid), halo)
+    return SegmentPlan(segment, planner_for(analysis, segment, halo).phases(grid, backward), halo)
+
+
+def planner_for(analysis: Analysis, segment: Segment, halo: Halo) -> Planner:
+    """What plans the loops of a segment without barriers, for any number of tiles."""
+    return (RowPlanner if halo is Halo.CARRY else Planner)(analysis, segment)
+
+
+def tile_segments(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
+    """A new graph in which the planned segments run tile by tile.
+
+    Args:
+        analysis: Of the graph that the plans refer to.
+        plans: Segments that share no op.
+
+    Raises:
+        RewriteError: If an op inside a segment is needed outside of it after all.
+    """
+    return _Rewriter(analysis, plans).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiled:
+    """A step with tile loops, each in a stage.
+
+    Attributes:
+        graph: The new graph.
+        phases: What it has got for loops, each operation with the loop that it belongs to.
+    """
+
+    graph: Graph
+    phases: Mapping[Node, Phase]
+
+
+def tile_stages(analysis: Analysis, plans: list[SegmentPlan], stages: Mapping[Node, int]) -> Tiled:
+    """The same where segments lie in stages: loops wait for one another within a stage only.
+
+    The update, and what else is outside of loops, is in no other order than before: slots bring that in.
+
+    Args:
+        analysis: Of the graph that the plans refer to.
+        plans: Segments that share no op.
+        stages: Stage of each op that has one.
+    """
+    return _Rewriter(analysis, plans, stages=stages).in_stages()
+
+
+def outline(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
+    """The graph of `tile_segments` with loops that have no bodies yet, each a single op.
+
+    All that the memory model asks for, in a fraction of the time: bodies are traced by TensorFlow.
+    """
+    return _Rewriter(analysis, plans, bodies=False).run()
+
+
+class _Rewriter:
+    def __init__(
+        self,
+        analysis: Analysis,
+        plans: list[SegmentPlan],
+        bodies: bool = True,
+        stages: Mapping[Node, int] | None = None,
+    ) -> None:
+        self.analysis = analysis
+        self.plans = plans
+        self.bodies = bodies
+        self.stages = stages
+        self.graph = analysis.graph.copy()
+        self.replaced: dict[Tensor, Tensor] = {}
+        self.moved: dict[Node, Node] = {}
+        self.programs: dict[Hashable, Graph] = {}
+        self.starts: dict[Node, Node] = {}
+        self.devices: dict[Node, str] = {}
+        self.backward: set[Node] = set()
+        self.phases: dict[Node, Phase] = {}
+
+    def run(self) -> Graph:
+        """Loops, and the update in order with them."""
+        order = self._with_loops()
+        update = hold_back(self.graph, self.analysis)
+        backward = [(loop, self.starts[loop], self.devices[loop]) for loop in order if loop in self.backward]
+        update_first(self.graph, update, order, backward)
+        group_by_group(self.graph)
+        return self.graph
+
+    def in_stages(self) -> Tiled:
+        """Loops alone."""
+        self._with_loops()
+        left = self.graph.nodes
+        return Tiled(self.graph, {node: phase for node, phase in self.phases.items() if left.get(node.name) is node})
+
+    def _with_loops(self) -> list[Node]:
+        """Splice every loop in, hand readers over, drop what was replaced; the loops in order."""
+        self._repoint_shapes()
+        loops = [self._splice_all(plan) for plan in self.plans]
+        self._redirect_controls()
+        self.graph.replace_tensors(self.replaced)
+        order = self._chain(loops)
+        self.graph.prune()
+        self._check_gone()
+        return order
+
+    def _own(self, node: Node) -> Node:
+        return self.graph.nodes[node.name]
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        return Tensor(self._own(tensor.node), tensor.index)
+
+    def _repoint_shapes(self) -> None:
+        """Shape ops of tensors that a loop makes read the batch from the segment's entry instead.
+
+        Some of the tensors will not exist; and the loop itself may wait for what is made from the shape of its
+        exit, the mask of a dropout.
+        """
+        for plan in self.plans:
+            segment = plan.segment
+            inside = {n.out(i) for n in (*segment.forward, *segment.backward) for i in range(len(n.outputs))}
+            kept = {*segment.exits, *segment.stored, *segment.grad_exits, *segment.reductions}
+            for tensor in sorted(inside, key=lambda t: t.name):
+                for reader, _ in self.analysis.readers.get(tensor, ()):
+                    if reader.op != "Shape":  # All that normalisation leaves of a tensor of known rank.
+                        continue
+                    source = self._as_many(segment, tensor)
+                    if source is not None:
+                        self._repoint(reader, tensor, source)
+                    elif tensor not in kept:
+                        raise RewriteError(
+                            f"`{reader.name}` asks for the number of images of `{tensor.name}`, which is never whole, "
+                            "and no entry of its segment is known to have as many. Please report it."
+                        )
+
+    def _as_many(self, segment: Segment, tensor: Tensor) -> Tensor | None:
+        """An entry with as many images as a tensor of an unknown number, all of whose other sizes are known."""
+        if not tensor.shape or tensor.shape[0] is not None or None in tensor.shape[1:]:
+            return None
+        sizes = self.analysis.evaluate.sizes
+        size = sizes.of_images(tensor, self.analysis.entries_per_image(tensor))
+        entries = [t for t in segment.entries if t.shape and t.shape[0] is None]
+        there = [t for t in entries if t.node.device == tensor.node.device]
+        devices = {node.device for node in (*segment.forward, *segment.backward)}
+        # On a single device all unknown numbers of images in a segment are the same.
+        return next((t for t in entries if sizes.meet(sizes.of(t), size)), None) or next(
+            iter(entries if len(devices) == 1 else there), None
+        )
+
+    def _repoint(self, reader: Node, tensor: Tensor, source: Tensor) -> None:
+        shape = tensor.shape
+        assert shape is not None and source.shape is not None
+        dtype = reader.outputs[0][0]
+        graph, name = self.graph, f"{reader.name}/of_tile"
+        attrs = {"T": type_attr(source.dtype), "out_type": type_attr(dtype)}
+        outputs = [(dtype, (len(source.shape),))]
+        size = graph.add(Node(graph.unique_name(name), "Shape", [self._tensor(source)], (), attrs, "", outputs))
+        begin = int_constant(graph, f"{name}/begin", (0,), tf.int32)
+        count = int_constant(graph, f"{name}/size", (1,), tf.int32)
+        attrs = {"T": type_attr(dtype), "Index": type_attr(tf.int32)}
+        operands = [size.out(), begin.out(), count.out()]
+        batch = graph.add(Node(graph.unique_name(name), "Slice", operands, (), attrs, "", [(dtype, (1,))]))
+        entries = self.analysis.entries_per_image(tensor)
+        if entries != 1:
+            operands = [batch.out(), int_constant(graph, f"{name}/entries", entries, dtype).out()]
+            batch = graph.add_beside(batch, "Mul", operands, {"T": type_attr(dtype)}, [(dtype, (1,))])
+        rest = int_constant(graph, f"{name}/rest", tuple(int(d or 0) for d in shape[1:]), dtype)
+        axis = int_constant(graph, f"{name}/axis", 0, tf.int32)
+        attrs = {"T": type_attr(dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}
+        operands = [batch.out(), rest.out(), axis.out()]
+        concat = Node(graph.unique_name(name), "ConcatV2", operands, (), attrs, "", [(dtype, (len(shape),))])
+        self.replaced[self._own(reader).out()] = graph.add(concat).out()
+
+    def _splice_all(self, plan: SegmentPlan) -> list[Node]:
+        """Insert the loops of a segment; returns their nodes.
+
+        A later loop may write a tensor once more that an earlier one had written: the loops after it read the new one,
+        so that the old one need not wait for them.
+        """
+        newest: dict[Tensor, Tensor] = {}
+        return [self._splice(plan.segment, phase, newest) for phase in plan.phases]
+
+    def _splice(self, segment: Segment, phase: Phase, newest: dict[Tensor, Tensor]) -> Node:
+        """Insert a loop under its scope; returns the loop's node."""
+        prefix = self.graph.unique_name(f"sft/{segment.name}/{phase.name}")
+        start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
+        start.control_inputs = self._waits(segment, phase)
+        inputs = [newest[t] if t in newest else self._tensor(t) for t in phase_inputs(phase, segment)]
+        loop, results = (self._traced if self.bodies else self._outlined)(segment, phase, prefix, start, inputs)
+        for old, new in zip(phase_outputs(phase), results, strict=True):
+            if old.node.op != SAVED:
+                self.replaced.setdefault(self._tensor(old), new)
+            newest[old] = new
+        for node in phase.home:
+            self.moved[self._own(node)] = loop
+        self.starts[loop] = start
+        self.devices[loop] = self._place(phase)
+        self.phases[start] = phase
+        if phase.backward:
+            self.backward.add(loop)
+        return loop
+
+    def _place(self, phase: Phase) -> str:
+        """Where a loop runs: a device, or a stage of which nobody knows the device yet."""
+        nodes = (*phase.body, *phase.home)
+        if self.stages is None:
+            return next((node.device for node in nodes), "")
+        return next((str(self.stages[node]) for node in nodes if node in self.stages), "")
+
+    def _outlined(
+        self, segment: Segment, phase: Phase, prefix: str, start: Node, inputs: list[Tensor]
+    ) -> tuple[Node, list[Tensor]]:
+        """The loop as one op without a body."""
+        del segment
+        outputs = [tensor.node.outputs[tensor.index] for tensor in phase_outputs(phase)]
+        loop = self.graph.add(Node(f"{prefix}/while", "While", inputs, [start], outputs=outputs))
+        return loop, [loop.out(index) for index in range(len(outputs))]
+
+    def _traced(
+        self, segment: Segment, phase: Phase, prefix: str, start: Node, inputs: list[Tensor]
+    ) -> tuple[Node, list[Tensor]]:
+        """The loop as TensorFlow traces it."""
+        part = self._program(segment, phase)
+        outer = dict(zip(part.inputs, inputs, strict=True))
+        placeholders = {t.node for t in part.inputs}
+        loop: Node | None = None
+        for node in part.nodes.values():
+            if node in placeholders:
+                continue
+            node.name = self.graph.unique_name(f"{prefix}/{node.name}")
+            node.inputs = [outer.get(t, t) for t in node.inputs]
+            if node.op == "Empty" or node.op in LOOPS:
+                node.control_inputs = [*node.control_inputs, start]
+            loop = node if node.op in LOOPS else loop
+            self.phases[node] = phase
+            self.graph.add(node)
+        assert loop is not None
+        return loop, [outer.get(tensor, tensor) for tensor in part.outputs]
+
+    def _program(self, segment: Segment, phase: Phase) -> Graph:
+        """The loop in a graph of its own. Segments in which it is the same share its body."""
+        key = program_key(self.analysis, segment, phase)
+        if key not in self.programs:
+            traced = trace_phase(self.analysis, segment, phase)
+            self.programs[key] = from_tf_graph(traced, traced.inputs, traced.outputs, [])
+            self.graph.library.MergeFrom(self.programs[key].library)
+        return self.programs[key].copy()
+
+    def _waits(self, segment: Segment, phase: Phase) -> list[Node]:
+        """Control inputs of a loop: those of its ops, and the data without which it cannot begin.
+
+        The latter keep the runtime from allocating the loop's buffers at the start of the step.
+        """
+        inside = {*segment.forward, *segment.backward} if segment.loops else {*segment.forward, *phase.home}
+        waits = [c for node in phase.home for c in node.control_inputs if c not in inside]
+        waits += [t.node for t in phase.reads if t.node not in inside]
+        if phase.backward and not segment.loops:
+            waits += [t.node for t in segment.grad_entries]
+        return [self._own(node) for node in dict.fromkeys(waits) if node.op != "Placeholder"]
+
+    def _redirect_controls(self) -> None:
+        """Whoever waited for an op that moved waits for its loop.
+
+        A constant or a shape, which the loop may read, need not wait.
+        """
+        for node in self.graph.nodes.values():
+            if node in self.moved or not any(c in self.moved for c in node.control_inputs):
+                continue
+            if node.op == "Const" or reads_shape_only(node):
+                node.control_inputs = [c for c in node.control_inputs if c not in self.moved]
+            else:
+                node.control_inputs = list(dict.fromkeys(self.moved.get(c, c) for c in node.control_inputs))
+
+    def _chain(self, loops: list[list[Node]]) -> list[Node]:
+        """Run one loop at a time, those of a segment in their order: two at once would add their peaks."""
+        for own in loops:
+            self._one_after_another(own)
+        position = {node: index for index, node in enumerate(self.graph.topological())}
+        order = sorted(itertools.chain(*loops), key=position.__getitem__)
+        self._one_after_another(order)
+        return order
+
+    def _one_after_another(self, loops: list[Node]) -> None:
+        """On each device, or in each stage; a loop's buffers wait, too."""
+        last: dict[str, Node] = {}
+        for after in loops:
+            device = self.devices[after]
+            waits = self.starts[after].control_inputs
+            if device in last and last[device] not in waits:
+                waits.append(last[device])
+            last[device] = after
+
+    def _check_gone(self) -> None:
+        left = [node.name for node in self.moved if self.graph.nodes.get(node.name) is node]
+        if left:
+            raise RewriteError(f"Operations of a segment are still needed outside of it: {left[:5]}.")
+
+
+def loop_nodes(graph: Graph) -> dict[tuple[str, str], str]:
+    """Names of the loops in a rewritten graph, by segment and phase."""
+    found: dict[tuple[str, str], str] = {}
+    for node in graph.nodes.values():
+        parts = node.name.split("/")
+        if node.op in LOOPS and parts[0] == "sft" and len(parts) > 3:
+            found[parts[1], parts[2]] = node.name
+    return found

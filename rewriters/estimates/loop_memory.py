@@ -1,0 +1,282 @@
+"""The memory of one turn of a tile loop.
+
+The body of a planned phase, with what the emission adds to it: slices of whole
+tensors, rows cut and padded for an op, sums into whole gradients. Sizes differ
+between a tile at the border, which is padded, and one inside, which is larger,
+so turns are told apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from rewriters.device import properties
+from rewriters.device.allocator import Exact
+from rewriters.device.kernel_scratch import Call, scratch_bytes, slid_over
+from rewriters.device.peak_memory import Event, Turn, freed_late, most_taken, schedule, together, worst_kernel
+from rewriters.ir.graph import PER_PIXEL, Node, Tensor
+from rewriters.rules.intervals import Interval, fit
+from rewriters.tiling.barrier_levels import Moments
+from rewriters.tiling.tile_planner import Phase, Region, covers, with_rows
+
+__all__: list[str] = []
+
+R = TypeVar("R")
+
+Tile = tuple[int, ...]
+"""Row and column of a tile in its grid."""
+
+
+def _kept(function: Callable[..., R]) -> Callable[..., R]:
+    """Remember results in the phase that is the first argument."""
+
+    @functools.wraps(function)
+    def remembering(phase: Phase, *others: Hashable) -> R:
+        key = (function.__name__, *others)
+        if key not in phase.cache:
+            phase.cache[key] = function(phase, *others)
+        return phase.cache[key]
+
+    return remembering
+
+
+@_kept
+def loop_turns(phase: Phase, batch: int) -> list[Turn]:
+    """Turns that between them meet every border, in the order of the loop."""
+    body = _Body(phase)
+    marks = [sorted({0, count // 2, count - 1}) for count in phase.grid.spatial]
+    found = (body.events(tile, batch) for tile in itertools.product(*marks))
+    return [Turn(events, freed_late(events)) for events in found]
+
+
+@_kept
+def phase_scratch(phase: Phase, batch: int) -> int:
+    """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
+    body = _Body(phase)  # Not kept: a search asks for hundreds of phases.
+    tiles = {tuple(0 for _ in phase.grid.spatial), tuple(count // 2 for count in phase.grid.spatial)}
+    return max(most_taken(body.events(tile, batch), Exact()) for tile in tiles)
+
+
+@_kept
+def kernel_at_worst(phase: Phase, batch: int) -> tuple[str, int]:
+    """Which op of a loop's body runs when a turn takes most, and bytes that its kernel takes for itself then."""
+    turns = loop_turns(phase, batch)
+    _, name, own = max(worst_kernel(events) for turn in turns for events in (turn.events, turn.late))
+    return name, own
+
+
+class _Body:
+    """Ops of a turn as stand-ins that know the rows of their results for every tile."""
+
+    def __init__(self, phase: Phase) -> None:
+        self.phase = phase
+        self.order: list[Node] = []
+        self.originals: list[Node] = []
+        self.ends: list[Tensor] = []
+        self._rows: dict[Tensor, tuple[np.ndarray, ...]] = {}
+        self._pixel_bytes: dict[Tensor, int] = {}
+        self._unchanged: dict[Node, tuple[np.ndarray, ...]] = {}
+        self._values: dict[Tensor, Tensor] = {}
+        self._fits: dict[tuple[object, ...], Tensor] = {}
+        self._joined: dict[Tensor, tuple[Tensor, Region]] = {}
+        # What the turn before left is there from the beginning; saved rows are read when they are needed.
+        self._received = {
+            tensor: self._rows_of(tensor, carry.received)
+            for tensor, carry in phase.carries.items()
+            if carry.saved is None
+        }
+        for node in phase.body:
+            self._add_op(node)
+        for tensor, carry in phase.carries.items():
+            if carry.saved is None and not self._is_gradient(tensor):
+                rows = with_rows(phase.regions[tensor], phase.row_axis, carry.passed)
+                self.ends.append(self._fitted(tensor, rows))
+        for tensor in phase.writes:
+            self.ends.append(self._moved(self._value(tensor), phase.regions[tensor], phase.cells[tensor]))
+        for tensor in phase.accumulates:
+            self.ends.append(self._accumulated(tensor))
+        for pair in phase.moments:
+            self._add_moments(pair)
+
+    def events(self, tile: Tile, batch: int) -> list[Event]:
+        """Schedule of the turn of one tile."""
+        scratch = {
+            node: scratch_bytes(original, self._call(original, tile, batch))
+            for node, original in zip(self.order, self.originals, strict=True)
+        }
+
+        def alias(node: Node) -> bool:
+            same = self._unchanged.get(node)
+            return properties.passes_on(node) if same is None else all(s[i] for s, i in zip(same, tile, strict=True))
+
+        def num_bytes(tensor: Tensor) -> int:
+            return self._num_bytes(tensor, tile, batch)
+
+        return schedule(self.order, num_bytes, together(scratch, self.originals), self.ends, alias)
+
+    def _num_bytes(self, tensor: Tensor, tile: Tile, batch: int) -> int:
+        rows = self._rows.get(tensor)
+        if rows is None or tensor.shape is None:
+            return tensor.num_bytes(batch)
+        leading = 1 if tensor.shape[0] == 1 else self._images(batch)
+        pixels = math.prod(int(count[index]) for count, index in zip(rows, tile, strict=True))
+        return leading * pixels * self._pixel_bytes[tensor]
+
+    def _bytes_of_pixel(self, tensor: Tensor) -> int:
+        """Of all channels, and of the pixels that were made images."""
+        layout = self.phase.layouts.of(tensor)
+        assert layout is not None and tensor.shape is not None
+        channels = (int(tensor.shape[dim] or 1) for dim in layout.others(len(tensor.shape)))
+        return layout.per_image * math.prod(channels) * tensor.dtype.size
+
+    def _images(self, batch: int) -> int:
+        """Images of the largest tile."""
+        return -(-batch // min(self.phase.grid.batch, batch))
+
+    def _call(self, node: Node, tile: Tile, batch: int) -> Call:
+        """What the kernel of a gradient of a convolution or a pool, or of a cross-entropy, is called with."""
+        plan = self.phase.plans.get(node)
+        if plan is not None and PER_PIXEL in node.attrs:
+            rows = [p.made.size[i] for p, i in zip(plan, tile, strict=True) if p.made is not None]
+            return Call(self._images(batch), math.prod(map(int, rows)), 0)
+        if plan is None or len(plan[0].needs) != 3 or plan[0].needs[2] is None:
+            return Call(self._images(batch), 0, 0)
+        position = slid_over(node)
+        large = [p.made if position is None else p.needs[position] for p in plan]
+        pixels = (
+            math.prod(int(rows.size[i]) for rows, i in zip(found, tile, strict=True) if rows is not None)
+            for found in ([p.needs[2] for p in plan], large)
+        )
+        return Call(self._images(batch), *pixels)
+
+    def _place(self, node: Node, original: Node, rows: Iterable[np.ndarray] | None) -> Tensor:
+        self.order.append(node)
+        self.originals.append(original)
+        if rows is not None:
+            held = tuple(rows)
+            for index in range(len(node.outputs)):
+                self._rows[node.out(index)] = held
+                self._pixel_bytes[node.out(index)] = self._bytes_of_pixel(original.out(index))
+        return node.out()
+
+    def _helper(self, op: str, like: Tensor, operands: Sequence[Tensor], rows: Iterable[np.ndarray]) -> Tensor:
+        outputs = [like.node.outputs[like.index]]
+        node = Node(f"{op}/{like.name}/{len(self.order)}", op, operands, outputs=outputs)
+        self._place(node, node, None)
+        self._rows[node.out()] = tuple(rows)
+        self._pixel_bytes[node.out()] = self._pixel_bytes.get(like) or self._bytes_of_pixel(like)
+        return node.out()
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        """Stand-in for what the turn holds of a tensor; a whole one is sliced when it is first needed."""
+        if tensor not in self._values:
+            self._values[tensor] = self._slice(tensor, self.phase.regions[tensor])
+        return self._values[tensor]
+
+    def _slice(self, tensor: Tensor, region: Region) -> Tensor:
+        layout = self.phase.layouts.of(tensor)
+        assert layout is not None
+        whole = all(np.all(i.size == extent) for i, extent in zip(region, layout.extents(tensor), strict=True))
+        op = "Placeholder" if whole and self.phase.grid.batch == 1 else "StridedSlice"
+        return self._helper(op, tensor, (), (i.size for i in region))
+
+    def _add_op(self, node: Node) -> None:
+        plan = self.phase.plans[node]
+        operands = []
+        meets_gradient = any(t in self.phase.regions and self._is_gradient(t) for t in node.inputs)
+        for position, tensor in enumerate(node.inputs):
+            need = tuple(p.needs[position] for p in plan)
+            if tensor in self.phase.regions and need[0] is not None:
+                operands.append(self._fitted(tensor, need, meets_gradient))  # type: ignore[arg-type]
+        copy = Node(node.name, node.op, operands, outputs=node.outputs)
+        if plan[0].out is None:
+            self._place(copy, node, None)
+            return
+        made = tuple(p.made for p in plan)
+        self._place(copy, node, (i.size for i in made))  # type: ignore[union-attr]
+        for index in range(len(node.outputs)):
+            tensor = node.out(index)
+            if tensor not in self.phase.reads:
+                out = tuple(p.out for p in plan)
+                if tensor in self.phase.carries and self._is_gradient(tensor):
+                    self._values[tensor] = self._completed(tensor, copy.out(index), made)  # type: ignore[arg-type]
+                else:
+                    self._values[tensor] = self._moved(copy.out(index), made, out)  # type: ignore[arg-type]
+
+    def _is_gradient(self, tensor: Tensor) -> bool:
+        """Whether rows of a tensor are parts of sums."""
+        return tensor not in self.phase.values
+
+    def _rows_of(self, tensor: Tensor, rows: Interval) -> Tensor:
+        region = with_rows(self.phase.regions[tensor], self.phase.row_axis, rows)
+        return self._helper("StridedSlice", tensor, (), (i.size for i in region))
+
+    def _fitted(self, tensor: Tensor, need: Region, meets_gradient: bool = False) -> Tensor:
+        """Rows of a tensor: those that the turn has made are moved to where there is room for those that came in.
+
+        What meets a gradient is cut out of rows that were joined before, if there are such.
+        """
+        if meets_gradient and tensor in self._joined:
+            value, have = self._joined[tensor]
+            if covers(have, need):
+                return self._moved(value, have, need)
+        value, have = self._value(tensor), self.phase.regions[tensor]
+        carry = self.phase.carries.get(tensor)
+        if carry is None or self._is_gradient(tensor):
+            result = self._moved(value, have, need)
+            inside = self._is_gradient(tensor) or tensor in self.phase.reads
+            if self.phase.carries and not inside and not covers(have, need):
+                self._joined.setdefault(tensor, (result, need))
+            return result
+        if tensor not in self._received:
+            self._received[tensor] = self._rows_of(tensor, carry.received)
+        axis = self.phase.row_axis
+        new = with_rows(have, axis, Interval(carry.received.hi, have[axis].hi))
+        result = self._moved(value, new, need)
+        if np.any((need[axis].lo < carry.received.hi) & (need[axis].size > 0)):
+            result = self._helper("Identity", result, [result, self._received[tensor]], self._rows[result])
+            self._joined.setdefault(tensor, (result, need))
+        return result
+
+    def _completed(self, tensor: Tensor, value: Tensor, made: Region) -> Tensor:
+        """The rows of a gradient that the turn completes; what it hands on is kept."""
+        carry, region = self.phase.carries[tensor], self.phase.regions[tensor]
+        passed = self._moved(value, made, with_rows(region, self.phase.row_axis, carry.passed))
+        if passed != value:
+            self.ends.append(passed)
+        return self._moved(value, made, region)
+
+    def _add_moments(self, pair: Moments) -> None:
+        """The image, and its squared differences from the mean."""
+        cell = self.phase.cells[pair.image]
+        image = self._moved(self._value(pair.image), self.phase.regions[pair.image], cell)
+        self._helper("SquaredDifference", pair.image, [image], (i.size for i in cell))
+
+    def _moved(self, value: Tensor, have: Region, need: Region) -> Tensor:
+        """Rows cut and padded; in a tile where nothing is to do the kernels pass their operand on."""
+        if all(h.same(n) for h, n in zip(have, need, strict=True)):
+            return value
+        key = (value, *(i.key for i in (*have, *need)))
+        if key not in self._fits:
+            fits = [fit(h, n) for h, n in zip(have, need, strict=True)]
+            result = value
+            if any(way.crops for way in fits):
+                result = self._helper("StridedSlice", value, [result], (way.size for way in fits))
+                self._unchanged[result.node] = tuple(way.size == h.size for way, h in zip(fits, have, strict=True))
+            if any(way.pads for way in fits):
+                result = self._helper("PadV2", value, [result], (n.size for n in need))
+                self._unchanged[result.node] = tuple(way.size == n.size for way, n in zip(fits, need, strict=True))
+            self._fits[key] = result
+        return self._fits[key]
+
+    def _accumulated(self, tensor: Tensor) -> Tensor:
+        """A part of a gradient added to what the whole one holds in its place."""
+        rows = [i.size for i in self.phase.regions[tensor]]
+        held = self._slice(tensor, self.phase.regions[tensor])
+        return self._helper("AddV2", tensor, [held, self._value(tensor)], rows)

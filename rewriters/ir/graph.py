@@ -1,0 +1,400 @@
+"""The joint graph of a training step as plain Python objects.
+
+`tf.Graph` cannot be edited, and a `GraphDef` has neither shapes nor edges in
+both directions. `Graph` is what the passes work on: nodes with typed outputs,
+data edges and control edges, read from a traced `tf.function` and written back
+as a `GraphDef`. A pass copies the graph it is given and edits the copy.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import graphlib
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from rewriters.errors import RewriteError
+from rewriters.ir import tf_internals
+
+__all__: list[str] = []
+
+PER_PIXEL = "_per_pixel"
+"""Attribute of a call (`matrices_to_images.py`): the op that its function runs on the pixels of images."""
+
+LOOPS = frozenset(("While", "StatelessWhile"))
+"""Loops, those of a step and those that tiles run in."""
+
+BRANCHES = frozenset(("Case", "If", "StatelessCase", "StatelessIf"))
+
+Shape = tuple[int | None, ...] | None
+
+_OPAQUE = frozenset(dtype.as_datatype_enum for dtype in (tf.resource, tf.variant, tf.string))
+
+_DROPPED_ATTRS = ("_output_shapes", "_class")
+"""Shapes are kept apart; a wish to be placed beside a node that moved cannot be met."""
+
+
+class Node:
+    """One operation. Compared by identity.
+
+    Attributes:
+        name: Unique name in its graph.
+        op: Type of the operation, such as `"Conv2D"`.
+        inputs: Data operands in order.
+        control_inputs: Nodes that must have run before.
+        attrs: `AttrValue` messages by name (shared between copies, never edited).
+        device: Requested device, or an empty string.
+        outputs: (dtype, shape) of every output.
+    """
+
+    __slots__ = ("attrs", "control_inputs", "device", "inputs", "name", "op", "outputs")
+
+    def __init__(
+        self,
+        name: str,
+        op: str,
+        inputs: Sequence[Tensor] = (),
+        control_inputs: Sequence[Node] = (),
+        attrs: Mapping[str, Any] | None = None,
+        device: str = "",
+        outputs: Sequence[tuple[tf.DType, Shape]] = (),
+    ) -> None:
+        self.name = name
+        self.op = op
+        self.inputs = list(inputs)
+        self.control_inputs = list(control_inputs)
+        self.attrs = dict(attrs or {})
+        self.device = device
+        self.outputs = list(outputs)
+
+    def __repr__(self) -> str:
+        return f"Node({self.op} {self.name!r})"
+
+    @property
+    def stateful(self) -> bool:
+        """Whether running the op twice may differ from running it once."""
+        return tf_internals.is_stateful(self.op)
+
+    def out(self, index: int = 0) -> Tensor:
+        """Output `index` as a tensor."""
+        return Tensor(self, index)
+
+
+class Tensor(NamedTuple):
+    """One output of a node."""
+
+    node: Node
+    index: int  # type: ignore[assignment]  # Shadows `tuple.index`, which nobody misses here.
+
+    @property
+    def name(self) -> str:
+        """`node:index`, as TensorFlow writes it."""
+        return f"{self.node.name}:{self.index}"
+
+    @property
+    def dtype(self) -> tf.DType:
+        """Element type."""
+        return self.node.outputs[self.index][0]
+
+    @property
+    def shape(self) -> Shape:
+        """Static shape; `None` if the rank is unknown, with `None` for unknown sizes."""
+        return self.node.outputs[self.index][1]
+
+    def num_bytes(self, batch: int = 1) -> int:
+        """Bytes of the tensor, unknown sizes counted as `batch`; 0 for an unknown rank."""
+        dtype, shape = self.node.outputs[self.index]
+        if shape is None or dtype.as_datatype_enum in _OPAQUE:
+            return 0
+        size = dtype.size
+        for dim in shape:
+            size *= batch if dim is None else dim
+        return size
+
+
+@dataclasses.dataclass
+class Graph:
+    """Nodes with the interface of the function they came from.
+
+    Attributes:
+        nodes: By name, in creation order.
+        inputs: Placeholders of the arguments, then of the captured tensors.
+        outputs: Flat results.
+        keep: Nodes that must run for their effect.
+        library: Function definitions that nodes refer to.
+        versions: Producer versions, needed for import.
+        aliases: Tensors that normalisation replaced, by their old name.
+        same_size: Pairs of positions in `inputs` whose unknown leading sizes are taken to be the same.
+        divided: Into how many parts of the same size an input is cut whose size is not known before the step runs, by
+            its position in `inputs`.
+        unordered: Names of stateful nodes that wait for nothing but what their edges say.
+    """
+
+    nodes: dict[str, Node]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    keep: list[Node]
+    library: Any
+    versions: Any
+    aliases: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    same_size: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    divided: dict[int, int] = dataclasses.field(default_factory=dict)
+    unordered: set[str] = dataclasses.field(default_factory=set)
+
+    def copy(self) -> Graph:
+        """A graph with nodes of its own, so that edits do not reach this one."""
+        new = {name: Node(name, n.op, (), (), n.attrs, n.device, n.outputs) for name, n in self.nodes.items()}
+        for name, node in self.nodes.items():
+            new[name].inputs = [Tensor(new[t.node.name], t.index) for t in node.inputs]
+            new[name].control_inputs = [new[c.name] for c in node.control_inputs]
+
+        def moved(tensors: Iterable[Tensor]) -> list[Tensor]:
+            return [Tensor(new[t.node.name], t.index) for t in tensors]
+
+        library = type(self.library)()
+        library.CopyFrom(self.library)
+        return Graph(
+            new,
+            moved(self.inputs),
+            moved(self.outputs),
+            [new[n.name] for n in self.keep],
+            library,
+            self.versions,
+            {old: Tensor(new[t.node.name], t.index) for old, t in self.aliases.items() if t.node.name in new},
+            set(self.same_size),
+            dict(self.divided),
+            set(self.unordered),
+        )
+
+    def add(self, node: Node) -> Node:
+        """Add `node`; its name must be new."""
+        if node.name in self.nodes:
+            raise AssertionError(f"two nodes named {node.name!r}")
+        self.nodes[node.name] = node
+        return node
+
+    def add_beside(
+        self, near: Node, op: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any], outputs: Sequence[Any]
+    ) -> Node:
+        """Add a node that is named after another one and placed where that one is."""
+        return self.add(Node(self.unique_name(f"{near.name}/{op}"), op, inputs, (), attrs, near.device, outputs))
+
+    def unique_name(self, name: str) -> str:
+        """`name`, or `name_1`, `name_2`, ... if it is taken."""
+        candidate, count = name, 0
+        while candidate in self.nodes:
+            count += 1
+            candidate = f"{name}_{count}"
+        return candidate
+
+    def consumers(self) -> dict[Tensor, list[tuple[Node, int]]]:
+        """For every tensor the (node, operand position) pairs that read it."""
+        readers: dict[Tensor, list[tuple[Node, int]]] = {}
+        for node in self.nodes.values():
+            for position, tensor in enumerate(node.inputs):
+                readers.setdefault(tensor, []).append((node, position))
+        return readers
+
+    def levels(self) -> dict[Node, int]:
+        """The topological order γ of TFLMS (Le et al., 2018, section 3): longest distance from a source.
+
+        Data and control edges count alike.
+
+        Raises:
+            RewriteError: If the graph has a cycle.
+        """
+        level: dict[Node, int] = {}
+        for node in self.execution_order():
+            highest = -1
+            for before, _ in node.inputs:
+                highest = max(highest, level[before])
+            for before in node.control_inputs:
+                highest = max(highest, level[before])
+            level[node] = highest + 1
+        return dict(sorted(level.items(), key=operator.itemgetter(1)))
+
+    def topological(self) -> list[Node]:
+        """Nodes in an order that respects data and control edges, by level."""
+        return list(self.levels())
+
+    def execution_order(
+        self, slow: Mapping[Node, float] | None = None, seconds: Callable[[Node], float] | None = None
+    ) -> list[Node]:
+        """An order like the executor's: first ready, first run.
+
+        Levels would put every variable's update at the very end, after all gradients.
+
+        Args:
+            slow: Nodes that go on beside others, one of them at a time, and for how many seconds.
+            seconds: What each of the others takes; without it slow ones end only when all others wait for them.
+
+        Raises:
+            RewriteError: If the graph has a cycle.
+        """
+        waiting: dict[Node, int] = {}
+        after: dict[Node, list[Node]] = {node: [] for node in self.nodes.values()}
+        for node in self.nodes.values():  # One that comes twice is waited for twice.
+            waiting[node] = len(node.inputs) + len(node.control_inputs)
+            for other, _ in node.inputs:
+                after[other].append(node)
+            for other in node.control_inputs:
+                after[other].append(node)
+        ready = collections.deque(node for node, count in waiting.items() if not count)
+        beside, takes = slow or {}, seconds or (lambda _: 0.0)
+        late = collections.deque[tuple[float, Node]]()  # with the time at which each ends
+        now = 0.0
+        order: list[Node] = []
+        while ready or late:
+            if late and (not ready or late[0][0] <= now):
+                ended, node = late.popleft()
+                now = max(now, ended)
+            else:
+                node = ready.popleft()
+                now += takes(node)
+            order.append(node)
+            for other in after[node]:
+                waiting[other] -= 1
+                if not waiting[other] and other in beside:
+                    begun = max(now, late[-1][0]) if late else now
+                    late.append((begun + beside[other], other))
+                elif not waiting[other]:
+                    ready.append(other)
+        if len(order) < len(self.nodes):
+            raise RewriteError(f"The graph has a cycle through {_cycle(self.nodes.values())}.")
+        return order
+
+    def replace_tensors(self, mapping: Mapping[Tensor, Tensor]) -> None:
+        """Let every reader of a key read its value, in one pass over the graph."""
+        if not mapping:
+            return
+        for node in self.nodes.values():
+            if any(t in mapping for t in node.inputs):
+                node.inputs = [mapping.get(t, t) for t in node.inputs]
+        self.outputs = [mapping.get(t, t) for t in self.outputs]
+        self.aliases = {name: mapping.get(t, t) for name, t in self.aliases.items()}
+        for old, new in mapping.items():
+            self.aliases[old.name] = new
+
+    def prune(self) -> int:
+        """Drop nodes that neither an output nor an effect needs; returns how many."""
+        live = ancestors([t.node for t in self.outputs] + self.keep)
+        live.update(t.node for t in self.inputs)
+        dropped = [name for name, node in self.nodes.items() if node not in live]
+        for name in dropped:
+            del self.nodes[name]
+        self.aliases = {name: t for name, t in self.aliases.items() if t.node in live}
+        return len(dropped)
+
+    def to_graph_def(self) -> Any:
+        """The graph as a `GraphDef`, nodes in topological order.
+
+        Inputs are fed, so that nobody has to wait for them: an edge would ask for their placeholders.
+        """
+        fed = {tensor.node for tensor in self.inputs}
+        graph_def = tf.compat.v1.GraphDef(library=self.library, versions=self.versions)
+        for node in self.topological():
+            node_def = graph_def.node.add(name=node.name, op=node.op, device=node.device)
+            for tensor in node.inputs:
+                suffix = f":{tensor.index}" if tensor.index else ""
+                node_def.input.append(tensor.node.name + suffix)
+            node_def.input.extend(sorted("^" + before.name for before in set(node.control_inputs) - fed))
+            for key, value in node.attrs.items():
+                node_def.attr[key].CopyFrom(value)
+        return graph_def
+
+
+def _cycle(nodes: Iterable[Node]) -> list[str]:
+    """Names of some nodes on a cycle."""
+    sorter = graphlib.TopologicalSorter({node: predecessors(node) for node in nodes})
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        return [node.name for node in error.args[1][:8]]
+    return []
+
+
+def predecessors(node: Node) -> list[Node]:
+    """Nodes that must run before `node`."""
+    return [t.node for t in node.inputs] + node.control_inputs
+
+
+def operands(node: Node) -> list[Node]:
+    """What makes the values that an operation reads."""
+    return [tensor.node for tensor in node.inputs]
+
+
+def ancestors(nodes: Iterable[Node], waits_for: Callable[[Node], Iterable[Node]] | None = None) -> set[Node]:
+    """`nodes` and all that must run before them, or that comes before them by what `waits_for` says of each."""
+    waits_for = predecessors if waits_for is None else waits_for
+    seen: set[Node] = set(nodes)
+    stack = list(seen)
+    while stack:
+        for before in waits_for(stack.pop()):
+            if before not in seen:
+                seen.add(before)
+                stack.append(before)
+    return seen
+
+
+def from_tf_graph(tf_graph: Any, inputs: Sequence[Any], outputs: Sequence[Any], keep: Sequence[Any]) -> Graph:
+    """Read a `tf.Graph` with the given interface (tensors and operations of that graph)."""
+    graph_def = tf_graph.as_graph_def()
+    nodes: dict[str, Node] = {}
+    node_defs = {node_def.name: node_def for node_def in graph_def.node}
+    operations = tf_graph.get_operations()
+    for operation in operations:
+        node_def = node_defs[operation.name]
+        specs = [(t.dtype, tuple(t.shape) if t.shape.rank is not None else None) for t in operation.outputs]
+        attrs = {key: value for key, value in node_def.attr.items() if key not in _DROPPED_ATTRS}
+        nodes[operation.name] = Node(operation.name, operation.type, (), (), attrs, node_def.device, specs)
+    for operation in operations:
+        node = nodes[operation.name]
+        node.inputs = [Tensor(nodes[t.op.name], t.value_index) for t in operation.inputs]
+        node.control_inputs = [nodes[c.name] for c in operation.control_inputs]
+
+    def view(tensors: Sequence[Any]) -> list[Tensor]:
+        return [Tensor(nodes[t.op.name], t.value_index) for t in tensors]
+
+    # Reading a variable is ordered like an effect and is none: an unused read may go.
+    kept = [nodes[op.name] for op in keep if op.type not in ("ReadVariableOp", "Placeholder")]
+    kept = [node for node in kept if node.stateful]
+    return Graph(nodes, view(inputs), view(outputs), kept, graph_def.library, graph_def.versions)
+
+
+def from_concrete_function(concrete_fn: Any) -> Graph:
+    """Read a traced function; `inputs` are its arguments followed by its captures."""
+    return from_tf_graph(
+        concrete_fn.graph, concrete_fn.inputs, concrete_fn.outputs, tf_internals.control_outputs(concrete_fn)
+    )
+
+
+def between(nodes: Iterable[Node], successors: Mapping[Node, Sequence[Node]], order: Mapping[Node, int]) -> set[Node]:
+    """Nodes outside of the set that lie on a path from the set back into it.
+
+    A set without such nodes is convex: it can become one node without a cycle.
+    """
+    inside = set(nodes)
+    if not inside:
+        return set()
+    low, high = min(order[n] for n in inside), max(order[n] for n in inside)
+    after: set[Node] = set()
+    stack = [s for n in inside for s in successors[n] if s not in inside]
+    while stack:
+        node = stack.pop()
+        if node in after or order[node] >= high:
+            continue
+        after.add(node)
+        stack.extend(s for s in successors[node] if s not in inside)
+    before: set[Node] = set()
+    stack = [p for n in inside for p in predecessors(n) if p in after]
+    while stack:
+        node = stack.pop()
+        if node in before or order[node] <= low:
+            continue
+        before.add(node)
+        stack.extend(p for p in predecessors(node) if p in after and p not in before)
+    return before

@@ -1,0 +1,186 @@
+"""Replace calls of functions by their bodies.
+
+A `tf.function` called inside the step is one opaque node (two with its gradient).
+Grappler can inline too, but it keeps only what the fetched tensors need, and
+a training step lives by its effects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.ir import tf_internals
+from rewriters.ir.graph import Graph, from_tf_graph
+
+__all__: list[str] = []
+
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+
+
+def is_call(node: Any) -> bool:
+    """Whether a node (or node definition) is a call that can be inlined.
+
+    A function that must be compiled by XLA computes with other kernels: it stays a call.
+    """
+    return node.op in _CALLS and not is_xla_call(node)
+
+
+def is_xla_call(node: Any) -> bool:
+    """Whether a node (or node definition) calls a function that XLA must compile."""
+    attrs = node.attr if hasattr(node, "attr") else node.attrs
+    return node.op in _CALLS and "_XlaMustCompile" in attrs and bool(attrs["_XlaMustCompile"].b)
+
+
+def inlined(
+    concrete_fn: Any, also: Callable[[str, Any], bool] | None = None, as_calls: Callable[[Any], bool] | None = None
+) -> Graph:
+    """The graph of `concrete_fn` without calls, shapes inferred anew.
+
+    Args:
+        concrete_fn: A traced function.
+        also: Says of a call that XLA must compile, by its name and the definition of its function, whether the body can
+            do without XLA.
+        as_calls: Turns operations of a definition without calls into calls, in place, and says whether there were any.
+    """
+    graph_def = concrete_fn.graph.as_graph_def()
+    outputs = [_flat(t.name) for t in concrete_fn.outputs]
+    keep = [op.name for op in tf_internals.control_outputs(concrete_fn)]
+    interface = _Interface(outputs, keep, {})
+    more = True
+    while more:
+        functions = {f.signature.name: f for f in graph_def.library.function}
+        calls = {node.name for node in graph_def.node if _opens(node, functions, also)}
+        if calls:
+            graph_def, interface = _inline_once(graph_def, interface, calls, functions)
+        more = bool(calls) or (as_calls is not None and as_calls(graph_def))
+    return _imported(concrete_fn, graph_def, interface)
+
+
+def _opens(node: Any, functions: Mapping[str, Any], also: Callable[[str, Any], bool] | None) -> bool:
+    if not is_xla_call(node):
+        return is_call(node)
+    return also is not None and also(node.name, functions[node.attr["f"].func.name])
+
+
+def _flat(name: str) -> str:
+    return name.removesuffix(":0")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Interface:
+    """Names that matter outside of a definition.
+
+    Attributes:
+        outputs: Flat results.
+        keep: Nodes that must run for their effect.
+        results: What became of the results of calls, by which layers are known.
+    """
+
+    outputs: list[str]
+    keep: list[str]
+    results: dict[str, str]
+
+
+def _inline_once(
+    graph_def: Any, interface: _Interface, calls: Container[str], functions: Mapping[str, Any]
+) -> tuple[Any, _Interface]:
+    """Expand calls; bodies may hold further ones."""
+    result = tf.compat.v1.GraphDef(library=graph_def.library, versions=graph_def.versions)
+    tensors: dict[str, str] = {}
+    controls: dict[str, list[str]] = {}
+    for node in graph_def.node:
+        if node.name in calls:
+            _expand(node, functions[node.attr["f"].func.name], result, tensors, controls)
+        else:
+            result.node.add().CopyFrom(node)
+
+    def resolve(name: str) -> str:
+        while name in tensors:  # An output of one call may be an argument that is an output of another.
+            name = tensors[name]
+        return name
+
+    def before(name: str) -> list[str]:
+        """Nodes to wait for in the place of one; a call without effects stands for what it waits for itself."""
+        return [n for c in controls[name] for n in before(c)] if name in controls else [_node_of(resolve(name))]
+
+    for node in result.node:
+        node.attr.pop("_class", None)  # It may name a call, or a node of a body, which has another name now.
+        names: list[str] = []
+        for name in node.input:
+            names.extend([f"^{n}" for n in before(name[1:])] if name.startswith("^") else [resolve(name)])
+        data = [name for name in names if not name.startswith("^")]
+        del node.input[:]
+        node.input.extend(data + sorted({name for name in names if name.startswith("^")}))
+    kept: list[str] = []
+    for name in interface.keep:
+        kept.extend(before(name))
+    results = {name: resolve(new) for name, new in (interface.results | {name: name for name in tensors}).items()}
+    return result, _Interface([resolve(name) for name in interface.outputs], kept, results)
+
+
+def _node_of(tensor_name: str) -> str:
+    return tensor_name.split(":")[0]
+
+
+def _expand(call: Any, function_def: Any, result: Any, tensors: dict[str, str], controls: dict[str, list[str]]) -> None:
+    """Add the body of one call; record what its outputs and its control edge became."""
+    body, flat_names = tf_internals.function_body(function_def)
+    data = [name for name in call.input if not name.startswith("^")]
+    waits = [name for name in call.input if name.startswith("^")]
+    arguments = {arg.name: name for arg, name in zip(function_def.signature.input_arg, data, strict=True)}
+
+    def moved(name: str) -> str:
+        base, _, index = name.partition(":")
+        if base in arguments:
+            return arguments[base]
+        return f"{call.name}/{base}" + (f":{index}" if index and index != "0" else "")
+
+    for node in body.node:
+        if node.name in arguments:
+            continue
+        new = result.node.add()
+        new.CopyFrom(node)
+        new.name = f"{call.name}/{node.name}"
+        new.device = new.device or call.device
+        del new.input[:]
+        for name in node.input:
+            new.input.append(f"^{_node_of(moved(name[1:]))}" if name.startswith("^") else moved(name))
+        if not new.input or tf_internals.is_stateful(new.op):
+            new.input.extend(waits)
+    for index, output in enumerate(function_def.signature.output_arg):
+        source = moved(flat_names[function_def.ret[output.name]])
+        tensors[f"{call.name}:{index}" if index else call.name] = source
+    # What waits for a call waits for its effects, not for activations that it happens to return.
+    types = {node.name: node.op for node in body.node}
+    effects = [name for name in function_def.control_ret.values() if tf_internals.is_stateful(types[name])]
+    controls[call.name] = [f"{call.name}/{name}" for name in effects] or [name[1:] for name in waits]
+
+
+def _imported(concrete_fn: Any, graph_def: Any, interface: _Interface) -> Graph:
+    """Import the definition once more: only TensorFlow infers shapes."""
+    outputs, keep, results = interface.outputs, interface.keep, interface.results
+    names = [t.op.name for t in concrete_fn.inputs]
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs]
+    found: list[Any] = []
+
+    def build(*args: Any) -> list[Any]:
+        for placeholder, source in zip(args, concrete_fn.inputs, strict=True):
+            tf_internals.copy_handle_data(source, placeholder)
+        mapping = {f"{name}:0": arg for name, arg in zip(names, args, strict=True)}
+        tensors = [name if ":" in name else f"{name}:0" for name in [*outputs, *results.values()]]
+        found.extend(
+            tf.graph_util.import_graph_def(graph_def, input_map=mapping, return_elements=tensors + keep, name="")
+        )
+        return []
+
+    traced = tf_internals.trace_func_graph("inlined", build, specs)
+    number, tensors = len(outputs), len(outputs) + len(results)
+    graph = from_tf_graph(traced, traced.inputs, found[:number], found[tensors:])
+    old = [t.name for t in concrete_fn.inputs] + [name if ":" in name else f"{name}:0" for name in results]
+    for name, new in zip(old, [*traced.inputs, *found[number:tensors]], strict=True):
+        graph.aliases[name] = graph.nodes[new.op.name].out(new.value_index)
+    return graph

@@ -1,0 +1,300 @@
+"""Static evaluation of shapes and small integer tensors, with symbols for unknown leading sizes.
+
+With an unknown batch size TensorFlow computes the operands of `Sum`, `Reshape`,
+`Slice` or `Conv2DBackpropInput` at run time, from the shapes of *full-size*
+tensors. On a tile the same ops would compute something else, so they are
+evaluated here, before tiling. A value is an `int`, a nested list of them as a flat
+tuple, a `Size` for an unknown leading size, or `None` where it is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.symbolic_dims import LeadingSizes, Size
+
+__all__: list[str] = []
+
+MAX_ELEMENTS = 64
+"""Of a constant whose value is read here; larger ones are data."""
+
+Dim = int | Size | None
+Value = Dim | tuple[Dim, ...] | np.ndarray
+Handler = Callable[[Node, int, list[Any]], Value]
+"""Of a node, the index of a result and the operands' values, the value of that result."""
+
+
+class Evaluator:
+    """Evaluates tensors on demand and remembers the results.
+
+    Attributes:
+        sizes: Unknown leading sizes, by tensor.
+    """
+
+    def __init__(self, graph: Graph, order: Iterable[Node] | None = None) -> None:
+        """For the tensors of a graph; `order` is a topological one if it is known already."""
+        self._known: dict[Tensor, Value] = {}
+        self.sizes = LeadingSizes(graph)
+        self.sizes.find(graph.execution_order() if order is None else order, self)
+
+    def __call__(self, tensor: Tensor) -> Value:
+        """Value of `tensor`: a dim for a scalar, a tuple for a vector, `None` if not known."""
+        if tensor not in self._known:
+            self._known[tensor] = None  # Ends recursion through cycles, which a valid graph has not.
+            self._known[tensor] = self._evaluate(tensor)
+        return self._known[tensor]
+
+    def ints(self, tensor: Tensor) -> tuple[int, ...] | None:
+        """A fully known vector of integers, or `None`."""
+        value = self(tensor)
+        if isinstance(value, tuple) and all(isinstance(v, int) for v in value):
+            return value  # type: ignore[return-value]
+        return None
+
+    def axes(self, reduction: Node) -> set[int] | None:
+        """What a reduction is over, counted from the front; `None` if that, or the rank, is not known."""
+        value, shape = self(reduction.inputs[1]), reduction.inputs[0].shape
+        axes = value if isinstance(value, tuple) else (value,)
+        if shape is None or not all(isinstance(axis, int) for axis in axes):
+            return None
+        return {int(axis) % len(shape) for axis in axes}  # type: ignore[arg-type]
+
+    def shape(self, tensor: Tensor) -> tuple[Dim, ...] | None:
+        """The static shape, with a `Size` for an unknown leading size."""
+        if not tensor.shape:
+            return tensor.shape
+        return (self.sizes.of(tensor), *tensor.shape[1:])
+
+    def _evaluate(self, tensor: Tensor) -> Value:
+        node = tensor.node
+        if node.op in ("Shape", "ShapeN"):
+            return self.shape(node.inputs[tensor.index])
+        handler = self._handler(node)
+        if handler is None:
+            return None
+        if node.op == "Const":
+            return handler(node, tensor.index, [])
+        operands = [self(t) for t in node.inputs]
+        if any(v is None or (isinstance(v, np.ndarray) and node.op not in _MATRIX_OPS) for v in operands):
+            return None
+        try:
+            return handler(node, tensor.index, operands)
+        except (TypeError, ValueError, ZeroDivisionError, IndexError, KeyError):
+            return None  # Arithmetic on a symbol, or on a matrix: not known.
+
+    def _handler(self, node: Node) -> Handler | None:
+        """That of `BroadcastGradientArgs` asks which sizes are the same; values are enough for the others."""
+        return self._summed_axes if node.op == "BroadcastGradientArgs" else _HANDLERS.get(node.op)
+
+    def _summed_axes(self, _node: Node, index: int, operands: list[Any]) -> Value:
+        return _summed_axes(operands[index], operands[1 - index], self.sizes.same)
+
+
+def constant(node: Node) -> np.ndarray | None:
+    """The value of a `Const`, or `None` for another op."""
+    return tf.make_ndarray(node.attrs["value"].tensor) if node.op == "Const" else None
+
+
+def is_rounded(dtype: tf.DType) -> bool:
+    """Whether numbers of a type are rounded, real and complex ones."""
+    return bool(dtype.is_floating or dtype.is_complex)
+
+
+def type_attr(dtype: tf.DType) -> Any:
+    """An attribute whose value is a type."""
+    return tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
+
+
+def int_constant(graph: Graph, name: str, value: int | tuple[int, ...], dtype: tf.DType) -> Node:
+    """Add a constant number or vector."""
+    array = np.array(value, dtype.as_numpy_dtype)
+    attrs = {
+        "dtype": type_attr(dtype),
+        "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
+    }
+    return graph.add(Node(graph.unique_name(name), "Const", (), (), attrs, "", [(dtype, array.shape)]))
+
+
+def _const(node: Node, _index: int, _operands: list[Any]) -> Value:
+    dtype, shape = node.outputs[0]
+    if not dtype.is_integer or shape is None or len(shape) > 2 or math.prod(d or 0 for d in shape) > MAX_ELEMENTS:
+        return None
+    array = constant(node)
+    assert array is not None
+    return _from_array(array)
+
+
+def _from_array(array: np.ndarray) -> Value:
+    """A matrix (the operand of `Pad`) stays an array."""
+    if array.ndim > 1:
+        return array
+    return tuple(v if isinstance(v, Size) else int(v) for v in array) if array.ndim else int(array)
+
+
+def _vector(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _product(node: Node, _index: int, operands: list[Any]) -> Value:
+    if operands[1] == () or node.attrs["keep_dims"].b:
+        return operands[0] if operands[1] == () else None
+    values = [v for v in _vector(operands[0]) if v != 1]
+    if len(values) == 1:
+        return values[0]
+    return int(np.prod([_as_int(v) for v in values], dtype=np.int64)) if values else 1
+
+
+def _as_int(value: Any) -> int:
+    if not isinstance(value, int):
+        raise TypeError("symbolic")
+    return value
+
+
+def _binary(function: Callable[[int, int], int]) -> Handler:
+    def handler(_node: Node, _index: int, operands: list[Any]) -> Value:
+        a, b = operands
+        if not isinstance(a, tuple) and not isinstance(b, tuple):
+            return function(_as_int(a), _as_int(b))
+        size = max(len(_vector(a)), len(_vector(b)))
+        a, b = (v if len(v) == size else v * size for v in (_vector(a), _vector(b)))
+        return tuple(function(_as_int(x), _as_int(y)) for x, y in zip(a, b, strict=True))
+
+    return handler
+
+
+def _pack(node: Node, _index: int, operands: list[Any]) -> Value:
+    if not any(isinstance(v, tuple) for v in operands):
+        return tuple(operands)
+    rows = np.array(operands, object)
+    if rows.ndim != 2:
+        return None
+    return rows if node.attrs["axis"].i in (0, -2) else rows.transpose()
+
+
+def _transpose(_node: Node, _index: int, operands: list[Any]) -> Value:
+    value, order = operands
+    return _from_array(value.transpose(order)) if isinstance(value, np.ndarray) else value
+
+
+def _stitch(_node: Node, _index: int, operands: list[Any]) -> Value:
+    """Numbers put in their places; of several for a place the last one."""
+    half = len(operands) // 2
+    places = [place for part in operands[:half] for place in _vector(part)]
+    values = [value for part in operands[half:] for value in _vector(part)]
+    found = dict(zip(places, values, strict=True))
+    return tuple(found[place] for place in range(len(found)))
+
+
+def _concat(_node: Node, _index: int, operands: list[Any]) -> Value:
+    return tuple(v for part in operands[:-1] for v in _vector(part))
+
+
+def _slice(_node: Node, _index: int, operands: list[Any]) -> Value:
+    if isinstance(operands[0], np.ndarray):
+        return _from_array(
+            operands[0][tuple(slice(b, None if s == -1 else b + s) for b, s in zip(*operands[1:], strict=True))]
+        )
+    value, (begin,), (size,) = _vector(operands[0]), operands[1], operands[2]
+    return value[begin:] if size == -1 else value[begin : begin + size]
+
+
+def _strided_slice(node: Node, _index: int, operands: list[Any]) -> Value:
+    value, begin, end, stride = (_vector(v) for v in operands)
+    masks = {key: node.attrs[key].i for key in ("begin_mask", "end_mask", "shrink_axis_mask", "new_axis_mask")}
+    if len(begin) != 1 or masks["new_axis_mask"] or node.attrs["ellipsis_mask"].i:
+        return None
+    if masks["shrink_axis_mask"]:
+        return value[begin[0]]
+    first = None if masks["begin_mask"] else begin[0]
+    last = None if masks["end_mask"] else end[0]
+    return value[first : last : stride[0]]
+
+
+def _summed_axes(mine: Any, other: Any, same: Callable[[Any, Any], bool]) -> Value:
+    """Axes over which the gradient of an operand of shape `mine` of a broadcasting op is summed."""
+    rank = max(len(mine), len(other))
+    added = rank - len(mine)
+    mine, other = ((1,) * (rank - len(v)) + v for v in (mine, other))
+    axes = []
+    for axis, (a, b) in enumerate(zip(mine, other, strict=True)):
+        if a is None or b is None:
+            return None
+        if a == 1 and (b != 1 or axis < added):
+            axes.append(axis)  # An unknown size against 1 needs a sum, whatever it turns out to be.
+        elif a != 1 and b != 1 and not same(a, b):
+            return None  # One of the two may turn out to be 1.
+    return tuple(axes)
+
+
+def _concat_offset(_node: Node, index: int, operands: list[Any]) -> Value:
+    axis, shapes = _as_int(operands[0]), operands[1:]
+    axis %= len(shapes[0])
+    offset = sum(_as_int(shape[axis]) for shape in shapes[:index])
+    return tuple(offset if a == axis else 0 for a in range(len(shapes[0])))
+
+
+def _range(_node: Node, _index: int, operands: list[Any]) -> Value:
+    return tuple(range(*(_as_int(v) for v in operands)))
+
+
+def _fill(_node: Node, _index: int, operands: list[Any]) -> Value:
+    (count,) = operands[0]
+    return (operands[1],) * _as_int(count)
+
+
+def _reshape(_node: Node, _index: int, operands: list[Any]) -> Value:
+    if isinstance(operands[0], np.ndarray):
+        return _from_array(operands[0].reshape(_vector(operands[1])))
+    value, target = _vector(operands[0]), operands[1]
+    if target == ():
+        return value[0]
+    return value if len(_vector(target)) == 1 else None
+
+
+def _gather(node: Node, _index: int, operands: list[Any]) -> Value:
+    values, indices, axis = operands
+    if axis != 0 or node.attrs["batch_dims"].i:
+        return None
+    return tuple(values[i] for i in indices) if isinstance(indices, tuple) else values[indices]
+
+
+def _first(_node: Node, _index: int, operands: list[Any]) -> Value:
+    return operands[0]
+
+
+_MATRIX_OPS = frozenset(("Slice", "Reshape", "Identity", "Transpose"))
+"""Those whose handler takes a matrix; to the others it is not known."""
+
+_HANDLERS: dict[str, Handler] = {
+    "Const": _const,
+    "Identity": _first,
+    "Cast": lambda node, _i, v: v[0] if node.outputs[0][0].is_integer else None,
+    "Prod": _product,
+    "Add": _binary(lambda a, b: a + b),
+    "AddV2": _binary(lambda a, b: a + b),
+    "Sub": _binary(lambda a, b: a - b),
+    "Mul": _binary(lambda a, b: a * b),
+    "FloorDiv": _binary(lambda a, b: a // b),
+    "FloorMod": _binary(lambda a, b: a % b),
+    "Maximum": _binary(max),
+    "Minimum": _binary(min),
+    "Pack": _pack,
+    "Unpack": lambda node, index, v: v[0][index] if isinstance(v[0], tuple) else None,
+    "ConcatV2": _concat,
+    "Slice": _slice,
+    "StridedSlice": _strided_slice,
+    "ConcatOffset": _concat_offset,
+    "Range": _range,
+    "Fill": _fill,
+    "Reshape": _reshape,
+    "GatherV2": _gather,
+    "Transpose": _transpose,
+    "DynamicStitch": _stitch,
+    "InvertPermutation": lambda _node, _i, v: tuple(int(p) for p in np.argsort([_as_int(p) for p in v[0]])),
+}

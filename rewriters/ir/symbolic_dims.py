@@ -1,0 +1,249 @@
+"""Which unknown leading sizes are the same.
+
+With an unknown batch most tensors of a step have an unknown leading size, and nearly
+always it is that of the arguments. Not always: `x[:1]`, a gather or a boolean mask
+have one of their own. Sizes are followed from the arguments through the graph. That
+two *arguments* have the same is taken for granted only where something rests on it,
+noted on the graph, and checked when the step runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rewriters.ir.graph import LOOPS, PER_PIXEL, Graph, Node, Tensor
+
+__all__: list[str] = []
+
+
+class Size:
+    """A leading size that is not known before the step runs. Compared by identity; see `LeadingSizes.same`.
+
+    Attributes:
+        arguments: Positions of the graph's inputs that have it; several if an op combined them, which works
+            if theirs are the same. Empty for a size of its own.
+    """
+
+    def __init__(self, *arguments: int) -> None:
+        self.arguments = frozenset(arguments)
+
+    def __repr__(self) -> str:
+        return f"Size{sorted(self.arguments)}"
+
+
+class LeadingSizes:
+    """The leading size of every tensor of a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._found: dict[Tensor, Size] = {}
+        self._multiples: dict[tuple[Size, int], Size] = {}
+        """Sizes of what has several entries for each of another, such as pixels made images."""
+        self._divided: dict[tuple[Size, int], Size] = {}
+        self._groups: list[set[int]] = []
+        self._met: list[set[int]] = []
+        """Arguments whose images some operation takes together."""
+        for pair in graph.same_size:
+            self._join(set(pair))
+            self._met.append(set(pair))
+
+    def find(self, order: Iterable[Node], evaluate: Callable[[Tensor], Any]) -> None:
+        """Follow the sizes through the nodes, in topological order."""
+        positions = {tensor.node: position for position, tensor in enumerate(self._graph.inputs)}
+        for node in order:
+            for index, (_, shape) in enumerate(node.outputs):
+                if shape and shape[0] is None:
+                    position = positions.get(node)
+                    known = Size(position) if position is not None else self._made(node, evaluate)
+                    self._found[node.out(index)] = known or Size()
+
+    def of(self, tensor: Tensor) -> int | Size | None:
+        """The leading size; `None` if the rank is unknown or zero."""
+        if not tensor.shape:
+            return None
+        size = tensor.shape[0]
+        return self._found.setdefault(tensor, Size()) if size is None else size
+
+    def of_images(self, tensor: Tensor, entries: int) -> int | Size | None:
+        """The number of images that a tensor was made of, with so many entries for each."""
+        size = self.of(tensor)
+        return self._divided.get((size, entries), size) if isinstance(size, Size) else size
+
+    def same(self, a: Any, b: Any) -> bool:
+        """Whether two sizes are equal; those of arguments are taken to be, and noted."""
+        if not isinstance(a, Size) or not isinstance(b, Size):
+            return not isinstance(a, Size) and not isinstance(b, Size) and a == b
+        if a is b:
+            return True
+        if not a.arguments or not b.arguments:
+            return False
+        together = a.arguments | b.arguments
+        if len(together) > 1 and not any(together <= group for group in self._groups):
+            first, *others = sorted(together)
+            self._graph.same_size.update((first, other) for other in others)
+            self._join(set(together))
+        return True
+
+    def meet(self, a: Any, b: Any) -> bool:
+        """Whether two sizes are equal because some operation takes images of both; that is noted."""
+        if not isinstance(a, Size) or not isinstance(b, Size):
+            return self.same(a, b)
+        if a is b:
+            return True
+        if a.arguments & b.arguments:
+            return self.same(a, b)
+        return any(a.arguments & met and b.arguments & met for met in self._met) and self.same(a, b)
+
+    def _join(self, positions: set[int]) -> None:
+        touched = [group for group in self._groups if group & positions]
+        self._groups = [group for group in self._groups if group not in touched]
+        self._groups.append(positions.union(*touched))
+
+    def _made(self, node: Node, evaluate: Callable[[Tensor], Any]) -> Size | None:
+        """Leading size of a node's outputs where it is an operand's; `None` if it is not, or nobody knows."""
+        position = _shape_operand(node.op)
+        if position is not None:
+            return self._from_shape(node, position, evaluate)
+        if node.op in ("SpaceToBatchND", "BatchToSpaceND"):
+            return self._in_blocks(node, evaluate(node.inputs[1]))
+        if PER_PIXEL in node.attrs:
+            size = self.of(node.inputs[0])
+            return size if isinstance(size, Size) else None
+        if node.op in _OWN_SIZE or any(word in node.op for word in _OWN_SIZE_WORDS):
+            return None
+        keeps = _KEEPS.get(node.op)
+        if keeps is not None and not _holds(keeps, node, [evaluate(tensor) for tensor in node.inputs]):
+            return None
+        sizes = dict.fromkeys(self.of(tensor) for tensor in node.inputs if tensor.shape and tensor.shape[0] is None)
+        if len(sizes) == 1:
+            return next(iter(sizes))
+        if not sizes or not all(size.arguments for size in sizes):  # type: ignore[union-attr]
+            return None
+        together = frozenset[int]().union(*(size.arguments for size in sizes))  # type: ignore[union-attr]
+        if sum(len(tensor.shape or ()) > 2 for tensor in node.inputs) > 1:
+            self._met.append(set(together))
+        return Size(*together)
+
+    def _in_blocks(self, node: Node, block: Any) -> Size | None:
+        """A multiple of the operand's size, or what that is a multiple of."""
+        size = self.of(node.inputs[0])
+        if not isinstance(size, Size) or not isinstance(block, tuple) or not all(isinstance(b, int) for b in block):
+            return None
+        factor = math.prod(block)
+        if node.op == "BatchToSpaceND":
+            return self._divided.get((size, factor))
+        multiple = self._multiples.setdefault((size, factor), Size())
+        self._divided[multiple, factor] = size
+        return multiple
+
+    def _from_shape(self, node: Node, position: int, evaluate: Callable[[Tensor], Any]) -> Size | None:
+        shape = evaluate(node.inputs[position])
+        if not isinstance(shape, tuple) or not shape:
+            return None
+        first, source = shape[0], self.of(node.inputs[0])
+        if node.op == "Tile":
+            size = first if source == 1 else source if first == 1 else None
+        elif node.op == "Slice" and first == -1:
+            size = source if _first(evaluate(node.inputs[1])) == 0 else None
+        elif node.op == "Reshape" and first == -1:
+            size = source if _same_rest(node.inputs[0].shape, shape) else None
+        else:
+            size = first
+        return size if isinstance(size, Size) else None
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) and value else None
+
+
+def _shape_operand(op_type: str) -> int | None:
+    """Position of the operand that says what shape the output has."""
+    if "Random" in op_type or "TruncatedNormal" in op_type:
+        return None if op_type == "RandomShuffle" else 0
+    return _SHAPE_OPERAND.get(op_type)
+
+
+def _same_rest(shape: Sequence[Any] | None, target: Sequence[Any]) -> bool:
+    """Whether a `Reshape` to (-1, ...) leaves the first size as it is."""
+    rest = [*(shape or ())[1:], *target[1:]]
+    if not shape or not all(isinstance(size, int) and size > 0 for size in rest):
+        return False
+    return math.prod(shape[1:]) == math.prod(target[1:])
+
+
+def _holds(keeps: Callable[[Node, Sequence[Any]], bool], node: Node, values: Sequence[Any]) -> bool:
+    try:
+        return bool(keeps(node, values))
+    except (TypeError, IndexError):
+        return False  # An operand is not known.
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    numbers = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(number, int) for number in numbers):
+        raise TypeError("not known")
+    return numbers
+
+
+def _strided(node: Node, values: Sequence[Any]) -> bool:
+    """All of the first axis: `x[:, ...]`."""
+    masks = {key: node.attrs[f"{key}_mask"].i & 1 for key in ("begin", "end", "shrink_axis", "new_axis", "ellipsis")}
+    if masks["ellipsis"]:
+        return True
+    if masks["shrink_axis"] or masks["new_axis"]:
+        return False
+    return bool((masks["begin"] or _ints(values[1])[0] == 0) and masks["end"]) and _ints(values[3])[0] == 1
+
+
+def _reduced(node: Node, values: Sequence[Any]) -> bool:
+    rank = len(node.inputs[0].shape or ())
+    return 0 not in {axis % rank for axis in _ints(values[1])}
+
+
+def _axis_elsewhere(position: int) -> Callable[[Node, Sequence[Any]], bool]:
+    """Along another axis than the first, by operand `position`."""
+
+    def keeps(node: Node, values: Sequence[Any]) -> bool:
+        return _ints(values[position])[0] % len(node.outputs[0][1] or ()) != 0
+
+    return keeps
+
+
+def _einsum(node: Node, _values: Sequence[Any]) -> bool:
+    """The same letter comes first wherever the size is not known."""
+    *operands, out = node.attrs["equation"].s.decode().replace("->", ",").replace(" ", "").split(",")
+    unknown = [own for own, t in zip(operands, node.inputs, strict=True) if t.shape and t.shape[0] is None]
+    return "." not in out[:1] and all(own[:1] == out[:1] for own in unknown)
+
+
+_KEEPS: dict[str, Callable[[Node, Sequence[Any]], bool]] = {
+    "Einsum": _einsum,
+    "StridedSlice": _strided,
+    "ConcatV2": _axis_elsewhere(-1),
+    "Split": _axis_elsewhere(0),
+    "SplitV": _axis_elsewhere(2),
+    "Transpose": lambda _node, values: values[1][0] == 0,
+    "MatMul": lambda node, _values: not node.attrs["transpose_a"].b,
+    "Unpack": lambda node, _values: node.attrs["axis"].i != 0,
+    "Squeeze": lambda node, _values: 0 not in (node.attrs["squeeze_dims"].list.i or (0,)),
+    **dict.fromkeys(("Pad", "PadV2", "MirrorPad"), lambda _node, values: not np.any(values[1][0])),
+    **dict.fromkeys(("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "ArgMax", "ArgMin"), _reduced),
+}
+"""When an op that may change the leading size keeps it. Other ops keep it always, or never:"""
+
+_SHAPE_OPERAND = {
+    "Reshape": 1,
+    "BroadcastTo": 1,
+    "Slice": 2,
+    "Tile": 1,
+    **dict.fromkeys(("Fill", "Empty", "StridedSliceGrad", "Conv2DBackpropInput", "Conv3DBackpropInputV2"), 0),
+}
+
+_OWN_SIZE = LOOPS | {"Where", "Range", "CropAndResize", "If", "StatelessIf"}
+
+_OWN_SIZE_WORDS = ("Gather", "Unique", "Dynamic", "Segment", "TensorList", "Call")
+"""Parts of the names of op families."""

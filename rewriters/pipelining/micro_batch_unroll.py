@@ -1,0 +1,506 @@
+"""The graph of a step that runs in micro-batches: its gradient part once for each, its update once.
+
+Gradients are added up one by one, so that no two of them wait for the others, in the order in which they are made.
+A variable that micro-batches change is handed from one to the next. What the step returns is put together again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from rewriters.analysis.autodiff_roles import reads_shape_only, size_nodes
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.errors import PipelineError
+from rewriters.ir.graph import Graph, Node, Tensor, predecessors
+from rewriters.ir.static_values import int_constant, type_attr
+from rewriters.ir.variables import handles, writes
+from rewriters.pipelining.batch_sized_values import Borders, with_more_data, without_data
+from rewriters.pipelining.micro_batch_reduction import Combination as Combination
+from rewriters.pipelining.micro_batch_reduction import Combinations, Growth
+from rewriters.pipelining.step_partition import Parts
+
+__all__: list[str] = []
+
+
+class Role(enum.Enum):
+    """What an operation of the new graph is for."""
+
+    MICRO_BATCH = "runs for one micro-batch"
+    SHARED = "runs once"
+    SPLIT = "cuts an argument"
+    ADD = "adds a micro-batch's value to those before"
+    COMBINE = "finishes a combined value"
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where an operation of the new graph comes from.
+
+    Attributes:
+        role: What it is for.
+        source: The operation that it is a copy of, or whose result it combines.
+        micro_batch: Which one it belongs to, if to one.
+    """
+
+    role: Role
+    source: Node
+    micro_batch: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """How a step is to be run in micro-batches.
+
+    Attributes:
+        micro_batches: How many.
+        batched: Positions of the arguments that have the batch axis.
+        is_mean: Says of a gradient or a loss whether it is a mean over the batch, not a sum; `None` if that is not
+            known.
+        has_batch_axis: Says of a tensor whether its first axis is the batch.
+        counterpart: Gives of a constant what it is in the step as traced for the batch, `None` if it is not there.
+        order: Says of a tensor in which order micro-batches make it.
+        growth: Says of a tensor how much larger it is for the batch; `None` if not just along some axes. Not given, it
+            is by its first axis or not at all.
+        gradients_are_means: What gradients are taken to be of which it is not known.
+        alike: Says of what does not depend on data whether each sample has the same there; else it is cut.
+        factors: By what a micro-batch multiplies an operand: what it adds to a variable as its part of the batch.
+    """
+
+    micro_batches: int
+    batched: Sequence[int]
+    is_mean: Callable[[Tensor], bool | None]
+    has_batch_axis: Callable[[Tensor], bool]
+    counterpart: Callable[[Node], Node | None] = dataclasses.field(default=lambda node: node)
+    order: Callable[[Tensor], Sequence[int]] = dataclasses.field(default=lambda tensor: ())
+    factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
+    growth: Callable[[Tensor], Growth | None] | None = None
+    gradients_are_means: bool = True
+    alike: Callable[[Tensor], bool] = dataclasses.field(default=lambda tensor: False)
+
+    def grown(self, tensor: Tensor) -> Growth | None:
+        """How much larger a tensor is for the batch."""
+        if self.growth is not None:
+            return self.growth(tensor)
+        return Growth((0,), 1) if self.has_batch_axis(tensor) else Growth(())
+
+
+@dataclasses.dataclass(frozen=True)
+class Cloned:
+    """A step in micro-batches.
+
+    Attributes:
+        graph: The new graph.
+        origin: Where each of its operations comes from.
+        clones: The copies of an operation that runs for each micro-batch, in their order.
+        combined: How each tensor was put together that is needed outside of micro-batches.
+    """
+
+    graph: Graph
+    origin: dict[Node, Origin]
+    clones: dict[Node, list[Node]]
+    combined: dict[Tensor, Combination]
+
+
+def clone(analysis: Analysis, parts: Parts, request: Request) -> Cloned:
+    """Build the graph.
+
+    Args:
+        analysis: Of the step as traced for one micro-batch.
+        parts: Its parts.
+        request: What to do.
+
+    Raises:
+        PipelineError: If a value cannot be put together again, or a variable is changed by both parts.
+    """
+    return _Cloner(analysis, parts, request).run()
+
+
+class _Cloner:
+    def __init__(self, analysis: Analysis, parts: Parts, request: Request) -> None:
+        self.analysis = analysis
+        self.request = request
+        batched = {analysis.graph.inputs[position].node for position in request.batched}
+        self.without = without_data(analysis, parts, batched)
+        borders = Borders(analysis, parts, self.without, request.grown, request.alike)
+        self.inner = borders.forward
+        self.cut = borders.to_cut() if request.micro_batches > 1 else []
+        self.parts = with_more_data(analysis, parts, self.cut)
+        self.count = request.micro_batches
+        old = analysis.graph
+        library = type(old.library)()
+        library.CopyFrom(old.library)
+        self.graph = Graph({}, [], [], [], library, old.versions, {}, set(old.same_size))
+        self.origin: dict[Node, Origin] = {}
+        self.once: dict[Node, Node] = {}
+        self.clones: dict[Node, list[Node]] = {}
+        self.pieces: dict[Node, list[Tensor]] = {}
+        self.shared_pieces: dict[Tensor, list[Tensor]] = {}
+        self.combined: dict[Tensor, tuple[Tensor, Combination]] = {}
+        self.sizes = size_nodes(analysis.order)
+        self.combinations = Combinations(
+            analysis, self.parts, request.is_mean, request.grown, request.gradients_are_means
+        )
+        self.of_whole: dict[Node, Node] = {}
+        self.unlike: dict[Node, bool] = {}
+
+    def run(self) -> Cloned:
+        if self.count > 1:
+            self._refuse_shared_state()
+        order = self.analysis.order
+        shared = [node for node in order if node not in self.parts.repeated and node not in self.parts.update]
+        for node in shared:
+            self._add(node, node.name, None)
+        early = self._read_by_micro_batches(shared)
+        for node in shared:
+            own = (self.once[t.node].out(t.index) if node in early else self._shared(t) for t in node.inputs)
+            self.once[node].inputs = list(own)
+        self._cut_arguments()
+        self._cut_shared()
+        for number in range(self.count):
+            for node in (node for node in order if node in self.parts.repeated):
+                name = node.name if self.count == 1 else f"micro_{number}/{node.name}"
+                new = self._add(node, name, number)
+                new.inputs = [self._operand(node, position, number) for position in range(len(node.inputs))]
+        for node in (node for node in order if node in self.parts.update):
+            new = self._add(node, node.name, None)
+            new.inputs = [self._whole(t) for t in node.inputs]
+        self._keep_control_edges()
+        self._chain_variables()
+        old = self.analysis.graph
+        self.graph.inputs = [self.once[t.node].out(t.index) for t in old.inputs]
+        self.graph.outputs = [self._whole(t) for t in old.outputs]
+        self.graph.keep = [copy for node in old.keep for copy in self._copies(node)]
+        self._keep_names()
+        combined = {t: how for t, (_, how) in self.combined.items()}
+        return Cloned(self.graph, self.origin, self.clones, combined)
+
+    def _keep_names(self) -> None:
+        """Names of the original for what there is one of: for who compares gradients, say."""
+        known = {tensor: whole for tensor, (whole, _) in self.combined.items()}
+        self.graph.aliases = {tensor.name: whole for tensor, whole in known.items()}
+        for name, tensor in self.analysis.graph.aliases.items():
+            if tensor in known:
+                self.graph.aliases[name] = known[tensor]
+            elif tensor.node in self.once or self.count == 1:
+                self.graph.aliases[name] = self._copies(tensor.node)[0].out(tensor.index)
+
+    # Copies ---------------------------------------------------------------------------------------------------
+
+    def _add(self, node: Node, name: str, number: int | None) -> Node:
+        new = Node(self.graph.unique_name(name), node.op, (), (), node.attrs, "", node.outputs)
+        self.graph.add(new)
+        self.origin[new] = Origin(Role.SHARED if number is None else Role.MICRO_BATCH, node, number)
+        if number is None:
+            self.once[node] = new
+        else:
+            self.clones.setdefault(node, []).append(new)
+        return new
+
+    def _of(self, tensor: Tensor, number: int, of_whole: bool = True) -> Tensor:
+        """A tensor as one micro-batch sees it: `of_whole`, its part if it is cut."""
+        if of_whole and tensor in self.shared_pieces:
+            return self.shared_pieces[tensor][number]
+        if tensor.node in self.pieces:
+            return self.pieces[tensor.node][number]
+        if tensor.node in self.parts.repeated:
+            return self.clones[tensor.node][number].out(tensor.index)
+        return self.once[tensor.node].out(tensor.index)
+
+    def _operand(self, node: Node, position: int, number: int) -> Tensor:
+        """An operand as one micro-batch sees it, times its factor if it has one.
+
+        What does not depend on data either is computed for the micro-batch alone, so that it is what its size tells.
+        """
+        value = self._of(node.inputs[position], number, node not in self.inner and not reads_shape_only(node))
+        factor = self.request.factors.get((node.name, position))
+        if factor is None or self.count == 1:
+            return value
+        part = self._number(f"micro_{number}/{node.name}/part", factor, value.dtype)
+        name = self.graph.unique_name(f"micro_{number}/{node.name}/scaled")
+        attrs = {"T": type_attr(value.dtype)}
+        scaled = Node(name, "Mul", [value, part], (), attrs, "", [(value.dtype, value.shape)])
+        for new in (part.node, self.graph.add(scaled)):
+            self.origin[new] = Origin(Role.MICRO_BATCH, node, number)
+        return scaled.out()
+
+    def _number(self, name: str, value: Any, dtype: tf.DType) -> Tensor:
+        array = np.array(value, dtype.as_numpy_dtype)
+        attrs = {
+            "dtype": type_attr(dtype),
+            "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
+        }
+        outputs = [(dtype, array.shape)]
+        return self.graph.add(Node(self.graph.unique_name(name), "Const", (), (), attrs, "", outputs)).out()
+
+    def _copies(self, node: Node) -> list[Node]:
+        return self.clones[node] if node in self.clones else [self.once[node]]
+
+    def _read_by_micro_batches(self, shared: Iterable[Node]) -> set[Node]:
+        """What of the shared operations micro-batches depend on."""
+        own = set(shared)
+        found: set[Node] = set()
+        stack = [t.node for node in self.parts.repeated for t in node.inputs if t.node in own]
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(t.node for t in node.inputs)
+        return found
+
+    def _cut_arguments(self) -> None:
+        """Cut arguments along the batch, whose size has to be one that can be cut evenly."""
+        for position in self.request.batched if self.count > 1 else ():
+            argument = self.analysis.graph.inputs[position].node
+            whole = self.once[argument]
+            dtype, shape = argument.outputs[0]
+            self.pieces[argument] = self._split(argument.out(), whole.out())
+            whole.attrs = {key: value for key, value in whole.attrs.items() if key != "shape"}
+            whole.outputs = [(dtype, None if shape is None else (None, *shape[1:]))]
+
+    def _cut_shared(self) -> None:
+        """Cut what is as long as the batch and not made of its data."""
+        for tensor in self.cut:
+            whole = self._copy_for_whole(tensor.node).out(tensor.index)
+            self.shared_pieces[tensor] = self._split(tensor, whole)
+
+    def _split(self, tensor: Tensor, whole: Tensor) -> list[Tensor]:
+        source = tensor.node
+        suffix = f"_{tensor.index}" if tensor.index else ""
+        axis = self._helper(int_constant(self.graph, f"micro/{source.name}/axis", 0, tf.int32), source)
+        attrs = {"T": type_attr(tensor.dtype), "num_split": tf.compat.v1.AttrValue(i=self.count)}
+        outputs = [(tensor.dtype, tensor.shape)] * self.count
+        name = self.graph.unique_name(f"micro/{source.name}{suffix}/split")
+        node = self.graph.add(Node(name, "Split", [axis.out(), whole], (), attrs, "", outputs))
+        self._helper(node, source, Role.SPLIT)
+        return [node.out(number) for number in range(self.count)]
+
+    def _helper(self, node: Node, source: Node, role: Role = Role.COMBINE, number: int | None = None) -> Node:
+        self.origin[node] = Origin(role, source, number)
+        return node
+
+    # Edges that order effects -----------------------------------------------------------------------------------
+
+    def _keep_control_edges(self) -> None:
+        """Edges between copies; what is shared waits for micro-batches only if it has an effect."""
+        for node in self.analysis.order:
+            for before in dict.fromkeys(node.control_inputs):
+                if node.op == "Const" or before.op == "Const":
+                    continue
+                if node in self.clones:
+                    several = before in self.clones
+                    for number, copy in enumerate(self.clones[node]):
+                        copy.control_inputs.append(self.clones[before][number] if several else self.once[before])
+                elif before not in self.clones:
+                    self.once[node].control_inputs.append(self.once[before])
+                elif node in self.parts.update or (node.stateful and node.op != "ReadVariableOp"):
+                    self.once[node].control_inputs.extend(self.clones[before])
+
+    def _chain_variables(self) -> None:
+        """A micro-batch touches a variable after the one before it has, where one of them changes it."""
+        for handle in self.parts.chained if self.count > 1 else ():
+            readers = dict.fromkeys(n for n, _ in self.analysis.readers[handle] if n in self.parts.repeated)
+            touching = sorted(readers, key=self.analysis.position.__getitem__)
+            above = self._above(touching)
+            first = [n for n in touching if not above[n]]
+            last = [n for n in touching if not any(n in found for found in above.values())]
+            for number in range(1, self.count):
+                for node in first:
+                    self.clones[node][number].control_inputs.extend(self.clones[o][number - 1] for o in last)
+
+    def _above(self, nodes: Sequence[Node]) -> dict[Node, set[Node]]:
+        """Which of some operations, in order, must run before each of them.
+
+        Only what lies between the first and the last is looked at: counters have few operations between them.
+        """
+        inside = set(nodes)
+        begin = self.analysis.position[nodes[0]]
+        found: dict[Node, set[Node]] = {}
+        for node in nodes:
+            seen = {node}
+            stack = [node]
+            found[node] = set()
+            while stack:
+                for before in predecessors(stack.pop()):
+                    if before in seen or self.analysis.position[before] < begin:
+                        continue
+                    seen.add(before)
+                    if before in found:  # With all that runs before it.
+                        found[node] |= {before, *found[before]}
+                    else:
+                        stack.append(before)
+            assert found[node] <= inside
+        return found
+
+    def _refuse_shared_state(self) -> None:
+        written = {h: n for n in self.parts.update if writes(n) for h in handles(n)}
+        for handle in self.parts.chained:
+            if handle in written:
+                raise PipelineError(
+                    f"A variable is written by the forward phase and by the update (`{written[handle].name}`), so that "
+                    "micro-batches would see each other's. Use `micro_batches=1`."
+                )
+
+    # What leaves micro-batches ----------------------------------------------------------------------------------
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """A tensor as what runs once sees it."""
+        if tensor.node in self.pieces or tensor.node not in self.parts.repeated:
+            return self._shared(tensor)
+        if self.count == 1:
+            return self._of(tensor, 0)
+        if tensor.node in self.sizes or (tensor.node in self.without and tensor.node not in self.analysis.backward):
+            return self._copy_for_whole(tensor.node).out(tensor.index)
+        if tensor not in self.combined:
+            how = self.combinations.of(tensor)
+            self.combined[tensor] = self._combine(tensor, how), how
+        return self.combined[tensor][0]
+
+    def _shared(self, tensor: Tensor) -> Tensor:
+        """What is shared, as what runs once sees it: a number of samples, say, is another one for the batch."""
+        if self.count > 1 and tensor.node not in self.parts.update and self._is_unlike(tensor.node):
+            return self._copy_for_whole(tensor.node).out(tensor.index)
+        return self.once[tensor.node].out(tensor.index)
+
+    def _is_unlike(self, node: Node) -> bool:
+        """Whether something that is shared is another value in the step for the batch."""
+        if node not in self.unlike:
+            if node.op == "Const":
+                self.unlike[node] = self._value_for_whole(node) != node.attrs["value"]
+            else:
+                self.unlike[node] = not node.stateful and any(self._is_unlike(t.node) for t in node.inputs)
+        return self.unlike[node]
+
+    def _value_for_whole(self, node: Node) -> Any:
+        other = self.request.counterpart(node)
+        if other is None or other.op != node.op:
+            raise PipelineError(
+                f"The step is another one for a part of the batch: the constant `{node.name}`, which is read once, is "
+                "not there for the whole. Use `micro_batches=1`."
+            )
+        return other.attrs["value"]
+
+    def _copy_for_whole(self, node: Node) -> Node:
+        """A copy, for the batch, of something that is computed without its data."""
+        if node.op == "Placeholder" or node.stateful or (node not in self.parts.repeated and not self._is_unlike(node)):
+            if node.stateful and any(self._is_unlike(t.node) for t in node.inputs):
+                raise PipelineError(
+                    f"`{node.name}` ({node.op}) is run once, with what goes with the size of the batch, and has an "
+                    "effect or reads a variable. Pass what it gives as an argument, or use `micro_batches=1`."
+                )
+            return self.once[node]
+        if node not in self.of_whole:
+            size = self._size_of_whole(node)
+            if size is not None:
+                self.of_whole[node] = size
+                return size
+            measured = (t.node for t in node.inputs if reads_shape_only(node) and t.node.op != "Placeholder")
+            if node not in self.without or any(before not in self.without for before in measured):
+                raise PipelineError(
+                    f"The size of a tensor that micro-batches make is read once for all, by `{node.name}` ({node.op}). "
+                    "Trace the step with a known batch, or use `micro_batches=1`."
+                )
+            inputs = [self._copy_for_whole(t.node).out(t.index) for t in node.inputs]
+            attrs = dict(node.attrs)
+            other = self.request.counterpart(node)
+            if node.op == "Const":
+                attrs["value"] = self._value_for_whole(node)
+            outputs = other.outputs if other is not None and other.op == node.op else node.outputs
+            name = self.graph.unique_name(f"micro/{node.name}/whole")
+            self.of_whole[node] = self.graph.add(Node(name, node.op, inputs, (), attrs, "", outputs))
+            self._helper(self.of_whole[node], node)
+        return self.of_whole[node]
+
+    def _size_of_whole(self, node: Node) -> Node | None:
+        """The sizes for the batch of a tensor that micro-batches make, by those of the first one."""
+        if node.op != "Shape":
+            return None
+        measured = node.inputs[0]
+        # What is cut is cut before there are micro-batches.
+        made = node in self.clones and measured.node in self.clones and measured.node not in self.without
+        if measured.shape is None or not made:
+            return None
+        growth, (dtype, shape) = self.request.grown(measured), node.outputs[0]
+        if growth is None:
+            return None
+        times = np.ones(len(measured.shape), dtype.as_numpy_dtype)
+        times[list(growth.axes)] = self.count
+        name = f"micro/{node.name}/whole"
+        number = self._helper(self._number(f"{name}/times", times, dtype).node, node)
+        new = Node(self.graph.unique_name(name), "Mul", (), (), {"T": type_attr(dtype)}, "", [(dtype, shape)])
+        new.inputs = [self.clones[node][0].out(), number.out()]
+        return self._helper(self.graph.add(new), node)
+
+    def _combine(self, tensor: Tensor, how: Combination) -> Tensor:
+        order = list(self.request.order(tensor)) or list(range(self.count))
+        values = {number: self._of(tensor, number) for number in order}
+        if how is Combination.LAST:
+            return values[self.count - 1]
+        if how in (Combination.CONCAT, Combination.SCALED_CONCAT):
+            joined = self._concat(tensor, [values[number] for number in range(self.count)])
+            return self._scaled(tensor, joined) if how is Combination.SCALED_CONCAT else joined
+        half = tensor.dtype in (tf.float16, tf.bfloat16)
+        wide = tf.float32 if half else tensor.dtype
+        total: Tensor | None = None
+        for number in order:
+            value = self._cast(tensor, values[number], wide) if half else values[number]
+            if total is None:
+                total = value
+                continue
+            attrs = {"T": type_attr(wide)}
+            node = self._new(tensor, f"add_{number}", "AddV2", [total, value], attrs, wide, Role.ADD, number)
+            total = node.out()
+        assert total is not None
+        if how is Combination.MEAN:
+            total = self._scaled(tensor, total)
+        return self._cast(tensor, total, tensor.dtype) if half else total
+
+    def _concat(self, tensor: Tensor, values: list[Tensor]) -> Tensor:
+        axis = self._helper(int_constant(self.graph, f"micro/{tensor.node.name}/axis", 0, tf.int32), tensor.node)
+        attrs = {
+            "T": type_attr(tensor.dtype),
+            "Tidx": type_attr(tf.int32),
+            "N": tf.compat.v1.AttrValue(i=len(values)),
+        }
+        shape = None if tensor.shape is None else (None, *tensor.shape[1:])
+        node = self._new(tensor, "concat", "ConcatV2", [*values, axis.out()], attrs, tensor.dtype)
+        node.outputs = [(tensor.dtype, shape)]
+        return node.out()
+
+    def _scaled(self, tensor: Tensor, value: Tensor) -> Tensor:
+        """Times one over the number of micro-batches."""
+        part = self._number(f"micro/{tensor.node.name}/part", 1 / self.count, value.dtype)
+        self._helper(part.node, tensor.node)
+        attrs = {"T": type_attr(value.dtype)}
+        node = self._new(tensor, "mean", "Mul", [value, part], attrs, value.dtype)
+        node.outputs = [(value.dtype, value.shape)]
+        return node.out()
+
+    def _cast(self, tensor: Tensor, value: Tensor, dtype: tf.DType) -> Tensor:
+        attrs = {
+            "SrcT": type_attr(value.dtype),
+            "DstT": type_attr(dtype),
+            "Truncate": tf.compat.v1.AttrValue(b=False),
+        }
+        return self._new(tensor, "cast", "Cast", [value], attrs, dtype).out()
+
+    def _new(
+        self,
+        tensor: Tensor,
+        name: str,
+        op: str,
+        inputs: Iterable[Tensor],
+        attrs: Mapping[str, object],
+        dtype: tf.DType,
+        role: Role = Role.COMBINE,
+        number: int | None = None,
+    ) -> Node:
+        suffix = f"_{tensor.index}" if tensor.index else ""
+        full = self.graph.unique_name(f"micro/{tensor.node.name}{suffix}/{name}")
+        node = self.graph.add(Node(full, op, list(inputs), (), attrs, "", [(dtype, tensor.shape)]))
+        return self._helper(node, tensor.node, role, number)

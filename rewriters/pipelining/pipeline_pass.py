@@ -1,0 +1,271 @@
+"""The pipeline pass: a step in stages on several devices, micro-batches in the order of a schedule.
+
+Jain et al., "GEMS: GPU-Enabled Memory-Aware Model-Parallelism System for Distributed DNN Training" (2020), and Seal et
+al., "Toward Large-Scale Image Segmentation on Summit" (2020), run pipelines by programs of their own with explicit
+messages. Here the joint graph is rewritten: every operation is placed on a device, and TensorFlow sends what crosses.
+Its executor starts whatever is ready, so a schedule is control edges: what a device does for one micro-batch in one
+phase of one stage is a slot, which ends in a `NoOp`, and the next slot of the device begins after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from rewriters.analysis import summation_order
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.errors import PipelineError, RewriteError
+from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
+from rewriters.ir.static_values import type_attr
+from rewriters.ir.variables import handles
+from rewriters.pipelining.micro_batch_unroll import Cloned, Combination, Origin, Request, Role, clone
+from rewriters.pipelining.schedules import Pass, Schedule, Slot
+from rewriters.pipelining.stage_assignment import Stages, in_slots
+from rewriters.pipelining.step_partition import Parts
+from rewriters.scheduling.serialize_ops import gradients_in_order
+
+__all__: list[str] = []
+
+HOST = "/device:CPU:0"
+"""Where arguments are cut: only parts of them are sent on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """Where things are.
+
+    Attributes:
+        names: Of the devices of the schedule, in its order.
+        of_variable: Of each variable of which it is known, by its handle.
+    """
+
+    names: Sequence[str]
+    of_variable: Mapping[Tensor, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipelined:
+    """A step as a pipeline.
+
+    Attributes:
+        graph: The new graph.
+        slots: Operations of each slot, in an order in which they can run.
+        ends: The `NoOp` that each slot ends in.
+        combined: How each tensor was put together that is needed outside of micro-batches.
+    """
+
+    graph: Graph
+    slots: Mapping[Slot, list[Node]]
+    ends: Mapping[Slot, Node]
+    combined: Mapping[Tensor, Combination]
+
+
+def pipeline(
+    analysis: Analysis, parts: Parts, stages: Stages, request: Request, schedule: Schedule, devices: Devices
+) -> Pipelined:
+    """Rewrite a step.
+
+    Args:
+        analysis: Of the step as traced for one micro-batch.
+        parts: Its parts.
+        stages: Its stages.
+        request: How it is cut into micro-batches; in which order they make values is taken from the schedule.
+        schedule: What each device runs, in order.
+        devices: Where things are.
+
+    Raises:
+        PipelineError: If slots wait for each other, or a value cannot be put together again.
+    """
+    ordered = dataclasses.replace(request, order=lambda tensor: _order(analysis, stages, schedule, tensor))
+    cloned = clone(analysis, parts, ordered)
+    _Placement(analysis, stages, schedule, devices, cloned).run()
+    slots = _slots(analysis, parts, stages, schedule, cloned)
+    ends = _hold_to(schedule, devices, cloned.graph, slots, _merged(analysis, cloned))
+    try:
+        cloned.graph.execution_order()
+    except RewriteError as error:
+        raise PipelineError(
+            f"The stages of this step cannot run in the order of the schedule {schedule.name!r}: {error} Use another "
+            "schedule, or other cuts."
+        ) from None
+    # Automatic control dependencies would bring all effects into one line, of micro-batches one after another too.
+    graph = cloned.graph
+    graph.unordered = {
+        n.name for n in graph.nodes.values() if n.stateful and (n.inputs or n.control_inputs) and not handles(n)
+    }
+    return Pipelined(graph, slots, ends, cloned.combined)
+
+
+def home(schedule: Schedule, stage: int) -> int:
+    """The device that keeps the weights of a stage: the one on which the first micro-batch runs it."""
+    return schedule.device_of(Slot(Pass.FORWARD, 0, stage))
+
+
+def _order(analysis: Analysis, stages: Stages, schedule: Schedule, tensor: Tensor) -> list[int]:
+    """In which order micro-batches make a tensor: by their positions in the lists of their devices."""
+    kind = Pass.BACKWARD if tensor.node in analysis.backward else Pass.FORWARD
+    stage = stages.of.get(tensor.node, stages.count - 1)
+    positions = {
+        slot.micro_batch: position
+        for slots in schedule.devices
+        for position, slot in enumerate(slots)
+        if slot.kind is kind and slot.stage == stage
+    }
+    return sorted(positions, key=lambda number: (positions[number], number))
+
+
+class _Placement:
+    """Gives every operation of the new graph its device."""
+
+    def __init__(
+        self, analysis: Analysis, stages: Stages, schedule: Schedule, devices: Devices, cloned: Cloned
+    ) -> None:
+        self.analysis = analysis
+        self.stages = stages
+        self.schedule = schedule
+        self.devices = devices
+        self.graph = cloned.graph
+        self.origin = cloned.origin
+
+    def run(self) -> None:
+        order = self.graph.execution_order()
+        late = []
+        for node in order:
+            if node.op == "Const":
+                continue
+            device = self._device(node, self.origin[node])
+            if device is None:
+                late.append(node)
+            else:
+                node.device = device
+        reading = self._readers() if late else {}
+        for node in reversed(late):  # What has neither a stage nor operands on a device goes to who reads it.
+            readers = reading.get(node, ())
+            node.device = next((reader.device for reader in readers if reader.device), HOST)
+        self._spread_constants()
+        self._bring_to_loops()
+
+    def _readers(self) -> dict[Node, list[Node]]:
+        found: dict[Node, list[Node]] = {}
+        for tensor, readers in self.graph.consumers().items():
+            found.setdefault(tensor.node, []).extend(reader for reader, _ in readers)
+        return found
+
+    def _device(self, node: Node, origin: Origin) -> str | None:
+        if node.op == "Placeholder":
+            return ""
+        if origin.role is Role.SPLIT:
+            return HOST
+        if origin.source in self.stages.fixed:
+            return origin.source.device
+        for handle in handles(origin.source) if origin.role in (Role.MICRO_BATCH, Role.SHARED) else ():
+            if handle in self.devices.of_variable:
+                return self.devices.of_variable[handle]
+        stage = self.stages.of.get(origin.source)
+        if stage is not None:
+            if origin.role is Role.MICRO_BATCH:
+                slot = Slot(Pass.FORWARD, origin.micro_batch or 0, stage)
+                return self.devices.names[self.schedule.device_of(slot)]
+            return self.devices.names[home(self.schedule, stage)]
+        placed = [t for t in node.inputs if t.node.device]
+        if not placed:
+            return None
+        # The update of a weight is where its gradient and its slots are, not where a number is that it is scaled with.
+        return max(placed, key=lambda tensor: tensor.num_bytes()).node.device
+
+    def _spread_constants(self) -> None:
+        """A constant for each device that reads it: none is sent."""
+        readers = self.graph.consumers()
+        results = set(self.graph.outputs)
+        for node in [node for node in self.graph.nodes.values() if node.op == "Const"]:
+            by_device: dict[str, list[Node]] = {}
+            for reader, _ in readers.get(node.out(), ()):
+                by_device.setdefault(reader.device, []).append(reader)
+            first, *others = by_device or [HOST]
+            node.device = first
+            for number, device in enumerate(others, 1):
+                name = self.graph.unique_name(f"{node.name}/on_device_{number}")
+                new = self.graph.add(Node(name, "Const", (), (), node.attrs, device, node.outputs))
+                self.origin[new] = self.origin[node]
+                for reader in by_device[device]:
+                    reader.inputs = [new.out() if t == node.out() else t for t in reader.inputs]
+            assert node.out() not in results or node.device
+
+    def _bring_to_loops(self) -> None:
+        """What a loop reads is brought to its device before it begins.
+
+        TensorFlow keeps each variable of a loop where its first value comes from, and would send what does not change
+        to the loop in every turn.
+        """
+        brought: dict[tuple[Tensor, str], Tensor] = {}
+        for loop in [node for node in self.graph.nodes.values() if node.op in LOOPS]:
+            for position, tensor in enumerate(loop.inputs):
+                if tensor.node.device == loop.device or tensor.dtype in (tf.resource, tf.variant):
+                    continue
+                key = tensor, loop.device
+                if key not in brought:
+                    name = self.graph.unique_name(f"{tensor.node.name}/for_loop")
+                    attrs = {"T": type_attr(tensor.dtype)}
+                    outputs = [(tensor.dtype, tensor.shape)]
+                    node = self.graph.add(Node(name, "Identity", [tensor], (), attrs, loop.device, outputs))
+                    self.origin[node] = Origin(Role.COMBINE, loop)
+                    brought[key] = node.out()
+                loop.inputs[position] = brought[key]
+
+
+def _slots(
+    analysis: Analysis, parts: Parts, stages: Stages, schedule: Schedule, cloned: Cloned
+) -> dict[Slot, list[Node]]:
+    """What each slot runs, with the sums of gradients that its device makes."""
+    slots: dict[Slot, list[Node]] = {slot: [] for slot in schedule.slots()}
+    slotted = in_slots(analysis, parts, stages)
+    for node in slotted:
+        kind = Pass.BACKWARD if node in analysis.backward else Pass.FORWARD
+        for number, copy in enumerate(cloned.clones[node]):
+            slots[Slot(kind, number, stages.of[node])].append(copy)
+    needed = {t.node for t in parts.gradients if t.node in parts.repeated}.union(slotted)
+    for node, origin in cloned.origin.items():
+        if origin.role is Role.ADD and origin.micro_batch is not None and origin.source in needed:
+            kind = Pass.BACKWARD if origin.source in analysis.backward else Pass.FORWARD
+            slot = Slot(kind, origin.micro_batch, stages.of.get(origin.source, stages.count - 1))
+            if schedule.device_of(slot) == home(schedule, slot.stage):
+                slots[slot].append(node)
+    return slots
+
+
+def _merged(analysis: Analysis, cloned: Cloned) -> set[Node]:
+    """Sums that TensorFlow makes one with others unless an edge prevents it, which would round them otherwise."""
+    merged = summation_order.merged(analysis)
+    return {n for n, origin in cloned.origin.items() if origin.role is Role.MICRO_BATCH and origin.source in merged}
+
+
+def _hold_to(
+    schedule: Schedule, devices: Devices, graph: Graph, slots: Mapping[Slot, Sequence[Node]], merged: set[Node]
+) -> dict[Slot, Node]:
+    """Edges by which each device runs its slots one after another; the `NoOp` in which each ends."""
+    ends: dict[Slot, Node] = {}
+    for name, own in zip(devices.names, schedule.devices, strict=True):
+        before: Node | None = None
+        for slot in own:
+            nodes = slots[slot]
+            gradients_in_order(nodes)
+            inside = set(nodes)
+            end = Node(_name(slot), "NoOp", device=name)
+            followed = {t.node for node in nodes for t in node.inputs}
+            followed.update(c for node in nodes for c in node.control_inputs)
+            end.control_inputs = [node for node in nodes if node not in followed and node not in merged]
+            if before is not None:
+                for node in nodes:
+                    operands = {t.node for t in node.inputs}
+                    if not inside.intersection(operands) and node not in merged:
+                        node.control_inputs.append(before)
+                end.control_inputs.append(before)
+            ends[slot] = before = graph.add(end)
+    return ends
+
+
+def _name(slot: Slot) -> str:
+    phase = "forward" if slot.kind is Pass.FORWARD else "backward"
+    return f"pipeline/stage_{slot.stage}/{phase}_{slot.micro_batch}"

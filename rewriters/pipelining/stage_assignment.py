@@ -1,0 +1,406 @@
+"""Which stage of a pipeline every operation of a joint graph belongs to.
+
+A model is cut at tensors. Forward, an operation is in the highest stage of what it reads, one more for a tensor that
+is cut. Backward, it is in the stage of the forward tensors and weights that it reads, and never above the gradients
+that come in, so that gradients flow from the last stage to the first. A connection may skip stages. A weight belongs
+to the first stage that reads it, and its gradient ends there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+from rewriters.analysis.autodiff_roles import after_updates, gradients, reads_shape_only, size_nodes, updates
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.errors import PipelineError
+from rewriters.ir.graph import Node, Tensor, ancestors, operands
+from rewriters.ir.variables import handles
+from rewriters.pipelining.step_partition import Parts
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """A model in stages.
+
+    Attributes:
+        count: Number of stages.
+        of: Stage of each operation that has one: forward and backward ones, and what they compute from weights alone.
+            Constants, arguments and the update have none.
+        owner: Stage of each weight, by its handle.
+        beside: The same for variables that are updated together with a weight, such as an optimizer's slots.
+        shape_only: Operations that compute sizes, which hold nothing back.
+        fixed: Operations that are where they say, whatever stage they belong to: those that swaps have on the host.
+    """
+
+    count: int
+    of: Mapping[Node, int]
+    owner: Mapping[Tensor, int]
+    beside: Mapping[Tensor, int]
+    shape_only: frozenset[Node]
+    fixed: frozenset[Node] = frozenset()
+
+
+def assign_stages(analysis: Analysis, cuts: Sequence[Sequence[Tensor]]) -> Stages:
+    """Find the stage of every operation.
+
+    Args:
+        analysis: Of the joint graph.
+        cuts: For each stage but the last the tensors that it ends with.
+
+    Raises:
+        PipelineError: If a cut is no forward tensor, or does not follow the one before it.
+    """
+    return _Assignment(analysis, cuts).run()
+
+
+class _Assignment:
+    def __init__(self, analysis: Analysis, cuts: Sequence[Sequence[Tensor]]) -> None:
+        self.analysis = analysis
+        self.cuts = cuts
+        self.last = len(cuts)
+        graph, order = analysis.graph, analysis.order
+        self.update = after_updates(order, updates(graph, order, analysis.backward))
+        self.gradients = gradients(graph, order, analysis.backward)
+        self.backward = [n for n in order if n in analysis.backward and n not in self.update]
+        self.forward = [n for n in order if n not in analysis.backward and n not in self.update]
+        self.shape_only = size_nodes(order)
+        self.of: dict[Node, int] = {}
+        self.owner: dict[Tensor, int] = {}
+        self.beside: dict[Tensor, int] = {}
+
+    def run(self) -> Stages:
+        weights = self._weights()
+        self._place_forward(weights)
+        self._place_what_waits()
+        self._check_cuts()
+        self._place_weights(weights)
+        self._check_last(weights)
+        self._place_backward()
+        self._place_shapes()
+        return Stages(self.last + 1, self.of, self.owner, self.beside, frozenset(self.shape_only))
+
+    def _weights(self) -> set[Node]:
+        """Operations that compute from weights and constants alone, reads included; seeds are no weights."""
+        found: set[Node] = set()
+        for node in self.forward:
+            if node in self.analysis.data or node in self.shape_only:
+                continue
+            read = node.op == "ReadVariableOp" and node.outputs[0][0].is_floating
+            if read or any(t.node in found for t in node.inputs):
+                found.add(node)
+        return found
+
+    def _place_forward(self, weights: set[Node]) -> None:
+        """The highest stage of its inputs, or the first one if it is the first that reads a weight."""
+        after = {t: stage + 1 for stage, cut in enumerate(self.cuts) for t in cut}
+        for node in self.forward:
+            if node not in self.analysis.data or node.op == "Placeholder" or node in self.shape_only:
+                continue
+            found = [after.get(t, self.of.get(t.node, -1)) for t in node.inputs if t.node in self.analysis.data]
+            stage = max(found, default=-1)
+            reads_weight = any(t.node in weights for t in node.inputs) or bool(handles(node))
+            if stage >= 0 or reads_weight or any(node.out(i) in after for i in range(len(node.outputs))):
+                self.of[node] = max(stage, 0)
+
+    def _place_what_waits(self) -> None:
+        """What comes from arguments alone, such as labels made ready, waits for who reads it first."""
+        for node in reversed(self.forward):
+            known = node in self.analysis.data and node.op != "Placeholder" and node not in self.shape_only
+            if known and node not in self.of:
+                found = [self.of[r] for r in self._readers(node) if r in self.of]
+                self.of[node] = min(found, default=self.last)
+
+    def _readers(self, node: Node) -> Iterable[Node]:
+        for index in range(len(node.outputs)):
+            for reader, _ in self.analysis.readers.get(node.out(index), ()):
+                yield reader
+
+    def _check_cuts(self) -> None:
+        for number, cut in enumerate(self.cuts):
+            for tensor in cut:
+                self._check_cut(number, tensor)
+
+    def _check_last(self, weights: Container[Node]) -> None:
+        """Where a last stage is linear, and so is the loss, the gradients of its weights read nothing that it makes."""
+        changed = {handle for gradient in self.gradients for handle in self._touched(gradient)}
+        reached = self._stages_of_the_loss() if changed.isdisjoint(self._weights_of_last(weights)) else self.last
+        if self.cuts and reached < self.last:
+            names = [t.name for t in self.cuts[reached]]
+            raise PipelineError(
+                f"A cut does not separate the network: no gradient depends on what follows {names}. "
+                "Cut at a tensor between the input and the loss."
+            )
+
+    def _weights_of_last(self, weights: Container[Node]) -> set[Tensor]:
+        """Handles of the weights that the last stage reads, also those of an earlier one."""
+        last = [node for node, stage in self.of.items() if stage == self.last]
+        read = ancestors(last, lambda node: [before for before in operands(node) if before in weights])
+        return {handle for node in read for handle in handles(node)}
+
+    def _check_cut(self, number: int, tensor: Tensor) -> None:
+        node = tensor.node
+        where = f"cut {number + 1} of {self.last}, `{tensor.name}` ({node.op}),"
+        if node in self.analysis.backward or node in self.update:
+            part = "by the backward phase" if node not in self.update else "of what the update has changed"
+            raise PipelineError(f"The {where} is made {part}. Cut at tensors that layers make before.")
+        if node not in self.of:
+            raise PipelineError(
+                f"The {where} is no tensor that a layer makes of data: before it there would be nothing to compute. "
+                "Cut after the first layer at the earliest."
+            )
+        stage = self.of[node]
+        if stage > number:
+            raise PipelineError(
+                f"Cuts must be given from the input to the loss. The {where} depends on a later one. Reorder them, "
+                "or leave one out where each depends on the other, as if networks are gone through in both orders."
+            )
+        if stage < number:
+            before = [t.name for t in self.cuts[number - 1]]
+            raise PipelineError(
+                f"A cut does not separate the network: the {where} does not depend on the one before it, {before}. "
+                "Cut at tensors that follow each other."
+            )
+
+    def _stages_of_the_loss(self) -> int:
+        """The highest stage that a gradient depends on."""
+        seen: set[Node] = set()
+        stack = [t.node for t in self.gradients]
+        highest = 0
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            highest = max(highest, self.of.get(node, 0))
+            stack.extend(t.node for t in node.inputs)
+        return highest
+
+    def _place_weights(self, weights: set[Node]) -> None:
+        """A weight belongs to the first stage that reads it; what is computed from several, to the last of theirs."""
+        users: dict[Node, int] = {}
+        for node in reversed(self.forward):
+            if node in weights:
+                found = [users[r] for r in self._readers(node) if r in users]
+                found += [self.of[r] for r in self._readers(node) if self._is_forward_data(r) and r in self.of]
+                if found:
+                    users[node] = min(found)
+        for node in self.forward:
+            for handle in handles(node):
+                stage = users.get(node) if node in weights else self.of.get(node) if _gathers(node) else None
+                if stage is not None:
+                    self.owner[handle] = min(stage, self.owner.get(handle, stage))
+        for node in self.forward:
+            if node in weights and node in users:
+                own = [self.owner[h] for h in handles(node) if h in self.owner]
+                own += [self.of[t.node] for t in node.inputs if t.node in weights and t.node in self.of]
+                self.of[node] = max(own, default=users[node])
+
+    def _is_forward_data(self, node: Node) -> bool:
+        return node in self.analysis.data and node not in self.analysis.backward and node not in self.update
+
+    def _place_backward(self) -> None:
+        """By what an operation reads, where its gradients go, and where they come from."""
+        inner = set(self.backward)
+        owners = {t: self._owner(t) for t in self.gradients}
+        least: dict[Node, int] = {}
+        fixed: set[Node] = set()
+        for node in reversed(self.backward):
+            found = [self.of[t.node] for t in node.inputs if t.node not in inner and t.node in self.of]
+            found += [self.owner[h] for h in handles(node) if h in self.owner]
+            for index in range(len(node.outputs)):
+                owner = owners.get(node.out(index))
+                found += [] if owner is None else [owner]
+            if found and node not in self.shape_only:
+                fixed.add(node)
+            found += [least[r] for r in self._readers(node) if r in least and node not in self.shape_only]
+            if found:
+                least[node] = max(found)
+        for node in self.backward:
+            if node in self.shape_only or node.op == "Const":
+                continue
+            above = [self.of[t.node] for t in node.inputs if t.node in inner and t.node in self.of]
+            if node in fixed or not above:
+                self.of[node] = least.get(node, self.last)
+            else:
+                self.of[node] = min(above)
+
+    def _owner(self, gradient: Tensor) -> int | None:
+        """The stage of the weight that a gradient changes, if it is one: that of what it changes beside it, too."""
+        touched = self._touched(gradient)
+        stages = {self.owner[handle] for handle in touched if handle in self.owner}
+        if len(stages) != 1:
+            # None, or an operation with a body has those of all weights: an update that loss scaling may leave out.
+            return None
+        (stage,) = stages
+        self.beside.update((handle, stage) for handle in touched if handle not in self.owner)
+        return stage
+
+    def _touched(self, gradient: Tensor) -> list[Tensor]:
+        """Variables that a gradient reaches in its own shape, by their handles.
+
+        Through variables too: of Adam's slots, which it changes first, the weight's change is computed.
+        """
+        seen = {gradient}
+        queue = [gradient]
+        touched: dict[Tensor, None] = {}
+        for tensor in queue:
+            for reader, _ in self.analysis.readers.get(tensor, ()):
+                if reader not in self.update:
+                    continue
+                for handle in handles(reader):
+                    touched[handle] = None
+                    again = (node for node, _ in self.analysis.readers[handle] if node in self.update)
+                    seen_again = [node.out(i) for node in again for i in range(len(node.outputs))]
+                    queue += [t for t in seen_again if t not in seen and t.shape == tensor.shape]
+                    seen.update(seen_again)
+                for index in range(len(reader.outputs)):
+                    out = reader.out(index)
+                    # A sparse gradient is the only one of another shape than its weight, before it is summed up.
+                    if out not in seen and (out.shape == tensor.shape or reader.op == "UnsortedSegmentSum"):
+                        seen.add(out)
+                        queue.append(out)
+        return list(touched)
+
+    def _place_shapes(self) -> None:
+        """Sizes are computed where they are asked for, but an operand is not sent elsewhere for its size alone."""
+        for node in reversed(self.analysis.order):
+            if node not in self.shape_only:
+                continue
+            stage = min((self.of[r] for r in self._readers(node) if r in self.of), default=None)
+            if reads_shape_only(node):
+                source = node.inputs[0]
+                there = {self.of[r] for r, _ in self.analysis.readers[source] if r in self.of and r != node}
+                if stage not in there and source.node in self.of:
+                    stage = self.of[source.node]
+            if stage is not None:
+                self.of[node] = stage
+
+
+def _gathers(node: Node) -> bool:
+    """Whether an operation reads a part of a weight, which an embedding does."""
+    return node.op.startswith("ResourceGather")
+
+
+def crossings(analysis: Analysis, stages: Stages) -> list[tuple[Tensor, int, int]]:
+    """(tensor, stage that makes it, stage that reads it) of all that goes from one stage to another, sizes left out."""
+    found: dict[tuple[Tensor, int, int], None] = {}
+    for node in analysis.order:
+        if node not in stages.of or node in stages.shape_only:
+            continue
+        for tensor in node.inputs:
+            source = tensor.node
+            if source in stages.of and source not in stages.shape_only and stages.of[source] != stages.of[node]:
+                found[tensor, stages.of[source], stages.of[node]] = None
+    return list(found)
+
+
+def in_slots(analysis: Analysis, parts: Parts, stages: Stages) -> list[Node]:
+    """What the slots of a schedule bring into an order, in one in which it can run.
+
+    What gradients depend on of what runs for each micro-batch, but for sizes, constants and variables; and what ends a
+    swap, on which nothing depends.
+    """
+    needed: set[Node] = set()
+    stack = [t.node for t in parts.gradients] + [node for node in analysis.graph.keep if node in stages.fixed]
+    while stack:
+        node = stack.pop()
+        if node not in needed and node in parts.repeated:
+            needed.add(node)
+            stack.extend(t.node for t in node.inputs)
+    order = (node for node in analysis.order if node in needed and node in stages.of)
+    return [node for node in order if node not in stages.shape_only and not handles(node)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Separators:
+    """Tensors that alone separate what comes before them from the loss, in order.
+
+    Attributes:
+        tensors: The tensors.
+        num_bytes: Size of each.
+        before: Bytes that wait for the backward phase of what is made up to each.
+        total: The same of all.
+    """
+
+    tensors: list[Tensor]
+    num_bytes: list[int]
+    before: list[int]
+    total: int
+
+    def only(self, tensors: Container[Tensor]) -> Separators:
+        """Some of them."""
+        kept = [index for index, tensor in enumerate(self.tensors) if tensor in tensors]
+        return Separators(
+            [self.tensors[index] for index in kept],
+            [self.num_bytes[index] for index in kept],
+            [self.before[index] for index in kept],
+            self.total,
+        )
+
+
+def separators(analysis: Analysis, batch: int) -> Separators:
+    """Find where a network can be cut so that one tensor crosses.
+
+    Args:
+        analysis: Of the joint graph.
+        batch: Size of an unknown batch.
+    """
+    whole = assign_stages(analysis, [])
+    wanted = _needed_forward(analysis, whole)
+    weighted = _after_weights(analysis, wanted)
+    open_readers: dict[Tensor, int] = {}
+    tensors, sizes, before = [], [], []
+    waiting = 0
+    for node in (n for n in analysis.order if n in weighted):
+        for tensor in node.inputs:
+            if tensor in open_readers:
+                open_readers[tensor] -= 1
+                if not open_readers[tensor]:
+                    del open_readers[tensor]
+        for index in range(len(node.outputs)):
+            out = node.out(index)
+            readers = analysis.readers.get(out, ())
+            if any(reader in analysis.backward for reader, _ in readers):
+                waiting += out.num_bytes(batch)
+            count = sum(reader in weighted for reader, _ in readers)
+            if count:
+                open_readers[out] = count
+        if len(open_readers) == 1:
+            (tensor,) = open_readers
+            if tensor.node is node and tensor.dtype.is_floating and tensor.shape and len(tensor.shape) > 1:
+                tensors.append(tensor)
+                sizes.append(tensor.num_bytes(batch))
+                before.append(waiting)
+    return Separators(tensors, sizes, before, waiting)
+
+
+def _needed_forward(analysis: Analysis, stages: Stages) -> set[Node]:
+    """Forward operations that gradients depend on."""
+    found: set[Node] = set()
+    seen: set[Node] = set()
+    stack = [t.node for t in gradients(analysis.graph, analysis.order, analysis.backward)]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in analysis.data and node in stages.of and node not in analysis.backward:
+            if node not in stages.shape_only:
+                found.add(node)
+        stack.extend(t.node for t in node.inputs)
+    return found
+
+
+def _after_weights(analysis: Analysis, wanted: set[Node]) -> set[Node]:
+    """Those of them that depend on a weight: what is only made ready is no layer."""
+    found: set[Node] = set()
+    weights: set[Node] = set()
+    for node in analysis.order:
+        if node.op == "ReadVariableOp" or (node not in analysis.data and any(t.node in weights for t in node.inputs)):
+            weights.add(node)
+        elif node in wanted and any(t.node in found or t.node in weights for t in node.inputs):
+            found.add(node)
+    return found

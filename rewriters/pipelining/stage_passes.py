@@ -1,0 +1,254 @@
+"""Tile loops and swaps inside of the stages of a pipeline.
+
+Both are made in the step of one micro-batch, which is put into slots and copied afterwards: so a loop is planned and
+traced once for all micro-batches, and what is swapped for one is for each. Which part of the step an operation belongs
+to, and which stage, is decided in the step as it was traced and goes with it. A loop has the stage of the operations
+that it runs, a swap-out that of what makes the tensor, a swap-in that of what reads it. No edge that a pass adds to
+bring operations into an order leads from one stage to another: a device would wait for another one that has nothing
+for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rewriters.analysis import summation_order
+from rewriters.analysis.autodiff_roles import in_scope, size_nodes
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.emission.tile_pass import SegmentPlan, tile_stages
+from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.pipelining.stage_assignment import Stages, in_slots
+from rewriters.pipelining.step_partition import Parts
+from rewriters.scheduling.serialize_ops import serialise
+from rewriters.swapping.swap_pass import Swap, SwapOptions, SwapPlan, insert_swaps, plan_swaps
+from rewriters.swapping.tiers import Tier
+from rewriters.tiling.tile_planner import Phase
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """The step of a micro-batch with all that a pipeline is made from.
+
+    Attributes:
+        analysis: Of the step.
+        parts: What runs for each micro-batch, and what once.
+        stages: Its stages.
+        batched: Positions of the arguments that have the batch axis.
+        origin: What its tensors were called in the step as traced, those that passes have replaced.
+        phases: Operations of tile loops, each with its loop.
+        swaps: What is swapped.
+        left: (tensor, why it stays on its device).
+        outs: Swap-outs.
+    """
+
+    analysis: Analysis
+    parts: Parts
+    stages: Stages
+    batched: Sequence[int]
+    origin: Mapping[Tensor, Tensor] = dataclasses.field(default_factory=dict)
+    phases: Mapping[Node, Phase] = dataclasses.field(default_factory=dict)
+    swaps: Sequence[Swap] = ()
+    left: Sequence[tuple[str, str]] = ()
+    outs: frozenset[Node] = frozenset()
+
+    def traced(self, tensor: Tensor) -> Tensor:
+        """The tensor of the step as traced that a tensor stands for; itself if it is new."""
+        return self.origin.get(tensor, tensor)
+
+
+class _Place(NamedTuple):
+    """Where a new operation belongs."""
+
+    stage: int
+    backward: bool
+
+
+def with_tiles(staged: Staged, plans: list[SegmentPlan]) -> Staged:
+    """Replace segments, each of one stage, by tile loops.
+
+    Args:
+        staged: The step.
+        plans: Segments of its analysis that share no operation.
+    """
+    of = staged.stages.of
+    tiled = tile_stages(staged.analysis, plans, of)
+    places = {}
+    for node, phase in tiled.phases.items():
+        stage = next(of[own] for own in (*phase.body, *phase.home) if own in of)
+        if node.op != "Const":
+            places[node] = _Place(stage, phase.backward)
+    return _carried(staged, tiled.graph, places, tiled.phases)
+
+
+def with_swaps(
+    staged: Staged,
+    options: SwapOptions,
+    tier: Tier,
+    batch: int,
+    max_in_flight: int,
+    backward_scopes: tuple[str, ...] = (),
+) -> Staged:
+    """Swap tensors that wait; nothing changes if there are none.
+
+    Args:
+        staged: The step, tiled or not.
+        options: What to swap.
+        tier: Where to.
+        batch: Samples of a micro-batch, if its size is open.
+        max_in_flight: As for `insert_swaps`, in each stage.
+        backward_scopes: Name scopes that count as backward where swaps are planned.
+    """
+    staged = _in_order(staged, options.min_bytes, batch)
+    before = staged.analysis
+    scoped = {n for n in before.order if any(in_scope(n.name, scope) for scope in backward_scopes)}
+    analysis = Analysis(before.graph)
+    analysis.backward = before.backward | scoped
+    plan = plan_swaps(analysis, options, batch)
+    if not plan.swaps:
+        return dataclasses.replace(staged, left=plan.left)
+    graph, outs = insert_swaps(analysis, plan.swaps, tier, max_in_flight)
+    places = _places_of_swaps(staged, graph, set(outs))
+    _drop_edges_between_stages(staged, graph, places)
+    return _swapped(_carried(staged, graph, places, {}), plan, outs)
+
+
+def _swapped(staged: Staged, plan: SwapPlan, outs: Iterable[Node]) -> Staged:
+    graph = staged.analysis.graph
+    known = staged.stages.of
+    fixed = frozenset(node for node in graph.nodes.values() if node.device and node in known)
+    stages = dataclasses.replace(staged.stages, fixed=fixed)
+    return dataclasses.replace(staged, stages=stages, swaps=plan.swaps, left=plan.left, outs=frozenset(outs))
+
+
+def _in_order(staged: Staged, min_bytes: int, batch: int) -> Staged:
+    """Large operations of a stage one after another, as wherever something is swapped (`serialize_ops.py`)."""
+    analysis, stages = staged.analysis, staged.stages
+    graph = analysis.graph.copy()
+    backward = {node.name for node in analysis.backward}
+    merged = {node.name for node in summation_order.merged(analysis)}
+    own = in_slots(analysis, staged.parts, stages)
+    for stage in range(stages.count):
+        inside = {node.name for node in own if stages.of[node] == stage}
+        others = graph.nodes.keys() - inside
+        serialise(graph, backward, others | merged, min_bytes, batch)
+    return _carried(staged, graph, {}, {})
+
+
+def _places_of_swaps(staged: Staged, graph: Graph, outs: set[Node]) -> dict[Node, _Place]:
+    """A swap-out is where its tensor is made; the way back, and what ends it, where it is read."""
+    known = staged.analysis.graph.nodes
+    places: dict[str, _Place] = {}
+
+    def place(node: Node) -> _Place | None:
+        own = known.get(node.name)
+        if own is None:
+            return places.get(node.name)
+        stage = staged.stages.of.get(own)
+        return None if stage is None else _Place(stage, own in staged.analysis.backward)
+
+    new = [node for node in graph.topological() if node.name not in known]
+    readers = graph.consumers()
+    for node in reversed(new):
+        if node in outs:
+            around = [node.inputs[0].node]
+        elif node.outputs and node.op != "Const":
+            reading = [reader for index in range(len(node.outputs)) for reader, _ in readers.get(node.out(index), ())]
+            around = reading or node.control_inputs
+        else:
+            continue
+        found = [there for there in map(place, around) if there is not None]
+        if found:  # The first that runs: forward before backward, where stages run from the last one down.
+            places[node.name] = min(found, key=lambda there: (there.backward, -there.stage if there.backward else 0))
+    return {node: places[node.name] for node in new if node.name in places}
+
+
+def _drop_edges_between_stages(staged: Staged, graph: Graph, places: Mapping[Node, _Place]) -> None:
+    """Of the edges that swaps have brought those that lead elsewhere, and those that hold counters and metrics back."""
+    known = staged.analysis.graph.nodes
+    slotted = {node.name for node in in_slots(staged.analysis, staged.parts, staged.stages)}
+    update = {node.name for node in staged.parts.update}
+
+    def stage(node: Node) -> int | None:
+        if node in places:
+            return places[node].stage
+        return staged.stages.of.get(known[node.name]) if node.name in slotted else None
+
+    for node in graph.nodes.values():
+        own = known.get(node.name)
+        if node.name in update or (own is None and node.op == "NoOp"):
+            continue
+        old = set() if own is None else {before.name for before in own.control_inputs}
+        mine = stage(node)
+        node.control_inputs = [
+            before
+            for before in node.control_inputs
+            if before.name in old or (mine is not None and stage(before) == mine)
+        ]
+
+
+def _carried(staged: Staged, graph: Graph, places: Mapping[Node, _Place], phases: Mapping[Node, Phase]) -> Staged:
+    """What is known of a step, for the graph that a pass has made of it.
+
+    Args:
+        staged: The step before.
+        graph: The new graph: operations that it has kept have kept their names.
+        places: Where the new operations belong, but for sizes, constants, and what only ends others.
+        phases: New operations of tile loops, each with its loop.
+    """
+    old = staged.analysis
+    analysis = Analysis(graph)
+    nodes = graph.nodes
+    new = [node for node in analysis.order if node.name not in old.graph.nodes]
+    analysis.backward = {nodes[n.name] for n in old.backward if n.name in nodes}
+    analysis.backward |= {node for node, place in places.items() if place.backward}
+
+    def kept(group: Iterable[Node]) -> set[Node]:
+        return {nodes[node.name] for node in group if node.name in nodes}
+
+    def moved(tensor: Tensor) -> Tensor:
+        node = nodes.get(tensor.node.name)
+        return graph.aliases[tensor.name] if node is None else node.out(tensor.index)
+
+    repeated = kept(staged.parts.repeated)
+    own = {graph.inputs[position].node for position in staged.batched}
+    for node in new:
+        if node in places or any(before.node in repeated or before.node in own for before in node.inputs):
+            repeated.add(node)
+        elif node.op == "NoOp" and any(before in repeated for before in node.control_inputs):
+            repeated.add(node)
+    parts = Parts(
+        frozenset(repeated),
+        frozenset(kept(staged.parts.direct).union(node for node in new if node in repeated)),
+        frozenset(kept(staged.parts.update)),
+        tuple(dict.fromkeys(map(moved, staged.parts.gradients))),
+        tuple(map(moved, staged.parts.chained)),
+        frozenset(own),
+    )
+    of = {nodes[n.name]: stage for n, stage in staged.stages.of.items() if n.name in nodes}
+    of.update((node, place.stage) for node, place in places.items())
+    sizes = size_nodes(analysis.order)
+    for node in reversed(new):  # Sizes that loops read are computed where they are read.
+        if node in sizes and node not in of:
+            reading = [r for index in range(len(node.outputs)) for r, _ in analysis.readers.get(node.out(index), ())]
+            found = [of[reader] for reader in reading if reader in of]
+            if found:
+                of[node] = min(found)
+    stages = Stages(
+        staged.stages.count,
+        of,
+        {moved(handle): stage for handle, stage in staged.stages.owner.items()},
+        {moved(handle): stage for handle, stage in staged.stages.beside.items()},
+        frozenset(sizes),
+    )
+    origin: dict[Tensor, Tensor] = {}
+    for node in old.order:
+        for index in range(len(node.outputs)):
+            tensor = node.out(index)
+            if node.name in nodes or tensor.name in graph.aliases:
+                origin[moved(tensor)] = staged.traced(tensor)
+    loops = {nodes[n.name]: phase for n, phase in staged.phases.items() if n.name in nodes} | dict(phases)
+    return Staged(analysis, parts, stages, staged.batched, origin, loops)

@@ -1,0 +1,178 @@
+"""Which part of a training step runs once for each micro-batch, and which once for all of them.
+
+A joint graph is split at its gradients. What depends on the batch runs for each micro-batch, and so does everything
+that touches a variable which it changes: counters of metrics, moving statistics, seeds. What is done with gradients
+runs once, and what depends on neither, such as reading a weight or counting steps, is shared. Which of these a counter
+is, its variable tells: one that the update touches belongs to the optimizer, one that random numbers are drawn by is a
+seed, unless it is counted up, as steps are; which belongs to a metric, only who calls it knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterable, Sequence
+
+from rewriters.analysis.autodiff_roles import after_updates, gradients, is_seed, reads_shape_only, updates
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.errors import PipelineError
+from rewriters.ir.graph import LOOPS, Node, Tensor
+from rewriters.ir.variables import handles, writes
+
+__all__: list[str] = []
+
+_SHARED = frozenset(("Placeholder", "Const", "NoOp", "VarHandleOp"))
+_COUNTS = frozenset(("AssignAddVariableOp", "AssignSubVariableOp"))
+"""They are repeated only if they add what is of the batch: noise of a step that they count is that of the step."""
+_DRAWING = "Rng", "StatefulRandom", "StatefulStandard", "StatefulTruncated", "StatefulUniform"
+"""What draws from a variable, which it sets on: each micro-batch draws its own."""
+_CONDITIONS = frozenset(("StatelessCase", "StatelessIf"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A step in parts; what is in neither of them is shared by all micro-batches.
+
+    Attributes:
+        repeated: Operations that run for each micro-batch.
+        direct: Those of them that depend on the batch itself, not only on what was counted before.
+        update: Operations that run once, when all gradients are there.
+        gradients: What the update reads, or the step returns.
+        chained: Handles of variables that one micro-batch after another changes.
+        sources: Arguments that have the batch axis.
+    """
+
+    repeated: frozenset[Node]
+    direct: frozenset[Node]
+    update: frozenset[Node]
+    gradients: tuple[Tensor, ...]
+    chained: tuple[Tensor, ...]
+    sources: frozenset[Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hints:
+    """What is known of operations from elsewhere.
+
+    Attributes:
+        once: Names of operations that belong to an optimizer.
+        repeated: Names of operations that belong to a metric.
+    """
+
+    once: Container[str] = ()
+    repeated: Container[str] = ()
+
+
+def split_step(analysis: Analysis, batched: Sequence[int], hints: Hints | None = None, several: bool = True) -> Parts:
+    """Find the parts of a step.
+
+    Args:
+        analysis: Of the joint graph of a micro-batch.
+        batched: Positions of the arguments that have the batch axis.
+        hints: What is known from elsewhere of counters that neither data nor gradients reach.
+        several: Whether there are several micro-batches.
+
+    Raises:
+        PipelineError: If gradients are computed from what an update has changed.
+    """
+    splitter = _Splitter(analysis, batched, hints or Hints())
+    if several:
+        splitter.take_what_writes_sizes()
+    return splitter.run()
+
+
+class _Splitter:
+    def __init__(self, analysis: Analysis, batched: Sequence[int], hints: Hints) -> None:
+        self.analysis = analysis
+        self.hints = hints
+        self.sources = {analysis.graph.inputs[position].node for position in batched}
+        graph, order = analysis.graph, analysis.order
+        self.gradients = gradients(graph, order, analysis.backward)
+        self.update = self._update(updates(graph, order, analysis.backward))
+        self.of_update = {h for node in self.update for h in handles(node)}
+
+    def take_what_writes_sizes(self) -> None:
+        """Count what depends on the batch by its size alone, and is written to a variable, as an update.
+
+        Else each micro-batch would write its own size. Of a batch of known size it is a constant, and written once.
+
+        Raises:
+            PipelineError: If gradients are computed from it.
+        """
+        order = [node for node in self.analysis.order if node not in self.update]
+        sized = self._descendants(order, self.sources)
+        measured = self._descendants((node for node in order if not reads_shape_only(node)), self.sources)
+        writing = [n for n in order if writes(n) and n in sized and n not in measured and not n.op.startswith(_DRAWING)]
+        found = {node for node in writing if node.name not in self.hints.repeated}
+        again = next((node for node in after_updates(order, found) if is_seed(node)), None)
+        if again is not None:
+            names = " or ".join(f"`{node.name}`" for node in writing if node in found)
+            raise PipelineError(
+                f"`{again.name}` computes gradients of what {names} may write to a variable, which goes with the "
+                "size of the batch. Give the step example arguments, or specifications, of a known batch, or use "
+                "`micro_batches=1`."
+            )
+        self.update = self._update(self.update | found)
+        self.of_update = {h for node in self.update for h in handles(node)}
+
+    def run(self) -> Parts:
+        order = [node for node in self.analysis.order if node not in self.update]
+        direct = self._descendants(order, self.sources)
+        drawn = {n for n in order if n.stateful and n.outputs and not handles(n) and n.op not in _SHARED}
+        self.draws = drawn | {n for n in order if n.op.startswith("Stateless") and n.op not in LOOPS | _CONDITIONS}
+        chained: dict[Tensor, None] = {}
+        while True:
+            touching = {n for n in order if any(h in chained for h in handles(n))}
+            repeated = direct | self._descendants(order, drawn | touching) | drawn | touching
+            written = ((n, h) for n in order if writes(n) for h in handles(n) if h not in chained)
+            more = [h for n, h in written if self._many(n, h, repeated)]
+            if not more:
+                break
+            chained.update(dict.fromkeys(more))
+        return Parts(
+            frozenset(repeated),
+            frozenset(direct),
+            frozenset(self.update),
+            tuple(self.gradients),
+            tuple(chained),
+            frozenset(self.sources),
+        )
+
+    def _update(self, update: set[Node]) -> set[Node]:
+        """With all that descends from it, of which no gradients may be computed."""
+        found = after_updates(self.analysis.order, update)
+        again = next((node for node in found if is_seed(node)), None)
+        if again is not None:
+            raise PipelineError(
+                f"The step computes gradients again after an update, as in `{again.name}`: a pipeline has one backward "
+                "phase. Make each phase a step of its own."
+            )
+        return found
+
+    def _descendants(self, order: Iterable[Node], of: Container[Node]) -> set[Node]:
+        found: set[Node] = set()
+        for node in order:
+            if node.op != "Placeholder" and any(t.node in found or t.node in of for t in node.inputs):
+                found.add(node)
+        return found
+
+    def _many(self, node: Node, handle: Tensor, repeated: set[Node]) -> bool:
+        """Whether a variable that an operation writes is written by each micro-batch."""
+        if node in repeated or node.name in self.hints.repeated:
+            return True
+        if node.name in self.hints.once or handle in self.of_update or node.op in _COUNTS:
+            return False
+        reads = [n for n, _ in self.analysis.readers[handle] if n not in self.update and n.outputs]
+        return any(self._draws_from(n) for n in reads)
+
+    def _draws_from(self, node: Node) -> bool:
+        """Whether a value reaches what draws random numbers, as a seed does; what only counts steps is written once."""
+        stack, seen = [node], {node}
+        while stack:
+            for index in range(len((current := stack.pop()).outputs)):
+                for reader, _ in self.analysis.readers.get(current.out(index), ()):
+                    if reader in self.draws:
+                        return True
+                    if reader not in seen and reader not in self.update:
+                        seen.add(reader)
+                        stack.append(reader)
+        return False

@@ -1,0 +1,137 @@
+"""Where the axes along which tiles are cut lie in every tensor.
+
+An image has two axes or three, and a tensor that holds one has a dimension for each of them: `(batch, height, width,
+channels)`, or channels first, or `(batch, height, width, groups, channels)` inside of a normalisation by groups. A
+sequence is an image of one row, of which `(batch, steps, channels)` holds the other axis alone.
+
+Convolutions and pools say where the axes are; from there they are followed through the graph, in both directions,
+along what the rules call links. A layout decides how tiles are cut and never what is computed: a rule that cannot do
+with the layouts of its operands refuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+
+from rewriters.ir.graph import Tensor
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a tensor holds images, whose number is its first dimension.
+
+    Attributes:
+        dims: For each axis the dimension; `None` for an axis that the tensor does not have, of which it holds one row.
+        per_image: Entries of the first dimension for each image: more than one where pixels have been made images.
+    """
+
+    dims: tuple[int | None, ...]
+    per_image: int = 1
+
+    def extents(self, tensor: Tensor) -> tuple[int | None, ...]:
+        """Rows along each axis."""
+        assert tensor.shape is not None
+        return tuple(1 if dim is None else tensor.shape[dim] for dim in self.dims)
+
+    def others(self, rank: int) -> list[int]:
+        """Dimensions that are neither images nor axes: channels."""
+        return [dim for dim in range(1, rank) if dim not in self.dims]
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Two tensors whose axes lie in dimensions that belong together.
+
+    Attributes:
+        source: One of them.
+        target: The other.
+        moves: From dimensions of `source` to those of `target`; the first dimension is the first of both.
+        entries: Of the first dimension of `target`, for each of `source`.
+    """
+
+    source: Tensor
+    target: Tensor
+    moves: Mapping[int, int]
+    entries: Fraction = Fraction(1)
+
+    def reversed(self) -> Link:
+        """From the target to the source."""
+        return Link(self.target, self.source, {new: old for old, new in self.moves.items()}, 1 / self.entries)
+
+
+Anchor = tuple[Tensor, tuple[int, ...]]
+"""A tensor, and where an operation says that its axes are."""
+
+
+class Layouts:
+    """The layout of every tensor that may hold images."""
+
+    def __init__(self) -> None:
+        self._found: dict[Tensor, Layout] = {}
+        self._links: dict[Tensor, list[Link]] = {}
+
+    def of(self, tensor: Tensor) -> Layout | None:
+        """The layout; `None` for what holds no image."""
+        return self._found.get(tensor)
+
+    def lacking(self, axes: int) -> list[int]:
+        """Of so many axes those that some tensor does not have."""
+        dims = [layout.dims for layout in self._found.values() if len(layout.dims) == axes]
+        return [axis for axis in range(axes) if any(own[axis] is None for own in dims)]
+
+    def find(self, anchors: Iterable[Anchor], links: Iterable[Link], tensors: Iterable[Tensor]) -> None:
+        """Fill in what can be known.
+
+        Args:
+            anchors: Where axes are for certain; of two for a tensor the first counts.
+            links: Along which they are followed.
+            tensors: Those that no anchor leads to, but have four or five dimensions, are taken for images with
+                channels last.
+        """
+        for link in links:
+            self._links.setdefault(link.source, []).append(link)
+            self._links.setdefault(link.target, []).append(link.reversed())
+        first: dict[Tensor, Layout] = {}
+        for tensor, dims in anchors:
+            first.setdefault(tensor, Layout(dims))
+        self._spread(first)
+        for tensor in tensors:
+            if tensor not in self._found and tensor.shape is not None and len(tensor.shape) in (4, 5):
+                self._spread({tensor: Layout(tuple(range(1, len(tensor.shape) - 1)))})
+        self._count_entries()
+
+    def _spread(self, new: Mapping[Tensor, Layout]) -> None:
+        self._found.update(new)
+        waiting = deque(new)
+        while waiting:
+            for link in self._links.get(waiting.popleft(), ()):
+                if link.target not in self._found and (layout := self._moved(link)) is not None:
+                    self._found[link.target] = layout
+                    waiting.append(link.target)
+
+    def _moved(self, link: Link) -> Layout | None:
+        """The layout of a link's target; `None` if an axis of more than one row gets lost, or none is left."""
+        shape, dims = link.source.shape, self._found[link.source].dims
+        assert shape is not None
+        moved = tuple(None if dim is None else link.moves.get(dim) for dim in dims)
+        lost = [dim for dim, new in zip(dims, moved, strict=True) if dim is not None and new is None]
+        return None if any(shape[dim] != 1 for dim in lost) or not any(moved) else Layout(moved)
+
+    def _count_entries(self) -> None:
+        """Follow what makes images of pixels: it begins where each entry is an image."""
+        counts = {t: Fraction(1) for t, links in self._links.items() if any(li.entries > 1 for li in links)}
+        waiting = deque(counts)
+        while waiting:
+            source = waiting.popleft()
+            for link in self._links[source]:
+                if link.target not in counts:
+                    counts[link.target] = counts[source] * link.entries
+                    waiting.append(link.target)
+        for tensor, count in counts.items():
+            if tensor in self._found:
+                self._found[tensor] = dataclasses.replace(self._found[tensor], per_image=max(int(count), 1))

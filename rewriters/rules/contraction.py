@@ -1,0 +1,224 @@
+"""Products and cross-entropies of pixels: `Einsum`, and calls that run an op on a matrix of pixels."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.errors import NotTileableError
+from rewriters.ir.graph import PER_PIXEL, Tensor
+from rewriters.rules.axis_layouts import Link
+from rewriters.rules.elementwise import Pointwise
+from rewriters.rules.intervals import Interval, hull_of
+from rewriters.rules.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+
+__all__: list[str] = []
+
+CROSS_ENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
+
+
+def run_per_pixel(op: str, features: Any, labels: Any) -> list[Any]:
+    """A cross-entropy op on images.
+
+    Args:
+        op: Its type.
+        features: `(..., classes)`.
+        labels: The same shape, or without the classes.
+
+    Returns:
+        Loss, without the classes, and its gradient by `features`.
+    """
+    shape = tf.shape(features)
+    # Rows that were put together may have lost a size that is known when the step is traced.
+    classes = shape[-1] if features.shape[-1] is None else features.shape[-1]
+    flat = [-1] if op.startswith("Sparse") else [-1, classes]
+    loss, gradient = getattr(tf.raw_ops, op)(
+        features=tf.reshape(features, [-1, classes]), labels=tf.reshape(labels, flat)
+    )
+    return [tf.reshape(loss, shape[:-1]), tf.reshape(gradient, shape)]
+
+
+@tiling_rule("Einsum")
+class Einsum(Rule):
+    """Pixel by pixel where the axes stay; a sum over the image where they all go. Attention is neither."""
+
+    def labels(self, op: OpView) -> list[str]:
+        """One letter for each dimension of the operands, then of the result, without an ellipsis."""
+        equation = op.node.attrs["equation"].s.decode().replace(" ", "")
+        free = "".join(letter for letter in string.ascii_letters if letter not in equation)
+        parts = equation.replace("->", ",").split(",")
+        labels = []
+        for part, tensor in zip(parts, [*op.node.inputs, op.node.out()], strict=True):
+            if tensor.shape is None:
+                raise NotTileableError(f"`{tensor.name}` has an unknown rank")
+            hidden = free[: len(tensor.shape) - len(part.replace("...", ""))]
+            labels.append(part.replace("...", hidden[::-1]))  # Reversed: they are aligned at the end.
+        if any(len(set(own)) < len(own) for own in labels):
+            raise NotTileableError("an Einsum over a diagonal")
+        return labels
+
+    def _images(self, op: OpView) -> list[int]:
+        """Operands with the batch of the result; of a sum over the image all."""
+        *operands, out = self.labels(op)
+        if self._sums(op):
+            return list(range(len(operands)))
+        return [position for position, own in enumerate(operands) if own and out and own[0] == out[0]]
+
+    def _sums(self, op: OpView) -> bool:
+        """Whether neither images nor axes are left."""
+        *operands, out = self.labels(op)
+        return all(own and own[0] not in out for own in operands)
+
+    def links(self, op: OpView) -> list[Link]:
+        """Dimensions of the same letter."""
+        try:
+            *operands, out = self.labels(op)
+            images = self._images(op)
+        except NotTileableError:
+            return []
+        target, letters = op.node.out(), out
+        if self._sums(op):
+            target, letters = op.node.inputs[0], operands[0]
+        pairs = [(op.node.inputs[p], operands[p]) for p in images if op.node.inputs[p] != target]
+        return [
+            Link(tensor, target, {dim: letters.index(letter) for dim, letter in enumerate(own) if letter in letters})
+            for tensor, own in pairs
+            if own[0] == letters[0]
+        ]
+
+    def _places(self, op: OpView, own: str, position: int) -> list[str | None]:
+        """Letters of the batch and of every axis."""
+        dims = op.layout(op.node.inputs[position]).dims
+        return [own[0], *(None if dim is None else own[dim] for dim in dims)]
+
+    def _sizes(self, op: OpView, position: int) -> list[Any]:
+        """Whether there is one image alone, and the rows along each axis: an ellipsis broadcasts."""
+        tensor = op.node.inputs[position]
+        assert tensor.shape is not None
+        return [tensor.shape[0] == 1, *(op.extent(tensor, axis) for axis in op.axes(tensor))]
+
+    def _check(self, op: OpView, kinds: Sequence[Kind]) -> None:
+        *operands, out = self.labels(op)
+        images = self._images(op)
+        places = [self._places(op, operands[position], position) for position in images]
+        if not images or any(kinds[position] is Kind.INVARIANT for position in images):
+            raise NotTileableError("an Einsum of what is the same for all tiles")
+        if any(place != places[0] for place in places):
+            raise NotTileableError("an Einsum of images whose axes lie otherwise")
+        sizes = [self._sizes(op, position) for position in images]
+        if any(own != sizes[0] for own in sizes):
+            raise NotTileableError("an Einsum of images that spreads one of them over another")
+        moved = {letter for letter in places[0] if letter is not None}
+        for position, own in enumerate(operands):
+            if position not in images and (kinds[position] is not Kind.INVARIANT or moved.intersection(own)):
+                raise NotTileableError("an Einsum over the axes of an image, as attention is")
+        if self._sums(op):
+            if moved.intersection(out):
+                raise NotTileableError("an Einsum over the axes of an image, as attention is")
+            return
+        dims = op.layout(op.node.out()).dims
+        if [out[0], *(None if dim is None else out[dim] for dim in dims)] != places[0]:
+            raise NotTileableError("an Einsum that moves the axes of an image, or sums over some of them")
+        if [op.extent(op.node.out(), axis) for axis in range(len(dims))] != sizes[0][1:]:
+            raise NotTileableError("an Einsum that spreads an image over an axis")
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Linear in each operand."""
+        self._check(op, kinds)
+        partial = [kind for kind in kinds if kind is Kind.PARTIAL]
+        if len(partial) > 1:
+            raise NotTileableError("Einsum is not linear in two gradients at once")
+        if self._sums(op):
+            if not partial:
+                raise NotTileableError("it reduces over the image, so that everything after it waits for all tiles")
+            return Kind.REDUCED
+        return Kind.PARTIAL if partial else Kind.FULL
+
+    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """All are true values."""
+        self._check(op, kinds)
+        return Kind.REDUCED if self._sums(op) else Kind.FULL
+
+    def _rows(self, op: OpView, rows: Interval) -> list[Interval | None]:
+        images = self._images(op)
+        return [rows if position in images else None for position in range(len(op.node.inputs))]
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The same rows of every image."""
+        return AxisPlan(out, out, self._rows(op, out))
+
+    def summed(self, op: OpView) -> int:
+        """Any of them."""
+        return 0
+
+    def part(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
+        """The same rows of both."""
+        return AxisPlan(None, None, self._rows(op, cell))
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The rows of the gradient."""
+        rows = hull_of([part for part in parts if part is not None])
+        rows = rows.clip(op.extent(op.node.inputs[self._images(op)[0]], axis))
+        out = None if self._sums(op) else rows
+        return AxisPlan(out, out, self._rows(op, rows))
+
+    def weights(self, op: OpView) -> list[Tensor]:
+        """What is no image."""
+        images = self._images(op)
+        found = [tensor for position, tensor in enumerate(op.node.inputs) if position not in images]
+        return [*found, op.node.out()] if self._sums(op) else found
+
+    def flops(self, op: OpView, batch: int) -> float:
+        """Two for each combination of letters; 0 where a size is not known."""
+        try:
+            labels = self.labels(op)
+        except NotTileableError:
+            return 0.0
+        sizes: dict[str, int] = {}
+        for own, tensor in zip(labels, op.node.inputs, strict=False):
+            for number, (letter, size) in enumerate(zip(own, tensor.shape or (), strict=True)):
+                sizes[letter] = (batch if number == 0 else 0) if size is None else size
+        return 2.0 * math.prod(float(size) for size in sizes.values())
+
+
+@tiling_rule(*CROSS_ENTROPIES)
+class CrossEntropy(Pointwise):
+    """Cross-entropy of images, as `matrices_to_images.py` calls it: loss and gradient by the logits, pixel by pixel."""
+
+    def links(self, op: OpView) -> list[Link]:
+        """All have the same dimensions, as far as they have them."""
+        features = op.node.inputs[0]
+        if features.shape is None:
+            return []
+        pixels = {dim: dim for dim in range(len(features.shape) - 1)}
+        others = [op.node.inputs[1], op.node.out(0), op.node.out(1)]
+        return [
+            Link(features, tensor, pixels)
+            for tensor in others
+            if tensor.shape is not None and len(tensor.shape) in (len(pixels), len(pixels) + 1)
+        ]
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Forward values only; channels come last."""
+        if PER_PIXEL not in op.node.attrs:
+            raise NotTileableError("the rows of its matrix are no pixels of an image")
+        if any(kind is not Kind.FULL for kind in kinds):
+            raise NotTileableError(f"{op.node.op} needs an image, and labels for each of its pixels")
+        features, labels = op.node.inputs
+        if len(features.shape or ()) - 1 in op.layout(features).dims:
+            raise NotTileableError("its classes are an axis of the image")
+        if any(op.layout(tensor) != op.layout(features) for tensor in (labels, op.node.out(0), op.node.out(1))):
+            raise NotTileableError("the axes of its labels lie otherwise than those of the image")
+        return Kind.FULL
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The same rows."""
+        return AxisPlan(out, out, [out, out])
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """The function that is called, inline."""
+        return run_per_pixel(op.node.attrs[PER_PIXEL].s.decode(), *operands)

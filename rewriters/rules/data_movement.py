@@ -1,0 +1,176 @@
+"""Ops that move pixels without computing: pad, concatenate and split over channels, transpose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.errors import NotTileableError
+from rewriters.ir.static_values import constant
+from rewriters.rules.axis_layouts import Link
+from rewriters.rules.elementwise import Pointwise, identity, lie_alike
+from rewriters.rules.intervals import Interval, hull_of
+from rewriters.rules.registry import AxisPlan, Emitter, Kind, OpView, Rule, find_rule, tiling_rule
+from rewriters.rules.reshape import Blocks
+
+__all__: list[str] = []
+
+
+def require_alike(op: OpView) -> None:
+    """Refuse an op of which the image it reads and the one it makes have their axes in different dimensions."""
+    out = op.node.out()
+    (operand,) = (op.node.inputs[position] for position in find_rule(op.node).data(op))
+    if op.layout(out).per_image != op.layout(operand).per_image:
+        raise NotTileableError("it takes images for pixels, or pixels for images")
+    for axis in op.axes(out):
+        if op.dim(out, axis) != op.dim(operand, axis) and not op.extent(out, axis) == op.extent(operand, axis) == 1:
+            raise NotTileableError("the image it reads has its axes in other dimensions than the one it makes")
+
+
+def is_over_channels(op: OpView, dim: Any) -> bool:
+    """Whether a dimension of the output is neither that of the images nor an axis."""
+    out = op.node.out()
+    rank = len(out.shape or ())
+    return isinstance(dim, int) and dim % rank in op.layout(out).others(rank)
+
+
+@tiling_rule("Pad", "PadV2")
+class Pad(Blocks):
+    """Constant padding. Over the image it is the fill value of the operand, and fitting that does all the work."""
+
+    def _paddings(self, op: OpView) -> list[list[int]]:
+        paddings = constant(op.node.inputs[1].node)
+        if paddings is None:
+            raise NotTileableError("padding computed at run time")
+        return paddings.tolist()
+
+    def block(self, op: OpView, axis: int) -> Fraction:
+        """One row of one."""
+        del op, axis
+        return Fraction(1)
+
+    def offset(self, op: OpView, axis: int) -> int:
+        """Minus the rows of padding before the image."""
+        dim = op.dim(op.node.out(), axis)
+        return 0 if dim is None else -self._paddings(op)[dim][0]
+
+    def _value(self, op: OpView) -> float:
+        if len(op.node.inputs) < 3:
+            return 0.0
+        value = constant(op.node.inputs[2].node)
+        if value is None:
+            raise NotTileableError("padding with a value computed at run time")
+        return float(value)
+
+    def operand_fill(self, op: OpView, position: int) -> float | str:
+        """What the op pads with."""
+        return self._value(op)
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """A gradient can be padded with zeros only."""
+        if self._paddings(op)[0] != [0, 0]:
+            raise NotTileableError("padding of the batch")
+        if self._value(op) != 0.0 and kinds[0] is Kind.PARTIAL:
+            raise NotTileableError("a gradient padded with a value other than zero")
+        require_alike(op)
+        return kinds[0]
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Only channels are left to pad."""
+        dims = op.layout(op.node.out()).dims
+        left = [[0, 0] if dim in dims else pair for dim, pair in enumerate(self._paddings(op))]
+        if not any(map(any, left)):
+            return identity(operands)
+        value = tf.constant(self._value(op), operands[0].dtype)
+        return [tf.raw_ops.PadV2(input=operands[0], paddings=left, constant_values=value)]
+
+
+@tiling_rule("ConcatV2")
+class Concat(Pointwise):
+    """Along the channels, all forward values or all gradients."""
+
+    def data(self, op: OpView) -> list[int]:
+        """All but the axis."""
+        return list(range(len(op.node.inputs) - 1))
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Concatenation over the image or the batch is refused."""
+        if not is_over_channels(op, op.evaluate(op.node.inputs[-1])):
+            raise NotTileableError("a concatenation along another axis than the channels")
+        if not all(lie_alike(op, op.node.inputs[position]) for position in self.data(op)):
+            raise NotTileableError("a concatenation of images that lie differently")
+        image = kinds[:-1]
+        if Kind.INVARIANT in image:
+            raise NotTileableError("a concatenation of image data with a tensor that is the same for all tiles")
+        if Kind.PARTIAL in image and Kind.FULL in image:
+            raise NotTileableError("a concatenation of forward values and gradients")
+        return image[0]
+
+
+@tiling_rule("Split", "SplitV")
+class Split(Rule):
+    """Along the channels; every output holds the same rows."""
+
+    cheap = True
+
+    def data(self, op: OpView) -> list[int]:
+        """The image (second operand of `Split`, first of `SplitV`)."""
+        return [1 if op.node.op == "Split" else 0]
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Splitting is linear."""
+        axis = op.evaluate(op.node.inputs[0 if op.node.op == "Split" else 2])
+        (position,) = self.data(op)
+        if not is_over_channels(op, axis):
+            raise NotTileableError("a split along another axis than the channels")
+        require_alike(op)
+        return kinds[position]
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The same rows."""
+        needs: list[Interval | None] = [None] * len(op.node.inputs)
+        needs[self.data(op)[0]] = out
+        return AxisPlan(out, out, needs)
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The same rows."""
+        return self.demand(op, axis, hull_of([part for part in parts if part is not None]))
+
+
+@tiling_rule("Transpose")
+class Transpose(Rule):
+    """Between channels first and channels last; the images stay the first dimension."""
+
+    cheap = True
+
+    def data(self, op: OpView) -> list[int]:
+        """The image."""
+        return [0]
+
+    def links(self, op: OpView) -> list[Link]:
+        """By the permutation."""
+        order = op.evaluate.ints(op.node.inputs[1])
+        if not order or order[0] != 0:
+            return []
+        return [Link(op.node.inputs[0], op.node.out(), {old: new for new, old in enumerate(order)})]
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Moving is linear."""
+        order = op.ints(1)
+        source, out = op.layout(op.node.inputs[0]), op.layout(op.node.out())
+        moved = tuple(None if dim is None else order.index(dim) for dim in source.dims)
+        if order[0] != 0 or moved != out.dims:
+            raise NotTileableError("a transposition of images")
+        return kinds[0]
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The same rows."""
+        return AxisPlan(out, out, [out, None])
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The same rows."""
+        assert parts[0] is not None
+        return self.demand(op, axis, parts[0])

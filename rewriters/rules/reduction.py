@@ -1,0 +1,277 @@
+"""Sums over the image (one summand per tile) and reductions over the channels (pointwise)."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.errors import NotTileableError
+from rewriters.rules.axis_layouts import Anchor, Link
+from rewriters.rules.elementwise import lie_alike, require_channels, sides_by_format
+from rewriters.rules.intervals import Interval, hull_of, whole
+from rewriters.rules.registry import AxisPlan, Combination, Emitter, Kind, OpView, Rule, tiling_rule
+
+__all__: list[str] = []
+
+BARRIER = "it reduces over the image, so that everything after it waits for all tiles"
+
+
+class SumOverImage(Rule):
+    """Adds up a gradient over batch, height and width."""
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The gradient's rows."""
+        rows = [part for part in parts if part is not None]
+        needs: list[Interval | None] = [None] * len(op.node.inputs)
+        needs[0] = hull_of(rows)
+        return AxisPlan(None, None, needs)
+
+    def data(self, op: OpView) -> list[int]:
+        """The image."""
+        return [0]
+
+    def summed(self, op: OpView) -> int:
+        """The image."""
+        return 0
+
+
+@tiling_rule("BiasAddGrad")
+class BiasAddGrad(SumOverImage):
+    """The gradient of a bias."""
+
+    def anchors(self, op: OpView) -> list[Anchor]:
+        """By the data format, where that leaves no doubt."""
+        return sides_by_format(op.node, op.node.inputs)
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """A sum of a gradient."""
+        require_channels(op, op.node.inputs[0])
+        if kinds[0] is not Kind.PARTIAL:
+            raise NotTileableError(BARRIER)
+        return Kind.REDUCED
+
+    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """A sum of an image."""
+        require_channels(op, op.node.inputs[0])
+        if kinds[0] is not Kind.FULL:
+            raise NotTileableError("BiasAddGrad of a tensor that is the same for all tiles")
+        return Kind.REDUCED
+
+
+_COMBINED = {
+    "Sum": Combination.ADD,
+    "Mean": Combination.ADD,
+    "Max": Combination.MAXIMUM,
+    "Min": Combination.MINIMUM,
+    "Prod": Combination.MULTIPLY,
+}
+REDUCTIONS = frozenset(_COMBINED)
+"""Op types that reduce their first operand over the axes in the second."""
+
+
+@tiling_rule(*_COMBINED)
+class Reduce(SumOverImage):
+    """Over channels: pointwise. Over the whole image, or the batch: a reduction. Else a barrier."""
+
+    cheap = True
+
+    def axes(self, op: OpView) -> set[int]:
+        """The axes that disappear, counted from the front.
+
+        Raises:
+            NotTileableError: If they, or the operand's rank, are not known.
+        """
+        if op.node.inputs[0].shape is None:
+            raise NotTileableError("a reduction of a tensor of unknown rank")
+        axes = op.evaluate.axes(op.node)
+        if axes is None:
+            raise NotTileableError("a reduction over axes computed at run time")
+        return axes
+
+    def _over_channels(self, op: OpView) -> bool:
+        return self.axes(op).isdisjoint({0, *op.layout(op.node.inputs[0]).dims})
+
+    def _check_dims(self, op: OpView) -> None:
+        """Refuse a result of which the axes are taken to lie elsewhere."""
+        image, out = op.node.inputs[0], op.node.out()
+        keep, axes = op.node.attrs["keep_dims"].b, self.axes(op)
+        moved = [dim if dim is None or keep else dim - sum(a < dim for a in axes) for dim in op.layout(image).dims]
+        if len(op.layout(out).dims) != len(moved) or any(
+            op.dim(out, axis) != dim and not op.extent(image, axis) == 1 == op.extent(out, axis)
+            for axis, dim in enumerate(moved)
+        ):
+            raise NotTileableError("the axes of what it makes lie otherwise than those of the image")
+
+    def per_pixel(self, op: OpView) -> bool:
+        """Over the batch, which stays as one image, and maybe channels: the gradient of a weight for each pixel."""
+        axes, sides = self.axes(op), self._sides(op)
+        return 0 in axes and bool(sides) and axes.isdisjoint(sides) and op.node.attrs["keep_dims"].b
+
+    def _sides(self, op: OpView) -> set[int | None]:
+        """Dimensions along which an image has more than one row."""
+        image = op.node.inputs[0]
+        return {op.dim(image, axis) for axis in op.axes(image) if op.extent(image, axis) != 1}
+
+    def _over_image(self, op: OpView) -> bool:
+        return self.axes(op) >= self._sides(op)
+
+    def links(self, op: OpView) -> list[Link]:
+        """Without the dimensions that disappear."""
+        image, out = op.node.inputs[0], op.node.out()
+        try:
+            axes = self.axes(op)
+        except NotTileableError:
+            return []
+        if 0 in axes or image.shape is None or out.shape is None:
+            return []
+        left = [dim for dim in range(len(image.shape)) if op.node.attrs["keep_dims"].b or dim not in axes]
+        return [Link(image, out, {dim: new for new, dim in enumerate(left)})] if len(left) == len(out.shape) else []
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """By the axes, and by linearity."""
+        if self._over_channels(op):
+            self._check_dims(op)
+            if kinds[0] is Kind.PARTIAL and op.node.op not in ("Sum", "Mean"):
+                raise NotTileableError(f"{op.node.op} is not linear in a gradient")
+            return kinds[0]
+        if op.node.op == "Sum" and kinds[0] is Kind.PARTIAL:
+            if self.per_pixel(op):
+                self._check_dims(op)
+                return Kind.PARTIAL
+            if self._over_image(op) and 0 in self.axes(op):
+                return Kind.REDUCED
+        raise NotTileableError(BARRIER)
+
+    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """By the axes; each image may have a result of its own."""
+        if kinds[0] is not Kind.FULL:
+            raise NotTileableError("a reduction of a tensor that is the same for all tiles")
+        if self._over_channels(op):
+            self._check_dims(op)
+            return Kind.FULL
+        if op.node.op == "Mean" and not op.node.inputs[0].dtype.is_floating:
+            raise NotTileableError("a mean of integers: each part would be rounded")
+        if self.per_pixel(op):
+            self._check_dims(op)
+        if self._over_image(op) or self.per_pixel(op):
+            if self.per_image(op) and op.layout(op.node.inputs[0]).per_image != 1:
+                raise NotTileableError("a reduction of pixels that were made images")
+            return Kind.REDUCED
+        raise NotTileableError("it reduces over one side of the image alone")
+
+    def combined(self, op: OpView) -> Combination:
+        """By the op's type."""
+        return _COMBINED[op.node.op]
+
+    def per_image(self, op: OpView) -> bool:
+        """Unless it reduces over the batch too."""
+        return 0 not in self.axes(op)
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The same rows."""
+        return AxisPlan(out, out, [out, None])
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The same rows, or a sum over them."""
+        plan = super().reach(op, axis, parts)
+        if self._over_channels(op) or self.per_pixel(op):
+            return AxisPlan(plan.needs[0], plan.needs[0], plan.needs)
+        return plan
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """On the tile as on the image; a part of a mean is divided by what is in the whole image.
+
+        Parts of half precision numbers are summed up in float32, as the parts themselves are.
+        """
+        alone = emitter.is_whole(op.node) and (self.per_image(op) or emitter.has_all_images())
+        if op.node.op not in ("Sum", "Mean") or self._over_channels(op) or alone:
+            return emitter.clone(op.node, operands)
+        axes = sorted(self.axes(op))
+        image = tf.cast(operands[0], tf.float32) if operands[0].dtype in (tf.float16, tf.bfloat16) else operands[0]
+        total = tf.reduce_sum(image, axes, op.node.attrs["keep_dims"].b)
+        if op.node.op == "Sum":
+            return [total]
+        return [total / tf.cast(divisor(emitter, op, axes), total.dtype)]
+
+
+def divisor(emitter: Emitter, op: OpView, axes: Sequence[int]) -> Any:
+    """Numbers that a mean over these axes of a whole image is made of."""
+    image = op.node.inputs[0]
+    assert image.shape is not None
+    images = 1 if image.shape[0] == 1 else emitter.whole_batch() * op.layout(image).per_image
+    return functools.reduce(operator.mul, (images if axis == 0 else image.shape[axis] for axis in axes))
+
+
+@tiling_rule("Tile", "BroadcastTo")
+class Spread(Rule):
+    """One value per image, or for all, on every pixel (the gradient of a mean), or one channel on all of them."""
+
+    cheap = True
+    moves_rows = True
+
+    def rebuilt(self, op: OpView) -> list[int]:
+        """Sizes."""
+        return [1]
+
+    def data(self, op: OpView) -> list[int]:
+        """What is spread."""
+        return [0]
+
+    def _over_image(self, op: OpView, axis: int) -> bool:
+        return op.extent(op.node.inputs[0], axis) == 1
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Over the image forward values alone: the parts of a gradient would be counted in each tile."""
+        operand, out = op.node.inputs[0].shape, op.node.out().shape
+        if operand is None or out is None or len(operand) != len(out) or None in (*operand[1:], *out[1:]):
+            raise NotTileableError("a repetition of a tensor of unknown shape")
+        over_image = [self._over_image(op, axis) for axis in op.axes(op.node.out())]
+        if any(
+            not over and op.extent(op.node.inputs[0], axis) != op.extent(op.node.out(), axis)
+            for axis, over in enumerate(over_image)
+        ):
+            raise NotTileableError("a repetition of an image")
+        if not lie_alike(op, op.node.inputs[0]):
+            raise NotTileableError("a repetition of a tensor that lies otherwise than what it makes")
+        if kinds[0] is Kind.INVARIANT and not (operand[0] == 1 and all(over_image)):
+            raise NotTileableError("a repetition of images that no tile is cut from, such as a mean over the batch")
+        if kinds[0] is not Kind.INVARIANT and not self._same_batch(op):
+            raise NotTileableError("a repetition over the batch")
+        if kinds[0] is Kind.PARTIAL and any(
+            over and op.extent(op.node.out(), axis) != 1 for axis, over in enumerate(over_image)
+        ):
+            raise NotTileableError(f"{op.node.op} spreads a gradient over the image")
+        return kinds[0] if kinds[0] is Kind.PARTIAL else Kind.FULL
+
+    def _same_batch(self, op: OpView) -> bool:
+        operand, out = op.node.inputs[0], op.node.out()
+        assert operand.shape is not None and out.shape is not None
+        if operand.shape[0] is not None and out.shape[0] is not None:
+            return operand.shape[0] == out.shape[0]
+        sizes, value = op.evaluate.sizes, op.evaluate(op.node.inputs[1])
+        if op.node.op == "Tile":
+            return isinstance(value, tuple) and value[0] == 1
+        return isinstance(value, tuple) and (value[0] == -1 or sizes.same(value[0], sizes.of(operand)))
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The same rows, or the only one."""
+        return AxisPlan(out, out, [whole(1, len(out.lo)) if self._over_image(op, axis) else out, None])
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The same rows."""
+        assert parts[0] is not None
+        return self.demand(op, axis, parts[0])
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """As many rows as are wanted."""
+        operand, out = op.node.inputs[0].shape, op.node.out().shape
+        assert operand is not None and out is not None
+        others = op.layout(op.node.out()).others(len(out))
+        counts = [int(out[d] or 1) // int(operand[d] or 1) if d in others else 1 for d in range(len(out))]
+        again = any(count != 1 != operand[d] for d, count in enumerate(counts))
+        value = tf.tile(operands[0], counts) if again else operands[0]
+        return [tf.broadcast_to(value, emitter.made_shape(op.node))]

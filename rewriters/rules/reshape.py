@@ -1,0 +1,226 @@
+"""Ops that take rows for something else, in blocks: reshapes, and pixels made images.
+
+A reshape may add a dimension to an image, or drop one, or split its channels into groups, as a normalisation by groups
+does. It may also join an axis with what follows it: `(batch, height, 2, width, channels)` to `(batch, 2 * height,
+width, channels)` is how pixels are repeated. A row of one side is then a *block* of rows of the other.
+
+Space-to-batch takes every second (third, ...) row as an image of its own; that is how dilated convolutions are traced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.errors import NotTileableError
+from rewriters.ir.static_values import constant
+from rewriters.rules.axis_layouts import Link
+from rewriters.rules.intervals import Interval
+from rewriters.rules.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+
+__all__: list[str] = []
+
+Group = tuple[list[int], list[int]]
+"""Neighbouring dimensions of one shape, and those of another one that have the same elements."""
+
+
+def groups(have: Sequence[int], want: Sequence[int]) -> list[Group] | None:
+    """The smallest groups of dimensions that a reshape turns into one another; those of size one are left out."""
+    ins, outs = ([dim for dim, size in enumerate(shape) if size != 1] for shape in (have, want))
+    found: list[Group] = []
+    while ins and outs:
+        left, right = [ins.pop(0)], [outs.pop(0)]
+        while (sizes := [math.prod(have[dim] for dim in left), math.prod(want[dim] for dim in right)])[0] != sizes[1]:
+            rest, group = (ins, left) if sizes[0] < sizes[1] else (outs, right)
+            if not rest:
+                return None
+            group.append(rest.pop(0))
+        found.append((left, right))
+    return None if ins or outs else found
+
+
+class Blocks(Rule):
+    """A row of one side is a block of rows of the other."""
+
+    cheap = True
+    moves_rows = True
+
+    def rebuilt(self, op: OpView) -> list[int]:
+        """Shapes and sizes."""
+        return list(range(1, len(op.node.inputs)))
+
+    def data(self, op: OpView) -> list[int]:
+        """The image."""
+        return [0]
+
+    def block(self, op: OpView, axis: int) -> Fraction:
+        """Rows of the output for each of the operand."""
+        raise NotImplementedError
+
+    def offset(self, op: OpView, axis: int) -> int:
+        """Rows before the image on the side that has more of them: of padding, or cut off. Negative for `Pad`."""
+        del op, axis
+        return 0
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The rows that the wanted ones are made of; where they are parts of blocks, all of these are made."""
+        factor, offset = self.block(op, axis), self.offset(op, axis)
+        needs: list[Interval | None] = [None] * len(op.node.inputs)
+        if factor >= 1:
+            size = int(factor)
+            blocks = out.shift(offset).blocks(size)
+            needs[0] = blocks
+            return AxisPlan(out, blocks.times(size).shift(-offset), needs)
+        needs[0] = out.times(int(1 / factor)).shift(-offset)
+        return AxisPlan(out, out, needs)
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The rows that a gradient's rows become, or become a part of."""
+        factor, offset = self.block(op, axis), self.offset(op, axis)
+        assert parts[0] is not None
+        extent = op.extent(op.node.out(), axis)
+        if factor >= 1:
+            out = parts[0].times(int(factor)).shift(-offset)
+        else:
+            out = parts[0].shift(offset).blocks(int(1 / factor))
+        return self.demand(op, axis, out.clip(extent).nonempty(extent))
+
+
+@tiling_rule("Reshape", "ExpandDims", "Squeeze")
+class View(Blocks):
+    """The same elements in the same order, images apart."""
+
+    def _groups(self, op: OpView) -> list[Group]:
+        source, out = op.node.inputs[0].shape, op.node.out().shape
+        if not source or not out or None in (*source[1:], *out[1:]):
+            raise NotTileableError("a reshape of a tensor of unknown shape")
+        found = groups(source[1:], out[1:])  # type: ignore[arg-type]
+        if found is None:
+            raise NotTileableError("a reshape that takes images apart")
+        return [([dim + 1 for dim in ins], [dim + 1 for dim in outs]) for ins, outs in found]
+
+    def links(self, op: OpView) -> list[Link]:
+        """The outermost dimensions of each group."""
+        sizes, source, out = op.evaluate.sizes, op.node.inputs[0], op.node.out()
+        try:
+            found = self._groups(op)
+        except NotTileableError:
+            return []
+        if sizes.of(source) != sizes.of(out):
+            return []
+        return [Link(source, out, {0: 0} | {ins[0]: outs[0] for ins, outs in found})]
+
+    def block(self, op: OpView, axis: int) -> Fraction:
+        """As many as are joined, or split off."""
+        return Fraction(op.extent(op.node.out(), axis), op.extent(op.node.inputs[0], axis))
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Each axis is by itself, or before channels."""
+        source, out, sizes = op.node.inputs[0], op.node.out(), op.evaluate.sizes
+        if not sizes.same(sizes.of(source), sizes.of(out)):
+            raise NotTileableError("a reshape of images into another number of them")
+        op.check_axes([source, out])
+        outermost = {(ins[0], outs[0]) for ins, outs in self._groups(op)}
+        for axis in op.axes(out):
+            rows = (op.extent(source, axis), op.extent(out, axis))
+            if rows != (1, 1) and (op.dim(source, axis), op.dim(out, axis)) not in outermost:
+                raise NotTileableError("a reshape that joins rows of several axes")
+            if rows[0] % rows[1] and rows[1] % rows[0]:
+                raise NotTileableError("a reshape that cuts rows apart")
+        if op.layout(source).per_image != op.layout(out).per_image:
+            raise NotTileableError("a reshape of images into another number of them")
+        return kinds[0]
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """To the shape of a tile."""
+        return [tf.reshape(operands[0], emitter.made_shape(op.node))]
+
+
+class PixelsAndImages(Blocks):
+    """Space-to-batch and its inverse."""
+
+    cheap = False
+    """What lies between the two cannot be stored, so the result of one is better kept than made again."""
+
+    def _sizes(self, op: OpView) -> list[int]:
+        """The block size of every dimension."""
+        block = [1, *op.ints(1)]
+        return block + [1] * (len(op.node.out().shape or ()) - len(block))
+
+    def size(self, op: OpView, axis: int) -> int:
+        """The block size along an axis."""
+        dim = op.dim(op.node.out(), axis)
+        return 1 if dim is None else self._sizes(op)[dim]
+
+    def offset(self, op: OpView, axis: int) -> int:
+        """Rows of padding, or that are cropped, before the image."""
+        dim = op.dim(op.node.out(), axis)
+        rows = constant(op.node.inputs[2].node)
+        if rows is None:
+            raise NotTileableError("padding computed at run time")
+        return int(rows[dim - 1][0]) if dim is not None and dim <= len(rows) else 0
+
+    def _entries(self, op: OpView) -> Fraction:
+        raise NotImplementedError
+
+    def links(self, op: OpView) -> list[Link]:
+        """All dimensions stay where they are."""
+        source, out = op.node.inputs[0], op.node.out()
+        if source.shape is None or out.shape is None or op.evaluate.ints(op.node.inputs[1]) is None:
+            return []
+        return [Link(source, out, {dim: dim for dim in range(len(out.shape))}, self._entries(op))]
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Channels are not part of it."""
+        source, out = op.layout(op.node.inputs[0]), op.layout(op.node.out())
+        blocks = {dim for dim, size in enumerate(self._sizes(op)) if size != 1}
+        if source.dims != out.dims or not blocks <= set(out.dims):
+            raise NotTileableError(f"{op.node.op} of channels")
+        if source.per_image * self._entries(op) != out.per_image:
+            raise NotTileableError(f"{op.node.op} of what is not known to be made of images")
+        for axis in op.axes(op.node.out()):
+            self.offset(op, axis)
+        return kinds[0]
+
+
+@tiling_rule("SpaceToBatchND")
+class SpaceToBatch(PixelsAndImages):
+    """Every n-th row, counted from each of the first n, as an image of its own."""
+
+    def block(self, op: OpView, axis: int) -> Fraction:
+        """One of n."""
+        return Fraction(1, self.size(op, axis))
+
+    def offset(self, op: OpView, axis: int) -> int:
+        """Where an axis has no blocks, the output is the side with more rows, as that of `Pad`."""
+        padding = super().offset(op, axis)
+        return padding if self.size(op, axis) > 1 else -padding
+
+    def _entries(self, op: OpView) -> Fraction:
+        return Fraction(math.prod(self._sizes(op)))
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """Padding came with the operand."""
+        block = op.ints(1)
+        return [tf.raw_ops.SpaceToBatchND(input=operands[0], block_shape=block, paddings=[[0, 0]] * len(block))]
+
+
+@tiling_rule("BatchToSpaceND")
+class BatchToSpace(PixelsAndImages):
+    """Back to one image."""
+
+    def block(self, op: OpView, axis: int) -> Fraction:
+        """N of one."""
+        return Fraction(self.size(op, axis))
+
+    def _entries(self, op: OpView) -> Fraction:
+        return Fraction(1, math.prod(self._sizes(op)))
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """What is cropped is cut off afterwards."""
+        block = op.ints(1)
+        return [tf.raw_ops.BatchToSpaceND(input=operands[0], block_shape=block, crops=[[0, 0]] * len(block))]

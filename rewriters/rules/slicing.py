@@ -1,0 +1,252 @@
+"""Slices, as indexing, cropping layers and gradients of padding and concatenation are traced, and their gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.errors import NotTileableError
+from rewriters.ir.graph import Node, Tensor
+from rewriters.rules.axis_layouts import Link
+from rewriters.rules.intervals import Interval, Window
+from rewriters.rules.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """One entry of an index, with `...` written out.
+
+    Attributes:
+        dim: Dimension that it is for; `None` if it makes a new one.
+        out: Dimension of the result; `None` if it disappears.
+        begin: First entry that is taken.
+        size: Number of entries; `None` for all of an unknown number.
+        stride: Entries from one to the next.
+    """
+
+    dim: int | None
+    out: int | None
+    begin: int = 0
+    size: int | None = 1
+    stride: int = 1
+
+
+def cuts(node: Node, shape: Sequence[int | None], bounds: Sequence[Sequence[int]]) -> list[Cut]:
+    """What is taken of a tensor.
+
+    Args:
+        node: `StridedSlice` or `StridedSliceGrad`, for its masks.
+        shape: Of the tensor that is sliced.
+        bounds: Begin, end and stride by entry of the index.
+
+    Raises:
+        NotTileableError: If that is not known when the step is traced.
+    """
+
+    def has(mask: str, position: int) -> bool:
+        return bool(node.attrs[f"{mask}_mask"].i >> position & 1)
+
+    entries = range(len(bounds[0]))
+    new = {position for position in entries if has("new_axis", position) and not has("ellipsis", position)}
+    used = sum(position not in new and not has("ellipsis", position) for position in entries)
+    found: list[Cut] = []
+    dim = out = 0
+    for position in (*entries, None):
+        if position is None or has("ellipsis", position):
+            for _ in range(len(shape) - used if position is not None else len(shape) - dim):
+                found.append(Cut(dim, out, 0, shape[dim]))
+                dim, out = dim + 1, out + 1
+        elif position in new:
+            found.append(Cut(None, out))
+            out += 1
+        else:
+            gone = has("shrink_axis", position)
+            first, last = (None if has(mask, position) else int(bounds[i][position]) for i, mask in _ENDS)
+            begin, size = _taken(shape[dim], first, last, bounds[2][position], gone)
+            found.append(Cut(dim, None if gone else out, begin, size, 1 if gone else bounds[2][position]))
+            dim, out = dim + 1, out if gone else out + 1
+    return found
+
+
+_ENDS = ((0, "begin"), (1, "end"))
+
+
+def _taken(size: int | None, first: int | None, last: int | None, stride: int, gone: bool) -> tuple[int, int | None]:
+    """First entry and number of entries that are taken of a dimension."""
+    if size is None:
+        if first not in (None, 0) or last is not None or stride != 1 or gone:
+            raise NotTileableError("a slice of an unknown number")
+        return 0, None
+    if gone:
+        return (first or 0) % size, 1
+    taken = range(size)[first:last:stride]
+    return taken.start, len(taken)
+
+
+class Sliced(Rule):
+    """A slice is a window of one row, moved by its stride along the axes; of channels anything may be taken."""
+
+    moves_rows = True
+    cheap = True
+    image = 0
+    """Operand that is the image."""
+    bounds = (1, 2, 3)
+    """Operands that are begin, end and stride."""
+
+    def rebuilt(self, op: OpView) -> list[int]:
+        """Shape and bounds."""
+        return [position for position in range(len(op.node.inputs)) if position != self.image]
+
+    def data(self, op: OpView) -> list[int]:
+        """The image."""
+        return [self.image]
+
+    def sides(self, op: OpView) -> tuple[Tensor, Tensor]:
+        """What is sliced, and what is taken of it."""
+        raise NotImplementedError
+
+    def cuts(self, op: OpView) -> list[Cut]:
+        """What is taken of every dimension."""
+        whole, _ = self.sides(op)
+        if whole.shape is None:
+            raise NotTileableError("a slice of a tensor of unknown rank")
+        return cuts(op.node, whole.shape, [op.ints(position) for position in self.bounds])
+
+    def _by_dim(self, op: OpView) -> dict[int, Cut]:
+        return {cut.dim: cut for cut in self.cuts(op) if cut.dim is not None}
+
+    def window(self, op: OpView, axis: int) -> Window:
+        """The geometry along an axis."""
+        whole, part = self.sides(op)
+        dim = op.dim(whole, axis)
+        cut = Cut(None, None) if dim is None else self._by_dim(op)[dim]
+        return Window(1, cut.stride, 1, -cut.begin, op.extent(whole, axis), op.extent(part, axis))
+
+    def links(self, op: OpView) -> list[Link]:
+        """Without the dimensions that disappear."""
+        whole, part = self.sides(op)
+        try:
+            found = self._by_dim(op)
+        except NotTileableError:
+            return []
+        if part.shape is None or not found or found[0].out != 0:
+            return []
+        return [Link(whole, part, {dim: cut.out for dim, cut in found.items() if cut.out is not None})]
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Moving is linear; the batch is taken whole."""
+        whole, part = self.sides(op)
+        found = self._by_dim(op)
+        op.check_axes([whole, part])
+        assert whole.shape is not None
+        if found[0].out != 0 or found[0].begin != 0 or found[0].size != whole.shape[0] or found[0].stride != 1:
+            raise NotTileableError("a slice of the batch")
+        for axis in op.axes(whole):
+            dim = op.dim(whole, axis)
+            if dim is None:
+                continue
+            if found[dim].stride < 1:
+                raise NotTileableError("an image turned around")
+            if found[dim].out != op.dim(part, axis) and op.extent(whole, axis) != 1:
+                raise NotTileableError("a single row of an image")
+        return kinds[self.image]
+
+    def _bounds(self, op: OpView) -> dict[str, Any]:
+        """Bounds for a tile: all that it holds along the axes, of channels what the op takes."""
+        whole, _ = self.sides(op)
+        axes = op.layout(whole).dims
+        found = self.cuts(op)
+        moved = [cut.dim is not None and cut.out is not None and (cut.dim == 0 or cut.dim in axes) for cut in found]
+        ends = [cut.begin + (cut.size or 0) * cut.stride for cut in found]
+
+        def mask(positions: Iterable[bool]) -> int:
+            return sum(1 << position for position, marked in enumerate(positions) if marked)
+
+        return {
+            "begin": [0 if every else cut.begin for every, cut in zip(moved, found, strict=True)],
+            "end": ends,
+            "strides": [cut.stride for cut in found],
+            "begin_mask": mask(moved),
+            "end_mask": mask(every or end < 0 for every, end in zip(moved, ends, strict=True)),
+            "shrink_axis_mask": mask(cut.dim is not None and cut.out is None for cut in found),
+            "new_axis_mask": mask(cut.dim is None for cut in found),
+        }
+
+
+@tiling_rule("StridedSlice")
+class StridedSlice(Sliced):
+    """Operands: image, begin, end, stride."""
+
+    def sides(self, op: OpView) -> tuple[Tensor, Tensor]:
+        """From the operand to the output."""
+        return op.node.inputs[0], op.node.out()
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The rows that are taken, and those between them."""
+        others: list[Interval | None] = [None] * (len(op.node.inputs) - 1)
+        return AxisPlan(out, out, [self.window(op, axis).gather(out), *others])
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The rows of the gradient that are taken."""
+        assert parts[0] is not None
+        return self.demand(op, axis, self.window(op, axis).touch(parts[0]))
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """The rows came with the operand."""
+        return [tf.raw_ops.StridedSlice(input=operands[0], **self._bounds(op))]
+
+
+@tiling_rule("Slice")
+class Slice(StridedSlice):
+    """Operands: image, begin, size."""
+
+    def cuts(self, op: OpView) -> list[Cut]:
+        """As many as the result has."""
+        sizes = op.node.out().shape
+        if sizes is None:
+            raise NotTileableError("a slice of a tensor of unknown rank")
+        return [Cut(dim, dim, begin, size) for dim, (begin, size) in enumerate(zip(op.ints(1), sizes, strict=True))]
+
+    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+        """Of an unknown number of images it has to be known that all are taken."""
+        image = op.node.inputs[0]
+        size, sizes = op.evaluate(op.node.inputs[2]), op.evaluate.sizes
+        every = isinstance(size, tuple) and (size[0] == -1 or sizes.same(size[0], sizes.of(image)))
+        if image.shape is not None and image.shape[0] is None and not every:
+            raise NotTileableError("a slice of the batch by a size computed at run time")
+        return super().result(op, kinds)
+
+
+@tiling_rule("StridedSliceGrad")
+class StridedSliceGrad(Sliced):
+    """Operands: shape, begin, end, stride, gradient of what was taken."""
+
+    image = 4
+    bounds = (1, 2, 3)
+
+    def sides(self, op: OpView) -> tuple[Tensor, Tensor]:
+        """From the output to the operand."""
+        return op.node.out(), op.node.inputs[4]
+
+    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+        """The taken rows among them; the others are zero."""
+        return self._made(op, axis, self.window(op, axis).touch(out), out)
+
+    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+        """The rows that were taken."""
+        assert parts[4] is not None
+        window = self.window(op, axis)
+        return self._made(op, axis, parts[4], window.gather(parts[4]).clip(window.in_extent))
+
+    def _made(self, op: OpView, axis: int, part: Interval, out: Interval) -> AxisPlan:
+        return AxisPlan(out, self.window(op, axis).gather(part), [None, None, None, None, part])
+
+    def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
+        """In a tile that reaches from the first row that was taken to the last."""
+        shape = emitter.made_shape(op.node)
+        return [tf.raw_ops.StridedSliceGrad(shape=shape, dy=operands[4], **self._bounds(op))]

@@ -1,0 +1,4 @@
+"""Several machines: addresses as users write them, connecting, and noticing a lost worker.
+
+Imports `tflms_sft._util` and `rewriters.ir`.
+"""

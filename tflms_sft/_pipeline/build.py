@@ -1,0 +1,230 @@
+"""From a step and `PipelineParams` to a pipeline and its plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.emission.tile_pass import SegmentPlan
+from rewriters.errors import PipelineError
+from rewriters.ir.graph import Graph, Tensor
+from rewriters.pipelining import pipeline_pass
+from rewriters.pipelining.micro_batch_unroll import Request
+from rewriters.pipelining.schedules import Schedule, make
+from rewriters.pipelining.stage_assignment import Stages, assign_stages
+from rewriters.pipelining.stage_passes import Staged, with_tiles
+from rewriters.pipelining.step_partition import Parts, split_step
+from rewriters.step_importer import Importer
+from rewriters.tiling.ft_segments import LeftAlone
+from tflms_sft._params import device_names
+from tflms_sft._params.pipeline_params import PipelineParams
+from tflms_sft._params.request import Chosen
+from tflms_sft._params.tile_params import SFTParams
+from tflms_sft._pipeline import device_selection
+from tflms_sft._pipeline.batch_scaling import BatchSizes
+from tflms_sft._pipeline.micro_batch_check import judged
+from tflms_sft._pipeline.report import Inside, Planned, plan_of
+from tflms_sft._planner.requested_tiles import Staging, plan_sft
+from tflms_sft._planner.stage_cuts import choose_cuts, cut_names, named_cuts
+from tflms_sft._planner.swap_planner import swap_in_stages
+from tflms_sft._planner.traced_step import Traced, analyse
+from tflms_sft._report.plan import Plan
+from tflms_sft._trace.batch_traces import Traces, require_even, trace
+from tflms_sft._trace.layer_names import captured, display_names, variable_names
+from tflms_sft._util.text import shortened
+
+_MOST_NAMES = 4
+
+
+def pipelined(
+    step: Any, chosen: Chosen, args: Any, kwargs: Any, batch: int | None = None
+) -> tuple[Any, Importer, Plan]:
+    """Rewrite a step.
+
+    Args:
+        step: As for `rewrite`.
+        chosen: The pipeline, and what to do inside of its stages.
+        args: Example arguments.
+        kwargs: The same by keyword.
+        batch: Samples of a batch, where the arguments leave it open: of most, for which the pipeline is made.
+
+    Returns:
+        The step as a concrete function, what imports the pipeline, and the plan.
+
+    Raises:
+        PipelineError: If the step cannot be cut or put together again as asked for.
+        ValueError: If a batch whose size is known cannot be cut evenly.
+    """
+    assert chosen.pipeline is not None
+    traces = trace(step, chosen.pipeline, args, kwargs, batch)
+    if not traces.is_open:
+        traces.batch = traces.batch or batch
+        if traces.batch:
+            require_even(chosen.pipeline, traces.batch)
+        planned, plan = _planned(traces, chosen, chosen.pipeline)
+        return traces.whole, _importer(planned), plan
+    if traces.batch is None:
+        planned, plan = _planned(traces, chosen, chosen.pipeline)
+        importer = _importer(planned)
+        importer.other = Importer(_as_one(planned), traces.whole, importer.tier)
+        others = f"whose size is no multiple of {traces.count}"
+    else:
+        assert traces.known is not None
+        planned, plan = _planned(traces.known, chosen, chosen.pipeline)
+        importer = _importer(planned)
+        importer.sizes, importer.other = traces.known.sizes, _for_any_batch(traces, chosen, planned)
+        others = f"of another size than {traces.batch}"
+    importer.graph.divided.update(dict.fromkeys(traces.batched, traces.count))
+    plan.batch_is_fixed = False
+    plan.notes += (f"a batch {others}, such as the last one of an epoch, runs as one micro-batch",)
+    return traces.whole, importer, plan
+
+
+def _planned(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Planned, Plan]:
+    """The pipeline, and the plan that tells of it."""
+    planned, notes = _built(traces, chosen, params)
+    plan = plan_of(planned)
+    plan.notes += notes
+    return planned, plan
+
+
+def _importer(planned: Planned) -> Importer:
+    return Importer(planned.built.graph, planned.traces.micro, planned.inside.tier)
+
+
+def _as_one(planned: Planned) -> Graph:
+    """The stages of a step for any batch, as one micro-batch on the devices of the first replica."""
+    staged, count = planned.inside.staged, planned.stages.count
+    request = dataclasses.replace(planned.request, micro_batches=1)
+    places = pipeline_pass.Devices(planned.devices[:count], planned.where)
+    schedule = make("basic", count, 1)
+    return pipeline_pass.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places).graph
+
+
+def _for_any_batch(traces: Traces, chosen: Chosen, like: Planned) -> Importer:
+    """The same of a step whose pipeline is made for batches of one size."""
+    assert chosen.pipeline is not None
+    named = chosen.pipeline.stages
+    params = dataclasses.replace(
+        chosen.pipeline,
+        stages=named if isinstance(named, tuple) else cut_names(like.traced, like.cuts),
+        schedule="basic",
+        micro_batches=1,
+        devices=like.devices[: like.stages.count],
+        data_replicas=1,
+        placement="copy",  # They are where they should be: that has been checked.
+    )
+    return _importer(_built(dataclasses.replace(traces, known=None, count=1), chosen, params)[0])
+
+
+def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Planned, tuple[str, ...]]:
+    """The pipeline, and what a plan says of it."""
+    samples = max(traces.batch // params.total_micro_batches, 1) if traces.batch else None
+    for_tiles = chosen.tiles is not None
+    traced = analyse(traces.micro, traces.record, samples, for_tiles, opened=True)
+    analysis = traced.analysis
+    analysis.require_backward()
+    sizes = BatchSizes(traces, analysis, for_tiles)
+    parts = split_step(analysis, traces.batched, traces.hints, params.total_micro_batches > 1)
+    cuts = _cuts(traced, params)
+    stages = assign_stages(analysis, cuts)
+    judgement = judged(traces, params, analysis)
+    devices = device_selection.chosen(params, stages.count)
+    schedule = params.made(stages.count)
+    where = _variable_devices(traces.micro, analysis)
+    if params.placement == "check":
+        _check_placement(traces.micro, analysis, parts, stages, schedule, devices, where)
+    inside = Inside(Staged(analysis, parts, stages, traces.batched))
+    if chosen.tiles is not None or chosen.swaps is not None:
+        inside = _inside_of_stages(traced, inside.staged, chosen, cuts, devices, schedule)
+        where = _variable_devices(traces.micro, inside.staged.analysis)
+    staged = inside.staged
+    request = Request(
+        params.total_micro_batches,
+        traces.batched,
+        lambda tensor: judgement.is_mean(staged.traced(tensor)),
+        lambda tensor: sizes.has_axis(staged.traced(tensor)),
+        sizes.counterpart,
+        factors=judgement.factors,
+        growth=lambda tensor: sizes.growth(staged.traced(tensor)),
+        gradients_are_means=params.loss_reduction == "mean",
+        alike=lambda tensor: judgement.is_alike(staged.traced(tensor)),
+    )
+    places = pipeline_pass.Devices(devices, where)
+    built = pipeline_pass.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)
+    return Planned(traces, traced, inside, cuts, schedule, devices, built, where, request), judgement.notes
+
+
+def _inside_of_stages(
+    traced: Traced,
+    staged: Staged,
+    chosen: Chosen,
+    cuts: Sequence[Sequence[Tensor]],
+    devices: Sequence[str],
+    schedule: Schedule,
+) -> Inside:
+    """Tile loops in the step of a micro-batch, and swaps of what is left between them."""
+    for node in traced.analysis.graph.nodes.values():
+        node.device = ""  # Stages have devices, and what the step was traced with would stay in the bodies of loops.
+    plans: list[SegmentPlan] = []
+    left: list[LeftAlone] = []
+    if chosen.tiles is not None:
+        assert isinstance(chosen.tiles, SFTParams)
+        names = display_names(traced.analysis.graph, traced.record)
+        shown = [", ".join(names.get(t, t.name) for t in cut) for cut in cuts]
+        plans, left = plan_sft(traced, chosen.tiles, Staging(staged.stages, shown))
+        staged = with_tiles(staged, plans) if plans else staged
+    tier = None
+    if chosen.swaps is not None:
+        staged, tier = swap_in_stages(traced, staged, chosen.swaps, devices, schedule.micro_batches)
+    return Inside(staged, plans, left, tier, chosen.swaps)
+
+
+def _cuts(traced: Traced, params: PipelineParams) -> list[list[Tensor]]:
+    if isinstance(params.stages, tuple):
+        return named_cuts(traced, params.stages)
+    count = params.num_stages
+    if count is None:
+        count = max(len(device_selection.available()) // params.data_replicas, 1)
+    return choose_cuts(traced, count)
+
+
+def _variable_devices(concrete_fn: Any, analysis: Analysis) -> dict[Tensor, str]:
+    """Where each variable lies, by its handle."""
+    found = captured(concrete_fn, analysis.graph)
+    places = {handle: getattr(tensor, "device", "") for handle, tensor in found if handle.dtype == tf.resource}
+    return {handle: name for handle, name in places.items() if name}
+
+
+def _check_placement(
+    concrete_fn: Any,
+    analysis: Analysis,
+    parts: Parts,
+    stages: Stages,
+    schedule: Schedule,
+    devices: Sequence[str],
+    where: dict[Tensor, str],
+) -> None:
+    """Refuse weights and slots that lie elsewhere than their stage; metrics and such are changed where they are.
+
+    Raises:
+        PipelineError: With all of them, and what to do.
+    """
+    names = variable_names(concrete_fn, analysis.graph)
+    wrong = []
+    for handle, stage in {**stages.owner, **stages.beside}.items():
+        wanted = devices[pipeline_pass.home(schedule, stage)]
+        if handle in where and handle not in parts.chained and not device_names.same(where[handle], wanted):
+            name = names.get(handle, handle.node.name)
+            wrong.append(f"{name!r} of stage {stage} is on {where[handle]} and should be on {wanted}")
+    if wrong:
+        shown = shortened(wrong, _MOST_NAMES)
+        raise PipelineError(
+            f"{len(wrong)} variable(s) are not on the device of their stage: {shown}. Call "
+            "`tflms_sft.stage_devices(model, cuts, devices)` before the optimizer is built, make layers inside of "
+            '`tf.device(...)`, or pass `placement="copy"`, which sends weights in each step.'
+        )

@@ -1,0 +1,55 @@
+"""The devices that a pipeline runs on: those named, or those that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tflms_sft._params.device_names import parsed
+from tflms_sft._params.pipeline_params import PipelineParams
+
+
+def available() -> list[str]:
+    """Devices that a pipeline takes if none are named: accelerators, or else logical CPUs."""
+    found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    return [device.name for device in found]
+
+
+def found(names: Sequence[str]) -> list[str]:
+    """The names as TensorFlow writes them.
+
+    Raises:
+        ValueError: If there is no such device.
+    """
+    known = {parsed(device.name): device.name for device in tf.config.list_logical_devices()}
+    missing = [name for name in names if parsed(name) not in known]
+    if missing:
+        afar = any(parsed(name).job != "localhost" for name in missing)
+        made = "Logical devices are made by `tf.config.set_logical_device_configuration`"
+        if afar:
+            made = "Those of other machines are there after `tflms_sft.connect(...)`"
+        raise ValueError(
+            f"`devices` names {missing}, which this program does not have. It has: {list(known.values())}. {made}, "
+            "before anything else is done."
+        )
+    return [known[parsed(name)] for name in names]
+
+
+def chosen(params: PipelineParams, num_stages: int) -> list[str]:
+    """The devices of a pipeline: those named, or the first ones.
+
+    Raises:
+        ValueError: If there are too few of them, or one does not exist.
+    """
+    if params.devices is not None:
+        params.check_devices(len(params.devices), num_stages)
+        return found(params.devices)
+    known = available()
+    needed = num_stages * params.data_replicas
+    if len(known) < needed:
+        raise ValueError(
+            f"`devices` was not given, and {needed} devices are needed, one for each stage of each data replica. "
+            f"This program has {len(known)}: {known}. Ask for fewer stages, or name devices, one several times maybe."
+        )
+    return known[:needed]

@@ -1,0 +1,388 @@
+"""What a pipeline takes: times and bytes of its stages, and the plan that says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.device.kernel_scratch import op_scratch
+from rewriters.device.peak_memory import most_alive, together
+from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
+from rewriters.estimates.loop_memory import phase_scratch
+from rewriters.ir import tf_internals
+from rewriters.ir.graph import LOOPS, Node, Tensor
+from rewriters.pipelining.micro_batch_unroll import Request
+from rewriters.pipelining.pipeline_pass import Pipelined, home
+from rewriters.pipelining.schedule_simulator import draw, simulate
+from rewriters.pipelining.schedules import Pass, Schedule
+from rewriters.pipelining.stage_assignment import Stages, crossings, in_slots
+from rewriters.pipelining.stage_passes import Staged
+from rewriters.swapping.swap_pass import Swap
+from rewriters.swapping.tiers import DiskTier, HostTier
+from rewriters.tiling.ft_segments import LeftAlone
+from tflms_sft._machine.calibration import kept_rates
+from tflms_sft._params import device_names
+from tflms_sft._params.swap_params import SwapParams
+from tflms_sft._planner import swap_planner
+from tflms_sft._planner.traced_step import Traced, analyse, predict, prediction, reasons
+from tflms_sft._report.pipeline_plan import PlannedPipeline, PlannedStage
+from tflms_sft._report.plan import Plan
+from tflms_sft._report.plan_records import PlannedSwap, Prediction
+from tflms_sft._report.segment_report import described, shares
+from tflms_sft._trace.layer_names import captured, display_names
+
+if TYPE_CHECKING:
+    from tflms_sft._trace.batch_traces import Traces
+
+
+WITH_THE_SLOT = "the slot before"
+"""After what a swap-in starts that nothing in its own slot holds back."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """What is done inside of stages.
+
+    Attributes:
+        staged: The step of a micro-batch after it.
+        plans: Segments that run tile by tile.
+        left: What is not tiled.
+        tier: Where tensors are swapped to, if any are.
+        swaps: What was asked for then.
+    """
+
+    staged: Staged
+    plans: Sequence[SegmentPlan] = ()
+    left: Sequence[LeftAlone] = ()
+    tier: HostTier | DiskTier | None = None
+    swaps: SwapParams | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """All that a plan is made of.
+
+    Attributes:
+        traces: The step.
+        traced: Its analysis, for one micro-batch, before anything is done inside of stages.
+        inside: What is.
+        cuts: What stages end with.
+        schedule: What devices run.
+        devices: Their names.
+        built: The pipeline.
+        where: Where each variable is of which that is known, by its handle.
+        request: How the step was cut into micro-batches; for a report it does not matter.
+    """
+
+    traces: Traces
+    traced: Traced
+    inside: Inside
+    cuts: Sequence[Sequence[Tensor]]
+    schedule: Schedule
+    devices: Sequence[str]
+    built: Pipelined
+    where: Mapping[Tensor, str]
+    request: Request
+
+    @property
+    def staged(self) -> Staged:
+        """The step that the pipeline was made from."""
+        return self.inside.staged
+
+    @property
+    def stages(self) -> Stages:
+        """Its stages."""
+        return self.staged.stages
+
+    @property
+    def analysis(self) -> Analysis:
+        """Its analysis, with loops and swaps."""
+        return self.staged.analysis
+
+    @functools.cached_property
+    def crossings(self) -> list[tuple[Tensor, int, int]]:
+        """What goes from stage to stage; what is swapped goes by way of the tier, under a number."""
+        return [found for found in crossings(self.analysis, self.stages) if found[0].node not in self.staged.outs]
+
+    @property
+    def sizes_of_variables(self) -> list[tuple[Tensor, int]]:
+        """Bytes of each variable, by its handle."""
+        handles = (handle for handle, _ in captured(self.traces.micro, self.analysis.graph))
+        return list(zip(handles, tf_internals.sizes_of_variables(self.traces.micro), strict=True))
+
+    @functools.cached_property
+    def names(self) -> Mapping[Tensor, str]:
+        """Layers of its tensors."""
+        return display_names(self.analysis.graph, self.traced.record)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """Bytes of a stage that are on its device all the time.
+
+    Attributes:
+        weights: Of its weights.
+        beside: Of what an optimizer has beside them.
+    """
+
+    weights: int
+    beside: int
+
+
+class _Stage:
+    """Operations of a stage for one micro-batch, in order."""
+
+    def __init__(self, planned: Planned, number: int) -> None:
+        analysis, parts, outs = planned.analysis, planned.staged.parts, planned.staged.outs
+        own = [n for n in analysis.order if n in parts.repeated and planned.stages.of.get(n) == number]
+        self.planned = planned
+        self.batch = planned.traced.batch
+        self.readers = analysis.readers
+        self.phases = planned.staged.phases
+        self.forward = [n for n in own if n not in analysis.backward]
+        self.backward = [n for n in own if n in analysis.backward]
+        made = {n for n in parts.repeated if n not in analysis.backward and n not in outs}
+        # What a later stage's backward phase sends is there only while it is read.
+        read = dict.fromkeys(t for node in self.backward for t in node.inputs if t.node in made)
+        self.waiting_bytes = sum(t.num_bytes(self.batch) for t in read)
+
+    def working(self, nodes: Sequence[Node]) -> int:
+        """The most that is alive of what some of its operations make."""
+        inside, away = set(nodes), self.planned.staged.outs
+        made = (node.out(index) for node in nodes for index in range(len(node.outputs)))
+        outside = [t for t in made if any(reader not in inside for reader, _ in self.readers.get(t, ()))]
+        here = [node for node in nodes if node not in away]
+        return most_alive(here, self.batch, outside, together({node: self._own_bytes(node) for node in here}, here))
+
+    def _own_bytes(self, node: Node) -> int:
+        """What an operation takes only while it runs: of a loop, a turn."""
+        if node in self.phases:
+            return phase_scratch(self.phases[node], self.batch) if node.op in LOOPS else 0
+        return op_scratch(node, self.batch)
+
+    def seconds(self, nodes: Sequence[Node]) -> float:
+        """Predicted time of some of its operations, swaps beside them."""
+        planned, costs = self.planned, self.planned.traced.costs
+        known = planned.traced.analysis.graph.nodes
+        found = costs.step([known[node.name] for node in nodes if node.name in known])
+        found += sum(costs.phase(self.phases[node]) for node in nodes if node in self.phases and node.op in LOOPS)
+        if planned.inside.swaps is None:
+            return found
+        inside = {node.name for node in nodes}
+        out = sum(node.inputs[0].num_bytes(self.batch) for node in nodes if node in planned.staged.outs)
+        back = sum(
+            swap.tensor.num_bytes(self.batch)
+            for swap in planned.staged.swaps
+            for way in swap.swap_ins
+            if any(reader.name in inside for reader in way.readers)
+        )
+        to_disk = isinstance(planned.inside.tier, DiskTier) and not planned.inside.swaps.page_cache
+        return planned.traced.rates.swapped(found, out, back, to_disk)
+
+
+def plan_of(planned: Planned) -> Plan:
+    """Describe a pipeline."""
+    traces, traced, schedule = planned.traces, planned.traced, planned.schedule
+    one = schedule.micro_batches == 1
+    whole = traced if one else analyse(traces.whole, None, traces.batch, for_tiles=False)
+    whole.go_by(kept_rates())
+    traced.go_by(kept_rates())
+    stages = [_Stage(planned, number) for number in range(planned.stages.count)]
+    held = _held(planned)
+    told = tuple(_described(planned, number, stage, held[number]) for number, stage in enumerate(stages))
+    simulation = simulate(
+        schedule,
+        [stage.forward_seconds for stage in told],
+        [stage.backward_seconds for stage in told],
+        [stage.transfer_seconds for stage in told[:-1]],
+    )
+    pipeline = PlannedPipeline(
+        schedule=schedule.name,
+        micro_batches=schedule.micro_batches,
+        data_replicas=schedule.data_replicas,
+        stages=told,
+        devices=tuple(planned.devices),
+        slots=tuple(tuple(f"{s.kind.value}{s.micro_batch}.{s.stage}" for s in own) for own in schedule.devices),
+        peak_bytes=_peaks(planned, held, stages),
+        seconds=simulation.seconds,
+        idle=simulation.bubble,
+        crossing=_crossing(planned),
+        results=_results(planned),
+        chart=draw(simulation),
+    )
+    names = display_names(whole.analysis.graph, whole.record)
+    original = prediction(whole, [], whole.analysis.graph, names, predict(whole, [], limit=0))
+    fixed = max(own.weights + own.beside for own in held)
+    ratio = simulation.seconds / whole.seconds
+    after = Prediction(max(pipeline.peak_bytes), fixed, ratio, (), seconds=simulation.seconds)
+    plans = planned.inside.plans
+    *parts, rest = shares(traced.costs, plans, traced.seconds)
+    own = display_names(traced.analysis.graph, traced.record)
+    plan = Plan(
+        changed=True,
+        batch=whole.batch,
+        batch_is_fixed=whole.batch_is_fixed,
+        segments=tuple(described(traced.costs, *pair, own) for pair in zip(plans, parts, strict=True)),
+        rest_waiting_bytes=rest.waiting_bytes,
+        rest_time_share=rest.time_share,
+        left_alone=reasons(traced, planned.inside.left),
+        original=original,
+        predicted=after,
+        pipeline=pipeline,
+    )
+    return plan if planned.inside.tier is None else _with_swaps(planned, planned.inside.tier, plan)
+
+
+def _with_swaps(planned: Planned, tier: HostTier | DiskTier, plan: Plan) -> Plan:
+    """What it says of swaps, of one micro-batch."""
+    staged, batch = planned.staged, planned.traced.batch
+    by_name = {tensor.name: name for tensor, name in planned.names.items()}
+    names = {s.tensor: by_name[s.tensor.name] for s in staged.swaps if s.tensor.name in by_name}
+    told = swap_planner.described(staged.swaps, batch, names)
+    slotted = set(in_slots(staged.analysis, staged.parts, staged.stages))
+    return dataclasses.replace(
+        plan,
+        swaps=tuple(_in_stages(planned, slotted, swap, one) for swap, one in zip(staged.swaps, told, strict=True)),
+        swap_tier="host" if isinstance(tier, HostTier) else "disk",
+        not_swapped=tuple(staged.left),
+        notes=swap_planner.notes(tier),
+    )
+
+
+def _in_stages(planned: Planned, slotted: Container[Node], swap: Swap, told: PlannedSwap) -> PlannedSwap:
+    """A swap-in that another stage would trigger begins with the slot of its readers."""
+    nodes, of = planned.analysis.graph.nodes, planned.stages.of
+    controls = []
+    for way, name in zip(swap.swap_ins, told.controls, strict=True):
+        control, stages = nodes[way.control.name], {of.get(nodes[reader.name]) for reader in way.readers}
+        controls.append(name if control in slotted and {of[control]} == stages else WITH_THE_SLOT)
+    return dataclasses.replace(told, controls=tuple(controls))
+
+
+def _described(planned: Planned, number: int, stage: _Stage, held: _Held) -> PlannedStage:
+    traced, cuts, names = planned.traced, planned.cuts, planned.names
+    analysis, batch = planned.analysis, traced.batch
+    own = display_names(traced.analysis.graph, traced.record)
+    forward = [(t, a, b) for t, a, b in planned.crossings if t.node not in analysis.backward]
+    sent = sum(t.num_bytes(batch) for t in {t for t, source, _ in forward if source == number})
+    come = dict.fromkeys(names.get(t, t.name) for t, source, target in forward if source < number == target)
+    return PlannedStage(
+        number=number,
+        devices=tuple(planned.devices[index] for index in _devices_of(planned.schedule, number)),
+        entries=tuple(come),
+        exit=", ".join(own.get(t, t.name) for t in cuts[number]) if number < len(cuts) else "",
+        forward_ops=len(stage.forward),
+        backward_ops=len(stage.backward),
+        weight_bytes=held.weights + held.beside,
+        waiting_bytes=stage.waiting_bytes,
+        forward_seconds=stage.seconds(stage.forward),
+        backward_seconds=stage.seconds(stage.backward),
+        transfer_bytes=sent,
+        transfer_seconds=sent / traced.rates.copied,
+        segments=_names_in(planned, number),
+    )
+
+
+def _names_in(planned: Planned, number: int) -> tuple[str, ...]:
+    """Segments of a stage."""
+    by_name = {node.name: stage for node, stage in planned.stages.of.items()}
+    loops = {
+        segment: by_name[name] for (segment, _), name in loop_nodes(planned.analysis.graph).items() if name in by_name
+    }
+    return tuple(p.segment.name for p in planned.inside.plans if loops.get(p.segment.name) == number)
+
+
+def _devices_of(schedule: Schedule, stage: int) -> list[int]:
+    """Devices that run a stage, the one that keeps its weights first."""
+    first = home(schedule, stage)
+    return [first, *(other for other in schedule.devices_of(stage) if other != first)]
+
+
+def _crossing(planned: Planned) -> tuple[tuple[str, int, int, int], ...]:
+    traced, names = planned.traced, planned.names
+    found = planned.crossings
+    return tuple((names.get(t, t.name), a, b, t.num_bytes(traced.batch)) for t, a, b in found)
+
+
+def _held(planned: Planned) -> list[_Held]:
+    """Bytes of the variables of each stage; counters and metrics, which have none, are few."""
+    stages = planned.stages
+    own, beside = [0] * stages.count, [0] * stages.count
+    for handle, size in planned.sizes_of_variables:
+        if handle in stages.owner:
+            own[stages.owner[handle]] += size
+        else:
+            beside[stages.beside.get(handle, 0)] += size
+    return [_Held(*both) for both in zip(own, beside, strict=True)]
+
+
+def _peaks(planned: Planned, held: Sequence[_Held], stages: Sequence[_Stage]) -> tuple[int, ...]:
+    """Of each device: variables, copies of those that are elsewhere, gradients that are added up, and more.
+
+    That is what waits of micro-batches and what a slot makes, or at the end what the update makes.
+    """
+    schedule = planned.schedule
+    working = [
+        {Pass.FORWARD: stage.working(stage.forward), Pass.BACKWARD: stage.working(stage.backward)} for stage in stages
+    ]
+    own, owned = _variables_on(planned)
+    result = []
+    for number, slots in enumerate(schedule.devices):
+        read = sum(held[stage].weights for stage in schedule.stages_on(number))
+        homes = [stage for stage in schedule.stages_on(number) if home(schedule, stage) == number]
+        copies = read - owned[number]
+        added = sum(held[stage].weights for stage in homes) if schedule.micro_batches > 1 else 0
+        alive, most = 0, 0
+        for slot in slots:
+            most = max(most, alive + working[slot.stage][slot.kind])
+            waiting = stages[slot.stage].waiting_bytes
+            alive += waiting if slot.kind is Pass.FORWARD else -waiting
+            most = max(most, alive)
+        result.append(own[number] + max(copies + added + most, _of_update(planned, number)))
+    return tuple(result)
+
+
+def _variables_on(planned: Planned) -> tuple[list[int], list[int]]:
+    """Bytes of the variables on each device, and of those of them that are weights of its own stages.
+
+    One of which it is not known where it is counts as on the device of its stage.
+    """
+    stages, schedule = planned.stages, planned.schedule
+    own, owned = [0] * len(planned.devices), [0] * len(planned.devices)
+    for handle, size in planned.sizes_of_variables:
+        stage = stages.owner.get(handle, stages.beside.get(handle))
+        number = home(schedule, stage or 0)
+        place = planned.where.get(handle, planned.devices[number])
+        if not device_names.same(planned.devices[number], place):
+            number = next((n for n, name in enumerate(planned.devices) if device_names.same(name, place)), -1)
+        if number >= 0:  # Or on a device that runs nothing.
+            own[number] += size
+            owned[number] += size if handle in stages.owner and stage in schedule.stages_on(number) else 0
+    return own, owned
+
+
+def _of_update(planned: Planned, number: int) -> int:
+    """Bytes on a device while the update runs: of gradients, and of what is made of them or comes from elsewhere."""
+    batch = planned.traced.batch
+    graph = planned.built.graph
+    names = {node.name for node in planned.staged.parts.update}
+    update = [n for n in graph.execution_order() if n.name in names]
+    here = [n for n in update if n.device and device_names.same(n.device, planned.devices[number])]
+    here = [n for n in here if n.op != "ReadVariableOp"]  # What reads a variable where it is makes nothing.
+    made, local = set(update), set(here)
+    inputs = {t for node in here for t in node.inputs if t.node not in local and t.dtype != tf.resource}
+    gradients = {t for t in inputs if t.node not in made and t.node.op != "ReadVariableOp"}
+    come = [t for t in inputs - gradients if not device_names.same(t.node.device, planned.devices[number])]
+    largest = max((t.num_bytes(batch) for t in come), default=0)  # Each is read as soon as it is there.
+    return sum(t.num_bytes(batch) for t in gradients) + largest + most_alive(here, batch)
+
+
+def _results(planned: Planned) -> tuple[tuple[str, str], ...]:
+    """How each result that micro-batches make was put together."""
+    outputs, combined = planned.analysis.graph.outputs, planned.built.combined
+    return tuple((planned.staged.traced(t).name, combined[t].value) for t in dict.fromkeys(outputs) if t in combined)

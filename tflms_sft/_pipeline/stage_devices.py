@@ -1,0 +1,142 @@
+"""Put the variables of a model on the devices of their stages.
+
+A variable stays where it was made, and Keras makes all of them in one place. An optimizer makes its slots beside the
+weights, so that it is enough to move those before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from rewriters.pipelining.stage_assignment import Stages, assign_stages
+from tflms_sft._params import device_names
+from tflms_sft._params.pipeline_params import PipelineParams
+from tflms_sft._pipeline import device_selection
+from tflms_sft._planner.stage_cuts import choose_cuts, cut_names, named_cuts
+from tflms_sft._planner.traced_step import Traced, analyse
+from tflms_sft._trace.step_tracing import traced_once
+
+_BATCH = 2
+"""Samples that a model is traced for whose batch is open; which layer is in which stage does not depend on it."""
+
+
+def stage_devices(model: Any, cuts: Any = "auto", devices: Any = None, *, inputs: Any = None) -> tuple[str, ...]:
+    """Move the variables of a Keras model to the devices of their stages.
+
+    Call it before the optimizer is built: slots are made beside the weights. Values are kept. What `fit`, `evaluate`
+    and `predict` have traced of the model before is traced anew; a `tf.function` of your own that was called before
+    goes on with the variables as they were: make it anew.
+
+    Args:
+        model: A model that is built.
+        cuts: As `stages` of `PipelineParams`: names of layers that stages end with, a number, or `"auto"`, the
+            default.
+        devices: Names of devices, one for each stage; with data replicas, those of the first one, since weights stay
+            there. Defaults to `None`: the GPUs in order, on a machine without any the logical CPUs.
+        inputs: What the model is called with, or `tf.TensorSpec`s of it. Defaults to `None`: what a functional model
+            was made for.
+
+    Returns:
+        Names of the cuts, for `PipelineParams(stages=...)`; none for one stage.
+
+    Raises:
+        PipelineError: If the model cannot be cut there.
+        TypeError: If `model` is no Keras model, or one that does not tell what it is called with.
+        ValueError: For wrong devices, and if the optimizer is built.
+
+    Example:
+    >>> cuts = tflms_sft.stage_devices(model, ["block1_pool", "block3_pool"], ["GPU:0", "GPU:1", "GPU:2"])
+    >>> model.compile("adam", "mse")
+    """
+    params = PipelineParams(cuts, devices=devices)
+    _check_model(model)
+    traced = _probe(model, _specs(model, inputs))
+    chosen = _chosen(traced, params)
+    stages = assign_stages(traced.analysis, chosen)
+    places = device_selection.chosen(params, stages.count)
+    moved = [_move(variable, places[stage]) for variable, stage in _stage_of_variables(model, traced, stages)]
+    if any(moved):
+        _forget_traces(model)
+    return cut_names(traced, chosen)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a Keras model. Received: model={model!r} of type {type(model).__name__}.")
+    if not model.built:
+        raise ValueError("`model` is not built, so that it has no variables yet. Call it once, or `model.build(...)`.")
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and getattr(optimizer, "built", False):
+        raise ValueError(
+            "The optimizer of `model` is built: its slots would stay where the weights were. Call `stage_devices` "
+            "before training, and compile the model again afterwards."
+        )
+
+
+def _specs(model: Any, inputs: Any) -> Any:
+    if inputs is not None:
+        return tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), inputs)
+    if not getattr(model, "inputs", None):
+        raise TypeError(
+            f"`model` does not tell what it is called with. Received: model={model!r}. Pass example `inputs`, or "
+            "`tf.TensorSpec`s of them."
+        )
+    specs = [tf.TensorSpec((t.shape[0] or _BATCH, *t.shape[1:]), t.dtype) for t in model.inputs]
+    # Before a `Sequential` is called it knows its `inputs`, and no `input`.
+    return specs[0] if isinstance(model, keras.Sequential) else tf.nest.pack_sequence_as(model.input, specs)
+
+
+def _probe(model: Any, specs: Any) -> Traced:
+    """The model with some loss: where its layers are in a graph and which tensors wait, its own would not change."""
+
+    def step(data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            results = tf.nest.flatten(model(data, training=True))
+            loss = tf.add_n([tf.reduce_sum(tf.square(tf.cast(result, tf.float32))) for result in results])
+        return [g for g in tape.gradient(loss, model.trainable_variables) if g is not None]
+
+    concrete_fn, record = traced_once(tf.function(step, autograph=False), (specs,), {})
+    return analyse(concrete_fn, record, None, for_tiles=False, opened=True)
+
+
+def _chosen(traced: Traced, params: PipelineParams) -> list[list[Any]]:
+    if isinstance(params.stages, tuple):
+        return named_cuts(traced, params.stages)
+    return choose_cuts(traced, params.num_stages or len(device_selection.available()))
+
+
+def _stage_of_variables(model: Any, traced: Traced, stages: Stages) -> list[tuple[Any, int]]:
+    concrete_fn = traced.concrete_fn
+    count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
+    captured = zip(traced.analysis.graph.inputs[count:], concrete_fn.captured_inputs, strict=True)
+    stage_of = {id(tensor): stages.owner[handle] for handle, tensor in captured if handle in stages.owner}
+    found = ((variable, stage_of.get(id(variable.value.handle))) for variable in model.variables)
+    return [(variable, stage) for variable, stage in found if stage is not None]
+
+
+def _move(variable: Any, device: str) -> bool:
+    """Put another TensorFlow variable into a Keras one, for which there is no public way; whether it was elsewhere."""
+    old = variable.value
+    if device_names.same(old.device, device):
+        return False
+    with tf.device(device):
+        new = tf.Variable(
+            tf.identity(old.read_value()),
+            trainable=old.trainable,
+            name=old.name.split(":")[0],
+            dtype=old.dtype,
+            aggregation=old.aggregation,
+            synchronization=old.synchronization,
+        )
+    variable._value = new
+    return True
+
+
+def _forget_traces(model: Any) -> None:
+    """Functions that Keras has made hold the variables that were there; it makes them again when they are asked for."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.Model):
+            layer.train_function = layer.test_function = layer.predict_function = None

@@ -1,0 +1,334 @@
+"""From a traced step and parameters to a rewritten graph and its plan."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rewriters.analysis.autodiff_roles import is_autodiff_name
+from rewriters.analysis.graph_analysis import Analysis
+from rewriters.canonicalize.canonicalize import read
+from rewriters.device.peak_memory import Peak, Schedule, graph_peak, graph_schedule
+from rewriters.emission.loop_emitter import phase_inputs, phase_outputs
+from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, outline, tile_segments
+from rewriters.estimates.loop_memory import loop_turns
+from rewriters.estimates.op_cost import NOMINAL, Costs, Rates
+from rewriters.estimates.unmodelled import unmodelled
+from rewriters.ir import tf_internals
+from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.tiling.ft_segments import LeftAlone
+from rewriters.tiling.segment import Segment
+from rewriters.tiling.tile_planner import Phase
+from tflms_sft._report.peak_report import Names, Sizes, largest, own
+from tflms_sft._report.plan import Plan
+from tflms_sft._report.plan_records import Prediction
+from tflms_sft._report.segment_report import described, shares
+from tflms_sft._trace.layer_names import LayerRecord, display_names, part_name
+from tflms_sft._util.text import shortened
+
+MOST_OUTLINES = 8
+"""Schedules of outlines that are kept, of a megabyte or so each."""
+
+MOST_NAMES = 3
+"""Names after which a list in a note is cut short."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A plan for the whole step with what the model says of it."""
+
+    plans: list[SegmentPlan]
+    peak: Peak
+    time_ratio: float
+
+
+@dataclasses.dataclass
+class Traced:
+    """A traced step, ready to be planned.
+
+    Attributes:
+        concrete_fn: The step.
+        analysis: Of its normalised graph.
+        record: Keras layers seen while it was traced.
+        batch: Batch size to plan for.
+        batch_is_fixed: Whether the graph knows it.
+        variables: Bytes of each variable.
+        forward: Names of ops that are forward for sure, where a layer's name misleads.
+        rates: Of the machine.
+        correction: What an earlier plan was measured to take, over what was predicted.
+        outlines: Schedules of outlines, and names of their loops, by what the loops read and make.
+        prepared: Its graph as swaps are planned for it, by the bytes from which on results are large, and scopes.
+    """
+
+    concrete_fn: Any
+    analysis: Analysis
+    record: LayerRecord
+    batch: int
+    batch_is_fixed: bool
+    variables: list[int]
+    forward: Container[str] = ()
+    rates: Rates = NOMINAL
+    correction: float = 1.0
+    outlines: dict[Hashable, tuple[Schedule, dict[tuple[str, str], str]]] = dataclasses.field(
+        init=False, default_factory=dict, repr=False
+    )
+    prepared: dict[Hashable, Analysis] = dataclasses.field(init=False, default_factory=dict, repr=False)
+
+    def go_by(self, rates: Rates) -> None:
+        """Take these rates, and forget the times that went by others."""
+        self.rates = rates
+        for name in ("costs", "seconds"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of all variables."""
+        return sum(self.variables)
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        """Times of operations."""
+        return Costs(self.analysis, self.batch, self.rates)
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """Time of the step as it was."""
+        return self.costs.step(self.analysis.order)
+
+    @functools.cached_property
+    def plain(self) -> Candidate:
+        """The step as it was, which searches compare with again and again."""
+        return Candidate([], *predict(self, []))
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without Python's cyclic garbage collector: a graph is a hundred thousand objects that are all in use.
+
+    The collector walks them again and again while they are made, for a third of the time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def analyse(
+    concrete_fn: Any,
+    record: LayerRecord | None = None,
+    batch: int | None = None,
+    for_tiles: bool = True,
+    opened: bool = False,
+) -> Traced:
+    """Read and analyse a traced step.
+
+    Args:
+        concrete_fn: A concrete function.
+        record: Keras layers seen while it was traced.
+        batch: Batch size where the graph leaves it open.
+        for_tiles: Whether it may be tiled, so that what is the same to rounding only may be made anew.
+        opened: As in `read`.
+
+    Raises:
+        RewriteError: If it computes gradients where they are not seen; without tiles, if it computes none.
+    """
+    graph = read(concrete_fn, for_tiles, opened)
+    record = record or LayerRecord()
+    misleading = any(is_autodiff_name(call.layer) for call in record.calls)
+    forward: Container[str] = record.layer_of_op.keys() if misleading else ()
+    analysis = Analysis(graph, forward=forward)
+    if for_tiles:
+        analysis.refuse_hidden_gradients()
+    else:  # What leaves the device comes back for the backward phase.
+        analysis.require_backward()
+    known = _static_batch(graph, len(concrete_fn.inputs) - len(concrete_fn.captured_inputs))
+    return Traced(
+        concrete_fn,
+        analysis,
+        record,
+        known or batch or 1,
+        known is not None,
+        tf_internals.variable_sizes(concrete_fn),
+        forward,
+    )
+
+
+def _static_batch(graph: Graph, num_arguments: int) -> int | None:
+    """The leading size of the first image argument, or of the first argument that has one."""
+    shapes = [t.shape for t in graph.inputs[:num_arguments] if t.shape]
+    ranked = sorted(shapes, key=lambda shape: -len(shape))
+    return ranked[0][0] if ranked else 1
+
+
+def predict(
+    traced: Traced,
+    plans: list[SegmentPlan],
+    limit: int | None = None,
+    graph: Graph | None = None,
+    away: Container[Node] = (),
+    slow: Mapping[Node, float] | None = None,
+) -> tuple[Peak, float]:
+    """Peak and relative cost of the step with these tile loops.
+
+    Args:
+        traced: The step.
+        plans: Its segments.
+        limit: A peak above it need not be the worst.
+        graph: The rewritten graph if it exists already; an outline of it gives the same to a few bytes.
+        away: Ops of that graph whose results are not in the device's memory.
+        slow: Ops of that graph that go on beside others, and for how many seconds.
+    """
+    if graph is None:
+        found, loops = _outlined(traced, plans)
+    else:
+        loops = loop_nodes(graph)
+        of = clock(traced, plans, loops)
+        names = set(loops.values())
+        found = graph_schedule(graph, names, traced.batch, traced.variables, away, slow, lambda node: of(node.name))
+    turns = {
+        loops[plan.segment.name, phase.name]: loop_turns(phase, traced.batch) for plan in plans for phase in plan.phases
+    }
+    peak = graph_peak(found, turns, limit)
+    return peak, seconds_of(traced, plans) / traced.seconds
+
+
+def clock(traced: Traced, plans: list[SegmentPlan], loops: Mapping[tuple[str, str], str]) -> Callable[[str], float]:
+    """What each op of a rewritten graph takes, by its name; nothing, if neither the step nor a loop is known by it."""
+    costs, known = traced.costs, traced.analysis.graph.nodes
+    taken = {loops[plan.segment.name, phase.name]: costs.phase(phase) for plan in plans for phase in plan.phases}
+    return lambda name: taken.get(name) or (costs.op(known[name]) if name in known else 0.0)
+
+
+def _outlined(traced: Traced, plans: list[SegmentPlan]) -> tuple[Schedule, dict[tuple[str, str], str]]:
+    """The schedule of an outline, and names of its loops; searches ask for loops in other tiles again and again."""
+    own = traced.outlines
+    key = tuple((plan.segment, tuple(_borders(plan.segment, phase) for phase in plan.phases)) for plan in plans)
+    if key not in own:
+        while len(own) >= MOST_OUTLINES:
+            del own[next(iter(own))]
+        graph = outline(traced.analysis, plans) if plans else traced.analysis.graph
+        loops = loop_nodes(graph)
+        own[key] = graph_schedule(graph, set(loops.values()), traced.batch, traced.variables), loops
+    return own[key]
+
+
+def _borders(segment: Segment, phase: Phase) -> Hashable:
+    """All that an outline shows of a loop: what it reads, waits for, and makes."""
+    return phase.name, tuple(phase_inputs(phase, segment)), tuple(phase.reads), tuple(phase_outputs(phase))
+
+
+def seconds_of(traced: Traced, plans: list[SegmentPlan]) -> float:
+    """Time of the step with these tile loops."""
+    costs = traced.costs
+    tiled = costs.step({n for plan in plans for n in (*plan.segment.forward, *plan.segment.backward)})
+    return traced.seconds - tiled + sum(costs.phase(phase) for plan in plans for phase in plan.phases)
+
+
+def finish(
+    traced: Traced, plans: list[SegmentPlan], left: Sequence[LeftAlone], budget: int | None
+) -> tuple[Graph, Plan]:
+    """Emit the graph and describe it."""
+    analysis = traced.analysis
+    graph = tile_segments(analysis, plans) if plans else analysis.graph
+    names = display_names(analysis.graph, traced.record)
+    original = prediction(traced, [], analysis.graph, names, predict(traced, [], limit=0))
+    predicted = original
+    if plans:
+        # A budget has to be kept in every state of the device's memory, as the search saw to, by an outline;
+        # otherwise a fresh one tells enough.
+        seen, limit = (outline(analysis, plans), None) if budget else (graph, 0)
+        predicted = prediction(traced, plans, seen, names, predict(traced, plans, limit, seen))
+    *parts, rest = shares(traced.costs, plans, traced.seconds)
+    plan = Plan(
+        changed=bool(plans),
+        batch=traced.batch,
+        batch_is_fixed=traced.batch_is_fixed,
+        segments=tuple(described(traced.costs, *pair, names) for pair in zip(plans, parts, strict=True)),
+        rest_waiting_bytes=rest.waiting_bytes,
+        rest_time_share=rest.time_share,
+        left_alone=reasons(traced, left),
+        original=original,
+        predicted=predicted,
+        memory_budget=budget,
+        notes=_notes(traced),
+    )
+    return graph, plan
+
+
+def _notes(traced: Traced) -> tuple[str, ...]:
+    """What the prediction leaves out, by layer."""
+    ops = [node.name for node in unmodelled(traced.analysis)]
+    if not ops:
+        return ()
+    names = dict.fromkeys(part_name(traced.record, op) or op for op in ops)
+    shown = shortened(list(names), MOST_NAMES)
+    return (f"not in the predicted peak, because only a run tells: what is kept inside of {shown}",)
+
+
+def prediction(
+    traced: Traced, plans: list[SegmentPlan], graph: Graph, names: Mapping[Tensor, str], found: tuple[Peak, float]
+) -> Prediction:
+    """As a plan reports it.
+
+    Args:
+        traced: The step.
+        plans: Its segments.
+        graph: The rewritten graph, or an outline of it, that was predicted.
+        names: Layers of tensors of the original.
+        found: What `predict` told.
+    """
+    peak, ratio = found
+    shown = Names(traced.analysis, traced.record, names)
+    return Prediction(
+        peak_bytes=peak.peak_bytes,
+        fixed_bytes=traced.fixed_bytes,
+        time_ratio=ratio,
+        largest=largest(shown, graph, peak),
+        timeline=peak.timeline,
+        progress=_progress(traced, plans, graph, peak.timeline),
+        seconds=ratio * traced.seconds,
+        own=own(shown, plans, graph, peak, traced.batch),
+    )
+
+
+def at_peak(traced: Traced, plans: list[SegmentPlan], peak: Peak) -> tuple[Sizes, Sizes]:
+    """What is largest at a predicted peak, and what is taken only while something runs, as a plan reports them."""
+    graph = outline(traced.analysis, plans) if plans else traced.analysis.graph
+    shown = Names(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
+    return largest(shown, graph, peak), own(shown, plans, graph, peak, traced.batch)
+
+
+def _progress(
+    traced: Traced, plans: list[SegmentPlan], graph: Graph, timeline: Sequence[tuple[str, int]]
+) -> tuple[float, ...]:
+    """Time gone, over that of the original step, when each op begins."""
+    seconds = clock(traced, plans, loop_nodes(graph))
+    *begins, _ = itertools.accumulate((seconds(name) for name, _ in timeline), initial=0.0)
+    return tuple(round(done / traced.seconds, 6) for done in begins)
+
+
+def reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str], ...]:
+    """(what, why), each layer once with its first reason."""
+    reasons: dict[str, str] = {}
+    for item in left:
+        names = list(dict.fromkeys(_layer_name(traced, op) for op in (item.name, item.last) if op))
+        reasons.setdefault(" to ".join(names), item.reason)
+    return tuple(reasons.items())
+
+
+def _layer_name(traced: Traced, op: str) -> str:
+    call = traced.record.call_of(op)
+    return op if call is None else f"layer {call.layer!r} ({call.kind})"
+
+
+def unsupported_layers(traced: Traced, left: Sequence[LeftAlone]) -> list[str]:
+    """Layers that this version cannot tile, by name."""
+    return [name for name, _ in reasons(traced, left)]

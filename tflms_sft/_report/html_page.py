@@ -1,0 +1,271 @@
+"""The report of a plan as one page that needs nothing else: tables and the picture, for a browser or a printer."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from tflms_sft._report import summary
+from tflms_sft._report.memory_chart import draw, readable
+from tflms_sft._report.pipeline_plan import PlannedPipeline
+from tflms_sft._report.plan_records import Measurement, PlanRecord
+from tflms_sft._util.byte_sizes import format_bytes
+from tflms_sft._version import __version__
+
+MOST_SWAPS = 40
+"""Swaps after which the table is cut short."""
+
+MOST_POINTS = 4000
+"""Points of curves above which the picture is one of pixels: lines of as many would make a page of megabytes."""
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1f2329; --soft: #667080; --line: #dfe3e8; --page: #f6f7f9; --card: #fff;
+  --accent: #1d5fd1; --bad: #c62828; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ee; --soft: #9aa4b2; --line: #333a45; --page: #14171c;
+  --card: #1d2128; --accent: #7fb0ff; --bad: #ff8a80; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, -apple-system, "Segoe UI",
+  Roboto, sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 24px 16px 48px; }
+h1 { font-size: 1.6rem; margin: 0 0 4px; }
+h2 { font-size: 1.1rem; margin: 32px 0 8px; }
+p { margin: 4px 0; }
+.soft, footer { color: var(--soft); font-size: .9rem; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px; margin: 20px 0; }
+.card, figure, .scroll { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
+.card { padding: 12px 14px; }
+.card b { display: block; font-size: 1.35rem; line-height: 1.3; }
+.bad { color: var(--bad); }
+figure { margin: 12px 0; padding: 12px; background: #fff; overflow-x: auto; }
+figure svg, figure img { display: block; width: 100%; min-width: 640px; height: auto; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .92rem; }
+th, td { text-align: left; padding: 7px 12px; border-bottom: 1px solid var(--line); vertical-align: top;
+  min-width: 6em; }
+tr:last-child td { border-bottom: 0; }
+th { color: var(--soft); font-weight: 600; white-space: nowrap; }
+td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+td.name { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: .85rem;
+  overflow-wrap: anywhere; min-width: 11em; }
+tr.sum td { font-weight: 600; }
+ul { margin: 6px 0; padding-left: 1.2em; }
+li { overflow-wrap: anywhere; }
+@media print { body { background: #fff; font-size: 11pt; } main { max-width: none; padding: 0; }
+  .scroll, figure { overflow: visible; } figure svg, figure img { min-width: 0; }
+  h2 { break-after: avoid; } tr, figure, .card { break-inside: avoid; } }
+"""
+
+Cells = Sequence[str]
+
+
+def page(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
+    """The whole page."""
+    if plan.pipeline is not None:
+        return _pipeline_page(plan, plan.pipeline, before, after)
+    title = f"Memory plan for {summary.batch_text(plan)}"
+    parts = [
+        f"<h1>{_text(title)}</h1>",
+        f"<p>{_text(_sentence(summary.headline(plan)))}</p>",
+        _cards(plan, before, after),
+        "<h2>Memory over a step</h2>",
+        _picture(plan, before, after),
+        "<h2>Peaks, predicted and measured</h2>",
+        _peaks(plan, before, after),
+        "<h2>Segments</h2>",
+        _table(summary.HEADINGS, summary.rows(plan), summary.RIGHT, names=(1,), sum_last=bool(plan.changed)),
+        "<p class=soft>Waits: what the forward phase makes and the backward phase reads. Time: predicted, as a part of "
+        "the step as it was.</p>",
+        *(_details(list(summary.segment_lines(segment))) for segment in plan.segments),
+        *_swaps(plan),
+        "<h2>Largest at the peak</h2>",
+        *_largest(plan, after),
+        *_left_alone(plan),
+        *_section("Notes", plan.notes),
+        f"<footer><p>tflms-sft {_text(__version__)}</p></footer>",
+    ]
+    return _framed(title, parts)
+
+
+def _pipeline_page(
+    plan: PlanRecord, pipeline: PlannedPipeline, before: Measurement | None, after: Measurement | None
+) -> str:
+    """The page of stages on several devices."""
+    title = f"Pipeline for {summary.batch_text(plan)}"
+    parts = [
+        f"<h1>{_text(title)}</h1>",
+        f"<p>{_text(_sentence(summary.headline(plan)))}</p>",
+        "<h2>Devices over a step</h2>",
+        _picture(plan, before, after),
+        "<h2>Stages</h2>",
+        f"<pre>{_text(chr(10).join([*pipeline.lines(), *summary.inside_stages(plan)]))}</pre>",
+        *_section("Notes", plan.notes),
+        f"<footer><p>tflms-sft {_text(__version__)}</p></footer>",
+    ]
+    return _framed(title, parts)
+
+
+def _framed(title: str, parts: Sequence[str]) -> str:
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(parts)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _text(value: str) -> str:
+    return html.escape(value)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + "."
+
+
+def _cards(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
+    """The numbers that matter, large."""
+    predicted = plan.predicted.peak_bytes
+    cards = [("predicted peak", format_bytes(predicted), f"instead of {format_bytes(plan.original.peak_bytes)}", False)]
+    if after is not None:
+        was = "" if before is None else f"instead of {format_bytes(before.peak_bytes)}, "
+        ratio = f"{was}{after.peak_bytes / max(predicted, 1):.2f} times the prediction"
+        over = plan.memory_budget is not None and after.peak_bytes > plan.memory_budget
+        cards.append(("measured peak", format_bytes(after.peak_bytes), ratio, over))
+    else:
+        cards.append(("measured peak", "-", "not measured", False))
+    if plan.memory_budget is not None:
+        found = predicted if after is None else after.peak_bytes
+        used = f"{100 * found / plan.memory_budget:.0f} % of it in use at the peak"
+        cards.append(("budget", format_bytes(plan.memory_budget), used, found > plan.memory_budget))
+    cards.append(("time", f"{plan.predicted.time_ratio:.2f}x", "of the step as it was", False))
+    if plan.swaps:
+        cards.append(("swapped", format_bytes(plan.swapped_bytes), f"to {plan.swap_tier} in every step", False))
+    shown = (
+        f"<div class=card><span class=soft>{_text(label)}</span><b{' class=bad' if bad else ''}>{_text(value)}</b>"
+        f"<span class=soft>{_text(more)}</span></div>"
+        for label, value, more, bad in cards
+    )
+    return f"<div class=cards>{''.join(shown)}</div>"
+
+
+def _picture(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
+    """As lines, or as pixels if there are many; without matplotlib a line that says so."""
+    try:
+        figure = draw(plan, None, before, after or plan.measured)
+    except ImportError as error:
+        return f"<p class=soft>No picture: {_text(str(error))}</p>"
+    timelines = [found.timelines[0].points for found in (before, after) if found is not None and found.timelines]
+    points = sum(map(len, [plan.original.timeline, plan.predicted.timeline, *timelines]))
+    name = "Bytes alive over one training step, before and after"
+    if plan.pipeline is not None:
+        name = "What each device runs over one training step"
+    if points > MOST_POINTS:
+        pixels = io.BytesIO()
+        figure.savefig(pixels, format="png", dpi=150)
+        data = base64.b64encode(pixels.getvalue()).decode()
+        return f'<figure><img alt="{name}" src="data:image/png;base64,{data}"></figure>'
+    lines = io.StringIO()
+    figure.savefig(lines, format="svg")
+    drawing = lines.getvalue()
+    drawing = drawing[drawing.index("<svg") :]
+    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)  # Links, and the time of day.
+    size = re.compile(r'(<svg[^>]*?) (?:height|width)="[^"]*"')
+    drawing = size.sub(r"\1", size.sub(r"\1", drawing, count=1), count=1)
+    label = f'<svg role="img" aria-label="{name}"'
+    return f"<figure>{drawing.replace('<svg', label, 1)}</figure>"
+
+
+def _peaks(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
+    rows = []
+    pairs = [("original", plan.original, before), ("rewritten", plan.predicted, after)]
+    for name, prediction, found in pairs:
+        measured = (
+            ("not measured", "", "")
+            if found is None
+            else (
+                format_bytes(found.peak_bytes),
+                f"{found.peak_bytes / max(prediction.peak_bytes, 1):.2f}",
+                found.source,
+            )
+        )
+        fixed = format_bytes(prediction.fixed_bytes)
+        rows.append((name, format_bytes(prediction.peak_bytes), measured[0], measured[1], fixed, measured[2]))
+    headings = ("step", "predicted", "measured", "measured / predicted", "of which weights and slots", "source")
+    return _table(headings, rows, (1, 2, 3, 4))
+
+
+def _swaps(plan: PlanRecord) -> Iterator[str]:
+    """What is swapped and what could not be."""
+    if plan.swaps:
+        largest = sorted(plan.swaps, key=lambda swap: -swap.num_bytes)
+        rows = [
+            (swap.tensor, format_bytes(swap.num_bytes), str(len(swap.controls)), ", ".join(swap.controls))
+            for swap in largest[:MOST_SWAPS]
+        ]
+        if len(largest) > MOST_SWAPS:
+            rest = sum(swap.num_bytes for swap in largest[MOST_SWAPS:])
+            rows.append((f"{len(largest) - MOST_SWAPS} more", format_bytes(rest), "", ""))
+        yield f"<h2>Swapped to {_text(plan.swap_tier)}</h2>"
+        yield _table(("tensor", "size", "times in", "back after"), rows, (1, 2), names=(0, 3))
+    if plan.not_swapped:
+        yield "<h2>Not swapped</h2>"
+        yield _table(("tensor", "why"), plan.not_swapped, names=(0,))
+
+
+def _largest(plan: PlanRecord, after: Measurement | None) -> Iterator[str]:
+    """As predicted, and as measured."""
+    rows = [(name, format_bytes(size)) for name, size in summary.most(plan.predicted)]
+    yield _table(("tensor, or what runs (predicted)", "size"), rows, (1,), names=(0,))
+    if after is not None and after.timelines:
+        rows = [(readable(name), format_bytes(size)) for name, size in after.timelines[0].largest]
+        yield "<p class=soft>As measured:</p>"
+        yield _table(("operation that made it (measured)", "size"), rows, (1,), names=(0,))
+
+
+def _left_alone(plan: PlanRecord) -> Iterator[str]:
+    if plan.left_alone:
+        yield "<h2>Left alone</h2>"
+        yield _table(("what", "why"), plan.left_alone, names=(0,))
+
+
+def _section(title: str, items: Sequence[str]) -> Iterator[str]:
+    if items:
+        yield f"<h2>{_text(title)}</h2>"
+        yield _list(items)
+
+
+def _details(lines: Sequence[str]) -> str:
+    """Of a segment: a line, and points below it."""
+    first, *more = lines
+    return f"<p>{_text(first)}</p>{_list(more) if more else ''}"
+
+
+def _list(items: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{_text(item.strip())}</li>' for item in items)}</ul>"
+
+
+def _table(
+    headings: Cells,
+    rows: Iterable[Cells],
+    right: Sequence[int] = (),
+    names: Sequence[int] = (),
+    sum_last: bool = False,
+) -> str:
+    """A table that scrolls by itself on a narrow screen; `names` are columns of names that may break anywhere."""
+
+    def kind(column: int) -> str:
+        return " class=n" if column in right else " class=name" if column in names else ""
+
+    head = "".join(
+        f"<th{' class=n' if column in right else ''}>{_text(cell)}</th>" for column, cell in enumerate(headings)
+    )
+    rows = list(rows)
+    body = []
+    for number, row in enumerate(rows):
+        last = " class=sum" if sum_last and number == len(rows) - 1 else ""
+        cells = "".join(f"<td{kind(column)}>{_text(cell)}</td>" for column, cell in enumerate(row))
+        body.append(f"<tr{last}>{cells}</tr>")
+    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"

@@ -1,0 +1,140 @@
+"""The picture of a schedule: what each device runs, over time."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rewriters.pipelining.schedule_simulator import Simulation
+from rewriters.pipelining.schedules import Pass
+from tflms_sft._util.byte_sizes import format_bytes
+
+COLORS = {Pass.FORWARD: "#5b8def", Pass.BACKWARD: "#3aa17e"}
+LIGHTER = {Pass.FORWARD: "#b9cff8", Pass.BACKWARD: "#addccc"}
+"""Of stages other than the first that a device has run."""
+
+NAMES = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward"}
+EXCHANGED, CRITICAL, TEXT, QUIET = "#f2b134", "#c62828", "#1f2329", "#6b717c"
+
+HEIGHT = 0.72
+"""Of a box, where devices are 1 apart."""
+
+APART = 0.35
+"""More between devices of different data replicas."""
+
+INCHES, MOST_INCHES = 0.52, 9.0
+"""For a device, and for all of them; with more they become thinner."""
+
+POINTS_PER_DIGIT = 6.5
+"""Width of a digit in a box, with its margins."""
+
+THIN = 5
+"""Points below which a border would be most of a box."""
+
+
+def draw_schedule(simulation: Simulation, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw devices over time, with the numbers of the micro-batches in the boxes.
+
+    Args:
+        simulation: What to draw.
+        path: Where to save the picture, if anywhere; its ending is the format.
+
+    Returns:
+        A `matplotlib.figure.Figure`.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('the picture of a schedule needs matplotlib: pip install "tflms-sft[plot]"') from error
+    schedule = simulation.schedule
+    height = min(INCHES * (schedule.num_devices + APART * (schedule.data_replicas - 1)), MOST_INCHES)
+    figure = Figure(figsize=(11, height + 1.55), layout="constrained")
+    axes = figure.add_subplot()
+    end = simulation.seconds or 1.0
+    axes.set_xlim(0, end)
+    rows = _rows(simulation)
+    axes.set_ylim(rows[-1] + 0.62, -0.62)
+    _boxes(axes, simulation, rows, points=72 * 8.6 / end)
+    _frame(axes, simulation, rows)
+    if path is not None:
+        # Without a format matplotlib adds one to names that have none, and writes another file than was asked for.
+        figure.savefig(path, dpi=140, format=os.path.splitext(path)[1][1:] or "png")
+    return figure
+
+
+def _rows(simulation: Simulation) -> list[float]:
+    """Where each device is drawn, downwards."""
+    schedule = simulation.schedule
+    own = schedule.num_devices // schedule.data_replicas
+    return [device + APART * (device // own) for device in range(schedule.num_devices)]
+
+
+def _boxes(axes: Any, simulation: Simulation, rows: list[float], points: float) -> None:
+    """Slots and exchanges.
+
+    Args:
+        axes: Where to draw.
+        simulation: What to draw.
+        rows: Where each device is.
+        points: In the width of a second, about: a number is written where there is room for it.
+    """
+    critical = set(simulation.critical_path)
+    for row, slots in zip(rows, simulation.schedule.devices, strict=True):
+        axes.axhspan(row - HEIGHT / 2, row + HEIGHT / 2, color="#f1f2f4", lw=0, zorder=0)
+        spans = [(simulation.begins[slot], simulation.ends[slot] - simulation.begins[slot]) for slot in slots]
+        shades = [(COLORS if slot.stage == slots[0].stage else LIGHTER)[slot.kind] for slot in slots]
+        border = 0.8 if all(length * points > THIN for _, length in spans) else 0.2
+        box = (row - HEIGHT / 2, HEIGHT)
+        axes.broken_barh(spans, box, facecolors=shades, edgecolor="white", lw=border)
+        above = (row - HEIGHT / 2 - 0.055, 0.035)  # Not round the box: that would hide the border of the next one.
+        axes.broken_barh(
+            [span for span, slot in zip(spans, slots, strict=True) if slot in critical], above, color=CRITICAL
+        )
+        for slot, (begin, length), shade in zip(slots, spans, shades, strict=True):
+            if length * points >= POINTS_PER_DIGIT * len(str(slot.micro_batch)):
+                color = "white" if shade in COLORS.values() else TEXT
+                place = (begin + length / 2, row)
+                axes.text(*place, str(slot.micro_batch), ha="center", va="center_baseline", fontsize=8.5, color=color)
+    for exchange in simulation.exchanges:
+        for device in exchange.devices:
+            span = (exchange.begin, exchange.end - exchange.begin)
+            axes.broken_barh([span], (rows[device] + HEIGHT / 2 + 0.02, 0.1), color=EXCHANGED, lw=0)
+
+
+def _frame(axes: Any, simulation: Simulation, rows: list[float]) -> None:
+    """All that is around the boxes."""
+    from matplotlib.patches import Patch
+
+    schedule = simulation.schedule
+    replicas = f", {schedule.data_replicas} data replicas" if schedule.data_replicas > 1 else ""
+    counts = f"{_counted(schedule.num_stages, 'stage')}, {_counted(schedule.micro_batches, 'micro-batch')}{replicas}"
+    axes.set_title(f"{schedule.name}: {counts}", loc="left", fontweight="bold")
+    axes.set_title(f"{simulation.seconds:.4g} s, {simulation.bubble:.0%} idle", loc="right", fontsize=10, color=QUIET)
+    axes.set_xlabel("predicted time (s)")
+    axes.set_yticks(rows, [f"device {device}" for device in range(schedule.num_devices)])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    beside = axes.twinx()
+    beside.set_ylim(axes.get_ylim())
+    beside.set_yticks(rows, [_beside(simulation, device) for device in range(schedule.num_devices)])
+    beside.tick_params(axis="y", length=0, labelsize=8, labelcolor=QUIET)
+    beside.spines[:].set_visible(False)
+    entries = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in Pass]
+    if any(len(schedule.stages_on(device)) > 1 for device in range(schedule.num_devices)):
+        entries += [Patch(color=LIGHTER[kind], label=f"{NAMES[kind]}, another stage") for kind in Pass]
+    if any(exchange.end > exchange.begin for exchange in simulation.exchanges):
+        entries.append(Patch(color=EXCHANGED, label="exchange of gradients"))
+    entries.append(Patch(color=CRITICAL, label="critical path"))
+    place = {"loc": "outside lower center", "ncols": len(entries), "frameon": False}
+    axes.figure.legend(handles=entries, fontsize="small", handlelength=1.2, **place)
+
+
+def _counted(count: int, word: str) -> str:
+    plural = "es" if word.endswith("ch") else "s"
+    return f"{count} {word}{'' if count == 1 else plural}"
+
+
+def _beside(simulation: Simulation, device: int) -> str:
+    peak = simulation.peak_bytes[device]
+    idle = simulation.idle[device] / simulation.seconds if simulation.seconds else 0.0
+    return f"{idle:.0%} idle" + (f", {format_bytes(peak)}" if peak else "")

@@ -1,0 +1,78 @@
+"""What optimizers and metrics do while a step is traced.
+
+A counter that neither data nor gradients reach, `iterations` or the number of samples that a metric has seen, looks the
+same in a graph. Which of them counts steps and which counts micro-batches, only who calls it tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from rewriters.pipelining.step_partition import Hints
+
+
+class Effects:
+    """Ranges of operations by graph, as optimizers and metrics made them."""
+
+    def __init__(self) -> None:
+        self._once: list[tuple[Any, int, int]] = []
+        self._repeated: list[tuple[Any, int, int]] = []
+
+    def of(self, graph: Any) -> Hints:
+        """Names of operations of one graph."""
+        names = [operation.name for operation in graph.get_operations()]
+
+        def within(ranges: list[tuple[Any, int, int]]) -> frozenset[str]:
+            return frozenset(name for own, begin, end in ranges if own is graph for name in names[begin:end])
+
+        return Hints(within(self._once), within(self._repeated))
+
+    def watching(self, method: Callable[..., Any], repeated: bool) -> Callable[..., Any]:
+        """A method that also tells which operations it made."""
+
+        @functools.wraps(method)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            graph = tf.compat.v1.get_default_graph()
+            begin = len(graph.get_operations())
+            try:
+                return method(*args, **kwargs)
+            finally:
+                end = len(graph.get_operations())
+                (self._repeated if repeated else self._once).append((graph, begin, end))
+
+        return watched
+
+
+@contextlib.contextmanager
+def watched_effects() -> Iterator[Effects]:
+    """Watch every optimizer and metric."""
+    effects = Effects()
+    changed: list[tuple[type, str, Any]] = []
+    for base, name, repeated in (
+        (keras.optimizers.Optimizer, "apply", False),
+        (keras.metrics.Metric, "update_state", True),
+    ):
+        for cls in _with_subclasses(base):
+            for owner in [cls] if cls is not base else [c for c in base.__mro__ if name in c.__dict__][:1]:
+                if name in owner.__dict__:
+                    changed.append((owner, name, owner.__dict__[name]))
+                    setattr(owner, name, effects.watching(owner.__dict__[name], repeated))
+    try:
+        yield effects
+    finally:
+        for owner, name, method in reversed(changed):
+            setattr(owner, name, method)
+
+
+def _with_subclasses(cls: type) -> list[type]:
+    found: list[type] = [cls]
+    for other in found:
+        subclasses: list[type] = other.__subclasses__()
+        found.extend(sub for sub in subclasses if sub not in found)
+    return found

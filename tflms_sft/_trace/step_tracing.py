@@ -1,0 +1,94 @@
+"""Trace a step for one signature, and refuse what cannot be rewritten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.errors import RewriteError
+from rewriters.ir import tf_internals
+from tflms_sft._trace.layer_names import LayerRecord, recorded_layers
+
+
+def is_concrete(step: Any) -> bool:
+    """Whether `step` is traced already."""
+    return hasattr(step, "structured_input_signature") and hasattr(step, "captured_inputs")
+
+
+def spec_of(value: Any) -> Any:
+    """The `TensorSpec` of a tensor, array or variable; anything else as it is."""
+    composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices))
+    if composite or (isinstance(value, tf.TypeSpec) and not isinstance(value, tf.TensorSpec)):
+        raise RewriteError(
+            f"Arguments of a rewritten step have to be dense tensors. Received: a {type(value).__name__}. Pass its "
+            "parts as arguments and put them together inside of the step."
+        )
+    if isinstance(value, tf.TypeSpec) or value is None:
+        return value
+    if tf.is_tensor(value) or hasattr(value, "__array_interface__") or isinstance(value, tf.Variable):
+        return tf.TensorSpec(value.shape, value.dtype)
+    return value
+
+
+def check_graphs_run() -> None:
+    """Refuse while TensorFlow runs functions eagerly: there is no graph to rewrite.
+
+    Raises:
+        RewriteError: With the remedy.
+    """
+    if tf.config.functions_run_eagerly():
+        raise RewriteError(
+            "`tf.config.run_functions_eagerly(True)` is on, so there is no graph to rewrite. "
+            "Call `tf.config.run_functions_eagerly(False)`."
+        )
+
+
+def check_image_sizes(concrete_fn: Any) -> None:
+    """Refuse images of unknown height or width: intervals are planned for known sizes.
+
+    Raises:
+        RewriteError: With the argument and the remedy.
+    """
+    for tensor in concrete_fn.inputs[: len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)]:
+        shape = tensor.shape
+        if shape.rank in (4, 5) and None in shape.as_list()[1:-1]:
+            raise RewriteError(
+                f"The image size of argument `{tensor.name}` is unknown: {shape}. Tiles are planned for known sizes. "
+                "Trace with a `tf.TensorSpec` that gives height and width; under `fit`, pass `batch_shape=`."
+            )
+
+
+def traced_once(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, LayerRecord]:
+    """The step for one signature, with the Keras layers seen while it was traced.
+
+    Raises:
+        RewriteError: For arguments that cannot be rewritten.
+        TypeError: If it is no function of TensorFlow, and for arguments of one that is traced already.
+    """
+    check_graphs_run()
+    record = LayerRecord()
+    if is_concrete(step):
+        if example_args or example_kwargs:
+            raise TypeError("`step` is traced already, so example arguments have no effect. Leave them out.")
+        concrete_fn = step
+        tf.nest.map_structure(spec_of, step.structured_input_signature)
+    elif hasattr(step, "get_concrete_function"):
+        args, kwargs = tf.nest.map_structure(spec_of, (example_args, example_kwargs))
+        with recorded_layers() as record:
+            concrete_fn = tf_internals.untraced(step).get_concrete_function(*args, **kwargs)
+        record.finish(concrete_fn.graph)
+    else:
+        raise TypeError(
+            "`step` must be a `tf.function` or a `ConcreteFunction`. "
+            f"Received: step={step!r} of type {type(step).__name__}. Wrap it: `tf.function(step)`."
+        )
+    check_image_sizes(concrete_fn)
+    return concrete_fn, record
+
+
+def batch_of(example_args: Any) -> int | None:
+    """Leading size of the argument with the most axes, the first of several: images before labels."""
+    shapes = [tf.TensorShape(getattr(value, "shape", None)) for value in tf.nest.flatten(example_args)]
+    known = [shape for shape in shapes if shape.rank and shape[0] is not None]
+    return int(max(known, key=lambda shape: shape.rank)[0]) if known else None
