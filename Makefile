@@ -22,10 +22,11 @@ test-all: lint
 
 # Random networks: `make fuzz N=1000`, and `SEED=...` for those of another run.
 fuzz: $(STAMP)
-	$(RUN) tests/fuzz.py $(or $(N),1000) $(SEED)
+	$(RUN) tests/helpers/fuzz.py $(or $(N),1000) $(SEED)
 
 lint: $(STAMP)
 	$(RUN) -m ruff check $(CODE)
+	$(RUN) -m ruff format --check --quiet $(CODE)
 	$(RUN) -m mypy
 
 # Asked first: pip's own answer to a wrong Python is that TensorFlow does not exist.

@@ -14,7 +14,7 @@ from rewriters.swapping.tiers import Tier
 __all__: list[str] = []
 
 
-class Importer:
+class StepImporter:
     """Imports a graph into the function being traced, as often as asked.
 
     Attributes:
@@ -30,7 +30,7 @@ class Importer:
         self.concrete_fn = concrete_fn
         self.tier = tier
         self.sizes: Mapping[int, int] = {}
-        self.other: Importer | None = None
+        self.other: StepImporter | None = None
         self._graph_def = graph.to_graph_def()
         # Swaps, buffers that loops begin with, and effects of micro-batches: what they wait for, their edges say.
         swaps = set() if tier is None else set(tier.operations)
@@ -60,7 +60,7 @@ class Importer:
             )
         return tf_internals.pack_outputs(self.concrete_fn, flat)
 
-    def for_batch(self, arguments: Sequence[Any]) -> Importer:
+    def for_batch(self, arguments: Sequence[Any]) -> StepImporter:
         """What imports the graph that runs for arguments whose sizes are known: this, or `other`."""
         return self if self.other is None or self._is_for(arguments) else self.other
 
@@ -150,14 +150,14 @@ class Importer:
         return tensor_name.removesuffix(":0") in self.graph.nodes
 
 
-def of_shapes(concrete_fn: Any, shapes: Mapping[int, Sequence[int | None]]) -> Any:
+def specialise_shapes(concrete_fn: Any, shapes: Mapping[int, Sequence[int | None]]) -> Any:
     """A traced function for arguments of known sizes: the same operations, by the same names.
 
     Args:
         concrete_fn: A traced function, maybe for arguments of any size.
         shapes: Their shapes by the position of an argument; others are as they were.
     """
-    importer = Importer(from_concrete_function(concrete_fn), concrete_fn)
+    importer = StepImporter(from_concrete_function(concrete_fn), concrete_fn)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs[: importer.num_arguments]]
     for position, shape in shapes.items():
         specs[position] = tf.TensorSpec(shape, specs[position].dtype)

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 import tflms_sft
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.emission import tile_pass
 from rewriters.ir.graph import Node
@@ -39,7 +39,7 @@ FORWARD, BACKWARD, WAITS, PLAIN = "#1d5fd1", "#b35fb5", "#c62828", "#8b909a"
 LOOPS = ("#e8effb", "#f6eaf6")
 
 
-def traced_small() -> tuple[Analysis, Segment]:
+def traced_small() -> tuple[GraphAnalysis, Segment]:
     """The network of the page, and its segment."""
     image = keras.Input((12, 12, 3), batch_size=1, name="image")
     x = keras.layers.Conv2D(4, 3, padding="same", activation="relu", name="a")(image)
@@ -49,7 +49,7 @@ def traced_small() -> tuple[Analysis, Segment]:
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.optimizer.build(model.trainable_variables)
     specs = (tf.TensorSpec((1, 12, 12, 3)), tf.TensorSpec((1,), tf.int32))
-    analysis = Analysis(canonicalize.read(tf.function(model.train_step).get_concrete_function(specs)))
+    analysis = GraphAnalysis(canonicalize.read_canonical(tf.function(model.train_step).get_concrete_function(specs)))
     (segment,), _ = ft_segments.auto_segments(analysis, None, 1, {})
     return analysis, segment
 
@@ -71,7 +71,7 @@ def places(segment: Segment) -> dict[Node, tuple[float, float]]:
     return found
 
 
-def draw_graph(analysis: Analysis, segment: Segment) -> None:
+def draw_graph(analysis: GraphAnalysis, segment: Segment) -> None:
     """The forward and the backward part of the segment, with what waits between them."""
     figure = Figure(figsize=(9.2, 6.4), layout="constrained")
     axes = figure.add_subplot()
@@ -145,7 +145,7 @@ def label(axes: Any, place: tuple[float, float], text: str, color: str) -> Any:
 # Tiles --------------------------------------------------------------------------------------------------------------
 
 
-def draw_tiles(analysis: Analysis, segment: Segment) -> None:
+def draw_tiles(analysis: GraphAnalysis, segment: Segment) -> None:
     """What one tile of the exit needs of every tensor above it."""
     grid = Grid(1, (3, 3))
     phase = tile_pass.plan_segment(analysis, segment, grid).phases[0]

@@ -3,7 +3,7 @@
 Autodiff marks what it makes: gradient tapes and `tf.gradients` open name
 scopes, and some op types exist only as gradients. Those are the seeds;
 backward is what descends from them, and what is computed for them alone
-(`derived_nodes`). Two things are not followed: effects that an assignment orders
+(`forward_derived_nodes`). Two things are not followed: effects that an assignment orders
 (a second forward pass after an update reads variables after it, and is still a
 forward pass), and control edges out of stateful ops.
 """
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.static_values import constant, is_rounded
-from rewriters.ir.variables import handles, writes
+from rewriters.ir.static_values import constant, is_inexact
+from rewriters.ir.variables import may_write_variable, variable_handles
 from rewriters.rules.elementwise import Pointwise
 from rewriters.rules.registry import registered
 
@@ -33,7 +33,7 @@ def is_seed(node: Node) -> bool:
     return _made_by_autodiff(node.name, node.op)
 
 
-def ones_to_begin_with(graph: Graph) -> list[Tensor]:
+def gradient_seed_constants(graph: Graph) -> list[Tensor]:
     """What gradients begin with: ones that nothing but gradients reads."""
     found = []
     for tensor, readers in graph.consumers().items():
@@ -54,7 +54,7 @@ def is_autodiff_name(name: str) -> bool:
     return bool(_SCOPE.search(f"{name}/"))
 
 
-def gone_back_through(name: str) -> str:
+def forward_scope_of_gradient(name: str) -> str:
     """Path of the forward operation, or of its scope, that autodiff made an op for; empty if the name does not tell.
 
     It names what it makes after that. Only reports go by it.
@@ -117,7 +117,7 @@ def _bodies(attrs: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def derived_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
+def forward_derived_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
     """What backward functions compute from forward values alone, such as silu's `beta * features`.
 
     It counts as backward, and is no gradient. No gradient goes into such an op and no
@@ -139,7 +139,7 @@ def derived_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[N
     return found
 
 
-def updates(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
+def update_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
     """What is done with the gradients: clipping, the optimizer's arithmetic, assignments.
 
     An update descends from autodiff's ops and none of them descends from it. Sums of gradients alone, as of weights
@@ -162,19 +162,21 @@ def updates(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
     return update
 
 
-def after_updates(order: list[Node], update: set[Node]) -> set[Node]:
+def update_descendants(order: list[Node], update: set[Node]) -> set[Node]:
     """An update with all that descends from it: through values, and through variables that it writes.
 
     Adam computes the change of a weight from its slots, which it has changed.
 
     Args:
         order: All nodes in topological order.
-        update: What `updates` found.
+        update: What `update_nodes` found.
     """
     found: set[Node] = set()
     for node in order:
         through_variable = any(
-            before in found and writes(before) and not set(handles(before)).isdisjoint(handles(node))
+            before in found
+            and may_write_variable(before)
+            and not set(variable_handles(before)).isdisjoint(variable_handles(node))
             for before in node.control_inputs
         )
         if node in update or through_variable or any(t.node in found for t in node.inputs):
@@ -183,7 +185,7 @@ def after_updates(order: list[Node], update: set[Node]) -> set[Node]:
 
 
 def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tensor]:
-    """What the backward pass ends in: gradients that an update reads (`updates`), or that the step returns.
+    """What the backward pass ends in: gradients that an update reads (`update_nodes`), or that the step returns.
 
     Args:
         graph: The joint graph.
@@ -191,18 +193,18 @@ def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tens
         backward: Its backward nodes.
     """
     readers = graph.consumers()
-    update = updates(graph, order, backward)
+    update = update_nodes(graph, order, backward)
     results = set(graph.outputs)
     rest = backward - update
     found = (node.out(index) for node in order if node in rest for index in range(len(node.outputs)))
     return [
         t
         for t in found
-        if is_rounded(t.dtype) and (t in results or any(reader in update for reader, _ in readers.get(t, ())))
+        if is_inexact(t.dtype) and (t in results or any(reader in update for reader, _ in readers.get(t, ())))
     ]
 
 
-def data_nodes(order: list[Node]) -> set[Node]:
+def data_dependent_nodes(order: list[Node]) -> set[Node]:
     """Nodes whose value depends on data: arguments, captured constants fed per step, random draws, iterators.
 
     The others depend on variables and constants alone. A filter is rank 4 like an
@@ -215,12 +217,12 @@ def data_nodes(order: list[Node]) -> set[Node]:
         if node.op == "Placeholder":
             if node.outputs[0][0].name != "resource":
                 result.add(node)
-        elif any(t.node in result for t in node.inputs) or _draws(node):
+        elif any(t.node in result for t in node.inputs) or is_random_source(node):
             result.add(node)
     return result
 
 
-def _draws(node: Node) -> bool:
+def is_random_source(node: Node) -> bool:
     """Whether a node makes something new in each step; stateless draws count on with a seed that is a variable."""
     return bool(node.outputs) and (node.stateful or node.op.startswith("StatelessRandom"))
 
@@ -235,7 +237,7 @@ def reads_shape_only(node: Node) -> bool:
     return node.op in ("Shape", "ShapeN", "Size", "Rank")
 
 
-def size_nodes(order: Iterable[Node]) -> set[Node]:
+def shape_computations(order: Iterable[Node]) -> set[Node]:
     """Operations that compute integers from sizes and constants.
 
     Args:

@@ -24,7 +24,7 @@ _MOST_ENTRIES = 1 << 16
 _OPAQUE = (tf.resource, tf.variant, tf.string)
 
 
-class Known:
+class ConstantFolder:
     """Values of a graph that depend on constants and sizes only, computed when one is first asked for."""
 
     def __init__(self, graph: Graph) -> None:

@@ -7,26 +7,26 @@ from collections.abc import Container
 
 from rewriters.analysis.autodiff_roles import (
     backward_nodes,
-    data_nodes,
-    derived_nodes,
+    data_dependent_nodes,
+    forward_derived_nodes,
     hidden_gradients,
     reads_shape_only,
 )
 from rewriters.errors import NotTileableError, RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, ancestors
 from rewriters.ir.inlining import is_xla_call
-from rewriters.ir.static_values import Evaluator
-from rewriters.ir.symbolic_dims import Size
+from rewriters.ir.static_values import StaticEvaluator
+from rewriters.ir.symbolic_dims import SymbolicDim
 from rewriters.rules import catalogue
 from rewriters.rules.axis_layouts import Layouts
-from rewriters.rules.registry import Kind, OpView, find_rule
+from rewriters.rules.registry import OpView, TileKind, find_rule
 
 __all__: list[str] = []
 
 _ = catalogue  # Importing the package fills the registry.
 
 
-class Analysis:
+class GraphAnalysis:
     """Orders, readers and roles of a normalised graph.
 
     Attributes:
@@ -50,12 +50,12 @@ class Analysis:
         self.order = list(self.level)
         self.position = {node: index for index, node in enumerate(self.order)}
         self.successors = self._successors()
-        self.readers = graph.consumers()
+        self.consumers = graph.consumers()
         self.backward = backward_nodes(graph, self.order, backward_scopes, forward)
-        self.derived = derived_nodes(graph, self.order, self.backward)
-        self.backward |= self.derived
-        self.data = data_nodes(self.order)
-        self.evaluate = Evaluator(graph, self.order)
+        self.forward_derived = forward_derived_nodes(graph, self.order, self.backward)
+        self.backward |= self.forward_derived
+        self.data = data_dependent_nodes(self.order)
+        self.evaluate = StaticEvaluator(graph, self.order)
         self.layouts = Layouts()
         self._views: dict[Node, OpView] = {}
         self._find_layouts()
@@ -96,7 +96,7 @@ class Analysis:
     def entries_per_image(self, tensor: Tensor) -> int:
         """Entries of the first dimension for each image: one, except where pixels have been made images."""
         layout = self.layouts.of(tensor)
-        return 1 if layout is None else layout.per_image
+        return 1 if layout is None else layout.batch_fold
 
     def has_known_size(self, tensor: Tensor) -> bool:
         """Whether a tensor is an image of which everything but the number is known when the step is traced."""
@@ -144,7 +144,7 @@ class Analysis:
             )
 
 
-def forward_kinds(analysis: Analysis, node: Node, inside: set[Node] | None = None) -> list[Kind]:
+def forward_kinds(analysis: GraphAnalysis, node: Node, inside: set[Node] | None = None) -> list[TileKind]:
     """Kinds of the operands of a forward op, image-shaped ones in data positions being `FULL`.
 
     Raises:
@@ -154,24 +154,24 @@ def forward_kinds(analysis: Analysis, node: Node, inside: set[Node] | None = Non
     kinds = []
     for position, tensor in enumerate(node.inputs):
         full = (inside is not None and tensor.node in inside) or (position in data and analysis.is_image(tensor))
-        kinds.append(Kind.FULL if full else Kind.INVARIANT)
+        kinds.append(TileKind.FULL if full else TileKind.INVARIANT)
     return kinds
 
 
-def _check_batches(analysis: Analysis, node: Node, images: list[Tensor]) -> None:
+def _check_batches(analysis: GraphAnalysis, node: Node, images: list[Tensor]) -> None:
     """Refuse an op on images of unknown numbers that may differ: one of them may be spread over the other."""
     sizes = analysis.evaluate.sizes
     entries = {analysis.entries_per_image(tensor) for tensor in images}
     if len(entries) > 1:
         return  # It makes images of pixels, or pixels of images.
     numbers = [size for size in map(sizes.of, images) if size != 1]
-    if any(isinstance(size, Size) for size in numbers):
+    if any(isinstance(size, SymbolicDim) for size in numbers):
         if not all(sizes.same(numbers[0], size) for size in numbers):
             shapes = ", ".join(str(tensor.shape) for tensor in images)
             raise NotTileableError(f"its images ({shapes}) may be of different numbers when the step runs")
 
 
-def check_forward(analysis: Analysis, node: Node) -> None:
+def check_forward(analysis: GraphAnalysis, node: Node) -> None:
     """Refuse a forward op that cannot run on tiles of forward values.
 
     Raises:
@@ -182,11 +182,11 @@ def check_forward(analysis: Analysis, node: Node) -> None:
     if node.stateful:
         raise NotTileableError("it has side effects or draws random numbers")
     kinds = forward_kinds(analysis, node)
-    if Kind.FULL not in kinds:
+    if TileKind.FULL not in kinds:
         raise NotTileableError("no operand is an image")
-    result = find_rule(node).result(analysis.view(node), kinds)
-    assert result is Kind.FULL
-    images = [tensor for tensor, kind in zip(node.inputs, kinds, strict=True) if kind is Kind.FULL]
+    result = find_rule(node).result_kind(analysis.view(node), kinds)
+    assert result is TileKind.FULL
+    images = [tensor for tensor, kind in zip(node.inputs, kinds, strict=True) if kind is TileKind.FULL]
     _check_batches(analysis, node, [*images, node.out()])
     analysis.view(node).check_axes([*images, node.out()])
     for tensor in images:

@@ -28,11 +28,11 @@ from typing import NamedTuple
 import numpy as np
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis, check_forward, forward_kinds
+from rewriters.analysis.graph_analysis import GraphAnalysis, check_forward, forward_kinds
 from rewriters.errors import NotTileableError, RewriteError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.intervals import Interval
-from rewriters.rules.registry import Kind, find_rule
+from rewriters.rules.registry import TileKind, find_rule
 
 __all__: list[str] = []
 
@@ -40,7 +40,7 @@ LEAST_ROWS = 8
 """Rows of a result, for each that a row of the operand becomes, in which a repetition is seen for certain."""
 
 
-class Repetition(NamedTuple):
+class PeriodicNeed(NamedTuple):
     """Which rows of an operand a row needs, at any distance from the border.
 
     Attributes:
@@ -67,7 +67,7 @@ class Repetition(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AxisView:
+class AxisReceptiveField:
     """A network along one axis.
 
     Attributes:
@@ -104,7 +104,7 @@ class ReceptiveField:
         RewriteError: If an operation between them pads, is no operation on rows, or is seen in too few rows.
     """
 
-    def __init__(self, analysis: Analysis, source: Tensor, target: Tensor) -> None:
+    def __init__(self, analysis: GraphAnalysis, source: Tensor, target: Tensor) -> None:
         self._analysis = analysis
         self._source = source
         self._target = target
@@ -144,7 +144,7 @@ class ReceptiveField:
     def _images(self, node: Node, after: Container[Tensor]) -> list[Tensor]:
         """The images that an operation reads; everything else that it reads has to be the same for all of them."""
         data = self._data(node)
-        others = {*range(len(node.inputs))}.difference(data, find_rule(node).rebuilt(self._analysis.view(node)))
+        others = {*range(len(node.inputs))}.difference(data, find_rule(node).shape_operands(self._analysis.view(node)))
         for position in sorted(others):
             if node.inputs[position] in after:
                 raise self._not_of_rows(node, f"it reads `{node.inputs[position].name}`, which all rows have a part in")
@@ -157,7 +157,7 @@ class ReceptiveField:
             kinds = forward_kinds(self._analysis, node)
         except NotTileableError as error:
             raise self._not_of_rows(node, str(error)) from error
-        return [position for position, kind in enumerate(kinds) if kind is Kind.FULL]
+        return [position for position, kind in enumerate(kinds) if kind is TileKind.FULL]
 
     def _not_of_rows(self, node: Node, why: str) -> RewriteError:
         return RewriteError(
@@ -165,11 +165,11 @@ class ReceptiveField:
             "ask for the network up to it."
         )
 
-    def _found(self, axis: int) -> Mapping[tuple[Node, int], Repetition]:
+    def _found(self, axis: int) -> Mapping[tuple[Node, int], PeriodicNeed]:
         result = {}
         for node in self._nodes:
             rows = np.arange(self._extents(node.out())[axis], dtype=np.int64)
-            plan = find_rule(node).demand(self._analysis.view(node), axis, Interval(rows, rows + 1))
+            plan = find_rule(node).operand_rows_for_result(self._analysis.view(node), axis, Interval(rows, rows + 1))
             for position in self._data(node):
                 need = plan.needs[position]
                 extent = self._extents(node.inputs[position])[axis]
@@ -217,7 +217,7 @@ class ReceptiveField:
                     )
 
     @functools.cached_property
-    def views(self) -> tuple[AxisView, ...]:
+    def views(self) -> tuple[AxisReceptiveField, ...]:
         """Along each of `axes`.
 
         Raises:
@@ -225,7 +225,7 @@ class ReceptiveField:
         """
         return tuple(self._view(axis) for axis in self.axes)
 
-    def _view(self, axis: int) -> AxisView:
+    def _view(self, axis: int) -> AxisReceptiveField:
         self._refuse_padding(axis)
         walked = _Walk(self._analysis, self._source, axis)
         for node in self._nodes:
@@ -241,7 +241,7 @@ class ReceptiveField:
             return math.floor((self._extents(tensor)[axis] - 1) * walked.scales[tensor] / alignment)
 
         fewer = 0 if wasteful else min(map(less, walked.scales))
-        return AxisView(
+        return AxisReceptiveField(
             extent=extent,
             out_extent=self._extents(self._target)[axis],
             scale=scale,
@@ -262,7 +262,7 @@ class _Walk:
         wasteful: The first operation that left some.
     """
 
-    def __init__(self, analysis: Analysis, source: Tensor, axis: int) -> None:
+    def __init__(self, analysis: GraphAnalysis, source: Tensor, axis: int) -> None:
         self._analysis = analysis
         self._axis = axis
         self.scales: dict[Tensor, Fraction] = {source: Fraction(1)}
@@ -271,7 +271,7 @@ class _Walk:
         self._conditions: list[tuple[Fraction, Fraction]] = []
         """(left over, every so many rows): an image without that and with any number of these leaves nothing there."""
 
-    def through(self, node: Node, repetitions: Mapping[tuple[Node, int], Repetition]) -> None:
+    def through(self, node: Node, repetitions: Mapping[tuple[Node, int], PeriodicNeed]) -> None:
         """To the results of an operation."""
         scales, left = set(), Fraction(0)
         for position, tensor in enumerate(node.inputs):
@@ -291,7 +291,7 @@ class _Walk:
         for index in range(len(node.outputs)):
             self.scales[node.out(index)], self.left[node.out(index)] = scale, left
 
-    def _rest(self, node: Node, tensor: Tensor, found: Repetition) -> int:
+    def _rest(self, node: Node, tensor: Tensor, found: PeriodicNeed) -> int:
         """Rows at the end of an operand that are too few to make one more; what only cuts leaves nothing over."""
         if find_rule(node).moves_rows:
             return 0
@@ -310,7 +310,7 @@ class _Walk:
         return all((more + left) % every == 0 for left, every in self._conditions)
 
 
-def repetition(need: Interval, extent: int) -> Repetition | None:
+def repetition(need: Interval, extent: int) -> PeriodicNeed | None:
     """How needed rows repeat themselves.
 
     Args:
@@ -323,7 +323,7 @@ def repetition(need: Interval, extent: int) -> Repetition | None:
     """
     rows = len(need.lo)
     if rows == 1 and extent == 1:
-        return Repetition(1, 1, (0,), (1,))
+        return PeriodicNeed(1, 1, (0,), (1,))
     trim = rows // 4
     lo, hi = (np.asarray(side)[trim : rows - trim] for side in (need.lo, need.hi))
     if rows < LEAST_ROWS * max(-(-rows // extent), 1):
@@ -335,5 +335,5 @@ def repetition(need: Interval, extent: int) -> Repetition | None:
             first = -trim % period  # Of those that are looked at, the first whose row is a multiple of the period.
             back = (trim + first) // period * advance
             one = slice(first, first + period)
-            return Repetition(period, advance, *(tuple(int(row) - back for row in side[one]) for side in (lo, hi)))
+            return PeriodicNeed(period, advance, *(tuple(int(row) - back for row in side[one]) for side in (lo, hi)))
     return None

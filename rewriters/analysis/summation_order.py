@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rewriters.analysis.graph_analysis import Analysis
-from rewriters.device.properties import passes_on
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.device.properties import forwards_input_buffer
 from rewriters.ir.graph import Node, Tensor
 
 __all__: list[str] = []
@@ -21,17 +21,17 @@ MOST_AT_ONCE = 8
 """Operands that the kernel of `AddN` adds up in one go; more it takes in groups."""
 
 
-def follows_another(analysis: Analysis, node: Node) -> bool:
+def may_be_flattened(analysis: GraphAnalysis, node: Node) -> bool:
     """Whether a sum may be made one with another."""
     return node.op in OPS and (_next(analysis, node) is not None or any(_joins(analysis, t) for t in node.inputs))
 
 
-def merged(analysis: Analysis) -> set[Node]:
+def flattenable_sums(analysis: GraphAnalysis) -> set[Node]:
     """Sums that may be made one with others, which a control edge from or to them would prevent."""
-    return {node for node in analysis.order if follows_another(analysis, node)}
+    return {node for node in analysis.order if may_be_flattened(analysis, node)}
 
 
-def has_an_order(analysis: Analysis, node: Node, operand: Tensor) -> bool:
+def is_order_sensitive(analysis: GraphAnalysis, node: Node, operand: Tensor) -> bool:
     """Whether a sum depends on the order of its operands, one of which is given.
 
     Operands of one shape are added up first, and two numbers give the same sum either way.
@@ -43,26 +43,28 @@ def has_an_order(analysis: Analysis, node: Node, operand: Tensor) -> bool:
     return sum(tensor.shape == operand.shape for tensor in _operands(analysis, node)) > 2
 
 
-def _operands(analysis: Analysis, node: Node) -> Iterator[Tensor]:
+def _operands(analysis: GraphAnalysis, node: Node) -> Iterator[Tensor]:
     """Of a sum, and of the sums that it may be made one with."""
     for tensor in node.inputs:
         yield from _operands(analysis, tensor.node) if _joins(analysis, tensor) else (tensor,)
 
 
-def _joins(analysis: Analysis, tensor: Tensor) -> bool:
+def _joins(analysis: GraphAnalysis, tensor: Tensor) -> bool:
     """Whether a sum has one reader only, into which it may be taken."""
-    return tensor.node.op in OPS and len(analysis.readers.get(tensor, ())) == 1 and tensor not in analysis.graph.outputs
+    return (
+        tensor.node.op in OPS and len(analysis.consumers.get(tensor, ())) == 1 and tensor not in analysis.graph.outputs
+    )
 
 
-def _next(analysis: Analysis, node: Node) -> Node | None:
+def _next(analysis: GraphAnalysis, node: Node) -> Node | None:
     """The sum into which a sum may be taken."""
     if not _joins(analysis, node.out()):
         return None
-    ((reader, _),) = analysis.readers[node.out()]
+    ((reader, _),) = analysis.consumers[node.out()]
     return reader if reader.op in OPS else None
 
 
-def in_order(analysis: Analysis, node: Node) -> list[Tensor]:
+def summation_order(analysis: GraphAnalysis, node: Node) -> list[Tensor]:
     """Operands of an `AddN` as they are added up.
 
     TensorFlow's optimizer sorts them by name; the kernel changes the first one with the first whose memory it may
@@ -75,8 +77,8 @@ def in_order(analysis: Analysis, node: Node) -> list[Tensor]:
     return operands
 
 
-def _is_alone(analysis: Analysis, tensor: Tensor) -> bool:
+def _is_alone(analysis: GraphAnalysis, tensor: Tensor) -> bool:
     """Whether a sum is the only reader of a tensor, and of the memory that it is in."""
-    if len(analysis.readers[tensor]) != 1 or tensor in analysis.graph.outputs or not tensor.node.inputs:
+    if len(analysis.consumers[tensor]) != 1 or tensor in analysis.graph.outputs or not tensor.node.inputs:
         return False
-    return not passes_on(tensor.node) or _is_alone(analysis, tensor.node.inputs[0])
+    return not forwards_input_buffer(tensor.node) or _is_alone(analysis, tensor.node.inputs[0])

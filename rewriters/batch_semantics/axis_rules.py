@@ -10,10 +10,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from rewriters.batch_semantics.domain import WITHOUT_DATA, Axis, JoinsError, Kind, Made, NotKnownError, Op, met
+from rewriters.batch_semantics.domain import (
+    WITHOUT_DATA,
+    Axis,
+    BatchKind,
+    CrossSampleError,
+    Made,
+    NotKnownError,
+    Op,
+    met,
+)
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node
-from rewriters.ir.static_values import is_rounded
+from rewriters.ir.static_values import is_inexact
 from rewriters.rules.contraction import Einsum
 from rewriters.rules.elementwise import ELEMENTWISE, LinearIn, channel_dim
 from rewriters.rules.registry import find_rule
@@ -68,7 +77,7 @@ def rule(*op_types: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def made(op: Op) -> list[Made]:
+def batch_kind_of(op: Op) -> list[Made]:
     """What an operation makes, for each of its results.
 
     Raises:
@@ -77,8 +86,8 @@ def made(op: Op) -> list[Made]:
     """
     if all(value.kind in WITHOUT_DATA for value in op.values) and not op.node.stateful:
         return _without_data(op)
-    if op.of(Kind.PLACES):
-        raise JoinsError  # Not cut: of several micro-batches each would have that of the first.
+    if op.of(BatchKind.PLACES):
+        raise CrossSampleError  # Not cut: of several micro-batches each would have that of the first.
     return _by_rule(op)
 
 
@@ -100,31 +109,36 @@ _MULTIPLIES = frozenset(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsu
 
 def _without_data(op: Op) -> list[Made]:
     """Of what is not of data: as long as the batch or not, and if so, whether each sample has the same."""
-    places = op.of(Kind.PLACES)
+    places = op.of(BatchKind.PLACES)
     axes = [op.sizes.axis(tensor) for tensor in op.outs]
     if not any(axes):
-        if places or (op.of(Kind.ALIKE) and op.node.op in _MULTIPLIES):
-            raise JoinsError
+        if places or (op.of(BatchKind.ALIKE) and op.node.op in _MULTIPLIES):
+            raise CrossSampleError
         return [Made(added=_adds(op)) for _ in axes]
     if op.node.op in _SPREADS:
-        return [Made(Kind.ALIKE, axis) if axis else Made() for axis in axes]
+        return [Made(BatchKind.ALIKE, axis) if axis else Made() for axis in axes]
     own = [] if places else _alike(op)
-    return own or [Made(Kind.PLACES, axis) if axis else Made() for axis in axes]
+    return own or [Made(BatchKind.PLACES, axis) if axis else Made() for axis in axes]
 
 
 def _alike(op: Op) -> list[Made]:
     """Where the rules for samples have it that each of them has the same, as each operand has; else nothing."""
-    if not op.of(Kind.ALIKE):
+    if not op.of(BatchKind.ALIKE):
         axis = op.sizes.axis(op.outs[0])
         repeats = op.node.op == "Tile" and axis is not None and op.shape(0)[axis.dim] == 1
-        return [Made(Kind.ALIKE, axis)] if repeats or op.node.op == "BroadcastTo" else []
-    alike = (dataclasses.replace(v.made, kind=Kind.ROWS) if v.kind is Kind.ALIKE else v.made for v in op.values)
+        return [Made(BatchKind.ALIKE, axis)] if repeats or op.node.op == "BroadcastTo" else []
+    alike = (
+        dataclasses.replace(v.made, kind=BatchKind.ROWS) if v.kind is BatchKind.ALIKE else v.made for v in op.values
+    )
     values = [dataclasses.replace(v, made=what) for v, what in zip(op.values, alike, strict=True)]
     try:
         found = _by_rule(Op(op.analysis, op.sizes, op.node, values))
-    except (JoinsError, NotKnownError):
+    except (CrossSampleError, NotKnownError):
         return []
-    return [dataclasses.replace(w, kind=Kind.ALIKE if w.kind is Kind.ROWS else Kind.EVEN, added=False) for w in found]
+    return [
+        dataclasses.replace(w, kind=BatchKind.ALIKE if w.kind is BatchKind.ROWS else BatchKind.EVEN, added=False)
+        for w in found
+    ]
 
 
 def _adds(op: Op) -> bool:
@@ -140,12 +154,12 @@ def _all(op: Op, what: Made) -> list[Made]:
 
 def sum_of(op: Op, added: bool = True) -> list[Made]:
     """All results are sums over samples; `added`: this operation adds them up."""
-    return _all(op, Made(Kind.SUM, added=added))
+    return _all(op, Made(BatchKind.SUM, added=added))
 
 
 def rows_at(op: Op, axis: Axis, ragged: bool = False, positions: Axis | None = None) -> list[Made]:
     """All results have rows for samples along an axis."""
-    return _all(op, Made(Kind.ROWS, axis, ragged, positions))
+    return _all(op, Made(BatchKind.ROWS, axis, ragged, positions))
 
 
 # Row by row -------------------------------------------------------------------------------------------------
@@ -163,16 +177,16 @@ def _elementwise(op: Op) -> list[Made]:
     """By broadcasting."""
     rank = len(op.out_shape())
     lined = op.node.op == "Select" and len(op.shape(0)) < rank  # Its condition has one entry for each row.
-    axes, of_rows = [], op.of(Kind.ROWS)
+    axes, of_rows = [], op.of(BatchKind.ROWS)
     for position, value in enumerate(op.values):
         axis = op.axis(position)
-        if value.kind is not Kind.SUM and axis is not None:
+        if value.kind is not BatchKind.SUM and axis is not None:
             first = lined and position == 0
             axes.append(axis if first else axis.moved(axis.dim + rank - len(op.shape(position))))
     if not of_rows:
         return _linear(op)
-    if op.of(Kind.SUM):
-        raise JoinsError
+    if op.of(BatchKind.SUM):
+        raise CrossSampleError
     kept = op.values[0].made.positions if op.node.op in ("Cast", "Identity") else None
     return rows_at(op, met(axes), op.is_ragged(of_rows), kept)
 
@@ -182,11 +196,11 @@ _LINEAR = frozenset("Add AddN AddV2 BiasAdd CheckNumerics Complex Conj EnsureSha
 
 def _linear(op: Op) -> list[Made]:
     """Of sums over samples and what is the same for all: linear in the sums, or they are used as such."""
-    sums = op.of(Kind.SUM)
+    sums = op.of(BatchKind.SUM)
     if op.node.op in ("ZerosLike", "OnesLike"):
         return _all(op, Made())
-    if op.node.op == "Cast" and is_rounded(op.node.inputs[0].dtype) and not is_rounded(op.outs[0].dtype):
-        raise JoinsError
+    if op.node.op == "Cast" and is_inexact(op.node.inputs[0].dtype) and not is_inexact(op.outs[0].dtype):
+        raise CrossSampleError
     if op.node.op in _LINEAR:
         return sum_of(op, added=False)
     if op.node.op in ("Select", "SelectV2") and 0 not in sums:
@@ -194,7 +208,7 @@ def _linear(op: Op) -> list[Made]:
     found = registered_rule(op.node)
     if isinstance(found, LinearIn) and len(sums) == 1 and sums[0] in found.positions:
         return sum_of(op, added=False)
-    raise JoinsError
+    raise CrossSampleError
 
 
 def registered_rule(node: Node) -> object:
@@ -207,11 +221,11 @@ def registered_rule(node: Node) -> object:
 
 def _images(op: Op, data: Sequence[int]) -> list[Made]:
     """Of an operation on images: they lie in the first dimension, all that is no image is the same for all."""
-    if op.of(Kind.SUM) or any(position not in data for position in op.of(Kind.ROWS)):
-        raise JoinsError
+    if op.of(BatchKind.SUM) or any(position not in data for position in op.of(BatchKind.ROWS)):
+        raise CrossSampleError
     axis = met(axis for position in data if (axis := op.axis(position)) is not None)
     if axis.dim != 0:
-        raise JoinsError
+        raise CrossSampleError
     return rows_at(op, axis, op.is_ragged(data))
 
 
@@ -237,12 +251,12 @@ _TRAILING = {
 
 @rule(*_TRAILING)
 def _trailing(op: Op) -> list[Made]:
-    if op.of(Kind.SUM):
-        raise JoinsError
-    axis = met(axis for p in op.of(Kind.ROWS) if (axis := op.axis(p)) is not None)
+    if op.of(BatchKind.SUM):
+        raise CrossSampleError
+    axis = met(axis for p in op.of(BatchKind.ROWS) if (axis := op.axis(p)) is not None)
     if axis.dim >= len(op.shape(0)) - _TRAILING[op.node.op]:
-        raise JoinsError
-    return rows_at(op, axis, op.is_ragged(op.of(Kind.ROWS)))
+        raise CrossSampleError
+    return rows_at(op, axis, op.is_ragged(op.of(BatchKind.ROWS)))
 
 
 # Sizes and draws --------------------------------------------------------------------------------------------
@@ -251,7 +265,7 @@ def _trailing(op: Op) -> list[Made]:
 @rule("Shape", "ShapeN", "Size", "Rank")
 def _sizes(op: Op) -> list[Made]:
     """The same for all micro-batches, if the number of rows does not depend on data."""
-    return sum_of(op) if op.is_ragged(op.of(Kind.ROWS)) and op.node.op != "Rank" else _all(op, Made())
+    return sum_of(op) if op.is_ragged(op.of(BatchKind.ROWS)) and op.node.op != "Rank" else _all(op, Made())
 
 
 # Added up ---------------------------------------------------------------------------------------------------
@@ -259,9 +273,9 @@ def _sizes(op: Op) -> list[Made]:
 
 @rule("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm", "ArgMax", "ArgMin")
 def _reduction(op: Op) -> list[Made]:
-    if op.values[0].kind is Kind.SUM:
-        if op.node.op not in ("Sum", "Mean") or (op.node.op == "Mean" and not is_rounded(op.outs[0].dtype)):
-            raise JoinsError
+    if op.values[0].kind is BatchKind.SUM:
+        if op.node.op not in ("Sum", "Mean") or (op.node.op == "Mean" and not is_inexact(op.outs[0].dtype)):
+            raise CrossSampleError
         return sum_of(op, added=False)
     axis, rank = op.values[0].made.axis, len(op.shape(0))
     assert axis is not None
@@ -270,9 +284,9 @@ def _reduction(op: Op) -> list[Made]:
         axes.add(axis.dim)  # Of a single sample autodiff leaves out the sum over samples, as the other trace shows.
     if axis.dim in axes:
         mean = op.node.op == "Mean"
-        uneven = op.values[0].made.ragged or not is_rounded(op.outs[0].dtype)
+        uneven = op.values[0].made.ragged or not is_inexact(op.outs[0].dtype)
         if op.node.op not in ("Sum", "Mean") or (mean and uneven):
-            raise JoinsError
+            raise CrossSampleError
         return sum_of(op, added=not mean)
     kept = "keep_dims" in op.node.attrs and op.node.attrs["keep_dims"].b
     gone = 0 if kept else sum(number < axis.dim for number in axes)
@@ -281,18 +295,18 @@ def _reduction(op: Op) -> list[Made]:
 
 @rule("L2Loss")
 def _l2_loss(op: Op) -> list[Made]:
-    if op.of(Kind.SUM):
-        raise JoinsError
+    if op.of(BatchKind.SUM):
+        raise CrossSampleError
     return sum_of(op)
 
 
 @rule("BiasAddGrad")
 def _bias_grad(op: Op) -> list[Made]:
     axis = op.axis(0)
-    if op.of(Kind.SUM):
+    if op.of(BatchKind.SUM):
         return sum_of(op, added=False)
     if axis is None or axis.dim == channel_dim(op.node, len(op.shape(0))):
-        raise JoinsError
+        raise CrossSampleError
     return sum_of(op)
 
 
@@ -327,20 +341,20 @@ def _labels(op: Op) -> list[str]:
 def _product(op: Op) -> list[Made]:
     """Samples stay rows, or both operands have them where products are added up."""
     *operands, out = _labels(op)
-    sums, rows = op.of(Kind.SUM), op.of(Kind.ROWS)
+    sums, rows = op.of(BatchKind.SUM), op.of(BatchKind.ROWS)
     if sums:
         if rows or len(sums) > 1:
-            raise JoinsError
+            raise CrossSampleError
         return sum_of(op, added=False)
     axes = {p: axis for p in range(len(operands)) if (axis := op.axis(p)) is not None}
     letters = {operands[p][axis.dim] for p, axis in axes.items()}
     if len(letters) != 1:
-        raise JoinsError
+        raise CrossSampleError
     (letter,) = letters
     axis = met(axis.moved(0) for axis in axes.values())
     for position, own in enumerate(operands):
         if position not in axes and letter in own and op.shape(position)[own.index(letter)] != 1:
-            raise JoinsError
+            raise CrossSampleError
     if letter in out:
         return rows_at(op, axis.moved(out.index(letter)), op.is_ragged(rows))
     return sum_of(op)
@@ -350,8 +364,8 @@ def _product(op: Op) -> list[Made]:
 def _segments(op: Op) -> list[Made]:
     """Rows put back to where they were taken from, or added up."""
     data, ids = op.values[0], op.values[1]
-    if data.kind is Kind.SUM or ids.kind is Kind.SUM:
-        raise JoinsError
+    if data.kind is BatchKind.SUM or ids.kind is BatchKind.SUM:
+        raise CrossSampleError
     if ids.made.positions is not None:
         return rows_at(op, ids.made.positions.moved(0))
     if op.scales():
@@ -365,8 +379,8 @@ def _segments(op: Op) -> list[Made]:
 
 @rule("ScatterNd")
 def _scatter(op: Op) -> list[Made]:
-    if op.of(Kind.SUM):
-        raise JoinsError
+    if op.of(BatchKind.SUM):
+        raise CrossSampleError
     if op.scales():
         raise NotKnownError
     return sum_of(op)
@@ -374,7 +388,7 @@ def _scatter(op: Op) -> list[Made]:
 
 @rule("DenseBincount", "Bincount", "HistogramFixedWidth")
 def _count(op: Op) -> list[Made]:
-    if op.scales() or op.of(Kind.SUM):
+    if op.scales() or op.of(BatchKind.SUM):
         raise NotKnownError
     return sum_of(op)
 
@@ -382,15 +396,15 @@ def _count(op: Op) -> list[Made]:
 @rule("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 def _batch_norm(op: Op) -> list[Made]:
     if op.node.attrs["is_training"].b:
-        raise JoinsError
+        raise CrossSampleError
     axis = _images(op, [0])[0].axis
     assert axis is not None
-    return [Made(Kind.ROWS, axis), *(Made() for _ in op.outs[1:])]
+    return [Made(BatchKind.ROWS, axis), *(Made() for _ in op.outs[1:])]
 
 
 @rule("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
 def _batch_norm_grad(op: Op) -> list[Made]:
     axis = op.axis(0)
     if axis is None:
-        raise JoinsError
-    return [Made(Kind.ROWS, axis), *(Made(Kind.SUM, added=True) for _ in op.outs[1:])]
+        raise CrossSampleError
+    return [Made(BatchKind.ROWS, axis), *(Made(BatchKind.SUM, added=True) for _ in op.outs[1:])]

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.ir.graph import Node, Tensor
-from rewriters.pipelining.micro_batch_reduction import Growth
+from rewriters.pipelining.micro_batch_reduction import BatchGrowth
 
 __all__: list[str] = []
 
 
-class Kind(enum.Enum):
+class BatchKind(enum.Enum):
     """What a tensor holds of samples."""
 
     EVEN = "the same for all micro-batches"
@@ -35,7 +35,7 @@ class Kind(enum.Enum):
     SUM = "a sum over samples"
 
 
-WITHOUT_DATA = frozenset((Kind.EVEN, Kind.ALIKE, Kind.PLACES))
+WITHOUT_DATA = frozenset((BatchKind.EVEN, BatchKind.ALIKE, BatchKind.PLACES))
 """Kinds of what depends on the batch by its size at most."""
 
 
@@ -70,7 +70,7 @@ class Made:
         added: Whether samples are added up.
     """
 
-    kind: Kind = Kind.EVEN
+    kind: BatchKind = BatchKind.EVEN
     axis: Axis | None = None
     ragged: bool = False
     positions: Axis | None = None
@@ -78,7 +78,7 @@ class Made:
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class AbstractValue:
     """What is known of a tensor.
 
     Attributes:
@@ -105,7 +105,7 @@ class Value:
     zero: bool = False
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> BatchKind:
         """What it holds of samples."""
         return self.made.kind
 
@@ -117,11 +117,11 @@ class Value:
     @property
     def to_sum(self) -> Fraction | None:
         """Power that values of micro-batches, added up or put together, are multiplied by to give that of the batch."""
-        put_together = self.kind in (Kind.ROWS, Kind.ALIKE, Kind.PLACES)
+        put_together = self.kind in (BatchKind.ROWS, BatchKind.ALIKE, BatchKind.PLACES)
         return self.power if self.power is None or put_together else self.power - 1
 
 
-class JoinsError(Exception):
+class CrossSampleError(Exception):
     """Raised by a rule: a row of the result depends on several samples, or a sum is used as such."""
 
 
@@ -156,7 +156,7 @@ class Sizes:
 
     whole: Callable[[Tensor], Any]
     values: Callable[[Tensor], tuple[Any, Any]]
-    growth: Callable[[Tensor], Growth | None]
+    growth: Callable[[Tensor], BatchGrowth | None]
     parts: int
     samples: int | None
 
@@ -180,7 +180,7 @@ class Sizes:
 class Op:
     """An operation as rules see it."""
 
-    def __init__(self, analysis: Analysis, sizes: Sizes, node: Node, values: list[Value]) -> None:
+    def __init__(self, analysis: GraphAnalysis, sizes: Sizes, node: Node, values: list[AbstractValue]) -> None:
         self.node = node
         self.values = values
         self.sizes = sizes
@@ -199,7 +199,7 @@ class Op:
         """Where the samples of an operand lie; also of one that is as long as the batch and the same for all."""
         return self.values[position].made.axis
 
-    def of(self, kind: Kind) -> list[int]:
+    def of(self, kind: BatchKind) -> list[int]:
         """Positions of operands of a kind."""
         return [position for position, value in enumerate(self.values) if value.kind is kind]
 
@@ -239,9 +239,9 @@ def met(axes: Iterable[Axis]) -> Axis:
     first, *others = axes
     for other in others:
         if other.dim != first.dim:
-            raise JoinsError
+            raise CrossSampleError
         if first.within is None:
             first = other
         elif other.within is not None and other != first:
-            raise JoinsError
+            raise CrossSampleError
     return first

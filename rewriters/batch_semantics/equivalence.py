@@ -17,14 +17,14 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.batch_semantics.axis_rules import SHAPE_OPERANDS
-from rewriters.batch_semantics.domain import Kind, Sizes, Value
-from rewriters.batch_semantics.interpreter import Values, draws
-from rewriters.ir.graph import Node, Tensor, ancestors, operands, predecessors
-from rewriters.ir.static_values import is_rounded
-from rewriters.ir.variables import handles, writes
-from rewriters.pipelining.step_partition import Parts
+from rewriters.batch_semantics.domain import AbstractValue, BatchKind, Sizes
+from rewriters.batch_semantics.interpreter import BatchInterpreter, draws
+from rewriters.ir.graph import Node, Tensor, ancestors, predecessors, producers
+from rewriters.ir.static_values import is_inexact
+from rewriters.ir.variables import may_write_variable, variable_handles
+from rewriters.pipelining.step_partition import StepPartition
 
 __all__: list[str] = []
 
@@ -33,7 +33,7 @@ _EITHER = Fraction(0), Fraction(-1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Samples:
+class EquivalenceReport:
     """How samples of a batch come together.
 
     Attributes:
@@ -79,7 +79,9 @@ class Samples:
     half: list[Tensor]
 
 
-def samples(analysis: Analysis, parts: Parts, sizes: Sizes, metrics: Container[str] = ()) -> Samples:
+def analyse_equivalence(
+    analysis: GraphAnalysis, parts: StepPartition, sizes: Sizes, metrics: Container[str] = ()
+) -> EquivalenceReport:
     """Find out how samples come together.
 
     Args:
@@ -88,14 +90,21 @@ def samples(analysis: Analysis, parts: Parts, sizes: Sizes, metrics: Container[s
         sizes: What is known of sizes.
         metrics: Names of operations that belong to metrics.
     """
-    values = Values(analysis, parts, sizes)
+    values = BatchInterpreter(analysis, parts, sizes)
     return _Leaving(analysis, parts, sizes, metrics, values).run()
 
 
 class _Leaving:
     """Asks of all that leaves a micro-batch whether it can be put together."""
 
-    def __init__(self, analysis: Analysis, parts: Parts, sizes: Sizes, metrics: Container[str], values: Values) -> None:
+    def __init__(
+        self,
+        analysis: GraphAnalysis,
+        parts: StepPartition,
+        sizes: Sizes,
+        metrics: Container[str],
+        values: BatchInterpreter,
+    ) -> None:
         self.analysis = analysis
         self.parts = parts
         self.sizes = sizes
@@ -106,9 +115,9 @@ class _Leaving:
         self.in_metrics: dict[Node | Tensor, None] = {}
         self.factors: dict[tuple[Node, int], float] = {}
 
-    def run(self) -> Samples:
+    def run(self) -> EquivalenceReport:
         read = [t for node in self.analysis.order if node in self.parts.update for t in node.inputs]
-        read = [t for t in dict.fromkeys((*self.parts.gradients, *read)) if t.node in self.parts.repeated]
+        read = [t for t in dict.fromkeys((*self.parts.gradients, *read)) if t.node in self.parts.per_micro_batch]
         added, of_metrics = self._written()
         needed = self._ancestors([*read, *added])
         results = self._ancestors(self.analysis.graph.outputs) | needed
@@ -117,22 +126,22 @@ class _Leaving:
         left = [t for t in read if not self._is_total(t)]
         states = dict.fromkeys(s for t in (*left, *added) if (s := self.of[t].state) is not None)
         for node in states:
-            self.written.update((h, node) for h in handles(node) if h not in self.written)
+            self.written.update((h, node) for h in variable_handles(node) if h not in self.written)
         self.written.update((h, node) for h, node in self._half_written() if h not in self.written)
         for handle, node in self._entangled():
             if node.name in self.metrics:
                 self.in_metrics[handle] = None
             else:
                 self.written.setdefault(handle, node)
-        again = {h for node in self.parts.update if writes(node) for h in handles(node)}
+        again = {h for node in self.parts.update if may_write_variable(node) for h in variable_handles(node)}
         alone = self._ancestors(of_metrics) - results
         notes = [n for n in self.values.joined if n in alone]
-        reads = {t: self.of[t] for t in read if t.node in self.parts.direct and is_rounded(t.dtype)}
+        reads = {t: self.of[t] for t in read if t.node in self.parts.batch_dependent and is_inexact(t.dtype)}
         reads = {t: value for t, value in reads.items() if not value.zero}
         left_last = [t for t in dict.fromkeys((*self.analysis.graph.outputs, *read)) if self._is_last(t)]
         unknown = [n for n in self.values.unknown if n in results]
         unknown += [v.lost for v in reads.values() if v.power is None and v.lost is not None and not v.mixed]
-        return Samples(
+        return EquivalenceReport(
             joined=forward or joined,
             written=[(handle, node) for handle, node in self.written.items() if handle not in again],
             in_metrics=[*notes, *self.in_metrics],
@@ -145,22 +154,26 @@ class _Leaving:
             turned=[t for t in read if (axis := self.of[t].made.axis) is not None and axis.dim],
             factors=self.factors,
             odd={n: t for n, t in self.values.odd.items() if n in results},
-            places={t for t, v in self.of.items() if v.kind is Kind.PLACES},
-            sums={t for t, v in self.of.items() if v.kind is Kind.SUM},
+            places={t for t, v in self.of.items() if v.kind is BatchKind.PLACES},
+            sums={t for t, v in self.of.items() if v.kind is BatchKind.SUM},
             zero={t for t, v in self.of.items() if self._is_no_gradient(t, v)},
             half=[t for t in left_last if self.of[t].power != 0],
         )
 
-    def _is_either(self, tensor: Tensor, value: Value) -> bool:
+    def _is_either(self, tensor: Tensor, value: AbstractValue) -> bool:
         """Whether it is known to be a sum or a mean; of gradients that are all zero it does not matter."""
-        either = tensor.node in self.parts.direct and value.to_sum in _EITHER
+        either = tensor.node in self.parts.batch_dependent and value.to_sum in _EITHER
         return either and not self._is_no_gradient(tensor, value)
 
     def _is_last(self, tensor: Tensor) -> bool:
         """Whether it is made of what micro-batches have written, and not of the batch: the last one has its value."""
-        return tensor.node in self.parts.repeated and tensor.node not in self.parts.direct and bool(tensor.dtype.size)
+        return (
+            tensor.node in self.parts.per_micro_batch
+            and tensor.node not in self.parts.batch_dependent
+            and bool(tensor.dtype.size)
+        )
 
-    def _is_no_gradient(self, tensor: Tensor, value: Value) -> bool:
+    def _is_no_gradient(self, tensor: Tensor, value: AbstractValue) -> bool:
         return value.zero and tensor.node in self.analysis.backward
 
     def _ancestors(self, tensors: Iterable[Tensor], through_draws: bool = True) -> set[Node]:
@@ -170,7 +183,7 @@ class _Leaving:
             if not through_draws and draws(node):
                 return []
             left_out = SHAPE_OPERANDS.get(node.op, ())
-            return [before for p, before in enumerate(operands(node)) if p not in left_out]
+            return [before for p, before in enumerate(producers(node)) if p not in left_out]
 
         return ancestors((t.node for t in tensors), waits_for)
 
@@ -182,7 +195,7 @@ class _Leaving:
         of_metrics: list[Tensor] = []
         for node, handle in self._writes():
             metric = node.name in self.metrics
-            if not metric and node not in self.parts.direct:
+            if not metric and node not in self.parts.batch_dependent:
                 continue  # A seed: each micro-batch draws anew.
             found = self._added(node, handle)
             exact = found is not None and self._adds_up(node, *found)
@@ -199,8 +212,8 @@ class _Leaving:
 
         Of what of it is chosen by data, each micro-batch reads a part, before the others have written.
         """
-        read, writing = handles(tensor.node), self._writing()
-        if not read or tensor.node in self.parts.direct:
+        read, writing = variable_handles(tensor.node), self._writing()
+        if not read or tensor.node in self.parts.batch_dependent:
             return False
         return all(self._runs_after(tensor.node, writing[handle]) for handle in read if handle in writing)
 
@@ -219,12 +232,12 @@ class _Leaving:
         """
         written = self._writing()
         for result in self.analysis.graph.outputs:
-            if result.node not in self.parts.repeated:
+            if result.node not in self.parts.per_micro_batch:
                 continue
             for node in self.analysis.sorted(self._ancestors([result], through_draws=False)):
-                for handle in handles(node) if node.outputs else ():
+                for handle in variable_handles(node) if node.outputs else ():
                     writing = written.get(handle, [])
-                    if writing and (result.node in self.parts.direct or not self._runs_after(node, writing)):
+                    if writing and (result.node in self.parts.batch_dependent or not self._runs_after(node, writing)):
                         yield handle, node
 
     def _entangled(self) -> Iterator[tuple[Tensor, Node]]:
@@ -234,7 +247,10 @@ class _Leaving:
         another value to go on from than the batch. Several sums that are added are one.
         """
         written = self._writing()
-        counted = {*self.parts.direct, *(node for node in self.parts.repeated if node.name in self.metrics)}
+        counted = {
+            *self.parts.batch_dependent,
+            *(node for node in self.parts.per_micro_batch if node.name in self.metrics),
+        }
         of_data = {handle for handle, nodes in written.items() if not counted.isdisjoint(nodes)}  # Others are seeds.
         for handle, nodes in written.items():
             if handle in of_data and len(nodes) > 1 and not all(self._adds_samples(node, handle) for node in nodes):
@@ -242,13 +258,13 @@ class _Leaving:
             for node in nodes:
                 found = self._added(node, handle)
                 before = self._ancestors([found[1]] if found is not None else node.inputs[1:], through_draws=False)
-                if any(other in of_data and other != handle for n in before for other in handles(n)):
+                if any(other in of_data and other != handle for n in before for other in variable_handles(n)):
                     yield handle, node
 
     def _adds_samples(self, node: Node, handle: Tensor) -> bool:
         """Whether a write adds something that is made of samples, so that micro-batches add their parts of it."""
         found = self._added(node, handle)
-        return found is not None and self.of[found[1]].kind is Kind.SUM and self._adds_up(node, *found)
+        return found is not None and self.of[found[1]].kind is BatchKind.SUM and self._adds_up(node, *found)
 
     def _runs_after(self, node: Node, others: Sequence[Node]) -> bool:
         """Whether an operation waits for some others, or is one of them."""
@@ -263,9 +279,9 @@ class _Leaving:
 
     def _writes(self) -> Iterator[tuple[Node, Tensor]]:
         for node in self.analysis.order:
-            if node in self.parts.repeated and writes(node):
-                for handle in handles(node):
-                    if handle in self.parts.chained:
+            if node in self.parts.per_micro_batch and may_write_variable(node):
+                for handle in variable_handles(node):
+                    if handle in self.parts.carried_variables:
                         yield node, handle
 
     def _added(self, node: Node, handle: Tensor) -> tuple[tuple[Node, int], Tensor] | None:
@@ -292,12 +308,12 @@ class _Leaving:
     def _adds_up(self, node: Node, place: tuple[Node, int], tensor: Tensor) -> bool:
         """Whether what micro-batches add makes what the batch adds, each times some factor if need be."""
         value = self.of[tensor]
-        rows = node.op.startswith("ResourceScatter") and value.kind is Kind.ROWS
-        if value.state is not None or value.power is None or (value.kind is Kind.ROWS and not rows):
+        rows = node.op.startswith("ResourceScatter") and value.kind is BatchKind.ROWS
+        if value.state is not None or value.power is None or (value.kind is BatchKind.ROWS and not rows):
             return False
         factor = value.power if rows else value.power - 1
         if factor:
-            if not is_rounded(tensor.dtype):
+            if not is_inexact(tensor.dtype):
                 return False
             self.factors[place] = float(self.sizes.parts) ** float(factor)
         return value.exact

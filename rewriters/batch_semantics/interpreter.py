@@ -8,14 +8,15 @@ from fractions import Fraction
 import numpy as np
 
 from rewriters.analysis.autodiff_roles import is_random, is_seed, reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.batch_semantics import movement_rules
-from rewriters.batch_semantics.axis_rules import LENGTHS, SHAPE_OPERANDS, made
+from rewriters.batch_semantics.axis_rules import LENGTHS, SHAPE_OPERANDS, batch_kind_of
 from rewriters.batch_semantics.domain import (
     WITHOUT_DATA,
+    AbstractValue,
     Axis,
-    JoinsError,
-    Kind,
+    BatchKind,
+    CrossSampleError,
     Made,
     MixedError,
     NoPowerError,
@@ -23,15 +24,19 @@ from rewriters.batch_semantics.domain import (
     NotLinearError,
     Op,
     Sizes,
-    Value,
 )
-from rewriters.batch_semantics.scaling_rules import counted, power, power_of, vanishes
+from rewriters.batch_semantics.scaling_rules import counted, is_structurally_zero, power_of, scaling_exponent
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import BRANCHES, LOOPS, Node, Tensor
-from rewriters.ir.static_values import is_rounded
-from rewriters.ir.variables import handles
-from rewriters.pipelining.batch_sized_values import Borders, Use, counts_on, without_data
-from rewriters.pipelining.step_partition import Parts
+from rewriters.ir.static_values import is_inexact
+from rewriters.ir.variables import variable_handles
+from rewriters.pipelining.batch_sized_values import (
+    BatchSizedValues,
+    MicroBatchUse,
+    is_offset_by_micro_batch,
+    without_data,
+)
+from rewriters.pipelining.step_partition import StepPartition
 from rewriters.rules.elementwise import ELEMENTWISE
 
 __all__: list[str] = []
@@ -43,14 +48,14 @@ _DECISIONS = ("All", "Any")
 """Checks of a batch, mostly, such as whether all labels are 0 or 1: that is said, and not refused."""
 
 
-class Values:
+class BatchInterpreter:
     """Goes through a step and finds out what each tensor is."""
 
-    def __init__(self, analysis: Analysis, parts: Parts, sizes: Sizes) -> None:
+    def __init__(self, analysis: GraphAnalysis, parts: StepPartition, sizes: Sizes) -> None:
         self.analysis = analysis
         self.parts = parts
         self.sizes = sizes
-        self.of: dict[Tensor, Value] = {}
+        self.of: dict[Tensor, AbstractValue] = {}
         self.joined: dict[Node, None] = {}
         self.unlike: dict[Node, None] = {}
         self.mixed: dict[Node, None] = {}
@@ -58,46 +63,48 @@ class Values:
         self.unknown: dict[Node, None] = {}
         self.odd: dict[Node, Tensor] = {}
         without = without_data(analysis, parts, set(parts.sources))
-        self.borders = Borders(analysis, parts, without, sizes.growth, lambda t: self.of[t].kind is not Kind.PLACES)
-        self._chained = set(parts.chained)
+        self.borders = BatchSizedValues(
+            analysis, parts, without, sizes.growth, lambda t: self.of[t].kind is not BatchKind.PLACES
+        )
+        self._chained = set(parts.carried_variables)
         self._batched = {t for t in analysis.graph.inputs if t.node in parts.sources}
         for node in analysis.order:
             if node not in parts.update:
                 for index, value in enumerate(self._made(node)):
                     self.of[node.out(index)] = value
 
-    def _made(self, node: Node) -> list[Value]:
+    def _made(self, node: Node) -> list[AbstractValue]:
         outs = [node.out(index) for index in range(len(node.outputs))]
         if not node.inputs:
-            rows = Made(Kind.ROWS, Axis(0, 1, 1))
-            return [Value(rows) if t in self._batched else self._given(t) for t in outs]
-        if any(h in self._chained for h in handles(node)):
-            return [Value(state=node) for _ in outs]
+            rows = Made(BatchKind.ROWS, Axis(0, 1, 1))
+            return [AbstractValue(rows) if t in self._batched else self._given(t) for t in outs]
+        if any(h in self._chained for h in variable_handles(node)):
+            return [AbstractValue(state=node) for _ in outs]
         if draws(node):
-            return [Value(self._drawn(node, t)) for t in outs]
+            return [AbstractValue(self._drawn(node, t)) for t in outs]
         sizes = SHAPE_OPERANDS.get(node.op, ())
-        values = [Value() if p in sizes else self._read(node, t) for p, t in enumerate(node.inputs)]
+        values = [AbstractValue() if p in sizes else self._read(node, t) for p, t in enumerate(node.inputs)]
         return self._computed(Op(self.analysis, self.sizes, node, values))
 
-    def _computed(self, op: Op) -> list[Value]:
+    def _computed(self, op: Op) -> list[AbstractValue]:
         known = self._all_known(op)
         if all(known) and not reads_shape_only(op.node) and not any(map(self.sizes.axis, op.outs)):
             return [value for value in known if value is not None]
         found, exact = self._samples(op, all(v.exact for v in op.values))
-        zero = vanishes(op)
+        zero = is_structurally_zero(op)
         own, lost, mixed = (Fraction(0), None, False) if zero else self._power(op, exact)
         state = next((v.state for v in op.values if v.state is not None), None)
         chosen = self._chosen_by(op)
         odd = self._odd(op, own, chosen)
         lost = lost or odd
-        made_of: list[Value] = []
+        made_of: list[AbstractValue] = []
         for tensor, what, told in zip(op.outs, found, known, strict=True):
             if told is not None and what.kind in WITHOUT_DATA:
                 made_of.append(dataclasses.replace(told, made=what, exact=exact))
                 continue
             total = own if own is None or not what.added else own + 1
             made_of.append(
-                Value(
+                AbstractValue(
                     what,
                     total,
                     exact,
@@ -105,10 +112,10 @@ class Values:
                     lost,
                     mixed,
                     odd=odd is not None and what.kind in WITHOUT_DATA,
-                    zero=zero and is_rounded(tensor.dtype),
+                    zero=zero and is_inexact(tensor.dtype),
                 )
             )
-        if any(value.kind is not Kind.PLACES for value in made_of):
+        if any(value.kind is not BatchKind.PLACES for value in made_of):
             self._mark_odd(op)
         pairs = zip(made_of, op.outs, strict=True)  # Whole numbers may be sizes and places, and are judged where read.
         if chosen is not None and not all(value.odd and t.dtype.is_integer for value, t in pairs):
@@ -123,10 +130,10 @@ class Values:
         here = chosen is not None or (power is None and all(value.power is not None for value in op.values))
         return before or (op.node if here else None)
 
-    def _all_known(self, op: Op) -> list[Value | None]:
+    def _all_known(self, op: Op) -> list[AbstractValue | None]:
         """What is known of the numbers of each result, if it is made of sizes and constants."""
         if reads_shape_only(op.node) and op.node.op != "Rank":
-            return [self._known(t) or Value(power=None, lost=op.node) for t in op.outs]
+            return [self._known(t) or AbstractValue(power=None, lost=op.node) for t in op.outs]
         if op.node.stateful or any(value.kind not in WITHOUT_DATA for value in op.values):
             return [None] * len(op.outs)
         first = next((v.lost for v in op.values if v.odd), None)
@@ -139,55 +146,55 @@ class Values:
     def _is_number(self, op: Op, tensor: Tensor) -> bool:
         """Whether an operand is taken as a number, or as something that is so or not; others are parts of shapes."""
         single = np.size(self.sizes.values(tensor)[0]) == 1
-        return tensor.dtype.name == "bool" or (is_rounded(tensor.dtype) and (single or op.node.op in ELEMENTWISE))
+        return tensor.dtype.name == "bool" or (is_inexact(tensor.dtype) and (single or op.node.op in ELEMENTWISE))
 
-    def _given(self, tensor: Tensor) -> Value:
+    def _given(self, tensor: Tensor) -> AbstractValue:
         """Of a constant, or an argument that is no batch."""
         if tensor.node.op != "Const":
-            return Value()
-        value, axis = self._known(tensor) or Value(power=None, lost=tensor.node), self.sizes.axis(tensor)
+            return AbstractValue()
+        value, axis = self._known(tensor) or AbstractValue(power=None, lost=tensor.node), self.sizes.axis(tensor)
         if axis is None:
             return value
         here, _ = self.sizes.values(tensor)
         uniform = here is not None and bool((here == here.flat[:1]).all())
-        return dataclasses.replace(value, made=Made(Kind.ALIKE if uniform else Kind.PLACES, axis))
+        return dataclasses.replace(value, made=Made(BatchKind.ALIKE if uniform else BatchKind.PLACES, axis))
 
-    def _known(self, tensor: Tensor) -> Value | None:
+    def _known(self, tensor: Tensor) -> AbstractValue | None:
         """What is the same for all, if it is known for a micro-batch and for the batch."""
         try:
             own = power_of(*self.sizes.values(tensor), self.sizes.parts)
         except NoPowerError:
-            return Value(power=None, lost=tensor.node, odd=True)
-        return None if own is None else Value(power=own, zero=not np.any(self.sizes.values(tensor)[0]))
+            return AbstractValue(power=None, lost=tensor.node, odd=True)
+        return None if own is None else AbstractValue(power=own, zero=not np.any(self.sizes.values(tensor)[0]))
 
-    def _read(self, node: Node, tensor: Tensor) -> Value:
+    def _read(self, node: Node, tensor: Tensor) -> AbstractValue:
         """An operand; of what is not of data and is not the same for each sample, the part of a micro-batch."""
         value = self.of[tensor]
-        if value.kind is not Kind.PLACES or not self.borders.cross(node):
+        if value.kind is not BatchKind.PLACES or not self.borders.cross(node):
             return value
         try:
             use = self.borders.use(tensor)
         except PipelineError:  # Raised again when it is to be cut, if nothing that tells more is found before.
-            return Value(dataclasses.replace(value.made, kind=Kind.ALIKE))
-        if use is Use.PLACE and counts_on(*self.sizes.values(tensor), self.sizes.parts):
-            return Value(dataclasses.replace(value.made, kind=Kind.ALIKE))
-        if use is Use.CUT:
+            return AbstractValue(dataclasses.replace(value.made, kind=BatchKind.ALIKE))
+        if use is MicroBatchUse.PLACE and is_offset_by_micro_batch(*self.sizes.values(tensor), self.sizes.parts):
+            return AbstractValue(dataclasses.replace(value.made, kind=BatchKind.ALIKE))
+        if use is MicroBatchUse.CUT:
             growth = self.sizes.growth(tensor)
             rows = growth.rows if growth is not None else 0
-            return Value(Made(Kind.ROWS, Axis(0, 1, rows) if rows else Axis(0)), cut=True)
+            return AbstractValue(Made(BatchKind.ROWS, Axis(0, 1, rows) if rows else Axis(0)), cut=True)
         return value
 
     def _drawn(self, node: Node, tensor: Tensor) -> Made:
         """Noise: of a fixed seed it is not of data, else each micro-batch draws its own."""
         if node not in self.borders.forward:
-            return self._by_size(tensor, Kind.EVEN)
+            return self._by_size(tensor, BatchKind.EVEN)
         axis = self.sizes.axis(tensor)
-        return Made(Kind.PLACES, axis) if axis else Made()
+        return Made(BatchKind.PLACES, axis) if axis else Made()
 
     def _mark_odd(self, op: Op) -> None:
         """Note who computes with a number that is known to be larger for the batch by what is no power."""
         for value, tensor in zip(op.values, op.node.inputs, strict=True):
-            if value.odd and value.lost and (is_rounded(tensor.dtype) or op.node.op in ELEMENTWISE):
+            if value.odd and value.lost and (is_inexact(tensor.dtype) or op.node.op in ELEMENTWISE):
                 self.odd.setdefault(op.node, value.lost.out())
 
     def _chosen_by(self, op: Op) -> Tensor | None:
@@ -209,8 +216,8 @@ class Values:
             if position in sizes:
                 decides = node.op in ("Slice", "StridedSlice") and self._is_elsewhere(op, position)
             else:
-                own = value.goes_with_size or (value.kind is Kind.ROWS and bool(value.power))
-                decides = own and position not in told and not is_rounded(tensor.dtype)
+                own = value.goes_with_size or (value.kind is BatchKind.ROWS and bool(value.power))
+                decides = own and position not in told and not is_inexact(tensor.dtype)
             if decides:
                 return tensor if value.lost is None else value.lost.out()
         return None
@@ -232,28 +239,30 @@ class Values:
         """What an operation makes, and whether that is exact if its operands are."""
         node = op.node
         try:
-            found = made(op)
+            found = batch_kind_of(op)
             for what, tensor in zip(found, op.outs, strict=True):
                 self._check(what, tensor)
-        except JoinsError:
+        except CrossSampleError:
             if node.op in _DECISIONS:
                 self.unknown[node] = None
                 return [Made() for _ in op.outs], exact
             if exact:
                 self.joined[node] = None
-            return [self._by_size(t, Kind.SUM) for t in op.outs], False
+            return [self._by_size(t, BatchKind.SUM) for t in op.outs], False
         except NotKnownError:
             if all(value.kind in WITHOUT_DATA for value in op.values):
                 return [Made() for _ in op.outs], exact
-            found = [self._by_size(t, Kind.SUM) for t in op.outs]
+            found = [self._by_size(t, BatchKind.SUM) for t in op.outs]
             lists = any(t.dtype.name == "variant" for t in op.outs)
-            if any(what.kind is Kind.SUM and not lists and node not in self.analysis.backward for what in found):
+            if any(what.kind is BatchKind.SUM and not lists and node not in self.analysis.backward for what in found):
                 if exact:
                     self.joined[node] = None
                 return found, False
             self.unknown[node] = None
             if lists or node.op in LOOPS:
-                found = [w if w.kind is Kind.ROWS else Made(Kind.SUM, added=w.kind is Kind.SUM) for w in found]
+                found = [
+                    w if w.kind is BatchKind.ROWS else Made(BatchKind.SUM, added=w.kind is BatchKind.SUM) for w in found
+                ]
         return found, exact
 
     def _check(self, what: Made, tensor: Tensor) -> None:
@@ -261,33 +270,33 @@ class Values:
         if tensor.shape is None:
             return
         certain, maybe = self.sizes.dims(tensor)
-        if what.kind is Kind.SUM and certain:
-            raise JoinsError
-        if what.kind is Kind.ROWS and what.axis is not None and not what.ragged:
+        if what.kind is BatchKind.SUM and certain:
+            raise CrossSampleError
+        if what.kind is BatchKind.ROWS and what.axis is not None and not what.ragged:
             if not certain <= {what.axis.dim} or what.axis.dim not in certain | maybe:
-                raise JoinsError
+                raise CrossSampleError
 
-    def _by_size(self, tensor: Tensor, other: Kind) -> Made:
+    def _by_size(self, tensor: Tensor, other: BatchKind) -> Made:
         """By the size alone: with rows for samples, or not; one of unknown rank is taken to have them."""
         if tensor.shape is None:
-            return Made(Kind.ROWS, Axis(0))
+            return Made(BatchKind.ROWS, Axis(0))
         certain, maybe = self.sizes.dims(tensor)
         dims = certain or maybe
-        return Made(Kind.ROWS, Axis(min(dims))) if dims else Made(other)
+        return Made(BatchKind.ROWS, Axis(min(dims))) if dims else Made(other)
 
     # Powers -----------------------------------------------------------------------------------------------------
 
     def _power(self, op: Op, exact: bool) -> tuple[Fraction | None, Node | None, bool]:
         """The power, or the operation after which it is not known, and whether that added sums to means."""
         node = op.node
-        sums = {op.values[p].power for p in op.of(Kind.SUM) if not op.values[p].zero}
-        if node.op in _ADDS and len(sums) == 1 and op.of(Kind.EVEN) and not op.of(Kind.ROWS):
+        sums = {op.values[p].power for p in op.of(BatchKind.SUM) if not op.values[p].zero}
+        if node.op in _ADDS and len(sums) == 1 and op.of(BatchKind.EVEN) and not op.of(BatchKind.ROWS):
             (own,) = sums
-            if own == 1 and any(op.values[p].power == 0 and not op.values[p].zero for p in op.of(Kind.EVEN)):
+            if own == 1 and any(op.values[p].power == 0 and not op.values[p].zero for p in op.of(BatchKind.EVEN)):
                 self.unlike[node] = None
                 return own, None, False
         try:
-            found = self._of_loop(op) if node in self.unknown else power(op)
+            found = self._of_loop(op) if node in self.unknown else scaling_exponent(op)
         except MixedError:
             self.mixed[node] = None
             return None, node, True
@@ -302,7 +311,7 @@ class Values:
 
     def _of_loop(self, op: Op) -> Fraction | None:
         """Of an operation without a rule: one that autodiff made is taken to be linear in gradients."""
-        powers = {v.power for v, t in zip(op.values, op.node.inputs, strict=True) if is_rounded(t.dtype) or v.power}
+        powers = {v.power for v, t in zip(op.values, op.node.inputs, strict=True) if is_inexact(t.dtype) or v.power}
         powers.discard(Fraction(0))
         if not powers:
             return Fraction(0)

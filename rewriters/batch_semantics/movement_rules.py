@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from rewriters.batch_semantics.axis_rules import registered_rule, rows_at, rule, sum_of
-from rewriters.batch_semantics.domain import Axis, JoinsError, Kind, Made, NotKnownError, Op, met
+from rewriters.batch_semantics.domain import Axis, BatchKind, CrossSampleError, Made, NotKnownError, Op, met
 from rewriters.errors import NotTileableError
-from rewriters.rules.slicing import Cut, Sliced
+from rewriters.rules.slicing import AxisSlice, Sliced
 
 __all__: list[str] = []
 
@@ -18,13 +18,13 @@ __all__: list[str] = []
 def _moved(op: Op, position: int) -> Axis:
     """Where the samples of the one operand that matters lie; sums go on as sums."""
     axis = op.values[position].made.axis
-    if axis is None or any(p != position for p in op.of(Kind.ROWS) + op.of(Kind.SUM)):
-        raise JoinsError
+    if axis is None or any(p != position for p in op.of(BatchKind.ROWS) + op.of(BatchKind.SUM)):
+        raise CrossSampleError
     return axis
 
 
 def _is_sum(op: Op, position: int) -> bool:
-    return op.values[position].kind is Kind.SUM and len(op.of(Kind.SUM)) == 1 and not op.of(Kind.ROWS)
+    return op.values[position].kind is BatchKind.SUM and len(op.of(BatchKind.SUM)) == 1 and not op.of(BatchKind.ROWS)
 
 
 @rule("Reshape", "ExpandDims", "Squeeze")
@@ -49,7 +49,7 @@ def _reshape(op: Op) -> list[Made]:
             return rows_at(op, axis.moved(dim), positions=what.positions)  # Along it nothing moves, however it lies.
         if not before % ahead and not behind % after:
             return rows_at(op, Axis(dim, before // ahead, behind // after), positions=what.positions)
-    raise JoinsError
+    raise CrossSampleError
 
 
 def _known(shape: Sequence[int | None]) -> list[int]:
@@ -79,7 +79,7 @@ def _transpose(op: Op) -> list[Made]:
     return rows_at(op, axis.moved(op.ints(1).index(axis.dim)), op.values[0].made.ragged)
 
 
-def _cuts(op: Op) -> list[Cut]:
+def _cuts(op: Op) -> list[AxisSlice]:
     found = registered_rule(op.node)
     assert isinstance(found, Sliced)
     try:
@@ -88,16 +88,16 @@ def _cuts(op: Op) -> list[Cut]:
         raise NotKnownError from None
 
 
-def _taken(op: Op, axis: Axis, cut: Cut, shape: Sequence[int | None], part: Sequence[int | None]) -> Axis:
+def _taken(op: Op, axis: Axis, cut: AxisSlice, shape: Sequence[int | None], part: Sequence[int | None]) -> Axis:
     """What a slice has of samples: all of them, maybe of several times that the batch is there."""
     if cut.out is None or cut.stride != 1:
-        raise JoinsError
+        raise CrossSampleError
     if part[cut.out] == shape[axis.dim] and cut.begin == 0:
         return axis.moved(cut.out)
     size = None if op.sizes.samples is None else op.sizes.samples * (axis.within or 1)
     taken = part[cut.out]
     if size is None or taken is None or cut.begin % size or taken % size:
-        raise JoinsError
+        raise CrossSampleError
     return Axis(cut.out, taken // size, axis.within)
 
 
@@ -111,11 +111,11 @@ def _slice(op: Op) -> list[Made]:
         cut = next(cut for cut in _cuts(op) if cut.dim == axis.dim)
     except NotKnownError:
         if what.ragged:  # Of rows whose number is not known it does not take all.
-            raise JoinsError from None
+            raise CrossSampleError from None
         raise
     if what.ragged:
         if cut.out is None or cut.size is not None:
-            raise JoinsError
+            raise CrossSampleError
         return rows_at(op, axis.moved(cut.out), True, what.positions)
     return rows_at(op, _taken(op, axis, cut, op.shape(0), op.out_shape()))
 
@@ -127,7 +127,7 @@ def _slice_grad(op: Op) -> list[Made]:
     axis = _moved(op, 4)
     cut = next((cut for cut in _cuts(op) if cut.out == axis.dim), None)
     if cut is None:
-        raise JoinsError
+        raise CrossSampleError
     if cut.dim is None:
         raise NotKnownError
     whole = Axis(cut.dim, axis.before, axis.within)
@@ -136,9 +136,9 @@ def _slice_grad(op: Op) -> list[Made]:
         size = None if op.sizes.samples is None else op.sizes.samples * within
         extent, part = op.out_shape()[cut.dim], op.shape(4)[axis.dim]
         if size is None or extent is None or part is None or cut.stride != 1:
-            raise JoinsError
+            raise CrossSampleError
         if cut.begin % size or part % size or extent % size:
-            raise JoinsError
+            raise CrossSampleError
         whole = Axis(cut.dim, extent // size, within)
     return rows_at(op, whole)
 
@@ -148,33 +148,33 @@ def _concat(op: Op) -> list[Made]:
     """Beside each other, or whole batches behind each other."""
     data = range(len(op.values) - 1)
     (dim,) = (number % len(op.out_shape()) for number in op.ints(len(op.values) - 1))
-    if op.of(Kind.SUM):
-        if op.of(Kind.ROWS):
-            raise JoinsError
+    if op.of(BatchKind.SUM):
+        if op.of(BatchKind.ROWS):
+            raise CrossSampleError
         return sum_of(op, added=False)
     axes = [op.axis(p) for p in data]
     axis = met(axis for axis in axes if axis is not None)
     if axis.dim != dim:
         return rows_at(op, axis, op.is_ragged(data))
     if None in axes or op.is_ragged(data):
-        raise JoinsError
+        raise CrossSampleError
     if op.sizes.samples is None:
         raise NotKnownError
     layouts = [_layout(op, own, op.shape(p), axis.within) for p, own in enumerate(axes) if own is not None]
     if len({within for _, within in layouts}) > 1:
-        raise JoinsError
+        raise CrossSampleError
     return rows_at(op, Axis(dim, sum(before for before, _ in layouts), layouts[0][1]))
 
 
 @rule("Pack")
 def _pack(op: Op) -> list[Made]:
-    if op.of(Kind.SUM):
-        if op.of(Kind.ROWS):
-            raise JoinsError
+    if op.of(BatchKind.SUM):
+        if op.of(BatchKind.ROWS):
+            raise CrossSampleError
         return sum_of(op, added=False)
     axis = met(axis for p in range(len(op.values)) if (axis := op.axis(p)) is not None)
     new = op.node.attrs["axis"].i % len(op.out_shape())
-    return rows_at(op, axis.moved(axis.dim + (new <= axis.dim)), op.is_ragged(op.of(Kind.ROWS)))
+    return rows_at(op, axis.moved(axis.dim + (new <= axis.dim)), op.is_ragged(op.of(BatchKind.ROWS)))
 
 
 @rule("Unpack")
@@ -183,7 +183,7 @@ def _unpack(op: Op) -> list[Made]:
         return sum_of(op, added=False)
     axis, gone = _moved(op, 0), op.node.attrs["axis"].i % len(op.shape(0))
     if axis.dim == gone:
-        raise JoinsError
+        raise CrossSampleError
     return rows_at(op, axis.moved(axis.dim - (gone < axis.dim)))
 
 
@@ -198,8 +198,8 @@ def _split(op: Op) -> list[Made]:
     size = None if op.sizes.samples is None else op.sizes.samples * (axis.within or 1)
     lengths = [op.out_shape(index)[axis.dim] for index in range(len(op.outs))]
     if size is None or any(length is None or length % size for length in lengths):
-        raise JoinsError
-    return [Made(Kind.ROWS, Axis(axis.dim, (length or 0) // size, axis.within)) for length in lengths]
+        raise CrossSampleError
+    return [Made(BatchKind.ROWS, Axis(axis.dim, (length or 0) // size, axis.within)) for length in lengths]
 
 
 @rule("ReverseV2", "Roll", "Cumsum", "Cumprod", "CumulativeLogsumexp")
@@ -208,7 +208,7 @@ def _along_axes(op: Op) -> list[Made]:
         return sum_of(op, added=False)
     axis = _moved(op, 0)
     if axis.dim in {number % len(op.shape(0)) for number in op.ints(2 if op.node.op == "Roll" else 1)}:
-        raise JoinsError
+        raise CrossSampleError
     return rows_at(op, axis)
 
 
@@ -221,7 +221,7 @@ def _pad(op: Op) -> list[Made]:
     if not isinstance(paddings, np.ndarray):
         raise NotKnownError
     if paddings[axis.dim].any():
-        raise JoinsError
+        raise CrossSampleError
     return rows_at(op, axis)
 
 
@@ -230,14 +230,14 @@ def _spread(op: Op) -> list[Made]:
     """A batch that is repeated is there several times; a sum that each sample gets joins them."""
     if _is_sum(op, 0):
         if op.scales():
-            raise JoinsError
+            raise CrossSampleError
         return sum_of(op, added=False)
     axis, have, want = _moved(op, 0), op.shape(0), op.out_shape()
     here = axis.dim + len(want) - len(have)
     if op.values[0].made.ragged or have[axis.dim] is None or want[here] == have[axis.dim]:
         return rows_at(op, axis.moved(here), op.values[0].made.ragged)
     if op.node.op == "BroadcastTo":
-        raise JoinsError
+        raise CrossSampleError
     times = (want[here] or 0) // (have[axis.dim] or 1)
     return rows_at(op, Axis(here, times * (axis.before or 1), axis.within))
 
@@ -245,12 +245,12 @@ def _spread(op: Op) -> list[Made]:
 @rule("SpaceToBatchND", "BatchToSpaceND")
 def _pixels(op: Op) -> list[Made]:
     if _is_sum(op, 0) or (axis := _moved(op, 0)).dim:
-        raise JoinsError
+        raise CrossSampleError
     block = math.prod(op.ints(1))
     if op.node.op == "SpaceToBatchND":
         return rows_at(op, Axis(0, block * (axis.before or 1), axis.within))
     if (axis.before or 1) % block:
-        raise JoinsError
+        raise CrossSampleError
     return rows_at(op, Axis(0, (axis.before or 1) // block, axis.within))
 
 
@@ -279,16 +279,16 @@ def _gather(op: Op) -> list[Made]:
     table, index = op.values[0], op.values[1]
     along = 0 if op.node.op == "Gather" else op.ints(2)[0] % len(op.shape(0))
     alike = op.node.attrs["batch_dims"].i if "batch_dims" in op.node.attrs else 0
-    if index.kind is Kind.SUM:
-        raise JoinsError
-    if table.kind is Kind.SUM:
-        if index.kind is Kind.ROWS:
-            raise JoinsError
+    if index.kind is BatchKind.SUM:
+        raise CrossSampleError
+    if table.kind is BatchKind.SUM:
+        if index.kind is BatchKind.ROWS:
+            raise CrossSampleError
         return sum_of(op, added=False)
     of_table, of_index = op.axis(0), index.made.axis
-    if table.kind is Kind.ROWS and of_table is not None and of_table.dim == along:
+    if table.kind is BatchKind.ROWS and of_table is not None and of_table.dim == along:
         if index.made.positions is None or index.made.positions.moved(along) != of_table or alike:
-            raise JoinsError
+            raise CrossSampleError
         return rows_at(op, Axis(along), True)
     places = []
     if of_table is not None:
@@ -303,7 +303,7 @@ def _gather(op: Op) -> list[Made]:
 def _mixes(op: Op) -> list[Made]:
     axis = _moved(op, 0)
     if axis.dim == 0 or op.node.op != "RandomShuffle":
-        raise JoinsError
+        raise CrossSampleError
     return rows_at(op, axis)
 
 
@@ -316,10 +316,10 @@ def _gather_weights(op: Op) -> list[Made]:
 @rule("GatherNd")
 def _gather_nd(op: Op) -> list[Made]:
     table, index = op.values[0], op.values[1]
-    if table.cut or table.kind is Kind.SUM:
-        raise JoinsError  # Of what is not of data each micro-batch has a part, and the index may name any entry.
-    if table.kind is not Kind.EVEN or index.kind is not Kind.ROWS or index.made.axis is None:
+    if table.cut or table.kind is BatchKind.SUM:
+        raise CrossSampleError  # Of what is not of data each micro-batch has a part, and the index may name any entry.
+    if table.kind is not BatchKind.EVEN or index.kind is not BatchKind.ROWS or index.made.axis is None:
         raise NotKnownError
     if index.made.axis.dim == len(op.shape(1)) - 1:
-        raise JoinsError
+        raise CrossSampleError
     return rows_at(op, index.made.axis, index.made.ragged)

@@ -15,8 +15,8 @@ import numpy as np
 
 from rewriters.analysis.autodiff_roles import is_seed
 from rewriters.batch_semantics.domain import WITHOUT_DATA, MixedError, NoPowerError, NotLinearError, Op
-from rewriters.ir.static_values import constant, is_rounded
-from rewriters.ir.symbolic_dims import Size
+from rewriters.ir.static_values import constant, is_inexact
+from rewriters.ir.symbolic_dims import SymbolicDim
 from rewriters.rules.elementwise import ELEMENTWISE
 
 __all__: list[str] = []
@@ -98,7 +98,7 @@ _ROUNDING = {2: 2e-2, 4: 1e-6}
 """How far numbers of so many bytes may be off, relatively."""
 
 
-def power(op: Op) -> Fraction | None:
+def scaling_exponent(op: Op) -> Fraction | None:
     """The power of an operation's results, samples that it adds up left out; `None` if one of an operand is not known.
 
     Raises:
@@ -111,7 +111,7 @@ def power(op: Op) -> Fraction | None:
     if kind in _ADDS | _EXTREMES | _COMPARES | {"SquaredDifference"}:
         return _alike(op)
     if kind == "Cast":
-        rounds = is_rounded(op.node.inputs[0].dtype) and not is_rounded(op.outs[0].dtype)
+        rounds = is_inexact(op.node.inputs[0].dtype) and not is_inexact(op.outs[0].dtype)
         return _as_it_is(op) if rounds and op.outs[0].dtype.name != "bool" else powers[0]
     if kind in _PRODUCTS or kind in _ACTIVATION_GRADIENTS:
         return _total((_ONE, powers[p]) for p in _multiplied(op))
@@ -129,7 +129,7 @@ def power(op: Op) -> Fraction | None:
 
 
 def counted(op: Op) -> Iterable[int]:
-    """Positions of the operands that `power` asks of, whatever their types; all that the result does not go with."""
+    """Return the positions of the operands that `scaling_exponent` reads, whatever their types."""
     kind, every = op.node.op, range(len(op.values))
     if kind in _NUMBERS | _QUOTIENTS | {"Cast", "SquaredDifference"}:
         return every
@@ -140,11 +140,11 @@ def counted(op: Op) -> Iterable[int]:
     return every[:1] if kind in _FIRST else _DEGREES.get(kind, ())
 
 
-def vanishes(op: Op) -> bool:
+def is_structurally_zero(op: Op) -> bool:
     """Whether those of an operation's results that are no integers are all zeros because operands are."""
     kind, zero = op.node.op, [value.zero for value in op.values]
     if kind in _PRODUCTS:
-        return any(own and is_rounded(t.dtype) for own, t in zip(zero, op.node.inputs, strict=True))
+        return any(own and is_inexact(t.dtype) for own, t in zip(zero, op.node.inputs, strict=True))
     if kind in _ADDS | _EXTREMES | {"SquaredDifference"}:
         return all(zero[p] for p in _taken_alike(op))
     if kind in _ACTIVATION_GRADIENTS:
@@ -168,7 +168,7 @@ def power_of(here: Any, whole: Any, parts: int) -> Fraction | None:
     """
     if here is None or whole is None:
         return None
-    if isinstance(here, Size):
+    if isinstance(here, SymbolicDim):
         return Fraction(1)
     try:
         kind = complex if np.iscomplexobj(here) else float
@@ -206,14 +206,14 @@ def _total(terms: Iterable[tuple[Fraction, Fraction | None]]) -> Fraction | None
 
 def _multiplied(op: Op) -> list[int]:
     """Positions of the operands that a product is made of; of rounded numbers the others are sizes and places."""
-    rounded = any(is_rounded(t.dtype) for t in op.outs)
-    return [p for p, t in enumerate(op.node.inputs) if is_rounded(t.dtype) or not rounded]
+    rounded = any(is_inexact(t.dtype) for t in op.outs)
+    return [p for p, t in enumerate(op.node.inputs) if is_inexact(t.dtype) or not rounded]
 
 
 def _as_it_is(op: Op) -> Fraction | None:
     """Of an operation that is to have the same operands for the batch."""
     pairs, each = zip(op.values, op.node.inputs, strict=True), op.node.op in ELEMENTWISE
-    powers = [value.power for value, t in pairs if each or is_rounded(t.dtype)]
+    powers = [value.power for value, t in pairs if each or is_inexact(t.dtype)]
     if any(powers):
         raise NotLinearError
     return None if None in powers else Fraction(0)

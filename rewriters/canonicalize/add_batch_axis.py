@@ -10,7 +10,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.static_values import Evaluator, int_constant, type_attr
+from rewriters.ir.static_values import StaticEvaluator, int_constant, type_attr
 from rewriters.rules.elementwise import ELEMENTWISE
 from rewriters.rules.reduction import REDUCTIONS
 
@@ -20,7 +20,7 @@ RANKS = (3, 4, 5)
 """Dimensions of a batch of images."""
 
 
-def as_images(graph: Graph, evaluate: Evaluator) -> bool:
+def add_batch_axis(graph: Graph, evaluate: StaticEvaluator) -> bool:
     """Give what has no batch one of one image, in place.
 
     Returns:

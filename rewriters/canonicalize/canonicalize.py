@@ -28,8 +28,8 @@ from rewriters.canonicalize import add_batch_axis, expand_fused_batch_norm, expa
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Node, Tensor, from_concrete_function, predecessors
-from rewriters.ir.inlining import inlined, is_call, is_xla_call
-from rewriters.ir.static_values import Evaluator, constant, int_constant, type_attr
+from rewriters.ir.inlining import inline_calls, is_call, is_xla_call
+from rewriters.ir.static_values import StaticEvaluator, constant, int_constant, type_attr
 from rewriters.rules.reduction import REDUCTIONS
 
 __all__: list[str] = []
@@ -38,7 +38,7 @@ MOST_PASSES = 1000
 """More than any chain of operations needs of which each pass finds out about one more."""
 
 
-def read(concrete_fn: Any, for_tiles: bool = True, opened: bool = False) -> Graph:
+def read_canonical(concrete_fn: Any, for_tiles: bool = True, opened: bool = False) -> Graph:
     """The normalised graph of a traced function.
 
     Args:
@@ -53,11 +53,11 @@ def read(concrete_fn: Any, for_tiles: bool = True, opened: bool = False) -> Grap
         is_call(node) or is_xla_call(node) or expand_fused_batch_norm.is_fused(node) for node in graph.nodes.values()
     ):
         if for_tiles or opened:
-            graph = expand_grouped_conv.inlined_with_kernels(
-                concrete_fn, expand_fused_batch_norm.as_calls if for_tiles else None
+            graph = expand_grouped_conv.expand_grouped_convolutions(
+                concrete_fn, expand_fused_batch_norm.outline_fused_batch_norm if for_tiles else None
             )
         else:
-            graph = inlined(concrete_fn)
+            graph = inline_calls(concrete_fn)
         graph.prune()
     return normalise(graph, for_tiles)
 
@@ -68,7 +68,7 @@ def normalise(graph: Graph, for_tiles: bool = True) -> Graph:
     graph.prune()
     _bypass_identity_n(graph)
     for _ in range(MOST_PASSES):  # What is found of shapes may tell of more operations that they change nothing.
-        evaluate = Evaluator(graph)
+        evaluate = StaticEvaluator(graph)
         _bypass_no_ops(graph, evaluate)
         graph.prune()
         found = _find_shapes_of_sums(graph, evaluate)
@@ -76,7 +76,9 @@ def normalise(graph: Graph, for_tiles: bool = True) -> Graph:
         found |= _infer_shapes(graph)
         found |= _sum_repetitions(graph, evaluate)
         if for_tiles:
-            found |= matrices_to_images.as_images(graph, evaluate) | add_batch_axis.as_images(graph, evaluate)
+            found |= matrices_to_images.fold_matrices_into_images(graph, evaluate) | add_batch_axis.add_batch_axis(
+                graph, evaluate
+            )
         _split_shapes(graph)
         _freeze_shapes(graph, evaluate)
         graph.prune()
@@ -127,7 +129,7 @@ def _effects(order: Iterable[Node]) -> dict[Node, int]:
     return result
 
 
-def _bypass_no_ops(graph: Graph, evaluate: Evaluator) -> None:
+def _bypass_no_ops(graph: Graph, evaluate: StaticEvaluator) -> None:
     order, mapping = graph.topological(), dict[Tensor, Tensor]()
     effects = _effects(order)
     for node in order:
@@ -139,7 +141,7 @@ def _bypass_no_ops(graph: Graph, evaluate: Evaluator) -> None:
     _bypass(graph, mapping)
 
 
-def _changes_nothing(node: Node, source: Tensor, evaluate: Evaluator) -> bool:
+def _changes_nothing(node: Node, source: Tensor, evaluate: StaticEvaluator) -> bool:
     if node.op == "Sum":
         return evaluate(node.inputs[1]) == ()
     if node.op == "Transpose":
@@ -156,7 +158,7 @@ def _changes_nothing(node: Node, source: Tensor, evaluate: Evaluator) -> bool:
     return False
 
 
-def _find_shapes_of_sums(graph: Graph, evaluate: Evaluator) -> bool:
+def _find_shapes_of_sums(graph: Graph, evaluate: StaticEvaluator) -> bool:
     """Shapes that TensorFlow does not infer, because it does not know the axes before the step runs.
 
     Returns:
@@ -177,7 +179,7 @@ def _find_shapes_of_sums(graph: Graph, evaluate: Evaluator) -> bool:
     return found
 
 
-def _find_shapes_of_reshapes(graph: Graph, evaluate: Evaluator) -> bool:
+def _find_shapes_of_reshapes(graph: Graph, evaluate: StaticEvaluator) -> bool:
     """By the shape that they are told. Of two unknown sizes it would not be known which is which.
 
     Returns:
@@ -246,7 +248,7 @@ def _stand_in(tensor: Tensor) -> Any:
     return tf.compat.v1.placeholder(tensor.dtype, tensor.shape) if value is None else tf.constant(value, tensor.dtype)
 
 
-def _sum_repetitions(graph: Graph, evaluate: Evaluator) -> bool:
+def _sum_repetitions(graph: Graph, evaluate: StaticEvaluator) -> bool:
     """What autodiff makes of `Tile`, without the reshape that takes every axis apart.
 
     Returns:
@@ -336,7 +338,7 @@ def _number_of_elements(graph: Graph, node: Node) -> Node:
     return graph.add(Node(name, "Prod", operands, (), attrs, node.device, [(dtype, shape)]))
 
 
-def _freeze_shapes(graph: Graph, evaluate: Evaluator) -> None:
+def _freeze_shapes(graph: Graph, evaluate: StaticEvaluator) -> None:
     """Replace readers of known integer vectors by constants; what waited through them waits through these."""
     readers = graph.consumers()
     mapping: dict[Tensor, Tensor] = {}

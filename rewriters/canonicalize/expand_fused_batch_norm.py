@@ -24,7 +24,7 @@ def is_fused(node: Any) -> bool:
     return node.op in OPS
 
 
-def as_calls(graph_def: Any) -> bool:
+def outline_fused_batch_norm(graph_def: Any) -> bool:
     """Turn them into calls, in place.
 
     All are left if a gradient in training mode takes what was kept for it from elsewhere: kernels keep other things.
@@ -79,7 +79,7 @@ def _become_call(graph_def: Any, node: Any, function: Any) -> None:
     node.attr["Tout"].list.type.extend(t.dtype.as_datatype_enum for t in concrete_fn.outputs)
 
 
-class _Images:
+class _ImageFormat:
     """What the attributes say of the images.
 
     Attributes:
@@ -128,7 +128,7 @@ class _Images:
 
 def _forward(attr: Any) -> Any:
     """Operands: images, scale, offset, mean and variance; results also what the gradient takes."""
-    images = _Images(attr)
+    images = _ImageFormat(attr)
 
     def run(x: Any, scale: Any, offset: Any, given_mean: Any, given_variance: Any) -> Any:
         x = tf.cast(x, images.sums)
@@ -147,7 +147,7 @@ def _forward(attr: Any) -> Any:
 
 def _backward(attr: Any) -> Any:
     """Operands: gradient, images, scale, and what `_forward` kept: mean, variance and nothing."""
-    images = _Images(attr)
+    images = _ImageFormat(attr)
 
     def run(dy: Any, x: Any, scale: Any, mean: Any, variance: Any) -> Any:
         dy, x = tf.cast(dy, images.sums), tf.cast(x, images.sums)

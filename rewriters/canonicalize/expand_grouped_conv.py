@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from rewriters.device import properties
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.inlining import inlined
+from rewriters.ir.inlining import inline_calls
 from rewriters.ir.static_values import int_constant, type_attr
 
 __all__: list[str] = []
@@ -32,12 +32,12 @@ _AROUND = frozenset(
 )
 
 
-def inlined_with_kernels(concrete_fn: Any, as_calls: Callable[[Any], bool] | None) -> Graph:
+def expand_grouped_convolutions(concrete_fn: Any, as_calls: Callable[[Any], bool] | None) -> Graph:
     """The graph of `concrete_fn` without calls, but for those in which the device has no kernels for a convolution.
 
     Args:
         concrete_fn: A traced function.
-        as_calls: That of `inlined`.
+        as_calls: That of `inline_calls`.
     """
     left: set[str] = set()
     opened: set[str] = set()
@@ -50,7 +50,7 @@ def inlined_with_kernels(concrete_fn: Any, as_calls: Callable[[Any], bool] | Non
 
     while True:
         opened.clear()
-        graph = inlined(concrete_fn, opens, as_calls)
+        graph = inline_calls(concrete_fn, opens, as_calls)
         without = _replace_grouped(graph)
         failed = {call for call in opened if any(name.startswith(f"{call}/") for name in without)}
         if not failed:

@@ -17,14 +17,14 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.ir.graph import PER_PIXEL, Graph, Node, Tensor
-from rewriters.ir.static_values import Evaluator, int_constant, type_attr
+from rewriters.ir.static_values import StaticEvaluator, int_constant, type_attr
 from rewriters.rules.contraction import CROSS_ENTROPIES, run_per_pixel
 from rewriters.rules.elementwise import ELEMENTWISE
 
 __all__: list[str] = []
 
 
-def as_images(graph: Graph, evaluate: Evaluator) -> bool:
+def fold_matrices_into_images(graph: Graph, evaluate: StaticEvaluator) -> bool:
     """Make operations on matrices of pixels anew on images, in place.
 
     Returns:
@@ -40,7 +40,7 @@ class _Unfolding:
         images: For matrices of pixels the image that holds the same numbers.
     """
 
-    def __init__(self, graph: Graph, evaluate: Evaluator) -> None:
+    def __init__(self, graph: Graph, evaluate: StaticEvaluator) -> None:
         self.graph = graph
         self.evaluate = evaluate
         self.images: dict[Tensor, Tensor] = {}

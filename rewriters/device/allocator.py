@@ -19,7 +19,7 @@ __all__: list[str] = []
 MIB = 2**20
 
 
-class Pool(Protocol):
+class Allocator(Protocol):
     """Memory of a device."""
 
     in_use: int
@@ -35,7 +35,7 @@ class Pool(Protocol):
         """Give it back."""
 
 
-class Exact:
+class ExactAllocator:
     """An allocator without loss, such as `malloc` for large blocks."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Chunk:
     behind: _Chunk | None = None
 
 
-class BestFit:
+class BestFitAllocator:
     """TensorFlow's best-fit allocator with coalescing, as its default options make it.
 
     Args:
@@ -86,7 +86,7 @@ class BestFit:
         self._free: list[tuple[int, int, _Chunk]] = []
 
     @classmethod
-    def used(cls, number: int, scale: int, least: int = 0) -> BestFit:
+    def used(cls, number: int, scale: int, least: int = 0) -> BestFitAllocator:
         """A growing pool as other work may have left it: in pieces, some of them still taken.
 
         Args:

@@ -45,7 +45,7 @@ _SC_LEVEL3_CACHE_SIZE = 194
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class KernelShape:
     """What a kernel is called with.
 
     Attributes:
@@ -59,7 +59,7 @@ class Call:
     large: int
 
 
-def scratch_bytes(node: Node, call: Call) -> int:
+def scratch_bytes(node: Node, call: KernelShape) -> int:
     """Bytes that the kernel of a convolution, of a gradient of one, of a pool's gradient, or of a cross-entropy takes.
 
     Args:
@@ -87,7 +87,7 @@ def scratch_bytes(node: Node, call: Call) -> int:
     return 2 * math.prod(sizes) * dtype.size if node.op not in _VOLUMES else 0
 
 
-class Group(Generic[T]):
+class ConcurrencyGroup(Generic[T]):
     """Operations that may run at once although their kernels take much memory: both gradients of a convolution.
 
     They are ready at once, and unfolding one image keeps one core busy. In a rewritten step all of them wait for the
@@ -122,7 +122,7 @@ def takes_memory(node: Node) -> bool:
     return bool(node.outputs) and node.op in _UNFOLDING and properties.name().startswith("CPU") and _own(node)
 
 
-def goes_back(node: Node) -> bool:
+def is_conv_or_pool_grad(node: Node) -> bool:
     """Whether an operation makes a gradient of a convolution or of a maximum, with whichever kernel."""
     return node.op in _UNFOLDING | _DEPTHWISE
 
@@ -132,7 +132,7 @@ def unfolds(node: Node) -> bool:
     return takes_memory(node) and node.op in _FILTER_GRADIENTS | _INPUT_GRADIENTS
 
 
-def idle_cores(node: Node, call: Call) -> float:
+def idle_cores(node: Node, call: KernelShape) -> float:
     """Part of the cores that have nothing to do while the kernel of a gradient copies windows: each image keeps one."""
     sizes = _filter_sizes(node)
     if sizes is None or not unfolds(node) or not call.small:
@@ -142,7 +142,7 @@ def idle_cores(node: Node, call: Call) -> float:
     return 1 - min(at_once, call.images, threads) / threads if at_once else 0.0
 
 
-def window_bytes(node: Node, call: Call) -> int:
+def window_bytes(node: Node, call: KernelShape) -> int:
     """Bytes of all windows of a call, which the kernel of a convolution or of its gradients copies, piece by piece.
 
     Those are windows of the image; a gradient of a filter that does without unfolding has windows of the other
@@ -155,7 +155,7 @@ def window_bytes(node: Node, call: Call) -> int:
     return call.images * call.small * math.prod(sizes[:-2]) * channels * node.outputs[0][0].size
 
 
-def is_direct(node: Node, call: Call) -> bool:
+def is_direct(node: Node, call: KernelShape) -> bool:
     """Whether the kernel of a gradient does without unfolding, as those for volumes may, and is slower."""
     sizes = _filter_sizes(node)
     if sizes is None or not may_be_direct(node):
@@ -173,22 +173,22 @@ def is_convolution(node: Node) -> bool:
     return node.op in _FORWARD
 
 
-def full_call(node: Node, batch: int) -> Call:
+def full_call(node: Node, batch: int) -> KernelShape:
     """What the kernel of a full-size op is called with."""
     if PER_PIXEL in node.attrs:
         images, *rows = node.outputs[0][1] or (0,)
-        return Call(batch if images is None else images, math.prod(int(number or 0) for number in rows), 0)
+        return KernelShape(batch if images is None else images, math.prod(int(number or 0) for number in rows), 0)
     if node.op in _FORWARD:
         small, large = node.outputs[0][1], node.inputs[0].shape
     elif len(node.inputs) == 3:
         small = node.inputs[2].shape
         large = node.outputs[0][1] if node.op in _INPUT_GRADIENTS else node.inputs[0].shape
     else:
-        return Call(batch, 0, 0)
+        return KernelShape(batch, 0, 0)
     if small is None or len(small) < 4:
-        return Call(batch, 0, 0)
+        return KernelShape(batch, 0, 0)
     pixels = (math.prod(int(dim or 0) for dim in (shape or ())[1:-1]) for shape in (small, large))
-    return Call(batch if small[0] is None else small[0], *pixels)
+    return KernelShape(batch if small[0] is None else small[0], *pixels)
 
 
 def op_scratch(node: Node, batch: int) -> int:
@@ -216,7 +216,7 @@ def _filter_sizes(node: Node) -> list[int] | None:
     return None if shape is None or None in shape else [int(dim or 1) for dim in shape]
 
 
-def unfolded_at_once(op: str, dtype: tf.DType, call: Call, sizes: Sequence[int]) -> int:
+def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequence[int]) -> int:
     """Numbers that TensorFlow's own kernel unfolds at a time.
 
     Args:

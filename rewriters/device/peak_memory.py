@@ -19,7 +19,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rewriters.device import properties
-from rewriters.device.allocator import Pool
+from rewriters.device.allocator import Allocator
 from rewriters.device.kernel_scratch import op_scratch
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
 
@@ -57,7 +57,7 @@ class Action(enum.Enum):
 _TAKES = frozenset((Action.ALLOCATE, Action.MAP))
 
 
-class Event(NamedTuple):
+class AllocationEvent(NamedTuple):
     """One step of a schedule.
 
     Attributes:
@@ -76,7 +76,7 @@ class Event(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Buffer:
+class _Allocation:
     """Memory of one or more tensors, one of which may be another's operand.
 
     Attributes:
@@ -102,11 +102,11 @@ class _Scheduler:
         keep: Iterable[Tensor],
         alias: Callable[[Node], bool],
     ) -> None:
-        self.events: list[Event] = []
+        self.events: list[AllocationEvent] = []
         self._num_bytes = num_bytes
         self._alias = alias
-        self._buffers: dict[Tensor, _Buffer] = {}
-        self._alive: dict[int, _Buffer] = {}
+        self._buffers: dict[Tensor, _Allocation] = {}
+        self._alive: dict[int, _Allocation] = {}
         self._keys = itertools.count()
         self._reads: dict[Tensor, int] = {}
         for tensor in itertools.chain(keep, *(_needed(node) for node in order)):
@@ -121,7 +121,7 @@ class _Scheduler:
             buffer.uses += self._reads.get(tensor, 0)
             self._buffers[tensor] = buffer
         if properties.allocates(node):
-            self.events.append(Event(Action.RUN, -1, sum(scratch), node.name, scratch))
+            self.events.append(AllocationEvent(Action.RUN, -1, sum(scratch), node.name, scratch))
         needed = _needed(node)
         for tensor in needed:
             if tensor in self._buffers:
@@ -130,13 +130,15 @@ class _Scheduler:
             held = self._buffers.get(tensor)
             if held is not None and held.uses <= 0 and held.key in self._alive:
                 del self._alive[held.key]
-                self.events.append(Event(Action.FREE, held.key, 0, tensor.name))
+                self.events.append(AllocationEvent(Action.FREE, held.key, 0, tensor.name))
 
-    def end(self) -> list[Event]:
+    def end(self) -> list[AllocationEvent]:
         """All events; what is still alive is freed."""
-        return [*self.events, *(Event(Action.FREE, key, 0, "") for key in self._alive)]
+        return [*self.events, *(AllocationEvent(Action.FREE, key, 0, "") for key in self._alive)]
 
-    def _buffer(self, node: Node, tensor: Tensor, reusable: _Buffer | None) -> tuple[_Buffer, _Buffer | None]:
+    def _buffer(
+        self, node: Node, tensor: Tensor, reusable: _Allocation | None
+    ) -> tuple[_Allocation, _Allocation | None]:
         """The buffer of a result: an operand's, or a new one; and what is left to be reused."""
         source = self._buffers.get(node.inputs[0]) if node.inputs else None
         if source is not None and self._alias(node):
@@ -145,16 +147,16 @@ class _Scheduler:
             return reusable, None
         silent = not properties.allocates(node) or (not self._reads.get(tensor) and node.op in LOOPS)
         foreign = node.op in properties.PYTHON
-        buffer = _Buffer(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
+        buffer = _Allocation(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
         if buffer.num_bytes:
             self._alive[buffer.key] = buffer
             action = Action.MAP if foreign else Action.ALLOCATE
-            self.events.append(Event(action, buffer.key, buffer.num_bytes, tensor.name))
+            self.events.append(AllocationEvent(action, buffer.key, buffer.num_bytes, tensor.name))
         return buffer, reusable
 
-    def _reusable(self, node: Node) -> _Buffer | None:
+    def _reusable(self, node: Node) -> _Allocation | None:
         """Buffer of an operand that ends here and that the op may overwrite."""
-        if not properties.overwrites(node):
+        if not properties.may_run_in_place(node):
             return None
         wanted = self._num_bytes(node.out())
         for tensor in node.inputs:
@@ -176,7 +178,7 @@ def _needed(node: Node) -> list[Tensor]:
 
 def _source(tensor: Tensor) -> Node:
     node = tensor.node
-    while properties.passes_on(node) and node.inputs:
+    while properties.forwards_input_buffer(node) and node.inputs:
         node = node.inputs[0].node
     return node
 
@@ -186,8 +188,8 @@ def schedule(
     num_bytes: Callable[[Tensor], int],
     scratch: Mapping[Node, tuple[int, ...]],
     keep: Iterable[Tensor] = (),
-    alias: Callable[[Node], bool] = properties.passes_on,
-) -> list[Event]:
+    alias: Callable[[Node], bool] = properties.forwards_input_buffer,
+) -> list[AllocationEvent]:
     """The allocations of ops that run in a given order.
 
     Args:
@@ -221,19 +223,19 @@ def most_alive(
     return most
 
 
-class Turn(NamedTuple):
+class IterationTrace(NamedTuple):
     """What a turn of a tile loop allocates.
 
     Attributes:
         events: In order.
-        late: The same where two ops run at a time (`freed_late`).
+        late: The same where two ops run at a time (`with_delayed_frees`).
     """
 
-    events: list[Event]
-    late: list[Event]
+    events: list[AllocationEvent]
+    late: list[AllocationEvent]
 
 
-def most_taken(events: Sequence[Event], pool: Pool) -> int:
+def peak_bytes_of(events: Sequence[AllocationEvent], pool: Allocator) -> int:
     """Take and give back memory as scheduled; tells the most that was taken while an op ran."""
     allocate, give, maps = Action.ALLOCATE, Action.FREE, Action.MAP  # Members of an enum take their time to look up.
     held: dict[int, Any] = {}
@@ -255,7 +257,7 @@ def most_taken(events: Sequence[Event], pool: Pool) -> int:
     return most
 
 
-def worst_kernel(events: Sequence[Event]) -> tuple[int, str, int]:
+def worst_kernel(events: Sequence[AllocationEvent]) -> tuple[int, str, int]:
     """The worst moment of a turn: bytes of the turn, which op runs then, and bytes that its kernel takes for itself."""
     held: dict[int, int] = {}
     now = 0
@@ -271,7 +273,11 @@ def worst_kernel(events: Sequence[Event]) -> tuple[int, str, int]:
     return worst
 
 
-def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Sequence[Event]]] | None = None) -> Peak:
+def replay(
+    events: Sequence[AllocationEvent],
+    pool: Allocator,
+    turns: Mapping[str, Sequence[Sequence[AllocationEvent]]] | None = None,
+) -> Peak:
     """Take and give back memory as a whole step does, turns of loops included; whatever `pool` holds already stays.
 
     Args:
@@ -297,7 +303,7 @@ def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Seq
         handles = [pool.allocate(block) for block in blocks]
         now = pool.in_use
         if name in inner:
-            now = max([now, *(most_taken(turn, pool) for turn in inner[name])])
+            now = max([now, *(peak_bytes_of(turn, pool) for turn in inner[name])])
         for handle in handles:
             pool.free(handle)
         timeline.append((name, now))
@@ -306,13 +312,13 @@ def replay(events: Sequence[Event], pool: Pool, turns: Mapping[str, Sequence[Seq
     return Peak(peak, at, _largest(events[:worst]), tuple(timeline), own)
 
 
-def freed_late(events: Sequence[Event], loops: Container[str] = ()) -> list[Event]:
+def with_delayed_frees(events: Sequence[AllocationEvent], loops: Container[str] = ()) -> list[AllocationEvent]:
     """The same where two ops run at a time: what one gives back is there until the next has what it needs.
 
     A loop begins when everything before it has ended.
     """
-    result: list[Event] = []
-    waiting: list[Event] = []
+    result: list[AllocationEvent] = []
+    waiting: list[AllocationEvent] = []
     for event in events:
         if event.action is Action.FREE:
             waiting.append(event)
@@ -326,8 +332,8 @@ def freed_late(events: Sequence[Event], loops: Container[str] = ()) -> list[Even
     return [*result, *waiting]
 
 
-def _largest(events: Sequence[Event]) -> tuple[tuple[str, int], ...]:
-    alive: dict[int, Event] = {}
+def _largest(events: Sequence[AllocationEvent]) -> tuple[tuple[str, int], ...]:
+    alive: dict[int, AllocationEvent] = {}
     for event in events:
         if event.action in _TAKES:
             alive[event.key] = event
@@ -338,17 +344,17 @@ def _largest(events: Sequence[Event]) -> tuple[tuple[str, int], ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class AllocationTrace:
     """What a whole graph allocates, but for the turns of its loops.
 
     Attributes:
         events: In order.
-        late: The same where two ops run at a time (`freed_late`).
+        late: The same where two ops run at a time (`with_delayed_frees`).
         held: Bytes of each tensor that is there throughout: variables and arguments.
     """
 
-    events: list[Event]
-    late: list[Event]
+    events: list[AllocationEvent]
+    late: list[AllocationEvent]
     held: list[int]
 
 
@@ -360,7 +366,7 @@ def graph_schedule(
     away: Container[Node] = (),
     slow: Mapping[Node, float] | None = None,
     seconds: Callable[[Node], float] | None = None,
-) -> Schedule:
+) -> AllocationTrace:
     """The allocations of a whole graph.
 
     Args:
@@ -377,16 +383,18 @@ def graph_schedule(
         return 0 if tensor.node in away else tensor.num_bytes(batch)
 
     def alias(node: Node) -> bool:
-        return properties.passes_on(node) and node not in away and not any(t.node in away for t in node.inputs)
+        return (
+            properties.forwards_input_buffer(node) and node not in away and not any(t.node in away for t in node.inputs)
+        )
 
     order = graph.execution_order(slow, seconds)
-    scratch = together({node: op_scratch(node, batch) for node in order}, order)
+    scratch = concurrent_scratch({node: op_scratch(node, batch) for node in order}, order)
     events = schedule(order, num_bytes, scratch, graph.outputs, alias)
     held = [*fixed, *(t.num_bytes(batch) for t in graph.inputs)]
-    return Schedule(events, freed_late(events, loops), held)
+    return AllocationTrace(events, with_delayed_frees(events, loops), held)
 
 
-def graph_peak(found: Schedule, turns: Mapping[str, Sequence[Turn]], limit: int | None = None) -> Peak:
+def graph_peak(found: AllocationTrace, turns: Mapping[str, Sequence[IterationTrace]], limit: int | None = None) -> Peak:
     """Peak of a whole graph: the worst of the states that the device's memory may be in.
 
     Args:
@@ -410,7 +418,7 @@ def graph_peak(found: Schedule, turns: Mapping[str, Sequence[Turn]], limit: int 
     return worst
 
 
-def together(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Node, tuple[int, ...]]:
+def concurrent_scratch(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Node, tuple[int, ...]]:
     """Blocks that kernels take while each op runs: its own, and those of what runs at once.
 
     Both gradients of a convolution wait for the same tensor: they run, and allocate, at once if nothing orders them.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from rewriters.device.allocator import BestFit, Exact, Pool
+from rewriters.device.allocator import Allocator, BestFitAllocator, ExactAllocator
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Node
 
@@ -45,17 +45,17 @@ STATES = 6
 """States of a growing pool that are tried; peaks differ by a third between them."""
 
 
-def passes_on(node: Node) -> bool:
+def forwards_input_buffer(node: Node) -> bool:
     """Whether an op's output is its operand's buffer."""
     return node.op in ALIASES and len(node.outputs) == 1
 
 
-def overwrites(node: Node) -> bool:
+def may_run_in_place(node: Node) -> bool:
     """Whether an op's kernel takes the buffer of an operand that nobody else reads."""
     return node.op in _IN_PLACE
 
 
-def may_be_taken_in(node: Node, reader: Node | None = None) -> bool:
+def may_fuse_with_consumer(node: Node, reader: Node | None = None) -> bool:
     """Whether TensorFlow may make an operation one with its reader, such as a convolution and its bias.
 
     oneDNN does so whatever edges there are: what the reader waits for must not wait for the operation.
@@ -74,9 +74,9 @@ def comparing_kernels() -> frozenset[str]:
     return frozenset(("MaxPoolGrad",)) if name().startswith("GPU") else frozenset()
 
 
-def pools_in_pairs() -> bool:
+def pool_grad_needs_forward_workspace() -> bool:
     """Whether the kernel of a maximum tells that of its gradient where it was found: oneDNN's do."""
-    return name().startswith("CPU") and keeps_statistics()
+    return name().startswith("CPU") and has_allocator_stats()
 
 
 def writes_in_place() -> bool:
@@ -94,7 +94,7 @@ def name() -> str:
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 
-def keeps_statistics() -> bool:
+def has_allocator_stats() -> bool:
     """Whether the device's allocator tells its peak: a GPU's does, a CPU's with oneDNN."""
     try:
         tf.config.experimental.get_memory_info(name())
@@ -106,7 +106,7 @@ def keeps_statistics() -> bool:
 @functools.cache
 def counted_from() -> int:
     """Bytes below which a block is not in the allocator's statistics: with oneDNN others, from another allocator."""
-    if not keeps_statistics():
+    if not has_allocator_stats():
         return 0
     for size in (2**power for power in range(8, 21)):
         before = tf.config.experimental.get_memory_info(name())["current"]
@@ -124,23 +124,23 @@ def most_memory() -> int:
     return tf_internals.memory_limits()[name()]
 
 
-def pool() -> Pool:
+def pool() -> Allocator:
     """A model of the device's empty memory.
 
     Where the device keeps statistics they are those of TensorFlow's best-fit allocator; otherwise
     memory comes from the C library. A GPU gives all of its memory at once unless told to let it grow.
     """
-    if not keeps_statistics() or os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
-        return Exact()
-    return BestFit(_grows(), counted_from())
+    if not has_allocator_stats() or os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
+        return ExactAllocator()
+    return BestFitAllocator(_grows(), counted_from())
 
 
-def pools(scale: int) -> Iterator[Pool]:
+def pools(scale: int) -> Iterator[Allocator]:
     """The same in several states that earlier work of about `scale` bytes may leave it in, empty ones first."""
     first = pool()
     yield first
-    if isinstance(first, BestFit) and _grows():
-        yield from (BestFit.used(number, scale, counted_from()) for number in range(1, STATES))
+    if isinstance(first, BestFitAllocator) and _grows():
+        yield from (BestFitAllocator.used(number, scale, counted_from()) for number in range(1, STATES))
 
 
 def _grows() -> bool:
@@ -151,7 +151,7 @@ def _grows() -> bool:
 @functools.cache
 def unfolds_convolutions() -> bool:
     """Whether gradients of convolutions unfold the image (im2col): TensorFlow's own CPU kernels do, oneDNN's not."""
-    return name().startswith("CPU") and not keeps_statistics()
+    return name().startswith("CPU") and not has_allocator_stats()
 
 
 def onednn_computes(dtype: tf.DType) -> bool:

@@ -37,7 +37,7 @@ class Buffer(Protocol):
         """Add `value` to a region."""
 
 
-def allocate(shape: Any, dtype: tf.DType, zero: bool) -> Any:
+def empty_buffer(shape: Any, dtype: tf.DType, zero: bool) -> Any:
     """A tensor on the device.
 
     `Empty` rather than `zeros`: Grappler folds a large constant fill into the graph.
@@ -50,8 +50,8 @@ class DeviceBuffer:
 
     What is written is changed in place, so that writing a tile costs the tile and not the tensor. The tensor must have
     no other reader that might come after the change, and memory of its own: as a loop variable it has to begin as what
-    `allocate` made anew (a constant would be another one in the next step), and the result of an op will do if the op
-    never gives its operand back and is kept apart from equal ones.
+    `empty_buffer` made anew (a constant would be another one in the next step), and the result of an op will do if the
+    op never gives its operand back and is kept apart from equal ones.
     """
 
     def __init__(self, tensor: Any) -> None:
@@ -99,7 +99,7 @@ class DeviceBuffer:
         if corners is None:
             result = replacement()
         elif properties.writes_in_place():
-            rows = _Rows(self.handle, region)
+            rows = RowView(self.handle, region)
             result = rows.restored(in_place(x=rows.of(self.handle), i=rows.index, v=rows.of(value)))
         else:
             result = replaced(self.handle, region, replacement())
@@ -129,7 +129,7 @@ def replaced(tensor: Any, region: Sequence[Span], value: Any) -> Any:
     return result
 
 
-class _Rows:
+class RowView:
     """A tensor as a matrix whose rows are contiguous and lie wholly inside or outside of a region.
 
     `InplaceUpdate` and `InplaceAdd` copy whole rows. A strided assignment copies number by number, which takes many

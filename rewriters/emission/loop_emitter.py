@@ -10,27 +10,27 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.analysis import summation_order
-from rewriters.analysis.graph_analysis import Analysis
-from rewriters.device.kernel_scratch import Group
-from rewriters.device.properties import passes_on
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.device.kernel_scratch import ConcurrencyGroup
+from rewriters.device.properties import forwards_input_buffer
 from rewriters.emission.buffers import DeviceBuffer, Span, stacked
-from rewriters.emission.loop_outputs import Accumulated, MergedMoments, Reduced, Result, Written
-from rewriters.emission.row_carries import PassedOn, Saved, completed, joined, received
+from rewriters.emission.loop_outputs import LoopOutput, MergedMoments, ReductionOutput, ScatterAddOutput, TiledOutput
+from rewriters.emission.row_carries import CarriedState, SavedState, finish_gradient_rows, joined, received
 from rewriters.emission.while_loop import tile_loop
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Node, Tensor
-from rewriters.rules.intervals import Fit, Interval, fit
-from rewriters.rules.registry import Kind, find_rule
-from rewriters.tiling.row_frontiers import Carry
+from rewriters.rules.intervals import CropPad, Interval, fit
+from rewriters.rules.registry import TileKind, find_rule
+from rewriters.tiling.row_frontiers import CarriedRows
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_planner import Phase, Region, covers, with_rows
+from rewriters.tiling.tile_planner import Region, TileLoop, covers, with_rows
 
 __all__: list[str] = []
 
 BATCH_DIM = 0
 
 
-def phase_inputs(phase: Phase, segment: Segment) -> list[Tensor]:
+def phase_inputs(phase: TileLoop, segment: Segment) -> list[Tensor]:
     """Whole tensors that the loop reads, in the order of the traced function's arguments."""
     source = batch_source(phase, segment)
     batch = [] if source is None else [source]
@@ -38,7 +38,7 @@ def phase_inputs(phase: Phase, segment: Segment) -> list[Tensor]:
     return list(dict.fromkeys([*batch, *phase.reads, *phase.invariants, *saved]))
 
 
-def batch_source(phase: Phase, segment: Segment) -> Tensor | None:
+def batch_source(phase: TileLoop, segment: Segment) -> Tensor | None:
     """A tensor whose leading size is the batch at run time; `None` if no image goes in."""
     for candidates in (phase.reads, segment.entries):  # Entries of another device may have another number of images.
         shaped = [(t.shape[BATCH_DIM], t) for t in candidates if t.shape]
@@ -48,26 +48,26 @@ def batch_source(phase: Phase, segment: Segment) -> Tensor | None:
     return None
 
 
-def phase_outputs(phase: Phase) -> list[Tensor]:
+def phase_outputs(phase: TileLoop) -> list[Tensor]:
     """Tensors that the loop makes, in the order of the traced function's results."""
     return [*phase.writes, *phase.accumulates, *phase.reductions, *(save.saved for save in phase.saves)]
 
 
-def trace_phase(analysis: Analysis, segment: Segment, phase: Phase) -> Any:
+def trace_phase(analysis: GraphAnalysis, segment: Segment, phase: TileLoop) -> Any:
     """A function graph that computes `phase_outputs` from `phase_inputs`."""
     inputs = phase_inputs(phase, segment)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
 
     def build(*args: Any) -> list[Any]:
-        return _Loop(analysis, segment, phase, dict(zip(inputs, args, strict=True))).run()
+        return LoopEmitter(analysis, segment, phase, dict(zip(inputs, args, strict=True))).run()
 
     return tf_internals.trace_func_graph(f"{segment.name}_{phase.name}", build, specs)
 
 
-class _Loop:
+class LoopEmitter:
     """The loop around the tiles: batch, state, results."""
 
-    def __init__(self, analysis: Analysis, segment: Segment, phase: Phase, outer: dict[Tensor, Any]) -> None:
+    def __init__(self, analysis: GraphAnalysis, segment: Segment, phase: TileLoop, outer: dict[Tensor, Any]) -> None:
         self.analysis = analysis
         self.segment = segment
         self.phase = phase
@@ -92,8 +92,8 @@ class _Loop:
 
         def turn(index: Any, values: list[Any]) -> list[Any]:
             parts = list(zip(results, _grouped(values, sizes), strict=True))
-            carried = {result.tensor: own[0] for result, own in parts if isinstance(result, PassedOn)}
-            tile = _Tile(self, index, carried)
+            carried = {result.tensor: own[0] for result, own in parts if isinstance(result, CarriedState)}
+            tile = IterationEmitter(self, index, carried)
             tile.run()
             return [value for result, own in parts for value in result.update(tile, own)]
 
@@ -111,10 +111,10 @@ def _grouped(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]
     return (list(itertools.islice(rest, size)) for size in sizes)
 
 
-def phase_results(analysis: Analysis, phase: Phase) -> list[Result]:
+def phase_results(analysis: GraphAnalysis, phase: TileLoop) -> list[LoopOutput]:
     """What a loop makes."""
-    results: list[Result] = [Written(tensor, phase.cells[tensor]) for tensor in phase.writes]
-    results += [Accumulated(tensor, phase.regions[tensor]) for tensor in phase.accumulates]
+    results: list[LoopOutput] = [TiledOutput(tensor, phase.cells[tensor]) for tensor in phase.writes]
+    results += [ScatterAddOutput(tensor, phase.regions[tensor]) for tensor in phase.accumulates]
     alone = phase.grid.num_tiles == 1
     results += [MergedMoments(moments, phase.cells[moments.image], alone) for moments in phase.moments]
     together = {tensor for moments in phase.moments for tensor in (moments.mean, moments.variance)}
@@ -122,20 +122,20 @@ def phase_results(analysis: Analysis, phase: Phase) -> list[Result]:
         if tensor not in together:
             rule, view = find_rule(tensor.node), analysis.view(tensor.node)
             cell = phase.cells[tensor.node.inputs[rule.summed(view)]] if rule.per_pixel(view) else None
-            results.append(Reduced(tensor, rule.combined(view), rule.per_image(view), cell))
-    results += [Saved(save) for save in phase.saves]
+            results.append(ReductionOutput(tensor, rule.combined(view), rule.per_image(view), cell))
+    results += [SavedState(save) for save in phase.saves]
     for tensor, carry in phase.carries.items():
         layout = analysis.layouts.of(tensor)
         assert layout is not None
         if carry.saved is None:
-            results.append(PassedOn(tensor, layout.dims, phase.regions[tensor], phase.row_axis))
+            results.append(CarriedState(tensor, layout.dims, phase.regions[tensor], phase.row_axis))
     return results
 
 
-class _Tile:
+class IterationEmitter:
     """One turn: slices, ops, fits. Implements what rules ask of an emitter."""
 
-    def __init__(self, loop: _Loop, index: Any, carried: Mapping[Tensor, Any]) -> None:
+    def __init__(self, loop: LoopEmitter, index: Any, carried: Mapping[Tensor, Any]) -> None:
         self.loop = loop
         self.phase = loop.phase
         self.segment = loop.segment
@@ -150,7 +150,7 @@ class _Tile:
         self._joined: dict[tuple[Tensor, float | str], tuple[Any, Region]] = {}
         self._summed: list[Any] = []
         self._waits: list[Any] = []
-        self._group = Group[Any]()
+        self._group = ConcurrencyGroup[Any]()
         self._indices: list[Any] = []
         for count in reversed(self.phase.grid.spatial):
             self._indices.insert(0, index % count if count > 1 else 0)
@@ -198,7 +198,7 @@ class _Tile:
         factor never comes, and the step returns empty tensors without an error.
         """
         value = self.loop.outer[tensor]
-        if not any(node.op in summation_order.OPS or passes_on(node) for node in readers):
+        if not any(node.op in summation_order.OPS or forwards_input_buffer(node) for node in readers):
             return value
         if tensor not in self._outers:
             self._outers[tensor] = tf.ensure_shape(value, value.shape, tensor.node.name)
@@ -206,7 +206,7 @@ class _Tile:
 
     def _counted_once(self, tensor: Tensor, value: Any) -> Any:
         """Zeros for a tile beyond the last row (or the only image) of a gradient: another tile has what it holds."""
-        if self.segment.kinds.get(tensor) is not Kind.PARTIAL:
+        if self.segment.kinds.get(tensor) is not TileKind.PARTIAL:
             return value
         assert tensor.shape is not None
         if self._batch is not None and tensor.shape[BATCH_DIM] == 1:
@@ -219,7 +219,7 @@ class _Tile:
     def _run_op(self, node: Node) -> None:
         rule, view = find_rule(node), self.loop.analysis.view(node)
         plan = self.phase.plans[node]
-        rebuilt = rule.rebuilt(view)
+        rebuilt = rule.shape_operands(view)
         operands: list[Any] = []
         gradients = [self.values[t] for t in node.inputs if self._is_gradient(t) and t in self.values]
         for position, tensor in enumerate(node.inputs):
@@ -237,11 +237,11 @@ class _Tile:
             tensor = node.out(index)
             if tensor in self.phase.reads:
                 continue  # It exists whole and was sliced.
-            if plan[0].out is not None:
+            if plan[0].kept is not None:
                 if value.shape.rank is None:  # Inferred from a shape that is computed.
                     value.set_shape([None] * len(tensor.shape))  # type: ignore[arg-type]
-                made = tuple(p.made for p in plan)
-                out = tuple(p.out for p in plan)
+                made = tuple(p.computed for p in plan)
+                out = tuple(p.kept for p in plan)
                 if tensor in self.phase.carries and self._is_gradient(tensor):
                     value = self._completed(tensor, value, made)  # type: ignore[arg-type]
                 else:
@@ -298,7 +298,7 @@ class _Tile:
         wherever the tile holds none.
         """
         have = self.phase.regions[tensor]
-        if self.segment.kinds.get(tensor) is Kind.FULL:
+        if self.segment.kinds.get(tensor) is TileKind.FULL:
             for held, wanted, extent in zip(have, need, self._extents(tensor), strict=True):
                 assert held.covers(wanted.clip(extent)), f"{tensor.name} lacks rows that an op needs"
         carry = self.phase.carries.get(tensor)
@@ -331,7 +331,7 @@ class _Tile:
             self._fits[key] = self._padded(self._cropped(value, fits, dims, shared), fits, dims, fill)
         return self._fits[key]
 
-    def _cropped(self, value: Any, fits: Sequence[Fit], dims: Sequence[int | None], shared: bool) -> Any:
+    def _cropped(self, value: Any, fits: Sequence[CropPad], dims: Sequence[int | None], shared: bool) -> Any:
         spans: list[Span] = [None] * value.shape.rank
         for axis, (way, dim) in enumerate(zip(fits, dims, strict=True)):
             if way.crops:
@@ -339,7 +339,7 @@ class _Tile:
                 spans[dim] = (self.lookup(way.begin, axis), self.lookup(way.size, axis))
         return DeviceBuffer(value).read(spans, shared)
 
-    def _padded(self, value: Any, fits: Sequence[Fit], dims: Sequence[int | None], fill: float | str) -> Any:
+    def _padded(self, value: Any, fits: Sequence[CropPad], dims: Sequence[int | None], fill: float | str) -> Any:
         if not any(way.pads for way in fits):
             return value
         paddings: list[list[Any]] = [[0, 0] for _ in range(value.shape.rank)]
@@ -363,7 +363,7 @@ class _Tile:
         return dim
 
     def _is_gradient(self, tensor: Tensor) -> bool:
-        return self.segment.kinds.get(tensor) is Kind.PARTIAL
+        return self.segment.kinds.get(tensor) is TileKind.PARTIAL
 
     def _cut_again(self, tensor: Tensor, need: Region, fill: float | str, gradients: Sequence[Any]) -> Any:
         """Rows of a forward value that a gradient meets, out of those that were joined for an operation before.
@@ -391,10 +391,10 @@ class _Tile:
         """The rows of a gradient that this turn completes."""
         rows = self._rows_received(tensor, value)
         region, in_place = self.phase.regions[tensor], find_rule(tensor.node).own_memory
-        result, self._passed[tensor] = completed(self, tensor, value, rows, made, region, in_place)
+        result, self._passed[tensor] = finish_gradient_rows(self, tensor, value, rows, made, region, in_place)
         return result
 
-    def carry(self, tensor: Tensor) -> Carry:
+    def carry(self, tensor: Tensor) -> CarriedRows:
         """Which rows of a tensor come and go."""
         return self.phase.carries[tensor]
 
@@ -430,7 +430,7 @@ class _Tile:
     def axis_values(self, node: Node, position: int | None, values: Any, axis: int, dtype: Any) -> Any:
         """The part of a per-row vector for the rows that an op makes or that operand `position` holds."""
         plan = self.phase.plans[node][axis]
-        rows = plan.made if position is None else plan.needs[position]
+        rows = plan.computed if position is None else plan.needs[position]
         assert rows is not None
         begin, size = self.lookup(rows.lo, axis), self.lookup(rows.size, axis)
         part = tf.slice(tf.constant(values, dtype), stacked([begin]), stacked([size]))
@@ -442,8 +442,8 @@ class _Tile:
         """For the rows that an op makes, where the rows that a table names are in what operand `position` holds."""
         plan = self.phase.plans[node][axis]
         held = plan.needs[position]
-        assert plan.made is not None and held is not None
-        begin, size = self.lookup(plan.made.lo, axis), self.lookup(plan.made.size, axis)
+        assert plan.computed is not None and held is not None
+        begin, size = self.lookup(plan.computed.lo, axis), self.lookup(plan.computed.size, axis)
         part = tf.slice(tf.constant(rows, tf.int32), stacked([begin]), stacked([size]))
         return part - self.lookup(held.lo, axis)
 
@@ -463,10 +463,10 @@ class _Tile:
         if sizes[BATCH_DIM] != 1:
             images = self.loop.batch if self._batch is None else self._batch[1]
             layout = self.loop.analysis.layouts.of(tensor)
-            sizes[BATCH_DIM] = images if layout is None or layout.per_image == 1 else images * layout.per_image
+            sizes[BATCH_DIM] = images if layout is None or layout.batch_fold == 1 else images * layout.batch_fold
         for axis, (dim, plan) in enumerate(zip(self.dims(tensor), self.phase.plans[node], strict=True)):
             if dim is not None:
-                sizes[dim] = self.lookup(plan.made.size, axis)  # type: ignore[union-attr]
+                sizes[dim] = self.lookup(plan.computed.size, axis)  # type: ignore[union-attr]
         return stacked(sizes)
 
     def batch_size(self, operand: Any) -> Any:

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from rewriters.emission.buffers import DeviceBuffer, Span, allocate, stacked
+from rewriters.emission.buffers import DeviceBuffer, Span, empty_buffer, stacked
 from rewriters.emission.while_loop import LoopState
 from rewriters.ir.graph import Tensor
 from rewriters.rules.registry import Combination
-from rewriters.tiling.barrier_levels import Moments
-from rewriters.tiling.row_frontiers import Carry
+from rewriters.tiling.barrier_levels import MomentPair
+from rewriters.tiling.row_frontiers import CarriedRows
 from rewriters.tiling.tile_planner import Region
 
 __all__: list[str] = []
@@ -30,7 +30,7 @@ class Whole(Protocol):
     batch: Any
 
 
-class Turn(Protocol):
+class Iteration(Protocol):
     """A turn of the loop, as a result sees it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Turn(Protocol):
     ) -> Any:
         """Crop and pad a value of `tensor`; whether it may be the same memory."""
 
-    def carry(self, tensor: Tensor) -> Carry:
+    def carry(self, tensor: Tensor) -> CarriedRows:
         """Which rows of a tensor come and go."""
 
     def row_dim(self, tensor: Tensor) -> int:
@@ -72,7 +72,7 @@ class Turn(Protocol):
         """Rows for the next turn."""
 
 
-class Result(Protocol):
+class LoopOutput(Protocol):
     """Something that a loop makes."""
 
     tensors: list[Tensor]
@@ -80,7 +80,7 @@ class Result(Protocol):
     def initial(self, loop: Whole) -> list[LoopState]:
         """Its variables."""
 
-    def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
+    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
         """The variables after a turn."""
 
     def final(self, values: Sequence[Any]) -> list[Any]:
@@ -96,10 +96,10 @@ def _state(loop: Whole, tensor: Tensor, dtype: tf.DType, zero: bool) -> LoopStat
     assert tensor.shape is not None
     dims = [loop.batch if dim is None else int(dim) for dim in tensor.shape]
     with tf.device(tensor.node.device or None):
-        return LoopState(allocate(stacked(dims) if dims else [], dtype, zero), tensor.shape)
+        return LoopState(empty_buffer(stacked(dims) if dims else [], dtype, zero), tensor.shape)
 
 
-class Written:
+class TiledOutput:
     """A tensor of which each turn writes its own cell."""
 
     def __init__(self, tensor: Tensor, cell: Region) -> None:
@@ -110,7 +110,7 @@ class Written:
         """Anything: every element is written."""
         return [_state(loop, self.tensors[0], self.tensors[0].dtype, zero=False)]
 
-    def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
+    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
         """The cell in its place."""
         (tensor,) = self.tensors
         part = turn.fit(tensor, self._cell, 0.0)
@@ -121,7 +121,7 @@ class Written:
         return list(values)
 
 
-class Accumulated:
+class ScatterAddOutput:
     """A gradient to which each turn adds its part; parts may overlap."""
 
     def __init__(self, tensor: Tensor, region: Region) -> None:
@@ -132,7 +132,7 @@ class Accumulated:
         """Zeros."""
         return [_state(loop, self.tensors[0], accumulator_dtype(self.tensors[0].dtype), zero=True)]
 
-    def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
+    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
         """The part added in its place."""
         (tensor,) = self.tensors
         part = tf.cast(turn.value(tensor), values[0].dtype)
@@ -152,7 +152,7 @@ _COMBINE = {
 """How two parts become one, and what no part is; `None` is zero."""
 
 
-class Reduced:
+class ReductionOutput:
     """A reduction over the image, of the batch or of each image; or over the batch, of each pixel.
 
     Args:
@@ -184,14 +184,14 @@ class Reduced:
         # Not a fill: it would be folded into a constant, and that be written to.
         return [LoopState(state.initial + tf.constant(neutral, dtype), state.shape)]
 
-    def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
+    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
         """The part combined with what the whole one has in its place."""
         (tensor,) = self.tensors
         part, spans = tf.cast(turn.value(tensor), values[0].dtype), self._spans(turn)
         part.set_shape(_part_shape(tensor, spans))
         return [_written(spans, values[0], self._combine(_read(spans, values[0]), part))]
 
-    def _spans(self, turn: Turn) -> list[Span] | None:
+    def _spans(self, turn: Iteration) -> list[Span] | None:
         (tensor,) = self.tensors
         if self._cell is not None:
             return turn.spans(tensor, self._cell)
@@ -211,7 +211,7 @@ class MergedMoments:
     `S + T + d^2 n m / (n + m)`. A difference of mean squares would cancel.
     """
 
-    def __init__(self, moments: Moments, cell: Region, alone: bool) -> None:
+    def __init__(self, moments: MomentPair, cell: Region, alone: bool) -> None:
         """`alone` if there is one part only: it is computed as the step did, to the same bits."""
         self.tensors = [moments.mean, moments.variance]
         self._moments = moments
@@ -224,7 +224,7 @@ class MergedMoments:
         mean = self._moments.mean
         return [_state(loop, mean, accumulator_dtype(mean.dtype), zero=True) for _ in range(3)]
 
-    def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
+    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
         """With those of a part."""
         where = _images(turn, self._moments.mean) if self._per_image else None
         count, mean, squares = (_read(where, value) for value in values)
@@ -260,7 +260,7 @@ class MergedMoments:
         return results
 
 
-def _images(turn: Turn, tensor: Tensor) -> list[Span]:
+def _images(turn: Iteration, tensor: Tensor) -> list[Span]:
     """Where the results for the images of a turn are."""
     assert tensor.shape is not None
     return [turn.images(), *([None] * (len(tensor.shape) - 1))]

@@ -14,21 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.emission.loop_emitter import phase_inputs, phase_outputs
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.static_values import MAX_ELEMENTS
-from rewriters.rules.registry import Kind
-from rewriters.tiling.barrier_levels import Moments
-from rewriters.tiling.checkpoint_selection import Loop
-from rewriters.tiling.row_frontiers import Carry, Save
+from rewriters.rules.registry import TileKind
+from rewriters.tiling.barrier_levels import MomentPair
+from rewriters.tiling.checkpoint_selection import LoopSpec
+from rewriters.tiling.row_frontiers import CarriedRows, SavedRows
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_planner import AxisPlan, Phase, Region
+from rewriters.tiling.tile_planner import AxisPlan, Region, TileLoop
 
 __all__: list[str] = []
 
 
-def program_key(analysis: Analysis, segment: Segment, phase: Phase) -> Hashable:
+def program_signature(analysis: GraphAnalysis, segment: Segment, phase: TileLoop) -> Hashable:
     """Equal for two loops if tracing them gives the same function of their inputs.
 
     Holds everything that tracing reads: ops with their attributes, how they are wired, static operands,
@@ -37,28 +37,28 @@ def program_key(analysis: Analysis, segment: Segment, phase: Phase) -> Hashable:
     return _Key(analysis, segment, phase).build()
 
 
-def loop_key(analysis: Analysis, kinds: Mapping[Tensor, Kind], loop: Loop) -> Hashable:
+def loop_signature(analysis: GraphAnalysis, kinds: Mapping[Tensor, TileKind], loop: LoopSpec) -> Hashable:
     """Equal for two loops between barriers of which turns take as much memory and time, in any number of tiles."""
-    key = _Wiring(analysis, kinds)
+    key = StructuralHasher(analysis, kinds)
     body = tuple(map(key.operation, loop.body))
     ends = tuple(tuple(map(key.number, tensors)) for tensors in (loop.reads, loop.writes, [n.out() for n in loop.sums]))
     moments = tuple(tuple(map(key.number, (pair.image, pair.mean, pair.variance))) for pair in loop.moments)
     return (loop.backward, body, ends, moments, key.tensors())
 
 
-def segment_key(analysis: Analysis, segment: Segment) -> Hashable:
+def segment_signature(analysis: GraphAnalysis, segment: Segment) -> Hashable:
     """Equal for two segments without barriers of which the loops take as much, in any number of tiles."""
-    key = _Wiring(analysis, segment.kinds)
+    key = StructuralHasher(analysis, segment.kinds)
     body = tuple(tuple(map(key.operation, nodes)) for nodes in (segment.forward, segment.backward))
     ends = (segment.entries, segment.exits, segment.grad_entries, segment.grad_exits, segment.reductions)
     numbers = tuple(tuple(map(key.number, tensors)) for tensors in ends)
     return (body, numbers, key.tensors())
 
 
-class _Wiring:
+class StructuralHasher:
     """Operations and tensors by what they are and how they are connected, without their names."""
 
-    def __init__(self, analysis: Analysis, kinds: Mapping[Tensor, Kind]) -> None:
+    def __init__(self, analysis: GraphAnalysis, kinds: Mapping[Tensor, TileKind]) -> None:
         self.analysis = analysis
         self.kinds = kinds
         self.numbers: dict[Tensor, int] = {}
@@ -81,7 +81,7 @@ class _Wiring:
     def tensors(self) -> tuple[Hashable, ...]:
         """All tensors that were met; an operand that nobody else reads is written over."""
         analysis = self.analysis
-        return tuple((self.tensor(t), analysis.extents(t), len(analysis.readers.get(t, ()))) for t in self.numbers)
+        return tuple((self.tensor(t), analysis.extents(t), len(analysis.consumers.get(t, ()))) for t in self.numbers)
 
     def _static(self, tensor: Tensor) -> Hashable:
         """What a rule can know of an operand's value."""
@@ -92,10 +92,10 @@ class _Wiring:
         return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
-class _Key(_Wiring):
+class _Key(StructuralHasher):
     """The program of a loop that is planned."""
 
-    def __init__(self, analysis: Analysis, segment: Segment, phase: Phase) -> None:
+    def __init__(self, analysis: GraphAnalysis, segment: Segment, phase: TileLoop) -> None:
         super().__init__(analysis, segment.kinds)
         self.segment = segment
         self.phase = phase
@@ -114,15 +114,15 @@ class _Key(_Wiring):
         tensors = tuple(self._tensor(tensor) for tensor in self.numbers)
         return (phase.backward, phase.grid, rows, inputs, body, ends, roles, cells, moments, tensors)
 
-    def _carry(self, tensor: Tensor, carry: Carry) -> Hashable:
+    def _carry(self, tensor: Tensor, carry: CarriedRows) -> Hashable:
         saved = None if carry.saved is None else self.number(carry.saved)
         return (self.number(tensor), _rows((carry.received, carry.passed)), saved)
 
-    def _save(self, save: Save) -> Hashable:
+    def _save(self, save: SavedRows) -> Hashable:
         slots = tuple((_rows((rows,)), places.tobytes()) for rows, places in save.slots)
         return (self.number(save.tensor), self.number(save.saved), slots, _rows(save.region))
 
-    def _moments(self, pair: Moments) -> Hashable:
+    def _moments(self, pair: MomentPair) -> Hashable:
         numbers = tuple(map(self.number, (pair.image, pair.mean, pair.variance)))
         return (numbers, pair.axes, pair.keep_dims, _rows(self.phase.cells[pair.image]))
 
@@ -138,5 +138,5 @@ def _rows(region: Region | None) -> Hashable:
 
 
 def _axis_plan(plan: AxisPlan) -> Hashable:
-    rows = (plan.out, plan.made, *plan.needs)
+    rows = (plan.kept, plan.computed, *plan.needs)
     return tuple(None if r is None else r.key for r in rows)

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from rewriters.emission.buffers import DeviceBuffer, Span, allocate, replaced, stacked
-from rewriters.emission.loop_outputs import Turn, Whole
+from rewriters.emission.buffers import DeviceBuffer, Span, empty_buffer, replaced, stacked
+from rewriters.emission.loop_outputs import Iteration, Whole
 from rewriters.emission.while_loop import LoopState
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Tensor
 from rewriters.rules.intervals import Interval
-from rewriters.tiling.row_frontiers import Carry, Save, offsets, shape_of
+from rewriters.tiling.row_frontiers import CarriedRows, SavedRows, offsets, shape_of
 from rewriters.tiling.tile_planner import Region, with_rows
 
 __all__: list[str] = []
 
 
-def received(turn: Turn, tensor: Tensor, carry: Carry, source: Any, images: Any) -> Any:
+def received(turn: Iteration, tensor: Tensor, carry: CarriedRows, source: Any, images: Any) -> Any:
     """The rows that a turn has of a tensor from elsewhere.
 
     Args:
@@ -44,7 +44,7 @@ def received(turn: Turn, tensor: Tensor, carry: Carry, source: Any, images: Any)
 
 
 def joined(
-    turn: Turn,
+    turn: Iteration,
     tensor: Tensor,
     value: Any,
     above: Any,
@@ -75,11 +75,11 @@ def joined(
     if not np.any(inner[axis].size):
         return result
     part = turn.moved(above, with_rows(region, axis, received), inner, 0.0, tensor)
-    tf_internals.keep_apart(result)
+    tf_internals.prevent_cse(result)
     return DeviceBuffer(result).write(_places(turn, tensor, need, inner), part)
 
 
-def _places(turn: Turn, tensor: Tensor, have: Region, rows: Region) -> list[Span]:
+def _places(turn: Iteration, tensor: Tensor, have: Region, rows: Region) -> list[Span]:
     """Where some rows lie in what a turn has."""
     spans: list[Span] = [None] * len(tensor.shape or ())
     for axis, (dim, whole, own) in enumerate(zip(turn.dims(tensor), have, rows, strict=True)):
@@ -94,8 +94,8 @@ def _common(rows: Interval, others: Interval) -> Interval:
     return Interval(lo, np.maximum(np.clip(rows.hi, others.lo, others.hi), lo))
 
 
-def completed(
-    turn: Turn, tensor: Tensor, value: Any, rows: Any, made: Region, region: Region, in_place: bool
+def finish_gradient_rows(
+    turn: Iteration, tensor: Tensor, value: Any, rows: Any, made: Region, region: Region, in_place: bool
 ) -> tuple[Any, Any]:
     """The rows of a gradient to which no later turn adds, and the sums so far of others, for the next turn.
 
@@ -121,7 +121,7 @@ def completed(
     return turn.moved(result, with_rows(region, axis, done), region, 0.0, tensor), passed
 
 
-class PassedOn:
+class CarriedState:
     """Rows that go from turn to turn."""
 
     def __init__(self, tensor: Tensor, dims: Sequence[int | None], region: Region, axis: int) -> None:
@@ -139,7 +139,7 @@ class PassedOn:
             none = tf.zeros(sizes, self.tensor.dtype)
         return [LoopState(none, (None, *self._shape[1:]))]
 
-    def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
+    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
         """Those for the next turn."""
         del values
         rows = turn.passed_on(self.tensor)
@@ -152,10 +152,10 @@ class PassedOn:
         return []
 
 
-class Saved:
+class SavedState:
     """Rows that a forward loop keeps for the backward loop, one tile's after the other's."""
 
-    def __init__(self, save: Save) -> None:
+    def __init__(self, save: SavedRows) -> None:
         self.tensors = [save.saved]
         self._save = save
 
@@ -165,9 +165,9 @@ class Saved:
         assert saved.shape is not None
         dims = [loop.batch if dim is None else int(dim) for dim in saved.shape]
         with tf.device(saved.node.device or None):
-            return [LoopState(allocate(stacked(dims), saved.dtype, False), saved.shape)]
+            return [LoopState(empty_buffer(stacked(dims), saved.dtype, False), saved.shape)]
 
-    def update(self, turn: Turn, values: Sequence[Any]) -> list[Any]:
+    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
         """With the rows at the borders that lie in this tile."""
         (handle,) = values
         tensor = self._save.tensor

@@ -15,19 +15,19 @@ from collections.abc import Hashable, Mapping
 import tensorflow as tf
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.emission.loop_emitter import phase_inputs, phase_outputs, trace_phase
-from rewriters.emission.loop_signature import program_key
+from rewriters.emission.loop_signature import program_signature
 from rewriters.errors import RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, from_tf_graph
 from rewriters.ir.static_values import int_constant, type_attr
-from rewriters.scheduling.delay_early_ops import hold_back, update_first
-from rewriters.scheduling.serialize_ops import group_by_group
-from rewriters.tiling.barrier_planner import Gatherer
+from rewriters.scheduling.delay_early_ops import delay_optimizer_ops, run_updates_before_loops
+from rewriters.scheduling.serialize_ops import serialize_scratch_groups
+from rewriters.tiling.barrier_planner import BarrierPlanner
 from rewriters.tiling.row_frontiers import SAVED
-from rewriters.tiling.row_planner import RowGatherer, RowPlanner
+from rewriters.tiling.row_planner import RowBarrierPlanner, RowPlanner
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_planner import Grid, Halo, Phase, Planner
+from rewriters.tiling.tile_planner import Grid, Halo, TileLoop, TilePlanner
 
 __all__: list[str] = []
 
@@ -43,16 +43,16 @@ class SegmentPlan:
     """
 
     segment: Segment
-    phases: list[Phase]
+    phases: list[TileLoop]
     halo: Halo = Halo.RECOMPUTE
 
-    def phase(self, name: str) -> Phase | None:
+    def phase(self, name: str) -> TileLoop | None:
         """The loop of that name, if the segment has one."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
 
 def plan_segment(
-    analysis: Analysis,
+    analysis: GraphAnalysis,
     segment: Segment,
     grid: Grid,
     backward_grid: Grid | None = None,
@@ -61,17 +61,17 @@ def plan_segment(
     """Plan the loops of one segment."""
     backward = backward_grid or grid
     if segment.loops:
-        gatherer = (RowGatherer if halo is Halo.CARRY else Gatherer)(analysis, segment)
+        gatherer = (RowBarrierPlanner if halo is Halo.CARRY else BarrierPlanner)(analysis, segment)
         return SegmentPlan(segment, gatherer.phases(lambda loop: backward if loop.backward else grid), halo)
     return SegmentPlan(segment, planner_for(analysis, segment, halo).phases(grid, backward), halo)
 
 
-def planner_for(analysis: Analysis, segment: Segment, halo: Halo) -> Planner:
+def planner_for(analysis: GraphAnalysis, segment: Segment, halo: Halo) -> TilePlanner:
     """What plans the loops of a segment without barriers, for any number of tiles."""
-    return (RowPlanner if halo is Halo.CARRY else Planner)(analysis, segment)
+    return (RowPlanner if halo is Halo.CARRY else TilePlanner)(analysis, segment)
 
 
-def tile_segments(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
+def tile_segments(analysis: GraphAnalysis, plans: list[SegmentPlan]) -> Graph:
     """A new graph in which the planned segments run tile by tile.
 
     Args:
@@ -81,7 +81,7 @@ def tile_segments(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
     Raises:
         RewriteError: If an op inside a segment is needed outside of it after all.
     """
-    return _Rewriter(analysis, plans).run()
+    return TilePass(analysis, plans).run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +94,10 @@ class Tiled:
     """
 
     graph: Graph
-    phases: Mapping[Node, Phase]
+    phases: Mapping[Node, TileLoop]
 
 
-def tile_stages(analysis: Analysis, plans: list[SegmentPlan], stages: Mapping[Node, int]) -> Tiled:
+def tile_stages(analysis: GraphAnalysis, plans: list[SegmentPlan], stages: Mapping[Node, int]) -> Tiled:
     """The same where segments lie in stages: loops wait for one another within a stage only.
 
     The update, and what else is outside of loops, is in no other order than before: slots bring that in.
@@ -107,21 +107,21 @@ def tile_stages(analysis: Analysis, plans: list[SegmentPlan], stages: Mapping[No
         plans: Segments that share no op.
         stages: Stage of each op that has one.
     """
-    return _Rewriter(analysis, plans, stages=stages).in_stages()
+    return TilePass(analysis, plans, stages=stages).in_stages()
 
 
-def outline(analysis: Analysis, plans: list[SegmentPlan]) -> Graph:
+def tile_skeleton(analysis: GraphAnalysis, plans: list[SegmentPlan]) -> Graph:
     """The graph of `tile_segments` with loops that have no bodies yet, each a single op.
 
     All that the memory model asks for, in a fraction of the time: bodies are traced by TensorFlow.
     """
-    return _Rewriter(analysis, plans, bodies=False).run()
+    return TilePass(analysis, plans, bodies=False).run()
 
 
-class _Rewriter:
+class TilePass:
     def __init__(
         self,
-        analysis: Analysis,
+        analysis: GraphAnalysis,
         plans: list[SegmentPlan],
         bodies: bool = True,
         stages: Mapping[Node, int] | None = None,
@@ -137,15 +137,15 @@ class _Rewriter:
         self.starts: dict[Node, Node] = {}
         self.devices: dict[Node, str] = {}
         self.backward: set[Node] = set()
-        self.phases: dict[Node, Phase] = {}
+        self.phases: dict[Node, TileLoop] = {}
 
     def run(self) -> Graph:
         """Loops, and the update in order with them."""
         order = self._with_loops()
-        update = hold_back(self.graph, self.analysis)
+        update = delay_optimizer_ops(self.graph, self.analysis)
         backward = [(loop, self.starts[loop], self.devices[loop]) for loop in order if loop in self.backward]
-        update_first(self.graph, update, order, backward)
-        group_by_group(self.graph)
+        run_updates_before_loops(self.graph, update, order, backward)
+        serialize_scratch_groups(self.graph)
         return self.graph
 
     def in_stages(self) -> Tiled:
@@ -182,7 +182,7 @@ class _Rewriter:
             inside = {n.out(i) for n in (*segment.forward, *segment.backward) for i in range(len(n.outputs))}
             kept = {*segment.exits, *segment.stored, *segment.grad_exits, *segment.reductions}
             for tensor in sorted(inside, key=lambda t: t.name):
-                for reader, _ in self.analysis.readers.get(tensor, ()):
+                for reader, _ in self.analysis.consumers.get(tensor, ()):
                     if reader.op != "Shape":  # All that normalisation leaves of a tensor of known rank.
                         continue
                     source = self._as_many(segment, tensor)
@@ -241,7 +241,7 @@ class _Rewriter:
         newest: dict[Tensor, Tensor] = {}
         return [self._splice(plan.segment, phase, newest) for phase in plan.phases]
 
-    def _splice(self, segment: Segment, phase: Phase, newest: dict[Tensor, Tensor]) -> Node:
+    def _splice(self, segment: Segment, phase: TileLoop, newest: dict[Tensor, Tensor]) -> Node:
         """Insert a loop under its scope; returns the loop's node."""
         prefix = self.graph.unique_name(f"sft/{segment.name}/{phase.name}")
         start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
@@ -252,7 +252,7 @@ class _Rewriter:
             if old.node.op != SAVED:
                 self.replaced.setdefault(self._tensor(old), new)
             newest[old] = new
-        for node in phase.home:
+        for node in phase.replaces:
             self.moved[self._own(node)] = loop
         self.starts[loop] = start
         self.devices[loop] = self._place(phase)
@@ -261,15 +261,15 @@ class _Rewriter:
             self.backward.add(loop)
         return loop
 
-    def _place(self, phase: Phase) -> str:
+    def _place(self, phase: TileLoop) -> str:
         """Where a loop runs: a device, or a stage of which nobody knows the device yet."""
-        nodes = (*phase.body, *phase.home)
+        nodes = (*phase.body, *phase.replaces)
         if self.stages is None:
             return next((node.device for node in nodes), "")
         return next((str(self.stages[node]) for node in nodes if node in self.stages), "")
 
     def _outlined(
-        self, segment: Segment, phase: Phase, prefix: str, start: Node, inputs: list[Tensor]
+        self, segment: Segment, phase: TileLoop, prefix: str, start: Node, inputs: list[Tensor]
     ) -> tuple[Node, list[Tensor]]:
         """The loop as one op without a body."""
         del segment
@@ -278,7 +278,7 @@ class _Rewriter:
         return loop, [loop.out(index) for index in range(len(outputs))]
 
     def _traced(
-        self, segment: Segment, phase: Phase, prefix: str, start: Node, inputs: list[Tensor]
+        self, segment: Segment, phase: TileLoop, prefix: str, start: Node, inputs: list[Tensor]
     ) -> tuple[Node, list[Tensor]]:
         """The loop as TensorFlow traces it."""
         part = self._program(segment, phase)
@@ -298,22 +298,22 @@ class _Rewriter:
         assert loop is not None
         return loop, [outer.get(tensor, tensor) for tensor in part.outputs]
 
-    def _program(self, segment: Segment, phase: Phase) -> Graph:
+    def _program(self, segment: Segment, phase: TileLoop) -> Graph:
         """The loop in a graph of its own. Segments in which it is the same share its body."""
-        key = program_key(self.analysis, segment, phase)
+        key = program_signature(self.analysis, segment, phase)
         if key not in self.programs:
             traced = trace_phase(self.analysis, segment, phase)
             self.programs[key] = from_tf_graph(traced, traced.inputs, traced.outputs, [])
             self.graph.library.MergeFrom(self.programs[key].library)
         return self.programs[key].copy()
 
-    def _waits(self, segment: Segment, phase: Phase) -> list[Node]:
+    def _waits(self, segment: Segment, phase: TileLoop) -> list[Node]:
         """Control inputs of a loop: those of its ops, and the data without which it cannot begin.
 
         The latter keep the runtime from allocating the loop's buffers at the start of the step.
         """
-        inside = {*segment.forward, *segment.backward} if segment.loops else {*segment.forward, *phase.home}
-        waits = [c for node in phase.home for c in node.control_inputs if c not in inside]
+        inside = {*segment.forward, *segment.backward} if segment.loops else {*segment.forward, *phase.replaces}
+        waits = [c for node in phase.replaces for c in node.control_inputs if c not in inside]
         waits += [t.node for t in phase.reads if t.node not in inside]
         if phase.backward and not segment.loops:
             waits += [t.node for t in segment.grad_entries]

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.tiling.tile_planner import Direction
+from rewriters.tiling.tile_planner import IterationOrder
 
 __all__: list[str] = []
 
@@ -34,7 +34,7 @@ def tile_loop(
     turns: Any,
     states: Sequence[LoopState],
     body: Callable[[Any, list[Any]], Sequence[Any]],
-    direction: Direction,
+    direction: IterationOrder,
 ) -> list[Any]:
     """Run `body(tile, values)` for every tile, one turn at a time.
 
@@ -50,7 +50,7 @@ def tile_loop(
     turns = tf.convert_to_tensor(turns, tf.int32)
 
     def step(turn: Any, *values: Any) -> tuple[Any, ...]:
-        tile = turn if direction is Direction.ASCENDING else turns - 1 - turn
+        tile = turn if direction is IterationOrder.ASCENDING else turns - 1 - turn
         return (turn + 1, *body(tile, list(values)))
 
     shapes = (tf.TensorShape([]), *(tf.TensorShape(state.shape) for state in states))

@@ -17,13 +17,21 @@ from typing import TypeVar
 import numpy as np
 
 from rewriters.device import properties
-from rewriters.device.allocator import Exact
-from rewriters.device.kernel_scratch import Call, scratch_bytes, slid_over
-from rewriters.device.peak_memory import Event, Turn, freed_late, most_taken, schedule, together, worst_kernel
+from rewriters.device.allocator import ExactAllocator
+from rewriters.device.kernel_scratch import KernelShape, scratch_bytes, slid_over
+from rewriters.device.peak_memory import (
+    AllocationEvent,
+    IterationTrace,
+    concurrent_scratch,
+    peak_bytes_of,
+    schedule,
+    with_delayed_frees,
+    worst_kernel,
+)
 from rewriters.ir.graph import PER_PIXEL, Node, Tensor
 from rewriters.rules.intervals import Interval, fit
-from rewriters.tiling.barrier_levels import Moments
-from rewriters.tiling.tile_planner import Phase, Region, covers, with_rows
+from rewriters.tiling.barrier_levels import MomentPair
+from rewriters.tiling.tile_planner import Region, TileLoop, covers, with_rows
 
 __all__: list[str] = []
 
@@ -37,7 +45,7 @@ def _kept(function: Callable[..., R]) -> Callable[..., R]:
     """Remember results in the phase that is the first argument."""
 
     @functools.wraps(function)
-    def remembering(phase: Phase, *others: Hashable) -> R:
+    def remembering(phase: TileLoop, *others: Hashable) -> R:
         key = (function.__name__, *others)
         if key not in phase.cache:
             phase.cache[key] = function(phase, *others)
@@ -47,34 +55,34 @@ def _kept(function: Callable[..., R]) -> Callable[..., R]:
 
 
 @_kept
-def loop_turns(phase: Phase, batch: int) -> list[Turn]:
+def loop_iterations(phase: TileLoop, batch: int) -> list[IterationTrace]:
     """Turns that between them meet every border, in the order of the loop."""
-    body = _Body(phase)
+    body = IterationModel(phase)
     marks = [sorted({0, count // 2, count - 1}) for count in phase.grid.spatial]
     found = (body.events(tile, batch) for tile in itertools.product(*marks))
-    return [Turn(events, freed_late(events)) for events in found]
+    return [IterationTrace(events, with_delayed_frees(events)) for events in found]
 
 
 @_kept
-def phase_scratch(phase: Phase, batch: int) -> int:
+def iteration_peak_bytes(phase: TileLoop, batch: int) -> int:
     """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
-    body = _Body(phase)  # Not kept: a search asks for hundreds of phases.
+    body = IterationModel(phase)  # Not kept: a search asks for hundreds of phases.
     tiles = {tuple(0 for _ in phase.grid.spatial), tuple(count // 2 for count in phase.grid.spatial)}
-    return max(most_taken(body.events(tile, batch), Exact()) for tile in tiles)
+    return max(peak_bytes_of(body.events(tile, batch), ExactAllocator()) for tile in tiles)
 
 
 @_kept
-def kernel_at_worst(phase: Phase, batch: int) -> tuple[str, int]:
+def kernel_at_worst(phase: TileLoop, batch: int) -> tuple[str, int]:
     """Which op of a loop's body runs when a turn takes most, and bytes that its kernel takes for itself then."""
-    turns = loop_turns(phase, batch)
+    turns = loop_iterations(phase, batch)
     _, name, own = max(worst_kernel(events) for turn in turns for events in (turn.events, turn.late))
     return name, own
 
 
-class _Body:
+class IterationModel:
     """Ops of a turn as stand-ins that know the rows of their results for every tile."""
 
-    def __init__(self, phase: Phase) -> None:
+    def __init__(self, phase: TileLoop) -> None:
         self.phase = phase
         self.order: list[Node] = []
         self.originals: list[Node] = []
@@ -104,7 +112,7 @@ class _Body:
         for pair in phase.moments:
             self._add_moments(pair)
 
-    def events(self, tile: Tile, batch: int) -> list[Event]:
+    def events(self, tile: Tile, batch: int) -> list[AllocationEvent]:
         """Schedule of the turn of one tile."""
         scratch = {
             node: scratch_bytes(original, self._call(original, tile, batch))
@@ -113,12 +121,16 @@ class _Body:
 
         def alias(node: Node) -> bool:
             same = self._unchanged.get(node)
-            return properties.passes_on(node) if same is None else all(s[i] for s, i in zip(same, tile, strict=True))
+            return (
+                properties.forwards_input_buffer(node)
+                if same is None
+                else all(s[i] for s, i in zip(same, tile, strict=True))
+            )
 
         def num_bytes(tensor: Tensor) -> int:
             return self._num_bytes(tensor, tile, batch)
 
-        return schedule(self.order, num_bytes, together(scratch, self.originals), self.ends, alias)
+        return schedule(self.order, num_bytes, concurrent_scratch(scratch, self.originals), self.ends, alias)
 
     def _num_bytes(self, tensor: Tensor, tile: Tile, batch: int) -> int:
         rows = self._rows.get(tensor)
@@ -133,27 +145,27 @@ class _Body:
         layout = self.phase.layouts.of(tensor)
         assert layout is not None and tensor.shape is not None
         channels = (int(tensor.shape[dim] or 1) for dim in layout.others(len(tensor.shape)))
-        return layout.per_image * math.prod(channels) * tensor.dtype.size
+        return layout.batch_fold * math.prod(channels) * tensor.dtype.size
 
     def _images(self, batch: int) -> int:
         """Images of the largest tile."""
         return -(-batch // min(self.phase.grid.batch, batch))
 
-    def _call(self, node: Node, tile: Tile, batch: int) -> Call:
+    def _call(self, node: Node, tile: Tile, batch: int) -> KernelShape:
         """What the kernel of a gradient of a convolution or a pool, or of a cross-entropy, is called with."""
         plan = self.phase.plans.get(node)
         if plan is not None and PER_PIXEL in node.attrs:
-            rows = [p.made.size[i] for p, i in zip(plan, tile, strict=True) if p.made is not None]
-            return Call(self._images(batch), math.prod(map(int, rows)), 0)
+            rows = [p.computed.size[i] for p, i in zip(plan, tile, strict=True) if p.computed is not None]
+            return KernelShape(self._images(batch), math.prod(map(int, rows)), 0)
         if plan is None or len(plan[0].needs) != 3 or plan[0].needs[2] is None:
-            return Call(self._images(batch), 0, 0)
+            return KernelShape(self._images(batch), 0, 0)
         position = slid_over(node)
-        large = [p.made if position is None else p.needs[position] for p in plan]
+        large = [p.computed if position is None else p.needs[position] for p in plan]
         pixels = (
             math.prod(int(rows.size[i]) for rows, i in zip(found, tile, strict=True) if rows is not None)
             for found in ([p.needs[2] for p in plan], large)
         )
-        return Call(self._images(batch), *pixels)
+        return KernelShape(self._images(batch), *pixels)
 
     def _place(self, node: Node, original: Node, rows: Iterable[np.ndarray] | None) -> Tensor:
         self.order.append(node)
@@ -195,15 +207,15 @@ class _Body:
             if tensor in self.phase.regions and need[0] is not None:
                 operands.append(self._fitted(tensor, need, meets_gradient))  # type: ignore[arg-type]
         copy = Node(node.name, node.op, operands, outputs=node.outputs)
-        if plan[0].out is None:
+        if plan[0].kept is None:
             self._place(copy, node, None)
             return
-        made = tuple(p.made for p in plan)
+        made = tuple(p.computed for p in plan)
         self._place(copy, node, (i.size for i in made))  # type: ignore[union-attr]
         for index in range(len(node.outputs)):
             tensor = node.out(index)
             if tensor not in self.phase.reads:
-                out = tuple(p.out for p in plan)
+                out = tuple(p.kept for p in plan)
                 if tensor in self.phase.carries and self._is_gradient(tensor):
                     self._values[tensor] = self._completed(tensor, copy.out(index), made)  # type: ignore[arg-type]
                 else:
@@ -252,7 +264,7 @@ class _Body:
             self.ends.append(passed)
         return self._moved(value, made, region)
 
-    def _add_moments(self, pair: Moments) -> None:
+    def _add_moments(self, pair: MomentPair) -> None:
         """The image, and its squared differences from the mean."""
         cell = self.phase.cells[pair.image]
         image = self._moved(self._value(pair.image), self.phase.regions[pair.image], cell)

@@ -18,10 +18,10 @@ import math
 from collections.abc import Iterable, Mapping
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device import properties
 from rewriters.device.kernel_scratch import (
-    Call,
+    KernelShape,
     full_call,
     idle_cores,
     is_convolution,
@@ -34,7 +34,7 @@ from rewriters.device.kernel_scratch import (
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.registry import find_rule
-from rewriters.tiling.tile_planner import Phase
+from rewriters.tiling.tile_planner import TileLoop
 
 __all__: list[str] = []
 
@@ -46,7 +46,7 @@ DIRECT = "direct"
 
 
 @dataclasses.dataclass(frozen=True)
-class Rates:
+class MachineRates:
     """What a machine does in a second.
 
     Attributes:
@@ -92,7 +92,7 @@ class Rates:
         return max(seconds, copying, beside) if self.overlapped else max(seconds, beside) + copying
 
 
-NOMINAL = Rates(flops={_ANY: 1e11}, touched={_ANY: 1.25e10}, weights=2.5e9)
+NOMINAL = MachineRates(flops={_ANY: 1e11}, touched={_ANY: 1.25e10}, weights=2.5e9)
 """A machine of this decade, within a factor of two: eight operations take as long as moving a byte.
 
 docs/decisions.md has the measurement behind the rate of weights: "Every turn pays for its weights".
@@ -114,11 +114,11 @@ class _Work:
     flops: float
     images: int
     whole: int
-    call: Call | None
+    call: KernelShape | None
     made: tuple[int, ...]
 
 
-class Costs:
+class CostModel:
     """Seconds of the operations of one step.
 
     Args:
@@ -130,7 +130,7 @@ class Costs:
         pairs: Gradients of convolutions, and for each the one that may run at the same time.
     """
 
-    def __init__(self, analysis: Analysis, batch: int, rates: Rates = NOMINAL) -> None:
+    def __init__(self, analysis: GraphAnalysis, batch: int, rates: MachineRates = NOMINAL) -> None:
         self.analysis = analysis
         self.batch = batch
         self.rates = rates
@@ -150,23 +150,23 @@ class Costs:
         nodes = list(nodes)
         return sum(map(self.op, nodes)) - self.at_once(nodes)
 
-    def at_once(self, nodes: Iterable[Node], phase: Phase | None = None) -> float:
+    def at_once(self, nodes: Iterable[Node], phase: TileLoop | None = None) -> float:
         """Seconds that full-size ops, or those of a loop, save where two run at once that could run one by one."""
         own = set(nodes)
         pairs = ((node, self.pairs[node]) for node in own if self.pairs.get(node) in own)
         return sum(self._saved(*pair, phase) for pair in pairs)
 
     @functools.cached_property
-    def least(self) -> Costs:
+    def least(self) -> CostModel:
         """Times below which these do not fall, in as many turns or more.
 
         More turns mostly take longer. They may take less where results become too small for the system to hand out
         anew, pixels so few that a kernel for volumes unfolds them, or images so few that both gradients of a
         convolution leave cores to each other.
         """
-        return _LeastCosts(self)
+        return LowerBoundCost(self)
 
-    def _saved(self, first: Node, second: Node, phase: Phase | None) -> float:
+    def _saved(self, first: Node, second: Node, phase: TileLoop | None) -> float:
         """By the cores that both leave idle; they take no less than the longer one."""
         taken, idle = [], 0.0
         for node in (first, second):
@@ -174,7 +174,7 @@ class Costs:
             idle += self._idle(node, phase)
         return min(*taken, idle)
 
-    def _idle(self, node: Node, phase: Phase | None) -> float:
+    def _idle(self, node: Node, phase: TileLoop | None) -> float:
         """Seconds of a gradient while windows are copied, times the part of all cores that is idle then."""
         work = self._work_of(node)
         if work is None or work.call is None:
@@ -183,25 +183,25 @@ class Costs:
         call = work.call if phase is None or turns == 1 else self._in_a_turn(work.call, phase, node)
         return turns * self._windows(node, call) * self._idle_cores(node, call)
 
-    def _idle_cores(self, node: Node, call: Call) -> float:
+    def _idle_cores(self, node: Node, call: KernelShape) -> float:
         return idle_cores(node, call)
 
-    def phase(self, phase: Phase) -> float:
+    def phase(self, phase: TileLoop) -> float:
         """All turns of a loop, with what it does around its body."""
         return self.body(phase) + self._moves(phase)
 
-    def body(self, phase: Phase) -> float:
+    def body(self, phase: TileLoop) -> float:
         """Every op of a loop, in all turns, by the part of the image that it covers, halos included."""
         seconds = sum(self.turns(phase, node) for node in phase.body) - self.at_once(phase.body, phase)
         return seconds + sum(self._moments(phase, pair.image) for pair in phase.moments)
 
-    def _moments(self, phase: Phase, image: Tensor) -> float:
+    def _moments(self, phase: TileLoop, image: Tensor) -> float:
         """A mean, the squared differences from it, and their mean, which a loop makes anew of parts of an image."""
         size, touched = image.num_bytes(self.batch), self.rates.touched
         calls = 3 * self._num_turns(phase) * self.rates.call
         return 2 * size / _rate(touched, "Mean") + 2 * size / _rate(touched, "SquaredDifference") + calls
 
-    def turns(self, phase: Phase, node: Node) -> float:
+    def turns(self, phase: TileLoop, node: Node) -> float:
         """One op in all turns of a loop.
 
         Turns share what is cut into tiles. Weights are read in each of them, and sums over the image, such as the
@@ -213,7 +213,7 @@ class Costs:
         turns = self._num_turns(phase)
         if turns == 1:
             return self.op(node)
-        rebuilt = [node.inputs[position] for position in find_rule(node).rebuilt(self.analysis.view(node))]
+        rebuilt = [node.inputs[position] for position in find_rule(node).shape_operands(self.analysis.view(node))]
         tensors = _tensors(node)
         whole = sum(t.num_bytes(self.batch) for t in tensors if t not in phase.regions and t not in rebuilt)
         part = _coverage(self.analysis, phase, node) / turns
@@ -221,14 +221,14 @@ class Costs:
         images = max(work.images + work.whole - whole, 0)
         return turns * self._seconds(node, dataclasses.replace(work, call=call), part, images, whole)
 
-    def _in_a_turn(self, call: Call, phase: Phase, node: Node) -> Call:
+    def _in_a_turn(self, call: KernelShape, phase: TileLoop, node: Node) -> KernelShape:
         """What a kernel is called with in a turn of a loop: some of the images, and of each a tile."""
         tiles = math.prod(phase.grid.spatial)
         part = _coverage(self.analysis, phase, node) / tiles
         images = -(-call.images * tiles // self._num_turns(phase))
-        return Call(images, *(max(round(part * pixels), 1) for pixels in (call.small, call.large)))
+        return KernelShape(images, *(max(round(part * pixels), 1) for pixels in (call.small, call.large)))
 
-    def _num_turns(self, phase: Phase) -> int:
+    def _num_turns(self, phase: TileLoop) -> int:
         return min(phase.grid.batch, self.batch) * math.prod(phase.grid.spatial)
 
     def _seconds(self, node: Node, work: _Work, part: float, images: int, whole: int) -> float:
@@ -242,7 +242,7 @@ class Costs:
             seconds += self._windows(node, work.call)
         return seconds + sum(self._fresh(part * size) for size in work.made)
 
-    def _windows(self, node: Node, call: Call) -> float:
+    def _windows(self, node: Node, call: KernelShape) -> float:
         """Copying windows, piece by piece, into the same memory."""
         windows = window_bytes(node, call)
         rate = self.rates.unfolded.get(DIRECT if is_direct(node, call) else node.op, math.inf)
@@ -252,7 +252,7 @@ class Costs:
         """Touching a new result for the first time, where the system hands large ones out anew."""
         return num_bytes / self.rates.fresh if num_bytes >= self.rates.fresh_from else 0.0
 
-    def _moves(self, phase: Phase) -> float:
+    def _moves(self, phase: TileLoop) -> float:
         """What a loop does around its body: cuts tiles out of whole tensors, puts them together, adds up sums."""
         turns = self._num_turns(phase)
         if turns == 1:
@@ -272,7 +272,7 @@ class Costs:
         return work if work.images or work.whole else None
 
     def _found(self, node: Node) -> _Work:
-        if properties.passes_on(node) or not properties.allocates(node) or reads_shape_only(node):
+        if properties.forwards_input_buffer(node) or not properties.allocates(node) or reads_shape_only(node):
             return _Work(0.0, 0, 0, None, ())
         analysis, batch = self.analysis, self.batch
         flops, weights = 0.0, list[Tensor]()
@@ -289,35 +289,35 @@ class Costs:
 
     def _takes_over(self, node: Node) -> bool:
         """Whether an op's kernel writes into the buffer of an operand that nobody else reads."""
-        if not properties.overwrites(node):
+        if not properties.may_run_in_place(node):
             return False
         sizes = [node.out(index).num_bytes(self.batch) for index in range(len(node.outputs))]
-        return any(t.num_bytes(self.batch) in sizes and len(self.analysis.readers[t]) == 1 for t in node.inputs)
+        return any(t.num_bytes(self.batch) in sizes and len(self.analysis.consumers[t]) == 1 for t in node.inputs)
 
 
-class _LeastCosts(Costs):
-    """See `Costs.least`."""
+class LowerBoundCost(CostModel):
+    """See `CostModel.least`."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: CostModel) -> None:
         super().__init__(costs.analysis, costs.batch, dataclasses.replace(costs.rates, fresh=math.inf))
         self._work = costs._work
         self.pairs = costs.pairs
 
-    def _windows(self, node: Node, call: Call) -> float:
+    def _windows(self, node: Node, call: KernelShape) -> float:
         return 0.0 if may_be_direct(node) else super()._windows(node, call)
 
-    def _idle_cores(self, node: Node, call: Call) -> float:
+    def _idle_cores(self, node: Node, call: KernelShape) -> float:
         return idle_cores(node, dataclasses.replace(call, images=1))  # One after another keeps one core busy.
 
 
-def _pairs(analysis: Analysis) -> dict[Node, Node]:
+def _pairs(analysis: GraphAnalysis) -> dict[Node, Node]:
     """The two gradients of each convolution, of which TensorFlow's own kernels run at once."""
     pairs: dict[Node, Node] = {}
     taken: set[Node] = set()
     for node in filter(is_convolution, analysis.order):
         # One of them reads the image where the convolution does, the other one the filter.
         gradients = [
-            [reader for reader, at in analysis.readers[tensor] if at == position and unfolds(reader)]
+            [reader for reader, at in analysis.consumers[tensor] if at == position and unfolds(reader)]
             for position, tensor in enumerate(node.inputs[:2])
         ]
         for first, second in itertools.product(*gradients):
@@ -336,7 +336,7 @@ def _tensors(node: Node) -> list[Tensor]:
     return [*node.inputs, *(node.out(index) for index in range(len(node.outputs)))]
 
 
-def overlapped_bytes(analysis: Analysis, phase: Phase, batch: int) -> int:
+def overlapped_bytes(analysis: GraphAnalysis, phase: TileLoop, batch: int) -> int:
     """Bytes of images that the turns of a loop make more than once."""
     extra = 0.0
     for node in phase.body:
@@ -346,12 +346,12 @@ def overlapped_bytes(analysis: Analysis, phase: Phase, batch: int) -> int:
     return int(extra)
 
 
-def _coverage(analysis: Analysis, phase: Phase, node: Node) -> float:
+def _coverage(analysis: GraphAnalysis, phase: TileLoop, node: Node) -> float:
     """Rows times columns that an op runs on in all turns, over those of the image."""
     result = 1.0
-    worked = find_rule(node).work(analysis.view(node))
+    worked = find_rule(node).cost_operand(analysis.view(node))
     for axis, plan in enumerate(phase.plans[node]):
-        rows, tensor = plan.out, node.out()
+        rows, tensor = plan.kept, node.out()
         if worked is not None:
             rows, tensor = plan.needs[worked], node.inputs[worked]
         elif rows is None:
@@ -363,7 +363,7 @@ def _coverage(analysis: Analysis, phase: Phase, node: Node) -> float:
     return result
 
 
-def _part(analysis: Analysis, phase: Phase, tensor: Tensor) -> float:
+def _part(analysis: GraphAnalysis, phase: TileLoop, tensor: Tensor) -> float:
     """Rows times columns of a tensor that turns hold, over those of the image."""
     rows = zip(phase.regions[tensor], analysis.extents(tensor) or (), strict=True)
     return math.prod(float(interval.size.sum()) / (extent or 1) for interval, extent in rows)

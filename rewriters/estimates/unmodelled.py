@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.ir.graph import PER_PIXEL, Node
 
 __all__: list[str] = []
 
 
-def unmodelled(analysis: Analysis) -> list[Node]:
+def unmodelled(analysis: GraphAnalysis) -> list[Node]:
     """Forward ops that hold memory of which the graph does not tell how much: the prediction leaves it out.
 
     Lists of tensors, loops, branches and calls that the step brought along, and masks.

@@ -322,7 +322,7 @@ def predecessors(node: Node) -> list[Node]:
     return [t.node for t in node.inputs] + node.control_inputs
 
 
-def operands(node: Node) -> list[Node]:
+def producers(node: Node) -> list[Node]:
     """What makes the values that an operation reads."""
     return [tensor.node for tensor in node.inputs]
 
@@ -372,7 +372,9 @@ def from_concrete_function(concrete_fn: Any) -> Graph:
     )
 
 
-def between(nodes: Iterable[Node], successors: Mapping[Node, Sequence[Node]], order: Mapping[Node, int]) -> set[Node]:
+def nodes_between(
+    nodes: Iterable[Node], successors: Mapping[Node, Sequence[Node]], order: Mapping[Node, int]
+) -> set[Node]:
     """Nodes outside of the set that lie on a path from the set back into it.
 
     A set without such nodes is convex: it can become one node without a cycle.

@@ -35,7 +35,7 @@ def is_xla_call(node: Any) -> bool:
     return node.op in _CALLS and "_XlaMustCompile" in attrs and bool(attrs["_XlaMustCompile"].b)
 
 
-def inlined(
+def inline_calls(
     concrete_fn: Any, also: Callable[[str, Any], bool] | None = None, as_calls: Callable[[Any], bool] | None = None
 ) -> Graph:
     """The graph of `concrete_fn` without calls, shapes inferred anew.

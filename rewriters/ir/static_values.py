@@ -4,7 +4,7 @@ With an unknown batch size TensorFlow computes the operands of `Sum`, `Reshape`,
 `Slice` or `Conv2DBackpropInput` at run time, from the shapes of *full-size*
 tensors. On a tile the same ops would compute something else, so they are
 evaluated here, before tiling. A value is an `int`, a nested list of them as a flat
-tuple, a `Size` for an unknown leading size, or `None` where it is not known.
+tuple, a `SymbolicDim` for an unknown leading size, or `None` where it is not known.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.symbolic_dims import LeadingSizes, Size
+from rewriters.ir.symbolic_dims import LeadingSizes, SymbolicDim
 
 __all__: list[str] = []
 
 MAX_ELEMENTS = 64
 """Of a constant whose value is read here; larger ones are data."""
 
-Dim = int | Size | None
+Dim = int | SymbolicDim | None
 Value = Dim | tuple[Dim, ...] | np.ndarray
 Handler = Callable[[Node, int, list[Any]], Value]
 """Of a node, the index of a result and the operands' values, the value of that result."""
 
 
-class Evaluator:
+class StaticEvaluator:
     """Evaluates tensors on demand and remembers the results.
 
     Attributes:
@@ -66,7 +66,7 @@ class Evaluator:
         return {int(axis) % len(shape) for axis in axes}  # type: ignore[arg-type]
 
     def shape(self, tensor: Tensor) -> tuple[Dim, ...] | None:
-        """The static shape, with a `Size` for an unknown leading size."""
+        """The static shape, with a `SymbolicDim` for an unknown leading size."""
         if not tensor.shape:
             return tensor.shape
         return (self.sizes.of(tensor), *tensor.shape[1:])
@@ -101,7 +101,7 @@ def constant(node: Node) -> np.ndarray | None:
     return tf.make_ndarray(node.attrs["value"].tensor) if node.op == "Const" else None
 
 
-def is_rounded(dtype: tf.DType) -> bool:
+def is_inexact(dtype: tf.DType) -> bool:
     """Whether numbers of a type are rounded, real and complex ones."""
     return bool(dtype.is_floating or dtype.is_complex)
 
@@ -134,7 +134,7 @@ def _from_array(array: np.ndarray) -> Value:
     """A matrix (the operand of `Pad`) stays an array."""
     if array.ndim > 1:
         return array
-    return tuple(v if isinstance(v, Size) else int(v) for v in array) if array.ndim else int(array)
+    return tuple(v if isinstance(v, SymbolicDim) else int(v) for v in array) if array.ndim else int(array)
 
 
 def _vector(value: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from rewriters.ir.graph import LOOPS, PER_PIXEL, Graph, Node, Tensor
 __all__: list[str] = []
 
 
-class Size:
+class SymbolicDim:
     """A leading size that is not known before the step runs. Compared by identity; see `LeadingSizes.same`.
 
     Attributes:
@@ -40,10 +40,10 @@ class LeadingSizes:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._found: dict[Tensor, Size] = {}
-        self._multiples: dict[tuple[Size, int], Size] = {}
+        self._found: dict[Tensor, SymbolicDim] = {}
+        self._multiples: dict[tuple[SymbolicDim, int], SymbolicDim] = {}
         """Sizes of what has several entries for each of another, such as pixels made images."""
-        self._divided: dict[tuple[Size, int], Size] = {}
+        self._divided: dict[tuple[SymbolicDim, int], SymbolicDim] = {}
         self._groups: list[set[int]] = []
         self._met: list[set[int]] = []
         """Arguments whose images some operation takes together."""
@@ -58,25 +58,25 @@ class LeadingSizes:
             for index, (_, shape) in enumerate(node.outputs):
                 if shape and shape[0] is None:
                     position = positions.get(node)
-                    known = Size(position) if position is not None else self._made(node, evaluate)
-                    self._found[node.out(index)] = known or Size()
+                    known = SymbolicDim(position) if position is not None else self._made(node, evaluate)
+                    self._found[node.out(index)] = known or SymbolicDim()
 
-    def of(self, tensor: Tensor) -> int | Size | None:
+    def of(self, tensor: Tensor) -> int | SymbolicDim | None:
         """The leading size; `None` if the rank is unknown or zero."""
         if not tensor.shape:
             return None
         size = tensor.shape[0]
-        return self._found.setdefault(tensor, Size()) if size is None else size
+        return self._found.setdefault(tensor, SymbolicDim()) if size is None else size
 
-    def of_images(self, tensor: Tensor, entries: int) -> int | Size | None:
+    def of_images(self, tensor: Tensor, entries: int) -> int | SymbolicDim | None:
         """The number of images that a tensor was made of, with so many entries for each."""
         size = self.of(tensor)
-        return self._divided.get((size, entries), size) if isinstance(size, Size) else size
+        return self._divided.get((size, entries), size) if isinstance(size, SymbolicDim) else size
 
     def same(self, a: Any, b: Any) -> bool:
         """Whether two sizes are equal; those of arguments are taken to be, and noted."""
-        if not isinstance(a, Size) or not isinstance(b, Size):
-            return not isinstance(a, Size) and not isinstance(b, Size) and a == b
+        if not isinstance(a, SymbolicDim) or not isinstance(b, SymbolicDim):
+            return not isinstance(a, SymbolicDim) and not isinstance(b, SymbolicDim) and a == b
         if a is b:
             return True
         if not a.arguments or not b.arguments:
@@ -90,7 +90,7 @@ class LeadingSizes:
 
     def meet(self, a: Any, b: Any) -> bool:
         """Whether two sizes are equal because some operation takes images of both; that is noted."""
-        if not isinstance(a, Size) or not isinstance(b, Size):
+        if not isinstance(a, SymbolicDim) or not isinstance(b, SymbolicDim):
             return self.same(a, b)
         if a is b:
             return True
@@ -103,7 +103,7 @@ class LeadingSizes:
         self._groups = [group for group in self._groups if group not in touched]
         self._groups.append(positions.union(*touched))
 
-    def _made(self, node: Node, evaluate: Callable[[Tensor], Any]) -> Size | None:
+    def _made(self, node: Node, evaluate: Callable[[Tensor], Any]) -> SymbolicDim | None:
         """Leading size of a node's outputs where it is an operand's; `None` if it is not, or nobody knows."""
         position = _shape_operand(node.op)
         if position is not None:
@@ -112,7 +112,7 @@ class LeadingSizes:
             return self._in_blocks(node, evaluate(node.inputs[1]))
         if PER_PIXEL in node.attrs:
             size = self.of(node.inputs[0])
-            return size if isinstance(size, Size) else None
+            return size if isinstance(size, SymbolicDim) else None
         if node.op in _OWN_SIZE or any(word in node.op for word in _OWN_SIZE_WORDS):
             return None
         keeps = _KEEPS.get(node.op)
@@ -126,21 +126,25 @@ class LeadingSizes:
         together = frozenset[int]().union(*(size.arguments for size in sizes))  # type: ignore[union-attr]
         if sum(len(tensor.shape or ()) > 2 for tensor in node.inputs) > 1:
             self._met.append(set(together))
-        return Size(*together)
+        return SymbolicDim(*together)
 
-    def _in_blocks(self, node: Node, block: Any) -> Size | None:
+    def _in_blocks(self, node: Node, block: Any) -> SymbolicDim | None:
         """A multiple of the operand's size, or what that is a multiple of."""
         size = self.of(node.inputs[0])
-        if not isinstance(size, Size) or not isinstance(block, tuple) or not all(isinstance(b, int) for b in block):
+        if (
+            not isinstance(size, SymbolicDim)
+            or not isinstance(block, tuple)
+            or not all(isinstance(b, int) for b in block)
+        ):
             return None
         factor = math.prod(block)
         if node.op == "BatchToSpaceND":
             return self._divided.get((size, factor))
-        multiple = self._multiples.setdefault((size, factor), Size())
+        multiple = self._multiples.setdefault((size, factor), SymbolicDim())
         self._divided[multiple, factor] = size
         return multiple
 
-    def _from_shape(self, node: Node, position: int, evaluate: Callable[[Tensor], Any]) -> Size | None:
+    def _from_shape(self, node: Node, position: int, evaluate: Callable[[Tensor], Any]) -> SymbolicDim | None:
         shape = evaluate(node.inputs[position])
         if not isinstance(shape, tuple) or not shape:
             return None
@@ -153,7 +157,7 @@ class LeadingSizes:
             size = source if _same_rest(node.inputs[0].shape, shape) else None
         else:
             size = first
-        return size if isinstance(size, Size) else None
+        return size if isinstance(size, SymbolicDim) else None
 
 
 def _first(value: Any) -> Any:

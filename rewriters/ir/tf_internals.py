@@ -110,7 +110,7 @@ def kept_apart(name: str) -> dict[str, Any]:
     return {"_tflms_sft_own": tf.compat.v1.AttrValue(s=name.encode())}
 
 
-def keep_apart(tensor: Any) -> None:
+def prevent_cse(tensor: Any) -> None:
     """The same for an op that exists."""
     for key, value in kept_apart(tensor.op.name).items():
         tensor.op._set_attr(key, value)

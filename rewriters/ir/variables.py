@@ -14,11 +14,11 @@ __all__: list[str] = []
 _READERS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"))
 
 
-def handles(node: Node) -> list[Tensor]:
+def variable_handles(node: Node) -> list[Tensor]:
     """Handles of the variables that an operation is given."""
     return [t for t in node.inputs if t.dtype == tf.resource]
 
 
-def writes(node: Node) -> bool:
+def may_write_variable(node: Node) -> bool:
     """Whether an operation may change the variables that it is given; one with a body may do anything."""
-    return node.op not in _READERS and bool(handles(node))
+    return node.op not in _READERS and bool(variable_handles(node))

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import Node, Tensor
-from rewriters.ir.variables import handles
-from rewriters.pipelining.micro_batch_reduction import Growth
-from rewriters.pipelining.step_partition import Parts
+from rewriters.ir.variables import variable_handles
+from rewriters.pipelining.micro_batch_reduction import BatchGrowth
+from rewriters.pipelining.step_partition import StepPartition
 
 __all__: list[str] = []
 
@@ -30,7 +30,7 @@ _INDEX_ARITHMETIC = frozenset(
 ) | frozenset(("StridedSlice", "Sub", "Tile", "Transpose"))
 
 
-def without_data(analysis: Analysis, parts: Parts, batched: set[Node]) -> set[Node]:
+def without_data(analysis: GraphAnalysis, parts: StepPartition, batched: set[Node]) -> set[Node]:
     """Operations whose values depend on the batch by its size at most.
 
     Args:
@@ -42,14 +42,14 @@ def without_data(analysis: Analysis, parts: Parts, batched: set[Node]) -> set[No
     for node in analysis.order:
         if node in parts.update or node in batched:
             continue
-        shared = node not in parts.repeated
-        pure = bool(node.inputs) and not node.stateful and not handles(node)
+        shared = node not in parts.per_micro_batch
+        pure = bool(node.inputs) and not node.stateful and not variable_handles(node)
         if shared or reads_shape_only(node) or (pure and all(t.node in found for t in node.inputs)):
             found.add(node)
     return found
 
 
-class Use(enum.Enum):
+class MicroBatchUse(enum.Enum):
     """What micro-batches do with a value that is not made of the batch's data."""
 
     OWN = "each has the same, or one that its own size tells"
@@ -57,7 +57,7 @@ class Use(enum.Enum):
     PLACE = "it says where in something of the micro-batch's own something is"
 
 
-class Borders:
+class BatchSizedValues:
     """Tells of values that do not depend on data how micro-batches, which do, read them.
 
     Args:
@@ -70,10 +70,10 @@ class Borders:
 
     def __init__(
         self,
-        analysis: Analysis,
-        parts: Parts,
+        analysis: GraphAnalysis,
+        parts: StepPartition,
         without: set[Node],
-        growth: Callable[[Tensor], Growth | None],
+        growth: Callable[[Tensor], BatchGrowth | None],
         alike: Callable[[Tensor], bool],
     ) -> None:
         self._analysis = analysis
@@ -82,13 +82,13 @@ class Borders:
         self.forward = without - analysis.backward
         self._growth = growth
         self._alike = alike
-        self._found: dict[Tensor, Use] = {}
+        self._found: dict[Tensor, MicroBatchUse] = {}
 
     def cross(self, node: Node) -> bool:
         """Whether an operation reads values as micro-batches do: one of the backward phase, or of data."""
         return node not in self.forward and node not in self._parts.update and not reads_shape_only(node)
 
-    def use(self, tensor: Tensor) -> Use:
+    def use(self, tensor: Tensor) -> MicroBatchUse:
         """How micro-batches read it.
 
         Raises:
@@ -105,20 +105,20 @@ class Borders:
             PipelineError: If one of them cannot be cut.
         """
         read = dict.fromkeys(t for node in self._analysis.order if self.cross(node) for t in node.inputs)
-        return [tensor for tensor in read if self.use(tensor) is Use.CUT]
+        return [tensor for tensor in read if self.use(tensor) is MicroBatchUse.CUT]
 
-    def _use(self, tensor: Tensor) -> Use:
+    def _use(self, tensor: Tensor) -> MicroBatchUse:
         source = tensor.node
         if source not in self.forward or source.op == "Placeholder" or not tensor.shape:
-            return Use.OWN
-        growth, by_size = self._growth(tensor), source in self._parts.repeated
+            return MicroBatchUse.OWN
+        growth, by_size = self._growth(tensor), source in self._parts.per_micro_batch
         if growth is None and not (by_size and None in tensor.shape):
-            return Use.OWN
+            return MicroBatchUse.OWN
         if (growth is not None and not growth.axes) or self._alike(tensor):
-            return Use.OWN
+            return MicroBatchUse.OWN
         uses = self._uses(tensor)
         if uses == {"place"}:
-            return Use.PLACE
+            return MicroBatchUse.PLACE
         if growth is None or growth.axes != (0,) or len(uses) > 1:
             why = "as values and as places" if len(uses) > 1 else "along another axis than the first"
             raise PipelineError(
@@ -127,7 +127,7 @@ class Borders:
                 "not known. Pass it as an argument of the step, trace the step with a known batch, or use "
                 "`micro_batches=1`."
             )
-        return Use.CUT
+        return MicroBatchUse.CUT
 
     def _uses(self, tensor: Tensor) -> set[str]:
         """What becomes of a value: `"value"`, `"place"`, or both; without forward readers, what the others say."""
@@ -138,7 +138,7 @@ class Borders:
         seen, stack = {tensor}, [tensor]
         while stack:
             current = stack.pop()
-            for reader, position in self._analysis.readers.get(current, ()):
+            for reader, position in self._analysis.consumers.get(current, ()):
                 if reader in self._parts.update or reader in left_out or reads_shape_only(reader):
                     continue
                 if current.dtype.is_integer and _is_place(reader, position, self._growth):
@@ -151,7 +151,7 @@ class Borders:
                     yield "value"
 
 
-def with_more_data(analysis: Analysis, parts: Parts, cut: list[Tensor]) -> Parts:
+def with_more_data(analysis: GraphAnalysis, parts: StepPartition, cut: list[Tensor]) -> StepPartition:
     """The parts of a step in which some shared values are cut: what reads them runs for each micro-batch.
 
     Args:
@@ -165,10 +165,12 @@ def with_more_data(analysis: Analysis, parts: Parts, cut: list[Tensor]) -> Parts
         if node not in parts.update and not reads_shape_only(node):
             if any(t in inside or t.node in found for t in node.inputs):
                 found.add(node)
-    return dataclasses.replace(parts, repeated=parts.repeated | found, direct=parts.direct | found)
+    return dataclasses.replace(
+        parts, per_micro_batch=parts.per_micro_batch | found, batch_dependent=parts.batch_dependent | found
+    )
 
 
-def counts_on(here: Any, whole: Any, parts: int) -> bool:
+def is_offset_by_micro_batch(here: Any, whole: Any, parts: int) -> bool:
     """Whether rows that are named are those of a micro-batch if they are counted from its first one.
 
     Args:
@@ -184,7 +186,7 @@ def counts_on(here: Any, whole: Any, parts: int) -> bool:
     return bool((ahead == ahead[1, :1] * np.arange(parts)[:, None]).all())
 
 
-def _is_place(reader: Node, position: int, growth: Callable[[Tensor], Growth | None]) -> bool:
+def _is_place(reader: Node, position: int, growth: Callable[[Tensor], BatchGrowth | None]) -> bool:
     """Whether an operand says where in something is what has the batch as its first axis."""
     if reader.op in ("GatherNd", "GatherV2", "TensorScatterUpdate", "TensorScatterAdd") and position == 1:
         searched: Tensor = reader.inputs[0]

@@ -10,11 +10,11 @@ import dataclasses
 import enum
 from collections.abc import Callable
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import Node, Tensor
-from rewriters.ir.static_values import is_rounded
-from rewriters.pipelining.step_partition import Parts
+from rewriters.ir.static_values import is_inexact
+from rewriters.pipelining.step_partition import StepPartition
 from rewriters.rules.elementwise import Pointwise
 from rewriters.rules.registry import registered
 
@@ -29,7 +29,7 @@ _SAME_NUMBERS = frozenset(("ExpandDims", "Identity", "Neg", "Reshape", "Snapshot
 _ADDS = frozenset(("Add", "AddN", "AddV2", "Sub"))
 
 
-class Combination(enum.Enum):
+class MicroBatchReduction(enum.Enum):
     """What becomes of a value that each micro-batch has."""
 
     MEAN = "mean"
@@ -40,7 +40,7 @@ class Combination(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Growth:
+class BatchGrowth:
     """How much larger a tensor is in the step for the batch than in that for a micro-batch.
 
     Attributes:
@@ -52,7 +52,7 @@ class Growth:
     rows: int = 0
 
 
-class Combinations:
+class ReductionChooser:
     """Decides how values become one.
 
     Args:
@@ -65,10 +65,10 @@ class Combinations:
 
     def __init__(
         self,
-        analysis: Analysis,
-        parts: Parts,
+        analysis: GraphAnalysis,
+        parts: StepPartition,
         is_mean: Callable[[Tensor], bool | None],
-        growth: Callable[[Tensor], Growth | None],
+        growth: Callable[[Tensor], BatchGrowth | None],
         gradients_are_means: bool,
     ) -> None:
         self._parts = parts
@@ -79,19 +79,19 @@ class Combinations:
         self._results = set(analysis.graph.outputs)
         self._gradients_are_means = gradients_are_means
 
-    def of(self, tensor: Tensor) -> Combination:
+    def of(self, tensor: Tensor) -> MicroBatchReduction:
         """How a tensor becomes one.
 
         Raises:
             PipelineError: If it has no one value, or none that is known.
         """
-        if tensor.node not in self._parts.direct:
-            return Combination.LAST
+        if tensor.node not in self._parts.batch_dependent:
+            return MicroBatchReduction.LAST
         growth = self._growth(tensor)
         # Rows of sparse gradients go with their indices; how many there are, and in which order, does not matter.
         sparse = tensor.node in self._backward and tensor not in self._results
         if growth is None and sparse and tensor.shape and tensor.shape[0] is None:
-            growth = Growth((0,), 1)
+            growth = BatchGrowth((0,), 1)
         if growth is None:
             raise PipelineError(
                 f"{_shown(tensor)} is read or returned, and its size is not known to go with that of the batch: of "
@@ -112,14 +112,14 @@ class Combinations:
                 "`micro_batches=1`."
             )
         scaled = tensor in self._gradients and self._mean(tensor)
-        return Combination.SCALED_CONCAT if scaled else Combination.CONCAT
+        return MicroBatchReduction.SCALED_CONCAT if scaled else MicroBatchReduction.CONCAT
 
-    def _of_one_value(self, tensor: Tensor) -> Combination:
+    def _of_one_value(self, tensor: Tensor) -> MicroBatchReduction:
         """Of what has no batch axis."""
-        if is_rounded(tensor.dtype):
-            return Combination.MEAN if self._mean(tensor) else Combination.SUM
+        if is_inexact(tensor.dtype):
+            return MicroBatchReduction.MEAN if self._mean(tensor) else MicroBatchReduction.SUM
         if tensor.dtype.is_integer and self._adds_up(tensor):
-            return Combination.SUM
+            return MicroBatchReduction.SUM
         kind = "is no sum over the batch" if tensor.dtype.is_integer else "has no batch axis"
         raise PipelineError(
             f"{_shown(tensor)} is of type {tensor.dtype.name}, {kind}, and is read or returned: of several "

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from rewriters.analysis.autodiff_roles import reads_shape_only, size_nodes
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.autodiff_roles import reads_shape_only, shape_computations
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import Graph, Node, Tensor, predecessors
 from rewriters.ir.static_values import int_constant, type_attr
-from rewriters.ir.variables import handles, writes
-from rewriters.pipelining.batch_sized_values import Borders, with_more_data, without_data
-from rewriters.pipelining.micro_batch_reduction import Combination as Combination
-from rewriters.pipelining.micro_batch_reduction import Combinations, Growth
-from rewriters.pipelining.step_partition import Parts
+from rewriters.ir.variables import may_write_variable, variable_handles
+from rewriters.pipelining.batch_sized_values import BatchSizedValues, with_more_data, without_data
+from rewriters.pipelining.micro_batch_reduction import BatchGrowth, ReductionChooser
+from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction as Combination
+from rewriters.pipelining.step_partition import StepPartition
 
 __all__: list[str] = []
 
@@ -54,7 +54,7 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class UnrollSpec:
     """How a step is to be run in micro-batches.
 
     Attributes:
@@ -79,15 +79,15 @@ class Request:
     counterpart: Callable[[Node], Node | None] = dataclasses.field(default=lambda node: node)
     order: Callable[[Tensor], Sequence[int]] = dataclasses.field(default=lambda tensor: ())
     factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
-    growth: Callable[[Tensor], Growth | None] | None = None
+    growth: Callable[[Tensor], BatchGrowth | None] | None = None
     gradients_are_means: bool = True
     alike: Callable[[Tensor], bool] = dataclasses.field(default=lambda tensor: False)
 
-    def grown(self, tensor: Tensor) -> Growth | None:
+    def grown(self, tensor: Tensor) -> BatchGrowth | None:
         """How much larger a tensor is for the batch."""
         if self.growth is not None:
             return self.growth(tensor)
-        return Growth((0,), 1) if self.has_batch_axis(tensor) else Growth(())
+        return BatchGrowth((0,), 1) if self.has_batch_axis(tensor) else BatchGrowth(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Cloned:
     combined: dict[Tensor, Combination]
 
 
-def clone(analysis: Analysis, parts: Parts, request: Request) -> Cloned:
+def unroll_micro_batches(analysis: GraphAnalysis, parts: StepPartition, request: UnrollSpec) -> Cloned:
     """Build the graph.
 
     Args:
@@ -122,12 +122,12 @@ def clone(analysis: Analysis, parts: Parts, request: Request) -> Cloned:
 
 
 class _Cloner:
-    def __init__(self, analysis: Analysis, parts: Parts, request: Request) -> None:
+    def __init__(self, analysis: GraphAnalysis, parts: StepPartition, request: UnrollSpec) -> None:
         self.analysis = analysis
         self.request = request
         batched = {analysis.graph.inputs[position].node for position in request.batched}
         self.without = without_data(analysis, parts, batched)
-        borders = Borders(analysis, parts, self.without, request.grown, request.alike)
+        borders = BatchSizedValues(analysis, parts, self.without, request.grown, request.alike)
         self.inner = borders.forward
         self.cut = borders.to_cut() if request.micro_batches > 1 else []
         self.parts = with_more_data(analysis, parts, self.cut)
@@ -142,8 +142,8 @@ class _Cloner:
         self.pieces: dict[Node, list[Tensor]] = {}
         self.shared_pieces: dict[Tensor, list[Tensor]] = {}
         self.combined: dict[Tensor, tuple[Tensor, Combination]] = {}
-        self.sizes = size_nodes(analysis.order)
-        self.combinations = Combinations(
+        self.sizes = shape_computations(analysis.order)
+        self.combinations = ReductionChooser(
             analysis, self.parts, request.is_mean, request.grown, request.gradients_are_means
         )
         self.of_whole: dict[Node, Node] = {}
@@ -153,7 +153,7 @@ class _Cloner:
         if self.count > 1:
             self._refuse_shared_state()
         order = self.analysis.order
-        shared = [node for node in order if node not in self.parts.repeated and node not in self.parts.update]
+        shared = [node for node in order if node not in self.parts.per_micro_batch and node not in self.parts.update]
         for node in shared:
             self._add(node, node.name, None)
         early = self._read_by_micro_batches(shared)
@@ -163,7 +163,7 @@ class _Cloner:
         self._cut_arguments()
         self._cut_shared()
         for number in range(self.count):
-            for node in (node for node in order if node in self.parts.repeated):
+            for node in (node for node in order if node in self.parts.per_micro_batch):
                 name = node.name if self.count == 1 else f"micro_{number}/{node.name}"
                 new = self._add(node, name, number)
                 new.inputs = [self._operand(node, position, number) for position in range(len(node.inputs))]
@@ -208,7 +208,7 @@ class _Cloner:
             return self.shared_pieces[tensor][number]
         if tensor.node in self.pieces:
             return self.pieces[tensor.node][number]
-        if tensor.node in self.parts.repeated:
+        if tensor.node in self.parts.per_micro_batch:
             return self.clones[tensor.node][number].out(tensor.index)
         return self.once[tensor.node].out(tensor.index)
 
@@ -245,7 +245,7 @@ class _Cloner:
         """What of the shared operations micro-batches depend on."""
         own = set(shared)
         found: set[Node] = set()
-        stack = [t.node for node in self.parts.repeated for t in node.inputs if t.node in own]
+        stack = [t.node for node in self.parts.per_micro_batch for t in node.inputs if t.node in own]
         while stack:
             node = stack.pop()
             if node not in found:
@@ -303,8 +303,8 @@ class _Cloner:
 
     def _chain_variables(self) -> None:
         """A micro-batch touches a variable after the one before it has, where one of them changes it."""
-        for handle in self.parts.chained if self.count > 1 else ():
-            readers = dict.fromkeys(n for n, _ in self.analysis.readers[handle] if n in self.parts.repeated)
+        for handle in self.parts.carried_variables if self.count > 1 else ():
+            readers = dict.fromkeys(n for n, _ in self.analysis.consumers[handle] if n in self.parts.per_micro_batch)
             touching = sorted(readers, key=self.analysis.position.__getitem__)
             above = self._above(touching)
             first = [n for n in touching if not above[n]]
@@ -338,8 +338,8 @@ class _Cloner:
         return found
 
     def _refuse_shared_state(self) -> None:
-        written = {h: n for n in self.parts.update if writes(n) for h in handles(n)}
-        for handle in self.parts.chained:
+        written = {h: n for n in self.parts.update if may_write_variable(n) for h in variable_handles(n)}
+        for handle in self.parts.carried_variables:
             if handle in written:
                 raise PipelineError(
                     f"A variable is written by the forward phase and by the update (`{written[handle].name}`), so that "
@@ -350,7 +350,7 @@ class _Cloner:
 
     def _whole(self, tensor: Tensor) -> Tensor:
         """A tensor as what runs once sees it."""
-        if tensor.node in self.pieces or tensor.node not in self.parts.repeated:
+        if tensor.node in self.pieces or tensor.node not in self.parts.per_micro_batch:
             return self._shared(tensor)
         if self.count == 1:
             return self._of(tensor, 0)
@@ -387,7 +387,11 @@ class _Cloner:
 
     def _copy_for_whole(self, node: Node) -> Node:
         """A copy, for the batch, of something that is computed without its data."""
-        if node.op == "Placeholder" or node.stateful or (node not in self.parts.repeated and not self._is_unlike(node)):
+        if (
+            node.op == "Placeholder"
+            or node.stateful
+            or (node not in self.parts.per_micro_batch and not self._is_unlike(node))
+        ):
             if node.stateful and any(self._is_unlike(t.node) for t in node.inputs):
                 raise PipelineError(
                     f"`{node.name}` ({node.op}) is run once, with what goes with the size of the batch, and has an "

@@ -15,16 +15,16 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from rewriters.analysis import summation_order
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError, RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
 from rewriters.ir.static_values import type_attr
-from rewriters.ir.variables import handles
-from rewriters.pipelining.micro_batch_unroll import Cloned, Combination, Origin, Request, Role, clone
-from rewriters.pipelining.schedules import Pass, Schedule, Slot
-from rewriters.pipelining.stage_assignment import Stages, in_slots
-from rewriters.pipelining.step_partition import Parts
-from rewriters.scheduling.serialize_ops import gradients_in_order
+from rewriters.ir.variables import variable_handles
+from rewriters.pipelining.micro_batch_unroll import Cloned, Combination, Origin, Role, UnrollSpec, unroll_micro_batches
+from rewriters.pipelining.schedules import Direction, Schedule, Slot
+from rewriters.pipelining.stage_assignment import Stages, scheduled_ops
+from rewriters.pipelining.step_partition import StepPartition
+from rewriters.scheduling.serialize_ops import serialize_layer_gradients
 
 __all__: list[str] = []
 
@@ -63,7 +63,12 @@ class Pipelined:
 
 
 def pipeline(
-    analysis: Analysis, parts: Parts, stages: Stages, request: Request, schedule: Schedule, devices: Devices
+    analysis: GraphAnalysis,
+    parts: StepPartition,
+    stages: Stages,
+    request: UnrollSpec,
+    schedule: Schedule,
+    devices: Devices,
 ) -> Pipelined:
     """Rewrite a step.
 
@@ -79,7 +84,7 @@ def pipeline(
         PipelineError: If slots wait for each other, or a value cannot be put together again.
     """
     ordered = dataclasses.replace(request, order=lambda tensor: _order(analysis, stages, schedule, tensor))
-    cloned = clone(analysis, parts, ordered)
+    cloned = unroll_micro_batches(analysis, parts, ordered)
     _Placement(analysis, stages, schedule, devices, cloned).run()
     slots = _slots(analysis, parts, stages, schedule, cloned)
     ends = _hold_to(schedule, devices, cloned.graph, slots, _merged(analysis, cloned))
@@ -93,19 +98,21 @@ def pipeline(
     # Automatic control dependencies would bring all effects into one line, of micro-batches one after another too.
     graph = cloned.graph
     graph.unordered = {
-        n.name for n in graph.nodes.values() if n.stateful and (n.inputs or n.control_inputs) and not handles(n)
+        n.name
+        for n in graph.nodes.values()
+        if n.stateful and (n.inputs or n.control_inputs) and not variable_handles(n)
     }
     return Pipelined(graph, slots, ends, cloned.combined)
 
 
-def home(schedule: Schedule, stage: int) -> int:
+def owner_device(schedule: Schedule, stage: int) -> int:
     """The device that keeps the weights of a stage: the one on which the first micro-batch runs it."""
-    return schedule.device_of(Slot(Pass.FORWARD, 0, stage))
+    return schedule.device_of(Slot(Direction.FORWARD, 0, stage))
 
 
-def _order(analysis: Analysis, stages: Stages, schedule: Schedule, tensor: Tensor) -> list[int]:
+def _order(analysis: GraphAnalysis, stages: Stages, schedule: Schedule, tensor: Tensor) -> list[int]:
     """In which order micro-batches make a tensor: by their positions in the lists of their devices."""
-    kind = Pass.BACKWARD if tensor.node in analysis.backward else Pass.FORWARD
+    kind = Direction.BACKWARD if tensor.node in analysis.backward else Direction.FORWARD
     stage = stages.of.get(tensor.node, stages.count - 1)
     positions = {
         slot.micro_batch: position
@@ -120,7 +127,7 @@ class _Placement:
     """Gives every operation of the new graph its device."""
 
     def __init__(
-        self, analysis: Analysis, stages: Stages, schedule: Schedule, devices: Devices, cloned: Cloned
+        self, analysis: GraphAnalysis, stages: Stages, schedule: Schedule, devices: Devices, cloned: Cloned
     ) -> None:
         self.analysis = analysis
         self.stages = stages
@@ -160,15 +167,15 @@ class _Placement:
             return HOST
         if origin.source in self.stages.fixed:
             return origin.source.device
-        for handle in handles(origin.source) if origin.role in (Role.MICRO_BATCH, Role.SHARED) else ():
+        for handle in variable_handles(origin.source) if origin.role in (Role.MICRO_BATCH, Role.SHARED) else ():
             if handle in self.devices.of_variable:
                 return self.devices.of_variable[handle]
         stage = self.stages.of.get(origin.source)
         if stage is not None:
             if origin.role is Role.MICRO_BATCH:
-                slot = Slot(Pass.FORWARD, origin.micro_batch or 0, stage)
+                slot = Slot(Direction.FORWARD, origin.micro_batch or 0, stage)
                 return self.devices.names[self.schedule.device_of(slot)]
-            return self.devices.names[home(self.schedule, stage)]
+            return self.devices.names[owner_device(self.schedule, stage)]
         placed = [t for t in node.inputs if t.node.device]
         if not placed:
             return None
@@ -216,28 +223,28 @@ class _Placement:
 
 
 def _slots(
-    analysis: Analysis, parts: Parts, stages: Stages, schedule: Schedule, cloned: Cloned
+    analysis: GraphAnalysis, parts: StepPartition, stages: Stages, schedule: Schedule, cloned: Cloned
 ) -> dict[Slot, list[Node]]:
     """What each slot runs, with the sums of gradients that its device makes."""
     slots: dict[Slot, list[Node]] = {slot: [] for slot in schedule.slots()}
-    slotted = in_slots(analysis, parts, stages)
+    slotted = scheduled_ops(analysis, parts, stages)
     for node in slotted:
-        kind = Pass.BACKWARD if node in analysis.backward else Pass.FORWARD
+        kind = Direction.BACKWARD if node in analysis.backward else Direction.FORWARD
         for number, copy in enumerate(cloned.clones[node]):
             slots[Slot(kind, number, stages.of[node])].append(copy)
-    needed = {t.node for t in parts.gradients if t.node in parts.repeated}.union(slotted)
+    needed = {t.node for t in parts.gradients if t.node in parts.per_micro_batch}.union(slotted)
     for node, origin in cloned.origin.items():
         if origin.role is Role.ADD and origin.micro_batch is not None and origin.source in needed:
-            kind = Pass.BACKWARD if origin.source in analysis.backward else Pass.FORWARD
+            kind = Direction.BACKWARD if origin.source in analysis.backward else Direction.FORWARD
             slot = Slot(kind, origin.micro_batch, stages.of.get(origin.source, stages.count - 1))
-            if schedule.device_of(slot) == home(schedule, slot.stage):
+            if schedule.device_of(slot) == owner_device(schedule, slot.stage):
                 slots[slot].append(node)
     return slots
 
 
-def _merged(analysis: Analysis, cloned: Cloned) -> set[Node]:
+def _merged(analysis: GraphAnalysis, cloned: Cloned) -> set[Node]:
     """Sums that TensorFlow makes one with others unless an edge prevents it, which would round them otherwise."""
-    merged = summation_order.merged(analysis)
+    merged = summation_order.flattenable_sums(analysis)
     return {n for n, origin in cloned.origin.items() if origin.role is Role.MICRO_BATCH and origin.source in merged}
 
 
@@ -250,7 +257,7 @@ def _hold_to(
         before: Node | None = None
         for slot in own:
             nodes = slots[slot]
-            gradients_in_order(nodes)
+            serialize_layer_gradients(nodes)
             inside = set(nodes)
             end = Node(_name(slot), "NoOp", device=name)
             followed = {t.node for node in nodes for t in node.inputs}
@@ -267,5 +274,5 @@ def _hold_to(
 
 
 def _name(slot: Slot) -> str:
-    phase = "forward" if slot.kind is Pass.FORWARD else "backward"
+    phase = "forward" if slot.kind is Direction.FORWARD else "backward"
     return f"pipeline/stage_{slot.stage}/{phase}_{slot.micro_batch}"

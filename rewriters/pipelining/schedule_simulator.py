@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from rewriters.errors import ScheduleError
-from rewriters.pipelining.schedules import Pass, Schedule, Slot
+from rewriters.pipelining.schedules import Direction, Schedule, Slot
 
 __all__: list[str] = []
 
@@ -114,8 +114,8 @@ def simulate(
     schedule.check()
     n = schedule.num_stages
     times = {
-        Pass.FORWARD: _numbers("forward", forward, n, "stage"),
-        Pass.BACKWARD: _numbers("backward", backward, n, "stage"),
+        Direction.FORWARD: _numbers("forward", forward, n, "stage"),
+        Direction.BACKWARD: _numbers("backward", backward, n, "stage"),
     }
     transfers = _numbers("transfer", transfer, n - 1, "border between stages")
     reduces = _numbers("reduce", reduce, n, "stage")
@@ -124,7 +124,7 @@ def simulate(
 
     begins, ends, causes = _executed(schedule, times, transfers)
     exchanges, waited = _exchanged(schedule, ends, reduces)
-    last = max(ends, key=lambda slot: (ends[slot], slot.kind is Pass.BACKWARD))
+    last = max(ends, key=lambda slot: (ends[slot], slot.kind is Direction.BACKWARD))
     seconds = ends[last]
     for exchange, slot in zip(exchanges, waited, strict=True):
         if exchange.end > seconds:
@@ -147,15 +147,15 @@ def _numbers(argument: str, given: float | Sequence[float], count: int, of: str)
 
 def _input(slot: Slot, num_stages: int) -> Slot | None:
     """What a slot waits for, besides its device."""
-    if slot.kind is Pass.FORWARD:
+    if slot.kind is Direction.FORWARD:
         return slot._replace(stage=slot.stage - 1) if slot.stage else None
     if slot.stage == num_stages - 1:
-        return slot._replace(kind=Pass.FORWARD)
+        return slot._replace(kind=Direction.FORWARD)
     return slot._replace(stage=slot.stage + 1)
 
 
 def _executed(
-    schedule: Schedule, times: Mapping[Pass, Sequence[float]], transfers: Sequence[float]
+    schedule: Schedule, times: Mapping[Direction, Sequence[float]], transfers: Sequence[float]
 ) -> tuple[dict[Slot, float], dict[Slot, float], dict[Slot, Slot | None]]:
     """When each slot begins and ends, and which one it waited for last.
 
@@ -227,7 +227,7 @@ def _exchanged(
     found, waited = [], []
     last: dict[int, Slot] = {}
     for slot in schedule.slots():
-        if slot.kind is Pass.BACKWARD and (slot.stage not in last or ends[slot] > ends[last[slot.stage]]):
+        if slot.kind is Direction.BACKWARD and (slot.stage not in last or ends[slot] > ends[last[slot.stage]]):
             last[slot.stage] = slot
     free: dict[int, tuple[float, Slot]] = {}
     for stage, slot in sorted(last.items(), key=lambda item: (ends[item[1]], -item[0])):
@@ -244,7 +244,7 @@ def _exchanged(
 def _peak(schedule: Schedule, device: int, weights: Sequence[int], activations: Sequence[int]) -> int:
     alive = most = sum(weights[stage] for stage in schedule.stages_on(device))
     for slot in schedule.devices[device]:
-        alive += activations[slot.stage] if slot.kind is Pass.FORWARD else -activations[slot.stage]
+        alive += activations[slot.stage] if slot.kind is Direction.FORWARD else -activations[slot.stage]
         most = max(most, alive)
     return most
 

@@ -64,7 +64,7 @@ from typing import NamedTuple
 __all__: list[str] = []
 
 
-class Pass(enum.Enum):
+class Direction(enum.Enum):
     """Which way a micro-batch goes through a stage."""
 
     FORWARD = "F"
@@ -80,7 +80,7 @@ class Slot(NamedTuple):
         stage: Which part of the step, from 0, in the order of the forward pass.
     """
 
-    kind: Pass
+    kind: Direction
     micro_batch: int
     stage: int
 
@@ -155,15 +155,15 @@ class Schedule:
             Slot(kind, micro_batch, stage)
             for micro_batch in range(self.micro_batches)
             for stage in range(self.num_stages)
-            for kind in Pass
+            for kind in Direction
         ]
         faults = [f"{slot} is missing" for slot in wanted if slot not in counts]
         faults += [f"{slot} is there {count} times" for slot, count in counts.items() if count > 1]
         faults += [f"{slot} does not exist" for slot in counts.keys() - set(wanted)]
         homes = self._devices_of_slots
         for slot in wanted:
-            forward = slot._replace(kind=Pass.FORWARD)
-            if slot.kind is Pass.BACKWARD and slot in homes and homes.get(forward, homes[slot]) != homes[slot]:
+            forward = slot._replace(kind=Direction.FORWARD)
+            if slot.kind is Direction.BACKWARD and slot in homes and homes.get(forward, homes[slot]) != homes[slot]:
                 faults.append(f"{slot} is on device {homes[slot]}, its forward on device {homes[forward]}")
         faults += self._faults_of_replicas()
         if faults:
@@ -188,7 +188,7 @@ class Schedule:
 
 def basic(num_stages: int, micro_batches: int = 1) -> Schedule:
     """Micro-batches one after another, each forward through all stages and then backward."""
-    turns = [slot for j in range(micro_batches) for slot in ((Pass.FORWARD, j), (Pass.BACKWARD, j))]
+    turns = [slot for j in range(micro_batches) for slot in ((Direction.FORWARD, j), (Direction.BACKWARD, j))]
     return _upright("basic", micro_batches, [turns] * num_stages)
 
 
@@ -201,13 +201,13 @@ def gpipe(num_stages: int, micro_batches: int) -> Schedule:
 def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
     """Stage s runs n - s forwards, then a backward and a forward in turn, then the backwards that are left."""
 
-    def turns(stage: int) -> list[tuple[Pass, int]]:
+    def turns(stage: int) -> list[tuple[Direction, int]]:
         warm_up = min(micro_batches, num_stages - stage)
-        order = [(Pass.FORWARD, j) for j in range(warm_up)]
+        order = [(Direction.FORWARD, j) for j in range(warm_up)]
         for j in range(micro_batches):
-            order.append((Pass.BACKWARD, j))
+            order.append((Direction.BACKWARD, j))
             if warm_up + j < micro_batches:
-                order.append((Pass.FORWARD, warm_up + j))
+                order.append((Direction.FORWARD, warm_up + j))
         return order
 
     return _upright("1f1b", micro_batches, [turns(stage) for stage in range(num_stages)])
@@ -232,7 +232,7 @@ def mast(num_stages: int, micro_batches: int = 2) -> Schedule:
 def master(num_stages: int, eta: int) -> Schedule:
     """GEMS-MASTER: eta replications of a micro-batch each, odd ones inverted, devices forward and backward in turn."""
     devices = [
-        [Slot(kind, j, num_stages - 1 - d if j % 2 else d) for j in range(eta) for kind in Pass]
+        [Slot(kind, j, num_stages - 1 - d if j % 2 else d) for j in range(eta) for kind in Direction]
         for d in range(num_stages)
     ]
     return Schedule("master", num_stages, eta, tuple(map(tuple, devices)))
@@ -297,12 +297,12 @@ def _check_count(argument: str, value: int) -> None:
         raise ValueError(f"`{argument}` must be at least 1. Received: {argument}={value!r}.")
 
 
-def _filled_and_drained(micro_batches: range) -> list[tuple[Pass, int]]:
+def _filled_and_drained(micro_batches: range) -> list[tuple[Direction, int]]:
     """All forwards, then all backwards in reverse."""
-    return [(Pass.FORWARD, j) for j in micro_batches] + [(Pass.BACKWARD, j) for j in reversed(micro_batches)]
+    return [(Direction.FORWARD, j) for j in micro_batches] + [(Direction.BACKWARD, j) for j in reversed(micro_batches)]
 
 
-def _upright(name: str, micro_batches: int, turns: list[list[tuple[Pass, int]]]) -> Schedule:
+def _upright(name: str, micro_batches: int, turns: list[list[tuple[Direction, int]]]) -> Schedule:
     """Stage s on device s."""
     devices = tuple(tuple(Slot(kind, j, stage) for kind, j in order) for stage, order in enumerate(turns))
     return Schedule(name, len(turns), micro_batches, devices)

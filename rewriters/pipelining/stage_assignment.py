@@ -11,12 +11,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from rewriters.analysis.autodiff_roles import after_updates, gradients, reads_shape_only, size_nodes, updates
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.autodiff_roles import (
+    gradients,
+    reads_shape_only,
+    shape_computations,
+    update_descendants,
+    update_nodes,
+)
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
-from rewriters.ir.graph import Node, Tensor, ancestors, operands
-from rewriters.ir.variables import handles
-from rewriters.pipelining.step_partition import Parts
+from rewriters.ir.graph import Node, Tensor, ancestors, producers
+from rewriters.ir.variables import variable_handles
+from rewriters.pipelining.step_partition import StepPartition
 
 __all__: list[str] = []
 
@@ -43,7 +49,7 @@ class Stages:
     fixed: frozenset[Node] = frozenset()
 
 
-def assign_stages(analysis: Analysis, cuts: Sequence[Sequence[Tensor]]) -> Stages:
+def assign_stages(analysis: GraphAnalysis, cuts: Sequence[Sequence[Tensor]]) -> Stages:
     """Find the stage of every operation.
 
     Args:
@@ -57,16 +63,16 @@ def assign_stages(analysis: Analysis, cuts: Sequence[Sequence[Tensor]]) -> Stage
 
 
 class _Assignment:
-    def __init__(self, analysis: Analysis, cuts: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, analysis: GraphAnalysis, cuts: Sequence[Sequence[Tensor]]) -> None:
         self.analysis = analysis
         self.cuts = cuts
         self.last = len(cuts)
         graph, order = analysis.graph, analysis.order
-        self.update = after_updates(order, updates(graph, order, analysis.backward))
+        self.update = update_descendants(order, update_nodes(graph, order, analysis.backward))
         self.gradients = gradients(graph, order, analysis.backward)
         self.backward = [n for n in order if n in analysis.backward and n not in self.update]
         self.forward = [n for n in order if n not in analysis.backward and n not in self.update]
-        self.shape_only = size_nodes(order)
+        self.shape_only = shape_computations(order)
         self.of: dict[Node, int] = {}
         self.owner: dict[Tensor, int] = {}
         self.beside: dict[Tensor, int] = {}
@@ -101,7 +107,7 @@ class _Assignment:
                 continue
             found = [after.get(t, self.of.get(t.node, -1)) for t in node.inputs if t.node in self.analysis.data]
             stage = max(found, default=-1)
-            reads_weight = any(t.node in weights for t in node.inputs) or bool(handles(node))
+            reads_weight = any(t.node in weights for t in node.inputs) or bool(variable_handles(node))
             if stage >= 0 or reads_weight or any(node.out(i) in after for i in range(len(node.outputs))):
                 self.of[node] = max(stage, 0)
 
@@ -115,7 +121,7 @@ class _Assignment:
 
     def _readers(self, node: Node) -> Iterable[Node]:
         for index in range(len(node.outputs)):
-            for reader, _ in self.analysis.readers.get(node.out(index), ()):
+            for reader, _ in self.analysis.consumers.get(node.out(index), ()):
                 yield reader
 
     def _check_cuts(self) -> None:
@@ -137,8 +143,8 @@ class _Assignment:
     def _weights_of_last(self, weights: Container[Node]) -> set[Tensor]:
         """Handles of the weights that the last stage reads, also those of an earlier one."""
         last = [node for node, stage in self.of.items() if stage == self.last]
-        read = ancestors(last, lambda node: [before for before in operands(node) if before in weights])
-        return {handle for node in read for handle in handles(node)}
+        read = ancestors(last, lambda node: [before for before in producers(node) if before in weights])
+        return {handle for node in read for handle in variable_handles(node)}
 
     def _check_cut(self, number: int, tensor: Tensor) -> None:
         node = tensor.node
@@ -188,13 +194,13 @@ class _Assignment:
                 if found:
                     users[node] = min(found)
         for node in self.forward:
-            for handle in handles(node):
+            for handle in variable_handles(node):
                 stage = users.get(node) if node in weights else self.of.get(node) if _gathers(node) else None
                 if stage is not None:
                     self.owner[handle] = min(stage, self.owner.get(handle, stage))
         for node in self.forward:
             if node in weights and node in users:
-                own = [self.owner[h] for h in handles(node) if h in self.owner]
+                own = [self.owner[h] for h in variable_handles(node) if h in self.owner]
                 own += [self.of[t.node] for t in node.inputs if t.node in weights and t.node in self.of]
                 self.of[node] = max(own, default=users[node])
 
@@ -209,7 +215,7 @@ class _Assignment:
         fixed: set[Node] = set()
         for node in reversed(self.backward):
             found = [self.of[t.node] for t in node.inputs if t.node not in inner and t.node in self.of]
-            found += [self.owner[h] for h in handles(node) if h in self.owner]
+            found += [self.owner[h] for h in variable_handles(node) if h in self.owner]
             for index in range(len(node.outputs)):
                 owner = owners.get(node.out(index))
                 found += [] if owner is None else [owner]
@@ -247,12 +253,12 @@ class _Assignment:
         queue = [gradient]
         touched: dict[Tensor, None] = {}
         for tensor in queue:
-            for reader, _ in self.analysis.readers.get(tensor, ()):
+            for reader, _ in self.analysis.consumers.get(tensor, ()):
                 if reader not in self.update:
                     continue
-                for handle in handles(reader):
+                for handle in variable_handles(reader):
                     touched[handle] = None
-                    again = (node for node, _ in self.analysis.readers[handle] if node in self.update)
+                    again = (node for node, _ in self.analysis.consumers[handle] if node in self.update)
                     seen_again = [node.out(i) for node in again for i in range(len(node.outputs))]
                     queue += [t for t in seen_again if t not in seen and t.shape == tensor.shape]
                     seen.update(seen_again)
@@ -272,7 +278,7 @@ class _Assignment:
             stage = min((self.of[r] for r in self._readers(node) if r in self.of), default=None)
             if reads_shape_only(node):
                 source = node.inputs[0]
-                there = {self.of[r] for r, _ in self.analysis.readers[source] if r in self.of and r != node}
+                there = {self.of[r] for r, _ in self.analysis.consumers[source] if r in self.of and r != node}
                 if stage not in there and source.node in self.of:
                     stage = self.of[source.node]
             if stage is not None:
@@ -284,7 +290,7 @@ def _gathers(node: Node) -> bool:
     return node.op.startswith("ResourceGather")
 
 
-def crossings(analysis: Analysis, stages: Stages) -> list[tuple[Tensor, int, int]]:
+def stage_transfers(analysis: GraphAnalysis, stages: Stages) -> list[tuple[Tensor, int, int]]:
     """(tensor, stage that makes it, stage that reads it) of all that goes from one stage to another, sizes left out."""
     found: dict[tuple[Tensor, int, int], None] = {}
     for node in analysis.order:
@@ -297,7 +303,7 @@ def crossings(analysis: Analysis, stages: Stages) -> list[tuple[Tensor, int, int
     return list(found)
 
 
-def in_slots(analysis: Analysis, parts: Parts, stages: Stages) -> list[Node]:
+def scheduled_ops(analysis: GraphAnalysis, parts: StepPartition, stages: Stages) -> list[Node]:
     """What the slots of a schedule bring into an order, in one in which it can run.
 
     What gradients depend on of what runs for each micro-batch, but for sizes, constants and variables; and what ends a
@@ -307,11 +313,11 @@ def in_slots(analysis: Analysis, parts: Parts, stages: Stages) -> list[Node]:
     stack = [t.node for t in parts.gradients] + [node for node in analysis.graph.keep if node in stages.fixed]
     while stack:
         node = stack.pop()
-        if node not in needed and node in parts.repeated:
+        if node not in needed and node in parts.per_micro_batch:
             needed.add(node)
             stack.extend(t.node for t in node.inputs)
     order = (node for node in analysis.order if node in needed and node in stages.of)
-    return [node for node in order if node not in stages.shape_only and not handles(node)]
+    return [node for node in order if node not in stages.shape_only and not variable_handles(node)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,7 +347,7 @@ class Separators:
         )
 
 
-def separators(analysis: Analysis, batch: int) -> Separators:
+def separators(analysis: GraphAnalysis, batch: int) -> Separators:
     """Find where a network can be cut so that one tensor crosses.
 
     Args:
@@ -362,7 +368,7 @@ def separators(analysis: Analysis, batch: int) -> Separators:
                     del open_readers[tensor]
         for index in range(len(node.outputs)):
             out = node.out(index)
-            readers = analysis.readers.get(out, ())
+            readers = analysis.consumers.get(out, ())
             if any(reader in analysis.backward for reader, _ in readers):
                 waiting += out.num_bytes(batch)
             count = sum(reader in weighted for reader, _ in readers)
@@ -377,7 +383,7 @@ def separators(analysis: Analysis, batch: int) -> Separators:
     return Separators(tensors, sizes, before, waiting)
 
 
-def _needed_forward(analysis: Analysis, stages: Stages) -> set[Node]:
+def _needed_forward(analysis: GraphAnalysis, stages: Stages) -> set[Node]:
     """Forward operations that gradients depend on."""
     found: set[Node] = set()
     seen: set[Node] = set()
@@ -394,7 +400,7 @@ def _needed_forward(analysis: Analysis, stages: Stages) -> set[Node]:
     return found
 
 
-def _after_weights(analysis: Analysis, wanted: set[Node]) -> set[Node]:
+def _after_weights(analysis: GraphAnalysis, wanted: set[Node]) -> set[Node]:
     """Those of them that depend on a weight: what is only made ready is no layer."""
     found: set[Node] = set()
     weights: set[Node] = set()

@@ -15,22 +15,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from rewriters.analysis import summation_order
-from rewriters.analysis.autodiff_roles import in_scope, size_nodes
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.autodiff_roles import in_scope, shape_computations
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.emission.tile_pass import SegmentPlan, tile_stages
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.pipelining.stage_assignment import Stages, in_slots
-from rewriters.pipelining.step_partition import Parts
-from rewriters.scheduling.serialize_ops import serialise
+from rewriters.pipelining.stage_assignment import Stages, scheduled_ops
+from rewriters.pipelining.step_partition import StepPartition
+from rewriters.scheduling.serialize_ops import serialize_large_ops
 from rewriters.swapping.swap_pass import Swap, SwapOptions, SwapPlan, insert_swaps, plan_swaps
 from rewriters.swapping.tiers import Tier
-from rewriters.tiling.tile_planner import Phase
+from rewriters.tiling.tile_planner import TileLoop
 
 __all__: list[str] = []
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged:
+class StagedStep:
     """The step of a micro-batch with all that a pipeline is made from.
 
     Attributes:
@@ -45,12 +45,12 @@ class Staged:
         outs: Swap-outs.
     """
 
-    analysis: Analysis
-    parts: Parts
+    analysis: GraphAnalysis
+    parts: StepPartition
     stages: Stages
     batched: Sequence[int]
     origin: Mapping[Tensor, Tensor] = dataclasses.field(default_factory=dict)
-    phases: Mapping[Node, Phase] = dataclasses.field(default_factory=dict)
+    phases: Mapping[Node, TileLoop] = dataclasses.field(default_factory=dict)
     swaps: Sequence[Swap] = ()
     left: Sequence[tuple[str, str]] = ()
     outs: frozenset[Node] = frozenset()
@@ -67,7 +67,7 @@ class _Place(NamedTuple):
     backward: bool
 
 
-def with_tiles(staged: Staged, plans: list[SegmentPlan]) -> Staged:
+def with_tiles(staged: StagedStep, plans: list[SegmentPlan]) -> StagedStep:
     """Replace segments, each of one stage, by tile loops.
 
     Args:
@@ -78,20 +78,20 @@ def with_tiles(staged: Staged, plans: list[SegmentPlan]) -> Staged:
     tiled = tile_stages(staged.analysis, plans, of)
     places = {}
     for node, phase in tiled.phases.items():
-        stage = next(of[own] for own in (*phase.body, *phase.home) if own in of)
+        stage = next(of[own] for own in (*phase.body, *phase.replaces) if own in of)
         if node.op != "Const":
             places[node] = _Place(stage, phase.backward)
-    return _carried(staged, tiled.graph, places, tiled.phases)
+    return _transfer_metadata(staged, tiled.graph, places, tiled.phases)
 
 
 def with_swaps(
-    staged: Staged,
+    staged: StagedStep,
     options: SwapOptions,
     tier: Tier,
     batch: int,
     max_in_flight: int,
     backward_scopes: tuple[str, ...] = (),
-) -> Staged:
+) -> StagedStep:
     """Swap tensors that wait; nothing changes if there are none.
 
     Args:
@@ -105,7 +105,7 @@ def with_swaps(
     staged = _in_order(staged, options.min_bytes, batch)
     before = staged.analysis
     scoped = {n for n in before.order if any(in_scope(n.name, scope) for scope in backward_scopes)}
-    analysis = Analysis(before.graph)
+    analysis = GraphAnalysis(before.graph)
     analysis.backward = before.backward | scoped
     plan = plan_swaps(analysis, options, batch)
     if not plan.swaps:
@@ -113,10 +113,10 @@ def with_swaps(
     graph, outs = insert_swaps(analysis, plan.swaps, tier, max_in_flight)
     places = _places_of_swaps(staged, graph, set(outs))
     _drop_edges_between_stages(staged, graph, places)
-    return _swapped(_carried(staged, graph, places, {}), plan, outs)
+    return _swapped(_transfer_metadata(staged, graph, places, {}), plan, outs)
 
 
-def _swapped(staged: Staged, plan: SwapPlan, outs: Iterable[Node]) -> Staged:
+def _swapped(staged: StagedStep, plan: SwapPlan, outs: Iterable[Node]) -> StagedStep:
     graph = staged.analysis.graph
     known = staged.stages.of
     fixed = frozenset(node for node in graph.nodes.values() if node.device and node in known)
@@ -124,21 +124,21 @@ def _swapped(staged: Staged, plan: SwapPlan, outs: Iterable[Node]) -> Staged:
     return dataclasses.replace(staged, stages=stages, swaps=plan.swaps, left=plan.left, outs=frozenset(outs))
 
 
-def _in_order(staged: Staged, min_bytes: int, batch: int) -> Staged:
+def _in_order(staged: StagedStep, min_bytes: int, batch: int) -> StagedStep:
     """Large operations of a stage one after another, as wherever something is swapped (`serialize_ops.py`)."""
     analysis, stages = staged.analysis, staged.stages
     graph = analysis.graph.copy()
     backward = {node.name for node in analysis.backward}
-    merged = {node.name for node in summation_order.merged(analysis)}
-    own = in_slots(analysis, staged.parts, stages)
+    merged = {node.name for node in summation_order.flattenable_sums(analysis)}
+    own = scheduled_ops(analysis, staged.parts, stages)
     for stage in range(stages.count):
         inside = {node.name for node in own if stages.of[node] == stage}
         others = graph.nodes.keys() - inside
-        serialise(graph, backward, others | merged, min_bytes, batch)
-    return _carried(staged, graph, {}, {})
+        serialize_large_ops(graph, backward, others | merged, min_bytes, batch)
+    return _transfer_metadata(staged, graph, {}, {})
 
 
-def _places_of_swaps(staged: Staged, graph: Graph, outs: set[Node]) -> dict[Node, _Place]:
+def _places_of_swaps(staged: StagedStep, graph: Graph, outs: set[Node]) -> dict[Node, _Place]:
     """A swap-out is where its tensor is made; the way back, and what ends it, where it is read."""
     known = staged.analysis.graph.nodes
     places: dict[str, _Place] = {}
@@ -166,10 +166,10 @@ def _places_of_swaps(staged: Staged, graph: Graph, outs: set[Node]) -> dict[Node
     return {node: places[node.name] for node in new if node.name in places}
 
 
-def _drop_edges_between_stages(staged: Staged, graph: Graph, places: Mapping[Node, _Place]) -> None:
+def _drop_edges_between_stages(staged: StagedStep, graph: Graph, places: Mapping[Node, _Place]) -> None:
     """Of the edges that swaps have brought those that lead elsewhere, and those that hold counters and metrics back."""
     known = staged.analysis.graph.nodes
-    slotted = {node.name for node in in_slots(staged.analysis, staged.parts, staged.stages)}
+    slotted = {node.name for node in scheduled_ops(staged.analysis, staged.parts, staged.stages)}
     update = {node.name for node in staged.parts.update}
 
     def stage(node: Node) -> int | None:
@@ -190,7 +190,9 @@ def _drop_edges_between_stages(staged: Staged, graph: Graph, places: Mapping[Nod
         ]
 
 
-def _carried(staged: Staged, graph: Graph, places: Mapping[Node, _Place], phases: Mapping[Node, Phase]) -> Staged:
+def _transfer_metadata(
+    staged: StagedStep, graph: Graph, places: Mapping[Node, _Place], phases: Mapping[Node, TileLoop]
+) -> StagedStep:
     """What is known of a step, for the graph that a pass has made of it.
 
     Args:
@@ -200,7 +202,7 @@ def _carried(staged: Staged, graph: Graph, places: Mapping[Node, _Place], phases
         phases: New operations of tile loops, each with its loop.
     """
     old = staged.analysis
-    analysis = Analysis(graph)
+    analysis = GraphAnalysis(graph)
     nodes = graph.nodes
     new = [node for node in analysis.order if node.name not in old.graph.nodes]
     analysis.backward = {nodes[n.name] for n in old.backward if n.name in nodes}
@@ -213,27 +215,27 @@ def _carried(staged: Staged, graph: Graph, places: Mapping[Node, _Place], phases
         node = nodes.get(tensor.node.name)
         return graph.aliases[tensor.name] if node is None else node.out(tensor.index)
 
-    repeated = kept(staged.parts.repeated)
+    repeated = kept(staged.parts.per_micro_batch)
     own = {graph.inputs[position].node for position in staged.batched}
     for node in new:
         if node in places or any(before.node in repeated or before.node in own for before in node.inputs):
             repeated.add(node)
         elif node.op == "NoOp" and any(before in repeated for before in node.control_inputs):
             repeated.add(node)
-    parts = Parts(
+    parts = StepPartition(
         frozenset(repeated),
-        frozenset(kept(staged.parts.direct).union(node for node in new if node in repeated)),
+        frozenset(kept(staged.parts.batch_dependent).union(node for node in new if node in repeated)),
         frozenset(kept(staged.parts.update)),
         tuple(dict.fromkeys(map(moved, staged.parts.gradients))),
-        tuple(map(moved, staged.parts.chained)),
+        tuple(map(moved, staged.parts.carried_variables)),
         frozenset(own),
     )
     of = {nodes[n.name]: stage for n, stage in staged.stages.of.items() if n.name in nodes}
     of.update((node, place.stage) for node, place in places.items())
-    sizes = size_nodes(analysis.order)
+    sizes = shape_computations(analysis.order)
     for node in reversed(new):  # Sizes that loops read are computed where they are read.
         if node in sizes and node not in of:
-            reading = [r for index in range(len(node.outputs)) for r, _ in analysis.readers.get(node.out(index), ())]
+            reading = [r for index in range(len(node.outputs)) for r, _ in analysis.consumers.get(node.out(index), ())]
             found = [of[reader] for reader in reading if reader in of]
             if found:
                 of[node] = min(found)
@@ -251,4 +253,4 @@ def _carried(staged: Staged, graph: Graph, places: Mapping[Node, _Place], phases
             if node.name in nodes or tensor.name in graph.aliases:
                 origin[moved(tensor)] = staged.traced(tensor)
     loops = {nodes[n.name]: phase for n, phase in staged.phases.items() if n.name in nodes} | dict(phases)
-    return Staged(analysis, parts, stages, staged.batched, origin, loops)
+    return StagedStep(analysis, parts, stages, staged.batched, origin, loops)

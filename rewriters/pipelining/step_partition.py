@@ -12,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Iterable, Sequence
 
-from rewriters.analysis.autodiff_roles import after_updates, gradients, is_seed, reads_shape_only, updates
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.autodiff_roles import gradients, is_seed, reads_shape_only, update_descendants, update_nodes
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import LOOPS, Node, Tensor
-from rewriters.ir.variables import handles, writes
+from rewriters.ir.variables import may_write_variable, variable_handles
 
 __all__: list[str] = []
 
@@ -29,40 +29,42 @@ _CONDITIONS = frozenset(("StatelessCase", "StatelessIf"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class StepPartition:
     """A step in parts; what is in neither of them is shared by all micro-batches.
 
     Attributes:
-        repeated: Operations that run for each micro-batch.
-        direct: Those of them that depend on the batch itself, not only on what was counted before.
+        per_micro_batch: Operations that run for each micro-batch.
+        batch_dependent: Those of them that depend on the batch itself, not only on what was counted before.
         update: Operations that run once, when all gradients are there.
         gradients: What the update reads, or the step returns.
-        chained: Handles of variables that one micro-batch after another changes.
+        carried_variables: Handles of variables that one micro-batch after another changes.
         sources: Arguments that have the batch axis.
     """
 
-    repeated: frozenset[Node]
-    direct: frozenset[Node]
+    per_micro_batch: frozenset[Node]
+    batch_dependent: frozenset[Node]
     update: frozenset[Node]
     gradients: tuple[Tensor, ...]
-    chained: tuple[Tensor, ...]
+    carried_variables: tuple[Tensor, ...]
     sources: frozenset[Node]
 
 
 @dataclasses.dataclass(frozen=True)
-class Hints:
+class EffectHints:
     """What is known of operations from elsewhere.
 
     Attributes:
         once: Names of operations that belong to an optimizer.
-        repeated: Names of operations that belong to a metric.
+        per_micro_batch: Names of operations that belong to a metric.
     """
 
     once: Container[str] = ()
-    repeated: Container[str] = ()
+    per_micro_batch: Container[str] = ()
 
 
-def split_step(analysis: Analysis, batched: Sequence[int], hints: Hints | None = None, several: bool = True) -> Parts:
+def split_step(
+    analysis: GraphAnalysis, batched: Sequence[int], hints: EffectHints | None = None, several: bool = True
+) -> StepPartition:
     """Find the parts of a step.
 
     Args:
@@ -74,21 +76,21 @@ def split_step(analysis: Analysis, batched: Sequence[int], hints: Hints | None =
     Raises:
         PipelineError: If gradients are computed from what an update has changed.
     """
-    splitter = _Splitter(analysis, batched, hints or Hints())
+    splitter = _Splitter(analysis, batched, hints or EffectHints())
     if several:
         splitter.take_what_writes_sizes()
     return splitter.run()
 
 
 class _Splitter:
-    def __init__(self, analysis: Analysis, batched: Sequence[int], hints: Hints) -> None:
+    def __init__(self, analysis: GraphAnalysis, batched: Sequence[int], hints: EffectHints) -> None:
         self.analysis = analysis
         self.hints = hints
         self.sources = {analysis.graph.inputs[position].node for position in batched}
         graph, order = analysis.graph, analysis.order
         self.gradients = gradients(graph, order, analysis.backward)
-        self.update = self._update(updates(graph, order, analysis.backward))
-        self.of_update = {h for node in self.update for h in handles(node)}
+        self.update = self._update(update_nodes(graph, order, analysis.backward))
+        self.of_update = {h for node in self.update for h in variable_handles(node)}
 
     def take_what_writes_sizes(self) -> None:
         """Count what depends on the batch by its size alone, and is written to a variable, as an update.
@@ -101,9 +103,13 @@ class _Splitter:
         order = [node for node in self.analysis.order if node not in self.update]
         sized = self._descendants(order, self.sources)
         measured = self._descendants((node for node in order if not reads_shape_only(node)), self.sources)
-        writing = [n for n in order if writes(n) and n in sized and n not in measured and not n.op.startswith(_DRAWING)]
-        found = {node for node in writing if node.name not in self.hints.repeated}
-        again = next((node for node in after_updates(order, found) if is_seed(node)), None)
+        writing = [
+            n
+            for n in order
+            if may_write_variable(n) and n in sized and n not in measured and not n.op.startswith(_DRAWING)
+        ]
+        found = {node for node in writing if node.name not in self.hints.per_micro_batch}
+        again = next((node for node in update_descendants(order, found) if is_seed(node)), None)
         if again is not None:
             names = " or ".join(f"`{node.name}`" for node in writing if node in found)
             raise PipelineError(
@@ -112,23 +118,23 @@ class _Splitter:
                 "`micro_batches=1`."
             )
         self.update = self._update(self.update | found)
-        self.of_update = {h for node in self.update for h in handles(node)}
+        self.of_update = {h for node in self.update for h in variable_handles(node)}
 
-    def run(self) -> Parts:
+    def run(self) -> StepPartition:
         order = [node for node in self.analysis.order if node not in self.update]
         direct = self._descendants(order, self.sources)
-        drawn = {n for n in order if n.stateful and n.outputs and not handles(n) and n.op not in _SHARED}
+        drawn = {n for n in order if n.stateful and n.outputs and not variable_handles(n) and n.op not in _SHARED}
         self.draws = drawn | {n for n in order if n.op.startswith("Stateless") and n.op not in LOOPS | _CONDITIONS}
         chained: dict[Tensor, None] = {}
         while True:
-            touching = {n for n in order if any(h in chained for h in handles(n))}
+            touching = {n for n in order if any(h in chained for h in variable_handles(n))}
             repeated = direct | self._descendants(order, drawn | touching) | drawn | touching
-            written = ((n, h) for n in order if writes(n) for h in handles(n) if h not in chained)
+            written = ((n, h) for n in order if may_write_variable(n) for h in variable_handles(n) if h not in chained)
             more = [h for n, h in written if self._many(n, h, repeated)]
             if not more:
                 break
             chained.update(dict.fromkeys(more))
-        return Parts(
+        return StepPartition(
             frozenset(repeated),
             frozenset(direct),
             frozenset(self.update),
@@ -139,7 +145,7 @@ class _Splitter:
 
     def _update(self, update: set[Node]) -> set[Node]:
         """With all that descends from it, of which no gradients may be computed."""
-        found = after_updates(self.analysis.order, update)
+        found = update_descendants(self.analysis.order, update)
         again = next((node for node in found if is_seed(node)), None)
         if again is not None:
             raise PipelineError(
@@ -157,11 +163,11 @@ class _Splitter:
 
     def _many(self, node: Node, handle: Tensor, repeated: set[Node]) -> bool:
         """Whether a variable that an operation writes is written by each micro-batch."""
-        if node in repeated or node.name in self.hints.repeated:
+        if node in repeated or node.name in self.hints.per_micro_batch:
             return True
         if node.name in self.hints.once or handle in self.of_update or node.op in _COUNTS:
             return False
-        reads = [n for n, _ in self.analysis.readers[handle] if n not in self.update and n.outputs]
+        reads = [n for n, _ in self.analysis.consumers[handle] if n not in self.update and n.outputs]
         return any(self._draws_from(n) for n in reads)
 
     def _draws_from(self, node: Node) -> bool:
@@ -169,7 +175,7 @@ class _Splitter:
         stack, seen = [node], {node}
         while stack:
             for index in range(len((current := stack.pop()).outputs)):
-                for reader, _ in self.analysis.readers.get(current.out(index), ()):
+                for reader, _ in self.analysis.consumers.get(current.out(index), ()):
                     if reader in self.draws:
                         return True
                     if reader not in seen and reader not in self.update:

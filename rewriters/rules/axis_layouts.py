@@ -27,11 +27,11 @@ class Layout:
 
     Attributes:
         dims: For each axis the dimension; `None` for an axis that the tensor does not have, of which it holds one row.
-        per_image: Entries of the first dimension for each image: more than one where pixels have been made images.
+        batch_fold: Entries of the first dimension for each image: more than one where pixels have been made images.
     """
 
     dims: tuple[int | None, ...]
-    per_image: int = 1
+    batch_fold: int = 1
 
     def extents(self, tensor: Tensor) -> tuple[int | None, ...]:
         """Rows along each axis."""
@@ -44,7 +44,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class AxisMap:
     """Two tensors whose axes lie in dimensions that belong together.
 
     Attributes:
@@ -59,9 +59,9 @@ class Link:
     moves: Mapping[int, int]
     entries: Fraction = Fraction(1)
 
-    def reversed(self) -> Link:
+    def reversed(self) -> AxisMap:
         """From the target to the source."""
-        return Link(self.target, self.source, {new: old for old, new in self.moves.items()}, 1 / self.entries)
+        return AxisMap(self.target, self.source, {new: old for old, new in self.moves.items()}, 1 / self.entries)
 
 
 Anchor = tuple[Tensor, tuple[int, ...]]
@@ -73,7 +73,7 @@ class Layouts:
 
     def __init__(self) -> None:
         self._found: dict[Tensor, Layout] = {}
-        self._links: dict[Tensor, list[Link]] = {}
+        self._links: dict[Tensor, list[AxisMap]] = {}
 
     def of(self, tensor: Tensor) -> Layout | None:
         """The layout; `None` for what holds no image."""
@@ -84,7 +84,7 @@ class Layouts:
         dims = [layout.dims for layout in self._found.values() if len(layout.dims) == axes]
         return [axis for axis in range(axes) if any(own[axis] is None for own in dims)]
 
-    def find(self, anchors: Iterable[Anchor], links: Iterable[Link], tensors: Iterable[Tensor]) -> None:
+    def find(self, anchors: Iterable[Anchor], links: Iterable[AxisMap], tensors: Iterable[Tensor]) -> None:
         """Fill in what can be known.
 
         Args:
@@ -114,7 +114,7 @@ class Layouts:
                     self._found[link.target] = layout
                     waiting.append(link.target)
 
-    def _moved(self, link: Link) -> Layout | None:
+    def _moved(self, link: AxisMap) -> Layout | None:
         """The layout of a link's target; `None` if an axis of more than one row gets lost, or none is left."""
         shape, dims = link.source.shape, self._found[link.source].dims
         assert shape is not None
@@ -134,4 +134,4 @@ class Layouts:
                     waiting.append(link.target)
         for tensor, count in counts.items():
             if tensor in self._found:
-                self._found[tensor] = dataclasses.replace(self._found[tensor], per_image=max(int(count), 1))
+                self._found[tensor] = dataclasses.replace(self._found[tensor], batch_fold=max(int(count), 1))

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import PER_PIXEL, Tensor
-from rewriters.rules.axis_layouts import Link
+from rewriters.rules.axis_layouts import AxisMap
 from rewriters.rules.elementwise import Pointwise
 from rewriters.rules.intervals import Interval, hull_of
-from rewriters.rules.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, tiling_rule
 
 __all__: list[str] = []
 
@@ -73,7 +73,7 @@ class Einsum(Rule):
         *operands, out = self.labels(op)
         return all(own and own[0] not in out for own in operands)
 
-    def links(self, op: OpView) -> list[Link]:
+    def links(self, op: OpView) -> list[AxisMap]:
         """Dimensions of the same letter."""
         try:
             *operands, out = self.labels(op)
@@ -85,7 +85,7 @@ class Einsum(Rule):
             target, letters = op.node.inputs[0], operands[0]
         pairs = [(op.node.inputs[p], operands[p]) for p in images if op.node.inputs[p] != target]
         return [
-            Link(tensor, target, {dim: letters.index(letter) for dim, letter in enumerate(own) if letter in letters})
+            AxisMap(tensor, target, {dim: letters.index(letter) for dim, letter in enumerate(own) if letter in letters})
             for tensor, own in pairs
             if own[0] == letters[0]
         ]
@@ -101,11 +101,11 @@ class Einsum(Rule):
         assert tensor.shape is not None
         return [tensor.shape[0] == 1, *(op.extent(tensor, axis) for axis in op.axes(tensor))]
 
-    def _check(self, op: OpView, kinds: Sequence[Kind]) -> None:
+    def _check(self, op: OpView, kinds: Sequence[TileKind]) -> None:
         *operands, out = self.labels(op)
         images = self._images(op)
         places = [self._places(op, operands[position], position) for position in images]
-        if not images or any(kinds[position] is Kind.INVARIANT for position in images):
+        if not images or any(kinds[position] is TileKind.INVARIANT for position in images):
             raise NotTileableError("an Einsum of what is the same for all tiles")
         if any(place != places[0] for place in places):
             raise NotTileableError("an Einsum of images whose axes lie otherwise")
@@ -114,7 +114,7 @@ class Einsum(Rule):
             raise NotTileableError("an Einsum of images that spreads one of them over another")
         moved = {letter for letter in places[0] if letter is not None}
         for position, own in enumerate(operands):
-            if position not in images and (kinds[position] is not Kind.INVARIANT or moved.intersection(own)):
+            if position not in images and (kinds[position] is not TileKind.INVARIANT or moved.intersection(own)):
                 raise NotTileableError("an Einsum over the axes of an image, as attention is")
         if self._sums(op):
             if moved.intersection(out):
@@ -126,28 +126,28 @@ class Einsum(Rule):
         if [op.extent(op.node.out(), axis) for axis in range(len(dims))] != sizes[0][1:]:
             raise NotTileableError("an Einsum that spreads an image over an axis")
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Linear in each operand."""
         self._check(op, kinds)
-        partial = [kind for kind in kinds if kind is Kind.PARTIAL]
+        partial = [kind for kind in kinds if kind is TileKind.PARTIAL]
         if len(partial) > 1:
             raise NotTileableError("Einsum is not linear in two gradients at once")
         if self._sums(op):
             if not partial:
                 raise NotTileableError("it reduces over the image, so that everything after it waits for all tiles")
-            return Kind.REDUCED
-        return Kind.PARTIAL if partial else Kind.FULL
+            return TileKind.REDUCED
+        return TileKind.PARTIAL if partial else TileKind.FULL
 
-    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """All are true values."""
         self._check(op, kinds)
-        return Kind.REDUCED if self._sums(op) else Kind.FULL
+        return TileKind.REDUCED if self._sums(op) else TileKind.FULL
 
     def _rows(self, op: OpView, rows: Interval) -> list[Interval | None]:
         images = self._images(op)
         return [rows if position in images else None for position in range(len(op.node.inputs))]
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The same rows of every image."""
         return AxisPlan(out, out, self._rows(op, out))
 
@@ -155,11 +155,11 @@ class Einsum(Rule):
         """Any of them."""
         return 0
 
-    def part(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
+    def operand_rows_for_reduction(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
         """The same rows of both."""
         return AxisPlan(None, None, self._rows(op, cell))
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The rows of the gradient."""
         rows = hull_of([part for part in parts if part is not None])
         rows = rows.clip(op.extent(op.node.inputs[self._images(op)[0]], axis))
@@ -189,7 +189,7 @@ class Einsum(Rule):
 class CrossEntropy(Pointwise):
     """Cross-entropy of images, as `matrices_to_images.py` calls it: loss and gradient by the logits, pixel by pixel."""
 
-    def links(self, op: OpView) -> list[Link]:
+    def links(self, op: OpView) -> list[AxisMap]:
         """All have the same dimensions, as far as they have them."""
         features = op.node.inputs[0]
         if features.shape is None:
@@ -197,25 +197,25 @@ class CrossEntropy(Pointwise):
         pixels = {dim: dim for dim in range(len(features.shape) - 1)}
         others = [op.node.inputs[1], op.node.out(0), op.node.out(1)]
         return [
-            Link(features, tensor, pixels)
+            AxisMap(features, tensor, pixels)
             for tensor in others
             if tensor.shape is not None and len(tensor.shape) in (len(pixels), len(pixels) + 1)
         ]
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Forward values only; channels come last."""
         if PER_PIXEL not in op.node.attrs:
             raise NotTileableError("the rows of its matrix are no pixels of an image")
-        if any(kind is not Kind.FULL for kind in kinds):
+        if any(kind is not TileKind.FULL for kind in kinds):
             raise NotTileableError(f"{op.node.op} needs an image, and labels for each of its pixels")
         features, labels = op.node.inputs
         if len(features.shape or ()) - 1 in op.layout(features).dims:
             raise NotTileableError("its classes are an axis of the image")
         if any(op.layout(tensor) != op.layout(features) for tensor in (labels, op.node.out(0), op.node.out(1))):
             raise NotTileableError("the axes of its labels lie otherwise than those of the image")
-        return Kind.FULL
+        return TileKind.FULL
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The same rows."""
         return AxisPlan(out, out, [out, out])
 

@@ -18,10 +18,10 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
-from rewriters.rules.axis_layouts import Anchor, Link
+from rewriters.rules.axis_layouts import Anchor, AxisMap
 from rewriters.rules.elementwise import require_format, sides_by_format, spatial_dims
 from rewriters.rules.intervals import Interval, Window
-from rewriters.rules.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, tiling_rule
 
 __all__: list[str] = []
 
@@ -84,7 +84,7 @@ class Convolution(Rule):
         pad = padding_before(node, dim, rows, span, stride)
         return Window(kernel, stride, dilation, pad, rows, op.extent(self.side(op, self.small), axis))
 
-    def check(self, op: OpView, kinds: Sequence[Kind]) -> None:
+    def check(self, op: OpView, kinds: Sequence[TileKind]) -> None:
         """Refuse what no convolution rule can do."""
         sides = [self.side(op, self.large), self.side(op, self.small)]
         require_format(op, sides)
@@ -93,18 +93,18 @@ class Convolution(Rule):
         large, taps = sides[0].shape, self.side(op, self.filter).shape
         if len(op.attr_ints("strides")) != len(large or ()) or len(taps or ()) != len(large or ()):
             raise NotTileableError("its filter has another number of axes than the image")
-        if self.filter is not None and kinds[self.filter] is not Kind.INVARIANT:
+        if self.filter is not None and kinds[self.filter] is not TileKind.INVARIANT:
             raise NotTileableError("its filter is computed from image data")
 
     def anchors(self, op: OpView) -> list[Anchor]:
         """Both sides, by the data format."""
         return sides_by_format(op.node, [self.side(op, self.large), self.side(op, self.small)])
 
-    def links(self, op: OpView) -> list[Link]:
+    def links(self, op: OpView) -> list[AxisMap]:
         """None: both sides are known."""
         return []
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """A map of one side to the other is linear: the output is what the operand is."""
         self.check(op, kinds)
         (position,) = self.data(op)
@@ -123,7 +123,7 @@ class Convolution(Rule):
         """The filter."""
         return [self.side(op, self.filter)]
 
-    def work(self, op: OpView) -> int | None:
+    def cost_operand(self, op: OpView) -> int | None:
         """The side with one row per window."""
         return self.small
 
@@ -140,16 +140,16 @@ class LargeToSmall(Convolution):
 
     large, small, filter = 0, None, 1
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The rows below the wanted windows."""
-        return AxisPlan(out, out, [self.window(op, axis).gather(out), None])
+        return AxisPlan(out, out, [self.window(op, axis).rows_covered(out), None])
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The windows that meet the gradient's rows; its other rows are zero."""
         window = self.window(op, axis)
         assert parts[0] is not None
-        out = window.touch(parts[0])
-        return AxisPlan(out, out, [window.gather(out), None])
+        out = window.windows_overlapping(parts[0])
+        return AxisPlan(out, out, [window.rows_covered(out), None])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Padding came with the operand."""
@@ -162,22 +162,22 @@ class SmallToLarge(Convolution):
 
     large, small, filter = None, 2, 1
 
-    def rebuilt(self, op: OpView) -> list[int]:
+    def shape_operands(self, op: OpView) -> list[int]:
         """The size of the output."""
         return [0]
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The windows that reach the wanted rows."""
         window = self.window(op, axis)
-        small = window.touch(out)
-        return AxisPlan(out, window.gather(small), [None, None, small])
+        small = window.windows_overlapping(out)
+        return AxisPlan(out, window.rows_covered(small), [None, None, small])
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """All rows that the windows of the gradient cover, inside the image."""
         window = self.window(op, axis)
         small = parts[2]
         assert small is not None
-        made = window.gather(small)
+        made = window.rows_covered(small)
         return AxisPlan(made.clip(window.in_extent), made, [None, None, small])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
@@ -200,37 +200,37 @@ class SidesToFilter(Convolution):
 
     large, small, filter = 0, 2, None
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """One side is a gradient, the other the forward values it meets."""
         self.check(op, kinds)
         if sorted(k.value for k in (kinds[0], kinds[2])) != ["full", "partial"]:
             raise NotTileableError("a filter gradient needs forward values on one side and a gradient on the other")
-        return Kind.REDUCED
+        return TileKind.REDUCED
 
-    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Both sides are whole."""
         self.check(op, kinds)
-        if Kind.INVARIANT in (kinds[0], kinds[2]):
+        if TileKind.INVARIANT in (kinds[0], kinds[2]):
             raise NotTileableError("a filter gradient needs an image on both sides")
-        return Kind.REDUCED
+        return TileKind.REDUCED
 
     def summed(self, op: OpView) -> int:
         """The side with one row per window: each window counts once."""
         return 2
 
-    def part(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
+    def operand_rows_for_reduction(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
         """The windows and what lies below them."""
-        return AxisPlan(None, None, [self.window(op, axis).gather(cell), None, cell])
+        return AxisPlan(None, None, [self.window(op, axis).rows_covered(cell), None, cell])
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The windows that meet the gradient, whichever side it is on."""
         window = self.window(op, axis)
         if parts[2] is not None:
             small = parts[2]
         else:
             assert parts[0] is not None
-            small = window.touch(parts[0])
-        return AxisPlan(None, None, [window.gather(small), None, small])
+            small = window.windows_overlapping(parts[0])
+        return AxisPlan(None, None, [window.rows_covered(small), None, small])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """The size operand is that of the filter and does not change."""

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.ir.static_values import constant
-from rewriters.rules.axis_layouts import Link
+from rewriters.rules.axis_layouts import AxisMap
 from rewriters.rules.elementwise import Pointwise, identity, lie_alike
 from rewriters.rules.intervals import Interval, hull_of
-from rewriters.rules.registry import AxisPlan, Emitter, Kind, OpView, Rule, find_rule, tiling_rule
+from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, find_rule, tiling_rule
 from rewriters.rules.reshape import Blocks
 
 __all__: list[str] = []
@@ -23,7 +23,7 @@ def require_alike(op: OpView) -> None:
     """Refuse an op of which the image it reads and the one it makes have their axes in different dimensions."""
     out = op.node.out()
     (operand,) = (op.node.inputs[position] for position in find_rule(op.node).data(op))
-    if op.layout(out).per_image != op.layout(operand).per_image:
+    if op.layout(out).batch_fold != op.layout(operand).batch_fold:
         raise NotTileableError("it takes images for pixels, or pixels for images")
     for axis in op.axes(out):
         if op.dim(out, axis) != op.dim(operand, axis) and not op.extent(out, axis) == op.extent(operand, axis) == 1:
@@ -69,11 +69,11 @@ class Pad(Blocks):
         """What the op pads with."""
         return self._value(op)
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """A gradient can be padded with zeros only."""
         if self._paddings(op)[0] != [0, 0]:
             raise NotTileableError("padding of the batch")
-        if self._value(op) != 0.0 and kinds[0] is Kind.PARTIAL:
+        if self._value(op) != 0.0 and kinds[0] is TileKind.PARTIAL:
             raise NotTileableError("a gradient padded with a value other than zero")
         require_alike(op)
         return kinds[0]
@@ -96,16 +96,16 @@ class Concat(Pointwise):
         """All but the axis."""
         return list(range(len(op.node.inputs) - 1))
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Concatenation over the image or the batch is refused."""
         if not is_over_channels(op, op.evaluate(op.node.inputs[-1])):
             raise NotTileableError("a concatenation along another axis than the channels")
         if not all(lie_alike(op, op.node.inputs[position]) for position in self.data(op)):
             raise NotTileableError("a concatenation of images that lie differently")
         image = kinds[:-1]
-        if Kind.INVARIANT in image:
+        if TileKind.INVARIANT in image:
             raise NotTileableError("a concatenation of image data with a tensor that is the same for all tiles")
-        if Kind.PARTIAL in image and Kind.FULL in image:
+        if TileKind.PARTIAL in image and TileKind.FULL in image:
             raise NotTileableError("a concatenation of forward values and gradients")
         return image[0]
 
@@ -120,7 +120,7 @@ class Split(Rule):
         """The image (second operand of `Split`, first of `SplitV`)."""
         return [1 if op.node.op == "Split" else 0]
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Splitting is linear."""
         axis = op.evaluate(op.node.inputs[0 if op.node.op == "Split" else 2])
         (position,) = self.data(op)
@@ -129,15 +129,15 @@ class Split(Rule):
         require_alike(op)
         return kinds[position]
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The same rows."""
         needs: list[Interval | None] = [None] * len(op.node.inputs)
         needs[self.data(op)[0]] = out
         return AxisPlan(out, out, needs)
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The same rows."""
-        return self.demand(op, axis, hull_of([part for part in parts if part is not None]))
+        return self.operand_rows_for_result(op, axis, hull_of([part for part in parts if part is not None]))
 
 
 @tiling_rule("Transpose")
@@ -150,14 +150,14 @@ class Transpose(Rule):
         """The image."""
         return [0]
 
-    def links(self, op: OpView) -> list[Link]:
+    def links(self, op: OpView) -> list[AxisMap]:
         """By the permutation."""
         order = op.evaluate.ints(op.node.inputs[1])
         if not order or order[0] != 0:
             return []
-        return [Link(op.node.inputs[0], op.node.out(), {old: new for new, old in enumerate(order)})]
+        return [AxisMap(op.node.inputs[0], op.node.out(), {old: new for new, old in enumerate(order)})]
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Moving is linear."""
         order = op.ints(1)
         source, out = op.layout(op.node.inputs[0]), op.layout(op.node.out())
@@ -166,11 +166,11 @@ class Transpose(Rule):
             raise NotTileableError("a transposition of images")
         return kinds[0]
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The same rows."""
         return AxisPlan(out, out, [out, None])
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The same rows."""
         assert parts[0] is not None
-        return self.demand(op, axis, parts[0])
+        return self.operand_rows_for_result(op, axis, parts[0])

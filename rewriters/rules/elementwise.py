@@ -12,7 +12,7 @@ from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.static_values import constant
 from rewriters.rules.axis_layouts import Anchor
 from rewriters.rules.intervals import Interval, hull_of, whole
-from rewriters.rules.registry import AxisPlan, Kind, OpView, Rule, add_rule, not_tileable, tiling_rule
+from rewriters.rules.registry import AxisPlan, OpView, Rule, TileKind, add_rule, not_tileable, tiling_rule
 
 __all__: list[str] = []
 
@@ -42,7 +42,7 @@ def spreads(op: OpView, position: int) -> bool:
     return operand is None or out is None or len(operand) < len(out) or operand[0] == 1 != out[0]
 
 
-def check_ranks(op: OpView, kinds: Sequence[Kind]) -> None:
+def check_ranks(op: OpView, kinds: Sequence[TileKind]) -> None:
     """Refuse operands whose rows do not line up with those of the output."""
     out = op.node.out()
     layout = op.layout(out)
@@ -50,7 +50,7 @@ def check_ranks(op: OpView, kinds: Sequence[Kind]) -> None:
     for operand, kind in zip(op.node.inputs, kinds, strict=True):
         shape = aligned(operand, len(out.shape))
         varies = any(dim is not None and shape[dim] != 1 for dim in layout.dims)
-        if kind is Kind.INVARIANT:
+        if kind is TileKind.INVARIANT:
             if varies or shape[0] != 1:
                 raise NotTileableError(
                     f"operand `{operand.name}` of shape {operand.shape} is not the same for all tiles"
@@ -58,7 +58,7 @@ def check_ranks(op: OpView, kinds: Sequence[Kind]) -> None:
             continue
         # Its own rows may lie where the output has something else, and one row where the output has many.
         has_rows = any(rows != 1 for rows in op.layout(operand).extents(operand))
-        if not (varies or has_rows or kind is Kind.PARTIAL):
+        if not (varies or has_rows or kind is TileKind.PARTIAL):
             continue
         if len(operand.shape or ()) < len(out.shape) or not lie_alike(op, operand):
             raise NotTileableError(f"operand `{operand.name}` of shape {operand.shape} lies otherwise than the output")
@@ -68,7 +68,7 @@ def lie_alike(op: OpView, operand: Tensor) -> bool:
     """Whether the axes of an operand that has them are the output's."""
     out = op.node.out()
     one, other = op.layout(operand), op.layout(out)
-    if len(one.dims) != len(other.dims) or one.per_image != other.per_image:
+    if len(one.dims) != len(other.dims) or one.batch_fold != other.batch_fold:
         return False
     shape = aligned(operand, len(out.shape or ()))
     pairs = enumerate(zip(one.dims, other.dims, strict=True))
@@ -80,18 +80,18 @@ class Pointwise(Rule):
 
     cheap = True
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """`FULL`, and nothing partial goes in."""
         check_ranks(op, kinds)
-        if Kind.PARTIAL in kinds:
+        if TileKind.PARTIAL in kinds:
             raise NotTileableError(f"{op.node.op} is not linear in a gradient")
-        return Kind.FULL
+        return TileKind.FULL
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The same rows of every operand."""
         return AxisPlan(out, out, self._rows(op, axis, out))
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The rows that the partial operands hold together."""
         held = [part for part in parts if part is not None]
         out = hull_of(held).clip(op.extent(op.node.out(), axis))
@@ -119,17 +119,17 @@ class LinearIn(Pointwise):
     def __init__(self, positions: Sequence[int]) -> None:
         self.positions = tuple(positions)
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """`PARTIAL` for exactly one partial operand in a linear position."""
         check_ranks(op, kinds)
-        partial = [p for p, kind in enumerate(kinds) if kind is Kind.PARTIAL]
+        partial = [p for p, kind in enumerate(kinds) if kind is TileKind.PARTIAL]
         if not partial:
-            return Kind.FULL
+            return TileKind.FULL
         if len(partial) > 1 or partial[0] not in self.positions:
             raise NotTileableError(f"{op.node.op} is not linear in the gradient(s) at operand(s) {partial}")
         if spreads(op, partial[0]):
             raise NotTileableError(f"{op.node.op} spreads a gradient over the image or the batch")
-        return Kind.PARTIAL
+        return TileKind.PARTIAL
 
 
 @tiling_rule("Cast")
@@ -139,48 +139,48 @@ class Cast(LinearIn):
     def __init__(self) -> None:
         super().__init__((0,))
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """`PARTIAL` for a gradient that stays one."""
         types = (op.node.inputs[0].dtype, op.node.out().dtype)
-        if kinds[0] is Kind.PARTIAL and not all(dtype.is_floating or dtype.is_complex for dtype in types):
+        if kinds[0] is TileKind.PARTIAL and not all(dtype.is_floating or dtype.is_complex for dtype in types):
             raise NotTileableError(f"a gradient cast from {types[0].name} to {types[1].name} is rounded")
-        return super().result(op, kinds)
+        return super().result_kind(op, kinds)
 
 
 class Additive(Pointwise):
     """Sums: all operands are gradients or none is."""
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """`PARTIAL` for all-partial operands; a mixture is affine and refused."""
         check_ranks(op, kinds)
-        if all(kind is Kind.PARTIAL for kind in kinds):
+        if all(kind is TileKind.PARTIAL for kind in kinds):
             if any(spreads(op, position) for position in range(len(kinds))):
                 raise NotTileableError(f"{op.node.op} spreads a gradient over the image or the batch")
-            return Kind.PARTIAL
-        if Kind.PARTIAL in kinds:
+            return TileKind.PARTIAL
+        if TileKind.PARTIAL in kinds:
             raise NotTileableError(f"{op.node.op} adds forward values to a gradient: tiles would count them twice")
-        return Kind.FULL
+        return TileKind.FULL
 
 
 class Select(Pointwise):
     """`condition ? x : y`: linear in a gradient if the other branch is zero or a gradient too."""
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """The condition is never a gradient."""
         check_ranks(op, kinds)
         if op.node.op == "Select" and len(op.node.inputs[0].shape or ()) == 1:
             raise NotTileableError("a selection by one condition per image")
         branches = {1: kinds[1], 2: kinds[2]}
-        if Kind.PARTIAL not in kinds:
-            return Kind.FULL
-        if kinds[0] is Kind.PARTIAL:
+        if TileKind.PARTIAL not in kinds:
+            return TileKind.FULL
+        if kinds[0] is TileKind.PARTIAL:
             raise NotTileableError("a selection by a gradient is not linear in it")
         for position, kind in branches.items():
-            if kind is not Kind.PARTIAL and not is_zero(op.node.inputs[position]):
+            if kind is not TileKind.PARTIAL and not is_zero(op.node.inputs[position]):
                 raise NotTileableError("a selection between a gradient and forward values is not linear")
-            if kind is Kind.PARTIAL and spreads(op, position):
+            if kind is TileKind.PARTIAL and spreads(op, position):
                 raise NotTileableError("a selection spreads a gradient over the image or the batch")
-        return Kind.PARTIAL
+        return TileKind.PARTIAL
 
 
 def is_zero(tensor: Tensor) -> bool:
@@ -198,12 +198,12 @@ def is_zero(tensor: Tensor) -> bool:
 class BiasAdd(Pointwise):
     """Adds a vector over the channels."""
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """That of the image; the bias lies along its channels, wherever these are."""
         require_channels(op, op.node.out())
-        if kinds[1] is not Kind.INVARIANT:
+        if kinds[1] is not TileKind.INVARIANT:
             raise NotTileableError("its bias is computed from image data")
-        if kinds[0] is Kind.PARTIAL:
+        if kinds[0] is TileKind.PARTIAL:
             raise NotTileableError("BiasAdd adds forward values to a gradient: tiles would count them twice")
         return kinds[0]
 
@@ -220,7 +220,7 @@ class BiasAdd(Pointwise):
 class Zeros(Pointwise):
     """Zero, of the kind of its operand: the gradient of `Maximum` makes the branch that lost this way."""
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Nothing depends on the operand but the shape."""
         check_ranks(op, kinds)
         return kinds[0]
@@ -230,13 +230,13 @@ class Zeros(Pointwise):
 class OverChannels(Pointwise):
     """Works along the last dimension."""
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """That has to be one of channels."""
         out = op.node.out()
         rank = len(out.shape or ())
         if rank - 1 not in op.layout(out).others(rank):
             raise NotTileableError("it works along an axis of the image")
-        return super().result(op, kinds)
+        return super().result_kind(op, kinds)
 
 
 def spatial_dims(node: Node, rank: int) -> tuple[int, ...]:

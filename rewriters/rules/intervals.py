@@ -118,7 +118,7 @@ def hull_of(intervals: Sequence[Interval]) -> Interval:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Fit:
+class CropPad:
     """How the rows that a tile has become the rows that an op needs: cut, then padded.
 
     Attributes:
@@ -138,14 +138,14 @@ class Fit:
     pads: bool
 
 
-def fit(have: Interval, need: Interval) -> Fit:
+def fit(have: Interval, need: Interval) -> CropPad:
     """The way from the rows `have` to the rows `need`."""
     lo = np.clip(need.lo, have.lo, have.hi)
     hi = np.maximum(np.clip(need.hi, have.lo, have.hi), lo)
     before = np.where(hi > lo, lo - need.lo, need.size)
     after = need.size - before - (hi - lo)
     crops = not (np.array_equal(lo, have.lo) and np.array_equal(hi, have.hi))
-    return Fit(lo - have.lo, hi - lo, before, after, crops, bool(np.any(before) or np.any(after)))
+    return CropPad(lo - have.lo, hi - lo, before, after, crops, bool(np.any(before) or np.any(after)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,13 +173,13 @@ class Window:
         """Rows that one window covers."""
         return (self.kernel - 1) * self.dilation + 1
 
-    def gather(self, out: Interval) -> Interval:
+    def rows_covered(self, out: Interval) -> Interval:
         """Input rows that windows `out` cover, padding included (may leave the image)."""
         lo = out.lo * self.stride - self.pad
         hi = (out.hi - 1) * self.stride - self.pad + self.span
         return Interval(lo, np.where(out.size == 0, lo, hi))
 
-    def touch(self, rows: Interval) -> Interval:
+    def windows_overlapping(self, rows: Interval) -> Interval:
         """Windows that meet input `rows`, at least one per tile.
 
         A tile of rows that no window meets (stride larger than kernel, or rows

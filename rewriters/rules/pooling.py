@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Tensor
-from rewriters.rules.axis_layouts import Anchor, Link
+from rewriters.rules.axis_layouts import Anchor, AxisMap
 from rewriters.rules.convolution import padding_before
 from rewriters.rules.elementwise import require_format, sides_by_format, spatial_dims
 from rewriters.rules.intervals import Interval, Window
-from rewriters.rules.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, tiling_rule
 
 __all__: list[str] = []
 
@@ -47,7 +47,7 @@ class Pooling(Rule):
         sides = [op.node.inputs[position] for position in self.data(op)]
         return sides_by_format(op.node, [*sides, op.node.out()])
 
-    def links(self, op: OpView) -> list[Link]:
+    def links(self, op: OpView) -> list[AxisMap]:
         """None: both sides are known."""
         return []
 
@@ -75,16 +75,16 @@ class Pool(Pooling):
         """The image."""
         return [0]
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Forward only."""
         self.check(op)
-        if kinds[0] is not Kind.FULL:
+        if kinds[0] is not TileKind.FULL:
             raise NotTileableError(f"{op.node.op} of a gradient")
-        return Kind.FULL
+        return TileKind.FULL
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The rows below the wanted windows."""
-        return AxisPlan(out, out, [self.window(op, axis).gather(out)])
+        return AxisPlan(out, out, [self.window(op, axis).rows_covered(out)])
 
 
 @tiling_rule("MaxPool", "MaxPool3D")
@@ -106,7 +106,7 @@ class MaxPoolGrad(Pooling):
     kernel for a maximum and its gradient that are in the same place, which takes a hundredth of the time in volumes.
     """
 
-    def rebuilt(self, op: OpView) -> list[int]:
+    def shape_operands(self, op: OpView) -> list[int]:
         """The output."""
         return [1]
 
@@ -118,37 +118,37 @@ class MaxPoolGrad(Pooling):
         """The gradient's side."""
         return op.node.inputs[2]
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Linear in the gradient alone."""
         self.check(op)
-        if kinds[0] is not Kind.FULL or kinds[1] is not Kind.FULL or kinds[2] is not Kind.PARTIAL:
+        if kinds[0] is not TileKind.FULL or kinds[1] is not TileKind.FULL or kinds[2] is not TileKind.PARTIAL:
             raise NotTileableError(f"{op.node.op} needs forward values and one gradient")
-        return Kind.PARTIAL
+        return TileKind.PARTIAL
 
-    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """All three are images."""
         self.check(op)
-        if any(kind is not Kind.FULL for kind in kinds):
+        if any(kind is not TileKind.FULL for kind in kinds):
             raise NotTileableError(f"{op.node.op} needs three images")
-        return Kind.FULL
+        return TileKind.FULL
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The windows that meet the wanted rows, and all that lies below these."""
         window = self.window(op, axis)
-        small = window.touch(out)
-        made = window.gather(small)
+        small = window.windows_overlapping(out)
+        made = window.rows_covered(small)
         return AxisPlan(out, made, [made, None, small])
 
     def operand_fill(self, op: OpView, position: int) -> float | str:
         """The input is padded as in `MaxPool`."""
         return "lowest" if position == 0 else 0.0
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """All rows that the gradient's windows cover."""
         window = self.window(op, axis)
         small = parts[2]
         assert small is not None
-        made = window.gather(small)
+        made = window.rows_covered(small)
         return AxisPlan(made.clip(window.in_extent), made, [made, None, small])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
@@ -199,7 +199,7 @@ class AvgPool(Pool):
 class AvgPoolGrad(Pooling):
     """Operands: shape of the input, gradient of the output."""
 
-    def rebuilt(self, op: OpView) -> list[int]:
+    def shape_operands(self, op: OpView) -> list[int]:
         """The shape."""
         return [0]
 
@@ -215,32 +215,32 @@ class AvgPoolGrad(Pooling):
         """The gradient's side."""
         return op.node.inputs[1]
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Linear in the gradient."""
         self.check(op)
-        if kinds[1] is not Kind.PARTIAL:
+        if kinds[1] is not TileKind.PARTIAL:
             raise NotTileableError(f"{op.node.op} of forward values")
-        return Kind.PARTIAL
+        return TileKind.PARTIAL
 
-    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Of an image."""
         self.check(op)
-        if kinds[1] is not Kind.FULL:
+        if kinds[1] is not TileKind.FULL:
             raise NotTileableError(f"{op.node.op} of a tensor that is the same for all tiles")
-        return Kind.FULL
+        return TileKind.FULL
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The windows that meet the wanted rows."""
         window = self.window(op, axis)
-        small = window.touch(out)
-        return AxisPlan(out, window.gather(small), [None, small])
+        small = window.windows_overlapping(out)
+        return AxisPlan(out, window.rows_covered(small), [None, small])
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """All rows that the gradient's windows cover."""
         window = self.window(op, axis)
         small = parts[1]
         assert small is not None
-        made = window.gather(small)
+        made = window.rows_covered(small)
         return AxisPlan(made.clip(window.in_extent), made, [None, small])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:

@@ -10,10 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import NotTileableError
-from rewriters.rules.axis_layouts import Anchor, Link
+from rewriters.rules.axis_layouts import Anchor, AxisMap
 from rewriters.rules.elementwise import lie_alike, require_channels, sides_by_format
 from rewriters.rules.intervals import Interval, hull_of, whole
-from rewriters.rules.registry import AxisPlan, Combination, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.rules.registry import AxisPlan, Combination, Emitter, OpView, Rule, TileKind, tiling_rule
 
 __all__: list[str] = []
 
@@ -23,7 +23,7 @@ BARRIER = "it reduces over the image, so that everything after it waits for all 
 class SumOverImage(Rule):
     """Adds up a gradient over batch, height and width."""
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The gradient's rows."""
         rows = [part for part in parts if part is not None]
         needs: list[Interval | None] = [None] * len(op.node.inputs)
@@ -47,19 +47,19 @@ class BiasAddGrad(SumOverImage):
         """By the data format, where that leaves no doubt."""
         return sides_by_format(op.node, op.node.inputs)
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """A sum of a gradient."""
         require_channels(op, op.node.inputs[0])
-        if kinds[0] is not Kind.PARTIAL:
+        if kinds[0] is not TileKind.PARTIAL:
             raise NotTileableError(BARRIER)
-        return Kind.REDUCED
+        return TileKind.REDUCED
 
-    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """A sum of an image."""
         require_channels(op, op.node.inputs[0])
-        if kinds[0] is not Kind.FULL:
+        if kinds[0] is not TileKind.FULL:
             raise NotTileableError("BiasAddGrad of a tensor that is the same for all tiles")
-        return Kind.REDUCED
+        return TileKind.REDUCED
 
 
 _COMBINED = {
@@ -119,7 +119,7 @@ class Reduce(SumOverImage):
     def _over_image(self, op: OpView) -> bool:
         return self.axes(op) >= self._sides(op)
 
-    def links(self, op: OpView) -> list[Link]:
+    def links(self, op: OpView) -> list[AxisMap]:
         """Without the dimensions that disappear."""
         image, out = op.node.inputs[0], op.node.out()
         try:
@@ -129,38 +129,38 @@ class Reduce(SumOverImage):
         if 0 in axes or image.shape is None or out.shape is None:
             return []
         left = [dim for dim in range(len(image.shape)) if op.node.attrs["keep_dims"].b or dim not in axes]
-        return [Link(image, out, {dim: new for new, dim in enumerate(left)})] if len(left) == len(out.shape) else []
+        return [AxisMap(image, out, {dim: new for new, dim in enumerate(left)})] if len(left) == len(out.shape) else []
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """By the axes, and by linearity."""
         if self._over_channels(op):
             self._check_dims(op)
-            if kinds[0] is Kind.PARTIAL and op.node.op not in ("Sum", "Mean"):
+            if kinds[0] is TileKind.PARTIAL and op.node.op not in ("Sum", "Mean"):
                 raise NotTileableError(f"{op.node.op} is not linear in a gradient")
             return kinds[0]
-        if op.node.op == "Sum" and kinds[0] is Kind.PARTIAL:
+        if op.node.op == "Sum" and kinds[0] is TileKind.PARTIAL:
             if self.per_pixel(op):
                 self._check_dims(op)
-                return Kind.PARTIAL
+                return TileKind.PARTIAL
             if self._over_image(op) and 0 in self.axes(op):
-                return Kind.REDUCED
+                return TileKind.REDUCED
         raise NotTileableError(BARRIER)
 
-    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """By the axes; each image may have a result of its own."""
-        if kinds[0] is not Kind.FULL:
+        if kinds[0] is not TileKind.FULL:
             raise NotTileableError("a reduction of a tensor that is the same for all tiles")
         if self._over_channels(op):
             self._check_dims(op)
-            return Kind.FULL
+            return TileKind.FULL
         if op.node.op == "Mean" and not op.node.inputs[0].dtype.is_floating:
             raise NotTileableError("a mean of integers: each part would be rounded")
         if self.per_pixel(op):
             self._check_dims(op)
         if self._over_image(op) or self.per_pixel(op):
-            if self.per_image(op) and op.layout(op.node.inputs[0]).per_image != 1:
+            if self.per_image(op) and op.layout(op.node.inputs[0]).batch_fold != 1:
                 raise NotTileableError("a reduction of pixels that were made images")
-            return Kind.REDUCED
+            return TileKind.REDUCED
         raise NotTileableError("it reduces over one side of the image alone")
 
     def combined(self, op: OpView) -> Combination:
@@ -171,13 +171,13 @@ class Reduce(SumOverImage):
         """Unless it reduces over the batch too."""
         return 0 not in self.axes(op)
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The same rows."""
         return AxisPlan(out, out, [out, None])
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The same rows, or a sum over them."""
-        plan = super().reach(op, axis, parts)
+        plan = super().result_rows_from_operands(op, axis, parts)
         if self._over_channels(op) or self.per_pixel(op):
             return AxisPlan(plan.needs[0], plan.needs[0], plan.needs)
         return plan
@@ -202,7 +202,7 @@ def divisor(emitter: Emitter, op: OpView, axes: Sequence[int]) -> Any:
     """Numbers that a mean over these axes of a whole image is made of."""
     image = op.node.inputs[0]
     assert image.shape is not None
-    images = 1 if image.shape[0] == 1 else emitter.whole_batch() * op.layout(image).per_image
+    images = 1 if image.shape[0] == 1 else emitter.whole_batch() * op.layout(image).batch_fold
     return functools.reduce(operator.mul, (images if axis == 0 else image.shape[axis] for axis in axes))
 
 
@@ -213,7 +213,7 @@ class Spread(Rule):
     cheap = True
     moves_rows = True
 
-    def rebuilt(self, op: OpView) -> list[int]:
+    def shape_operands(self, op: OpView) -> list[int]:
         """Sizes."""
         return [1]
 
@@ -224,7 +224,7 @@ class Spread(Rule):
     def _over_image(self, op: OpView, axis: int) -> bool:
         return op.extent(op.node.inputs[0], axis) == 1
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Over the image forward values alone: the parts of a gradient would be counted in each tile."""
         operand, out = op.node.inputs[0].shape, op.node.out().shape
         if operand is None or out is None or len(operand) != len(out) or None in (*operand[1:], *out[1:]):
@@ -237,15 +237,15 @@ class Spread(Rule):
             raise NotTileableError("a repetition of an image")
         if not lie_alike(op, op.node.inputs[0]):
             raise NotTileableError("a repetition of a tensor that lies otherwise than what it makes")
-        if kinds[0] is Kind.INVARIANT and not (operand[0] == 1 and all(over_image)):
+        if kinds[0] is TileKind.INVARIANT and not (operand[0] == 1 and all(over_image)):
             raise NotTileableError("a repetition of images that no tile is cut from, such as a mean over the batch")
-        if kinds[0] is not Kind.INVARIANT and not self._same_batch(op):
+        if kinds[0] is not TileKind.INVARIANT and not self._same_batch(op):
             raise NotTileableError("a repetition over the batch")
-        if kinds[0] is Kind.PARTIAL and any(
+        if kinds[0] is TileKind.PARTIAL and any(
             over and op.extent(op.node.out(), axis) != 1 for axis, over in enumerate(over_image)
         ):
             raise NotTileableError(f"{op.node.op} spreads a gradient over the image")
-        return kinds[0] if kinds[0] is Kind.PARTIAL else Kind.FULL
+        return kinds[0] if kinds[0] is TileKind.PARTIAL else TileKind.FULL
 
     def _same_batch(self, op: OpView) -> bool:
         operand, out = op.node.inputs[0], op.node.out()
@@ -257,14 +257,14 @@ class Spread(Rule):
             return isinstance(value, tuple) and value[0] == 1
         return isinstance(value, tuple) and (value[0] == -1 or sizes.same(value[0], sizes.of(operand)))
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The same rows, or the only one."""
         return AxisPlan(out, out, [whole(1, len(out.lo)) if self._over_image(op, axis) else out, None])
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The same rows."""
         assert parts[0] is not None
-        return self.demand(op, axis, parts[0])
+        return self.operand_rows_for_result(op, axis, parts[0])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """As many rows as are wanted."""

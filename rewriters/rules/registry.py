@@ -28,14 +28,14 @@ import numpy as np
 
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import PER_PIXEL, Node, Tensor
-from rewriters.ir.static_values import Evaluator
-from rewriters.rules.axis_layouts import Anchor, Layout, Layouts, Link
+from rewriters.ir.static_values import StaticEvaluator
+from rewriters.rules.axis_layouts import Anchor, AxisMap, Layout, Layouts
 from rewriters.rules.intervals import Interval
 
 __all__: list[str] = []
 
 
-class Kind(enum.Enum):
+class TileKind(enum.Enum):
     """What a tensor holds inside a tile loop."""
 
     FULL = "full"
@@ -64,7 +64,7 @@ class OpView:
     """
 
     node: Node
-    evaluate: Evaluator
+    evaluate: StaticEvaluator
     layouts: Layouts
 
     def layout(self, tensor: Tensor) -> Layout:
@@ -117,14 +117,14 @@ class AxisPlan:
     """What one op does along one axis.
 
     Attributes:
-        out: Rows of the output that the tile holds afterwards; `None` for a reduction.
-        made: Rows that the op itself yields, before cropping and zero-padding to `out`.
+        kept: Rows of the output that the tile holds afterwards; `None` for a reduction.
+        computed: Rows that the op itself yields, before cropping and zero-padding to `kept`.
         needs: Per operand the rows to hand over, padding included; `None` for an
             operand that is passed whole.
     """
 
-    out: Interval | None
-    made: Interval | None
+    kept: Interval | None
+    computed: Interval | None
     needs: list[Interval | None]
 
 
@@ -183,7 +183,7 @@ class Rule:
         del op
         return []
 
-    def links(self, op: OpView) -> list[Link]:
+    def links(self, op: OpView) -> list[AxisMap]:
         """Tensors whose axes lie as those of another; of the same rank, in the same dimensions."""
         out = op.node.out()
         if out.shape is None:
@@ -191,9 +191,9 @@ class Rule:
         same = {dim: dim for dim in range(len(out.shape))}
         operands = [op.node.inputs[position] for position in self.data(op)]
         others = [*operands, *(op.node.out(index) for index in range(1, len(op.node.outputs)))]
-        return [Link(t, out, same) for t in others if t.shape is not None and len(t.shape) == len(same)]
+        return [AxisMap(t, out, same) for t in others if t.shape is not None and len(t.shape) == len(same)]
 
-    def rebuilt(self, op: OpView) -> list[int]:
+    def shape_operands(self, op: OpView) -> list[int]:
         """Positions of the operands (shapes, offsets) that `emit` makes anew for a tile."""
         del op
         return []
@@ -202,7 +202,7 @@ class Rule:
         """Positions of the operands that may hold image data."""
         return list(range(len(op.node.inputs)))
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Kind of the outputs for operands of these kinds.
 
         Raises:
@@ -210,15 +210,15 @@ class Rule:
         """
         raise NotImplementedError
 
-    def gathered(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Kind of the outputs where gradients are true values of their rows as well: no operand is `PARTIAL`.
 
         Raises:
             NotTileableError: If the op cannot run on tiles this way, with the reason.
         """
-        return self.result(op, kinds)
+        return self.result_kind(op, kinds)
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """Plan for a `FULL` result of which rows `out` are wanted."""
         raise NotImplementedError
 
@@ -226,7 +226,7 @@ class Rule:
         """Of a sum over the image: the operand of which every turn sums up its own part."""
         raise NotImplementedError
 
-    def part(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
+    def operand_rows_for_reduction(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
         """Plan for the part of a sum over the image that the rows `cell` of operand `summed` make."""
         needs: list[Interval | None] = [None] * len(op.node.inputs)
         needs[self.summed(op)] = cell
@@ -247,7 +247,7 @@ class Rule:
         del op
         return False
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """Plan for a `PARTIAL` or `REDUCED` result, given the rows `parts` of its partial operands."""
         raise NotImplementedError
 
@@ -260,7 +260,7 @@ class Rule:
         """Run the op on operands that hold exactly the planned rows."""
         return emitter.clone(op.node, operands)
 
-    def work(self, op: OpView) -> int | None:
+    def cost_operand(self, op: OpView) -> int | None:
         """The operand of which each row takes the same time; `None` if each row of the result does."""
         del op
         return None

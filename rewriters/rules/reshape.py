@@ -18,9 +18,9 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.ir.static_values import constant
-from rewriters.rules.axis_layouts import Link
+from rewriters.rules.axis_layouts import AxisMap
 from rewriters.rules.intervals import Interval
-from rewriters.rules.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, tiling_rule
 
 __all__: list[str] = []
 
@@ -49,7 +49,7 @@ class Blocks(Rule):
     cheap = True
     moves_rows = True
 
-    def rebuilt(self, op: OpView) -> list[int]:
+    def shape_operands(self, op: OpView) -> list[int]:
         """Shapes and sizes."""
         return list(range(1, len(op.node.inputs)))
 
@@ -66,7 +66,7 @@ class Blocks(Rule):
         del op, axis
         return 0
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The rows that the wanted ones are made of; where they are parts of blocks, all of these are made."""
         factor, offset = self.block(op, axis), self.offset(op, axis)
         needs: list[Interval | None] = [None] * len(op.node.inputs)
@@ -78,7 +78,7 @@ class Blocks(Rule):
         needs[0] = out.times(int(1 / factor)).shift(-offset)
         return AxisPlan(out, out, needs)
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The rows that a gradient's rows become, or become a part of."""
         factor, offset = self.block(op, axis), self.offset(op, axis)
         assert parts[0] is not None
@@ -87,7 +87,7 @@ class Blocks(Rule):
             out = parts[0].times(int(factor)).shift(-offset)
         else:
             out = parts[0].shift(offset).blocks(int(1 / factor))
-        return self.demand(op, axis, out.clip(extent).nonempty(extent))
+        return self.operand_rows_for_result(op, axis, out.clip(extent).nonempty(extent))
 
 
 @tiling_rule("Reshape", "ExpandDims", "Squeeze")
@@ -103,7 +103,7 @@ class View(Blocks):
             raise NotTileableError("a reshape that takes images apart")
         return [([dim + 1 for dim in ins], [dim + 1 for dim in outs]) for ins, outs in found]
 
-    def links(self, op: OpView) -> list[Link]:
+    def links(self, op: OpView) -> list[AxisMap]:
         """The outermost dimensions of each group."""
         sizes, source, out = op.evaluate.sizes, op.node.inputs[0], op.node.out()
         try:
@@ -112,13 +112,13 @@ class View(Blocks):
             return []
         if sizes.of(source) != sizes.of(out):
             return []
-        return [Link(source, out, {0: 0} | {ins[0]: outs[0] for ins, outs in found})]
+        return [AxisMap(source, out, {0: 0} | {ins[0]: outs[0] for ins, outs in found})]
 
     def block(self, op: OpView, axis: int) -> Fraction:
         """As many as are joined, or split off."""
         return Fraction(op.extent(op.node.out(), axis), op.extent(op.node.inputs[0], axis))
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Each axis is by itself, or before channels."""
         source, out, sizes = op.node.inputs[0], op.node.out(), op.evaluate.sizes
         if not sizes.same(sizes.of(source), sizes.of(out)):
@@ -131,7 +131,7 @@ class View(Blocks):
                 raise NotTileableError("a reshape that joins rows of several axes")
             if rows[0] % rows[1] and rows[1] % rows[0]:
                 raise NotTileableError("a reshape that cuts rows apart")
-        if op.layout(source).per_image != op.layout(out).per_image:
+        if op.layout(source).batch_fold != op.layout(out).batch_fold:
             raise NotTileableError("a reshape of images into another number of them")
         return kinds[0]
 
@@ -167,20 +167,20 @@ class PixelsAndImages(Blocks):
     def _entries(self, op: OpView) -> Fraction:
         raise NotImplementedError
 
-    def links(self, op: OpView) -> list[Link]:
+    def links(self, op: OpView) -> list[AxisMap]:
         """All dimensions stay where they are."""
         source, out = op.node.inputs[0], op.node.out()
         if source.shape is None or out.shape is None or op.evaluate.ints(op.node.inputs[1]) is None:
             return []
-        return [Link(source, out, {dim: dim for dim in range(len(out.shape))}, self._entries(op))]
+        return [AxisMap(source, out, {dim: dim for dim in range(len(out.shape))}, self._entries(op))]
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Channels are not part of it."""
         source, out = op.layout(op.node.inputs[0]), op.layout(op.node.out())
         blocks = {dim for dim, size in enumerate(self._sizes(op)) if size != 1}
         if source.dims != out.dims or not blocks <= set(out.dims):
             raise NotTileableError(f"{op.node.op} of channels")
-        if source.per_image * self._entries(op) != out.per_image:
+        if source.batch_fold * self._entries(op) != out.batch_fold:
             raise NotTileableError(f"{op.node.op} of what is not known to be made of images")
         for axis in op.axes(op.node.out()):
             self.offset(op, axis)

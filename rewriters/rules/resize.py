@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
-from rewriters.rules.axis_layouts import Anchor, Link
+from rewriters.rules.axis_layouts import Anchor, AxisMap
 from rewriters.rules.elementwise import require_format, sides_by_format
 from rewriters.rules.intervals import Interval
-from rewriters.rules.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, tiling_rule
 
 __all__: list[str] = []
 
@@ -76,7 +76,7 @@ class Resize(Rule):
         """The image."""
         return [0]
 
-    def rebuilt(self, op: OpView) -> list[int]:
+    def shape_operands(self, op: OpView) -> list[int]:
         """The size."""
         return [1]
 
@@ -84,7 +84,7 @@ class Resize(Rule):
         """Channels last."""
         return sides_by_format(op.node, [op.node.inputs[0], op.node.out()])
 
-    def links(self, op: OpView) -> list[Link]:
+    def links(self, op: OpView) -> list[AxisMap]:
         """None: both sides are known."""
         return []
 
@@ -93,12 +93,12 @@ class Resize(Rule):
         nearest = op.node.op.startswith("ResizeNearest")
         return table(op.node, nearest, op.extent(self.small(op), axis), op.extent(self.large(op), axis))
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Linear, but a bilinear op computes in float32 whatever goes in."""
         require_format(op, [self.small(op), self.large(op)])
         for axis in op.axes(op.node.out()):
             self.table(op, axis)
-        if kinds[0] is Kind.PARTIAL and not op.node.inputs[0].dtype.is_floating:
+        if kinds[0] is TileKind.PARTIAL and not op.node.inputs[0].dtype.is_floating:
             raise NotTileableError("a gradient that is no floating point number")
         return kinds[0]
 
@@ -107,15 +107,15 @@ class Resize(Rule):
 class Resized(Resize):
     """Operands: image, size."""
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The rows that the wanted ones come from."""
         where = self.table(op, axis)
         return AxisPlan(out, out, [Interval(where.lower[out.lo], where.upper[out.hi - 1] + 1), None])
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The rows that come from the gradient's."""
         assert parts[0] is not None
-        return self.demand(op, axis, _coming_from(self.table(op, axis), parts[0]))
+        return self.operand_rows_for_result(op, axis, _coming_from(self.table(op, axis), parts[0]))
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Along the width first, as the kernel does."""
@@ -157,15 +157,15 @@ class ResizedGrad(Resize):
         """The gradient's side."""
         return op.node.inputs[0]
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The rows that came from the wanted ones."""
         return AxisPlan(out, out, [_coming_from(self.table(op, axis), out), None])
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The rows that the gradient's came from. It is needed with those around it, which are zero."""
         where, rows = self.table(op, axis), parts[0]
         assert rows is not None
-        return self.demand(op, axis, Interval(where.lower[rows.lo], where.upper[rows.hi - 1] + 1))
+        return self.operand_rows_for_result(op, axis, Interval(where.lower[rows.lo], where.upper[rows.hi - 1] + 1))
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Every pixel is the weighted sum of those that came from it, of which there are a few.

@@ -10,15 +10,15 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
-from rewriters.rules.axis_layouts import Link
+from rewriters.rules.axis_layouts import AxisMap
 from rewriters.rules.intervals import Interval, Window
-from rewriters.rules.registry import AxisPlan, Emitter, Kind, OpView, Rule, tiling_rule
+from rewriters.rules.registry import AxisPlan, Emitter, OpView, Rule, TileKind, tiling_rule
 
 __all__: list[str] = []
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class AxisSlice:
     """One entry of an index, with `...` written out.
 
     Attributes:
@@ -36,7 +36,7 @@ class Cut:
     stride: int = 1
 
 
-def cuts(node: Node, shape: Sequence[int | None], bounds: Sequence[Sequence[int]]) -> list[Cut]:
+def cuts(node: Node, shape: Sequence[int | None], bounds: Sequence[Sequence[int]]) -> list[AxisSlice]:
     """What is taken of a tensor.
 
     Args:
@@ -54,21 +54,21 @@ def cuts(node: Node, shape: Sequence[int | None], bounds: Sequence[Sequence[int]
     entries = range(len(bounds[0]))
     new = {position for position in entries if has("new_axis", position) and not has("ellipsis", position)}
     used = sum(position not in new and not has("ellipsis", position) for position in entries)
-    found: list[Cut] = []
+    found: list[AxisSlice] = []
     dim = out = 0
     for position in (*entries, None):
         if position is None or has("ellipsis", position):
             for _ in range(len(shape) - used if position is not None else len(shape) - dim):
-                found.append(Cut(dim, out, 0, shape[dim]))
+                found.append(AxisSlice(dim, out, 0, shape[dim]))
                 dim, out = dim + 1, out + 1
         elif position in new:
-            found.append(Cut(None, out))
+            found.append(AxisSlice(None, out))
             out += 1
         else:
             gone = has("shrink_axis", position)
             first, last = (None if has(mask, position) else int(bounds[i][position]) for i, mask in _ENDS)
             begin, size = _taken(shape[dim], first, last, bounds[2][position], gone)
-            found.append(Cut(dim, None if gone else out, begin, size, 1 if gone else bounds[2][position]))
+            found.append(AxisSlice(dim, None if gone else out, begin, size, 1 if gone else bounds[2][position]))
             dim, out = dim + 1, out if gone else out + 1
     return found
 
@@ -98,7 +98,7 @@ class Sliced(Rule):
     bounds = (1, 2, 3)
     """Operands that are begin, end and stride."""
 
-    def rebuilt(self, op: OpView) -> list[int]:
+    def shape_operands(self, op: OpView) -> list[int]:
         """Shape and bounds."""
         return [position for position in range(len(op.node.inputs)) if position != self.image]
 
@@ -110,24 +110,24 @@ class Sliced(Rule):
         """What is sliced, and what is taken of it."""
         raise NotImplementedError
 
-    def cuts(self, op: OpView) -> list[Cut]:
+    def cuts(self, op: OpView) -> list[AxisSlice]:
         """What is taken of every dimension."""
         whole, _ = self.sides(op)
         if whole.shape is None:
             raise NotTileableError("a slice of a tensor of unknown rank")
         return cuts(op.node, whole.shape, [op.ints(position) for position in self.bounds])
 
-    def _by_dim(self, op: OpView) -> dict[int, Cut]:
+    def _by_dim(self, op: OpView) -> dict[int, AxisSlice]:
         return {cut.dim: cut for cut in self.cuts(op) if cut.dim is not None}
 
     def window(self, op: OpView, axis: int) -> Window:
         """The geometry along an axis."""
         whole, part = self.sides(op)
         dim = op.dim(whole, axis)
-        cut = Cut(None, None) if dim is None else self._by_dim(op)[dim]
+        cut = AxisSlice(None, None) if dim is None else self._by_dim(op)[dim]
         return Window(1, cut.stride, 1, -cut.begin, op.extent(whole, axis), op.extent(part, axis))
 
-    def links(self, op: OpView) -> list[Link]:
+    def links(self, op: OpView) -> list[AxisMap]:
         """Without the dimensions that disappear."""
         whole, part = self.sides(op)
         try:
@@ -136,9 +136,9 @@ class Sliced(Rule):
             return []
         if part.shape is None or not found or found[0].out != 0:
             return []
-        return [Link(whole, part, {dim: cut.out for dim, cut in found.items() if cut.out is not None})]
+        return [AxisMap(whole, part, {dim: cut.out for dim, cut in found.items() if cut.out is not None})]
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Moving is linear; the batch is taken whole."""
         whole, part = self.sides(op)
         found = self._by_dim(op)
@@ -186,15 +186,15 @@ class StridedSlice(Sliced):
         """From the operand to the output."""
         return op.node.inputs[0], op.node.out()
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The rows that are taken, and those between them."""
         others: list[Interval | None] = [None] * (len(op.node.inputs) - 1)
-        return AxisPlan(out, out, [self.window(op, axis).gather(out), *others])
+        return AxisPlan(out, out, [self.window(op, axis).rows_covered(out), *others])
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The rows of the gradient that are taken."""
         assert parts[0] is not None
-        return self.demand(op, axis, self.window(op, axis).touch(parts[0]))
+        return self.operand_rows_for_result(op, axis, self.window(op, axis).windows_overlapping(parts[0]))
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """The rows came with the operand."""
@@ -205,21 +205,23 @@ class StridedSlice(Sliced):
 class Slice(StridedSlice):
     """Operands: image, begin, size."""
 
-    def cuts(self, op: OpView) -> list[Cut]:
+    def cuts(self, op: OpView) -> list[AxisSlice]:
         """As many as the result has."""
         sizes = op.node.out().shape
         if sizes is None:
             raise NotTileableError("a slice of a tensor of unknown rank")
-        return [Cut(dim, dim, begin, size) for dim, (begin, size) in enumerate(zip(op.ints(1), sizes, strict=True))]
+        return [
+            AxisSlice(dim, dim, begin, size) for dim, (begin, size) in enumerate(zip(op.ints(1), sizes, strict=True))
+        ]
 
-    def result(self, op: OpView, kinds: Sequence[Kind]) -> Kind:
+    def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Of an unknown number of images it has to be known that all are taken."""
         image = op.node.inputs[0]
         size, sizes = op.evaluate(op.node.inputs[2]), op.evaluate.sizes
         every = isinstance(size, tuple) and (size[0] == -1 or sizes.same(size[0], sizes.of(image)))
         if image.shape is not None and image.shape[0] is None and not every:
             raise NotTileableError("a slice of the batch by a size computed at run time")
-        return super().result(op, kinds)
+        return super().result_kind(op, kinds)
 
 
 @tiling_rule("StridedSliceGrad")
@@ -233,18 +235,18 @@ class StridedSliceGrad(Sliced):
         """From the output to the operand."""
         return op.node.out(), op.node.inputs[4]
 
-    def demand(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
+    def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The taken rows among them; the others are zero."""
-        return self._made(op, axis, self.window(op, axis).touch(out), out)
+        return self._made(op, axis, self.window(op, axis).windows_overlapping(out), out)
 
-    def reach(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
+    def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """The rows that were taken."""
         assert parts[4] is not None
         window = self.window(op, axis)
-        return self._made(op, axis, parts[4], window.gather(parts[4]).clip(window.in_extent))
+        return self._made(op, axis, parts[4], window.rows_covered(parts[4]).clip(window.in_extent))
 
     def _made(self, op: OpView, axis: int, part: Interval, out: Interval) -> AxisPlan:
-        return AxisPlan(out, self.window(op, axis).gather(part), [None, None, None, None, part])
+        return AxisPlan(out, self.window(op, axis).rows_covered(part), [None, None, None, None, part])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """In a tile that reaches from the first row that was taken to the last."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 
 from rewriters.analysis import summation_order
-from rewriters.analysis.autodiff_roles import data_nodes, reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis
-from rewriters.device.properties import may_be_taken_in, passes_on
+from rewriters.analysis.autodiff_roles import data_dependent_nodes, reads_shape_only
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
 
 __all__: list[str] = []
@@ -24,7 +24,7 @@ LEAST = 4 * 2**10
 """Bytes below which a copy of a variable may wait."""
 
 
-def readiness(analysis: Analysis) -> dict[Node, int]:
+def earliest_forward_level(analysis: GraphAnalysis) -> dict[Node, int]:
     """How far the forward phase has to have come before an operation can run.
 
     The level γ of the last forward operation that it depends on. Gradients have that of the loss; the shape of an
@@ -40,7 +40,7 @@ def readiness(analysis: Analysis) -> dict[Node, int]:
     return found
 
 
-def start_late(analysis: Analysis, min_bytes: int, batch: int) -> Graph:
+def delay_early_ops(analysis: GraphAnalysis, min_bytes: int, batch: int) -> Graph:
     """A new graph in which large values that could be there early wait for what they are combined with.
 
     Args:
@@ -49,13 +49,13 @@ def start_late(analysis: Analysis, min_bytes: int, batch: int) -> Graph:
             one, so that many small ones are as much as a large one.
         batch: Size of an unknown batch.
     """
-    return _Pass(analysis, min_bytes, batch).run()
+    return _DelayPlanner(analysis, min_bytes, batch).run()
 
 
-def hold_back(graph: Graph, analysis: Analysis) -> set[Node]:
+def delay_optimizer_ops(graph: Graph, analysis: GraphAnalysis) -> set[Node]:
     """Let large values that depend on variables alone wait for the gradients that they are combined with.
 
-    What `start_late` does, for the update alone and in one walk, as it is done for every plan that is tried.
+    What `delay_early_ops` does, for the update alone and in one walk, as it is done for every plan that is tried.
 
     Args:
         graph: Of a step with tile loops; it is edited.
@@ -66,9 +66,9 @@ def hold_back(graph: Graph, analysis: Analysis) -> set[Node]:
     """
     order = graph.topological()
     position = {node: index for index, node in enumerate(order)}
-    data, readers, successors = data_nodes(order), graph.consumers(), _successors(order)
+    data, readers, successors = data_dependent_nodes(order), graph.consumers(), _successors(order)
     forward = {node.name for node in analysis.data if node not in analysis.backward}
-    untouched = {node.name for node in summation_order.merged(analysis)}
+    untouched = {node.name for node in summation_order.flattenable_sums(analysis)}
     update: set[Node] = set()
     found: list[Node] = []
     for node in reversed(order):
@@ -84,7 +84,9 @@ def hold_back(graph: Graph, analysis: Analysis) -> set[Node]:
             continue
         first = min(reading, key=position.__getitem__)
         control = waits.get(first) or _last_of(first, data, position)
-        while control is not None and (control in behind or may_be_taken_in(control) or control.name in untouched):
+        while control is not None and (
+            control in behind or may_fuse_with_consumer(control) or control.name in untouched
+        ):
             control = _last_of(control, data, position)
         if control is not None:
             waits[node] = control
@@ -92,7 +94,7 @@ def hold_back(graph: Graph, analysis: Analysis) -> set[Node]:
     return update
 
 
-def update_first(
+def run_updates_before_loops(
     graph: Graph, update: Container[Node], loops: Sequence[Node], backward: Sequence[tuple[Node, Node, str]]
 ) -> None:
     """Let each backward loop wait until the variables are updated whose gradients are there before it.
@@ -142,7 +144,7 @@ def _is_large_value(node: Node) -> bool:
     """Whether an operation makes a single, large value without any effect."""
     if node.stateful or len(node.outputs) != 1 or reads_shape_only(node):
         return False
-    return not passes_on(node) and node.out().num_bytes() >= LEAST
+    return not forwards_input_buffer(node) and node.out().num_bytes() >= LEAST
 
 
 def _last_of(node: Node, data: Container[Node], position: Mapping[Node, int]) -> Node | None:
@@ -151,14 +153,14 @@ def _last_of(node: Node, data: Container[Node], position: Mapping[Node, int]) ->
     return max(before, key=position.__getitem__, default=None)
 
 
-class _Pass:
-    def __init__(self, analysis: Analysis, min_bytes: int, batch: int) -> None:
+class _DelayPlanner:
+    def __init__(self, analysis: GraphAnalysis, min_bytes: int, batch: int) -> None:
         self.analysis = analysis
         self.min_bytes = min_bytes
         self.batch = batch
-        self.ready = readiness(analysis)
+        self.ready = earliest_forward_level(analysis)
         self.waits: dict[Node, Node] = {}
-        self.untouched = summation_order.merged(analysis)
+        self.untouched = summation_order.flattenable_sums(analysis)
         self.successors = _successors(analysis.order)
 
     def run(self) -> Graph:
@@ -178,7 +180,7 @@ class _Pass:
         if forward or node.stateful or not node.inputs or reads_shape_only(node) or node in self.untouched:
             return None
         outputs = [node.out(index) for index in range(len(node.outputs))]
-        readers = {reader for tensor in outputs for reader, _ in self.analysis.readers.get(tensor, ())}
+        readers = {reader for tensor in outputs for reader, _ in self.analysis.consumers.get(tensor, ())}
         least = LEAST if self.ready[node] == FROM_THE_START else self.min_bytes
         if not readers or self._num_bytes(outputs) < min(least, self.min_bytes):
             return None
@@ -189,7 +191,7 @@ class _Pass:
         first = min(readers, key=self.analysis.position.__getitem__)
         others = [tensor.node for tensor in first.inputs] + ([self.waits[first]] if first in self.waits else [])
         control = self._last(others)
-        while control is not None and may_be_taken_in(control):
+        while control is not None and may_fuse_with_consumer(control):
             # Made one with what reads both, it would wait for a node that waits for it.
             control = self._last(predecessors(control))
         if control is None or self.ready[control] <= self.ready[node]:

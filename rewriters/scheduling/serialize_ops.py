@@ -12,8 +12,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.device.kernel_scratch import Group, goes_back, takes_memory
-from rewriters.device.properties import may_be_taken_in, overwrites, passes_on
+from rewriters.device.kernel_scratch import ConcurrencyGroup, is_conv_or_pool_grad, takes_memory
+from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer, may_run_in_place
 from rewriters.ir.graph import Graph, Node, Tensor, predecessors
 
 __all__: list[str] = []
@@ -22,7 +22,9 @@ MOST_LOOKED_AT = 100
 """Operations that are looked at to find out what operands need."""
 
 
-def serialise(graph: Graph, backward: Container[str], untouched: Container[str], min_bytes: int, batch: int) -> None:
+def serialize_large_ops(
+    graph: Graph, backward: Container[str], untouched: Container[str], min_bytes: int, batch: int
+) -> None:
     """Add control edges that bring operations which take or free much memory into one order.
 
     The forward phase never waits for the backward phase, of which the shapes of activations are a part.
@@ -34,14 +36,14 @@ def serialise(graph: Graph, backward: Container[str], untouched: Container[str],
         min_bytes: What is much.
         batch: Size of an unknown batch.
     """
-    lines = {True: _Line(), False: _Line()}  # of the backward phase, of the forward phase alone
+    lines = {True: _OpChain(), False: _OpChain()}  # of the backward phase, of the forward phase alone
     readers = graph.consumers()
     done: set[Node] = set()
     at_once: set[Node] = set()
     for node, moved, read in _Order(graph, batch).run():
         done.add(node)
-        at_once |= _made_one_with(node, readers, done)
-        free = passes_on(node) or not node.inputs or node.op == "ReadVariableOp" or reads_shape_only(node)
+        at_once |= _fusion_group(node, readers, done)
+        free = forwards_input_buffer(node) or not node.inputs or node.op == "ReadVariableOp" or reads_shape_only(node)
         if free or node.name in untouched:
             continue
         phases = (True,) if node.name in backward else (True, False)
@@ -51,13 +53,13 @@ def serialise(graph: Graph, backward: Container[str], untouched: Container[str],
             if node not in at_once:
                 node.control_inputs.extend(other for other in before if other not in predecessors(node))
             for phase in phases:
-                lines[phase] = _Line(node, list(before) if node in at_once else [])
+                lines[phase] = _OpChain(node, list(before) if node in at_once else [])
         elif read >= max(min_bytes, 1):
             for phase in phases:
                 lines[phase].readers.append(node)
 
 
-def group_by_group(graph: Graph) -> None:
+def serialize_scratch_groups(graph: Graph) -> None:
     """Add control edges between operations whose kernels take much memory while they run, in the executor's order.
 
     Args:
@@ -65,12 +67,12 @@ def group_by_group(graph: Graph) -> None:
     """
     if not any(map(takes_memory, graph.nodes.values())):
         return
-    groups: dict[str, Group[Node]] = {}
+    groups: dict[str, ConcurrencyGroup[Node]] = {}
     for node in filter(takes_memory, graph.execution_order()):
-        _join(groups.setdefault(node.device, Group()), node)
+        _join(groups.setdefault(node.device, ConcurrencyGroup()), node)
 
 
-def gradients_in_order(nodes: Iterable[Node]) -> None:
+def serialize_layer_gradients(nodes: Iterable[Node]) -> None:
     """Have the gradients of each layer wait for those of the layer that is gone back through before it.
 
     Gradients of inputs would run ahead of those of filters, and what these read wait for them.
@@ -78,19 +80,17 @@ def gradients_in_order(nodes: Iterable[Node]) -> None:
     Args:
         nodes: What a device does one after another, in an order in which it can.
     """
-    group: Group[Node] = Group(goes_back)
+    group: ConcurrencyGroup[Node] = ConcurrencyGroup(is_conv_or_pool_grad)
     for node in nodes:
         _join(group, node)
 
 
-def _join(group: Group[Node], node: Node) -> None:
+def _join(group: ConcurrencyGroup[Node], node: Node) -> None:
     node.control_inputs.extend(other for other in group.before(node) if other not in predecessors(node))
     group.add(node, node)
 
 
-def _made_one_with(
-    node: Node, readers: Mapping[Tensor, Sequence[tuple[Node, int]]], done: Container[Node]
-) -> set[Node]:
+def _fusion_group(node: Node, readers: Mapping[Tensor, Sequence[tuple[Node, int]]], done: Container[Node]) -> set[Node]:
     """What must not wait for what runs after a node: a reader that it may be made one with, and its other operands.
 
     The two would be one operation then, which waits for itself.
@@ -98,7 +98,7 @@ def _made_one_with(
     found: set[Node] = set()
     while len(reading := readers.get(node.out(), ()) if len(node.outputs) == 1 else ()) == 1:
         reader = reading[0][0]
-        if not may_be_taken_in(node, reader):
+        if not may_fuse_with_consumer(node, reader):
             break
         stack = [reader]
         while stack:
@@ -111,7 +111,7 @@ def _made_one_with(
 
 
 @dataclasses.dataclass
-class _Line:
+class _OpChain:
     """What the next large operation waits for.
 
     Attributes:
@@ -157,7 +157,7 @@ class _Order:
             for tensor in node.inputs:
                 self._readers.setdefault(self._root.setdefault(tensor, tensor), set()).add(node)
             for index in range(len(node.outputs)):
-                shared = passes_on(node) and node.inputs
+                shared = forwards_input_buffer(node) and node.inputs
                 self._root[node.out(index)] = self._root[node.inputs[0]] if shared else node.out(index)
 
     def run(self) -> Iterator[tuple[Node, int, int]]:
@@ -206,7 +206,7 @@ class _Order:
             held += need.kept
         taken, freed = self._moves(node)
         made = [buffer for buffer in self._made(node) if buffer.node in missing]
-        in_place = overwrites(node) and any(buffer.num_bytes(self._batch) == taken for buffer in made)
+        in_place = may_run_in_place(node) and any(buffer.num_bytes(self._batch) == taken for buffer in made)
         known[node] = _Need(
             max(peak, held + (0 if in_place else taken)),
             held + taken - freed - sum(buffer.num_bytes(self._batch) for buffer in made),

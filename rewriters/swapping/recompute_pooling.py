@@ -20,14 +20,14 @@ _GRADIENTS = {"MaxPoolGrad": "MaxPool", "MaxPool3DGrad": "MaxPool3D"}
 _INPUT, _OUTPUT, _GRADIENT = range(3)
 
 
-def pool_again(graph: Graph, backward: Container[Node]) -> None:
+def recompute_pooling(graph: Graph, backward: Container[Node]) -> None:
     """Let each gradient of a pooling have a pooling of its own, which waits for the gradient that comes in.
 
     Args:
         graph: A step; it is edited.
         backward: Its backward operations.
     """
-    if not properties.pools_in_pairs():
+    if not properties.pool_grad_needs_forward_workspace():
         return
     for node in list(graph.nodes.values()):
         pool = pooled_for(node)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from rewriters.analysis import summation_order
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.ir.graph import Graph, Node, Tensor
 
 __all__: list[str] = []
@@ -39,13 +39,13 @@ class _Small(NamedTuple):
     shape: tuple[Any, ...]
 
 
-def keep_small(analysis: Analysis) -> Graph:
+def shrink_broadcasts(analysis: GraphAnalysis) -> Graph:
     """A new graph in which elementwise operations read small operands as they are."""
-    return _Pass(analysis).run()
+    return _BroadcastShrinker(analysis).run()
 
 
-class _Pass:
-    def __init__(self, analysis: Analysis) -> None:
+class _BroadcastShrinker:
+    def __init__(self, analysis: GraphAnalysis) -> None:
         self.analysis = analysis
         self.evaluate = analysis.evaluate
         self.graph = analysis.graph.copy()
@@ -109,9 +109,9 @@ class _Pass:
             return  # Lists of tensors are added up too, and by `AddN` alone.
         if any(tensor.shape is None for tensor in node.inputs):
             return
-        if summation_order.follows_another(self.analysis, node) or len(node.inputs) > summation_order.MOST_AT_ONCE:
+        if summation_order.may_be_flattened(self.analysis, node) or len(node.inputs) > summation_order.MOST_AT_ONCE:
             return
-        ordered = summation_order.in_order(self.analysis, node) if node.op == "AddN" else node.inputs
+        ordered = summation_order.summation_order(self.analysis, node) if node.op == "AddN" else node.inputs
         operands = [self._operand(tensor) for tensor in ordered]
         shape, wanted = self._together(operands), self._sizes(node.out())
         if shape is None or None in wanted:

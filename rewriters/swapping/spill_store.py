@@ -43,7 +43,7 @@ class SpillError(OSError):
 
 
 @dataclasses.dataclass
-class _Held:
+class _SpilledTensor:
     """A tensor in a file, with how often it is still read, and the arrays that were made of the file's pages."""
 
     file: IO[bytes]
@@ -75,7 +75,7 @@ class SpillStore:
     def __init__(self, directory: str, page_cache: bool = True) -> None:
         self.directory = directory
         self.page_cache = page_cache
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _SpilledTensor] = {}
         self._free: dict[int, list[IO[bytes]]] = {}
         weakref.finalize(self, _close_all, self._held, self._free)
         self._numbers = itertools.count(1)
@@ -102,7 +102,7 @@ class SpillStore:
             raise self._failure(name, array.nbytes, error) from None
         with self._lock:
             number = next(self._numbers)
-            self._held[number] = _Held(file, array.nbytes, array.dtype, array.shape, reads)
+            self._held[number] = _SpilledTensor(file, array.nbytes, array.dtype, array.shape, reads)
         return number
 
     def _file(self, size: int) -> IO[bytes]:
@@ -218,7 +218,7 @@ def _nothing() -> int:
     return 0
 
 
-def _close_all(held: dict[int, _Held], free: dict[int, list[IO[bytes]]]) -> None:
+def _close_all(held: dict[int, _SpilledTensor], free: dict[int, list[IO[bytes]]]) -> None:
     for file in (*(one.file for one in held.values()), *itertools.chain(*free.values())):
         file.close()
     held.clear()

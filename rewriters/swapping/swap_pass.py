@@ -14,15 +14,15 @@ from collections.abc import Container, Iterable, Mapping
 
 from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import in_scope, reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import RewriteError
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors
-from rewriters.scheduling.delay_early_ops import readiness, start_late
-from rewriters.scheduling.serialize_ops import group_by_group, serialise
-from rewriters.swapping.recompute_pooling import pool_again
-from rewriters.swapping.shrink_broadcasts import keep_small
+from rewriters.scheduling.delay_early_ops import delay_early_ops, earliest_forward_level
+from rewriters.scheduling.serialize_ops import serialize_large_ops, serialize_scratch_groups
+from rewriters.swapping.recompute_pooling import recompute_pooling
+from rewriters.swapping.shrink_broadcasts import shrink_broadcasts
 from rewriters.swapping.tiers import Tier
-from rewriters.swapping.trigger_search import ControlSearch
+from rewriters.swapping.trigger_search import TriggerSearch
 
 __all__: list[str] = []
 
@@ -92,29 +92,31 @@ class SwapPlan:
     left: list[tuple[str, str]]
 
 
-def prepare(
+def prepare_for_swapping(
     graph: Graph, min_bytes: int, batch: int, scopes: tuple[str, ...] = (), forward: Container[str] = ()
-) -> Analysis:
+) -> GraphAnalysis:
     """The graph without what is large, early, or there at once for nothing: what swapping alone cannot help.
 
     Args:
         graph: As it is, loops of an earlier pass included.
         min_bytes: Results below may be early, and made in any order.
         batch: Size of an unknown batch.
-        scopes: Of operations that belong to the backward phase, as for `Analysis`.
-        forward: Names of operations that belong to the forward phase, as for `Analysis`.
+        scopes: Of operations that belong to the backward phase, as for `GraphAnalysis`.
+        forward: Names of operations that belong to the forward phase, as for `GraphAnalysis`.
     """
-    small = Analysis(keep_small(Analysis(graph, scopes, forward)), scopes, forward)
-    pool_again(small.graph, small.backward)
-    small = Analysis(small.graph, scopes, forward)
-    late = start_late(small, min_bytes, batch)
-    backward, untouched = ({node.name for node in nodes} for nodes in (small.backward, summation_order.merged(small)))
-    serialise(late, backward, untouched, min_bytes, batch)
-    group_by_group(late)
-    return Analysis(late, scopes, forward)
+    small = GraphAnalysis(shrink_broadcasts(GraphAnalysis(graph, scopes, forward)), scopes, forward)
+    recompute_pooling(small.graph, small.backward)
+    small = GraphAnalysis(small.graph, scopes, forward)
+    late = delay_early_ops(small, min_bytes, batch)
+    backward, untouched = (
+        {node.name for node in nodes} for nodes in (small.backward, summation_order.flattenable_sums(small))
+    )
+    serialize_large_ops(late, backward, untouched, min_bytes, batch)
+    serialize_scratch_groups(late)
+    return GraphAnalysis(late, scopes, forward)
 
 
-def plan_swaps(analysis: Analysis, options: SwapOptions, batch: int) -> SwapPlan:
+def plan_swaps(analysis: GraphAnalysis, options: SwapOptions, batch: int) -> SwapPlan:
     """Choose tensors, their swap-ins and the control operations.
 
     Args:
@@ -126,13 +128,13 @@ def plan_swaps(analysis: Analysis, options: SwapOptions, batch: int) -> SwapPlan
 
 
 class _Planner:
-    def __init__(self, analysis: Analysis, options: SwapOptions, batch: int) -> None:
+    def __init__(self, analysis: GraphAnalysis, options: SwapOptions, batch: int) -> None:
         self.analysis = analysis
         self.options = options
         self.batch = batch
-        self.untouched = summation_order.merged(analysis)
-        ready = readiness(analysis)
-        self.search = ControlSearch(analysis.graph, analysis.backward, analysis.level, ready, self.untouched)
+        self.untouched = summation_order.flattenable_sums(analysis)
+        ready = earliest_forward_level(analysis)
+        self.search = TriggerSearch(analysis.graph, analysis.backward, analysis.level, ready, self.untouched)
         self.left: list[tuple[str, str]] = []
 
     def run(self) -> SwapPlan:
@@ -153,7 +155,7 @@ class _Planner:
             node = queue.popleft()
             yield from (node.out(index) for index in range(len(node.outputs)))
             for index in range(len(node.outputs)):
-                for reader, _ in self.analysis.readers.get(node.out(index), ()):
+                for reader, _ in self.analysis.consumers.get(node.out(index), ()):
                     if reader not in seen and reader not in self.analysis.backward:
                         seen.add(reader)
                         queue.append(reader)
@@ -173,7 +175,8 @@ class _Planner:
         if tensor.num_bytes(self.batch) < max(self.options.min_bytes, 1):
             return None
         if any(
-            summation_order.has_an_order(self.analysis, reader, tensor) for reader, _ in self.analysis.readers[tensor]
+            summation_order.is_order_sensitive(self.analysis, reader, tensor)
+            for reader, _ in self.analysis.consumers[tensor]
         ):
             self.left.append((tensor.name, "it is added up with others, in an order that swapping might change"))
             return None
@@ -197,7 +200,7 @@ class _Planner:
         if tensor.node.op in _SOURCES or tensor.node not in self.analysis.data or not _is_data(tensor):
             return []
         level, backward = self.search.level, self.analysis.backward
-        readers = [reader for reader, _ in self.analysis.readers.get(tensor, ()) if not reads_shape_only(reader)]
+        readers = [reader for reader, _ in self.analysis.consumers.get(tensor, ()) if not reads_shape_only(reader)]
         last_forward = max((level[reader] for reader in readers if reader not in backward), default=level[tensor.node])
         found: dict[Node, None] = {}
         for reader in readers:
@@ -234,7 +237,9 @@ def _updates(node: Node) -> bool:
     return node.op.startswith(("Assign", "Resource")) and not node.op.startswith("ResourceGather")
 
 
-def insert_swaps(analysis: Analysis, swaps: list[Swap], tier: Tier, max_in_flight: int) -> tuple[Graph, list[Node]]:
+def insert_swaps(
+    analysis: GraphAnalysis, swaps: list[Swap], tier: Tier, max_in_flight: int
+) -> tuple[Graph, list[Node]]:
     """A new graph with swap-outs and swap-ins, and the swap-outs.
 
     Args:
@@ -249,7 +254,7 @@ def insert_swaps(analysis: Analysis, swaps: list[Swap], tier: Tier, max_in_fligh
     level = analysis.level
     new = analysis.graph.copy()
     outs: list[_Out] = []
-    ways: list[_Way] = []
+    ways: list[_SwapInChain] = []
     for swap in swaps:
         source = Tensor(new.nodes[swap.tensor.node.name], swap.tensor.index)
         prefix = f"lms/{source.node.name}" + (f"_{source.index}" if source.index else "")
@@ -262,7 +267,7 @@ def insert_swaps(analysis: Analysis, swaps: list[Swap], tier: Tier, max_in_fligh
             for node in readers:
                 node.inputs = [back if t == source else t for t in node.inputs]
             given = tier.give_back(new, new.unique_name(f"{prefix}/given_back_{number}"), readers)
-            ways.append(_Way(new.nodes[name], swap_in, given))
+            ways.append(_SwapInChain(new.nodes[name], swap_in, given))
     _bound(outs, max_in_flight)
     _one_by_one(ways, level)
     needed = ancestors(out.done for out in outs)  # by the new edges too
@@ -299,7 +304,7 @@ def _bound(outs: list[_Out], max_in_flight: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
+class _SwapInChain:
     """The operation that a swap-in starts with, what was planned, and the operation that gives its tensor back."""
 
     start: Node
@@ -307,7 +312,7 @@ class _Way:
     given: Node | None
 
 
-def _one_by_one(ways: list[_Way], level: Mapping[Node, int]) -> None:
+def _one_by_one(ways: list[_SwapInChain], level: Mapping[Node, int]) -> None:
     """Let a swap-in wait until the tensors are given back whose readers ran before its control operation.
 
     Both become ready at the same time, and what is given back last is at the worst moment still there.

@@ -78,7 +78,7 @@ class HostTier:
         return 0
 
 
-class Outline:
+class SkeletonTier:
     """Stands for the disk tier where a graph is only looked at: the operations, without functions behind them."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from rewriters.ir.graph import Graph, Node, predecessors
 __all__: list[str] = []
 
 
-class ControlSearch:
+class TriggerSearch:
     """Both strategies over one graph.
 
     Args:

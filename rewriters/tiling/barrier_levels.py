@@ -19,18 +19,18 @@ from collections.abc import Container
 from typing import Any
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.inlining import is_xla_call
 from rewriters.rules.reduction import Reduce
-from rewriters.rules.registry import Kind, find_rule
+from rewriters.rules.registry import TileKind, find_rule
 
 __all__: list[str] = []
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments:
+class MomentPair:
     """A variance that can be computed in the same loop as the mean that it is taken about.
 
     Attributes:
@@ -49,7 +49,7 @@ class Moments:
 
 
 @dataclasses.dataclass
-class Roles:
+class BarrierLevels:
     """Sorts and levels.
 
     Attributes:
@@ -62,24 +62,24 @@ class Roles:
         refused: Why other forward operations on images run on whole ones.
     """
 
-    analysis: Analysis
+    analysis: GraphAnalysis
     tiled: list[Node]
     sums: list[Node]
-    kinds: dict[Tensor, Kind]
+    kinds: dict[Tensor, TileKind]
     level: dict[Node, int]
-    moments: dict[Node, Moments]
+    moments: dict[Node, MomentPair]
     refused: dict[Node, str]
 
     def operands(self, node: Node) -> list[Tensor]:
         """What a tiled operation or a sum reads of images: a variance the image itself."""
         if node in self.moments:
             return [self.moments[node].image]
-        rebuilt = find_rule(node).rebuilt(self.analysis.view(node))
+        rebuilt = find_rule(node).shape_operands(self.analysis.view(node))
         read = (tensor for position, tensor in enumerate(node.inputs) if position not in rebuilt)
-        return [tensor for tensor in dict.fromkeys(read) if self.kinds.get(tensor) is Kind.FULL]
+        return [tensor for tensor in dict.fromkeys(read) if self.kinds.get(tensor) is TileKind.FULL]
 
 
-def find_roles(analysis: Analysis, allowed: Container[Node] | None = None, merge: bool = True) -> Roles:
+def assign_levels(analysis: GraphAnalysis, allowed: Container[Node] | None = None, merge: bool = True) -> BarrierLevels:
     """Sort the operations of a graph.
 
     Args:
@@ -96,14 +96,14 @@ def find_roles(analysis: Analysis, allowed: Container[Node] | None = None, merge
         excluded |= ended
 
 
-def _ended_among_pixels(analysis: Analysis, roles: Roles) -> set[Node]:
+def _ended_among_pixels(analysis: GraphAnalysis, roles: BarrierLevels) -> set[Node]:
     """Operations on images made of pixels that others read, on whole ones: no turn could hand over its part."""
     inside = {*roles.tiled, *roles.sums}
     found = set()
     for node in roles.tiled:
         for tensor in (node.out(index) for index in range(len(node.outputs))):
             if analysis.entries_per_image(tensor) != 1:
-                readers = (reader for reader, _ in analysis.readers.get(tensor, ()) if not reads_shape_only(reader))
+                readers = (reader for reader, _ in analysis.consumers.get(tensor, ()) if not reads_shape_only(reader))
                 if tensor in analysis.graph.outputs or any(reader not in inside for reader in readers):
                     found.add(node)
     return found
@@ -111,45 +111,45 @@ def _ended_among_pixels(analysis: Analysis, roles: Roles) -> set[Node]:
 
 class _Sorter:
     def __init__(
-        self, analysis: Analysis, allowed: Container[Node] | None, merge: bool, excluded: Container[Node]
+        self, analysis: GraphAnalysis, allowed: Container[Node] | None, merge: bool, excluded: Container[Node]
     ) -> None:
         self.analysis = analysis
         self.allowed = allowed
         self.merge = merge
         self.excluded = excluded
-        self.kinds: dict[Tensor, Kind] = {}
+        self.kinds: dict[Tensor, TileKind] = {}
         own = {device: main_images(analysis, device) for device in {node.device for node in analysis.order}}
         whole, self.axes = main_images(analysis)
         self.batch = {device: batch if axes else whole for device, (batch, axes) in own.items()}
         """By device: replicas have a batch each."""
-        self.sort: dict[Node, Kind] = {}
+        self.sort: dict[Node, TileKind] = {}
         self.refused: dict[Node, str] = {}
         self.summed: set[Tensor] = set()
         """What is computed from sums alone, such as the scales and offsets of a normalisation."""
         self.filters: set[Tensor] = set()
         """Gradients of filters and what an optimizer makes of them; they have four dimensions, as images have."""
 
-    def run(self) -> Roles:
+    def run(self) -> BarrierLevels:
         for node in self.analysis.order:
             if node not in self.analysis.data:
                 continue
             kind = self._kind(node)
             if kind is not None:
                 self.sort[node] = kind
-            if kind is Kind.FULL:
+            if kind is TileKind.FULL:
                 self.kinds.update((node.out(index), kind) for index in range(len(node.outputs)))
             results = [node.out(index) for index in range(len(node.outputs))]
             if "BackpropFilter" in node.op or (kind is None and self._is_filter(node)):
                 self.filters.update(results)
             data = [t for t in node.inputs if t.node in self.analysis.data]
-            if kind is Kind.REDUCED or (kind is None and data and self.summed.issuperset(data)):
+            if kind is TileKind.REDUCED or (kind is None and data and self.summed.issuperset(data)):
                 self.summed.update(results)
-        sums = [node for node, kind in self.sort.items() if kind is Kind.REDUCED]
+        sums = [node for node, kind in self.sort.items() if kind is TileKind.REDUCED]
         moments = {node: found for node in sums if self.merge and (found := self._moments(node)) is not None}
-        tiled = [node for node, kind in self.sort.items() if kind is Kind.FULL]
-        return Roles(self.analysis, tiled, sums, self.kinds, self._levels(moments), moments, self.refused)
+        tiled = [node for node, kind in self.sort.items() if kind is TileKind.FULL]
+        return BarrierLevels(self.analysis, tiled, sums, self.kinds, self._levels(moments), moments, self.refused)
 
-    def _kind(self, node: Node) -> Kind | None:
+    def _kind(self, node: Node) -> TileKind | None:
         """`FULL` for a tiled operation, `REDUCED` for a sum, `None` for others."""
         if self.allowed is not None and node not in self.allowed:
             return None
@@ -157,11 +157,11 @@ class _Sorter:
             if node in self.excluded:
                 raise NotTileableError("it works on images made of pixels, which what follows takes as a whole")
             kinds = self._operands(node)
-            result = find_rule(node).gathered(self.analysis.view(node), kinds)
+            result = find_rule(node).result_kind_gathered(self.analysis.view(node), kinds)
             self._check(node, kinds, result)
         except NotTileableError as error:
             images = [t for t in node.inputs if _is_spatial(self.analysis, t)]
-            reads_image = any(self._operand(t, node.device) is Kind.FULL for t in images)
+            reads_image = any(self._operand(t, node.device) is TileKind.FULL for t in images)
             if node not in self.analysis.backward and reads_image and not reads_shape_only(node):
                 self.refused[node] = str(error)
             return None
@@ -169,19 +169,19 @@ class _Sorter:
             self.kinds.setdefault(tensor, kind)
         return result
 
-    def _operands(self, node: Node) -> list[Kind]:
+    def _operands(self, node: Node) -> list[TileKind]:
         if is_xla_call(node):
             raise NotTileableError("XLA compiles it as a whole")
         if node.stateful:
             raise NotTileableError("it has side effects or draws random numbers")
         data = find_rule(node).data(self.analysis.view(node))
         kinds = [
-            self._operand(t, node.device) if p in data or self.sort.get(t.node) is Kind.FULL else Kind.INVARIANT
+            self._operand(t, node.device) if p in data or self.sort.get(t.node) is TileKind.FULL else TileKind.INVARIANT
             for p, t in enumerate(node.inputs)
         ]
-        if Kind.FULL in kinds:
+        if TileKind.FULL in kinds:
             kinds = [
-                Kind.FULL if p in data and self._is_weight_of_pixels(t) else kind
+                TileKind.FULL if p in data and self._is_weight_of_pixels(t) else kind
                 for p, (t, kind) in enumerate(zip(node.inputs, kinds, strict=True))
             ]
         return kinds
@@ -199,10 +199,10 @@ class _Sorter:
             data = list(range(len(node.inputs)))
         return any(t in self.filters for p, t in enumerate(node.inputs) if p in data)
 
-    def _check(self, node: Node, kinds: list[Kind], result: Kind) -> None:
+    def _check(self, node: Node, kinds: list[TileKind], result: TileKind) -> None:
         """Refuse images of unknown size, and operations that have nothing to do with images."""
-        full = [t for t, kind in zip(node.inputs, kinds, strict=True) if kind is Kind.FULL]
-        results = [node.out(index) for index in range(len(node.outputs))] if result is Kind.FULL else []
+        full = [t for t, kind in zip(node.inputs, kinds, strict=True) if kind is TileKind.FULL]
+        results = [node.out(index) for index in range(len(node.outputs))] if result is TileKind.FULL else []
         for tensor in (*full, *results):
             if not self.analysis.has_known_size(tensor):
                 raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
@@ -214,16 +214,16 @@ class _Sorter:
         if not (all(spatial) if results else any(spatial)):
             raise NotTileableError("it makes one value for all pixels")
 
-    def _operand(self, tensor: Tensor, device: str) -> Kind:
+    def _operand(self, tensor: Tensor, device: str) -> TileKind:
         """Kind of what stands in the place of an image for an operation on a device."""
-        if self.sort.get(tensor.node) is Kind.FULL:
-            return Kind.FULL
+        if self.sort.get(tensor.node) is TileKind.FULL:
+            return TileKind.FULL
         if tensor.node not in self.analysis.data or not self.analysis.is_image(tensor):
-            return Kind.INVARIANT
+            return TileKind.INVARIANT
         if tensor in self.filters or not self._in_batch(tensor, device) or self.analysis.entries_per_image(tensor) != 1:
-            return Kind.INVARIANT
+            return TileKind.INVARIANT
         one_value = not _is_spatial(self.analysis, tensor)
-        return Kind.FULL if one_value or tensor not in self.summed else Kind.INVARIANT
+        return TileKind.FULL if one_value or tensor not in self.summed else TileKind.INVARIANT
 
     def _in_batch(self, tensor: Tensor, device: str) -> bool:
         """Whether a tensor has as many images as the batch of a device: turns take their part of all of them alike.
@@ -235,10 +235,10 @@ class _Sorter:
         sizes = self.analysis.evaluate.sizes
         return sizes.meet(sizes.of(tensor), self.batch[device])
 
-    def _moments(self, node: Node) -> Moments | None:
+    def _moments(self, node: Node) -> MomentPair | None:
         """The moments that a mean of squared differences from a mean belongs to (B. P. Welford, 1962)."""
         difference = node.inputs[0].node
-        if node.op != "Mean" or self.sort.get(difference) is not Kind.FULL:
+        if node.op != "Mean" or self.sort.get(difference) is not TileKind.FULL:
             return None
         if difference.op == "Square":
             difference = difference.inputs[0].node
@@ -253,16 +253,20 @@ class _Sorter:
             return None  # Those of a turn would have to be merged in their place.
         for image, other in (difference.inputs, reversed(difference.inputs)):
             mean = _source(other)
-            if mean.node.op != "Mean" or mean.node.inputs[0] != image or self.sort.get(mean.node) is not Kind.REDUCED:
+            if (
+                mean.node.op != "Mean"
+                or mean.node.inputs[0] != image
+                or self.sort.get(mean.node) is not TileKind.REDUCED
+            ):
                 continue
             same = rule.axes(self.analysis.view(mean.node)) == axes and mean.node.attrs["keep_dims"].b
             waits = node.control_inputs or difference.control_inputs or node.inputs[0].node.control_inputs
             if same and not waits and image.dtype.is_floating and mean.dtype == node.out().dtype:
                 keep = bool(node.attrs["keep_dims"].b)
-                return Moments(image, mean, node.out(), tuple(sorted(axes)), keep)
+                return MomentPair(image, mean, node.out(), tuple(sorted(axes)), keep)
         return None
 
-    def _levels(self, moments: dict[Node, Moments]) -> dict[Node, int]:
+    def _levels(self, moments: dict[Node, MomentPair]) -> dict[Node, int]:
         level: dict[Node, int] = {}
         for node in self.analysis.order:
             if node in moments:
@@ -277,16 +281,16 @@ class _Sorter:
             level[node] = max(found, default=0)
         return level
 
-    def _after(self, before: Node, own: Kind | None, level: dict[Node, int]) -> int:
+    def _after(self, before: Node, own: TileKind | None, level: dict[Node, int]) -> int:
         """Loops that have to end before what reads a node can run."""
         sort = self.sort.get(before)
         if sort is None:
             return level[before]
-        same_loop = sort is Kind.FULL and own is not None
+        same_loop = sort is TileKind.FULL and own is not None
         return level[before] + (0 if same_loop else 1)
 
 
-def main_images(analysis: Analysis, device: str | None = None) -> tuple[Any, int]:
+def main_images(analysis: GraphAnalysis, device: str | None = None) -> tuple[Any, int]:
     """The number of images, and of their axes, that most of what the forward phase makes has, there or anywhere."""
     elements: dict[tuple[Any, int], int] = {}
     for node in analysis.order:
@@ -308,6 +312,6 @@ def _source(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _is_spatial(analysis: Analysis, tensor: Tensor) -> bool:
+def _is_spatial(analysis: GraphAnalysis, tensor: Tensor) -> bool:
     """Whether a tensor has more than one pixel."""
     return analysis.has_known_size(tensor) and any(rows != 1 for rows in analysis.extents(tensor) or ())

@@ -10,20 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.ir.graph import Node, Tensor, predecessors
 from rewriters.rules.intervals import whole
-from rewriters.rules.registry import AxisPlan, Kind, find_rule
-from rewriters.tiling.barrier_levels import Roles
-from rewriters.tiling.checkpoint_selection import Loop, Storage
+from rewriters.rules.registry import AxisPlan, TileKind, find_rule
+from rewriters.tiling.barrier_levels import BarrierLevels
+from rewriters.tiling.checkpoint_selection import CheckpointSelection, LoopSpec
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_planner import Direction, Grid, Phase, Region, Rows
+from rewriters.tiling.tile_planner import Grid, IterationOrder, Region, RowDemand, TileLoop
 
 __all__: list[str] = []
 
 
 def barrier_segment(
-    analysis: Analysis, name: str, roles: Roles, storage: Storage, kept: set[Tensor] | None = None
+    analysis: GraphAnalysis,
+    name: str,
+    roles: BarrierLevels,
+    storage: CheckpointSelection,
+    kept: set[Tensor] | None = None,
 ) -> Segment:
     """The tiled operations and sums of a graph as one segment.
 
@@ -32,13 +36,13 @@ def barrier_segment(
         name: Of the segment.
         roles: Its operations.
         storage: What exists whole.
-        kept: As for `Storage.loops`.
+        kept: As for `CheckpointSelection.loops`.
     """
     nodes = analysis.sorted({*roles.tiled, *roles.sums})
     loops = storage.loops(kept)
     made = {node.out(index) for node in nodes for index in range(len(node.outputs))}
     outer = [t for node in nodes for t in node.inputs if t not in made]
-    entries = list(dict.fromkeys(t for t in outer if roles.kinds.get(t) is Kind.FULL))
+    entries = list(dict.fromkeys(t for t in outer if roles.kinds.get(t) is TileKind.FULL))
     backward = [node for node in nodes if node in analysis.backward]
     exits = sorted(storage.exits, key=lambda t: (analysis.position[t.node], t.index))
     return Segment(
@@ -51,21 +55,21 @@ def barrier_segment(
         grad_entries=[t for t in entries if t.node in analysis.backward],
         grad_exits=[t for t in exits if t.node in analysis.backward],
         reductions=[node.out() for node in roles.sums],
-        invariants=list(dict.fromkeys(t for t in outer if roles.kinds.get(t) is not Kind.FULL)),
+        invariants=list(dict.fromkeys(t for t in outer if roles.kinds.get(t) is not TileKind.FULL)),
         stored=frozenset(storage.stored - storage.exits),
         loops=loops,
     )
 
 
-class Gatherer(Rows):
+class BarrierPlanner(RowDemand):
     """Plans the phases of one segment with barriers."""
 
-    def __init__(self, analysis: Analysis, segment: Segment) -> None:
+    def __init__(self, analysis: GraphAnalysis, segment: Segment) -> None:
         super().__init__(analysis, segment.kinds)
         self.segment = segment
-        self._latest: dict[str, tuple[Grid, Phase]] = {}
+        self._latest: dict[str, tuple[Grid, TileLoop]] = {}
 
-    def phases(self, grid_of: Callable[[Loop], Grid]) -> list[Phase]:
+    def phases(self, grid_of: Callable[[LoopSpec], Grid]) -> list[TileLoop]:
         """One for each loop, with the tiles that `grid_of` gives it.
 
         Searches ask for nearly the same again and again: loops that have the tiles they had last time are the same.
@@ -80,19 +84,19 @@ class Gatherer(Rows):
             result.append(self._latest[name][1])
         return result
 
-    def clamped(self, loop: Loop, grid: Grid) -> Grid:
+    def clamped(self, loop: LoopSpec, grid: Grid) -> Grid:
         """No more tiles than the smallest image that the loop writes or sums up has rows."""
         most = [min(extents) for extents in zip(*map(self.extents, self.split(loop)), strict=True)]
         return Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, most, strict=True)))
 
-    def split(self, loop: Loop) -> list[Tensor]:
+    def split(self, loop: LoopSpec) -> list[Tensor]:
         """Images of which each turn has its own part."""
         return [*loop.writes, *(self._summed(node) for node in loop.plain_sums), *(m.image for m in loop.moments)]
 
     def _summed(self, node: Node) -> Tensor:
         return node.inputs[find_rule(node).summed(self.analysis.view(node))]
 
-    def phase(self, loop: Loop, grid: Grid, name: str = "") -> Phase:
+    def phase(self, loop: LoopSpec, grid: Grid, name: str = "") -> TileLoop:
         """The loop with `grid`, clamped."""
         grid = self.clamped(loop, grid)
         cells = {tensor: self.cells_of(tensor, grid) for tensor in self.split(loop)}
@@ -102,16 +106,16 @@ class Gatherer(Rows):
         for node, plan in sum_plans.items():
             self.want(node, plan, wanted)
         tiled = [node for node in loop.body if node not in sum_plans]
-        regions, plans = self.demand(tiled, wanted, set(loop.reads), grid)
+        regions, plans = self.operand_rows_for_result(tiled, wanted, set(loop.reads), grid)
         plans.update(sum_plans)
         body = [node for node in loop.body if node in plans]
         reads, invariants = self.inputs(body, plans, set(loop.reads))
         reads += [m.image for m in loop.moments if m.image in loop.reads and m.image not in reads]
         reductions = [t for m in loop.moments for t in (m.mean, m.variance)] + [node.out() for node in sums]
-        return Phase(
+        return TileLoop(
             name=name,
             grid=grid,
-            direction=Direction.ASCENDING,
+            direction=IterationOrder.ASCENDING,
             body=body,
             regions=regions,
             values=set(regions),
@@ -125,15 +129,15 @@ class Gatherer(Rows):
             backward=loop.backward,
             layouts=self.analysis.layouts,
             moments=loop.moments,
-            home=loop.home,
+            replaces=loop.replaces,
         )
 
     def _part(self, node: Node, grid: Grid, cell: Region) -> tuple[AxisPlan, ...]:
         """The plan of a sum over the image. With a single tile it runs as it stands: the same bits come out."""
         view, rule = self.analysis.view(node), find_rule(node)
         if any(count != 1 for count in grid.spatial):
-            return tuple(rule.part(view, axis, cell[axis]) for axis in range(len(cell)))
-        full = [self.kinds.get(t) is Kind.FULL for t in node.inputs]
+            return tuple(rule.operand_rows_for_reduction(view, axis, cell[axis]) for axis in range(len(cell)))
+        full = [self.kinds.get(t) is TileKind.FULL for t in node.inputs]
         return tuple(
             AxisPlan(
                 None,
@@ -144,7 +148,7 @@ class Gatherer(Rows):
         )
 
 
-def has_barriers(analysis: Analysis, roles: Roles) -> bool:
+def has_barriers(analysis: GraphAnalysis, roles: BarrierLevels) -> bool:
     """Whether a forward operation on tiles waits for a sum over the image."""
     sums, tiled = set(roles.sums), set(roles.tiled)
     waits: set[Node] = set()

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device import properties
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.registry import find_rule
-from rewriters.tiling.barrier_levels import Moments, Roles
+from rewriters.tiling.barrier_levels import BarrierLevels, MomentPair
 
 __all__: list[str] = []
 
@@ -40,7 +40,7 @@ MAX_ROUNDS = 20
 
 
 @dataclasses.dataclass
-class Loop:
+class LoopSpec:
     """What one loop makes, before anything is said of tiles.
 
     Attributes:
@@ -52,18 +52,18 @@ class Loop:
         body: Operations of a turn, in topological order.
         reads: Tensors that exist whole, of which a turn takes its rows.
         device: Of what it makes.
-        home: Operations of the graph that the loop stands for: who waited for one of them waits for the loop.
+        replaces: Operations of the graph that the loop stands for: who waited for one of them waits for the loop.
     """
 
     level: int
     backward: bool
     writes: list[Tensor]
     sums: list[Node]
-    moments: list[Moments]
+    moments: list[MomentPair]
     body: list[Node]
     reads: list[Tensor]
     device: str = ""
-    home: list[Node] = dataclasses.field(default_factory=list)
+    replaces: list[Node] = dataclasses.field(default_factory=list)
 
     @property
     def plain_sums(self) -> list[Node]:
@@ -73,7 +73,7 @@ class Loop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Need:
+class LiveRange:
     """The loops in which a stored tensor is wanted, all stored tensors being there.
 
     Attributes:
@@ -87,7 +87,7 @@ class Need:
     backward: int
 
 
-class Storage:
+class CheckpointSelection:
     """Finds what to store, and the loops that come of it.
 
     Attributes:
@@ -98,8 +98,8 @@ class Storage:
 
     def __init__(
         self,
-        analysis: Analysis,
-        roles: Roles,
+        analysis: GraphAnalysis,
+        roles: BarrierLevels,
         batch: int,
         extra: frozenset[Tensor] = frozenset(),
         cheap_flops: float = 0.0,
@@ -155,7 +155,7 @@ class Storage:
         results = set(self._analysis.graph.outputs)
 
         def is_exit(tensor: Tensor) -> bool:
-            readers = [r for r, _ in self._analysis.readers.get(tensor, ()) if not reads_shape_only(r)]
+            readers = [r for r, _ in self._analysis.consumers.get(tensor, ()) if not reads_shape_only(r)]
             return tensor in results or any(reader not in inside for reader in readers)
 
         return {tensor for tensor in self._made if is_exit(tensor)}
@@ -217,7 +217,7 @@ class Storage:
                 sources[tensor] = frozenset((tensor,)) if whole else read
         return found
 
-    def _find_needs(self) -> dict[Tensor, Need]:
+    def _find_needs(self) -> dict[Tensor, LiveRange]:
         """Who wants the stored tensors, if all of them are there."""
         last: dict[Tensor, list[int]] = {}
         for level, roots in self._roots(self.stored).items():
@@ -228,7 +228,7 @@ class Storage:
         for tensor in self.stored:
             made = self._roles.level[tensor.node]
             forward = [at for at in last.get(tensor, ()) if at <= self._last_forward]
-            needs[tensor] = Need(made, max([made, *forward]), max([made, *last.get(tensor, ())]))
+            needs[tensor] = LiveRange(made, max([made, *forward]), max([made, *last.get(tensor, ())]))
         return needs
 
     def _is_before(self, tensor: Tensor, level: int) -> bool:
@@ -263,7 +263,7 @@ class Storage:
     def _by_position(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return sorted(tensors, key=lambda t: (self._position[t.node], t.index))
 
-    def loops(self, kept: set[Tensor] | None = None) -> list[Loop]:
+    def loops(self, kept: set[Tensor] | None = None) -> list[LoopSpec]:
         """The loops in the order they run in.
 
         Args:
@@ -271,7 +271,7 @@ class Storage:
                 dropped, and made again when they are needed.
         """
         gone = set() if kept is None else {t for t in self.droppable() if t not in kept}
-        found: list[Loop] = []
+        found: list[LoopSpec] = []
         for level, roots in self._roots(self.stored).items():
 
             def is_there(tensor: Tensor, level: int = level) -> bool:
@@ -282,14 +282,14 @@ class Storage:
                     found += self._backward(level, own, gone, is_there)
                 else:
                     found.append(self._own(level, own, is_there))
-        homes: dict[str, list[Loop]] = {}
+        homes: dict[str, list[LoopSpec]] = {}
         for loop in found:
             homes.setdefault(loop.device, []).append(loop)
         for node in (*self._roles.tiled, *self._roles.sums):
             if found:
                 loops = homes.get(node.device, found)
                 number = bisect.bisect_right([loop.level for loop in loops], self._roles.level[node]) - 1
-                loops[max(number, 0)].home.append(node)
+                loops[max(number, 0)].replaces.append(node)
         return found
 
     def _apart(self, roots: Sequence[Node], is_there: Callable[[Tensor], bool]) -> list[list[Node]]:
@@ -302,14 +302,14 @@ class Storage:
             return [list(roots)]
         return list(by_device.values())
 
-    def _own(self, level: int, roots: list[Node], is_there: Callable[[Tensor], bool]) -> Loop:
+    def _own(self, level: int, roots: list[Node], is_there: Callable[[Tensor], bool]) -> LoopSpec:
         """The loop that makes the roots."""
         body, reads = self._slice(roots, is_there)
         return self._loop(level, [t for t in self._outputs(roots) if t in self.stored], roots, body, reads)
 
     def _backward(
         self, level: int, roots: list[Node], gone: set[Tensor], is_there: Callable[[Tensor], bool]
-    ) -> Iterator[Loop]:
+    ) -> Iterator[LoopSpec]:
         """The loop of a backward level, and before it those that let go of tensors and that make dropped ones again."""
         gathered: set[Tensor] = set()
 
@@ -371,7 +371,7 @@ class Storage:
 
     def _again(
         self, level: int, roots: Sequence[Node], gone: set[Tensor], is_there: Callable[[Tensor], bool]
-    ) -> Iterator[Loop]:
+    ) -> Iterator[LoopSpec]:
         """Loops that make dropped tensors again which a backward loop needs, and take them out of `gone`.
 
         One for each of the forward loops that made them: in a single loop a turn would pay for the halos of all of
@@ -393,10 +393,12 @@ class Storage:
     def _outputs(self, nodes: Iterable[Node]) -> list[Tensor]:
         return [node.out(index) for node in nodes if node not in self._sums for index in range(len(node.outputs))]
 
-    def _loop(self, level: int, writes: list[Tensor], roots: list[Node], body: list[Node], reads: list[Tensor]) -> Loop:
+    def _loop(
+        self, level: int, writes: list[Tensor], roots: list[Node], body: list[Node], reads: list[Tensor]
+    ) -> LoopSpec:
         sums = [node for node in roots if node in self._sums]
         moments = [self._roles.moments[node] for node in sums if node in self._roles.moments]
-        loop = Loop(level, level > self._last_forward, writes, sums, moments, body, reads, roots[0].device)
+        loop = LoopSpec(level, level > self._last_forward, writes, sums, moments, body, reads, roots[0].device)
         plain = set(loop.plain_sums)
         loop.body = [node for node in body if node not in self._sums or node in plain]
         return loop
@@ -423,18 +425,18 @@ class Storage:
             most = int(most * FINER)
         return found
 
-    def _steps(self) -> list[_Step]:
+    def _steps(self) -> list[_ForwardLoop]:
         """The forward loops, as far as checkpoints are concerned."""
         dropped = [t for t in self.droppable() if self.needs[t].backward > self._last_forward]
         return [
-            _Step(
+            _ForwardLoop(
                 frozenset(t for t, need in self.needs.items() if need.made <= level < need.forward),
                 sum(t.num_bytes(self._batch) for t in dropped if self.needs[t].made == level),
             )
             for level in range(self._last_forward + 1)
         ]
 
-    def _cut(self, steps: list[_Step], most: int) -> set[Tensor] | None:
+    def _cut(self, steps: list[_ForwardLoop], most: int) -> set[Tensor] | None:
         """The checkpoints of least bytes with which no more than `most` are ever needed, by dynamic programming."""
         sizes = [sum(t.num_bytes(self._batch) for t in step.frontier) for step in steps]
         total = [0, *itertools.accumulate(step.made_again for step in steps)]
@@ -460,7 +462,7 @@ class Storage:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Step:
+class _ForwardLoop:
     """A forward loop.
 
     Attributes:

@@ -25,7 +25,7 @@ from collections.abc import Container, Iterable, Sequence
 import numpy as np
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis, check_forward
+from rewriters.analysis.graph_analysis import GraphAnalysis, check_forward
 from rewriters.device.peak_memory import most_alive
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
@@ -40,7 +40,7 @@ DIMS = {2: frozenset({"batch", "height", "width"}), 3: frozenset({"batch", "dept
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftAlone:
+class SkippedOps:
     """Something that stays as it was.
 
     Attributes:
@@ -54,13 +54,13 @@ class LeftAlone:
     last: str = ""
 
 
-def refused(analysis: Analysis, node: Node, why: object) -> LeftAlone:
+def refused(analysis: GraphAnalysis, node: Node, why: object) -> SkippedOps:
     """An operation that stays as it was; one that no gradient depends on costs a training little."""
     alone = analysis.backward and node not in analysis.before_backward
-    return LeftAlone(node.name, f"{node.op}: {why}" + ("; only metrics or results need it" if alone else ""))
+    return SkippedOps(node.name, f"{node.op}: {why}" + ("; only metrics or results need it" if alone else ""))
 
 
-def ft_dimensions(analysis: Analysis, node: Node) -> frozenset[str]:
+def ft_dimensions(analysis: GraphAnalysis, node: Node) -> frozenset[str]:
     """FT-compatible dimensions of an operator (4.1.1); empty if it cannot be tiled."""
     try:
         check_forward(analysis, node)
@@ -69,12 +69,12 @@ def ft_dimensions(analysis: Analysis, node: Node) -> frozenset[str]:
     return DIMS[len(analysis.extents(node.out()) or ())]
 
 
-def segment_dimensions(analysis: Analysis, nodes: Iterable[Node]) -> frozenset[str]:
+def segment_dimensions(analysis: GraphAnalysis, nodes: Iterable[Node]) -> frozenset[str]:
     """FT-compatible dimensions of a segment: the common ones of its operators (4.1.2, `FTdimsIntersect`)."""
     return frozenset.intersection(*(ft_dimensions(analysis, node) for node in nodes))
 
 
-def scale_and_delta(analysis: Analysis, node: Node, operand: int, axis: int) -> tuple[int, int]:
+def scale_and_delta(analysis: GraphAnalysis, node: Node, operand: int, axis: int) -> tuple[int, int]:
     """`(sigma, delta)` of 4.1.1 and Table 4: rows of an operand per output row, and rows on top.
 
     Read off the op's rule in the interior of the image.
@@ -83,7 +83,7 @@ def scale_and_delta(analysis: Analysis, node: Node, operand: int, axis: int) -> 
     sizes = []
     for rows in (8, 16):
         out = Interval(np.array([64]), np.array([64 + rows]))
-        need = find_rule(node).demand(view, axis, out).needs[operand]
+        need = find_rule(node).operand_rows_for_result(view, axis, out).needs[operand]
         assert need is not None
         sizes.append(int(need.size[0]))
     sigma = (sizes[1] - sizes[0]) // 8
@@ -91,7 +91,7 @@ def scale_and_delta(analysis: Analysis, node: Node, operand: int, axis: int) -> 
 
 
 @dataclasses.dataclass
-class Component:
+class TileableComponent:
     """A maximal FT-compatible segment (4.1.2) with the points where it can be cut.
 
     Attributes:
@@ -102,19 +102,19 @@ class Component:
     nodes: list[Node]
     cuts: list[int]
 
-    def cut_tensor(self, analysis: Analysis, cut: int) -> Tensor:
+    def cut_tensor(self, analysis: GraphAnalysis, cut: int) -> Tensor:
         """The tensor that leaves a cut."""
         node = self.nodes[cut]
         inside = set(self.nodes)
         for index in range(len(node.outputs)):
-            if any(r in inside for r, _ in analysis.readers.get(node.out(index), ())):
+            if any(r in inside for r, _ in analysis.consumers.get(node.out(index), ())):
                 return node.out(index)
         return node.out()
 
 
 def find_components(
-    analysis: Analysis, allowed: Container[Node] | None = None
-) -> tuple[list[Component], list[LeftAlone]]:
+    analysis: GraphAnalysis, allowed: Container[Node] | None = None
+) -> tuple[list[TileableComponent], list[SkippedOps]]:
     """All maximal FT-compatible segments of the forward pass, and image ops that end them.
 
     Args:
@@ -123,7 +123,7 @@ def find_components(
     """
     tiled: set[Node] = set()
     level: dict[Node, int] = {}
-    left: list[LeftAlone] = []
+    left: list[SkippedOps] = []
     for node in analysis.order:
         if node in analysis.backward:
             continue
@@ -146,7 +146,7 @@ def find_components(
     return [_component(analysis, group) for group in _connected(analysis, tiled, level)], left
 
 
-def _connected(analysis: Analysis, tiled: set[Node], level: dict[Node, int]) -> list[list[Node]]:
+def _connected(analysis: GraphAnalysis, tiled: set[Node], level: dict[Node, int]) -> list[list[Node]]:
     """Groups of tileable ops of one level that hand tensors to each other (connected components)."""
     parent: dict[Node, Node] = {node: node for node in tiled}
 
@@ -167,22 +167,22 @@ def _connected(analysis: Analysis, tiled: set[Node], level: dict[Node, int]) -> 
     return list(groups.values())
 
 
-def _component(analysis: Analysis, nodes: list[Node]) -> Component:
+def _component(analysis: GraphAnalysis, nodes: list[Node]) -> TileableComponent:
     post = post_dominators(analysis, nodes)
     cuts = [position for position in post if _single_output(analysis, nodes, position)]
-    return Component(nodes, cuts)
+    return TileableComponent(nodes, cuts)
 
 
-def _single_output(analysis: Analysis, nodes: list[Node], position: int) -> bool:
+def _single_output(analysis: GraphAnalysis, nodes: list[Node], position: int) -> bool:
     inside = set(nodes)
     node = nodes[position]
     if analysis.entries_per_image(node.out()) != 1:
         return False  # Its images are made of pixels: turns could not take their part of it.
-    read = [i for i in range(len(node.outputs)) if any(r in inside for r, _ in analysis.readers.get(node.out(i), ()))]
+    read = [i for i in range(len(node.outputs)) if any(r in inside for r, _ in analysis.consumers.get(node.out(i), ()))]
     return len(read) <= 1
 
 
-def post_dominators(analysis: Analysis, nodes: Sequence[Node]) -> list[int]:
+def post_dominators(analysis: GraphAnalysis, nodes: Sequence[Node]) -> list[int]:
     """Positions of the ops through which every path of the group's data flows.
 
     These are the post-dominators of the group's start that also dominate its end. In
@@ -192,7 +192,7 @@ def post_dominators(analysis: Analysis, nodes: Sequence[Node]) -> list[int]:
     reach = list(range(len(nodes)))  # Last reader of what each op makes.
     for index, node in enumerate(nodes):
         for i in range(len(node.outputs)):
-            for reader, _ in analysis.readers.get(node.out(i), ()):
+            for reader, _ in analysis.consumers.get(node.out(i), ()):
                 if reader in position:
                     reach[index] = max(reach[index], position[reader])
     result = []
@@ -204,7 +204,9 @@ def post_dominators(analysis: Analysis, nodes: Sequence[Node]) -> list[int]:
     return result
 
 
-def find_segments(analysis: Analysis, component: Component, memory_capacity: int | None, batch: int) -> list[range]:
+def find_segments(
+    analysis: GraphAnalysis, component: TileableComponent, memory_capacity: int | None, batch: int
+) -> list[range]:
     """Partition of a component by memory capacity (Listing 3).
 
     Args:
@@ -237,12 +239,12 @@ def find_segments(analysis: Analysis, component: Component, memory_capacity: int
 
 
 def auto_segments(
-    analysis: Analysis,
+    analysis: GraphAnalysis,
     memory_capacity: int | None,
     batch: int,
     name_of: dict[str, int],
     allowed: Container[Node] | None = None,
-) -> tuple[list[Segment], list[LeftAlone]]:
+) -> tuple[list[Segment], list[SkippedOps]]:
     """Segments for the whole graph; what cannot be one is cut smaller, then left alone.
 
     Args:
@@ -269,7 +271,9 @@ def next_name(name_of: dict[str, int]) -> str:
     return f"segment{name_of['segment']}"
 
 
-def try_segment(analysis: Analysis, component: Component, part: range, taken: set[Node], name: str) -> Segment:
+def try_segment(
+    analysis: GraphAnalysis, component: TileableComponent, part: range, taken: set[Node], name: str
+) -> Segment:
     """The segment of a range of a component.
 
     Raises:
@@ -281,7 +285,7 @@ def try_segment(analysis: Analysis, component: Component, part: range, taken: se
     return segment
 
 
-def saved_bytes(analysis: Analysis, segment: Segment, batch: int) -> int:
+def saved_bytes(analysis: GraphAnalysis, segment: Segment, batch: int) -> int:
     """Bytes that a step keeps less for its backward pass when a segment is tiled.
 
     What lies inside need not be kept any more. An entry that nothing but the recomputation reads later must. In a step
@@ -292,7 +296,7 @@ def saved_bytes(analysis: Analysis, segment: Segment, batch: int) -> int:
         return most_alive(order, batch, segment.exits) - _ends(segment, batch)
 
     def kept(tensor: Tensor) -> bool:
-        return any(r in analysis.backward and not reads_shape_only(r) for r, p in analysis.readers.get(tensor, ()))
+        return any(r in analysis.backward and not reads_shape_only(r) for r, p in analysis.consumers.get(tensor, ()))
 
     made = [node.out(i) for node in segment.forward for i in range(len(node.outputs))]
     inside = [t for t in made if t not in segment.available and kept(t)]
@@ -307,11 +311,11 @@ def _ends(segment: Segment, batch: int) -> int:
 
 
 def _largest(
-    analysis: Analysis,
-    component: Component,
+    analysis: GraphAnalysis,
+    component: TileableComponent,
     part: range,
     taken: set[Node],
-    left: list[LeftAlone],
+    left: list[SkippedOps],
     name_of: dict[str, int],
     batch: int,
 ) -> list[Segment]:
@@ -329,7 +333,7 @@ def _largest(
     name_of["segment"] -= 1
     if not bounds:
         first, last = component.nodes[part.start], component.nodes[part.stop - 1]
-        left.append(LeftAlone(first.name, reason, last.name))
+        left.append(SkippedOps(first.name, reason, last.name))
         return []
     middle = min(bounds, key=lambda b: abs(2 * b - part.start - part.stop))
     found: list[Segment] = []

@@ -62,7 +62,7 @@ class Frontier:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Carry:
+class CarriedRows:
     """Rows of one tensor that the turns of a loop hand on.
 
     Attributes:
@@ -78,7 +78,7 @@ class Carry:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Save:
+class SavedRows:
     """Carried rows that a forward loop keeps for the backward loop.
 
     Attributes:
@@ -94,7 +94,7 @@ class Save:
     region: tuple[Interval, ...]
 
 
-def balanced(weights: np.ndarray, tiles: int) -> np.ndarray:
+def balanced_partition(weights: np.ndarray, tiles: int) -> np.ndarray:
     """Borders of tiles, each of some of the finest ones, of which the heaviest is as light as can be.
 
     LR-CNN, section IV-A: the first tile makes all the rows that those below it share with it, the last one fewer than

@@ -13,16 +13,25 @@ from collections.abc import Container, Iterable
 
 import numpy as np
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.intervals import Interval
-from rewriters.rules.registry import AxisPlan, Kind, find_rule
-from rewriters.tiling.barrier_planner import Gatherer
-from rewriters.tiling.checkpoint_selection import Loop
-from rewriters.tiling.row_frontiers import Carry, Frontier, Save, balanced, cells, refilled, slots, stand_in
+from rewriters.rules.registry import AxisPlan, TileKind, find_rule
+from rewriters.tiling.barrier_planner import BarrierPlanner
+from rewriters.tiling.checkpoint_selection import LoopSpec
+from rewriters.tiling.row_frontiers import (
+    CarriedRows,
+    Frontier,
+    SavedRows,
+    balanced_partition,
+    cells,
+    refilled,
+    slots,
+    stand_in,
+)
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_planner import Direction, Grid, Phase, Planner, Region, Rows, with_rows
+from rewriters.tiling.tile_planner import Grid, IterationOrder, Region, RowDemand, TileLoop, TilePlanner, with_rows
 
 __all__: list[str] = []
 
@@ -33,13 +42,13 @@ MOST_WALKS = 6
 """Walks over a loop to find frontiers, the last one with even parts."""
 
 
-class _Holding(Rows):
+class CarryingRows(RowDemand):
     """Tiles that make of a value what no tile before them made, and hold the rows above it that they need as well.
 
     Frontiers are found in a walk over the finest tiles, while `_recording`, and looked up in the walks after it.
     """
 
-    def __init__(self, analysis: Analysis, segment: Segment) -> None:
+    def __init__(self, analysis: GraphAnalysis, segment: Segment) -> None:
         super().__init__(analysis, segment)  # type: ignore[arg-type]
         self._carrying: set[Node] = set()
         self._whole: set[Tensor] = set()
@@ -48,7 +57,7 @@ class _Holding(Rows):
         self._axis = 0
         self._fine = 1
         self._borders = np.arange(2)
-        self._carries: dict[Tensor, Carry] = {}
+        self._carries: dict[Tensor, CarriedRows] = {}
 
     def _begin(self, at: np.ndarray) -> None:
         self._borders = at
@@ -62,7 +71,7 @@ class _Holding(Rows):
     def _num_rows(self, tensor: Tensor) -> int:
         return self.extents(tensor)[self._axis]
 
-    def _marked(self, phase: Phase) -> Phase:
+    def _marked(self, phase: TileLoop) -> TileLoop:
         """A planned loop with what its turns hand on."""
         phase.carries = self._carries
         phase.row_axis = self._axis
@@ -72,7 +81,7 @@ class _Holding(Rows):
         """Whether all that an op makes can be cut along the axis of the rows."""
         for tensor in (node.out(index) for index in range(len(node.outputs))):
             layout = self.analysis.layouts.of(tensor)
-            if layout is None or layout.dims[self._axis] is None or layout.per_image != 1:
+            if layout is None or layout.dims[self._axis] is None or layout.batch_fold != 1:
                 return False
         return True
 
@@ -96,36 +105,36 @@ class _Holding(Rows):
             return super().hold(node, wanted, plan, available)
         frontier, rows = self._frontiers[node], wanted[self._axis]
         new = frontier.new(self._borders)
-        plan = tuple(dataclasses.replace(p, out=new) if axis == self._axis else p for axis, p in enumerate(plan))
-        carry = Carry(frontier.carried(self._borders[:-1]), frontier.carried(self._borders[1:]))
+        plan = tuple(dataclasses.replace(p, kept=new) if axis == self._axis else p for axis, p in enumerate(plan))
+        carry = CarriedRows(frontier.carried(self._borders[:-1]), frontier.carried(self._borders[1:]))
         held = new
         if np.any((rows.size > 0) & (rows.lo < new.lo)):
             results = (node.out(index) for index in range(len(node.outputs)))
             self._carries.update((tensor, carry) for tensor in results if tensor not in available)
             held = Interval(carry.received.lo, new.hi)
-        return plan, with_rows(tuple(p.out for p in plan), self._axis, held)  # type: ignore[misc]
+        return plan, with_rows(tuple(p.kept for p in plan), self._axis, held)  # type: ignore[misc]
 
 
-class RowPlanner(_Holding, Planner):
+class RowPlanner(CarryingRows, TilePlanner):
     """Plans the phases of one segment without barriers in rows."""
 
-    def __init__(self, analysis: Analysis, segment: Segment) -> None:
+    def __init__(self, analysis: GraphAnalysis, segment: Segment) -> None:
         super().__init__(analysis, segment)
-        self._carrying = set(segment.forward) - nearly_free(analysis, segment.forward)
+        self._carrying = set(segment.forward) - cheap_to_recompute(analysis, segment.forward)
         self._backward_nodes = set(segment.backward)
         self._whole = {*segment.exits, *segment.stored}
         self._incoming: dict[Tensor, Frontier | None] = {}
         self._walked: tuple[int, int] | None = None
-        gradients = (node for node in segment.backward if segment.kinds[node.out()] is not Kind.FULL)
+        gradients = (node for node in segment.backward if segment.kinds[node.out()] is not TileKind.FULL)
         self._handed_on = {tensor for node in gradients for tensor in node.inputs}
 
-    def phases(self, grid: Grid, backward_grid: Grid) -> list[Phase]:
+    def phases(self, grid: Grid, backward_grid: Grid) -> list[TileLoop]:
         """Forward, from top to bottom; then recompute and backward, from bottom to top."""
         self._axis = row_axis(grid, backward_grid)
         segment = self.segment
         number, backward_number = grid.spatial[self._axis], backward_grid.spatial[self._axis]
         if max(number, backward_number) == 1:
-            return Planner(self.analysis, segment).phases(grid, backward_grid)
+            return TilePlanner(self.analysis, segment).phases(grid, backward_grid)
         least = min((*segment.exits, *segment.grad_entries), key=self._num_rows)
         self._fine = self._num_rows(least)
         if self._fine < max(number, backward_number):
@@ -134,13 +143,13 @@ class RowPlanner(_Holding, Planner):
         if self._walked != (self._axis, self._fine):
             self._walked = (self._axis, self._fine)
             self._find_frontiers()
-        at, backward_at = (balanced(self._weights(), tiles) for tiles in (number, backward_number))
+        at, backward_at = (balanced_partition(self._weights(), tiles) for tiles in (number, backward_number))
         result = []
-        saves: list[Save] = []
+        saves: list[SavedRows] = []
         if segment.backward:
             self._begin(backward_at)
             phase = self.backward(backward_grid)
-            phase.direction = Direction.DESCENDING
+            phase.direction = IterationOrder.DESCENDING
             saves = self._saves(phase, at)
             result.append(self._marked(phase))
         if segment.exits or segment.stored or saves:
@@ -159,18 +168,18 @@ class RowPlanner(_Holding, Planner):
         self._begin(np.arange(self._fine + 1))
         read = {t for node in segment.forward for t in node.inputs}
         written = {t: self.cells_of(t, grid) for t in self._whole if t not in read}
-        self.demand(segment.forward, dict(written), set(segment.entries), grid)
+        self.operand_rows_for_result(segment.forward, dict(written), set(segment.entries), grid)
         wanted: dict[Tensor, Region] = {}
         if segment.backward:
             self._incoming = {t: self._alongside(t) for t in segment.grad_entries}
-            gradients = [n for n in segment.backward if segment.kinds[n.out()] is not Kind.FULL]
-            derived = [n for n in segment.backward if segment.kinds[n.out()] is Kind.FULL]
+            gradients = [n for n in segment.backward if segment.kinds[n.out()] is not TileKind.FULL]
+            derived = [n for n in segment.backward if segment.kinds[n.out()] is TileKind.FULL]
             _, plans = self._support(gradients, {t: self.cells_of(t, grid) for t in segment.grad_entries}, grid)
             for node in gradients:
                 self.want(node, plans[node], wanted)
-            self.demand(derived, wanted, segment.available, grid)
+            self.operand_rows_for_result(derived, wanted, segment.available, grid)
             wanted = {t: rows for t, rows in wanted.items() if t not in segment.available}
-        self.demand(segment.forward, wanted | written, set(segment.entries), grid)
+        self.operand_rows_for_result(segment.forward, wanted | written, set(segment.entries), grid)
         self._recording = False
 
     def _weights(self) -> np.ndarray:
@@ -191,7 +200,9 @@ class RowPlanner(_Holding, Planner):
             if node in below:
                 continue
             below.add(node)
-            readers += [t.node for t in node.inputs if self.kinds[t] is Kind.FULL and t.node in self._backward_nodes]
+            readers += [
+                t.node for t in node.inputs if self.kinds[t] is TileKind.FULL and t.node in self._backward_nodes
+            ]
         met = [t.node for node in below for t in node.inputs if t.node in self._frontiers]
         met = [node for node in met if self._num_rows(node.out()) == rows]
         if not met:
@@ -219,7 +230,7 @@ class RowPlanner(_Holding, Planner):
         if self._recording:
             self._frontiers[node] = Frontier.of(region[self._axis], 0)
         frontier = self._frontiers[node]
-        carry = Carry(frontier.carried(self._borders[1:]), frontier.carried(self._borders[:-1]))
+        carry = CarriedRows(frontier.carried(self._borders[1:]), frontier.carried(self._borders[:-1]))
         if not np.any(carry.received.size):
             return region
         self._carries.update((tensor, carry) for tensor in results)
@@ -227,11 +238,11 @@ class RowPlanner(_Holding, Planner):
 
     # Loops ---------------------------------------------------------------------------------------------------
 
-    def _saves(self, backward: Phase, at: np.ndarray) -> list[Save]:
+    def _saves(self, backward: TileLoop, at: np.ndarray) -> list[SavedRows]:
         """What the forward loop keeps of forward values, and where the backward loop reads it."""
         found = []
         for tensor, carry in list(self._carries.items()):
-            if self.kinds[tensor] is not Kind.FULL:
+            if self.kinds[tensor] is not TileKind.FULL:
                 continue
             layout = self.analysis.layouts.of(tensor)
             assert layout is not None
@@ -239,12 +250,12 @@ class RowPlanner(_Holding, Planner):
             sizes[self._axis] = int(carry.received.size.sum())
             saved = stand_in(tensor, layout.dims, sizes)
             nothing = Interval(carry.received.hi, carry.received.hi)
-            self._carries[tensor] = Carry(carry.received, nothing, saved)
+            self._carries[tensor] = CarriedRows(carry.received, nothing, saved)
             rows = slots(self._frontiers[tensor.node], at, self._borders)
-            found.append(Save(tensor, saved, rows, backward.regions[tensor]))
+            found.append(SavedRows(tensor, saved, rows, backward.regions[tensor]))
         return found
 
-    def _forward(self, grid: Grid, saves: list[Save]) -> Phase:
+    def _forward(self, grid: Grid, saves: list[SavedRows]) -> TileLoop:
         segment = self.segment
         writes = [*segment.exits, *sorted(segment.stored - set(segment.exits), key=lambda t: t.name)]
         written = {tensor: self.cells_of(tensor, grid) for tensor in writes}
@@ -254,36 +265,36 @@ class RowPlanner(_Holding, Planner):
                 old = wanted.get(save.tensor)
                 hull = rows if old is None else old[self._axis].hull(rows)
                 wanted[save.tensor] = with_rows(save.region, self._axis, hull)
-        regions, plans = self.demand(segment.forward, wanted, set(segment.entries), grid)
+        regions, plans = self.operand_rows_for_result(segment.forward, wanted, set(segment.entries), grid)
         phase = self._phase("forward", grid, segment.forward, regions, plans, writes, [], [], written)
         phase.saves = saves
         return phase
 
 
-class RowGatherer(_Holding, Gatherer):
+class RowBarrierPlanner(CarryingRows, BarrierPlanner):
     """Plans the phases of one segment with barriers in rows: each loop hands on what its turns share."""
 
-    def __init__(self, analysis: Analysis, segment: Segment) -> None:
+    def __init__(self, analysis: GraphAnalysis, segment: Segment) -> None:
         super().__init__(analysis, segment)
         self._cells: dict[Tensor, Interval] = {}
         self._free: dict[tuple[Node, ...], set[Node]] = {}
 
-    def phase(self, loop: Loop, grid: Grid, name: str = "") -> Phase:
+    def phase(self, loop: LoopSpec, grid: Grid, name: str = "") -> TileLoop:
         """The loop with `grid`, clamped."""
         grid = self.clamped(loop, grid)
         self._axis = row_axis(grid)
         key = tuple(loop.body)
         if key not in self._free:
-            self._free[key] = nearly_free(self.analysis, (node for node in loop.body if node not in loop.sums))
+            self._free[key] = cheap_to_recompute(self.analysis, (node for node in loop.body if node not in loop.sums))
         self._carrying, self._fine = set(loop.body) - self._free[key], grid.spatial[self._axis]
         if self._fine == 1:
-            return Gatherer(self.analysis, self.segment).phase(loop, grid, name)
+            return BarrierPlanner(self.analysis, self.segment).phase(loop, grid, name)
         self._whole = set(self.split(loop))
         self._find_frontiers(loop, grid)
         self._begin(np.arange(self._fine + 1))
         return self._marked(super().phase(loop, grid, name))
 
-    def _find_frontiers(self, loop: Loop, grid: Grid) -> None:
+    def _find_frontiers(self, loop: LoopSpec, grid: Grid) -> None:
         """Walk until what is written or summed up of each tensor in a turn is what others need then, if that ends."""
         self._recording = True
         self._cells = {}
@@ -309,7 +320,7 @@ class RowGatherer(_Holding, Gatherer):
         return with_rows(even, self._axis, self._cells[tensor]) if tensor in self._cells else even
 
 
-def nearly_free(analysis: Analysis, body: Iterable[Node]) -> set[Node]:
+def cheap_to_recompute(analysis: GraphAnalysis, body: Iterable[Node]) -> set[Node]:
     """Operations whose rows are made again rather than kept: of few flops, and one window at most from the entries.
 
     Such as the first convolution of a network, which makes many channels of three, and a normalisation of what a loop
@@ -325,14 +336,14 @@ def nearly_free(analysis: Analysis, body: Iterable[Node]) -> set[Node]:
     return {node for node, (windows, flops) in taken.items() if windows <= 1 and flops <= FEW_FLOPS}
 
 
-def _widens(analysis: Analysis, node: Node) -> bool:
+def _widens(analysis: GraphAnalysis, node: Node) -> bool:
     """Whether neighbouring rows of an op's result share rows of what it reads."""
     view = analysis.view(node)
     for axis, extent in enumerate(analysis.extents(node.out()) or ()):
         if extent is None or extent < 2:
             continue
         at = np.array([extent // 2 - 1])  # Rules may look rows up that an image has.
-        one, two = (find_rule(node).demand(view, axis, Interval(at, at + number)) for number in (1, 2))
+        one, two = (find_rule(node).operand_rows_for_result(view, axis, Interval(at, at + number)) for number in (1, 2))
         for a, b in zip(one.needs, two.needs, strict=True):
             if a is not None and b is not None and 2 * a.size[0] > b.size[0]:
                 return True

@@ -15,11 +15,11 @@ import heapq
 from collections.abc import Iterable
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis, check_forward, forward_kinds
+from rewriters.analysis.graph_analysis import GraphAnalysis, check_forward, forward_kinds
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import Node, Tensor, ancestors, between
-from rewriters.rules.registry import Kind, find_rule
-from rewriters.tiling.checkpoint_selection import Loop
+from rewriters.ir.graph import Node, Tensor, ancestors, nodes_between
+from rewriters.rules.registry import TileKind, find_rule
+from rewriters.tiling.checkpoint_selection import LoopSpec
 
 __all__: list[str] = []
 
@@ -49,14 +49,14 @@ class Segment:
     exits: list[Tensor]
     forward: list[Node]
     backward: list[Node]
-    kinds: dict[Tensor, Kind]
+    kinds: dict[Tensor, TileKind]
     grad_entries: list[Tensor]
     grad_exits: list[Tensor]
     reductions: list[Tensor]
     invariants: list[Tensor]
     stored: frozenset[Tensor] = frozenset()
     notes: list[str] = dataclasses.field(default_factory=list)
-    loops: list[Loop] = dataclasses.field(default_factory=list)
+    loops: list[LoopSpec] = dataclasses.field(default_factory=list)
 
     @property
     def available(self) -> set[Tensor]:
@@ -64,13 +64,13 @@ class Segment:
         return {*self.entries, *self.exits, *self.stored}
 
 
-def forward_ops(analysis: Analysis, entries: Iterable[Tensor], exits: Iterable[Tensor]) -> set[Node]:
+def forward_ops(analysis: GraphAnalysis, entries: Iterable[Tensor], exits: Iterable[Tensor]) -> set[Node]:
     """Ops on a data path from an entry to an exit, entries' producers excluded."""
     entries = set(entries)
     above: set[Node] = set()
 
     def value_readers(tensor: Tensor) -> list[Node]:
-        return [r for r, p in analysis.readers.get(tensor, ()) if not reads_shape_only(r)]
+        return [r for r, p in analysis.consumers.get(tensor, ()) if not reads_shape_only(r)]
 
     stack = [reader for entry in entries for reader in value_readers(entry)]
     while stack:
@@ -92,7 +92,7 @@ def forward_ops(analysis: Analysis, entries: Iterable[Tensor], exits: Iterable[T
 
 
 def build_segment(
-    analysis: Analysis,
+    analysis: GraphAnalysis,
     name: str,
     ops: set[Node],
     taken: set[Node],
@@ -115,18 +115,18 @@ def build_segment(
             check_forward(analysis, node)
         except NotTileableError as error:
             raise NotTileableError(f"`{node.name}` ({node.op}): {error}") from None
-    blockers = analysis.sorted(between(ops, analysis.successors, analysis.position))
+    blockers = analysis.sorted(nodes_between(ops, analysis.successors, analysis.position))
     if blockers:
         shown = ", ".join(f"`{node.name}` ({node.op})" for node in blockers[:3])
         raise NotTileableError(f"values leave the segment and come back through {shown}")
     exits = _exits(analysis, ops)
     notes: list[str] = []
     for _ in range(len(ops) + 1):
-        part = _BackwardPart(analysis, ops, set(exits) | stored, taken)
+        part = BackwardRegion(analysis, ops, set(exits) | stored, taken)
         part.build()
-        if not part.leaks:
+        if not part.must_materialise:
             break
-        for tensor, reason in part.leaks.items():
+        for tensor, reason in part.must_materialise.items():
             notes.append(f"`{tensor.name}` stays whole: {reason}")
             exits.append(tensor)
     segment = _assemble(analysis, name, ops, exits, part, stored, notes)
@@ -143,7 +143,7 @@ def build_segment(
     return segment
 
 
-def _exits(analysis: Analysis, ops: set[Node]) -> list[Tensor]:
+def _exits(analysis: GraphAnalysis, ops: set[Node]) -> list[Tensor]:
     """Tensors of the segment that a forward op outside reads, or that the function returns."""
     results = set(analysis.graph.outputs)
     exits = []
@@ -152,30 +152,30 @@ def _exits(analysis: Analysis, ops: set[Node]) -> list[Tensor]:
             tensor = node.out(index)
             outside = any(
                 reader not in ops and reader not in analysis.backward and not reads_shape_only(reader)
-                for reader, position in analysis.readers.get(tensor, ())
+                for reader, position in analysis.consumers.get(tensor, ())
             )
             if outside or tensor in results:
                 exits.append(tensor)
     return exits
 
 
-class _BackwardPart:
+class BackwardRegion:
     """Grows the set of backward ops of one segment."""
 
-    def __init__(self, analysis: Analysis, ops: set[Node], whole: set[Tensor], taken: set[Node]) -> None:
+    def __init__(self, analysis: GraphAnalysis, ops: set[Node], whole: set[Tensor], taken: set[Node]) -> None:
         self.analysis = analysis
         self.ops = ops
         self.whole = whole
         self.taken = taken
         self.nodes: set[Node] = set()
-        self.made: dict[Tensor, Kind] = {}
-        self.leaks: dict[Tensor, str] = {}
+        self.made: dict[Tensor, TileKind] = {}
+        self.must_materialise: dict[Tensor, str] = {}
         self.owned: set[Tensor] = {t for node in ops for t in node.inputs}
 
     def build(self) -> None:
         """Core, closure, growth."""
         self._core()
-        if self.leaks:
+        if self.must_materialise:
             return
         self._close()
         self._settle()
@@ -187,23 +187,23 @@ class _BackwardPart:
         except NotTileableError:
             self.nodes, self.made = saved  # Growth is optional: what it cannot close it takes back.
 
-    def kind(self, tensor: Tensor) -> Kind:
+    def kind(self, tensor: Tensor) -> TileKind:
         """Kind of an operand of a backward op, as things stand."""
         if tensor in self.made:
             return self.made[tensor]
         if tensor.node in self.ops:
-            return Kind.FULL
+            return TileKind.FULL
         if not self.analysis.is_image(tensor):
-            return Kind.INVARIANT
-        gradient = tensor.node in self.analysis.backward and tensor.node not in self.analysis.derived
-        return Kind.PARTIAL if gradient else Kind.FULL
+            return TileKind.INVARIANT
+        gradient = tensor.node in self.analysis.backward and tensor.node not in self.analysis.forward_derived
+        return TileKind.PARTIAL if gradient else TileKind.FULL
 
-    def kinds(self, node: Node) -> list[Kind]:
+    def kinds(self, node: Node) -> list[TileKind]:
         """Kinds of the operands of a backward op."""
         data = find_rule(node).data(self.analysis.view(node))
-        return [self.kind(t) if p in data or t in self.made else Kind.INVARIANT for p, t in enumerate(node.inputs)]
+        return [self.kind(t) if p in data or t in self.made else TileKind.INVARIANT for p, t in enumerate(node.inputs)]
 
-    def _try(self, node: Node) -> Kind:
+    def _try(self, node: Node) -> TileKind:
         """Kind of a node's outputs if it moved in.
 
         Raises:
@@ -214,22 +214,22 @@ class _BackwardPart:
         if node.stateful:
             raise NotTileableError("it has side effects")
         kinds = self.kinds(node)
-        if Kind.REDUCED in kinds:
+        if TileKind.REDUCED in kinds:
             raise NotTileableError("it waits for a sum over the image")
         for tensor, kind in zip(node.inputs, kinds, strict=True):
-            if kind is not Kind.INVARIANT and not self.analysis.has_known_size(tensor):
+            if kind is not TileKind.INVARIANT and not self.analysis.has_known_size(tensor):
                 raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
-        images = [t for t, kind in zip(node.inputs, kinds, strict=True) if kind is not Kind.INVARIANT]
+        images = [t for t, kind in zip(node.inputs, kinds, strict=True) if kind is not TileKind.INVARIANT]
         self.analysis.view(node).check_axes(images)
-        result = find_rule(node).result(self.analysis.view(node), kinds)
-        if result is not Kind.FULL and not all(dtype.is_floating for dtype, _ in node.outputs):
+        result = find_rule(node).result_kind(self.analysis.view(node), kinds)
+        if result is not TileKind.FULL and not all(dtype.is_floating for dtype, _ in node.outputs):
             raise NotTileableError("it makes a gradient that is no floating point number: parts of it are rounded")
-        results = [] if result is Kind.REDUCED else [node.out(index) for index in range(len(node.outputs))]
+        results = [] if result is TileKind.REDUCED else [node.out(index) for index in range(len(node.outputs))]
         if not all(map(self.analysis.is_image, results)):
             raise NotTileableError("its result is not an image")
         return result
 
-    def _add(self, node: Node, kind: Kind) -> None:
+    def _add(self, node: Node, kind: TileKind) -> None:
         self.nodes.add(node)
         for index in range(len(node.outputs)):
             self.made[node.out(index)] = kind
@@ -246,20 +246,20 @@ class _BackwardPart:
             # Also what it would make again in a loop: outside of all of them, it would need that whole.
             needed = operands if node in self.taken else node.inputs
             inside = [t for t in needed if t.node in self.ops and t not in self.whole]
-            derived = [t for t in operands if self.made.get(t) is Kind.FULL]
+            derived = [t for t in operands if self.made.get(t) is TileKind.FULL]
             if not inside and not derived:
                 continue
             try:
                 kind = self._try(node)
                 self._add(node, kind)
-                if kind is Kind.FULL:
+                if kind is TileKind.FULL:
                     for reader in {r for i in range(len(node.outputs)) for r in self._value_readers(node.out(i))}:
                         if reader not in waiting:
                             waiting.add(reader)
                             heapq.heappush(heap, (position[reader], reader))
             except NotTileableError as error:
                 for tensor in inside:
-                    self.leaks.setdefault(tensor, f"`{node.name}` ({node.op}) reads it and {error}")
+                    self.must_materialise.setdefault(tensor, f"`{node.name}` ({node.op}) reads it and {error}")
                 if not inside:
                     self._leak_sources(derived, node, error)
 
@@ -271,7 +271,7 @@ class _BackwardPart:
         """A derived value is read outside: keep the forward tensors that it was derived from."""
         reach = ancestors([t.node for t in derived])
         for tensor in {t for n in reach & self.nodes for t in n.inputs if t.node in self.ops} - self.whole:
-            self.leaks.setdefault(tensor, f"`{node.name}` ({node.op}) needs it and {error}")
+            self.must_materialise.setdefault(tensor, f"`{node.name}` ({node.op}) needs it and {error}")
 
     def _close(self) -> None:
         """Make the set convex.
@@ -280,7 +280,7 @@ class _BackwardPart:
             NotTileableError: If an op in between cannot move in.
         """
         while True:
-            missing = between(self.nodes, self.analysis.successors, self.analysis.position)
+            missing = nodes_between(self.nodes, self.analysis.successors, self.analysis.position)
             if not missing:
                 return
             for node in self.analysis.sorted(missing):
@@ -307,7 +307,7 @@ class _BackwardPart:
                 raise NotTileableError(f"its backward pass goes through `{node.name}` ({node.op}): {error}") from None
 
     def _readers(self, tensor: Tensor) -> list[Node]:
-        return [r for r, p in self.analysis.readers.get(tensor, ()) if not reads_shape_only(r)]
+        return [r for r, p in self.analysis.consumers.get(tensor, ()) if not reads_shape_only(r)]
 
     def _belongs(self, tensor: Tensor) -> bool:
         """Whether an operand comes from this segment rather than from elsewhere."""
@@ -322,15 +322,15 @@ class _BackwardPart:
     def operands(self, node: Node) -> list[Tensor]:
         """Operands that an op would read inside of the loop: sizes and the like are made anew there."""
         try:
-            rebuilt = find_rule(node).rebuilt(self.analysis.view(node))
+            rebuilt = find_rule(node).shape_operands(self.analysis.view(node))
         except NotTileableError:
             rebuilt = []
         return [tensor for position, tensor in enumerate(node.inputs) if position not in rebuilt]
 
     def _grad_entries(self) -> set[Tensor]:
-        return {t for n in self.nodes for t in n.inputs if t not in self.made and self.kind(t) is Kind.PARTIAL}
+        return {t for n in self.nodes for t in n.inputs if t not in self.made and self.kind(t) is TileKind.PARTIAL}
 
-    def _absorbable(self, node: Node, incoming: set[Tensor]) -> Kind | None:
+    def _absorbable(self, node: Node, incoming: set[Tensor]) -> TileKind | None:
         """Kind of the result if an optional op may move in, else `None`."""
         if node not in self.analysis.backward:
             return None
@@ -340,14 +340,14 @@ class _BackwardPart:
             kind = self._try(node)
         except NotTileableError:
             return None
-        return kind if kind in (Kind.PARTIAL, Kind.REDUCED) else None
+        return kind if kind in (TileKind.PARTIAL, TileKind.REDUCED) else None
 
     def _grow_down(self) -> bool:
         """Take in all readers of a gradient, so that it is never whole."""
         incoming = self._grad_entries()
         grown = False
         for tensor, kind in sorted(self.made.items(), key=lambda item: self.analysis.position[item[0].node]):
-            if kind is not Kind.PARTIAL or tensor in self.analysis.graph.outputs:
+            if kind is not TileKind.PARTIAL or tensor in self.analysis.graph.outputs:
                 continue
             outside = [node for node in self._readers(tensor) if node not in self.nodes]
             results = [self._absorbable(node, incoming) for node in outside]
@@ -364,14 +364,14 @@ class _BackwardPart:
             node = tensor.node
             own = [t for t in node.inputs if t in self.owned or t in self.whole or t.node in self.ops]
             others = [t for t in self.operands(node) if not self._belongs(t)]
-            partial = [t for t in others if self.kind(t) is Kind.PARTIAL]
+            partial = [t for t in others if self.kind(t) is TileKind.PARTIAL]
             if not own or others != partial or node in self.nodes or tensor in self.analysis.graph.outputs:
                 continue
             try:
                 kind = self._try(node)
             except NotTileableError:
                 continue
-            if kind is not Kind.PARTIAL:
+            if kind is not TileKind.PARTIAL:
                 continue
             saved = set(self.nodes), dict(self.made)
             incoming = self._grad_entries() | set(partial)
@@ -388,16 +388,16 @@ class _BackwardPart:
 
 
 def _assemble(
-    analysis: Analysis,
+    analysis: GraphAnalysis,
     name: str,
     ops: set[Node],
     exits: list[Tensor],
-    part: _BackwardPart,
+    part: BackwardRegion,
     stored: frozenset[Tensor],
     notes: list[str],
 ) -> Segment:
     """Collect what crosses the border of the two loops."""
-    kinds: dict[Tensor, Kind] = dict(part.made)
+    kinds: dict[Tensor, TileKind] = dict(part.made)
     entries: dict[Tensor, None] = {}
     invariants: dict[Tensor, None] = {}
     grad_entries: dict[Tensor, None] = {}
@@ -407,16 +407,16 @@ def _assemble(
         for tensor, kind in zip(node.inputs, forward_kinds(analysis, node, ops), strict=True):
             kinds.setdefault(tensor, kind)
             if tensor.node not in ops:
-                (entries if kind is Kind.FULL else invariants)[tensor] = None
+                (entries if kind is TileKind.FULL else invariants)[tensor] = None
         for index in range(len(node.outputs)):
-            kinds[node.out(index)] = Kind.FULL
+            kinds[node.out(index)] = TileKind.FULL
     for node in backward:
         operands = set(part.operands(node))
         for tensor, kind in zip(node.inputs, part.kinds(node), strict=True):
             kinds.setdefault(tensor, kind)
             if tensor in part.made or tensor.node in ops or tensor not in operands:
                 continue
-            group = {Kind.FULL: entries, Kind.PARTIAL: grad_entries}.get(kind, invariants)
+            group = {TileKind.FULL: entries, TileKind.PARTIAL: grad_entries}.get(kind, invariants)
             group[tensor] = None
     grad_exits: list[Tensor] = []
     reductions: list[Tensor] = []
@@ -425,12 +425,12 @@ def _assemble(
         for index in range(len(node.outputs)):
             tensor = node.out(index)
             outside = tensor in outputs or any(
-                r not in part.nodes and not reads_shape_only(r) for r, p in analysis.readers.get(tensor, ())
+                r not in part.nodes and not reads_shape_only(r) for r, p in analysis.consumers.get(tensor, ())
             )
-            if outside and part.made[tensor] is Kind.FULL:
+            if outside and part.made[tensor] is TileKind.FULL:
                 raise NotTileableError(f"`{tensor.name}`, derived from recomputed values, is needed elsewhere")
             if outside:
-                (reductions if part.made[tensor] is Kind.REDUCED else grad_exits).append(tensor)
+                (reductions if part.made[tensor] is TileKind.REDUCED else grad_exits).append(tensor)
     return Segment(
         name,
         list(entries),

@@ -17,13 +17,13 @@ import enum
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.axis_layouts import Layouts
 from rewriters.rules.intervals import Interval, partition, whole
-from rewriters.rules.registry import AxisPlan, Kind, find_rule
-from rewriters.tiling.barrier_levels import Moments
-from rewriters.tiling.row_frontiers import Carry, Save
+from rewriters.rules.registry import AxisPlan, TileKind, find_rule
+from rewriters.tiling.barrier_levels import MomentPair
+from rewriters.tiling.row_frontiers import CarriedRows, SavedRows
 from rewriters.tiling.segment import Segment
 
 __all__: list[str] = []
@@ -49,7 +49,7 @@ class Halo(enum.Enum):
     CARRY = "carry"
 
 
-class Direction(enum.Enum):
+class IterationOrder(enum.Enum):
     """In which order a loop walks its tiles."""
 
     ASCENDING = 1
@@ -82,7 +82,7 @@ class Grid:
 
 
 @dataclasses.dataclass(eq=False)
-class Phase:
+class TileLoop:
     """One tile loop.
 
     Attributes:
@@ -102,7 +102,7 @@ class Phase:
         backward: Whether it belongs to the backward phase.
         layouts: Where the axes of its tensors lie.
         moments: Variances among the reductions that are computed together with their means.
-        home: Operations of the graph that the loop stands for; others it runs again.
+        replaces: Operations of the graph that the loop stands for; others it runs again.
         carries: Tensors of which a turn has rows from its neighbour. The region of a forward value holds these and
             the ones it makes; that of a gradient those that it completes.
         saves: Carried rows that are kept for the backward loop.
@@ -112,7 +112,7 @@ class Phase:
 
     name: str
     grid: Grid
-    direction: Direction
+    direction: IterationOrder
     body: list[Node]
     regions: dict[Tensor, Region]
     values: set[Tensor]
@@ -125,18 +125,18 @@ class Phase:
     cells: dict[Tensor, Region]
     backward: bool
     layouts: Layouts
-    moments: list[Moments] = dataclasses.field(default_factory=list)
-    home: list[Node] = dataclasses.field(default_factory=list)
-    carries: dict[Tensor, Carry] = dataclasses.field(default_factory=dict)
-    saves: list[Save] = dataclasses.field(default_factory=list)
+    moments: list[MomentPair] = dataclasses.field(default_factory=list)
+    replaces: list[Node] = dataclasses.field(default_factory=list)
+    carries: dict[Tensor, CarriedRows] = dataclasses.field(default_factory=dict)
+    saves: list[SavedRows] = dataclasses.field(default_factory=list)
     row_axis: int = 0
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
 
-class Rows:
+class RowDemand:
     """The rows that operands must hold, for operations whose results are wanted."""
 
-    def __init__(self, analysis: Analysis, kinds: Mapping[Tensor, Kind]) -> None:
+    def __init__(self, analysis: GraphAnalysis, kinds: Mapping[Tensor, TileKind]) -> None:
         self.analysis = analysis
         self.kinds = kinds
 
@@ -159,12 +159,12 @@ class Rows:
         if any(count != 1 for count in grid.spatial) or rule.moves_rows:
             return None
         plans = []
-        rebuilt = rule.rebuilt(view)
-        reduced = self.kinds[node.out()] is Kind.REDUCED
+        rebuilt = rule.shape_operands(view)
+        reduced = self.kinds[node.out()] is TileKind.REDUCED
         for axis in range(len(grid.spatial)):
             needs: list[Interval | None] = [
                 whole(view.extent(t, axis), 1)
-                if self.kinds[t] in (Kind.FULL, Kind.PARTIAL) and position not in rebuilt
+                if self.kinds[t] in (TileKind.FULL, TileKind.PARTIAL) and position not in rebuilt
                 else None
                 for position, t in enumerate(node.inputs)
             ]
@@ -175,7 +175,7 @@ class Rows:
     def want(self, node: Node, plan: tuple[AxisPlan, ...], wanted: dict[Tensor, Region]) -> None:
         """Add what an op needs of forward tensors, clipped to the image."""
         for position, tensor in enumerate(node.inputs):
-            if self.kinds[tensor] is not Kind.FULL or plan[0].needs[position] is None:
+            if self.kinds[tensor] is not TileKind.FULL or plan[0].needs[position] is None:
                 continue
             extents = self.extents(tensor)
             need = tuple(
@@ -185,7 +185,7 @@ class Rows:
             old = wanted.get(tensor)
             wanted[tensor] = need if old is None else tuple(a.hull(b) for a, b in zip(old, need, strict=True))
 
-    def demand(
+    def operand_rows_for_result(
         self, nodes: list[Node], wanted: dict[Tensor, Region], available: set[Tensor], grid: Grid
     ) -> tuple[dict[Tensor, Region], dict[Node, tuple[AxisPlan, ...]]]:
         """Regions of forward tensors, from the wanted ones back to what is available; unwanted ops are left out."""
@@ -201,7 +201,7 @@ class Rows:
                 out = tuple(a.hull(b) for a, b in zip(out, other, strict=True))
             made = self.made(node, out)
             plan = self.one_tile(node, grid) or tuple(
-                rule.demand(view, axis, made[axis]) for axis in range(len(grid.spatial))
+                rule.operand_rows_for_result(view, axis, made[axis]) for axis in range(len(grid.spatial))
             )
             plan, held = self.hold(node, out, plan, available)
             plans[node] = plan
@@ -221,7 +221,7 @@ class Rows:
     ) -> tuple[tuple[AxisPlan, ...], Region]:
         """The final plan of an op, and the rows of its results that a tile then holds, unless they are `available`."""
         del node, wanted, available
-        return plan, tuple(p.out for p in plan)  # type: ignore[misc]
+        return plan, tuple(p.kept for p in plan)  # type: ignore[misc]
 
     def inputs(
         self, body: Sequence[Node], plans: Mapping[Node, tuple[AxisPlan, ...]], available: Container[Tensor]
@@ -230,11 +230,11 @@ class Rows:
         made = {node.out(i) for node in body for i in range(len(node.outputs))}
         reads, invariants = dict[Tensor, None](), dict[Tensor, None]()
         for node in body:
-            rebuilt = find_rule(node).rebuilt(self.analysis.view(node))
+            rebuilt = find_rule(node).shape_operands(self.analysis.view(node))
             for position, tensor in enumerate(node.inputs):
                 if position in rebuilt:
                     continue
-                if self.kinds[tensor] is Kind.INVARIANT or plans[node][0].needs[position] is None:
+                if self.kinds[tensor] is TileKind.INVARIANT or plans[node][0].needs[position] is None:
                     if tensor not in made:
                         invariants[tensor] = None
                 elif tensor not in made or tensor in available:
@@ -242,14 +242,14 @@ class Rows:
         return list(reads), list(invariants)
 
 
-class Planner(Rows):
+class TilePlanner(RowDemand):
     """Plans the phases of one segment."""
 
-    def __init__(self, analysis: Analysis, segment: Segment) -> None:
+    def __init__(self, analysis: GraphAnalysis, segment: Segment) -> None:
         super().__init__(analysis, segment.kinds)
         self.segment = segment
 
-    def phases(self, grid: Grid, backward_grid: Grid) -> list[Phase]:
+    def phases(self, grid: Grid, backward_grid: Grid) -> list[TileLoop]:
         """The tile loops of a segment without barriers: forward, then recompute and backward.
 
         There is no forward loop if nothing outside of the segment waits for it, such as a loss that is not returned.
@@ -259,25 +259,25 @@ class Planner(Rows):
             result.append(self.backward(backward_grid))
         return result
 
-    def forward(self, grid: Grid) -> Phase:
+    def forward(self, grid: Grid) -> TileLoop:
         """Exits and stored tensors from the entries."""
         segment = self.segment
         writes = [*segment.exits, *sorted(segment.stored - set(segment.exits), key=lambda t: t.name)]
         cells = {tensor: self.cells_of(tensor, grid) for tensor in writes}
-        regions, plans = self.demand(segment.forward, dict(cells), set(segment.entries), grid)
+        regions, plans = self.operand_rows_for_result(segment.forward, dict(cells), set(segment.entries), grid)
         return self._phase("forward", grid, segment.forward, regions, plans, writes, [], [], cells)
 
-    def backward(self, grid: Grid) -> Phase:
+    def backward(self, grid: Grid) -> TileLoop:
         """Gradients from the incoming ones, forward values recomputed as far as needed."""
         segment = self.segment
-        gradients = [n for n in segment.backward if segment.kinds[n.out()] is not Kind.FULL]
-        derived = [n for n in segment.backward if segment.kinds[n.out()] is Kind.FULL]
+        gradients = [n for n in segment.backward if segment.kinds[n.out()] is not TileKind.FULL]
+        derived = [n for n in segment.backward if segment.kinds[n.out()] is TileKind.FULL]
         cells = {tensor: self.cells_of(tensor, grid) for tensor in segment.grad_entries}
         regions, plans = self._support(gradients, dict(cells), grid)
         wanted: dict[Tensor, Region] = {}
         for node in gradients:
             self.want(node, plans[node], wanted)
-        full, full_plans = self.demand([*segment.forward, *derived], wanted, segment.available, grid)
+        full, full_plans = self.operand_rows_for_result([*segment.forward, *derived], wanted, segment.available, grid)
         regions.update(full)
         plans.update(full_plans)
         return self._phase(
@@ -299,13 +299,13 @@ class Planner(Rows):
         plans: dict[Node, tuple[AxisPlan, ...]] = {}
         for node in nodes:
             view, rule = self.analysis.view(node), find_rule(node)
-            parts = [regions.get(t) if self.segment.kinds[t] is Kind.PARTIAL else None for t in node.inputs]
+            parts = [regions.get(t) if self.segment.kinds[t] is TileKind.PARTIAL else None for t in node.inputs]
             plan = self.one_tile(node, grid) or tuple(
-                rule.reach(view, axis, [None if p is None else p[axis] for p in parts])
+                rule.result_rows_from_operands(view, axis, [None if p is None else p[axis] for p in parts])
                 for axis in range(len(grid.spatial))
             )
             plans[node] = plan
-            if self.segment.kinds[node.out()] is Kind.PARTIAL:
+            if self.segment.kinds[node.out()] is TileKind.PARTIAL:
                 reached = self.reached(node, plan)
                 regions.update((node.out(index), reached) for index in range(len(node.outputs)))
         return regions, plans
@@ -313,7 +313,7 @@ class Planner(Rows):
     def reached(self, node: Node, plan: tuple[AxisPlan, ...]) -> Region:
         """The rows of a gradient that a tile holds."""
         del node
-        return tuple(p.out for p in plan)  # type: ignore[misc]
+        return tuple(p.kept for p in plan)  # type: ignore[misc]
 
     def _phase(
         self,
@@ -326,15 +326,15 @@ class Planner(Rows):
         accumulates: list[Tensor],
         reductions: list[Tensor],
         cells: dict[Tensor, Region],
-    ) -> Phase:
+    ) -> TileLoop:
         body = [node for node in nodes if node in plans]
         available = self.segment.available if name == "backward" else set[Tensor]()
         reads, invariants = self.inputs(body, plans, available)
-        values = {t for t in regions if self.segment.kinds[t] is Kind.FULL}
-        return Phase(
+        values = {t for t in regions if self.segment.kinds[t] is TileKind.FULL}
+        return TileLoop(
             name,
             grid,
-            Direction.ASCENDING,
+            IterationOrder.ASCENDING,
             body,
             regions,
             values,
@@ -347,5 +347,5 @@ class Planner(Rows):
             cells,
             backward=name == "backward",
             layouts=self.analysis.layouts,
-            home=self.segment.backward if name == "backward" else self.segment.forward,
+            replaces=self.segment.backward if name == "backward" else self.segment.forward,
         )

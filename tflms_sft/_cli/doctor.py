@@ -40,7 +40,7 @@ _FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "a
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class Finding:
     """One thing that was looked at.
 
     Attributes:
@@ -58,7 +58,7 @@ def execute(options: argparse.Namespace) -> Outcome:
     """Look at everything; whatever goes wrong is a line."""
     progress = Progress(options.quiet)
     lines = [*_guarded("Python", _python), *_guarded("machine", _machine)]
-    parts: list[tuple[str, Callable[[], Iterator[Line]]]] = [
+    parts: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("TensorFlow", _tensorflow),
         ("budgets", _budget),
         ("Keras", _keras),
@@ -77,61 +77,61 @@ def execute(options: argparse.Namespace) -> Outcome:
     return Outcome(f"{text}\n{last}", data, NOT_MET if failed else OK)
 
 
-def _guarded(name: str, part: Callable[[], Iterator[Line]]) -> Iterator[Line]:
+def _guarded(name: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from part()
     except Exception as error:
-        yield Line(FAILED, name, f"{type(error).__name__}: {error}")
+        yield Finding(FAILED, name, f"{type(error).__name__}: {error}")
 
 
-def _python() -> Iterator[Line]:
-    yield Line(FINE, "tflms-sft", __version__)
+def _python() -> Iterator[Finding]:
+    yield Finding(FINE, "tflms-sft", __version__)
     first, after = PYTHON
     known = first <= sys.version_info[:2] < after
     text = f"{platform.python_implementation()} {platform.python_version()}"
     wanted = f", and {_range(first, after)} is supported"
-    yield Line(FINE if known else FAILED, "Python", text if known else text + wanted)
+    yield Finding(FINE if known else FAILED, "Python", text if known else text + wanted)
     for package in (*SUPPORTED, "numpy"):
         yield _version(package)
     plots = importlib.util.find_spec("matplotlib") is not None
     missing = 'not installed: no pictures of plans (pip install "tflms-sft[plot]")'
-    yield Line(FINE if plots else NOTE, "matplotlib", importlib.metadata.version("matplotlib") if plots else missing)
+    yield Finding(FINE if plots else NOTE, "matplotlib", importlib.metadata.version("matplotlib") if plots else missing)
 
 
-def _version(package: str) -> Line:
+def _version(package: str) -> Finding:
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         # Builds such as tensorflow-cpu have the same module under another name.
         if importlib.util.find_spec(package) is None:
-            return Line(FAILED, package, "not installed")
+            return Finding(FAILED, package, "not installed")
         version = str(getattr(importlib.import_module(package), "__version__", "of unknown version"))
     if package not in SUPPORTED:
-        return Line(FINE, package, version)
+        return Finding(FINE, package, version)
     first, after = SUPPORTED[package]
     numbers = tuple(int(number) for number in version.split(".")[:2] if number.isdecimal())
     if first <= numbers < after:
-        return Line(FINE, package, version)
-    return Line(FAILED, package, f"{version}, and {_range(first, after)} is supported")
+        return Finding(FINE, package, version)
+    return Finding(FAILED, package, f"{version}, and {_range(first, after)} is supported")
 
 
 def _range(first: tuple[int, int], after: tuple[int, int]) -> str:
     return "{}.{} up to below {}.{}".format(*first, *after)
 
 
-def _machine() -> Iterator[Line]:
+def _machine() -> Iterator[Finding]:
     info = _fields("/proc/cpuinfo", ":")
     flags = set(info.get("flags", info.get("Features", "")).split())
     found = [flag for flag in _FLAGS if flag in flags]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parts = (info.get("model name", platform.machine()), f"{cores} core(s)", " ".join(found))
-    yield Line(FINE, "CPU", ", ".join(part for part in parts if part))
+    yield Finding(FINE, "CPU", ", ".join(part for part in parts if part))
     memory = _fields("/proc/meminfo", ":")
     if "MemTotal" in memory and "MemAvailable" in memory:
         total, free = (int(memory[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-        yield Line(FINE, "memory", f"{format_bytes(total)}, {format_bytes(free)} available")
+        yield Finding(FINE, "memory", f"{format_bytes(total)}, {format_bytes(free)} available")
     else:
-        yield Line(NOTE, "memory", "unknown on this system")
+        yield Finding(NOTE, "memory", "unknown on this system")
 
 
 def _fields(path: str, separator: str) -> dict[str, str]:
@@ -144,31 +144,35 @@ def _fields(path: str, separator: str) -> dict[str, str]:
     return found
 
 
-def _tensorflow() -> Iterator[Line]:
+def _tensorflow() -> Iterator[Finding]:
     import tensorflow as tf
 
     from rewriters.device import properties
 
     gpus = tf.config.list_physical_devices("GPU")
     devices = ", ".join(d.name.removeprefix("/physical_device:") for d in tf.config.list_physical_devices())
-    yield Line(FINE, "devices", f"{devices}; plans are for {properties.name()}")
+    yield Finding(FINE, "devices", f"{devices}; plans are for {properties.name()}")
     if gpus:
         yield from _gpu_memory()
-    statistics = properties.keeps_statistics()
+    statistics = properties.has_allocator_stats()
     tells = 'none, so that callbacks say "not measured"; `tflms_sft.measure` adds up records instead'
     tells = "kept, so that peaks are measured" if statistics else tells
-    yield Line(FINE if statistics else NOTE, "statistics", f"allocator statistics of {properties.name()}: {tells}")
+    yield Finding(FINE if statistics else NOTE, "statistics", f"allocator statistics of {properties.name()}: {tells}")
     if not gpus:
         asked = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "not set")
-        yield Line(FINE, "oneDNN", f"{'on' if statistics else 'off'} (TF_ENABLE_ONEDNN_OPTS: {asked})")
+        yield Finding(FINE, "oneDNN", f"{'on' if statistics else 'off'} (TF_ENABLE_ONEDNN_OPTS: {asked})")
     jit = tf.config.optimizer.get_jit() or "off"
     flags = os.environ.get("TF_XLA_FLAGS")
-    yield Line(FINE, "XLA", f"global jit {jit}{f', TF_XLA_FLAGS={flags}' if flags else ''}; off in rewritten training")
+    yield Finding(
+        FINE, "XLA", f"global jit {jit}{f', TF_XLA_FLAGS={flags}' if flags else ''}; off in rewritten training"
+    )
     eager = tf.config.functions_run_eagerly()
-    yield Line(FAILED if eager else FINE, "functions", "run eagerly: nothing to rewrite" if eager else "run as graphs")
+    yield Finding(
+        FAILED if eager else FINE, "functions", "run eagerly: nothing to rewrite" if eager else "run as graphs"
+    )
 
 
-def _budget() -> Iterator[Line]:
+def _budget() -> Iterator[Finding]:
     from rewriters.device import properties
     from tflms_sft._machine.calibration import BUSY, busy_when_measured, rates_path
     from tflms_sft._machine.memory_info import free_device_memory
@@ -176,41 +180,43 @@ def _budget() -> Iterator[Line]:
 
     free = free_device_memory()
     text = f"{format_bytes(PART_OF_FREE * free)} now, {PART_OF_FREE:.0%} of what {properties.name()} has free"
-    yield Line(FINE, 'budget "auto"', text)
+    yield Finding(FINE, 'budget "auto"', text)
     path = rates_path()
     if path is None:
-        yield Line(NOTE, "rates", "those of no machine in particular (TFLMS_SFT_RATES=nominal)")
+        yield Finding(NOTE, "rates", "those of no machine in particular (TFLMS_SFT_RATES=nominal)")
     elif (busy := busy_when_measured(path)) > BUSY:
-        yield Line(NOTE, "rates", f"kept in {path}; measured while others kept {busy:.0%} of the machine busy")
+        yield Finding(NOTE, "rates", f"kept in {path}; measured while others kept {busy:.0%} of the machine busy")
     else:
-        yield Line(FINE, "rates", f"kept in {path}" if path.exists() else f"measured at the first plan, kept in {path}")
+        yield Finding(
+            FINE, "rates", f"kept in {path}" if path.exists() else f"measured at the first plan, kept in {path}"
+        )
 
 
-def _gpu_memory() -> Iterator[Line]:
+def _gpu_memory() -> Iterator[Finding]:
     query = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        yield Line(NOTE, "GPU memory", f"unknown: {type(error).__name__}")
+        yield Finding(NOTE, "GPU memory", f"unknown: {type(error).__name__}")
         return
     for line in done.stdout.splitlines():
         index, name, total, free = (field.strip() for field in line.split(","))
         sizes = [format_bytes(int(mib) * 2**20) if mib.isdecimal() else "unknown" for mib in (total, free)]
-        yield Line(FINE, f"GPU {index}", f"{name}, {sizes[0]}, {sizes[1]} free")
+        yield Finding(FINE, f"GPU {index}", f"{name}, {sizes[0]}, {sizes[1]} free")
 
 
-def _keras() -> Iterator[Line]:
+def _keras() -> Iterator[Finding]:
     import keras
 
     backend = keras.backend.backend()
     right = backend == "tensorflow"
     remedy = "" if right else '; only TensorFlow graphs can be rewritten: set KERAS_BACKEND="tensorflow"'
-    yield Line(FINE if right else FAILED, "Keras backend", f"{backend}{remedy}")
+    yield Finding(FINE if right else FAILED, "Keras backend", f"{backend}{remedy}")
     policy = keras.config.dtype_policy().name
-    yield Line(FINE, "Keras types", f"policy {policy}, {keras.config.image_data_format()}")
+    yield Finding(FINE, "Keras types", f"policy {policy}, {keras.config.image_data_format()}")
 
 
-def _spill(directory: str | None) -> Iterator[Line]:
+def _spill(directory: str | None) -> Iterator[Finding]:
     from rewriters.swapping.spill_store import is_in_memory
     from tflms_sft._params.swap_params import SwapParams
 
@@ -218,29 +224,29 @@ def _spill(directory: str | None) -> Iterator[Line]:
     free = format_bytes(shutil.disk_usage(where).free)
     if is_in_memory(where):
         saves_nothing = f"{where} is in memory, so that swapping to it saves nothing: name another, `spill_dir=`"
-        yield Line(NOTE, "spill directory", saves_nothing)
+        yield Finding(NOTE, "spill directory", saves_nothing)
     else:
-        yield Line(FINE, "spill directory", f"{where} on disk, {free} free")
+        yield Finding(FINE, "spill directory", f"{where} on disk, {free} free")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = " and ".join("any number" if n == resource.RLIM_INFINITY else str(n) for n in (soft, hard))
     few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
     remedy = "; a swapped tensor is an open file: raise it with `ulimit -n`" if few else ""
-    yield Line(NOTE if few else FINE, "open files", f"limits {shown} (soft and hard){remedy}")
+    yield Finding(NOTE if few else FINE, "open files", f"limits {shown} (soft and hard){remedy}")
 
 
-def _try_tiles() -> Iterator[Line]:
+def _try_tiles() -> Iterator[Finding]:
     from tflms_sft._params.tile_params import SFTParams
 
     yield _tried("tiles", SFTParams(num_tiles=(2, 2)))
 
 
-def _try_swaps(directory: str | None) -> Iterator[Line]:
+def _try_swaps(directory: str | None) -> Iterator[Finding]:
     from tflms_sft._params.swap_params import SwapParams
 
     yield _tried("swaps", SwapParams(spill_dir=directory, min_bytes=1))
 
 
-def _tried(name: str, params: object) -> Line:
+def _tried(name: str, params: object) -> Finding:
     """A small step, rewritten, and compared with the same step as it is."""
     import keras
     import tensorflow as tf
@@ -269,7 +275,7 @@ def _tried(name: str, params: object) -> Line:
     what = f"{segments} segment(s)" if segments else f"{swaps} tensor(s)"
     text = f"{what}; loss and gradients differ from those of the plain step by {max(errors):.0e}"
     right = segments + swaps > 0 and all(error <= TOLERANCE for error in errors)
-    return Line(FINE if right else FAILED, f"small step, {name}", text)
+    return Finding(FINE if right else FAILED, f"small step, {name}", text)
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ class Varied(Protocol):
     power: int
     first: int
 
-    def step(self, size: int) -> step_options.Step:
+    def step(self, size: int) -> step_options.PlannableStep:
         """The step for a size."""
 
     def shown(self, size: int) -> str:
@@ -57,7 +57,7 @@ class Batches:
         if fixed:
             raise UsageError(f"Model {model.name!r} is made for batches of {fixed[0]}; there is nothing to vary.")
 
-    def step(self, size: int) -> step_options.Step:
+    def step(self, size: int) -> step_options.PlannableStep:
         options, model, why = self._parts
         return step_options.trace(model, why, step_options.input_specs(model, options.input_shape, size), options)
 
@@ -65,7 +65,7 @@ class Batches:
         return f"batch {size}"
 
 
-class Images:
+class ImageSizes:
     """Height, width and depth of an image, the same for all of them."""
 
     def __init__(self, options: argparse.Namespace, model: Any, why: str) -> None:
@@ -77,7 +77,7 @@ class Images:
         known = [self._own[axis] for axis in self._axes if self._own[axis] is not None]
         self.first = -(-(min(known) if known else FIRST_SIZE) // self.unit) * self.unit
 
-    def step(self, size: int) -> step_options.Step:
+    def step(self, size: int) -> step_options.PlannableStep:
         options, model, why = self._parts
         shape = tuple(size if axis in self._axes else own for axis, own in enumerate(self._own))
         if not self._free and shape != self._own:
@@ -134,7 +134,7 @@ class Found:
     is_limit: bool = False
 
 
-class Search:
+class SizeSearch:
     """Looks for the largest size with and without rewriting. Sizes are counted in units.
 
     Attributes:
@@ -148,7 +148,7 @@ class Search:
         self._within = options.within
         self._most = options.max_size // varied.unit
         self._progress = progress
-        self._latest: tuple[int, step_options.Step] | None = None
+        self._latest: tuple[int, step_options.PlannableStep] | None = None
         self._plain: dict[int, int] = {}
         self._plans: dict[int, Plan | None] = {}
         self._smallest: dict[int, int] = {}
@@ -224,7 +224,7 @@ class Search:
                 self._progress.say(f"{shown}, rewritten: too large, needs {format_bytes(error.smallest_bytes)}")
         return self._plans[number]
 
-    def _step(self, number: int) -> step_options.Step:
+    def _step(self, number: int) -> step_options.PlannableStep:
         if self._latest is None or self._latest[0] != number:
             self._latest = None
             gc.collect()  # The graph before is full of cycles, and as large as the next one.
@@ -253,8 +253,8 @@ def execute(options: argparse.Namespace) -> Outcome:
         model, why = step_options.load(options)
         if options.command == "max-batch":
             model = step_options.of_given_size(model, options.input_shape)
-    kind: Callable[..., Varied] = Images if options.command == "max-input" else Batches
-    search = Search(kind(options, model, why), step_options.budget_params(options), options, progress)
+    kind: Callable[..., Varied] = ImageSizes if options.command == "max-input" else Batches
+    search = SizeSearch(kind(options, model, why), step_options.budget_params(options), options, progress)
     with progress.doing("looking for the largest plain step"):
         plain = search.plain()
     with progress.doing("looking for the largest rewritten step"):

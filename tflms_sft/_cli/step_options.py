@@ -17,12 +17,12 @@ from tflms_sft._cli import model_loading
 from tflms_sft._cli.exit_status import Progress, UsageError
 from tflms_sft._keras.model_checks import check_model
 from tflms_sft._machine.calibration import machine_rates
-from tflms_sft._params.request import chosen_of
+from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._planner.traced_step import Traced, analyse, collector_paused, predict
+from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused, predict
 from tflms_sft._report.plan import Plan
 from tflms_sft._rewrite.rewrite import rewrite_traced
-from tflms_sft._trace.step_tracing import traced_once
+from tflms_sft._trace.step_tracing import trace_step
 from tflms_sft._util.text import shortened
 
 __all__: list[str] = []
@@ -69,10 +69,10 @@ class Assumed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class PlannableStep:
     """A traced step, ready to be planned."""
 
-    traced: Traced
+    traced: TracedStep
     assumed: Assumed
 
     @functools.cached_property
@@ -95,7 +95,7 @@ class Step:
         try:
             self.traced.go_by(machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: "))))
             with collector_paused():
-                return rewrite_traced(self.traced, chosen_of(params), advise)[1]
+                return rewrite_traced(self.traced, parse_request(params), advise)[1]
         except ValueError as error:  # Such as tiles for axes that the images do not have.
             raise UsageError(str(error)) from error
 
@@ -249,7 +249,7 @@ def _input_spec(model: Any, tensor: Any, shape: Shape | None, batch: int | None)
     return tf.TensorSpec((own[0] or batch or 1, *shape), tensor.dtype)
 
 
-def trace(model: Any, why: str, images: Any, options: argparse.Namespace) -> Step:
+def trace(model: Any, why: str, images: Any, options: argparse.Namespace) -> PlannableStep:
     """The training step of a model for one batch.
 
     Args:
@@ -269,15 +269,15 @@ def trace(model: Any, why: str, images: Any, options: argparse.Namespace) -> Ste
             model._symbolic_build(data_batch=(images, targets))  # As `fit` does, so that one trace is enough.
             check_model(model)
             step = tf.function(lambda x, y: model.train_step((x, y)), autograph=False)
-            concrete_fn, record = traced_once(step, (images, targets), {})
+            concrete_fn, record = trace_step(step, (images, targets), {})
         except RewriteError:
             raise
         except Exception as failure:
             failures.append((targets, failure))
             continue
         flat = keras.tree.flatten(images)
-        traced = analyse(concrete_fn, record, flat[0].shape[0])
-        return Step(traced, _assumed(model, images, targets, why))
+        traced = analyse_step(concrete_fn, record, flat[0].shape[0])
+        return PlannableStep(traced, _assumed(model, images, targets, why))
     targets, error = failures[0]
     shown = ", ".join(f"{_shown(spec.shape)} {spec.dtype.name}" for spec in keras.tree.flatten(targets))
     raise UsageError(

@@ -42,7 +42,7 @@ _REMEDY = (
 )
 
 
-class Guard:
+class WorkerWatch:
     """Asks the workers, as long as the program is connected to any.
 
     Attributes:
@@ -93,7 +93,7 @@ class Guard:
                 break_connections(addresses[name])
 
 
-GUARD = Guard()
+GUARD = WorkerWatch()
 
 
 @contextlib.contextmanager

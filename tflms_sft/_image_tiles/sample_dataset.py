@@ -75,7 +75,7 @@ def sample_parallel(model: Any, dataset: Any, parts: Sequence[int], loss_reducti
     for axis, own in zip(axes, sizes, strict=True):
         axis.check_rows(own, "rows of the images")
     along = tuple(axis.split(*pair) for axis, *pair in zip(axes, sizes, parts, strict=True))
-    cut = _Cut(axes, along, _pixels(model, axes, sizes), loss_reduction == "mean")
+    cut = _BatchTiler(axes, along, _pixels(model, axes, sizes), loss_reduction == "mean")
     _check_sizes(model, cut, specs)
     _check_replicas(model, math.prod(parts), specs[0].shape[0])
     _check_loss(model, specs[1].shape, cut.pixels_of_tile, loss_reduction)
@@ -85,7 +85,7 @@ def sample_parallel(model: Any, dataset: Any, parts: Sequence[int], loss_reducti
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cut:
+class _BatchTiler:
     """Cuts batches.
 
     Attributes:
@@ -180,7 +180,7 @@ def _pixels(model: Any, axes: Sequence[AxisTiling], sizes: Sequence[int]) -> tup
     return _with_rows(shape[1:-1], {axis.dim: axis.result_rows(own) for axis, own in pairs})
 
 
-def _check_sizes(model: Any, cut: _Cut, specs: tuple[Any, ...]) -> None:
+def _check_sizes(model: Any, cut: _BatchTiler, specs: tuple[Any, ...]) -> None:
     wanted, image = cut.sizes_of_tile, model.inputs[0].shape
     if any(image[dim] not in (None, rows) for dim, rows in wanted.items()):
         raise ValueError(

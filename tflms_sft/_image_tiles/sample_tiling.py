@@ -301,9 +301,9 @@ def _field(model: Any, rows: Sequence[int], training: bool) -> tuple[Any, tuple[
     import tensorflow as tf
 
     from rewriters.analysis.autodiff_roles import is_random
-    from rewriters.analysis.graph_analysis import Analysis
+    from rewriters.analysis.graph_analysis import GraphAnalysis
     from rewriters.analysis.receptive_field import ReceptiveField
-    from rewriters.canonicalize.canonicalize import read
+    from rewriters.canonicalize.canonicalize import read_canonical
     from tflms_sft._trace.layer_names import part_name, recorded_layers
 
     image = model.inputs[0]
@@ -314,6 +314,6 @@ def _field(model: Any, rows: Sequence[int], training: bool) -> tuple[Any, tuple[
     with recorded_layers() as record:
         traced = step.get_concrete_function(tf.TensorSpec(shape, image.dtype))
     record.finish(traced.graph)
-    graph = read(traced)
+    graph = read_canonical(traced)
     draws = (part_name(record, node.name) or f"`{node.name}`" for node in graph.nodes.values() if is_random(node))
-    return ReceptiveField(Analysis(graph), graph.inputs[0], graph.outputs[0]), tuple(dict.fromkeys(draws))
+    return ReceptiveField(GraphAnalysis(graph), graph.inputs[0], graph.outputs[0]), tuple(dict.fromkeys(draws))

@@ -17,7 +17,7 @@ from tflms_sft._cluster.worker_watch import workers_watched
 _PART = "part-of-"
 
 
-class Saves:
+class BackupGuard:
     """Stands for `model.save_weights` during a training on several machines.
 
     Args:
@@ -55,18 +55,18 @@ class Saves:
             object.__delattr__(self._model, "save_weights")
 
 
-def watch_saves(model: Any) -> Saves | None:
+def watch_saves(model: Any) -> BackupGuard | None:
     """Have weights that a model saves be whole; does nothing without other machines, nor to somebody else's saves.
 
     One that is there from a training that failed, whose end Keras tells nobody of, is taken over.
     """
     there = model.__dict__.get("save_weights")
-    if isinstance(there, Saves):
+    if isinstance(there, BackupGuard):
         there.remove()
     elif there is not None:
         return None
     if not tf_internals.workers():
         return None
-    saves = Saves(model)
+    saves = BackupGuard(model)
     object.__setattr__(model, "save_weights", saves)
     return saves

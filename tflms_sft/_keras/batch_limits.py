@@ -12,7 +12,7 @@ import tensorflow as tf
 from rewriters.errors import RewriteError
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.budget_search import limit_of
-from tflms_sft._planner.traced_step import Traced, collector_paused, predict
+from tflms_sft._planner.traced_step import TracedStep, collector_paused, predict
 from tflms_sft._report.plan import Plan
 
 
@@ -52,7 +52,7 @@ def refusal_of(error: BaseException) -> RewriteError | None:
     return RewriteError(f"{text} Received: {'x'.join(sizes.split())}.")
 
 
-class Fitting:
+class BatchLimit:
     """Which batches a plan for a budget holds for.
 
     Smaller ones than it was made for need less. Where a step is left as it is, a larger one is predicted when it comes,
@@ -65,7 +65,7 @@ class Fitting:
         params: The budget, in bytes.
     """
 
-    def __init__(self, plan: Plan, traced: Traced, params: AutoParams) -> None:
+    def __init__(self, plan: Plan, traced: TracedStep, params: AutoParams) -> None:
         self._batch = plan.batch
         self._traced = None if plan.changed else traced
         self._limit = limit_of(traced, params)

@@ -8,8 +8,8 @@ from typing import Any
 
 from tflms_sft._keras.messages import peak_line
 from tflms_sft._keras.rewriting_callback import checked_shape, checked_verbose, say, started
-from tflms_sft._keras.train_step_patch import Installation
-from tflms_sft._params.request import chosen_of
+from tflms_sft._keras.train_step_patch import StepPatch
+from tflms_sft._params.request import parse_request
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AUTO, AutoParams
 from tflms_sft._report.plan import Plan
@@ -24,7 +24,7 @@ def budget(
     swap: bool | SwapParams = True,
     batch_shape: Sequence[int] | None = None,
     verbose: int = 1,
-) -> Iterator[Installation]:
+) -> Iterator[StepPatch]:
     """Rewrite a model's train step for `train_on_batch` and hand-written loops over `model.train_step`.
 
     Args:
@@ -50,7 +50,7 @@ def budget(
     ...     for images, labels in data:
     ...         model.train_on_batch(images, labels)
     """
-    installation: Installation
+    installation: StepPatch
     verbose = checked_verbose(verbose)
 
     def planned(plan: Plan) -> None:
@@ -61,10 +61,10 @@ def budget(
         if verbose:
             say(peak_line(plan, planned_again=installation.planned_again))
 
-    params = chosen_of(AutoParams(memory_budget, headroom, swap))
+    params = parse_request(AutoParams(memory_budget, headroom, swap))
     report = say if verbose else None
     shape = checked_shape(batch_shape)
-    installation = Installation(model, params, shape, planned, measured, owner="`budget`", say=report)
+    installation = StepPatch(model, params, shape, planned, measured, owner="`budget`", say=report)
     installation.install()
     try:
         yield installation

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tflms_sft._cluster.worker_watch import check_workers, refuse_lost
-from tflms_sft._keras.backup_guard import Saves, watch_saves
+from tflms_sft._keras.backup_guard import BackupGuard, watch_saves
 from tflms_sft._keras.rewriting_callback import RewritingCallback
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._params.swap_params import SwapParams
@@ -222,7 +222,7 @@ class Pipeline(RewritingCallback):
             stages, schedule, micro_batches, devices, data_replicas, loss_reduction, batch_norm, placement
         )
         super().__init__([item for item in (tiles, swaps, params) if item is not None], None, verbose, log_dir)
-        self._saves: Saves | None = None
+        self._saves: BackupGuard | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Install, and see to it that a backup is whole, or that from before.

@@ -32,7 +32,7 @@ def can_be_taken(iterator: Any) -> bool:
     return all(isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(iterator.element_spec))
 
 
-class Taken:
+class PeekedBatches:
     """The batches of an execution, out of an iterator.
 
     Args:
@@ -77,7 +77,7 @@ class Taken:
         While it prepares one batch nothing need change for as long as that takes, which the first one tells. Where
         the device keeps no statistics nobody can tell, and nothing is measured.
         """
-        if not properties.keeps_statistics():
+        if not properties.has_allocator_stats():
             return
         _wait_until_quiet(min(max(self._seconds, QUIET_SECONDS), MOST_SECONDS), _in_use)
 

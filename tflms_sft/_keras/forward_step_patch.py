@@ -17,17 +17,17 @@ import tensorflow as tf
 from rewriters.errors import BudgetError, RewriteError
 from tflms_sft._keras.model_checks import check_keras, check_runs
 from tflms_sft._keras.replicas import number_of
-from tflms_sft._keras.train_step_patch import Installation, Kind
-from tflms_sft._params.request import Chosen
+from tflms_sft._keras.train_step_patch import StepKind, StepPatch
+from tflms_sft._params.request import RewriteRequest
 
-EVALUATION = Kind("test_step", "test_function", "make_test_function", "_tflms_sft_evaluation")
-PREDICTION = Kind("predict_step", "predict_function", "make_predict_function", "_tflms_sft_prediction")
+EVALUATION = StepKind("test_step", "test_function", "make_test_function", "_tflms_sft_evaluation")
+PREDICTION = StepKind("predict_step", "predict_function", "make_predict_function", "_tflms_sft_prediction")
 
 CALLED = {EVALUATION: "evaluate", PREDICTION: "predict"}
 VALIDATION = "validation"
 
 
-class ForwardInstallation(Installation):
+class ForwardInstallation(StepPatch):
     """A rewritten step without gradients in a model.
 
     Args:
@@ -35,13 +35,13 @@ class ForwardInstallation(Installation):
         within_fit: Whether it is the validation of a `fit`, which runs plain if it cannot be rewritten.
         on_failure: Is called when a step has raised something, after all is put back.
         tell: Is given lines.
-        *args: As for `Installation`.
-        **kwargs: As for `Installation`.
+        *args: As for `StepPatch`.
+        **kwargs: As for `StepPatch`.
     """
 
     def __init__(
         self,
-        kind: Kind,
+        kind: StepKind,
         within_fit: bool,
         on_failure: Callable[[], None],
         tell: Callable[[str], None],
@@ -128,12 +128,12 @@ class ForwardInstallation(Installation):
         ]
 
 
-def tiles_alone(params: Chosen) -> Chosen | None:
+def tiles_alone(params: RewriteRequest) -> RewriteRequest | None:
     """What of the parameters goes for a step without gradients; `None` if nothing does."""
-    return None if params.tiles is None else Chosen(params.tiles)
+    return None if params.tiles is None else RewriteRequest(params.tiles)
 
 
-def why_plain(model: Any, params: Chosen) -> str:
+def why_plain(model: Any, params: RewriteRequest) -> str:
     """Why a step without gradients is left as it is, whatever it computes; empty if it is not."""
     replicas = number_of(getattr(model, "distribute_strategy", None))
     if params.pipeline is not None:

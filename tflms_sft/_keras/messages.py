@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriters.errors import BudgetError
-from tflms_sft._planner.budget_search import in_pieces
+from tflms_sft._planner.budget_search import fragmentation_hint
 from tflms_sft._report.plan import Plan
 from tflms_sft._util.byte_sizes import format_bytes
 
@@ -38,7 +38,7 @@ def over_again(plan: Plan) -> BudgetError:
         f"The step takes more than `memory_budget`: measured {format_bytes(plan.measured.peak_bytes)} "
         f"({plan.measured.source}), predicted {format_bytes(plan.predicted.peak_bytes)}, with a plan that went by what "
         f"the first one was measured to take. Received: memory_budget={format_bytes(plan.memory_budget)}. "
-        + in_pieces(plan.measured.peak_bytes / plan.predicted.peak_bytes, plan.memory_budget)
+        + fragmentation_hint(plan.measured.peak_bytes / plan.predicted.peak_bytes, plan.memory_budget)
         + " Or raise the budget."
     )
     error.smallest_bytes = plan.measured.peak_bytes

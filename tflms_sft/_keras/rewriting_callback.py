@@ -20,8 +20,8 @@ from tflms_sft._keras.forward_step_patch import (
     why_plain,
 )
 from tflms_sft._keras.messages import forward_line, over_line, peak_line, start_line
-from tflms_sft._keras.train_step_patch import TRAINING, Installation, Kind
-from tflms_sft._params.request import chosen_of
+from tflms_sft._keras.train_step_patch import TRAINING, StepKind, StepPatch
+from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
@@ -34,7 +34,7 @@ class RewritingCallback(keras.callbacks.Callback):
 
     def __init__(self, params: Any, batch_shape: Sequence[int] | None, verbose: int, log_dir: Any) -> None:
         super().__init__()
-        self._rewrite_params = chosen_of(params)
+        self._rewrite_params = parse_request(params)
         self._batch_shape = checked_shape(batch_shape)
         self._verbose = checked_verbose(verbose)
         self._log_dir = checked_log_dir(log_dir)
@@ -42,12 +42,12 @@ class RewritingCallback(keras.callbacks.Callback):
         self._epoch = 0
         self._in_use: int | None = None
         self._peak: Measurement | None = None
-        self._installation: Installation | None = None
+        self._installation: StepPatch | None = None
         self._last_plan: Plan | None = None
         self._told_plain = ""
-        self._forward: dict[Kind, ForwardInstallation] = {}
+        self._forward: dict[StepKind, ForwardInstallation] = {}
         self._corrections: dict[Any, float] = {}
-        self._forward_plans: dict[Kind, Plan | None] = {}
+        self._forward_plans: dict[StepKind, Plan | None] = {}
 
     @property
     def plan(self) -> Plan | None:
@@ -69,7 +69,7 @@ class RewritingCallback(keras.callbacks.Callback):
         self._last_plan = None
         self._told_plain = ""
         self._forward.clear()
-        self._installation = Installation(
+        self._installation = StepPatch(
             self.model,
             self._rewrite_params,
             self._batch_shape,
@@ -144,7 +144,7 @@ class RewritingCallback(keras.callbacks.Callback):
         """Take out."""
         self._end(PREDICTION)
 
-    def _begin(self, kind: Kind) -> None:
+    def _begin(self, kind: StepKind) -> None:
         training = self._installation is not None and self._installation.is_placed
         why = why_plain(self.model, self._rewrite_params)
         chosen = tiles_alone(self._rewrite_params)
@@ -171,11 +171,11 @@ class RewritingCallback(keras.callbacks.Callback):
             )
         self._forward[kind].begin()
 
-    def _resume(self, kind: Kind) -> None:
+    def _resume(self, kind: StepKind) -> None:
         if kind in self._forward:
             self._forward[kind].resume()
 
-    def _end(self, kind: Kind) -> None:
+    def _end(self, kind: StepKind) -> None:
         if kind in self._forward:
             self._forward[kind].restore()
             if self._installation is None:
@@ -189,7 +189,7 @@ class RewritingCallback(keras.callbacks.Callback):
         self._forward.clear()
         self._installation = None
 
-    def _planned_forward(self, kind: Kind, plan: Plan) -> None:
+    def _planned_forward(self, kind: StepKind, plan: Plan) -> None:
         self._forward_plans[kind] = plan
         forward = self._forward[kind]
         self._tell(forward_line(forward.called, plan, is_jit_off=forward.turned_off_jit))
@@ -234,7 +234,7 @@ def trained_by(callback: Any, model: Any) -> Trained | None:
     return Trained(chosen, plan, callback._corrections.get((id(model), TRAINING.slot), 1.0))
 
 
-def started(installation: Installation, plan: Plan) -> str:
+def started(installation: StepPatch, plan: Plan) -> str:
     """Return the line that tells what a training does."""
     return start_line(plan, is_jit_off=installation.turned_off_jit, planning_time=installation.planning.text())
 

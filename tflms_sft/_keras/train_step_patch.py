@@ -1,6 +1,6 @@
 """Put a rewritten step into a Keras model, and take it out again.
 
-What is said of training here holds for evaluation and prediction, whose `Kind` differs (`forward_step_patch.py`).
+What is said of training here holds for evaluation and prediction, whose `StepKind` differs (`forward_step_patch.py`).
 
 Keras looks `train_step` up when it builds its train function, and the train function at
 every step. So an object that rewrites is put in the place of the former, the latter is
@@ -23,21 +23,21 @@ import tensorflow as tf
 
 from rewriters.device import properties
 from rewriters.errors import RewriteError
-from rewriters.estimates.op_cost import Rates
+from rewriters.estimates.op_cost import MachineRates
 from rewriters.ir import tf_internals
-from rewriters.step_importer import Importer
+from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import Tier
 from tflms_sft._cluster.worker_watch import workers_watched
-from tflms_sft._keras.batch_limits import Fitting, is_image, of_size, refusal_of
-from tflms_sft._keras.first_batches import Taken, can_be_taken
+from tflms_sft._keras.batch_limits import BatchLimit, is_image, of_size, refusal_of
+from tflms_sft._keras.first_batches import PeekedBatches, can_be_taken
 from tflms_sft._keras.messages import is_over, over_again, over_text
 from tflms_sft._keras.model_checks import check_model
 from tflms_sft._keras.replicas import Replicas, RunInstead, joins, number_of
 from tflms_sft._machine.calibration import kept_rates, machine_rates
-from tflms_sft._params.request import Chosen
+from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._pipeline.build import pipelined
-from tflms_sft._planner.traced_step import analyse, collector_paused
+from tflms_sft._pipeline.build import build_pipeline
+from tflms_sft._planner.traced_step import analyse_step, collector_paused
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
 from tflms_sft._rewrite.measure import read_peak, reset_peak, watch
@@ -50,7 +50,7 @@ _SLOT = "_tflms_sft_installation"
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class StepKind:
     """What a model does with batches, by its attributes.
 
     Attributes:
@@ -66,10 +66,10 @@ class Kind:
     slot: str
 
 
-TRAINING = Kind("train_step", "train_function", "make_train_function", _SLOT)
+TRAINING = StepKind("train_step", "train_function", "make_train_function", _SLOT)
 
 
-class Installation:
+class StepPatch:
     """A rewritten step in a model.
 
     Attributes:
@@ -84,7 +84,7 @@ class Installation:
     def __init__(
         self,
         model: Any,
-        params: Chosen,
+        params: RewriteRequest,
         batch_shape: tuple[int, ...] | None,
         on_plan: Callable[[Plan], None],
         on_measured: Callable[[Plan], None],
@@ -118,13 +118,13 @@ class Installation:
         self._first_batch: list[tuple[int, ...]] = []
         self._on_plan = on_plan
         self._on_measured = on_measured
-        self._steps: dict[Any, Importer] = {}
+        self._steps: dict[Any, StepImporter] = {}
         self._saved: dict[str, Any] = {}
         self._jit_compile: Any = None
         self._installed: Any = None
         self._measured = False
         self._has_taken = False
-        self._fitting: Fitting | None = None
+        self._fitting: BatchLimit | None = None
         self._variables: list[int] = []
         self._num_replicas = 1
         self._corrections = {} if corrections is None else corrections
@@ -263,7 +263,7 @@ class Installation:
                 raise
             raise refusal from None
 
-    def _watched(self, iterator: Any, taken: Taken | None) -> Any:
+    def _watched(self, iterator: Any, taken: PeekedBatches | None) -> Any:
         """Run, and report the measured peak of the first step, whose batches are taken out of the data set."""
         first = not self._measured
         if first:
@@ -283,7 +283,7 @@ class Installation:
             self._hold_to_budget(self.plan)
         return result
 
-    def _rates(self) -> Rates:
+    def _rates(self) -> MachineRates:
         return machine_rates(self._say) if self._params.has_budget else kept_rates()
 
     def _hold_to_budget(self, plan: Plan) -> None:
@@ -317,7 +317,7 @@ class Installation:
         """What a correction goes for."""
         return (id(self.model), self.kind.slot)
 
-    def _taken(self, iterator: Any) -> Taken | None:
+    def _taken(self, iterator: Any) -> PeekedBatches | None:
         """The batches of a step that is to be measured, or whose shapes are needed, if they can be taken out.
 
         The step may be traced for unknown sizes; plans are made for known ones.
@@ -325,10 +325,10 @@ class Installation:
         if self._measured or self._has_taken or not can_be_taken(iterator):
             return None
         known = bool(self._batch_shape or self._first_batch) or self.plan is not None
-        if known and (self._params.pipeline is not None or not properties.keeps_statistics()):
+        if known and (self._params.pipeline is not None or not properties.has_allocator_stats()):
             return None
         self._has_taken = True
-        taken = Taken(iterator, self.model.steps_per_execution)
+        taken = PeekedBatches(iterator, self.model.steps_per_execution)
         if not known:
             self._note(taken.first)
         return taken
@@ -368,7 +368,7 @@ class Installation:
         if key not in self._steps:
             # Not under `tf.init_scope`: it pauses gradient tapes, those of the step too.
             self._steps[key] = self._rewritten(specs)
-            if not self._measured and properties.keeps_statistics():
+            if not self._measured and properties.has_allocator_stats():
                 for tier in self._steps[key].tiers:
                     watch(tier)
         flat = self._within([t for t in tf.nest.flatten(data) if t is not None])
@@ -409,7 +409,7 @@ class Installation:
             shape[1:-1] = [k if s is None else s for s, k in zip(shape[1:-1], known[1:-1], strict=True)]
         return tf.TensorSpec(shape, tensor.dtype)
 
-    def _rewritten(self, specs: Any) -> Importer:
+    def _rewritten(self, specs: Any) -> StepImporter:
         original = self._original
         if self._params.pipeline is not None:
             return self._pipelined(specs)
@@ -422,7 +422,7 @@ class Installation:
         self._require_batch(traced, known)
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as watch:
             for_tiles = self._params.tiles is not None
-            analysed = analyse(traced, record, known[0] if known else None, for_tiles)
+            analysed = analyse_step(traced, record, known[0] if known else None, for_tiles)
             analysed.go_by(self._rates())
             analysed.correction = self._corrections.get(self._corrected, 1.0)
             analysed.variables += self._beside(traced)
@@ -432,15 +432,15 @@ class Installation:
             self._variables = analysed.variables
             if isinstance(self._params.tiles, AutoParams):
                 budget = dataclasses.replace(self._params.tiles, memory_budget=plan.memory_budget)
-                self._fitting = Fitting(plan, analysed, budget)
+                self._fitting = BatchLimit(plan, analysed, budget)
             self._on_plan(plan)
         return importer
 
-    def _pipelined(self, specs: Any) -> Importer:
+    def _pipelined(self, specs: Any) -> StepImporter:
         original, known = self._original, self._images
         function = tf.function(lambda data: original(data), autograph=False)
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as watch:
-            traced, importer, plan = pipelined(function, self._params, (specs,), {}, known[0] if known else None)
+            traced, importer, plan = build_pipeline(function, self._params, (specs,), {}, known[0] if known else None)
         if self.plan is None:
             self.plan, self.planning = plan, watch
             self._variables = tf_internals.variable_sizes(traced)

@@ -23,8 +23,8 @@ from pathlib import Path
 import tensorflow as tf
 
 from rewriters.device import properties
-from rewriters.estimates.op_cost import NOMINAL, Rates
-from tflms_sft._machine.cpu_load import Others
+from rewriters.estimates.op_cost import NOMINAL, MachineRates
+from tflms_sft._machine.cpu_load import OtherProcesses
 from tflms_sft._machine.rate_benchmarks import measured_rates, num_cores
 
 VARIABLE = "TFLMS_SFT_RATES"
@@ -42,10 +42,10 @@ BUSY = 0.2
 DOUBTED = 600
 """Seconds after which rates that were measured while the machine was busier are measured again."""
 
-_known: dict[str, Rates] = {}
+_known: dict[str, MachineRates] = {}
 
 
-def machine_rates(tell: Callable[[str], None] | None = None) -> Rates:
+def machine_rates(tell: Callable[[str], None] | None = None) -> MachineRates:
     """The rates of this machine and device.
 
     Args:
@@ -62,7 +62,7 @@ def machine_rates(tell: Callable[[str], None] | None = None) -> Rates:
     return _known[str(path)]
 
 
-def kept_rates() -> Rates:
+def kept_rates() -> MachineRates:
     """The rates of this machine if they have been measured, for what nothing is chosen by; otherwise nominal ones."""
     path = rates_path()
     if path is None:
@@ -78,7 +78,7 @@ def rates_path() -> Path | None:
     return Path(named) if named else _cache_directory() / f"rates-{_key()}.json"
 
 
-def _kept(path: Path, named: str, doubted: bool = False) -> Rates | None:
+def _kept(path: Path, named: str, doubted: bool = False) -> MachineRates | None:
     """What is in a file; `None` if there is none, or nothing of use, and if it is time to measure doubted rates again.
 
     Args:
@@ -100,11 +100,11 @@ def _kept(path: Path, named: str, doubted: bool = False) -> Rates | None:
     return None
 
 
-def _found(path: Path, tell: Callable[[str], None] | None) -> Rates:
+def _found(path: Path, tell: Callable[[str], None] | None) -> MachineRates:
     """Measured, and kept for the next process."""
     if tell is not None:
         tell(f"tflms-sft: measuring how fast this machine is, once; kept in {path}")
-    others = Others()
+    others = OtherProcesses()
     rates = None if properties.name().startswith("GPU") else _measured_apart()
     try:
         rates = rates or measured_rates()
@@ -121,7 +121,7 @@ def _found(path: Path, tell: Callable[[str], None] | None) -> Rates:
     return rates
 
 
-def _measured_apart() -> Rates | None:
+def _measured_apart() -> MachineRates | None:
     """Measured by another process with the same environment; `None` if there cannot be one."""
     if not sys.executable:
         return None
@@ -147,7 +147,7 @@ def _key() -> str:
     """What rates depend on."""
     gpus = tf.config.get_visible_devices("GPU") if properties.name().startswith("GPU") else []
     chip = str(tf.config.experimental.get_device_details(gpus[0]).get("device_name")) if gpus else _processor()
-    parts = (VERSION, tf.__version__, chip, _threads(), num_cores(), properties.keeps_statistics())
+    parts = (VERSION, tf.__version__, chip, _threads(), num_cores(), properties.has_allocator_stats())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -172,14 +172,14 @@ def busy_when_measured(path: Path) -> float:
     return 0.0
 
 
-def _read(path: Path) -> tuple[Rates, float]:
+def _read(path: Path) -> tuple[MachineRates, float]:
     """Rates, and what part of all cores others kept busy when they were measured."""
     found = json.loads(path.read_text(encoding="utf-8"))
     if found.pop("version") != VERSION:
         raise ValueError("they are of another version")
     found["fresh"] = found["fresh"] or math.inf
     busy = float(found.pop("busy", 0.0))
-    rates = Rates(**found)
+    rates = MachineRates(**found)
     numbers = [rates.weights, rates.fresh, rates.copied, rates.disk_write, rates.disk_read]
     for own in (rates.flops, rates.touched, rates.unfolded):
         numbers += own.values()
@@ -188,7 +188,7 @@ def _read(path: Path) -> tuple[Rates, float]:
     return rates, busy
 
 
-def _write(path: Path, rates: Rates, busy: float = 0.0) -> None:
+def _write(path: Path, rates: MachineRates, busy: float = 0.0) -> None:
     """All of it or nothing: other processes may write at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"version": VERSION, "busy": round(busy, 2), **dataclasses.asdict(rates)}

@@ -11,7 +11,7 @@ _IDLE, _WAITING, _FIELDS = 3, 4, 8
 to all there is."""
 
 
-class Others:
+class OtherProcesses:
     """What other processes take, from now on."""
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.device import properties
-from rewriters.device.kernel_scratch import Call, unfolded_at_once
-from rewriters.estimates.op_cost import DIRECT, NOMINAL, Rates
+from rewriters.device.kernel_scratch import KernelShape, unfolded_at_once
+from rewriters.estimates.op_cost import DIRECT, NOMINAL, MachineRates
 from rewriters.swapping.spill_store import SpillStore
 
 __all__: list[str] = []
@@ -54,7 +54,7 @@ SLOWER = 3
 """How many times as long a gradient for volumes takes without unfolding, where that cannot be measured."""
 
 
-def measured_rates() -> Rates:
+def measured_rates() -> MachineRates:
     """Measure, whatever graph is being traced."""
     with tf.init_scope(), tf.device(f"/{properties.name()}"):
         tf.fill([SETTLING // 4], 1.0)  # When it is given back, a C library's heap keeps pieces of that size.
@@ -65,7 +65,7 @@ def measured_rates() -> Rates:
         fresh = _fresh()
         flops, unfolded, weights = _arithmetic(touched, fresh)
         write, read = _disk()
-        return Rates(
+        return MachineRates(
             flops=flops,
             touched=touched,
             weights=weights,
@@ -315,7 +315,7 @@ def _kernel(op: str, volumes: int, channels: int) -> str:
 
 def _unfolded(op: str, volumes: int, channels: int) -> int:
     """Bytes of its own memory that the kernel of a volume's gradient takes."""
-    call, sizes = Call(volumes, SIDE**3, SIDE**3), (TAPS, VOLUME_CHANNELS, channels)
+    call, sizes = KernelShape(volumes, SIDE**3, SIDE**3), (TAPS, VOLUME_CHANNELS, channels)
     return unfolded_at_once(op, tf.float32, call, sizes) * tf.float32.size
 
 

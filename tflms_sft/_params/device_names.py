@@ -22,7 +22,7 @@ class Device(NamedTuple):
     number: int
 
 
-def parsed(name: object) -> Device:
+def parse_device(name: object) -> Device:
     """What a name means.
 
     Raises:
@@ -40,9 +40,9 @@ def parsed(name: object) -> Device:
     return Device(found["job"] or "localhost", int(found["task"] or 0), found["type"].upper(), int(found["index"]))
 
 
-def same(one: str, other: str) -> bool:
+def is_same_device(one: str, other: str) -> bool:
     """Whether two names mean one device."""
-    return parsed(one) == parsed(other)
+    return parse_device(one) == parse_device(other)
 
 
 def machine_of(name: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rewriters.pipelining.schedules import Schedule, make
-from tflms_sft._params.device_names import parsed
+from tflms_sft._params.device_names import parse_device
 
 _CHOICES = {
     "loss_reduction": ("mean", "sum"),
@@ -78,7 +78,7 @@ class PipelineParams:
             if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
                 raise TypeError(f"`devices` must be a list of names of devices. Received: devices={devices!r}.")
             for name in devices:
-                parsed(name)
+                parse_device(name)
             object.__setattr__(self, "devices", tuple(devices))
         make(self.schedule, self.num_stages or 1, self.micro_batches, self.data_replicas)
         if self.devices is not None and self.num_stages is not None:

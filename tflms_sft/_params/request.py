@@ -14,7 +14,7 @@ from tflms_sft._util.byte_sizes import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
+class RewriteRequest:
     """What to do with a step: tiles before swaps, both inside of the stages of a pipeline."""
 
     tiles: SFTParams | AutoParams | None = None
@@ -35,7 +35,7 @@ class Chosen:
             return "planning a pipeline"
         return "planning swaps" if self.tiles is None else "planning tiles"
 
-    def without_swaps(self, why: str) -> Chosen:
+    def without_swaps(self, why: str) -> RewriteRequest:
         """The same with tiles alone.
 
         Raises:
@@ -44,10 +44,10 @@ class Chosen:
         auto = isinstance(self.tiles, AutoParams)
         if self.swaps is not None or (auto and isinstance(self.tiles.swap, SwapParams)):  # type: ignore[union-attr]
             raise RewriteError(f"{why}, between which nothing can be swapped yet. Ask for tiles alone: `SFT`.")
-        return Chosen(dataclasses.replace(self.tiles, swap=False)) if auto else self  # type: ignore[type-var]
+        return RewriteRequest(dataclasses.replace(self.tiles, swap=False)) if auto else self  # type: ignore[type-var]
 
 
-def chosen_of(params: Any) -> Chosen:
+def parse_request(params: Any) -> RewriteRequest:
     """The parameter objects of a list.
 
     Raises:
@@ -81,5 +81,5 @@ def chosen_of(params: Any) -> Chosen:
     if tiles and swaps and isinstance(tiles[0], AutoParams):
         if tiles[0].swap is not True:
             raise ValueError(f"`params` tells twice what may be swapped: leave out `swap=`. Received: {params!r}.")
-        return Chosen(dataclasses.replace(tiles[0], swap=swaps[0]))
-    return Chosen(tiles[0] if tiles else None, swaps[0] if swaps else None, pipelines[0] if pipelines else None)
+        return RewriteRequest(dataclasses.replace(tiles[0], swap=swaps[0]))
+    return RewriteRequest(tiles[0] if tiles else None, swaps[0] if swaps else None, pipelines[0] if pipelines else None)

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid
 
@@ -91,7 +91,7 @@ def parse_num_tiles(value: Any, argument: str) -> NumTiles | None:
     return NumTiles(tuple(map(int, counts)), argument)
 
 
-def axis_names(analysis: Analysis, segment: Segment) -> list[str | None]:
+def axis_names(analysis: GraphAnalysis, segment: Segment) -> list[str | None]:
     """Names of the axes of what a segment tiles; `None` for the height of sequences, which have none."""
     tensors = [*segment.entries, *segment.exits, *segment.grad_entries]
     tensors += [tensor for loop in segment.loops for tensor in loop.writes]

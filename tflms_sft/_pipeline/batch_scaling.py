@@ -4,39 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
-from rewriters.analysis.constant_folding import Known
-from rewriters.analysis.graph_analysis import Analysis
-from rewriters.canonicalize.canonicalize import read
+from rewriters.analysis.constant_folding import ConstantFolder
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.ir.graph import Node, Tensor
-from rewriters.ir.static_values import Evaluator
-from rewriters.ir.symbolic_dims import Size
-from rewriters.pipelining.micro_batch_reduction import Growth
-from tflms_sft._trace.batch_traces import Traces
+from rewriters.ir.static_values import StaticEvaluator
+from rewriters.ir.symbolic_dims import SymbolicDim
+from rewriters.pipelining.micro_batch_reduction import BatchGrowth
+from tflms_sft._trace.batch_traces import BatchTraces
 
 
-class BatchSizes:
+class BatchScaling:
     """Whether a tensor's size goes with that of the batch.
 
     Two traces of one function name what they make alike, so that sizes can be compared.
     """
 
-    def __init__(self, traces: Traces, analysis: Analysis, for_tiles: bool = False) -> None:
+    def __init__(self, traces: BatchTraces, analysis: GraphAnalysis, for_tiles: bool = False) -> None:
         self._traces = traces
         self._sizes = analysis.evaluate.sizes
         self._whole: dict[str, Node] = {}
         self._evaluate = self._evaluate_whole = analysis.evaluate
-        self._known = self._known_whole = Known(analysis.graph)
+        self._known = self._known_whole = ConstantFolder(analysis.graph)
         if traces.micro is not traces.whole:
-            graph = read(traces.whole, for_tiles, opened=True)
+            graph = read_canonical(traces.whole, for_tiles, opened=True)
             self._whole = graph.nodes
-            self._evaluate_whole = Evaluator(graph)
-            self._known_whole = Known(graph)
+            self._evaluate_whole = StaticEvaluator(graph)
+            self._known_whole = ConstantFolder(graph)
         self._outputs = _by_result(analysis, traces.whole)
         self._compared = analysis.graph.nodes, self._whole
         self._compared_outputs = _by_result(analysis, traces.micro), self._outputs
         if traces.known is not None:
             pair = traces.known.micro, traces.known.whole
-            self._compared = tuple(read(one, for_tiles, opened=True).nodes for one in pair)  # type: ignore[assignment]
+            self._compared = tuple(read_canonical(one, for_tiles, opened=True).nodes for one in pair)  # type: ignore[assignment]
             self._compared_outputs = tuple(_by_result(analysis, one) for one in pair)  # type: ignore[assignment]
         inputs = (traces.known or traces).micro.inputs
         self._samples = next((inputs[p].shape[0] for p in traces.batched if inputs[p].shape.rank), None)
@@ -72,7 +72,7 @@ class BatchSizes:
         whole = self.whole_shape(tensor)
         return tensor.shape[0] is None or (bool(whole) and tensor.shape[0] != whole[0])
 
-    def growth(self, tensor: Tensor) -> Growth | None:
+    def growth(self, tensor: Tensor) -> BatchGrowth | None:
         """How much larger it is there; `None` if not just longer along some axes by the number of micro-batches."""
         if not self._compared[1]:
             return self._open_growth(tensor)
@@ -86,7 +86,7 @@ class BatchSizes:
             if of_batch != size:
                 axes.append(axis)
         whole_rows = axes[:1] == [0] and self._samples and here[0] % self._samples == 0
-        return Growth(tuple(axes), here[0] // self._samples if whole_rows else 0)
+        return BatchGrowth(tuple(axes), here[0] // self._samples if whole_rows else 0)
 
     def _shapes(self, tensor: Tensor) -> tuple[Any, Any]:
         """Its shapes in two traces for known sizes; results are the same one by their place."""
@@ -99,15 +99,15 @@ class BatchSizes:
             return None, None  # A step for any batch makes something else under that name.
         return here.outputs[tensor.index][1], whole.outputs[tensor.index][1]
 
-    def _open_growth(self, tensor: Tensor) -> Growth | None:
+    def _open_growth(self, tensor: Tensor) -> BatchGrowth | None:
         """The same of a step that there is one trace of."""
         if tensor.shape is None or None in tensor.shape[1:]:
             return None
         if None not in tensor.shape:
-            return Growth(())
+            return BatchGrowth(())
         size = self._sizes.of(tensor)
-        of_batch = isinstance(size, Size) and not size.arguments.isdisjoint(self._traces.batched)
-        return Growth((0,), 1) if of_batch else None
+        of_batch = isinstance(size, SymbolicDim) and not size.arguments.isdisjoint(self._traces.batched)
+        return BatchGrowth((0,), 1) if of_batch else None
 
 
 def _may_be(shape: Any, known: Any) -> bool:
@@ -117,13 +117,13 @@ def _may_be(shape: Any, known: Any) -> bool:
     return len(shape) == len(known) and all(a is None or a == b for a, b in zip(shape, known, strict=True))
 
 
-def _by_result(analysis: Analysis, concrete_fn: Any) -> dict[Tensor, Any]:
+def _by_result(analysis: GraphAnalysis, concrete_fn: Any) -> dict[Tensor, Any]:
     """Shapes of the results of a trace, by what they are in the analysis."""
     results = zip(analysis.graph.outputs, concrete_fn.outputs, strict=True)
     return {own: tuple(t.shape) if t.shape.rank is not None else None for own, t in results}
 
 
-def _value(tensor: Tensor, known: Known, evaluate: Evaluator) -> Any:
+def _value(tensor: Tensor, known: ConstantFolder, evaluate: StaticEvaluator) -> Any:
     """The numbers that a tensor holds, or the size that it is."""
     found = known(tensor)
     if found is not None:

@@ -8,41 +8,41 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import Graph, Tensor
 from rewriters.pipelining import pipeline_pass
-from rewriters.pipelining.micro_batch_unroll import Request
+from rewriters.pipelining.micro_batch_unroll import UnrollSpec
 from rewriters.pipelining.schedules import Schedule, make
 from rewriters.pipelining.stage_assignment import Stages, assign_stages
-from rewriters.pipelining.stage_passes import Staged, with_tiles
-from rewriters.pipelining.step_partition import Parts, split_step
-from rewriters.step_importer import Importer
-from rewriters.tiling.ft_segments import LeftAlone
+from rewriters.pipelining.stage_passes import StagedStep, with_tiles
+from rewriters.pipelining.step_partition import StepPartition, split_step
+from rewriters.step_importer import StepImporter
+from rewriters.tiling.ft_segments import SkippedOps
 from tflms_sft._params import device_names
 from tflms_sft._params.pipeline_params import PipelineParams
-from tflms_sft._params.request import Chosen
+from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import SFTParams
 from tflms_sft._pipeline import device_selection
-from tflms_sft._pipeline.batch_scaling import BatchSizes
-from tflms_sft._pipeline.micro_batch_check import judged
+from tflms_sft._pipeline.batch_scaling import BatchScaling
+from tflms_sft._pipeline.micro_batch_check import check_micro_batches
 from tflms_sft._pipeline.report import Inside, Planned, plan_of
-from tflms_sft._planner.requested_tiles import Staging, plan_sft
+from tflms_sft._planner.requested_tiles import StageBounds, plan_sft
 from tflms_sft._planner.stage_cuts import choose_cuts, cut_names, named_cuts
 from tflms_sft._planner.swap_planner import swap_in_stages
-from tflms_sft._planner.traced_step import Traced, analyse
+from tflms_sft._planner.traced_step import TracedStep, analyse_step
 from tflms_sft._report.plan import Plan
-from tflms_sft._trace.batch_traces import Traces, require_even, trace
+from tflms_sft._trace.batch_traces import BatchTraces, require_even, trace
 from tflms_sft._trace.layer_names import captured, display_names, variable_names
 from tflms_sft._util.text import shortened
 
 _MOST_NAMES = 4
 
 
-def pipelined(
-    step: Any, chosen: Chosen, args: Any, kwargs: Any, batch: int | None = None
-) -> tuple[Any, Importer, Plan]:
+def build_pipeline(
+    step: Any, chosen: RewriteRequest, args: Any, kwargs: Any, batch: int | None = None
+) -> tuple[Any, StepImporter, Plan]:
     """Rewrite a step.
 
     Args:
@@ -70,7 +70,7 @@ def pipelined(
     if traces.batch is None:
         planned, plan = _planned(traces, chosen, chosen.pipeline)
         importer = _importer(planned)
-        importer.other = Importer(_as_one(planned), traces.whole, importer.tier)
+        importer.other = StepImporter(_as_one(planned), traces.whole, importer.tier)
         others = f"whose size is no multiple of {traces.count}"
     else:
         assert traces.known is not None
@@ -84,7 +84,7 @@ def pipelined(
     return traces.whole, importer, plan
 
 
-def _planned(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Planned, Plan]:
+def _planned(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) -> tuple[Planned, Plan]:
     """The pipeline, and the plan that tells of it."""
     planned, notes = _built(traces, chosen, params)
     plan = plan_of(planned)
@@ -92,8 +92,8 @@ def _planned(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Pl
     return planned, plan
 
 
-def _importer(planned: Planned) -> Importer:
-    return Importer(planned.built.graph, planned.traces.micro, planned.inside.tier)
+def _importer(planned: Planned) -> StepImporter:
+    return StepImporter(planned.built.graph, planned.traces.micro, planned.inside.tier)
 
 
 def _as_one(planned: Planned) -> Graph:
@@ -105,7 +105,7 @@ def _as_one(planned: Planned) -> Graph:
     return pipeline_pass.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places).graph
 
 
-def _for_any_batch(traces: Traces, chosen: Chosen, like: Planned) -> Importer:
+def _for_any_batch(traces: BatchTraces, chosen: RewriteRequest, like: Planned) -> StepImporter:
     """The same of a step whose pipeline is made for batches of one size."""
     assert chosen.pipeline is not None
     named = chosen.pipeline.stages
@@ -121,29 +121,29 @@ def _for_any_batch(traces: Traces, chosen: Chosen, like: Planned) -> Importer:
     return _importer(_built(dataclasses.replace(traces, known=None, count=1), chosen, params)[0])
 
 
-def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Planned, tuple[str, ...]]:
+def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) -> tuple[Planned, tuple[str, ...]]:
     """The pipeline, and what a plan says of it."""
     samples = max(traces.batch // params.total_micro_batches, 1) if traces.batch else None
     for_tiles = chosen.tiles is not None
-    traced = analyse(traces.micro, traces.record, samples, for_tiles, opened=True)
+    traced = analyse_step(traces.micro, traces.record, samples, for_tiles, opened=True)
     analysis = traced.analysis
     analysis.require_backward()
-    sizes = BatchSizes(traces, analysis, for_tiles)
+    sizes = BatchScaling(traces, analysis, for_tiles)
     parts = split_step(analysis, traces.batched, traces.hints, params.total_micro_batches > 1)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
-    judgement = judged(traces, params, analysis)
-    devices = device_selection.chosen(params, stages.count)
+    judgement = check_micro_batches(traces, params, analysis)
+    devices = device_selection.select_devices(params, stages.count)
     schedule = params.made(stages.count)
     where = _variable_devices(traces.micro, analysis)
     if params.placement == "check":
         _check_placement(traces.micro, analysis, parts, stages, schedule, devices, where)
-    inside = Inside(Staged(analysis, parts, stages, traces.batched))
+    inside = Inside(StagedStep(analysis, parts, stages, traces.batched))
     if chosen.tiles is not None or chosen.swaps is not None:
         inside = _inside_of_stages(traced, inside.staged, chosen, cuts, devices, schedule)
         where = _variable_devices(traces.micro, inside.staged.analysis)
     staged = inside.staged
-    request = Request(
+    request = UnrollSpec(
         params.total_micro_batches,
         traces.batched,
         lambda tensor: judgement.is_mean(staged.traced(tensor)),
@@ -160,9 +160,9 @@ def _built(traces: Traces, chosen: Chosen, params: PipelineParams) -> tuple[Plan
 
 
 def _inside_of_stages(
-    traced: Traced,
-    staged: Staged,
-    chosen: Chosen,
+    traced: TracedStep,
+    staged: StagedStep,
+    chosen: RewriteRequest,
     cuts: Sequence[Sequence[Tensor]],
     devices: Sequence[str],
     schedule: Schedule,
@@ -171,12 +171,12 @@ def _inside_of_stages(
     for node in traced.analysis.graph.nodes.values():
         node.device = ""  # Stages have devices, and what the step was traced with would stay in the bodies of loops.
     plans: list[SegmentPlan] = []
-    left: list[LeftAlone] = []
+    left: list[SkippedOps] = []
     if chosen.tiles is not None:
         assert isinstance(chosen.tiles, SFTParams)
         names = display_names(traced.analysis.graph, traced.record)
         shown = [", ".join(names.get(t, t.name) for t in cut) for cut in cuts]
-        plans, left = plan_sft(traced, chosen.tiles, Staging(staged.stages, shown))
+        plans, left = plan_sft(traced, chosen.tiles, StageBounds(staged.stages, shown))
         staged = with_tiles(staged, plans) if plans else staged
     tier = None
     if chosen.swaps is not None:
@@ -184,16 +184,16 @@ def _inside_of_stages(
     return Inside(staged, plans, left, tier, chosen.swaps)
 
 
-def _cuts(traced: Traced, params: PipelineParams) -> list[list[Tensor]]:
+def _cuts(traced: TracedStep, params: PipelineParams) -> list[list[Tensor]]:
     if isinstance(params.stages, tuple):
         return named_cuts(traced, params.stages)
     count = params.num_stages
     if count is None:
-        count = max(len(device_selection.available()) // params.data_replicas, 1)
+        count = max(len(device_selection.available_devices()) // params.data_replicas, 1)
     return choose_cuts(traced, count)
 
 
-def _variable_devices(concrete_fn: Any, analysis: Analysis) -> dict[Tensor, str]:
+def _variable_devices(concrete_fn: Any, analysis: GraphAnalysis) -> dict[Tensor, str]:
     """Where each variable lies, by its handle."""
     found = captured(concrete_fn, analysis.graph)
     places = {handle: getattr(tensor, "device", "") for handle, tensor in found if handle.dtype == tf.resource}
@@ -202,8 +202,8 @@ def _variable_devices(concrete_fn: Any, analysis: Analysis) -> dict[Tensor, str]
 
 def _check_placement(
     concrete_fn: Any,
-    analysis: Analysis,
-    parts: Parts,
+    analysis: GraphAnalysis,
+    parts: StepPartition,
     stages: Stages,
     schedule: Schedule,
     devices: Sequence[str],
@@ -217,8 +217,12 @@ def _check_placement(
     names = variable_names(concrete_fn, analysis.graph)
     wrong = []
     for handle, stage in {**stages.owner, **stages.beside}.items():
-        wanted = devices[pipeline_pass.home(schedule, stage)]
-        if handle in where and handle not in parts.chained and not device_names.same(where[handle], wanted):
+        wanted = devices[pipeline_pass.owner_device(schedule, stage)]
+        if (
+            handle in where
+            and handle not in parts.carried_variables
+            and not device_names.is_same_device(where[handle], wanted)
+        ):
             name = names.get(handle, handle.node.name)
             wrong.append(f"{name!r} of stage {stage} is on {where[handle]} and should be on {wanted}")
     if wrong:

@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tflms_sft._params.device_names import parsed
+from tflms_sft._params.device_names import parse_device
 from tflms_sft._params.pipeline_params import PipelineParams
 
 
-def available() -> list[str]:
+def available_devices() -> list[str]:
     """Devices that a pipeline takes if none are named: accelerators, or else logical CPUs."""
     found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     return [device.name for device in found]
 
 
-def found(names: Sequence[str]) -> list[str]:
+def find_devices(names: Sequence[str]) -> list[str]:
     """The names as TensorFlow writes them.
 
     Raises:
         ValueError: If there is no such device.
     """
-    known = {parsed(device.name): device.name for device in tf.config.list_logical_devices()}
-    missing = [name for name in names if parsed(name) not in known]
+    known = {parse_device(device.name): device.name for device in tf.config.list_logical_devices()}
+    missing = [name for name in names if parse_device(name) not in known]
     if missing:
-        afar = any(parsed(name).job != "localhost" for name in missing)
+        afar = any(parse_device(name).job != "localhost" for name in missing)
         made = "Logical devices are made by `tf.config.set_logical_device_configuration`"
         if afar:
             made = "Those of other machines are there after `tflms_sft.connect(...)`"
@@ -33,10 +33,10 @@ def found(names: Sequence[str]) -> list[str]:
             f"`devices` names {missing}, which this program does not have. It has: {list(known.values())}. {made}, "
             "before anything else is done."
         )
-    return [known[parsed(name)] for name in names]
+    return [known[parse_device(name)] for name in names]
 
 
-def chosen(params: PipelineParams, num_stages: int) -> list[str]:
+def select_devices(params: PipelineParams, num_stages: int) -> list[str]:
     """The devices of a pipeline: those named, or the first ones.
 
     Raises:
@@ -44,8 +44,8 @@ def chosen(params: PipelineParams, num_stages: int) -> list[str]:
     """
     if params.devices is not None:
         params.check_devices(len(params.devices), num_stages)
-        return found(params.devices)
-    known = available()
+        return find_devices(params.devices)
+    known = available_devices()
     needed = num_stages * params.data_replicas
     if len(known) < needed:
         raise ValueError(

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from rewriters.analysis.autodiff_roles import is_seed
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.batch_semantics.domain import Sizes
-from rewriters.batch_semantics.equivalence import Samples, samples, unfit
+from rewriters.batch_semantics.equivalence import EquivalenceReport, analyse_equivalence, unfit
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import LOOPS, Node, Tensor, ancestors
 from rewriters.ir.inlining import is_xla_call
-from rewriters.ir.static_values import is_rounded
+from rewriters.ir.static_values import is_inexact
 from rewriters.pipelining.step_partition import split_step
 from tflms_sft._params.pipeline_params import PipelineParams
-from tflms_sft._pipeline.batch_scaling import BatchSizes
-from tflms_sft._planner.traced_step import analyse
-from tflms_sft._trace.batch_traces import Traces, settled
+from tflms_sft._pipeline.batch_scaling import BatchScaling
+from tflms_sft._planner.traced_step import analyse_step
+from tflms_sft._trace.batch_traces import BatchTraces, settled
 from tflms_sft._trace.layer_names import part_name, variable_names
 from tflms_sft._util.text import shortened
 
@@ -31,7 +31,7 @@ _EXAMPLES = " Or give the step example arguments, whose size it is judged by the
 
 
 @dataclasses.dataclass(frozen=True)
-class Judgement:
+class MicroBatchContract:
     """How micro-batches come together.
 
     Attributes:
@@ -47,7 +47,9 @@ class Judgement:
     is_alike: Callable[[Tensor], bool] = dataclasses.field(default=lambda tensor: True)
 
 
-def judged(traces: Traces, params: PipelineParams, like: Analysis | None = None) -> Judgement:
+def check_micro_batches(
+    traces: BatchTraces, params: PipelineParams, like: GraphAnalysis | None = None
+) -> MicroBatchContract:
     """Find out how micro-batches come together.
 
     Args:
@@ -60,20 +62,20 @@ def judged(traces: Traces, params: PipelineParams, like: Analysis | None = None)
     """
     mean = params.loss_reduction == "mean"
     if params.total_micro_batches == 1:
-        return Judgement((), lambda tensor: mean)
+        return MicroBatchContract((), lambda tensor: mean)
     others, is_open, unsettled = traces.others, traces.known is not None, traces.known or traces
     traces = settled(unsettled)
-    analysis = analyse(traces.micro, traces.record, None, for_tiles=False, opened=True).analysis
+    analysis = analyse_step(traces.micro, traces.record, None, for_tiles=False, opened=True).analysis
     _refuse_bodies(analysis, traces)
     parts = split_step(analysis, traces.batched, traces.hints)
-    sizes = BatchSizes(traces, analysis)
+    sizes = BatchScaling(traces, analysis)
     batch = traces.batch // params.total_micro_batches if traces.batch else None
     told = Sizes(sizes.whole_shape, sizes.values, sizes.growth, params.total_micro_batches, batch)
-    found = samples(analysis, parts, told, traces.hints.repeated)
-    judge = _Judge(traces, analysis, params, found, analysis.sorted(set(parts.update)))
+    found = analyse_equivalence(analysis, parts, told, traces.hints.per_micro_batch)
+    judge = RefusalReporter(traces, analysis, params, found, analysis.sorted(set(parts.update)))
     notes = judge.joined()
     judge.refuse_sizes(sizes)
-    judge.refuse_gradients([t for t in parts.gradients if t.node in parts.direct])
+    judge.refuse_gradients([t for t in parts.gradients if t.node in parts.batch_dependent])
     judge.refuse_results(analysis)
     judge.refuse_attributes(analysis, sizes)
     for other in others:
@@ -85,10 +87,10 @@ def judged(traces: Traces, params: PipelineParams, like: Analysis | None = None)
     # Of a step that there is one trace of, for any batch, it cannot be told, and is what the parameters say.
     unknown = mean if found.joined or traces.micro is traces.whole else None
     values = _Told(analysis, found, like or analysis, unknown, is_open)
-    return Judgement(notes + judge.unknown(), values.is_mean, values.factors(), values.is_alike)
+    return MicroBatchContract(notes + judge.unknown(), values.is_mean, values.factors(), values.is_alike)
 
 
-def _refuse_turns(other: Traces, params: PipelineParams, compared: str, remedy: str) -> None:
+def _refuse_turns(other: BatchTraces, params: PipelineParams, compared: str, remedy: str) -> None:
     """Refuse numbers that go with other sizes otherwise than with those of the step that is judged by.
 
     Args:
@@ -100,13 +102,15 @@ def _refuse_turns(other: Traces, params: PipelineParams, compared: str, remedy: 
     Raises:
         PipelineError: With one of them.
     """
-    analysis = analyse(other.micro, other.record, None, for_tiles=False, opened=True).analysis
+    analysis = analyse_step(other.micro, other.record, None, for_tiles=False, opened=True).analysis
     parts = split_step(analysis, other.batched, other.hints)
-    sizes = BatchSizes(other, analysis)
+    sizes = BatchScaling(other, analysis)
     assert other.batch is not None
     part = other.batch // other.count
     told = Sizes(sizes.whole_shape, sizes.values, sizes.growth, other.count, part)
-    judge = _Judge(other, analysis, params, samples(analysis, parts, told, other.hints.repeated), [])
+    judge = RefusalReporter(
+        other, analysis, params, analyse_equivalence(analysis, parts, told, other.hints.per_micro_batch), []
+    )
     try:
         judge.refuse_sizes(sizes)
     except PipelineError as error:
@@ -120,7 +124,14 @@ class _Told:
         PipelineError: By each method, if the step for any batch has something that the one for a known batch has not.
     """
 
-    def __init__(self, analysis: Analysis, found: Samples, like: Analysis, unknown: bool | None, is_open: bool) -> None:
+    def __init__(
+        self,
+        analysis: GraphAnalysis,
+        found: EquivalenceReport,
+        like: GraphAnalysis,
+        unknown: bool | None,
+        is_open: bool,
+    ) -> None:
         self._nodes = analysis.graph.nodes
         self._like = like.graph.nodes
         self._found = found
@@ -169,7 +180,7 @@ class _Told:
             )
 
 
-def _refuse_bodies(analysis: Analysis, traces: Traces) -> None:
+def _refuse_bodies(analysis: GraphAnalysis, traces: BatchTraces) -> None:
     """Refuse a forward loop that gradients go through, which fills lists that autodiff has made for its own loop.
 
     And what XLA compiles, which cannot be looked into.
@@ -195,7 +206,7 @@ def _refuse_bodies(analysis: Analysis, traces: Traces) -> None:
 class _Names:
     """What a user knows operations and variables by."""
 
-    def __init__(self, traces: Traces, analysis: Analysis) -> None:
+    def __init__(self, traces: BatchTraces, analysis: GraphAnalysis) -> None:
         self._record = traces.record
         self._variables = variable_names(traces.micro, analysis.graph)
 
@@ -214,11 +225,16 @@ class _Names:
         return shortened(list(dict.fromkeys(map(self.of, several))), _MOST_NAMES)
 
 
-class _Judge:
+class RefusalReporter:
     """What is made of what was found out: refusals and notes."""
 
     def __init__(
-        self, traces: Traces, analysis: Analysis, params: PipelineParams, found: Samples, update: Sequence[Node]
+        self,
+        traces: BatchTraces,
+        analysis: GraphAnalysis,
+        params: PipelineParams,
+        found: EquivalenceReport,
+        update: Sequence[Node],
     ) -> None:
         self.names = _Names(traces, analysis)
         self.params = params
@@ -251,7 +267,7 @@ class _Judge:
             notes += (f"a metric may come out otherwise, because it does not add up over micro-batches: {shown}",)
         return notes
 
-    def refuse_sizes(self, sizes: BatchSizes) -> None:
+    def refuse_sizes(self, sizes: BatchScaling) -> None:
         """Refuse numbers that go with the size of the batch, and by no power of it.
 
         Raises:
@@ -267,7 +283,7 @@ class _Judge:
                 "that is given, such as that of the batch as an argument without axes, or use `micro_batches=1`."
             )
 
-    def refuse_attributes(self, analysis: Analysis, sizes: BatchSizes) -> None:
+    def refuse_attributes(self, analysis: GraphAnalysis, sizes: BatchScaling) -> None:
         """Refuse operations that Python code has made others for a part of the batch.
 
         Raises:
@@ -336,7 +352,7 @@ class _Judge:
         if not mean and found.unlike:
             raise _unlike(found.unlike[0])
 
-    def refuse_results(self, analysis: Analysis) -> None:
+    def refuse_results(self, analysis: GraphAnalysis) -> None:
         """Refuse results that add to a sum over samples what is not of the batch, or read of it what is half done.
 
         Gradients may: where they are means, those of a penalty are the same for a part of the batch.
@@ -352,7 +368,7 @@ class _Judge:
             )
         made = ancestors(t.node for t in analysis.graph.outputs) if self.found.unlike else set()
         for node in self.found.unlike:
-            if node in made and node not in analysis.backward and is_rounded(node.out().dtype):
+            if node in made and node not in analysis.backward and is_inexact(node.out().dtype):
                 raise _unlike(node)
 
     def unknown(self) -> tuple[str, ...]:

@@ -9,35 +9,35 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.kernel_scratch import op_scratch
-from rewriters.device.peak_memory import most_alive, together
+from rewriters.device.peak_memory import concurrent_scratch, most_alive
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
-from rewriters.estimates.loop_memory import phase_scratch
+from rewriters.estimates.loop_memory import iteration_peak_bytes
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import LOOPS, Node, Tensor
-from rewriters.pipelining.micro_batch_unroll import Request
-from rewriters.pipelining.pipeline_pass import Pipelined, home
+from rewriters.pipelining.micro_batch_unroll import UnrollSpec
+from rewriters.pipelining.pipeline_pass import Pipelined, owner_device
 from rewriters.pipelining.schedule_simulator import draw, simulate
-from rewriters.pipelining.schedules import Pass, Schedule
-from rewriters.pipelining.stage_assignment import Stages, crossings, in_slots
-from rewriters.pipelining.stage_passes import Staged
+from rewriters.pipelining.schedules import Direction, Schedule
+from rewriters.pipelining.stage_assignment import Stages, scheduled_ops, stage_transfers
+from rewriters.pipelining.stage_passes import StagedStep
 from rewriters.swapping.swap_pass import Swap
 from rewriters.swapping.tiers import DiskTier, HostTier
-from rewriters.tiling.ft_segments import LeftAlone
+from rewriters.tiling.ft_segments import SkippedOps
 from tflms_sft._machine.calibration import kept_rates
 from tflms_sft._params import device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner import swap_planner
-from tflms_sft._planner.traced_step import Traced, analyse, predict, prediction, reasons
+from tflms_sft._planner.traced_step import TracedStep, analyse_step, predict, prediction, reasons
 from tflms_sft._report.pipeline_plan import PlannedPipeline, PlannedStage
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import PlannedSwap, Prediction
-from tflms_sft._report.segment_report import described, shares
+from tflms_sft._report.segment_report import describe_segment, shares
 from tflms_sft._trace.layer_names import captured, display_names
 
 if TYPE_CHECKING:
-    from tflms_sft._trace.batch_traces import Traces
+    from tflms_sft._trace.batch_traces import BatchTraces
 
 
 WITH_THE_SLOT = "the slot before"
@@ -56,9 +56,9 @@ class Inside:
         swaps: What was asked for then.
     """
 
-    staged: Staged
+    staged: StagedStep
     plans: Sequence[SegmentPlan] = ()
-    left: Sequence[LeftAlone] = ()
+    left: Sequence[SkippedOps] = ()
     tier: HostTier | DiskTier | None = None
     swaps: SwapParams | None = None
 
@@ -79,18 +79,18 @@ class Planned:
         request: How the step was cut into micro-batches; for a report it does not matter.
     """
 
-    traces: Traces
-    traced: Traced
+    traces: BatchTraces
+    traced: TracedStep
     inside: Inside
     cuts: Sequence[Sequence[Tensor]]
     schedule: Schedule
     devices: Sequence[str]
     built: Pipelined
     where: Mapping[Tensor, str]
-    request: Request
+    request: UnrollSpec
 
     @property
-    def staged(self) -> Staged:
+    def staged(self) -> StagedStep:
         """The step that the pipeline was made from."""
         return self.inside.staged
 
@@ -100,14 +100,14 @@ class Planned:
         return self.staged.stages
 
     @property
-    def analysis(self) -> Analysis:
+    def analysis(self) -> GraphAnalysis:
         """Its analysis, with loops and swaps."""
         return self.staged.analysis
 
     @functools.cached_property
     def crossings(self) -> list[tuple[Tensor, int, int]]:
         """What goes from stage to stage; what is swapped goes by way of the tier, under a number."""
-        return [found for found in crossings(self.analysis, self.stages) if found[0].node not in self.staged.outs]
+        return [found for found in stage_transfers(self.analysis, self.stages) if found[0].node not in self.staged.outs]
 
     @property
     def sizes_of_variables(self) -> list[tuple[Tensor, int]]:
@@ -122,7 +122,7 @@ class Planned:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
+class _ResidentBytes:
     """Bytes of a stage that are on its device all the time.
 
     Attributes:
@@ -139,14 +139,14 @@ class _Stage:
 
     def __init__(self, planned: Planned, number: int) -> None:
         analysis, parts, outs = planned.analysis, planned.staged.parts, planned.staged.outs
-        own = [n for n in analysis.order if n in parts.repeated and planned.stages.of.get(n) == number]
+        own = [n for n in analysis.order if n in parts.per_micro_batch and planned.stages.of.get(n) == number]
         self.planned = planned
         self.batch = planned.traced.batch
-        self.readers = analysis.readers
+        self.readers = analysis.consumers
         self.phases = planned.staged.phases
         self.forward = [n for n in own if n not in analysis.backward]
         self.backward = [n for n in own if n in analysis.backward]
-        made = {n for n in parts.repeated if n not in analysis.backward and n not in outs}
+        made = {n for n in parts.per_micro_batch if n not in analysis.backward and n not in outs}
         # What a later stage's backward phase sends is there only while it is read.
         read = dict.fromkeys(t for node in self.backward for t in node.inputs if t.node in made)
         self.waiting_bytes = sum(t.num_bytes(self.batch) for t in read)
@@ -157,12 +157,14 @@ class _Stage:
         made = (node.out(index) for node in nodes for index in range(len(node.outputs)))
         outside = [t for t in made if any(reader not in inside for reader, _ in self.readers.get(t, ()))]
         here = [node for node in nodes if node not in away]
-        return most_alive(here, self.batch, outside, together({node: self._own_bytes(node) for node in here}, here))
+        return most_alive(
+            here, self.batch, outside, concurrent_scratch({node: self._own_bytes(node) for node in here}, here)
+        )
 
     def _own_bytes(self, node: Node) -> int:
         """What an operation takes only while it runs: of a loop, a turn."""
         if node in self.phases:
-            return phase_scratch(self.phases[node], self.batch) if node.op in LOOPS else 0
+            return iteration_peak_bytes(self.phases[node], self.batch) if node.op in LOOPS else 0
         return op_scratch(node, self.batch)
 
     def seconds(self, nodes: Sequence[Node]) -> float:
@@ -189,7 +191,7 @@ def plan_of(planned: Planned) -> Plan:
     """Describe a pipeline."""
     traces, traced, schedule = planned.traces, planned.traced, planned.schedule
     one = schedule.micro_batches == 1
-    whole = traced if one else analyse(traces.whole, None, traces.batch, for_tiles=False)
+    whole = traced if one else analyse_step(traces.whole, None, traces.batch, for_tiles=False)
     whole.go_by(kept_rates())
     traced.go_by(kept_rates())
     stages = [_Stage(planned, number) for number in range(planned.stages.count)]
@@ -227,7 +229,7 @@ def plan_of(planned: Planned) -> Plan:
         changed=True,
         batch=whole.batch,
         batch_is_fixed=whole.batch_is_fixed,
-        segments=tuple(described(traced.costs, *pair, own) for pair in zip(plans, parts, strict=True)),
+        segments=tuple(describe_segment(traced.costs, *pair, own) for pair in zip(plans, parts, strict=True)),
         rest_waiting_bytes=rest.waiting_bytes,
         rest_time_share=rest.time_share,
         left_alone=reasons(traced, planned.inside.left),
@@ -244,7 +246,7 @@ def _with_swaps(planned: Planned, tier: HostTier | DiskTier, plan: Plan) -> Plan
     by_name = {tensor.name: name for tensor, name in planned.names.items()}
     names = {s.tensor: by_name[s.tensor.name] for s in staged.swaps if s.tensor.name in by_name}
     told = swap_planner.described(staged.swaps, batch, names)
-    slotted = set(in_slots(staged.analysis, staged.parts, staged.stages))
+    slotted = set(scheduled_ops(staged.analysis, staged.parts, staged.stages))
     return dataclasses.replace(
         plan,
         swaps=tuple(_in_stages(planned, slotted, swap, one) for swap, one in zip(staged.swaps, told, strict=True)),
@@ -264,7 +266,7 @@ def _in_stages(planned: Planned, slotted: Container[Node], swap: Swap, told: Pla
     return dataclasses.replace(told, controls=tuple(controls))
 
 
-def _described(planned: Planned, number: int, stage: _Stage, held: _Held) -> PlannedStage:
+def _described(planned: Planned, number: int, stage: _Stage, held: _ResidentBytes) -> PlannedStage:
     traced, cuts, names = planned.traced, planned.cuts, planned.names
     analysis, batch = planned.analysis, traced.batch
     own = display_names(traced.analysis.graph, traced.record)
@@ -299,7 +301,7 @@ def _names_in(planned: Planned, number: int) -> tuple[str, ...]:
 
 def _devices_of(schedule: Schedule, stage: int) -> list[int]:
     """Devices that run a stage, the one that keeps its weights first."""
-    first = home(schedule, stage)
+    first = owner_device(schedule, stage)
     return [first, *(other for other in schedule.devices_of(stage) if other != first)]
 
 
@@ -309,7 +311,7 @@ def _crossing(planned: Planned) -> tuple[tuple[str, int, int, int], ...]:
     return tuple((names.get(t, t.name), a, b, t.num_bytes(traced.batch)) for t, a, b in found)
 
 
-def _held(planned: Planned) -> list[_Held]:
+def _held(planned: Planned) -> list[_ResidentBytes]:
     """Bytes of the variables of each stage; counters and metrics, which have none, are few."""
     stages = planned.stages
     own, beside = [0] * stages.count, [0] * stages.count
@@ -318,30 +320,31 @@ def _held(planned: Planned) -> list[_Held]:
             own[stages.owner[handle]] += size
         else:
             beside[stages.beside.get(handle, 0)] += size
-    return [_Held(*both) for both in zip(own, beside, strict=True)]
+    return [_ResidentBytes(*both) for both in zip(own, beside, strict=True)]
 
 
-def _peaks(planned: Planned, held: Sequence[_Held], stages: Sequence[_Stage]) -> tuple[int, ...]:
+def _peaks(planned: Planned, held: Sequence[_ResidentBytes], stages: Sequence[_Stage]) -> tuple[int, ...]:
     """Of each device: variables, copies of those that are elsewhere, gradients that are added up, and more.
 
     That is what waits of micro-batches and what a slot makes, or at the end what the update makes.
     """
     schedule = planned.schedule
     working = [
-        {Pass.FORWARD: stage.working(stage.forward), Pass.BACKWARD: stage.working(stage.backward)} for stage in stages
+        {Direction.FORWARD: stage.working(stage.forward), Direction.BACKWARD: stage.working(stage.backward)}
+        for stage in stages
     ]
     own, owned = _variables_on(planned)
     result = []
     for number, slots in enumerate(schedule.devices):
         read = sum(held[stage].weights for stage in schedule.stages_on(number))
-        homes = [stage for stage in schedule.stages_on(number) if home(schedule, stage) == number]
+        homes = [stage for stage in schedule.stages_on(number) if owner_device(schedule, stage) == number]
         copies = read - owned[number]
         added = sum(held[stage].weights for stage in homes) if schedule.micro_batches > 1 else 0
         alive, most = 0, 0
         for slot in slots:
             most = max(most, alive + working[slot.stage][slot.kind])
             waiting = stages[slot.stage].waiting_bytes
-            alive += waiting if slot.kind is Pass.FORWARD else -waiting
+            alive += waiting if slot.kind is Direction.FORWARD else -waiting
             most = max(most, alive)
         result.append(own[number] + max(copies + added + most, _of_update(planned, number)))
     return tuple(result)
@@ -356,10 +359,10 @@ def _variables_on(planned: Planned) -> tuple[list[int], list[int]]:
     own, owned = [0] * len(planned.devices), [0] * len(planned.devices)
     for handle, size in planned.sizes_of_variables:
         stage = stages.owner.get(handle, stages.beside.get(handle))
-        number = home(schedule, stage or 0)
+        number = owner_device(schedule, stage or 0)
         place = planned.where.get(handle, planned.devices[number])
-        if not device_names.same(planned.devices[number], place):
-            number = next((n for n, name in enumerate(planned.devices) if device_names.same(name, place)), -1)
+        if not device_names.is_same_device(planned.devices[number], place):
+            number = next((n for n, name in enumerate(planned.devices) if device_names.is_same_device(name, place)), -1)
         if number >= 0:  # Or on a device that runs nothing.
             own[number] += size
             owned[number] += size if handle in stages.owner and stage in schedule.stages_on(number) else 0
@@ -372,12 +375,12 @@ def _of_update(planned: Planned, number: int) -> int:
     graph = planned.built.graph
     names = {node.name for node in planned.staged.parts.update}
     update = [n for n in graph.execution_order() if n.name in names]
-    here = [n for n in update if n.device and device_names.same(n.device, planned.devices[number])]
+    here = [n for n in update if n.device and device_names.is_same_device(n.device, planned.devices[number])]
     here = [n for n in here if n.op != "ReadVariableOp"]  # What reads a variable where it is makes nothing.
     made, local = set(update), set(here)
     inputs = {t for node in here for t in node.inputs if t.node not in local and t.dtype != tf.resource}
     gradients = {t for t in inputs if t.node not in made and t.node.op != "ReadVariableOp"}
-    come = [t for t in inputs - gradients if not device_names.same(t.node.device, planned.devices[number])]
+    come = [t for t in inputs - gradients if not device_names.is_same_device(t.node.device, planned.devices[number])]
     largest = max((t.num_bytes(batch) for t in come), default=0)  # Each is read as soon as it is there.
     return sum(t.num_bytes(batch) for t in gradients) + largest + most_alive(here, batch)
 

@@ -16,8 +16,8 @@ from tflms_sft._params import device_names
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._pipeline import device_selection
 from tflms_sft._planner.stage_cuts import choose_cuts, cut_names, named_cuts
-from tflms_sft._planner.traced_step import Traced, analyse
-from tflms_sft._trace.step_tracing import traced_once
+from tflms_sft._planner.traced_step import TracedStep, analyse_step
+from tflms_sft._trace.step_tracing import trace_step
 
 _BATCH = 2
 """Samples that a model is traced for whose batch is open; which layer is in which stage does not depend on it."""
@@ -56,7 +56,7 @@ def stage_devices(model: Any, cuts: Any = "auto", devices: Any = None, *, inputs
     traced = _probe(model, _specs(model, inputs))
     chosen = _chosen(traced, params)
     stages = assign_stages(traced.analysis, chosen)
-    places = device_selection.chosen(params, stages.count)
+    places = device_selection.select_devices(params, stages.count)
     moved = [_move(variable, places[stage]) for variable, stage in _stage_of_variables(model, traced, stages)]
     if any(moved):
         _forget_traces(model)
@@ -89,7 +89,7 @@ def _specs(model: Any, inputs: Any) -> Any:
     return specs[0] if isinstance(model, keras.Sequential) else tf.nest.pack_sequence_as(model.input, specs)
 
 
-def _probe(model: Any, specs: Any) -> Traced:
+def _probe(model: Any, specs: Any) -> TracedStep:
     """The model with some loss: where its layers are in a graph and which tensors wait, its own would not change."""
 
     def step(data: Any) -> Any:
@@ -98,17 +98,17 @@ def _probe(model: Any, specs: Any) -> Traced:
             loss = tf.add_n([tf.reduce_sum(tf.square(tf.cast(result, tf.float32))) for result in results])
         return [g for g in tape.gradient(loss, model.trainable_variables) if g is not None]
 
-    concrete_fn, record = traced_once(tf.function(step, autograph=False), (specs,), {})
-    return analyse(concrete_fn, record, None, for_tiles=False, opened=True)
+    concrete_fn, record = trace_step(tf.function(step, autograph=False), (specs,), {})
+    return analyse_step(concrete_fn, record, None, for_tiles=False, opened=True)
 
 
-def _chosen(traced: Traced, params: PipelineParams) -> list[list[Any]]:
+def _chosen(traced: TracedStep, params: PipelineParams) -> list[list[Any]]:
     if isinstance(params.stages, tuple):
         return named_cuts(traced, params.stages)
-    return choose_cuts(traced, params.num_stages or len(device_selection.available()))
+    return choose_cuts(traced, params.num_stages or len(device_selection.available_devices()))
 
 
-def _stage_of_variables(model: Any, traced: Traced, stages: Stages) -> list[tuple[Any, int]]:
+def _stage_of_variables(model: Any, traced: TracedStep, stages: Stages) -> list[tuple[Any, int]]:
     concrete_fn = traced.concrete_fn
     count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
     captured = zip(traced.analysis.graph.inputs[count:], concrete_fn.captured_inputs, strict=True)
@@ -120,7 +120,7 @@ def _stage_of_variables(model: Any, traced: Traced, stages: Stages) -> list[tupl
 def _move(variable: Any, device: str) -> bool:
     """Put another TensorFlow variable into a Keras one, for which there is no public way; whether it was elsewhere."""
     old = variable.value
-    if device_names.same(old.device, device):
+    if device_names.is_same_device(old.device, device):
         return False
     with tf.device(device):
         new = tf.Variable(

@@ -9,20 +9,20 @@ import itertools
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-from rewriters.emission.loop_signature import loop_key
+from rewriters.emission.loop_signature import loop_signature
 from rewriters.emission.tile_pass import SegmentPlan
-from rewriters.estimates.loop_memory import phase_scratch
+from rewriters.estimates.loop_memory import iteration_peak_bytes
 from rewriters.ir.graph import Node, Tensor
-from rewriters.tiling.barrier_levels import find_roles
-from rewriters.tiling.barrier_planner import Gatherer, barrier_segment, has_barriers
-from rewriters.tiling.checkpoint_selection import Loop, Storage
+from rewriters.tiling.barrier_levels import assign_levels
+from rewriters.tiling.barrier_planner import BarrierPlanner, barrier_segment, has_barriers
+from rewriters.tiling.checkpoint_selection import CheckpointSelection, LoopSpec
 from rewriters.tiling.ft_segments import refused
-from rewriters.tiling.row_planner import RowGatherer
+from rewriters.tiling.row_planner import RowBarrierPlanner
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_planner import Grid, Halo, Phase
+from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft._planner.target_ladder import RUNG, rung
 from tflms_sft._planner.tile_grids import fastest, fewest, loop_grids
-from tflms_sft._planner.traced_step import Candidate, Traced, predict
+from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
 
 FINEST = 1 / 32
 """Bytes of the smallest turns that are tried, over those of the largest tensor that a loop writes."""
@@ -36,7 +36,7 @@ one on the way up: it reads little, and what it makes is large.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kept:
+class CheckpointSet:
     """One way to have what the backward phase needs.
 
     Attributes:
@@ -44,7 +44,7 @@ class Kept:
         tensors: Of that, what waits for the backward phase; the rest is made again.
     """
 
-    storage: Storage
+    storage: CheckpointSelection
     tensors: frozenset[Tensor]
 
 
@@ -58,14 +58,21 @@ class Barriers:
         fewest: The one that keeps least of those that store all that is dear.
     """
 
-    def __init__(self, traced: Traced, allowed: Container[Node] | None = None, stored: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, traced: TracedStep, allowed: Container[Node] | None = None, stored: Iterable[Tensor] = ()
+    ) -> None:
         self._traced = traced
-        self._roles = find_roles(traced.analysis, allowed)
+        self._roles = assign_levels(traced.analysis, allowed)
         self.left = [refused(traced.analysis, node, why) for node, why in self._roles.refused.items()]
-        found = [Storage(traced.analysis, self._roles, traced.batch, frozenset(stored), flops) for flops in CHEAP_FLOPS]
+        found = [
+            CheckpointSelection(traced.analysis, self._roles, traced.batch, frozenset(stored), flops)
+            for flops in CHEAP_FLOPS
+        ]
         self._storage = found[0]
         different = [storage for storage in found[1:] if storage.stored != found[0].stored]
-        self.families = [[Kept(s, frozenset(kept)) for kept in s.checkpoints()] for s in (found[0], *different)]
+        self.families = [
+            [CheckpointSet(s, frozenset(kept)) for kept in s.checkpoints()] for s in (found[0], *different)
+        ]
         self.fewest = self.families[0][-1]
 
     @property
@@ -75,7 +82,7 @@ class Barriers:
             node in self._traced.analysis.backward for node in (*self._roles.tiled, *self._roles.sums)
         )
 
-    def segment(self, name: str, way: Kept) -> Segment:
+    def segment(self, name: str, way: CheckpointSet) -> Segment:
         """The segment, with checkpoints."""
         return barrier_segment(self._traced.analysis, name, self._roles, way.storage, set(way.tensors))
 
@@ -95,7 +102,7 @@ class Barriers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class LoopEstimate:
     """A loop in some number of tiles.
 
     Attributes:
@@ -111,28 +118,28 @@ class Turn:
     least: float
 
 
-class Turns:
+class LoopEstimates:
     """What is known of loops in numbers of tiles; loops that differ in their names alone are one.
 
     Args:
         traced: The step.
     """
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: TracedStep) -> None:
         self.traced = traced
         self._programs: dict[Hashable, int] = {}
-        self._turns: dict[Hashable, Turn] = {}
+        self._turns: dict[Hashable, LoopEstimate] = {}
         self._caches: dict[Hashable, dict[Any, Any]] = {}
 
     def programs(self, segment: Segment) -> list[int]:
         """For each loop of a segment a number, the same for all loops that do the same."""
         return [self._program(segment, loop) for loop in segment.loops]
 
-    def _program(self, segment: Segment, loop: Loop) -> int:
-        key = loop_key(self.traced.analysis, segment.kinds, loop)
+    def _program(self, segment: Segment, loop: LoopSpec) -> int:
+        key = loop_signature(self.traced.analysis, segment.kinds, loop)
         return self._programs.setdefault(key, len(self._programs))
 
-    def of(self, key: Hashable, phase: Callable[[], Phase]) -> Turn:
+    def of(self, key: Hashable, phase: Callable[[], TileLoop]) -> LoopEstimate:
         """Of a program, its halo and grid; `phase` plans it."""
         if key not in self._turns:
             planned = self.shared(key, phase())
@@ -140,32 +147,32 @@ class Turns:
             saved = sum(save.saved.num_bytes(batch) for save in planned.saves)
             costs = self.traced.costs
             taken, least = costs.phase(planned), costs.least.phase(planned)
-            self._turns[key] = Turn(phase_scratch(planned, batch), saved, taken, least)
+            self._turns[key] = LoopEstimate(iteration_peak_bytes(planned, batch), saved, taken, least)
         return self._turns[key]
 
-    def shared(self, key: Hashable, phase: Phase) -> Phase:
+    def shared(self, key: Hashable, phase: TileLoop) -> TileLoop:
         """The phase, with what was derived from another one of the same program."""
         phase.cache = self._caches.setdefault(key, {})
         return phase
 
 
-class Looped:
+class TiledLoops:
     """A segment with barriers, any of whose loops may run in any number of tiles.
 
     Args:
         turns: What is known of them.
         segment: The segment.
         halo: Where turns have the rows from that they share.
-        programs: A number for each loop, the same for those that do the same (`Turns.programs`).
+        programs: A number for each loop, the same for those that do the same (`LoopEstimates.programs`).
     """
 
     def __init__(
-        self, turns: Turns, segment: Segment, halo: Halo = Halo.RECOMPUTE, programs: Sequence[int] | None = None
+        self, turns: LoopEstimates, segment: Segment, halo: Halo = Halo.RECOMPUTE, programs: Sequence[int] | None = None
     ) -> None:
         self.segment = segment
         self.halo = halo
         self._turns = turns
-        self._gatherer = (RowGatherer if halo is Halo.CARRY else Gatherer)(turns.traced.analysis, segment)
+        self._gatherer = (RowBarrierPlanner if halo is Halo.CARRY else BarrierPlanner)(turns.traced.analysis, segment)
         self._programs = turns.programs(segment) if programs is None else programs
 
     @functools.cached_property
@@ -175,7 +182,7 @@ class Looped:
         splits = (self._gatherer.split(loop) for loop in self.segment.loops)
         return [loop_grids(analysis, split, batch, self.halo is Halo.CARRY) for split in splits]
 
-    def turn(self, number: int, grid: Grid) -> Turn:
+    def turn(self, number: int, grid: Grid) -> LoopEstimate:
         """One of the loops in some number of tiles."""
         loop = self.segment.loops[number]
         return self._turns.of(self._key(number, grid), lambda: self._gatherer.phase(loop, grid))
@@ -208,23 +215,23 @@ class Looped:
         return SegmentPlan(self.segment, shared, self.halo)
 
 
-def fitted(traced: Traced, segment: Segment, limit: float, halo: Halo = Halo.RECOMPUTE) -> SegmentPlan:
+def fitted(traced: TracedStep, segment: Segment, limit: float, halo: Halo = Halo.RECOMPUTE) -> SegmentPlan:
     """Loops with the fewest tiles of which a turn takes `limit` bytes, beyond what one row takes."""
-    looped = Looped(Turns(traced), segment, halo)
+    looped = TiledLoops(LoopEstimates(traced), segment, halo)
     return looped.planned(small_turns(looped, limit))
 
 
-def small_turns(looped: Looped, limit: float) -> list[Grid]:
+def small_turns(looped: TiledLoops, limit: float) -> list[Grid]:
     """Grids for `fitted`. Filters in a kernel's own layout, say, are there with any number of tiles."""
     return looped.fewest(lambda number: limit + looped.turn(number, looped.grids[number][-1]).num_bytes)
 
 
-def largest(traced: Traced, segment: Segment) -> int:
+def largest(traced: TracedStep, segment: Segment) -> int:
     """Bytes of the largest tensor that a loop writes."""
     return max((t.num_bytes(traced.batch) for loop in segment.loops for t in loop.writes), default=1)
 
 
-class Way:
+class CheckpointPlan:
     """One way to have what the backward phase needs, with turns of any size.
 
     Args:
@@ -232,10 +239,10 @@ class Way:
         segment: With the checkpoints of this way.
     """
 
-    def __init__(self, turns: Turns, segment: Segment) -> None:
+    def __init__(self, turns: LoopEstimates, segment: Segment) -> None:
         self._traced = turns.traced
         programs = turns.programs(segment)
-        self._looped = {halo: Looped(turns, segment, halo, programs) for halo in Halo}
+        self._looped = {halo: TiledLoops(turns, segment, halo, programs) for halo in Halo}
         self._sizes: dict[tuple[Halo, int], tuple[int, list[Grid]]] = {}
         self._smallest: Candidate | None = None
         self._seen = 0
@@ -263,7 +270,7 @@ class Way:
         looped = self._looped[Halo.RECOMPUTE]
         return small_turns(looped, FINEST * largest(self._traced, looped.segment))
 
-    def _candidate(self, looped: Looped, grids: Sequence[Grid], limit: int | None = None) -> Candidate:
+    def _candidate(self, looped: TiledLoops, grids: Sequence[Grid], limit: int | None = None) -> Candidate:
         plan = looped.planned(grids)
         return Candidate([plan], *predict(self._traced, [plan], limit))
 
@@ -274,7 +281,7 @@ class Way:
         prefixes = [f"sft/{plan.segment.name}/{phase.name}/" for phase in plan.phases]
         timeline = self.smallest.peak.timeline
         taken = [max(size for name, size in timeline if name.startswith(prefix)) for prefix in prefixes]
-        scratch = [phase_scratch(phase, self._traced.batch) for phase in plan.phases]
+        scratch = [iteration_peak_bytes(phase, self._traced.batch) for phase in plan.phases]
         outside = max((size for name, size in timeline if not name.startswith(tuple(prefixes))), default=0)
         return [whole - own for whole, own in zip(taken, scratch, strict=True)], outside
 
@@ -339,28 +346,28 @@ class BarrierSearch:
         left: What cannot be tiled.
     """
 
-    def __init__(self, traced: Traced, barriers: Barriers) -> None:
+    def __init__(self, traced: TracedStep, barriers: Barriers) -> None:
         self._traced = traced
         self._barriers = barriers
         self.left = barriers.left
-        self._turns = Turns(traced)
-        self._found: dict[Kept, Way] = {}
+        self._turns = LoopEstimates(traced)
+        self._found: dict[CheckpointSet, CheckpointPlan] = {}
         inputs = sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
         self._held = traced.fixed_bytes + inputs
         # A first guess, as if operations ran whole.
         self._beside = traced.plain.peak.peak_bytes - self._bytes(barriers.families[0][0])
 
-    def _way(self, kept: Kept) -> Way:
+    def _way(self, kept: CheckpointSet) -> CheckpointPlan:
         if kept not in self._found:
-            self._found[kept] = Way(self._turns, self._barriers.segment("segment1", kept))
+            self._found[kept] = CheckpointPlan(self._turns, self._barriers.segment("segment1", kept))
         return self._found[kept]
 
-    def _promising(self, limit: int) -> Iterator[list[Way]]:
+    def _promising(self, limit: int) -> Iterator[list[CheckpointPlan]]:
         """Of each family the ways of which small turns fit, the one that keeps most, and makes least again, first."""
         for family in self._barriers.families:
             yield [self._way(kept) for kept in family[self._first(family, limit) :]]
 
-    def _first(self, family: Sequence[Kept], limit: int) -> int:
+    def _first(self, family: Sequence[CheckpointSet], limit: int) -> int:
         """Position of the first way of which small turns fit; those after it keep less.
 
         To see whether one fits takes its time. What one takes beside what waits the next takes, too, within a few per
@@ -378,11 +385,11 @@ class BarrierSearch:
             low, high = (low, middle) if fits else (middle, high)
         return high
 
-    def _bytes(self, kept: Kept) -> int:
+    def _bytes(self, kept: CheckpointSet) -> int:
         """What waits for the backward phase."""
         return sum(tensor.num_bytes(self._traced.batch) for tensor in kept.tensors)
 
-    def _fits(self, kept: Kept, limit: int) -> bool:
+    def _fits(self, kept: CheckpointSet, limit: int) -> bool:
         """Whether small turns do."""
         way = self._way(kept)
         fits = way.fits(limit)

@@ -20,14 +20,14 @@ from typing import Protocol
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import BudgetError
-from rewriters.tiling.ft_segments import LeftAlone
+from rewriters.tiling.ft_segments import SkippedOps
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
 from tflms_sft._planner.inference_search import ForwardSearch
-from tflms_sft._planner.swap_search import Swaps
+from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.tile_search import TileSearch
-from tflms_sft._planner.traced_step import Candidate, Traced, at_peak, unsupported_layers
+from tflms_sft._planner.traced_step import Candidate, TracedStep, at_peak, unsupported_layers
 from tflms_sft._report.summary import whole
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import shortened
@@ -60,14 +60,14 @@ FASTER = "tiles and swaps, because either alone would take longer"
 NO_SWAPS = "nothing is swapped: without a backward phase nothing waits for one"
 
 
-class Search(Protocol):
+class TilingSearch(Protocol):
     """Finds tiles.
 
     Attributes:
         left: What cannot be tiled.
     """
 
-    left: list[LeftAlone]
+    left: list[SkippedOps]
 
     @property
     def smallest(self) -> Candidate:
@@ -81,7 +81,7 @@ class Search(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class BudgetPlan:
     """What to do with a step.
 
     Attributes:
@@ -93,14 +93,14 @@ class Choice:
     """
 
     plans: list[SegmentPlan]
-    left: list[LeftAlone]
+    left: list[SkippedOps]
     swaps: SwapParams | None = None
     why: str = ""
     more: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Option:
+class FeasiblePlan:
     """A choice that fits.
 
     Attributes:
@@ -109,12 +109,12 @@ class Option:
         peak_bytes: Its peak.
     """
 
-    choice: Choice
+    choice: BudgetPlan
     seconds: float
     peak_bytes: int
 
 
-def choices(traced: Traced, params: AutoParams, advise: bool = False) -> Iterator[Choice]:
+def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = False) -> Iterator[BudgetPlan]:
     """What fits, the fastest first: there are others if that cannot be carried out.
 
     Tiles with swaps are weighed by an outline of the tiled graph, which may have tensors to swap where the graph itself
@@ -141,7 +141,7 @@ def choices(traced: Traced, params: AutoParams, advise: bool = False) -> Iterato
     raise _too_small(traced, params, search)
 
 
-def _larger_budgets(traced: Traced, search: Search, params: AutoParams, option: Option) -> str:
+def _larger_budgets(traced: TracedStep, search: TilingSearch, params: AutoParams, option: FeasiblePlan) -> str:
     """How long a step would take at most with more memory; empty if it is not slow, or would be as slow.
 
     Near the smallest budget that can be met a little more memory is worth much. Tiles alone are looked for, of which
@@ -164,27 +164,27 @@ def _larger_budgets(traced: Traced, search: Search, params: AutoParams, option: 
     return LESS if seconds > SLOW * traced.seconds and option.choice.swaps is not None else ""
 
 
-def limit_of(traced: Traced, params: AutoParams) -> int:
+def limit_of(traced: TracedStep, params: AutoParams) -> int:
     """Most that a predicted peak may be."""
     return int(params.memory_budget * (1 - params.headroom) / traced.correction)
 
 
-def _fitting(traced: Traced, search: Search, params: AutoParams) -> list[Option]:
+def _fitting(traced: TracedStep, search: TilingSearch, params: AutoParams) -> list[FeasiblePlan]:
     """What fits of the step as it is, tiles, swaps, and both, the fastest first."""
     limit, plain = limit_of(traced, params), traced.plain.peak.peak_bytes
     if plain <= limit:
-        return [Option(Choice([], search.left), traced.seconds, plain)]
+        return [FeasiblePlan(BudgetPlan([], search.left), traced.seconds, plain)]
     options = []
     tiles = search.cheapest(limit)
     if tiles is not None:
         seconds = tiles.time_ratio * traced.seconds
-        options.append(Option(Choice(tiles.plans, search.left), seconds, tiles.peak.peak_bytes))
+        options.append(FeasiblePlan(BudgetPlan(tiles.plans, search.left), seconds, tiles.peak.peak_bytes))
     if params.swap is not False:
         options += _swapped(traced, search, swaps_within(params), tiles, plain, limit)
     return sorted(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes))
 
 
-def _search(traced: Traced) -> Search:
+def _search(traced: TracedStep) -> TilingSearch:
     """What finds tiles for a step."""
     if not traced.analysis.backward:
         return ForwardSearch(traced)
@@ -201,20 +201,20 @@ def swaps_within(params: AutoParams, least: bool = False) -> SwapParams:
 
 
 def _swapped(
-    traced: Traced, search: Search, wanted: SwapParams, tiles: Candidate | None, plain: int, limit: int
-) -> list[Option]:
+    traced: TracedStep, search: TilingSearch, wanted: SwapParams, tiles: Candidate | None, plain: int, limit: int
+) -> list[FeasiblePlan]:
     """Swaps alone, and with tiles if they are worth trying."""
     tiled = math.inf if tiles is None else max(tiles.time_ratio, 1.0) * traced.seconds
     # What is over the limit has to leave and come back at least.
     if tiled <= traced.rates.swapped(traced.seconds, plain - limit, plain - limit, to_disk=False):
         return []
     options = []
-    swaps = Swaps(traced, [], wanted)
+    swaps = SwapSearch(traced, [], wanted)
     alone = swaps.tuned(limit)
     if alone is not None and swaps.has_room(alone):
         why = "no tiles fit" if tiles is None else f"tiles would take {tiled / traced.seconds:.2f} times as long"
         seconds = swaps.seconds(alone, traced.seconds)
-        options.append(Option(Choice([], search.left, alone, f"swaps, because {why}"), seconds, limit))
+        options.append(FeasiblePlan(BudgetPlan([], search.left, alone, f"swaps, because {why}"), seconds, limit))
     fastest = min([tiled, *(option.seconds for option in options)])
     if fastest > MOST_ALONE * traced.seconds:
         why = BOTH if fastest == math.inf else FASTER
@@ -224,41 +224,41 @@ def _swapped(
 
 
 def _together(
-    traced: Traced, search: Search, wanted: SwapParams, why: str, targets: Iterable[float], limit: int
-) -> Iterator[Option]:
+    traced: TracedStep, search: TilingSearch, wanted: SwapParams, why: str, targets: Iterable[float], limit: int
+) -> Iterator[FeasiblePlan]:
     """Tiles that need more than there is, and swaps."""
     for target in targets:
         candidate = search.proposed(int(target))
         if candidate is not None and candidate.plans:
-            swaps = Swaps(traced, candidate.plans, wanted)
+            swaps = SwapSearch(traced, candidate.plans, wanted)
             rest = swaps.tuned(limit)
             if rest is not None and swaps.has_room(rest):
                 seconds = swaps.seconds(rest, candidate.time_ratio * traced.seconds)
-                yield Option(Choice(candidate.plans, search.left, rest, why), seconds, limit)
+                yield FeasiblePlan(BudgetPlan(candidate.plans, search.left, rest, why), seconds, limit)
 
 
-def _least(traced: Traced, search: Search, params: AutoParams) -> Iterator[Option]:
+def _least(traced: TracedStep, search: TilingSearch, params: AutoParams) -> Iterator[FeasiblePlan]:
     """The plans of `_smallest`: whatever it tells is the smallest budget has to be met, and any above."""
     if params.swap is False:
         return
     limit = limit_of(traced, params)
     for candidate in (traced.plain, search.smallest):
-        swaps = Swaps(traced, candidate.plans, swaps_within(params, least=True))
+        swaps = SwapSearch(traced, candidate.plans, swaps_within(params, least=True))
         found = swaps.tuned(limit)
         if found is not None:
             why = BOTH if candidate.plans else "swaps, because no tiles fit"
             seconds = swaps.seconds(found, candidate.time_ratio * traced.seconds)
-            yield Option(Choice(candidate.plans, search.left, found, why), seconds, limit)
+            yield FeasiblePlan(BudgetPlan(candidate.plans, search.left, found, why), seconds, limit)
 
 
-def _too_small(traced: Traced, params: AutoParams, search: Search) -> BudgetError:
+def _too_small(traced: TracedStep, params: AutoParams, search: TilingSearch) -> BudgetError:
     peak, plans = _smallest(traced, params, search)
     smallest = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
     corrected = ""
     if traced.correction != 1:
         corrected = (
             f" An earlier plan was measured to take {traced.correction:.2f} times what was predicted. "
-            + in_pieces(traced.correction, int(params.memory_budget), peak.peak_bytes)
+            + fragmentation_hint(traced.correction, int(params.memory_budget), peak.peak_bytes)
         )
     parts, name = takes_most(traced, plans, peak)
     layers = unsupported_layers(traced, search.left)
@@ -275,7 +275,7 @@ def _too_small(traced: Traced, params: AutoParams, search: Search) -> BudgetErro
     return error
 
 
-def in_pieces(off: float, budget: int, least: int = 0) -> str:
+def fragmentation_hint(off: float, budget: int, least: int = 0) -> str:
     """Why a step may take more than was predicted, and what to do.
 
     Args:
@@ -293,7 +293,7 @@ def in_pieces(off: float, budget: int, least: int = 0) -> str:
     return f"{text}, or leave more of the budget free, such as `headroom={headroom:g}`."
 
 
-def takes_most(traced: Traced, plans: list[SegmentPlan], peak: Peak) -> tuple[str, str]:
+def takes_most(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[str, str]:
     """What takes most at a peak, for an error, and the name of the largest tensor.
 
     What is taken only while something runs is told if no tensor is as large: then that sets the peak.
@@ -304,11 +304,11 @@ def takes_most(traced: Traced, plans: list[SegmentPlan], peak: Peak) -> tuple[st
     return f"{''.join(running)}`{name}` is {format_bytes(size)}", name
 
 
-def _smallest(traced: Traced, params: AutoParams, search: Search) -> tuple[Peak, list[SegmentPlan]]:
+def _smallest(traced: TracedStep, params: AutoParams, search: TilingSearch) -> tuple[Peak, list[SegmentPlan]]:
     """The lowest peak of tiles, of swaps, and of both, and the tiles."""
     peaks = [(search.smallest.peak, search.smallest.plans)]
     if params.swap is not False:
         for plans in ([], search.smallest.plans):
-            found = Swaps(traced, plans, swaps_within(params, least=True)).smallest()
+            found = SwapSearch(traced, plans, swaps_within(params, least=True)).smallest()
             peaks.extend([] if found is None else [(found[1], plans)])
     return min(peaks, key=lambda one: one[0].peak_bytes)

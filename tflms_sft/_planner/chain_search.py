@@ -17,15 +17,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.kernel_scratch import op_scratch
-from rewriters.device.peak_memory import together
+from rewriters.device.peak_memory import concurrent_scratch
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
-from rewriters.rules.registry import Kind, find_rule
-from rewriters.tiling.ft_segments import Component, try_segment
-from tflms_sft._planner.segment_tilings import Choice, Known, Tiles, tilings
-from tflms_sft._planner.traced_step import Traced
+from rewriters.rules.registry import TileKind, find_rule
+from rewriters.tiling.ft_segments import TileableComponent, try_segment
+from tflms_sft._planner.segment_tilings import BlockChoice, EstimateCache, SegmentTilings, tilings
+from tflms_sft._planner.traced_step import TracedStep
 
 MAX_CUTS = 8
 """Most places where a segment may end; in a longer network they are spread over what it keeps."""
@@ -42,9 +42,9 @@ class Path:
 
     waits: int
     cost: float
-    choices: tuple[Choice, ...]
+    choices: tuple[BlockChoice, ...]
 
-    def followed_by(self, choice: Choice) -> Path:
+    def followed_by(self, choice: BlockChoice) -> Path:
         """The path up to the end of what is chosen."""
         return Path(self.waits + choice.waits, self.cost + choice.cost, (*self.choices, choice))
 
@@ -52,13 +52,13 @@ class Path:
 class Chain:
     """One component as a chain of blocks."""
 
-    def __init__(self, traced: Traced, component: Component) -> None:
+    def __init__(self, traced: TracedStep, component: TileableComponent) -> None:
         self.traced = traced
         self.component = component
         self.bounds = self._bounds()
-        self._known = Known()
-        self._tiled: dict[tuple[int, int], list[Tiles]] = {}
-        self._plain: dict[tuple[int, int], Choice] = {}
+        self._known = EstimateCache()
+        self._tiled: dict[tuple[int, int], list[SegmentTilings]] = {}
+        self._plain: dict[tuple[int, int], BlockChoice] = {}
         self._rest: dict[int, float] = {}
         self._positions: dict[Node, float] | None = None
 
@@ -99,7 +99,7 @@ class Chain:
         """Outputs of a forward op that wait for the backward pass."""
         analysis = self.traced.analysis
         outputs = [node.out(index) for index in range(len(node.outputs))]
-        return [t for t in outputs if any(r in analysis.backward for r, _ in analysis.readers.get(t, ()))]
+        return [t for t in outputs if any(r in analysis.backward for r, _ in analysis.consumers.get(t, ()))]
 
     def cheapest(self, budget: int) -> Path | None:
         """The cheapest path of which every block fits.
@@ -166,7 +166,7 @@ class Chain:
                 high = middle
         return int(high)
 
-    def _plain_choice(self, first: int, last: int) -> Choice:
+    def _plain_choice(self, first: int, last: int) -> BlockChoice:
         if (first, last) not in self._plain:
             analysis, batch = self.traced.analysis, self.traced.batch
             nodes = self.component.nodes[first:last]
@@ -175,12 +175,12 @@ class Chain:
             made = [node.out(index) for node in (*nodes, *backward) for index in range(len(node.outputs))]
             # What comes back from behind the blocks is there, too.
             made += [tensor for node in backward for tensor in node.inputs if tensor.node in analysis.backward]
-            pairs = together({node: op_scratch(node, batch) for node in backward}, backward)
+            pairs = concurrent_scratch({node: op_scratch(node, batch) for node in backward}, backward)
             scratch = max((*map(sum, pairs.values()), *(op_scratch(node, batch) for node in nodes)))
             # Two gradients at once, and both kernels of a convolution.
             needs = 2 * max(tensor.num_bytes(batch) for tensor in made) + scratch
             costs = self.traced.costs.step((*nodes, *backward))
-            self._plain[first, last] = Choice(first, last, None, waits, needs, costs)
+            self._plain[first, last] = BlockChoice(first, last, None, waits, needs, costs)
         return self._plain[first, last]
 
     def _backward(self, first: int, last: int) -> list[Node]:
@@ -189,10 +189,10 @@ class Chain:
             self._positions = backward_positions(self.traced.analysis, self.component)
         return [node for node, position in self._positions.items() if first <= position < last]
 
-    def _tilings(self, first: int, last: int) -> list[Tiles]:
+    def _tilings(self, first: int, last: int) -> list[SegmentTilings]:
         """Ways to tile the blocks; none if they are no segment."""
         if (first, last) not in self._tiled:
-            found: list[Tiles] = []
+            found: list[SegmentTilings] = []
             if last - first > MOST_UNITED and self.bounds.index(last) > self.bounds.index(first) + 1:
                 return found
             with contextlib.suppress(NotTileableError):
@@ -202,7 +202,7 @@ class Chain:
         return self._tiled[first, last]
 
 
-def backward_positions(analysis: Analysis, component: Component) -> dict[Node, float]:
+def backward_positions(analysis: GraphAnalysis, component: TileableComponent) -> dict[Node, float]:
     """Position in the component of the forward op that each backward op belongs to.
 
     A gradient goes back through the positions whose results it reads: infinity is behind the component, -1 before
@@ -226,12 +226,12 @@ def backward_positions(analysis: Analysis, component: Component) -> dict[Node, f
     return found
 
 
-def _is_sum(analysis: Analysis, node: Node) -> bool:
+def _is_sum(analysis: GraphAnalysis, node: Node) -> bool:
     """Whether a backward op sums over images, as the gradient of a filter does."""
     view = analysis.view(node)
     with contextlib.suppress(NotTileableError):
         data = find_rule(node).data(view)
-        made = [Kind.PARTIAL if tensor.node in analysis.backward else Kind.FULL for tensor in node.inputs]
-        kinds = [kind if position in data else Kind.INVARIANT for position, kind in enumerate(made)]
-        return find_rule(node).result(view, kinds) is Kind.REDUCED
+        made = [TileKind.PARTIAL if tensor.node in analysis.backward else TileKind.FULL for tensor in node.inputs]
+        kinds = [kind if position in data else TileKind.INVARIANT for position, kind in enumerate(made)]
+        return find_rule(node).result_kind(view, kinds) is TileKind.REDUCED
     return False

@@ -29,14 +29,14 @@ from rewriters.device.kernel_scratch import op_scratch
 from rewriters.device.peak_memory import most_alive
 from rewriters.emission.tile_pass import SegmentPlan, plan_segment, planner_for
 from rewriters.errors import NotTileableError
-from rewriters.estimates.loop_memory import phase_scratch
+from rewriters.estimates.loop_memory import iteration_peak_bytes
 from rewriters.ir.graph import Tensor
-from rewriters.tiling.ft_segments import Component, find_components, try_segment
+from rewriters.tiling.ft_segments import TileableComponent, find_components, try_segment
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._planner.target_ladder import RUNG, rung
 from tflms_sft._planner.tile_grids import auto_grids, fastest, thinned
-from tflms_sft._planner.traced_step import Candidate, Traced, predict
+from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
 
 MOST_CUTS = 6
 """Places in a component where a segment may begin or end."""
@@ -52,7 +52,7 @@ MOST_SMALLEST = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class ForwardBlockChoice:
     """What to do with a part of a component.
 
     Attributes:
@@ -81,12 +81,12 @@ class ForwardSearch:
         left: What cannot be tiled.
     """
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: TracedStep) -> None:
         self._traced = traced
         components, self.left = find_components(traced.analysis)
         alive = _Alive(traced)
-        self._lines = [_Line(traced, component, alive) for component in components]
-        self._known: dict[tuple[tuple[int, Choice], ...], Candidate] = {}
+        self._lines = [ComponentPath(traced, component, alive) for component in components]
+        self._known: dict[tuple[tuple[int, ForwardBlockChoice], ...], Candidate] = {}
 
     def cheapest(self, limit: int) -> Candidate | None:
         """The fastest plan found whose step stays below `limit` bytes."""
@@ -129,7 +129,7 @@ class ForwardSearch:
 
     def _down_from(self, step: int, limit: int | None = None) -> Iterator[Candidate]:
         """Plans for lower and lower targets, each once."""
-        seen: set[tuple[tuple[int, Choice], ...]] = set()
+        seen: set[tuple[tuple[int, ForwardBlockChoice], ...]] = set()
         for target in range(min(step, self._highest), 0, -1):
             path = self._path(target)
             if path is None:
@@ -138,9 +138,9 @@ class ForwardSearch:
                 seen.add(path)
                 yield self._candidate(path, limit)
 
-    def _path(self, step: int) -> tuple[tuple[int, Choice], ...] | None:
+    def _path(self, step: int) -> tuple[tuple[int, ForwardBlockChoice], ...] | None:
         """For a target, what is tiled, each with the number of its component."""
-        found: list[tuple[int, Choice]] = []
+        found: list[tuple[int, ForwardBlockChoice]] = []
         for number, line in enumerate(self._lines):
             path = line.fastest(int(RUNG**step))
             if path is None:
@@ -148,7 +148,7 @@ class ForwardSearch:
             found += [(number, choice) for choice in path if choice.grid is not None]
         return tuple(found)
 
-    def _candidate(self, path: tuple[tuple[int, Choice], ...], limit: int | None = None) -> Candidate:
+    def _candidate(self, path: tuple[tuple[int, ForwardBlockChoice], ...], limit: int | None = None) -> Candidate:
         if not path:
             return self._traced.plain
         if path not in self._known:
@@ -166,7 +166,7 @@ class ForwardSearch:
 class _Alive:
     """Bytes that are alive across a part of a step."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: TracedStep) -> None:
         analysis, batch = traced.analysis, traced.batch
         self._analysis = analysis
         self._batch = batch
@@ -175,11 +175,13 @@ class _Alive:
         last = {tensor: end for tensor in analysis.graph.outputs}
         for node in reversed(analysis.order):  # Who reads what is passed on reads the original.
             for tensor in () if reads_shape_only(node) else node.inputs:
-                until = last.get(node.out(), -1) if properties.passes_on(node) else -1
+                until = last.get(node.out(), -1) if properties.forwards_input_buffer(node) else -1
                 last[tensor] = max(last.get(tensor, -1), until, analysis.position[node])
         self._last = last
         made = [
-            t for t in last if properties.allocates(t.node) and not properties.passes_on(t.node) and self._counts(t)
+            t
+            for t in last
+            if properties.allocates(t.node) and not properties.forwards_input_buffer(t.node) and self._counts(t)
         ]
         self._tensors = made
         self._made_at = np.array([analysis.position[t.node] for t in made])
@@ -209,7 +211,7 @@ class _Alive:
 class _Part:
     """A part of a component, as it is or in any number of tiles."""
 
-    def __init__(self, traced: Traced, segment: Segment, positions: range, alive: _Alive) -> None:
+    def __init__(self, traced: TracedStep, segment: Segment, positions: range, alive: _Alive) -> None:
         self._traced = traced
         self._segment = segment
         self._positions = positions
@@ -221,14 +223,14 @@ class _Part:
         most = most_alive(order, batch, [*segment.exits, *alive.read_later(segment)], scratch)
         seconds, least = (costs.step(segment.forward) for costs in (traced.costs, traced.costs.least))
         needs = self._beside + most
-        self.plain = Choice(positions.start, positions.stop, None, Halo.RECOMPUTE, needs, seconds, least)
+        self.plain = ForwardBlockChoice(positions.start, positions.stop, None, Halo.RECOMPUTE, needs, seconds, least)
         self._grids = {
             halo: thinned(auto_grids(traced.analysis, segment, batch, halo is Halo.CARRY), MORE) for halo in Halo
         }
         self._planners = {halo: planner_for(traced.analysis, segment, halo) for halo in Halo}
-        self._tiled: dict[tuple[Halo, Grid], Choice | None] = {}
+        self._tiled: dict[tuple[Halo, Grid], ForwardBlockChoice | None] = {}
 
-    def fastest(self, target: int) -> Choice | None:
+    def fastest(self, target: int) -> ForwardBlockChoice | None:
         """Of what meets a target the fastest: whole images, the fewest tiles, or more where those are faster."""
         whole = [self.plain] if self.plain.needs <= target else []
         if (whole and self.plain.least >= self.plain.seconds) or self._beside + self._ends > target:
@@ -236,7 +238,7 @@ class _Part:
         options = (self._fewest(halo, target) for halo in Halo)
         return min([*whole, *filter(None, options)], key=lambda choice: choice.seconds, default=None)
 
-    def _fewest(self, halo: Halo, target: int) -> Choice | None:
+    def _fewest(self, halo: Halo, target: int) -> ForwardBlockChoice | None:
         grids, low, high = self._grids[halo], -1, len(self._grids[halo])
         while high - low > 1:  # More tiles need less.
             middle = (low + high) // 2
@@ -253,22 +255,22 @@ class _Part:
         choice = self._choice(halo, grid)
         return (math.inf, 0.0) if choice is None else (choice.seconds, choice.least)
 
-    def _choice(self, halo: Halo, grid: Grid) -> Choice | None:
+    def _choice(self, halo: Halo, grid: Grid) -> ForwardBlockChoice | None:
         if (halo, grid) not in self._tiled:
             self._tiled[halo, grid] = None
             with contextlib.suppress(NotTileableError):
                 (phase,) = self._planners[halo].phases(grid, grid)
-                needs = self._beside + self._ends + phase_scratch(phase, self._traced.batch)
+                needs = self._beside + self._ends + iteration_peak_bytes(phase, self._traced.batch)
                 seconds, least = (costs.phase(phase) for costs in (self._traced.costs, self._traced.costs.least))
                 first, last = self._positions.start, self._positions.stop
-                self._tiled[halo, grid] = Choice(first, last, grid, halo, needs, seconds, least)
+                self._tiled[halo, grid] = ForwardBlockChoice(first, last, grid, halo, needs, seconds, least)
         return self._tiled[halo, grid]
 
 
-class _Line:
+class ComponentPath:
     """A component as a line of parts."""
 
-    def __init__(self, traced: Traced, component: Component, alive: _Alive) -> None:
+    def __init__(self, traced: TracedStep, component: TileableComponent, alive: _Alive) -> None:
         self._traced = traced
         self._component = component
         self._alive = alive
@@ -277,14 +279,16 @@ class _Line:
         own = [traced.costs.least.op(node) for node in component.nodes]
         self._after = [sum(own[first:]) for first in range(len(own) + 1)]
 
-    def fastest(self, target: int) -> list[Choice] | None:
+    def fastest(self, target: int) -> list[ForwardBlockChoice] | None:
         """The fastest choices for all of it that meet a target.
 
         Ways through it grow in the order of what they take at least (A*, as in `chain_search.py`), so that few parts
         are planned in tiles.
         """
         order = itertools.count()
-        queue: list[tuple[float, int, float, list[Choice], int | None]] = [(0.0, next(order), 0.0, [], None)]
+        queue: list[tuple[float, int, float, list[ForwardBlockChoice], int | None]] = [
+            (0.0, next(order), 0.0, [], None)
+        ]
         reached: set[int] = set()
         while queue:
             _, _, seconds, path, last = heapq.heappop(queue)
@@ -320,14 +324,14 @@ class _Line:
     def _segment(self, first: int, last: int, name: str) -> Segment:
         return try_segment(self._traced.analysis, self._component, range(first, last), set(), name)
 
-    def planned(self, choice: Choice, name: str) -> SegmentPlan:
+    def planned(self, choice: ForwardBlockChoice, name: str) -> SegmentPlan:
         """The loop of what is tiled."""
         assert choice.grid is not None
         segment = self._segment(choice.first, choice.last, name)
         return plan_segment(self._traced.analysis, segment, choice.grid, halo=choice.halo)
 
 
-def _bounds(traced: Traced, component: Component) -> list[int]:
+def _bounds(traced: TracedStep, component: TileableComponent) -> list[int]:
     """Where parts may begin and end: `MOST_CUTS` places, with the ends.
 
     First those that fewer bytes cross than the places on both sides, such as pools; then, of each stretch of the
@@ -348,22 +352,22 @@ def _bounds(traced: Traced, component: Component) -> list[int]:
     return [0, *sorted(place + 1 for place in list(dict.fromkeys(ranked))[:MOST_CUTS]), len(nodes)]
 
 
-def _crossing(traced: Traced, component: Component) -> Sequence[int]:
+def _crossing(traced: TracedStep, component: TileableComponent) -> Sequence[int]:
     """For each position the bytes that the operations up to it make for later ones."""
     analysis, batch = traced.analysis, traced.batch
     position = {node: number for number, node in enumerate(component.nodes)}
     change = [0] * (len(position) + 1)
     for node, number in position.items():
         for tensor in (node.out(index) for index in range(len(node.outputs))):
-            last = max((position.get(r, -1) for r, _ in analysis.readers.get(tensor, ())), default=-1)
+            last = max((position.get(r, -1) for r, _ in analysis.consumers.get(tensor, ())), default=-1)
             if last > number:
                 change[number] += tensor.num_bytes(batch)
                 change[last] -= tensor.num_bytes(batch)
     return list(itertools.accumulate(change[:-1]))
 
 
-def _ends_in_place(traced: Traced, component: Component, position: int) -> bool:
+def _ends_in_place(traced: TracedStep, component: TileableComponent, position: int) -> bool:
     """Whether the next operation would write over what an operation makes, such as an activation after its bias."""
     node = component.nodes[position]
-    readers = {reader for reader, _ in traced.analysis.readers.get(node.out(), ())}
-    return len(readers) == 1 and all(map(properties.overwrites, readers))
+    readers = {reader for reader, _ in traced.analysis.consumers.get(node.out(), ())}
+    return len(readers) == 1 and all(map(properties.may_run_in_place, readers))

@@ -6,22 +6,22 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.emission.tile_pass import SegmentPlan, plan_segment
 from rewriters.errors import NotTileableError, SegmentError
-from rewriters.estimates.loop_memory import phase_scratch
-from rewriters.ir.graph import Node, Tensor, between
+from rewriters.estimates.loop_memory import iteration_peak_bytes
+from rewriters.ir.graph import Node, Tensor, nodes_between
 from rewriters.pipelining.stage_assignment import Stages
-from rewriters.tiling.barrier_planner import Gatherer
+from rewriters.tiling.barrier_planner import BarrierPlanner
 from rewriters.tiling.extents import fewest_rows
-from rewriters.tiling.ft_segments import LeftAlone, auto_segments, next_name
+from rewriters.tiling.ft_segments import SkippedOps, auto_segments, next_name
 from rewriters.tiling.segment import Segment, build_segment, forward_ops
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._params.tile_counts import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params.tile_params import SegmentSpec, SFTParams
 from tflms_sft._planner.barrier_search import Barriers, fitted, largest
 from tflms_sft._planner.tile_grids import auto_grids, fewest, first_axis
-from tflms_sft._planner.traced_step import Traced
+from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._trace.layer_names import display_names, resolve
 
 NEARLY = 1.1
@@ -29,7 +29,7 @@ NEARLY = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class RequestedTiles:
     """What a user says of the tiles of a segment; `None` is for the program to choose."""
 
     tiles: NumTiles | None
@@ -38,7 +38,7 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Staging:
+class StageBounds:
     """Stages of a pipeline, which no segment may go beyond.
 
     Attributes:
@@ -49,7 +49,7 @@ class Staging:
     stages: Stages
     cuts: Sequence[str]
 
-    def members(self, analysis: Analysis, stage: int) -> set[Node]:
+    def members(self, analysis: GraphAnalysis, stage: int) -> set[Node]:
         """Operations that may run in a loop of a stage; what has no stage, such as a constant, may in any."""
         return {node for node in analysis.order if self.stages.of.get(node, stage) == stage}
 
@@ -70,10 +70,10 @@ class Staging:
 
 
 def plan_sft(
-    traced: Traced, params: SFTParams, staging: Staging | None = None
-) -> tuple[list[SegmentPlan], list[LeftAlone]]:
+    traced: TracedStep, params: SFTParams, staging: StageBounds | None = None
+) -> tuple[list[SegmentPlan], list[SkippedOps]]:
     """Segments and tiles as the parameters say, in a pipeline each in one stage."""
-    asked = Asked(
+    asked = RequestedTiles(
         parse_num_tiles(params.num_tiles, "num_tiles"), _backward(params.backward_num_tiles), Halo(params.halo)
     )
     if params.segments != "auto":
@@ -99,13 +99,13 @@ def plan_sft(
         try:
             plans.append(_planned(traced, segment, asked, params.memory_capacity, clamp=True))
         except NotTileableError as error:
-            left.append(LeftAlone(segment.name, str(error)))
+            left.append(SkippedOps(segment.name, str(error)))
     return plans, left
 
 
 def _auto(
-    traced: Traced, params: SFTParams, names: dict[str, int], allowed: set[Node] | None
-) -> tuple[list[Segment], list[LeftAlone]]:
+    traced: TracedStep, params: SFTParams, names: dict[str, int], allowed: set[Node] | None
+) -> tuple[list[Segment], list[SkippedOps]]:
     """Segments of a step, or of the operations of it that may run on tiles; `names` counts them."""
     barriers = Barriers(traced, allowed)
     if barriers.present:  # All that can be tiled, with as few tensors waiting for the backward phase as pays.
@@ -117,13 +117,15 @@ def _backward(value: Any) -> NumTiles | None:
     return None if value is None else parse_num_tiles(value, "backward_num_tiles")
 
 
-def _grid(traced: Traced, segment: Segment, tiles: NumTiles | None) -> Grid:
+def _grid(traced: TracedStep, segment: Segment, tiles: NumTiles | None) -> Grid:
     """What was asked for, for the axes that a segment has."""
     assert tiles is not None
     return tiles.grid(axis_names(traced.analysis, segment))
 
 
-def _explicit(traced: Traced, params: SFTParams, asked: Asked, staging: Staging | None) -> list[SegmentPlan]:
+def _explicit(
+    traced: TracedStep, params: SFTParams, asked: RequestedTiles, staging: StageBounds | None
+) -> list[SegmentPlan]:
     taken: set[Node] = set()
     used: dict[Node, SegmentSpec] = {}
     plans = []
@@ -131,7 +133,7 @@ def _explicit(traced: Traced, params: SFTParams, asked: Asked, staging: Staging 
         segment = _named_segment(traced, spec, f"segment{number}", taken, used, staging)
         taken.update(segment.backward)
         used.update(dict.fromkeys(segment.forward, spec))
-        own = Asked(
+        own = RequestedTiles(
             asked.tiles if spec.num_tiles is None else parse_num_tiles(spec.num_tiles, "num_tiles"),
             asked.backward if spec.backward_num_tiles is None else _backward(spec.backward_num_tiles),
             asked.halo if spec.halo is None else Halo(spec.halo),
@@ -148,12 +150,12 @@ def _shown(spec: SegmentSpec) -> str:
 
 
 def _named_segment(
-    traced: Traced,
+    traced: TracedStep,
     spec: SegmentSpec,
     name: str,
     taken: set[Node],
     used: Mapping[Node, SegmentSpec],
-    staging: Staging | None,
+    staging: StageBounds | None,
 ) -> Segment:
     """The segment between two names."""
     analysis, graph = traced.analysis, traced.analysis.graph
@@ -204,14 +206,14 @@ def _named_segment(
     return segment
 
 
-def _with_backward(analysis: Analysis, ops: set[Node]) -> set[Node]:
+def _with_backward(analysis: GraphAnalysis, ops: set[Node]) -> set[Node]:
     """Forward operations with the backward ones that read what they make, or lie between such."""
     made = [node.out(index) for node in ops for index in range(len(node.outputs))]
-    readers = {r for t in made for r, _ in analysis.readers.get(t, ()) if r in analysis.backward}
-    return ops | readers | between(readers, analysis.successors, analysis.position)
+    readers = {r for t in made for r, _ in analysis.consumers.get(t, ()) if r in analysis.backward}
+    return ops | readers | nodes_between(readers, analysis.successors, analysis.position)
 
 
-def _with_layer(traced: Traced, error: object) -> str:
+def _with_layer(traced: TracedStep, error: object) -> str:
     """An error text with the Keras layer of the op that it names."""
     text = str(error)
     for op, call in traced.record.layer_of_op.items():
@@ -220,7 +222,7 @@ def _with_layer(traced: Traced, error: object) -> str:
     return text
 
 
-def check_tiles(traced: Traced, segment: Segment, grid: Grid, argument: str = "num_tiles") -> None:
+def check_tiles(traced: TracedStep, segment: Segment, grid: Grid, argument: str = "num_tiles") -> None:
     """Refuse more tiles than an exit, or a gradient that comes in, has rows.
 
     More batch tiles than samples are empty and skipped at run time.
@@ -243,25 +245,25 @@ def check_tiles(traced: Traced, segment: Segment, grid: Grid, argument: str = "n
                 )
 
 
-def _limiting(traced: Traced, segment: Segment) -> list[Tensor]:
+def _limiting(traced: TracedStep, segment: Segment) -> list[Tensor]:
     """Tensors that must have at least one row for each tile.
 
     Loops between barriers get no more tiles than they have rows anyway; the largest one has to have enough.
     """
     if segment.loops:
-        gatherer = Gatherer(traced.analysis, segment)
+        gatherer = BarrierPlanner(traced.analysis, segment)
         # What loops sum counts too: there may be none that writes an image.
         split = [tensor for loop in segment.loops for tensor in gatherer.split(loop)]
         return sorted(split, key=lambda t: traced.analysis.extents(t) or (), reverse=True)[:1]
     return [*segment.exits, *segment.grad_entries]
 
 
-def _most_rows(traced: Traced, segment: Segment) -> tuple[int, ...]:
+def _most_rows(traced: TracedStep, segment: Segment) -> tuple[int, ...]:
     """The most tiles along each axis."""
     return fewest_rows(traced.analysis, _limiting(traced, segment))
 
 
-def _check_width(traced: Traced, segment: Segment, grid: Grid, argument: str) -> None:
+def _check_width(traced: TracedStep, segment: Segment, grid: Grid, argument: str) -> None:
     """Refuse tiles that are no rows.
 
     Raises:
@@ -282,7 +284,7 @@ def _check_width(traced: Traced, segment: Segment, grid: Grid, argument: str) ->
         )
 
 
-def _checked(traced: Traced, segment: Segment, tiles: NumTiles, halo: Halo, clamp: bool) -> Grid:
+def _checked(traced: TracedStep, segment: Segment, tiles: NumTiles, halo: Halo, clamp: bool) -> Grid:
     """The grid that is asked for, or with `clamp` one with no more tiles than there are rows.
 
     Raises:
@@ -299,7 +301,9 @@ def _checked(traced: Traced, segment: Segment, tiles: NumTiles, halo: Halo, clam
     return grid
 
 
-def _planned(traced: Traced, segment: Segment, asked: Asked, capacity: int | None, clamp: bool) -> SegmentPlan:
+def _planned(
+    traced: TracedStep, segment: Segment, asked: RequestedTiles, capacity: int | None, clamp: bool
+) -> SegmentPlan:
     back = None
     if asked.backward is not None:
         back = _checked(traced, segment, asked.backward, asked.halo, clamp)
@@ -313,7 +317,7 @@ def _planned(traced: Traced, segment: Segment, asked: Asked, capacity: int | Non
 
     def turn(grid: Grid) -> int:
         plan = plan_segment(analysis, segment, grid, back, asked.halo)
-        return max(phase_scratch(phase, batch) for phase in plan.phases)
+        return max(iteration_peak_bytes(phase, batch) for phase in plan.phases)
 
     grids = auto_grids(analysis, segment, batch, asked.halo is Halo.CARRY)
     found = fewest(grids, lambda grid: turn(grid) <= limit)

@@ -14,15 +14,15 @@ import math
 import operator
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 
-from rewriters.emission.loop_signature import segment_key
+from rewriters.emission.loop_signature import segment_signature
 from rewriters.emission.tile_pass import planner_for
-from rewriters.estimates.loop_memory import phase_scratch
-from rewriters.estimates.op_cost import Costs
+from rewriters.estimates.loop_memory import iteration_peak_bytes
+from rewriters.estimates.op_cost import CostModel
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_planner import Grid, Halo, Phase
+from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft._planner.tile_grids import auto_grids, fastest, thinned
-from tflms_sft._planner.traced_step import Traced
+from tflms_sft._planner.traced_step import TracedStep
 
 MORE = 1.4
 """Tiles of a grid that is tried, over those of the one before."""
@@ -60,7 +60,7 @@ class Storable:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class BlockChoice:
     """What to do with the blocks from one cut to another.
 
     Attributes:
@@ -87,7 +87,7 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class TilingEstimate:
     """What a segment takes in some number of tiles, nothing stored.
 
     Attributes:
@@ -107,7 +107,7 @@ class Sample:
     savings: tuple[float, ...]
     least: tuple[float, ...]
 
-    def towards(self, other: Sample, tiles: float, own: int, others: int) -> Sample:
+    def towards(self, other: TilingEstimate, tiles: float, own: int, others: int) -> TilingEstimate:
         """In a number of tiles between its `own` and those of the `other`.
 
         A turn takes about a part of the whole. Time and borders grow with the number of turns.
@@ -118,7 +118,7 @@ class Sample:
         def between(first: float, second: float) -> float:
             return first + share * (second - first)
 
-        return Sample(
+        return TilingEstimate(
             self.scratch ** (1 - logarithmic) * other.scratch**logarithmic,
             between(self.saved, other.saved),
             between(self.seconds, other.seconds),
@@ -128,18 +128,18 @@ class Sample:
         )
 
 
-class Known:
+class EstimateCache:
     """What is known of stretches; those that differ in their names alone are one."""
 
     def __init__(self) -> None:
-        self._samples: dict[Hashable, dict[Grid, Sample]] = {}
+        self._samples: dict[Hashable, dict[Grid, TilingEstimate]] = {}
         self._storable: dict[Hashable, list[tuple[int, int, list[int]]]] = {}
 
-    def samples(self, key: Hashable) -> dict[Grid, Sample]:
+    def samples(self, key: Hashable) -> dict[Grid, TilingEstimate]:
         """Of a stretch and its halo, by numbers of tiles."""
         return self._samples.setdefault(key, {})
 
-    def storable(self, traced: Traced, key: Hashable, segment: Segment) -> list[Storable]:
+    def storable(self, traced: TracedStep, key: Hashable, segment: Segment) -> list[Storable]:
         """What is worth storing of a segment."""
         nodes = [*segment.forward, *segment.backward]
         if key not in self._storable:
@@ -154,14 +154,16 @@ class Known:
         ]
 
 
-def tilings(traced: Traced, segment: Segment, blocks: tuple[int, int], known: Known) -> list[Tiles]:
+def tilings(
+    traced: TracedStep, segment: Segment, blocks: tuple[int, int], known: EstimateCache
+) -> list[SegmentTilings]:
     """A segment in tiles, for each of the ways to have the rows that tiles share."""
-    key = segment_key(traced.analysis, segment)
+    key = segment_signature(traced.analysis, segment)
     stored = known.storable(traced, key, segment)
-    return [Tiles(traced, segment, blocks, halo, stored, known.samples((key, halo))) for halo in Halo]
+    return [SegmentTilings(traced, segment, blocks, halo, stored, known.samples((key, halo))) for halo in Halo]
 
 
-class Tiles:
+class SegmentTilings:
     """A segment in any number of tiles, with any of its inner tensors stored.
 
     Only the numbers of tiles that are asked for are looked at: more tiles need less, and cost more.
@@ -177,12 +179,12 @@ class Tiles:
 
     def __init__(
         self,
-        traced: Traced,
+        traced: TracedStep,
         segment: Segment,
         blocks: tuple[int, int],
         halo: Halo,
         stored: Sequence[Storable],
-        samples: dict[Grid, Sample],
+        samples: dict[Grid, TilingEstimate],
     ) -> None:
         self._traced = traced
         self._segment = segment
@@ -193,12 +195,12 @@ class Tiles:
         self._exits = sum(tensor.num_bytes(traced.batch) for tensor in segment.exits)
         grads = (*segment.grad_entries, *segment.grad_exits, *segment.reductions)
         self._gradients = sum(tensor.num_bytes(traced.batch) for tensor in grads)
-        self._choices: dict[Grid, Choice] = {}
+        self._choices: dict[Grid, BlockChoice] = {}
         self._samples = samples
         self._stored = stored
         self._every = 1 if len(segment.forward) + len(segment.backward) <= FEW_OPERATIONS else PLANNED
 
-    def fitting(self, budget: int) -> Iterator[Choice]:
+    def fitting(self, budget: int) -> Iterator[BlockChoice]:
         """The fewest tiles that fit; and the fewest with the tensors stored that save most for their size.
 
         More tiles where those are faster.
@@ -222,7 +224,7 @@ class Tiles:
         fitting = sum(size <= budget - choice.waits for size in sizes)
         return self._planned(self._grids[0]).least[fitting]
 
-    def _storing(self, choice: Choice, number: int) -> Choice:
+    def _storing(self, choice: BlockChoice, number: int) -> BlockChoice:
         """A choice with the first so many tensors stored."""
         assert choice.grid is not None
         stored = self._stored[:number]
@@ -249,15 +251,17 @@ class Tiles:
             lowest = min(lowest, split)
         return None
 
-    def _choice(self, grid: Grid) -> Choice:
+    def _choice(self, grid: Grid) -> BlockChoice:
         if grid not in self._choices:
             sample = self._sample(grid)
             waits, needs = self._exits + math.ceil(sample.saved), math.ceil(sample.scratch) + self._gradients
             forward = _coarser(grid, sample.part)
-            self._choices[grid] = Choice(*self._blocks, grid, waits, needs, sample.seconds, self._halo, forward=forward)
+            self._choices[grid] = BlockChoice(
+                *self._blocks, grid, waits, needs, sample.seconds, self._halo, forward=forward
+            )
         return self._choices[grid]
 
-    def _sample(self, grid: Grid) -> Sample:
+    def _sample(self, grid: Grid) -> TilingEstimate:
         """Planned, or between two that are."""
         index = self._grids.index(grid)
         before = index - index % self._every
@@ -267,7 +271,7 @@ class Tiles:
         first, last = self._grids[before], self._grids[after]
         return self._planned(first).towards(self._planned(last), grid.num_tiles, first.num_tiles, last.num_tiles)
 
-    def _planned(self, grid: Grid) -> Sample:
+    def _planned(self, grid: Grid) -> TilingEstimate:
         if grid not in self._samples:
             batch, costs = self._traced.batch, self._traced.costs
             part, phases = self._phases(grid)  # Not kept: they are large, and a search plans hundreds.
@@ -276,15 +280,15 @@ class Tiles:
             less = [self._saving(costs.least, phases[-1], storable) for storable in self._stored]
             seconds, least = (sum(map(own.phase, phases)) for own in (costs, costs.least))
             without = itertools.accumulate(less, operator.sub, initial=least)
-            scratch = phase_scratch(phases[-1], batch)
-            self._samples[grid] = Sample(scratch, saved, seconds, part, tuple(savings), tuple(without))
+            scratch = iteration_peak_bytes(phases[-1], batch)
+            self._samples[grid] = TilingEstimate(scratch, saved, seconds, part, tuple(savings), tuple(without))
         return self._samples[grid]
 
-    def _saving(self, costs: Costs, backward: Phase, storable: Storable) -> float:
+    def _saving(self, costs: CostModel, backward: TileLoop, storable: Storable) -> float:
         """Seconds that a loop does not take once a tensor is stored, too, after those that come before it."""
         return sum(costs.turns(backward, node) for node in storable.spared.intersection(backward.body))
 
-    def _phases(self, grid: Grid) -> tuple[int, list[Phase]]:
+    def _phases(self, grid: Grid) -> tuple[int, list[TileLoop]]:
         """Loops with as few forward tiles, of some numbers, as need no more memory than the backward ones.
 
         Each tile has halos and reads the weights once more.
@@ -295,7 +299,7 @@ class Tiles:
             phases = self._planner.phases(forward, grid)
             if forward == grid or len(phases) == 1:
                 break
-            if phase_scratch(phases[0], batch) <= phase_scratch(phases[-1], batch):
+            if iteration_peak_bytes(phases[0], batch) <= iteration_peak_bytes(phases[-1], batch):
                 break
         return part, phases
 
@@ -305,7 +309,7 @@ def _coarser(grid: Grid, part: int) -> Grid:
     return Grid(grid.batch, tuple(-(-count // part) for count in grid.spatial))
 
 
-def _worth_storing(traced: Traced, segment: Segment) -> list[Storable]:
+def _worth_storing(traced: TracedStep, segment: Segment) -> list[Storable]:
     """Inner tensors to store, one after the other: those first that save most work for their size, in one tile."""
     analysis, batch = traced.analysis, traced.batch
     grid = auto_grids(analysis, segment, batch)[0]

@@ -7,19 +7,19 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 
-from rewriters.analysis.autodiff_roles import after_updates, updates
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.autodiff_roles import update_descendants, update_nodes
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
-from rewriters.ir.graph import Tensor, ancestors, operands
+from rewriters.ir.graph import Tensor, ancestors, producers
 from rewriters.pipelining.stage_assignment import Separators, separators
-from tflms_sft._planner.traced_step import Traced
+from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._trace.layer_names import display_names, of_all_calls, resolve
 
 NEARLY = 1.25
 """What the largest stage may be over that of the most even cuts, and they over the smallest, for less to be sent."""
 
 
-def named_cuts(traced: Traced, names: Sequence[str]) -> list[list[Tensor]]:
+def named_cuts(traced: TracedStep, names: Sequence[str]) -> list[list[Tensor]]:
     """Tensors by the names of layers, operations or tensors.
 
     A layer that several batches go through is cut at each of its calls, as one of a discriminator that is given fakes
@@ -34,22 +34,22 @@ def named_cuts(traced: Traced, names: Sequence[str]) -> list[list[Tensor]]:
     return found
 
 
-def _before_updates(calls: list[list[Tensor]], analysis: Analysis) -> list[list[Tensor]]:
+def _before_updates(calls: list[list[Tensor]], analysis: GraphAnalysis) -> list[list[Tensor]]:
     """Calls of a layer that do not depend on what an update has changed."""
     if not calls:
         return []
     order, backward = analysis.order, analysis.backward
-    after = after_updates(order, updates(analysis.graph, order, backward))
+    after = update_descendants(order, update_nodes(analysis.graph, order, backward))
     return [tensors for tensors in calls if not any(t.node in after for t in tensors)]
 
 
 def _depends(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Whether the values of some tensors depend on some others."""
-    before = ancestors((t.node for t in tensors), operands)
+    before = ancestors((t.node for t in tensors), producers)
     return any(t.node in before for t in others)
 
 
-def cut_names(traced: Traced, cuts: Sequence[Sequence[Tensor]]) -> tuple[str, ...]:
+def cut_names(traced: TracedStep, cuts: Sequence[Sequence[Tensor]]) -> tuple[str, ...]:
     """A name for each cut that can be written instead of its tensors."""
     graph, record = traced.analysis.graph, traced.record
     names = display_names(graph, record)
@@ -62,7 +62,7 @@ def cut_names(traced: Traced, cuts: Sequence[Sequence[Tensor]]) -> tuple[str, ..
     return tuple(found)
 
 
-def choose_cuts(traced: Traced, count: int) -> list[list[Tensor]]:
+def choose_cuts(traced: TracedStep, count: int) -> list[list[Tensor]]:
     """The most even cuts, by what the forward phase leaves for the backward one; among nearly even ones the smallest.
 
     Raises:

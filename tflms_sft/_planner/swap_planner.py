@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import tensorflow as tf
 
 from rewriters.analysis.autodiff_roles import in_scope
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device import properties
 from rewriters.device.peak_memory import waits
 from rewriters.emission.tile_pass import loop_nodes
 from rewriters.errors import SwapError
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.pipelining.stage_passes import Staged, with_swaps
+from rewriters.pipelining.stage_passes import StagedStep, with_swaps
 from rewriters.swapping.recompute_pooling import again_name, pooled_for
 from rewriters.swapping.spill_store import SpillStore, is_in_memory
-from rewriters.swapping.swap_pass import Swap, SwapPlan, insert_swaps, plan_swaps, prepare
+from rewriters.swapping.swap_pass import Swap, SwapPlan, insert_swaps, plan_swaps, prepare_for_swapping
 from rewriters.swapping.tiers import DiskTier, HostTier
 from tflms_sft._machine.memory_info import free_memory
 from tflms_sft._params.device_names import elsewhere, machine_of
 from tflms_sft._params.swap_params import SwapParams
-from tflms_sft._planner.traced_step import Traced
+from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._report.plan_records import PlannedSwap
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import nearest, shortened
@@ -65,7 +65,7 @@ class NothingToSwapError(SwapError):
     """There is nothing in the graph that could be swapped as asked for; another one of the same step may have some."""
 
 
-def swap(traced: Traced, graph: Graph, params: SwapParams) -> Swapped:
+def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams) -> Swapped:
     """Swap as the parameters say.
 
     Args:
@@ -94,8 +94,8 @@ def swap(traced: Traced, graph: Graph, params: SwapParams) -> Swapped:
 
 
 def swap_in_stages(
-    traced: Traced, staged: Staged, params: SwapParams, devices: Sequence[str], micro_batches: int
-) -> tuple[Staged, HostTier | DiskTier]:
+    traced: TracedStep, staged: StagedStep, params: SwapParams, devices: Sequence[str], micro_batches: int
+) -> tuple[StagedStep, HostTier | DiskTier]:
     """Swap inside of the stages of a pipeline.
 
     Args:
@@ -106,7 +106,7 @@ def swap_in_stages(
         micro_batches: How many a step has.
 
     Raises:
-        SwapError: As for `swap`; for stages on other machines too.
+        SwapError: As for `apply_swaps`; for stages on other machines too.
     """
     check_here(traced, devices)
     tier = make_tier(params)
@@ -120,18 +120,18 @@ def swap_in_stages(
     return found, tier
 
 
-def prepared(traced: Traced, graph: Graph, params: SwapParams) -> Analysis:
+def prepared(traced: TracedStep, graph: Graph, params: SwapParams) -> GraphAnalysis:
     """The graph as swaps are planned for it; without tiles that is what they were chosen by."""
     loops = [name for (_, phase), name in loop_nodes(graph).items() if phase.startswith("backward")]
     scopes = (*params.optimizer_scopes, *(name.rpartition("/")[0] for name in loops))  # with what a loop begins with
     known = traced.prepared if graph is traced.analysis.graph else {}
     key = params.min_bytes, scopes
     if key not in known:
-        known[key] = prepare(graph, params.min_bytes, traced.batch, scopes, traced.forward)
+        known[key] = prepare_for_swapping(graph, params.min_bytes, traced.batch, scopes, traced.forward)
     return known[key]
 
 
-def check_here(traced: Traced, devices: Iterable[str] = ()) -> None:
+def check_here(traced: TracedStep, devices: Iterable[str] = ()) -> None:
     """Refuse a step on several machines.
 
     Functions in Python that a graph calls run in the program that made them, wherever they are placed: what a worker
@@ -169,7 +169,9 @@ def make_tier(params: SwapParams) -> HostTier | DiskTier:
     return DiskTier(SpillStore(params.directory, params.page_cache))
 
 
-def swapped_seconds(traced: Traced, graph: Graph, swaps: Iterable[Swap], params: SwapParams, seconds: float) -> float:
+def swapped_seconds(
+    traced: TracedStep, graph: Graph, swaps: Iterable[Swap], params: SwapParams, seconds: float
+) -> float:
     """Time of a step with these swaps, which takes `seconds` without; `graph` was prepared for swaps."""
     seconds += _one_by_one(traced, graph) + _made_again(traced, graph)
     sizes = [(swap.tensor.num_bytes(traced.batch), len(swap.swap_ins)) for swap in swaps]
@@ -182,7 +184,7 @@ def _to_disk(params: SwapParams, out: int) -> bool:
     return isinstance(make_tier(params), DiskTier) and (not params.page_cache or out > free_memory() * MOST_CACHED)
 
 
-def out_seconds(traced: Traced, outs: Iterable[Node], params: SwapParams) -> dict[Node, float]:
+def out_seconds(traced: TracedStep, outs: Iterable[Node], params: SwapParams) -> dict[Node, float]:
     """For how many seconds each swap-out may go on, what it takes away being still there."""
     sizes = {out: sum(tensor.num_bytes(traced.batch) for tensor in out.inputs) for out in outs}
     rates = traced.rates
@@ -190,7 +192,7 @@ def out_seconds(traced: Traced, outs: Iterable[Node], params: SwapParams) -> dic
     return {out: DELAYED * size / rate for out, size in sizes.items()}
 
 
-def _one_by_one(traced: Traced, graph: Graph) -> float:
+def _one_by_one(traced: TracedStep, graph: Graph) -> float:
     """Seconds that a step takes longer because gradients that ran at once wait for one another in a graph for swaps."""
     order = graph.execution_order()
     position = {node.name: number for number, node in enumerate(order)}
@@ -202,7 +204,7 @@ def _one_by_one(traced: Traced, graph: Graph) -> float:
     return traced.costs.at_once(apart)
 
 
-def _made_again(traced: Traced, graph: Graph) -> float:
+def _made_again(traced: TracedStep, graph: Graph) -> float:
     """Seconds for poolings that are made again for their gradients."""
     nodes = traced.analysis.graph.nodes.values()
     pools = [pooled_for(node) for node in nodes if again_name(node) in graph.nodes]
@@ -251,7 +253,7 @@ def _no_files(needed: int) -> str:
     )
 
 
-def check_names(traced: Traced, graph: Graph, params: SwapParams) -> None:
+def check_names(traced: TracedStep, graph: Graph, params: SwapParams) -> None:
     """Refuse scopes, operations and types that the step has neither as it was nor tiled, with the nearest it has.
 
     Raises:
@@ -285,7 +287,7 @@ def _require(argument: str, wanted: Iterable[str], known: Callable[[str], bool],
             raise SwapError(f"`{argument}` names nothing in the step. Received: {name!r}. {nearest(name, names)}")
 
 
-def _nothing(analysis: Analysis, params: SwapParams, plan: SwapPlan, batch: int) -> str:
+def _nothing(analysis: GraphAnalysis, params: SwapParams, plan: SwapPlan, batch: int) -> str:
     """Why nothing is swapped."""
     everything = dataclasses.replace(params.options(), min_bytes=0, excl_scopes=(), excl_types=(), incl_scopes=())
     everything = dataclasses.replace(everything, incl_types=(), starting_scope=None, starting_op_names=(), n_tensors=-1)

@@ -6,19 +6,19 @@ import bisect
 import dataclasses
 
 from rewriters.device.peak_memory import Peak
-from rewriters.emission.tile_pass import SegmentPlan, outline
+from rewriters.emission.tile_pass import SegmentPlan, tile_skeleton
 from rewriters.ir.graph import Node
 from rewriters.swapping.swap_pass import Swap, insert_swaps, plan_swaps
-from rewriters.swapping.tiers import HostTier, Outline
+from rewriters.swapping.tiers import HostTier, SkeletonTier
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.swap_planner import check_names, make_tier, no_room, out_seconds, prepared, swapped_seconds
-from tflms_sft._planner.traced_step import Traced, predict
+from tflms_sft._planner.traced_step import TracedStep, predict
 
 LOWER_BOUNDS = (1, 2, 3, 5, 8, 12, 18, 27, 40)
 """Values of `lb` that are tried. Farther ahead nothing is gained: a transfer has long ended."""
 
 
-class Swaps:
+class SwapSearch:
     """A step with any number of swaps, as the memory model sees it.
 
     Args:
@@ -30,13 +30,13 @@ class Swaps:
         SwapError: For names that are not in the step, and a tier that is not there.
     """
 
-    def __init__(self, traced: Traced, plans: list[SegmentPlan], params: SwapParams) -> None:
+    def __init__(self, traced: TracedStep, plans: list[SegmentPlan], params: SwapParams) -> None:
         self.params = params
         self._traced = traced
         self._plans = plans
         self._tier = make_tier(params)
         self._on_host = isinstance(self._tier, HostTier)
-        graph = outline(traced.analysis, plans) if plans else traced.analysis.graph
+        graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
         check_names(traced, graph, params)
         self._analysis = prepared(traced, graph, params)
         self._planned: dict[int, list[Swap]] = {}
@@ -50,7 +50,7 @@ class Swaps:
 
     def peak(self, count: int, lb: int, limit: int | None = None) -> Peak:
         """Predicted peak with the first `count` swaps; one above `limit` need not be the worst."""
-        tier = HostTier() if self._on_host else Outline()
+        tier = HostTier() if self._on_host else SkeletonTier()
         swaps = self.planned(lb)[:count]
         graph, outs = insert_swaps(self._analysis, swaps, tier, self.params.max_in_flight)
         away: frozenset[Node] = frozenset(outs if self._on_host else ())

@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.ir.graph import Tensor
 from rewriters.tiling.extents import known_extents, most_tiles
 from rewriters.tiling.segment import Segment
@@ -16,7 +16,7 @@ AUTO_TILES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 """Tiles per axis that are tried, fewest first."""
 
 
-def auto_grids(analysis: Analysis, segment: Segment, batch: int, rows_only: bool = False) -> list[Grid]:
+def auto_grids(analysis: GraphAnalysis, segment: Segment, batch: int, rows_only: bool = False) -> list[Grid]:
     """Grids to try, from one tile up, each with more tiles than the one before.
 
     The batch is split first, which costs no halo; then the longest side of a tile, so that halos stay small, or with
@@ -85,7 +85,7 @@ def thinned(grids: Sequence[Grid], more: float) -> list[Grid]:
     return found
 
 
-def loop_grids(analysis: Analysis, tensors: Sequence[Tensor], batch: int, rows_only: bool = False) -> list[Grid]:
+def loop_grids(analysis: GraphAnalysis, tensors: Sequence[Tensor], batch: int, rows_only: bool = False) -> list[Grid]:
     """Grids to try for a loop that splits these tensors, each with more tiles than the one before.
 
     The batch first, which costs no halo. Then rows: a tile of full width is one piece of memory.

@@ -18,9 +18,9 @@ from rewriters.tiling.ft_segments import find_components, try_segment
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._planner.chain_search import Chain
-from tflms_sft._planner.segment_tilings import Choice
+from tflms_sft._planner.segment_tilings import BlockChoice
 from tflms_sft._planner.target_ladder import RUNG, rung
-from tflms_sft._planner.traced_step import Candidate, Traced, predict
+from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
 
 MOST_SMALLEST = 3
 """Plans among which the smallest is looked for first."""
@@ -36,7 +36,7 @@ class TileSearch:
         left: What cannot be tiled.
     """
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: TracedStep) -> None:
         self._traced = traced
         components, self.left = find_components(traced.analysis)
         self._chains = [Chain(traced, component) for component in components]
@@ -60,7 +60,7 @@ class TileSearch:
         return _candidate(self._traced, self._chains, target, {}) if self._chains else None
 
 
-def _fitting(traced: Traced, chains: list[Chain], limit: int) -> Candidate | None:
+def _fitting(traced: TracedStep, chains: list[Chain], limit: int) -> Candidate | None:
     """The cheapest plan for the whole step that is found to fit.
 
     The chains' sums may be too low or too high, so what they aim at is found by bisection, until the model of the
@@ -81,7 +81,7 @@ def _fitting(traced: Traced, chains: list[Chain], limit: int) -> Candidate | Non
 
 
 def _candidate(
-    traced: Traced, chains: list[Chain], target: int, seen: dict[Any, Candidate], budget: int | None = None
+    traced: TracedStep, chains: list[Chain], target: int, seen: dict[Any, Candidate], budget: int | None = None
 ) -> Candidate | None:
     """What the chains propose for a target; `seen` has what was modelled before."""
     plans = _plans(traced, chains, target)
@@ -97,11 +97,11 @@ def _candidate(
     return seen[key]
 
 
-def _modelled(traced: Traced, plans: list[SegmentPlan], budget: int | None = None) -> Candidate:
+def _modelled(traced: TracedStep, plans: list[SegmentPlan], budget: int | None = None) -> Candidate:
     return Candidate(plans, *predict(traced, plans, budget))
 
 
-def _smallest(traced: Traced, chains: list[Chain]) -> Candidate:
+def _smallest(traced: TracedStep, chains: list[Chain]) -> Candidate:
     """The plan with the lowest peak that is found: from the first targets that can be met, then below."""
     seen: dict[Any, Candidate] = {}
     target = _held(traced) + max((chain.lowest() for chain in chains), default=0)
@@ -117,15 +117,15 @@ def _smallest(traced: Traced, chains: list[Chain]) -> Candidate:
     return smallest
 
 
-def _held(traced: Traced) -> int:
+def _held(traced: TracedStep) -> int:
     """Bytes that are there throughout a step: variables and arguments."""
     return traced.fixed_bytes + sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
 
 
-def _plans(traced: Traced, chains: list[Chain], target: int) -> list[SegmentPlan] | None:
+def _plans(traced: TracedStep, chains: list[Chain], target: int) -> list[SegmentPlan] | None:
     """The cheapest plan whose chains fit, or `None`."""
     waiting = _held(traced)
-    chosen: list[tuple[Chain, Choice]] = []
+    chosen: list[tuple[Chain, BlockChoice]] = []
     for chain in chains:
         path = chain.cheapest(target - waiting)
         if path is None:
@@ -135,7 +135,7 @@ def _plans(traced: Traced, chains: list[Chain], target: int) -> list[SegmentPlan
     return built(traced, chosen)
 
 
-def built(traced: Traced, chosen: list[tuple[Chain, Choice]]) -> list[SegmentPlan]:
+def built(traced: TracedStep, chosen: list[tuple[Chain, BlockChoice]]) -> list[SegmentPlan]:
     """The segments of choices that tile."""
     taken: set[Node] = set()
     plans = []
@@ -152,5 +152,5 @@ def built(traced: Traced, chosen: list[tuple[Chain, Choice]]) -> list[SegmentPla
     return plans
 
 
-def _planned(traced: Traced, segment: Segment, grids: tuple[Grid, Grid], halo: Halo) -> SegmentPlan:
+def _planned(traced: TracedStep, segment: Segment, grids: tuple[Grid, Grid], halo: Halo) -> SegmentPlan:
     return SegmentPlan(segment, planner_for(traced.analysis, segment, halo).phases(*grids), halo)

@@ -11,23 +11,23 @@ from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Se
 from typing import Any
 
 from rewriters.analysis.autodiff_roles import is_autodiff_name
-from rewriters.analysis.graph_analysis import Analysis
-from rewriters.canonicalize.canonicalize import read
-from rewriters.device.peak_memory import Peak, Schedule, graph_peak, graph_schedule
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize.canonicalize import read_canonical
+from rewriters.device.peak_memory import AllocationTrace, Peak, graph_peak, graph_schedule
 from rewriters.emission.loop_emitter import phase_inputs, phase_outputs
-from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, outline, tile_segments
-from rewriters.estimates.loop_memory import loop_turns
-from rewriters.estimates.op_cost import NOMINAL, Costs, Rates
+from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_segments, tile_skeleton
+from rewriters.estimates.loop_memory import loop_iterations
+from rewriters.estimates.op_cost import NOMINAL, CostModel, MachineRates
 from rewriters.estimates.unmodelled import unmodelled
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.tiling.ft_segments import LeftAlone
+from rewriters.tiling.ft_segments import SkippedOps
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_planner import Phase
-from tflms_sft._report.peak_report import Names, Sizes, largest, own
+from rewriters.tiling.tile_planner import TileLoop
+from tflms_sft._report.peak_report import PeakNames, Sizes, largest, own
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Prediction
-from tflms_sft._report.segment_report import described, shares
+from tflms_sft._report.segment_report import describe_segment, shares
 from tflms_sft._trace.layer_names import LayerRecord, display_names, part_name
 from tflms_sft._util.text import shortened
 
@@ -48,7 +48,7 @@ class Candidate:
 
 
 @dataclasses.dataclass
-class Traced:
+class TracedStep:
     """A traced step, ready to be planned.
 
     Attributes:
@@ -66,20 +66,20 @@ class Traced:
     """
 
     concrete_fn: Any
-    analysis: Analysis
+    analysis: GraphAnalysis
     record: LayerRecord
     batch: int
     batch_is_fixed: bool
     variables: list[int]
     forward: Container[str] = ()
-    rates: Rates = NOMINAL
+    rates: MachineRates = NOMINAL
     correction: float = 1.0
-    outlines: dict[Hashable, tuple[Schedule, dict[tuple[str, str], str]]] = dataclasses.field(
+    outlines: dict[Hashable, tuple[AllocationTrace, dict[tuple[str, str], str]]] = dataclasses.field(
         init=False, default_factory=dict, repr=False
     )
-    prepared: dict[Hashable, Analysis] = dataclasses.field(init=False, default_factory=dict, repr=False)
+    prepared: dict[Hashable, GraphAnalysis] = dataclasses.field(init=False, default_factory=dict, repr=False)
 
-    def go_by(self, rates: Rates) -> None:
+    def go_by(self, rates: MachineRates) -> None:
         """Take these rates, and forget the times that went by others."""
         self.rates = rates
         for name in ("costs", "seconds"):
@@ -91,9 +91,9 @@ class Traced:
         return sum(self.variables)
 
     @functools.cached_property
-    def costs(self) -> Costs:
+    def costs(self) -> CostModel:
         """Times of operations."""
-        return Costs(self.analysis, self.batch, self.rates)
+        return CostModel(self.analysis, self.batch, self.rates)
 
     @functools.cached_property
     def seconds(self) -> float:
@@ -121,13 +121,13 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def analyse(
+def analyse_step(
     concrete_fn: Any,
     record: LayerRecord | None = None,
     batch: int | None = None,
     for_tiles: bool = True,
     opened: bool = False,
-) -> Traced:
+) -> TracedStep:
     """Read and analyse a traced step.
 
     Args:
@@ -135,22 +135,22 @@ def analyse(
         record: Keras layers seen while it was traced.
         batch: Batch size where the graph leaves it open.
         for_tiles: Whether it may be tiled, so that what is the same to rounding only may be made anew.
-        opened: As in `read`.
+        opened: As in `read_canonical`.
 
     Raises:
         RewriteError: If it computes gradients where they are not seen; without tiles, if it computes none.
     """
-    graph = read(concrete_fn, for_tiles, opened)
+    graph = read_canonical(concrete_fn, for_tiles, opened)
     record = record or LayerRecord()
     misleading = any(is_autodiff_name(call.layer) for call in record.calls)
     forward: Container[str] = record.layer_of_op.keys() if misleading else ()
-    analysis = Analysis(graph, forward=forward)
+    analysis = GraphAnalysis(graph, forward=forward)
     if for_tiles:
         analysis.refuse_hidden_gradients()
     else:  # What leaves the device comes back for the backward phase.
         analysis.require_backward()
     known = _static_batch(graph, len(concrete_fn.inputs) - len(concrete_fn.captured_inputs))
-    return Traced(
+    return TracedStep(
         concrete_fn,
         analysis,
         record,
@@ -169,7 +169,7 @@ def _static_batch(graph: Graph, num_arguments: int) -> int | None:
 
 
 def predict(
-    traced: Traced,
+    traced: TracedStep,
     plans: list[SegmentPlan],
     limit: int | None = None,
     graph: Graph | None = None,
@@ -190,50 +190,54 @@ def predict(
         found, loops = _outlined(traced, plans)
     else:
         loops = loop_nodes(graph)
-        of = clock(traced, plans, loops)
+        of = op_times(traced, plans, loops)
         names = set(loops.values())
         found = graph_schedule(graph, names, traced.batch, traced.variables, away, slow, lambda node: of(node.name))
     turns = {
-        loops[plan.segment.name, phase.name]: loop_turns(phase, traced.batch) for plan in plans for phase in plan.phases
+        loops[plan.segment.name, phase.name]: loop_iterations(phase, traced.batch)
+        for plan in plans
+        for phase in plan.phases
     }
     peak = graph_peak(found, turns, limit)
     return peak, seconds_of(traced, plans) / traced.seconds
 
 
-def clock(traced: Traced, plans: list[SegmentPlan], loops: Mapping[tuple[str, str], str]) -> Callable[[str], float]:
+def op_times(
+    traced: TracedStep, plans: list[SegmentPlan], loops: Mapping[tuple[str, str], str]
+) -> Callable[[str], float]:
     """What each op of a rewritten graph takes, by its name; nothing, if neither the step nor a loop is known by it."""
     costs, known = traced.costs, traced.analysis.graph.nodes
     taken = {loops[plan.segment.name, phase.name]: costs.phase(phase) for plan in plans for phase in plan.phases}
     return lambda name: taken.get(name) or (costs.op(known[name]) if name in known else 0.0)
 
 
-def _outlined(traced: Traced, plans: list[SegmentPlan]) -> tuple[Schedule, dict[tuple[str, str], str]]:
+def _outlined(traced: TracedStep, plans: list[SegmentPlan]) -> tuple[AllocationTrace, dict[tuple[str, str], str]]:
     """The schedule of an outline, and names of its loops; searches ask for loops in other tiles again and again."""
     own = traced.outlines
     key = tuple((plan.segment, tuple(_borders(plan.segment, phase) for phase in plan.phases)) for plan in plans)
     if key not in own:
         while len(own) >= MOST_OUTLINES:
             del own[next(iter(own))]
-        graph = outline(traced.analysis, plans) if plans else traced.analysis.graph
+        graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
         loops = loop_nodes(graph)
         own[key] = graph_schedule(graph, set(loops.values()), traced.batch, traced.variables), loops
     return own[key]
 
 
-def _borders(segment: Segment, phase: Phase) -> Hashable:
+def _borders(segment: Segment, phase: TileLoop) -> Hashable:
     """All that an outline shows of a loop: what it reads, waits for, and makes."""
     return phase.name, tuple(phase_inputs(phase, segment)), tuple(phase.reads), tuple(phase_outputs(phase))
 
 
-def seconds_of(traced: Traced, plans: list[SegmentPlan]) -> float:
+def seconds_of(traced: TracedStep, plans: list[SegmentPlan]) -> float:
     """Time of the step with these tile loops."""
     costs = traced.costs
     tiled = costs.step({n for plan in plans for n in (*plan.segment.forward, *plan.segment.backward)})
     return traced.seconds - tiled + sum(costs.phase(phase) for plan in plans for phase in plan.phases)
 
 
-def finish(
-    traced: Traced, plans: list[SegmentPlan], left: Sequence[LeftAlone], budget: int | None
+def emit_and_describe(
+    traced: TracedStep, plans: list[SegmentPlan], left: Sequence[SkippedOps], budget: int | None
 ) -> tuple[Graph, Plan]:
     """Emit the graph and describe it."""
     analysis = traced.analysis
@@ -244,14 +248,14 @@ def finish(
     if plans:
         # A budget has to be kept in every state of the device's memory, as the search saw to, by an outline;
         # otherwise a fresh one tells enough.
-        seen, limit = (outline(analysis, plans), None) if budget else (graph, 0)
+        seen, limit = (tile_skeleton(analysis, plans), None) if budget else (graph, 0)
         predicted = prediction(traced, plans, seen, names, predict(traced, plans, limit, seen))
     *parts, rest = shares(traced.costs, plans, traced.seconds)
     plan = Plan(
         changed=bool(plans),
         batch=traced.batch,
         batch_is_fixed=traced.batch_is_fixed,
-        segments=tuple(described(traced.costs, *pair, names) for pair in zip(plans, parts, strict=True)),
+        segments=tuple(describe_segment(traced.costs, *pair, names) for pair in zip(plans, parts, strict=True)),
         rest_waiting_bytes=rest.waiting_bytes,
         rest_time_share=rest.time_share,
         left_alone=reasons(traced, left),
@@ -263,7 +267,7 @@ def finish(
     return graph, plan
 
 
-def _notes(traced: Traced) -> tuple[str, ...]:
+def _notes(traced: TracedStep) -> tuple[str, ...]:
     """What the prediction leaves out, by layer."""
     ops = [node.name for node in unmodelled(traced.analysis)]
     if not ops:
@@ -274,7 +278,7 @@ def _notes(traced: Traced) -> tuple[str, ...]:
 
 
 def prediction(
-    traced: Traced, plans: list[SegmentPlan], graph: Graph, names: Mapping[Tensor, str], found: tuple[Peak, float]
+    traced: TracedStep, plans: list[SegmentPlan], graph: Graph, names: Mapping[Tensor, str], found: tuple[Peak, float]
 ) -> Prediction:
     """As a plan reports it.
 
@@ -286,7 +290,7 @@ def prediction(
         found: What `predict` told.
     """
     peak, ratio = found
-    shown = Names(traced.analysis, traced.record, names)
+    shown = PeakNames(traced.analysis, traced.record, names)
     return Prediction(
         peak_bytes=peak.peak_bytes,
         fixed_bytes=traced.fixed_bytes,
@@ -299,23 +303,23 @@ def prediction(
     )
 
 
-def at_peak(traced: Traced, plans: list[SegmentPlan], peak: Peak) -> tuple[Sizes, Sizes]:
+def at_peak(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[Sizes, Sizes]:
     """What is largest at a predicted peak, and what is taken only while something runs, as a plan reports them."""
-    graph = outline(traced.analysis, plans) if plans else traced.analysis.graph
-    shown = Names(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
+    graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
+    shown = PeakNames(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
     return largest(shown, graph, peak), own(shown, plans, graph, peak, traced.batch)
 
 
 def _progress(
-    traced: Traced, plans: list[SegmentPlan], graph: Graph, timeline: Sequence[tuple[str, int]]
+    traced: TracedStep, plans: list[SegmentPlan], graph: Graph, timeline: Sequence[tuple[str, int]]
 ) -> tuple[float, ...]:
     """Time gone, over that of the original step, when each op begins."""
-    seconds = clock(traced, plans, loop_nodes(graph))
+    seconds = op_times(traced, plans, loop_nodes(graph))
     *begins, _ = itertools.accumulate((seconds(name) for name, _ in timeline), initial=0.0)
     return tuple(round(done / traced.seconds, 6) for done in begins)
 
 
-def reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str], ...]:
+def reasons(traced: TracedStep, left: Sequence[SkippedOps]) -> tuple[tuple[str, str], ...]:
     """(what, why), each layer once with its first reason."""
     reasons: dict[str, str] = {}
     for item in left:
@@ -324,11 +328,11 @@ def reasons(traced: Traced, left: Sequence[LeftAlone]) -> tuple[tuple[str, str],
     return tuple(reasons.items())
 
 
-def _layer_name(traced: Traced, op: str) -> str:
+def _layer_name(traced: TracedStep, op: str) -> str:
     call = traced.record.call_of(op)
     return op if call is None else f"layer {call.layer!r} ({call.kind})"
 
 
-def unsupported_layers(traced: Traced, left: Sequence[LeftAlone]) -> list[str]:
+def unsupported_layers(traced: TracedStep, left: Sequence[SkippedOps]) -> list[str]:
     """Layers that this version cannot tile, by name."""
     return [name for name, _ in reasons(traced, left)]

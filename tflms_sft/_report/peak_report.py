@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.estimates.loop_memory import kernel_at_worst
@@ -17,7 +17,7 @@ Sizes = tuple[tuple[str, int], ...]
 """(what, bytes), largest first."""
 
 
-class Names:
+class PeakNames:
     """Names to print.
 
     Args:
@@ -26,7 +26,7 @@ class Names:
         layers: Names of tensors that are what a layer returns.
     """
 
-    def __init__(self, analysis: Analysis, record: LayerRecord, layers: Mapping[Tensor, str]) -> None:
+    def __init__(self, analysis: GraphAnalysis, record: LayerRecord, layers: Mapping[Tensor, str]) -> None:
         self._analysis = analysis
         self._record = record
         self._layers = layers
@@ -57,7 +57,7 @@ class Names:
         return f"{call.layer} ({node.op}{', backward' if node in self._analysis.backward else ''})"
 
 
-def largest(names: Names, graph: Graph, peak: Peak) -> Sizes:
+def largest(names: PeakNames, graph: Graph, peak: Peak) -> Sizes:
     """The largest tensors; those that loops made by what they are in the original.
 
     Args:
@@ -69,7 +69,7 @@ def largest(names: Names, graph: Graph, peak: Peak) -> Sizes:
     return tuple((names.tensor_called(made.get(name, name)), size) for name, size in peak.largest)
 
 
-def own(names: Names, plans: Sequence[SegmentPlan], graph: Graph, peak: Peak, batch: int) -> Sizes:
+def own(names: PeakNames, plans: Sequence[SegmentPlan], graph: Graph, peak: Peak, batch: int) -> Sizes:
     """What is taken only while the op at the worst moment runs: a turn of a loop, kernels' own memory (in it)."""
     if not peak.own_bytes:
         return ()
@@ -85,5 +85,5 @@ def own(names: Names, plans: Sequence[SegmentPlan], graph: Graph, peak: Peak, ba
     return ((_kernel(names, peak.at), peak.own_bytes),)
 
 
-def _kernel(names: Names, op: str) -> str:
+def _kernel(names: PeakNames, op: str) -> str:
     return f"kernels' own memory in {names.op(op)}"

@@ -6,14 +6,14 @@ import os
 from typing import Any
 
 from rewriters.pipelining.schedule_simulator import Simulation
-from rewriters.pipelining.schedules import Pass
+from rewriters.pipelining.schedules import Direction
 from tflms_sft._util.byte_sizes import format_bytes
 
-COLORS = {Pass.FORWARD: "#5b8def", Pass.BACKWARD: "#3aa17e"}
-LIGHTER = {Pass.FORWARD: "#b9cff8", Pass.BACKWARD: "#addccc"}
+COLORS = {Direction.FORWARD: "#5b8def", Direction.BACKWARD: "#3aa17e"}
+LIGHTER = {Direction.FORWARD: "#b9cff8", Direction.BACKWARD: "#addccc"}
 """Of stages other than the first that a device has run."""
 
-NAMES = {Pass.FORWARD: "forward", Pass.BACKWARD: "backward"}
+NAMES = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
 EXCHANGED, CRITICAL, TEXT, QUIET = "#f2b134", "#c62828", "#1f2329", "#6b717c"
 
 HEIGHT = 0.72
@@ -119,9 +119,9 @@ def _frame(axes: Any, simulation: Simulation, rows: list[float]) -> None:
     beside.set_yticks(rows, [_beside(simulation, device) for device in range(schedule.num_devices)])
     beside.tick_params(axis="y", length=0, labelsize=8, labelcolor=QUIET)
     beside.spines[:].set_visible(False)
-    entries = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in Pass]
+    entries = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in Direction]
     if any(len(schedule.stages_on(device)) > 1 for device in range(schedule.num_devices)):
-        entries += [Patch(color=LIGHTER[kind], label=f"{NAMES[kind]}, another stage") for kind in Pass]
+        entries += [Patch(color=LIGHTER[kind], label=f"{NAMES[kind]}, another stage") for kind in Direction]
     if any(exchange.end > exchange.begin for exchange in simulation.exchanges):
         entries.append(Patch(color=EXCHANGED, label="exchange of gradients"))
     entries.append(Patch(color=CRITICAL, label="critical path"))

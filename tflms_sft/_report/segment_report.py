@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.analysis.graph_analysis import Analysis
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device import properties
 from rewriters.emission.loop_emitter import phase_inputs
 from rewriters.emission.tile_pass import SegmentPlan
-from rewriters.estimates.loop_memory import phase_scratch
-from rewriters.estimates.op_cost import Costs, overlapped_bytes
+from rewriters.estimates.loop_memory import iteration_peak_bytes
+from rewriters.estimates.op_cost import CostModel, overlapped_bytes
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.extents import most_tiles
-from rewriters.tiling.tile_planner import Halo, Phase
+from rewriters.tiling.tile_planner import Halo, TileLoop
 from tflms_sft._report.plan_records import PlannedSegment
 
 __all__: list[str] = []
@@ -35,7 +35,7 @@ class Share:
     time_share: tuple[float, float]
 
 
-def shares(costs: Costs, plans: Sequence[SegmentPlan], whole: float) -> list[Share]:
+def shares(costs: CostModel, plans: Sequence[SegmentPlan], whole: float) -> list[Share]:
     """One for each segment, and at the end that of what stays as it was; `whole` is the time of the step."""
     analysis, batch = costs.analysis, costs.batch
     owner: dict[Node, int] = {node: number for number, plan in enumerate(plans) for node in plan.segment.forward}
@@ -51,13 +51,13 @@ _REST = -1
 """Number of the part that is in no segment."""
 
 
-def _work(costs: Costs, plan: SegmentPlan, whole: float) -> tuple[float, float]:
+def _work(costs: CostModel, plan: SegmentPlan, whole: float) -> tuple[float, float]:
     """Time of a segment's ops, once and in its loops."""
     once = costs.step((*plan.segment.forward, *plan.segment.backward))
     return once / whole, sum(map(costs.phase, plan.phases)) / whole
 
 
-def _waiting(analysis: Analysis, batch: int, owner: Mapping[Node, int], read: Iterator[Tensor]) -> Counter[int]:
+def _waiting(analysis: GraphAnalysis, batch: int, owner: Mapping[Node, int], read: Iterator[Tensor]) -> Counter[int]:
     """Bytes that wait for the backward phase, by the segment that makes them; what shares a buffer counts once."""
     sources = dict.fromkeys(map(_source, read))
     found = Counter[int]()
@@ -70,18 +70,18 @@ def _waiting(analysis: Analysis, batch: int, owner: Mapping[Node, int], read: It
 
 def _source(tensor: Tensor) -> Tensor:
     """The tensor in whose buffer this one is."""
-    while properties.passes_on(tensor.node) and tensor.node.inputs:
+    while properties.forwards_input_buffer(tensor.node) and tensor.node.inputs:
         tensor = tensor.node.inputs[0]
     return tensor
 
 
-def _read_before(analysis: Analysis) -> Iterator[Tensor]:
+def _read_before(analysis: GraphAnalysis) -> Iterator[Tensor]:
     """What the backward phase of the original reads."""
     for node in analysis.backward:
         yield from () if reads_shape_only(node) else node.inputs
 
 
-def _read_after(analysis: Analysis, plans: Sequence[SegmentPlan]) -> Iterator[Tensor]:
+def _read_after(analysis: GraphAnalysis, plans: Sequence[SegmentPlan]) -> Iterator[Tensor]:
     """What backward loops read, and what is left of the backward phase."""
     inside = {node for plan in plans for node in plan.segment.backward}
     for node in analysis.backward - inside:
@@ -94,7 +94,7 @@ def _read_after(analysis: Analysis, plans: Sequence[SegmentPlan]) -> Iterator[Te
                 again.update(phase.writes)
 
 
-def described(costs: Costs, plan: SegmentPlan, share: Share, names: Mapping[Tensor, str]) -> PlannedSegment:
+def describe_segment(costs: CostModel, plan: SegmentPlan, share: Share, names: Mapping[Tensor, str]) -> PlannedSegment:
     """What a plan tells of one segment; `names` are the layers of tensors."""
     analysis, batch, segment = costs.analysis, costs.batch, plan.segment
     forward, backward = (_finest(plan, which) for which in (False, True))
@@ -112,7 +112,7 @@ def described(costs: Costs, plan: SegmentPlan, share: Share, names: Mapping[Tens
         forward_ops=len(segment.forward),
         backward_ops=len(segment.backward),
         tile_bytes=tuple(
-            max(phase_scratch(phase, batch) for phase in plan.phases if phase.backward == which)
+            max(iteration_peak_bytes(phase, batch) for phase in plan.phases if phase.backward == which)
             for which, loop in ((False, forward), (True, backward))
             if loop is not None
         ),
@@ -134,7 +134,7 @@ def _saved_bytes(plan: SegmentPlan, batch: int) -> int:
     return sum(save.saved.num_bytes(batch) for phase in plan.phases for save in phase.saves)
 
 
-def _most_rows(costs: Costs, plan: SegmentPlan) -> int | None:
+def _most_rows(costs: CostModel, plan: SegmentPlan) -> int | None:
     """About how many row tiles pay, extrapolated from those of the backward loop.
 
     Z. Wang et al., "LR-CNN" (2024), bound the number in IV-A and IV-B. Every border saves as much, and a turn needs
@@ -151,7 +151,7 @@ def _most_rows(costs: Costs, plan: SegmentPlan) -> int | None:
     ((count, axis),) = split
     if plan.halo is Halo.CARRY:
         each_border = _saved_bytes(plan, costs.batch) / (count - 1)
-        best = math.sqrt(phase_scratch(backward, costs.batch) * count / each_border) if each_border else math.inf
+        best = math.sqrt(iteration_peak_bytes(backward, costs.batch) * count / each_border) if each_border else math.inf
     else:
         once = costs.step(backward.body)
         added = (costs.body(backward) - once) / (count - 1)
@@ -159,13 +159,13 @@ def _most_rows(costs: Costs, plan: SegmentPlan) -> int | None:
     return max(1, int(best)) if best < most_tiles(costs.analysis, plan.segment)[axis] else None
 
 
-def _finest(plan: SegmentPlan, backward: bool) -> Phase | None:
+def _finest(plan: SegmentPlan, backward: bool) -> TileLoop | None:
     """The loop of a phase with the most tiles."""
     phases = [phase for phase in plan.phases if phase.backward == backward]
     return max(phases, key=lambda phase: phase.grid.num_tiles, default=None)
 
 
-def _tile_rows(plan: SegmentPlan, phase: Phase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _tile_rows(plan: SegmentPlan, phase: TileLoop) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Largest rows along each axis of a tile of what a loop makes, and of what it makes it from."""
     segment = plan.segment
     if segment.loops:
@@ -197,7 +197,7 @@ def _kept(plan: SegmentPlan) -> list[Tensor]:
     return list(kept)
 
 
-def _counts(phase: Phase | None, batch: int) -> tuple[int, ...]:
+def _counts(phase: TileLoop | None, batch: int) -> tuple[int, ...]:
     """Tiles along the batch, of which there are no more than images, and each axis; nothing without a loop."""
     return () if phase is None else (min(phase.grid.batch, batch), *phase.grid.spatial)
 

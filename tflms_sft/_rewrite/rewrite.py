@@ -9,20 +9,27 @@ from typing import Any
 
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
-from rewriters.step_importer import Importer
+from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import HostTier
 from tflms_sft._machine.calibration import kept_rates, machine_rates
-from tflms_sft._params.request import Chosen, chosen_of
+from tflms_sft._params.request import RewriteRequest, parse_request
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._pipeline.build import pipelined
-from tflms_sft._planner.budget_search import NO_SWAPS, Choice, choices
+from tflms_sft._pipeline.build import build_pipeline
+from tflms_sft._planner.budget_search import NO_SWAPS, BudgetPlan, plans_within_budget
 from tflms_sft._planner.requested_tiles import plan_sft
-from tflms_sft._planner.swap_planner import NothingToSwapError, described, notes, swap, swapped_seconds
-from tflms_sft._planner.traced_step import Traced, analyse, collector_paused, finish, predict, prediction
+from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps, described, notes, swapped_seconds
+from tflms_sft._planner.traced_step import (
+    TracedStep,
+    analyse_step,
+    collector_paused,
+    emit_and_describe,
+    predict,
+    prediction,
+)
 from tflms_sft._report.plan import Plan
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.layer_names import LayerRecord, display_names
-from tflms_sft._trace.step_tracing import batch_of, traced_once
+from tflms_sft._trace.step_tracing import batch_of, trace_step
 
 
 def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -> RewrittenStep:
@@ -50,15 +57,15 @@ def rewrite(step: Any, params: Any, *example_args: Any, **example_kwargs: Any) -
     >>> fast_enough = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(4, 4)), images, labels)
     >>> loss = fast_enough(images, labels)
     """
-    chosen = chosen_of(params)
+    chosen = parse_request(params)
     if chosen.pipeline is not None:
         with collector_paused():
-            return RewrittenStep(*pipelined(step, chosen, example_args, example_kwargs))
-    concrete_fn, record = traced_once(step, example_args, example_kwargs)
+            return RewrittenStep(*build_pipeline(step, chosen, example_args, example_kwargs))
+    concrete_fn, record = trace_step(step, example_args, example_kwargs)
     return compiled(concrete_fn, record, batch_of((example_args, example_kwargs)), chosen)
 
 
-def rewrite_traced(traced: Traced, chosen: Chosen, advise: bool = True) -> tuple[Importer, Plan]:
+def rewrite_traced(traced: TracedStep, chosen: RewriteRequest, advise: bool = True) -> tuple[StepImporter, Plan]:
     """Rewrite a step: tiles first, then swaps of what is left between the segments.
 
     Args:
@@ -73,30 +80,30 @@ def rewrite_traced(traced: Traced, chosen: Chosen, advise: bool = True) -> tuple
     """
     if isinstance(chosen.tiles, AutoParams):
         return _within_budget(traced, chosen.tiles.resolved(traced.fixed_bytes), advise)
-    choice = Choice([], [], chosen.swaps)
+    choice = BudgetPlan([], [], chosen.swaps)
     if chosen.tiles is not None:
-        choice = Choice(*plan_sft(traced, chosen.tiles), chosen.swaps)
+        choice = BudgetPlan(*plan_sft(traced, chosen.tiles), chosen.swaps)
         if choice.swaps is not None and not traced.analysis.backward:
-            choice = Choice(choice.plans, choice.left, why=NO_SWAPS)
+            choice = BudgetPlan(choice.plans, choice.left, why=NO_SWAPS)
     return _carried_out(traced, choice, None)
 
 
-def _within_budget(traced: Traced, params: AutoParams, advise: bool) -> tuple[Importer, Plan]:
+def _within_budget(traced: TracedStep, params: AutoParams, advise: bool) -> tuple[StepImporter, Plan]:
     """The fastest way to keep to a budget that can be carried out."""
-    found = choices(traced, params, advise)
+    found = plans_within_budget(traced, params, advise)
     while True:
         choice = next(found)  # It ends with a `BudgetError`.
         with contextlib.suppress(NothingToSwapError):
             return _carried_out(traced, choice, params.memory_budget)
 
 
-def _carried_out(traced: Traced, choice: Choice, budget: int | None) -> tuple[Importer, Plan]:
+def _carried_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tuple[StepImporter, Plan]:
     """The rewritten step and its plan."""
-    graph, plan = finish(traced, choice.plans, choice.left, budget)
+    graph, plan = emit_and_describe(traced, choice.plans, choice.left, budget)
     plan.notes += tuple(filter(None, (choice.why, choice.more)))
     if choice.swaps is None:
-        return Importer(graph, traced.concrete_fn), plan
-    swapped = swap(traced, graph, choice.swaps)
+        return StepImporter(graph, traced.concrete_fn), plan
+    swapped = apply_swaps(traced, graph, choice.swaps)
     # A budget has to be kept in every state of the device's memory, as the search saw to.
     limit = 0 if budget is None else None
     peak, ratio = predict(traced, choice.plans, limit, swapped.graph, swapped.away, swapped.outs)
@@ -111,13 +118,13 @@ def _carried_out(traced: Traced, choice: Choice, budget: int | None) -> tuple[Im
         not_swapped=tuple(swapped.left),
         notes=(*plan.notes, *notes(swapped.tier)),
     )
-    return Importer(swapped.graph, traced.concrete_fn, swapped.tier), plan
+    return StepImporter(swapped.graph, traced.concrete_fn, swapped.tier), plan
 
 
 def compiled(
-    concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen, correction: float = 1.0
+    concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: RewriteRequest, correction: float = 1.0
 ) -> RewrittenStep:
-    """Analyse, plan and emit what `traced_once` gave, for batches of that size where it leaves the size open.
+    """Analyse, plan and emit what `trace_step` gave, for batches of that size where it leaves the size open.
 
     `correction` is what an earlier plan was measured to take, over what was predicted.
     """
@@ -126,9 +133,9 @@ def compiled(
 
 
 def _compiled(
-    concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: Chosen, correction: float
+    concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: RewriteRequest, correction: float
 ) -> RewrittenStep:
-    traced = analyse(concrete_fn, record, batch, chosen.tiles is not None)
+    traced = analyse_step(concrete_fn, record, batch, chosen.tiles is not None)
     traced.correction = correction
     traced.go_by(machine_rates(_say) if chosen.has_budget else kept_rates())
     if chosen.has_budget:
@@ -143,7 +150,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def require_batch(traced: Traced, batch: int | None) -> None:
+def require_batch(traced: TracedStep, batch: int | None) -> None:
     """Refuse a step of which nobody says how large its batches are.
 
     Raises:

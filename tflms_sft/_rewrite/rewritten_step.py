@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
-from rewriters.step_importer import Importer
+from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import Tier
 from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._report.plan import Plan
@@ -36,7 +36,7 @@ class RewrittenStep:
         concrete_function: The rewritten step as a `ConcreteFunction` over flat tensors.
     """
 
-    def __init__(self, original: Any, importer: Importer, plan: Plan) -> None:
+    def __init__(self, original: Any, importer: StepImporter, plan: Plan) -> None:
         self.plan = plan
         self._original = original
         self._variables = tf_internals.living_variables(original)  # Handles are kept anyway; `verify` traces anew.

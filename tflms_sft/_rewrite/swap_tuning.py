@@ -12,12 +12,12 @@ from tflms_sft._machine.calibration import machine_rates
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.budget_search import takes_most
-from tflms_sft._planner.swap_planner import swap
-from tflms_sft._planner.swap_search import Swaps
-from tflms_sft._planner.traced_step import Traced, analyse, collector_paused
+from tflms_sft._planner.swap_planner import apply_swaps
+from tflms_sft._planner.swap_search import SwapSearch
+from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused
 from tflms_sft._rewrite.measure import measure
 from tflms_sft._rewrite.rewrite import require_batch, rewrite
-from tflms_sft._trace.step_tracing import batch_of, traced_once
+from tflms_sft._trace.step_tracing import batch_of, trace_step
 from tflms_sft._util.byte_sizes import format_bytes
 
 ROUNDS = 3
@@ -64,16 +64,16 @@ class LMSParams(SwapParams):
 
 def _tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, base: SwapParams) -> SwapParams:
     auto = AutoParams(memory_budget, headroom, base)
-    concrete_fn, record = traced_once(step, example_args, {})
+    concrete_fn, record = trace_step(step, example_args, {})
     batch = batch_of(example_args)
     with collector_paused():
-        traced = analyse(concrete_fn, record, batch)
+        traced = analyse_step(concrete_fn, record, batch)
         traced.analysis.require_backward()
         traced.go_by(machine_rates())
         require_batch(traced, batch)
         budget = int(auto.resolved(traced.fixed_bytes).memory_budget)
-        swap(traced, traced.analysis.graph, base)  # For its errors, before the search.
-        swaps = Swaps(traced, [], base)
+        apply_swaps(traced, traced.analysis.graph, base)  # For its errors, before the search.
+        swaps = SwapSearch(traced, [], base)
     limit = int(budget * (1 - auto.headroom))
     for _ in range(ROUNDS):
         with collector_paused():
@@ -96,7 +96,7 @@ def _measured(step: Any, params: SwapParams, example_args: Any) -> int:
     return measure(rewrite(step, params, *arguments), *arguments).peak_bytes
 
 
-def _too_small(traced: Traced, swaps: Swaps, budget: int, headroom: float) -> BudgetError:
+def _too_small(traced: TracedStep, swaps: SwapSearch, budget: int, headroom: float) -> BudgetError:
     best = swaps.smallest()
     assert best is not None, "there was something to swap"
     count, peak = best

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import RewriteError
-from tflms_sft._params.request import Chosen
+from tflms_sft._params.request import RewriteRequest
 from tflms_sft._report.plan import Plan
 from tflms_sft._trace.step_tracing import batch_of
 from tflms_sft._util.text import shortened
@@ -26,7 +26,7 @@ class Trained:
         correction: What an earlier plan was measured to take, over what was predicted.
     """
 
-    chosen: Chosen
+    chosen: RewriteRequest
     plan: Plan
     correction: float = 1.0
 

@@ -12,12 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import PipelineError, RewriteError
-from rewriters.pipelining.step_partition import Hints
-from rewriters.step_importer import of_shapes
+from rewriters.pipelining.step_partition import EffectHints
+from rewriters.step_importer import specialise_shapes
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._trace.effect_recorder import watched_effects
 from tflms_sft._trace.layer_names import LayerRecord
-from tflms_sft._trace.step_tracing import batch_of, is_concrete, spec_of, traced_once
+from tflms_sft._trace.step_tracing import batch_of, is_concrete, spec_of, trace_step
 
 _PRIME_PARTS = 509
 """Parts of a large batch, by which numbers are seen that go with the size of small ones in another way: a prime, so
@@ -38,7 +38,7 @@ _LARGEST, _MOST_NUMBERS = 1 << 20, 4
 
 
 @dataclasses.dataclass
-class Traces:
+class BatchTraces:
     """A step as it is and as it is for one micro-batch.
 
     Attributes:
@@ -58,12 +58,12 @@ class Traces:
     whole: Any
     micro: Any
     record: LayerRecord
-    hints: Hints
+    hints: EffectHints
     batched: list[int]
     batch: int | None = None
     sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    known: Traces | None = None
-    others: tuple[Traces, ...] = ()
+    known: BatchTraces | None = None
+    others: tuple[BatchTraces, ...] = ()
     count: int = 1
 
     @property
@@ -72,7 +72,7 @@ class Traces:
         return self.count > 1 and self.micro is self.whole
 
 
-def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int | None = None) -> Traces:
+def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int | None = None) -> BatchTraces:
     """Trace a step for the whole batch, and for a micro-batch.
 
     Args:
@@ -88,7 +88,7 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
     """
     count = params.total_micro_batches
     with watched_effects() as hints:
-        whole, record = traced_once(step, args, kwargs)
+        whole, record = trace_step(step, args, kwargs)
     arguments = _arguments(whole)
     leading = [t.shape[0] if t.shape.rank else 0 for t in arguments]
     told = None if params.batched is None else _positions(params.batched, arguments)
@@ -96,9 +96,9 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
     if count == 1:
         size = batch_of((args, kwargs)) or max((found for found in leading if found is not None), default=0)
         batched = unknown or [p for p, found in enumerate(leading) if found == size] or list(range(len(arguments)))
-        return Traces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
+        return BatchTraces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
     if unknown:
-        open_step = Traces(whole, whole, record, hints.of(whole.graph), unknown, count=count)
+        open_step = BatchTraces(whole, whole, record, hints.of(whole.graph), unknown, count=count)
         examples = _leading(whole, args, kwargs)
         open_step.batch = batch = batch or _given(examples, unknown)
         if batch is not None:
@@ -192,7 +192,7 @@ def _some_samples(count: int, leading: Sequence[Any]) -> int:
     return next(size for size in itertools.count(2) if size not in leading and size * count not in leading)
 
 
-def _of_known_batch(traces: Traces, samples: int, beside: Mapping[int, int]) -> Traces:
+def _of_known_batch(traces: BatchTraces, samples: int, beside: Mapping[int, int]) -> BatchTraces:
     """An open step for so many samples in a micro-batch.
 
     It is not traced again: where Python code knows the size of the batch it may do something else, as Keras weighs the
@@ -210,11 +210,13 @@ def _of_known_batch(traces: Traces, samples: int, beside: Mapping[int, int]) -> 
     arguments = _arguments(traces.whole)
     for sizes, number in ((whole, samples * traces.count), (micro, samples)):
         with _told_if_for_another(number):
-            made.append(of_shapes(traces.whole, {p: (size, *arguments[p].shape[1:]) for p, size in sizes.items()}))
+            made.append(
+                specialise_shapes(traces.whole, {p: (size, *arguments[p].shape[1:]) for p, size in sizes.items()})
+            )
     return dataclasses.replace(traces, whole=made[0], micro=made[1], batch=samples * traces.count, sizes=whole)
 
 
-def _of_other_batches(traces: Traces, samples: int, beside: Mapping[int, int]) -> tuple[Traces, ...]:
+def _of_other_batches(traces: BatchTraces, samples: int, beside: Mapping[int, int]) -> tuple[BatchTraces, ...]:
     """The step for batches by which numbers are told that go with the size of others in another way.
 
     A large one, and one of single samples and of numbers that the step itself compares sizes with, if it is a step for
@@ -229,7 +231,7 @@ def _of_other_batches(traces: Traces, samples: int, beside: Mapping[int, int]) -
     leading = [t.shape[0] if t.shape.rank else 0 for t in _arguments(traces.whole)]
     tables = [p for p, size in enumerate(leading) if size is None and p not in {*traces.batched, *beside}]
 
-    def of_batch(count: int, size: int) -> Traces:
+    def of_batch(count: int, size: int) -> BatchTraces:
         """With tables that are longer than a micro-batch and not as long as the batch."""
         between = dict.fromkeys(tables, size + 2) | dict(beside)
         return _of_known_batch(dataclasses.replace(traces, count=count), size, between)
@@ -243,7 +245,7 @@ def _of_other_batches(traces: Traces, samples: int, beside: Mapping[int, int]) -
     return tuple(found)
 
 
-def settled(traces: Traces, least: int = 24) -> Traces:
+def settled(traces: BatchTraces, least: int = 24) -> BatchTraces:
     """A step with a size for each axis that is open beside that of the batch, to know what is computed with it.
 
     Args:
@@ -264,7 +266,7 @@ def settled(traces: Traces, least: int = 24) -> Traces:
                 pairs = zip(tensor.shape[1:], sizes, strict=False)
                 shapes[position] = [tensor.shape[0], *(own or size for own, size in pairs)]
         with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):
-            made.append(of_shapes(function, shapes))
+            made.append(specialise_shapes(function, shapes))
     return dataclasses.replace(traces, whole=made[0], micro=made[1]) if len(made) == 2 else traces
 
 
@@ -309,12 +311,12 @@ def _traced_again(step: Any, specs: Any, samples: int) -> Any:
         PipelineError: If it is for another number only.
     """
     with _told_if_for_another(samples):
-        return traced_once(step, *specs)
+        return trace_step(step, *specs)
 
 
 def _with_part(
     step: Any, whole: Any, params: PipelineParams, part: Any, told: Sequence[int] | None, batch: int
-) -> Traces:
+) -> BatchTraces:
     """With the step as traced for a micro-batch, of which `part` are the specifications."""
     count = params.total_micro_batches
     with watched_effects() as hints:
@@ -326,7 +328,7 @@ def _with_part(
             "`batched` goes with arguments in the order in which the step takes them: pass no keywords to `rewrite`. "
             f"Received: batched={params.batched!r}."
         )
-    return Traces(whole, micro, record, hints.of(micro.graph), batched, batch, count=count)
+    return BatchTraces(whole, micro, record, hints.of(micro.graph), batched, batch, count=count)
 
 
 def _positions(batched: Sequence[Any], inputs: Sequence[Any]) -> list[int]:

@@ -14,24 +14,24 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from rewriters.pipelining.step_partition import Hints
+from rewriters.pipelining.step_partition import EffectHints
 
 
-class Effects:
+class EffectRecorder:
     """Ranges of operations by graph, as optimizers and metrics made them."""
 
     def __init__(self) -> None:
         self._once: list[tuple[Any, int, int]] = []
         self._repeated: list[tuple[Any, int, int]] = []
 
-    def of(self, graph: Any) -> Hints:
+    def of(self, graph: Any) -> EffectHints:
         """Names of operations of one graph."""
         names = [operation.name for operation in graph.get_operations()]
 
         def within(ranges: list[tuple[Any, int, int]]) -> frozenset[str]:
             return frozenset(name for own, begin, end in ranges if own is graph for name in names[begin:end])
 
-        return Hints(within(self._once), within(self._repeated))
+        return EffectHints(within(self._once), within(self._repeated))
 
     def watching(self, method: Callable[..., Any], repeated: bool) -> Callable[..., Any]:
         """A method that also tells which operations it made."""
@@ -50,9 +50,9 @@ class Effects:
 
 
 @contextlib.contextmanager
-def watched_effects() -> Iterator[Effects]:
+def watched_effects() -> Iterator[EffectRecorder]:
     """Watch every optimizer and metric."""
-    effects = Effects()
+    effects = EffectRecorder()
     changed: list[tuple[type, str, Any]] = []
     for base, name, repeated in (
         (keras.optimizers.Optimizer, "apply", False),

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from rewriters.analysis.autodiff_roles import gone_back_through, is_autodiff_name
+from rewriters.analysis.autodiff_roles import forward_scope_of_gradient, is_autodiff_name
 from rewriters.errors import SegmentError
 from rewriters.ir.graph import Graph, Tensor
 from tflms_sft._util.text import alike, nearest
@@ -74,7 +74,7 @@ class LayerRecord:
         """The innermost layer call that added an op, or through which autodiff went back when it did."""
         if op in self.layer_of_op:
             return self.layer_of_op[op]
-        path = gone_back_through(op)
+        path = forward_scope_of_gradient(op)
         while path:
             if path in self._scopes:
                 return self._scopes[path]
@@ -207,7 +207,7 @@ def _numbered(name: str, layers: Iterable[str]) -> list[str]:
 
 def part_name(record: LayerRecord, op: str) -> str:
     """The layer or the loss that an operation is of, or that autodiff made it for; empty if it is of neither."""
-    path = f"{gone_back_through(op)}/{op.rpartition('/')[2]}".removeprefix("/") if is_autodiff_name(op) else op
+    path = f"{forward_scope_of_gradient(op)}/{op.rpartition('/')[2]}".removeprefix("/") if is_autodiff_name(op) else op
     scope, *inner = path.split("/")
     if scope == _LOSSES and len(inner) > 1:
         return f"loss {inner[0]!r}"

@@ -59,7 +59,7 @@ def check_image_sizes(concrete_fn: Any) -> None:
             )
 
 
-def traced_once(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, LayerRecord]:
+def trace_step(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, LayerRecord]:
     """The step for one signature, with the Keras layers seen while it was traced.
 
     Raises:

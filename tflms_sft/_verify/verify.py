@@ -22,23 +22,23 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from rewriters.analysis.autodiff_roles import gradients, is_random, ones_to_begin_with
-from rewriters.analysis.graph_analysis import Analysis
-from rewriters.canonicalize.canonicalize import read
+from rewriters.analysis.autodiff_roles import gradient_seed_constants, gradients, is_random
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Tensor, from_concrete_function
-from rewriters.step_importer import Importer
+from rewriters.step_importer import StepImporter
 from tflms_sft._keras.rewriting_callback import trained_by
 from tflms_sft._keras.train_step_patch import check_apart
-from tflms_sft._params.request import chosen_of
+from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._pipeline.build import pipelined
+from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.traced_step import collector_paused
 from tflms_sft._rewrite.rewrite import compiled, rewrite
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.layer_names import lookup
-from tflms_sft._trace.step_tracing import batch_of, traced_once
+from tflms_sft._trace.step_tracing import batch_of, trace_step
 from tflms_sft._verify.differences import (
     EXPECTED,
     FLOOR,
@@ -126,7 +126,7 @@ def _chosen(params: Any) -> Any:
 def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
     """Of a model's `train_step`, as `train_on_batch` runs it."""
     trained = trained_by(params, model)
-    chosen = chosen_of(_chosen(params)) if trained is None else trained.chosen
+    chosen = parse_request(_chosen(params)) if trained is None else trained.chosen
     check_apart(model)
     data = tf.nest.map_structure(_as_keras_does, _data(batch))
     if trained is not None:
@@ -137,7 +137,7 @@ def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
     examples = (data if trained is None else trained.specs(data),)
     with _told_what_lacks(model, data):
         model._symbolic_build(data_batch=data)  # As `train_on_batch` does: metrics make their variables.
-        traced = traced_once(step, examples, {})
+        traced = trace_step(step, examples, {})
     with _put_back([(v.value.handle, v.value.dtype) for v in model.metrics_variables]):  # The step may not use all.
         model.reset_metrics()  # Their running means would hide differences.
         size = batch_of(data) if trained is None else trained.plan.batch
@@ -146,7 +146,7 @@ def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
             if given and not given % chosen.pipeline.total_micro_batches:
                 size = given  # Else it would go the way of all batches of other sizes.
             with collector_paused():
-                found = RewrittenStep(*pipelined(step, chosen, examples, {}, size))
+                found = RewrittenStep(*build_pipeline(step, chosen, examples, {}, size))
         else:
             found = compiled(*traced, size, chosen, 1.0 if trained is None else trained.correction)
         if trained is not None:
@@ -241,7 +241,7 @@ def _assign(handles: Sequence[Any], values: State) -> None:
 def _compared(step: RewrittenStep, arguments: tuple[Any, ...], steps: int) -> Verification:
     """Run a step and its original, and compare."""
     original, flat = step._original, step._flat(arguments, {})
-    analysis = Analysis(read(original))
+    analysis = GraphAnalysis(read_canonical(original))
     dtype = _coarsest(analysis)
     expected = _expected(dtype, flat)
     importer = step._importer.for_batch(flat)
@@ -287,7 +287,7 @@ class _Runs:
     def __init__(
         self,
         step: RewrittenStep,
-        rewritten: Importer,
+        rewritten: StepImporter,
         arguments: Sequence[Any],
         flat: Sequence[Any],
         shared: _Shared,
@@ -298,7 +298,7 @@ class _Runs:
         self._flat, self._structured = flat, functools.partial(step, *arguments)
         known = {id(variable.handle): variable.name.removesuffix(":0") for variable in original.variables}
         self._names = _distinct([known.get(id(handle), "a variable without a name") for handle, _ in self.handles])
-        plain = Importer(shared.graph, original)
+        plain = StepImporter(shared.graph, original)
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in original.inputs[: plain.num_arguments]]
         number = len(shared.graph.outputs)
 
@@ -436,14 +436,14 @@ class _Shared:
     left: tuple[tuple[str, str], ...] = ()
 
 
-def _shared_gradients(original: Any, analysis: Analysis, rewritten: Graph) -> _Shared:
+def _shared_gradients(original: Any, analysis: GraphAnalysis, rewritten: Graph) -> _Shared:
     """Gradients of both graphs.
 
     They are found in the normalised graph, whose names are those of the traced one but for what was inlined or
     bypassed, and whose tensors the rewritten one knows where they were replaced.
     """
     graph = from_concrete_function(original)
-    shared = _Shared(graph, ones_to_begin_with(graph))
+    shared = _Shared(graph, gradient_seed_constants(graph))
     found = gradients(analysis.graph, analysis.order, analysis.backward)
     names = _distinct([_updated(tensor, analysis, original) or tensor.name for tensor in found])
     bypassed: dict[Tensor, list[str]] = {}
@@ -464,14 +464,14 @@ def _shared_gradients(original: Any, analysis: Analysis, rewritten: Graph) -> _S
     return shared
 
 
-def _updated(gradient: Tensor, analysis: Analysis, original: Any) -> str | None:
+def _updated(gradient: Tensor, analysis: GraphAnalysis, original: Any) -> str | None:
     """Name of the weight of the gradient's shape that its update reaches first."""
     weights = {id(v.handle): (v.name.removesuffix(":0"), tuple(v.shape)) for v in original.trainable_variables}
     captured = zip(reversed(analysis.graph.inputs), reversed(original.captured_inputs), strict=False)
     held = {tensor: weights[id(handle)] for tensor, handle in captured if id(handle) in weights}
     seen, queue = {gradient.node}, collections.deque([gradient])
     while queue:
-        for reader, _ in analysis.readers.get(queue.popleft(), ()):
+        for reader, _ in analysis.consumers.get(queue.popleft(), ()):
             if reader in seen:
                 continue
             seen.add(reader)
@@ -487,7 +487,7 @@ def _updated(gradient: Tensor, analysis: Analysis, original: Any) -> str | None:
 # Roles -------------------------------------------------------------------------------------------------------------
 
 
-def _coarsest(analysis: Analysis) -> str:
+def _coarsest(analysis: GraphAnalysis) -> str:
     """The floating type with the fewest digits that images, or if there are none anything else, are computed in."""
     types: dict[bool, set[str]] = {True: set(), False: set()}
     for node in analysis.order:
@@ -503,7 +503,7 @@ def _expected(dtype: str, flat: Sequence[Any]) -> float:
     return max(EXPECTED[dtype], SUMMED * min(ROUNDING[dtype], ROUNDING["float32"]) * math.sqrt(terms))
 
 
-def _random_ops(analysis: Analysis) -> tuple[str, ...]:
+def _random_ops(analysis: GraphAnalysis) -> tuple[str, ...]:
     """Operations whose numbers no variable tells: they cannot be drawn again."""
     found = (node for node in analysis.order if node.stateful and is_random(node))
     return tuple(node.name for node in found)

@@ -1,0 +1,189 @@
+"""What is forward and what is backward."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import keras_step
+
+import tflms_sft
+from rewriters.analysis.autodiff_roles import gradients, is_seed, reads_shape_only
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize import canonicalize
+from rewriters.errors import RewriteError
+from rewriters.ir.graph import Node
+
+
+def analysed(body, *specs):
+    return GraphAnalysis(canonicalize.read_canonical(tf.function(body, autograph=False).get_concrete_function(*specs)))
+
+
+def backward(analysis, op_type):
+    """For every op of a type, in order, whether it is backward."""
+    return [node in analysis.backward for node in analysis.order if node.op == op_type]
+
+
+IMAGE = tf.TensorSpec((2, 8, 8, 3), tf.float32)
+
+
+def test_a_training_step_is_told_apart():
+    def net(x):
+        x = keras.layers.Conv2D(4, 3, activation="relu")(x)
+        x = keras.layers.Conv2DTranspose(4, 3, activation="relu")(x)
+        return keras.layers.MaxPool2D(2)(x)
+
+    step = keras_step(net, (9, 9), floatx="float32")
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    for op_type in ("Relu", "MaxPool", "BiasAdd", "Mean"):
+        assert set(backward(analysis, op_type)) == {False}
+    for op_type in ("Conv2DBackpropFilter", "ReluGrad", "MaxPoolGrad", "BiasAddGrad"):
+        assert set(backward(analysis, op_type)) == {True}, op_type
+    # A convolution is the gradient of a transposed one, which is the gradient of a convolution.
+    assert backward(analysis, "Conv2D") == [False, True]
+    assert backward(analysis, "Conv2DBackpropInput") == [False]
+    analysis.require_backward()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_gradients_are_where_autodiff_ends_and_the_update_begins(optimizer):
+    """One for each weight, with clipping, a regulariser, custom gradients, and a layer that is called twice."""
+
+    def net(x):
+        twice = keras.layers.Conv2D(3, 3, padding="same", activation="silu", kernel_regularizer="l2")
+        return twice(twice(x))
+
+    options = {"sgd": {"momentum": 0.9, "nesterov": True}, "adam": {"clipnorm": 1.0, "weight_decay": 0.1}}[optimizer]
+    made = {"sgd": keras.optimizers.SGD, "adam": keras.optimizers.Adam}[optimizer](0.1, **options)
+    step = keras_step(net, (9, 9), floatx="float32", optimizer=made)
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    found = gradients(analysis.graph, analysis.order, analysis.backward)
+    assert sorted(t.shape for t in found) == sorted([(3, 3, 3, 3), (3,), (3, 3), (3,)])
+
+
+def test_a_second_forward_pass_after_an_update_is_forward():
+    w = tf.Variable(tf.ones((3, 3, 3, 2)))
+
+    def body(x):
+        losses = []
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                losses.append(tf.reduce_sum(tf.tanh(tf.nn.conv2d(x, w, 1, "SAME"))))
+            w.assign_sub(tape.gradient(losses[-1], w))
+        return losses
+
+    analysis = analysed(body, IMAGE)
+    assert backward(analysis, "Conv2D") == [False, False] and backward(analysis, "Tanh") == [False, False]
+    assert backward(analysis, "TanhGrad") == [True, True]
+
+
+def test_gradients_without_a_tape_are_found():
+    def body(x, w):
+        y = tf.reduce_sum(tf.tanh(tf.nn.conv2d(x, w, 1, "SAME")))
+        return tf.gradients(y, w), tf.gradients(y * y, w)
+
+    analysis = analysed(body, IMAGE, tf.TensorSpec((3, 3, 3, 2), tf.float32))
+    assert backward(analysis, "Conv2D") == [False]
+    assert set(backward(analysis, "Conv2DBackpropFilter")) == {True}
+    assert set(backward(analysis, "TanhGrad")) == {True}
+
+
+def test_what_a_custom_gradient_derives_from_forward_values_is_backward():
+    @tf.custom_gradient
+    def activation(x):
+        def gradient(dy):
+            return dy * tf.cos(x * 3.0)
+
+        return tf.sin(x * 3.0), gradient
+
+    def body(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(activation(tf.exp(x)))
+        return y, tape.gradient(y, x)
+
+    analysis = analysed(body, IMAGE)
+    assert backward(analysis, "Exp") == [False] and backward(analysis, "Sin") == [False]
+    assert backward(analysis, "Cos") == [True]
+    derived = {node.op for node in analysis.forward_derived}
+    assert "Cos" in derived and not {"Sin", "Exp"} & derived
+    assert analysis.forward_derived <= analysis.backward
+
+
+def test_what_a_result_or_a_forward_op_needs_is_not_derived():
+    def body(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.exp(x)
+        gradient = tape.gradient(y, x)
+        shown, used = tf.sin(x), tf.cos(x)
+        return gradient * shown, shown, tf.reduce_sum(used), gradient * used
+
+    analysis = analysed(body, IMAGE)
+    assert backward(analysis, "Sin") == [False] and backward(analysis, "Cos") == [False]
+
+
+def test_scopes_can_be_named_as_backward():
+    def body(x):
+        with tf.name_scope("my_gradients"):
+            return tf.sin(x) * 2.0
+
+    concrete_fn = tf.function(body, autograph=False).get_concrete_function(IMAGE)
+    graph = canonicalize.read_canonical(concrete_fn)
+    assert not GraphAnalysis(graph).backward
+    with pytest.raises(RewriteError, match="no backward part.*Pass the function that computes gradients"):
+        GraphAnalysis(graph).require_backward()
+    assert {"Sin", "Mul"} <= {node.op for node in GraphAnalysis(graph, ("my_gradients/",)).backward}
+
+
+def test_weights_are_no_data_and_activations_are():
+    v = tf.Variable(tf.ones((3, 3, 3, 2)))
+
+    def body(x):
+        kernel = v / tf.norm(v)
+        noise = tf.random.normal((2, 8, 8, 3))
+        return tf.nn.conv2d(x + noise, kernel, 1, "SAME")
+
+    analysis = analysed(body, IMAGE)
+    data = {node.op for node in analysis.data}
+    assert {"Conv2D", "AddV2", "RandomStandardNormal"} <= data
+    assert not {"RealDiv", "ReadVariableOp"} & data
+
+
+@pytest.mark.parametrize(
+    ("name", "op_type", "seed"),
+    [
+        ("gradient_tape/mul", "Mul", True),
+        ("model/gradient_tape/mul", "Mul", True),
+        ("gradients/AddN", "AddN", True),
+        ("gradients_1/AddN", "AddN", True),
+        ("call/gradients_12/x", "Mul", True),
+        ("x", "ReluGrad", True),
+        ("x", "DepthwiseConv2dNativeBackpropFilter", True),
+        ("x", "Conv2DBackpropInput", False),
+        ("my_gradients/x", "Mul", False),
+        ("gradient_tape", "Mul", False),
+    ],
+)
+def test_seeds(name, op_type, seed):
+    assert is_seed(Node(name, op_type)) == seed
+
+
+def test_only_shape_ops_read_only_a_shape():
+    assert reads_shape_only(Node("n", "ShapeN")) and not reads_shape_only(Node("n", "Relu"))
+
+
+def test_a_layer_may_be_called_like_a_scope_of_autodiff():
+    """Its ops are forward; a plan is found as for any other name."""
+
+    def headline(name):
+        image = keras.Input((24, 24, 3), batch_size=1)
+        x = keras.layers.Conv2D(4, 3, activation="relu", name=name)(image)
+        x = keras.layers.Conv2D(4, 3, activation="relu")(x)
+        model = keras.Model(image, keras.layers.Dense(2)(keras.layers.GlobalAveragePooling2D()(x)))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        callback = tflms_sft.SFT((2, 2), verbose=0)
+        model.fit(np.zeros((1, 24, 24, 3)), np.zeros(1), batch_size=1, verbose=0, callbacks=[callback])
+        return callback.plan.headline()
+
+    assert headline("gradients") == headline("gradient_tape") == headline("first")
+    assert headline("first").startswith("1 segment(s)")

@@ -1,0 +1,594 @@
+"""What joins samples of a batch, and what is a mean: found in the graph, and refused where micro-batches differ."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from pipelined import error
+
+import tflms_sft
+from rewriters.errors import PipelineError
+from tflms_sft import Pipeline, PipelineParams
+from tflms_sft._pipeline.micro_batch_check import check_micro_batches
+from tflms_sft._trace.batch_traces import trace
+
+X = np.random.default_rng(0).normal(size=(8, 3))
+mean = tf.reduce_mean
+
+
+def first(x, w):
+    return tf.tanh(x @ w[0])
+
+
+def net(x, w):
+    return tf.tanh(first(x, w) @ w[1])
+
+
+def size(x):
+    return tf.cast(tf.shape(x)[0], "float64")
+
+
+def spectrum(x, w):
+    return tf.signal.fft(tf.cast(net(x, w), "complex128"))
+
+
+def step_of(loss, result=None, update=None, before=None, after=None, state=0.0):
+    """A step of two layers, and its variables; `state` is one that what runs `before` and `after` may write."""
+    w = [tf.Variable(np.eye(3) + 0.1 * number) for number in range(2)]
+    own = tf.Variable(np.float64(state), name="own")
+
+    @tf.function(autograph=False)
+    def step(x):
+        if before:
+            before(x, w, own)
+        with tf.GradientTape() as tape:
+            value = loss(x, w, own)
+        gradients = tape.gradient(value, w)
+        if update:
+            gradients = update(gradients, x, value, w)
+        for variable, gradient in zip(w, gradients, strict=True):
+            if gradient is not None:
+                variable.assign_sub(0.1 * gradient)
+        if after:
+            after(x, value, own)
+        return value if result is None else result(x, w)
+
+    return step, [*w, own]
+
+
+def params(count=2, **options):
+    return PipelineParams(1, "basic", count, ["CPU:0"], **options)
+
+
+def judge(step, *args, **options):
+    """What is found out of a step that is traced and not run."""
+    return check_micro_batches(trace(step, params(**options), args or (X,), {}), params(**options))
+
+
+def same(step, variables, *args, steps=2, example=None, **options):
+    """The step in micro-batches: its results and variables against those of the plain one. The notes of the plan."""
+    args = args or (X,)
+    rewritten = tflms_sft.rewrite(step, params(**options), *(example or args))
+    start, found = [v.numpy() for v in variables], []
+    for function in (step, rewritten):
+        own = [np.array(v) for _ in range(steps) for v in tf.nest.flatten(function(*map(tf.constant, args)))]
+        found.append([*own, *(v.numpy() for v in variables)])
+        for variable, value in zip(variables, start, strict=True):
+            variable.assign(value)
+    assert max(error(got, want) for want, got in zip(*found, strict=True)) < 1e-12
+    return rewritten.plan.notes
+
+
+# Joined -----------------------------------------------------------------------------------------------------
+
+
+def contrast(x, w, _):
+    z = net(x, w)
+    logits = tf.matmul(z, z, transpose_b=True)
+    return mean(tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(8)[: tf.shape(x)[0]], logits))
+
+
+def halves(x, w, _):
+    a, b = tf.split(net(x, w), 2)
+    return mean(tf.square(a - b))
+
+
+def neighbours(x, w, _):
+    z = tf.reshape(net(x, w), [-1, 2, 3])
+    return mean(tf.square(z[:, 0] - z[:, 1]))
+
+
+def pairs(x, w, _):
+    z = net(x, w)
+    return mean(tf.abs(z[:, None] - z[None]))
+
+
+def few(x, w, _):
+    return tf.reduce_sum(tf.gather(net(x, w), tf.where(x[:, 0] > 0)[:2, 0])) / size(x)
+
+
+def chosen(x, w, _):
+    return mean(tf.boolean_mask(net(x, w)[:, 0], x[:, 0] > 0))
+
+
+def turns(number):
+    return tf.while_loop(lambda i, _: i < number, lambda i, a: (i + 1, 1.1 * a), [0, tf.ones((), "float64")])[1]
+
+
+def python(number):
+    return tf.ensure_shape(tf.numpy_function(lambda n: np.float64(n * n + 1), [number], tf.float64), [])
+
+
+def written(x):
+    return tf.strings.as_string(tf.shape(x)[0])
+
+
+def noise(x):
+    return tf.random.stateless_normal(tf.shape(x), [1, 2], dtype="float64")
+
+
+def alike(x):
+    return tf.cast(tf.unique(tf.round(x[:, 0]))[1], "float64")
+
+
+JOINED = {
+    "all pairs by a product": (contrast, "MatMul"),
+    "all pairs by broadcasting": (pairs, "Sub"),
+    "turned around": (lambda x, w, _: mean(tf.square(net(x, w) - tf.reverse(x, [0]))), "ReverseV2"),
+    "rolled": (lambda x, w, _: mean(tf.square(net(x, w) * tf.roll(x, 1, 0))), "Roll"),
+    "softmax over samples": (lambda x, w, _: mean(tf.nn.softmax(net(x, w), axis=0) * x), "Softmax"),
+    "added up on the way": (lambda x, w, _: mean(tf.square(tf.cumsum(net(x, w)))), "Cumsum"),
+    "sorted": (lambda x, w, _: mean(tf.sort(net(x, w), axis=0) * x), "TopKV2"),
+    "the largest": (lambda x, w, _: mean(tf.reduce_max(net(x, w), axis=0)), "Max"),
+    "the hardest": (lambda x, w, _: mean(tf.math.top_k(mean(net(x, w), 1), k=x.shape[0] // 2)[0]), "TopKV2"),
+    "halves": (halves, "Split"),
+    "neighbours": (neighbours, "Reshape"),
+    "shuffled": (lambda x, w, _: mean(net(x, w) * tf.random.shuffle(x)), "RandomShuffle"),
+    "numbered by their like": (lambda x, w, _: mean(net(x, w)[:, 0] * alike(x)), "Unique"),
+    "every second": (lambda x, w, _: mean(tf.square(net(x, w)[::2] - net(x, w)[1::2])), "StridedSlice"),
+    "the first": (lambda x, w, _: mean(tf.square(net(x, w) - x[:1])), "StridedSlice"),
+    "one that is looked up": (lambda x, w, _: mean(net(x, w) * tf.gather(x, [0])), "GatherV2"),
+    "centred": (lambda x, w, _: mean(tf.square(net(x, w) - tf.stop_gradient(mean(net(x, w), 0)))), "Sub"),
+    "a square of a mean": (lambda x, w, _: tf.square(mean(net(x, w))), "Square"),
+    "a mean of those that a mask chooses": (chosen, "Mean"),
+    "the first that a mask chooses": (few, "StridedSlice"),
+    "a decision": (lambda x, w, _: mean(tf.where(tf.reduce_max(x) > 1, net(x, w), x @ w[1])), "Max"),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_what_joins_samples_is_refused_by_name(name):
+    loss, op = JOINED[name]
+    with pytest.raises(PipelineError, match=rf"they join samples of a batch: `[\w/]+` \({op}\)"):
+        judge(step_of(loss)[0])
+
+
+def test_operations_that_keep_samples_apart_are_the_same():
+    """Transposed and back, folded into other axes, two batches behind each other, chosen by a mask and summed up."""
+
+    def loss(x, w, _):
+        h = tf.transpose(tf.transpose(first(x, w)) * 2.0)
+        h = tf.reshape(tf.reshape(h[:, :, None] * tf.ones((1, 3, 2), "float64"), [-1, 2]), [-1, 3, 2])[:, :, 0]
+        both = tf.concat([h, 2 * h], axis=0) @ w[1]
+        one, other = both[: tf.shape(x)[0]], both[tf.shape(x)[0] :]
+        h = tf.stack([one, tf.tile(other, [1, 1])], axis=1)
+        h = tf.einsum("bki,ij->bkj", h, w[1])
+        h = tf.linalg.matmul(h, h, transpose_b=True)
+        return tf.reduce_sum(tf.boolean_mask(h[:, 0, 1], x[:, 0] > 0)) + tf.reduce_sum(tf.cumsum(h, axis=1))
+
+    assert same(*step_of(loss), loss_reduction="sum") == ()
+
+
+def test_of_an_operation_without_a_rule_a_note_tells():
+    def loss(x, w, _):
+        weights = tf.numpy_function(np.abs, [x], "float64", stateful=False)
+        return mean(net(x, w) * tf.ensure_shape(weights, x.shape))
+
+    notes = judge(step_of(loss)[0]).notes
+    assert any("not known what they do to them: `PyFuncStateless` (PyFuncStateless)" in note for note in notes)
+
+
+def test_a_check_of_all_samples_is_said_and_not_refused():
+    """As Keras's hinge loss looks whether all labels are 0 or 1."""
+    notes = judge(step_of(lambda x, w, _: mean(tf.where(tf.reduce_all(x > -9), net(x, w), x)))[0]).notes
+    assert notes == ("taken to keep samples apart, though it is not known what they do to them: `All` (All)",)
+
+
+def test_resized_images_are_apart():
+    def loss(x, w, _):
+        image = tf.reshape(net(x, w), [-1, 3, 1, 1])
+        return mean(tf.image.resize(tf.cast(image, "float32"), [6, 2]))
+
+    assert judge(step_of(loss)[0]).notes == ()
+
+
+# Means and sums ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction"),
+    [
+        (lambda x, w, _: mean(tf.square(net(x, w))), "mean"),
+        (lambda x, w, _: tf.reduce_sum(tf.square(net(x, w))), "sum"),
+        (lambda x, w, _: tf.reduce_sum(tf.math.log(2 + net(x, w)) * net(x, w)), "sum"),
+        (lambda x, w, _: tf.reduce_sum(net(x, w) / size(x)), "mean"),
+        (lambda x, w, own: tf.reduce_sum(net(x, w)) * (own / size(x)), "mean"),
+        (lambda x, w, own: tf.reduce_sum(net(x, w)) * (own / (8.0 if x.shape[0] == 8 else 4.0)), "mean"),
+        (lambda x, w, _: mean(net(x, w)) * tf.cast(tf.size(x), "float64"), "sum"),
+        (lambda x, w, _: tf.reduce_sum(tf.abs(spectrum(x, w) * tf.complex(np.float64(0), 1 / size(x)))), "mean"),
+        (lambda x, w, _: mean(tf.abs(spectrum(x, w) * (1 + 2j))), "mean"),
+        (lambda x, w, _: tf.math.real(mean(spectrum(x, w) * tf.math.conj(spectrum(x, w)))), "mean"),
+        (lambda x, w, _: tf.reduce_sum(tf.abs(tf.signal.irfft(spectrum(x, w)))), "sum"),
+    ],
+)
+@pytest.mark.filterwarnings("error::numpy.exceptions.ComplexWarning")
+def test_whether_a_loss_is_a_mean_is_found_out(loss, reduction):
+    step, variables = step_of(loss, state=2.0)
+    assert same(step, variables, loss_reduction=reduction) == ()
+    other = "sum" if reduction == "mean" else "mean"
+    with pytest.raises(PipelineError, match=f'Gradients are a {reduction} .*: pass `loss_reduction="{reduction}"`'):
+        judge(step, loss_reduction=other)
+
+
+def test_micro_batches_of_one_sample_are_the_same():
+    """For one sample autodiff makes another graph than for several."""
+    step, variables = step_of(lambda x, w, own: mean(tf.square(net(x, w) * w[0][0, 0])))
+    assert same(step, variables, count=8) == ()
+
+
+@pytest.mark.parametrize(
+    ("loss", "power"),
+    [
+        (lambda x, w, _: tf.reduce_sum(net(x, w)) / tf.sqrt(size(x)), "1/2"),
+        (lambda x, w, _: mean(net(x, w)) / size(x), "-1"),
+    ],
+)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_what_is_neither_a_sum_nor_a_mean_is_refused(loss, power, reduction):
+    with pytest.raises(PipelineError, match=f"is neither a sum nor a mean over the batch, .* the power of {power}"):
+        judge(step_of(loss)[0], loss_reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("loss", "number"),
+    [
+        (lambda x, w, _: tf.reduce_sum(net(x, w)) / (size(x) - 1), r"`sub\w*:0` \(3 for a micro-batch, 7 for"),
+        (lambda x, w, _: tf.reduce_sum(net(x, w)) / (x.shape[0] - 1), r"\(3 for a micro-batch, 7 for the batch\)"),
+        (lambda x, w, _: mean(net(x, w)) / tf.math.log(size(x)), r"`Log:0` \(1.38629 for"),
+        (lambda x, w, _: mean(net(x, w) * mean(noise(x))), "Mean"),
+        (lambda x, w, _: mean(net(x, w)) * tf.cond(size(x) > 5, lambda: w[0][0, 0], lambda: w[1][0, 0]), "Greater"),
+        (lambda x, w, _: mean(net(x, w)) * turns(tf.shape(x)[0]), r"`strided_slice\w*:0` \(4 for"),
+        (lambda x, w, _: mean(net(x, w)) * w[0][tf.shape(x)[0] // 4, 0], r"`strided_slice_\d/stack:0`"),
+        (lambda x, w, _: mean(net(x, w)) * python(tf.shape(x)[0]), r"`strided_slice\w*:0` \(4 for"),
+        (lambda x, w, _: mean(net(x, w)) * tf.strings.to_number(written(x), tf.float64), r"`strided_slice\w*:0` \(4"),
+    ],
+)
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_number_that_goes_with_the_size_by_no_power_is_refused(loss, number, returned):
+    with pytest.raises(PipelineError, match=f"computes with .*{number}.* by no power of it"):
+        judge(step_of(loss, None if returned else lambda x, w: ())[0])
+
+
+@pytest.mark.parametrize(("axis", "reduction"), [(0, "mean"), (1, "sum")])
+def test_a_size_out_of_several_is_known(axis, reduction):
+    def loss(x, w, _):
+        return tf.reduce_sum(net(x, w)) / tf.cast(tf.unstack(tf.shape(x))[axis], "float64")
+
+    step, other = step_of(loss, lambda x, w: ())[0], "sum" if reduction == "mean" else "mean"
+    assert judge(step, loss_reduction=reduction).notes == ()
+    with pytest.raises(PipelineError, match=f"Gradients are a {reduction}"):
+        judge(step, loss_reduction=other)
+
+
+def test_sums_and_means_in_one_gradient_are_refused():
+    def loss(x, w, _):
+        return mean(net(x, w)) + 0.1 * tf.reduce_sum(tf.square(first(x, w)))
+
+    for reduction in ("mean", "sum"):
+        with pytest.raises(PipelineError, match=r"some are means, .*: `AddN\w*` \(AddN\) adds both"):
+            judge(step_of(loss)[0], loss_reduction=reduction)
+
+
+def discriminated(x, w, _):
+    """Fakes and reals as a discriminator has them: labels of zeros make gradients of zeros, which go by any power."""
+    fake, real = net(x, w), net(0.5 * x, w)
+    entropy = tf.nn.sigmoid_cross_entropy_with_logits
+    return mean(entropy(tf.zeros_like(fake), fake)) + mean(entropy(tf.ones_like(real), real))
+
+
+def probable(x, w, _):
+    fake, real = tf.sigmoid(net(x, w)), tf.sigmoid(net(0.5 * x, w))
+    entropy = keras.losses.BinaryCrossentropy(dtype="float64")
+    return entropy(tf.zeros_like(fake), fake) + entropy(tf.ones_like(real), real)
+
+
+def penalised(x, w, _):
+    """Gradients of gradients, whose squares are a loss, as in R1 and WGAN-GP."""
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        scores = tf.nn.leaky_relu(net(x, w)) @ w[0]
+    norms = tf.norm(tape.gradient(scores, x), axis=1)
+    return mean(scores) + 10.0 * mean(tf.square(norms - 1.0))
+
+
+@pytest.mark.parametrize("loss", [discriminated, probable, penalised])
+def test_losses_of_adversaries_are_means(loss):
+    step, variables = step_of(loss)
+    assert same(step, variables, steps=4) == ()
+    with pytest.raises(PipelineError, match="Gradients are a mean"):
+        judge(step, loss_reduction="sum")
+
+
+def test_gradients_that_are_all_zero_are_as_good_as_sums():
+    step, variables = step_of(lambda x, w, _: tf.reduce_sum(net(x, w)) + mean(tf.zeros_like(x) * first(x, w)))
+    assert same(step, variables, loss_reduction="sum") == ()
+
+
+# The way back -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda dy: tf.clip_by_value(dy, -0.01, 0.01), r"Minimum\) reads what goes with the size of the batch"),
+        (lambda dy: tf.clip_by_norm(dy, 0.1), r"they join samples of a batch: `clip_by_norm"),
+        (lambda dy: 0.01 * tf.sign(dy), "Some gradients are sums over the batch and some are means"),
+    ],
+)
+def test_gradients_that_are_changed_on_their_way_are_refused(function, message):
+    @tf.custom_gradient
+    def changed(z):
+        return tf.identity(z), function
+
+    def loss(x, w, _):
+        return mean(tf.tanh(changed(first(x, w)) @ w[1]))
+
+    with pytest.raises(PipelineError, match=message):
+        judge(step_of(loss)[0])
+
+
+def test_a_gradient_by_hand_of_the_first_layer_is_refused():
+    @tf.custom_gradient
+    def dense(x, w):
+        return x @ w, lambda dy: (dy @ tf.transpose(w), tf.transpose(x) @ dy)
+
+    with pytest.raises(PipelineError, match=r"\(MatMul\) seems to be a part of the update and reads samples of"):
+        judge(step_of(lambda x, w, _: mean(tf.tanh(dense(x, w[0]) @ w[1])))[0])
+
+
+@pytest.mark.parametrize(
+    ("update", "op"),
+    [
+        (lambda g, x, value, w: [a / (1 + tf.norm(first(x, w))) for a in g], "Sqrt"),
+        (lambda g, x, value, w: [a * tf.reduce_max(x) for a in g], "Max"),
+    ],
+)
+def test_what_an_update_reads_besides_gradients_must_not_join_samples(update, op):
+    with pytest.raises(PipelineError, match=rf"they join samples of a batch: `[\w/]+` \({op}\)"):
+        judge(step_of(lambda x, w, _: mean(net(x, w)), update=update)[0])
+
+
+def test_what_xla_compiles_is_refused_by_name():
+    @tf.function(jit_compile=True)
+    def twice(z):
+        return 2 * tf.tanh(z)
+
+    step, _ = step_of(lambda x, w, _: mean(tf.square(net(twice(x @ w[0]), w))))
+    with pytest.raises(PipelineError, match=r"\w*PartitionedCall\w*` .* runs in a function that XLA compiles"):
+        judge(step)
+
+
+def test_a_loop_that_gradients_go_through_is_refused_by_name():
+    image = keras.Input((4, 2))
+    model = keras.Model(image, layers.Dense(1)(layers.LSTM(2, name="words")(image)))
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = mean(model(x, training=True))
+        return tape.gradient(loss, model.trainable_variables)
+
+    with pytest.raises(PipelineError, match=r"through a loop, layer 'words' \(LSTM\): .*`unroll=True`"):
+        judge(step, np.ones((4, 4, 2), "float32"))
+
+
+# Variables --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "effects",
+    [
+        {"before": lambda x, w, own: own.assign(0.9 * own + 0.1 * mean(first(x, w)))},
+        {"after": lambda x, value, own: own.assign(value)},
+    ],
+)
+def test_variables_that_do_not_add_up_are_refused_by_name(effects):
+    with pytest.raises(PipelineError, match="they join samples of a batch: variable 'own:0'"):
+        judge(step_of(lambda x, w, _: mean(net(x, w)), **effects)[0])
+
+
+def totals_and(write):
+    """A step that also writes two variables, by its results."""
+    w = tf.Variable(np.eye(3), name="w")
+    own, other = (tf.Variable(0.5, dtype="float64", name=name) for name in ("own", "other"))
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            made = x @ w
+            value = mean(tf.square(made))
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        write(own, other, tf.reduce_sum(made))
+        return value
+
+    return step, [w, own, other]
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (lambda own, other, total: [own.assign(0.0), own.assign_add(total)], "own"),
+        (lambda own, other, total: [own.assign(0.9 * own), own.assign_add(0.1 * total)], "own"),
+        (lambda own, other, total: [own.assign_add(1.0), own.assign_add(total)], "own"),
+        (lambda own, other, total: [own.assign_add(total), other.assign_add(own.read_value())], "other"),
+        (lambda own, other, total: [other.assign(own.read_value()), own.assign_add(total)], "other"),
+        (lambda own, other, total: [own.assign_add(total), other.assign(tf.maximum(other, own))], "other"),
+    ],
+)
+def test_writes_that_go_by_an_earlier_write_are_refused_by_name(write, name):
+    with pytest.raises(PipelineError, match=f"they join samples of a batch: variable '{name}:0'"):
+        judge(totals_and(write)[0])
+
+
+def test_several_sums_that_are_added_are_one():
+    step, variables = totals_and(lambda own, other, total: [own.assign_add(total), own.assign_add(2 * total)])
+    assert same(step, variables, steps=3) == ()
+
+
+@pytest.mark.parametrize(
+    "effects",
+    [
+        {"before": lambda x, w, own: own.assign_add(1.0)},
+        {"after": lambda x, value, own: own.assign_add(1.0)},
+        {"after": lambda x, value, own: own.assign_add(value)},
+        {"after": lambda x, value, own: own.assign_add(tf.reduce_sum(x))},
+        {"after": lambda x, value, own: own.assign(own + size(x))},
+    ],
+)
+def test_counters_and_totals_are_the_same(effects):
+    """One that counts steps is written once; the loss of a micro-batch counts as its part of the batch."""
+    after = effects.get("after")
+    anneals = after is None or "1.0" in str(after.__code__.co_consts)
+
+    def loss(x, w, own):
+        return mean(net(x, w)) * (tf.exp(-own) if anneals else 1.0)
+
+    assert same(*step_of(loss, **effects), steps=3) == ()
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_an_update_reads_a_total_when_all_has_been_added(chosen):
+    """Of what data chooses of it, each micro-batch would read a part before the others have written."""
+    w, total = tf.Variable(np.eye(3)), tf.Variable(np.zeros(3), name="total")
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            value = mean(tf.tanh(x @ w))
+        gradient = tape.gradient(value, w)
+        total.assign_add(tf.reduce_sum(x, axis=0))
+        read = tf.gather(total, tf.cast(x[:, 0] > 0, "int32")) if chosen else total.read_value()
+        w.assign_sub(0.1 * gradient * tf.reduce_sum(read * tf.reduce_sum(gradient)))
+        return value
+
+    if not chosen:
+        assert same(step, [w, total], steps=3) == ()
+        return
+    with pytest.raises(PipelineError, match="join samples of a batch: variable 'total:0'"):
+        judge(step)
+
+
+def test_a_counter_that_noise_is_drawn_by_counts_steps():
+    """And the noise of a step is that of the plain one, for all samples and for each."""
+    w, counter = tf.Variable(np.eye(3)), tf.Variable(3, dtype="int64", name="counter")
+
+    @tf.function(autograph=False)
+    def step(x):
+        seed = tf.stack([counter.read_value(), tf.constant(0, "int64")])
+        flip = tf.sign(tf.random.stateless_uniform([], seed, -1, 1, "float64"))
+        own = tf.random.stateless_normal(tf.shape(x), seed, dtype="float64")
+        with tf.GradientTape() as tape:
+            value = mean(tf.square((flip * x + own) @ w))
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        counter.assign_add(1)
+        return value, counter.read_value(), flip
+
+    assert same(step, [w, counter], steps=3) == ()
+    (note,) = same(step, [w, counter], steps=3, example=(tf.TensorSpec((None, 3), "float64"),))
+    assert "runs as one micro-batch" in note
+
+
+TOTALS = {
+    "read before": (lambda before, after, value, x: before, False),
+    "read before and after": (lambda before, after, value, x: after - before, False),
+    "read after": (lambda before, after, value, x: after * 2, True),
+    "a loss over a total": (lambda before, after, value, x: value / after, False),
+    "samples over a total": (lambda before, after, value, x: x / after, False),
+    "a loss and a total": (lambda before, after, value, x: value + after, False),
+    "both, apart": (lambda before, after, value, x: (value, after), True),
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_results_read_a_total_when_all_has_been_added_or_are_refused(name):
+    result, right = TOTALS[name]
+    w, own = tf.Variable(np.eye(3)), tf.Variable(np.float64(1), name="own")
+
+    @tf.function(autograph=False)
+    def step(x):
+        before = own.read_value()
+        with tf.GradientTape() as tape:
+            value = mean(tf.tanh(x @ w))
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        own.assign_add(tf.reduce_sum(tf.abs(x)))
+        return result(before, own.read_value(), value, x)
+
+    if right:
+        assert same(step, [w, own]) == ()
+    else:
+        with pytest.raises(PipelineError, match="they join samples of a batch: variable 'own:0'"):
+            judge(step)
+
+
+def fitted(metrics, callbacks, reduction="sum_over_batch_size"):
+    keras.utils.set_random_seed(1)
+    image = keras.Input((3,))
+    model = keras.Model(image, layers.Dense(2)(image))
+    model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError(reduction), metrics=metrics)
+    return model.fit(X, X[:, :2] ** 2, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
+
+
+def test_losses_that_are_sums_are_reported_by_fit_as_they_are():
+    want = fitted([], [], "sum")["loss"]
+    callback = Pipeline(1, "basic", 2, ["CPU:0"], loss_reduction="sum", verbose=0)
+    np.testing.assert_allclose(fitted([], [callback], "sum")["loss"], want, rtol=1e-6)
+
+
+def test_a_metric_that_does_not_add_up_is_named():
+    def furthest(y, predicted):
+        return keras.ops.max(keras.ops.abs(y - predicted))
+
+    callback = Pipeline(1, "basic", 2, ["CPU:0"], verbose=0)
+    fitted([furthest, "mae"], [callback])
+    (note,) = callback.plan.notes
+    assert "a metric may come out otherwise, because it does not add up over micro-batches: `Max` (Max)" in note
+
+
+# Arguments --------------------------------------------------------------------------------------------------
+
+
+def test_an_argument_that_is_no_batch_is_noticed():
+    w = tf.Variable(np.eye(3))
+
+    def step_with(use):
+        @tf.function(autograph=False)
+        def step(x, other):
+            with tf.GradientTape() as tape:
+                loss = mean(use(tf.tanh(x @ w), other))
+            w.assign_sub(0.1 * tape.gradient(loss, w))
+            return loss
+
+        return step
+
+    def far(z, other):
+        return tf.reduce_min(tf.norm(z[:, None] - other[None], axis=-1), axis=1)
+
+    with pytest.raises(PipelineError, match=r"they join samples of a batch: `sub` \(Sub\)"):
+        judge(step_with(far), X, X)
+    step = step_with(lambda z, other: z + other)
+    open_sizes = [tf.TensorSpec((None, 3), "float64")] * 2
+    same(step, [w], X, X, example=open_sizes)
+    rewritten = tflms_sft.rewrite(step, params(), *open_sizes)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="have different leading sizes"):
+        rewritten(X, X[:4])

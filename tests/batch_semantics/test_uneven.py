@@ -1,0 +1,461 @@
+"""Batches that micro-batches do not cut evenly, such as the last one of an epoch: the training is the same."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from pipelined import (
+    CUTS,
+    HERE,
+    OPEN,
+    compiled,
+    fitted,
+    hand_step,
+    largest_error,
+    net,
+    of_sizes,
+    run,
+    tiles,
+    train_step,
+)
+
+import tflms_sft
+from rewriters.errors import PipelineError
+from rewriters.step_importer import StepImporter
+from tflms_sft import LMSParams, Pipeline, PipelineParams
+from tflms_sft._pipeline.micro_batch_check import check_micro_batches
+from tflms_sft._planner.traced_step import analyse_step
+from tflms_sft._trace.batch_traces import trace
+
+TOLERANCE = 1e-12
+SWAPS = LMSParams(tier="disk", min_bytes=1)
+OPEN_ROWS = (tf.TensorSpec((None, 3), "float64"),)
+SIZES = 8, 6, 4, 3, 8, 1
+"""Of batches that four micro-batches cut evenly or not; the last are fewer."""
+
+
+@pytest.fixture(autouse=True)
+def in_float64(fresh_keras):
+    keras.config.set_floatx("float64")
+
+
+@functools.cache
+def plain(size, steps=1):
+    """What a plain training comes to."""
+    return fitted([], size=size, steps=steps)
+
+
+def any_size(step, *params, count=4, **options):
+    """The step in micro-batches for batches of any size, one after another on one device."""
+    pipeline = PipelineParams(1, "basic", count, ["CPU:0"], **options)
+    return tflms_sft.rewrite(step, [*params, pipeline], *(() if hasattr(step, "captured_inputs") else OPEN))
+
+
+# Under `fit` ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "size", "steps"),
+    [("gpipe", 22, 1), ("1f1b", 19, 2), ("mast", 22, 1)],
+    ids=["gpipe", "fewer samples than micro-batches, several steps at once", "mast"],
+)
+def test_fit_is_the_same_with_a_last_batch_of_any_size(schedule, size, steps, capsys):
+    """Losses, metrics, weights and slots after two epochs."""
+    callback = Pipeline(CUTS, schedule, 4, HERE)
+    assert largest_error(fitted([callback], size=size, steps=steps), plain(size, steps)) < TOLERANCE
+    note = "a batch of another size than 8, such as the last one of an epoch, runs as one micro-batch"
+    assert note in callback.plan.notes and note in capsys.readouterr().out and note in callback.plan.summary()
+    assert callback.plan.pipeline.micro_batches == 4
+
+
+def test_losses_of_several_outputs_count_batches_as_keras_does():
+    """It weighs them by the size of a batch where it knows that when it traces, and not where it does not."""
+    x, y = of_sizes(8)[0][0].reshape(8, -1)[:7], np.arange(21.0).reshape(7, 3)
+    found = []
+    for callbacks in ([], [Pipeline(["first"], "gpipe", 2, HERE[:2], verbose=0)]):
+        keras.utils.set_random_seed(1)
+        image = keras.Input((x.shape[1],))
+        z = keras.layers.Dense(3, activation="tanh", name="first")(image)
+        model = keras.Model(image, [keras.layers.Dense(3, name=name)(z) for name in "pq"])
+        model.compile(keras.optimizers.SGD(0.01), ["mse", "mae"], jit_compile=False)
+        told = model.fit(x, [y, y], batch_size=4, epochs=2, verbose=0, shuffle=False, callbacks=callbacks).history
+        values = [*model.variables, *model.metrics_variables]
+        found.append([*map(np.array, told.values()), *(value.numpy() for value in values)])
+    assert largest_error(*found) < TOLERANCE and len(found[0]) > 10
+
+
+def test_data_replicas_count_too():
+    callback = Pipeline(CUTS, "1f1b", 2, ["CPU:0"] * 8, 2, verbose=0)
+    assert largest_error(fitted([callback], size=22), plain(22)) < TOLERANCE
+    assert "another size than 8" in callback.plan.notes[-1]
+
+
+def test_a_first_batch_that_cannot_be_cut_is_refused_before_it_runs():
+    """And the model is as it was."""
+    callback = Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)
+    text = "6 samples do not make 4 micro-batches. .* a `batch_size` that is one, and no larger than the number of"
+    with pytest.raises(ValueError, match=text):
+        fitted([callback], size=6)
+    assert callback.plan is None
+    with pytest.raises(ValueError, match="8 samples do not make 3 micro-batches. Received: micro_batches=3"):
+        fitted([Pipeline(CUTS, "gpipe", 3, HERE, verbose=0)], size=22)
+
+
+def test_nothing_is_said_of_what_cannot_come():
+    """Of one micro-batch, and of a batch of known size."""
+    step = train_step(compiled(net(HERE), "momentum"))
+    for count, data in ((1, OPEN), (4, of_sizes(8)[0])):
+        assert tflms_sft.rewrite(step, PipelineParams(CUTS, "gpipe", count, HERE), *data).plan.notes == ()
+
+
+# Steps of one's own -----------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_batches_of_any_size():
+    """Its loss, gradients and logits too, in their structure."""
+    model = compiled(net(HERE, skip=True), "adam")
+    step = hand_step(model)
+    rewritten, whole, data = any_size(step), step.get_concrete_function(*OPEN), of_sizes(*SIZES)
+    assert largest_error(run(model, rewritten, data), run(model, whole, data)) < TOLERANCE
+    for batch in data[:2]:
+        got, want = rewritten(*batch), whole(*map(tf.constant, batch))
+        tf.nest.assert_same_structure(got, want, expand_composites=True)
+        assert [t.shape for t in tf.nest.flatten(got)] == [t.shape for t in tf.nest.flatten(want)]
+
+
+def test_tiles_and_swaps_in_stages():
+    """Nothing is left to be read, whichever way a batch goes, and no file after a step that fails."""
+    model = compiled(net(HERE, deep=True), "adam")
+    step = train_step(model)
+    rewritten = tflms_sft.rewrite(step, [tiles(), SWAPS, PipelineParams(["stage1"], "gpipe", 2, HERE[:2])], *OPEN)
+    data = of_sizes(8, 5, 1)
+    assert largest_error(run(model, rewritten, data), run(model, step, data)) < TOLERANCE
+    assert len(rewritten.plan.segments) >= 2 and len(rewritten.plan.swaps) >= 2
+    (tier,) = rewritten.tiers
+    held, free = tier.store._held, tier.store._free
+    assert held.keys() | free.keys() and not any(one.reads for one in held.values())
+    (x, y), _, _ = data
+    with pytest.raises(tf.errors.InvalidArgumentError, match="different leading sizes"):
+        rewritten(x, y[:4])
+    assert not held and not free
+
+
+def test_a_step_with_a_signature_of_its_own():
+    """And one that is traced already: neither can be traced for other sizes."""
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 3), "float64")])
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tanh(x @ w)) / tf.cast(tf.shape(x)[0], "float64")
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    random, params = np.random.default_rng(0), PipelineParams(1, "basic", 4, ["CPU:0"])
+    start, data = w.numpy(), [random.normal(size=(size, 3)) for size in (8, 5, 12, 1)]
+    found = []
+    for function in (
+        step,
+        tflms_sft.rewrite(step, params, data[0]),
+        tflms_sft.rewrite(step, params),
+        tflms_sft.rewrite(step.get_concrete_function(), params),
+    ):
+        found.append([np.array(value) for x in data for value in (function(tf.constant(x)), w)])
+        w.assign(start)
+    assert max(largest_error(got, found[0]) for got in found[1:]) < TOLERANCE
+    with pytest.raises(PipelineError, match="Gradients are a mean"):
+        any_size(step.get_concrete_function(), loss_reduction="sum")
+
+
+@pytest.mark.parametrize("example", ["array", "spec", "keyword"])
+@pytest.mark.parametrize("rows", [8, 10])
+def test_a_table_of_any_size_beside_the_batch(rows, example):
+    """What divides by its size divides by that, whatever the pipeline was made for."""
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 3), "float64")] * 2)
+    def step(x, codes):
+        with tf.GradientTape() as tape:
+            mean = tf.reduce_sum(codes) / tf.cast(tf.shape(codes)[0], "float64")
+            loss = tf.reduce_mean(tf.tanh(x @ w)) * mean
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    random = np.random.default_rng(0)
+    examples = [random.normal(size=(8, 3)), random.normal(size=(10, 3))]
+    if example == "spec":
+        examples[1] = tf.TensorSpec((None, 3), "float64")
+    params = PipelineParams(1, "basic", 4, ["CPU:0"], batched=[0])
+    named = dict(zip(("x", "codes"), examples, strict=True)) if example == "keyword" else {}
+    rewritten = tflms_sft.rewrite(step, params, *(() if named else examples), **named)
+    start, found = w.numpy(), []
+    data = [(random.normal(size=(size, 3)), random.normal(size=(rows, 3))) for size in (8, 12, 5, 8)]
+    for function in (step, rewritten):
+        found.append([np.array(v) for pair in data for v in (function(*map(tf.constant, pair)), w)])
+        w.assign(start)
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda size: 1 / tf.cast(tf.minimum(size, 16), "float64"),
+        lambda size: tf.cast(1 + size // 30, "float64") / tf.cast(size, "float64"),
+        lambda size: tf.cast(tf.where(size > 32, 2, 1), "float64") / tf.cast(size, "float64"),
+        lambda size: tf.cond(size > 32, lambda: np.float64(2), lambda: np.float64(1)) / tf.cast(size, "float64"),
+        lambda size: 1 / tf.cast(size // 2, "float64"),
+        lambda size: tf.cast(tf.where(size > 1, 2, 1), "float64") / tf.cast(size, "float64"),
+        lambda size: tf.cast(1 + size % 2, "float64") / tf.cast(size, "float64"),
+    ],
+    ids=["least", "steps", "large", "branch", "half", "single", "odd"],
+)
+def test_sizes_that_matter_otherwise_in_other_batches_are_refused(number):
+    """Two small batches alone would not tell. With example arguments it is theirs that count."""
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tanh(x @ w)) * number(tf.shape(x)[0])
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    params = PipelineParams(1, "basic", 2, ["CPU:0"])
+    text = "compared by (3 and 1527|1 and 510) samples.*by no power of it.*example arguments"
+    with pytest.raises(PipelineError, match=text):
+        tflms_sft.rewrite(step, params, tf.TensorSpec((None, 3), "float64"))
+    x, found, start = np.random.default_rng(0).normal(size=(8, 3)), [], w.numpy()
+    for function in (step, tflms_sft.rewrite(step, params, x)):
+        found.append([function(tf.constant(x)).numpy(), w.numpy()])
+        w.assign(start)
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("write", "dtype"),
+    [
+        (lambda own, size: own.assign_add(size), "int32"),
+        (lambda own, size: own.assign(size), "int32"),
+        (lambda own, size: own.assign(tf.maximum(own, size)), "int32"),
+        (lambda own, size: own.assign_add(size // 2), "int32"),
+        (lambda own, size: own.assign_add(1 / tf.cast(size, "float64")), "float64"),
+        (lambda own, size: own.assign(own * (1 - 0.01 * tf.cast(size, "float64"))), "float64"),
+        (lambda own, size: tf.cond(size > 5, lambda: own.assign_add(1.0), lambda: own.assign_add(0.0)), "float64"),
+    ],
+    ids=["total", "last", "largest", "halves", "inverse", "decay", "branch"],
+)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_is_written_of_sizes_is_that_of_the_batch(write, dtype, stages):
+    """And not that of a micro-batch, or as often as there are micro-batches."""
+    w, own = [tf.Variable(np.eye(3) + 0.1 * number) for number in range(2)], tf.Variable(1, dtype=dtype)
+
+    @tf.function(input_signature=OPEN_ROWS)
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.tanh(x @ w[0]) @ w[1]))
+        for variable, gradient in zip(w, tape.gradient(loss, w), strict=True):
+            variable.assign_sub(0.1 * gradient)
+        write(own, tf.shape(x)[0])
+        return loss, own.read_value()
+
+    params = PipelineParams(stages, "gpipe", 4, ["CPU:0"] * stages)
+    rewritten, found = tflms_sft.rewrite(step, params, *OPEN_ROWS), []
+    data = [np.random.default_rng(0).normal(size=(size, 3)) for size in (8, 6, 4, 12)]
+    start = [np.array(v) for v in (*w, own)]
+    for function in (step, rewritten):
+        found.append([np.array(v) for x in data for v in (*function(tf.constant(x)), *w, own)])
+        for variable, value in zip((*w, own), start, strict=True):
+            variable.assign(value)
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
+def test_gradients_of_what_is_written_of_sizes_need_a_known_batch():
+    """Each micro-batch would need what all of them write before it begins."""
+    w, own = tf.Variable(np.eye(3) + 0.1), tf.Variable(1.0, dtype="float64")
+
+    @tf.function(input_signature=OPEN_ROWS)
+    def step(x):
+        own.assign(tf.cast(tf.shape(x)[0], "float64"))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.tanh(x @ w)) / own
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    params = PipelineParams(1, "basic", 4, ["CPU:0"])
+    with pytest.raises(PipelineError, match="of what `AssignVariableOp` may write to a variable.*example arguments"):
+        tflms_sft.rewrite(step, params)
+    data, start, found = [np.random.default_rng(0).normal(size=(size, 3)) for size in (8, 6)], w.numpy(), []
+    for function in (step, tflms_sft.rewrite(step, params, data[0])):
+        found.append([np.array(v) for x in data for v in (function(tf.constant(x)), w, own)])
+        w.assign(start)
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda rows, u: 0.0 * tf.reduce_sum(rows * u),
+        lambda rows, u: tf.reduce_mean(tf.zeros_like(rows) * tf.reduce_sum(u)),
+    ],
+    ids=["weight of zero", "zeros"],
+)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_that_are_all_zero_are_both_sums_and_means(extra, reduction):
+    """Which nobody needs to know."""
+    w, u = tf.Variable(np.eye(3) + 0.1), tf.Variable(np.ones(3))
+
+    @tf.function(input_signature=OPEN_ROWS)
+    def step(x):
+        with tf.GradientTape() as tape:
+            rows = tf.tanh(x @ w)
+            loss = getattr(tf, f"reduce_{reduction}")(tf.square(rows)) + extra(rows, u)
+        gradients = tape.gradient(loss, [w, u])
+        for variable, gradient in zip((w, u), gradients, strict=True):
+            variable.assign_sub(0.1 * gradient)
+        return loss, gradients
+
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"], loss_reduction=reduction))
+    data, start, found = [np.random.default_rng(0).normal(size=(size, 3)) for size in (8, 6)], w.numpy(), []
+    for function in (step, rewritten):
+        found.append([np.array(v) for x in data for v in (*tf.nest.flatten(function(tf.constant(x))), w, u)])
+        w.assign(start)
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("asked", ["is_mean", "is_alike", "factors"])
+def test_nothing_is_told_of_what_the_step_for_a_known_batch_has_not(asked):
+    """It would be taken for something that it is not."""
+    w, own = tf.Variable(np.eye(3) + 0.1), tf.Variable(np.zeros(3))
+
+    def traced(function, moved):
+        @tf.function(input_signature=OPEN_ROWS)
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(function(x @ w))
+            w.assign_sub(0.1 * tape.gradient(loss, w))
+            if moved:
+                own.assign_add(tf.reduce_mean(x, 0))
+            return loss
+
+        params = PipelineParams(1, "basic", 4, ["CPU:0"])
+        found = trace(step, params, (), {})
+        return found, params, analyse_step(found.micro, found.record, None, for_tiles=False, opened=True).analysis
+
+    moved = asked == "factors"
+    (traces, params, own_analysis), (_, _, other) = traced(tf.tanh, moved), traced(tf.sigmoid, False)
+    check_micro_batches(traces, params, own_analysis)
+    text = "of the step for batches of any size is not found in the same way"
+    if moved:
+        with pytest.raises(PipelineError, match=text):
+            check_micro_batches(traces, params, other)
+    else:
+        told = check_micro_batches(traces, params, other)
+        (tensor,) = (node.out() for node in other.order if node.op == "Sigmoid")
+        with pytest.raises(PipelineError, match=f"`Sigmoid` .Sigmoid. {text}"):
+            getattr(told, asked)(tensor)
+
+
+def test_sizes_in_the_branch_for_one_size_are_not_taken_for_those_of_all_batches():
+    """TensorFlow's optimizer would, of an update that adds the whole batch to what is of a known size there."""
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 3), "float64")])
+    def step(x):
+        with tf.GradientTape() as tape:
+            rows = tf.squeeze(tf.reshape(tf.tanh(x @ w), [tf.shape(x)[0], 1, 3]), 1)
+            loss = tf.reduce_mean(tf.square(rows))
+        gradient = tape.gradient(loss, w)
+        total = tf.reduce_sum(gradient)
+        w.assign_sub(0.1 * gradient + 0.01 * tf.reduce_mean(tf.add_n([x * total, rows * total])))
+        return loss
+
+    data = [np.random.default_rng(0).normal(size=(size, 3)) for size in (8, 5, 12, 1)]
+    rewritten, start, found = tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"]), data[0]), w.numpy(), []
+    for function in (step, rewritten):
+        found.append([np.array(value) for x in data for value in (function(tf.constant(x)), w)])
+        w.assign(start)
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
+def test_a_loss_that_is_a_sum():
+    model = compiled(net(HERE), "momentum")
+    model.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    model.optimizer.learning_rate = 0.01
+    step, data = hand_step(model), of_sizes(*SIZES)
+    rewritten, whole = any_size(step, loss_reduction="sum"), step.get_concrete_function(*OPEN)
+    assert largest_error(run(model, rewritten, data), run(model, whole, data)) < TOLERANCE
+
+
+def test_batch_norm_has_the_statistics_of_the_whole_of_such_a_batch():
+    model = compiled(net(HERE, norm=True), "momentum")
+    step = hand_step(model)
+    rewritten, whole = any_size(step, batch_norm="micro"), step.get_concrete_function(*OPEN)
+    errors = [largest_error(run(model, rewritten, data), run(model, whole, data)) for data in map(of_sizes, (6, 8))]
+    assert errors[0] < TOLERANCE and errors[1] > 1e-4
+
+
+@pytest.mark.parametrize("result", ["nothing", "argument", "slices"])
+def test_results_of_all_kinds(result):
+    """Of a step that reads a table from outside, too large to be a constant of the trace."""
+    w, table = tf.Variable(np.eye(3) + 0.1), tf.constant(np.arange(300.0).reshape(100, 3))
+
+    @tf.function(autograph=False)
+    def step(x, rows):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.tanh(tf.gather(w, rows) * x + tf.gather(table, rows)))
+        gradient = tape.gradient(loss, w)
+        w.assign_sub(0.1 * tf.convert_to_tensor(gradient))
+        return {"nothing": None, "argument": (x, loss), "slices": {"gradient": gradient, "none": None}}[result]
+
+    specs = tf.TensorSpec((None, 3), "float64"), tf.TensorSpec((None,), "int32")
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"]), *specs)
+    start, random = w.numpy(), np.random.default_rng(0)
+    data = [(random.normal(size=(size, 3)), np.arange(size, dtype="int32") % 3) for size in (4, 5, 1, 2)]
+    found = []
+    for function in (step, rewritten):
+        values = []
+        for batch in data:
+            got = function(*map(tf.constant, batch))
+            values += [got] if got is None else [tf.convert_to_tensor(t) for t in tf.nest.flatten(got) if t is not None]
+            values.append(w.numpy())
+        found.append([np.array(value) for value in values if value is not None])
+        w.assign(start)
+    assert largest_error(found[1], found[0]) < TOLERANCE
+
+
+def test_arguments_of_different_sizes_are_refused():
+    rewritten = any_size(hand_step(compiled(net(HERE), "momentum")))
+    ((x, y),) = of_sizes(8)
+    for images, labels in ((8, 4), (6, 4), (4, 6), (6, 3)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="different leading sizes"):
+            rewritten(x[:images], y[:labels])
+
+
+def test_verify_proves_how_such_a_batch_was_trained():
+    """Its gradients too, which are those of one micro-batch."""
+    model = compiled(net(HERE), "momentum")
+    callback = Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)
+    x, y = (np.concatenate(parts) for parts in zip(*of_sizes(8, 6), strict=True))
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=[callback])
+    proof = tflms_sft.verify(model, of_sizes(6)[0], callback)
+    assert proof.ok and not proof.not_compared and "10 gradient(s)" in proof.summary()
+
+
+def test_verify_finds_a_mistake_in_what_such_a_batch_runs(monkeypatch):
+    init = StepImporter.__init__
+
+    def broken(self, graph, *args):
+        if not any(node.op == "Split" for node in graph.nodes.values()):
+            next(node for node in graph.nodes.values() if node.op == "Tanh").op = "Sigmoid"
+        init(self, graph, *args)
+
+    model = compiled(net(HERE), "momentum")
+    with monkeypatch.context() as patched:
+        patched.setattr(StepImporter, "__init__", broken)
+        rewritten = any_size(hand_step(model))
+    ((x, y),) = of_sizes(8)
+    assert tflms_sft.verify(rewritten, (x, y))
+    found = tflms_sft.verify(rewritten, (x[:6], y[:6]))
+    assert not found.outputs.ok and not found.gradients.ok

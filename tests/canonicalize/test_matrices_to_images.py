@@ -1,0 +1,138 @@
+"""Operations on matrices of pixels: what becomes one on images, and what must not."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import TOLERANCE, batches_of, error, model_step
+from keras import layers
+
+import tflms_sft
+from rewriters.canonicalize import canonicalize
+from rewriters.rules.contraction import CROSS_ENTROPIES, run_per_pixel
+from rewriters.step_importer import StepImporter
+
+RANDOM = np.random.RandomState(0)
+
+
+def numbers(*shape):
+    return tf.constant(RANDOM.normal(size=shape))
+
+
+def normalised(function, *arrays, known=True):
+    """The function after normalisation, and the types of its operations."""
+    specs = [tf.TensorSpec(a.shape if known else (None, *a.shape[1:]), a.dtype) for a in arrays]
+    concrete_fn = tf.function(function, autograph=False).get_concrete_function(*specs)
+    graph = canonicalize.read_canonical(concrete_fn)
+    importer = StepImporter(graph, concrete_fn)
+    return tf.function(lambda *args: importer(args), autograph=False), [n.op for n in graph.nodes.values()]
+
+
+def twice(x):
+    return tf.tensordot(tf.tensordot(x, tf.ones((3, 5), x.dtype), 1), tf.eye(5, dtype=x.dtype), 1)
+
+
+def with_its_transpose(x):
+    """Matrices of as many pixels, of images of other sides."""
+    one, other = tf.reshape(x, [-1, 3]), tf.reshape(tf.transpose(x, (0, 2, 1, 3)), [-1, 3])
+    return tf.reshape(one + other, [-1, 20, 3]), tf.matmul(one, other, transpose_a=True)
+
+
+def by_channel(x):
+    return tf.reshape(tf.reshape(x, [-1, 3]) * tf.constant([1.0, 2.0, 3.0], x.dtype), [-1])
+
+
+SAME = {
+    "softmax over all pixels": lambda x: tf.nn.softmax(tf.reshape(x, [-1])),
+    "log-softmax over all pixels": lambda x: tf.nn.log_softmax(tf.reshape(x, [-1]) * 2.0),
+    "softmax over classes": lambda x: tf.reshape(tf.nn.softmax(tf.reshape(x, [-1, 3])), tf.shape(x)),
+    "one label for all classes": lambda x: tf.nn.softmax_cross_entropy_with_logits(x[..., :1], x),
+    "labels of half the pixels": lambda x: tf.nn.softmax_cross_entropy_with_logits(x[:1], x[1:]),
+    "sparse labels": lambda x: tf.nn.sparse_softmax_cross_entropy_with_logits(tf.argmax(x, -1), x * 0.5),
+    "two products": twice,
+    "pixels with pixels": lambda x: tf.matmul(tf.reshape(x, [-1, 3]), tf.reshape(x, [-1, 3]), transpose_a=True),
+    "all pixels at once": lambda x: tf.matmul(tf.reshape(x, [-1, 3]), tf.reshape(x, [-1, 3]), transpose_b=True),
+    "a weight for each channel": by_channel,
+    "pixels of images of other sides": with_its_transpose,
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+@pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
+def test_the_same_comes_out(what, known):
+    x = numbers(2, 4, 5, 3)
+    function, _ = normalised(SAME[what], x, known=known)
+    pairs = zip(tf.nest.flatten(function(x)), tf.nest.flatten(SAME[what](x)), strict=True)
+    assert max(error(got, want) for got, want in pairs) < TOLERANCE
+
+
+def test_products_and_cross_entropies_leave_no_matrix():
+    _, ops = normalised(twice, numbers(2, 4, 5, 3), known=False)
+    assert ops.count("Einsum") == 2 and "MatMul" not in ops and "Reshape" not in ops
+    _, ops = normalised(SAME["sparse labels"], numbers(2, 4, 5, 3))
+    assert ops.count("PartitionedCall") == 1 and "Reshape" not in ops
+
+
+def weights(*shapes):
+    return [tf.Variable(RANDOM.normal(size=shape)) for shape in shapes]
+
+
+def transposed_labels(w, x):
+    labels = tf.transpose(tf.nn.softmax(tf.nn.conv2d(x, w[2], 1, "SAME")), (0, 2, 1, 3))
+    logits = tf.nn.conv2d(tf.nn.relu(tf.nn.conv2d(x, w[0], 1, "SAME")), w[1], 1, "SAME")
+    return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits(labels, logits))
+
+
+def gate_by_einsum(w, x):
+    x = tf.nn.relu(tf.nn.conv2d(x, w[0], 1, "SAME"))
+    gate = tf.sigmoid(tf.reduce_mean(x, [1, 2], keepdims=True))
+    return tf.reduce_mean(tf.sin(tf.nn.conv2d(tf.einsum("...c,...c->...c", x, gate), w[1], 1, "SAME")))
+
+
+@pytest.mark.parametrize("loss_of", (transposed_labels, gate_by_einsum))
+@pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
+def test_what_does_not_line_up_stays_exact(loss_of, known):
+    w = weights((3, 3, 2, 4), (3, 3, 4, 3), (3, 3, 2, 3))
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = loss_of(w, x)
+        return loss, tape.gradient(loss, w[:2])
+
+    x = numbers(3, 12, 12, 2)
+    spec = x if known else tf.TensorSpec((None, 12, 12, 2), x.dtype)
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(3, 2)), spec)
+    assert fast.plan.segments
+    pairs = zip(tf.nest.flatten(fast(x)), tf.nest.flatten(step(x)), strict=True)
+    assert max(error(got, want) for got, want in pairs) < TOLERANCE
+
+
+@pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
+def test_blocks_of_grouped_convolutions_and_dense_layers(known):
+    """As those of ConvNeXt, with residual connections around them."""
+    keras.config.set_floatx("float64")
+    x = image = keras.Input((14, 12, 2), batch_size=3 if known else None)
+    x = layers.Conv2D(4, 2, 2)(x)
+    for _ in range(2):
+        y = layers.LayerNormalization()(layers.Conv2D(4, 3, padding="same", groups=4)(x))
+        x = x + layers.Dense(4)(layers.Dense(8, activation="gelu")(y))
+    model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    arguments = {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), "loss": loss}
+    step = model_step(model, batches_of([3, 3], (14, 12, 2)), known, arguments)
+    fast = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=(3, 2)))
+    assert all("reduces over the image" in why for _, why in fast.plan.left_alone)
+    want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
+    assert max(error(got[key], want[key]) for key in want) < TOLERANCE
+
+
+@pytest.mark.parametrize("op", CROSS_ENTROPIES)
+def test_a_cross_entropy_of_images_whose_sizes_only_the_run_tells(op):
+    """Where tiles take rows from their neighbours what is put together may have lost its shape."""
+    features = numbers(2, 3, 4, 5)
+    labels = tf.constant(RANDOM.randint(0, 5, (2, 3, 4))) if op.startswith("Sparse") else tf.nn.softmax(features + 1)
+    specs = [tf.TensorSpec([None] * t.shape.rank, t.dtype) for t in (features, labels)]
+    unknown = tf.function(lambda f, y: run_per_pixel(op, f, y), input_signature=specs)
+    for got, want in zip(unknown(features, labels), run_per_pixel(op, features, labels), strict=True):
+        assert got.shape == want.shape and error(got, want) < TOLERANCE

@@ -1,0 +1,195 @@
+"""Workers that are lost while a step runs: what they are told from, and what is left alone. Without workers."""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+
+import keras
+import pytest
+import tensorflow as tf
+from listening import SETTINGS, free, listener
+
+import tflms_sft
+from rewriters.ir import tf_internals
+from tflms_sft._cluster import reachability, worker_watch
+from tflms_sft._cluster.spec import split_address
+
+
+@pytest.fixture
+def one_worker(monkeypatch):
+    """As if this program were connected to one, which answers."""
+    monkeypatch.setattr(worker_watch.GUARD, "lost", {})
+    with listener(SETTINGS) as address:
+        monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": address})
+        yield address
+
+
+def raised(error):
+    with worker_watch.workers_watched():
+        raise error
+
+
+def test_errors_that_have_nothing_to_do_with_workers_stay(one_worker):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a wrong batch"):
+        raised(tf.errors.InvalidArgumentError(None, None, "a wrong batch"))
+    with pytest.raises(tf.errors.OutOfRangeError):
+        raised(tf.errors.OutOfRangeError(None, None, "the end"))
+
+
+def test_a_worker_that_was_started_again_is_lost(one_worker):
+    text = "Unable to find a context_id matching the specified one (7). Perhaps the worker was restarted?"
+    with pytest.raises(tflms_sft.WorkerError, match=f"task:0 at {one_worker} .started again meanwhile"):
+        raised(tf.errors.InvalidArgumentError(None, None, text))
+
+
+def test_a_connection_that_broke_is_one_that_is_lost(one_worker):
+    text = "Socket closed. Additional GRPC error information from remote target /job:worker/replica:0/task:0"
+    with pytest.raises(tflms_sft.WorkerError, match=f"task:0 at {one_worker} .the connection broke"):
+        raised(tf.errors.UnavailableError(None, None, text))
+
+
+def test_nothing_is_begun_once_a_worker_was_lost(one_worker):
+    """TensorFlow might wait without end for what was on it."""
+    text = "Socket closed. Additional GRPC error information from remote target /job:worker/replica:0/task:0"
+    with pytest.raises(tflms_sft.WorkerError):
+        raised(tf.errors.UnavailableError(None, None, text))
+    begun, model = [], dense()
+    with (
+        pytest.raises(tflms_sft.WorkerError, match="the connection broke.* in a new process"),
+        worker_watch.workers_watched(),
+    ):
+        begun.append("a step")
+    with pytest.raises(tflms_sft.WorkerError, match="the connection broke"):
+        fitted(model, [Gone(0, begun.append), tflms_sft.Pipeline(["one"], devices=["CPU:0"] * 2, verbose=0)])
+    assert not begun and "train_step" not in model.__dict__
+
+
+def test_connections_to_a_worker_that_is_silent_are_closed(monkeypatch):
+    """Whoever waits for it goes on; others are left alone."""
+    monkeypatch.setattr(worker_watch, "ASKED_EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(worker_watch, "ANSWER_SECONDS", 0.2)
+    guard = worker_watch.WorkerWatch()
+    monkeypatch.setattr(worker_watch, "GUARD", guard)
+    with listener() as silent, listener(SETTINGS) as good:
+        asked = {"/job:worker/task:0": good, "/job:worker/task:1": silent}
+        monkeypatch.setattr(tf_internals, "workers", lambda: asked)
+        ours = [socket.create_connection(split_address(address), timeout=10) for address in (silent, good)]
+        with worker_watch.workers_watched():
+            assert ours[0].recv(1) == b"", "it ends"
+        ours[1].settimeout(0.1)
+        assert ours[1].recv(100) == SETTINGS
+        with pytest.raises(TimeoutError):
+            ours[1].recv(1)
+        assert guard.silent == {"/job:worker/task:1": "no answer within 0.2 s"}
+        with pytest.raises(tflms_sft.WorkerError, match=f"task:1 at {silent} .no answer within 0.2 s"):
+            raised(tf.errors.UnavailableError(None, None, "Socket closed"))
+        for connection in ours:
+            connection.close()
+        asked.clear()
+    assert reachability.break_connections("nowhere.invalid:1") == 0
+
+
+def test_connections_are_found_among_all_that_is_open_and_nothing_is_left_open():
+    with contextlib.ExitStack() as open_things:
+        address = open_things.enter_context(listener(SETTINGS))
+        ours = open_things.enter_context(socket.create_connection(split_address(address), timeout=10))
+        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):  # One of them is not connected.
+            open_things.enter_context(socket.socket(socket.AF_INET6, kind))
+        for connection in (*socket.socketpair(), socket.socket(socket.AF_UNIX)):
+            open_things.enter_context(connection)
+        for descriptor in os.pipe():
+            open_things.callback(os.close, descriptor)
+        assert ours.recv(100) == SETTINGS, "what the listener holds is open by now"
+        before = len(os.listdir("/proc/self/fd"))
+        assert [reachability.break_connections(free()) for _ in range(3)] == [0, 0, 0]
+        assert reachability.break_connections(address) == 1
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert ours.recv(1) == b"", "it ends"
+
+
+def test_whoever_asks_goes_on_after_an_error_and_is_replaced_if_dead(monkeypatch, capsys):
+    monkeypatch.setattr(worker_watch, "ASKED_EVERY_SECONDS", 0.01)
+    asked, done = [], threading.Event()
+
+    def fail(addresses, seconds):
+        asked.append(addresses)
+        done.set() if len(asked) > 2 else None
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(worker_watch, "missing", fail)
+    workers = {"/job:worker/task:0": free()}
+    monkeypatch.setattr(tf_internals, "workers", lambda: workers)
+    guard = worker_watch.WorkerWatch()
+    guard._thread = threading.Thread()
+    guard.begin()
+    assert guard._thread.is_alive() and done.wait(10)
+    workers = {}
+    assert "could not be found out: ValueError('no such thing')" in capsys.readouterr().err
+
+
+class Gone(keras.callbacks.Callback):
+    """From some epoch on there is a worker that does not answer."""
+
+    def __init__(self, epoch, then):
+        super().__init__()
+        self.epoch, self.then = epoch, then
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.epoch == 0:
+            self.then(self.model)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epoch -= 1
+
+
+def dense():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="one"), keras.layers.Dense(1)])
+    model.compile("adam", "mse", jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def fitted(model, callbacks):
+    model.fit(tf.zeros((2, 2)), tf.zeros((2, 1)), epochs=3, verbose=0, callbacks=callbacks)
+
+
+def test_at_the_end_of_an_epoch_workers_are_looked_for(monkeypatch):
+    gone, model = free(), dense()
+    monkeypatch.setattr(worker_watch.GUARD, "lost", {})
+
+    def lose(model):
+        monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": gone})
+
+    pipeline = tflms_sft.Pipeline(["one"], devices=["CPU:0"] * 2, verbose=0)
+    plain = model.__dict__.get("train_step")
+    with pytest.raises(tflms_sft.WorkerError, match="Lost 1 worker"):
+        fitted(model, [Gone(0, lose), pipeline])
+    assert model.__dict__.get("train_step") is plain, "the model is as it was"
+
+
+def test_a_backup_that_is_not_whole_does_not_take_the_place_of_the_last(one_worker, tmp_path, monkeypatch):
+    """Keras would go on from it, without what the optimizer has."""
+    model = dense()
+
+    def lose(model):
+        def save(store):
+            raise tf.errors.UnavailableError(None, None, "remote target /job:worker/replica:0/task:0")
+
+        model.optimizer.save_own_variables = save
+
+    def callbacks(epoch):
+        pipeline = tflms_sft.Pipeline(["one"], devices=["CPU:0"] * 2, verbose=0)
+        return [pipeline, Gone(epoch, lose), keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)]
+
+    with pytest.raises(tflms_sft.WorkerError, match="the connection broke"):
+        fitted(model, callbacks(1))
+    assert json.loads((tmp_path / "training_metadata.json").read_text())["epoch"] == 1
+    model = dense()
+    model.load_weights(tmp_path / "latest.weights.h5")
+    assert int(model.optimizer.iterations) == 1
+    monkeypatch.setattr(worker_watch.GUARD, "lost", {})  # As in the new process that it takes.
+    fitted(model, callbacks(-1))
+    assert int(model.optimizer.iterations) == 3
+    assert "save_weights" not in model.__dict__

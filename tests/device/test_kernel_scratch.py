@@ -1,0 +1,83 @@
+"""What is said of the memory that kernels take for themselves, against what TensorFlow's own take."""
+
+import conftest
+import pytest
+import tensorflow as tf
+
+import tflms_sft
+from rewriters.canonicalize.canonicalize import read_canonical
+from rewriters.device import kernel_scratch, properties
+from rewriters.device.kernel_scratch import full_call, is_direct, op_scratch, window_bytes
+
+pytestmark = pytest.mark.skipif(not properties.unfolds_convolutions(), reason="oneDNN has other kernels")
+
+
+@pytest.fixture(autouse=True)
+def caches(monkeypatch):
+    """Those of the machine, which other tests do without."""
+    monkeypatch.setattr(kernel_scratch, "L3_BYTES", conftest.CACHES[0])
+    monkeypatch.setattr(kernel_scratch, "last_level_cache", conftest.CACHES[1])
+
+
+# Pixels a side, channels in and out, images, taps a side, stride, axes.
+CALLS = [
+    (64, 64, 64, 4, 3, 1, 2),
+    (32, 128, 128, 4, 3, 1, 2),
+    (8, 512, 512, 4, 3, 1, 2),
+    (16, 16, 16, 4, 3, 1, 2),
+    (64, 64, 64, 1, 3, 1, 2),
+    (64, 64, 256, 4, 1, 1, 2),
+    (8, 64, 64, 32, 3, 1, 2),
+    (33, 24, 16, 2, 3, 2, 2),
+    (32, 16, 16, 1, 3, 1, 3),
+    (32, 16, 16, 2, 3, 1, 3),
+    (32, 16, 16, 4, 3, 1, 3),
+    (16, 16, 16, 8, 3, 1, 3),
+    (48, 4, 16, 1, 3, 1, 3),
+    (32, 16, 32, 1, 1, 1, 3),
+    (24, 8, 12, 1, 3, 2, 3),
+    (16, 8, 8, 2, 2, 2, 3),
+]
+
+
+def gradient(kind, size, channels, filters, images, taps, stride, axes):
+    """A gradient of a convolution alone, and tensors to call it with."""
+    out = -(-size // stride)
+    image, result = (images, *(size,) * axes, channels), (images, *(out,) * axes, filters)
+    kernel = (*(taps,) * axes, channels, filters)
+    operand = image if kind == "filter" else kernel
+    known, sizes = ("filter_sizes", kernel) if kind == "filter" else ("input_sizes", image)
+    version = "" if axes == 2 else "V2"
+    op = getattr(tf.raw_ops, f"Conv{axes}DBackprop{kind.capitalize()}{version}")
+    name = "input" if kind == "filter" else "filter"
+
+    @tf.function(input_signature=[tf.TensorSpec(operand), tf.TensorSpec(result)])
+    def function(x, grad):
+        strides = [1, *(stride,) * axes, 1]
+        return op(**{name: x, known: sizes}, out_backprop=grad, strides=strides, padding="SAME")
+
+    return function, (tf.random.normal(operand), tf.random.normal(result))
+
+
+@pytest.mark.parametrize("kind", ["input", "filter"])
+@pytest.mark.parametrize("sizes", CALLS, ids=str)
+def test_gradients_of_convolutions_unfold_what_is_said(kind, sizes):
+    function, operands = gradient(kind, *sizes)
+    (node,) = (n for n in read_canonical(function.get_concrete_function()).nodes.values() if "Backprop" in n.op)
+    held = sum(int(tf.size(x)) * 4 for x in operands)
+    measured = tflms_sft.measure(function, *operands).peak_bytes - held
+    assert op_scratch(node, 1) == measured
+    assert is_direct(node, full_call(node, 1)) == (measured == 0)
+    size, channels, filters, images, taps, stride, axes = sizes
+    windows = images * (-(-size // stride)) ** axes * taps**axes * (filters if measured == 0 else channels) * 4
+    assert window_bytes(node, full_call(node, 1)) == windows
+
+
+def test_some_calls_unfold_and_some_do_not():
+    found = []
+    for sizes in CALLS:
+        for kind in ("input", "filter"):
+            function, _ = gradient(kind, *sizes)
+            (node,) = (n for n in read_canonical(function.get_concrete_function()).nodes.values() if "Backprop" in n.op)
+            found.append(op_scratch(node, 1) > 0)
+    assert any(found) and not all(found)

@@ -1,0 +1,166 @@
+"""A step of several replicas, as `tf.distribute` traces it: one graph, with an image batch for each."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tflms_sft
+
+TWO_DEVICES = """
+    import sys
+    import keras, numpy as np, tensorflow as tf, tflms_sft
+    from keras import layers
+    from equivalence import error
+    from rewriters import scratch
+
+    scratch.L3_BYTES = 0  # As in conftest.py: a process of its own does not read that.
+
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    keras.config.set_floatx("float64")
+    numbers = np.random.RandomState(0)
+
+    def new_model():
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            x = image = keras.Input((16, 14, 3))
+            for filters in (4, 5, 4):
+                x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+                x = layers.ReLU()(layers.BatchNormalization()(x) if sys.argv[1] == "normed" else x)
+            model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
+        return model
+"""
+
+REPLICAS = """
+    images = [tf.constant(numbers.normal(size=(2, 16, 14, 3))) for _ in range(2)]
+    labels = [tf.constant([0, 1]), tf.constant([2, 1])]
+
+    def trained(rewritten):
+        model = new_model()
+        with strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+            model._symbolic_build(data_batch=(images[0], labels[0]))
+
+        @tf.function(autograph=False)
+        def step(images, labels):
+            def of_replicas(values):
+                return strategy.experimental_distribute_values_from_function(
+                    lambda context: values[context.replica_id_in_sync_group]
+                )
+
+            results = strategy.run(model.train_step, args=((of_replicas(images), of_replicas(labels)),))
+            return strategy.reduce("MEAN", results["loss"], axis=None)
+
+        if rewritten:
+            step = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=(2, 2)), images, labels)
+            segments = step.plan.segments
+            graph = step.concrete_function.graph
+            starts = [op for op in graph.get_operations() if op.name.endswith("/start")]
+            first = [op for op in starts if not any("while" in before.name for before in op.control_inputs)]
+            print(len(segments), sum(segment.num_loops for segment in segments), len(first), end=" ")
+        losses = [np.asarray(step(images, labels)) for _ in range(2)]
+        return losses + [np.asarray(v.numpy()) for v in (*model.variables, *model.optimizer.variables)]
+
+    plain, tiled = trained(False), trained(True)
+    print(max(error(got, want) for got, want in zip(tiled, plain, strict=True)))
+"""
+
+
+FIT = """
+    images, labels = numbers.normal(size=(11, 16, 14, 3)), np.arange(11) % 3
+
+    def trained(callbacks):
+        model = new_model()
+        # The last batch has two images for one replica and one for the other.
+        options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
+        history = model.fit(images, labels, callbacks=callbacks, **options).history
+        told = [np.array(history[key]) for key in ("loss", "accuracy")]
+        assert model.distribute_strategy is strategy
+        told.append(np.array(model.evaluate(images, labels, batch_size=4, verbose=0)))
+        return told + [np.asarray(v.numpy()) for v in (*model.variables, *model.optimizer.variables)]
+
+    plain = trained([])
+    tiled = tflms_sft.SFT(num_tiles=(2, 2), verbose=0)
+    budget = tflms_sft.MemoryBudget("220KiB", batch_shape=(4, 16, 14, 3), verbose=0)
+    for callback in (tiled, budget):
+        off = max(error(got, want) for got, want in zip(trained([callback]), plain, strict=True))
+        (segment,) = callback.plan.segments
+        print(callback.plan.batch, segment.num_loops, len(callback.plan.left_alone), off)
+    try:
+        trained([tflms_sft.LMS(tier="disk", verbose=0)])
+    except tflms_sft.RewriteError as error:
+        print("trains on 2 replicas, between which nothing can be swapped yet" in str(error))
+    model, loud = new_model(), tflms_sft.SFT(num_tiles=(2, 2))
+    model.evaluate(images, labels, batch_size=4, verbose=0, callbacks=[loud])
+    assert loud.evaluate_plan is None
+"""
+
+
+def run(script, net):
+    """What a script prints, in a process of its own: devices are set before TensorFlow begins."""
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(TWO_DEVICES + script), net],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("net", ("plain", "normed"))
+def test_a_step_of_two_replicas_is_the_same(net):
+    segments, loops, first, off = run(REPLICAS, net).split()
+    assert (segments, loops) == ("2", "4") if net == "plain" else int(loops) > 6
+    assert first == "2", "one replica does not wait for the other"
+    assert float(off) < 1e-10
+
+
+def test_fit_on_two_replicas_is_the_same():
+    """Each replica has loops of its own, and a batch of its own of an unknown size."""
+    tiled, budget, refused, evaluated = run(FIT, "normed").splitlines()
+    for line in (tiled, budget):
+        _, loops, left, off = line.split()
+        assert int(loops) >= 12 and int(loops) % 2 == 0 and left == "0"
+        assert float(off) < 1e-10
+    assert budget.split()[0] == "2", "a replica has half of the batch"
+    assert refused == "True"
+    assert evaluated.endswith("evaluate runs plain, outside of the plan: on 2 replicas only training is rewritten")
+
+
+@pytest.mark.parametrize("make", (lambda: tflms_sft.SFT(num_tiles=(2, 2)), lambda: tflms_sft.LMS(min_bytes=0)))
+def test_fit_on_a_mirrored_strategy_of_one_device_is_the_same(make, capsys):
+    """As on a machine with one GPU: there the update joins replicas as well."""
+    numbers = np.random.default_rng(0)
+    images, labels = numbers.normal(size=(4, 16, 16, 3)), np.arange(4) % 2
+
+    def trained(callbacks):
+        keras.utils.set_random_seed(0)
+        with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+            image = keras.Input((16, 16, 3))
+            x = keras.layers.BatchNormalization()(keras.layers.Conv2D(4, 3, activation="relu")(image))
+            x = keras.layers.GlobalAveragePooling2D()(keras.layers.Conv2D(4, 3, activation="relu")(x))
+            model = keras.Model(image, keras.layers.Dense(2)(x))
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
+        model.fit(images, labels, batch_size=2, verbose=0, shuffle=False, callbacks=callbacks)
+        return model.get_weights()
+
+    keras.config.set_floatx("float64")
+    callback = make()
+    plain, rewritten = trained([]), trained([callback])
+    assert callback.plan.changed
+    for want, got in zip(plain, rewritten, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,130 @@
+"""The memory of a loop's turns: what the emitted body makes, tile by tile."""
+
+import keras
+import pytest
+import tensorflow as tf
+from gradients import gradient_step
+from keras import layers
+
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize.canonicalize import read_canonical
+from rewriters.device.peak_memory import Action
+from rewriters.emission.loop_emitter import trace_phase
+from rewriters.emission.tile_pass import plan_segment
+from rewriters.estimates import loop_memory
+from rewriters.estimates.loop_memory import iteration_peak_bytes, loop_iterations
+from rewriters.tiling.segment import build_segment
+from rewriters.tiling.tile_planner import Grid
+
+FLOAT = 4
+
+
+@pytest.fixture(autouse=True)
+def no_scratch(monkeypatch):
+    """What kernels take inside depends on the processor."""
+    monkeypatch.setattr(loop_memory, "scratch_bytes", lambda node, call: 0)
+
+
+def planned(*body, grid=(4, 4), size=64, batch=1, channels=8, batch_tiles=1):
+    image = x = keras.Input((size, size, channels))
+    for layer in body:
+        x = layer(x)
+    model = keras.Model(image, layers.GlobalAveragePooling2D()(x))
+    step = gradient_step(model)
+    analysis = GraphAnalysis(read_canonical(step.get_concrete_function(tf.TensorSpec((batch, size, size, channels)))))
+    ops = {n for n in analysis.order if n.op in FORWARD and n not in analysis.backward}
+    segment = build_segment(analysis, "segment1", ops, set())
+    return analysis, segment, plan_segment(analysis, segment, Grid(batch_tiles, grid)).phases
+
+
+FORWARD = ("Conv2D", "BiasAdd", "Relu", "MaxPool")
+
+
+def conv(kernel=3, **options):
+    return layers.Conv2D(8, kernel, padding="same", **options)
+
+
+def peaks(phase, batch=1):
+    """Most bytes held by each turn."""
+    result = []
+    for turn in loop_iterations(phase, batch):
+        held, alive, most = {}, 0, 0
+        for action, key, num_bytes, *_ in turn.events:
+            if action is Action.ALLOCATE:
+                held[key] = num_bytes
+                alive += num_bytes
+            elif action is Action.FREE:
+                alive -= held.pop(key)
+            most = max(most, alive)
+        assert alive == 0 and not held, "a turn gives everything back"
+        result.append(most)
+    return result
+
+
+def image(rows, columns, channels=8):
+    return rows * columns * channels * FLOAT
+
+
+def test_a_turn_takes_the_slice_the_padded_slice_and_the_result():
+    _, _, (forward, *_) = planned(conv(use_bias=False))
+    corner, edge, *_ = found = peaks(forward)
+    assert len(found) == 9
+    # The slice at a corner has 17 x 17 rows and is padded to 18 x 18; slice and padded copy, or copy and result.
+    assert corner == max(image(17, 17) + image(18, 18), image(18, 18) + image(16, 16))
+    assert edge == image(17, 18) + image(18, 18)
+    assert found[4] == image(18, 18) + image(16, 16), "inside, nothing is padded"
+
+
+def test_a_convolution_of_single_pixels_pads_nothing():
+    _, _, (forward, *_) = planned(conv(1, use_bias=False))
+    assert set(peaks(forward)) == {2 * image(16, 16)}
+
+
+def test_one_tile_slices_and_pads_nothing():
+    _, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1))
+    assert peaks(forward) == [image(64, 64)], "the image itself is read"
+
+
+def test_tiles_of_the_batch_hold_their_share():
+    _, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1), batch=4, batch_tiles=2)
+    assert peaks(forward, batch=4) == [2 * (2 * image(64, 64))], "a slice of two images, and the result"
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 3), (5, 4)])
+def test_scratch_is_the_peak_of_a_corner_or_of_an_inner_tile(grid):
+    _, _, phases = planned(conv(activation="relu"), conv(activation="relu"), layers.MaxPool2D(2), grid=grid)
+    for phase in phases:
+        found = peaks(phase)
+        assert iteration_peak_bytes(phase, 1) in found
+        assert iteration_peak_bytes(phase, 1) >= 0.9 * max(found)
+
+
+def test_the_backward_turn_adds_to_a_whole_gradient_in_place():
+    def added(*first):
+        _, segment, (_, backward) = planned(*first, conv(activation="relu"), conv(activation="relu"))
+        turn = loop_iterations(backward, 1)[4].events
+        adds = [event.name for event in turn if event.name.startswith("AddV2/")]
+        return segment, [event for event in turn if event.name in adds], turn
+
+    segment, adds, _ = added()
+    assert not segment.grad_exits and not adds, "nobody asked for the image's gradient"
+    segment, adds, turn = added(layers.DepthwiseConv2D(3, padding="same"))
+    (gradient,) = segment.grad_exits
+    assert [event.action for event in adds] == [Action.RUN], "its result takes the place of what was there"
+    held = [e for e in turn if e.name.startswith(f"StridedSlice/{gradient.name}") and e.action is Action.ALLOCATE]
+    assert [e.num_bytes for e in held] == [image(20, 20)], "two halos of a row each on both sides"
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (3, 5)])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_the_model_cuts_and_pads_where_the_emitted_loop_does(grid, kernel):
+    analysis, segment, phases = planned(conv(kernel, activation="relu"), conv(3), layers.MaxPool2D(2), grid=grid)
+    for phase in phases:
+        graph = trace_phase(analysis, segment, phase)
+        body = next(f for f in graph.as_graph_def().library.function if "body" in f.signature.name)
+        emitted = [node.op for node in body.node_def]
+        turns = [turn.events for turn in loop_iterations(phase, 1)]
+        modelled = {e.name.split("/")[0] for turn in turns for e in turn if e.action is Action.RUN}
+        assert ("PadV2" in emitted) == ("PadV2" in modelled)
+        padded = {e.name for turn in turns for e in turn if e.name.startswith("PadV2/") and e.action is Action.RUN}
+        assert len(padded) == emitted.count("PadV2")

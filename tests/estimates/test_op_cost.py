@@ -1,0 +1,274 @@
+"""What the turns of a loop cost."""
+
+import dataclasses
+import math
+
+import pytest
+import tensorflow as tf
+from equivalence import Cut, keras_step, plan
+from keras import layers
+from nets import conv
+
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize import canonicalize
+from rewriters.device import kernel_scratch, properties
+from rewriters.estimates.op_cost import DIRECT, NOMINAL, CostModel
+from rewriters.tiling.barrier_levels import assign_levels
+from rewriters.tiling.barrier_planner import BarrierPlanner, barrier_segment
+from rewriters.tiling.checkpoint_selection import CheckpointSelection
+from rewriters.tiling.tile_planner import Grid, Halo
+
+IMAGES = 4
+FILTERS = ((3, 3, 3, 4), (3, 3, 4, 5), (1, 1, 3, 4), (1, 1, 4, 5))
+
+
+def two(size):
+    """Two convolutions, with filters of so many pixels a side."""
+    return lambda x: conv(5, size, name="out")(conv(4, size)(x))
+
+
+def pooled(x):
+    return layers.MaxPooling2D(2, name="out")(conv(4)(x))
+
+
+def phases(body, grid, batch=1, halo=Halo.RECOMPUTE):
+    """The loops of a segment."""
+    step = keras_step(body, (12, 10), IMAGES, steps=1)
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    (found,) = plan(analysis, [Cut(grid=grid, batch=batch, halo=halo)])
+    return analysis, found.phases
+
+
+@pytest.mark.parametrize("body", [two(3), pooled])
+def test_one_turn_costs_what_the_operations_do(body):
+    analysis, found = phases(body, (1, 1))
+    costs = CostModel(analysis, IMAGES)
+    for phase in found:
+        assert costs.phase(phase) == pytest.approx(costs.step(phase.body))
+
+
+# Tiles of the batch have no halos, nor have convolutions of single pixels.
+@pytest.mark.parametrize(
+    ("size", "grid", "batch", "halo"),
+    [
+        (3, (1, 1), 2, Halo.RECOMPUTE),
+        (3, (1, 1), 9, Halo.RECOMPUTE),
+        (1, (4, 1), 1, Halo.RECOMPUTE),
+        (1, (4, 1), 1, Halo.CARRY),
+        (1, (4, 2), 2, Halo.RECOMPUTE),
+    ],
+)
+def test_every_turn_moves_weights_and_their_gradients_once_more(size, grid, batch, halo):
+    analysis, found = phases(two(size), grid, batch, halo)
+    costs, turns, seen = CostModel(analysis, IMAGES), min(batch, IMAGES) * grid[0] * grid[1], set()
+    for phase in found:
+        for node in phase.body:
+            if "Conv2D" in node.op:
+                (filter_,) = [t for t in (*node.inputs, node.out()) if t.shape in FILTERS]
+                more = (turns - 1) * filter_.num_bytes(IMAGES) / NOMINAL.weights
+                # Operands that hold a shape count as well.
+                assert costs.turns(phase, node) == pytest.approx(costs.op(node) + more, rel=0.05)
+                seen.add(node.op)
+    assert seen == {"Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"}
+
+
+def test_no_turn_moves_more_than_its_part_of_a_pool_that_is_made_again():
+    analysis, found = phases(pooled, (1, 1), IMAGES)
+    (pool,) = [node for phase in found for node in phase.body if node.op == "MaxPoolGrad"]
+    assert pool.inputs[1] not in found[-1].regions, "the pool's result, which nothing else reads"
+    costs = CostModel(analysis, IMAGES)
+    assert costs.turns(found[-1], pool) == pytest.approx(costs.op(pool))
+
+
+CONVOLUTIONS = two(3)
+
+
+def one_op(op, rates, body=CONVOLUTIONS):
+    """Seconds of the only op of a type, and the op."""
+    analysis, _ = phases(body, (1, 1))
+    nodes = [node for node in analysis.order if node.op == op]
+    costs = CostModel(analysis, IMAGES, rates)
+    return [(costs.op(node), node) for node in nodes]
+
+
+def changed(**rates):
+    return dataclasses.replace(NOMINAL, **rates)
+
+
+def test_each_kind_of_operation_has_its_own_rate():
+    half = changed(flops={"": 1e11, "Conv2D": 5e10}, touched={"": 1.25e10, "MaxPoolGrad": 1.25e9})
+    for op, body in (("Conv2D", two(3)), ("MaxPoolGrad", pooled), ("BiasAddGrad", two(3))):
+        for (plain, node), (slower, _) in zip(one_op(op, NOMINAL, body), one_op(op, half, body), strict=True):
+            touched = sum(t.num_bytes(IMAGES) for t in (*node.inputs, node.out()))
+            taps = math.prod(node.inputs[1].shape[:3]) if op == "Conv2D" else 0
+            arithmetic = 2 * taps * node.out().num_bytes(IMAGES) / 8
+            more = {"Conv2D": arithmetic / 1e11, "MaxPoolGrad": 9 * touched / 1.25e10, "BiasAddGrad": 0.0}[op]
+            assert slower - plain == pytest.approx(more, rel=1e-6, abs=1e-15), op
+
+
+def test_calls_take_time_of_their_own():
+    ((plain, _), *_), ((slow, _), *_) = one_op("Conv2D", NOMINAL), one_op("Conv2D", changed(call=1e-3))
+    assert slow - plain == pytest.approx(1e-3)
+
+
+def test_large_results_are_touched_for_the_first_time():
+    """The bias is added in place, the convolution makes something new."""
+    slow = changed(fresh=1e6, fresh_from=1000)
+    for (plain, node), (fresh, _) in zip(one_op("Conv2D", NOMINAL), one_op("Conv2D", slow), strict=True):
+        assert fresh - plain == pytest.approx(node.out().num_bytes(IMAGES) / 1e6)
+    assert one_op("BiasAdd", slow)[0][0] == one_op("BiasAdd", NOMINAL)[0][0]
+
+
+def test_turns_with_small_results_touch_nothing_for_the_first_time():
+    analysis, found = phases(two(3), (4, 1), 4)
+    conv_ = next(node for node in found[0].body if node.op == "Conv2D")
+    size = conv_.out().num_bytes(IMAGES)
+    plain = CostModel(analysis, IMAGES).turns(found[0], conv_)
+    assert CostModel(analysis, IMAGES, changed(fresh=1e3, fresh_from=size // 2)).turns(found[0], conv_) == plain
+    assert CostModel(analysis, IMAGES, changed(fresh=1e3, fresh_from=size // 64)).turns(found[0], conv_) > plain + 1
+
+
+@pytest.mark.parametrize("op", ["Conv2D", "Conv2DBackpropFilter"])
+def test_convolutions_that_copy_windows_pay_for_them(op):
+    slow = changed(unfolded={op: 1e6})
+    for (plain, node), (copying, _) in zip(one_op(op, NOMINAL), one_op(op, slow), strict=True):
+        few, filters = (node.inputs[2], node.out()) if op.endswith("Filter") else (node.out(), node.inputs[1])
+        windows = math.prod(few.shape[1:3]) * math.prod(filters.shape[:3])
+        assert copying - plain == pytest.approx(IMAGES * windows * 8 / 1e6)
+
+
+def test_gradients_of_volumes_without_unfolding_have_a_rate_of_their_own(monkeypatch):
+    """Their windows are those of the other gradient, and they make none of the image."""
+
+    def step(x, kernel):
+        grad = tf.raw_ops.Conv3D(input=x, filter=kernel, strides=[1] * 5, padding="SAME")
+        return tf.raw_ops.Conv3DBackpropFilterV2(
+            input=x, filter_sizes=kernel.shape, out_backprop=grad, strides=[1] * 5, padding="SAME"
+        )
+
+    specs = [tf.TensorSpec(shape, tf.float64) for shape in ((1, 8, 8, 8, 4), (3, 3, 3, 4, 6))]
+    analysis = GraphAnalysis(canonicalize.read_canonical(tf.function(step).get_concrete_function(*specs)))
+    (node,) = (node for node in analysis.order if node.op == "Conv3DBackpropFilterV2")
+    for overhead, own, other, channels in ((1000, node.op, DIRECT, 4), (0, DIRECT, node.op, 6)):
+        monkeypatch.setattr(kernel_scratch, "MOST_OVERHEAD", overhead)
+        plain, slow, same = (
+            CostModel(analysis, 1, changed(unfolded=rates)).op(node) for rates in ({}, {own: 1e6}, {other: 1e6})
+        )
+        assert same == plain
+        assert slow - plain == pytest.approx(8**3 * 27 * channels * 8 / 1e6)
+
+
+def test_aliases_and_shapes_take_no_time():
+    analysis, _ = phases(two(3), (1, 1))
+    costs = CostModel(analysis, IMAGES, changed(call=1.0))
+    free = [node for node in analysis.order if node.op in ("Reshape", "Shape", "Const", "ReadVariableOp")]
+    assert free and {costs.op(node) for node in free} == {0}
+
+
+def test_loops_pay_for_cutting_and_joining():
+    analysis, found = phases(two(3), (2, 1), 2)
+    costs = CostModel(analysis, IMAGES)
+    forward = found[0]
+    around = costs.phase(forward) - sum(costs.turns(forward, node) for node in forward.body)
+    whole = sum(t.num_bytes(IMAGES) for t in (*forward.reads, *forward.writes))
+    assert 2 * whole / 1.25e10 <= around < 4 * whole / 1.25e10
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_loops_pay_for_means_and_variances_that_they_compute_together(count):
+    step = keras_step(lambda x: conv(4)(layers.BatchNormalization()(conv(4)(x))), (12, 10), IMAGES, steps=1)
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    roles = assign_levels(analysis)
+    segment = barrier_segment(analysis, "segment1", roles, CheckpointSelection(analysis, roles, IMAGES))
+    found = BarrierPlanner(analysis, segment).phases(lambda loop: Grid(1, (count, 1)))
+    (phase,) = (phase for phase in found if phase.moments)
+    ((pair, *more),) = [[pair.image for pair in phase.moments]]
+    assert not more
+    for rate, times in (("Mean", 2), ("SquaredDifference", 2)):
+        slow = changed(touched={**NOMINAL.touched, rate: 1e6})
+        others = sum(t.num_bytes(IMAGES) for n in phase.body if n.op == rate for t in (*n.inputs, n.out()) if t.shape)
+        assert not others, "what merges the moments of the turns does without these operations"
+        difference = CostModel(analysis, IMAGES, slow).phase(phase) - CostModel(analysis, IMAGES).phase(phase)
+        size = pair.num_bytes(IMAGES)
+        assert difference == pytest.approx(times * size / 1e6 - times * size / NOMINAL.touched[""])
+    calls, without = CostModel(analysis, IMAGES, changed(call=1.0)), dataclasses.replace(phase, moments=[])
+    assert calls.body(phase) - calls.body(without) == pytest.approx(3 * count, rel=1e-3)
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (4, 1)])
+def test_gradients_of_a_convolution_share_the_cores(grid, monkeypatch):
+    """While one copies windows of one image after another, which keeps one core busy, the other has the rest.
+
+    Tests take caches to be so small that images are unfolded one by one.
+    """
+    rates = changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 2e6})
+    analysis, found = phases(two(3), grid)
+    for threads, idle in ((1, 0.0), (2, 0.5), (4, 0.75)):
+        monkeypatch.setattr(properties, "num_threads", lambda threads=threads: threads)
+        costs = CostModel(analysis, IMAGES, rates)
+        (pair,) = costs.pairs.items()
+        assert {node.op for node in pair} == rates.unfolded.keys()
+        for whole, alone in (
+            (costs.step(analysis.order), {node: costs.op(node) for node in analysis.order}),
+            (costs.body(found[-1]), {node: costs.turns(found[-1], node) for node in found[-1].body}),
+        ):
+            times = [alone[node] for node in pair]
+            assert sum(alone.values()) - whole == pytest.approx(min(*times, idle * sum(times)), rel=1e-3)
+
+
+def added(x):
+    """Two convolutions of one gradient."""
+    x = conv(4)(x)
+    return layers.Add(name="out")([conv(5)(x), conv(5, 1)(x)])
+
+
+def test_gradients_that_run_at_once_are_those_of_one_convolution():
+    analysis, _ = phases(added, (1, 1))
+    pairs = CostModel(analysis, IMAGES).pairs
+    assert len(pairs) == 3 - 1  # Of the first convolution's image nobody asks for the gradient.
+    for first, second in pairs.items():
+        kernel = second.inputs[1] if second.op == "Conv2DBackpropInput" else first.inputs[1]
+        filters = first if first.op == "Conv2DBackpropFilter" else second
+        assert {first.op, second.op} == {"Conv2DBackpropInput", "Conv2DBackpropFilter"}
+        assert filters.out().shape == kernel.shape and first.inputs[-1] == second.inputs[-1]
+
+
+@pytest.mark.parametrize("body", [two(3), pooled, added])
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_no_number_of_turns_takes_less_than_the_least(body, threads, monkeypatch):
+    monkeypatch.setattr(properties, "num_threads", lambda: threads)
+    unfolded = {"Conv2DBackpropInput": 1e8, "Conv2DBackpropFilter": 3e8}
+    rates = changed(fresh=1e6, fresh_from=2**11, unfolded=unfolded, call=1e-7)
+    faster = 0
+    for grid, batch in (((1, 1), 1), ((1, 1), 2), ((1, 1), IMAGES), ((2, 1), IMAGES), ((6, 5), 1)):
+        analysis, found = phases(body, grid, batch)
+        costs = CostModel(analysis, IMAGES, rates)
+        one, whole = phases(body, (1, 1))
+        for phase, alone in zip(found, whole, strict=True):
+            least = CostModel(one, IMAGES, rates).least.phase(alone)
+            assert least <= costs.phase(phase) * (1 + 1e-9)
+            faster += costs.phase(phase) < CostModel(one, IMAGES, rates).phase(alone)
+        assert costs.least.step(analysis.order) <= costs.step(analysis.order)
+    assert faster, "one turn is not always the fastest"
+
+
+@pytest.mark.parametrize(("batch", "grid"), [(IMAGES, (1, 1)), (2, (1, 1)), (3, (1, 1)), (IMAGES, (3, 1))])
+def test_kernels_are_called_with_the_images_of_a_turn(batch, grid):
+    analysis, found = phases(two(1), grid, batch)
+    costs, call = CostModel(analysis, IMAGES), kernel_scratch.KernelShape(IMAGES, 120, 120)
+    gradients = [(phase, node) for phase in found for node in phase.body if node.op == "Conv2DBackpropFilter"]
+    assert gradients
+    for phase, node in gradients:
+        pixels = 120 // math.prod(grid)
+        assert costs._in_a_turn(call, phase, node) == kernel_scratch.KernelShape(
+            math.ceil(IMAGES / batch), pixels, pixels
+        )
+
+
+def test_other_kernels_keep_all_cores_busy(monkeypatch):
+    monkeypatch.setattr(properties, "num_threads", lambda: IMAGES)
+    monkeypatch.setattr(kernel_scratch, "L3_BYTES", 2**25)
+    analysis, _ = phases(two(3), (1, 1))
+    costs = CostModel(analysis, IMAGES, changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 1e6}))
+    assert costs.pairs and costs.at_once(analysis.order) == 0, "all images at once"
+    assert costs.at_once(node for node in analysis.order if node.op != "Conv2DBackpropFilter") == 0

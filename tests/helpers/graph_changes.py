@@ -1,0 +1,19 @@
+"""Run a step whose graph a pass has changed; a helper, no test."""
+
+import numpy as np
+import tensorflow as tf
+
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize import canonicalize
+from rewriters.step_importer import StepImporter
+
+
+def changed(step, change):
+    """The graph after a change, and whether it computes the same bits."""
+    graph = change(GraphAnalysis(canonicalize.read_canonical(step.concrete_fn)))
+    importer = StepImporter(graph, step.concrete_fn)
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]
+    function = tf.function(lambda *args: importer(args), input_signature=specs).get_concrete_function()
+    want, got = step.run(step.concrete_fn), step.run(function)
+    assert list(want) == list(got)
+    return graph, all(np.array_equal(got[name], want[name]) for name in want)

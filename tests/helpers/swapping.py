@@ -1,0 +1,43 @@
+"""A step with swaps and without, and whether the two give the same bits; a helper, no test."""
+
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+from equivalence import plan
+
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize import canonicalize
+from rewriters.emission import tile_pass
+from rewriters.step_importer import StepImporter
+from rewriters.swapping.swap_pass import SwapOptions, insert_swaps, plan_swaps, prepare_for_swapping
+from rewriters.swapping.tiers import HostTier
+
+
+@dataclasses.dataclass
+class Swapped:
+    """A step with swaps: its plan, its graph, and the function."""
+
+    plan: object
+    graph: object
+    function: object
+
+
+def swapped(step, tier=None, max_in_flight=2, cuts=(), **options):
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    if cuts:
+        analysis = GraphAnalysis(tile_pass.tile_segments(analysis, plan(analysis, cuts)))
+    analysis = prepare_for_swapping(analysis.graph, 1, 2)
+    tier = tier or HostTier()
+    found = plan_swaps(analysis, SwapOptions(**options), 2)
+    graph, _ = insert_swaps(analysis, found.swaps, tier, max_in_flight)
+    importer = StepImporter(graph, step.concrete_fn, tier)
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]
+    function = tf.function(lambda *args: importer(args), input_signature=specs).get_concrete_function()
+    return Swapped(found, graph, function)
+
+
+def same_bits(step, function):
+    want, got = step.run(step.concrete_fn), step.run(function)
+    assert list(want) == list(got)
+    return all(np.array_equal(got[name], want[name]) for name in want)

@@ -1,0 +1,202 @@
+"""The graph as plain objects: order, copies, convexity, pruning."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import toposort
+from equivalence import keras_step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rewriters.errors import RewriteError
+from rewriters.ir.graph import Graph, Node, Tensor, ancestors, from_concrete_function, nodes_between, predecessors
+from rewriters.step_importer import StepImporter
+
+FLOAT = [(tf.float32, (None, 3))]
+
+
+def graph_of(nodes, outputs=(), keep=(), inputs=()):
+    library = tf.compat.v1.GraphDef().library
+    return Graph({n.name: n for n in nodes}, list(inputs), list(outputs), list(keep), library, None)
+
+
+def chain(*names):
+    """Nodes that read each other in order."""
+    nodes = []
+    for name in names:
+        nodes.append(Node(name, "Identity", [nodes[-1].out()] if nodes else [], outputs=FLOAT))
+    return nodes
+
+
+@st.composite
+def dags(draw):
+    """A few nodes with random data and control edges to earlier ones."""
+    nodes = []
+    for number in range(draw(st.integers(1, 8))):
+        before = draw(st.sets(st.sampled_from(range(number)))) if number else set()
+        control = draw(st.sets(st.sampled_from(range(number)), max_size=2)) if number else set()
+        inputs = [nodes[n].out() for n in sorted(before)]
+        nodes.append(Node(f"n{number}", "AddN", inputs, [nodes[n] for n in sorted(control)], outputs=FLOAT))
+    return nodes
+
+
+def small_net(x):
+    return keras.layers.Conv2D(2, 3, activation="silu")(keras.layers.MaxPool2D(2)(x))
+
+
+def test_levels_are_those_of_toposort_on_a_training_step():
+    step = keras_step(small_net, (9, 9), optimizer=keras.optimizers.Adam())
+    graph = from_concrete_function(step.concrete_fn)
+    levels = graph.levels()
+    assert len(levels) == len(graph.nodes) > 100
+    expected = toposort.toposort({node: set(predecessors(node)) for node in graph.nodes.values()})
+    for number, level in enumerate(expected):
+        assert level == {node for node, found in levels.items() if found == number}
+
+
+@settings(deadline=None)
+@given(dags())
+def test_both_orders_respect_data_and_control_edges(nodes):
+    graph = graph_of(reversed(nodes))
+    for order in (graph.topological(), graph.execution_order()):
+        position = {node: index for index, node in enumerate(order)}
+        assert len(position) == len(nodes)
+        assert all(position[p] < position[n] for n in nodes for p in predecessors(n))
+
+
+def test_slow_nodes_end_when_their_time_has_passed_one_after_another():
+    a, b, c, d = nodes = chain("a", "b", "c", "d")
+    first, second = (Node(name, "NoOp", control_inputs=[a]) for name in ("first", "second"))
+    graph = graph_of([*nodes, first, second])
+
+    def order(slow, seconds=None):
+        return "".join(node.name[0] for node in graph.execution_order(slow, seconds))
+
+    assert order({}) == "abfscd" and order({first: 0.5, second: 0.5}) == "abcdfs"
+    assert order({first: 1.5, second: 1.0}, lambda node: 1.0) == "abcfds"
+    assert order({first: 0.0, second: 5.0}, lambda node: 1.0) == "afbcds"
+
+
+def test_a_cycle_is_an_error_that_names_it():
+    first, _, last = nodes = chain("first", "middle", "last")
+    first.control_inputs = [last]
+    with pytest.raises(RewriteError, match="cycle through .*middle"):
+        graph_of(nodes).levels()
+
+
+def test_edits_of_a_copy_do_not_reach_the_original():
+    step = keras_step(small_net, (9, 9))
+    graph = from_concrete_function(step.concrete_fn)
+    before = graph.to_graph_def().SerializeToString(deterministic=True)
+    interface = list(graph.inputs), list(graph.outputs), list(graph.keep)
+    copy = graph.copy()
+    assert copy.to_graph_def().SerializeToString(deterministic=True) == before
+    assert not {id(n) for n in copy.nodes.values()} & {id(n) for n in graph.nodes.values()}
+    for node in copy.nodes.values():
+        node.inputs, node.control_inputs, node.op = [], [], "NoOp"
+        node.attrs.clear()
+        node.outputs.clear()
+    copy.inputs.clear()
+    copy.outputs.clear()
+    copy.keep.clear()
+    copy.library.function.add().signature.name = "new"
+    assert graph.to_graph_def().SerializeToString(deterministic=True) == before
+    assert (graph.inputs, graph.outputs, graph.keep) == interface
+
+
+def reachable(nodes, start):
+    """Nodes on a path from `start`, without it, by trying every edge."""
+    found, grown = set(), {start}
+    while grown:
+        grown = {n for n in nodes for p in predecessors(n) if p in grown} - found
+        found |= grown
+    return found
+
+
+@settings(deadline=None)
+@given(dags(), st.data())
+def test_between_is_every_node_on_a_path_out_of_the_set_and_back(nodes, data):
+    inside = data.draw(st.sets(st.sampled_from(nodes)))
+    graph = graph_of(nodes)
+    successors = {n: [m for m in nodes for p in predecessors(m) if p is n] for n in nodes}
+    order = {node: index for index, node in enumerate(graph.topological())}
+    after = set().union(*(reachable(nodes, node) for node in inside))
+    expected = {n for n in after - inside if reachable(nodes, n) & inside}
+    found = nodes_between(inside, successors, order)
+    assert found == expected
+    assert not nodes_between(inside | found, successors, order)
+
+
+@settings(deadline=None)
+@given(dags(), st.data())
+def test_prune_keeps_what_outputs_effects_and_inputs_need(nodes, data):
+    outputs = [node.out() for node in data.draw(st.sets(st.sampled_from(nodes), max_size=2))]
+    keep = list(data.draw(st.sets(st.sampled_from(nodes), max_size=2)))
+    inputs = [nodes[0].out()]
+    graph = graph_of(nodes, outputs, keep, inputs)
+    roots = {t.node for t in outputs} | set(keep)
+    needed = {n for n in nodes if n in roots or reachable(nodes, n) & roots} | {nodes[0]}
+    dropped = graph.prune()
+    assert set(graph.nodes.values()) == needed and dropped == len(nodes) - len(needed)
+    assert ancestors(roots) <= needed
+
+
+def test_replaced_tensors_reach_readers_outputs_and_old_names():
+    a, b, c = nodes = chain("a", "b", "c")
+    graph = graph_of(nodes, [b.out(), c.out()])
+    graph.replace_tensors({b.out(): a.out()})
+    assert c.inputs == [a.out()] and graph.outputs == [a.out(), c.out()]
+    assert graph.aliases == {"b:0": a.out()}
+    assert graph.consumers() == {a.out(): [(b, 0), (c, 0)]}
+
+
+def test_names_are_unique():
+    graph = graph_of(chain("a", "b"))
+    graph.add(Node(graph.unique_name("a"), "NoOp"))
+    assert graph.unique_name("a") == "a_2" and graph.unique_name("new") == "new"
+    with pytest.raises(AssertionError, match="two nodes named 'b'"):
+        graph.add(Node("b", "NoOp"))
+
+
+def test_bytes_count_unknown_sizes_as_the_batch():
+    node = Node(
+        "n",
+        "Any",
+        outputs=[(tf.float32, (None, 5)), (tf.float16, (2, 3)), (tf.resource, ()), (tf.int8, None)],
+    )
+    assert [Tensor(node, index).num_bytes(batch=7) for index in range(4)] == [140, 12, 0, 0]
+
+
+def test_a_step_that_is_read_and_written_back_computes_the_same():
+    step = keras_step(small_net, (9, 9), optimizer=keras.optimizers.Adam())
+    importer = StepImporter(from_concrete_function(step.concrete_fn), step.concrete_fn)
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]
+    again = tf.function(lambda *args: importer(args), input_signature=specs)
+    want, got = step.run(step.concrete_fn), step.run(again)
+    assert all(np.array_equal(want[name], got[name]) for name in want)
+
+
+def test_effects_are_kept_and_reads_are_not():
+    v = tf.Variable(1.0)
+
+    @tf.function
+    def body(x):
+        v.read_value()
+        v.assign_add(x)
+        tf.print("x")
+
+    kept = [node.op for node in from_concrete_function(body.get_concrete_function(tf.constant(1.0))).keep]
+    assert sorted(kept) == ["AssignAddVariableOp", "PrintV2"]
+
+
+def test_a_wish_to_be_placed_beside_another_node_is_dropped():
+    @tf.function
+    def body(x):
+        with tf.compat.v1.colocate_with(x.op):
+            return tf.add(x, 1.0, name="beside")
+
+    concrete_fn = body.get_concrete_function(tf.constant(1.0))
+    written = concrete_fn.graph.as_graph_def()
+    assert "_class" in next(n for n in written.node if n.name == "beside").attr
+    assert "_class" not in from_concrete_function(concrete_fn).nodes["beside"].attrs

@@ -1,0 +1,210 @@
+"""Unknown leading sizes: those called the same are the same whenever TensorFlow runs, the others may differ."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import Cut, differing, rewrite
+from hand_written import KERNELS, one_loss, three_layers, weights
+
+import tflms_sft
+from rewriters.errors import NotTileableError
+from rewriters.ir.graph import from_concrete_function
+from rewriters.ir.static_values import StaticEvaluator
+from rewriters.ir.symbolic_dims import SymbolicDim
+
+SIZE = 5
+
+KEPT = {
+    "elementwise": lambda x: x * 2.0 + x,
+    "a bias": lambda x: tf.nn.bias_add(x, tf.ones([4])),
+    "a convolution": lambda x: tf.nn.conv2d(x, tf.ones((3, 3, 4, 2)), 2, "SAME"),
+    "a transposed convolution": lambda x: tf.nn.conv2d_transpose(
+        x, tf.ones((2, 2, 3, 4)), (tf.shape(x)[0], 12, 16, 3), 2
+    ),
+    "rows and columns": lambda x: x[:, 1:3, ::2],
+    "one row": lambda x: x[:, 0],
+    "an ellipsis": lambda x: x[..., 1:3],
+    "a slice": lambda x: tf.slice(x, [0, 1, 0, 0], [-1, 2, 2, 4]),
+    "a slice of the batch's size": lambda x: tf.slice(x, [0, 1, 0, 0], [tf.shape(x)[0], 2, 2, 4]),
+    "a reshape": lambda x: tf.reshape(x, [-1, 6 * 8 * 4]),
+    "a reshape by the batch": lambda x: tf.reshape(x, [tf.shape(x)[0], 48, 4]),
+    "a concatenation": lambda x: tf.concat([x, x], -1),
+    "a split": lambda x: tf.split(x, 2, 3)[1],
+    "unstacked rows": lambda x: tf.unstack(x, axis=1)[2],
+    "copies of rows": lambda x: tf.tile(x, [1, 2, 1, 1]),
+    "copies of an image": lambda x: tf.tile(tf.ones((1, 2)), tf.stack([tf.shape(x)[0], 1])),
+    "zeros": lambda x: tf.zeros(tf.shape(x)),
+    "random numbers": lambda x: tf.random.stateless_uniform(tf.shape(x)[:2], [1, 2]),
+    "a broadcast": lambda x: tf.broadcast_to(1.0, tf.shape(x)),
+    "another order": lambda x: tf.transpose(x, [0, 3, 1, 2]),
+    "padding of rows": lambda x: tf.pad(x, [[0, 0], [1, 1], [0, 0], [0, 0]]),
+    "means": lambda x: tf.reduce_mean(x, [1, 2]),
+    "means from the end": lambda x: tf.reduce_mean(x, [-3, -2]),
+    "a product of matrices": lambda x: tf.reduce_mean(x, [1, 2]) @ tf.ones((4, 3)),
+    "a squeeze": lambda x: tf.squeeze(x[:, :1], 1),
+    "a new axis": lambda x: x[:, tf.newaxis],
+}
+
+CHANGED = {
+    "the first image": lambda x: x[:1],
+    "all but the first": lambda x: x[1:],
+    "backwards": lambda x: x[::-2],
+    "a head": lambda x: tf.slice(x, [0, 0, 0, 0], [tf.shape(x)[0] // 2, 6, 8, 4]),
+    "another shape": lambda x: tf.reshape(x, [-1, 4]),
+    "another batch": lambda x: tf.concat([x, x], 0),
+    "a gather": lambda x: tf.gather(x, tf.range(tf.shape(x)[0] // 2)),
+    "a mask": lambda x: tf.boolean_mask(x, tf.range(tf.shape(x)[0]) > 1),
+    "copies": lambda x: tf.tile(x, [2, 1, 1, 1]),
+    "rows first": lambda x: tf.transpose(x, [3, 0, 1, 2]),
+    "more images": lambda x: tf.pad(x, [[0, 1], [0, 0], [0, 0], [0, 0]]),
+    "sums of the batch": lambda x: tf.reduce_sum(tf.reshape(x, [2, -1, 4]), [0]),
+    "channels by images": lambda x: tf.matmul(x[:, 0, 0], x[:, 0, 1], transpose_b=True)[0],
+    "another unknown size": lambda x: x[:, 0, 0] + tf.ones(tf.shape(x[:1])[:1])[:, tf.newaxis],
+}
+
+
+def sizes(function):
+    """Evaluator, the result's leading size and the argument's, and what TensorFlow finds."""
+    spec = tf.TensorSpec((None, 6, 8, 4), tf.float32)
+    concrete_fn = tf.function(function, autograph=False).get_concrete_function(spec)
+    graph = from_concrete_function(concrete_fn)
+    evaluate = StaticEvaluator(graph)
+    of = evaluate.sizes.of
+    return evaluate, of(graph.outputs[0]), of(graph.inputs[0]), concrete_fn(tf.zeros((SIZE, 6, 8, 4))).shape[0]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_batch_is_followed(name):
+    evaluate, got, batch, true = sizes(KEPT[name])
+    assert evaluate.sizes.same(got, batch) and true == SIZE
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_may_be_another_size_is_not_the_batch(name):
+    evaluate, got, batch, _ = sizes(CHANGED[name])
+    assert not evaluate.sizes.same(got, batch) and isinstance(got, (SymbolicDim, int))
+
+
+def two(combine):
+    """The graph of a function of two arguments of unknown leading sizes, with its sizes."""
+    specs = [tf.TensorSpec((None, 3), tf.float32)] * 2
+    graph = from_concrete_function(tf.function(combine, autograph=False).get_concrete_function(*specs))
+    return graph, StaticEvaluator(graph).sizes
+
+
+def test_that_arguments_have_one_size_is_noted_where_it_is_used():
+    graph, found = two(lambda x, y: x + y)
+    a, b, both = map(found.of, (*graph.inputs, graph.outputs[0]))
+    assert both.arguments == {0, 1} and graph.same_size == set()
+    assert found.same(a, a) and graph.same_size == set()
+    assert found.same(both, a) and graph.same_size == {(0, 1)}
+    assert found.same(a, b) and graph.same_size == {(0, 1)}
+    assert graph.copy().same_size == {(0, 1)}
+
+
+def test_arguments_meet_where_an_operation_takes_images_of_both():
+    for shape, expected in (((None, 5, 4), True), ((None, 4), False)):
+        specs = [tf.TensorSpec(shape)] * 3
+        step = tf.function(lambda x, y, z: (x + y, tf.tanh(z)), autograph=False)
+        graph = from_concrete_function(step.get_concrete_function(*specs))
+        found = StaticEvaluator(graph).sizes
+        a, b, c = map(found.of, graph.inputs)
+        assert found.meet(a, a) and found.meet(a, b) is expected and not found.meet(a, c)
+        assert graph.same_size == ({(0, 1)} if expected else set())
+
+
+def test_what_depends_on_two_arguments_meets_one_of_them_only_if_these_are_the_same():
+    specs = [tf.TensorSpec((None, 5, 4))] * 2
+    step = tf.function(lambda x, mask: (x * mask) + x, autograph=False)
+    graph = from_concrete_function(step.get_concrete_function(*specs))
+    found = StaticEvaluator(graph).sizes
+    graph.same_size.clear()
+    (product,) = [node.out() for node in graph.nodes.values() if node.op == "Mul"]
+    assert found.meet(found.of(product), found.of(graph.inputs[0])) and graph.same_size == {(0, 1)}
+
+
+def test_numbers_and_unknown_sizes_are_not_the_same():
+    graph, found = two(lambda x, y: x + y)
+    assert found.same(3, 3) and not found.same(3, 4) and not found.same(3, found.of(graph.inputs[0]))
+    assert not found.same(SymbolicDim(), SymbolicDim())
+
+
+# In a step --------------------------------------------------------------------------------------------------
+
+
+def difference_step(x, reference):
+    """Loss and gradients of a difference; a single reference is spread over the batch."""
+    kernel = tf.constant(np.random.default_rng(0).normal(size=(3, 3, 3, 3)))
+    with tf.GradientTape() as tape:
+        tape.watch([x, reference, kernel])
+        y = tf.nn.relu(tf.nn.conv2d(x, kernel, 1, "SAME", name="c"))
+        loss = tf.reduce_mean((y - tf.nn.conv2d(reference, kernel, 1, "SAME", name="d")) ** 2)
+    return loss, tape.gradient(loss, [x, reference, kernel])
+
+
+def pair(*batches):
+    random = np.random.default_rng(1)
+    return [tf.constant(random.normal(size=(batch, 8, 9, 3))) for batch in batches]
+
+
+def rewritten(*batches):
+    specs = [tf.TensorSpec((batch, 8, 9, 3), tf.float64) for batch in batches]
+    return tflms_sft.rewrite(tf.function(difference_step), tflms_sft.SFTParams((2, 2)), *specs)
+
+
+def test_two_arguments_of_one_unknown_size():
+    step = rewritten(None, None)
+    assert step.plan.changed
+    for batch in (1, 3):
+        want = difference_step(*pair(batch, batch))
+        got = step(*pair(batch, batch))
+        for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_two_arguments_of_different_sizes_are_an_error_with_the_remedy():
+    step = rewritten(None, None)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="taken to have the same leading size.*known sizes"):
+        step(*pair(3, 1))
+
+
+def test_the_remedy():
+    step = rewritten(3, 1)
+    got, want = step(*pair(3, 1)), difference_step(*pair(3, 1))
+    for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_images_of_numbers_that_may_differ_end_a_segment():
+    w = weights(*KERNELS)
+
+    def forward(x):
+        out = three_layers(x, w)
+        return tf.reduce_mean(tf.nn.relu(tf.subtract(out, tf.identity(out[:1], "first")), name="last") ** 2)
+
+    step = one_loss(forward, w)
+    with pytest.raises(NotTileableError, match="may be of different numbers"):
+        rewrite(step.concrete_fn, Cut(("out", "first"), "last", (2, 2)))
+    assert not differing(step, Cut(grid=(2, 2)))
+
+
+def joined(x, reference):
+    """Two batches in one, of which a part is looked at."""
+    kernel = tf.constant(np.random.default_rng(0).normal(size=(3, 3, 3, 3)))
+    with tf.GradientTape() as tape:
+        tape.watch([x, reference, kernel])
+        y = tf.nn.relu(tf.nn.conv2d(tf.concat([x, reference], 0), kernel, 1, "SAME"))
+        first = tf.slice(tf.nn.conv2d(y, kernel, 1, "SAME"), [0, 0, 0, 0], [tf.shape(x)[0], 8, 9, 3])
+        loss = tf.reduce_mean(tf.nn.relu(first + 0.1) ** 2) + tf.reduce_mean(y)
+    return loss, tape.gradient(loss, [x, reference, kernel])
+
+
+def test_two_batches_joined_to_one():
+    specs = [tf.TensorSpec((None, 8, 9, 3), tf.float64)] * 2
+    params = tflms_sft.SFTParams((2, 2), [tflms_sft.SegmentSpec("concat", "Conv2D_1")])
+    step = tflms_sft.rewrite(tf.function(joined), params, *specs)
+    assert step.plan.changed
+    for sizes_ in ((2, 3), (3, 1), (2, 2)):
+        got, want = step(*pair(*sizes_)), joined(*pair(*sizes_))
+        for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,174 @@
+"""Training with barriers as users ask for it: callbacks, budgets, named segments, swaps, half precision."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import TOLERANCE, error
+from keras import layers
+from nets import Compiled, conv_norm, momentum
+from one_op import Const, OneOp
+
+import tflms_sft
+from rewriters.tiling.tile_planner import Grid, Halo
+
+IMAGES, LABELS = np.random.default_rng(0).normal(size=(4, 40, 36, 3)), np.array([0, 1, 2, 0])
+
+
+def model_of(floatx="float64"):
+    keras.config.set_floatx(floatx)
+    keras.utils.set_random_seed(1)
+    image = x = keras.Input((40, 36, 3), name="photo")
+    for number in range(6):
+        x = layers.Conv2D(8, 3, padding="same", name=f"conv{number}")(x)
+        x = layers.ReLU(name=f"relu{number}")(layers.BatchNormalization()(x))
+    pooled = layers.GlobalAveragePooling2D(name="pooled")(x)
+    model = keras.Model(image, layers.Dense(3, dtype=floatx, name="scores")(pooled))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(momentum(), loss, jit_compile=False)
+    return model
+
+
+def trained(callbacks, floatx="float64", images=IMAGES):
+    model = model_of(floatx)
+    model.fit(images, LABELS, batch_size=2, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)  # inside of one that scales losses
+    return [np.array(v) for v in (*model.variables, *optimizer.variables)]
+
+
+def furthest(callbacks, floatx="float64"):
+    return max(error(got, want) for got, want in zip(trained(callbacks, floatx), trained([], floatx), strict=True))
+
+
+def test_named_segments_with_barriers_inside():
+    specs = [
+        tflms_sft.SegmentSpec("photo", "relu2", num_tiles=(4, 3)),
+        tflms_sft.SegmentSpec("relu2", "relu4", num_tiles=(3, 1), stored="conv4"),
+    ]
+    callback = tflms_sft.SFT(segments=specs, verbose=0)
+    assert furthest([callback]) < TOLERANCE
+    assert [segment.exits for segment in callback.plan.segments] == [("relu2",), ("relu4",)]
+    assert all(segment.num_loops > 2 for segment in callback.plan.segments)
+
+
+def test_a_named_segment_may_end_at_a_sum():
+    spec = tflms_sft.SegmentSpec("relu1", "pooled", num_tiles=(4, 3))
+    callback = tflms_sft.SFT(segments=[spec], verbose=0)
+    assert furthest([callback]) < TOLERANCE
+    assert callback.plan.segments[0].entries == ("relu1",)
+
+
+def test_a_named_segment_does_not_end_at_what_does_not_run_on_tiles():
+    spec = tflms_sft.SegmentSpec("relu1", "scores", num_tiles=(4, 3))
+    with pytest.raises(tflms_sft.SegmentError, match="'scores', Dense.* does not run on tiles.*end at an operation"):
+        trained([tflms_sft.SFT(segments=[spec], verbose=0)])
+
+
+def test_what_a_named_segment_cannot_store_is_told():
+    image = keras.Input((20, 18, 3), name="photo")
+    x = layers.ReLU()(conv_norm(image, 4))
+    x = Compiled(name="compiled")(x)
+    x = layers.ReLU(name="out")(conv_norm(x, 4))
+    model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    spec = tflms_sft.SegmentSpec("photo", "out", num_tiles=(2, 2), stored="compiled")
+    with pytest.raises(tflms_sft.SegmentError, match="`stored` names .*which do not run on tiles"):
+        model.fit(IMAGES[:, :20, :18], LABELS, verbose=0, callbacks=[tflms_sft.SFT(segments=[spec], verbose=0)])
+
+
+def test_names_of_what_calls_return():
+    """Convolutions in groups are calls as Keras traces them, and have no op of their layer's name afterwards."""
+    image = keras.Input((20, 18, 3), name="photo")
+    x = layers.ReLU()(conv_norm(image, 4))
+    x = layers.Conv2D(4, 3, padding="same", groups=2, use_bias=False, name="grouped")(x)
+    x = layers.ReLU(name="out")(conv_norm(x, 4))
+    model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    specs = [
+        tflms_sft.SegmentSpec("photo", "grouped", num_tiles=(2, 2)),
+        tflms_sft.SegmentSpec("grouped", "out", num_tiles=(3, 3)),
+    ]
+    callback = tflms_sft.SFT(segments=specs, verbose=0)
+    model.fit(IMAGES[:, :20, :18], LABELS, verbose=0, callbacks=[callback])
+    assert [segment.exits for segment in callback.plan.segments] == [("grouped",), ("out",)]
+
+
+@pytest.mark.parametrize("part", (pytest.param(0.85, marks=pytest.mark.slow), 0.6))
+def test_a_budget_of_tiles_alone(part):
+    plain = tflms_sft.MemoryBudget("1GiB", verbose=0)
+    trained([plain])
+    budget = int(part * plain.plan.original.peak_bytes / 0.9)
+    callback = tflms_sft.MemoryBudget(budget, swap=False, verbose=0)
+    assert furthest([callback]) < TOLERANCE
+    assert callback.plan.segments and not callback.plan.swaps
+    assert callback.plan.predicted.peak_bytes <= 0.9 * budget
+
+
+def test_rows_that_a_budget_finds_train_the_same(monkeypatch):
+    """The search takes rows where they are cheaper, each loop in as many as it needs; here because tiles cost more."""
+    from tflms_sft._planner import barrier_search
+
+    found = []
+
+    def dear_tiles(candidate):
+        found.append(candidate.plans[0].halo)
+        return found[-1] is Halo.RECOMPUTE, candidate.time_ratio
+
+    monkeypatch.setattr(barrier_search, "_rank", dear_tiles)
+    plain = tflms_sft.MemoryBudget("1GiB", verbose=0)
+    trained([plain])
+    budget = int(0.6 * plain.plan.original.peak_bytes / 0.9)
+    callback = tflms_sft.MemoryBudget(budget, swap=False, verbose=0)
+    assert furthest([callback]) < TOLERANCE
+    assert set(found) == set(Halo), "both were tried"
+    (segment,) = callback.plan.segments
+    assert segment.halo == "carry" and segment.backward_num_tiles[1] > 1
+    assert callback.plan.predicted.peak_bytes <= 0.9 * budget
+
+
+@pytest.mark.slow
+def test_the_smallest_budget_told_can_be_met():
+    with pytest.raises(tflms_sft.BudgetError) as caught:
+        trained([tflms_sft.MemoryBudget("1kB", swap=False, verbose=0)])
+    callback = tflms_sft.MemoryBudget(caught.value.smallest_bytes, swap=False, verbose=0)
+    trained([callback])
+    assert callback.plan.segments
+
+
+def test_what_waits_between_the_loops_is_swapped(tmp_path):
+    model, plain = model_of(), model_of()
+    for each in (model, plain):
+        each.optimizer.build(each.trainable_variables)
+    params = [
+        tflms_sft.SFTParams(num_tiles=(4, 2)),
+        tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=0, ctrld_strategy="direct_order"),
+    ]
+    step = tf.function(lambda x, y: model.train_step((x, y))["loss"])
+    fast = tflms_sft.rewrite(step, params, IMAGES[:2], LABELS[:2])
+    assert fast.plan.segments and fast.plan.swaps
+    for _ in range(2):
+        fast(IMAGES[:2], LABELS[:2])
+        plain.train_step((IMAGES[:2], LABELS[:2]))
+    for got, want in zip(model.variables, plain.variables, strict=True):
+        assert error(np.array(got), np.array(want)) < TOLERANCE
+
+
+@pytest.mark.parametrize("policy", ("mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)))
+def test_half_precision_is_as_near_as_the_plain_step(policy):
+    """To what the same step gives in float32; as near as that is, images that differ by less than a rounding tell."""
+    exact = trained([], "float32")
+    keras.config.set_dtype_policy(policy)
+
+    def off(callbacks, images):
+        found = trained(callbacks, "float32", images)
+        return np.mean([error(got, want) for got, want in zip(found, exact, strict=True)])
+
+    noise = np.random.default_rng(1).normal(size=(2, *IMAGES.shape))
+    plain = max(off([], images) for images in (IMAGES, *(IMAGES * (1 + 2e-4 * noise))))
+    assert 0 < off([tflms_sft.SFT(num_tiles=(4, 3), verbose=0)], IMAGES) < 1.5 * plain
+
+
+def test_the_mean_of_many_half_precision_numbers():
+    """Their number alone is more than float16 holds: TensorFlow's own mean of them is zero on a CPU."""
+    one = OneOp("Mean", {"input": np.full((2, 300, 300, 1), 0.5, "float16"), "axis": Const([1, 2])})
+    assert np.all(np.array(one.result_kind_gathered(Grid(1, (3, 1)))) == 0.5)

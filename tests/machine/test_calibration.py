@@ -1,0 +1,211 @@
+"""Rates of a machine: measured, kept, read."""
+
+import dataclasses
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+from rewriters.estimates.op_cost import NOMINAL
+from tflms_sft._machine import calibration, rate_benchmarks
+from tflms_sft._machine.calibration import VARIABLE, machine_rates
+from tflms_sft._machine.cpu_load import OtherProcesses
+from tflms_sft._machine.rate_benchmarks import measured_rates
+
+SLOW = dataclasses.replace(NOMINAL, fresh=1e9, unfolded={"Conv2DBackpropFilter": 3e9})
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """An empty cache, and how often rates were measured."""
+    times = []
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "_known", {})
+    monkeypatch.setattr(calibration, "_measured_apart", lambda: times.append("apart") or SLOW)
+    monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.0)  # Other tests may run meanwhile.
+    return tmp_path, times
+
+
+def test_rates_are_measured_once_and_kept(cache, monkeypatch):
+    folder, times = cache
+    told = []
+    assert machine_rates(told.append) == machine_rates(told.append) == SLOW
+    (file,) = (folder / "tflms-sft").iterdir()
+    assert times == ["apart"] and len(told) == 1 and str(file) in told[0]
+    monkeypatch.setattr(calibration, "_known", {})
+    assert machine_rates() == SLOW and times == ["apart"], "another process reads them"
+
+
+def test_infinite_rates_are_kept_too(cache, monkeypatch):
+    monkeypatch.setattr(calibration, "_measured_apart", lambda: NOMINAL)
+    assert math.isinf(machine_rates().fresh)
+    monkeypatch.setattr(calibration, "_known", {})
+    assert machine_rates() == NOMINAL
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"version": 0}', '{"version": 1, "flops": {}}', "[1]"])
+def test_a_file_that_cannot_be_read_is_measured_anew(cache, text, monkeypatch):
+    folder, times = cache
+    machine_rates()
+    (file,) = (folder / "tflms-sft").iterdir()
+    file.write_text(text)
+    monkeypatch.setattr(calibration, "_known", {})
+    assert machine_rates() == SLOW and len(times) == 2
+    assert json.loads(file.read_text())["version"] == calibration.VERSION
+
+
+def test_a_cache_that_cannot_be_written_costs_time_alone(cache, monkeypatch):
+    folder, times = cache
+    (folder / "tflms-sft").write_text("a file in the place of the folder")
+    assert machine_rates() == machine_rates() == SLOW and times == ["apart"]
+
+
+def test_convolutions_of_volumes_have_rates_of_their_own_whatever_their_kernels_do(monkeypatch):
+    for unfolds in (False, True):
+        monkeypatch.setattr(rate_benchmarks.properties, "unfolds_convolutions", lambda unfolds=unfolds: unfolds)
+        monkeypatch.setattr(rate_benchmarks, "_enough_images", lambda: 2)
+        flops, _, _ = rate_benchmarks._arithmetic({"": 1e10}, math.inf)
+        assert {"Conv3D", "Conv3DBackpropInputV2", "Conv3DBackpropFilterV2"} <= set(flops)
+
+
+def aged(file, seconds):
+    os.utime(file, (time.time() - seconds,) * 2)
+
+
+def test_what_was_measured_on_a_busy_machine_is_measured_again_later(cache, monkeypatch):
+    folder, times = cache
+    told = []
+    monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.375)
+    assert machine_rates(told.append) == SLOW
+    assert "other processes kept 38% of the machine busy" in told[1] and len(told) == 2
+    (file,) = (folder / "tflms-sft").iterdir()
+    assert calibration.busy_when_measured(file) == 0.38
+    aged(file, calibration.DOUBTED + 60)
+    monkeypatch.setattr(calibration, "_known", {})
+    assert calibration.kept_rates() == SLOW and times == ["apart"], "nothing is chosen by them"
+    for age, measured in ((0, 1), (calibration.DOUBTED - 60, 1), (calibration.DOUBTED + 60, 2)):
+        aged(file, age)
+        monkeypatch.setattr(calibration, "_known", {})
+        assert machine_rates() == SLOW and len(times) == measured
+    monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.1)
+    aged(file, calibration.DOUBTED + 60)
+    monkeypatch.setattr(calibration, "_known", {})
+    assert machine_rates(told.append) == SLOW and len(times) == 3 and len(told) == 3, "nothing more to say"
+    aged(file, 10 * calibration.DOUBTED)
+    monkeypatch.setattr(calibration, "_known", {})
+    assert machine_rates() == SLOW and len(times) == 3, "measured while the machine was idle"
+
+
+def test_a_named_file_is_taken_as_it_is(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
+    monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.9)
+    machine_rates()
+    aged(tmp_path / "mine.json", 10 * calibration.DOUBTED)
+    monkeypatch.setattr(calibration, "_known", {})
+    assert machine_rates() == SLOW and cache[1] == ["apart"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="only Linux tells")
+def test_others_are_those_that_are_not_this_process():
+    command = [sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"]
+    others = OtherProcesses()
+    with subprocess.Popen(command) as another:
+        time.sleep(0.7)
+        beside = others.part()
+        another.wait()
+    assert beside > 0.3 / os.cpu_count(), "a process that has not ended yet"
+
+
+@pytest.mark.parametrize(("now", "part"), [((110, 36, 12), 0.4), ((110, 32, 12), 0.0), ((110, 31, 12), 0.0)])
+def test_what_others_take_is_what_this_process_does_not(now, part, monkeypatch):
+    """Of ten seconds of all cores, two are this process's."""
+    found = iter([(100, 30, 10), now])
+    monkeypatch.setattr("tflms_sft._machine.cpu_load._seconds", lambda: next(found))
+    assert OtherProcesses().part() == pytest.approx(part)
+
+
+@pytest.mark.parametrize("text", ["", "cpu 1 2\n", "cpus 1 2 3 4 5 6 7 8 9\n"])
+def test_where_the_system_does_not_tell_nobody_else_is_busy(text, monkeypatch):
+    monkeypatch.setattr("builtins.open", lambda *args, **options: io.StringIO(text))
+    assert OtherProcesses().part() == 0
+
+
+def test_a_file_of_rates_may_be_named(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
+    assert machine_rates() == SLOW
+    values = json.loads((tmp_path / "mine.json").read_text())
+    values["flops"][""] = 5e11
+    (tmp_path / "mine.json").write_text(json.dumps(values))
+    monkeypatch.setattr(calibration, "_known", {})
+    assert machine_rates().flops == {"": 5e11}
+    (tmp_path / "mine.json").write_text("no rates")
+    monkeypatch.setattr(calibration, "_known", {})
+    with pytest.raises(ValueError, match=f"{VARIABLE} names holds no rates.*mine.json.*{VARIABLE}=nominal"):
+        machine_rates()
+    monkeypatch.setenv(VARIABLE, "nominal")
+    assert machine_rates() is NOMINAL
+
+
+def test_where_no_other_process_can_measure_this_one_does(monkeypatch):
+    def failing(*args, **options):
+        raise subprocess.CalledProcessError(1, args)
+
+    monkeypatch.setattr(calibration.subprocess, "run", failing)
+    assert calibration._measured_apart() is None
+
+
+@pytest.mark.slow
+def test_a_machine_is_measured_by_another_process(cache, monkeypatch):
+    monkeypatch.undo()
+    found = calibration._measured_apart()
+    assert found is not None and found.call < 1e-3 and found.flops["Conv2D"] > 1e8
+
+
+def test_rates_are_of_a_plausible_size(monkeypatch):
+    """While a function is traced, as under `fit`; within a factor that any machine and load stays in."""
+    monkeypatch.setattr(rate_benchmarks, "MEDIUM", 2**20)
+    monkeypatch.setattr(rate_benchmarks, "LARGE", 3 * 2**20)
+    found = []
+
+    @tf.function(autograph=False)
+    def traced(x):
+        found.append(measured_rates())
+        return x + 1
+
+    traced(tf.ones(1))
+    (rates,) = found
+    assert {"", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter", "Conv3D"} <= set(rates.flops)
+    assert all(1e7 < rate < 1e16 for rate in (*rates.flops.values(), *rates.touched.values(), rates.weights))
+    assert all(1e5 < rate for rate in (rates.disk_write, rates.disk_read, rates.copied))
+    assert rates.flops["Conv2D"] > rates.flops["DepthwiseConv2dNative"], "which does little with what it reads"
+
+
+def test_another_process_measures_with_the_threads_of_this_one(monkeypatch, tmp_path):
+    commands = []
+
+    def run(command, env, **options):
+        commands.append((command, env["CUDA_VISIBLE_DEVICES"]))
+        calibration._write(Path(command[3]), NOMINAL)
+
+    monkeypatch.setattr(calibration.subprocess, "run", run)
+    monkeypatch.setattr(calibration, "_threads", lambda: (3, 2))
+    assert calibration._measured_apart() == NOMINAL
+    ((command, visible),) = commands
+    assert command[4:] == ["3", "2"] and visible == "-1"
+
+
+@pytest.mark.parametrize("text", ["5", "null", '"x"', "[1]", "{}"])
+def test_files_that_hold_something_else_are_measured_anew(text, monkeypatch, tmp_path):
+    path = tmp_path / "rates.json"
+    path.write_text(text)
+    assert calibration._kept(path, "") is None
+    with pytest.raises(ValueError, match="holds no rates of this version"):
+        calibration._kept(path, "rates.json")

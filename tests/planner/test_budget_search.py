@@ -1,0 +1,383 @@
+"""Tiles, swaps or both for a budget, and `LMSParams.tuned`."""
+
+import dataclasses
+import os
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from gradients import gradient_step
+from gradients import model_of as model_of_image
+from keras import layers
+
+import tflms_sft
+from rewriters.device import properties
+from rewriters.estimates.op_cost import DIRECT, NOMINAL
+from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
+from tflms_sft._machine.memory_info import free_memory
+from tflms_sft._planner.budget_search import LESS, TOGETHER, BudgetPlan, FeasiblePlan, fragmentation_hint
+from tflms_sft._planner.swap_planner import NothingToSwapError
+
+IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
+VOLUMES = np.random.default_rng(0).normal(size=(8, 16, 16, 16, 2)).astype("float32")
+LABELS = np.arange(8) % 2
+
+
+def tileable(x):
+    for _ in range(6):
+        x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+    return x
+
+
+def volumetric(x):
+    """Nothing of it is worth tiling: each layer turns the volume around."""
+    for _ in range(8):
+        x = layers.ReLU()(keras.ops.flip(layers.Conv3D(8, (1, 3, 3), padding="same")(x), axis=1))
+    return x
+
+
+def normed_volumes(x):
+    for _ in range(4):
+        x = layers.ReLU()(layers.BatchNormalization()(layers.Conv3D(8, (1, 3, 3), padding="same")(x)))
+    return x
+
+
+def mixed(x):
+    """Half of it can be tiled."""
+    x = tileable(x)
+    for _ in range(4):
+        x = layers.LayerNormalization(axis=1)(layers.Conv2D(16, 3, padding="same")(x))
+    return x
+
+
+def data_for(body):
+    return IMAGES if body in (tileable, mixed) else VOLUMES
+
+
+def model_of(body):
+    keras.utils.set_random_seed(1)
+    image = keras.Input(data_for(body).shape[1:], name="photo")
+    pool = layers.GlobalAveragePooling2D if data_for(body) is IMAGES else layers.GlobalAveragePooling3D
+    model = keras.Model(image, layers.Dense(2)(pool()(body(image))))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def step_of(model):
+    return tf.function(lambda x, y: model.train_step((x, y)))
+
+
+def plan_for(body, part, **options):
+    step, data = step_of(model_of(body)), data_for(body)
+    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), data, LABELS[: len(data)]).plan.original.peak_bytes
+    budget = int(part * plain / 0.9)
+    return tflms_sft.rewrite(step, AutoParams(budget, **options), data, LABELS[: len(data)]).plan, budget
+
+
+def test_a_step_that_fits_is_left_as_it_is():
+    plan, _ = plan_for(tileable, 1.2)
+    assert not plan.changed and not plan.swaps and not plan.notes
+
+
+@pytest.fixture
+def transfers(monkeypatch):
+    """Sets how fast tensors leave and come back, in bytes a second."""
+
+    def set_rate(copied):
+        rates = dataclasses.replace(NOMINAL, copied=copied)
+        monkeypatch.setattr("tflms_sft._rewrite.rewrite.machine_rates", lambda say: rates)
+
+    return set_rate
+
+
+def test_tiles_where_transfers_are_slow(transfers):
+    transfers(1e7)
+    plan, budget = plan_for(tileable, 0.6)
+    assert plan.segments and not plan.swaps and 1 < plan.predicted.time_ratio < 1.5
+    assert plan.predicted.peak_bytes <= 0.9 * budget
+
+
+def test_swaps_where_no_tiles_fit():
+    plan, budget = plan_for(volumetric, 0.6)
+    assert plan.swaps and not plan.segments and plan.predicted.peak_bytes <= 0.9 * budget
+    assert "swaps, because no tiles fit" in plan.notes and "swaps, because no tiles fit" in plan.summary()
+
+
+def test_swaps_where_transfers_are_fast(transfers):
+    transfers(1e12)
+    plan, budget = plan_for(tileable, 0.8)
+    assert plan.swaps and not plan.segments and plan.predicted.peak_bytes <= 0.9 * budget
+    assert plan.notes[-1].startswith("swaps, because tiles would take 1.")
+    assert 1 < plan.predicted.time_ratio < 1.01
+    assert plan.predicted.seconds == pytest.approx(plan.predicted.time_ratio * plan.original.seconds)
+
+
+def test_a_plan_that_has_nothing_to_swap_after_all_rules_out_no_other(transfers, monkeypatch):
+    asked = []
+
+    def swap(*arguments):
+        asked.append(arguments)
+        raise NothingToSwapError("Nothing can be swapped.")
+
+    transfers(1e12)
+    monkeypatch.setattr("tflms_sft._rewrite.rewrite.apply_swaps", swap)
+    plan, budget = plan_for(tileable, 0.8)
+    assert asked and plan.segments and not plan.swaps and plan.predicted.peak_bytes <= 0.9 * budget
+
+    monkeypatch.setattr(
+        "tflms_sft._planner.budget_search._fitting", lambda *_: [FeasiblePlan(BudgetPlan([], [], LMSParams()), 1.0, 1)]
+    )
+    monkeypatch.setattr("tflms_sft._planner.budget_search._least", lambda *_: iter(()))
+    smallest = []
+    for may_swap in (True, False):
+        with pytest.raises(BudgetError, match="is too small for this step") as caught:
+            tflms_sft.rewrite(step_of(model_of(tileable)), AutoParams("1KiB", swap=may_swap), IMAGES, LABELS[:2])
+        smallest.append(caught.value.smallest_bytes)
+    assert smallest[0] == smallest[1]
+
+
+@pytest.mark.slow
+def test_both_where_that_is_faster(transfers, monkeypatch):
+    transfers(3e9)
+    monkeypatch.setattr("tflms_sft._planner.budget_search.MOST_ALONE", 1.0)
+    times = {}
+    for together in ((), TOGETHER):
+        monkeypatch.setattr("tflms_sft._planner.budget_search.TOGETHER", together)
+        plan, budget = plan_for(mixed, 0.6)
+        times[bool(together)] = plan.predicted.time_ratio
+        assert plan.predicted.peak_bytes <= 0.9 * budget
+    assert times[True] <= times[False]
+
+
+def test_a_swap_is_timed_by_what_is_copied(transfers):
+    transfers(1e9)
+    plan, _ = plan_for(volumetric, 0.6)
+    out = sum(swap.num_bytes for swap in plan.swaps)
+    back = sum(swap.num_bytes * len(swap.controls) for swap in plan.swaps)
+    assert plan.predicted.seconds == pytest.approx(plan.original.seconds + (out + back) / 1e9)
+
+
+def test_gradients_wait_for_one_another_in_a_swapped_step(monkeypatch):
+    """Plain, the two of a convolution share the cores while one of them unfolds."""
+    gradients = dict.fromkeys(("Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", DIRECT), 1e8)
+    seconds = {}
+    for threads in (1, 4):
+        monkeypatch.setattr(properties, "num_threads", lambda threads=threads: threads)
+        rates = dataclasses.replace(NOMINAL, copied=1e9, unfolded=gradients)
+        monkeypatch.setattr("tflms_sft._rewrite.rewrite.machine_rates", lambda say, rates=rates: rates)
+        plan, _ = plan_for(volumetric, 0.6)
+        copied = sum(swap.num_bytes * (1 + len(swap.controls)) for swap in plan.swaps) / 1e9
+        seconds[threads] = plan.original.seconds, plan.predicted.seconds - copied
+    assert seconds[1] == pytest.approx((seconds[1][0],) * 2)
+    assert seconds[4][0] < 0.8 * seconds[1][0] and seconds[4][1] == pytest.approx(seconds[1][1])
+
+
+@pytest.mark.slow
+def test_both_where_neither_is_enough():
+    step = step_of(model_of(mixed))
+    smallest = {}
+    for name, swap in (("tiles", False), ("both", True)):
+        with pytest.raises(BudgetError) as caught:
+            tflms_sft.rewrite(step, AutoParams("100KiB", swap=swap), IMAGES, LABELS[:2])
+        smallest[name] = caught.value.smallest_bytes
+    assert smallest["both"] < smallest["tiles"]
+    plan = tflms_sft.rewrite(step, AutoParams(int(1.05 * smallest["both"])), IMAGES, LABELS[:2]).plan
+    assert plan.swaps and plan.predicted.peak_bytes <= 0.95 * smallest["both"]
+    assert any("because" in note for note in plan.notes)
+
+
+def test_no_swaps_if_they_are_not_wanted():
+    with pytest.raises(BudgetError, match="Left as they are"):
+        plan_for(volumetric, 0.6, swap=False)
+
+
+def test_a_larger_budget_swaps_less():
+    small, large = (plan_for(volumetric, part)[0] for part in (0.6, 0.85))
+    assert 0 < len(large.swaps) < len(small.swaps)
+
+
+def test_what_may_be_swapped_is_obeyed(tmp_path):
+    swap = LMSParams(tier="disk", spill_dir=tmp_path, incl_types="Relu", min_bytes=0)
+    plan, _ = plan_for(volumetric, 0.85, swap=swap)
+    assert plan.swaps and all("Relu" in s.tensor or "re_lu" in s.tensor for s in plan.swaps)
+    step, budget = step_of(model_of(volumetric)), plan.memory_budget
+    listed = tflms_sft.rewrite(step, [AutoParams(budget), swap], VOLUMES, LABELS).plan
+    assert [s.num_bytes for s in listed.swaps] == [s.num_bytes for s in plan.swaps]
+    with pytest.raises(ValueError, match="tells twice what may be swapped"):
+        tflms_sft.rewrite(step, [AutoParams(budget, swap=False), swap], VOLUMES, LABELS)
+    with pytest.raises(TypeError, match="`swap` must be a bool or `LMSParams"):
+        AutoParams("1GiB", swap="disk")
+
+
+def test_names_are_checked_against_the_step_not_against_what_tiles_leave_of_it():
+    step = step_of(model_of(mixed))
+    tiles = tflms_sft.SFTParams((2, 2), [tflms_sft.SegmentSpec("photo", "conv2d_3")])
+    both = [tiles, LMSParams(excl_scopes="conv2d_1", min_bytes=0)]
+    assert tflms_sft.rewrite(step, both, IMAGES, LABELS[:2]).plan.swaps
+    wrong = LMSParams(excl_scopes="conf2d_1")
+    for params in (AutoParams("4MiB", swap=wrong), [tiles, wrong]):
+        with pytest.raises(tflms_sft.SwapError, match="`excl_scopes` names nothing in the step.*Nearest: .*conv2d"):
+            tflms_sft.rewrite(step, params, IMAGES, LABELS[:2])
+
+
+@pytest.mark.parametrize("net", ("normed", pytest.param("enlarged", marks=pytest.mark.slow)))
+def test_the_smallest_budget_that_is_told_is_met_and_so_is_any_above(net):
+    """Small tensors are swapped only under small budgets, and tiles are tried in steps: neither may leave a gap."""
+
+    def body(x):
+        x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+        x = layers.BatchNormalization()(x) if net == "normed" else layers.MaxPooling2D()(x)
+        x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
+        return layers.Conv2D(2, 1)(x if net == "normed" else layers.UpSampling2D()(x))
+
+    image = keras.Input((96, 88, 3))
+    model = keras.Model(image, body(image))
+
+    @tf.function
+    def step(images):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(images, training=True) ** 2)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    images = tf.TensorSpec((2, 96, 88, 3))
+    with pytest.raises(BudgetError) as caught:
+        tflms_sft.rewrite(step, AutoParams("1KiB"), images)
+    smallest = caught.value.smallest_bytes
+    assert f"({smallest} bytes, headroom of 10% included)" in str(caught.value) and "(1024 bytes)" in str(caught.value)
+    for factor in (1, 1.02, 1.1, 1.3):
+        plan = tflms_sft.rewrite(step, AutoParams(int(factor * smallest)), images).plan
+        assert plan.predicted.peak_bytes < 0.9 * factor * smallest + 64  # The numbers of a few files.
+
+
+@pytest.mark.parametrize(("body", "part"), [(volumetric, 0.6), pytest.param(mixed, 0.5, marks=pytest.mark.slow)])
+def test_fit_under_a_budget_gives_the_same_training(body, part, capfd):
+    """Batches of 4, 4 and 1, in float32: TensorFlow pools no volumes in float64."""
+    data = np.concatenate([data_for(body)[:2]] * 5)[:9]
+    labels = np.arange(9) % 2
+    models = [model_of(body), model_of(body)]
+    plain = tflms_sft.rewrite(step_of(models[0]), AutoParams("8GiB"), data[:4], labels[:4]).plan
+    callback = MemoryBudget(int(part * plain.original.peak_bytes / 0.9))
+    for model, callbacks in zip(models, ([callback], []), strict=True):
+        model.fit(data, labels, batch_size=4, epochs=2, callbacks=callbacks, shuffle=False, verbose=0)
+    assert callback.plan.batch == 4 and not callback.plan.batch_is_fixed
+    assert callback.plan.swaps and "because" in capfd.readouterr().out
+    for a, b in zip(*(model.variables for model in models), strict=True):
+        assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("off", [1.12, 39 / 28, 2.0, 45.0])
+def test_the_headroom_that_an_error_names_makes_up_for_what_was_measured(off):
+    (headroom,) = re.findall("`headroom=([0-9.]+)`", fragmentation_hint(off, 1000, int(1000 / off)))
+    assert off * (1 - float(headroom)) <= 1 < off * (1 - float(headroom) + 0.02) and float(headroom) < 1
+    assert "no plan is so small that more `headroom` would do" in fragmentation_hint(off, 1000, int(1000 / off) + 2)
+
+
+# Slow plans ---------------------------------------------------------------------------------------------------
+
+
+def larger_budgets(plan):
+    """What a plan's note tells: time over that of the plain step, by how much larger the budget is."""
+    notes = [note for note in plan.notes if note.startswith("a larger budget is much faster: ")]
+    found = re.findall("(a quarter more|twice as much) (?:takes )?([0-9.]+)x", "".join(notes))
+    return {{"a quarter more": 1.25, "twice as much": 2}[words]: float(ratio) for words, ratio in found}
+
+
+def test_a_slow_plan_tells_what_larger_budgets_give():
+    image = x = keras.Input((24, 24, 3))
+    for _ in range(3):
+        x = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
+    step, images = gradient_step(model_of_image(image, x)), np.zeros((1, 24, 24, 3), "float32")
+    with pytest.raises(BudgetError) as caught:
+        tflms_sft.rewrite(step, AutoParams("1KiB", swap=False), images)
+
+    def planned(factor):
+        return tflms_sft.rewrite(step, AutoParams(int(factor * caught.value.smallest_bytes), swap=False), images).plan
+
+    plan = planned(1.01)
+    told = larger_budgets(plan)
+    assert plan.predicted.time_ratio > 2 and "  a larger budget is much faster: a quarter more takes " in plan.summary()
+    for factor, ratio in told.items():
+        assert ratio < 0.91 * plan.predicted.time_ratio
+        assert planned(1.01 * factor).predicted.time_ratio == pytest.approx(ratio, abs=0.01)
+    assert (2 in told) == (told[1.25] > 2)
+    fast = planned(3)
+    assert fast.changed and fast.predicted.time_ratio < 2 and not larger_budgets(fast)
+
+
+def test_a_slow_plan_of_swaps_alone_tells_that_less_would_be_swapped(transfers):
+    transfers(1e6)
+    plan, _ = plan_for(volumetric, 0.48)
+    assert plan.swaps and plan.predicted.time_ratio > 2 and LESS in plan.notes
+
+
+# Tuned --------------------------------------------------------------------------------------------------------
+
+
+def test_tuned_swaps_the_fewest_tensors_and_fetches_them_early():
+    step = step_of(model_of(normed_volumes))
+    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), VOLUMES, LABELS).plan.original.peak_bytes
+    found = {}
+    for part in (0.65, 0.75):
+        budget = int(part * plain / 0.9)
+        params = LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
+        plan = tflms_sft.rewrite(step, params, VOLUMES, LABELS).plan
+        assert plan.predicted.peak_bytes <= 0.9 * budget and len(plan.swaps) == params.n_tensors
+        fewer = LMSParams(tier="disk", min_bytes=0, n_tensors=params.n_tensors - 1)
+        assert tflms_sft.rewrite(step, fewer, VOLUMES, LABELS).plan.predicted.peak_bytes > 0.9 * budget * 0.99
+        found[part] = params
+    assert found[0.75].n_tensors < found[0.65].n_tensors and found[0.75].lb > 1
+
+
+def test_tuned_goes_by_what_is_measured(monkeypatch):
+    step = step_of(model_of(normed_volumes))
+    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), VOLUMES, LABELS).plan.original.peak_bytes
+    budget = int(0.85 * plain / 0.9)
+    asked = []
+
+    def measured(step, params, arguments):
+        asked.append(params.n_tensors)
+        return budget + budget // 10 if len(asked) == 1 else budget
+
+    monkeypatch.setattr("tflms_sft._rewrite.swap_tuning._measured", measured)
+    params = LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
+    assert len(asked) == 2 and params.n_tensors == asked[1] > asked[0]
+    monkeypatch.setattr("tflms_sft._rewrite.swap_tuning._measured", lambda *_: 2 * budget)
+    with pytest.raises(BudgetError, match="too small for this step with swaps alone.*headroom of 10% included"):
+        LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
+
+
+def test_tuned_without_a_batch_or_room():
+    step = step_of(model_of(normed_volumes))
+    specs = tf.TensorSpec((None, 16, 16, 16, 2)), tf.TensorSpec((None,), tf.int64)
+    with pytest.raises(tflms_sft.RewriteError, match="The batch size is unknown, and a budget needs one"):
+        LMSParams.tuned(step, "1GiB", *specs, tier="disk", min_bytes=0)
+    with pytest.raises(BudgetError, match="lower `min_bytes`, or use `AutoParams`") as caught:
+        LMSParams.tuned(step, "100KiB", VOLUMES, LABELS, tier="disk", min_bytes=0)
+    assert caught.value.smallest_bytes > 2**20 and caught.value.tensor
+    with pytest.raises(tflms_sft.SwapError, match="`incl_types` names nothing"):
+        LMSParams.tuned(step, "1GiB", VOLUMES, LABELS, tier="disk", incl_types="Rule")
+
+
+# As much as there is -----------------------------------------------------------------------------------------
+
+
+def test_auto_is_what_is_free(monkeypatch):
+    step = step_of(model_of(tileable))
+    plain = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES, LABELS[:2]).plan.original
+    monkeypatch.setattr("tflms_sft._params.tile_params.free_device_memory", lambda: plain.peak_bytes // 2)
+    plan = tflms_sft.rewrite(step, AutoParams("auto"), IMAGES, LABELS[:2]).plan
+    assert plan.memory_budget == int(0.9 * (plain.peak_bytes // 2 + plain.fixed_bytes))
+    assert plan.changed and plan.predicted.peak_bytes <= 0.9 * plan.memory_budget
+    assert AutoParams() == AutoParams("auto")
+    model = model_of(tileable)
+    callback = MemoryBudget(verbose=0)
+    model.fit(IMAGES, LABELS[:2], batch_size=2, verbose=0, callbacks=[callback])
+    assert callback.plan.memory_budget == plan.memory_budget
+
+
+def test_free_memory_is_less_than_there_is():
+    assert 2**20 < free_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

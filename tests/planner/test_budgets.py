@@ -1,0 +1,186 @@
+"""What a budget is promised to do: on random networks, and on small ones against all plans there are."""
+
+import collections
+import dataclasses
+import itertools
+import sys
+
+import fuzz
+import keras
+import pytest
+import tensorflow as tf
+from gradients import gradient_step, model_of
+from keras import layers
+
+from rewriters.errors import BudgetError
+from rewriters.estimates.op_cost import DIRECT, NOMINAL
+from rewriters.tiling import ft_segments
+from tflms_sft import AutoParams
+from tflms_sft._planner import budget_search
+from tflms_sft._planner.chain_search import Chain
+from tflms_sft._planner.swap_search import SwapSearch
+from tflms_sft._planner.tile_search import TileSearch, built
+from tflms_sft._planner.traced_step import analyse_step, predict, seconds_of
+
+STEPS = 5
+"""Budgets that are tried of each network."""
+
+
+def seconds(traced, choice):
+    """Predicted time, and peak, of what was chosen."""
+    time = seconds_of(traced, choice.plans) if choice.plans else traced.seconds
+    if choice.swaps is None:
+        return time, predict(traced, choice.plans)[0].peak_bytes
+    swaps = SwapSearch(traced, choice.plans, choice.swaps)
+    return swaps.seconds(choice.swaps, time), swaps.peak(choice.swaps.n_tensors, choice.swaps.lb).peak_bytes
+
+
+def ladder(traced, swap):
+    """Budgets from the smallest that is told up to what the plain step needs."""
+    plain = predict(traced, [])[0].peak_bytes
+    with pytest.raises(BudgetError) as caught:
+        next(budget_search.plans_within_budget(traced, AutoParams(1, 0.0, swap)))
+    smallest = caught.value.smallest_bytes
+    assert smallest <= plain + 1
+    return [int(smallest * (plain / smallest) ** (number / (STEPS - 1))) + 1 for number in range(STEPS)]
+
+
+def check_budgets(traced, swap):
+    """Every budget from the smallest on is met, and a larger one is never slower."""
+    found = []
+    for budget in ladder(traced, swap):
+        time, peak = seconds(traced, next(budget_search.plans_within_budget(traced, AutoParams(budget, 0.0, swap))))
+        assert peak <= budget
+        found.append(max(time, traced.seconds))
+    for smaller, larger in itertools.pairwise(found):
+        assert larger <= smaller * (1 + 1e-9), [time / traced.seconds for time in found]
+    return f"{len(set(found))} times"
+
+
+TINY = dataclasses.replace(
+    NOMINAL,
+    fresh=1e7,
+    fresh_from=2**14,
+    unfolded={"Conv2DBackpropInput": 1e9, "Conv2DBackpropFilter": 2e9, "Conv3DBackpropFilterV2": 4e9, DIRECT: 1e8},
+)
+"""A machine on which more turns may be faster: what is large for it is what small networks make."""
+
+
+def network(model, optimizer, params, *, known_batch, linear=False, part=None):
+    """In the place of `fuzz.compare`."""
+    del params, part
+    step = fuzz.step_for(model, optimizer, known_batch, linear)
+    traced = analyse_step(step.concrete_fn, batch=3)
+    if len(model.layers) % 3 == 0:
+        traced.go_by(TINY)
+    return check_budgets(traced, swap=len(model.layers) % 2 == 0)
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_larger_budget_is_never_slower_and_the_smallest_is_met(number):
+    outcomes = collections.Counter()
+    fuzz.run(number, None, outcomes, shrink=False, check=network)
+    assert outcomes.total() == number
+
+
+def normed(*, residual):
+    """A step with BatchNorm in training mode, as it is and with sums around each layer."""
+    image = x = keras.Input((64, 64, 3))
+    for filters in (8, 8, 16, 16):
+        y = layers.Conv2D(filters, 3, padding="same")(x)
+        y = layers.ReLU()(layers.BatchNormalization()(y))
+        x = layers.Add()([x, y]) if residual and x.shape[-1] == filters else y
+    model = keras.Model(image, layers.Dense(4)(layers.GlobalAveragePooling2D()(x)))
+    step = gradient_step(model, tf.TensorSpec((2, 64, 64, 3)))
+    return analyse_step(step.get_concrete_function())
+
+
+@pytest.mark.parametrize(
+    ("residual", "number", "rates"),
+    [
+        (False, 6, NOMINAL),
+        *(
+            pytest.param(residual, 24, rates, marks=pytest.mark.slow)
+            for residual in (False, True)
+            for rates in (NOMINAL, TINY)
+        ),
+    ],
+)
+def test_many_budgets_near_one_another_of_a_net_with_barriers(residual, number, rates, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", number)
+    traced = normed(residual=residual)
+    traced.go_by(rates)
+    check_budgets(traced, swap=False)
+
+
+@pytest.mark.parametrize("backward", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_many_budgets_near_one_another_where_more_tiles_may_be_faster(backward, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", 16)
+    traced = (small if backward else forward)(8, 8, 8)
+    traced.go_by(TINY)
+    check_budgets(traced, swap=False)
+
+
+def few(*filters):
+    """A few convolutions, whose images are what matters."""
+    image = x = keras.Input((40, 24, 3))
+    for number, channels in enumerate(filters):
+        x = layers.Conv2D(channels, 3, padding="same", activation="relu", name=f"conv{number}")(x)
+        if number % 2:
+            x = layers.MaxPooling2D(2)(x)
+    return model_of(image, x)
+
+
+def forward(*filters):
+    """A call of them."""
+    model = few(*filters)
+    call = tf.function(lambda images: model(images, training=False), input_signature=[tf.TensorSpec((1, 40, 24, 3))])
+    return analyse_step(call.get_concrete_function())
+
+
+def small(*filters):
+    """A step of them."""
+    step = gradient_step(few(*filters), tf.TensorSpec((1, 40, 24, 3)))
+    return analyse_step(step.get_concrete_function())
+
+
+def all_plans(traced):
+    """(peak, seconds) of every way to tile, or to leave, the stretches between cuts."""
+    ((component,), _) = ft_segments.find_components(traced.analysis)
+    chain = Chain(traced, component)
+
+    def ways(first):
+        if first == chain.bounds[-1]:
+            yield ()
+        for last in chain.bounds[chain.bounds.index(first) + 1 :]:
+            options = [chain._plain_choice(first, last)]
+            for tiles in chain._tilings(first, last):
+                for grid in tiles._grids:
+                    options += [tiles._storing(tiles._choice(grid), n) for n in range(len(tiles._stored) + 1)]
+            for rest, option in itertools.product(list(ways(last)), options):
+                yield (option, *rest)
+
+    for choices in ways(chain.bounds[0]):
+        plans = built(traced, [(chain, choice) for choice in choices if choice.grid is not None])
+        yield predict(traced, plans)[0].peak_bytes, seconds_of(traced, plans)
+
+
+@pytest.mark.parametrize(
+    ("filters", "parts"),
+    [
+        ((8, 8), (0.0, 0.1, 0.3, 0.6, 0.9)),
+        # Next to the smallest budget what one segment takes depends on those beside it, which the chain ignores.
+        pytest.param((8, 8, 8), (0.1, 0.2, 0.3, 0.6, 0.9), marks=pytest.mark.slow),
+    ],
+)
+def test_no_plan_is_much_better_than_the_one_that_is_found(filters, parts):
+    traced = small(*filters)
+    plans = list(all_plans(traced))
+    least, plain = min(peak for peak, _ in plans), predict(traced, [])[0].peak_bytes
+    assert len(plans) > 20 and least < 0.9 * plain
+    for part in parts:
+        limit = int((least + part * (plain - least)) * 1.03) + 1  # A rung of the ladder.
+        best = min(time for peak, time in plans if peak <= limit)
+        candidate = TileSearch(traced).cheapest(limit)
+        assert candidate is not None and candidate.peak.peak_bytes <= limit
+        assert candidate.time_ratio * traced.seconds <= 1.1 * best, part

@@ -1,0 +1,282 @@
+"""The search for a plan within a budget: grids, and what it prefers."""
+
+import dataclasses
+import gc
+import itertools
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import keras_step
+from gradients import gradient_step, model_of
+from keras import layers
+from nets import chain
+
+import tflms_sft
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize.canonicalize import read_canonical
+from rewriters.emission.tile_pass import plan_segment
+from rewriters.tiling import ft_segments
+from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
+from tflms_sft import AutoParams
+from tflms_sft._planner.barrier_search import Barriers
+from tflms_sft._planner.chain_search import Chain, backward_positions
+from tflms_sft._planner.tile_grids import auto_grids, fewest
+from tflms_sft._planner.tile_search import TileSearch
+from tflms_sft._planner.traced_step import MOST_OUTLINES, analyse_step, predict
+
+
+def step_of(height, width, depth=3, filters=8, batch=1, pooled=True):
+    image = x = keras.Input((height, width, 3), batch_size=batch)
+    for _ in range(depth):
+        for _ in range(2):
+            x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
+        x = layers.MaxPool2D(2)(x) if pooled else x
+    return gradient_step(model_of(image, x))
+
+
+def segment_of(height, width):
+    step = step_of(height, width)
+    analysis = GraphAnalysis(read_canonical(step.get_concrete_function(tf.TensorSpec((1, height, width, 3)))))
+    (segment,), _ = ft_segments.auto_segments(analysis, None, 1, {})
+    return analysis, segment
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (256, 64), (64, 40), (8, 8), (800, 8)])
+def test_grids_grow_from_one_tile_and_keep_tiles_square(shape):
+    grids = [grid.spatial for grid in auto_grids(*segment_of(*shape), 1)]
+    rows, columns = shape[0] // 8, shape[1] // 8  # The exit, after three pools.
+    assert grids[0] == (1, 1)
+    assert grids[-1] == (min(rows, 64), min(columns, 64)), "as many tiles as the exit has rows"
+    for before, after in zip(grids, grids[1:], strict=False):
+        assert sorted(b - a > 0 for a, b in zip(before, after, strict=True)) == [False, True], "one axis at a time"
+    for high, wide in grids:
+        if 1 < high < min(rows, 64) and 1 < wide < min(columns, 64):
+            assert 0.3 < (rows / high) / (columns / wide) < 3
+
+
+@pytest.mark.parametrize("batch", [2, 7, 100])
+def test_the_batch_is_split_before_the_image(batch):
+    grids = auto_grids(*segment_of(64, 64), batch)
+    images = [grid.batch for grid in grids]
+    assert images == sorted(images) and images[0] == 1 and images[-1] == batch
+    assert all(grid.spatial == (1, 1) for grid in grids if grid.batch < batch)
+    alone = [grid.spatial for grid in auto_grids(*segment_of(64, 64), 1)]
+    assert [grid.spatial for grid in grids if grid.batch == batch] == alone
+
+
+@pytest.mark.parametrize("first", [0, 1, 4, 5])
+def test_the_fewest_that_fit(first):
+    grids = [Grid(1, (count, 1)) for count in range(1, 6)]
+    found = fewest(grids, lambda grid: grid.num_tiles > first)
+    assert found == (grids[first] if first < 5 else None)
+
+
+def test_a_long_image_is_cut_along_its_long_side_first():
+    step = step_of(512, 32)
+    images = np.zeros((1, 512, 32, 3), "float32")
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
+    plan = tflms_sft.rewrite(step, AutoParams(plain // 2), images).plan
+    _, rows, columns = plan.segments[0].backward_num_tiles
+    assert rows > columns
+
+
+def test_backward_ops_belong_to_the_blocks_they_go_back_through():
+    analysis, _ = segment_of(64, 64)
+    (component,), _ = ft_segments.find_components(analysis)
+    found = backward_positions(analysis, component)
+    forward = [index for index, node in enumerate(component.nodes) if node.op == "Conv2D"]
+    filters = [found[node] for node in analysis.order if node.op == "Conv2DBackpropFilter"]
+    assert len(filters) == len(forward) == 6
+    # Behind their convolution and before the next one, though what they read lies before it.
+    for position, here, following in zip(sorted(filters), forward, [*forward[1:], len(component.nodes)], strict=True):
+        assert here < position < following
+
+
+def chain_of(height, width, depth):
+    traced = analyse_step(step_of(height, width, depth).get_concrete_function(tf.TensorSpec((1, height, width, 3))))
+    ((component,), _) = ft_segments.find_components(traced.analysis)
+    return Chain(traced, component)
+
+
+def test_the_fewest_tiles_that_fit_are_found():
+    """More rows save more borders, so that many may not fit where fewer do."""
+    chain, rising = chain_of(128, 16, 2), 0
+    for first, last in itertools.combinations(chain.bounds, 2):
+        for tiles in chain._tilings(first, last):
+            choices = [tiles._choice(grid) for grid in tiles._grids]
+            totals = [choice.waits + choice.needs for choice in choices]
+            rising += min(totals) < totals[-1]
+            for budget in {near for total in totals for near in (total, total - 1)}:
+                want = next((choice for choice, total in zip(choices, totals, strict=True) if total <= budget), None)
+                assert next(tiles.fitting(budget), None) == want
+    assert rising
+
+
+def cheapest_of_all(chain, budget):
+    """Costs of the cheapest way from each cut to the end, over what waits; every way is looked at."""
+
+    def cost(first, left):
+        if first == chain.bounds[-1]:
+            return 0.0
+        found = []
+        for last in chain.bounds[chain.bounds.index(first) + 1 :]:
+            plain = chain._plain_choice(first, last)
+            tiled = (choice for tiles in chain._tilings(first, last) for choice in tiles.fitting(left))
+            options = [choice for choice in (plain, *tiled) if choice.waits + choice.needs <= left]
+            found += [choice.cost + cost(last, left - choice.waits) for choice in options]
+        return min(found, default=math.inf)
+
+    return cost(chain.bounds[0], budget)
+
+
+def test_no_path_is_cheaper_than_the_one_that_is_found():
+    chain = chain_of(64, 64, 2)
+    whole = chain._plain_choice(chain.bounds[0], chain.bounds[-1])
+    costs = []
+    for part in (1.2, 0.9, 0.7, 0.5, 0.4, 0.3):
+        budget = int(part * (whole.waits + whole.needs))
+        path = chain.cheapest(budget)
+        costs.append(math.inf if path is None else path.cost)
+        assert costs[-1] == pytest.approx(cheapest_of_all(chain, budget), rel=1e-12)
+    assert costs[0] <= whole.cost and costs == sorted(costs) and len(set(costs)) > 3
+
+
+def test_pixels_that_were_made_images_are_not_stored():
+    """A dilated convolution reads such. Those of the images of a turn do not lie together."""
+    image = x = keras.Input((48, 40, 3))
+    for _ in range(4):
+        x = layers.Conv2D(8, 3, dilation_rate=2, padding="same", activation="silu")(x)
+    step = gradient_step(model_of(image, x), tf.TensorSpec((None, 48, 40, 3)))
+
+    images = np.random.default_rng(0).normal(size=(4, 48, 40, 3)).astype("float32")
+    want = step(images)
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
+    stored = []
+    for part in (0.9, 0.7, 0.6):
+        fast = tflms_sft.rewrite(step, AutoParams(int(part * plain), swap=False), images)
+        stored += [name for segment in fast.plan.segments for name in segment.stored]
+        for a, b in zip(tf.nest.flatten(fast(images)), tf.nest.flatten(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    assert stored
+
+
+def test_a_search_keeps_the_loops_of_its_plan_only():
+    """What a step of training has left is also what planning it leaves behind in memory."""
+    traced = analyse_step(step_of(128, 128).get_concrete_function(tf.TensorSpec((1, 128, 128, 3))))
+    gc.collect()
+    before = {id(found) for found in gc.get_objects() if isinstance(found, TileLoop)}
+    search = TileSearch(traced)
+    plan = search.cheapest(predict(traced, [])[0].peak_bytes // 2)
+    gc.collect()
+    kept = [found for found in gc.get_objects() if isinstance(found, TileLoop) and id(found) not in before]
+    assert plan.plans and len(kept) == sum(len(segment.phases) for segment in plan.plans)
+
+
+def test_a_smaller_budget_takes_more_work_and_is_kept():
+    step = step_of(128, 128)
+    images = np.zeros((1, 128, 128, 3), "float32")
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
+    plans = [tflms_sft.rewrite(step, AutoParams(int(plain * part)), images).plan for part in (0.6, 0.4, 0.25)]
+    assert all(plan.predicted.peak_bytes <= 0.9 * plan.memory_budget for plan in plans)
+    ratios = [plan.predicted.time_ratio for plan in plans]
+    assert 1 <= ratios[0] < ratios[1] < ratios[2]
+
+
+def test_the_forward_loop_has_no_more_tiles_than_the_backward_loop():
+    step = step_of(128, 128)
+    images = np.zeros((1, 128, 128, 3), "float32")
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
+    segments = tflms_sft.rewrite(step, AutoParams(int(plain * 0.4)), images).plan.segments
+    tiles = [(np.prod(s.num_tiles), np.prod(s.backward_num_tiles)) for s in segments]
+    assert all(forward <= backward for forward, backward in tiles)
+    assert any(forward < backward for forward, backward in tiles)
+
+
+def test_batches_are_split_before_images():
+    step = step_of(64, 64, batch=8)
+    images = np.zeros((8, 64, 64, 3), "float32")
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
+    plan = tflms_sft.rewrite(step, AutoParams(plain // 2), images).plan
+    tiles = [segment.backward_num_tiles for segment in plan.segments]
+    assert any(images > 1 for images, _, _ in tiles)
+    assert all(images == 8 or grid == [1, 1] for images, *grid in tiles)
+    assert plan.predicted.time_ratio < 1.5  # The recomputation of the forward pass, and hardly anything twice.
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "depth"), [(64, 1, 3), pytest.param(64, 8, 3, marks=pytest.mark.slow), (33, 3, 1)]
+)
+def test_the_smallest_budget_is_below_the_plain_step_and_can_be_met(size, batch, depth):
+    step = step_of(size, size, depth, batch=batch)
+    images = np.zeros((batch, size, size, 3), "float32")
+    plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
+    with pytest.raises(tflms_sft.BudgetError) as caught:
+        tflms_sft.rewrite(step, AutoParams(1), images)
+    smallest = caught.value.smallest_bytes
+    assert smallest < plain
+    assert tflms_sft.rewrite(step, AutoParams(smallest), images).plan.changed
+    with pytest.raises(tflms_sft.BudgetError) as caught:
+        tflms_sft.rewrite(step, AutoParams(int(0.9 * smallest)), images)
+    assert 0.9 * smallest < caught.value.smallest_bytes <= smallest
+
+
+def test_loops_in_other_tiles_are_predicted_by_the_schedule_of_the_same_outline():
+    """What a search has found before does not change what it predicts."""
+    traced = analyse_step(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
+    barriers = Barriers(traced)
+    segments = [barriers.segment("segment1", way) for family in barriers.families for way in family]
+    kept = []
+    for segment in (segments[0], segments[-1]):
+        for halo, grid in ((h, Grid(1, (n, 1))) for h in Halo for n in (1, 2, 3, 6)):
+            plan = plan_segment(traced.analysis, segment, grid, Grid(1, (2 * grid.spatial[0], 1)), halo)
+            found = predict(traced, [plan])
+            assert found == predict(dataclasses.replace(traced), [plan])
+            kept.append(len(traced.outlines))
+    assert kept == [1] * 8 + [2] * 8, "one for each way to have what the backward phase needs"
+
+
+def test_few_outlines_are_kept():
+    traced = analyse_step(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
+    barriers = Barriers(traced)
+    for _ in range(MOST_OUTLINES + 2):
+        segment = barriers.segment("segment1", barriers.fewest)
+        predict(traced, [plan_segment(traced.analysis, segment, Grid(1, (2, 1)))])
+    assert len(traced.outlines) == MOST_OUTLINES
+
+
+def equal_blocks():
+    step = step_of(48, 48, 16, pooled=False)
+    return step, analyse_step(step.get_concrete_function(tf.TensorSpec((1, 48, 48, 3))))
+
+
+def test_a_chain_of_equal_blocks_is_cut_between_them():
+    (found,) = TileSearch(equal_blocks()[1])._chains
+    inner = [b - a for a, b in itertools.pairwise(found.bounds[1:-2])]
+    assert len(inner) > 3 and len(set(inner[:-1])) == 1, "as many blocks each, so that one is planned for all"
+
+
+def test_checkpoints_in_a_chain_of_equal_blocks():
+    (step, traced), images = equal_blocks(), np.random.default_rng(0).normal(size=(1, 48, 48, 3))
+    search = TileSearch(traced)
+    limit = traced.fixed_bytes + (traced.plain.peak.peak_bytes - traced.fixed_bytes) * 2 // 5
+    plan = search.cheapest(limit)
+    assert plan is not None and len(plan.plans) > 2, "a checkpoint here and there is enough"
+    assert plan.time_ratio < 1.6
+    same = tflms_sft.verify(step, (tf.constant(images, tf.float32),), AutoParams(limit, 0, swap=False))
+    assert same and len(same.plan.segments) > 2, same.summary()
+
+
+@pytest.mark.parametrize("taken", [lambda rows: 10**9, lambda rows: 10**9 + rows * 10**8])
+def test_tiles_that_save_nothing_are_not_taken(taken, monkeypatch):
+    """Where kernels take more for themselves than anything that is cut into tiles."""
+
+    def scratch(phase, batch):
+        return taken(64 // math.prod(phase.grid.spatial))
+
+    monkeypatch.setattr("tflms_sft._planner.requested_tiles.iteration_peak_bytes", scratch)
+    plan = tflms_sft.rewrite(step_of(32, 32, 1), tflms_sft.SFTParams(), tf.TensorSpec((1, 32, 32, 3))).plan
+    tiles = {math.prod(segment.num_tiles[-2:]) for segment in plan.segments}
+    assert tiles <= ({1} if taken(64) == taken(1) else set(range(32, 64)))

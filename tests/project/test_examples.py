@@ -1,0 +1,260 @@
+"""The training examples: they run as said, and say in one line what is wrong."""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import keras
+import nibabel
+import numpy as np
+import pytest
+from skimage import io
+
+from examples import _training, resnet50, unet3d
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY_CUBES = ["--volume-size", "16", "--steps", "2", "--epochs", "1", "--batch-size", "1"]
+TINY_PICTURES = ["--image-size", "32", "--steps", "1", "--epochs", "1", "--batch-size", "2"]
+
+
+def command(example, arguments):
+    return [sys.executable, "-m", f"examples.{example}", *map(str, arguments)]
+
+
+def run(example, *arguments):
+    """What a user sees of an example, which has to end well."""
+    done = subprocess.run(
+        command(example, arguments), cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def refusal(example, capsys, *arguments):
+    """The line of an example that ends with code 2."""
+    try:
+        code = _training.command(lambda: example.main(list(map(str, arguments))))
+    except SystemExit as end:  # from the parser
+        code = end.code
+    errors = capsys.readouterr().err
+    assert code == 2 and "Traceback" not in errors
+    return errors.splitlines()[-1]
+
+
+def write_volume(path, values):
+    nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), path)
+    return path
+
+
+def write_pictures(folder, count=3):
+    random = np.random.default_rng(0)
+    for name in ("left", "right"):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = random.integers(0, 255, (40, 50, 3), dtype=np.uint8)
+            io.imsave(folder / name / f"{number}.png", pixels, check_contrast=False)
+    return folder
+
+
+@pytest.fixture
+def scan(tmp_path):
+    return write_volume(tmp_path / "scan.nii.gz", np.random.default_rng(0).normal(size=(24, 20, 17)).astype("float32"))
+
+
+@pytest.fixture
+def labels(tmp_path):
+    values = np.zeros((24, 20, 17), np.uint8)
+    values[4:9, 6:9, 2:9] = 4
+    return write_volume(tmp_path / "labels.nii.gz", values)
+
+
+# They run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_volume_swapped_to_disk_is_plain_training_to_the_bit(tmp_path, scan, labels):
+    arguments = ["--volume", scan, "--labels", labels, "--lms", "--tier", "disk", "--spill-dir", tmp_path, "--compare"]
+    # Eight cubes, since tensors of less than 1 MiB are not swapped.
+    out = run("unet3d", "--volume-size", "16", "--steps", "1", "--epochs", "2", "--batch-size", "8", *arguments)
+    assert "Volume of 24 x 20 x 17 voxels, labels 0, 4" in out
+    assert "swapped to disk" in out and out.count("Epoch 2/2") == 2
+    assert "Largest difference from plain training: losses 0, weights 0 (the same bits)" in out
+    last = out.splitlines()[-1]
+    assert re.match(r"Peak memory of a training step: plain .* predicted, .*; with swapping .* predicted, ", last)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["labels.nii.gz", "scan.nii.gz"]
+
+
+def test_a_folder_of_pictures_within_a_budget(tmp_path):
+    out = run("resnet50", *TINY_PICTURES, "--images", write_pictures(tmp_path), "--memory-budget", "2GiB")
+    assert "Pictures of 2 classes: left, right" in out
+    assert re.search(r"with the budget \d+ MiB predicted, ", out.splitlines()[-1])
+
+
+def test_ctrl_c_is_one_line():
+    child = subprocess.Popen(
+        command("unet3d", [*TINY_CUBES, "--epochs", "10000"]),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=not_ignored,
+    )
+    try:
+        wait_for(child.stdout, "Epoch 3")
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    assert "Interrupted." in errors and "Traceback" not in errors
+
+
+def not_ignored():
+    """Shells have what runs in the background ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def wait_for(stream, text, seconds=120):
+    """Reads until a text has come."""
+    read, end = "", time.monotonic() + seconds
+    while text not in read and time.monotonic() < end:
+        if select.select([stream], [], [], 1)[0]:
+            read += os.read(stream.fileno(), 4096).decode()
+    assert text in read, read
+
+
+# Data -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_phantom_is_read_back_from_its_files(tmp_path):
+    paths = unet3d.write_phantom(tmp_path, 0)
+    assert all(path.read_bytes()[:2] == b"\x1f\x8b" for path in paths), "gzip"
+    scan, classes, values = unet3d.load_scan(*paths, edge=16)
+    assert scan.shape == classes.shape == unet3d.PHANTOM_SHAPE and values == [0, 1, 2, 3]
+    means = [scan[classes == value].mean() for value in values]
+    assert means == sorted(means) and abs(scan.mean()) < 1e-3
+    counts = np.bincount(classes.ravel())
+    assert (counts > 0).all() and counts.argmax() == 0
+
+
+def test_every_second_cube_holds_a_labelled_voxel(tmp_path):
+    classes = np.zeros((40, 32, 24), np.uint8)
+    classes[-1, 0, 5] = 1
+    options = unet3d.parse_arguments(["--volume-size", "8", "--steps", "20"])
+    corners = unet3d.draw_corners(classes, options)
+    assert len(corners) == 3 * 20 * 2 and (corners >= 0).all() and (corners + 8 <= classes.shape).all()
+    for row, column, slice_ in corners[::2]:
+        assert classes[row : row + 8, column : column + 8, slice_ : slice_ + 8].any()
+    assert np.array_equal(corners, unet3d.draw_corners(classes, options))
+
+
+def test_crops_are_pictures_of_all_classes(tmp_path):
+    resnet50.write_crops(tmp_path, 0)
+    options = resnet50.parse_arguments(["--image-size", "32", "--batch-size", "32"])
+    batches, names = resnet50.load_pictures(tmp_path, options)
+    ((pictures, classes),) = batches
+    assert names == list(resnet50.PHOTOGRAPHS)
+    assert np.bincount(classes).tolist() == [resnet50.CROPS] * 4
+    assert pictures.shape == (32, 32, 32, 3) and -1 <= np.min(pictures) < 0 < np.max(pictures) <= 1
+
+
+# What is wrong is said in one line ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("example", (resnet50, unet3d))
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--tier", "disk"], "--tier says where to swap to: give --lms or --memory-budget as well"),
+        (["--spill-dir", "."], "--spill-dir says where to swap to: give --lms or --memory-budget as well"),
+        (["--lms", "--tier", "host", "--spill-dir", "."], "--spill-dir is for the disk tier: leave out --tier host"),
+        (["--lms", "--spill-dir", "no/such"], "--spill-dir: no such directory. Received: no/such"),
+        (["--compare"], "--compare compares with plain training: give --lms or --memory-budget as well"),
+        (["--batch-size", "0"], "--batch-size: expected a whole number of at least 1. Received: 0"),
+        (["--seed", "-1"], "--seed: expected a whole number from 0 to 4294967295. Received: -1"),
+        (["--memory-budget", "2 potatoes"], "error: `memory_budget` must be a positive number followed by one of"),
+    ],
+)
+def test_options_that_cannot_be(example, arguments, text, capsys):
+    assert text in refusal(example, capsys, *arguments)
+
+
+@pytest.mark.slow
+def test_a_budget_that_cannot_be_met(capsys):
+    line = refusal(unet3d, capsys, *TINY_CUBES, "--memory-budget", "4MiB")
+    assert line.startswith("error: ") and "smallest" in line
+
+
+def test_swaps_that_cannot_be(capsys):
+    # Every tensor of so small a network is below the smallest that is swapped.
+    line = refusal(unet3d, capsys, *TINY_CUBES, "--lms", "--tier", "disk")
+    assert line.startswith("error: Nothing is swapped: ")
+
+
+def test_sizes_that_the_networks_cannot_take(scan, labels, capsys):
+    line = refusal(unet3d, capsys, "--volume-size", "30")
+    assert "must be divisible by 8, since the network halves it 3 times. Received: 30; nearest: 24 and 32" in line
+    assert "nearest: 8" in refusal(unet3d, capsys, "--volume-size", "3")
+    line = refusal(unet3d, capsys, "--volume", scan, "--labels", labels, "--volume-size", "24")
+    assert line == "error: --volume-size 24 is more than the volume has, 24 x 20 x 17: the largest that fits is 16"
+    assert "--image-size: expected a whole number of at least 32" in refusal(resnet50, capsys, "--image-size", "31")
+
+
+def test_volumes_that_cannot_be(tmp_path, scan, labels, capsys):
+    def line(volume, segmentation):
+        return refusal(unet3d, capsys, "--volume", volume, "--labels", segmentation, "--volume-size", "8")
+
+    four = write_volume(tmp_path / "four.nii.gz", np.zeros((9, 9, 9, 2), np.float32))
+    other = write_volume(tmp_path / "other.nii.gz", np.zeros((24, 20, 16), np.uint8))
+    holes = write_volume(tmp_path / "holes.nii.gz", np.full((24, 20, 17), np.nan, np.float32))
+    broken = tmp_path / "broken.nii.gz"
+    broken.write_bytes(scan.read_bytes()[:2000])
+    text = tmp_path / "text.nii.gz"
+    text.write_text("not a volume")
+
+    assert "--volume: no such file. Received: no.nii.gz" in line("no.nii.gz", labels)
+    assert f"--volume: {broken} cannot be read: " in line(broken, labels)
+    assert f"--volume: {text} cannot be read: " in line(text, labels)
+    assert f"--volume: expected a volume with 3 axes. Received: {four} with 4, 9 x 9 x 9 x 2" in line(four, labels)
+    assert "holes.nii.gz has voxels that are infinite or not a number" in line(holes, labels)
+    expected = "--labels must have the shape of the volume, 24 x 20 x 17. Received: 24 x 20 x 16"
+    assert expected in line(scan, other)
+    expected = r"--labels: expected 2 to 100 different whole numbers. Received: \d+ different values from -\d"
+    assert re.search(expected, line(scan, scan))
+    assert "--volume and --labels belong together" in refusal(unet3d, capsys, "--volume", scan)
+
+
+def small_model(image_size, classes):
+    """In the place of ResNet-50, where only the data matters."""
+    image = keras.Input((image_size, image_size, 3))
+    model = keras.Model(image, keras.layers.Dense(classes)(keras.layers.GlobalAveragePooling2D()(image)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    return model
+
+
+def test_folders_that_cannot_be(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(resnet50, "build_model", small_model)
+
+    def line(folder, *more):
+        return refusal(resnet50, capsys, *TINY_PICTURES, "--images", folder, *more)
+
+    empty, one = tmp_path / "empty", tmp_path / "one"
+    empty.mkdir()
+    pictures = write_pictures(tmp_path / "two")
+    write_pictures(one)
+    for path in (one / "right").iterdir():
+        path.unlink()
+    (one / "right").rmdir()
+
+    assert "--images: no such directory. Received: no" in line("no")
+    assert f"--images: there are no pictures in {empty}: " in line(empty)
+    assert f"expected at least two subfolders, one per class. Received: {one} with left" in line(one)
+    assert line(pictures, "--batch-size", "7") == "error: --batch-size 7 is more than the 6 pictures"
+    (pictures / "left" / "1.png").write_text("not a picture")
+    assert line(pictures, "--batch-size", "6") == (
+        f"error: --images: this picture cannot be decoded: {pictures / 'left' / '1.png'}"
+    )

@@ -1,0 +1,136 @@
+"""Imports between packages go one way, and no two files import each other, directly or through others.
+
+Imports inside of functions and under `TYPE_CHECKING` count as well.
+"""
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+ORDER = (
+    "rewriters",
+    "rewriters.errors",
+    "rewriters.ir",
+    "rewriters.device",
+    "rewriters.rules",
+    "rewriters.analysis",
+    "rewriters.canonicalize",
+    "rewriters.scheduling",
+    "rewriters.tiling",
+    "rewriters.swapping",
+    "rewriters.emission",
+    "rewriters.estimates",
+    "rewriters.step_importer",
+    "rewriters.pipelining",
+    "rewriters.batch_semantics",
+    "tflms_sft._version",
+    "tflms_sft._util",
+    "tflms_sft._machine",
+    "tflms_sft._cluster",
+    "tflms_sft._params",
+    "tflms_sft._trace",
+    "tflms_sft._report",
+    "tflms_sft._planner",
+    "tflms_sft._pipeline",
+    "tflms_sft._rewrite",
+    "tflms_sft._keras",
+    "tflms_sft._verify",
+    "tflms_sft",
+    "tflms_sft._image_tiles",
+    "tflms_sft.gems",
+    "tflms_sft.unets",
+    "tflms_sft._cli",
+    "tflms_sft.__main__",
+)
+"""Packages, and modules beside them: each may import itself and those above it."""
+
+ENTRANCES = {"rewriters.batch_semantics": {"tflms_sft._pipeline"}}
+"""Packages that only some others may import."""
+
+MAX_FILES, MAX_LINES = 14, 600
+"""Files of a package, lines of a file."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Nothing here touches Keras, and resetting it takes longer than the tests."""
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for top in ("rewriters", "tflms_sft") for path in sorted((ROOT / top).rglob("*.py"))}
+
+
+def imported_modules(path: Path, modules: Iterable[str]) -> set[str]:
+    """Those of `modules` that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            targets = {f"{node.module}.{alias.name}" for alias in node.names}
+            names.update(target if target in modules else str(node.module) for target in targets)
+    return names.intersection(modules)
+
+
+IMPORTS = {name: imported_modules(path, FILES) - {name} for name, path in FILES.items()}
+
+
+def package_of(module: str) -> str:
+    return module if module in ORDER else module.rpartition(".")[0]
+
+
+def circles(imports: Mapping[str, Iterable[str]]) -> Iterator[list[str]]:
+    """Yield a path from each node to itself, if there is one."""
+    for start in imports:
+        paths, seen = [[start]], set()
+        while paths:
+            path = paths.pop()
+            for target in imports[path[-1]]:
+                if target == start:
+                    yield [*path, start]
+                elif target not in seen:
+                    seen.add(target)
+                    paths.append([*path, target])
+
+
+def test_circles_of_a_chain_and_a_ring_are_none_and_the_ring():
+    assert not list(circles({"a": "b", "b": "c", "c": ""}))
+    assert ["a", "b", "a"] in list(circles({"a": "b", "b": "a"}))
+
+
+def test_package_of_every_module_is_in_the_order():
+    assert {package_of(module) for module in FILES} == set(ORDER)
+
+
+def test_files_import_each_other_in_no_circle():
+    assert [" -> ".join(circle) for circle in circles(IMPORTS)] == []
+
+
+def test_packages_import_only_packages_above_them():
+    assert [
+        f"{module} imports {target}"
+        for module, targets in IMPORTS.items()
+        for target in targets
+        if ORDER.index(package_of(module)) < ORDER.index(package_of(target))
+    ] == []
+
+
+def test_packages_with_one_entrance_are_imported_by_nothing_else():
+    for package, users in ENTRANCES.items():
+        importers = {package_of(m) for m, targets in IMPORTS.items() if any(package_of(t) == package for t in targets)}
+        assert importers - {package} == users
+
+
+def test_packages_and_files_are_small():
+    sizes = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    assert {name: size for name, size in sizes.items() if size > MAX_LINES} == {}
+    folders = [path.parent for path in FILES.values()]
+    assert {str(folder) for folder in folders if folders.count(folder) > MAX_FILES} == set()

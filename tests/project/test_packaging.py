@@ -1,0 +1,144 @@
+"""The wheel holds the two packages whole, and nothing else."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("tflms_sft", "rewriters")
+SHIPPED = ("setup.py", "pyproject.toml", "LICENSE", "README.md", *PACKAGES)
+NOT_SHIPPED = ("tests", "benchmarks", "examples", "docs")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A copy, so that the build leaves nothing in the working tree and finds no old build in it."""
+    copy = tmp_path_factory.mktemp("packaging") / "tree"
+    copy.mkdir()
+    for name in (*SHIPPED, *NOT_SHIPPED):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif source.exists():
+            shutil.copy(source, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree) -> zipfile.ZipFile:
+    # No index and no isolation: the build asks for nothing from the network.
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run(
+        [*command, "--wheel-dir", str(tree.parent), str(tree)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tree.parent.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel) -> Message:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(wheel.read(name).decode())
+
+
+def test_packages_are_whole_and_alone(tree, wheel):
+    expected = {
+        path.relative_to(tree).as_posix()
+        for package in PACKAGES
+        for path in (tree / package).rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    assert {"tflms_sft/py.typed", "rewriters/py.typed", "tflms_sft/__main__.py", "tflms_sft/_cli/main.py"} <= expected
+    assert any(name.startswith("rewriters/rules/") for name in expected)
+
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name and not name.endswith("/")}
+    assert packed == expected
+
+
+def test_top_level_is_the_two_packages(wheel):
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    assert not tops & set(NOT_SHIPPED)
+
+
+def test_licence_is_in_the_wheel(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith("/LICENSE"))
+    assert wheel.read(name) == (ROOT / "LICENSE").read_bytes()
+
+
+def version() -> str:
+    text = (ROOT / "tflms_sft" / "_version.py").read_text(encoding="utf-8")
+    (found,) = re.findall(r'^__version__ = "(.+)"$', text, flags=re.MULTILINE)
+    return found
+
+
+def test_name_and_version(metadata):
+    assert (metadata["Name"], metadata["Version"]) == ("tflms-sft", version())
+    assert metadata["Requires-Python"] == ">=3.11"
+
+
+def test_the_command_is_on_the_path_of_whoever_installs_it(wheel, tmp_path):
+    """From the wheel alone, unpacked by pip, and run without TensorFlow being touched."""
+    (path,) = (Path(wheel.filename),)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path)]
+    done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    script = tmp_path / "bin" / "tflms-sft"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for arguments, code, text in ((["--version"], 0, f"tflms-sft {version()}\n"), (["plan"], 2, "")):
+        done = subprocess.run([script, *arguments], capture_output=True, text=True, env=environment, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (code, text), done.stderr
+
+
+def test_imports_take_less_than_a_second_besides_tensorflow():
+    """And nothing else that is slow: no matplotlib, and no SciPy but where Keras imports it itself."""
+    program = """
+import sys, time
+import keras, tensorflow
+before, began = set(sys.modules), time.process_time()
+import tflms_sft
+for name in tflms_sft.__all__:
+    getattr(tflms_sft, name)
+print(time.process_time() - began)
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    seconds, modules = done.stdout.splitlines()
+    assert float(seconds) < 1
+    assert set(modules.split()) - {*sys.stdlib_module_names, "tensorflow", "keras"} == {"tflms_sft", "rewriters"}
+
+
+def test_requirements_and_extras(metadata):
+    # setuptools releases differ in spaces, quotes and the order of bounds.
+    requires = {
+        extra: {_tidy(line) for line in metadata.get_all("Requires-Dist") if _extra(line) == extra}
+        for extra in (None, *metadata.get_all("Provides-Extra"))
+    }
+    assert set(requires) == {None, "gpu", "plot", "compare", "examples", "test"}
+    assert requires[None] == {("tensorflow", "<2.22,>=2.21"), ("keras", "<3.16,>=3.15"), ("numpy", "")}
+    assert requires["gpu"] == {("tensorflow[and-cuda]", "<2.22,>=2.21")}
+    assert requires["plot"] == {("matplotlib", "")}
+    assert requires["compare"] == {("matplotlib", ""), ("torch", "")}
+    assert {"pytest", "setuptools", "wheel"} <= {name for name, _ in requires["test"]}
+
+
+def _extra(line: str) -> str | None:
+    match = re.search(r"extra == ['\"](.+?)['\"]", line)
+    return match.group(1) if match else None
+
+
+def _tidy(line: str) -> tuple[str, str]:
+    """Name and bounds of a `Requires-Dist` line."""
+    name, bounds = re.fullmatch(r"([\w.\[\]-]+)(.*)", line.split(";")[0].replace(" ", "")).groups()
+    return name, ",".join(sorted(bounds.strip("()").split(",")))

@@ -1,0 +1,262 @@
+"""The measured peak of one step; nothing of the user's is changed by it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from gradients import gradient_step, model_of
+from keras import layers
+from pipelined import train_step
+
+import tflms_sft
+from rewriters.device import properties
+from rewriters.device.allocator import ExactAllocator
+from rewriters.ir import tf_internals
+from tflms_sft import PipelineParams, SFTParams
+from tflms_sft._report.memory_chart import readable
+from tflms_sft._report.plan_records import Measurement
+from tflms_sft._rewrite.measure import measure
+
+SIZE = 128
+
+
+def net(size=SIZE):
+    """Depthwise: the kernels of other convolutions take as much again, depending on the processor's cache."""
+    image = x = keras.Input((size, size, 8))
+    for _ in range(4):
+        x = layers.DepthwiseConv2D(3, padding="same", activation="relu")(x)
+    return model_of(image, x)
+
+
+IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float32")
+
+
+@pytest.fixture
+def records(monkeypatch):
+    """Allocation records, whatever else this device has."""
+    monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda tiers=(): None)
+
+
+@pytest.mark.usefixtures("records")
+def test_the_peak_lies_between_the_activations_and_a_few_times_that():
+    step = gradient_step(net())
+    found = tflms_sft.measure(step, IMAGES)
+    activations = 4 * IMAGES.nbytes  # What the backward pass needs of four layers.
+    variables = sum(4 * int(tf.size(v)) for v in step.model.variables)
+    assert activations + variables < found.peak_bytes < 3 * (activations + variables)
+    assert found.source == "allocation records of one step"
+
+
+@pytest.mark.usefixtures("records")
+def test_the_timeline_rises_to_the_peak_and_ends_low():
+    found = tflms_sft.measure(gradient_step(net()), IMAGES)
+    (line,) = found.timelines
+    times, alive = zip(*line.points, strict=True)
+    assert times[0] == 0 and list(times) == sorted(times) and times[-1] > 0
+    assert max(alive) == found.peak_bytes
+    assert alive[-1] < found.peak_bytes / 2
+
+
+def test_timelines_tell_what_the_allocator_tells():
+    """Both are of runs of the same step; its order varies a little."""
+    step = gradient_step(net())
+    found = tflms_sft.measure(step, IMAGES, timelines=True)
+    (line,) = found.timelines
+    assert line.device == "CPU:0" and abs(line.peak_bytes - found.peak_bytes) < 0.25 * found.peak_bytes
+    assert all(size > 0 for _, size in line.largest) and line.largest[0][1] >= IMAGES.nbytes
+    assert tflms_sft.measure(step, IMAGES).timelines == () or not properties.has_allocator_stats()
+
+
+def test_what_is_read_from_disk_is_in_the_timeline(tmp_path):
+    """No allocator knows of it."""
+    params = tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=IMAGES.nbytes)
+    fast = tflms_sft.rewrite(gradient_step(net()), params, IMAGES)
+    found = tflms_sft.measure(fast, IMAGES, timelines=True)
+    assert fast.plan.measured is found
+    (line,) = found.timelines
+    assert any("/swap_in_" in name and size == IMAGES.nbytes for name, size in line.largest)
+    end = sum(4 * int(tf.size(v)) for v in fast.concrete_function.variables) + IMAGES.nbytes
+    assert line.points[-1][1] - end < 0.1 * IMAGES.nbytes, "everything was given back"
+
+
+def piped(params, open_batch):
+    """A step in two stages and two micro-batches, for one size of batch or any, and what it was measured to take."""
+    keras.utils.set_random_seed(1)
+    image = x = keras.Input((SIZE, SIZE, 8))
+    for number in range(4):
+        x = layers.DepthwiseConv2D(3, padding="same", activation="relu", name=f"layer{number}")(x)
+    model = keras.Model(image, layers.GlobalAveragePooling2D()(x))
+    model.compile("sgd", "mse", jit_compile=False)
+    images, labels = np.concatenate([IMAGES, IMAGES]), np.ones((2 * len(IMAGES), 8), "float32")
+    model._symbolic_build(data_batch=(images, labels))
+    size = None if open_batch else len(images)
+    specs = tf.TensorSpec((size, *images.shape[1:])), tf.TensorSpec((size, 8))
+    pipeline = PipelineParams(["layer1"], "gpipe", 2, ["CPU:0"] * 2)
+    step = tflms_sft.rewrite(train_step(model), [params, pipeline], *specs)
+    assert (step._importer.other is not None) == open_batch
+    return tflms_sft.measure(step, images, labels)
+
+
+@pytest.mark.usefixtures("records")
+def test_what_is_read_from_disk_is_in_the_peak_of_a_batch_of_any_size(tmp_path):
+    """Its step is one of two, which are functions."""
+    swaps = tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=IMAGES[0].nbytes)
+    fixed, free = (piped(swaps, open_batch) for open_batch in (False, True))
+    for found in (fixed, free):
+        (line,) = found.timelines
+        read = [name for name, size in line.largest if "/swap_in_" in name and size == IMAGES.nbytes]
+        assert len(read) >= 3 and all(name.startswith("micro_") for name in read)
+        assert line.points[-1][1] - line.points[0][1] < IMAGES.nbytes, "everything was given back"
+    apart = abs(fixed.peak_bytes - free.peak_bytes)
+    assert apart < 2.5 * IMAGES.nbytes, "the order of a run varies; what was read is half of it"
+
+
+@pytest.mark.usefixtures("records")
+@pytest.mark.parametrize("open_batch", [False, True])
+def test_each_micro_batch_has_its_loops_in_the_timeline(open_batch):
+    (line,) = piped(SFTParams((4, 1)), open_batch).timelines
+    loops = [loop for loop, *_ in line.loops]
+    assert loops and all(loops.count(loop) == 2 for loop in loops)
+    assert {loop.partition("/")[2] for loop in loops} == {"forward", "backward"}
+    assert all(0 <= begin < end <= line.points[-1][0] for _, begin, end in line.loops)
+    turns = [readable(name) for name, _ in line.largest if "/while/body/" in name]
+    assert turns and all("(in segment" in name for name in turns)
+
+
+def test_operations_of_branches_have_the_names_that_they_have_in_a_run():
+    @tf.function
+    def step(x, number):
+        def inner():
+            return tf.cond(number > 5, lambda: tf.sin(x), lambda: tf.exp(x))
+
+        return tf.switch_case(number, [lambda: tf.cos(x), inner]) + tf.cond(number > 0, lambda: tf.tan(x), inner)
+
+    arguments = tf.ones(3), tf.constant(1)
+    concrete_fn = step.get_concrete_function(*arguments)
+    types = dict(tf_internals.operations(concrete_fn.graph))
+    assert {"Sin", "Exp", "Cos", "Tan"} <= {operation.type for operation in types.values()}
+    times = tf_internals.times(tf_internals.step_stats(concrete_fn, arguments))
+    ran = [types[name].type for name in times if name in types]
+    assert ran.count("Exp") == ran.count("Tan") == 1 and not {"Sin", "Cos"} & {*ran}
+
+
+@pytest.mark.usefixtures("records")
+def test_the_rewritten_step_needs_less():
+    step = gradient_step(net())
+    plain = tflms_sft.measure(step, IMAGES).peak_bytes
+    fast = tflms_sft.rewrite(step, SFTParams((4, 4)), IMAGES)
+    assert tflms_sft.measure(fast, IMAGES).peak_bytes - IMAGES.nbytes < 0.6 * (plain - IMAGES.nbytes)
+
+
+def test_all_ways_to_hand_a_step_over_give_about_the_same():
+    step = gradient_step(net())
+    by_function = tflms_sft.measure(step, IMAGES).peak_bytes
+    by_keyword = tflms_sft.measure(step, images=IMAGES).peak_bytes
+    by_concrete = tflms_sft.measure(step.get_concrete_function(IMAGES), tf.constant(IMAGES)).peak_bytes
+    assert np.allclose([by_keyword, by_concrete], by_function, rtol=0.3)
+
+
+@pytest.fixture(params=["records", "statistics"])
+def either_way(request, monkeypatch):
+    """Devices without and with allocator statistics; where there are some, the step itself runs, twice."""
+    statistics = request.param == "statistics"
+    monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda tiers=(): 0 if statistics else None)
+    if statistics:
+        monkeypatch.setattr(
+            "tflms_sft._rewrite.measure.read_peak", lambda in_use, own, tiers: Measurement(1, "statistics")
+        )
+    return request.param
+
+
+def test_weights_slots_metrics_and_seeds_are_as_before(either_way):
+    keras.utils.set_random_seed(0)
+    image = keras.Input((16, 16, 3))
+    x = layers.BatchNormalization()(layers.Conv2D(4, 3)(image))
+    x = layers.GlobalAveragePooling2D()(layers.Dropout(0.5)(x))
+    model = keras.Model(image, layers.Dense(2)(x))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    images, labels = np.random.default_rng(0).normal(size=(4, 16, 16, 3)).astype("float32"), np.arange(4) % 2
+    model.fit(images, labels, verbose=0)
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    before = [np.array(v) for v in variables]
+    step = tf.function(lambda x, y: model.train_step((x, y)))
+    rewritten = tflms_sft.rewrite(step, SFTParams((2, 2)), images, labels)
+    for measured in (step, rewritten):
+        assert either_way in tflms_sft.measure(measured, images, labels).source
+        assert all(np.array_equal(a, v) for a, v in zip(before, variables, strict=True))
+    step(images, labels)
+    assert not all(np.array_equal(a, v) for a, v in zip(before, variables, strict=True))
+
+
+def test_variables_are_put_back_after_an_error():
+    variable = tf.Variable(1.0)
+
+    @tf.function
+    def step(x):
+        variable.assign_add(1.0)
+        with tf.control_dependencies([tf.debugging.assert_positive(x)]):
+            return variable * x
+
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        tflms_sft.measure(step, tf.constant(-1.0))
+    assert float(variable) == 1.0
+
+
+@pytest.mark.parametrize("step", [None, "step", lambda x: x])
+def test_what_is_no_step_is_refused(step):
+    with pytest.raises(
+        TypeError, match="`step` must be a rewritten step, a `tf.function` or a `ConcreteFunction`"
+    ) as e:
+        tflms_sft.measure(step, 1)
+    assert f"of type {type(step).__name__}" in str(e.value)
+
+
+@pytest.mark.parametrize(("peak", "expected"), ((0, None), (800, None), (1100, 1100)))
+def test_a_peak_below_what_the_step_itself_has_is_none(monkeypatch, peak, expected):
+    """Some allocators count only blocks above a size."""
+    monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": peak, "current": 0})
+    found = measure.read_peak(0, [600, 400])
+    assert (found and found.peak_bytes) == expected
+
+
+def test_small_blocks_that_an_allocator_does_not_count_are_added(monkeypatch):
+    """oneDNN's allocator for a CPU has another one for blocks of less than 256 KiB, without statistics."""
+    monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": 1500, "current": 0})
+    monkeypatch.setattr(properties, "counted_from", lambda: 500)
+    monkeypatch.setattr(properties, "pool", ExactAllocator)
+    assert measure.read_peak(650, [600, 400, 300]).peak_bytes == 1500 - 50 + 700
+    many = [400] * 10
+    assert measure.read_peak(0, many).peak_bytes == 1500 + sum(many), "more than what is seen"
+    assert measure.read_peak(0, [600, 1000, *many]) is None, "not even what is counted"
+
+
+@pytest.mark.parametrize(("seen_from", "expected"), [(0, 0), (256, 0), (2**18, 2**18), (2**30, 0)])
+def test_from_which_size_on_blocks_are_counted_is_tried(monkeypatch, seen_from, expected):
+    sizes = []
+
+    def info(name):
+        return {"current": sum(size for size in sizes if size >= seen_from)}
+
+    monkeypatch.setattr(properties, "has_allocator_stats", lambda: True)
+    monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", info)
+    monkeypatch.setattr("tensorflow.identity", lambda value: sizes.append(value.shape[0]))
+    properties.counted_from.cache_clear()
+    try:
+        assert properties.counted_from() == expected
+    finally:
+        properties.counted_from.cache_clear()
+
+
+def test_what_cannot_be_copied_is_named():
+    keys = tf.lookup.KeyValueTensorInitializer(tf.constant([1, 2]), tf.constant([3.0, 4.0]))
+    table = tf.lookup.StaticHashTable(keys, 0.0)
+    weight = tf.Variable(1.0)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(table.lookup(x)) * weight
+        return tape.gradient(loss, weight)
+
+    with pytest.raises(TypeError, match="a resource that is no variable .a lookup table"):
+        tflms_sft.measure(step, tf.constant([1, 2]), timelines=True)

@@ -1,0 +1,91 @@
+"""What may run at once in a rewritten step: no loop beside earlier updates, no two convolutions' gradients."""
+
+import itertools
+
+import keras
+import pytest
+from equivalence import Cut, keras_step, plan
+from nets import conv
+
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize import canonicalize
+from rewriters.device.kernel_scratch import takes_memory
+from rewriters.emission import tile_pass
+from rewriters.ir.graph import ancestors
+
+LAYERS = 4
+LOOPS = [Cut("input", "middle", (2, 2)), Cut("middle", "out", (2, 2))]
+
+
+def net(x):
+    return conv(6, name="out")(conv(6)(conv(5, name="middle")(conv(4)(x))))
+
+
+def rewritten(cuts, optimizer=None):
+    """In float64, whose convolutions unfold with oneDNN too."""
+    step = keras_step(net, (12, 10), 2, optimizer=optimizer, steps=1)
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    return tile_pass.tile_segments(analysis, plan(analysis, cuts))
+
+
+def updates_before_the_last_loop(optimizer):
+    """Of the variables of the second segment, and of those the ones that the first segment's loop waits for."""
+    graph = rewritten(LOOPS, optimizer)
+    loops = tile_pass.loop_nodes(graph)
+    first, second = (graph.nodes[loops[name, "backward"]] for name in ("segment0", "segment1"))
+    assigns = [node for node in graph.nodes.values() if node.op.startswith("Assign") and second in ancestors([node])]
+    mine = [node for node in assigns if first not in ancestors([node])]
+    return mine, [node for node in mine if node in ancestors([first])]
+
+
+@pytest.mark.parametrize("make", [keras.optimizers.SGD, keras.optimizers.Adam])
+def test_a_loop_waits_for_the_updates_of_the_layers_behind_it(make):
+    mine, awaited = updates_before_the_last_loop(make())
+    assert len(mine) >= 4 and awaited == mine  # Two filters and their biases.
+
+
+def test_updates_that_need_all_gradients_are_not_waited_for():
+    mine, awaited = updates_before_the_last_loop(keras.optimizers.SGD(global_clipnorm=1.0))
+    assert not mine and not awaited
+
+
+def at_once(nodes, before):
+    """Pairs neither of which waits for the other."""
+    return [pair for pair in itertools.combinations(nodes, 2) if not any(a in before(b) for a, b in (pair, pair[::-1]))]
+
+
+def test_gradients_of_different_convolutions_run_one_after_another():
+    """Where they are whole; the two of one convolution may run at once."""
+    graph = rewritten([Cut("middle", "out", (1, 2))])
+    nodes = [node for node in graph.nodes.values() if takes_memory(node)]
+    assert len(nodes) == 3
+    pairs = at_once(nodes, lambda node: ancestors([node]))
+    assert all(a.inputs[-1] == b.inputs[-1] for a, b in pairs) and len(pairs) == 1
+
+
+@pytest.mark.parametrize("halo", ["recompute", "carry"])
+def test_gradients_in_a_turn_run_one_after_another(halo):
+    graph = rewritten([Cut("input", "out", (2, 1), halo=halo)])
+    found = [_unfolding(function) for function in graph.library.function]
+    (nodes, before), *others = (pair for pair in found if pair[0])
+    assert not others and len(nodes) == 2 * LAYERS - 1
+    pairs = at_once(nodes, before.get)
+    assert len(pairs) == LAYERS - 1
+    for pair in pairs:
+        assert {"BackpropFilter", "BackpropInput"} == {name.split("Conv2D")[-1] for name in pair}
+
+
+def _unfolding(function):
+    """Gradients of convolutions in a function's body, and what each node of it waits for."""
+    direct = {n.name: {i.lstrip("^").partition(":")[0] for i in n.input} for n in function.node_def}
+    before = {}
+
+    def all_before(name):
+        if name not in before:
+            before[name] = set().union(*({b} | all_before(b) for b in direct.get(name, ())))
+        return before[name]
+
+    nodes = [node.name for node in function.node_def if node.op.startswith("Conv2DBackprop")]
+    for name in nodes:
+        all_before(name)
+    return nodes, before

@@ -1,0 +1,164 @@
+"""Large operations one after another: the same bits, a lower peak, and an order that memory is the reason for."""
+
+import keras
+import pytest
+import tensorflow as tf
+from equivalence import keras_step
+from graph_changes import changed
+from keras import layers
+
+from rewriters.analysis import summation_order
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize import canonicalize
+from rewriters.device.peak_memory import graph_peak, graph_schedule
+from rewriters.ir.graph import Graph, Node, ancestors, predecessors
+from rewriters.scheduling.delay_early_ops import earliest_forward_level
+from rewriters.scheduling.serialize_ops import serialize_large_ops
+from rewriters.swapping.swap_pass import prepare_for_swapping
+
+
+def serialised(analysis, min_bytes=1):
+    graph = analysis.graph.copy()
+    backward, untouched = (
+        {n.name for n in nodes} for nodes in (analysis.backward, summation_order.flattenable_sums(analysis))
+    )
+    serialize_large_ops(graph, backward, untouched, min_bytes, 2)
+    return graph
+
+
+def forked(x):
+    """Two branches, each of which needs much for a while."""
+    x = layers.Conv2D(8, 3, padding="same")(x)
+    a, b = (layers.BatchNormalization()(layers.Conv2D(8, 1)(x)) for _ in range(2))
+    return layers.ReLU()(a * b)
+
+
+@pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
+def test_the_same_bits_and_no_higher_peak(known):
+    step = keras_step(forked, (16, 16), 2, known, keras.optimizers.Adam(), steps=4)
+    before = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    graph, same = changed(step, serialised)
+    assert same
+    peaks = [graph_peak(graph_schedule(g, (), 2, []), {}, limit=0).peak_bytes for g in (before.graph, graph)]
+    assert peaks[1] <= peaks[0]
+
+
+def test_the_forward_phase_waits_for_nothing_of_the_backward_phase():
+    """With an unknown batch the backward phase has operations that run early."""
+    step = keras_step(forked, (16, 16), 2, known_batch=False)
+    before = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    graph = serialised(before)
+    after = GraphAnalysis(graph)
+    assert {n.name for n in after.backward} == {n.name for n in before.backward}
+    ready = earliest_forward_level(after)
+    assert all(ready[n] == after.graph.levels()[n] for n in after.order if n in after.data - after.backward)
+
+
+def test_sums_that_may_be_merged_are_not_touched():
+    def net(x):
+        return layers.Conv2D(4, 1)(x) + layers.Conv2D(4, 1)(x) + layers.Conv2D(4, 1)(x)
+
+    step = keras_step(net, (8, 8), 2)
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    names = {node.name for node in summation_order.flattenable_sums(analysis)}
+    graph = serialised(analysis)
+    assert len(names) >= 2 and not any(graph.nodes[name].control_inputs for name in names)
+    assert not any(before.name in names for node in graph.nodes.values() for before in node.control_inputs)
+
+
+def test_small_operations_stay_free():
+    step = keras_step(forked, (16, 16), 2)
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    large = 2 * 16 * 16 * 8 * 8
+    few, all_ = (sum(len(n.control_inputs) for n in serialised(analysis, m).nodes.values()) for m in (large, 1))
+    none = sum(len(n.control_inputs) for n in analysis.graph.nodes.values())
+    assert none < few < all_
+
+
+def by_hand():
+    """A tensor `x` that two branches read; each makes two more of its size, and something small of them."""
+    graph = Graph({}, [], [], [], None, None)
+
+    def add(name, op, inputs, size):
+        return graph.add(Node(name, op, [n.out() for n in inputs], outputs=[(tf.float64, (size,))]))
+
+    source = add("source", "Const", [], 1)
+    x = add("x", "Roll", [source], 100)
+    ends = []
+    for branch in "ab":
+        first, second = (add(f"{branch}{n}", "Roll", [x], 100) for n in (1, 2))
+        ends.append(add(f"{branch}3", "Roll", [first, second], 1))
+    graph.outputs = [add("end", "Roll", ends, 1).out()]
+    return graph
+
+
+def test_a_branch_ends_before_another_begins():
+    graph = by_hand()
+    serialize_large_ops(graph, (), (), 800, 1)
+    order = [node.name for node in graph.topological() if node.name[0] in "ab"]
+    assert order in (["a1", "a2", "a3", "b1", "b2", "b3"], ["a2", "a1", "a3", "b1", "b2", "b3"])
+    assert [c.name for c in graph.nodes["b1"].control_inputs] == ["a3"]
+    peaks = [graph_peak(graph_schedule(g, (), 1, []), {}, limit=0).peak_bytes for g in (by_hand(), graph)]
+    assert peaks[0] >= 5 * 800 and peaks[1] < 3 * 800 + 100
+    assert all(len(set(predecessors(node))) == len(predecessors(node)) for node in graph.nodes.values())
+
+
+def test_what_reads_much_for_something_small_ends_before_more_is_made():
+    """A filter's gradient holds the gradient that it reads; the other reader of that may end first."""
+    graph = Graph({}, [], [], [], None, None)
+
+    def add(name, inputs, size):
+        return graph.add(Node(name, "Roll", [n.out() for n in inputs], outputs=[(tf.float64, (size,))]))
+
+    source = graph.add(Node("source", "Const", outputs=[(tf.float64, (1,))]))
+    gradient = add("gradient", [source], 100)
+    small = add("small", [gradient], 1)
+    first = add("first", [gradient], 100)
+    second = add("second", [first], 100)
+    graph.outputs = [small.out(), second.out()]
+    serialize_large_ops(graph, (), (), 800, 1)
+    assert small in first.control_inputs + second.control_inputs
+    assert gradient not in small.control_inputs, "both readers may run at once"
+
+
+def test_the_operand_that_needs_most_is_made_first():
+    """As in a normalisation's gradient: `scaled` could be there early, and would wait while the other part is made."""
+    graph = Graph({}, [], [], [], None, None)
+
+    def add(name, op, inputs, size):
+        return graph.add(Node(name, op, [n.out() for n in inputs], outputs=[(tf.float64, (size,))]))
+
+    source = graph.add(Node("source", "Const", outputs=[(tf.float64, (1,))]))
+    gradient = add("gradient", "Roll", [source], 100)
+    scaled = add("scaled", "Roll", [gradient], 100)
+    wide = add("wide", "Roll", [gradient], 300)
+    narrow = add("narrow", "Roll", [wide], 100)
+    end = add("end", "Roll", [scaled, narrow], 100)
+    graph.outputs = [end.out()]
+    serialize_large_ops(graph, (), (), 800, 1)
+    order = [node.name for node in graph.topological()]
+    assert order.index("narrow") < order.index("scaled")
+    assert graph_peak(graph_schedule(graph, (), 1, []), {}, limit=0).peak_bytes < 8 * (100 + 300 + 100) + 8 * 50
+
+
+def test_nothing_comes_between_what_onednn_makes_one():
+    """A padding and its convolution, a convolution and its bias: as one operation they would wait for themselves."""
+    kernel, bias = tf.Variable(tf.ones((3, 3, 4, 4))), tf.Variable(tf.ones((4,)))
+
+    def function(x):
+        with tf.GradientTape() as tape:
+            y = tf.nn.conv2d(tf.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), kernel * 2.0, 1, "VALID")
+            loss = tf.reduce_sum(tf.nn.relu(tf.nn.bias_add(y, bias * 2.0)))
+        kernel.assign_sub(tape.gradient(loss, kernel))
+        return loss
+
+    concrete_fn = tf.function(function).get_concrete_function(tf.TensorSpec((2, 8, 8, 4)))
+    graph = prepare_for_swapping(canonicalize.read_canonical(concrete_fn), 1, 2).graph
+    pairs = [(t.node, n) for n in graph.nodes.values() for t in n.inputs if (t.node.op, n.op) in PAIRS]
+    assert len(pairs) == 2
+    for node, reader in pairs:
+        others = [before for before in predecessors(reader) if before is not node]
+        assert node not in ancestors(others)
+
+
+PAIRS = (("Pad", "Conv2D"), ("Conv2D", "BiasAdd"))

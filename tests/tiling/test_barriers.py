@@ -1,0 +1,527 @@
+"""Segments with barriers: BatchNorm in training mode and other sums that a forward pass waits for."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import TOLERANCE, error, keras_step
+from keras import layers
+from nets import NORMALISED, Compiled, bottlenecks, chain, conv_norm, momentum, u_net
+
+import tflms_sft
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize import canonicalize
+from rewriters.emission import loop_outputs, tile_pass
+from rewriters.errors import RewriteError
+from rewriters.ir.graph import from_tf_graph
+from rewriters.rules import reduction
+from rewriters.rules.registry import Combination
+from rewriters.step_importer import StepImporter
+from rewriters.tiling import barrier_levels, checkpoint_selection, tile_planner
+from rewriters.tiling.barrier_levels import MomentPair, assign_levels
+from rewriters.tiling.barrier_planner import barrier_segment, has_barriers
+from rewriters.tiling.checkpoint_selection import CheckpointSelection
+from rewriters.tiling.tile_planner import Grid
+
+# Rewriting --------------------------------------------------------------------------------------------------
+
+
+class Parts:
+    """A step, its roles, and what it stores."""
+
+    def __init__(self, concrete_fn, batch=2, merge=True, cheap_flops=0.0):
+        self.concrete_fn = concrete_fn
+        self.analysis = GraphAnalysis(canonicalize.read_canonical(concrete_fn))
+        self.roles = assign_levels(self.analysis, merge=merge)
+        self.storage = CheckpointSelection(self.analysis, self.roles, batch, cheap_flops=cheap_flops)
+
+    def segment(self, kept=None):
+        return barrier_segment(self.analysis, "segment1", self.roles, self.storage, kept)
+
+    def rewritten(self, grid, backward_grid=None, kept=None):
+        plan = tile_pass.plan_segment(self.analysis, self.segment(kept), grid, backward_grid)
+        importer = StepImporter(tile_pass.tile_segments(self.analysis, [plan]), self.concrete_fn)
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.concrete_fn.inputs[: importer.num_arguments]]
+        function = tf.function(lambda *args: importer(args), input_signature=specs, autograph=False)
+        return function.get_concrete_function()
+
+
+def differing(step, function, tolerance=TOLERANCE):
+    want, got = step.run(step.concrete_fn), step.run(function)
+    assert list(want) == list(got)
+    errors = {name: error(got[name], want[name]) for name in want}
+    return {name: value for name, value in errors.items() if not value <= tolerance}
+
+
+DEEP_IS_SLOW = [pytest.param(net, marks=pytest.mark.slow) if net is bottlenecks else net for net in NORMALISED]
+
+
+@pytest.mark.parametrize("net", DEEP_IS_SLOW)
+@pytest.mark.parametrize("known_batch", (pytest.param(True, marks=pytest.mark.slow), False), ids=("known", "unknown"))
+def test_all_that_a_step_computes_is_the_same(net, known_batch):
+    step = keras_step(net, (17, 14), 3, known_batch, momentum())
+    parts = Parts(step.concrete_fn, 3)
+    assert has_barriers(parts.analysis, parts.roles)
+    fewest = parts.storage.checkpoints()[-1]
+    assert not differing(step, parts.rewritten(Grid(1, (3, 2)), Grid(2, (4, 3))))
+    assert not differing(step, parts.rewritten(Grid(2, (5, 1)), kept=fewest))
+    assert not differing(step, parts.rewritten(Grid(1, (17, 14)), kept=set()))
+
+
+@pytest.mark.parametrize("net", NORMALISED)
+def test_one_tile_gives_the_same_forward_pass_to_the_last_bit(net):
+    step = keras_step(net, (10, 9), 2, True, momentum(), steps=1)
+    want, got = step.run(step.concrete_fn), step.run(Parts(step.concrete_fn).rewritten(Grid(1, (1, 1))))
+    for name, value in want.items():
+        if "loss" in name or "moving" in name:
+            assert np.array_equal(value, got[name]), name
+    assert not differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (1, 1))), 1e-12)
+
+
+def test_variances_in_loops_of_their_own():
+    step = keras_step(chain, (9, 8), 2, True, momentum())
+    merged, apart = Parts(step.concrete_fn), Parts(step.concrete_fn, merge=False)
+    assert len(apart.segment().loops) == len(merged.segment().loops) + 3
+    assert not differing(step, apart.rewritten(Grid(1, (2, 3))))
+
+
+def test_two_losses_and_a_frozen_normalisation():
+    def net(x):
+        x = layers.ReLU()(conv_norm(x, 4))
+        frozen = layers.BatchNormalization()
+        frozen.trainable = False
+        x = layers.Dropout(0.3, seed=3)(frozen(layers.Conv2D(3, 3)(x)))
+        return layers.ActivityRegularization(l2=0.1)(conv_norm(x, 3))
+
+    step = keras_step(net, (12, 11), 2, True, momentum(), steps=1)
+    assert not differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (3, 2)), kept=set()))
+
+
+class OfTheImage(layers.Layer):
+    """Reductions that images read as they are, without their axes."""
+
+    def call(self, x):
+        x = (x - tf.reduce_mean(x, [0, 1, 2])) / tf.reduce_max(x)
+        steps = tf.reduce_mean(tf.cast(10 * x, tf.int32), [1, 2], keepdims=True)
+        return x * tf.cast(1 + steps, x.dtype) + tf.math.reduce_prod(1 + 1e-4 * tf.abs(x), [1, 2], keepdims=True)
+
+
+class OfEachImage(layers.Layer):
+    """Moments of each image, of as many channels as fill a line of memory."""
+
+    def call(self, x):
+        mean, variance = tf.nn.moments(x, [1, 2], keepdims=True)
+        return (x - mean) * tf.math.rsqrt(variance + 1e-3)
+
+
+class Doubled(layers.Layer):
+    """The batch twice, as a discriminator sees true and made images."""
+
+    def call(self, x):
+        return tf.concat([x, 2 * x], 0)
+
+
+class Halved(layers.Layer):
+    def call(self, x):
+        return x[: tf.shape(x)[0] // 2]
+
+
+class Reference(layers.Layer):
+    """One image beside the batch, with weights of its own."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(3, 3, 3, shape[-1]))
+        self.image = tf.constant(np.random.default_rng(1).normal(size=(1, *shape[1:3], 3)))
+
+    def call(self, x):
+        one = tf.nn.conv2d(self.image + 0 * tf.reduce_mean(x), self.kernel, 1, "SAME")
+        return x * tf.tanh(one)
+
+
+ODD = {
+    "reductions without axes": lambda x: OfTheImage()(layers.ReLU()(conv_norm(x, 4))),
+    "moments of each image": lambda x: layers.ReLU()(OfEachImage()(layers.Conv2D(16, 3, padding="same")(x))),
+    "twice the batch": lambda x: Halved()(layers.ReLU()(conv_norm(Doubled()(layers.ReLU()(conv_norm(x, 4))), 4))),
+    "an image beside the batch": lambda x: Reference()(layers.ReLU()(conv_norm(x, 4))),
+    "one pixel to the end": lambda x: layers.Conv2D(5, 1)(layers.GlobalAveragePooling2D(keepdims=True)(chain(x))),
+}
+
+
+@pytest.mark.parametrize("net", ODD)
+@pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
+def test_odd_steps(net, known_batch):
+    """The norm over all gradients lets those of filters depend on more than sums."""
+    optimizer = keras.optimizers.Adam(0.01, epsilon=1e-2, global_clipnorm=0.5)
+    step = keras_step(ODD[net], (12, 11), 3, known_batch, optimizer)
+    parts = Parts(step.concrete_fn, 3)
+    assert has_barriers(parts.analysis, parts.roles)
+    for grid in (Grid(1, (1, 1)), Grid(2, (3, 2))):
+        assert not differing(step, parts.rewritten(grid, kept=set()))
+
+
+def test_the_largest_of_nothing_but_minus_infinity():
+    image = tf.constant(np.full((2, 6, 5, 1), -np.inf))
+    whole = tf.function(lambda x: tf.reduce_max(x, [1, 2]), autograph=False).get_concrete_function(image)
+    tensor = from_tf_graph(whole.graph, whole.inputs, [whole.graph.get_operation_by_name("Max").outputs[0]], [])
+    found = loop_outputs.ReductionOutput(tensor.outputs[0], Combination.MAXIMUM, per_image=True)
+    assert np.all(np.array(found.initial(Turns(None))[0].initial) == -np.inf)
+
+
+def test_branches_of_two_batches_are_not_taken_to_be_of_one():
+    """Labelled images and seven times as many others, as in semi-supervised training."""
+    kernel = tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 3, 4)), dtype=tf.float64)
+
+    @tf.function(autograph=False)
+    def step(few, many):
+        with tf.GradientTape() as tape:
+            parts = [normalised(tf.nn.conv2d(x, kernel, 1, "SAME")) for x in (few, many)]
+            loss = sum(tf.reduce_mean(tf.square(part) * 0.5 * part) for part in parts)
+        return loss, tape.gradient(loss, kernel)
+
+    random = np.random.default_rng(0)
+    few, many = (tf.constant(random.normal(size=(n, 9, 8, 3))) for n in (2, 14))
+    spec = tf.TensorSpec((None, 9, 8, 3), tf.float64)
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles={"batch": 2, "height": 2, "width": 1}), spec, spec)
+    assert fast.plan.segments
+    for got, want in zip(fast(few, many), step(few, many), strict=True):
+        assert error(got, want) < TOLERANCE
+
+
+def normalised(x):
+    mean, variance = tf.nn.moments(x, [0, 1, 2], keepdims=True)
+    return tf.nn.relu((x - mean) * tf.math.rsqrt(variance + 1e-3))
+
+
+def gradients_of(loss_of, *kernels, largest=np.inf):
+    """The step that gives a loss, which must not be larger, and its gradients; and images for it."""
+    random = np.random.default_rng(0)
+    weights = [tf.Variable(random.normal(size=shape)) for shape in kernels]
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = loss_of(x, *weights)
+        checks = [] if largest == np.inf else [tf.debugging.assert_less(loss, tf.constant(largest, tf.float64))]
+        with tf.control_dependencies(checks):
+            return loss, tape.gradient(loss, weights)
+
+    return step, tf.constant(random.normal(size=(4, 9, 8, 3))), tf.TensorSpec((None, 9, 8, 3), tf.float64)
+
+
+def furthest_of(step, images, spec, num_tiles=(2, 2)):
+    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=num_tiles), spec)
+    assert fast.plan.segments
+    pairs = zip(tf.nest.flatten(fast(images)), tf.nest.flatten(step(images)), strict=True)
+    return max(error(got, want) for got, want in pairs)
+
+
+def test_a_loss_that_is_linear_in_the_scores():
+    """As a critic's: most of the backward phase does not wait for the forward phase, but for shapes of its results."""
+
+    def loss_of(x, first, second, dense):
+        x = normalised(tf.nn.conv2d(normalised(tf.nn.conv2d(x, first, 1, "SAME")), second, 2, "SAME"))
+        return -tf.reduce_mean(tf.reshape(x, (tf.shape(x)[0], 80)) @ dense)
+
+    assert furthest_of(*gradients_of(loss_of, (3, 3, 3, 4), (3, 3, 4, 4), (80, 1))) < TOLERANCE
+
+
+def test_a_gradient_penalty():
+    """A gradient that the loss reads is taken for what comes before the loss, and runs on tiles with it."""
+
+    def loss_of(x, first, second):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            features = tf.nn.softplus(tf.nn.conv2d(normalised(tf.nn.conv2d(x, first, 1, "SAME")), second, 1, "SAME"))
+            score = tf.reduce_mean(features)
+        slope = tape.gradient(score, x)
+        return score + tf.reduce_mean((tf.sqrt(tf.reduce_sum(slope**2, [1, 2, 3])) - 1.0) ** 2)
+
+    step, images, spec = gradients_of(loss_of, (3, 3, 3, 4), (3, 3, 4, 4))
+    for known in (images, spec):
+        assert furthest_of(step, images, known) < TOLERANCE
+
+
+@pytest.mark.parametrize("axes", ([0], [0, 1], [0, 3]))
+def test_a_mean_over_the_batch(axes):
+    """It has the rows of an image, but no batch; its gradient is spread over the batch again."""
+
+    def loss_of(x, first, second):
+        x = normalised(tf.nn.conv2d(x, first, 1, "SAME"))
+        x = x + tf.reduce_mean(x, axes, keepdims=True)
+        return tf.reduce_mean(tf.square(tf.nn.relu(tf.nn.conv2d(x, second, 1, "SAME"))))
+
+    step, images, spec = gradients_of(loss_of, (3, 3, 3, 4), (3, 3, 4, 4))
+    for known in (images, spec):
+        assert furthest_of(step, images, known) < TOLERANCE
+
+
+@pytest.mark.parametrize("known", (True, False))
+def test_a_branch_on_another_device_with_more_images(known):
+    """It has loops and a batch of its own."""
+
+    def branch(x, kernels):
+        for kernel in kernels:
+            x = normalised(tf.nn.conv2d(x, kernel, 1, "SAME"))
+        return tf.reduce_mean(x)
+
+    def loss_of(x, *kernels):
+        few = branch(x, kernels[:2])
+        with tf.device("/CPU:0"):
+            many = branch(tf.concat([x, x[::-1] * 0.5, x + 1.0], 0), kernels[2:])
+        return tf.square(few + 1.0) + tf.square(many + 2.0) + few * many
+
+    step, images, spec = gradients_of(loss_of, *[(3, 3, 3, 4), (3, 3, 4, 4)] * 2)
+    assert furthest_of(step, images, images if known else spec, (2, 3, 2)) < TOLERANCE
+
+
+def test_gradients_asked_for_after_an_assertion():
+    """Their shapes wait for it, and are known all the same."""
+
+    def loss_of(x, first, second):
+        x = normalised(tf.nn.conv2d(normalised(tf.nn.conv2d(x, first, 1, "SAME")), second, 1, "SAME"))
+        return tf.reduce_mean(tf.square(x))
+
+    step, images, spec = gradients_of(loss_of, (3, 3, 3, 4), (3, 3, 4, 4), largest=1e9)
+    for known in (images, spec):
+        assert furthest_of(step, images, known) < TOLERANCE
+
+
+# Loops ------------------------------------------------------------------------------------------------------
+
+
+def test_each_batch_norm_is_one_barrier_forward_and_one_backward():
+    parts = Parts(keras_step(chain, (9, 8)).concrete_fn)
+    loops = parts.segment().loops
+    levels = {loop.level: loop.backward for loop in loops}
+    assert list(levels.values()) == [False] * 4 + [True] * 4
+    assert all(len(loop.moments) == (number < 3) for number, loop in enumerate(loops))
+    assert [len(loop.writes) for loop in loops[:4]] == [1, 1, 1, 0]  # The convolutions' results and no others.
+    assert all(tensor.node.op == "Conv2D" for loop in loops[:4] for tensor in loop.writes)
+
+
+def test_what_would_be_computed_from_more_than_it_has_is_stored():
+    """The sums of a residual network: else each block would read all blocks before it."""
+    parts = Parts(keras_step(bottlenecks, (24, 24)).concrete_fn)
+    written = [tensor for loop in parts.segment().loops if not loop.backward for tensor in loop.writes]
+    assert sum(tensor.node.op in ("Add", "AddV2") for tensor in written) == 3
+    most = max(len(loop.reads) for loop in parts.segment().loops)
+    assert most <= 6
+
+
+def test_a_gradient_that_lets_go_of_two_tensors_is_made_before_it_is_read_with_a_halo(monkeypatch):
+    """What comes out of the gradient of a normalisation, before the gradients of the convolution take it."""
+    concrete_fn, ways = keras_step(deep, (24, 24)).concrete_fn, []
+    for least in (checkpoint_selection.LEAST_FREED, 100.0):
+        monkeypatch.setattr(checkpoint_selection, "LEAST_FREED", least)
+        parts = Parts(concrete_fn)
+        ways.append(parts.segment(parts.storage.checkpoints()[-1]).loops)
+    at = [[any(node.op == "Conv2DBackpropInput" for node in loop.body) for loop in loops] for loops in ways]
+    images = [[len(loop.reads) for loop in itertools.compress(*way)] for way in zip(ways, at, strict=True)]
+    assert np.median(images[0]) == 2 and np.median(images[1]) == 3
+    there = [list(itertools.compress(held(loops), which)) for loops, which in zip(ways, at, strict=True)]
+    assert np.sum(there[0]) < 0.9 * np.sum(there[1]) and all(few <= many for few, many in zip(*there, strict=True))
+
+
+def readable(loops):
+    """Tensors that each loop reads without having been written before."""
+    written = {tensor for loop in loops for tensor in loop.writes}
+    seen, missing = set(), []
+    for loop in loops:
+        missing += [tensor for tensor in loop.reads if tensor in written - seen]
+        seen.update(loop.writes)
+    return missing
+
+
+@pytest.mark.parametrize("net", NORMALISED)
+def test_loops_read_what_was_written_and_make_every_sum_once(net):
+    parts = Parts(keras_step(net, (17, 14)).concrete_fn)
+    for kept in [None, set(), *parts.storage.checkpoints()]:
+        loops = parts.segment(kept).loops
+        assert not readable(loops)
+        assert [loop.level for loop in loops] == sorted(loop.level for loop in loops)
+        again = [loop for loop, after in zip(loops, loops[1:], strict=False) if loop.level == after.level]
+        assert all(loop.backward and loop.writes and not loop.sums for loop in again), "these make tensors again"
+        sums = [node for loop in loops for node in loop.sums]
+        assert len(sums) == len(set(sums)) == len(parts.roles.sums)
+
+
+def held(loops, batch=2):
+    """Bytes of whole tensors that are there while each loop runs and were made by one."""
+    made, there = {}, [set() for _ in loops]
+    for number, loop in enumerate(loops):
+        for tensor in loop.reads:
+            for between in range(made.get(tensor, number), number + 1):
+                there[between].add((tensor, made.get(tensor)))
+        made.update((tensor, number) for tensor in loop.writes)
+    return [sum(tensor.num_bytes(batch) for tensor, loop in every if loop is not None) for every in there]
+
+
+def test_checkpoints_need_less_and_less():
+    parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
+    loops = [parts.segment(kept).loops for kept in parts.storage.checkpoints()]
+    sizes = [max(held(every)) for every in loops]
+    assert len(sizes) >= 3 and sizes[-1] < 0.6 * sizes[0]
+    first, last = (sum(len(loop.writes) for loop in every) for every in (loops[0], loops[-1]))
+    assert first < last < 1.5 * first, "made again, and each once"
+
+
+def test_what_is_dropped_is_made_again_by_loops_of_its_own():
+    """In a single loop a turn would pay for the halos of all convolutions between two checkpoints."""
+    parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
+    for kept in (set(), *parts.storage.checkpoints()):
+        loops = parts.segment(kept).loops
+        convolutions = [sum(node.op == "Conv2D" for node in loop.body) for loop in loops]
+        assert max(convolutions) <= 2
+        written = [tensor for loop in loops for tensor in loop.writes]
+        assert max(map(written.count, written)) <= 2
+
+
+@pytest.mark.parametrize("net", (pytest.param(bottlenecks, marks=pytest.mark.slow), u_net))
+def test_convolutions_that_are_cheap_are_not_stored(net):
+    step = keras_step(net, (17, 14), 3, True, momentum())
+    dear, cheap = Parts(step.concrete_fn, 3), Parts(step.concrete_fn, 3, cheap_flops=1e9)
+    fewer = dear.storage.stored - cheap.storage.stored
+    assert any("Conv2D" in tensor.node.op for tensor in fewer)
+    for kept in (None, cheap.storage.checkpoints()[-1]):
+        assert not differing(step, cheap.rewritten(Grid(2, (3, 2)), kept=kept))
+
+
+def test_nothing_to_store_is_no_endless_search():
+    def grouped(x):
+        return layers.Conv2D(6, 3, groups=3)(x)
+
+    parts = Parts(keras_step(grouped, (17, 14)).concrete_fn)
+    assert not has_barriers(parts.analysis, parts.roles)
+    assert len(parts.storage.checkpoints()) == 1
+
+
+def deep(x):
+    for _ in range(12):
+        x = layers.ReLU()(conv_norm(x, 4))
+    return x
+
+
+def test_gradients_of_filters_are_no_images():
+    """They have four dimensions too, here as many rows as the batch, and the optimizer works on them elementwise."""
+    optimizer = keras.optimizers.Adam(0.01, global_clipnorm=1.0)
+    parts = Parts(keras_step(chain, (9, 8), 3, optimizer=optimizer).concrete_fn, 3)
+    for node in parts.roles.tiled:
+        shape = node.outputs[0][1]
+        assert shape is not None and shape[0] == 3 and shape[1] > 3, node
+
+
+def test_what_is_made_again_is_read_and_what_was_there_before_is_free():
+    parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
+    plan = tile_pass.plan_segment(parts.analysis, parts.segment(set()), Grid(1, (2, 2)))
+    graph = tile_pass.tile_skeleton(parts.analysis, [plan])
+    loops = [graph.nodes[tile_pass.loop_nodes(graph)["segment1", phase.name]] for phase in plan.phases]
+    readers, checked = graph.consumers(), 0
+    for number, phase in enumerate(plan.phases):
+        for position, tensor in enumerate(phase.writes):
+            later = [n for n in range(number + 1, len(loops)) if tensor in plan.phases[n].writes]
+            if later:
+                reading = {loops.index(r) for r, _ in readers[loops[number].out(position)] if r in loops}
+                assert reading and max(reading) < later[0]
+                checked += 1
+    assert checked > 5
+
+
+def test_what_is_refused_is_told_and_runs_whole():
+    def net(x):
+        x = layers.ReLU()(conv_norm(x, 4))
+        x = Compiled()(x)
+        return layers.ReLU()(conv_norm(x, 4))
+
+    step = keras_step(net, (9, 8), 2, True, momentum())
+    parts = Parts(step.concrete_fn)
+    assert any("XLA" in reason for reason in parts.roles.refused.values())
+    assert not differing(step, parts.rewritten(Grid(1, (3, 3))))
+
+
+# Moments ----------------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """Stands for a loop whose turns are the parts of an array."""
+
+    batch = 1
+
+    def __init__(self, part):
+        self.part = part
+
+    def fit(self, tensor, need, fill):
+        return self.part
+
+    def images(self):
+        return None
+
+
+def moments_of(parts, dtype="float32"):
+    """By the formula that loops use, over parts of an image."""
+    graph = tf.Graph()
+    with graph.as_default():
+        image = tf.constant(np.concatenate(parts, 1).astype(dtype))
+        mean = tf.reduce_mean(image, [0, 1, 2], keepdims=True)
+        variance = tf.reduce_mean(tf.math.squared_difference(image, mean), [0, 1, 2])
+        moments = pair(graph, [image, mean, variance])
+    merged = loop_outputs.MergedMoments(moments, (), alone=False)
+    values = [state.initial for state in merged.initial(Turns(None))]
+    for part in parts:
+        values = merged.update(Turns(tf.constant(part.astype(dtype))), values)
+    return [np.array(value).ravel()[0] for value in merged.final(values)]
+
+
+def pair(graph, tensors):
+    found = from_tf_graph(graph, [], tensors, []).outputs
+    return MomentPair(*found, axes=(0, 1, 2), keep_dims=False)
+
+
+def test_moments_of_uneven_parts_do_not_cancel():
+    """Mean over deviation of 4,000: a difference of mean squares would have no digit left in float32."""
+    random = np.random.default_rng(0)
+    parts = [random.normal(4000, 1, (2, rows, 50, 1)) for rows in (7, 1, 30, 6)]
+    whole = np.concatenate(parts, 1).astype("float32").astype("float64")
+    mean, variance = moments_of(parts)
+    assert abs(mean / whole.mean() - 1) < 1e-6 and abs(variance / whole.var() - 1) < 1e-4
+    squares = np.mean(np.square(whole.astype("float32"))) - np.square(np.mean(whole.astype("float32")))
+    assert abs(squares / whole.var() - 1) > 1e-2
+
+
+# Broken on purpose ------------------------------------------------------------------------------------------
+
+
+def no_waiting(self, before, own, level):
+    return level[before]
+
+
+BREAKS = {
+    "nothing waits for a sum": lambda m: m.setattr(barrier_levels._Sorter, "_after", no_waiting),
+    "tiles overlap where they are summed": lambda m: m.setattr(
+        tile_planner.RowDemand,
+        "cells_of",
+        lambda self, t, grid: tuple(i.hull(i.shift(-1).clip(99)) for i in CELLS(self, t, grid)),
+    ),
+    "means that are not merged": lambda m: m.setattr(
+        loop_outputs.MergedMoments, "update", lambda self, turn, values: [*MERGE(self, turn, values)[:1], *values[1:]]
+    ),
+    "a mean over a tile for one over the image": lambda m: m.setattr(
+        reduction.Reduce, "emit", lambda self, emitter, op, operands: emitter.clone(op.node, operands)
+    ),
+}
+CELLS, MERGE = tile_planner.RowDemand.cells_of, loop_outputs.MergedMoments.update
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_what_is_broken_on_purpose_is_noticed(what, monkeypatch):
+    def net(x):
+        x = chain(x)
+        return layers.Multiply()([x, layers.GlobalAveragePooling2D(keepdims=True)(x)])
+
+    step = keras_step(net, (9, 8), 2, True, momentum())
+    BREAKS[what](monkeypatch)
+    try:
+        assert differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (3, 2))))
+    except RewriteError as refused:
+        assert "cycle" in str(refused)

@@ -1,0 +1,498 @@
+"""Rows that are handed on instead of computed again (LR-CNN's two-phase sharing): same numbers, nothing twice."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import TOLERANCE, Cut, differing, error, find, keras_step, model_step, plan, rewrite
+from gradients import gradient_step, model_of
+from keras import layers
+from nets import NORMALISED, PLAIN, cell, conv, dense_block, dilated, enlarged, masked, separable, unet, vgg
+
+import tflms_sft
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize import canonicalize
+from rewriters.device.allocator import ExactAllocator
+from rewriters.device.peak_memory import peak_bytes_of
+from rewriters.errors import NotTileableError
+from rewriters.estimates.loop_memory import loop_iterations
+from rewriters.estimates.op_cost import CostModel
+from rewriters.ir.graph import Node
+from rewriters.rules.intervals import Interval
+from rewriters.rules.registry import TileKind
+from rewriters.tiling import row_frontiers
+from rewriters.tiling.row_frontiers import Frontier
+from rewriters.tiling.row_planner import FEW_FLOPS, cheap_to_recompute
+from tflms_sft import SegmentSpec, SFTParams
+from tflms_sft._util.byte_sizes import format_bytes
+
+
+def rows(number, backward=None, batch=1, **options):
+    back = None if backward is None else (backward, 1)
+    return Cut(grid=(number, 1), backward_grid=back, batch=batch, halo="carry", **options)
+
+
+def planned(step, cut):
+    return plan(GraphAnalysis(canonicalize.read_canonical(step.concrete_fn)), [cut])[0]
+
+
+def rewritten_by(step, **params):
+    """What differs where `SFTParams` say how."""
+    fast = tflms_sft.rewrite(step.function, SFTParams(halo="carry", **params), *step.specs)
+    want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
+    assert list(want) == list(got)
+    errors = {name: error(got[name], want[name]) for name in want}
+    return {name: value for name, value in errors.items() if not value <= TOLERANCE}, fast.plan
+
+
+# The same numbers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", PLAIN, ids=lambda net: net.__name__)
+def test_rows_compute_what_the_plain_step_computes(net):
+    step = keras_step(net, (50, 21), 3, False, keras.optimizers.Adam(0.01), steps=2)
+    thin = min(planned(step, rows(1)).segment.exits[0].shape[1], 12)
+    assert not differing(step, rows(thin, 4, batch=2))
+    assert not differing(step, rows(2, 5))
+
+
+OTHER = {"masked": (masked, TOLERANCE), "dilated": (dilated, TOLERANCE), "enlarged": (enlarged, 1e-5)}
+
+
+@pytest.mark.parametrize(("net", "tolerance"), OTHER.values(), ids=OTHER)
+def test_rows_of_other_operations(net, tolerance):
+    step = keras_step(net, (50, 21), 3, False, keras.optimizers.Adam(0.01), steps=2)
+    assert not differing(step, rows(5, 3, batch=2), tolerance=tolerance)
+    assert not differing(step, rows(2, 6), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("net", [separable, unet, cell], ids=lambda net: net.__name__)
+@pytest.mark.parametrize("numbers", [(1, 4), (4, 1)], ids=str)
+def test_one_turn_beside_several(net, numbers):
+    """One turn works on whole tensors, also on rows at their end that no result needs."""
+    assert not differing(keras_step(net, (50, 21), steps=1), rows(*numbers))
+
+
+def joined_exits(x):
+    """Backward the convolution needs one column less of what it reads than forward the pool does."""
+    x = conv(4, activation=None)(conv(3)(x))
+    first = conv(5, strides=2, padding="valid", name="first")(x)
+    return layers.Concatenate(name="out")([first, layers.AveragePooling2D(2, name="second")(x)[:, 1:, 1:]])
+
+
+def test_saved_rows_may_be_narrower_than_those_of_the_forward_loop():
+    step = keras_step(joined_exits, (30, 18), steps=1)
+    assert not differing(step, rows(3, exit=("first", "second")))
+    assert not differing(step, rows(5, 3, exit=("first", "second")))
+
+
+def split_exit(x):
+    """A part of what a split makes is an exit, the other goes on."""
+    kept, x = keras.ops.split(conv(4)(conv(3)(x)), 2, axis=-1)
+    x = layers.AveragePooling2D(2, name="out")(conv(2, name="inner")(conv(2, 5)(x)))
+    return layers.Concatenate()([keras.ops.flip(kept, 1)[:, ::2, ::2][:, : x.shape[1], : x.shape[2]], x])
+
+
+def test_results_of_which_one_is_an_exit():
+    step = keras_step(split_exit, (30, 18), steps=1)
+    assert {tensor.node.op for tensor in planned(step, rows(4)).segment.exits} == {"Split", "AvgPool"}
+    assert not differing(step, rows(4))
+    assert not differing(step, rows(2, 5))
+
+
+def test_borders_are_even_where_nothing_is_handed_on():
+    step = keras_step(vgg, (224, 22), steps=1)
+    found = planned(step, rows(4, exit="conv2d"))
+    assert not found.phases[0].carries
+    (exit_,) = found.segment.exits
+    assert np.ptp(found.phases[0].cells[exit_][0].size) <= 1
+
+
+@pytest.mark.parametrize("few_flops", [pytest.param(FEW_FLOPS, marks=pytest.mark.slow), -1.0], ids=["dear", "all"])
+@pytest.mark.parametrize("net", NORMALISED, ids=lambda net: net.__name__)
+def test_rows_between_barriers(net, few_flops, monkeypatch):
+    """With what is dear to make again handed on, and with all."""
+    monkeypatch.setattr("rewriters.tiling.row_planner.FEW_FLOPS", few_flops)
+    step = keras_step(net, (17, 14), 3, False, keras.optimizers.SGD(0.1, momentum=0.9))
+    wrong, found = rewritten_by(step, num_tiles=(2, 3, 1), backward_num_tiles=(1, 9, 1))
+    assert not wrong
+    assert found.segments
+
+
+def test_one_row_tile_is_the_same_to_the_last_bit():
+    step = keras_step(vgg, (19, 22), steps=1)
+    assert not differing(step, rows(1), tolerance=0)
+
+
+def test_as_many_rows_as_the_exit_has():
+    """Every tile is thinner than what it shares, and tensors on the way end before the last tile."""
+    step = keras_step(vgg, (34, 9), steps=1)
+    assert not differing(step, rows(8))
+    with pytest.raises(NotTileableError, match="8 rows, fewer than the 9 tiles"):
+        planned(step, rows(9))
+    with pytest.raises(ValueError, match="has 8 row"):
+        rewritten_by(step, num_tiles=(9, 1), segments=[SegmentSpec("conv2d", "out")])
+
+
+@pytest.mark.parametrize("stored", [("conv3",), ("pool3", "conv4")], ids=str)
+def test_stored_tensors_are_read_instead(stored):
+    step = keras_step(vgg, (50, 22), steps=2)
+    assert not differing(step, rows(5, stored=stored))
+    assert not differing(step, rows(2, 6, stored=stored))
+
+
+def test_segments_of_rows_and_tiles():
+    step = keras_step(vgg, (50, 22), steps=2)
+    tiles = Cut("pool3", "out", grid=(2, 2))
+    assert not differing(step, rows(6, exit="pool3"), tiles)
+    assert not differing(step, Cut(exit="pool3", grid=(3, 2)), rows(4, entry="pool3"))
+
+
+def test_exits_that_are_also_read_inside():
+    """The frontier of an exit runs ahead of an even partition where the segment goes on."""
+    step = keras_step(unet, (50, 22), steps=2)
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    skip = find(analysis, "conv2d")
+    segment = plan(analysis, [rows(4, exit=("max_pooling2d",))])[0].segment
+    assert skip in segment.exits
+    assert not differing(step, rows(4, exit="max_pooling2d"))
+
+
+def test_rows_that_wait_can_be_swapped():
+    """What the forward loop saves for the backward loop is a tensor between two operations, as any other."""
+    step = keras_step(vgg, (50, 22), steps=2)
+    params = [SFTParams(num_tiles=(5, 1), halo="carry"), tflms_sft.LMSParams(min_bytes=1)]
+    fast = tflms_sft.rewrite(step.function, params, *step.specs)
+    (segment,) = fast.plan.segments
+    assert segment.saved_bytes and f"handed on; {format_bytes(segment.saved_bytes)} of them" in fast.plan.summary()
+    assert fast.plan.swapped_bytes > segment.saved_bytes
+    want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
+    assert max(error(got[name], want[name]) for name in want) < TOLERANCE
+
+
+def test_volumes():
+    keras.config.set_floatx("float64")
+    x = image = keras.Input((13, 6, 5, 2), batch_size=2)
+    for filters, strides in ((3, 1), (4, 2)):
+        x = layers.Conv3D(filters, 3, strides=strides, padding="same", activation="silu")(x)
+    x = layers.Conv3DTranspose(3, 3, strides=2, padding="same", activation="relu")(x)
+    model = keras.Model(image, layers.Dense(2)(layers.GlobalAveragePooling3D()(x)))
+    numbers = np.random.default_rng(0)
+    batches = [(numbers.normal(size=(2, 13, 6, 5, 2)), np.array([0, 1], "int32")) for _ in range(2)]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = model_step(model, batches, True, {"optimizer": keras.optimizers.SGD(0.1), "loss": loss})
+    wrong, found = rewritten_by(step, num_tiles={"depth": 5})
+    assert not wrong
+    assert found.segments[0].num_tiles == (1, 5, 1, 1)
+
+
+def test_sequences_hand_on_along_their_length():
+    keras.config.set_floatx("float64")
+    x = image = keras.Input((31, 2))
+    for strides in (1, 2):
+        x = layers.Conv1D(3, 5, strides=strides, padding="same", activation="tanh")(x)
+    model = keras.Model(image, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
+    numbers = np.random.default_rng(0)
+    batches = [(numbers.normal(size=(size, 31, 2)), np.arange(size, dtype="int32") % 2) for size in (3, 2)]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = model_step(model, batches, False, {"optimizer": keras.optimizers.SGD(0.1), "loss": loss})
+    wrong, found = rewritten_by(step, num_tiles={"length": 4})
+    assert not wrong
+    assert found.segments
+
+
+def test_two_layers_whose_gradients_are_the_same_operation():
+    """TensorFlow may make one of equal operations: what is added to a value of a turn must not be added twice."""
+
+    def net(x):
+        shared = layers.Conv2D(3, 3, padding="same", name="shared")
+        x = conv(3)(x)
+        return layers.Add(name="out")([shared(x), shared(x)])
+
+    assert not differing(keras_step(net, (30, 11), steps=2), rows(4))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_half_precision(policy):
+    """As near to float32 as the plain step is."""
+    keras.config.set_dtype_policy("float32")
+    exact = keras_step(vgg, (34, 22), steps=1, floatx="float32")
+    want = exact.run(exact.concrete_fn)
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(policy)
+    try:
+        step = keras_step(vgg, (34, 22), steps=1, floatx="float32")
+        fast = rewrite(step.concrete_fn, rows(4))
+        plain, got = step.run(step.concrete_fn), step.run(fast.function)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    off = {name: (error(got[name], plain[name]), error(want[name], plain[name])) for name in plain if name in want}
+    assert len(off) > 12  # Losses, gradients and weights of six layers; a loss scale has variables of its own.
+    assert all(ours <= max(2 * theirs, 2e-2) for ours, theirs in off.values()), off
+
+
+# Nothing twice ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", PLAIN, ids=lambda net: net.__name__)
+def test_no_row_of_a_value_is_made_twice(net):
+    """Neither forward nor backward, but for what costs next to nothing."""
+    step = keras_step(net, (50, 22), steps=1)
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    found = plan(analysis, [rows(3)])[0]
+    free = cheap_to_recompute(analysis, found.segment.forward)
+    for phase in found.phases:
+        assert phase.carries
+        for node, plans in phase.plans.items():
+            made, tensor = plans[0].computed, node.out()
+            if made is None or node in free or tensor not in phase.values:
+                continue
+            # A transposed convolution makes whole windows, here of 3 rows, also those that reach over a border.
+            shared = (4 * (len(made.size) - 1) + 2) * (node.op == "Conv2DBackpropInput")
+            assert made.size.sum() <= tensor.shape[1] + shared, node.name
+
+
+def test_what_is_saved_is_what_windows_overlap_by():
+    """Of a 3x3 convolution two rows for each border between tiles, of a 2x2 pool none, of the first one none either."""
+    step = keras_step(vgg, (48, 22), steps=1)
+    forward, backward = planned(step, rows(4)).phases
+    windows = [node for node in forward.body if node.op == "Conv2D"][2:]
+    carried = {node.inputs[0] for node in windows if node.inputs[0] not in forward.reads}
+    assert {save.tensor for save in forward.saves} == carried
+    assert all(save.saved.shape[1] == 3 * 2 for save in forward.saves)
+    assert {carry.saved for carry in backward.carries.values()} >= {save.saved for save in forward.saves}
+    assert all(np.all(carry.received.size <= 2) for carry in backward.carries.values())
+
+
+def test_incoming_gradients_follow_the_rows_of_the_values_they_meet():
+    """An average pool keeps nothing, so the gradient comes in below it: not in an even partition of its own."""
+    step = keras_step(separable, (50, 37), steps=1)
+    forward, backward = planned(step, rows(2)).phases
+    assert len(forward.saves) == 2
+    assert len(backward.carries) == 5
+
+
+def test_dense_blocks_carry_what_all_their_layers_read():
+    step = keras_step(dense_block, (50, 22), steps=1)
+    forward, _ = planned(step, rows(4)).phases
+    assert {save.tensor.node.op for save in forward.saves} <= {"ConcatV2", "BiasAdd"}
+
+
+# Frontiers --------------------------------------------------------------------------------------------------
+
+
+def interval(*pairs):
+    lo, hi = zip(*pairs, strict=True)
+    return Interval(np.array(lo), np.array(hi))
+
+
+def test_a_frontier_never_goes_back():
+    frontier = Frontier.of(interval((2, 6), (3, 5), (4, 9)), start=2)
+    assert frontier.done.tolist() == [2, 6, 6, 9]
+    assert frontier.kept.tolist() == [2, 3, 4, 9]
+    found = frontier.new(np.arange(4))
+    assert found.size.tolist() == [4, 0, 3]
+    assert row_frontiers.refilled(found).lo.tolist() == [2, 5, 6]
+    assert frontier.carried(np.array([0, 2, 3])).size.tolist() == [0, 2, 0]
+
+
+def test_a_whole_tensor_is_made_from_the_first_row_to_the_last():
+    frontier = Frontier.of(interval((2, 4), (4, 6)), start=0, end=8)
+    assert frontier.done.tolist() == [0, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("weights", "tiles", "want"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6], 3, [2, 2, 2]),
+        ([0, 1, 2, 3, 4, 5, 6, 7], 3, [3, 3, 1]),
+        ([0, 6, 7, 8, 9, 10, 10], 3, [1, 2, 3]),
+        ([0, 6, 7, 8, 9, 10, 10], 6, [1] * 6),
+        ([0, 0, 0, 5], 2, [2, 1]),
+        ([0, 9], 1, [1]),
+    ],
+)
+def test_the_heaviest_tile_is_as_light_as_can_be(weights, tiles, want):
+    assert np.diff(row_frontiers.balanced_partition(np.array(weights), tiles)).tolist() == want
+
+
+def test_the_first_tile_makes_the_rows_that_others_share_and_is_the_smaller_for_it():
+    step = keras_step(vgg, (96, 22), steps=1)
+    forward, backward = planned(step, rows(4)).phases
+    taken = [peak_bytes_of(turn.events, ExactAllocator()) for turn in loop_iterations(backward, 2)]
+    assert max(taken) < 1.35 * min(taken)
+    assert forward.cells[forward.writes[0]][0].size[0] < 24 / 4
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(2, 6), (6, 2), (3, 4), (5, 5), (1, 4)])
+def test_forward_tiles_save_every_border_of_backward_tiles_once(forward, backward):
+    fine = 12
+    frontier = Frontier.of(interval(*((max(4 * t - 2, 0), 4 * t + 4) for t in range(fine))), start=0)
+    back = row_frontiers.balanced_partition(np.arange(fine + 1), backward)
+    saved = {}
+    for lines, places in row_frontiers.slots(
+        frontier, row_frontiers.balanced_partition(np.arange(fine + 1), forward), back
+    ):
+        for lo, size, place in zip(lines.lo, lines.size, places, strict=True):
+            if size:
+                assert place not in saved
+                saved[place] = (lo, size)
+    want = frontier.carried(back[:-1])
+    assert sorted(saved.items()) == [
+        (place, (lo, size))
+        for place, lo, size in zip(row_frontiers.offsets(want), want.lo, want.size, strict=True)
+        if size
+    ]
+
+
+# Refused ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"num_tiles": (2, 3)}, r"cannot split the width.*num_tiles=2x3.*num_tiles=\([56], 1\).*recompute"),
+        ({"num_tiles": {"width": 2}}, "cannot split the width"),
+        ({"num_tiles": (4, 1), "backward_num_tiles": (2, 2)}, "cannot split the width"),
+    ],
+)
+@pytest.mark.parametrize("net", [vgg, NORMALISED[0]], ids=["plain", "normalised"])
+def test_tiles_over_the_width(net, params, words):
+    step = keras_step(net, (20, 22), steps=1)
+    with pytest.raises(ValueError, match=words):
+        rewritten_by(step, **params)
+
+
+# The comparison notices -------------------------------------------------------------------------------------
+
+
+def _shifted(self, at):
+    rows = _carried(self, at)
+    return Interval(np.maximum(rows.lo - (rows.size > 0), 0), np.maximum(rows.hi - (rows.size > 0), 0))
+
+
+_carried = Frontier.carried
+
+
+def test_rows_that_are_off_by_one_are_noticed(monkeypatch):
+    step = keras_step(vgg, (34, 22), steps=1)
+    monkeypatch.setattr(Frontier, "carried", _shifted)
+    try:
+        found = differing(step, rows(3))
+    except AssertionError as error:
+        assert "lacks rows" in str(error)  # The emitter finds them missing first.
+    except tf.errors.InvalidArgumentError:
+        pass  # Or a kernel.
+    else:
+        assert len(found) > 3
+
+
+@pytest.mark.parametrize("kind", [TileKind.FULL, TileKind.PARTIAL], ids=["values", "gradients"])
+def test_rows_that_are_not_handed_on_are_noticed(kind, monkeypatch):
+    """LR-CNN V-D: rows that share nothing train something else."""
+    from rewriters.emission import loop_emitter, row_carries
+
+    def forgotten(turn, tensor, carry, source, images):
+        found = row_carries.received(turn, tensor, carry, source, images)
+        return tf.zeros_like(found) if turn.segment.kinds.get(tensor) is kind else found
+
+    monkeypatch.setattr(loop_emitter, "received", forgotten)
+    assert len(differing(keras_step(vgg, (34, 22), steps=1), rows(3))) > 3
+
+
+def test_a_stand_in_is_in_no_graph():
+    image = Node("image", "Placeholder", outputs=[(tf.float32, (2, 30, 20, 3))]).out()
+    saved = row_frontiers.stand_in(image, (1, 2), (6, 20))
+    assert saved.shape == (2, 6, 20, 3)
+    assert saved.node.op == row_frontiers.SAVED
+
+
+# What a plan says of rows.
+
+
+def conv_pair(height, width=24, channels=8):
+    """A step of two convolutions 3x3 and what comes after each."""
+    x = image = keras.Input((height, width, channels), batch_size=1)
+    for name in ("first", "second"):
+        x = layers.ReLU(name=f"{name}_relu")(layers.Conv2D(channels, 3, padding="same", use_bias=False, name=name)(x))
+    return gradient_step(model_of(image, x), tf.TensorSpec(image.shape))
+
+
+def segment_of(step, number, halo):
+    params = SFTParams(num_tiles=(number, 1), halo=halo)
+    return tflms_sft.rewrite(step, params).plan.segments[0]
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, 16])
+def test_overlapped_bytes_are_the_rows_that_two_tiles_make(number):
+    step, row = conv_pair(64), 24 * 8 * 4
+    overlapped = segment_of(step, number, "recompute").overlapped_bytes
+    # The first convolution and its ReLU in both loops, and the gradient of the latter: two rows at each border.
+    assert overlapped == 5 * (number - 1) * 2 * row
+    assert segment_of(step, number, "carry").overlapped_bytes == 0
+
+
+def test_rows_that_pay_are_those_with_least_memory():
+    step = keras_step(vgg, (2048, 22), steps=1)
+    counts = (2, 4, 8, 16, 32, 64, 128, 256)
+    found = {number: plan_of_rows(step, number) for number in counts}
+    memory = {number: max(segment.tile_bytes) + segment.saved_bytes for number, segment in found.items()}
+    best = min(memory, key=memory.get)
+    assert 2 < best < 256, "neither end"
+    for segment in found.values():
+        assert best / 3 < segment.most_rows < best * 3
+
+
+def plan_of_rows(step, number):
+    params = SFTParams(num_tiles=(number, 1), halo="carry")
+    return tflms_sft.rewrite(step.function, params, *step.specs).plan.segments[0]
+
+
+def test_with_more_overlapping_rows_than_pay_the_work_doubles():
+    step = conv_pair(64)
+    most = segment_of(step, 4, "recompute").most_rows
+    assert 4 < most < 64
+    summary = tflms_sft.rewrite(step, SFTParams(num_tiles=(4, 1))).plan.summary()
+    assert f"with more than {most} tiles the work would double" in summary
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.get_concrete_function()))
+    (found,) = plan(analysis, [Cut("images", "second_relu", grid=(most, 1))])
+    loop = found.phases[-1]
+    costs = CostModel(analysis, 1)
+    assert 1.8 < costs.body(loop) / costs.step(loop.body) < 2.1
+
+
+@pytest.mark.parametrize(("tiles", "halo"), [((2, 2), "recompute"), ((1, 1), "recompute"), ((1, 1), "carry")])
+def test_no_number_of_rows_where_tiles_are_not_rows(tiles, halo):
+    plan = tflms_sft.rewrite(conv_pair(64), SFTParams(num_tiles=tiles, halo=halo)).plan
+    assert plan.segments[0].most_rows is None
+    assert "rows that tiles share" not in plan.summary() and "more than" not in plan.summary()
+
+
+def test_backward_tiles_are_checked_by_their_own_name():
+    step = conv_pair(64)
+    with pytest.raises(ValueError, match=r"Received: backward_num_tiles=2x2.*such as backward_num_tiles=\(4, 1\)"):
+        tflms_sft.rewrite(step, SFTParams(num_tiles=(4, 1), backward_num_tiles=(2, 2), halo="carry"))
+    with pytest.raises(ValueError, match="`backward_num_tiles` asks for 65 tiles"):
+        tflms_sft.rewrite(step, SFTParams(backward_num_tiles=(65, 1), halo="carry"))
+
+
+def test_images_of_one_row_hand_on_along_their_width():
+    step = conv_pair(1, 64)
+    plan = tflms_sft.rewrite(step, SFTParams(num_tiles=(1, 4), halo="carry")).plan
+    assert plan.segments[0].num_tiles == (1, 1, 4) and not plan.segments[0].overlapped_bytes
+
+
+def test_loops_that_only_sum_split_what_they_sum():
+    """Of two inputs of unknown batches, so that the squeezed images are multiplied outside."""
+    keras.config.set_floatx("float64")
+    images = [keras.Input((4, 1)) for _ in range(2)]
+    x = layers.Activation("relu")(images[0])
+    x = x * layers.Dense(1, "sigmoid")(layers.GlobalAveragePooling1D(keepdims=True)(x))
+    pooled = layers.Dense(3)(layers.GlobalAveragePooling1D()(layers.ZeroPadding1D((0, 0))(images[1])))
+    model = keras.Model(images, layers.Conv1D(3, 1)(layers.Conv1D(1, 1)(x)) + layers.Reshape((1, 3))(pooled))
+    numbers = np.random.default_rng(0)
+    draw = [(*numbers.normal(size=(2, n, 4, 1)), numbers.integers(0, 3, (n, 4))) for n in (3, 2)]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = model_step(model, draw, False, {"optimizer": "sgd", "loss": loss})
+    assert not rewritten_by(step, num_tiles=(2,))[0]

@@ -1,0 +1,336 @@
+"""The proof that users run: it finds what is different, and changes nothing."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from training import BUDGET, X, Y, net, state
+
+import tflms_sft
+from rewriters.emission import loop_emitter, row_carries
+from rewriters.rules.intervals import Window
+from rewriters.rules.registry import TileKind
+from rewriters.step_importer import StepImporter
+from tflms_sft import LMS, LMSParams, MemoryBudget, RewriteError, SFTParams, verify
+from tflms_sft._keras.rewriting_callback import trained_by
+from tflms_sft._verify.differences import KINDS, difference
+
+BATCH = X[:4], Y[:4]
+TILES = SFTParams((2, 3))
+
+
+def test_a_model_with_normalisation_is_the_same_in_float64():
+    result = verify(net(norm=True), BATCH, TILES)
+    assert result and result.ok and result.dtype == "float64" and result.plan.segments
+    for worst in (result.outputs, result.gradients, result.variables):
+        assert worst.relative < 1e-12 and worst.limit >= 1e-10
+    names = {kind: [d.name for d in result.differences if d.kind == kind] for kind in KINDS}
+    assert sorted(names["output"]) == ["accuracy", "loss"]
+    weights = [f"conv0{part}/{of}" for part in "ab" for of in ("kernel", "bias")]
+    assert set(weights) < set(names["gradient"]) and len(names["gradient"]) == 8 and not result.not_compared
+    assert {"norm0/moving_mean", "sgd/conv0a_kernel_momentum", *weights} < set(names["variable"])
+    first, headline, *_ = result.summary().splitlines()
+    assert first == "The same, to the rounding of float64: 34 tensors compared, after 1 step(s)"
+    assert headline == f"  {result.plan.headline()}"
+
+
+def test_weights_slots_metrics_and_seeds_are_as_before_and_the_model_trains_on():
+    model, plain = net(), net()
+    for one in (model, plain):
+        one.fit(*BATCH, verbose=0)
+    before = state(model)
+    assert verify(model, BATCH, TILES, steps=2)
+    assert all(np.array_equal(a, b) for a, b in zip(before, state(model), strict=True))
+    assert model.train_on_batch(*BATCH) == plain.train_on_batch(*BATCH)
+
+
+def test_swaps_give_the_same_bits():
+    result = verify(net(), BATCH, LMSParams(min_bytes="1KiB", tier="disk"))
+    assert result and result.plan.swaps and all(d.relative == 0 for d in result.differences)
+
+
+def test_a_budget_in_bytes_is_enough():
+    result = verify(net(), (*BATCH, np.ones(4)), BUDGET)
+    assert result and result.plan.memory_budget == 700 * 2**10 and result.plan.segments
+
+
+def test_the_plan_of_a_training_is_compared_on_a_batch_of_any_size():
+    model, callback = net(norm=True), MemoryBudget(BUDGET, verbose=0)
+    with pytest.raises(ValueError, match="a callback without a plan: there is one from the first step of a `fit` on"):
+        verify(model, BATCH, callback)
+    model.fit(X, Y, batch_size=4, verbose=0, callbacks=[callback])
+    assert callback.plan.batch == 4 and callback.plan.segments
+    result = verify(model, (X[:1], Y[:1]), callback)
+    assert result and result.plan.batch == 4 and result.plan.segments == callback.plan.segments
+    assert verify(model, (X[:1], Y[:1]), BUDGET).plan.segments != result.plan.segments
+    callback.plan.segments = ()
+    with pytest.raises(RewriteError, match="The plan that was trained is not found again. .* Trained: .* Found for"):
+        verify(model, (X[:1], Y[:1]), callback)
+
+
+def test_another_plan_of_the_same_numbers_is_not_the_one_that_was_trained():
+    """By the names of what is tiled and swapped: as many tiles of another layer are another plan."""
+    model, callback = net(), LMS(tiles=SFTParams((2, 3)), min_bytes=64, tier="disk", verbose=0)
+    model.fit(*BATCH, verbose=0, callbacks=[callback])
+    plan = verify(model, (X[:1], Y[:1]), callback).plan
+    segments, swaps = plan.segments, plan.swaps
+    assert segments and swaps and (segments, swaps) == (callback.plan.segments, callback.plan.swaps)
+    trained = trained_by(callback, model)
+    plan.segments = (dataclasses.replace(segments[0], exits=("another",)), *segments[1:])
+    with pytest.raises(RewriteError, match="They differ in segment 'segment1'. Trained: .* Found for this batch: "):
+        trained.check(plan)
+    plan.segments, plan.swaps = segments, (dataclasses.replace(swaps[0], tensor="another"), *swaps[1:])
+    with pytest.raises(RewriteError, match=f"They differ in swap of '{swaps[0].tensor}', swap of 'another'. Trained"):
+        trained.check(plan)
+
+
+def test_nothing_rewritten_is_told():
+    result = verify(net(), BATCH, 2**30)
+    assert not result.plan.changed and result.summary().startswith("Nothing was rewritten, so that this shows nothing")
+
+
+def test_adam_and_a_gradient_that_is_zero_but_for_rounding_are_the_same_in_float32():
+    """The bias before a normalisation; Adam's update of it is as large as any."""
+    keras.config.set_dtype_policy("float32")
+    model = net(norm=True, floatx="float32", optimizer=keras.optimizers.Adam(0.01))
+    result = verify(model, [a.astype("float32") for a in BATCH], TILES, steps=2)
+    assert result.dtype == "float32" and result, result.summary()
+    assert 1e-9 < result.gradients.relative < 1e-4
+
+
+# It can fail ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_sums_of_equal_terms_are_rounded_one_way(clipped):
+    """A bias behind a maximum: each add rounds as the one before. What clips gradients is no reason to be lenient."""
+    bias = tf.Variable(tf.fill([2], 0.5))
+
+    @tf.custom_gradient
+    def clip(value):
+        return tf.identity(value), lambda gradient: tf.clip_by_value(gradient, 0.0, 1e-7)
+
+    @tf.function
+    def step(image):
+        with tf.GradientTape() as tape:
+            made = tf.nn.max_pool2d(tf.nn.relu(tf.nn.bias_add(image, bias)), 2, 2, "SAME")
+            loss = 0.1 * tf.reduce_mean(clip(made) if clipped else made)
+        bias.assign_sub(tape.gradient(loss, bias))
+        return loss
+
+    image = tf.constant(np.random.default_rng(0).random((1, 1024, 1024, 2)).astype("float32"))
+    result = verify(step, image, SFTParams((4, 4)))
+    (row,) = (row for row in result.differences if row.kind == "gradient")
+    expected = 4 * 2.0**-23 * np.sqrt(2 * 2**20)
+    if clipped:
+        assert row.limit == expected
+    else:
+        assert result and expected < row.relative < row.limit
+
+
+def test_a_broken_rule_is_found_and_named(monkeypatch):
+    """Every window is off by one row."""
+    gather = Window.rows_covered
+    monkeypatch.setattr(Window, "rows_covered", lambda self, rows: gather(self, rows).shift(1))
+    result = verify(net(blocks=2), BATCH, TILES)
+    assert not result and not result.ok
+    assert not result.outputs.ok and not result.gradients.ok and result.gradients.relative > 1e-3
+    lines = result.summary().splitlines()
+    assert lines[0].startswith("DIFFERENT: rounding does not explain ")
+    assert "  wrong: output loss: " in result.summary() and "  wrong: gradient head/bias: " in result.summary()
+
+
+def test_wrong_gradients_behind_a_right_loss_are_found(monkeypatch):
+    """Rows of gradients that are not handed on."""
+
+    def forgotten(turn, tensor, carry, source, images):
+        found = row_carries.received(turn, tensor, carry, source, images)
+        return tf.zeros_like(found) if turn.segment.kinds.get(tensor) is TileKind.PARTIAL else found
+
+    monkeypatch.setattr(loop_emitter, "received", forgotten)
+    result = verify(net(), BATCH, SFTParams((3, 1), halo="carry"))
+    assert not result and result.outputs.ok and not result.gradients.ok
+    assert result.gradients.name.startswith("conv0a/")
+
+
+def test_an_update_of_the_wrong_sign_is_found_though_gradients_are_right(monkeypatch):
+    init = StepImporter.__init__
+
+    def broken(self, graph, concrete_fn, tier=None):
+        if any(name.startswith("sft/") for name in graph.nodes):
+            next(node for node in graph.nodes.values() if node.op == "AssignAddVariableOp").op = "AssignSubVariableOp"
+        init(self, graph, concrete_fn, tier)
+
+    monkeypatch.setattr(StepImporter, "__init__", broken)
+    result = verify(net(), BATCH, TILES)
+    assert not result and result.gradients.ok and not result.variables.ok
+    assert result.variables.name == "conv0a/kernel"
+
+
+def test_numbers_that_are_not_finite_show_nothing():
+    result = verify(net(), (X[:4] * np.nan, Y[:4]), TILES)
+    assert not result and "the plain step gives numbers that are not finite" in result.summary()
+    assert result.summary().startswith("CANNOT TELL: ")
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "expected"),
+    [
+        (1.0, 1.0, 0.0),
+        (1.1, 1.0, 0.1),
+        (1e-6, 0.0, 1e-3),  # Below the floor of 1e-3 differences are absolute.
+        (np.nan, np.nan, np.inf),
+        (np.zeros(2), np.zeros(3), np.inf),
+        (np.int32(1), np.int64(1), np.inf),
+        (True, False, np.inf),
+        (b"a", b"a", 0.0),
+    ],
+)
+def test_the_difference_of_two_tensors(got, want, expected):
+    assert difference(got, want) == pytest.approx(expected)
+
+
+# Steps ----------------------------------------------------------------------------------------------------------
+
+
+@tf.function
+def hand_written(images, power=2, *, scale=None):
+    """Descends; what it returns is a nest, with `None` in it."""
+    with tf.GradientTape() as tape:
+        x = images
+        for weight in WEIGHTS:
+            x = tf.tanh(tf.nn.conv2d(x, weight, 1, "SAME"))
+        loss = tf.reduce_sum(x**power)
+    gradients = tape.gradient(loss, WEIGHTS)
+    for weight, gradient in zip(WEIGHTS, gradients, strict=True):
+        weight.assign_sub(0.1 * gradient)
+    return {"loss": loss, "none": scale, "first": gradients[0]}
+
+
+WEIGHTS = [tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 3, 3)) / 3) for _ in range(2)]
+IMAGES = tf.constant(X[:2])
+
+
+def test_steps_and_what_rewrite_returned_are_compared():
+    traced = hand_written.get_concrete_function(IMAGES)
+    for result in (
+        verify(hand_written, IMAGES, TILES),
+        verify(hand_written, (IMAGES, 4), TILES),
+        verify(traced, (IMAGES,), TILES),
+        verify(tflms_sft.rewrite(hand_written, TILES, IMAGES), IMAGES),
+    ):
+        assert result and result.plan.segments and result.gradients.relative < 1e-12
+        assert [d.name for d in result.differences if d.kind == "output"] == ["first", "loss"]
+        assert sum(d.kind == "gradient" for d in result.differences) == 2 and not result.not_compared
+
+
+def test_a_step_that_draws_anew_in_every_run_is_told():
+    @tf.function
+    def drawing(images):
+        with tf.GradientTape() as tape:
+            x = tf.tanh(tf.nn.conv2d(images, WEIGHTS[0], 1, "SAME"))
+            loss = tf.reduce_sum(tf.tanh(x) ** 2) * tf.random.uniform([], 1, 2, dtype="float64")
+        WEIGHTS[0].assign_sub(0.1 * tape.gradient(loss, WEIGHTS[0]))
+        return loss
+
+    result = verify(drawing, IMAGES, TILES)
+    assert len(result.random_ops) == 1 and "draw(s) other numbers in every run" in result.summary()
+    assert result.gradients.noise > 1e-3 and result.drowned is not None
+    assert not result and result.summary().startswith("CANNOT TELL: the step draws other numbers in every run")
+
+
+def test_gradients_inside_of_called_functions_are_listed_and_their_variables_compared():
+    inner = tf.function(lambda x: tf.reduce_sum(tf.tanh(tf.nn.conv2d(x, WEIGHTS[1], 1, "SAME")) ** 2))
+
+    @tf.function
+    def calling(images):
+        with tf.GradientTape() as tape:
+            loss = inner(tf.tanh(tf.nn.conv2d(images, WEIGHTS[0], 1, "SAME")))
+        for weight, gradient in zip(WEIGHTS, tape.gradient(loss, WEIGHTS), strict=True):
+            weight.assign_sub(0.1 * gradient)
+        return loss
+
+    result = verify(calling, IMAGES, TILES)
+    gradients = sum(found.kind == "gradient" for found in result.differences)
+    assert result and gradients + len(result.not_compared) == 2
+    assert all(f"not compared: the gradient {name}: {why}" in result.summary() for name, why in result.not_compared)
+    assert sum(found.kind == "variable" for found in result.differences) == 2
+
+
+# Arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "text"),
+    [
+        ((BATCH,), {}, TypeError, "`params` must say how to rewrite: .* Received: params=None"),
+        ((BATCH, 0.5), {}, TypeError, "`params` must be `SFTParams"),
+        ((BATCH, "5 apples"), {}, ValueError, "memory_budget"),
+        (((*BATCH, 1, 2), TILES), {}, ValueError, "`batch` must be .x, y. .* Received: a tuple of 4"),
+        (((X[:4], [0, 1, 0, 1]), TILES), {}, TypeError, "`batch` must hold arrays or tensors.* type int"),
+        ((BATCH, TILES), {"steps": 0}, ValueError, "`steps` must be at least 1. Received: steps=0"),
+        ((BATCH, TILES), {"steps": 1.0}, TypeError, "`steps` must be an integer. Received: steps=1.0"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, options, error, text):
+    with pytest.raises(error, match=text):
+        verify(net(), *arguments, **options)
+
+
+def test_a_batch_without_targets_is_refused_before_and_after_keras_has_seen_targets():
+    model = net()
+    for batch in (X[:4], (X[:4],), (X[:4], None)):
+        with pytest.raises(ValueError, match="`batch` must be .images, targets., .* Received: images alone,") as e:
+            verify(model, batch, TILES)
+        assert str(e.value).endswith(f"raised {type(e.value.__cause__).__name__}: {e.value.__cause__}")
+    assert verify(model, BATCH, TILES)
+    with pytest.raises(ValueError, match="`batch` must be .images, targets., .* Received: images alone,"):
+        verify(model, X[:4], TILES)
+
+
+def classifier(*last, **compiled):
+    image = keras.Input((24, 24, 3))
+    x = layers.Conv2D(4, 3, activation="relu")(layers.Conv2D(4, 3, activation="relu")(image))
+    x = layers.Dense(3)(layers.GlobalAveragePooling2D()(x))
+    for layer in last:
+        x = layer(x)
+    model = keras.Model(image, x)
+    model.compile("sgd", **{"jit_compile": False, **compiled})
+    return model
+
+
+@pytest.mark.parametrize("batch", [X[:4].astype("float32"), BATCH], ids=["images alone", "with targets"])
+def test_a_model_without_a_loss_is_refused(batch):
+    with pytest.raises(tflms_sft.RewriteError, match="is compiled without a loss, .* Compile it with `loss=`"):
+        verify(classifier(), batch, TILES)
+
+
+def test_images_alone_are_enough_where_a_step_needs_no_targets():
+    """The model's own loss, or one that a layer adds; metrics need them all the same."""
+
+    class OfOutputs(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return tf.reduce_mean(y_pred**2)
+
+    model = classifier()
+    model = OfOutputs(model.inputs, model.outputs)
+    model.compile("sgd", jit_compile=False)
+    assert verify(model, X[:4].astype("float32"), TILES)
+    assert verify(classifier(layers.ActivityRegularization(l2=1.0)), X[:4].astype("float32"), TILES)
+    model.compile("sgd", metrics=["mae"], jit_compile=False)
+    with pytest.raises(ValueError, match="`batch` must be .images, targets., "):
+        verify(model, X[:4].astype("float32"), TILES)
+
+
+def test_what_is_no_step_and_a_model_that_is_being_rewritten_are_refused():
+    with pytest.raises(TypeError, match="`step` must be a `tf.function`"):
+        verify(lambda x: x, IMAGES, TILES)
+    model = net()
+    with pytest.raises(tflms_sft.RewriteError, match="is not compiled"):
+        verify(keras.Sequential([keras.Input((4,)), layers.Dense(1)]), BATCH, TILES)
+    with tflms_sft.budget(model, BUDGET, verbose=0):
+        with pytest.raises(tflms_sft.RewriteError, match="is rewritten at the moment, by `budget`"):
+            verify(model, BATCH, TILES)
