@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,32 +39,45 @@ MOST_PASSES = 1000
 """More than any chain of operations needs of which each pass finds out about one more."""
 
 
-def read_canonical(concrete_fn: Any, for_tiles: bool = True, opened: bool = False) -> Graph:
-    """The normalised graph of a traced function.
+class CanonicalMode(enum.Enum):
+    """Rewritings that canonicalization may do beyond those that keep every bit.
+
+    Attributes:
+        EXACT: None; the graph computes the same bits. For swapping.
+        BATCH_ANALYSIS: Expand grouped convolutions, so that the analysis of the batch sees their samples and weights.
+            For pipelines.
+        TILING: Expand grouped convolutions and fused batch normalisation, and do step 8. Results are equal up to
+            rounding.
+    """
+
+    EXACT = "exact"
+    BATCH_ANALYSIS = "batch_analysis"
+    TILING = "tiling"
+
+
+def read_canonical(concrete_fn: Any, mode: CanonicalMode = CanonicalMode.TILING) -> Graph:
+    """Read a traced function and return its canonical graph.
 
     Args:
-        concrete_fn: What `get_concrete_function` returns.
-        for_tiles: Also make anew what is the same to rounding only: grouped convolutions, fused normalisation, and 8.
-        opened: Whether to make grouped convolutions anew, out of which one cannot see otherwise what becomes of samples
-            and weights.
+        concrete_fn: A traced function, as `get_concrete_function` returns.
+        mode: Rewritings that are allowed.
     """
     graph = from_concrete_function(concrete_fn)
     graph.prune()
     if any(
         is_call(node) or is_xla_call(node) or expand_fused_batch_norm.is_fused(node) for node in graph.nodes.values()
     ):
-        if for_tiles or opened:
-            graph = expand_grouped_conv.expand_grouped_convolutions(
-                concrete_fn, expand_fused_batch_norm.outline_fused_batch_norm if for_tiles else None
-            )
-        else:
+        if mode is CanonicalMode.EXACT:
             graph = inline_calls(concrete_fn)
+        else:
+            outline = expand_fused_batch_norm.outline_fused_batch_norm if mode is CanonicalMode.TILING else None
+            graph = expand_grouped_conv.expand_grouped_convolutions(concrete_fn, outline)
         graph.prune()
-    return normalise(graph, for_tiles)
+    return canonicalize_graph(graph, mode)
 
 
-def normalise(graph: Graph, for_tiles: bool = True) -> Graph:
-    """A copy of `graph` after steps 2 to 7, or 8."""
+def canonicalize_graph(graph: Graph, mode: CanonicalMode = CanonicalMode.TILING) -> Graph:
+    """Return a copy of `graph` after steps 2 to 7, and step 8 in mode `TILING`."""
     graph = graph.copy()
     graph.prune()
     _bypass_identity_n(graph)
@@ -75,7 +89,7 @@ def normalise(graph: Graph, for_tiles: bool = True) -> Graph:
         found |= _find_shapes_of_reshapes(graph, evaluate)
         found |= _infer_shapes(graph)
         found |= _sum_repetitions(graph, evaluate)
-        if for_tiles:
+        if mode is CanonicalMode.TILING:
             found |= matrices_to_images.fold_matrices_into_images(graph, evaluate) | add_batch_axis.add_batch_axis(
                 graph, evaluate
             )

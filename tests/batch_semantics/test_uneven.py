@@ -22,6 +22,7 @@ from pipelined import (
 )
 
 import tflms_sft
+from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.errors import PipelineError
 from rewriters.step_importer import StepImporter
 from tflms_sft import LMSParams, Pipeline, PipelineParams
@@ -341,7 +342,7 @@ def test_nothing_is_told_of_what_the_step_for_a_known_batch_has_not(asked):
 
         params = PipelineParams(1, "basic", 4, ["CPU:0"])
         found = trace(step, params, (), {})
-        return found, params, analyse_step(found.micro, found.record, None, for_tiles=False, opened=True).analysis
+        return found, params, analyse_step(found.micro, found.record, None, CanonicalMode.BATCH_ANALYSIS).analysis
 
     moved = asked == "factors"
     (traces, params, own_analysis), (_, _, other) = traced(tf.tanh, moved), traced(tf.sigmoid, False)

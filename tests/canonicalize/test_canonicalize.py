@@ -65,14 +65,14 @@ def test_an_unknown_batch_leaves_sums_over_nothing_that_go():
     graph = from_concrete_function(step.concrete_fn)
     evaluate = StaticEvaluator(graph)
     assert any(n.op == "Sum" and evaluate(n.inputs[1]) == () for n in graph.nodes.values())
-    after = canonicalize.normalise(graph)
+    after = canonicalize.canonicalize_graph(graph)
     assert not any(n.op == "Sum" and evaluate(n.inputs[1]) == () for n in after.nodes.values())
 
 
 def test_the_graph_that_is_given_stays_as_it_was(step):
     graph = from_concrete_function(step.concrete_fn)
     before = graph.to_graph_def().SerializeToString(deterministic=True)
-    canonicalize.normalise(graph)
+    canonicalize.canonicalize_graph(graph)
     assert graph.to_graph_def().SerializeToString(deterministic=True) == before
 
 
@@ -103,7 +103,7 @@ def test_who_waited_for_a_bypassed_node_waits_for_what_it_passed_on():
     nodes = {n.name: n for n in (source, other, first, second, reader, late)}
     library = tf.compat.v1.GraphDef().library
     outputs = [reader.out(), late.out(), first.out(0)]
-    graph = canonicalize.normalise(Graph(nodes, [source.out(), other.out()], outputs, [], library, None))
+    graph = canonicalize.canonicalize_graph(Graph(nodes, [source.out(), other.out()], outputs, [], library, None))
     names = {node.name: {c.name for c in node.control_inputs} for node in graph.nodes.values()}
     assert set(names) == {"source", "other", "reader", "late"}
     assert [t.name for t in graph.nodes["reader"].inputs] == ["other:0"]

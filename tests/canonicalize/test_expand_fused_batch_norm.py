@@ -91,7 +91,9 @@ def test_a_gradient_that_takes_from_elsewhere_what_was_kept_is_left():
 
 def test_without_tiles_it_stays_fused():
     concrete_fn = Fused(True, 1.0).step.get_concrete_function(tf.TensorSpec((2, 8, 7, 2)))
-    ops = [node.op for node in canonicalize.read_canonical(concrete_fn, for_tiles=False).nodes.values()]
+    ops = [
+        node.op for node in canonicalize.read_canonical(concrete_fn, canonicalize.CanonicalMode.EXACT).nodes.values()
+    ]
     assert {"FusedBatchNormV3", "FusedBatchNormGradV3"} <= set(ops)
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from equivalence import TOLERANCE, error
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.canonicalize.canonicalize import normalise
+from rewriters.canonicalize.canonicalize import canonicalize_graph
 from rewriters.emission import tile_pass
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import PER_PIXEL, Tensor, from_concrete_function
@@ -74,7 +74,7 @@ class OneOp:
         specs = [tf.TensorSpec(shape(a), a.dtype) for a in self.arrays]
         self.concrete_fn = tf.function(body, autograph=False).get_concrete_function(*specs)
         graph = from_concrete_function(self.concrete_fn)
-        self.analysis = GraphAnalysis(normalise(graph) if per_pixel else graph)
+        self.analysis = GraphAnalysis(canonicalize_graph(graph) if per_pixel else graph)
         nodes = self.analysis.graph.nodes
         self.node = next(node for node in nodes.values() if PER_PIXEL in node.attrs) if per_pixel else nodes["the_op"]
         self.rule = find_rule(self.node)

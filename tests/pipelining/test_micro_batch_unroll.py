@@ -43,7 +43,9 @@ def in_parts(step, count, *args, **options):
 
 
 def analysed(step, *specs):
-    return GraphAnalysis(canonicalize.read_canonical(step.get_concrete_function(*specs), for_tiles=False))
+    return GraphAnalysis(
+        canonicalize.read_canonical(step.get_concrete_function(*specs), canonicalize.CanonicalMode.EXACT)
+    )
 
 
 def specs(batch=4):

@@ -127,7 +127,7 @@ def piped(schedule, skip=False, optimizer="momentum", deep=False):
     """A pipeline as a graph, with what it was made of."""
     specs = tf.TensorSpec((2, 8, 8, 3), "float64"), tf.TensorSpec((2,), "int64")
     step = hand_step(compiled(net(HERE, skip, deep=deep), optimizer)).get_concrete_function(*specs)
-    analysis = GraphAnalysis(canonicalize.read_canonical(step, for_tiles=False))
+    analysis = GraphAnalysis(canonicalize.read_canonical(step, canonicalize.CanonicalMode.EXACT))
     forward = (node for node in analysis.order if "gradient_tape" not in node.name)
     by_name = {node.name.split("functional_1/")[-1]: node for node in forward}
     stages = assign_stages(analysis, [[by_name[f"stage{number}_1/Tanh"].out()] for number in range(3)])

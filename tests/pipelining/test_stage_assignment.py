@@ -19,12 +19,16 @@ HERE = ["CPU:0"] * 4
 
 def analysed(step, shape=(4, 8, 8, 3)):
     specs = tf.TensorSpec(shape, "float32"), tf.TensorSpec(shape[:1], "int32")
-    return GraphAnalysis(canonicalize.read_canonical(step.get_concrete_function(*specs), for_tiles=False))
+    return GraphAnalysis(
+        canonicalize.read_canonical(step.get_concrete_function(*specs), canonicalize.CanonicalMode.EXACT)
+    )
 
 
 def written(body, *specs):
     return GraphAnalysis(
-        canonicalize.read_canonical(tf.function(body, autograph=False).get_concrete_function(*specs), for_tiles=False)
+        canonicalize.read_canonical(
+            tf.function(body, autograph=False).get_concrete_function(*specs), canonicalize.CanonicalMode.EXACT
+        )
     )
 
 

@@ -15,7 +15,7 @@ from rewriters.swapping import swap_pass
 @pytest.mark.parametrize("min_bytes", [1, 2**30])
 def test_copies_of_weights_that_an_update_makes_wait_for_gradients_however_small(min_bytes):
     step = keras_step(lambda x: conv(12)(conv(12)(conv(12)(x))), (12, 10), 2, optimizer=keras.optimizers.SGD(0.1, 0.9))
-    graph = canonicalize.read_canonical(step.concrete_fn, for_tiles=False)
+    graph = canonicalize.read_canonical(step.concrete_fn, canonicalize.CanonicalMode.EXACT)
     early = [
         node.name
         for node in graph.nodes.values()

@@ -21,6 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.device import properties
 from rewriters.errors import RewriteError
 from rewriters.estimates.op_cost import MachineRates
@@ -421,8 +422,8 @@ class StepPatch:
         known = self._images
         self._require_batch(traced, known)
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as watch:
-            for_tiles = self._params.tiles is not None
-            analysed = analyse_step(traced, record, known[0] if known else None, for_tiles)
+            mode = CanonicalMode.EXACT if self._params.tiles is None else CanonicalMode.TILING
+            analysed = analyse_step(traced, record, known[0] if known else None, mode)
             analysed.go_by(self._rates())
             analysed.correction = self._corrections.get(self._corrected, 1.0)
             analysed.variables += self._beside(traced)

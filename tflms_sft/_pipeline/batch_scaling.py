@@ -6,7 +6,7 @@ from typing import Any
 
 from rewriters.analysis.constant_folding import ConstantFolder
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.canonicalize.canonicalize import read_canonical
+from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.static_values import StaticEvaluator
 from rewriters.ir.symbolic_dims import SymbolicDim
@@ -20,14 +20,16 @@ class BatchScaling:
     Two traces of one function name what they make alike, so that sizes can be compared.
     """
 
-    def __init__(self, traces: BatchTraces, analysis: GraphAnalysis, for_tiles: bool = False) -> None:
+    def __init__(
+        self, traces: BatchTraces, analysis: GraphAnalysis, mode: CanonicalMode = CanonicalMode.BATCH_ANALYSIS
+    ) -> None:
         self._traces = traces
         self._sizes = analysis.evaluate.sizes
         self._whole: dict[str, Node] = {}
         self._evaluate = self._evaluate_whole = analysis.evaluate
         self._known = self._known_whole = ConstantFolder(analysis.graph)
         if traces.micro is not traces.whole:
-            graph = read_canonical(traces.whole, for_tiles, opened=True)
+            graph = read_canonical(traces.whole, mode)
             self._whole = graph.nodes
             self._evaluate_whole = StaticEvaluator(graph)
             self._known_whole = ConstantFolder(graph)
@@ -36,7 +38,7 @@ class BatchScaling:
         self._compared_outputs = _by_result(analysis, traces.micro), self._outputs
         if traces.known is not None:
             pair = traces.known.micro, traces.known.whole
-            self._compared = tuple(read_canonical(one, for_tiles, opened=True).nodes for one in pair)  # type: ignore[assignment]
+            self._compared = tuple(read_canonical(one, mode).nodes for one in pair)  # type: ignore[assignment]
             self._compared_outputs = tuple(_by_result(analysis, one) for one in pair)  # type: ignore[assignment]
         inputs = (traces.known or traces).micro.inputs
         self._samples = next((inputs[p].shape[0] for p in traces.batched if inputs[p].shape.rank), None)

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import Graph, Tensor
@@ -124,11 +125,11 @@ def _for_any_batch(traces: BatchTraces, chosen: RewriteRequest, like: Planned) -
 def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) -> tuple[Planned, tuple[str, ...]]:
     """The pipeline, and what a plan says of it."""
     samples = max(traces.batch // params.total_micro_batches, 1) if traces.batch else None
-    for_tiles = chosen.tiles is not None
-    traced = analyse_step(traces.micro, traces.record, samples, for_tiles, opened=True)
+    mode = CanonicalMode.BATCH_ANALYSIS if chosen.tiles is None else CanonicalMode.TILING
+    traced = analyse_step(traces.micro, traces.record, samples, mode)
     analysis = traced.analysis
     analysis.require_backward()
-    sizes = BatchScaling(traces, analysis, for_tiles)
+    sizes = BatchScaling(traces, analysis, mode)
     parts = split_step(analysis, traces.batched, traces.hints, params.total_micro_batches > 1)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)

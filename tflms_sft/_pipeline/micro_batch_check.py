@@ -11,6 +11,7 @@ from rewriters.analysis.autodiff_roles import is_seed
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.batch_semantics.domain import Sizes
 from rewriters.batch_semantics.equivalence import EquivalenceReport, analyse_equivalence, unfit
+from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import LOOPS, Node, Tensor, ancestors
 from rewriters.ir.inlining import is_xla_call
@@ -65,7 +66,7 @@ def check_micro_batches(
         return MicroBatchContract((), lambda tensor: mean)
     others, is_open, unsettled = traces.others, traces.known is not None, traces.known or traces
     traces = settled(unsettled)
-    analysis = analyse_step(traces.micro, traces.record, None, for_tiles=False, opened=True).analysis
+    analysis = analyse_step(traces.micro, traces.record, None, CanonicalMode.BATCH_ANALYSIS).analysis
     _refuse_bodies(analysis, traces)
     parts = split_step(analysis, traces.batched, traces.hints)
     sizes = BatchScaling(traces, analysis)
@@ -102,7 +103,7 @@ def _refuse_turns(other: BatchTraces, params: PipelineParams, compared: str, rem
     Raises:
         PipelineError: With one of them.
     """
-    analysis = analyse_step(other.micro, other.record, None, for_tiles=False, opened=True).analysis
+    analysis = analyse_step(other.micro, other.record, None, CanonicalMode.BATCH_ANALYSIS).analysis
     parts = split_step(analysis, other.batched, other.hints)
     sizes = BatchScaling(other, analysis)
     assert other.batch is not None

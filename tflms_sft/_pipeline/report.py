@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.device.kernel_scratch import op_scratch
 from rewriters.device.peak_memory import concurrent_scratch, most_alive
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
@@ -191,7 +192,7 @@ def plan_of(planned: Planned) -> Plan:
     """Describe a pipeline."""
     traces, traced, schedule = planned.traces, planned.traced, planned.schedule
     one = schedule.micro_batches == 1
-    whole = traced if one else analyse_step(traces.whole, None, traces.batch, for_tiles=False)
+    whole = traced if one else analyse_step(traces.whole, None, traces.batch, CanonicalMode.EXACT)
     whole.go_by(kept_rates())
     traced.go_by(kept_rates())
     stages = [_Stage(planned, number) for number in range(planned.stages.count)]

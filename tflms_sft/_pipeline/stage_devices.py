@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.pipelining.stage_assignment import Stages, assign_stages
 from tflms_sft._params import device_names
 from tflms_sft._params.pipeline_params import PipelineParams
@@ -99,7 +100,7 @@ def _probe(model: Any, specs: Any) -> TracedStep:
         return [g for g in tape.gradient(loss, model.trainable_variables) if g is not None]
 
     concrete_fn, record = trace_step(tf.function(step, autograph=False), (specs,), {})
-    return analyse_step(concrete_fn, record, None, for_tiles=False, opened=True)
+    return analyse_step(concrete_fn, record, None, CanonicalMode.BATCH_ANALYSIS)
 
 
 def _chosen(traced: TracedStep, params: PipelineParams) -> list[list[Any]]:

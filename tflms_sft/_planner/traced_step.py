@@ -12,7 +12,7 @@ from typing import Any
 
 from rewriters.analysis.autodiff_roles import is_autodiff_name
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.canonicalize.canonicalize import read_canonical
+from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
 from rewriters.device.peak_memory import AllocationTrace, Peak, graph_peak, graph_schedule
 from rewriters.emission.loop_emitter import phase_inputs, phase_outputs
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_segments, tile_skeleton
@@ -125,8 +125,7 @@ def analyse_step(
     concrete_fn: Any,
     record: LayerRecord | None = None,
     batch: int | None = None,
-    for_tiles: bool = True,
-    opened: bool = False,
+    mode: CanonicalMode = CanonicalMode.TILING,
 ) -> TracedStep:
     """Read and analyse a traced step.
 
@@ -134,18 +133,17 @@ def analyse_step(
         concrete_fn: A concrete function.
         record: Keras layers seen while it was traced.
         batch: Batch size where the graph leaves it open.
-        for_tiles: Whether it may be tiled, so that what is the same to rounding only may be made anew.
-        opened: As in `read_canonical`.
+        mode: Rewritings that canonicalization may do; see `CanonicalMode`.
 
     Raises:
-        RewriteError: If it computes gradients where they are not seen; without tiles, if it computes none.
+        RewriteError: For `TILING`, if gradients are hidden inside a function or loop; else, if there are none.
     """
-    graph = read_canonical(concrete_fn, for_tiles, opened)
+    graph = read_canonical(concrete_fn, mode)
     record = record or LayerRecord()
     misleading = any(is_autodiff_name(call.layer) for call in record.calls)
     forward: Container[str] = record.layer_of_op.keys() if misleading else ()
     analysis = GraphAnalysis(graph, forward=forward)
-    if for_tiles:
+    if mode is CanonicalMode.TILING:
         analysis.refuse_hidden_gradients()
     else:  # What leaves the device comes back for the backward phase.
         analysis.require_backward()

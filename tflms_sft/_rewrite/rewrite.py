@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from typing import Any
 
+from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.step_importer import StepImporter
@@ -135,7 +136,8 @@ def compiled(
 def _compiled(
     concrete_fn: Any, record: LayerRecord, batch: int | None, chosen: RewriteRequest, correction: float
 ) -> RewrittenStep:
-    traced = analyse_step(concrete_fn, record, batch, chosen.tiles is not None)
+    mode = CanonicalMode.EXACT if chosen.tiles is None else CanonicalMode.TILING
+    traced = analyse_step(concrete_fn, record, batch, mode)
     traced.correction = correction
     traced.go_by(machine_rates(_say) if chosen.has_budget else kept_rates())
     if chosen.has_budget:
