@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/how-it-works.md and docs/several-devices.md from what the compiler does.
+"""Draws the pictures of docs/how-it-works.md, docs/several-devices.md and CONTRIBUTING.md.
 
     python docs/pictures/make.py [FOLDER]
 
@@ -16,6 +16,7 @@ os.environ["TFLMS_SFT_RATES"] = "nominal"
 from pathlib import Path
 from typing import Any
 
+import architecture
 import keras
 import tensorflow as tf
 from matplotlib.figure import Figure
@@ -232,3 +233,4 @@ if __name__ == "__main__":
     draw_tiles(*small)
     draw_memory()
     draw_schedules()
+    print(architecture.draw(FOLDER).name)

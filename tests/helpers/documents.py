@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 
 _FENCE = re.compile(r"```(\S*) ?(.*)")
 _COMMANDS = {"tflms-sft": [sys.executable, "-m", "tflms_sft"], "python": [sys.executable]}

@@ -4,12 +4,15 @@ import ast
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from documents import PAGES, ROOT, blocks, names_of
+from import_graph import FILES
+from PIL import Image
 
 import tflms_sft
 
@@ -99,6 +102,56 @@ def _anchors(page: Path):
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+NEW_FILES = {"rewriters/rules/subpixel.py"}
+"""Files that a page tells the reader to write."""
+
+PATH = re.compile(r"(?:rewriters|tflms_sft|tests|docs|benchmarks|examples)/[\w./-]*\w")
+NAME = re.compile(r"(?<![\w./])(\w+)\.([A-Za-z_]\w*)")
+
+
+def code_spans(page):
+    """Return the backticked texts of a page that lie outside fenced blocks."""
+    return [match[1:-1] for match in CODE.findall(page.read_text(encoding="utf-8")) if not match.startswith("```")]
+
+
+def definitions(path):
+    """Return the names that a file defines or imports at its top level."""
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return names.union(*(names_of(ast.unparse(node))[1] for node in nodes if not isinstance(node, ast.ClassDef)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=called)
+def test_code_spans_name_files_and_folders_that_exist(page):
+    paths = {path for span in code_spans(page) for path in PATH.findall(span)} - NEW_FILES
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=called)
+def test_code_spans_name_functions_and_classes_that_exist(page):
+    """`module.name` by the last part of the module's name; `plan.` is an attribute of results."""
+    modules = {name.rpartition(".")[2]: path for name, path in FILES.items() if path.name != "__init__.py"}
+    del modules["plan"]
+    names = [match for span in code_spans(page) for match in NAME.findall(span)]
+    inner = [(module, name) for module, name in names if module in modules and name != "py"]
+    assert [f"{module}.{name}" for module, name in inner if name not in definitions(modules[module])] == []
+    public = {name for module, name in names if module == "tflms_sft"}
+    assert public - {*tflms_sft.__all__, *vars(tflms_sft)} <= {name.rpartition(".")[2] for name in FILES}
+
+
+def test_contributing_lists_every_package():
+    spans = code_spans(ROOT / "CONTRIBUTING.md")
+    folders = {f"{name.replace('.', '/')}" for name, path in FILES.items() if path.name == "__init__.py"}
+    assert {folder for folder in folders if "/" in folder} <= set(spans)
+
+
+def test_architecture_picture_shows_the_imports():
+    """The picture carries its arrows as text."""
+    names = runpy.run_path(str(ROOT / "docs" / "pictures" / "architecture.py"))
+    drawn = Image.open(ROOT / "docs" / "pictures" / "architecture.png").text["Description"]
+    assert drawn == names["arrows_text"](names["shown_imports"]()), "run `python docs/pictures/architecture.py`"
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.png")), ids=called)

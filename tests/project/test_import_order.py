@@ -3,13 +3,10 @@
 Imports inside of functions and under `TYPE_CHECKING` count as well.
 """
 
-import ast
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from import_graph import FILES, IMPORTS, package_of
 
 ORDER = (
     "rewriters",
@@ -58,33 +55,6 @@ MAX_FILES, MAX_LINES = 14, 600
 @pytest.fixture(autouse=True)
 def fresh_keras():
     """Nothing here touches Keras, and resetting it takes longer than the tests."""
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-FILES = {module_name(path): path for top in ("rewriters", "tflms_sft") for path in sorted((ROOT / top).rglob("*.py"))}
-
-
-def imported_modules(path: Path, modules: Iterable[str]) -> set[str]:
-    """Those of `modules` that a file imports."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            targets = {f"{node.module}.{alias.name}" for alias in node.names}
-            names.update(target if target in modules else str(node.module) for target in targets)
-    return names.intersection(modules)
-
-
-IMPORTS = {name: imported_modules(path, FILES) - {name} for name, path in FILES.items()}
-
-
-def package_of(module: str) -> str:
-    return module if module in ORDER else module.rpartition(".")[0]
 
 
 def circles(imports: Mapping[str, Iterable[str]]) -> Iterator[list[str]]:
