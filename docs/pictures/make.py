@@ -149,7 +149,7 @@ def label(axes: Any, place: tuple[float, float], text: str, color: str) -> Any:
 def draw_tiles(analysis: GraphAnalysis, segment: Segment) -> None:
     """What one tile of the exit needs of every tensor above it."""
     grid = Grid(1, (3, 3))
-    phase = tile_pass.plan_segment(analysis, segment, grid).phases[0]
+    tile_loop = tile_pass.plan_segment(analysis, segment, grid).loops[0]
     (entry,), (leaving,) = segment.entries, segment.exits
     relus = [node.out() for node in segment.forward if node.op == "Relu"]
     shown = [(entry, "image (entry)"), *zip(relus, ("a", "b"), strict=True), (leaving, "pool (exit)")]
@@ -166,7 +166,7 @@ def draw_tiles(analysis: GraphAnalysis, segment: Segment) -> None:
             axes.plot([0, width * scale], [edge * scale] * 2, color="#8b909a", lw=1.1, zorder=2)
             axes.plot([edge * scale] * 2, [0, height * scale], color="#8b909a", lw=1.1, zorder=2)
         for tile, color in ((0, "#f2b134"), (1, FORWARD)):
-            rows, columns = phase.regions[tensor] if tensor != leaving else (partition(height, 3), partition(width, 3))
+            rows, columns = tile_loop.regions[tensor] if tensor != leaving else (partition(height, 3), partition(width, 3))
             lo, hi = (int(rows.lo[tile]), int(columns.lo[tile])), (int(rows.hi[tile]), int(columns.hi[tile]))
             corner, size = (lo[1] * scale, lo[0] * scale), ((hi[1] - lo[1]) * scale, (hi[0] - lo[0]) * scale)
             axes.add_patch(Rectangle(corner, *size, fc=color, alpha=0.32, ec="none", zorder=1))

@@ -16,7 +16,7 @@ from rewriters.device.properties import forwards_input_buffer
 from rewriters.emission.buffers import DeviceBuffer, Span, stacked
 from rewriters.emission.loop_outputs import LoopOutput, MergedMoments, ReductionOutput, ScatterAddOutput, TiledOutput
 from rewriters.emission.row_carries import CarriedState, SavedState, finish_gradient_rows, joined, received
-from rewriters.emission.while_loop import tile_loop
+from rewriters.emission.while_loop import emit_while_loop
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.intervals import CropPad, Interval, fit
@@ -30,17 +30,20 @@ __all__: list[str] = []
 BATCH_DIM = 0
 
 
-def phase_inputs(phase: TileLoop, segment: Segment) -> list[Tensor]:
+def loop_input_tensors(tile_loop: TileLoop, segment: Segment) -> list[Tensor]:
     """Whole tensors that the loop reads, in the order of the traced function's arguments."""
-    source = batch_source(phase, segment)
+    source = batch_source(tile_loop, segment)
     batch = [] if source is None else [source]
-    saved = [carry.saved for carry in phase.carries.values() if carry.saved is not None]
-    return list(dict.fromkeys([*batch, *phase.reads, *phase.invariants, *saved]))
+    saved = [carry.saved for carry in tile_loop.carries.values() if carry.saved is not None]
+    return list(dict.fromkeys([*batch, *tile_loop.reads, *tile_loop.invariants, *saved]))
 
 
-def batch_source(phase: TileLoop, segment: Segment) -> Tensor | None:
+def batch_source(tile_loop: TileLoop, segment: Segment) -> Tensor | None:
     """A tensor whose leading size is the batch at run time; `None` if no image goes in."""
-    for candidates in (phase.reads, segment.entries):  # Entries of another device may have another number of images.
+    for candidates in (
+        tile_loop.reads,
+        segment.entries,
+    ):  # Entries of another device may have another number of images.
         shaped = [(t.shape[BATCH_DIM], t) for t in candidates if t.shape]
         unknown = [t for size, t in shaped if size is None]
         if shaped:
@@ -48,45 +51,47 @@ def batch_source(phase: TileLoop, segment: Segment) -> Tensor | None:
     return None
 
 
-def phase_outputs(phase: TileLoop) -> list[Tensor]:
+def loop_output_tensors(tile_loop: TileLoop) -> list[Tensor]:
     """Tensors that the loop makes, in the order of the traced function's results."""
-    return [*phase.writes, *phase.accumulates, *phase.reductions, *(save.saved for save in phase.saves)]
+    return [*tile_loop.writes, *tile_loop.accumulates, *tile_loop.reductions, *(save.saved for save in tile_loop.saves)]
 
 
-def trace_phase(analysis: GraphAnalysis, segment: Segment, phase: TileLoop) -> Any:
-    """A function graph that computes `phase_outputs` from `phase_inputs`."""
-    inputs = phase_inputs(phase, segment)
+def trace_loop(analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop) -> Any:
+    """A function graph that computes `loop_output_tensors` from `loop_input_tensors`."""
+    inputs = loop_input_tensors(tile_loop, segment)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
 
     def build(*args: Any) -> list[Any]:
-        return LoopEmitter(analysis, segment, phase, dict(zip(inputs, args, strict=True))).run()
+        return LoopEmitter(analysis, segment, tile_loop, dict(zip(inputs, args, strict=True))).run()
 
-    return tf_internals.trace_func_graph(f"{segment.name}_{phase.name}", build, specs)
+    return tf_internals.trace_func_graph(f"{segment.name}_{tile_loop.name}", build, specs)
 
 
 class LoopEmitter:
     """The loop around the tiles: batch, state, results."""
 
-    def __init__(self, analysis: GraphAnalysis, segment: Segment, phase: TileLoop, outer: dict[Tensor, Any]) -> None:
+    def __init__(
+        self, analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop, outer: dict[Tensor, Any]
+    ) -> None:
         self.analysis = analysis
         self.segment = segment
-        self.phase = phase
+        self.tile_loop = tile_loop
         self.outer = outer
         self.batch = self._images()
-        self.batch_tiles = 1 if phase.grid.batch == 1 else tf.minimum(phase.grid.batch, self.batch)
+        self.batch_tiles = 1 if tile_loop.grid.batch == 1 else tf.minimum(tile_loop.grid.batch, self.batch)
 
     def _images(self) -> Any:
         """Number of images in the batch."""
-        source = batch_source(self.phase, self.segment)
+        source = batch_source(self.tile_loop, self.segment)
         if source is None:
-            return max(int(tensor.shape[BATCH_DIM] or 1) for tensor in self.phase.writes if tensor.shape)
+            return max(int(tensor.shape[BATCH_DIM] or 1) for tensor in self.tile_loop.writes if tensor.shape)
         value = self.outer[source]
         static = value.shape[BATCH_DIM]
         return static if static is not None else tf.shape(value)[BATCH_DIM]
 
     def run(self) -> list[Any]:
         """Emit the loop; results in the dtype of the original tensors."""
-        results = phase_results(self.analysis, self.phase)
+        results = loop_results(self.analysis, self.tile_loop)
         states = [result.initial(self) for result in results]
         sizes = [len(own) for own in states]
 
@@ -97,12 +102,14 @@ class LoopEmitter:
             tile.run()
             return [value for result, own in parts for value in result.update(tile, own)]
 
-        spatial = int(np.prod(self.phase.grid.spatial))
-        values = tile_loop(self.batch_tiles * spatial, list(itertools.chain(*states)), turn, self.phase.direction)
+        spatial = int(np.prod(self.tile_loop.grid.spatial))
+        values = emit_while_loop(
+            self.batch_tiles * spatial, list(itertools.chain(*states)), turn, self.tile_loop.direction
+        )
         made: dict[Tensor, Any] = {}
         for result, own in zip(results, _grouped(values, sizes), strict=True):
             made.update(zip(result.tensors, result.final(own), strict=True))
-        return [made[tensor] for tensor in phase_outputs(self.phase)]
+        return [made[tensor] for tensor in loop_output_tensors(self.tile_loop)]
 
 
 def _grouped(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
@@ -111,24 +118,24 @@ def _grouped(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]
     return (list(itertools.islice(rest, size)) for size in sizes)
 
 
-def phase_results(analysis: GraphAnalysis, phase: TileLoop) -> list[LoopOutput]:
+def loop_results(analysis: GraphAnalysis, tile_loop: TileLoop) -> list[LoopOutput]:
     """What a loop makes."""
-    results: list[LoopOutput] = [TiledOutput(tensor, phase.cells[tensor]) for tensor in phase.writes]
-    results += [ScatterAddOutput(tensor, phase.regions[tensor]) for tensor in phase.accumulates]
-    alone = phase.grid.num_tiles == 1
-    results += [MergedMoments(moments, phase.cells[moments.image], alone) for moments in phase.moments]
-    together = {tensor for moments in phase.moments for tensor in (moments.mean, moments.variance)}
-    for tensor in phase.reductions:
+    results: list[LoopOutput] = [TiledOutput(tensor, tile_loop.cells[tensor]) for tensor in tile_loop.writes]
+    results += [ScatterAddOutput(tensor, tile_loop.regions[tensor]) for tensor in tile_loop.accumulates]
+    alone = tile_loop.grid.num_tiles == 1
+    results += [MergedMoments(moments, tile_loop.cells[moments.image], alone) for moments in tile_loop.moments]
+    together = {tensor for moments in tile_loop.moments for tensor in (moments.mean, moments.variance)}
+    for tensor in tile_loop.reductions:
         if tensor not in together:
             rule, view = find_rule(tensor.node), analysis.view(tensor.node)
-            cell = phase.cells[tensor.node.inputs[rule.summed(view)]] if rule.per_pixel(view) else None
+            cell = tile_loop.cells[tensor.node.inputs[rule.summed(view)]] if rule.per_pixel(view) else None
             results.append(ReductionOutput(tensor, rule.combined(view), rule.per_image(view), cell))
-    results += [SavedState(save) for save in phase.saves]
-    for tensor, carry in phase.carries.items():
+    results += [SavedState(save) for save in tile_loop.saves]
+    for tensor, carry in tile_loop.carries.items():
         layout = analysis.layouts.of(tensor)
         assert layout is not None
         if carry.saved is None:
-            results.append(CarriedState(tensor, layout.dims, phase.regions[tensor], phase.row_axis))
+            results.append(CarriedState(tensor, layout.dims, tile_loop.regions[tensor], tile_loop.row_axis))
     return results
 
 
@@ -137,9 +144,9 @@ class IterationEmitter:
 
     def __init__(self, loop: LoopEmitter, index: Any, carried: Mapping[Tensor, Any]) -> None:
         self.loop = loop
-        self.phase = loop.phase
+        self.tile_loop = loop.tile_loop
         self.segment = loop.segment
-        self.row_axis = loop.phase.row_axis
+        self.row_axis = loop.tile_loop.row_axis
         self.values: dict[Tensor, Any] = {}
         self._lookups: dict[tuple[int, bytes], Any] = {}
         self._fits: dict[Any, Any] = {}
@@ -152,11 +159,11 @@ class IterationEmitter:
         self._waits: list[Any] = []
         self._group = ConcurrencyGroup[Any]()
         self._indices: list[Any] = []
-        for count in reversed(self.phase.grid.spatial):
+        for count in reversed(self.tile_loop.grid.spatial):
             self._indices.insert(0, index % count if count > 1 else 0)
             index = index // count if count > 1 else index
         self._batch: Span = None
-        if loop.phase.grid.batch > 1:
+        if loop.tile_loop.grid.batch > 1:
             number = index
             begin = number * loop.batch // loop.batch_tiles
             self._batch = (begin, (number + 1) * loop.batch // loop.batch_tiles - begin)
@@ -164,19 +171,19 @@ class IterationEmitter:
     def run(self) -> None:
         """Read the slices and run the body."""
         readers: dict[Tensor, list[Node]] = {}
-        for node in self.phase.body:
+        for node in self.tile_loop.body:
             for tensor in node.inputs:
                 readers.setdefault(tensor, []).append(node)
-        for tensor in self.phase.reads:
+        for tensor in self.tile_loop.reads:
             whole = DeviceBuffer(self._outer(tensor, readers.get(tensor, ())))
-            value = whole.read(self.spans(tensor, self.phase.regions[tensor]), shared=True)
+            value = whole.read(self.spans(tensor, self.tile_loop.regions[tensor]), shared=True)
             self.values[tensor] = self._counted_once(tensor, value)
-        for node in self.phase.body:
+        for node in self.tile_loop.body:
             self._waits = self._ended(node)
             self._run_op(node)
             if node.op not in summation_order.OPS:  # An edge would change how they are added up.
                 results = (node.out(index) for index in range(len(node.outputs)))
-                self._summed += [self.values[tensor] for tensor in results if tensor in self.phase.reductions]
+                self._summed += [self.values[tensor] for tensor in results if tensor in self.tile_loop.reductions]
 
     def _ended(self, node: Node) -> list[Any]:
         """What has to have ended before an operation may begin: for a gradient of a layer's input, earlier sums.
@@ -211,14 +218,14 @@ class IterationEmitter:
         assert tensor.shape is not None
         if self._batch is not None and tensor.shape[BATCH_DIM] == 1:
             value = tf.where(self._batch[0] == 0, value, tf.zeros_like(value))
-        for axis, (tiles, extent) in enumerate(zip(self.phase.grid.spatial, self._extents(tensor), strict=True)):
+        for axis, (tiles, extent) in enumerate(zip(self.tile_loop.grid.spatial, self._extents(tensor), strict=True)):
             if tiles > extent:
                 value = tf.where(self._indices[axis] < extent, value, tf.zeros_like(value))
         return value
 
     def _run_op(self, node: Node) -> None:
         rule, view = find_rule(node), self.loop.analysis.view(node)
-        plan = self.phase.plans[node]
+        plan = self.tile_loop.plans[node]
         rebuilt = rule.shape_operands(view)
         operands: list[Any] = []
         gradients = [self.values[t] for t in node.inputs if self._is_gradient(t) and t in self.values]
@@ -235,14 +242,14 @@ class IterationEmitter:
         results = rule.emit(self, view, operands)
         for index, value in enumerate(results):
             tensor = node.out(index)
-            if tensor in self.phase.reads:
+            if tensor in self.tile_loop.reads:
                 continue  # It exists whole and was sliced.
             if plan[0].kept is not None:
                 if value.shape.rank is None:  # Inferred from a shape that is computed.
                     value.set_shape([None] * len(tensor.shape))  # type: ignore[arg-type]
                 made = tuple(p.computed for p in plan)
                 out = tuple(p.kept for p in plan)
-                if tensor in self.phase.carries and self._is_gradient(tensor):
+                if tensor in self.tile_loop.carries and self._is_gradient(tensor):
                     value = self._completed(tensor, value, made)  # type: ignore[arg-type]
                 else:
                     value = self.moved(value, made, out, 0.0, tensor)  # type: ignore[arg-type]
@@ -297,14 +304,14 @@ class IterationEmitter:
         Forward values may be padded outside of the image only; gradients are zero
         wherever the tile holds none.
         """
-        have = self.phase.regions[tensor]
+        have = self.tile_loop.regions[tensor]
         if self.segment.kinds.get(tensor) is TileKind.FULL:
             for held, wanted, extent in zip(have, need, self._extents(tensor), strict=True):
                 assert held.covers(wanted.clip(extent)), f"{tensor.name} lacks rows that an op needs"
-        carry = self.phase.carries.get(tensor)
+        carry = self.tile_loop.carries.get(tensor)
         if carry is None or self._is_gradient(tensor):
             value = self.moved(self.values[tensor], have, need, fill, tensor)
-            if self.phase.carries and tensor not in self.phase.reads and not covers(have, need):
+            if self.tile_loop.carries and tensor not in self.tile_loop.reads and not covers(have, need):
                 self._joined.setdefault((tensor, fill), (value, need))
             return value
         rows = need[self.row_axis]
@@ -382,7 +389,7 @@ class IterationEmitter:
     def _rows_received(self, tensor: Tensor, like: Any) -> Any:
         """Rows of a tensor that another turn, or another loop, has made."""
         if tensor not in self._received:
-            carry = self.phase.carries[tensor]
+            carry = self.tile_loop.carries[tensor]
             source = self._carried[tensor] if carry.saved is None else self.loop.outer[carry.saved]
             self._received[tensor] = received(self, tensor, carry, source, self.batch_size(like))
         return self._received[tensor]
@@ -390,19 +397,19 @@ class IterationEmitter:
     def _completed(self, tensor: Tensor, value: Any, made: Region) -> Any:
         """The rows of a gradient that this turn completes."""
         rows = self._rows_received(tensor, value)
-        region, in_place = self.phase.regions[tensor], find_rule(tensor.node).own_memory
+        region, in_place = self.tile_loop.regions[tensor], find_rule(tensor.node).own_memory
         result, self._passed[tensor] = finish_gradient_rows(self, tensor, value, rows, made, region, in_place)
         return result
 
     def carry(self, tensor: Tensor) -> CarriedRows:
         """Which rows of a tensor come and go."""
-        return self.phase.carries[tensor]
+        return self.tile_loop.carries[tensor]
 
     def passed_on(self, tensor: Tensor) -> Any:
         """Rows of a tensor for the next turn."""
         if tensor in self._passed:
             return self._passed[tensor]
-        region = self.phase.regions[tensor]
+        region = self.tile_loop.regions[tensor]
         above = self._rows_received(tensor, self.values[tensor])
         need = with_rows(region, self.row_axis, self.carry(tensor).passed)
         return joined(self, tensor, self.values[tensor], above, region, need, 0.0, shared=False)
@@ -411,13 +418,13 @@ class IterationEmitter:
 
     def is_whole(self, node: Node) -> bool:
         """One tile: nothing is cut, and the original op with its own padding gives the same bits."""
-        return all(count == 1 for count in self.phase.grid.spatial) and not find_rule(node).moves_rows
+        return all(count == 1 for count in self.tile_loop.grid.spatial) and not find_rule(node).moves_rows
 
     def clone(self, node: Node, operands: Sequence[Any], **attrs: Any) -> list[Any]:
         """The op with other operands and, where given, other attributes (those that it has)."""
         changed = {key: _attr(value) for key, value in attrs.items() if key in node.attrs}
         results = (node.out(index) for index in range(len(node.outputs)))
-        if any(tensor in self.phase.carries and self._is_gradient(tensor) for tensor in results):
+        if any(tensor in self.tile_loop.carries and self._is_gradient(tensor) for tensor in results):
             changed |= tf_internals.kept_apart(node.name)  # Rows from other turns are added in place.
         dtypes = [dtype for dtype, _ in node.outputs]
         # Alone: what makes its operands may serve others, too. oneDNN makes the gradients of a filter and its bias one
@@ -429,7 +436,7 @@ class IterationEmitter:
 
     def axis_values(self, node: Node, position: int | None, values: Any, axis: int, dtype: Any) -> Any:
         """The part of a per-row vector for the rows that an op makes or that operand `position` holds."""
-        plan = self.phase.plans[node][axis]
+        plan = self.tile_loop.plans[node][axis]
         rows = plan.computed if position is None else plan.needs[position]
         assert rows is not None
         begin, size = self.lookup(rows.lo, axis), self.lookup(rows.size, axis)
@@ -440,7 +447,7 @@ class IterationEmitter:
 
     def axis_positions(self, node: Node, position: int, rows: np.ndarray, axis: int) -> Any:
         """For the rows that an op makes, where the rows that a table names are in what operand `position` holds."""
-        plan = self.phase.plans[node][axis]
+        plan = self.tile_loop.plans[node][axis]
         held = plan.needs[position]
         assert plan.computed is not None and held is not None
         begin, size = self.lookup(plan.computed.lo, axis), self.lookup(plan.computed.size, axis)
@@ -464,7 +471,7 @@ class IterationEmitter:
             images = self.loop.batch if self._batch is None else self._batch[1]
             layout = self.loop.analysis.layouts.of(tensor)
             sizes[BATCH_DIM] = images if layout is None or layout.batch_fold == 1 else images * layout.batch_fold
-        for axis, (dim, plan) in enumerate(zip(self.dims(tensor), self.phase.plans[node], strict=True)):
+        for axis, (dim, plan) in enumerate(zip(self.dims(tensor), self.tile_loop.plans[node], strict=True)):
             if dim is not None:
                 sizes[dim] = self.lookup(plan.computed.size, axis)  # type: ignore[union-attr]
         return stacked(sizes)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.emission.loop_emitter import phase_inputs, phase_outputs
+from rewriters.emission.loop_emitter import loop_input_tensors, loop_output_tensors
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.static_values import MAX_ELEMENTS
 from rewriters.rules.registry import TileKind
@@ -28,13 +28,13 @@ from rewriters.tiling.tile_planner import AxisPlan, Region, TileLoop
 __all__: list[str] = []
 
 
-def program_signature(analysis: GraphAnalysis, segment: Segment, phase: TileLoop) -> Hashable:
+def program_signature(analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop) -> Hashable:
     """Equal for two loops if tracing them gives the same function of their inputs.
 
     Holds everything that tracing reads: ops with their attributes, how they are wired, static operands,
     shapes and kinds, rows of every tensor in every tile. Names are left out.
     """
-    return _Key(analysis, segment, phase).build()
+    return _Key(analysis, segment, tile_loop).build()
 
 
 def loop_signature(analysis: GraphAnalysis, kinds: Mapping[Tensor, TileKind], loop: LoopSpec) -> Hashable:
@@ -95,24 +95,24 @@ class StructuralHasher:
 class _Key(StructuralHasher):
     """The program of a loop that is planned."""
 
-    def __init__(self, analysis: GraphAnalysis, segment: Segment, phase: TileLoop) -> None:
+    def __init__(self, analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop) -> None:
         super().__init__(analysis, segment.kinds)
         self.segment = segment
-        self.phase = phase
+        self.tile_loop = tile_loop
 
     def build(self) -> Hashable:
-        phase = self.phase
-        inputs = tuple(self.number(tensor) for tensor in phase_inputs(phase, self.segment))
-        body = tuple(self._op(node) for node in phase.body)
-        ends = tuple(self.number(tensor) for tensor in phase_outputs(phase))
-        roles = (len(phase.writes), len(phase.accumulates), tuple(map(self.number, phase.reads)))
-        cells = tuple(_rows(phase.cells.get(tensor)) for tensor in phase.writes)
-        moments = tuple(self._moments(pair) for pair in phase.moments)
-        carries = tuple(self._carry(tensor, carry) for tensor, carry in phase.carries.items())
-        saves = tuple(self._save(save) for save in phase.saves)
-        rows = (phase.direction, phase.row_axis, carries, saves)
+        tile_loop = self.tile_loop
+        inputs = tuple(self.number(tensor) for tensor in loop_input_tensors(tile_loop, self.segment))
+        body = tuple(self._op(node) for node in tile_loop.body)
+        ends = tuple(self.number(tensor) for tensor in loop_output_tensors(tile_loop))
+        roles = (len(tile_loop.writes), len(tile_loop.accumulates), tuple(map(self.number, tile_loop.reads)))
+        cells = tuple(_rows(tile_loop.cells.get(tensor)) for tensor in tile_loop.writes)
+        moments = tuple(self._moments(pair) for pair in tile_loop.moments)
+        carries = tuple(self._carry(tensor, carry) for tensor, carry in tile_loop.carries.items())
+        saves = tuple(self._save(save) for save in tile_loop.saves)
+        rows = (tile_loop.direction, tile_loop.row_axis, carries, saves)
         tensors = tuple(self._tensor(tensor) for tensor in self.numbers)
-        return (phase.backward, phase.grid, rows, inputs, body, ends, roles, cells, moments, tensors)
+        return (tile_loop.backward, tile_loop.grid, rows, inputs, body, ends, roles, cells, moments, tensors)
 
     def _carry(self, tensor: Tensor, carry: CarriedRows) -> Hashable:
         saved = None if carry.saved is None else self.number(carry.saved)
@@ -124,13 +124,13 @@ class _Key(StructuralHasher):
 
     def _moments(self, pair: MomentPair) -> Hashable:
         numbers = tuple(map(self.number, (pair.image, pair.mean, pair.variance)))
-        return (numbers, pair.axes, pair.keep_dims, _rows(self.phase.cells[pair.image]))
+        return (numbers, pair.axes, pair.keep_dims, _rows(self.tile_loop.cells[pair.image]))
 
     def _op(self, node: Node) -> Hashable:
-        return (*self.operation(node), tuple(_axis_plan(plan) for plan in self.phase.plans[node]))
+        return (*self.operation(node), tuple(_axis_plan(plan) for plan in self.tile_loop.plans[node]))
 
     def _tensor(self, tensor: Tensor) -> Hashable:
-        return (*self.tensor(tensor), _rows(self.phase.regions.get(tensor)))
+        return (*self.tensor(tensor), _rows(self.tile_loop.regions.get(tensor)))
 
 
 def _rows(region: Region | None) -> Hashable:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.emission.loop_emitter import phase_inputs, phase_outputs, trace_phase
+from rewriters.emission.loop_emitter import loop_input_tensors, loop_output_tensors, trace_loop
 from rewriters.emission.loop_signature import program_signature
 from rewriters.errors import RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, from_tf_graph
@@ -38,17 +38,17 @@ class SegmentPlan:
 
     Attributes:
         segment: What is tiled.
-        phases: Loops in the order they run in.
+        loops: Tile loops in the order in which they run.
         halo: Where their turns have the rows from that they share.
     """
 
     segment: Segment
-    phases: list[TileLoop]
+    loops: list[TileLoop]
     halo: Halo = Halo.RECOMPUTE
 
-    def phase(self, name: str) -> TileLoop | None:
+    def loop(self, name: str) -> TileLoop | None:
         """The loop of that name, if the segment has one."""
-        return next((phase for phase in self.phases if phase.name == name), None)
+        return next((tile_loop for tile_loop in self.loops if tile_loop.name == name), None)
 
 
 def plan_segment(
@@ -60,10 +60,10 @@ def plan_segment(
 ) -> SegmentPlan:
     """Plan the loops of one segment."""
     backward = backward_grid or grid
-    if segment.loops:
+    if segment.loop_specs:
         gatherer = (RowBarrierPlanner if halo is Halo.CARRY else BarrierPlanner)(analysis, segment)
-        return SegmentPlan(segment, gatherer.phases(lambda loop: backward if loop.backward else grid), halo)
-    return SegmentPlan(segment, planner_for(analysis, segment, halo).phases(grid, backward), halo)
+        return SegmentPlan(segment, gatherer.tile_loops(lambda loop: backward if loop.backward else grid), halo)
+    return SegmentPlan(segment, planner_for(analysis, segment, halo).tile_loops(grid, backward), halo)
 
 
 def planner_for(analysis: GraphAnalysis, segment: Segment, halo: Halo) -> TilePlanner:
@@ -90,11 +90,11 @@ class Tiled:
 
     Attributes:
         graph: The new graph.
-        phases: What it has got for loops, each operation with the loop that it belongs to.
+        tile_loops: The tile loop of each new operation that belongs to one.
     """
 
     graph: Graph
-    phases: Mapping[Node, TileLoop]
+    tile_loops: Mapping[Node, TileLoop]
 
 
 def tile_stages(analysis: GraphAnalysis, plans: list[SegmentPlan], stages: Mapping[Node, int]) -> Tiled:
@@ -137,7 +137,7 @@ class TilePass:
         self.starts: dict[Node, Node] = {}
         self.devices: dict[Node, str] = {}
         self.backward: set[Node] = set()
-        self.phases: dict[Node, TileLoop] = {}
+        self.tile_loops: dict[Node, TileLoop] = {}
 
     def run(self) -> Graph:
         """Loops, and the update in order with them."""
@@ -152,7 +152,9 @@ class TilePass:
         """Loops alone."""
         self._with_loops()
         left = self.graph.nodes
-        return Tiled(self.graph, {node: phase for node, phase in self.phases.items() if left.get(node.name) is node})
+        return Tiled(
+            self.graph, {node: tile_loop for node, tile_loop in self.tile_loops.items() if left.get(node.name) is node}
+        )
 
     def _with_loops(self) -> list[Node]:
         """Splice every loop in, hand readers over, drop what was replaced; the loops in order."""
@@ -239,49 +241,49 @@ class TilePass:
         so that the old one need not wait for them.
         """
         newest: dict[Tensor, Tensor] = {}
-        return [self._splice(plan.segment, phase, newest) for phase in plan.phases]
+        return [self._splice(plan.segment, tile_loop, newest) for tile_loop in plan.loops]
 
-    def _splice(self, segment: Segment, phase: TileLoop, newest: dict[Tensor, Tensor]) -> Node:
+    def _splice(self, segment: Segment, tile_loop: TileLoop, newest: dict[Tensor, Tensor]) -> Node:
         """Insert a loop under its scope; returns the loop's node."""
-        prefix = self.graph.unique_name(f"sft/{segment.name}/{phase.name}")
+        prefix = self.graph.unique_name(f"sft/{segment.name}/{tile_loop.name}")
         start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
-        start.control_inputs = self._waits(segment, phase)
-        inputs = [newest[t] if t in newest else self._tensor(t) for t in phase_inputs(phase, segment)]
-        loop, results = (self._traced if self.bodies else self._outlined)(segment, phase, prefix, start, inputs)
-        for old, new in zip(phase_outputs(phase), results, strict=True):
+        start.control_inputs = self._waits(segment, tile_loop)
+        inputs = [newest[t] if t in newest else self._tensor(t) for t in loop_input_tensors(tile_loop, segment)]
+        loop, results = (self._traced if self.bodies else self._outlined)(segment, tile_loop, prefix, start, inputs)
+        for old, new in zip(loop_output_tensors(tile_loop), results, strict=True):
             if old.node.op != SAVED:
                 self.replaced.setdefault(self._tensor(old), new)
             newest[old] = new
-        for node in phase.replaces:
+        for node in tile_loop.replaces:
             self.moved[self._own(node)] = loop
         self.starts[loop] = start
-        self.devices[loop] = self._place(phase)
-        self.phases[start] = phase
-        if phase.backward:
+        self.devices[loop] = self._place(tile_loop)
+        self.tile_loops[start] = tile_loop
+        if tile_loop.backward:
             self.backward.add(loop)
         return loop
 
-    def _place(self, phase: TileLoop) -> str:
+    def _place(self, tile_loop: TileLoop) -> str:
         """Where a loop runs: a device, or a stage of which nobody knows the device yet."""
-        nodes = (*phase.body, *phase.replaces)
+        nodes = (*tile_loop.body, *tile_loop.replaces)
         if self.stages is None:
             return next((node.device for node in nodes), "")
         return next((str(self.stages[node]) for node in nodes if node in self.stages), "")
 
     def _outlined(
-        self, segment: Segment, phase: TileLoop, prefix: str, start: Node, inputs: list[Tensor]
+        self, segment: Segment, tile_loop: TileLoop, prefix: str, start: Node, inputs: list[Tensor]
     ) -> tuple[Node, list[Tensor]]:
         """The loop as one op without a body."""
         del segment
-        outputs = [tensor.node.outputs[tensor.index] for tensor in phase_outputs(phase)]
+        outputs = [tensor.node.outputs[tensor.index] for tensor in loop_output_tensors(tile_loop)]
         loop = self.graph.add(Node(f"{prefix}/while", "While", inputs, [start], outputs=outputs))
         return loop, [loop.out(index) for index in range(len(outputs))]
 
     def _traced(
-        self, segment: Segment, phase: TileLoop, prefix: str, start: Node, inputs: list[Tensor]
+        self, segment: Segment, tile_loop: TileLoop, prefix: str, start: Node, inputs: list[Tensor]
     ) -> tuple[Node, list[Tensor]]:
         """The loop as TensorFlow traces it."""
-        part = self._program(segment, phase)
+        part = self._program(segment, tile_loop)
         outer = dict(zip(part.inputs, inputs, strict=True))
         placeholders = {t.node for t in part.inputs}
         loop: Node | None = None
@@ -293,29 +295,31 @@ class TilePass:
             if node.op == "Empty" or node.op in LOOPS:
                 node.control_inputs = [*node.control_inputs, start]
             loop = node if node.op in LOOPS else loop
-            self.phases[node] = phase
+            self.tile_loops[node] = tile_loop
             self.graph.add(node)
         assert loop is not None
         return loop, [outer.get(tensor, tensor) for tensor in part.outputs]
 
-    def _program(self, segment: Segment, phase: TileLoop) -> Graph:
+    def _program(self, segment: Segment, tile_loop: TileLoop) -> Graph:
         """The loop in a graph of its own. Segments in which it is the same share its body."""
-        key = program_signature(self.analysis, segment, phase)
+        key = program_signature(self.analysis, segment, tile_loop)
         if key not in self.programs:
-            traced = trace_phase(self.analysis, segment, phase)
+            traced = trace_loop(self.analysis, segment, tile_loop)
             self.programs[key] = from_tf_graph(traced, traced.inputs, traced.outputs, [])
             self.graph.library.MergeFrom(self.programs[key].library)
         return self.programs[key].copy()
 
-    def _waits(self, segment: Segment, phase: TileLoop) -> list[Node]:
+    def _waits(self, segment: Segment, tile_loop: TileLoop) -> list[Node]:
         """Control inputs of a loop: those of its ops, and the data without which it cannot begin.
 
         The latter keep the runtime from allocating the loop's buffers at the start of the step.
         """
-        inside = {*segment.forward, *segment.backward} if segment.loops else {*segment.forward, *phase.replaces}
-        waits = [c for node in phase.replaces for c in node.control_inputs if c not in inside]
-        waits += [t.node for t in phase.reads if t.node not in inside]
-        if phase.backward and not segment.loops:
+        inside = (
+            {*segment.forward, *segment.backward} if segment.loop_specs else {*segment.forward, *tile_loop.replaces}
+        )
+        waits = [c for node in tile_loop.replaces for c in node.control_inputs if c not in inside]
+        waits += [t.node for t in tile_loop.reads if t.node not in inside]
+        if tile_loop.backward and not segment.loop_specs:
             waits += [t.node for t in segment.grad_entries]
         return [self._own(node) for node in dict.fromkeys(waits) if node.op != "Placeholder"]
 

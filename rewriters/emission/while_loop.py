@@ -30,7 +30,7 @@ class LoopState:
     shape: tuple[int | None, ...]
 
 
-def tile_loop(
+def emit_while_loop(
     turns: Any,
     states: Sequence[LoopState],
     body: Callable[[Any, list[Any]], Sequence[Any]],

@@ -45,36 +45,36 @@ def _kept(function: Callable[..., R]) -> Callable[..., R]:
     """Remember results in the phase that is the first argument."""
 
     @functools.wraps(function)
-    def remembering(phase: TileLoop, *others: Hashable) -> R:
+    def remembering(tile_loop: TileLoop, *others: Hashable) -> R:
         key = (function.__name__, *others)
-        if key not in phase.cache:
-            phase.cache[key] = function(phase, *others)
-        return phase.cache[key]
+        if key not in tile_loop.cache:
+            tile_loop.cache[key] = function(tile_loop, *others)
+        return tile_loop.cache[key]
 
     return remembering
 
 
 @_kept
-def loop_iterations(phase: TileLoop, batch: int) -> list[IterationTrace]:
+def loop_iterations(tile_loop: TileLoop, batch: int) -> list[IterationTrace]:
     """Turns that between them meet every border, in the order of the loop."""
-    body = IterationModel(phase)
-    marks = [sorted({0, count // 2, count - 1}) for count in phase.grid.spatial]
+    body = IterationModel(tile_loop)
+    marks = [sorted({0, count // 2, count - 1}) for count in tile_loop.grid.spatial]
     found = (body.events(tile, batch) for tile in itertools.product(*marks))
     return [IterationTrace(events, with_delayed_frees(events)) for events in found]
 
 
 @_kept
-def iteration_peak_bytes(phase: TileLoop, batch: int) -> int:
+def iteration_peak_bytes(tile_loop: TileLoop, batch: int) -> int:
     """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
-    body = IterationModel(phase)  # Not kept: a search asks for hundreds of phases.
-    tiles = {tuple(0 for _ in phase.grid.spatial), tuple(count // 2 for count in phase.grid.spatial)}
+    body = IterationModel(tile_loop)  # Not kept: a search asks for hundreds of phases.
+    tiles = {tuple(0 for _ in tile_loop.grid.spatial), tuple(count // 2 for count in tile_loop.grid.spatial)}
     return max(peak_bytes_of(body.events(tile, batch), ExactAllocator()) for tile in tiles)
 
 
 @_kept
-def kernel_at_worst(phase: TileLoop, batch: int) -> tuple[str, int]:
+def kernel_at_worst(tile_loop: TileLoop, batch: int) -> tuple[str, int]:
     """Which op of a loop's body runs when a turn takes most, and bytes that its kernel takes for itself then."""
-    turns = loop_iterations(phase, batch)
+    turns = loop_iterations(tile_loop, batch)
     _, name, own = max(worst_kernel(events) for turn in turns for events in (turn.events, turn.late))
     return name, own
 
@@ -82,8 +82,8 @@ def kernel_at_worst(phase: TileLoop, batch: int) -> tuple[str, int]:
 class IterationModel:
     """Ops of a turn as stand-ins that know the rows of their results for every tile."""
 
-    def __init__(self, phase: TileLoop) -> None:
-        self.phase = phase
+    def __init__(self, tile_loop: TileLoop) -> None:
+        self.tile_loop = tile_loop
         self.order: list[Node] = []
         self.originals: list[Node] = []
         self.ends: list[Tensor] = []
@@ -96,20 +96,20 @@ class IterationModel:
         # What the turn before left is there from the beginning; saved rows are read when they are needed.
         self._received = {
             tensor: self._rows_of(tensor, carry.received)
-            for tensor, carry in phase.carries.items()
+            for tensor, carry in tile_loop.carries.items()
             if carry.saved is None
         }
-        for node in phase.body:
+        for node in tile_loop.body:
             self._add_op(node)
-        for tensor, carry in phase.carries.items():
+        for tensor, carry in tile_loop.carries.items():
             if carry.saved is None and not self._is_gradient(tensor):
-                rows = with_rows(phase.regions[tensor], phase.row_axis, carry.passed)
+                rows = with_rows(tile_loop.regions[tensor], tile_loop.row_axis, carry.passed)
                 self.ends.append(self._fitted(tensor, rows))
-        for tensor in phase.writes:
-            self.ends.append(self._moved(self._value(tensor), phase.regions[tensor], phase.cells[tensor]))
-        for tensor in phase.accumulates:
+        for tensor in tile_loop.writes:
+            self.ends.append(self._moved(self._value(tensor), tile_loop.regions[tensor], tile_loop.cells[tensor]))
+        for tensor in tile_loop.accumulates:
             self.ends.append(self._accumulated(tensor))
-        for pair in phase.moments:
+        for pair in tile_loop.moments:
             self._add_moments(pair)
 
     def events(self, tile: Tile, batch: int) -> list[AllocationEvent]:
@@ -142,18 +142,18 @@ class IterationModel:
 
     def _bytes_of_pixel(self, tensor: Tensor) -> int:
         """Of all channels, and of the pixels that were made images."""
-        layout = self.phase.layouts.of(tensor)
+        layout = self.tile_loop.layouts.of(tensor)
         assert layout is not None and tensor.shape is not None
         channels = (int(tensor.shape[dim] or 1) for dim in layout.others(len(tensor.shape)))
         return layout.batch_fold * math.prod(channels) * tensor.dtype.size
 
     def _images(self, batch: int) -> int:
         """Images of the largest tile."""
-        return -(-batch // min(self.phase.grid.batch, batch))
+        return -(-batch // min(self.tile_loop.grid.batch, batch))
 
     def _call(self, node: Node, tile: Tile, batch: int) -> KernelShape:
         """What the kernel of a gradient of a convolution or a pool, or of a cross-entropy, is called with."""
-        plan = self.phase.plans.get(node)
+        plan = self.tile_loop.plans.get(node)
         if plan is not None and PER_PIXEL in node.attrs:
             rows = [p.computed.size[i] for p, i in zip(plan, tile, strict=True) if p.computed is not None]
             return KernelShape(self._images(batch), math.prod(map(int, rows)), 0)
@@ -188,23 +188,23 @@ class IterationModel:
     def _value(self, tensor: Tensor) -> Tensor:
         """Stand-in for what the turn holds of a tensor; a whole one is sliced when it is first needed."""
         if tensor not in self._values:
-            self._values[tensor] = self._slice(tensor, self.phase.regions[tensor])
+            self._values[tensor] = self._slice(tensor, self.tile_loop.regions[tensor])
         return self._values[tensor]
 
     def _slice(self, tensor: Tensor, region: Region) -> Tensor:
-        layout = self.phase.layouts.of(tensor)
+        layout = self.tile_loop.layouts.of(tensor)
         assert layout is not None
         whole = all(np.all(i.size == extent) for i, extent in zip(region, layout.extents(tensor), strict=True))
-        op = "Placeholder" if whole and self.phase.grid.batch == 1 else "StridedSlice"
+        op = "Placeholder" if whole and self.tile_loop.grid.batch == 1 else "StridedSlice"
         return self._helper(op, tensor, (), (i.size for i in region))
 
     def _add_op(self, node: Node) -> None:
-        plan = self.phase.plans[node]
+        plan = self.tile_loop.plans[node]
         operands = []
-        meets_gradient = any(t in self.phase.regions and self._is_gradient(t) for t in node.inputs)
+        meets_gradient = any(t in self.tile_loop.regions and self._is_gradient(t) for t in node.inputs)
         for position, tensor in enumerate(node.inputs):
             need = tuple(p.needs[position] for p in plan)
-            if tensor in self.phase.regions and need[0] is not None:
+            if tensor in self.tile_loop.regions and need[0] is not None:
                 operands.append(self._fitted(tensor, need, meets_gradient))  # type: ignore[arg-type]
         copy = Node(node.name, node.op, operands, outputs=node.outputs)
         if plan[0].kept is None:
@@ -214,19 +214,19 @@ class IterationModel:
         self._place(copy, node, (i.size for i in made))  # type: ignore[union-attr]
         for index in range(len(node.outputs)):
             tensor = node.out(index)
-            if tensor not in self.phase.reads:
+            if tensor not in self.tile_loop.reads:
                 out = tuple(p.kept for p in plan)
-                if tensor in self.phase.carries and self._is_gradient(tensor):
+                if tensor in self.tile_loop.carries and self._is_gradient(tensor):
                     self._values[tensor] = self._completed(tensor, copy.out(index), made)  # type: ignore[arg-type]
                 else:
                     self._values[tensor] = self._moved(copy.out(index), made, out)  # type: ignore[arg-type]
 
     def _is_gradient(self, tensor: Tensor) -> bool:
         """Whether rows of a tensor are parts of sums."""
-        return tensor not in self.phase.values
+        return tensor not in self.tile_loop.values
 
     def _rows_of(self, tensor: Tensor, rows: Interval) -> Tensor:
-        region = with_rows(self.phase.regions[tensor], self.phase.row_axis, rows)
+        region = with_rows(self.tile_loop.regions[tensor], self.tile_loop.row_axis, rows)
         return self._helper("StridedSlice", tensor, (), (i.size for i in region))
 
     def _fitted(self, tensor: Tensor, need: Region, meets_gradient: bool = False) -> Tensor:
@@ -238,17 +238,17 @@ class IterationModel:
             value, have = self._joined[tensor]
             if covers(have, need):
                 return self._moved(value, have, need)
-        value, have = self._value(tensor), self.phase.regions[tensor]
-        carry = self.phase.carries.get(tensor)
+        value, have = self._value(tensor), self.tile_loop.regions[tensor]
+        carry = self.tile_loop.carries.get(tensor)
         if carry is None or self._is_gradient(tensor):
             result = self._moved(value, have, need)
-            inside = self._is_gradient(tensor) or tensor in self.phase.reads
-            if self.phase.carries and not inside and not covers(have, need):
+            inside = self._is_gradient(tensor) or tensor in self.tile_loop.reads
+            if self.tile_loop.carries and not inside and not covers(have, need):
                 self._joined.setdefault(tensor, (result, need))
             return result
         if tensor not in self._received:
             self._received[tensor] = self._rows_of(tensor, carry.received)
-        axis = self.phase.row_axis
+        axis = self.tile_loop.row_axis
         new = with_rows(have, axis, Interval(carry.received.hi, have[axis].hi))
         result = self._moved(value, new, need)
         if np.any((need[axis].lo < carry.received.hi) & (need[axis].size > 0)):
@@ -258,16 +258,16 @@ class IterationModel:
 
     def _completed(self, tensor: Tensor, value: Tensor, made: Region) -> Tensor:
         """The rows of a gradient that the turn completes; what it hands on is kept."""
-        carry, region = self.phase.carries[tensor], self.phase.regions[tensor]
-        passed = self._moved(value, made, with_rows(region, self.phase.row_axis, carry.passed))
+        carry, region = self.tile_loop.carries[tensor], self.tile_loop.regions[tensor]
+        passed = self._moved(value, made, with_rows(region, self.tile_loop.row_axis, carry.passed))
         if passed != value:
             self.ends.append(passed)
         return self._moved(value, made, region)
 
     def _add_moments(self, pair: MomentPair) -> None:
         """The image, and its squared differences from the mean."""
-        cell = self.phase.cells[pair.image]
-        image = self._moved(self._value(pair.image), self.phase.regions[pair.image], cell)
+        cell = self.tile_loop.cells[pair.image]
+        image = self._moved(self._value(pair.image), self.tile_loop.regions[pair.image], cell)
         self._helper("SquaredDifference", pair.image, [image], (i.size for i in cell))
 
     def _moved(self, value: Tensor, have: Region, need: Region) -> Tensor:
@@ -289,6 +289,6 @@ class IterationModel:
 
     def _accumulated(self, tensor: Tensor) -> Tensor:
         """A part of a gradient added to what the whole one holds in its place."""
-        rows = [i.size for i in self.phase.regions[tensor]]
-        held = self._slice(tensor, self.phase.regions[tensor])
+        rows = [i.size for i in self.tile_loop.regions[tensor]]
+        held = self._slice(tensor, self.tile_loop.regions[tensor])
         return self._helper("AddV2", tensor, [held, self._value(tensor)], rows)

@@ -150,11 +150,11 @@ class CostModel:
         nodes = list(nodes)
         return sum(map(self.op, nodes)) - self.at_once(nodes)
 
-    def at_once(self, nodes: Iterable[Node], phase: TileLoop | None = None) -> float:
+    def at_once(self, nodes: Iterable[Node], tile_loop: TileLoop | None = None) -> float:
         """Seconds that full-size ops, or those of a loop, save where two run at once that could run one by one."""
         own = set(nodes)
         pairs = ((node, self.pairs[node]) for node in own if self.pairs.get(node) in own)
-        return sum(self._saved(*pair, phase) for pair in pairs)
+        return sum(self._saved(*pair, tile_loop) for pair in pairs)
 
     @functools.cached_property
     def least(self) -> CostModel:
@@ -166,42 +166,42 @@ class CostModel:
         """
         return LowerBoundCost(self)
 
-    def _saved(self, first: Node, second: Node, phase: TileLoop | None) -> float:
+    def _saved(self, first: Node, second: Node, tile_loop: TileLoop | None) -> float:
         """By the cores that both leave idle; they take no less than the longer one."""
         taken, idle = [], 0.0
         for node in (first, second):
-            taken.append(self.op(node) if phase is None else self.turns(phase, node))
-            idle += self._idle(node, phase)
+            taken.append(self.op(node) if tile_loop is None else self.turns(tile_loop, node))
+            idle += self._idle(node, tile_loop)
         return min(*taken, idle)
 
-    def _idle(self, node: Node, phase: TileLoop | None) -> float:
+    def _idle(self, node: Node, tile_loop: TileLoop | None) -> float:
         """Seconds of a gradient while windows are copied, times the part of all cores that is idle then."""
         work = self._work_of(node)
         if work is None or work.call is None:
             return 0.0
-        turns = 1 if phase is None else self._num_turns(phase)
-        call = work.call if phase is None or turns == 1 else self._in_a_turn(work.call, phase, node)
+        turns = 1 if tile_loop is None else self._num_turns(tile_loop)
+        call = work.call if tile_loop is None or turns == 1 else self._in_a_turn(work.call, tile_loop, node)
         return turns * self._windows(node, call) * self._idle_cores(node, call)
 
     def _idle_cores(self, node: Node, call: KernelShape) -> float:
         return idle_cores(node, call)
 
-    def phase(self, phase: TileLoop) -> float:
+    def tile_loop(self, tile_loop: TileLoop) -> float:
         """All turns of a loop, with what it does around its body."""
-        return self.body(phase) + self._moves(phase)
+        return self.body(tile_loop) + self._moves(tile_loop)
 
-    def body(self, phase: TileLoop) -> float:
+    def body(self, tile_loop: TileLoop) -> float:
         """Every op of a loop, in all turns, by the part of the image that it covers, halos included."""
-        seconds = sum(self.turns(phase, node) for node in phase.body) - self.at_once(phase.body, phase)
-        return seconds + sum(self._moments(phase, pair.image) for pair in phase.moments)
+        seconds = sum(self.turns(tile_loop, node) for node in tile_loop.body) - self.at_once(tile_loop.body, tile_loop)
+        return seconds + sum(self._moments(tile_loop, pair.image) for pair in tile_loop.moments)
 
-    def _moments(self, phase: TileLoop, image: Tensor) -> float:
+    def _moments(self, tile_loop: TileLoop, image: Tensor) -> float:
         """A mean, the squared differences from it, and their mean, which a loop makes anew of parts of an image."""
         size, touched = image.num_bytes(self.batch), self.rates.touched
-        calls = 3 * self._num_turns(phase) * self.rates.call
+        calls = 3 * self._num_turns(tile_loop) * self.rates.call
         return 2 * size / _rate(touched, "Mean") + 2 * size / _rate(touched, "SquaredDifference") + calls
 
-    def turns(self, phase: TileLoop, node: Node) -> float:
+    def turns(self, tile_loop: TileLoop, node: Node) -> float:
         """One op in all turns of a loop.
 
         Turns share what is cut into tiles. Weights are read in each of them, and sums over the image, such as the
@@ -210,26 +210,26 @@ class CostModel:
         work = self._work_of(node)
         if work is None:
             return 0.0
-        turns = self._num_turns(phase)
+        turns = self._num_turns(tile_loop)
         if turns == 1:
             return self.op(node)
         rebuilt = [node.inputs[position] for position in find_rule(node).shape_operands(self.analysis.view(node))]
         tensors = _tensors(node)
-        whole = sum(t.num_bytes(self.batch) for t in tensors if t not in phase.regions and t not in rebuilt)
-        part = _coverage(self.analysis, phase, node) / turns
-        call = None if work.call is None else self._in_a_turn(work.call, phase, node)
+        whole = sum(t.num_bytes(self.batch) for t in tensors if t not in tile_loop.regions and t not in rebuilt)
+        part = _coverage(self.analysis, tile_loop, node) / turns
+        call = None if work.call is None else self._in_a_turn(work.call, tile_loop, node)
         images = max(work.images + work.whole - whole, 0)
         return turns * self._seconds(node, dataclasses.replace(work, call=call), part, images, whole)
 
-    def _in_a_turn(self, call: KernelShape, phase: TileLoop, node: Node) -> KernelShape:
+    def _in_a_turn(self, call: KernelShape, tile_loop: TileLoop, node: Node) -> KernelShape:
         """What a kernel is called with in a turn of a loop: some of the images, and of each a tile."""
-        tiles = math.prod(phase.grid.spatial)
-        part = _coverage(self.analysis, phase, node) / tiles
-        images = -(-call.images * tiles // self._num_turns(phase))
+        tiles = math.prod(tile_loop.grid.spatial)
+        part = _coverage(self.analysis, tile_loop, node) / tiles
+        images = -(-call.images * tiles // self._num_turns(tile_loop))
         return KernelShape(images, *(max(round(part * pixels), 1) for pixels in (call.small, call.large)))
 
-    def _num_turns(self, phase: TileLoop) -> int:
-        return min(phase.grid.batch, self.batch) * math.prod(phase.grid.spatial)
+    def _num_turns(self, tile_loop: TileLoop) -> int:
+        return min(tile_loop.grid.batch, self.batch) * math.prod(tile_loop.grid.spatial)
 
     def _seconds(self, node: Node, work: _Work, part: float, images: int, whole: int) -> float:
         """One call on a part of the images; the kernel is called with `work.call` then."""
@@ -252,16 +252,20 @@ class CostModel:
         """Touching a new result for the first time, where the system hands large ones out anew."""
         return num_bytes / self.rates.fresh if num_bytes >= self.rates.fresh_from else 0.0
 
-    def _moves(self, phase: TileLoop) -> float:
+    def _moves(self, tile_loop: TileLoop) -> float:
         """What a loop does around its body: cuts tiles out of whole tensors, puts them together, adds up sums."""
-        turns = self._num_turns(phase)
+        turns = self._num_turns(tile_loop)
         if turns == 1:
             return 0.0
-        cut = [tensor for tensor in (*phase.reads, *phase.writes, *phase.accumulates) if tensor in phase.regions]
-        moved = sum(2 * t.num_bytes(self.batch) * _part(self.analysis, phase, t) for t in cut)
-        moved += sum(t.num_bytes(self.batch) for t in phase.accumulates)
-        moved += turns * sum(3 * t.num_bytes(self.batch) for t in phase.reductions)
-        calls = turns * (len(cut) + len(phase.reductions))
+        cut = [
+            tensor
+            for tensor in (*tile_loop.reads, *tile_loop.writes, *tile_loop.accumulates)
+            if tensor in tile_loop.regions
+        ]
+        moved = sum(2 * t.num_bytes(self.batch) * _part(self.analysis, tile_loop, t) for t in cut)
+        moved += sum(t.num_bytes(self.batch) for t in tile_loop.accumulates)
+        moved += turns * sum(3 * t.num_bytes(self.batch) for t in tile_loop.reductions)
+        calls = turns * (len(cut) + len(tile_loop.reductions))
         return moved / _rate(self.rates.touched, _ANY) + calls * self.rates.call
 
     def _work_of(self, node: Node) -> _Work | None:
@@ -336,21 +340,21 @@ def _tensors(node: Node) -> list[Tensor]:
     return [*node.inputs, *(node.out(index) for index in range(len(node.outputs)))]
 
 
-def overlapped_bytes(analysis: GraphAnalysis, phase: TileLoop, batch: int) -> int:
+def overlapped_bytes(analysis: GraphAnalysis, tile_loop: TileLoop, batch: int) -> int:
     """Bytes of images that the turns of a loop make more than once."""
     extra = 0.0
-    for node in phase.body:
+    for node in tile_loop.body:
         results = (node.out(index) for index in range(len(node.outputs)))
-        made = sum(tensor.num_bytes(batch) for tensor in results if tensor in phase.regions)
-        extra += max(_coverage(analysis, phase, node) - 1, 0) * made
+        made = sum(tensor.num_bytes(batch) for tensor in results if tensor in tile_loop.regions)
+        extra += max(_coverage(analysis, tile_loop, node) - 1, 0) * made
     return int(extra)
 
 
-def _coverage(analysis: GraphAnalysis, phase: TileLoop, node: Node) -> float:
+def _coverage(analysis: GraphAnalysis, tile_loop: TileLoop, node: Node) -> float:
     """Rows times columns that an op runs on in all turns, over those of the image."""
     result = 1.0
     worked = find_rule(node).cost_operand(analysis.view(node))
-    for axis, plan in enumerate(phase.plans[node]):
+    for axis, plan in enumerate(tile_loop.plans[node]):
         rows, tensor = plan.kept, node.out()
         if worked is not None:
             rows, tensor = plan.needs[worked], node.inputs[worked]
@@ -363,7 +367,7 @@ def _coverage(analysis: GraphAnalysis, phase: TileLoop, node: Node) -> float:
     return result
 
 
-def _part(analysis: GraphAnalysis, phase: TileLoop, tensor: Tensor) -> float:
+def _part(analysis: GraphAnalysis, tile_loop: TileLoop, tensor: Tensor) -> float:
     """Rows times columns of a tensor that turns hold, over those of the image."""
-    rows = zip(phase.regions[tensor], analysis.extents(tensor) or (), strict=True)
+    rows = zip(tile_loop.regions[tensor], analysis.extents(tensor) or (), strict=True)
     return math.prod(float(interval.size.sum()) / (extent or 1) for interval, extent in rows)

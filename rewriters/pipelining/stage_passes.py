@@ -39,7 +39,7 @@ class StagedStep:
         stages: Its stages.
         batched: Positions of the arguments that have the batch axis.
         origin: What its tensors were called in the step as traced, those that passes have replaced.
-        phases: Operations of tile loops, each with its loop.
+        tile_loops: Operations of tile loops, each with its loop.
         swaps: What is swapped.
         left: (tensor, why it stays on its device).
         outs: Swap-outs.
@@ -50,7 +50,7 @@ class StagedStep:
     stages: Stages
     batched: Sequence[int]
     origin: Mapping[Tensor, Tensor] = dataclasses.field(default_factory=dict)
-    phases: Mapping[Node, TileLoop] = dataclasses.field(default_factory=dict)
+    tile_loops: Mapping[Node, TileLoop] = dataclasses.field(default_factory=dict)
     swaps: Sequence[Swap] = ()
     left: Sequence[tuple[str, str]] = ()
     outs: frozenset[Node] = frozenset()
@@ -77,11 +77,11 @@ def with_tiles(staged: StagedStep, plans: list[SegmentPlan]) -> StagedStep:
     of = staged.stages.of
     tiled = tile_stages(staged.analysis, plans, of)
     places = {}
-    for node, phase in tiled.phases.items():
-        stage = next(of[own] for own in (*phase.body, *phase.replaces) if own in of)
+    for node, tile_loop in tiled.tile_loops.items():
+        stage = next(of[own] for own in (*tile_loop.body, *tile_loop.replaces) if own in of)
         if node.op != "Const":
-            places[node] = _Place(stage, phase.backward)
-    return _transfer_metadata(staged, tiled.graph, places, tiled.phases)
+            places[node] = _Place(stage, tile_loop.backward)
+    return _transfer_metadata(staged, tiled.graph, places, tiled.tile_loops)
 
 
 def with_swaps(
@@ -191,7 +191,7 @@ def _drop_edges_between_stages(staged: StagedStep, graph: Graph, places: Mapping
 
 
 def _transfer_metadata(
-    staged: StagedStep, graph: Graph, places: Mapping[Node, _Place], phases: Mapping[Node, TileLoop]
+    staged: StagedStep, graph: Graph, places: Mapping[Node, _Place], tile_loops: Mapping[Node, TileLoop]
 ) -> StagedStep:
     """What is known of a step, for the graph that a pass has made of it.
 
@@ -199,7 +199,7 @@ def _transfer_metadata(
         staged: The step before.
         graph: The new graph: operations that it has kept have kept their names.
         places: Where the new operations belong, but for sizes, constants, and what only ends others.
-        phases: New operations of tile loops, each with its loop.
+        tile_loops: New operations of tile loops, each with its loop.
     """
     old = staged.analysis
     analysis = GraphAnalysis(graph)
@@ -252,5 +252,7 @@ def _transfer_metadata(
             tensor = node.out(index)
             if node.name in nodes or tensor.name in graph.aliases:
                 origin[moved(tensor)] = staged.traced(tensor)
-    loops = {nodes[n.name]: phase for n, phase in staged.phases.items() if n.name in nodes} | dict(phases)
+    loops = {nodes[n.name]: tile_loop for n, tile_loop in staged.tile_loops.items() if n.name in nodes} | dict(
+        tile_loops
+    )
     return StagedStep(analysis, parts, stages, staged.batched, origin, loops)

@@ -36,10 +36,10 @@ def barrier_segment(
         name: Of the segment.
         roles: Its operations.
         storage: What exists whole.
-        kept: As for `CheckpointSelection.loops`.
+        kept: As for `CheckpointSelection.loop_specs`.
     """
     nodes = analysis.sorted({*roles.tiled, *roles.sums})
-    loops = storage.loops(kept)
+    loops = storage.loop_specs(kept)
     made = {node.out(index) for node in nodes for index in range(len(node.outputs))}
     outer = [t for node in nodes for t in node.inputs if t not in made]
     entries = list(dict.fromkeys(t for t in outer if roles.kinds.get(t) is TileKind.FULL))
@@ -57,7 +57,7 @@ def barrier_segment(
         reductions=[node.out() for node in roles.sums],
         invariants=list(dict.fromkeys(t for t in outer if roles.kinds.get(t) is not TileKind.FULL)),
         stored=frozenset(storage.stored - storage.exits),
-        loops=loops,
+        loop_specs=loops,
     )
 
 
@@ -69,18 +69,18 @@ class BarrierPlanner(RowDemand):
         self.segment = segment
         self._latest: dict[str, tuple[Grid, TileLoop]] = {}
 
-    def phases(self, grid_of: Callable[[LoopSpec], Grid]) -> list[TileLoop]:
+    def tile_loops(self, grid_of: Callable[[LoopSpec], Grid]) -> list[TileLoop]:
         """One for each loop, with the tiles that `grid_of` gives it.
 
         Searches ask for nearly the same again and again: loops that have the tiles they had last time are the same.
         """
         numbers = {True: 0, False: 0}
         result = []
-        for loop in self.segment.loops:
+        for loop in self.segment.loop_specs:
             numbers[loop.backward] += 1
             name, grid = f"{'backward' if loop.backward else 'forward'}{numbers[loop.backward]}", grid_of(loop)
             if name not in self._latest or self._latest[name][0] != grid:
-                self._latest[name] = grid, self.phase(loop, grid, name)
+                self._latest[name] = grid, self.tile_loop(loop, grid, name)
             result.append(self._latest[name][1])
         return result
 
@@ -96,7 +96,7 @@ class BarrierPlanner(RowDemand):
     def _summed(self, node: Node) -> Tensor:
         return node.inputs[find_rule(node).summed(self.analysis.view(node))]
 
-    def phase(self, loop: LoopSpec, grid: Grid, name: str = "") -> TileLoop:
+    def tile_loop(self, loop: LoopSpec, grid: Grid, name: str = "") -> TileLoop:
         """The loop with `grid`, clamped."""
         grid = self.clamped(loop, grid)
         cells = {tensor: self.cells_of(tensor, grid) for tensor in self.split(loop)}

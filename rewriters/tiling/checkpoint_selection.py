@@ -263,7 +263,7 @@ class CheckpointSelection:
     def _by_position(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return sorted(tensors, key=lambda t: (self._position[t.node], t.index))
 
-    def loops(self, kept: set[Tensor] | None = None) -> list[LoopSpec]:
+    def loop_specs(self, kept: set[Tensor] | None = None) -> list[LoopSpec]:
         """The loops in the order they run in.
 
         Args:

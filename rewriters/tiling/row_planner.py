@@ -71,11 +71,11 @@ class CarryingRows(RowDemand):
     def _num_rows(self, tensor: Tensor) -> int:
         return self.extents(tensor)[self._axis]
 
-    def _marked(self, phase: TileLoop) -> TileLoop:
+    def _marked(self, tile_loop: TileLoop) -> TileLoop:
         """A planned loop with what its turns hand on."""
-        phase.carries = self._carries
-        phase.row_axis = self._axis
-        return phase
+        tile_loop.carries = self._carries
+        tile_loop.row_axis = self._axis
+        return tile_loop
 
     def _carries_rows(self, node: Node) -> bool:
         """Whether all that an op makes can be cut along the axis of the rows."""
@@ -128,13 +128,13 @@ class RowPlanner(CarryingRows, TilePlanner):
         gradients = (node for node in segment.backward if segment.kinds[node.out()] is not TileKind.FULL)
         self._handed_on = {tensor for node in gradients for tensor in node.inputs}
 
-    def phases(self, grid: Grid, backward_grid: Grid) -> list[TileLoop]:
+    def tile_loops(self, grid: Grid, backward_grid: Grid) -> list[TileLoop]:
         """Forward, from top to bottom; then recompute and backward, from bottom to top."""
         self._axis = row_axis(grid, backward_grid)
         segment = self.segment
         number, backward_number = grid.spatial[self._axis], backward_grid.spatial[self._axis]
         if max(number, backward_number) == 1:
-            return TilePlanner(self.analysis, segment).phases(grid, backward_grid)
+            return TilePlanner(self.analysis, segment).tile_loops(grid, backward_grid)
         least = min((*segment.exits, *segment.grad_entries), key=self._num_rows)
         self._fine = self._num_rows(least)
         if self._fine < max(number, backward_number):
@@ -148,10 +148,10 @@ class RowPlanner(CarryingRows, TilePlanner):
         saves: list[SavedRows] = []
         if segment.backward:
             self._begin(backward_at)
-            phase = self.backward(backward_grid)
-            phase.direction = IterationOrder.DESCENDING
-            saves = self._saves(phase, at)
-            result.append(self._marked(phase))
+            tile_loop = self.backward(backward_grid)
+            tile_loop.direction = IterationOrder.DESCENDING
+            saves = self._saves(tile_loop, at)
+            result.append(self._marked(tile_loop))
         if segment.exits or segment.stored or saves:
             self._begin(at)
             result.insert(0, self._marked(self._forward(grid, saves)))
@@ -266,9 +266,9 @@ class RowPlanner(CarryingRows, TilePlanner):
                 hull = rows if old is None else old[self._axis].hull(rows)
                 wanted[save.tensor] = with_rows(save.region, self._axis, hull)
         regions, plans = self.operand_rows_for_result(segment.forward, wanted, set(segment.entries), grid)
-        phase = self._phase("forward", grid, segment.forward, regions, plans, writes, [], [], written)
-        phase.saves = saves
-        return phase
+        tile_loop = self._tile_loop("forward", grid, segment.forward, regions, plans, writes, [], [], written)
+        tile_loop.saves = saves
+        return tile_loop
 
 
 class RowBarrierPlanner(CarryingRows, BarrierPlanner):
@@ -279,7 +279,7 @@ class RowBarrierPlanner(CarryingRows, BarrierPlanner):
         self._cells: dict[Tensor, Interval] = {}
         self._free: dict[tuple[Node, ...], set[Node]] = {}
 
-    def phase(self, loop: LoopSpec, grid: Grid, name: str = "") -> TileLoop:
+    def tile_loop(self, loop: LoopSpec, grid: Grid, name: str = "") -> TileLoop:
         """The loop with `grid`, clamped."""
         grid = self.clamped(loop, grid)
         self._axis = row_axis(grid)
@@ -288,11 +288,11 @@ class RowBarrierPlanner(CarryingRows, BarrierPlanner):
             self._free[key] = cheap_to_recompute(self.analysis, (node for node in loop.body if node not in loop.sums))
         self._carrying, self._fine = set(loop.body) - self._free[key], grid.spatial[self._axis]
         if self._fine == 1:
-            return BarrierPlanner(self.analysis, self.segment).phase(loop, grid, name)
+            return BarrierPlanner(self.analysis, self.segment).tile_loop(loop, grid, name)
         self._whole = set(self.split(loop))
         self._find_frontiers(loop, grid)
         self._begin(np.arange(self._fine + 1))
-        return self._marked(super().phase(loop, grid, name))
+        return self._marked(super().tile_loop(loop, grid, name))
 
     def _find_frontiers(self, loop: LoopSpec, grid: Grid) -> None:
         """Walk until what is written or summed up of each tensor in a turn is what others need then, if that ends."""
@@ -302,7 +302,7 @@ class RowBarrierPlanner(CarryingRows, BarrierPlanner):
         for attempt in range(MOST_WALKS):
             self._frontiers = {}
             self._begin(even)
-            super().phase(loop, grid)
+            super().tile_loop(loop, grid)
             found = {t: f.new(self._borders) for t in self._whole if (f := self._frontiers.get(t.node)) is not None}
             found = {t: rows for t, rows in found.items() if np.all(rows.size > 0)}
             if found.keys() == self._cells.keys() and all(found[t].same(self._cells[t]) for t in found):

@@ -41,7 +41,7 @@ class Segment:
         invariants: Tensors that are the same for all tiles.
         stored: Forward tensors kept whole and sliced instead of recomputed.
         notes: What a reader of the plan should know.
-        loops: With barriers, the loops in the order they run in; all kinds are `FULL` or `INVARIANT` then.
+        loop_specs: With barriers, the loops in the order they run in; all kinds are `FULL` or `INVARIANT` then.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Segment:
     invariants: list[Tensor]
     stored: frozenset[Tensor] = frozenset()
     notes: list[str] = dataclasses.field(default_factory=list)
-    loops: list[LoopSpec] = dataclasses.field(default_factory=list)
+    loop_specs: list[LoopSpec] = dataclasses.field(default_factory=list)
 
     @property
     def available(self) -> set[Tensor]:

@@ -249,7 +249,7 @@ class TilePlanner(RowDemand):
         super().__init__(analysis, segment.kinds)
         self.segment = segment
 
-    def phases(self, grid: Grid, backward_grid: Grid) -> list[TileLoop]:
+    def tile_loops(self, grid: Grid, backward_grid: Grid) -> list[TileLoop]:
         """The tile loops of a segment without barriers: forward, then recompute and backward.
 
         There is no forward loop if nothing outside of the segment waits for it, such as a loss that is not returned.
@@ -265,7 +265,7 @@ class TilePlanner(RowDemand):
         writes = [*segment.exits, *sorted(segment.stored - set(segment.exits), key=lambda t: t.name)]
         cells = {tensor: self.cells_of(tensor, grid) for tensor in writes}
         regions, plans = self.operand_rows_for_result(segment.forward, dict(cells), set(segment.entries), grid)
-        return self._phase("forward", grid, segment.forward, regions, plans, writes, [], [], cells)
+        return self._tile_loop("forward", grid, segment.forward, regions, plans, writes, [], [], cells)
 
     def backward(self, grid: Grid) -> TileLoop:
         """Gradients from the incoming ones, forward values recomputed as far as needed."""
@@ -280,7 +280,7 @@ class TilePlanner(RowDemand):
         full, full_plans = self.operand_rows_for_result([*segment.forward, *derived], wanted, segment.available, grid)
         regions.update(full)
         plans.update(full_plans)
-        return self._phase(
+        return self._tile_loop(
             "backward",
             grid,
             [*segment.forward, *segment.backward],
@@ -315,7 +315,7 @@ class TilePlanner(RowDemand):
         del node
         return tuple(p.kept for p in plan)  # type: ignore[misc]
 
-    def _phase(
+    def _tile_loop(
         self,
         name: str,
         grid: Grid,

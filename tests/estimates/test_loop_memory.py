@@ -9,7 +9,7 @@ from keras import layers
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import read_canonical
 from rewriters.device.peak_memory import Action
-from rewriters.emission.loop_emitter import trace_phase
+from rewriters.emission.loop_emitter import trace_loop
 from rewriters.emission.tile_pass import plan_segment
 from rewriters.estimates import loop_memory
 from rewriters.estimates.loop_memory import iteration_peak_bytes, loop_iterations
@@ -34,7 +34,7 @@ def planned(*body, grid=(4, 4), size=64, batch=1, channels=8, batch_tiles=1):
     analysis = GraphAnalysis(read_canonical(step.get_concrete_function(tf.TensorSpec((batch, size, size, channels)))))
     ops = {n for n in analysis.order if n.op in FORWARD and n not in analysis.backward}
     segment = build_segment(analysis, "segment1", ops, set())
-    return analysis, segment, plan_segment(analysis, segment, Grid(batch_tiles, grid)).phases
+    return analysis, segment, plan_segment(analysis, segment, Grid(batch_tiles, grid)).loops
 
 
 FORWARD = ("Conv2D", "BiasAdd", "Relu", "MaxPool")
@@ -44,10 +44,10 @@ def conv(kernel=3, **options):
     return layers.Conv2D(8, kernel, padding="same", **options)
 
 
-def peaks(phase, batch=1):
+def peaks(tile_loop, batch=1):
     """Most bytes held by each turn."""
     result = []
-    for turn in loop_iterations(phase, batch):
+    for turn in loop_iterations(tile_loop, batch):
         held, alive, most = {}, 0, 0
         for action, key, num_bytes, *_ in turn.events:
             if action is Action.ALLOCATE:
@@ -92,11 +92,11 @@ def test_tiles_of_the_batch_hold_their_share():
 
 @pytest.mark.parametrize("grid", [(1, 1), (2, 3), (5, 4)])
 def test_scratch_is_the_peak_of_a_corner_or_of_an_inner_tile(grid):
-    _, _, phases = planned(conv(activation="relu"), conv(activation="relu"), layers.MaxPool2D(2), grid=grid)
-    for phase in phases:
-        found = peaks(phase)
-        assert iteration_peak_bytes(phase, 1) in found
-        assert iteration_peak_bytes(phase, 1) >= 0.9 * max(found)
+    _, _, tile_loops = planned(conv(activation="relu"), conv(activation="relu"), layers.MaxPool2D(2), grid=grid)
+    for tile_loop in tile_loops:
+        found = peaks(tile_loop)
+        assert iteration_peak_bytes(tile_loop, 1) in found
+        assert iteration_peak_bytes(tile_loop, 1) >= 0.9 * max(found)
 
 
 def test_the_backward_turn_adds_to_a_whole_gradient_in_place():
@@ -118,12 +118,12 @@ def test_the_backward_turn_adds_to_a_whole_gradient_in_place():
 @pytest.mark.parametrize("grid", [(2, 2), (3, 5)])
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_the_model_cuts_and_pads_where_the_emitted_loop_does(grid, kernel):
-    analysis, segment, phases = planned(conv(kernel, activation="relu"), conv(3), layers.MaxPool2D(2), grid=grid)
-    for phase in phases:
-        graph = trace_phase(analysis, segment, phase)
+    analysis, segment, tile_loops = planned(conv(kernel, activation="relu"), conv(3), layers.MaxPool2D(2), grid=grid)
+    for tile_loop in tile_loops:
+        graph = trace_loop(analysis, segment, tile_loop)
         body = next(f for f in graph.as_graph_def().library.function if "body" in f.signature.name)
         emitted = [node.op for node in body.node_def]
-        turns = [turn.events for turn in loop_iterations(phase, 1)]
+        turns = [turn.events for turn in loop_iterations(tile_loop, 1)]
         modelled = {e.name.split("/")[0] for turn in turns for e in turn if e.action is Action.RUN}
         assert ("PadV2" in emitted) == ("PadV2" in modelled)
         padded = {e.name for turn in turns for e in turn if e.name.startswith("PadV2/") and e.action is Action.RUN}

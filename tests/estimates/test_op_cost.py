@@ -31,20 +31,20 @@ def pooled(x):
     return layers.MaxPooling2D(2, name="out")(conv(4)(x))
 
 
-def phases(body, grid, batch=1, halo=Halo.RECOMPUTE):
+def tile_loops(body, grid, batch=1, halo=Halo.RECOMPUTE):
     """The loops of a segment."""
     step = keras_step(body, (12, 10), IMAGES, steps=1)
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     (found,) = plan(analysis, [Cut(grid=grid, batch=batch, halo=halo)])
-    return analysis, found.phases
+    return analysis, found.loops
 
 
 @pytest.mark.parametrize("body", [two(3), pooled])
 def test_one_turn_costs_what_the_operations_do(body):
-    analysis, found = phases(body, (1, 1))
+    analysis, found = tile_loops(body, (1, 1))
     costs = CostModel(analysis, IMAGES)
-    for phase in found:
-        assert costs.phase(phase) == pytest.approx(costs.step(phase.body))
+    for tile_loop in found:
+        assert costs.tile_loop(tile_loop) == pytest.approx(costs.step(tile_loop.body))
 
 
 # Tiles of the batch have no halos, nor have convolutions of single pixels.
@@ -59,22 +59,22 @@ def test_one_turn_costs_what_the_operations_do(body):
     ],
 )
 def test_every_turn_moves_weights_and_their_gradients_once_more(size, grid, batch, halo):
-    analysis, found = phases(two(size), grid, batch, halo)
+    analysis, found = tile_loops(two(size), grid, batch, halo)
     costs, turns, seen = CostModel(analysis, IMAGES), min(batch, IMAGES) * grid[0] * grid[1], set()
-    for phase in found:
-        for node in phase.body:
+    for tile_loop in found:
+        for node in tile_loop.body:
             if "Conv2D" in node.op:
                 (filter_,) = [t for t in (*node.inputs, node.out()) if t.shape in FILTERS]
                 more = (turns - 1) * filter_.num_bytes(IMAGES) / NOMINAL.weights
                 # Operands that hold a shape count as well.
-                assert costs.turns(phase, node) == pytest.approx(costs.op(node) + more, rel=0.05)
+                assert costs.turns(tile_loop, node) == pytest.approx(costs.op(node) + more, rel=0.05)
                 seen.add(node.op)
     assert seen == {"Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"}
 
 
 def test_no_turn_moves_more_than_its_part_of_a_pool_that_is_made_again():
-    analysis, found = phases(pooled, (1, 1), IMAGES)
-    (pool,) = [node for phase in found for node in phase.body if node.op == "MaxPoolGrad"]
+    analysis, found = tile_loops(pooled, (1, 1), IMAGES)
+    (pool,) = [node for tile_loop in found for node in tile_loop.body if node.op == "MaxPoolGrad"]
     assert pool.inputs[1] not in found[-1].regions, "the pool's result, which nothing else reads"
     costs = CostModel(analysis, IMAGES)
     assert costs.turns(found[-1], pool) == pytest.approx(costs.op(pool))
@@ -85,7 +85,7 @@ CONVOLUTIONS = two(3)
 
 def one_op(op, rates, body=CONVOLUTIONS):
     """Seconds of the only op of a type, and the op."""
-    analysis, _ = phases(body, (1, 1))
+    analysis, _ = tile_loops(body, (1, 1))
     nodes = [node for node in analysis.order if node.op == op]
     costs = CostModel(analysis, IMAGES, rates)
     return [(costs.op(node), node) for node in nodes]
@@ -120,7 +120,7 @@ def test_large_results_are_touched_for_the_first_time():
 
 
 def test_turns_with_small_results_touch_nothing_for_the_first_time():
-    analysis, found = phases(two(3), (4, 1), 4)
+    analysis, found = tile_loops(two(3), (4, 1), 4)
     conv_ = next(node for node in found[0].body if node.op == "Conv2D")
     size = conv_.out().num_bytes(IMAGES)
     plain = CostModel(analysis, IMAGES).turns(found[0], conv_)
@@ -159,17 +159,17 @@ def test_gradients_of_volumes_without_unfolding_have_a_rate_of_their_own(monkeyp
 
 
 def test_aliases_and_shapes_take_no_time():
-    analysis, _ = phases(two(3), (1, 1))
+    analysis, _ = tile_loops(two(3), (1, 1))
     costs = CostModel(analysis, IMAGES, changed(call=1.0))
     free = [node for node in analysis.order if node.op in ("Reshape", "Shape", "Const", "ReadVariableOp")]
     assert free and {costs.op(node) for node in free} == {0}
 
 
 def test_loops_pay_for_cutting_and_joining():
-    analysis, found = phases(two(3), (2, 1), 2)
+    analysis, found = tile_loops(two(3), (2, 1), 2)
     costs = CostModel(analysis, IMAGES)
     forward = found[0]
-    around = costs.phase(forward) - sum(costs.turns(forward, node) for node in forward.body)
+    around = costs.tile_loop(forward) - sum(costs.turns(forward, node) for node in forward.body)
     whole = sum(t.num_bytes(IMAGES) for t in (*forward.reads, *forward.writes))
     assert 2 * whole / 1.25e10 <= around < 4 * whole / 1.25e10
 
@@ -180,19 +180,23 @@ def test_loops_pay_for_means_and_variances_that_they_compute_together(count):
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     roles = assign_levels(analysis)
     segment = barrier_segment(analysis, "segment1", roles, CheckpointSelection(analysis, roles, IMAGES))
-    found = BarrierPlanner(analysis, segment).phases(lambda loop: Grid(1, (count, 1)))
-    (phase,) = (phase for phase in found if phase.moments)
-    ((pair, *more),) = [[pair.image for pair in phase.moments]]
+    found = BarrierPlanner(analysis, segment).tile_loops(lambda loop: Grid(1, (count, 1)))
+    (tile_loop,) = (tile_loop for tile_loop in found if tile_loop.moments)
+    ((pair, *more),) = [[pair.image for pair in tile_loop.moments]]
     assert not more
     for rate, times in (("Mean", 2), ("SquaredDifference", 2)):
         slow = changed(touched={**NOMINAL.touched, rate: 1e6})
-        others = sum(t.num_bytes(IMAGES) for n in phase.body if n.op == rate for t in (*n.inputs, n.out()) if t.shape)
+        others = sum(
+            t.num_bytes(IMAGES) for n in tile_loop.body if n.op == rate for t in (*n.inputs, n.out()) if t.shape
+        )
         assert not others, "what merges the moments of the turns does without these operations"
-        difference = CostModel(analysis, IMAGES, slow).phase(phase) - CostModel(analysis, IMAGES).phase(phase)
+        difference = CostModel(analysis, IMAGES, slow).tile_loop(tile_loop) - CostModel(analysis, IMAGES).tile_loop(
+            tile_loop
+        )
         size = pair.num_bytes(IMAGES)
         assert difference == pytest.approx(times * size / 1e6 - times * size / NOMINAL.touched[""])
-    calls, without = CostModel(analysis, IMAGES, changed(call=1.0)), dataclasses.replace(phase, moments=[])
-    assert calls.body(phase) - calls.body(without) == pytest.approx(3 * count, rel=1e-3)
+    calls, without = CostModel(analysis, IMAGES, changed(call=1.0)), dataclasses.replace(tile_loop, moments=[])
+    assert calls.body(tile_loop) - calls.body(without) == pytest.approx(3 * count, rel=1e-3)
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (4, 1)])
@@ -202,7 +206,7 @@ def test_gradients_of_a_convolution_share_the_cores(grid, monkeypatch):
     Tests take caches to be so small that images are unfolded one by one.
     """
     rates = changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 2e6})
-    analysis, found = phases(two(3), grid)
+    analysis, found = tile_loops(two(3), grid)
     for threads, idle in ((1, 0.0), (2, 0.5), (4, 0.75)):
         monkeypatch.setattr(properties, "num_threads", lambda threads=threads: threads)
         costs = CostModel(analysis, IMAGES, rates)
@@ -223,7 +227,7 @@ def added(x):
 
 
 def test_gradients_that_run_at_once_are_those_of_one_convolution():
-    analysis, _ = phases(added, (1, 1))
+    analysis, _ = tile_loops(added, (1, 1))
     pairs = CostModel(analysis, IMAGES).pairs
     assert len(pairs) == 3 - 1  # Of the first convolution's image nobody asks for the gradient.
     for first, second in pairs.items():
@@ -241,26 +245,28 @@ def test_no_number_of_turns_takes_less_than_the_least(body, threads, monkeypatch
     rates = changed(fresh=1e6, fresh_from=2**11, unfolded=unfolded, call=1e-7)
     faster = 0
     for grid, batch in (((1, 1), 1), ((1, 1), 2), ((1, 1), IMAGES), ((2, 1), IMAGES), ((6, 5), 1)):
-        analysis, found = phases(body, grid, batch)
+        analysis, found = tile_loops(body, grid, batch)
         costs = CostModel(analysis, IMAGES, rates)
-        one, whole = phases(body, (1, 1))
-        for phase, alone in zip(found, whole, strict=True):
-            least = CostModel(one, IMAGES, rates).least.phase(alone)
-            assert least <= costs.phase(phase) * (1 + 1e-9)
-            faster += costs.phase(phase) < CostModel(one, IMAGES, rates).phase(alone)
+        one, whole = tile_loops(body, (1, 1))
+        for tile_loop, alone in zip(found, whole, strict=True):
+            least = CostModel(one, IMAGES, rates).least.tile_loop(alone)
+            assert least <= costs.tile_loop(tile_loop) * (1 + 1e-9)
+            faster += costs.tile_loop(tile_loop) < CostModel(one, IMAGES, rates).tile_loop(alone)
         assert costs.least.step(analysis.order) <= costs.step(analysis.order)
     assert faster, "one turn is not always the fastest"
 
 
 @pytest.mark.parametrize(("batch", "grid"), [(IMAGES, (1, 1)), (2, (1, 1)), (3, (1, 1)), (IMAGES, (3, 1))])
 def test_kernels_are_called_with_the_images_of_a_turn(batch, grid):
-    analysis, found = phases(two(1), grid, batch)
+    analysis, found = tile_loops(two(1), grid, batch)
     costs, call = CostModel(analysis, IMAGES), kernel_scratch.KernelShape(IMAGES, 120, 120)
-    gradients = [(phase, node) for phase in found for node in phase.body if node.op == "Conv2DBackpropFilter"]
+    gradients = [
+        (tile_loop, node) for tile_loop in found for node in tile_loop.body if node.op == "Conv2DBackpropFilter"
+    ]
     assert gradients
-    for phase, node in gradients:
+    for tile_loop, node in gradients:
         pixels = 120 // math.prod(grid)
-        assert costs._in_a_turn(call, phase, node) == kernel_scratch.KernelShape(
+        assert costs._in_a_turn(call, tile_loop, node) == kernel_scratch.KernelShape(
             math.ceil(IMAGES / batch), pixels, pixels
         )
 
@@ -268,7 +274,7 @@ def test_kernels_are_called_with_the_images_of_a_turn(batch, grid):
 def test_other_kernels_keep_all_cores_busy(monkeypatch):
     monkeypatch.setattr(properties, "num_threads", lambda: IMAGES)
     monkeypatch.setattr(kernel_scratch, "L3_BYTES", 2**25)
-    analysis, _ = phases(two(3), (1, 1))
+    analysis, _ = tile_loops(two(3), (1, 1))
     costs = CostModel(analysis, IMAGES, changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 1e6}))
     assert costs.pairs and costs.at_once(analysis.order) == 0, "all images at once"
     assert costs.at_once(node for node in analysis.order if node.op != "Conv2DBackpropFilter") == 0

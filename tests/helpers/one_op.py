@@ -115,8 +115,8 @@ class OneOp:
             invariants=by_kind[INVARIANT],
         )
         planner = TilePlanner(self.analysis, segment)
-        phase = planner.forward(grid) if result is FULL else planner.backward(grid)
-        return self._run(tile_pass.SegmentPlan(segment, [phase]))
+        tile_loop = planner.forward(grid) if result is FULL else planner.backward(grid)
+        return self._run(tile_pass.SegmentPlan(segment, [tile_loop]))
 
     def result_kind_gathered(self, grid: Grid) -> list[np.ndarray] | None:
         """The op in a loop of a segment with barriers; `None` if its rule refuses."""
@@ -140,7 +140,7 @@ class OneOp:
             grad_exits=[],
             reductions=[node.out() for node in sums],
             invariants=by_kind[INVARIANT],
-            loops=[LoopSpec(0, False, writes, sums, [], [self.node], by_kind[FULL])],
+            loop_specs=[LoopSpec(0, False, writes, sums, [], [self.node], by_kind[FULL])],
         )
         return self._run(tile_pass.plan_segment(self.analysis, segment, grid))
 

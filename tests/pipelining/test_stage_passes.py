@@ -153,15 +153,17 @@ def test_loops_have_the_parts_and_stages_of_what_they_run(staged):
     plain, plans = staged
     tiled = with_tiles(plain, plans)
     assert [plan.segment.name for plan in plans] == [f"segment{number}" for number in range(1, 5)]
-    for node, phase in tiled.phases.items():
+    for node, tile_loop in tiled.tile_loops.items():
         if node.op == "Const":
             continue
-        stages = {plain.stages.of[own] for own in phase.body if own in plain.stages.of}
+        stages = {plain.stages.of[own] for own in tile_loop.body if own in plain.stages.of}
         assert {tiled.stages.of[node]} == stages
-        assert node in tiled.parts.per_micro_batch and (node in tiled.analysis.backward) == phase.backward
+        assert node in tiled.parts.per_micro_batch and (node in tiled.analysis.backward) == tile_loop.backward
     gradients = [tiled.traced(tensor).name for tensor in tiled.parts.gradients]
     assert gradients == [tensor.name for tensor in plain.parts.gradients]
-    assert len({tensor for tensor in tiled.parts.gradients if tensor.node in tiled.phases}) >= 8, "weights of layers"
+    assert len({tensor for tensor in tiled.parts.gradients if tensor.node in tiled.tile_loops}) >= 8, (
+        "weights of layers"
+    )
     assert {t.node.name: s for t, s in tiled.stages.owner.items()} == {
         t.node.name: s for t, s in plain.stages.owner.items()
     }

@@ -172,7 +172,7 @@ def test_a_search_keeps_the_loops_of_its_plan_only():
     plan = search.cheapest(predict(traced, [])[0].peak_bytes // 2)
     gc.collect()
     kept = [found for found in gc.get_objects() if isinstance(found, TileLoop) and id(found) not in before]
-    assert plan.plans and len(kept) == sum(len(segment.phases) for segment in plan.plans)
+    assert plan.plans and len(kept) == sum(len(segment.loops) for segment in plan.plans)
 
 
 def test_a_smaller_budget_takes_more_work_and_is_kept():
@@ -273,8 +273,8 @@ def test_checkpoints_in_a_chain_of_equal_blocks():
 def test_tiles_that_save_nothing_are_not_taken(taken, monkeypatch):
     """Where kernels take more for themselves than anything that is cut into tiles."""
 
-    def scratch(phase, batch):
-        return taken(64 // math.prod(phase.grid.spatial))
+    def scratch(tile_loop, batch):
+        return taken(64 // math.prod(tile_loop.grid.spatial))
 
     monkeypatch.setattr("tflms_sft._planner.requested_tiles.iteration_peak_bytes", scratch)
     plan = tflms_sft.rewrite(step_of(32, 32, 1), tflms_sft.SFTParams(), tf.TensorSpec((1, 32, 32, 3))).plan

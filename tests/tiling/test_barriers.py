@@ -83,7 +83,7 @@ def test_one_tile_gives_the_same_forward_pass_to_the_last_bit(net):
 def test_variances_in_loops_of_their_own():
     step = keras_step(chain, (9, 8), 2, True, momentum())
     merged, apart = Parts(step.concrete_fn), Parts(step.concrete_fn, merge=False)
-    assert len(apart.segment().loops) == len(merged.segment().loops) + 3
+    assert len(apart.segment().loop_specs) == len(merged.segment().loop_specs) + 3
     assert not differing(step, apart.rewritten(Grid(1, (2, 3))))
 
 
@@ -293,7 +293,7 @@ def test_gradients_asked_for_after_an_assertion():
 
 def test_each_batch_norm_is_one_barrier_forward_and_one_backward():
     parts = Parts(keras_step(chain, (9, 8)).concrete_fn)
-    loops = parts.segment().loops
+    loops = parts.segment().loop_specs
     levels = {loop.level: loop.backward for loop in loops}
     assert list(levels.values()) == [False] * 4 + [True] * 4
     assert all(len(loop.moments) == (number < 3) for number, loop in enumerate(loops))
@@ -304,9 +304,9 @@ def test_each_batch_norm_is_one_barrier_forward_and_one_backward():
 def test_what_would_be_computed_from_more_than_it_has_is_stored():
     """The sums of a residual network: else each block would read all blocks before it."""
     parts = Parts(keras_step(bottlenecks, (24, 24)).concrete_fn)
-    written = [tensor for loop in parts.segment().loops if not loop.backward for tensor in loop.writes]
+    written = [tensor for loop in parts.segment().loop_specs if not loop.backward for tensor in loop.writes]
     assert sum(tensor.node.op in ("Add", "AddV2") for tensor in written) == 3
-    most = max(len(loop.reads) for loop in parts.segment().loops)
+    most = max(len(loop.reads) for loop in parts.segment().loop_specs)
     assert most <= 6
 
 
@@ -316,7 +316,7 @@ def test_a_gradient_that_lets_go_of_two_tensors_is_made_before_it_is_read_with_a
     for least in (checkpoint_selection.LEAST_FREED, 100.0):
         monkeypatch.setattr(checkpoint_selection, "LEAST_FREED", least)
         parts = Parts(concrete_fn)
-        ways.append(parts.segment(parts.storage.checkpoints()[-1]).loops)
+        ways.append(parts.segment(parts.storage.checkpoints()[-1]).loop_specs)
     at = [[any(node.op == "Conv2DBackpropInput" for node in loop.body) for loop in loops] for loops in ways]
     images = [[len(loop.reads) for loop in itertools.compress(*way)] for way in zip(ways, at, strict=True)]
     assert np.median(images[0]) == 2 and np.median(images[1]) == 3
@@ -338,7 +338,7 @@ def readable(loops):
 def test_loops_read_what_was_written_and_make_every_sum_once(net):
     parts = Parts(keras_step(net, (17, 14)).concrete_fn)
     for kept in [None, set(), *parts.storage.checkpoints()]:
-        loops = parts.segment(kept).loops
+        loops = parts.segment(kept).loop_specs
         assert not readable(loops)
         assert [loop.level for loop in loops] == sorted(loop.level for loop in loops)
         again = [loop for loop, after in zip(loops, loops[1:], strict=False) if loop.level == after.level]
@@ -360,7 +360,7 @@ def held(loops, batch=2):
 
 def test_checkpoints_need_less_and_less():
     parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
-    loops = [parts.segment(kept).loops for kept in parts.storage.checkpoints()]
+    loops = [parts.segment(kept).loop_specs for kept in parts.storage.checkpoints()]
     sizes = [max(held(every)) for every in loops]
     assert len(sizes) >= 3 and sizes[-1] < 0.6 * sizes[0]
     first, last = (sum(len(loop.writes) for loop in every) for every in (loops[0], loops[-1]))
@@ -371,7 +371,7 @@ def test_what_is_dropped_is_made_again_by_loops_of_its_own():
     """In a single loop a turn would pay for the halos of all convolutions between two checkpoints."""
     parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
     for kept in (set(), *parts.storage.checkpoints()):
-        loops = parts.segment(kept).loops
+        loops = parts.segment(kept).loop_specs
         convolutions = [sum(node.op == "Conv2D" for node in loop.body) for loop in loops]
         assert max(convolutions) <= 2
         written = [tensor for loop in loops for tensor in loop.writes]
@@ -416,11 +416,11 @@ def test_what_is_made_again_is_read_and_what_was_there_before_is_free():
     parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
     plan = tile_pass.plan_segment(parts.analysis, parts.segment(set()), Grid(1, (2, 2)))
     graph = tile_pass.tile_skeleton(parts.analysis, [plan])
-    loops = [graph.nodes[tile_pass.loop_nodes(graph)["segment1", phase.name]] for phase in plan.phases]
+    loops = [graph.nodes[tile_pass.loop_nodes(graph)["segment1", tile_loop.name]] for tile_loop in plan.loops]
     readers, checked = graph.consumers(), 0
-    for number, phase in enumerate(plan.phases):
-        for position, tensor in enumerate(phase.writes):
-            later = [n for n in range(number + 1, len(loops)) if tensor in plan.phases[n].writes]
+    for number, tile_loop in enumerate(plan.loops):
+        for position, tensor in enumerate(tile_loop.writes):
+            later = [n for n in range(number + 1, len(loops)) if tensor in plan.loops[n].writes]
             if later:
                 reading = {loops.index(r) for r, _ in readers[loops[number].out(position)] if r in loops}
                 assert reading and max(reading) < later[0]

@@ -103,9 +103,9 @@ def test_results_of_which_one_is_an_exit():
 def test_borders_are_even_where_nothing_is_handed_on():
     step = keras_step(vgg, (224, 22), steps=1)
     found = planned(step, rows(4, exit="conv2d"))
-    assert not found.phases[0].carries
+    assert not found.loops[0].carries
     (exit_,) = found.segment.exits
-    assert np.ptp(found.phases[0].cells[exit_][0].size) <= 1
+    assert np.ptp(found.loops[0].cells[exit_][0].size) <= 1
 
 
 @pytest.mark.parametrize("few_flops", [pytest.param(FEW_FLOPS, marks=pytest.mark.slow), -1.0], ids=["dear", "all"])
@@ -242,11 +242,11 @@ def test_no_row_of_a_value_is_made_twice(net):
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     found = plan(analysis, [rows(3)])[0]
     free = cheap_to_recompute(analysis, found.segment.forward)
-    for phase in found.phases:
-        assert phase.carries
-        for node, plans in phase.plans.items():
+    for tile_loop in found.loops:
+        assert tile_loop.carries
+        for node, plans in tile_loop.plans.items():
             made, tensor = plans[0].computed, node.out()
-            if made is None or node in free or tensor not in phase.values:
+            if made is None or node in free or tensor not in tile_loop.values:
                 continue
             # A transposed convolution makes whole windows, here of 3 rows, also those that reach over a border.
             shared = (4 * (len(made.size) - 1) + 2) * (node.op == "Conv2DBackpropInput")
@@ -256,7 +256,7 @@ def test_no_row_of_a_value_is_made_twice(net):
 def test_what_is_saved_is_what_windows_overlap_by():
     """Of a 3x3 convolution two rows for each border between tiles, of a 2x2 pool none, of the first one none either."""
     step = keras_step(vgg, (48, 22), steps=1)
-    forward, backward = planned(step, rows(4)).phases
+    forward, backward = planned(step, rows(4)).loops
     windows = [node for node in forward.body if node.op == "Conv2D"][2:]
     carried = {node.inputs[0] for node in windows if node.inputs[0] not in forward.reads}
     assert {save.tensor for save in forward.saves} == carried
@@ -268,14 +268,14 @@ def test_what_is_saved_is_what_windows_overlap_by():
 def test_incoming_gradients_follow_the_rows_of_the_values_they_meet():
     """An average pool keeps nothing, so the gradient comes in below it: not in an even partition of its own."""
     step = keras_step(separable, (50, 37), steps=1)
-    forward, backward = planned(step, rows(2)).phases
+    forward, backward = planned(step, rows(2)).loops
     assert len(forward.saves) == 2
     assert len(backward.carries) == 5
 
 
 def test_dense_blocks_carry_what_all_their_layers_read():
     step = keras_step(dense_block, (50, 22), steps=1)
-    forward, _ = planned(step, rows(4)).phases
+    forward, _ = planned(step, rows(4)).loops
     assert {save.tensor.node.op for save in forward.saves} <= {"ConcatV2", "BiasAdd"}
 
 
@@ -319,7 +319,7 @@ def test_the_heaviest_tile_is_as_light_as_can_be(weights, tiles, want):
 
 def test_the_first_tile_makes_the_rows_that_others_share_and_is_the_smaller_for_it():
     step = keras_step(vgg, (96, 22), steps=1)
-    forward, backward = planned(step, rows(4)).phases
+    forward, backward = planned(step, rows(4)).loops
     taken = [peak_bytes_of(turn.events, ExactAllocator()) for turn in loop_iterations(backward, 2)]
     assert max(taken) < 1.35 * min(taken)
     assert forward.cells[forward.writes[0]][0].size[0] < 24 / 4
@@ -457,7 +457,7 @@ def test_with_more_overlapping_rows_than_pay_the_work_doubles():
     assert f"with more than {most} tiles the work would double" in summary
     analysis = GraphAnalysis(canonicalize.read_canonical(step.get_concrete_function()))
     (found,) = plan(analysis, [Cut("images", "second_relu", grid=(most, 1))])
-    loop = found.phases[-1]
+    loop = found.loops[-1]
     costs = CostModel(analysis, 1)
     assert 1.8 < costs.body(loop) / costs.step(loop.body) < 2.1
 

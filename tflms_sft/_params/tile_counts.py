@@ -94,7 +94,7 @@ def parse_num_tiles(value: Any, argument: str) -> NumTiles | None:
 def axis_names(analysis: GraphAnalysis, segment: Segment) -> list[str | None]:
     """Names of the axes of what a segment tiles; `None` for the height of sequences, which have none."""
     tensors = [*segment.entries, *segment.exits, *segment.grad_entries]
-    tensors += [tensor for loop in segment.loops for tensor in loop.writes]
+    tensors += [tensor for loop in segment.loop_specs for tensor in loop.writes]
     extents = [rows for rows in map(analysis.extents, tensors) if rows is not None]
     axes = len(extents[0])
     # Also where each tensor of the segment has the axis: between `ExpandDims` and `Squeeze` sequences are images.

@@ -144,7 +144,7 @@ class _Stage:
         self.planned = planned
         self.batch = planned.traced.batch
         self.readers = analysis.consumers
-        self.phases = planned.staged.phases
+        self.tile_loops = planned.staged.tile_loops
         self.forward = [n for n in own if n not in analysis.backward]
         self.backward = [n for n in own if n in analysis.backward]
         made = {n for n in parts.per_micro_batch if n not in analysis.backward and n not in outs}
@@ -164,8 +164,8 @@ class _Stage:
 
     def _own_bytes(self, node: Node) -> int:
         """What an operation takes only while it runs: of a loop, a turn."""
-        if node in self.phases:
-            return iteration_peak_bytes(self.phases[node], self.batch) if node.op in LOOPS else 0
+        if node in self.tile_loops:
+            return iteration_peak_bytes(self.tile_loops[node], self.batch) if node.op in LOOPS else 0
         return op_scratch(node, self.batch)
 
     def seconds(self, nodes: Sequence[Node]) -> float:
@@ -173,7 +173,9 @@ class _Stage:
         planned, costs = self.planned, self.planned.traced.costs
         known = planned.traced.analysis.graph.nodes
         found = costs.step([known[node.name] for node in nodes if node.name in known])
-        found += sum(costs.phase(self.phases[node]) for node in nodes if node in self.phases and node.op in LOOPS)
+        found += sum(
+            costs.tile_loop(self.tile_loops[node]) for node in nodes if node in self.tile_loops and node.op in LOOPS
+        )
         if planned.inside.swaps is None:
             return found
         inside = {node.name for node in nodes}

@@ -133,27 +133,27 @@ class LoopEstimates:
 
     def programs(self, segment: Segment) -> list[int]:
         """For each loop of a segment a number, the same for all loops that do the same."""
-        return [self._program(segment, loop) for loop in segment.loops]
+        return [self._program(segment, loop) for loop in segment.loop_specs]
 
     def _program(self, segment: Segment, loop: LoopSpec) -> int:
         key = loop_signature(self.traced.analysis, segment.kinds, loop)
         return self._programs.setdefault(key, len(self._programs))
 
-    def of(self, key: Hashable, phase: Callable[[], TileLoop]) -> LoopEstimate:
+    def of(self, key: Hashable, tile_loop: Callable[[], TileLoop]) -> LoopEstimate:
         """Of a program, its halo and grid; `phase` plans it."""
         if key not in self._turns:
-            planned = self.shared(key, phase())
+            planned = self.shared(key, tile_loop())
             batch = self.traced.batch
             saved = sum(save.saved.num_bytes(batch) for save in planned.saves)
             costs = self.traced.costs
-            taken, least = costs.phase(planned), costs.least.phase(planned)
+            taken, least = costs.tile_loop(planned), costs.least.tile_loop(planned)
             self._turns[key] = LoopEstimate(iteration_peak_bytes(planned, batch), saved, taken, least)
         return self._turns[key]
 
-    def shared(self, key: Hashable, phase: TileLoop) -> TileLoop:
+    def shared(self, key: Hashable, tile_loop: TileLoop) -> TileLoop:
         """The phase, with what was derived from another one of the same program."""
-        phase.cache = self._caches.setdefault(key, {})
-        return phase
+        tile_loop.cache = self._caches.setdefault(key, {})
+        return tile_loop
 
 
 class TiledLoops:
@@ -179,13 +179,13 @@ class TiledLoops:
     def grids(self) -> list[list[Grid]]:
         """For each loop those to try, from one tile up."""
         analysis, batch = self._turns.traced.analysis, self._turns.traced.batch
-        splits = (self._gatherer.split(loop) for loop in self.segment.loops)
+        splits = (self._gatherer.split(loop) for loop in self.segment.loop_specs)
         return [loop_grids(analysis, split, batch, self.halo is Halo.CARRY) for split in splits]
 
     def turn(self, number: int, grid: Grid) -> LoopEstimate:
         """One of the loops in some number of tiles."""
-        loop = self.segment.loops[number]
-        return self._turns.of(self._key(number, grid), lambda: self._gatherer.phase(loop, grid))
+        loop = self.segment.loop_specs[number]
+        return self._turns.of(self._key(number, grid), lambda: self._gatherer.tile_loop(loop, grid))
 
     def _key(self, number: int, grid: Grid) -> Hashable:
         return (self._programs[number], self.halo, grid)
@@ -210,8 +210,10 @@ class TiledLoops:
     def planned(self, grids: Sequence[Grid]) -> SegmentPlan:
         """The loops in these tiles."""
         remaining = iter(grids)
-        phases = self._gatherer.phases(lambda loop: next(remaining))
-        shared = [self._turns.shared(self._key(n, g), p) for n, (g, p) in enumerate(zip(grids, phases, strict=True))]
+        tile_loops = self._gatherer.tile_loops(lambda loop: next(remaining))
+        shared = [
+            self._turns.shared(self._key(n, g), p) for n, (g, p) in enumerate(zip(grids, tile_loops, strict=True))
+        ]
         return SegmentPlan(self.segment, shared, self.halo)
 
 
@@ -228,7 +230,7 @@ def small_turns(looped: TiledLoops, limit: float) -> list[Grid]:
 
 def largest(traced: TracedStep, segment: Segment) -> int:
     """Bytes of the largest tensor that a loop writes."""
-    return max((t.num_bytes(traced.batch) for loop in segment.loops for t in loop.writes), default=1)
+    return max((t.num_bytes(traced.batch) for loop in segment.loop_specs for t in loop.writes), default=1)
 
 
 class CheckpointPlan:
@@ -278,10 +280,10 @@ class CheckpointPlan:
     def _beside(self) -> tuple[list[int], int]:
         """Bytes that are taken while each loop runs, without its turns; and the most while none does."""
         (plan,) = self.smallest.plans
-        prefixes = [f"sft/{plan.segment.name}/{phase.name}/" for phase in plan.phases]
+        prefixes = [f"sft/{plan.segment.name}/{tile_loop.name}/" for tile_loop in plan.loops]
         timeline = self.smallest.peak.timeline
         taken = [max(size for name, size in timeline if name.startswith(prefix)) for prefix in prefixes]
-        scratch = [iteration_peak_bytes(phase, self._traced.batch) for phase in plan.phases]
+        scratch = [iteration_peak_bytes(tile_loop, self._traced.batch) for tile_loop in plan.loops]
         outside = max((size for name, size in timeline if not name.startswith(tuple(prefixes))), default=0)
         return [whole - own for whole, own in zip(taken, scratch, strict=True)], outside
 
@@ -411,7 +413,7 @@ class BarrierSearch:
                 best = way.cheapest(halo, limit)
                 if best is not None and (found is None or _rank(best) < _rank(found)):
                     found = best
-                if best is None or all(max(phase.grid.spatial) == 1 for phase in best.plans[0].phases):
+                if best is None or all(max(tile_loop.grid.spatial) == 1 for tile_loop in best.plans[0].loops):
                     break
         return found
 

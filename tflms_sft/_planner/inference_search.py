@@ -259,9 +259,11 @@ class _Part:
         if (halo, grid) not in self._tiled:
             self._tiled[halo, grid] = None
             with contextlib.suppress(NotTileableError):
-                (phase,) = self._planners[halo].phases(grid, grid)
-                needs = self._beside + self._ends + iteration_peak_bytes(phase, self._traced.batch)
-                seconds, least = (costs.phase(phase) for costs in (self._traced.costs, self._traced.costs.least))
+                (tile_loop,) = self._planners[halo].tile_loops(grid, grid)
+                needs = self._beside + self._ends + iteration_peak_bytes(tile_loop, self._traced.batch)
+                seconds, least = (
+                    costs.tile_loop(tile_loop) for costs in (self._traced.costs, self._traced.costs.least)
+                )
                 first, last = self._positions.start, self._positions.stop
                 self._tiled[halo, grid] = ForwardBlockChoice(first, last, grid, halo, needs, seconds, least)
         return self._tiled[halo, grid]

@@ -86,7 +86,7 @@ def plan_sft(
             found, more = _auto(traced, params, names, staging.members(traced.analysis, stage))
             segments += found
             left += more
-    alone = len(segments) == 1 and bool(segments[0].loops)
+    alone = len(segments) == 1 and bool(segments[0].loop_specs)
     for tiles in (asked.tiles, asked.backward):
         if tiles is not None and segments and not alone:
             # Smaller segments get fewer tiles; the largest one has to have enough rows.
@@ -250,10 +250,10 @@ def _limiting(traced: TracedStep, segment: Segment) -> list[Tensor]:
 
     Loops between barriers get no more tiles than they have rows anyway; the largest one has to have enough.
     """
-    if segment.loops:
+    if segment.loop_specs:
         gatherer = BarrierPlanner(traced.analysis, segment)
         # What loops sum counts too: there may be none that writes an image.
-        split = [tensor for loop in segment.loops for tensor in gatherer.split(loop)]
+        split = [tensor for loop in segment.loop_specs for tensor in gatherer.split(loop)]
         return sorted(split, key=lambda t: traced.analysis.extents(t) or (), reverse=True)[:1]
     return [*segment.exits, *segment.grad_entries]
 
@@ -310,14 +310,14 @@ def _planned(
     if asked.tiles is not None:
         grid = _checked(traced, segment, asked.tiles, asked.halo, clamp)
         return plan_segment(traced.analysis, segment, grid, back, asked.halo)
-    if segment.loops:
+    if segment.loop_specs:
         return fitted(traced, segment, capacity or largest(traced, segment), asked.halo)
     limit = capacity or sum(t.num_bytes(traced.batch) for t in (*segment.entries, *segment.exits))
     analysis, batch = traced.analysis, traced.batch
 
     def turn(grid: Grid) -> int:
         plan = plan_segment(analysis, segment, grid, back, asked.halo)
-        return max(iteration_peak_bytes(phase, batch) for phase in plan.phases)
+        return max(iteration_peak_bytes(tile_loop, batch) for tile_loop in plan.loops)
 
     grids = auto_grids(analysis, segment, batch, asked.halo is Halo.CARRY)
     found = fewest(grids, lambda grid: turn(grid) <= limit)

@@ -274,13 +274,13 @@ class SegmentTilings:
     def _planned(self, grid: Grid) -> TilingEstimate:
         if grid not in self._samples:
             batch, costs = self._traced.batch, self._traced.costs
-            part, phases = self._phases(grid)  # Not kept: they are large, and a search plans hundreds.
-            saved = sum(save.saved.num_bytes(batch) for phase in phases for save in phase.saves)
-            savings = [self._saving(costs, phases[-1], storable) for storable in self._stored]
-            less = [self._saving(costs.least, phases[-1], storable) for storable in self._stored]
-            seconds, least = (sum(map(own.phase, phases)) for own in (costs, costs.least))
+            part, tile_loops = self._loops(grid)  # Not kept: they are large, and a search plans hundreds.
+            saved = sum(save.saved.num_bytes(batch) for tile_loop in tile_loops for save in tile_loop.saves)
+            savings = [self._saving(costs, tile_loops[-1], storable) for storable in self._stored]
+            less = [self._saving(costs.least, tile_loops[-1], storable) for storable in self._stored]
+            seconds, least = (sum(map(own.tile_loop, tile_loops)) for own in (costs, costs.least))
             without = itertools.accumulate(less, operator.sub, initial=least)
-            scratch = iteration_peak_bytes(phases[-1], batch)
+            scratch = iteration_peak_bytes(tile_loops[-1], batch)
             self._samples[grid] = TilingEstimate(scratch, saved, seconds, part, tuple(savings), tuple(without))
         return self._samples[grid]
 
@@ -288,7 +288,7 @@ class SegmentTilings:
         """Seconds that a loop does not take once a tensor is stored, too, after those that come before it."""
         return sum(costs.turns(backward, node) for node in storable.spared.intersection(backward.body))
 
-    def _phases(self, grid: Grid) -> tuple[int, list[TileLoop]]:
+    def _loops(self, grid: Grid) -> tuple[int, list[TileLoop]]:
         """Loops with as few forward tiles, of some numbers, as need no more memory than the backward ones.
 
         Each tile has halos and reads the weights once more.
@@ -296,12 +296,12 @@ class SegmentTilings:
         batch = self._traced.batch
         for part in FORWARD:
             forward = _coarser(grid, part)
-            phases = self._planner.phases(forward, grid)
-            if forward == grid or len(phases) == 1:
+            tile_loops = self._planner.tile_loops(forward, grid)
+            if forward == grid or len(tile_loops) == 1:
                 break
-            if iteration_peak_bytes(phases[0], batch) <= iteration_peak_bytes(phases[-1], batch):
+            if iteration_peak_bytes(tile_loops[0], batch) <= iteration_peak_bytes(tile_loops[-1], batch):
                 break
-        return part, phases
+        return part, tile_loops
 
 
 def _coarser(grid: Grid, part: int) -> Grid:
@@ -313,7 +313,7 @@ def _worth_storing(traced: TracedStep, segment: Segment) -> list[Storable]:
     """Inner tensors to store, one after the other: those first that save most work for their size, in one tile."""
     analysis, batch = traced.analysis, traced.batch
     grid = auto_grids(analysis, segment, batch)[0]
-    backward = planner_for(analysis, segment, Halo.RECOMPUTE).phases(grid, grid)[-1]
+    backward = planner_for(analysis, segment, Halo.RECOMPUTE).tile_loops(grid, grid)[-1]
     cost = {n: traced.costs.turns(backward, n) for n in backward.body if n not in analysis.backward}
     wanted = [t for n in backward.body if n in analysis.backward for t in n.inputs if t.node in cost]
     available, left = set(segment.available), _recomputed(wanted, segment.available, cost)

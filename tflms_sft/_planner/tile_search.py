@@ -89,7 +89,7 @@ def _candidate(
         return None
     key = tuple(
         (plan.segment.forward[0], plan.segment.forward[-1], plan.segment.stored, plan.halo)
-        + tuple(phase.grid for phase in plan.phases)
+        + tuple(tile_loop.grid for tile_loop in plan.loops)
         for plan in plans
     )
     if key not in seen:
@@ -153,4 +153,4 @@ def built(traced: TracedStep, chosen: list[tuple[Chain, BlockChoice]]) -> list[S
 
 
 def _planned(traced: TracedStep, segment: Segment, grids: tuple[Grid, Grid], halo: Halo) -> SegmentPlan:
-    return SegmentPlan(segment, planner_for(traced.analysis, segment, halo).phases(*grids), halo)
+    return SegmentPlan(segment, planner_for(traced.analysis, segment, halo).tile_loops(*grids), halo)

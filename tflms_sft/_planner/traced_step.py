@@ -14,7 +14,7 @@ from rewriters.analysis.autodiff_roles import is_autodiff_name
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
 from rewriters.device.peak_memory import AllocationTrace, Peak, graph_peak, graph_schedule
-from rewriters.emission.loop_emitter import phase_inputs, phase_outputs
+from rewriters.emission.loop_emitter import loop_input_tensors, loop_output_tensors
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_segments, tile_skeleton
 from rewriters.estimates.loop_memory import loop_iterations
 from rewriters.estimates.op_cost import NOMINAL, CostModel, MachineRates
@@ -192,9 +192,9 @@ def predict(
         names = set(loops.values())
         found = graph_schedule(graph, names, traced.batch, traced.variables, away, slow, lambda node: of(node.name))
     turns = {
-        loops[plan.segment.name, phase.name]: loop_iterations(phase, traced.batch)
+        loops[plan.segment.name, tile_loop.name]: loop_iterations(tile_loop, traced.batch)
         for plan in plans
-        for phase in plan.phases
+        for tile_loop in plan.loops
     }
     peak = graph_peak(found, turns, limit)
     return peak, seconds_of(traced, plans) / traced.seconds
@@ -205,14 +205,18 @@ def op_times(
 ) -> Callable[[str], float]:
     """What each op of a rewritten graph takes, by its name; nothing, if neither the step nor a loop is known by it."""
     costs, known = traced.costs, traced.analysis.graph.nodes
-    taken = {loops[plan.segment.name, phase.name]: costs.phase(phase) for plan in plans for phase in plan.phases}
+    taken = {
+        loops[plan.segment.name, tile_loop.name]: costs.tile_loop(tile_loop)
+        for plan in plans
+        for tile_loop in plan.loops
+    }
     return lambda name: taken.get(name) or (costs.op(known[name]) if name in known else 0.0)
 
 
 def _outlined(traced: TracedStep, plans: list[SegmentPlan]) -> tuple[AllocationTrace, dict[tuple[str, str], str]]:
     """The schedule of an outline, and names of its loops; searches ask for loops in other tiles again and again."""
     own = traced.outlines
-    key = tuple((plan.segment, tuple(_borders(plan.segment, phase) for phase in plan.phases)) for plan in plans)
+    key = tuple((plan.segment, tuple(_borders(plan.segment, tile_loop) for tile_loop in plan.loops)) for plan in plans)
     if key not in own:
         while len(own) >= MOST_OUTLINES:
             del own[next(iter(own))]
@@ -222,16 +226,21 @@ def _outlined(traced: TracedStep, plans: list[SegmentPlan]) -> tuple[AllocationT
     return own[key]
 
 
-def _borders(segment: Segment, phase: TileLoop) -> Hashable:
+def _borders(segment: Segment, tile_loop: TileLoop) -> Hashable:
     """All that an outline shows of a loop: what it reads, waits for, and makes."""
-    return phase.name, tuple(phase_inputs(phase, segment)), tuple(phase.reads), tuple(phase_outputs(phase))
+    return (
+        tile_loop.name,
+        tuple(loop_input_tensors(tile_loop, segment)),
+        tuple(tile_loop.reads),
+        tuple(loop_output_tensors(tile_loop)),
+    )
 
 
 def seconds_of(traced: TracedStep, plans: list[SegmentPlan]) -> float:
     """Time of the step with these tile loops."""
     costs = traced.costs
     tiled = costs.step({n for plan in plans for n in (*plan.segment.forward, *plan.segment.backward)})
-    return traced.seconds - tiled + sum(costs.phase(phase) for plan in plans for phase in plan.phases)
+    return traced.seconds - tiled + sum(costs.tile_loop(tile_loop) for plan in plans for tile_loop in plan.loops)
 
 
 def emit_and_describe(

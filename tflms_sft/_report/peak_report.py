@@ -75,12 +75,12 @@ def own(names: PeakNames, plans: Sequence[SegmentPlan], graph: Graph, peak: Peak
         return ()
     loops = loop_nodes(graph)
     for plan in plans:
-        for phase in plan.phases:
-            if loops.get((plan.segment.name, phase.name)) == peak.at:
+        for tile_loop in plan.loops:
+            if loops.get((plan.segment.name, tile_loop.name)) == peak.at:
                 sides = plan.segment.entries, plan.segment.exits
                 ends = " -> ".join(", ".join(map(names.tensor, side)) for side in sides if side)
-                turn = f"a turn of {plan.segment.name}/{phase.name} ({ends})", peak.own_bytes
-                op, taken = kernel_at_worst(phase, batch)
+                turn = f"a turn of {plan.segment.name}/{tile_loop.name} ({ends})", peak.own_bytes
+                op, taken = kernel_at_worst(tile_loop, batch)
                 return (turn, (_kernel(names, op), taken)) if taken else (turn,)
     return ((_kernel(names, peak.at), peak.own_bytes),)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device import properties
-from rewriters.emission.loop_emitter import phase_inputs
+from rewriters.emission.loop_emitter import loop_input_tensors
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.estimates.loop_memory import iteration_peak_bytes
 from rewriters.estimates.op_cost import CostModel, overlapped_bytes
@@ -54,7 +54,7 @@ _REST = -1
 def _work(costs: CostModel, plan: SegmentPlan, whole: float) -> tuple[float, float]:
     """Time of a segment's ops, once and in its loops."""
     once = costs.step((*plan.segment.forward, *plan.segment.backward))
-    return once / whole, sum(map(costs.phase, plan.phases)) / whole
+    return once / whole, sum(map(costs.tile_loop, plan.loops)) / whole
 
 
 def _waiting(analysis: GraphAnalysis, batch: int, owner: Mapping[Node, int], read: Iterator[Tensor]) -> Counter[int]:
@@ -88,10 +88,10 @@ def _read_after(analysis: GraphAnalysis, plans: Sequence[SegmentPlan]) -> Iterat
         yield from () if reads_shape_only(node) else node.inputs
     for plan in plans:
         again = set[Tensor]()
-        for phase in plan.phases:
-            if phase.backward:
-                yield from (t for t in phase_inputs(phase, plan.segment) if t not in again)
-                again.update(phase.writes)
+        for tile_loop in plan.loops:
+            if tile_loop.backward:
+                yield from (t for t in loop_input_tensors(tile_loop, plan.segment) if t not in again)
+                again.update(tile_loop.writes)
 
 
 def describe_segment(costs: CostModel, plan: SegmentPlan, share: Share, names: Mapping[Tensor, str]) -> PlannedSegment:
@@ -108,21 +108,21 @@ def describe_segment(costs: CostModel, plan: SegmentPlan, share: Share, names: M
         exits=shown(segment.exits),
         num_tiles=_counts(forward, batch),
         backward_num_tiles=_counts(backward, batch),
-        stored=() if segment.loops else shown(sorted(segment.stored, key=lambda t: t.name)),
+        stored=() if segment.loop_specs else shown(sorted(segment.stored, key=lambda t: t.name)),
         forward_ops=len(segment.forward),
         backward_ops=len(segment.backward),
         tile_bytes=tuple(
-            max(iteration_peak_bytes(phase, batch) for phase in plan.phases if phase.backward == which)
+            max(iteration_peak_bytes(tile_loop, batch) for tile_loop in plan.loops if tile_loop.backward == which)
             for which, loop in ((False, forward), (True, backward))
             if loop is not None
         ),
-        tile_rows=_tile_rows(plan, forward or plan.phases[0]),
+        tile_rows=_tile_rows(plan, forward or plan.loops[0]),
         notes=(*segment.notes, *_too_many(plan, batch)),
-        num_loops=len(plan.phases),
+        num_loops=len(plan.loops),
         kept=shown(_kept(plan)),
         halo=plan.halo.value,
         saved_bytes=_saved_bytes(plan, batch),
-        overlapped_bytes=sum(overlapped_bytes(analysis, phase, batch) for phase in plan.phases),
+        overlapped_bytes=sum(overlapped_bytes(analysis, tile_loop, batch) for tile_loop in plan.loops),
         most_rows=_most_rows(costs, plan),
         waiting_bytes=share.waiting_bytes,
         time_share=share.time_share,
@@ -131,7 +131,7 @@ def describe_segment(costs: CostModel, plan: SegmentPlan, share: Share, names: M
 
 def _saved_bytes(plan: SegmentPlan, batch: int) -> int:
     """What waits for the backward loop of the rows that are handed on."""
-    return sum(save.saved.num_bytes(batch) for phase in plan.phases for save in phase.saves)
+    return sum(save.saved.num_bytes(batch) for tile_loop in plan.loops for save in tile_loop.saves)
 
 
 def _most_rows(costs: CostModel, plan: SegmentPlan) -> int | None:
@@ -143,7 +143,7 @@ def _most_rows(costs: CostModel, plan: SegmentPlan) -> int | None:
     has doubled.
     """
     backward = _finest(plan, backward=True)
-    if backward is None or plan.segment.loops:
+    if backward is None or plan.segment.loop_specs:
         return None
     split = [(count, axis) for axis, count in enumerate(backward.grid.spatial) if count > 1]
     if len(split) != 1:
@@ -161,22 +161,22 @@ def _most_rows(costs: CostModel, plan: SegmentPlan) -> int | None:
 
 def _finest(plan: SegmentPlan, backward: bool) -> TileLoop | None:
     """The loop of a phase with the most tiles."""
-    phases = [phase for phase in plan.phases if phase.backward == backward]
-    return max(phases, key=lambda phase: phase.grid.num_tiles, default=None)
+    tile_loops = [tile_loop for tile_loop in plan.loops if tile_loop.backward == backward]
+    return max(tile_loops, key=lambda tile_loop: tile_loop.grid.num_tiles, default=None)
 
 
-def _tile_rows(plan: SegmentPlan, phase: TileLoop) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _tile_rows(plan: SegmentPlan, tile_loop: TileLoop) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Largest rows along each axis of a tile of what a loop makes, and of what it makes it from."""
     segment = plan.segment
-    if segment.loops:
-        ends, begins = [*phase.cells], [t for t in phase.reads if t in phase.regions]
+    if segment.loop_specs:
+        ends, begins = [*tile_loop.cells], [t for t in tile_loop.reads if t in tile_loop.regions]
     else:
-        ends, begins = (segment.grad_entries if phase.backward else phase.writes), segment.entries
+        ends, begins = (segment.grad_entries if tile_loop.backward else tile_loop.writes), segment.entries
 
     def rows(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         if not tensors:
-            return tuple(0 for _ in phase.grid.spatial)
-        region = phase.cells.get(tensors[0]) or phase.regions[tensors[0]]
+            return tuple(0 for _ in tile_loop.grid.spatial)
+        region = tile_loop.cells.get(tensors[0]) or tile_loop.regions[tensors[0]]
         return tuple(int(interval.size.max()) for interval in region)
 
     return rows(ends), rows(begins)
@@ -184,25 +184,25 @@ def _tile_rows(plan: SegmentPlan, phase: TileLoop) -> tuple[tuple[int, ...], tup
 
 def _kept(plan: SegmentPlan) -> list[Tensor]:
     """Tensors that wait, between barriers, from the forward phase for the backward phase."""
-    if not plan.segment.loops:
+    if not plan.segment.loop_specs:
         return []
     made, again = dict[Tensor, None](), set[Tensor]()
     kept: dict[Tensor, None] = {}
-    for phase in plan.phases:
-        if phase.backward:
-            kept.update((t, None) for t in phase.reads if t in made and t not in again)
-            again.update(phase.writes)
+    for tile_loop in plan.loops:
+        if tile_loop.backward:
+            kept.update((t, None) for t in tile_loop.reads if t in made and t not in again)
+            again.update(tile_loop.writes)
         else:
-            made.update((t, None) for t in phase.writes)
+            made.update((t, None) for t in tile_loop.writes)
     return list(kept)
 
 
-def _counts(phase: TileLoop | None, batch: int) -> tuple[int, ...]:
+def _counts(tile_loop: TileLoop | None, batch: int) -> tuple[int, ...]:
     """Tiles along the batch, of which there are no more than images, and each axis; nothing without a loop."""
-    return () if phase is None else (min(phase.grid.batch, batch), *phase.grid.spatial)
+    return () if tile_loop is None else (min(tile_loop.grid.batch, batch), *tile_loop.grid.spatial)
 
 
 def _too_many(plan: SegmentPlan, batch: int) -> list[str]:
     """That there are fewer images than tiles along the batch."""
-    most = max(phase.grid.batch for phase in plan.phases)
+    most = max(tile_loop.grid.batch for tile_loop in plan.loops)
     return [f"a batch of {batch} has {batch} of the {most} tiles that it may have"] if most > batch else []
