@@ -166,7 +166,8 @@ def draw_tiles(analysis: GraphAnalysis, segment: Segment) -> None:
             axes.plot([0, width * scale], [edge * scale] * 2, color="#8b909a", lw=1.1, zorder=2)
             axes.plot([edge * scale] * 2, [0, height * scale], color="#8b909a", lw=1.1, zorder=2)
         for tile, color in ((0, "#f2b134"), (1, FORWARD)):
-            rows, columns = tile_loop.regions[tensor] if tensor != leaving else (partition(height, 3), partition(width, 3))
+            cells = partition(height, 3), partition(width, 3)
+            rows, columns = cells if tensor == leaving else tile_loop.regions[tensor]
             lo, hi = (int(rows.lo[tile]), int(columns.lo[tile])), (int(rows.hi[tile]), int(columns.hi[tile]))
             corner, size = (lo[1] * scale, lo[0] * scale), ((hi[1] - lo[1]) * scale, (hi[0] - lo[0]) * scale)
             axes.add_patch(Rectangle(corner, *size, fc=color, alpha=0.32, ec="none", zorder=1))

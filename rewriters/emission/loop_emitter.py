@@ -103,9 +103,7 @@ class LoopEmitter:
             return [value for result, own in parts for value in result.update(tile, own)]
 
         spatial = int(np.prod(self.tile_loop.grid.spatial))
-        values = emit_while_loop(
-            self.batch_tiles * spatial, list(itertools.chain(*states)), turn, self.tile_loop.direction
-        )
+        values = emit_while_loop(self.batch_tiles * spatial, list(itertools.chain(*states)), turn, self.tile_loop.order)
         made: dict[Tensor, Any] = {}
         for result, own in zip(results, _grouped(values, sizes), strict=True):
             made.update(zip(result.tensors, result.final(own), strict=True))

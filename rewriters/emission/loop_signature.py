@@ -110,7 +110,7 @@ class _Key(StructuralHasher):
         moments = tuple(self._moments(pair) for pair in tile_loop.moments)
         carries = tuple(self._carry(tensor, carry) for tensor, carry in tile_loop.carries.items())
         saves = tuple(self._save(save) for save in tile_loop.saves)
-        rows = (tile_loop.direction, tile_loop.row_axis, carries, saves)
+        rows = (tile_loop.order, tile_loop.row_axis, carries, saves)
         tensors = tuple(self._tensor(tensor) for tensor in self.numbers)
         return (tile_loop.backward, tile_loop.grid, rows, inputs, body, ends, roles, cells, moments, tensors)
 

@@ -8,11 +8,11 @@ so turns are told apart.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -41,42 +41,58 @@ Tile = tuple[int, ...]
 """Row and column of a tile in its grid."""
 
 
-def _kept(function: Callable[..., R]) -> Callable[..., R]:
-    """Remember results in the phase that is the first argument."""
-
-    @functools.wraps(function)
-    def remembering(tile_loop: TileLoop, *others: Hashable) -> R:
-        key = (function.__name__, *others)
-        if key not in tile_loop.cache:
-            tile_loop.cache[key] = function(tile_loop, *others)
-        return tile_loop.cache[key]
-
-    return remembering
-
-
-@_kept
 def loop_iterations(tile_loop: TileLoop, batch: int) -> list[IterationTrace]:
-    """Turns that between them meet every border, in the order of the loop."""
-    body = IterationModel(tile_loop)
+    """Return traces of iterations that together meet every border of the image, in the order of the loop."""
+    model = IterationModel(tile_loop)
     marks = [sorted({0, count // 2, count - 1}) for count in tile_loop.grid.spatial]
-    found = (body.events(tile, batch) for tile in itertools.product(*marks))
-    return [IterationTrace(events, with_delayed_frees(events)) for events in found]
+    traces = (model.events(tile, batch) for tile in itertools.product(*marks))
+    return [IterationTrace(events, with_delayed_frees(events)) for events in traces]
 
 
-@_kept
 def iteration_peak_bytes(tile_loop: TileLoop, batch: int) -> int:
-    """Peak bytes of one turn of a loop, its buffers and whole operands not counted."""
-    body = IterationModel(tile_loop)  # Not kept: a search asks for hundreds of phases.
+    """Return the peak of one iteration in bytes, without the buffers and the full-size operands of the loop."""
+    model = IterationModel(tile_loop)
     tiles = {tuple(0 for _ in tile_loop.grid.spatial), tuple(count // 2 for count in tile_loop.grid.spatial)}
-    return max(peak_bytes_of(body.events(tile, batch), ExactAllocator()) for tile in tiles)
+    return max(peak_bytes_of(model.events(tile, batch), ExactAllocator()) for tile in tiles)
 
 
-@_kept
-def kernel_at_worst(tile_loop: TileLoop, batch: int) -> tuple[str, int]:
-    """Which op of a loop's body runs when a turn takes most, and bytes that its kernel takes for itself then."""
-    turns = loop_iterations(tile_loop, batch)
-    _, name, own = max(worst_kernel(events) for turn in turns for events in (turn.events, turn.late))
-    return name, own
+def kernel_at_worst(iterations: Iterable[IterationTrace]) -> tuple[str, int]:
+    """Return the op that runs at the peak of the largest iteration, and the bytes of its kernel's scratch."""
+    traces = (events for iteration in iterations for events in (iteration.events, iteration.late))
+    _, name, scratch = max(map(worst_kernel, traces))
+    return name, scratch
+
+
+Results = dict[tuple[str, int], Any]
+"""Results by function and batch size."""
+
+
+class IterationModelCache:
+    """Memory estimates of tile loops, computed once for each loop or, where loops are bound together, each program.
+
+    An entry lives as long as its loop. The models themselves are not cached: a search plans hundreds of loops.
+    """
+
+    def __init__(self) -> None:
+        self._results = weakref.WeakKeyDictionary[TileLoop, Results]()
+
+    def bind(self, tile_loop: TileLoop, results: Results) -> None:
+        """Let a loop use the results of equal loops; new results are added to `results`."""
+        self._results[tile_loop] = results
+
+    def iterations(self, tile_loop: TileLoop, batch: int) -> list[IterationTrace]:
+        """Return `loop_iterations`."""
+        return self._cached(loop_iterations, tile_loop, batch)
+
+    def peak_bytes(self, tile_loop: TileLoop, batch: int) -> int:
+        """Return `iteration_peak_bytes`."""
+        return self._cached(iteration_peak_bytes, tile_loop, batch)
+
+    def _cached(self, function: Callable[[TileLoop, int], R], tile_loop: TileLoop, batch: int) -> R:
+        results, key = self._results.setdefault(tile_loop, {}), (function.__name__, batch)
+        if key not in results:
+            results[key] = function(tile_loop, batch)
+        return results[key]
 
 
 class IterationModel:

@@ -17,7 +17,7 @@ from rewriters.rules.registry import AxisPlan, TileKind, find_rule
 from rewriters.tiling.barrier_levels import BarrierLevels
 from rewriters.tiling.checkpoint_selection import CheckpointSelection, LoopSpec
 from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_planner import Grid, IterationOrder, Region, RowDemand, TileLoop
+from rewriters.tiling.tile_planner import Grid, Region, RowDemand, TileLoop
 
 __all__: list[str] = []
 
@@ -115,7 +115,6 @@ class BarrierPlanner(RowDemand):
         return TileLoop(
             name=name,
             grid=grid,
-            direction=IterationOrder.ASCENDING,
             body=body,
             regions=regions,
             values=set(regions),
@@ -130,6 +129,8 @@ class BarrierPlanner(RowDemand):
             layouts=self.analysis.layouts,
             moments=loop.moments,
             replaces=loop.replaces,
+            carries=self.carries,
+            row_axis=self.row_axis,
         )
 
     def _part(self, node: Node, grid: Grid, cell: Region) -> tuple[AxisPlan, ...]:

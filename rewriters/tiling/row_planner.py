@@ -54,14 +54,12 @@ class CarryingRows(RowDemand):
         self._whole: set[Tensor] = set()
         self._frontiers: dict[Node, Frontier] = {}
         self._recording = False
-        self._axis = 0
         self._fine = 1
         self._borders = np.arange(2)
-        self._carries: dict[Tensor, CarriedRows] = {}
 
     def _begin(self, at: np.ndarray) -> None:
         self._borders = at
-        self._carries = {}
+        self.carries = {}
 
     @property
     def _in_one_turn(self) -> bool:
@@ -69,19 +67,13 @@ class CarryingRows(RowDemand):
         return len(self._borders) == 2
 
     def _num_rows(self, tensor: Tensor) -> int:
-        return self.extents(tensor)[self._axis]
-
-    def _marked(self, tile_loop: TileLoop) -> TileLoop:
-        """A planned loop with what its turns hand on."""
-        tile_loop.carries = self._carries
-        tile_loop.row_axis = self._axis
-        return tile_loop
+        return self.extents(tensor)[self.row_axis]
 
     def _carries_rows(self, node: Node) -> bool:
         """Whether all that an op makes can be cut along the axis of the rows."""
         for tensor in (node.out(index) for index in range(len(node.outputs))):
             layout = self.analysis.layouts.of(tensor)
-            if layout is None or layout.dims[self._axis] is None or layout.batch_fold != 1:
+            if layout is None or layout.dims[self.row_axis] is None or layout.batch_fold != 1:
                 return False
         return True
 
@@ -92,10 +84,10 @@ class CarryingRows(RowDemand):
         if self._recording:
             results = [node.out(index) for index in range(len(node.outputs))]
             whole = self._whole.intersection(results)
-            rows = wanted[self._axis]
+            rows = wanted[self.row_axis]
             end = self._num_rows(results[0]) if whole else None
             self._frontiers[node] = Frontier.of(rows, 0 if whole else int(rows.lo.min()), end)
-        return with_rows(wanted, self._axis, refilled(self._frontiers[node].new(self._borders)))
+        return with_rows(wanted, self.row_axis, refilled(self._frontiers[node].new(self._borders)))
 
     def hold(
         self, node: Node, wanted: Region, plan: tuple[AxisPlan, ...], available: Container[Tensor]
@@ -103,20 +95,22 @@ class CarryingRows(RowDemand):
         """The rows that are made, below those that are received if any of them is wanted."""
         if node not in self._carrying or self._in_one_turn or node not in self._frontiers:
             return super().hold(node, wanted, plan, available)
-        frontier, rows = self._frontiers[node], wanted[self._axis]
+        frontier, rows = self._frontiers[node], wanted[self.row_axis]
         new = frontier.new(self._borders)
-        plan = tuple(dataclasses.replace(p, kept=new) if axis == self._axis else p for axis, p in enumerate(plan))
+        plan = tuple(dataclasses.replace(p, kept=new) if axis == self.row_axis else p for axis, p in enumerate(plan))
         carry = CarriedRows(frontier.carried(self._borders[:-1]), frontier.carried(self._borders[1:]))
         held = new
         if np.any((rows.size > 0) & (rows.lo < new.lo)):
             results = (node.out(index) for index in range(len(node.outputs)))
-            self._carries.update((tensor, carry) for tensor in results if tensor not in available)
+            self.carries.update((tensor, carry) for tensor in results if tensor not in available)
             held = Interval(carry.received.lo, new.hi)
-        return plan, with_rows(tuple(p.kept for p in plan), self._axis, held)  # type: ignore[misc]
+        return plan, with_rows(tuple(p.kept for p in plan), self.row_axis, held)  # type: ignore[misc]
 
 
 class RowPlanner(CarryingRows, TilePlanner):
-    """Plans the phases of one segment without barriers in rows."""
+    """Plans the tile loops of one segment without barriers in rows."""
+
+    BACKWARD_ORDER = IterationOrder.DESCENDING
 
     def __init__(self, analysis: GraphAnalysis, segment: Segment) -> None:
         super().__init__(analysis, segment)
@@ -130,9 +124,9 @@ class RowPlanner(CarryingRows, TilePlanner):
 
     def tile_loops(self, grid: Grid, backward_grid: Grid) -> list[TileLoop]:
         """Forward, from top to bottom; then recompute and backward, from bottom to top."""
-        self._axis = row_axis(grid, backward_grid)
+        self.row_axis = row_axis(grid, backward_grid)
         segment = self.segment
-        number, backward_number = grid.spatial[self._axis], backward_grid.spatial[self._axis]
+        number, backward_number = grid.spatial[self.row_axis], backward_grid.spatial[self.row_axis]
         if max(number, backward_number) == 1:
             return TilePlanner(self.analysis, segment).tile_loops(grid, backward_grid)
         least = min((*segment.exits, *segment.grad_entries), key=self._num_rows)
@@ -140,22 +134,21 @@ class RowPlanner(CarryingRows, TilePlanner):
         if self._fine < max(number, backward_number):
             tiles = max(number, backward_number)
             raise NotTileableError(f"`{least.name}` has {self._fine} rows, fewer than the {tiles} tiles")
-        if self._walked != (self._axis, self._fine):
-            self._walked = (self._axis, self._fine)
+        if self._walked != (self.row_axis, self._fine):
+            self._walked = (self.row_axis, self._fine)
             self._find_frontiers()
         at, backward_at = (balanced_partition(self._weights(), tiles) for tiles in (number, backward_number))
-        result = []
+        loops = []
         saves: list[SavedRows] = []
         if segment.backward:
             self._begin(backward_at)
-            tile_loop = self.backward(backward_grid)
-            tile_loop.direction = IterationOrder.DESCENDING
-            saves = self._saves(tile_loop, at)
-            result.append(self._marked(tile_loop))
+            regions, plans = self.backward_rows(backward_grid)
+            saves = self._saves(regions, at)
+            loops.append(self.backward_loop(backward_grid, regions, plans))
         if segment.exits or segment.stored or saves:
             self._begin(at)
-            result.insert(0, self._marked(self._forward(grid, saves)))
-        return result
+            loops.insert(0, self._forward(grid, saves))
+        return loops
 
     # Frontiers -----------------------------------------------------------------------------------------------
 
@@ -163,7 +156,7 @@ class RowPlanner(CarryingRows, TilePlanner):
         """Walk the finest tiles: gradients as they come in, then forward values as they are wanted."""
         segment = self.segment
         axes = len(self.extents((*segment.exits, *segment.grad_entries)[0]))
-        grid = Grid(1, tuple(self._fine if axis == self._axis else 1 for axis in range(axes)))
+        grid = Grid(1, tuple(self._fine if axis == self.row_axis else 1 for axis in range(axes)))
         self._frontiers, self._incoming, self._recording = {}, {}, True
         self._begin(np.arange(self._fine + 1))
         read = {t for node in segment.forward for t in node.inputs}
@@ -219,7 +212,7 @@ class RowPlanner(CarryingRows, TilePlanner):
             own = frontier.new(self._borders)
         else:
             own = cells(self._num_rows(tensor), self._fine, self._borders)
-        return with_rows(super().cells_of(tensor, grid), self._axis, own)
+        return with_rows(super().cells_of(tensor, grid), self.row_axis, own)
 
     def reached(self, node: Node, plan: tuple[AxisPlan, ...]) -> Region:
         """The rows of a gradient to which no later turn adds, if any are shared; else all that the op reaches."""
@@ -228,47 +221,42 @@ class RowPlanner(CarryingRows, TilePlanner):
         if self._in_one_turn or not self._carries_rows(node) or self._handed_on.isdisjoint(results):
             return region
         if self._recording:
-            self._frontiers[node] = Frontier.of(region[self._axis], 0)
+            self._frontiers[node] = Frontier.of(region[self.row_axis], 0)
         frontier = self._frontiers[node]
         carry = CarriedRows(frontier.carried(self._borders[1:]), frontier.carried(self._borders[:-1]))
         if not np.any(carry.received.size):
             return region
-        self._carries.update((tensor, carry) for tensor in results)
-        return with_rows(region, self._axis, refilled(frontier.new(self._borders)))
+        self.carries.update((tensor, carry) for tensor in results)
+        return with_rows(region, self.row_axis, refilled(frontier.new(self._borders)))
 
     # Loops ---------------------------------------------------------------------------------------------------
 
-    def _saves(self, backward: TileLoop, at: np.ndarray) -> list[SavedRows]:
+    def _saves(self, regions: dict[Tensor, Region], at: np.ndarray) -> list[SavedRows]:
         """What the forward loop keeps of forward values, and where the backward loop reads it."""
         found = []
-        for tensor, carry in list(self._carries.items()):
+        for tensor, carry in list(self.carries.items()):
             if self.kinds[tensor] is not TileKind.FULL:
                 continue
             layout = self.analysis.layouts.of(tensor)
             assert layout is not None
-            sizes = [int(rows.size[0]) for rows in backward.regions[tensor]]
-            sizes[self._axis] = int(carry.received.size.sum())
+            sizes = [int(rows.size[0]) for rows in regions[tensor]]
+            sizes[self.row_axis] = int(carry.received.size.sum())
             saved = stand_in(tensor, layout.dims, sizes)
             nothing = Interval(carry.received.hi, carry.received.hi)
-            self._carries[tensor] = CarriedRows(carry.received, nothing, saved)
+            self.carries[tensor] = CarriedRows(carry.received, nothing, saved)
             rows = slots(self._frontiers[tensor.node], at, self._borders)
-            found.append(SavedRows(tensor, saved, rows, backward.regions[tensor]))
+            found.append(SavedRows(tensor, saved, rows, regions[tensor]))
         return found
 
     def _forward(self, grid: Grid, saves: list[SavedRows]) -> TileLoop:
-        segment = self.segment
-        writes = [*segment.exits, *sorted(segment.stored - set(segment.exits), key=lambda t: t.name)]
-        written = {tensor: self.cells_of(tensor, grid) for tensor in writes}
-        wanted = dict(written)
+        cells = {tensor: self.cells_of(tensor, grid) for tensor in self.written()}
+        demand = dict(cells)
         for save in saves:
             for rows, _ in save.slots:
-                old = wanted.get(save.tensor)
-                hull = rows if old is None else old[self._axis].hull(rows)
-                wanted[save.tensor] = with_rows(save.region, self._axis, hull)
-        regions, plans = self.operand_rows_for_result(segment.forward, wanted, set(segment.entries), grid)
-        tile_loop = self._tile_loop("forward", grid, segment.forward, regions, plans, writes, [], [], written)
-        tile_loop.saves = saves
-        return tile_loop
+                old = demand.get(save.tensor)
+                hull = rows if old is None else old[self.row_axis].hull(rows)
+                demand[save.tensor] = with_rows(save.region, self.row_axis, hull)
+        return self.forward_loop(grid, cells, demand=demand, saves=saves)
 
 
 class RowBarrierPlanner(CarryingRows, BarrierPlanner):
@@ -282,17 +270,17 @@ class RowBarrierPlanner(CarryingRows, BarrierPlanner):
     def tile_loop(self, loop: LoopSpec, grid: Grid, name: str = "") -> TileLoop:
         """The loop with `grid`, clamped."""
         grid = self.clamped(loop, grid)
-        self._axis = row_axis(grid)
+        self.row_axis = row_axis(grid)
         key = tuple(loop.body)
         if key not in self._free:
             self._free[key] = cheap_to_recompute(self.analysis, (node for node in loop.body if node not in loop.sums))
-        self._carrying, self._fine = set(loop.body) - self._free[key], grid.spatial[self._axis]
+        self._carrying, self._fine = set(loop.body) - self._free[key], grid.spatial[self.row_axis]
         if self._fine == 1:
             return BarrierPlanner(self.analysis, self.segment).tile_loop(loop, grid, name)
         self._whole = set(self.split(loop))
         self._find_frontiers(loop, grid)
         self._begin(np.arange(self._fine + 1))
-        return self._marked(super().tile_loop(loop, grid, name))
+        return super().tile_loop(loop, grid, name)
 
     def _find_frontiers(self, loop: LoopSpec, grid: Grid) -> None:
         """Walk until what is written or summed up of each tensor in a turn is what others need then, if that ends."""
@@ -317,7 +305,7 @@ class RowBarrierPlanner(CarryingRows, BarrierPlanner):
     def cells_of(self, tensor: Tensor, grid: Grid) -> Region:
         """What each tile writes or sums up of a tensor."""
         even = super().cells_of(tensor, grid)
-        return with_rows(even, self._axis, self._cells[tensor]) if tensor in self._cells else even
+        return with_rows(even, self.row_axis, self._cells[tensor]) if tensor in self._cells else even
 
 
 def cheap_to_recompute(analysis: GraphAnalysis, body: Iterable[Node]) -> set[Node]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.ir.graph import Node, Tensor
@@ -81,38 +80,37 @@ class Grid:
         return text if self.batch == 1 else f"{self.batch}x{text}"
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TileLoop:
-    """One tile loop.
+    """A planned loop over the tiles of a grid.
 
     Attributes:
-        name: `"forward"` or `"backward"`; with a number where there are several.
+        name: `"forward"` or `"backward"`, followed by a number in a segment that has several loops of a kind.
         grid: Numbers of tiles.
-        direction: Order of the tiles.
-        body: Ops of one turn, in topological order.
-        regions: Rows of each tensor that a turn holds.
-        values: Tensors of which those rows are values; the others are gradients, that may be parts of sums.
-        plans: Per op and axis, what it makes and what its operands must hold.
-        writes: Tensors of which each turn writes its own cell of a whole one.
-        accumulates: Gradients whose regions are added into a whole one.
-        reductions: Tensors that are summed over the turns.
-        reads: Whole tensors that are sliced.
-        invariants: Tensors that are passed whole.
+        order: Order of the tiles.
+        body: Ops of one iteration, in topological order.
+        regions: Rows of each tensor that an iteration holds.
+        values: Tensors of which an iteration holds values. The others are gradients, which may be partial sums.
+        plans: For each op and axis, the rows that the op computes and the rows that its operands must hold.
+        writes: Tensors of which each iteration writes its own cell of the full-size tensor.
+        accumulates: Gradients whose regions are added into a full-size gradient.
+        reductions: Tensors that are summed over the iterations.
+        reads: Full-size tensors that an iteration slices.
+        invariants: Tensors that every iteration reads in full.
         cells: Partition of the written tensors.
-        backward: Whether it belongs to the backward phase.
-        layouts: Where the axes of its tensors lie.
+        backward: Whether the loop belongs to the backward phase.
+        layouts: Spatial axes of its tensors.
         moments: Variances among the reductions that are computed together with their means.
-        replaces: Operations of the graph that the loop stands for; others it runs again.
-        carries: Tensors of which a turn has rows from its neighbour. The region of a forward value holds these and
-            the ones it makes; that of a gradient those that it completes.
-        saves: Carried rows that are kept for the backward loop.
+        replaces: Ops of the graph that the loop replaces; the other ops of the body are recomputed.
+        carries: Tensors of which an iteration receives rows from its neighbour. The region of a forward value holds
+            the received and the computed rows, that of a gradient the rows that the iteration completes.
+        saves: Carried rows that the forward loop saves for the backward loop.
         row_axis: The axis along which rows are carried.
-        cache: What others derive from the phase; it lives as long.
     """
 
     name: str
     grid: Grid
-    direction: IterationOrder
+    order: IterationOrder = IterationOrder.ASCENDING
     body: list[Node]
     regions: dict[Tensor, Region]
     values: set[Tensor]
@@ -126,19 +124,25 @@ class TileLoop:
     backward: bool
     layouts: Layouts
     moments: list[MomentPair] = dataclasses.field(default_factory=list)
-    replaces: list[Node] = dataclasses.field(default_factory=list)
-    carries: dict[Tensor, CarriedRows] = dataclasses.field(default_factory=dict)
+    replaces: list[Node]
+    carries: dict[Tensor, CarriedRows]
     saves: list[SavedRows] = dataclasses.field(default_factory=list)
-    row_axis: int = 0
-    cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+    row_axis: int
 
 
 class RowDemand:
-    """The rows that operands must hold, for operations whose results are wanted."""
+    """Computes the rows that the operands of ops must hold, from the rows that are demanded of their results.
+
+    Attributes:
+        carries: Rows that the loop being planned carries from one iteration to the next. Only row planners fill it.
+        row_axis: The axis along which rows are carried.
+    """
 
     def __init__(self, analysis: GraphAnalysis, kinds: Mapping[Tensor, TileKind]) -> None:
         self.analysis = analysis
         self.kinds = kinds
+        self.carries: dict[Tensor, CarriedRows] = {}
+        self.row_axis = 0
 
     def extents(self, tensor: Tensor) -> tuple[int, ...]:
         """Rows along each axis."""
@@ -243,59 +247,123 @@ class RowDemand:
 
 
 class TilePlanner(RowDemand):
-    """Plans the phases of one segment."""
+    """Plans the tile loops of one segment without barriers."""
+
+    BACKWARD_ORDER = IterationOrder.ASCENDING
 
     def __init__(self, analysis: GraphAnalysis, segment: Segment) -> None:
         super().__init__(analysis, segment.kinds)
         self.segment = segment
 
     def tile_loops(self, grid: Grid, backward_grid: Grid) -> list[TileLoop]:
-        """The tile loops of a segment without barriers: forward, then recompute and backward.
+        """Plan the forward loop and the backward loop, which recomputes forward values.
 
-        There is no forward loop if nothing outside of the segment waits for it, such as a loss that is not returned.
+        The plan has no forward loop if no op outside of the segment reads its exits, as with a loss that the step
+        does not return. It has no backward loop if the segment has no backward ops.
         """
-        result = [self.forward(grid)] if self.segment.exits or self.segment.stored else []
+        loops = [self.forward(grid)] if self.segment.exits or self.segment.stored else []
         if self.segment.backward:
-            result.append(self.backward(backward_grid))
-        return result
+            loops.append(self.backward(backward_grid))
+        return loops
 
     def forward(self, grid: Grid) -> TileLoop:
-        """Exits and stored tensors from the entries."""
+        """Plan the loop that computes exits and stored tensors from the entries."""
+        cells = {tensor: self.cells_of(tensor, grid) for tensor in self.written()}
+        return self.forward_loop(grid, cells, demand=dict(cells))
+
+    def written(self) -> list[Tensor]:
+        """Return the tensors that the forward loop writes: exits, then stored tensors by name."""
         segment = self.segment
-        writes = [*segment.exits, *sorted(segment.stored - set(segment.exits), key=lambda t: t.name)]
-        cells = {tensor: self.cells_of(tensor, grid) for tensor in writes}
-        regions, plans = self.operand_rows_for_result(segment.forward, dict(cells), set(segment.entries), grid)
-        return self._tile_loop("forward", grid, segment.forward, regions, plans, writes, [], [], cells)
+        return [*segment.exits, *sorted(segment.stored - set(segment.exits), key=lambda t: t.name)]
+
+    def forward_loop(
+        self, grid: Grid, cells: dict[Tensor, Region], *, demand: dict[Tensor, Region], saves: Sequence[SavedRows] = ()
+    ) -> TileLoop:
+        """Build the forward loop.
+
+        Args:
+            grid: Numbers of tiles.
+            cells: Cells of the written tensors.
+            demand: Rows that an iteration must hold of some tensors. Becomes the regions of the loop.
+            saves: Rows that the loop saves for the backward loop.
+        """
+        segment = self.segment
+        regions, plans = self.operand_rows_for_result(segment.forward, demand, set(segment.entries), grid)
+        body = [node for node in segment.forward if node in plans]
+        reads, invariants = self.inputs(body, plans, set())
+        return TileLoop(
+            name="forward",
+            grid=grid,
+            body=body,
+            regions=regions,
+            values=self._values(regions),
+            plans=plans,
+            writes=list(cells),
+            accumulates=[],
+            reductions=[],
+            reads=reads,
+            invariants=invariants,
+            cells=cells,
+            backward=False,
+            layouts=self.analysis.layouts,
+            replaces=segment.forward,
+            carries=self.carries,
+            saves=list(saves),
+            row_axis=self.row_axis,
+        )
 
     def backward(self, grid: Grid) -> TileLoop:
-        """Gradients from the incoming ones, forward values recomputed as far as needed."""
+        """Plan the loop that computes gradients from the incoming ones, and recomputes the forward values it reads."""
+        return self.backward_loop(grid, *self.backward_rows(grid))
+
+    def backward_rows(self, grid: Grid) -> tuple[dict[Tensor, Region], dict[Node, tuple[AxisPlan, ...]]]:
+        """Return the regions of the tensors and the plans of the ops of the backward loop."""
         segment = self.segment
         gradients = [n for n in segment.backward if segment.kinds[n.out()] is not TileKind.FULL]
         derived = [n for n in segment.backward if segment.kinds[n.out()] is TileKind.FULL]
         cells = {tensor: self.cells_of(tensor, grid) for tensor in segment.grad_entries}
-        regions, plans = self._support(gradients, dict(cells), grid)
+        regions, plans = self._support(gradients, cells, grid)
         wanted: dict[Tensor, Region] = {}
         for node in gradients:
             self.want(node, plans[node], wanted)
         full, full_plans = self.operand_rows_for_result([*segment.forward, *derived], wanted, segment.available, grid)
-        regions.update(full)
-        plans.update(full_plans)
-        return self._tile_loop(
-            "backward",
-            grid,
-            [*segment.forward, *segment.backward],
-            regions,
-            plans,
-            [],
-            segment.grad_exits,
-            segment.reductions,
-            {},
+        return regions | full, plans | full_plans
+
+    def backward_loop(
+        self, grid: Grid, regions: dict[Tensor, Region], plans: dict[Node, tuple[AxisPlan, ...]]
+    ) -> TileLoop:
+        """Build the backward loop from the result of `backward_rows`."""
+        segment = self.segment
+        body = [node for node in (*segment.forward, *segment.backward) if node in plans]
+        reads, invariants = self.inputs(body, plans, segment.available)
+        return TileLoop(
+            name="backward",
+            grid=grid,
+            order=self.BACKWARD_ORDER,
+            body=body,
+            regions=regions,
+            values=self._values(regions),
+            plans=plans,
+            writes=[],
+            accumulates=segment.grad_exits,
+            reductions=segment.reductions,
+            reads=reads,
+            invariants=invariants,
+            cells={},
+            backward=True,
+            layouts=self.analysis.layouts,
+            replaces=segment.backward,
+            carries=self.carries,
+            row_axis=self.row_axis,
         )
+
+    def _values(self, regions: Mapping[Tensor, Region]) -> set[Tensor]:
+        return {tensor for tensor in regions if self.segment.kinds[tensor] is TileKind.FULL}
 
     def _support(
         self, nodes: list[Node], regions: dict[Tensor, Region], grid: Grid
     ) -> tuple[dict[Tensor, Region], dict[Node, tuple[AxisPlan, ...]]]:
-        """Regions of gradients, following them from the incoming ones."""
+        """Follow gradients from the incoming ones, whose `regions` are given; return all regions and the plans."""
         plans: dict[Node, tuple[AxisPlan, ...]] = {}
         for node in nodes:
             view, rule = self.analysis.view(node), find_rule(node)
@@ -311,41 +379,6 @@ class TilePlanner(RowDemand):
         return regions, plans
 
     def reached(self, node: Node, plan: tuple[AxisPlan, ...]) -> Region:
-        """The rows of a gradient that a tile holds."""
+        """Return the rows of a gradient that a tile holds."""
         del node
         return tuple(p.kept for p in plan)  # type: ignore[misc]
-
-    def _tile_loop(
-        self,
-        name: str,
-        grid: Grid,
-        nodes: list[Node],
-        regions: dict[Tensor, Region],
-        plans: dict[Node, tuple[AxisPlan, ...]],
-        writes: list[Tensor],
-        accumulates: list[Tensor],
-        reductions: list[Tensor],
-        cells: dict[Tensor, Region],
-    ) -> TileLoop:
-        body = [node for node in nodes if node in plans]
-        available = self.segment.available if name == "backward" else set[Tensor]()
-        reads, invariants = self.inputs(body, plans, available)
-        values = {t for t in regions if self.segment.kinds[t] is TileKind.FULL}
-        return TileLoop(
-            name,
-            grid,
-            IterationOrder.ASCENDING,
-            body,
-            regions,
-            values,
-            plans,
-            writes,
-            accumulates,
-            reductions,
-            reads,
-            invariants,
-            cells,
-            backward=name == "backward",
-            layouts=self.analysis.layouts,
-            replaces=self.segment.backward if name == "backward" else self.segment.forward,
-        )

@@ -14,7 +14,6 @@ from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.device.kernel_scratch import op_scratch
 from rewriters.device.peak_memory import concurrent_scratch, most_alive
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
-from rewriters.estimates.loop_memory import iteration_peak_bytes
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import LOOPS, Node, Tensor
 from rewriters.pipelining.micro_batch_unroll import UnrollSpec
@@ -165,7 +164,9 @@ class _Stage:
     def _own_bytes(self, node: Node) -> int:
         """What an operation takes only while it runs: of a loop, a turn."""
         if node in self.tile_loops:
-            return iteration_peak_bytes(self.tile_loops[node], self.batch) if node.op in LOOPS else 0
+            return (
+                self.planned.traced.loop_memory.peak_bytes(self.tile_loops[node], self.batch) if node.op in LOOPS else 0
+            )
         return op_scratch(node, self.batch)
 
     def seconds(self, nodes: Sequence[Node]) -> float:
@@ -232,7 +233,10 @@ def plan_of(planned: Planned) -> Plan:
         changed=True,
         batch=whole.batch,
         batch_is_fixed=whole.batch_is_fixed,
-        segments=tuple(describe_segment(traced.costs, *pair, own) for pair in zip(plans, parts, strict=True)),
+        segments=tuple(
+            describe_segment(traced.costs, traced.loop_memory, tiled, share=share, names=own)
+            for tiled, share in zip(plans, parts, strict=True)
+        ),
         rest_waiting_bytes=rest.waiting_bytes,
         rest_time_share=rest.time_share,
         left_alone=reasons(traced, planned.inside.left),

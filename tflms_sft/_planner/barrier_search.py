@@ -7,11 +7,10 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
-from typing import Any
 
 from rewriters.emission.loop_signature import loop_signature
 from rewriters.emission.tile_pass import SegmentPlan
-from rewriters.estimates.loop_memory import iteration_peak_bytes
+from rewriters.estimates.loop_memory import Results
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.barrier_levels import assign_levels
 from rewriters.tiling.barrier_planner import BarrierPlanner, barrier_segment, has_barriers
@@ -129,7 +128,7 @@ class LoopEstimates:
         self.traced = traced
         self._programs: dict[Hashable, int] = {}
         self._turns: dict[Hashable, LoopEstimate] = {}
-        self._caches: dict[Hashable, dict[Any, Any]] = {}
+        self._memory: dict[Hashable, Results] = {}
 
     def programs(self, segment: Segment) -> list[int]:
         """For each loop of a segment a number, the same for all loops that do the same."""
@@ -147,12 +146,12 @@ class LoopEstimates:
             saved = sum(save.saved.num_bytes(batch) for save in planned.saves)
             costs = self.traced.costs
             taken, least = costs.tile_loop(planned), costs.least.tile_loop(planned)
-            self._turns[key] = LoopEstimate(iteration_peak_bytes(planned, batch), saved, taken, least)
+            self._turns[key] = LoopEstimate(self.traced.loop_memory.peak_bytes(planned, batch), saved, taken, least)
         return self._turns[key]
 
     def shared(self, key: Hashable, tile_loop: TileLoop) -> TileLoop:
-        """The phase, with what was derived from another one of the same program."""
-        tile_loop.cache = self._caches.setdefault(key, {})
+        """Return the loop, bound to the memory estimates of other loops of its program."""
+        self.traced.loop_memory.bind(tile_loop, self._memory.setdefault(key, {}))
         return tile_loop
 
 
@@ -283,7 +282,7 @@ class CheckpointPlan:
         prefixes = [f"sft/{plan.segment.name}/{tile_loop.name}/" for tile_loop in plan.loops]
         timeline = self.smallest.peak.timeline
         taken = [max(size for name, size in timeline if name.startswith(prefix)) for prefix in prefixes]
-        scratch = [iteration_peak_bytes(tile_loop, self._traced.batch) for tile_loop in plan.loops]
+        scratch = [self._traced.loop_memory.peak_bytes(tile_loop, self._traced.batch) for tile_loop in plan.loops]
         outside = max((size for name, size in timeline if not name.startswith(tuple(prefixes))), default=0)
         return [whole - own for whole, own in zip(taken, scratch, strict=True)], outside
 

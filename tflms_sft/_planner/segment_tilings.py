@@ -16,7 +16,6 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Se
 
 from rewriters.emission.loop_signature import segment_signature
 from rewriters.emission.tile_pass import planner_for
-from rewriters.estimates.loop_memory import iteration_peak_bytes
 from rewriters.estimates.op_cost import CostModel
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.segment import Segment
@@ -280,7 +279,7 @@ class SegmentTilings:
             less = [self._saving(costs.least, tile_loops[-1], storable) for storable in self._stored]
             seconds, least = (sum(map(own.tile_loop, tile_loops)) for own in (costs, costs.least))
             without = itertools.accumulate(less, operator.sub, initial=least)
-            scratch = iteration_peak_bytes(tile_loops[-1], batch)
+            scratch = self._traced.loop_memory.peak_bytes(tile_loops[-1], batch)
             self._samples[grid] = TilingEstimate(scratch, saved, seconds, part, tuple(savings), tuple(without))
         return self._samples[grid]
 
@@ -299,7 +298,9 @@ class SegmentTilings:
             tile_loops = self._planner.tile_loops(forward, grid)
             if forward == grid or len(tile_loops) == 1:
                 break
-            if iteration_peak_bytes(tile_loops[0], batch) <= iteration_peak_bytes(tile_loops[-1], batch):
+            if self._traced.loop_memory.peak_bytes(tile_loops[0], batch) <= self._traced.loop_memory.peak_bytes(
+                tile_loops[-1], batch
+            ):
                 break
         return part, tile_loops
 

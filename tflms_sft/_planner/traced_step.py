@@ -16,7 +16,7 @@ from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
 from rewriters.device.peak_memory import AllocationTrace, Peak, graph_peak, graph_schedule
 from rewriters.emission.loop_emitter import loop_input_tensors, loop_output_tensors
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_segments, tile_skeleton
-from rewriters.estimates.loop_memory import loop_iterations
+from rewriters.estimates.loop_memory import IterationModelCache
 from rewriters.estimates.op_cost import NOMINAL, CostModel, MachineRates
 from rewriters.estimates.unmodelled import unmodelled
 from rewriters.ir import tf_internals
@@ -62,6 +62,7 @@ class TracedStep:
         rates: Of the machine.
         correction: What an earlier plan was measured to take, over what was predicted.
         outlines: Schedules of outlines, and names of their loops, by what the loops read and make.
+        loop_memory: Memory estimates of planned tile loops.
         prepared: Its graph as swaps are planned for it, by the bytes from which on results are large, and scopes.
     """
 
@@ -77,6 +78,7 @@ class TracedStep:
     outlines: dict[Hashable, tuple[AllocationTrace, dict[tuple[str, str], str]]] = dataclasses.field(
         init=False, default_factory=dict, repr=False
     )
+    loop_memory: IterationModelCache = dataclasses.field(init=False, default_factory=IterationModelCache, repr=False)
     prepared: dict[Hashable, GraphAnalysis] = dataclasses.field(init=False, default_factory=dict, repr=False)
 
     def go_by(self, rates: MachineRates) -> None:
@@ -192,7 +194,7 @@ def predict(
         names = set(loops.values())
         found = graph_schedule(graph, names, traced.batch, traced.variables, away, slow, lambda node: of(node.name))
     turns = {
-        loops[plan.segment.name, tile_loop.name]: loop_iterations(tile_loop, traced.batch)
+        loops[plan.segment.name, tile_loop.name]: traced.loop_memory.iterations(tile_loop, traced.batch)
         for plan in plans
         for tile_loop in plan.loops
     }
@@ -262,7 +264,10 @@ def emit_and_describe(
         changed=bool(plans),
         batch=traced.batch,
         batch_is_fixed=traced.batch_is_fixed,
-        segments=tuple(describe_segment(traced.costs, *pair, names) for pair in zip(plans, parts, strict=True)),
+        segments=tuple(
+            describe_segment(traced.costs, traced.loop_memory, plan, share=share, names=names)
+            for plan, share in zip(plans, parts, strict=True)
+        ),
         rest_waiting_bytes=rest.waiting_bytes,
         rest_time_share=rest.time_share,
         left_alone=reasons(traced, left),
@@ -306,7 +311,7 @@ def prediction(
         timeline=peak.timeline,
         progress=_progress(traced, plans, graph, peak.timeline),
         seconds=ratio * traced.seconds,
-        own=own(shown, plans, graph, peak, traced.batch),
+        own=own(shown, plans, graph, peak, traced.loop_memory, traced.batch),
     )
 
 
@@ -314,7 +319,7 @@ def at_peak(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[S
     """What is largest at a predicted peak, and what is taken only while something runs, as a plan reports them."""
     graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
     shown = PeakNames(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
-    return largest(shown, graph, peak), own(shown, plans, graph, peak, traced.batch)
+    return largest(shown, graph, peak), own(shown, plans, graph, peak, traced.loop_memory, traced.batch)
 
 
 def _progress(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
-from rewriters.estimates.loop_memory import kernel_at_worst
+from rewriters.estimates.loop_memory import IterationModelCache, kernel_at_worst
 from rewriters.ir.graph import Graph, Tensor
 from tflms_sft._trace.layer_names import LayerRecord
 
@@ -69,7 +69,9 @@ def largest(names: PeakNames, graph: Graph, peak: Peak) -> Sizes:
     return tuple((names.tensor_called(made.get(name, name)), size) for name, size in peak.largest)
 
 
-def own(names: PeakNames, plans: Sequence[SegmentPlan], graph: Graph, peak: Peak, batch: int) -> Sizes:
+def own(
+    names: PeakNames, plans: Sequence[SegmentPlan], graph: Graph, peak: Peak, memory: IterationModelCache, batch: int
+) -> Sizes:
     """What is taken only while the op at the worst moment runs: a turn of a loop, kernels' own memory (in it)."""
     if not peak.own_bytes:
         return ()
@@ -80,7 +82,7 @@ def own(names: PeakNames, plans: Sequence[SegmentPlan], graph: Graph, peak: Peak
                 sides = plan.segment.entries, plan.segment.exits
                 ends = " -> ".join(", ".join(map(names.tensor, side)) for side in sides if side)
                 turn = f"a turn of {plan.segment.name}/{tile_loop.name} ({ends})", peak.own_bytes
-                op, taken = kernel_at_worst(tile_loop, batch)
+                op, taken = kernel_at_worst(memory.iterations(tile_loop, batch))
                 return (turn, (_kernel(names, op), taken)) if taken else (turn,)
     return ((_kernel(names, peak.at), peak.own_bytes),)
 

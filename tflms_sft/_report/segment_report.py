@@ -12,7 +12,7 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device import properties
 from rewriters.emission.loop_emitter import loop_input_tensors
 from rewriters.emission.tile_pass import SegmentPlan
-from rewriters.estimates.loop_memory import iteration_peak_bytes
+from rewriters.estimates.loop_memory import IterationModelCache
 from rewriters.estimates.op_cost import CostModel, overlapped_bytes
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.extents import most_tiles
@@ -94,8 +94,10 @@ def _read_after(analysis: GraphAnalysis, plans: Sequence[SegmentPlan]) -> Iterat
                 again.update(tile_loop.writes)
 
 
-def describe_segment(costs: CostModel, plan: SegmentPlan, share: Share, names: Mapping[Tensor, str]) -> PlannedSegment:
-    """What a plan tells of one segment; `names` are the layers of tensors."""
+def describe_segment(
+    costs: CostModel, memory: IterationModelCache, plan: SegmentPlan, *, share: Share, names: Mapping[Tensor, str]
+) -> PlannedSegment:
+    """Return the record of one planned segment; `names` are the layers of tensors."""
     analysis, batch, segment = costs.analysis, costs.batch, plan.segment
     forward, backward = (_finest(plan, which) for which in (False, True))
 
@@ -112,7 +114,7 @@ def describe_segment(costs: CostModel, plan: SegmentPlan, share: Share, names: M
         forward_ops=len(segment.forward),
         backward_ops=len(segment.backward),
         tile_bytes=tuple(
-            max(iteration_peak_bytes(tile_loop, batch) for tile_loop in plan.loops if tile_loop.backward == which)
+            max(memory.peak_bytes(tile_loop, batch) for tile_loop in plan.loops if tile_loop.backward == which)
             for which, loop in ((False, forward), (True, backward))
             if loop is not None
         ),
@@ -123,7 +125,7 @@ def describe_segment(costs: CostModel, plan: SegmentPlan, share: Share, names: M
         halo=plan.halo.value,
         saved_bytes=_saved_bytes(plan, batch),
         overlapped_bytes=sum(overlapped_bytes(analysis, tile_loop, batch) for tile_loop in plan.loops),
-        most_rows=_most_rows(costs, plan),
+        most_rows=_most_rows(costs, memory, plan),
         waiting_bytes=share.waiting_bytes,
         time_share=share.time_share,
     )
@@ -134,7 +136,7 @@ def _saved_bytes(plan: SegmentPlan, batch: int) -> int:
     return sum(save.saved.num_bytes(batch) for tile_loop in plan.loops for save in tile_loop.saves)
 
 
-def _most_rows(costs: CostModel, plan: SegmentPlan) -> int | None:
+def _most_rows(costs: CostModel, memory: IterationModelCache, plan: SegmentPlan) -> int | None:
     """About how many row tiles pay, extrapolated from those of the backward loop.
 
     Z. Wang et al., "LR-CNN" (2024), bound the number in IV-A and IV-B. Every border saves as much, and a turn needs
@@ -151,7 +153,7 @@ def _most_rows(costs: CostModel, plan: SegmentPlan) -> int | None:
     ((count, axis),) = split
     if plan.halo is Halo.CARRY:
         each_border = _saved_bytes(plan, costs.batch) / (count - 1)
-        best = math.sqrt(iteration_peak_bytes(backward, costs.batch) * count / each_border) if each_border else math.inf
+        best = math.sqrt(memory.peak_bytes(backward, costs.batch) * count / each_border) if each_border else math.inf
     else:
         once = costs.step(backward.body)
         added = (costs.body(backward) - once) / (count - 1)
