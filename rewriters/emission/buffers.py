@@ -1,7 +1,7 @@
-"""Where a tensor lives that tiles are read from and written to.
+"""Full-size tensors of which loops read and write regions.
 
-A loop touches whole tensors through this interface alone, so that another
-residence (host memory, a file) is another class and nothing else changes.
+A loop accesses full-size tensors through `Buffer` alone. Another place to store them, such as host memory or a file,
+is another implementation of it.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from rewriters.device import properties
 __all__: list[str] = []
 
 Span = tuple[Any, Any] | None
-"""(begin, size) along one dimension, numbers or scalar tensors; `None` for all of it."""
+"""Begin and size along one dimension, integers or scalar tensors; `None` for the full dimension."""
 
 
 class Buffer(Protocol):
-    """A whole tensor, by regions. Methods that change it return the changed handle for the next turn."""
+    """A full-size tensor, accessed by regions. Methods that change it return the handle for the next iteration."""
 
     @property
     def handle(self) -> Any:
-        """What the loop carries from turn to turn."""
+        """Value of the loop's state variable."""
 
     def read(self, region: Sequence[Span]) -> Any:
-        """The values of a region."""
+        """Return the values of a region."""
 
     def write(self, region: Sequence[Span], value: Any) -> Any:
-        """Put `value` into a region."""
+        """Replace a region by `value`."""
 
     def accumulate(self, region: Sequence[Span], value: Any) -> Any:
         """Add `value` to a region."""
 
 
 def empty_buffer(shape: Any, dtype: tf.DType, zero: bool) -> Any:
-    """A tensor on the device.
+    """Return an uninitialised or zeroed tensor on the current device.
 
-    `Empty` rather than `zeros`: Grappler folds a large constant fill into the graph.
+    It is the result of `Empty` because Grappler would fold a large constant fill into the graph.
     """
     return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=zero)
 
@@ -48,22 +48,22 @@ def empty_buffer(shape: Any, dtype: tf.DType, zero: bool) -> Any:
 class DeviceBuffer:
     """A tensor on the device of the loop.
 
-    What is written is changed in place, so that writing a tile costs the tile and not the tensor. The tensor must have
-    no other reader that might come after the change, and memory of its own: as a loop variable it has to begin as what
-    `empty_buffer` made anew (a constant would be another one in the next step), and the result of an op will do if the
-    op never gives its operand back and is kept apart from equal ones.
+    Writes change it in place, so that writing a tile costs as much as the tile and not as the tensor. The tensor must
+    have no other consumer that may run after a write, and memory of its own. A state variable has to begin as a result
+    of `empty_buffer`, since a write to a constant would show in the next step. The result of another op may be written
+    to if the op never forwards its operand and is not merged with equal ops.
     """
 
     def __init__(self, tensor: Any) -> None:
         self.handle = tensor
 
     def read(self, region: Sequence[Span], shared: bool = False) -> Any:
-        """The values of a region; the tensor itself if the region is all of it.
+        """Return the values of a region; the tensor itself if the region is the full tensor.
 
         Args:
-            region: Which.
-            shared: Whether it may be the same memory, which then lives as long. It is not for what lasts, nor for what
-                is written to.
+            region: The region.
+            shared: Whether the result may be a view of the tensor, which keeps the tensor alive. Do not use a view
+                that outlives the iteration or is written to.
         """
         corners = _corners(region)
         if corners is None:
@@ -80,27 +80,27 @@ class DeviceBuffer:
         return value
 
     def _read_rows(self, region: Sequence[Span], dim: int) -> Any:
-        """Rows of the only image: TensorFlow cuts a tensor along its first dimension without a copy."""
+        """Return rows of a single image as a view: TensorFlow slices the first dimension of a tensor without a copy."""
         shape = self.handle.shape.as_list()
         rows = DeviceBuffer(tf.reshape(self.handle, [-1, *shape[dim + 1 :]])).read(region[dim:])
         return tf.reshape(rows, [*shape[:dim], rows.shape[0] or -1, *shape[dim + 1 :]])
 
     def write(self, region: Sequence[Span], value: Any) -> Any:
-        """The tensor with a region replaced."""
+        """Return the tensor with a region replaced."""
         return self._changed(region, value, tf.raw_ops.InplaceUpdate, lambda: value)
 
     def accumulate(self, region: Sequence[Span], value: Any) -> Any:
-        """The tensor with `value` added to a region."""
+        """Return the tensor with `value` added to a region."""
         return self._changed(region, value, tf.raw_ops.InplaceAdd, lambda: self.read(region) + value)
 
     def _changed(self, region: Sequence[Span], value: Any, in_place: Any, replacement: Callable[[], Any]) -> Any:
-        """The tensor with what an operation in place makes of a region, or with `replacement`."""
+        """Apply an in-place op to a region, or replace the region if the device has no such ops."""
         corners = _corners(region)
         if corners is None:
             result = replacement()
         elif properties.writes_in_place():
             rows = RowView(self.handle, region)
-            result = rows.restored(in_place(x=rows.of(self.handle), i=rows.index, v=rows.of(value)))
+            result = rows.restored(in_place(x=rows.matrix(self.handle), i=rows.index, v=rows.matrix(value)))
         else:
             result = replaced(self.handle, region, replacement())
         result.set_shape(self.handle.shape)
@@ -108,7 +108,7 @@ class DeviceBuffer:
 
 
 def shared_dim(shape: Sequence[int | None], cut: Sequence[bool]) -> int | None:
-    """The dimension along which a part of a tensor is one piece of its memory; `None` if it is not."""
+    """Return the dimension along which a part is contiguous in the tensor's memory; `None` if there is none."""
     dims = [dim for dim, cuts in enumerate(cut) if cuts]
     if len(dims) != 1 or None in shape[dims[0] + 1 :] or any(size != 1 for size in shape[: dims[0]]):
         return None
@@ -116,7 +116,7 @@ def shared_dim(shape: Sequence[int | None], cut: Sequence[bool]) -> int | None:
 
 
 def replaced(tensor: Any, region: Sequence[Span], value: Any) -> Any:
-    """A tensor with a region replaced; the same memory if nobody else reads it."""
+    """Return a tensor with a region replaced, in place if the tensor has no other consumer."""
     corners = _corners(region)
     if corners is None:
         return value
@@ -130,13 +130,13 @@ def replaced(tensor: Any, region: Sequence[Span], value: Any) -> Any:
 
 
 class RowView:
-    """A tensor as a matrix whose rows are contiguous and lie wholly inside or outside of a region.
+    """A tensor as a matrix whose rows are contiguous and lie entirely inside or outside of a region.
 
-    `InplaceUpdate` and `InplaceAdd` copy whole rows. A strided assignment copies number by number, which takes many
-    times as long on a CPU. They write into their operand whoever else may read it: see `DeviceBuffer`.
+    `InplaceUpdate` and `InplaceAdd` copy entire rows. A strided assignment copies number by number, which takes many
+    times as long on a CPU. Both ops write into their operand even if it has other consumers: see `DeviceBuffer`.
 
     Attributes:
-        index: The rows inside of the region.
+        index: Numbers of the rows inside of the region.
     """
 
     def __init__(self, tensor: Any, region: Sequence[Span]) -> None:
@@ -146,20 +146,20 @@ class RowView:
         self.index = tf.reshape(self._positions(region), [-1])
 
     def _positions(self, region: Sequence[Span]) -> Any:
-        """Row numbers, one axis for each dimension that is split."""
+        """Return row numbers, with one axis for each dimension up to the last one that the region splits."""
         result: Any = 0
         for dim, span in enumerate(region[: self._split]):
             begin, size = (0, self._shape[dim]) if span is None else span
-            own = tf.range(size) + begin
-            result = tf.expand_dims(result * self._shape[dim], -1) + own
+            positions = tf.range(size) + begin
+            result = tf.expand_dims(result * self._shape[dim], -1) + positions
         return result
 
-    def of(self, tensor: Any) -> Any:
-        """The tensor as such a matrix."""
+    def matrix(self, tensor: Any) -> Any:
+        """Return the tensor, or a value of the region, as a matrix."""
         return tf.reshape(tensor, [-1, self._width])
 
     def restored(self, matrix: Any) -> Any:
-        """Back to the whole tensor's shape."""
+        """Return a matrix in the shape of the tensor."""
         return tf.reshape(matrix, stacked(self._shape))
 
 
@@ -168,7 +168,7 @@ def _static(size: Any) -> int | None:
 
 
 def _corners(region: Sequence[Span]) -> tuple[Any, Any] | None:
-    """First and one past the last position along each dimension; `None` for the whole tensor."""
+    """Return the first position and one past the last along each dimension; `None` for the full tensor."""
     if all(span is None for span in region):
         return None
     begin = [0 if span is None else span[0] for span in region]
@@ -182,7 +182,7 @@ def _masks(region: Sequence[Span]) -> dict[str, int]:
 
 
 def stacked(values: Sequence[Any]) -> Any:
-    """A vector of numbers and scalar tensors; a constant if there are only numbers."""
+    """Return a vector of integers and scalar tensors; a constant if all are integers."""
     if all(isinstance(value, int) for value in values):
         return tf.constant(list(values), tf.int32)
     return tf.stack([tf.cast(value, tf.int32) for value in values])

@@ -1,4 +1,4 @@
-"""Turn a planned phase into TensorFlow ops: one `tf.while_loop` over tiles."""
+"""Emits a planned tile loop as TensorFlow ops: one `tf.while_loop` over the tiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BATCH_DIM = 0
 
 
 def loop_input_tensors(tile_loop: TileLoop, segment: Segment) -> list[Tensor]:
-    """Whole tensors that the loop reads, in the order of the traced function's arguments."""
+    """Return the full-size tensors that a loop reads, in the order of the traced function's arguments."""
     source = batch_source(tile_loop, segment)
     batch = [] if source is None else [source]
     saved = [carry.saved for carry in tile_loop.carries.values() if carry.saved is not None]
@@ -39,11 +39,9 @@ def loop_input_tensors(tile_loop: TileLoop, segment: Segment) -> list[Tensor]:
 
 
 def batch_source(tile_loop: TileLoop, segment: Segment) -> Tensor | None:
-    """A tensor whose leading size is the batch at run time; `None` if no image goes in."""
-    for candidates in (
-        tile_loop.reads,
-        segment.entries,
-    ):  # Entries of another device may have another number of images.
+    """Return a tensor whose leading dimension is the run-time batch size; `None` if no image enters the loop."""
+    # The loop's own operands come first: entries of another device may have another batch size.
+    for candidates in (tile_loop.reads, segment.entries):
         shaped = [(t.shape[BATCH_DIM], t) for t in candidates if t.shape]
         unknown = [t for size, t in shaped if size is None]
         if shaped:
@@ -52,12 +50,12 @@ def batch_source(tile_loop: TileLoop, segment: Segment) -> Tensor | None:
 
 
 def loop_output_tensors(tile_loop: TileLoop) -> list[Tensor]:
-    """Tensors that the loop makes, in the order of the traced function's results."""
+    """Return the tensors that a loop computes, in the order of the traced function's results."""
     return [*tile_loop.writes, *tile_loop.accumulates, *tile_loop.reductions, *(save.saved for save in tile_loop.saves)]
 
 
 def trace_loop(analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop) -> Any:
-    """A function graph that computes `loop_output_tensors` from `loop_input_tensors`."""
+    """Return a function graph that computes `loop_output_tensors` from `loop_input_tensors`."""
     inputs = loop_input_tensors(tile_loop, segment)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
 
@@ -68,7 +66,18 @@ def trace_loop(analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop) -
 
 
 class LoopEmitter:
-    """The loop around the tiles: batch, state, results."""
+    """Emits the `tf.while_loop`: its state variables, its iterations and its results.
+
+    Args:
+        analysis: Analysis of the step.
+        segment: Segment of the loop.
+        tile_loop: The planned loop.
+        outer: Symbolic value of each tensor that the loop reads.
+
+    Attributes:
+        batch: Batch size, an integer or a scalar tensor.
+        batch_tiles: Number of tiles along the batch, an integer or a scalar tensor.
+    """
 
     def __init__(
         self, analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop, outer: dict[Tensor, Any]
@@ -77,11 +86,10 @@ class LoopEmitter:
         self.segment = segment
         self.tile_loop = tile_loop
         self.outer = outer
-        self.batch = self._images()
+        self.batch = self._batch_size()
         self.batch_tiles = 1 if tile_loop.grid.batch == 1 else tf.minimum(tile_loop.grid.batch, self.batch)
 
-    def _images(self) -> Any:
-        """Number of images in the batch."""
+    def _batch_size(self) -> Any:
         source = batch_source(self.tile_loop, self.segment)
         if source is None:
             return max(int(tensor.shape[BATCH_DIM] or 1) for tensor in self.tile_loop.writes if tensor.shape)
@@ -90,55 +98,61 @@ class LoopEmitter:
         return static if static is not None else tf.shape(value)[BATCH_DIM]
 
     def run(self) -> list[Any]:
-        """Emit the loop; results in the dtype of the original tensors."""
-        results = loop_results(self.analysis, self.tile_loop)
-        states = [result.initial(self) for result in results]
-        sizes = [len(own) for own in states]
+        """Emit the loop; return its results in the dtypes of the original tensors."""
+        outputs = outputs_of(self.analysis, self.tile_loop)
+        states = [output.initial(self) for output in outputs]
+        group_sizes = [len(group) for group in states]
 
-        def turn(index: Any, values: list[Any]) -> list[Any]:
-            parts = list(zip(results, _grouped(values, sizes), strict=True))
-            carried = {result.tensor: own[0] for result, own in parts if isinstance(result, CarriedState)}
-            tile = IterationEmitter(self, index, carried)
-            tile.run()
-            return [value for result, own in parts for value in result.update(tile, own)]
+        def iterate(index: Any, values: list[Any]) -> list[Any]:
+            groups = list(zip(outputs, _grouped(values, group_sizes), strict=True))
+            carried = {output.tensor: group[0] for output, group in groups if isinstance(output, CarriedState)}
+            iteration = IterationEmitter(self, index, carried)
+            iteration.run()
+            return [value for output, group in groups for value in output.update(iteration, group)]
 
-        spatial = int(np.prod(self.tile_loop.grid.spatial))
-        values = emit_while_loop(self.batch_tiles * spatial, list(itertools.chain(*states)), turn, self.tile_loop.order)
-        made: dict[Tensor, Any] = {}
-        for result, own in zip(results, _grouped(values, sizes), strict=True):
-            made.update(zip(result.tensors, result.final(own), strict=True))
-        return [made[tensor] for tensor in loop_output_tensors(self.tile_loop)]
+        num_iterations = self.batch_tiles * int(np.prod(self.tile_loop.grid.spatial))
+        values = emit_while_loop(num_iterations, list(itertools.chain(*states)), iterate, self.tile_loop.order)
+        results: dict[Tensor, Any] = {}
+        for output, group in zip(outputs, _grouped(values, group_sizes), strict=True):
+            results.update(zip(output.tensors, output.final(group), strict=True))
+        return [results[tensor] for tensor in loop_output_tensors(self.tile_loop)]
 
 
 def _grouped(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
-    """The values by the results that they belong to."""
-    rest = iter(values)
-    return (list(itertools.islice(rest, size)) for size in sizes)
+    """Yield consecutive groups of the values."""
+    remaining = iter(values)
+    return (list(itertools.islice(remaining, size)) for size in sizes)
 
 
-def loop_results(analysis: GraphAnalysis, tile_loop: TileLoop) -> list[LoopOutput]:
-    """What a loop makes."""
-    results: list[LoopOutput] = [TiledOutput(tensor, tile_loop.cells[tensor]) for tensor in tile_loop.writes]
-    results += [ScatterAddOutput(tensor, tile_loop.regions[tensor]) for tensor in tile_loop.accumulates]
-    alone = tile_loop.grid.num_tiles == 1
-    results += [MergedMoments(moments, tile_loop.cells[moments.image], alone) for moments in tile_loop.moments]
-    together = {tensor for moments in tile_loop.moments for tensor in (moments.mean, moments.variance)}
+def outputs_of(analysis: GraphAnalysis, tile_loop: TileLoop) -> list[LoopOutput]:
+    """Return the outputs of a loop, and the rows that it carries, each with its state variables."""
+    outputs: list[LoopOutput] = [TiledOutput(tensor, tile_loop.cells[tensor]) for tensor in tile_loop.writes]
+    outputs += [ScatterAddOutput(tensor, tile_loop.regions[tensor]) for tensor in tile_loop.accumulates]
+    one_tile = tile_loop.grid.num_tiles == 1
+    outputs += [MergedMoments(pair, tile_loop.cells[pair.image], one_tile) for pair in tile_loop.moments]
+    merged = {tensor for pair in tile_loop.moments for tensor in (pair.mean, pair.variance)}
     for tensor in tile_loop.reductions:
-        if tensor not in together:
+        if tensor not in merged:
             rule, view = find_rule(tensor.node), analysis.view(tensor.node)
             cell = tile_loop.cells[tensor.node.inputs[rule.summed(view)]] if rule.per_pixel(view) else None
-            results.append(ReductionOutput(tensor, rule.combined(view), rule.per_image(view), cell))
-    results += [SavedState(save) for save in tile_loop.saves]
+            outputs.append(ReductionOutput(tensor, rule.combined(view), rule.per_image(view), cell))
+    outputs += [SavedState(save) for save in tile_loop.saves]
     for tensor, carry in tile_loop.carries.items():
         layout = analysis.layouts.of(tensor)
         assert layout is not None
         if carry.saved is None:
-            results.append(CarriedState(tensor, layout.dims, tile_loop.regions[tensor], tile_loop.row_axis))
-    return results
+            outputs.append(CarriedState(tensor, layout.dims, tile_loop.regions[tensor], tile_loop.row_axis))
+    return outputs
 
 
 class IterationEmitter:
-    """One turn: slices, ops, fits. Implements what rules ask of an emitter."""
+    """Emits the ops of one iteration; implements `rules.registry.Emitter`, which op rules call.
+
+    Args:
+        loop: Emitter of the loop.
+        index: Index of the tile, a scalar tensor.
+        carried: Rows that the previous iteration passes on, by tensor.
+    """
 
     def __init__(self, loop: LoopEmitter, index: Any, carried: Mapping[Tensor, Any]) -> None:
         self.loop = loop
@@ -146,125 +160,141 @@ class IterationEmitter:
         self.segment = loop.segment
         self.row_axis = loop.tile_loop.row_axis
         self.values: dict[Tensor, Any] = {}
-        self._lookups: dict[tuple[int, bytes], Any] = {}
-        self._fits: dict[Any, Any] = {}
-        self._outers: dict[Tensor, Any] = {}
         self._carried = carried
         self._received: dict[Tensor, Any] = {}
         self._passed: dict[Tensor, Any] = {}
         self._joined: dict[tuple[Tensor, float | str], tuple[Any, Region]] = {}
-        self._summed: list[Any] = []
-        self._waits: list[Any] = []
-        self._group = ConcurrencyGroup[Any]()
-        self._indices: list[Any] = []
+        self._pending_reductions: list[Any] = []
+        self._control_inputs: list[Any] = []
+        self._concurrency = ConcurrencyGroup[Any]()
+        # Emitted ops by their arguments, so that equal ones are emitted once.
+        self._lookups: dict[tuple[int, bytes], Any] = {}
+        self._fits: dict[Any, Any] = {}
+        self._guarded: dict[Tensor, Any] = {}
+        self._indices, index = self._tile_indices(index)
+        self._batch_span = self._images_of(index)
+
+    def _tile_indices(self, index: Any) -> tuple[list[Any], Any]:
+        """Split the index of a tile into its index along each axis, and along the batch."""
+        indices: list[Any] = []
         for count in reversed(self.tile_loop.grid.spatial):
-            self._indices.insert(0, index % count if count > 1 else 0)
+            indices.insert(0, index % count if count > 1 else 0)
             index = index // count if count > 1 else index
-        self._batch: Span = None
-        if loop.tile_loop.grid.batch > 1:
-            number = index
-            begin = number * loop.batch // loop.batch_tiles
-            self._batch = (begin, (number + 1) * loop.batch // loop.batch_tiles - begin)
+        return indices, index
+
+    def _images_of(self, index: Any) -> Span:
+        if self.tile_loop.grid.batch == 1:
+            return None
+        batch, tiles = self.loop.batch, self.loop.batch_tiles
+        begin = index * batch // tiles
+        return (begin, (index + 1) * batch // tiles - begin)
 
     def run(self) -> None:
-        """Read the slices and run the body."""
-        readers: dict[Tensor, list[Node]] = {}
+        """Emit the slices of full-size tensors, then the body."""
+        consumers: dict[Tensor, list[Node]] = {}
         for node in self.tile_loop.body:
             for tensor in node.inputs:
-                readers.setdefault(tensor, []).append(node)
+                consumers.setdefault(tensor, []).append(node)
         for tensor in self.tile_loop.reads:
-            whole = DeviceBuffer(self._outer(tensor, readers.get(tensor, ())))
-            value = whole.read(self.spans(tensor, self.tile_loop.regions[tensor]), shared=True)
+            buffer = DeviceBuffer(self._outer(tensor, consumers.get(tensor, ())))
+            value = buffer.read(self.spans(tensor, self.tile_loop.regions[tensor]), shared=True)
             self.values[tensor] = self._counted_once(tensor, value)
         for node in self.tile_loop.body:
-            self._waits = self._ended(node)
+            self._control_inputs = self._reductions_before(node)
             self._run_op(node)
-            if node.op not in summation_order.OPS:  # An edge would change how they are added up.
+            if node.op not in summation_order.OPS:  # A control edge would change the order of summation.
                 results = (node.out(index) for index in range(len(node.outputs)))
-                self._summed += [self.values[tensor] for tensor in results if tensor in self.tile_loop.reductions]
+                self._pending_reductions += [self.values[t] for t in results if t in self.tile_loop.reductions]
 
-    def _ended(self, node: Node) -> list[Any]:
-        """What has to have ended before an operation may begin: for a gradient of a layer's input, earlier sums.
+    def _reductions_before(self, node: Node) -> list[Any]:
+        """Return the reductions that have to end before an op begins; only gradients of layer inputs wait.
 
-        Those of the filters above, say. The executor would run them when it likes, and what they read is there until
-        then.
+        An example is the gradient of a later layer's filter. The executor may run it at any time, and its operands
+        stay alive until then.
         """
         rule, view = find_rule(node), self.loop.analysis.view(node)
         if not self._is_gradient(node.out()) or not rule.flops(view, 1):
             return []
-        ended, self._summed = self._summed, []
-        return ended
+        reductions, self._pending_reductions = self._pending_reductions, []
+        return reductions
 
-    def _outer(self, tensor: Tensor, readers: Iterable[Node]) -> Any:
-        """A tensor that is the same in every turn; for operations that add it up, behind an op.
+    def _outer(self, tensor: Tensor, consumers: Iterable[Node]) -> Any:
+        """Return a loop-invariant tensor; summands are guarded by an op inside the loop.
 
-        TensorFlow's arithmetic optimizer makes 2 * k of two equal summands, however deep they are in a sum, and has the
-        factor wait for k. Where k is a variable of the loop itself, that may be its value after the last turn: the
-        factor never comes, and the step returns empty tensors without an error.
+        TensorFlow's arithmetic optimizer rewrites a sum of two equal summands k, however deep in an expression, into
+        2 * k, and adds a control edge from k to the factor 2. If k is a variable of the loop itself, the edge may refer
+        to its value after the last iteration. The factor then never runs, and the step returns empty tensors without
+        an error.
         """
         value = self.loop.outer[tensor]
-        if not any(node.op in summation_order.OPS or forwards_input_buffer(node) for node in readers):
+        if not any(node.op in summation_order.OPS or forwards_input_buffer(node) for node in consumers):
             return value
-        if tensor not in self._outers:
-            self._outers[tensor] = tf.ensure_shape(value, value.shape, tensor.node.name)
-        return self._outers[tensor]
+        if tensor not in self._guarded:
+            self._guarded[tensor] = tf.ensure_shape(value, value.shape, tensor.node.name)
+        return self._guarded[tensor]
 
     def _counted_once(self, tensor: Tensor, value: Any) -> Any:
-        """Zeros for a tile beyond the last row (or the only image) of a gradient: another tile has what it holds."""
+        """Zero the slice of a gradient in a tile beyond the last row or the only image, which repeats another tile."""
         if self.segment.kinds.get(tensor) is not TileKind.PARTIAL:
             return value
         assert tensor.shape is not None
-        if self._batch is not None and tensor.shape[BATCH_DIM] == 1:
-            value = tf.where(self._batch[0] == 0, value, tf.zeros_like(value))
+        if self._batch_span is not None and tensor.shape[BATCH_DIM] == 1:
+            value = tf.where(self._batch_span[0] == 0, value, tf.zeros_like(value))
         for axis, (tiles, extent) in enumerate(zip(self.tile_loop.grid.spatial, self._extents(tensor), strict=True)):
             if tiles > extent:
                 value = tf.where(self._indices[axis] < extent, value, tf.zeros_like(value))
         return value
 
     def _run_op(self, node: Node) -> None:
-        rule, view = find_rule(node), self.loop.analysis.view(node)
-        plan = self.tile_loop.plans[node]
+        results = find_rule(node).emit(self, self.loop.analysis.view(node), self._operands(node))
+        for index, value in enumerate(results):
+            tensor = node.out(index)
+            if tensor not in self.tile_loop.reads:  # A full-size tensor was sliced already.
+                self.values[tensor] = self._held_rows(node, tensor, value)
+
+    def _operands(self, node: Node) -> list[Any]:
+        """Return the operands of an op in the rows that it needs; `None` for those that its rule rebuilds."""
+        rule, view, plan = find_rule(node), self.loop.analysis.view(node), self.tile_loop.plans[node]
         rebuilt = rule.shape_operands(view)
-        operands: list[Any] = []
         gradients = [self.values[t] for t in node.inputs if self._is_gradient(t) and t in self.values]
+        operands: list[Any] = []
         for position, tensor in enumerate(node.inputs):
             if position in rebuilt:
                 operands.append(None)
             elif tensor in self.values and plan[0].needs[position] is not None:
                 need: Region = tuple(p.needs[position] for p in plan)  # type: ignore[misc]
                 fill = rule.operand_fill(view, position)
-                again = self._cut_again(tensor, need, fill, gradients)
-                operands.append(self.fit(tensor, need, fill) if again is None else again)
+                value = self._rows_from_joined(tensor, need, fill, gradients)
+                operands.append(self.fit(tensor, need, fill) if value is None else value)
             else:
                 operands.append(self._outer(tensor, [node]))
-        results = rule.emit(self, view, operands)
-        for index, value in enumerate(results):
-            tensor = node.out(index)
-            if tensor in self.tile_loop.reads:
-                continue  # It exists whole and was sliced.
-            if plan[0].kept is not None:
-                if value.shape.rank is None:  # Inferred from a shape that is computed.
-                    value.set_shape([None] * len(tensor.shape))  # type: ignore[arg-type]
-                made = tuple(p.computed for p in plan)
-                out = tuple(p.kept for p in plan)
-                if tensor in self.tile_loop.carries and self._is_gradient(tensor):
-                    value = self._completed(tensor, value, made)  # type: ignore[arg-type]
-                else:
-                    value = self.moved(value, made, out, 0.0, tensor)  # type: ignore[arg-type]
-            self.values[tensor] = value
+        return operands
+
+    def _held_rows(self, node: Node, tensor: Tensor, value: Any) -> Any:
+        """Return the rows of a result that the tile holds, from those that the op computed."""
+        plan = self.tile_loop.plans[node]
+        if plan[0].kept is None:
+            return value
+        if value.shape.rank is None:  # The rank is unknown where the op's shape operand is computed.
+            value.set_shape([None] * len(tensor.shape))  # type: ignore[arg-type]
+        computed: Region = tuple(p.computed for p in plan)  # type: ignore[misc]
+        if tensor in self.tile_loop.carries and self._is_gradient(tensor):
+            return self._finished(tensor, value, computed)
+        kept: Region = tuple(p.kept for p in plan)  # type: ignore[misc]
+        return self.crop_and_pad(value, computed, kept, 0.0, tensor)
 
     # Rows of tensors -----------------------------------------------------------------------------------------
 
     def value(self, tensor: Tensor) -> Any:
-        """What the turn made of a tensor."""
+        """Return the rows of a tensor that this iteration computed or sliced."""
         return self.values[tensor]
 
-    def images(self) -> Span:
-        """The images of the batch that the turn works on; `None` for all."""
-        return self._batch
+    def batch_span(self) -> Span:
+        """Return the span of the batch that the iteration covers; `None` for the full batch."""
+        return self._batch_span
 
     def lookup(self, values: np.ndarray, axis: int) -> Any:
-        """Number of this tile in a vector over the tiles of an axis; a constant if all agree."""
+        """Return this tile's element of a vector over the tiles of an axis; a constant if all elements agree."""
         values = np.asarray(values, np.int32)
         if np.all(values == values[0]):
             return int(values[0])
@@ -274,11 +304,11 @@ class IterationEmitter:
         return self._lookups[key]
 
     def spans(self, tensor: Tensor, region: Region) -> list[Span]:
-        """Where this tile's region lies in the whole tensor."""
+        """Return the place of this tile's region in the full-size tensor."""
         assert tensor.shape is not None
         spans: list[Span] = [None] * len(tensor.shape)
-        if self._batch is not None and tensor.shape[BATCH_DIM] != 1:
-            spans[BATCH_DIM] = self._batch
+        if self._batch_span is not None and tensor.shape[BATCH_DIM] != 1:
+            spans[BATCH_DIM] = self._batch_span
         places = zip(self.dims(tensor), region, self._extents(tensor), strict=True)
         for axis, (dim, interval, extent) in enumerate(places):
             if dim is not None and not (np.all(interval.lo == 0) and np.all(interval.hi == extent)):
@@ -286,7 +316,7 @@ class IterationEmitter:
         return spans
 
     def dims(self, tensor: Tensor) -> tuple[int | None, ...]:
-        """The dimensions of a tensor that are its axes."""
+        """Return the dimension of each spatial axis of a tensor."""
         layout = self.loop.analysis.layouts.of(tensor)
         assert layout is not None
         return layout.dims
@@ -297,36 +327,46 @@ class IterationEmitter:
         return extents  # type: ignore[return-value]
 
     def fit(self, tensor: Tensor, need: Region, fill: float | str) -> Any:
-        """The rows `need` of a tensor from those that the tile holds.
+        """Return the rows `need` of a tensor from the rows that the tile holds.
 
-        Forward values may be padded outside of the image only; gradients are zero
-        wherever the tile holds none.
+        Forward values may be padded outside of the image only. Gradients are zero wherever the tile holds no rows.
         """
         have = self.tile_loop.regions[tensor]
         if self.segment.kinds.get(tensor) is TileKind.FULL:
-            for held, wanted, extent in zip(have, need, self._extents(tensor), strict=True):
-                assert held.covers(wanted.clip(extent)), f"{tensor.name} lacks rows that an op needs"
+            for held, needed, extent in zip(have, need, self._extents(tensor), strict=True):
+                assert held.covers(needed.clip(extent)), f"{tensor.name} lacks rows that an op needs"
         carry = self.tile_loop.carries.get(tensor)
         if carry is None or self._is_gradient(tensor):
-            value = self.moved(self.values[tensor], have, need, fill, tensor)
+            value = self.crop_and_pad(self.values[tensor], have, need, fill, tensor)
             if self.tile_loop.carries and tensor not in self.tile_loop.reads and not covers(have, need):
                 self._joined.setdefault((tensor, fill), (value, need))
             return value
         rows = need[self.row_axis]
         if np.all((rows.lo >= carry.received.hi) | (rows.size == 0)):
-            new = with_rows(have, self.row_axis, Interval(carry.received.hi, have[self.row_axis].hi))
-            return self.moved(self.values[tensor], new, need, fill, tensor)
+            computed = with_rows(have, self.row_axis, Interval(carry.received.hi, have[self.row_axis].hi))
+            return self.crop_and_pad(self.values[tensor], computed, need, fill, tensor)
         key = (tensor, fill, "joined", *(array.tobytes() for i in need for array in (i.lo, i.hi)))
         if key not in self._fits:
             above = self._rows_received(tensor, self.values[tensor])
-            self._fits[key] = joined(self, tensor, self.values[tensor], above, have, need, fill)
+            self._fits[key] = joined(
+                self, tensor, value=self.values[tensor], above=above, region=have, need=need, fill=fill
+            )
             self._joined.setdefault((tensor, fill), (self._fits[key], need))
         return self._fits[key]
 
-    def moved(
+    def crop_and_pad(
         self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor, shared: bool = True
     ) -> Any:
-        """Crop and pad a value from the rows it has to those that are needed; `shared` as for `DeviceBuffer.read`."""
+        """Crop and pad a value of `tensor` from the rows `have` to the rows `need`.
+
+        Args:
+            value: The value.
+            have: Its rows.
+            need: The rows of the result.
+            fill: Value of padding, a number or `"lowest"`.
+            tensor: The tensor whose rows these are.
+            shared: As in `DeviceBuffer.read`.
+        """
         if all(h.same(n) for h, n in zip(have, need, strict=True)):
             return value
         key = (tensor, value.ref(), fill, shared, *(array.tobytes() for i in (*have, *need) for array in (i.lo, i.hi)))
@@ -338,31 +378,31 @@ class IterationEmitter:
 
     def _cropped(self, value: Any, fits: Sequence[CropPad], dims: Sequence[int | None], shared: bool) -> Any:
         spans: list[Span] = [None] * value.shape.rank
-        for axis, (way, dim) in enumerate(zip(fits, dims, strict=True)):
-            if way.crops:
+        for axis, (change, dim) in enumerate(zip(fits, dims, strict=True)):
+            if change.crops:
                 assert dim is not None, f"{value.name} lacks the dimension that an op crops"
-                spans[dim] = (self.lookup(way.begin, axis), self.lookup(way.size, axis))
+                spans[dim] = (self.lookup(change.begin, axis), self.lookup(change.size, axis))
         return DeviceBuffer(value).read(spans, shared)
 
     def _padded(self, value: Any, fits: Sequence[CropPad], dims: Sequence[int | None], fill: float | str) -> Any:
-        if not any(way.pads for way in fits):
+        if not any(change.pads for change in fits):
             return value
         paddings: list[list[Any]] = [[0, 0] for _ in range(value.shape.rank)]
-        for axis, (way, dim) in enumerate(zip(fits, dims, strict=True)):
+        for axis, (change, dim) in enumerate(zip(fits, dims, strict=True)):
             if dim is not None:
-                paddings[dim] = [self.lookup(way.before, axis), self.lookup(way.after, axis)]
-        # Rows that are handed on may be of any type, which zeros are of, too.
-        filled = tf.constant(value.dtype.min if fill == "lowest" else fill, value.dtype) if fill else None
+                paddings[dim] = [self.lookup(change.before, axis), self.lookup(change.after, axis)]
+        # Carried rows may have any dtype; only `tf.zeros` covers all of them.
+        constant = tf.constant(value.dtype.min if fill == "lowest" else fill, value.dtype) if fill else None
         return tf.raw_ops.PadV2(
             input=value,
-            paddings=tf.reshape(stacked([number for pair in paddings for number in pair]), [-1, 2]),
-            constant_values=tf.zeros([], value.dtype) if filled is None else filled,
+            paddings=tf.reshape(stacked([size for pair in paddings for size in pair]), [-1, 2]),
+            constant_values=tf.zeros([], value.dtype) if constant is None else constant,
         )
 
-    # Rows from and for other turns ----------------------------------------------------------------------------
+    # Carried rows --------------------------------------------------------------------------------------------
 
     def row_dim(self, tensor: Tensor) -> int:
-        """The dimension along which rows of a tensor are carried."""
+        """Return the dimension along which rows of a tensor are carried."""
         dim = self.dims(tensor)[self.row_axis]
         assert dim is not None
         return dim
@@ -370,11 +410,11 @@ class IterationEmitter:
     def _is_gradient(self, tensor: Tensor) -> bool:
         return self.segment.kinds.get(tensor) is TileKind.PARTIAL
 
-    def _cut_again(self, tensor: Tensor, need: Region, fill: float | str, gradients: Sequence[Any]) -> Any:
-        """Rows of a forward value that a gradient meets, out of those that were joined for an operation before.
+    def _rows_from_joined(self, tensor: Tensor, need: Region, fill: float | str, gradients: Sequence[Any]) -> Any:
+        """Return rows of a forward operand of a gradient op, cut out of rows that were joined for a forward op.
 
-        Otherwise the rows as they were made would wait for the gradient beside the joined ones, which mostly do.
-        `None` for other operands.
+        The joined rows mostly stay alive until the gradient in any case. Reading them releases the rows as they were
+        computed. Returns `None` for other operands.
         """
         if (tensor, fill) not in self._joined or not gradients or self._is_gradient(tensor):
             return None
@@ -382,69 +422,77 @@ class IterationEmitter:
         if not covers(have, need):
             return None
         with tf.control_dependencies(gradients):
-            return self.moved(value, have, need, fill, tensor)
+            return self.crop_and_pad(value, have, need, fill, tensor)
 
     def _rows_received(self, tensor: Tensor, like: Any) -> Any:
-        """Rows of a tensor that another turn, or another loop, has made."""
+        """Return the rows of a tensor from the previous iteration or from another loop; `like` has its batch size."""
         if tensor not in self._received:
             carry = self.tile_loop.carries[tensor]
             source = self._carried[tensor] if carry.saved is None else self.loop.outer[carry.saved]
             self._received[tensor] = received(self, tensor, carry, source, self.batch_size(like))
         return self._received[tensor]
 
-    def _completed(self, tensor: Tensor, value: Any, made: Region) -> Any:
-        """The rows of a gradient that this turn completes."""
-        rows = self._rows_received(tensor, value)
-        region, in_place = self.tile_loop.regions[tensor], find_rule(tensor.node).own_memory
-        result, self._passed[tensor] = finish_gradient_rows(self, tensor, value, rows, made, region, in_place)
+    def _finished(self, tensor: Tensor, value: Any, computed: Region) -> Any:
+        """Return the rows of a gradient that this iteration completes, and note those that it passes on."""
+        result, self._passed[tensor] = finish_gradient_rows(
+            self,
+            tensor,
+            value=value,
+            partial_sums=self._rows_received(tensor, value),
+            computed=computed,
+            region=self.tile_loop.regions[tensor],
+            in_place=find_rule(tensor.node).own_memory,
+        )
         return result
 
-    def carry(self, tensor: Tensor) -> CarriedRows:
-        """Which rows of a tensor come and go."""
+    def carried_rows(self, tensor: Tensor) -> CarriedRows:
+        """Return the rows of a tensor that are received and passed on."""
         return self.tile_loop.carries[tensor]
 
-    def passed_on(self, tensor: Tensor) -> Any:
-        """Rows of a tensor for the next turn."""
+    def rows_to_pass(self, tensor: Tensor) -> Any:
+        """Return the rows of a tensor for the next iteration."""
         if tensor in self._passed:
             return self._passed[tensor]
-        region = self.tile_loop.regions[tensor]
-        above = self._rows_received(tensor, self.values[tensor])
-        need = with_rows(region, self.row_axis, self.carry(tensor).passed)
-        return joined(self, tensor, self.values[tensor], above, region, need, 0.0, shared=False)
+        value, region = self.values[tensor], self.tile_loop.regions[tensor]
+        need = with_rows(region, self.row_axis, self.carried_rows(tensor).passed)
+        above = self._rows_received(tensor, value)
+        return joined(self, tensor, value=value, above=above, region=region, need=need, fill=0.0, shared=False)
 
-    # What rules ask for --------------------------------------------------------------------------------------
+    # The interface for op rules ------------------------------------------------------------------------------
 
     def is_whole(self, node: Node) -> bool:
-        """One tile: nothing is cut, and the original op with its own padding gives the same bits."""
+        """Return whether an op runs untiled: with a single tile, its own padding gives the same bits."""
         return all(count == 1 for count in self.tile_loop.grid.spatial) and not find_rule(node).moves_rows
 
     def clone(self, node: Node, operands: Sequence[Any], **attrs: Any) -> list[Any]:
-        """The op with other operands and, where given, other attributes (those that it has)."""
+        """Emit a copy of an op with other operands and with those of the given attributes that it has."""
         changed = {key: _attr(value) for key, value in attrs.items() if key in node.attrs}
         results = (node.out(index) for index in range(len(node.outputs)))
         if any(tensor in self.tile_loop.carries and self._is_gradient(tensor) for tensor in results):
-            changed |= tf_internals.kept_apart(node.name)  # Rows from other turns are added in place.
+            changed |= tf_internals.kept_apart(node.name)  # Carried rows are added in place.
         dtypes = [dtype for dtype, _ in node.outputs]
-        # Alone: what makes its operands may serve others, too. oneDNN makes the gradients of a filter and its bias one
-        # operation, which must not wait for itself.
-        with tf.control_dependencies([*self._waits, *self._group.before(node)]):
-            made = tf_internals.create_op(node.op, operands, dtypes, {**node.attrs, **changed}, node.name, node.device)
-        self._group.add(node, made[0])
-        return made
+        # The op alone waits, not the ops that compute its operands, which other ops may read as well. oneDNN fuses the
+        # gradients of a filter and of its bias into one op, which must not wait for itself.
+        with tf.control_dependencies([*self._control_inputs, *self._concurrency.before(node)]):
+            copies = tf_internals.create_op(
+                node.op, operands, dtypes, {**node.attrs, **changed}, node.name, node.device
+            )
+        self._concurrency.add(node, copies[0])
+        return copies
 
     def axis_values(self, node: Node, position: int | None, values: Any, axis: int, dtype: Any) -> Any:
-        """The part of a per-row vector for the rows that an op makes or that operand `position` holds."""
+        """Return the part of a per-row vector for the rows of operand `position`, or that the op computes if `None`."""
         plan = self.tile_loop.plans[node][axis]
         rows = plan.computed if position is None else plan.needs[position]
         assert rows is not None
         begin, size = self.lookup(rows.lo, axis), self.lookup(rows.size, axis)
         part = tf.slice(tf.constant(values, dtype), stacked([begin]), stacked([size]))
         tensor = node.out() if position is None else node.inputs[position]
-        dim, rank = self.dims(tensor)[axis], len(tensor.shape or ())
-        return part if dim is None else tf.reshape(part, [-1 if at == dim else 1 for at in range(rank)])
+        axis_dim, rank = self.dims(tensor)[axis], len(tensor.shape or ())
+        return part if axis_dim is None else tf.reshape(part, [-1 if dim == axis_dim else 1 for dim in range(rank)])
 
     def axis_positions(self, node: Node, position: int, rows: np.ndarray, axis: int) -> Any:
-        """For the rows that an op makes, where the rows that a table names are in what operand `position` holds."""
+        """Return the rows that a table names for each computed row, as positions in operand `position`."""
         plan = self.tile_loop.plans[node][axis]
         held = plan.needs[position]
         assert plan.computed is not None and held is not None
@@ -453,20 +501,20 @@ class IterationEmitter:
         return part - self.lookup(held.lo, axis)
 
     def has_all_images(self) -> bool:
-        """Whether the batch is not split."""
-        return self._batch is None
+        """Return whether the batch is not split."""
+        return self._batch_span is None
 
     def whole_batch(self) -> Any:
-        """Run-time size of the whole batch."""
+        """Return the run-time size of the full batch."""
         return self.loop.batch
 
     def made_shape(self, node: Node) -> Any:
-        """Shape of what the op makes."""
+        """Return the shape of the rows that an op computes."""
         tensor = node.out()
         assert tensor.shape is not None
         sizes: list[Any] = list(tensor.shape)
         if sizes[BATCH_DIM] != 1:
-            images = self.loop.batch if self._batch is None else self._batch[1]
+            images = self.loop.batch if self._batch_span is None else self._batch_span[1]
             layout = self.loop.analysis.layouts.of(tensor)
             sizes[BATCH_DIM] = images if layout is None or layout.batch_fold == 1 else images * layout.batch_fold
         for axis, (dim, plan) in enumerate(zip(self.dims(tensor), self.tile_loop.plans[node], strict=True)):
@@ -475,7 +523,7 @@ class IterationEmitter:
         return stacked(sizes)
 
     def batch_size(self, operand: Any) -> Any:
-        """Run-time batch size of a tile tensor."""
+        """Return the run-time batch size of a tile."""
         static = operand.shape[BATCH_DIM]
         return static if static is not None else tf.shape(operand)[BATCH_DIM]
 

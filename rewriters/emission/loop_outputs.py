@@ -1,7 +1,7 @@
-"""What a tile loop makes: whole tensors written cell by cell, gradients added up, reductions, moments.
+"""Outputs of tile loops: full-size tensors written cell by cell, accumulated gradients, reductions, moments.
 
-Each is a few variables of the loop, with what they are at first, what a turn makes of them, and what they are worth in
-the end.
+An output owns some state variables of the loop. It gives their initial values, updates them in each iteration and
+turns their final values into tensors.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ from rewriters.tiling.tile_planner import Region
 __all__: list[str] = []
 
 
-class Whole(Protocol):
-    """The loop, as a result sees it."""
+class LoopContext(Protocol):
+    """The loop, as its outputs see it.
+
+    Attributes:
+        batch: Batch size, an integer or a scalar tensor.
+    """
 
     batch: Any
 
 
 class Iteration(Protocol):
-    """A turn of the loop, as a result sees it.
+    """An iteration of the loop, as its outputs see it.
 
     Attributes:
         row_axis: The axis along which rows are carried.
@@ -40,59 +44,63 @@ class Iteration(Protocol):
     row_axis: int
 
     def value(self, tensor: Tensor) -> Any:
-        """What the turn made of a tensor."""
+        """Return the rows of a tensor that the iteration computed."""
 
     def fit(self, tensor: Tensor, need: Region, fill: float | str) -> Any:
-        """Rows of an image that the turn holds."""
+        """Return the rows `need` of an image from the rows that the iteration holds."""
 
     def spans(self, tensor: Tensor, region: Region) -> list[Span]:
-        """Where a region of an image lies in the whole one."""
+        """Return the place of a region in the full-size image."""
 
-    def images(self) -> Span:
-        """The images of the batch that the turn works on; `None` for all."""
+    def batch_span(self) -> Span:
+        """Return the span of the batch that the iteration covers; `None` for the full batch."""
 
     def lookup(self, values: np.ndarray, axis: int) -> Any:
-        """Number of this turn's tile in a vector over the tiles of an axis."""
+        """Return the element of this iteration's tile in a vector over the tiles of an axis."""
 
-    def moved(
+    def crop_and_pad(
         self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor, shared: bool = True
     ) -> Any:
-        """Crop and pad a value of `tensor`; whether it may be the same memory."""
+        """Crop and pad a value of `tensor` from the rows `have` to `need`; `shared` as in `DeviceBuffer.read`."""
 
-    def carry(self, tensor: Tensor) -> CarriedRows:
-        """Which rows of a tensor come and go."""
+    def carried_rows(self, tensor: Tensor) -> CarriedRows:
+        """Return the rows of a tensor that are received and passed on."""
 
     def row_dim(self, tensor: Tensor) -> int:
-        """The dimension along which rows of a tensor are carried."""
+        """Return the dimension along which rows of a tensor are carried."""
 
     def dims(self, tensor: Tensor) -> tuple[int | None, ...]:
-        """The dimensions of a tensor that are its axes."""
+        """Return the dimension of each spatial axis of a tensor."""
 
-    def passed_on(self, tensor: Tensor) -> Any:
-        """Rows for the next turn."""
+    def rows_to_pass(self, tensor: Tensor) -> Any:
+        """Return the rows of a tensor for the next iteration."""
 
 
 class LoopOutput(Protocol):
-    """Something that a loop makes."""
+    """An output of a loop.
+
+    Attributes:
+        tensors: Tensors that it yields.
+    """
 
     tensors: list[Tensor]
 
-    def initial(self, loop: Whole) -> list[LoopState]:
-        """Its variables."""
+    def initial(self, loop: LoopContext) -> list[LoopState]:
+        """Return its state variables with their initial values."""
 
-    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
-        """The variables after a turn."""
+    def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
+        """Return the values of its variables after an iteration."""
 
     def final(self, values: Sequence[Any]) -> list[Any]:
-        """The tensors."""
+        """Return the values of its tensors from the final values of its variables."""
 
 
 def accumulator_dtype(dtype: tf.DType) -> tf.DType:
-    """Sums of half precision numbers are kept in float32."""
+    """Return the dtype of a sum: float32 for half precision, else the dtype of the summands."""
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
-def _state(loop: Whole, tensor: Tensor, dtype: tf.DType, zero: bool) -> LoopState:
+def _state(loop: LoopContext, tensor: Tensor, dtype: tf.DType, zero: bool) -> LoopState:
     assert tensor.shape is not None
     dims = [loop.batch if dim is None else int(dim) for dim in tensor.shape]
     with tf.device(tensor.node.device or None):
@@ -100,66 +108,66 @@ def _state(loop: Whole, tensor: Tensor, dtype: tf.DType, zero: bool) -> LoopStat
 
 
 class TiledOutput:
-    """A tensor of which each turn writes its own cell."""
+    """A tensor of which each iteration writes its own cell."""
 
     def __init__(self, tensor: Tensor, cell: Region) -> None:
         self.tensors = [tensor]
         self._cell = cell
 
-    def initial(self, loop: Whole) -> list[LoopState]:
-        """Anything: every element is written."""
+    def initial(self, loop: LoopContext) -> list[LoopState]:
+        """Return an uninitialised buffer: the iterations write every element."""
         return [_state(loop, self.tensors[0], self.tensors[0].dtype, zero=False)]
 
-    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
-        """The cell in its place."""
+    def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
+        """Write the cell into the buffer."""
         (tensor,) = self.tensors
-        part = turn.fit(tensor, self._cell, 0.0)
-        return [DeviceBuffer(values[0]).write(turn.spans(tensor, self._cell), part)]
+        part = iteration.fit(tensor, self._cell, 0.0)
+        return [DeviceBuffer(values[0]).write(iteration.spans(tensor, self._cell), part)]
 
     def final(self, values: Sequence[Any]) -> list[Any]:
-        """As it is."""
+        """Return the buffer."""
         return list(values)
 
 
 class ScatterAddOutput:
-    """A gradient to which each turn adds its part; parts may overlap."""
+    """A gradient to which each iteration adds its rows; rows of several tiles may overlap."""
 
     def __init__(self, tensor: Tensor, region: Region) -> None:
         self.tensors = [tensor]
         self._region = region
 
-    def initial(self, loop: Whole) -> list[LoopState]:
-        """Zeros."""
+    def initial(self, loop: LoopContext) -> list[LoopState]:
+        """Return a buffer of zeros."""
         return [_state(loop, self.tensors[0], accumulator_dtype(self.tensors[0].dtype), zero=True)]
 
-    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
-        """The part added in its place."""
+    def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
+        """Add the rows to the buffer."""
         (tensor,) = self.tensors
-        part = tf.cast(turn.value(tensor), values[0].dtype)
-        return [DeviceBuffer(values[0]).accumulate(turn.spans(tensor, self._region), part)]
+        part = tf.cast(iteration.value(tensor), values[0].dtype)
+        return [DeviceBuffer(values[0]).accumulate(iteration.spans(tensor, self._region), part)]
 
     def final(self, values: Sequence[Any]) -> list[Any]:
-        """In the tensor's own type."""
+        """Return the buffer, cast to the dtype of the tensor."""
         return [tf.cast(values[0], self.tensors[0].dtype)]
 
 
 _COMBINE = {
-    Combination.ADD: (tf.add, None),
+    Combination.ADD: (tf.add, 0),
     Combination.MULTIPLY: (tf.multiply, 1),
     Combination.MAXIMUM: (tf.maximum, -math.inf),
     Combination.MINIMUM: (tf.minimum, math.inf),
 }
-"""How two parts become one, and what no part is; `None` is zero."""
+"""Binary op of each reduction, and its neutral element."""
 
 
 class ReductionOutput:
-    """A reduction over the image, of the batch or of each image; or over the batch, of each pixel.
+    """A reduction over the image, for the batch or for each image, or over the batch, for each pixel.
 
     Args:
-        tensor: What it makes.
-        combination: How parts become one.
+        tensor: Result of the reduction.
+        combination: Combines the results of two iterations.
         per_image: Whether each image has a result of its own.
-        cell: Of a reduction over the batch alone, the pixels of a turn.
+        cell: Pixels of an iteration, for a reduction over the batch alone.
     """
 
     def __init__(
@@ -171,85 +179,92 @@ class ReductionOutput:
         self._per_image = per_image
         self._cell = cell
 
-    def initial(self, loop: Whole) -> list[LoopState]:
-        """What changes no result."""
+    def initial(self, loop: LoopContext) -> list[LoopState]:
+        """Return a buffer of neutral elements."""
         (tensor,) = self.tensors
         dtype = accumulator_dtype(tensor.dtype) if self._adds else tensor.dtype
         state = _state(loop, tensor, dtype, zero=True)
-        if self._neutral is None:
-            return [state]
         neutral = self._neutral
+        if neutral == 0:
+            return [state]
         if math.isinf(neutral) and not dtype.is_floating:
             neutral = dtype.min if neutral < 0 else dtype.max
-        # Not a fill: it would be folded into a constant, and that be written to.
+        # Grappler would fold a fill into a constant, and the loop would then write into the constant.
         return [LoopState(state.initial + tf.constant(neutral, dtype), state.shape)]
 
-    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
-        """The part combined with what the whole one has in its place."""
+    def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
+        """Combine the result of the iteration with the buffer."""
         (tensor,) = self.tensors
-        part, spans = tf.cast(turn.value(tensor), values[0].dtype), self._spans(turn)
+        part, spans = tf.cast(iteration.value(tensor), values[0].dtype), self._spans(iteration)
         part.set_shape(_part_shape(tensor, spans))
         return [_written(spans, values[0], self._combine(_read(spans, values[0]), part))]
 
-    def _spans(self, turn: Iteration) -> list[Span] | None:
+    def _spans(self, iteration: Iteration) -> list[Span] | None:
         (tensor,) = self.tensors
         if self._cell is not None:
-            return turn.spans(tensor, self._cell)
-        return _images(turn, tensor) if self._per_image else None
+            return iteration.spans(tensor, self._cell)
+        return _image_spans(iteration, tensor) if self._per_image else None
 
     def final(self, values: Sequence[Any]) -> list[Any]:
-        """In the tensor's own type."""
+        """Return the buffer, cast to the dtype of the tensor."""
         return [tf.cast(values[0], self.tensors[0].dtype)]
 
 
 class MergedMoments:
-    """Mean and variance in one loop, merged from those of the parts.
+    """Mean and variance in one loop, merged from those of the tiles.
 
     T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances" (1979), equation 2.1: of two parts with `n` and `m` numbers, means `a` and `b` and sums of squared
-    differences `S` and `T`, the difference `d = b - a` gives the mean `a + d m / (n + m)` and the sum
-    `S + T + d^2 n m / (n + m)`. A difference of mean squares would cancel.
+    Variances" (1979), equation 2.1: two samples have `n` and `m` numbers, means `a` and `b`, and sums of squared
+    differences `S` and `T`. With `d = b - a` their union has the mean `a + d m / (n + m)` and the sum
+    `S + T + d^2 n m / (n + m)`. A difference of mean squares would suffer from cancellation.
     """
 
     def __init__(self, moments: MomentPair, cell: Region, alone: bool) -> None:
-        """`alone` if there is one part only: it is computed as the step did, to the same bits."""
+        """Create the output.
+
+        Args:
+            moments: The pair of reductions.
+            cell: Pixels of an iteration.
+            alone: Whether there is a single tile. Its moments are computed as in the original step, to the same bits.
+        """
         self.tensors = [moments.mean, moments.variance]
         self._moments = moments
         self._cell = cell
         self._alone = alone
         self._per_image = 0 not in moments.axes
 
-    def initial(self, loop: Whole) -> list[LoopState]:
-        """Of no numbers: how many they are, their mean, and their squared differences from it."""
+    def initial(self, loop: LoopContext) -> list[LoopState]:
+        """Return zeros for the count of numbers, their mean, and the sum of their squared differences from it."""
         mean = self._moments.mean
         return [_state(loop, mean, accumulator_dtype(mean.dtype), zero=True) for _ in range(3)]
 
-    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
-        """With those of a part."""
-        where = _images(turn, self._moments.mean) if self._per_image else None
-        count, mean, squares = (_read(where, value) for value in values)
-        image = tf.cast(turn.fit(self._moments.image, self._cell, 0.0), count.dtype)
+    def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
+        """Merge the moments of the iteration into the variables."""
+        spans = _image_spans(iteration, self._moments.mean) if self._per_image else None
+        count, mean, squares = (_read(spans, value) for value in values)
+        image = tf.cast(iteration.fit(self._moments.image, self._cell, 0.0), count.dtype)
         axes = list(self._moments.axes)
         shape = tf.shape(image)
-        number = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), count.dtype)
-        own = tf.reduce_mean(image, axes, keepdims=True)
-        differences = tf.math.squared_difference(image, own)
+        tile_count = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), count.dtype)
+        tile_mean = tf.reduce_mean(image, axes, keepdims=True)
+        differences = tf.math.squared_difference(image, tile_mean)
         if self._alone:
-            one, spread = tf.ones_like(count), tf.reduce_mean(differences, axes, keepdims=True)
-            return [_written(None, v, p) for v, p in zip(values, (one, own, spread), strict=True)]
-        own_squares = tf.reduce_sum(differences, axes, keepdims=True)
-        total = count + number
-        difference = own - mean
-        new = [
+            variance = tf.reduce_mean(differences, axes, keepdims=True)
+            moments = (tf.ones_like(count), tile_mean, variance)
+            return [_written(None, value, part) for value, part in zip(values, moments, strict=True)]
+        tile_squares = tf.reduce_sum(differences, axes, keepdims=True)
+        total = count + tile_count
+        difference = tile_mean - mean
+        merged = [
             total,
-            mean + difference * (number / total),
-            squares + own_squares + tf.square(difference) * (count * number / total),
+            mean + difference * (tile_count / total),
+            squares + tile_squares + tf.square(difference) * (count * tile_count / total),
         ]
-        with tf.control_dependencies(new):  # All three are read before one of them is written.
-            return [_written(where, value, part) for value, part in zip(values, new, strict=True)]
+        with tf.control_dependencies(merged):  # All three variables are read before one of them is written.
+            return [_written(spans, value, part) for value, part in zip(values, merged, strict=True)]
 
     def final(self, values: Sequence[Any]) -> list[Any]:
-        """Mean and variance, in the tensors' own type."""
+        """Return mean and variance, cast to the dtypes of the tensors."""
         count, mean, squares = values
         variance = squares / count
         if not self._moments.keep_dims:
@@ -260,14 +275,14 @@ class MergedMoments:
         return results
 
 
-def _images(turn: Iteration, tensor: Tensor) -> list[Span]:
-    """Where the results for the images of a turn are."""
+def _image_spans(iteration: Iteration, tensor: Tensor) -> list[Span]:
+    """Return the place of the results for the images of an iteration."""
     assert tensor.shape is not None
-    return [turn.images(), *([None] * (len(tensor.shape) - 1))]
+    return [iteration.batch_span(), *([None] * (len(tensor.shape) - 1))]
 
 
 def _read(spans: list[Span] | None, value: Any) -> Any:
-    """A part of a reduction; all of it without spans."""
+    """Return the part of a buffer in `spans`, or the full buffer if they are `None`."""
     return value if spans is None else DeviceBuffer(value).read(spans)
 
 
@@ -279,7 +294,7 @@ def _written(spans: list[Span] | None, value: Any, part: Any) -> Any:
 
 
 def _part_shape(tensor: Tensor, spans: list[Span] | None) -> list[int | None]:
-    """Inference loses it where the tile's size is not constant."""
+    """Return the static shape of a part, which shape inference drops where the size of the tile varies."""
     assert tensor.shape is not None
     cut = spans or [None] * len(tensor.shape)
     return [size if span is None else None for size, span in zip(tensor.shape, cut, strict=True)]

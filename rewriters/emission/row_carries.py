@@ -1,4 +1,4 @@
-"""Emits what row tiles hand on: rows that come in are joined with those that a turn makes, and others go out."""
+"""Emits carried rows: joins received rows with those that an iteration computes, and passes rows on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from rewriters.emission.buffers import DeviceBuffer, Span, empty_buffer, replaced, stacked
-from rewriters.emission.loop_outputs import Iteration, Whole
+from rewriters.emission.loop_outputs import Iteration, LoopContext
 from rewriters.emission.while_loop import LoopState
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Tensor
@@ -20,32 +20,37 @@ from rewriters.tiling.tile_planner import Region, with_rows
 __all__: list[str] = []
 
 
-def received(turn: Iteration, tensor: Tensor, carry: CarriedRows, source: Any, images: Any) -> Any:
-    """The rows that a turn has of a tensor from elsewhere.
+def received(iteration: Iteration, tensor: Tensor, carry: CarriedRows, source: Any, images: Any) -> Any:
+    """Return the rows of a tensor that an iteration receives.
 
     Args:
-        turn: The turn.
-        tensor: Whose rows they are.
-        carry: Which.
-        source: The loop's variable; or, for saved rows, the tensor that holds all of them.
-        images: How many images there are.
+        iteration: The iteration.
+        tensor: Tensor whose rows are carried.
+        carry: The carried rows.
+        source: State variable of the loop, or the tensor that holds all saved rows.
+        images: Batch size of the iteration.
     """
-    axis = turn.row_axis
-    dim, size = turn.row_dim(tensor), turn.lookup(carry.received.size, axis)
+    axis = iteration.row_axis
+    dim, size = iteration.row_dim(tensor), iteration.lookup(carry.received.size, axis)
     if carry.saved is not None:
         spans: list[Span] = [None] * len(source.shape)
-        spans[0] = turn.images() if tensor.shape is not None and tensor.shape[0] != 1 else None
-        spans[dim] = (turn.lookup(offsets(carry.received), axis), size)
+        spans[0] = _batch_span(iteration, tensor)
+        spans[dim] = (iteration.lookup(offsets(carry.received), axis), size)
         return DeviceBuffer(source).read(spans)
-    # Of no rows the last turn of some images says nothing about how many images the next has.
+    # The last tile of some images passes on no rows, so that its batch size may differ from that of the next images.
     sizes = [1 if tensor.shape is not None and tensor.shape[0] == 1 else images, *source.shape[1:]]
     sizes[dim] = size
     return tf.reshape(source, stacked(sizes))
 
 
+def _batch_span(iteration: Iteration, tensor: Tensor) -> Span:
+    return iteration.batch_span() if tensor.shape is not None and tensor.shape[0] != 1 else None
+
+
 def joined(
-    turn: Iteration,
+    iteration: Iteration,
     tensor: Tensor,
+    *,
     value: Any,
     above: Any,
     region: Region,
@@ -53,133 +58,143 @@ def joined(
     fill: float | str,
     shared: bool = True,
 ) -> Any:
-    """The rows `need` of a tensor, from those that the turn made and those that it received above them.
+    """Return the rows `need` of a tensor from the computed rows and the received rows above them, with one copy.
 
-    One copy: what was made is moved to where there is room for the others.
+    The computed rows are padded, and the received rows written into the padding.
 
     Args:
-        turn: The turn.
-        tensor: Whose rows they are.
-        value: The rows that it made.
-        above: Those that it received.
-        region: Both.
-        need: Those that are wanted.
-        fill: What rows outside of the image are.
-        shared: As for `DeviceBuffer.read`.
+        iteration: The iteration.
+        tensor: The tensor.
+        value: Computed rows.
+        above: Received rows.
+        region: Computed and received rows.
+        need: Rows of the result.
+        fill: Value of rows outside of the image.
+        shared: As in `DeviceBuffer.read`.
     """
-    axis, received = turn.row_axis, turn.carry(tensor).received
-    new = with_rows(region, axis, Interval(received.hi, region[axis].hi))
-    result = turn.moved(value, new, need, fill, tensor, shared)
-    inner = tuple(_common(have, wanted) for have, wanted in zip(region, need, strict=True))
-    inner = with_rows(inner, axis, _common(received, need[axis]))
+    axis, carry = iteration.row_axis, iteration.carried_rows(tensor).received
+    computed = with_rows(region, axis, Interval(carry.hi, region[axis].hi))
+    result = iteration.crop_and_pad(value, computed, need, fill, tensor, shared)
+    inner = tuple(_intersection(have, needed) for have, needed in zip(region, need, strict=True))
+    inner = with_rows(inner, axis, _intersection(carry, need[axis]))
     if not np.any(inner[axis].size):
         return result
-    part = turn.moved(above, with_rows(region, axis, received), inner, 0.0, tensor)
+    part = iteration.crop_and_pad(above, with_rows(region, axis, carry), inner, 0.0, tensor)
     tf_internals.prevent_cse(result)
-    return DeviceBuffer(result).write(_places(turn, tensor, need, inner), part)
+    return DeviceBuffer(result).write(_spans_in(iteration, tensor, have=need, rows=inner), part)
 
 
-def _places(turn: Iteration, tensor: Tensor, have: Region, rows: Region) -> list[Span]:
-    """Where some rows lie in what a turn has."""
+def _spans_in(iteration: Iteration, tensor: Tensor, *, have: Region, rows: Region) -> list[Span]:
+    """Return the place of `rows` in a value that holds `have`."""
     spans: list[Span] = [None] * len(tensor.shape or ())
-    for axis, (dim, whole, own) in enumerate(zip(turn.dims(tensor), have, rows, strict=True)):
-        if dim is not None and not whole.same(own):
-            spans[dim] = (turn.lookup(own.lo - whole.lo, axis), turn.lookup(own.size, axis))
+    for axis, (dim, held, part) in enumerate(zip(iteration.dims(tensor), have, rows, strict=True)):
+        if dim is not None and not held.same(part):
+            spans[dim] = (iteration.lookup(part.lo - held.lo, axis), iteration.lookup(part.size, axis))
     return spans
 
 
-def _common(rows: Interval, others: Interval) -> Interval:
-    """The rows that are in both; none of `others` where there is none."""
+def _intersection(rows: Interval, others: Interval) -> Interval:
+    """Return the rows in both intervals; an empty interval inside `others` where there are none."""
     lo = np.clip(rows.lo, others.lo, others.hi)
     return Interval(lo, np.maximum(np.clip(rows.hi, others.lo, others.hi), lo))
 
 
 def finish_gradient_rows(
-    turn: Iteration, tensor: Tensor, value: Any, rows: Any, made: Region, region: Region, in_place: bool
+    iteration: Iteration,
+    tensor: Tensor,
+    *,
+    value: Any,
+    partial_sums: Any,
+    computed: Region,
+    region: Region,
+    in_place: bool,
 ) -> tuple[Any, Any]:
-    """The rows of a gradient to which no later turn adds, and the sums so far of others, for the next turn.
+    """Return the rows of a gradient that no later iteration adds to, and the partial sums for the next iteration.
 
     Args:
-        turn: The turn.
+        iteration: The iteration.
         tensor: The gradient.
-        value: The turn's own part.
-        rows: What the turns before added to rows that this one completes, or hands on.
-        made: Rows of the turn's own part.
-        region: Rows that it completes; one of zeros where it completes none.
-        in_place: Whether nobody else reads the turn's own part.
+        value: Rows that the iteration computed.
+        partial_sums: Sums of earlier iterations, in rows that this one completes or passes on.
+        computed: Rows of `value`.
+        region: Rows that the iteration completes; one row of zeros where it completes none.
+        in_place: Whether no other op reads `value`.
     """
-    axis, carry = turn.row_axis, turn.carry(tensor)
+    axis, carry = iteration.row_axis, iteration.carried_rows(tensor)
     done, both = Interval(carry.passed.hi, carry.received.hi), Interval(carry.passed.lo, carry.received.hi)
-    if not made[axis].covers(both):
-        wider = with_rows(made, axis, made[axis].hull(both))
-        value, made, in_place = turn.moved(value, made, wider, 0.0, tensor), wider, False
-    spans = _places(turn, tensor, made, with_rows(region, axis, carry.received))
+    if not computed[axis].covers(both):
+        wider = with_rows(computed, axis, computed[axis].hull(both))
+        value, computed, in_place = iteration.crop_and_pad(value, computed, wider, 0.0, tensor), wider, False
+    spans = _spans_in(iteration, tensor, have=computed, rows=with_rows(region, axis, carry.received))
     buffer = DeviceBuffer(value)
-    total = buffer.accumulate(spans, rows) if in_place else replaced(value, spans, buffer.read(spans) + rows)
-    result = turn.moved(total, made, with_rows(region, axis, done), 0.0, tensor)
-    passed = turn.moved(total, made, with_rows(region, axis, carry.passed), 0.0, tensor, False)
-    return turn.moved(result, with_rows(region, axis, done), region, 0.0, tensor), passed
+    if in_place:
+        total = buffer.accumulate(spans, partial_sums)
+    else:
+        total = replaced(value, spans, buffer.read(spans) + partial_sums)
+    finished, passed = (with_rows(region, axis, rows) for rows in (done, carry.passed))
+    result = iteration.crop_and_pad(total, computed, finished, 0.0, tensor)
+    passed_rows = iteration.crop_and_pad(total, computed, passed, 0.0, tensor, shared=False)
+    return iteration.crop_and_pad(result, finished, region, 0.0, tensor), passed_rows
 
 
 class CarriedState:
-    """Rows that go from turn to turn."""
+    """State variable with rows that one iteration passes to the next."""
 
     def __init__(self, tensor: Tensor, dims: Sequence[int | None], region: Region, axis: int) -> None:
         self.tensors: list[Tensor] = []
         self.tensor = tensor
-        sizes = [None if at == axis else int(rows.size[0]) for at, rows in enumerate(region)]
+        sizes = [None if other == axis else int(rows.size[0]) for other, rows in enumerate(region)]
         self._shape = shape_of(tensor, dims, sizes)
         self._dim = dims[axis]
 
-    def initial(self, loop: Whole) -> list[LoopState]:
-        """No rows, of an image: the first turn knows how many images it has."""
+    def initial(self, loop: LoopContext) -> list[LoopState]:
+        """Return zero rows of one image; the batch size is not known before the first iteration."""
         del loop
         with tf.device(self.tensor.node.device or None):
-            sizes = [0 if at == self._dim else size or 1 for at, size in enumerate(self._shape)]
-            none = tf.zeros(sizes, self.tensor.dtype)
-        return [LoopState(none, (None, *self._shape[1:]))]
+            sizes = [0 if dim == self._dim else size or 1 for dim, size in enumerate(self._shape)]
+            empty = tf.zeros(sizes, self.tensor.dtype)
+        return [LoopState(empty, (None, *self._shape[1:]))]
 
-    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
-        """Those for the next turn."""
+    def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
+        """Return the rows for the next iteration."""
         del values
-        rows = turn.passed_on(self.tensor)
+        rows = iteration.rows_to_pass(self.tensor)
         rows.set_shape((None, *self._shape[1:]))
         return [rows]
 
     def final(self, values: Sequence[Any]) -> list[Any]:
-        """Nobody needs them any more."""
+        """Return nothing: no op reads the rows after the last iteration."""
         del values
         return []
 
 
 class SavedState:
-    """Rows that a forward loop keeps for the backward loop, one tile's after the other's."""
+    """Buffer of rows that a forward loop saves for the backward loop, tile after tile."""
 
     def __init__(self, save: SavedRows) -> None:
         self.tensors = [save.saved]
         self._save = save
 
-    def initial(self, loop: Whole) -> list[LoopState]:
-        """Anything: every row is written."""
+    def initial(self, loop: LoopContext) -> list[LoopState]:
+        """Return an uninitialised buffer: the iterations write every row."""
         saved = self._save.saved
         assert saved.shape is not None
         dims = [loop.batch if dim is None else int(dim) for dim in saved.shape]
         with tf.device(saved.node.device or None):
             return [LoopState(empty_buffer(stacked(dims), saved.dtype, False), saved.shape)]
 
-    def update(self, turn: Iteration, values: Sequence[Any]) -> list[Any]:
-        """With the rows at the borders that lie in this tile."""
+    def update(self, iteration: Iteration, values: Sequence[Any]) -> list[Any]:
+        """Write the rows at the borders of backward tiles that lie in this tile."""
         (handle,) = values
-        tensor = self._save.tensor
+        tensor, axis = self._save.tensor, iteration.row_axis
         for rows, places in self._save.slots:
             spans: list[Span] = [None] * len(handle.shape)
-            spans[0] = turn.images() if tensor.shape is not None and tensor.shape[0] != 1 else None
-            axis = turn.row_axis
-            spans[turn.row_dim(tensor)] = (turn.lookup(places, axis), turn.lookup(rows.size, axis))
-            own = turn.fit(tensor, with_rows(self._save.region, axis, rows), 0.0)
-            handle = DeviceBuffer(handle).write(spans, own)
+            spans[0] = _batch_span(iteration, tensor)
+            spans[iteration.row_dim(tensor)] = (iteration.lookup(places, axis), iteration.lookup(rows.size, axis))
+            part = iteration.fit(tensor, with_rows(self._save.region, axis, rows), 0.0)
+            handle = DeviceBuffer(handle).write(spans, part)
         return [handle]
 
     def final(self, values: Sequence[Any]) -> list[Any]:
-        """As they are."""
+        """Return the buffer."""
         return list(values)

@@ -1,7 +1,6 @@
-"""A tile loop as a `tf.while_loop` with named state and a direction.
+"""Emits a `tf.while_loop` over tiles, in ascending or descending order.
 
-State is generic: a variable with an initial value and an update per turn. Buffers,
-sums and rows that are handed on are states.
+Its state is a list of variables, each with an initial value: buffers, sums, carried rows.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ __all__: list[str] = []
 
 @dataclasses.dataclass
 class LoopState:
-    """One variable that a loop carries.
+    """A variable of a loop.
 
     Attributes:
-        initial: Value before the first turn.
-        shape: Shape that holds in every turn (unknown sizes are `None`).
+        initial: Value before the first iteration.
+        shape: Shape in every iteration, with `None` for sizes that vary.
     """
 
     initial: Any
@@ -31,31 +30,31 @@ class LoopState:
 
 
 def emit_while_loop(
-    turns: Any,
+    num_iterations: Any,
     states: Sequence[LoopState],
     body: Callable[[Any, list[Any]], Sequence[Any]],
-    direction: IterationOrder,
+    order: IterationOrder,
 ) -> list[Any]:
-    """Run `body(tile, values)` for every tile, one turn at a time.
+    """Run `body(tile, values)` for every tile, one iteration at a time.
 
     Args:
-        turns: Number of tiles, a number or a scalar tensor.
+        num_iterations: Number of tiles, an integer or a scalar tensor.
         states: The variables.
-        body: Maps the tile's index and the variables to their new values.
-        direction: Whether tile 0 or the last tile comes first.
+        body: Maps the index of the tile and the values of the variables to the new values.
+        order: Order of the tiles.
 
     Returns:
         Final values of the variables.
     """
-    turns = tf.convert_to_tensor(turns, tf.int32)
+    num_iterations = tf.convert_to_tensor(num_iterations, tf.int32)
 
-    def step(turn: Any, *values: Any) -> tuple[Any, ...]:
-        tile = turn if direction is IterationOrder.ASCENDING else turns - 1 - turn
-        return (turn + 1, *body(tile, list(values)))
+    def step(iteration: Any, *values: Any) -> tuple[Any, ...]:
+        tile = iteration if order is IterationOrder.ASCENDING else num_iterations - 1 - iteration
+        return (iteration + 1, *body(tile, list(values)))
 
     shapes = (tf.TensorShape([]), *(tf.TensorShape(state.shape) for state in states))
     result = tf.while_loop(
-        lambda turn, *_: turn < turns,
+        lambda iteration, *_: iteration < num_iterations,
         step,
         (tf.constant(0), *(state.initial for state in states)),
         shape_invariants=shapes,
