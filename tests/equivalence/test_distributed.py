@@ -17,9 +17,9 @@ TWO_DEVICES = """
     import keras, numpy as np, tensorflow as tf, tflms_sft
     from keras import layers
     from equivalence import error
-    from rewriters import scratch
+    from rewriters.device import kernel_scratch
 
-    scratch.L3_BYTES = 0  # As in conftest.py: a process of its own does not read that.
+    kernel_scratch.L3_BYTES = 0  # As in conftest.py: a process of its own does not read that.
 
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)

@@ -67,11 +67,11 @@ SWAPS = """
                 x = of[1](2)(of[0](8, 3, padding="same", activation="relu")(x))
         return layers.Reshape((4, 4, 8), name="out")(x)
 
-    from rewriters import _tf_private
+    from rewriters.ir import tf_internals
     step = made(pools, (128, 128))
     rewritten = tflms_sft.rewrite(step.function, tflms_sft.LMSParams(min_bytes=1), *step.batches[0])
     away = [swap.tensor for swap in rewritten.plan.swaps]
-    stats = _tf_private.step_stats(rewritten.concrete_function, list(step.batches[0]))
+    stats = tf_internals.step_stats(rewritten.concrete_function, list(step.batches[0]))
     labels = [node.timeline_label for device in stats.dev_stats for node in device.node_stats]
     fast = sum("Grad = _MklNativeMaxPool" in label for label in labels) == 4
     print("pools", len(away), fast and any("pool" in name for name in away), off(step, rewritten.concrete_function))

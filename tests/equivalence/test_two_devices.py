@@ -13,7 +13,7 @@ HEAD = """
     cpu, = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     import tflms_sft
-    from rewriters import _tf_private
+    from rewriters.ir import tf_internals
     ACCELERATOR = "/job:localhost/replica:0/task:0/device:CPU:1"
 """
 
@@ -49,7 +49,7 @@ SMALL = """
 
     # Where and when everything ran.
     ran = {}
-    for device in _tf_private.step_stats(fast.concrete_function, [x]).dev_stats:
+    for device in tf_internals.step_stats(fast.concrete_function, [x]).dev_stats:
         for node in device.node_stats:
             begin = node.all_start_nanos + node.op_start_rel_nanos
             ran[node.node_name] = device.device, begin, node.all_start_nanos + node.op_end_rel_nanos
