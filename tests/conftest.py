@@ -2,11 +2,11 @@ import gc
 import os
 import pathlib
 
-# TensorFlow reads both when it is imported. oneDNN reorders sums, and on some CPUs it corrupts the heap in
+# TensorFlow reads both variables at its import. oneDNN reorders sums, and on some CPUs it corrupts the heap in
 # plain Keras (a 1x1 convolution of stride 2).
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# Plans go by how fast the machine is: by that of no machine in particular.
+# Plans depend on the rates of the machine: nominal rates make them equal everywhere.
 os.environ.setdefault("TFLMS_SFT_RATES", "nominal")
 
 import keras
@@ -17,14 +17,15 @@ from long_tests import mark_long
 from rewriters.device import kernel_scratch
 from tflms_sft._util import progress
 
-# On a busy machine the line for those who wait would be among the lines that tests compare.
+# On a busy machine a progress line would appear among the lines that tests compare.
 progress.SLOW_SECONDS = 600.0
 
-# Gradients of convolutions reserve memory by the size of a cache: more than all of the small networks here take.
+# Scratch memory of convolution gradients is as large as a cache, 30 MiB: about one test in twenty has a network so
+# small that neither tiles nor swaps could then lower its peak. `CACHES` has the real values.
 CACHES = kernel_scratch.L3_BYTES, kernel_scratch.last_level_cache
 kernel_scratch.L3_BYTES, kernel_scratch.last_level_cache = 0, lambda: 0
 
-# TF32 keeps 10 bits of the mantissa: too few to compare numbers by.
+# The mantissa of TF32 has 10 bits, too few for comparisons.
 tf.config.experimental.enable_tensor_float_32_execution(False)
 
 
@@ -33,7 +34,7 @@ LONG = pathlib.Path(__file__).resolve().with_name("long.txt")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session, items):
-    """Before slow ones are left out."""
+    """Mark long tests before the selection leaves out those marked `slow`."""
     mark_long(session, items, LONG)
 
 
@@ -44,7 +45,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(autouse=True)
 def fresh_keras():
-    """Every test starts with the same names, float type and seeds, and leaves no graph behind."""
+    """Reset names, float type, seeds and graphs before and after each test."""
     _reset()
     yield
     _reset()
@@ -52,7 +53,7 @@ def fresh_keras():
 
 @pytest.fixture(autouse=True, scope="module")
 def little_garbage():
-    """Looking for garbage in all that was there before a module takes a tenth of the time of all tests."""
+    """Exclude older objects from garbage collection, which would take a tenth of the time of all tests."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints, where to, with which exit code, and that it changes nothing that it should not."""
+"""The command line: its output, exit codes, and side effects."""
 
 import argparse
 import dataclasses
@@ -191,30 +191,30 @@ def test_targets_are_found(cli, model, options, assumed):
 
 WRONG = [
     (["none.keras"], "MODEL must be a .keras file that exists, or package.module:function. Received: 'none.keras'"),
-    (["zoo.py"], "MODEL has to name the function that builds the model: zoo.py:function."),
+    (["zoo.py"], "MODEL must name the function that builds the model: zoo.py:function."),
     (["none.py:build"], "MODEL names the file 'none.py', which does not exist."),
-    (["nonesuch.zoo:build"], "cannot be imported: ModuleNotFoundError: No module named 'nonesuch'. It is looked"),
-    (["zoo:biuld"], "MODEL names 'biuld' in 'zoo', and there is none. Nearest: 'build'"),
+    (["nonesuch.zoo:build"], "cannot be imported: ModuleNotFoundError: No module named 'nonesuch'. Searched"),
+    (["zoo:biuld"], "MODEL names 'biuld' in 'zoo', which does not exist. Nearest: 'build'"),
     (["zoo:number"], "'zoo:number' returned an object of type builtins.int"),
     (["zoo:broken"], "zoo:broken() raised KeyError: 'no such thing'"),
     (["zoo:build", "--arg", "sise=3"], "unexpected keyword argument 'sise'"),
-    (["zoo:build"], "Input 'image' of model 'small' leaves sizes open: ?x?x3. Give them as --input-shape"),
-    (["zoo:flat", "--input-shape", "64,64,3"], "and for 64x64x3 the weight 'sequential/dense/kernel' would be "),
+    (["zoo:build"], "Input 'image' of model 'small' has free sizes: ?x?x3. Give --input-shape"),
+    (["zoo:flat", "--input-shape", "64,64,3"], "For 64x64x3 the weight 'sequential/dense/kernel' would be "),
     (["zoo:flat", "--input-shape", "32,32,4"], "is 32x32x3. Received: --input-shape 32,32,4."),
     (["zoo:build", "--input-shape", "64,64"], "is ?x?x3. Received: --input-shape 64,64."),
-    (["zoo:two_inputs", "--input-shape", "8,8,2"], "has to name one of the inputs of model"),
+    (["zoo:two_inputs", "--input-shape", "8,8,2"], "must name one of the inputs of model"),
     (["zoo:two_inputs", "--input-shape", "c=8,8,2"], "a, b, such as a=64,64,3. Received: c."),
-    (["zoo:Subclassed"], "does not tell its input; give one --input-shape without a name"),
-    (["zoo:Subclassed", "--input-shape", "1,1,3"], "does not take 1x1x1x3 float32: "),
+    (["zoo:Subclassed"], "does not declare its input. Give one --input-shape without a name"),
+    (["zoo:Subclassed", "--input-shape", "1,1,3"], "does not accept 1x1x1x3 float32: "),
     (["zoo:flat", "--loss", "nonesuch"], "cannot be compiled with --optimizer and --loss"),
     (["zoo:flat", "--target-shape", "7,7"], "cannot be traced for 1x32x32x3 float32 and targets of 1x7x7 float32"),
-    (["zoo:flat", "--target-dtype", "int33"], "--target-dtype must be a type of numbers, such as int32. Received: "),
+    (["zoo:flat", "--target-dtype", "int33"], "--target-dtype must be a numeric dtype, such as int32. Received: "),
     (["zoo:flat", "--plot", "none/plan.png"], "--plot must be a file in a directory that exists"),
-    (["zoo:flat", "--input-shape", "32,x"], "expected whole numbers from 1 up with commas between them"),
-    (["zoo:flat", "--batch", "0"], "expected a whole number from 1 up. Received: '0'"),
-    (["zoo:flat", "--headroom", "1"], "expected a number from 0 to below 1. Received: '1'"),
+    (["zoo:flat", "--input-shape", "32,x"], "expected integers of at least 1, separated by commas"),
+    (["zoo:flat", "--batch", "0"], "expected an integer of at least 1. Received: '0'"),
+    (["zoo:flat", "--headroom", "1"], "expected a fraction from 0 to below 1. Received: '1'"),
     (["zoo:flat", "--arg", "3"], "expected name=value. Received: '3'"),
-    (["zoo:flat", "--halo", "carry"], "--halo goes with --num-tiles; a budget chooses it"),
+    (["zoo:flat", "--halo", "carry"], "--halo needs --num-tiles; with --budget the planner chooses the halo mode"),
 ]
 
 
@@ -241,7 +241,7 @@ def test_wrong_arguments(cli, arguments, text):
         (["run", "--json", "--budget", "1GiB", "train.py"], "unrecognized arguments: --json (--report FILE writes"),
         (["plan", "zoo:flat", "--budget", "0.5"], "must be a positive number followed by one of B, kB"),
         (["plan", "zoo:flat", "--budget", "8GiBs"], "must be a positive number followed by one of B, kB"),
-        (["plan", "zoo:flat", "--num-tiles", "4,0"], "expected whole numbers from 1 up"),
+        (["plan", "zoo:flat", "--num-tiles", "4,0"], "expected integers of at least 1"),
         (["plan", "zoo:flat", "--num-tiles", "hieght=4"], "--num-tiles names unknown axes ['hieght']"),
         (["plan", "zoo:custom_loss", "--num-tiles", "4,4,4,4"], "4 count(s), and what is tiled has 2 axes"),
         (["max-input", "zoo:build", "--budget", "1MiB", "--max-size", "16"], "--max-size must be at least --multi"),
@@ -376,9 +376,9 @@ def test_a_copy_for_another_size_computes_the_same_and_is_frozen_where_the_model
     ("command", "arguments", "code", "text"),
     [
         ("max-input", ["zoo:flat"], 2, "the weight 'sequential/dense/kernel' would be "),
-        ("max-input", ["zoo:two_inputs"], 2, "has 2 inputs; max-input varies the size of one"),
-        ("max-input", ["zoo:Subclassed"], 2, "does not tell its input; give one --input-shape"),
-        ("max-batch", ["zoo:build"], 2, "leaves sizes open"),
+        ("max-input", ["zoo:two_inputs"], 2, "needs a model with one input. Received: model"),
+        ("max-input", ["zoo:Subclassed"], 2, "does not declare its input. Give one --input-shape"),
+        ("max-batch", ["zoo:build"], 2, "has free sizes"),
         ("max-batch", ["zoo:build", "--arg", "size=32", "--budget", "1kB", "--max-size", 1], 1, ""),
     ],
 )
@@ -533,12 +533,12 @@ def test_doctor_looks_and_tries(cli):
 def test_doctor_fails_for_what_is_needed(cli, monkeypatch):
     supported = {"tensorflow": ((2, 3), (2, 4)), "nonesuch": ((1, 0), (2, 0))}
     monkeypatch.setattr("tflms_sft._cli.doctor.SUPPORTED", supported)
-    monkeypatch.setattr("tflms_sft._cli.doctor.TOLERANCE", -1.0)
+    monkeypatch.setattr("tflms_sft._cli.doctor.MAX_RELATIVE_ERROR", -1.0)
     code, out, _ = cli("doctor", "--spill-dir", "none")
     failed = [line for line in out.splitlines() if line.startswith("FAILED")]
     assert code == 1 and out.endswith(f"{len(failed)} of {len(out.splitlines()) - 1} FAILED\n")
-    wanted = ("tensorflow .* 2.3 up to below 2.4 is supported", "nonesuch +not installed", "spill directory .*'none'")
-    for pattern in (*wanted, "small step, tiles .* differ", "small step, swaps .*'none'"):
+    patterns = ("tensorflow .*; supported: 2.3 to below 2.4", "nonesuch +not installed", "spill directory .*'none'")
+    for pattern in (*patterns, "small step, tiles .* differ", "small step, swaps .*'none'"):
         assert any(re.search(pattern, line) for line in failed), pattern
 
 

@@ -1,6 +1,6 @@
-"""`tflms-sft doctor`: what this machine and its TensorFlow are like, and a small step that is tried.
+"""`tflms-sft doctor`: checks this machine and its TensorFlow, and runs a small rewritten step.
 
-It works, and says what is missing, where TensorFlow or Keras cannot be imported.
+The command also works where TensorFlow or Keras cannot be imported, and reports that.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ __all__: list[str] = []
 FINE, NOTE, FAILED = "ok", "note", "FAILED"
 
 PYTHON = ((3, 11), (3, 14))
-"""First version that is supported, and first that is not."""
+"""First supported version, and first unsupported version after it."""
 
-FEW_FILES = 1024
-"""Open files below which a step with many swapped tensors may run out of them."""
+MIN_OPEN_FILES = 1024
+"""Limit of open files below which a step with many swapped tensors may fail."""
 
-TOLERANCE = 1e-4
-"""Of the small step, in float32."""
+MAX_RELATIVE_ERROR = 1e-4
+"""Tolerance of the small step, in float32."""
 
-_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve")
+_CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve")
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        status: `"ok"`, `"note"` for what may matter, `"FAILED"` for what is needed.
-        name: What was looked at.
-        text: What it is like.
+        status: `"ok"`, `"note"` for a possible problem, `"FAILED"` for a missing requirement.
+        name: Subject of the check.
+        text: Result of the check.
     """
 
     status: str
@@ -55,31 +55,31 @@ class Finding:
 
 
 def execute(options: argparse.Namespace) -> Outcome:
-    """Look at everything; whatever goes wrong is a line."""
+    """Run all checks; an exception becomes a `FAILED` line."""
     progress = Progress(options.quiet)
     lines = [*_guarded("Python", _python), *_guarded("machine", _machine)]
-    parts: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("TensorFlow", _tensorflow),
         ("budgets", _budget),
         ("Keras", _keras),
         ("spill directory", lambda: _spill(options.spill_dir)),
     ]
-    progress.say("looking at TensorFlow ...")
-    for name, part in parts:
-        lines.extend(_guarded(name, part))
-    progress.say("trying a small step ...")
+    progress.say("checking TensorFlow ...")
+    for name, check in checks:
+        lines.extend(_guarded(name, check))
+    progress.say("running a small step ...")
     for name, trial in (("tiles", _try_tiles), ("swaps", lambda: _try_swaps(options.spill_dir))):
         lines.extend(_guarded(f"small step, {name}", trial))
     failed = sum(line.status == FAILED for line in lines)
-    last = f"{failed} of {len(lines)} FAILED" if failed else "nothing that is needed is missing"
+    verdict = f"{failed} of {len(lines)} FAILED" if failed else "all requirements are met"
     text = table([[line.status, line.name, line.text] for line in lines])
     data = {"command": "doctor", "ok": not failed, "lines": [dataclasses.asdict(line) for line in lines]}
-    return Outcome(f"{text}\n{last}", data, NOT_MET if failed else OK)
+    return Outcome(f"{text}\n{verdict}", data, NOT_MET if failed else OK)
 
 
-def _guarded(name: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
-        yield from part()
+        yield from check()
     except Exception as error:
         yield Finding(FAILED, name, f"{type(error).__name__}: {error}")
 
@@ -87,14 +87,14 @@ def _guarded(name: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Findi
 def _python() -> Iterator[Finding]:
     yield Finding(FINE, "tflms-sft", __version__)
     first, after = PYTHON
-    known = first <= sys.version_info[:2] < after
+    is_supported = first <= sys.version_info[:2] < after
     text = f"{platform.python_implementation()} {platform.python_version()}"
-    wanted = f", and {_range(first, after)} is supported"
-    yield Finding(FINE if known else FAILED, "Python", text if known else text + wanted)
+    expected = "" if is_supported else f"; supported: {_range(first, after)}"
+    yield Finding(FINE if is_supported else FAILED, "Python", text + expected)
     for package in (*SUPPORTED, "numpy"):
         yield _version(package)
     plots = importlib.util.find_spec("matplotlib") is not None
-    missing = 'not installed: no pictures of plans (pip install "tflms-sft[plot]")'
+    missing = 'not installed; charts of plans need it (pip install "tflms-sft[plot]")'
     yield Finding(FINE if plots else NOTE, "matplotlib", importlib.metadata.version("matplotlib") if plots else missing)
 
 
@@ -102,7 +102,7 @@ def _version(package: str) -> Finding:
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        # Builds such as tensorflow-cpu have the same module under another name.
+        # Distributions such as tensorflow-cpu install the module under another name.
         if importlib.util.find_spec(package) is None:
             return Finding(FAILED, package, "not installed")
         version = str(getattr(importlib.import_module(package), "__version__", "of unknown version"))
@@ -112,19 +112,19 @@ def _version(package: str) -> Finding:
     numbers = tuple(int(number) for number in version.split(".")[:2] if number.isdecimal())
     if first <= numbers < after:
         return Finding(FINE, package, version)
-    return Finding(FAILED, package, f"{version}, and {_range(first, after)} is supported")
+    return Finding(FAILED, package, f"{version}; supported: {_range(first, after)}")
 
 
 def _range(first: tuple[int, int], after: tuple[int, int]) -> str:
-    return "{}.{} up to below {}.{}".format(*first, *after)
+    return "{}.{} to below {}.{}".format(*first, *after)
 
 
 def _machine() -> Iterator[Finding]:
     info = _fields("/proc/cpuinfo", ":")
     flags = set(info.get("flags", info.get("Features", "")).split())
-    found = [flag for flag in _FLAGS if flag in flags]
+    extensions = [flag for flag in _CPU_FLAGS if flag in flags]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = (info.get("model name", platform.machine()), f"{cores} core(s)", " ".join(found))
+    parts = (info.get("model name", platform.machine()), f"{cores} core(s)", " ".join(extensions))
     yield Finding(FINE, "CPU", ", ".join(part for part in parts if part))
     memory = _fields("/proc/meminfo", ":")
     if "MemTotal" in memory and "MemAvailable" in memory:
@@ -135,13 +135,13 @@ def _machine() -> Iterator[Finding]:
 
 
 def _fields(path: str, separator: str) -> dict[str, str]:
-    """The first value of each field of a file in /proc; empty where there is no such file."""
-    found: dict[str, str] = {}
+    """Return the first value of each field of a file in /proc; empty if the file does not exist."""
+    fields: dict[str, str] = {}
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             name, _, value = line.partition(separator)
-            found.setdefault(name.strip(), value.strip())
-    return found
+            fields.setdefault(name.strip(), value.strip())
+    return fields
 
 
 def _tensorflow() -> Iterator[Finding]:
@@ -155,12 +155,12 @@ def _tensorflow() -> Iterator[Finding]:
     if gpus:
         yield from _gpu_memory()
     statistics = properties.has_allocator_stats()
-    tells = 'none, so that callbacks say "not measured"; `tflms_sft.measure` adds up records instead'
-    tells = "kept, so that peaks are measured" if statistics else tells
-    yield Finding(FINE if statistics else NOTE, "statistics", f"allocator statistics of {properties.name()}: {tells}")
+    effect = 'none; callbacks print "not measured", and `tflms_sft.measure` adds up allocation records'
+    effect = "available; peaks are measured" if statistics else effect
+    yield Finding(FINE if statistics else NOTE, "statistics", f"allocator statistics of {properties.name()}: {effect}")
     if not gpus:
-        asked = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "not set")
-        yield Finding(FINE, "oneDNN", f"{'on' if statistics else 'off'} (TF_ENABLE_ONEDNN_OPTS: {asked})")
+        setting = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "not set")
+        yield Finding(FINE, "oneDNN", f"{'on' if statistics else 'off'} (TF_ENABLE_ONEDNN_OPTS: {setting})")
     jit = tf.config.optimizer.get_jit() or "off"
     flags = os.environ.get("TF_XLA_FLAGS")
     yield Finding(
@@ -168,7 +168,9 @@ def _tensorflow() -> Iterator[Finding]:
     )
     eager = tf.config.functions_run_eagerly()
     yield Finding(
-        FAILED if eager else FINE, "functions", "run eagerly: nothing to rewrite" if eager else "run as graphs"
+        FAILED if eager else FINE,
+        "functions",
+        "run eagerly; only graphs can be rewritten" if eager else "run as graphs",
     )
 
 
@@ -179,17 +181,15 @@ def _budget() -> Iterator[Finding]:
     from tflms_sft._params.tile_params import PART_OF_FREE
 
     free = free_device_memory()
-    text = f"{format_bytes(PART_OF_FREE * free)} now, {PART_OF_FREE:.0%} of what {properties.name()} has free"
+    text = f"{format_bytes(PART_OF_FREE * free)} now, {PART_OF_FREE:.0%} of the free memory of {properties.name()}"
     yield Finding(FINE, 'budget "auto"', text)
     path = rates_path()
     if path is None:
-        yield Finding(NOTE, "rates", "those of no machine in particular (TFLMS_SFT_RATES=nominal)")
+        yield Finding(NOTE, "rates", "nominal rates instead of measured rates (TFLMS_SFT_RATES=nominal)")
     elif (busy := busy_when_measured(path)) > BUSY:
-        yield Finding(NOTE, "rates", f"kept in {path}; measured while others kept {busy:.0%} of the machine busy")
+        yield Finding(NOTE, "rates", f"in {path}; measured while other processes used {busy:.0%} of the machine")
     else:
-        yield Finding(
-            FINE, "rates", f"kept in {path}" if path.exists() else f"measured at the first plan, kept in {path}"
-        )
+        yield Finding(FINE, "rates", f"in {path}" if path.exists() else f"to be measured for the first plan, in {path}")
 
 
 def _gpu_memory() -> Iterator[Finding]:
@@ -209,9 +209,9 @@ def _keras() -> Iterator[Finding]:
     import keras
 
     backend = keras.backend.backend()
-    right = backend == "tensorflow"
-    remedy = "" if right else '; only TensorFlow graphs can be rewritten: set KERAS_BACKEND="tensorflow"'
-    yield Finding(FINE if right else FAILED, "Keras backend", f"{backend}{remedy}")
+    is_tensorflow = backend == "tensorflow"
+    remedy = "" if is_tensorflow else '; only TensorFlow graphs can be rewritten: set KERAS_BACKEND="tensorflow"'
+    yield Finding(FINE if is_tensorflow else FAILED, "Keras backend", f"{backend}{remedy}")
     policy = keras.config.dtype_policy().name
     yield Finding(FINE, "Keras types", f"policy {policy}, {keras.config.image_data_format()}")
 
@@ -223,31 +223,31 @@ def _spill(directory: str | None) -> Iterator[Finding]:
     where = SwapParams(spill_dir=directory).directory
     free = format_bytes(shutil.disk_usage(where).free)
     if is_in_memory(where):
-        saves_nothing = f"{where} is in memory, so that swapping to it saves nothing: name another, `spill_dir=`"
-        yield Finding(NOTE, "spill directory", saves_nothing)
+        text = f"{where} is in memory, so swapping to it saves no memory. Name a directory on disk with `spill_dir=`"
+        yield Finding(NOTE, "spill directory", text)
     else:
         yield Finding(FINE, "spill directory", f"{where} on disk, {free} free")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shown = " and ".join("any number" if n == resource.RLIM_INFINITY else str(n) for n in (soft, hard))
-    few = soft != resource.RLIM_INFINITY and soft < FEW_FILES
-    remedy = "; a swapped tensor is an open file: raise it with `ulimit -n`" if few else ""
-    yield Finding(NOTE if few else FINE, "open files", f"limits {shown} (soft and hard){remedy}")
+    limits = ["unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in (soft, hard)]
+    is_low = soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES
+    remedy = "; each swapped tensor is an open file: raise the limit with `ulimit -n`" if is_low else ""
+    yield Finding(NOTE if is_low else FINE, "open files", "limits: soft {}, hard {}".format(*limits) + remedy)
 
 
 def _try_tiles() -> Iterator[Finding]:
     from tflms_sft._params.tile_params import SFTParams
 
-    yield _tried("tiles", SFTParams(num_tiles=(2, 2)))
+    yield _compare_small_step("tiles", SFTParams(num_tiles=(2, 2)))
 
 
 def _try_swaps(directory: str | None) -> Iterator[Finding]:
     from tflms_sft._params.swap_params import SwapParams
 
-    yield _tried("swaps", SwapParams(spill_dir=directory, min_bytes=1))
+    yield _compare_small_step("swaps", SwapParams(spill_dir=directory, min_bytes=1))
 
 
-def _tried(name: str, params: object) -> Finding:
-    """A small step, rewritten, and compared with the same step as it is."""
+def _compare_small_step(name: str, params: object) -> Finding:
+    """Run a small step with and without rewriting, and compare loss and gradients."""
     import keras
     import tensorflow as tf
 
@@ -272,15 +272,15 @@ def _tried(name: str, params: object) -> Finding:
         pairs = list(zip(rewritten(*batch), plain(*batch), strict=True))
     errors = [float(tf.reduce_max(tf.abs(a - b)) / tf.maximum(tf.reduce_max(tf.abs(b)), 1e-6)) for a, b in pairs]
     segments, swaps = len(rewritten.plan.segments), len(rewritten.plan.swaps)
-    what = f"{segments} segment(s)" if segments else f"{swaps} tensor(s)"
-    text = f"{what}; loss and gradients differ from those of the plain step by {max(errors):.0e}"
-    right = segments + swaps > 0 and all(error <= TOLERANCE for error in errors)
-    return Finding(FINE if right else FAILED, f"small step, {name}", text)
+    parts = f"{segments} segment(s)" if segments else f"{swaps} tensor(s)"
+    text = f"{parts}; loss and gradients differ from those of the plain step by {max(errors):.0e}"
+    is_equal = segments + swaps > 0 and all(error <= MAX_RELATIVE_ERROR for error in errors)
+    return Finding(FINE if is_equal else FAILED, f"small step, {name}", text)
 
 
 @contextlib.contextmanager
 def _full_float32(tf: Any) -> Iterator[None]:
-    """Without TF32, whose 10 bits of mantissa are too few to compare numbers by."""
+    """Turn off TF32, whose mantissa of 10 bits is too short for a comparison."""
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:

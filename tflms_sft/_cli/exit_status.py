@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, what goes to stdout, and what to stderr."""
+"""Results of a command: exit codes, the text for stdout, and progress lines for stderr."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ OK, NOT_MET, WRONG_ARGUMENTS, INTERRUPTED = 0, 1, 2, 130
 
 EXIT_CODES = """exit codes:
   0    ok
-  1    the budget cannot be met, the step cannot be rewritten as asked, a check failed, or a
-       worker cannot serve
+  1    no plan meets the budget, the step cannot be rewritten, a check failed, or a worker
+       cannot serve
   2    wrong arguments
   130  stopped with Ctrl-C
 """
 
 
-SHORT_SECONDS = 2
-"""What takes no longer needs no second line."""
+MIN_REPORTED_SECONDS = 2
+"""Duration above which `Progress.doing` prints it."""
 
 
 class UsageError(Exception):
-    """Something in the arguments is wrong; the message says what was expected."""
+    """Raised for wrong arguments; the message states the expected value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a command found.
+    """Result of a command.
 
     Attributes:
-        text: For people.
-        data: For programs (`--json`).
+        text: Text for people.
+        data: Data for programs (`--json`).
         code: Exit code.
-        then: What goes on after this was printed, without end; `None` if nothing does.
+        then: Function to call after printing, which does not return; `None` to exit.
     """
 
     text: str
@@ -48,32 +48,32 @@ class Outcome:
 
 
 class Progress:
-    """Lines on stderr about what takes seconds.
+    """Prints progress lines on stderr.
 
     Args:
-        quiet: Whether to say nothing.
+        quiet: Whether to print nothing.
     """
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         if not self._quiet:
             print(f"tflms-sft: {text}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """Say what is going on, and how long it took if that was long."""
-        self.say(f"{what} ...")
+    def doing(self, activity: str) -> Iterator[None]:
+        """Print an activity, and afterwards its duration if it took more than 2 seconds."""
+        self.say(f"{activity} ...")
         began = time.monotonic()
         yield
         seconds = time.monotonic() - began
-        if seconds > SHORT_SECONDS:
-            self.say(f"{what} took {seconds:.0f} s")
+        if seconds > MIN_REPORTED_SECONDS:
+            self.say(f"{activity} took {seconds:.0f} s")
 
 
 def table(rows: list[list[str]]) -> str:
-    """Columns side by side, without what would trail at the end of a line."""
+    """Return rows as aligned columns, without trailing spaces."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

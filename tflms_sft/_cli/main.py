@@ -1,4 +1,4 @@
-"""Reads the command line, runs the command, and turns errors into one paragraph and an exit code."""
+"""Entry point: reads the command line, runs the command, and turns errors into one paragraph and an exit code."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from tflms_sft._cli.exit_status import INTERRUPTED, NOT_MET, WRONG_ARGUMENTS, Ou
 __all__: list[str] = []
 
 _MODULES = {"max-input": "max_size", "max-batch": "max_size"}
-"""Modules of commands that are not called like them. They import TensorFlow, so they are imported when needed."""
+"""Modules of the commands that share one. Modules of commands import TensorFlow, so `main` imports them late."""
 
-_MOST_CHARACTERS = 2000
-"""Of an error."""
+_MAX_ERROR_CHARACTERS = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Defaults to those of the process.
 
     Returns:
-        The exit code: 0 ok, 1 what was asked for cannot be met or a check failed, 2 wrong arguments, 130 Ctrl-C;
-        of `run` that of the script.
+        The exit code: 0 ok, 1 no such plan or a failed check, 2 wrong arguments, 130 Ctrl-C. `run` returns the exit
+        code of the script.
 
     Raises:
         SystemExit: For `--help`, `--version`, and arguments that cannot be read.
@@ -41,14 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse(arguments)
     if options.command == "run":
         return importlib.import_module("tflms_sft._cli.run").execute(options)
-    # TensorFlow reads it when it is imported.
+    # TensorFlow reads this variable when it is imported.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
-        # What a model's own code prints is not the answer.
+        # Output of the model's own code must not mix with the result.
         with contextlib.redirect_stdout(sys.stderr):
             command = importlib.import_module(f"tflms_sft._cli.{_MODULES.get(options.command, options.command)}")
             outcome = command.execute(options)
-        code = _printed(outcome, options.json)
+        code = _print_outcome(outcome, options.json)
         if outcome.then is not None:
             outcome.then()
         return code
@@ -56,31 +55,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tflms-sft: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        return _failed(error, options)
+        return _report_error(error, options)
 
 
-def _printed(outcome: Outcome, as_json: bool) -> int:
+def _print_outcome(outcome: Outcome, as_json: bool) -> int:
     try:
         print(json.dumps(outcome.data, indent=2) if as_json else outcome.text, flush=True)
-    except BrokenPipeError:  # `| head` has seen enough; the interpreter must not flush again.
+    except BrokenPipeError:  # The reader, such as `head`, has exited; the interpreter must not flush again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return outcome.code
 
 
-def _failed(error: Exception, options: argparse.Namespace) -> int:
-    """Says what went wrong."""
+def _report_error(error: Exception, options: argparse.Namespace) -> int:
+    """Print an error as one paragraph, and return the exit code."""
     if options.traceback:
         traceback.print_exception(error)
-    known = isinstance(error, (UsageError, RewriteError))
-    text = str(error) if known else f"{type(error).__name__}: {error}"
+    is_expected = isinstance(error, (UsageError, RewriteError))
+    text = str(error) if is_expected else f"{type(error).__name__}: {error}"
     text = text.replace("`memory_budget`", "--budget").replace("memory_budget=", "--budget ")
-    text = textwrap.shorten(text, _MOST_CHARACTERS, placeholder=" ...")
-    hint = "" if known or options.traceback else " (--traceback shows where this was raised)"
+    text = textwrap.shorten(text, _MAX_ERROR_CHARACTERS, placeholder=" ...")
+    hint = "" if is_expected or options.traceback else " (--traceback shows where this was raised)"
     print(f"tflms-sft {options.command}: error: {text}{hint}", file=sys.stderr)
     code = WRONG_ARGUMENTS if isinstance(error, UsageError) else NOT_MET
     if options.json:
-        about: dict[str, object] = {"type": type(error).__name__, "message": text}
+        record: dict[str, object] = {"type": type(error).__name__, "message": text}
         if isinstance(error, BudgetError) and getattr(error, "smallest_bytes", None) is not None:
-            about["smallest_bytes"] = error.smallest_bytes
-        _printed(Outcome("", {"command": options.command, "error": about}), True)
+            record["smallest_bytes"] = error.smallest_bytes
+        _print_outcome(Outcome("", {"command": options.command, "error": record}), True)
     return code

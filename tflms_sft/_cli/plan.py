@@ -1,4 +1,4 @@
-"""`tflms-sft plan`: how a model would be trained."""
+"""`tflms-sft plan`: prints the plan for training a model, without training it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__: list[str] = []
 
 
 def execute(options: argparse.Namespace) -> Outcome:
-    """Plan one step, without running it.
+    """Plan one training step without running it.
 
     Raises:
-        RewriteError: If there is no such plan.
+        RewriteError: If no plan meets the parameters.
         UsageError: For wrong arguments.
     """
     params = _params(options)
@@ -53,9 +53,9 @@ def _params(options: argparse.Namespace) -> Any:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Refuse early what would fail after minutes of planning."""
+    """Refuse unusable output files before planning, which may take minutes."""
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError('--plot needs matplotlib: pip install "tflms-sft[plot]".')
+        raise UsageError('--plot needs matplotlib. Install it with: pip install "tflms-sft[plot]".')
     for option, path in (("--plot", options.plot), ("--html", options.html)):
         if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
             raise UsageError(f"{option} must be a file in a directory that exists. Received: {path!r}.")

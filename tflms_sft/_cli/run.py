@@ -1,7 +1,8 @@
-"""`tflms-sft run`: a training script as it is, every `fit` within a budget.
+"""`tflms-sft run`: runs an unchanged training script, with every `fit` within a budget.
 
-The script may set variables that TensorFlow reads when it is imported, and options that it takes only before its
-first operation. So nothing is imported before the script asks for it, and `keras.Model.fit` is replaced when Keras is.
+The script may set variables that TensorFlow reads at its import, and options that TensorFlow accepts only before its
+first operation. So this module imports neither Keras nor TensorFlow, and replaces `keras.Model.fit` when the script
+imports Keras.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ __all__: list[str] = []
 
 _PREFIX = "tflms-sft run:"
 
-_NO_TEXT = (".pyc", ".pyz", ".zip")
-"""Ends of the names of programs that are no source."""
+_BINARY_SUFFIXES = (".pyc", ".pyz", ".zip")
+"""Suffixes of programs that are not source text."""
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -39,7 +40,7 @@ def execute(options: argparse.Namespace) -> int:
         options: `script`, `module`, `arguments`; `budget`, `headroom`, `no_swap`; `report`, `quiet`.
 
     Returns:
-        The exit code of the script; 2 if there is no such script.
+        The exit code of the script; 2 for a script or report file that cannot be used.
     """
     problem = _problem(options)
     if problem:
@@ -52,8 +53,8 @@ def execute(options: argparse.Namespace) -> int:
         with open(options.report, "w", encoding="utf-8") as file:
             json.dump({"command": "run", "exit_code": code, "fits": budget.fits()}, file, indent=2)
     if not budget.callbacks and not options.quiet:
-        why = f"; {budget.others} had a callback of tflms_sft's already" if budget.others else ""
-        print(f"{_PREFIX} no `fit` of a Keras model ran under the budget{why}", file=sys.stderr)
+        reason = f"; {budget.num_skipped} had a callback of tflms_sft already" if budget.num_skipped else ""
+        print(f"{_PREFIX} no `fit` of a Keras model ran under the budget{reason}", file=sys.stderr)
     return code
 
 
@@ -67,11 +68,11 @@ def _problem(options: argparse.Namespace) -> str:
 
 
 class Budget:
-    """Gives every `fit` of a Keras model a callback.
+    """Adds a `MemoryBudget` callback to every `fit` of a Keras model.
 
     Attributes:
-        callbacks: Those that were given, in order.
-        others: Number of `fit`s that had one already.
+        callbacks: The added callbacks, in the order of the `fit` calls.
+        num_skipped: Number of `fit` calls that had a callback of tflms_sft already.
     """
 
     def __init__(self, memory_budget: Any, headroom: float | None, swap: bool, verbose: bool) -> None:
@@ -80,16 +81,16 @@ class Budget:
         if headroom is not None:
             self._options["headroom"] = headroom
         self.callbacks: list[Any] = []
-        self.others = 0
+        self.num_skipped = 0
         self._replaced: tuple[Any, Any] | None = None
 
     def fits(self) -> list[Any]:
-        """The plan of each `fit`, as JSON has it; `None` for one that ended before its first step."""
-        return [None if one.plan is None else json.loads(one.plan.to_json()) for one in self.callbacks]
+        """Return the JSON object of each plan; `None` for a `fit` that ended before its first step."""
+        return [None if callback.plan is None else json.loads(callback.plan.to_json()) for callback in self.callbacks]
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Replace `keras.Model.fit`, now or when Keras is imported, and put it back in the end."""
+        """Replace `keras.Model.fit`, now or when Keras is imported, and restore it at the end."""
         finder = _WhenImported("keras", self._patch)
         if "keras" in sys.modules:
             self._patch(sys.modules["keras"])
@@ -110,61 +111,61 @@ class Budget:
         def fit(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             _build(args[0], bound.arguments.get("x"))
-            with self._given(args[0], bound.arguments.get("callbacks")) as callbacks:
+            with self._with_budget(args[0], bound.arguments.get("callbacks")) as callbacks:
                 bound.arguments["callbacks"] = callbacks
                 return plain(*bound.args, **bound.kwargs)
 
-        self._replaced = keras.Model, vars(keras.Model).get("fit")  # None: it inherits it.
+        self._replaced = keras.Model, vars(keras.Model).get("fit")  # None if inherited.
         keras.Model.fit = fit
 
     def _restore(self) -> None:
         if self._replaced is None:
             return
-        model, own = self._replaced
-        if own is None:
+        model, fit = self._replaced
+        if fit is None:
             del model.fit
         else:
-            model.fit = own
+            model.fit = fit
 
     @contextlib.contextmanager
-    def _given(self, model: Any, callbacks: Any) -> Iterator[Any]:
-        """The callbacks of a `fit` with one more, while it lasts."""
+    def _with_budget(self, model: Any, callbacks: Any) -> Iterator[Any]:
+        """Yield the callbacks of a `fit` and a `MemoryBudget`, which is removed from a container afterwards."""
         import keras
 
         from tflms_sft._keras.callbacks import MemoryBudget
         from tflms_sft._keras.rewriting_callback import RewritingCallback
 
         container = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
-        own = list(container.callbacks if container is not None else keras.tree.flatten(callbacks))
-        if any(isinstance(callback, RewritingCallback) for callback in own):
-            self.others += 1
+        users = list(container.callbacks if container is not None else keras.tree.flatten(callbacks))
+        if any(isinstance(callback, RewritingCallback) for callback in users):
+            self.num_skipped += 1
             yield callbacks
             return
-        ours = MemoryBudget(self._budget, **self._options)
-        self.callbacks.append(ours)
+        budget = MemoryBudget(self._budget, **self._options)
+        self.callbacks.append(budget)
         if container is None:
-            yield [*(callback for callback in own if callback is not None), ours]
+            yield [*(callback for callback in users if callback is not None), budget]
             return
-        container.callbacks.append(ours)
-        ours.set_model(model)  # The container told the others when it was made.
-        ours.set_params(container.params)
+        container.callbacks.append(budget)
+        budget.set_model(model)  # A container does this for its callbacks at construction only.
+        budget.set_params(container.params)
         try:
             yield container
         finally:
-            container.callbacks.remove(ours)
+            container.callbacks.remove(budget)
 
 
 def _build(model: Any, data: Any) -> None:
-    """Make the weights of a model that Keras would make in its first step: a step is rewritten before it is run.
+    """Create the weights that Keras would create in the first step, because a step is rewritten before it runs.
 
-    They are the same, drawn in the same order. Where batches cannot be looked at without taking them, as those of a
-    generator, nothing is done, and the callback says what is missing.
+    The values are equal, since they are drawn in the same order. A generator's batches cannot be inspected without
+    consuming them: the model is then left as it is, and the callback raises an error that names what is missing.
     """
     import keras
 
     if model.built and model.weights:
         return
-    with contextlib.suppress(Exception):  # The model's own errors are raised by its `fit`.
+    with contextlib.suppress(Exception):  # `fit` raises the model's own errors.
         if hasattr(data, "element_spec"):
             data = data.element_spec
         elif isinstance(data, keras.utils.PyDataset):
@@ -174,7 +175,7 @@ def _build(model: Any, data: Any) -> None:
 
 
 def _symbol(array: Any) -> Any:
-    """Stands for a batch of such arrays, as `fit` hands them to the model."""
+    """Return the symbol of a batch with the dtype that `fit` passes to the model."""
     import keras
 
     dtype = getattr(array.dtype, "name", array.dtype)
@@ -182,11 +183,11 @@ def _symbol(array: Any) -> Any:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Calls back when a module has been imported."""
+    """Import hook that calls a function after a module has been imported."""
 
-    def __init__(self, name: str, then: Any) -> None:
+    def __init__(self, name: str, callback: Any) -> None:
         self._name = name
-        self._then = then
+        self._callback = callback
 
     def find_spec(  # noqa: D102
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -197,30 +198,30 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return None
-        spec.loader = _Then(spec.loader, self._then)
+        spec.loader = _CallbackLoader(spec.loader, self._callback)
         return spec
 
 
-class _Then(importlib.abc.Loader):
-    """A loader that calls back when it is done."""
+class _CallbackLoader(importlib.abc.Loader):
+    """Wraps a loader and calls a function after it has executed the module."""
 
-    def __init__(self, loader: Any, then: Any) -> None:
+    def __init__(self, loader: Any, callback: Any) -> None:
         self._loader = loader
-        self._then = then
+        self._callback = callback
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:  # noqa: D102
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:  # noqa: D102
         assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader  # As if nobody had been between.
+        module.__spec__.loader = module.__loader__ = self._loader  # Leave no trace of this wrapper in the module.
         self._loader.exec_module(module)
-        self._then(module)
+        self._callback(module)
 
 
 @contextlib.contextmanager
 def _arguments(options: argparse.Namespace) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as the script expects them."""
+    """Set `sys.argv` and `sys.path` as `python` sets them for the script."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [options.script, *options.arguments]
     sys.path[:0] = [os.getcwd() if options.module else os.path.dirname(os.path.abspath(options.script))]
@@ -234,21 +235,21 @@ def _run(options: argparse.Namespace) -> int:
     try:
         if options.module:
             runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-        elif options.script.endswith(_NO_TEXT):
+        elif options.script.endswith(_BINARY_SUFFIXES):
             runpy.run_path(os.path.abspath(options.script), run_name="__main__")
         else:
             _run_file(options.script)
     except SystemExit as stop:
         return _exit_code(stop.code)
     except BaseException as error:
-        error.__traceback__ = _of_the_script(error.__traceback__)
+        error.__traceback__ = _script_traceback(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else NOT_MET
     return OK
 
 
 def _run_file(script: str) -> None:
-    """As `python script` does: `runpy` would change the name in `sys.argv` to that of `__file__`."""
+    """Run a source file as `python` does. `runpy` would set `sys.argv[0]` to the absolute path."""
     path = os.path.abspath(script)
     main = ModuleType("__main__")
     main.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins)
@@ -256,22 +257,22 @@ def _run_file(script: str) -> None:
     sys.modules["__main__"] = main
     try:
         with open(path, "rb") as file:
-            # What this module imports from `__future__` is no business of the script's.
+            # The script must not inherit the `__future__` imports of this module.
             exec(compile(file.read(), path, "exec", dont_inherit=True), main.__dict__)
     finally:
         sys.modules["__main__"] = before
 
 
 def _exit_code(code: Any) -> int:
-    """As Python has it."""
+    """Return the exit code of a `SystemExit`, and print a text that it carries, as Python does."""
     if code is None or isinstance(code, int):
         return OK if code is None else int(code)
     print(code, file=sys.stderr)
     return NOT_MET
 
 
-def _of_the_script(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback without what is above the script; none for a script that could not be read."""
+def _script_traceback(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames above the script; `None` for a script with a syntax error."""
     while frames is not None and frames.tb_frame.f_globals.get("__name__") != "__main__":
         frames = frames.tb_next
     return frames

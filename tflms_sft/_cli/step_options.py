@@ -1,4 +1,4 @@
-"""The training step of a model, traced for shapes alone: no batch is made and nothing runs."""
+"""Traces the training step of a model for shapes alone: creates no batch and runs no step."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _LOSSES = {
     "softmax": ("sparse_categorical_crossentropy", "its output is a softmax"),
     "sigmoid": ("binary_crossentropy", "its output is a sigmoid"),
 }
-_OTHER = ("mean_squared_error", "its output is neither a softmax nor a sigmoid")
+_DEFAULT_LOSS = ("mean_squared_error", "its output is neither a softmax nor a sigmoid")
 
 Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Assumed:
-    """What a step was traced for.
+    """Model, signature and device for which a step was traced.
 
     Attributes:
         model: Name of the model.
-        num_weights: Numbers in its weights.
-        inputs: Name, shape and type of each input.
-        targets: Shape and type of each target.
-        optimizer: Its class.
-        loss: In words, and where it comes from.
-        device: Whose memory the plan is for.
+        num_weights: Number of elements of its weights.
+        inputs: Name, shape and dtype of each input.
+        targets: Shape and dtype of each target.
+        optimizer: Class of the optimizer.
+        loss: The loss and its origin, as text.
+        device: Device whose memory is planned.
     """
 
     model: str
@@ -59,7 +59,7 @@ class Assumed:
     device: str
 
     def text(self) -> str:
-        """In two lines."""
+        """Return a description in two lines."""
         images = ", ".join(f"{name} {_shown(shape)} {dtype}" for name, shape, dtype in self.inputs)
         targets = ", ".join(f"{_shown(shape)} {dtype}" for shape, dtype in self.targets)
         return (
@@ -70,41 +70,46 @@ class Assumed:
 
 @dataclasses.dataclass(frozen=True)
 class PlannableStep:
-    """A traced step, ready to be planned."""
+    """A traced step that can be planned repeatedly.
+
+    Attributes:
+        traced: The traced step.
+        assumed: The signature that it was traced for.
+    """
 
     traced: TracedStep
     assumed: Assumed
 
     @functools.cached_property
     def plain_bytes(self) -> int:
-        """Predicted peak of the step as it is, judged as a budget judges it."""
+        """Predicted peak of the plain step in bytes, by the measure of a budget."""
         return predict(self.traced, [])[0].peak_bytes
 
     def plan(self, params: Any, progress: Progress, advise: bool = True) -> Plan:
-        """What would be done with it on this machine, whose rates are measured if they are not known.
+        """Return the plan for this machine, whose rates are measured if they are unknown.
 
         Args:
-            params: What to do with it.
-            progress: Is told what takes long.
+            params: Parameters of the rewriting.
+            progress: Printer of progress lines.
             advise: As for `rewrite_traced`.
 
         Raises:
-            RewriteError: If it cannot be done; `BudgetError` for a budget that no plan meets.
-            UsageError: For parameters that do not go with the model.
+            RewriteError: If the step cannot be rewritten; `BudgetError` for a budget that no plan meets.
+            UsageError: For parameters that do not fit the model.
         """
         try:
             self.traced.go_by(machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: "))))
             with collector_paused():
                 return rewrite_traced(self.traced, parse_request(params), advise)[1]
-        except ValueError as error:  # Such as tiles for axes that the images do not have.
+        except ValueError as error:  # For example tiles along axes that the images lack.
             raise UsageError(str(error)) from error
 
 
 def budget_params(options: argparse.Namespace) -> AutoParams:
-    """The budget of a command line.
+    """Return the budget of a command line.
 
     Raises:
-        UsageError: For one that is not understood.
+        UsageError: For a budget that cannot be parsed.
     """
     headroom = {} if options.headroom is None else {"headroom": options.headroom}
     try:
@@ -114,28 +119,27 @@ def budget_params(options: argparse.Namespace) -> AutoParams:
 
 
 def load(options: argparse.Namespace) -> tuple[Any, str]:
-    """The model of a command line, compiled, and what was taken for its loss, and why.
+    """Return the compiled model of a command line, and its loss with the reason for it, as text.
 
-    A model that is not compiled is compiled here, and so is one for which the command line asks for another optimizer
-    or loss.
+    Compiles a model that is not compiled, and recompiles a model for another optimizer or loss.
 
     Args:
         options: `optimizer` and `loss` may be `None`.
 
     Raises:
-        UsageError: If no model comes of it, or for names that Keras does not know.
+        UsageError: If there is no such model, or Keras does not know the optimizer or loss.
     """
     model = model_loading.load(options.model, dict(options.arg), options.imports)
-    return model, _compiled(model, options)
+    return model, _compile(model, options)
 
 
-def _compiled(model: Any, options: argparse.Namespace) -> str:
+def _compile(model: Any, options: argparse.Namespace) -> str:
     is_compiled = bool(model.compiled) and model.optimizer is not None
     if is_compiled and not options.optimizer and not options.loss:
         return "the model's own loss"
     loss, why = _fitting_loss(model) if not options.loss else (options.loss, "loss as given")
     try:
-        keras.optimizers.get(options.optimizer or "adam")  # What is not known would be told later, and less clearly.
+        keras.optimizers.get(options.optimizer or "adam")  # `compile` accepts unknown names and fails later.
         keras.losses.get(options.loss)
         if is_compiled:
             loss, why = (options.loss, why) if options.loss else (None, "the model's own loss")
@@ -148,21 +152,18 @@ def _compiled(model: Any, options: argparse.Namespace) -> str:
 
 
 def _fitting_loss(model: Any) -> tuple[Any, str]:
-    """A loss for each output, by its activation, and why."""
+    """Return a loss for each output by its activation, and the reason as text."""
     outputs = getattr(model, "outputs", None) or [None]
-    found = [_LOSSES.get(_activation(output), _OTHER) for output in outputs]
-    reasons = "; ".join(dict.fromkeys(why for _, why in found))
-    why = f"the model is not compiled: {reasons}"
-    if len(found) == 1:
-        return found[0][0], why
-    names = [loss for loss, _ in found]
-    return names, why
+    losses = [_LOSSES.get(_activation(output), _DEFAULT_LOSS) for output in outputs]
+    reasons = "; ".join(dict.fromkeys(reason for _, reason in losses))
+    names = [name for name, _ in losses]
+    return names[0] if len(names) == 1 else names, f"the model is not compiled: {reasons}"
 
 
 def _activation(output: Any) -> str:
     history: Any = getattr(output, "_keras_history", None)
     layer = getattr(history, "operation", None)
-    while isinstance(layer, keras.Model) and getattr(layer, "outputs", None):  # A model inside of the model.
+    while isinstance(layer, keras.Model) and getattr(layer, "outputs", None):  # A nested model.
         history = layer.outputs[history.tensor_index]._keras_history
         layer = history.operation
     if isinstance(layer, keras.layers.Softmax):
@@ -171,31 +172,31 @@ def _activation(output: Any) -> str:
 
 
 def of_given_size(model: Any, shapes: Sequence[tuple[str | None, Shape]]) -> Any:
-    """The model, built again if it has one input of a fixed size and another size is given.
+    """Return the model, rebuilt if it has one input of a fixed size and another size is given.
 
     Raises:
-        UsageError: If it cannot be built for that size.
+        UsageError: If the model cannot be built for that size.
     """
     inputs = list(getattr(model, "inputs", None) or ())
     if len(inputs) != 1 or len(shapes) != 1 or shapes[0][0] not in (None, _name(inputs[0])):
         return model
-    own, shape = tuple(inputs[0].shape[1:]), shapes[0][1]
-    other = [axis for axis, pair in enumerate(zip(own, shape, strict=False)) if pair[0] not in (None, pair[1])]
-    if len(own) != len(shape) or not other or not set(other) <= set(model_loading.spatial_axes(len(own))):
+    declared, shape = tuple(inputs[0].shape[1:]), shapes[0][1]
+    changed = {axis for axis, pair in enumerate(zip(declared, shape, strict=False)) if pair[0] not in (None, pair[1])}
+    if len(declared) != len(shape) or not changed or not changed <= set(model_loading.spatial_axes(len(declared))):
         return model
     return model_loading.resized(model, shape)
 
 
 def input_specs(model: Any, shapes: Sequence[tuple[str | None, Shape]], batch: int | None) -> Any:
-    """What a step takes for images, in the structure of the model's inputs.
+    """Return tensor specs of the images in the structure of the model's inputs.
 
     Args:
         model: Any model.
-        shapes: (name of an input, shape of one example) as given; the name may be left out if there is one input.
-        batch: Examples; `None` for the model's own, or 1.
+        shapes: Pairs (name of an input, shape of one example); the name may be `None` for a model with one input.
+        batch: Batch size; `None` for that of the model, or 1.
 
     Raises:
-        UsageError: For sizes that are missing, or other ones than the model's.
+        UsageError: For sizes that are missing or contradict the model.
     """
     given = _by_name(shapes)
     inputs = list(getattr(model, "inputs", None) or ())
@@ -205,7 +206,7 @@ def input_specs(model: Any, shapes: Sequence[tuple[str | None, Shape]], batch: i
     unknown = [name for name in given if name is not None and name not in names]
     if unknown or (None in given and len(inputs) > 1):
         raise UsageError(
-            f"--input-shape has to name one of the inputs of model {model.name!r}: {', '.join(names)}, such as "
+            f"--input-shape must name one of the inputs of model {model.name!r}: {', '.join(names)}, such as "
             f"{names[0]}=64,64,3. Received: {', '.join(str(name) for name in given)}."
         )
     specs = [_input_spec(model, tensor, given.get(_name(tensor), given.get(None)), batch) for tensor in inputs]
@@ -218,55 +219,53 @@ def input_specs(model: Any, shapes: Sequence[tuple[str | None, Shape]], batch: i
 def _by_name(shapes: Sequence[tuple[str | None, Shape]]) -> Mapping[str | None, Shape]:
     given = dict(shapes)
     if len(given) < len(shapes):
-        raise UsageError("--input-shape is given twice for the same input; name inputs: --input-shape NAME=64,64,3.")
+        raise UsageError("--input-shape must be given once per input. Name the inputs: --input-shape NAME=64,64,3.")
     return given
 
 
 def _undeclared(model: Any, given: Mapping[str | None, Shape], batch: int | None) -> Any:
-    """For a model that is a Python program, and does not tell what it takes."""
+    """Return the spec for a subclassed model, which declares no inputs."""
     if set(given) != {None}:
         raise UsageError(
-            f"Model {model.name!r} does not tell its input; give one --input-shape without a name, such as 64,64,3."
+            f"Model {model.name!r} does not declare its input. Give one --input-shape without a name, such as 64,64,3."
         )
     return tf.TensorSpec((batch or 1, *given[None]), keras.config.floatx())
 
 
 def _input_spec(model: Any, tensor: Any, shape: Shape | None, batch: int | None) -> Any:
-    own, what = tuple(tensor.shape), f"Input {_name(tensor)!r} of model {model.name!r}"
-    if batch is not None and own[0] not in (None, batch):
-        raise UsageError(f"{what} is made for batches of {own[0]}. Received: --batch {batch}.")
+    (batch_size, *sizes), subject = tuple(tensor.shape), f"Input {_name(tensor)!r} of model {model.name!r}"
+    if batch is not None and batch_size not in (None, batch):
+        raise UsageError(f"{subject} has a fixed batch size of {batch_size}. Received: --batch {batch}.")
     if shape is None:
-        if None in own[1:]:
-            raise UsageError(
-                f"{what} leaves sizes open: {_shown(own[1:])}. Give them as --input-shape, such as 512,512,3."
-            )
-        shape = own[1:]
-    if len(shape) != len(own) - 1 or any(o not in (None, s) for o, s in zip(own[1:], shape, strict=True)):
+        if None in sizes:
+            raise UsageError(f"{subject} has free sizes: {_shown(sizes)}. Give --input-shape, such as 512,512,3.")
+        shape = tuple(sizes)
+    if len(shape) != len(sizes) or any(size not in (None, s) for size, s in zip(sizes, shape, strict=True)):
         raise UsageError(
-            f"{what} is {_shown(own[1:])}. Received: --input-shape {','.join(map(str, shape))}. Give sizes that match, "
-            "or the model an input of free ones, such as keras.Input((None, None, 3))."
+            f"{subject} is {_shown(sizes)}. Received: --input-shape {','.join(map(str, shape))}. Give matching sizes, "
+            "or build the model with free sizes, such as keras.Input((None, None, 3))."
         )
-    return tf.TensorSpec((own[0] or batch or 1, *shape), tensor.dtype)
+    return tf.TensorSpec((batch_size or batch or 1, *shape), tensor.dtype)
 
 
 def trace(model: Any, why: str, images: Any, options: argparse.Namespace) -> PlannableStep:
-    """The training step of a model for one batch.
+    """Trace the training step of a model for one batch.
 
     Args:
-        model: Compiled.
-        why: What `load` said of its loss.
-        images: What `input_specs` returned.
+        model: A compiled model.
+        why: Text about the loss that `load` returned.
+        images: Specs that `input_specs` returned.
         options: `target_shape` and `target_dtype` may be `None`.
 
     Raises:
-        RewriteError: If its step cannot be rewritten, or computes no gradients.
-        UsageError: If the model does not take such images, or no target fits its loss.
+        RewriteError: If the step cannot be rewritten, or computes no gradients.
+        UsageError: If the model does not accept such images, or no target fits its loss.
     """
     outputs = _outputs(model, images)
     failures = []
     for targets in _targets(model, outputs, options):
         try:
-            model._symbolic_build(data_batch=(images, targets))  # As `fit` does, so that one trace is enough.
+            model._symbolic_build(data_batch=(images, targets))  # `fit` does so, too; it saves a second trace.
             check_model(model)
             step = tf.function(lambda x, y: model.train_step((x, y)), autograph=False)
             concrete_fn, record = trace_step(step, (images, targets), {})
@@ -282,8 +281,8 @@ def trace(model: Any, why: str, images: Any, options: argparse.Namespace) -> Pla
     shown = ", ".join(f"{_shown(spec.shape)} {spec.dtype.name}" for spec in keras.tree.flatten(targets))
     raise UsageError(
         f"The training step of model {model.name!r} cannot be traced for {_listed(images)} and targets of {shown}: "
-        f"{type(error).__name__}: {str(error)[:700]} - If the targets are others, give --target-shape and "
-        "--target-dtype, or --loss."
+        f"{type(error).__name__}: {str(error)[:700]} - For other targets give --target-shape and --target-dtype, or "
+        "--loss."
     ) from error
 
 
@@ -293,23 +292,25 @@ def _outputs(model: Any, images: Any) -> Any:
         return model(symbols)
     except Exception as error:
         raise UsageError(
-            f"Model {model.name!r} does not take {_listed(images)}: {type(error).__name__}: {str(error)[:700]}"
+            f"Model {model.name!r} does not accept {_listed(images)}: {type(error).__name__}: {str(error)[:700]}"
         ) from error
 
 
 def _targets(model: Any, outputs: Any, options: argparse.Namespace) -> list[Any]:
-    """Targets to try, in the structure of the outputs: what the loss seems to want first."""
+    """Return candidate targets in the structure of the outputs, the one that suits the loss first."""
     flat = keras.tree.flatten(outputs)
     if options.target_shape is not None or options.target_dtype:
         if len(flat) > 1:
-            raise UsageError(f"--target-shape and --target-dtype are for one output; model {model.name!r} has several.")
+            raise UsageError(
+                f"--target-shape and --target-dtype need a model with one output. Received: model {model.name!r} with "
+                f"{len(flat)} outputs."
+            )
         shape = flat[0].shape[1:] if options.target_shape is None else options.target_shape
         return [_given_target((flat[0].shape[0], *shape), options.target_dtype or flat[0].dtype)]
-    kinds = [_wants_classes(loss) for loss in _losses(model, outputs)]
-    choices = (kinds, [not kind for kind in kinds])
+    sparse = [_is_sparse(loss) for loss in _losses(model, outputs)]
     return [
-        keras.tree.pack_sequence_as(outputs, [_target(*pair) for pair in zip(flat, choice, strict=True)])
-        for choice in choices
+        keras.tree.pack_sequence_as(outputs, [_target(*pair) for pair in zip(flat, candidate, strict=True)])
+        for candidate in (sparse, [not is_sparse for is_sparse in sparse])
     ]
 
 
@@ -317,18 +318,18 @@ def _given_target(shape: Shape, dtype: str) -> Any:
     try:
         return tf.TensorSpec(shape, dtype)
     except TypeError:
-        raise UsageError(f"--target-dtype must be a type of numbers, such as int32. Received: {dtype!r}.") from None
+        raise UsageError(f"--target-dtype must be a numeric dtype, such as int32. Received: {dtype!r}.") from None
 
 
-def _target(output: Any, classes: bool) -> Any:
-    """Numbers of classes, or what an output is itself."""
-    if classes and len(output.shape) > 1:
+def _target(output: Any, is_sparse: bool) -> Any:
+    """Return the spec of class indices, or the spec of the output itself."""
+    if is_sparse and len(output.shape) > 1:
         return tf.TensorSpec(output.shape[:-1], "int32")
     return tf.TensorSpec(output.shape, output.dtype)
 
 
 def _losses(model: Any, outputs: Any) -> list[Any]:
-    """The loss of each output."""
+    """Return the loss of each output."""
     flat = keras.tree.flatten(outputs)
     loss = model.loss
     if isinstance(loss, dict):
@@ -339,7 +340,8 @@ def _losses(model: Any, outputs: Any) -> list[Any]:
     return [loss] * len(flat)
 
 
-def _wants_classes(loss: Any) -> bool:
+def _is_sparse(loss: Any) -> bool:
+    """Return whether a loss takes class indices, judged by its name."""
     names = (loss, getattr(loss, "name", ""), getattr(loss, "__name__", ""), type(loss).__name__)
     return any("sparse" in name.lower() for name in names if isinstance(name, str))
 
@@ -360,7 +362,7 @@ def _assumed(model: Any, images: Any, targets: Any, why: str) -> Assumed:
 
 
 def _input_names(model: Any) -> list[str]:
-    """As `keras.tree.flatten` has them."""
+    """Return the names of the inputs in the order of `keras.tree.flatten`."""
     inputs = list(getattr(model, "inputs", None) or ())
     if len(inputs) < 2:
         return [_name(tensor) for tensor in inputs] or ["input"]
@@ -368,7 +370,7 @@ def _input_names(model: Any) -> list[str]:
 
 
 def _name(tensor: Any) -> str:
-    """Of an input, as its layer is called in `model.summary()`; the tensor may have been numbered instead."""
+    """Return the name of an input's layer in `model.summary()`. The tensor itself may have a numbered name."""
     return getattr(getattr(tensor, "_keras_history", None), "operation", tensor).name
 
 

@@ -1,7 +1,7 @@
-"""`tflms-sft worker`: the devices of this machine for a program on another one.
+"""`tflms-sft worker`: serves the devices of this machine to a program on another machine.
 
-TensorFlow's server does all that is asked of it. Here is looked at what it says nothing about: it waits where it is to
-be found by nobody, and shares a port with another one.
+TensorFlow's server does the work. This module first checks two mistakes that the server accepts without an error: an
+address that no other machine can reach, and a port that another process uses.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__: list[str] = []
 
 
 def execute(options: argparse.Namespace) -> Outcome:
-    """Begin to serve.
+    """Start the server.
 
     Args:
         options: `cluster`, `task`, `quiet`.
 
     Raises:
-        UsageError: For a cluster that cannot be read, and a task that is not in it.
+        UsageError: If the cluster cannot be read, or the task is not in it.
         WorkerError: If this machine cannot serve at the address.
     """
     cluster = _cluster(options)
@@ -34,12 +34,12 @@ def execute(options: argparse.Namespace) -> Outcome:
     why = why_not_bound(address)
     if why:
         raise WorkerError(
-            f"Task {options.task} cannot serve at {address}: {why}. It must be an address of this machine, with a port "
-            "that nobody listens on; --task says which of --cluster this machine is."
+            f"Task {options.task} cannot serve at {address}: {why}. The address must be one of this machine, with a "
+            "free port. Check that --task is the position of this machine in --cluster, counted from 0."
         )
     Progress(options.quiet).say("starting TensorFlow ...")
     fail_fast()
-    server, gpus = _served(cluster, options.task)
+    server, gpus = _start_server(cluster, options.task)
     devices = f"{gpus} GPU(s)" if gpus else "its CPU"
     count = len(cluster.workers)
     text = f"tflms-sft worker: task {options.task} of {count} serves {devices} at {address}; Ctrl-C ends it"
@@ -60,7 +60,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     return cluster
 
 
-def _served(cluster: Cluster, task: int) -> tuple[Any, int]:
+def _start_server(cluster: Cluster, task: int) -> tuple[Any, int]:
     import tensorflow as tf
 
     jobs = {"worker": list(cluster.workers)}
@@ -69,6 +69,6 @@ def _served(cluster: Cluster, task: int) -> tuple[Any, int]:
 
 
 def _wait(server: Any) -> None:
-    """Without end, in Python: the server's own `join` does not hear Ctrl-C."""
-    del server  # Whoever called this holds it.
+    """Wait forever. In Python, because `server.join` ignores Ctrl-C."""
+    del server  # The caller's reference keeps it alive.
     threading.Event().wait()
