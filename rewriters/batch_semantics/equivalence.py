@@ -13,7 +13,7 @@ a micro-batch: gradients, what the update reads besides, results, and what is wr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -24,7 +24,7 @@ from rewriters.batch_semantics.interpreter import BatchInterpreter, draws
 from rewriters.ir.graph import Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.static_values import is_inexact
 from rewriters.ir.variables import may_write_variable, variable_handles
-from rewriters.pipelining.step_partition import StepPartition
+from rewriters.pipelining.step_partition import MicroBatchUse, StepPartition
 
 __all__: list[str] = []
 
@@ -55,7 +55,8 @@ class EquivalenceReport:
         factors: By what a micro-batch has to multiply an operand that it adds to a variable.
         odd: Operations that gradients, the update, variables or results depend on, and of each an operand that is known
             to be larger for the batch, by no power of the number of micro-batches.
-        places: What is as long as the batch and not made of its data, and is not the same for each sample.
+        use: Returns how micro-batches read a value that does not depend on data; raises `PipelineError` for one that
+            cannot be split.
         sums: Sums over samples.
         zero: Gradients that are all zero.
         half: What leaves micro-batches and is made of what they have written, and of a size, of which each has its own.
@@ -73,7 +74,7 @@ class EquivalenceReport:
     turned: list[Tensor]
     factors: dict[tuple[Node, int], float]
     odd: dict[Node, Tensor]
-    places: set[Tensor]
+    use: Callable[[Tensor], MicroBatchUse]
     sums: set[Tensor]
     zero: set[Tensor]
     half: list[Tensor]
@@ -154,7 +155,7 @@ class _Leaving:
             turned=[t for t in read if (axis := self.of[t].made.axis) is not None and axis.dim],
             factors=self.factors,
             odd={n: t for n, t in self.values.odd.items() if n in results},
-            places={t for t, v in self.of.items() if v.kind is BatchKind.PLACES},
+            use=self.values.batch_sized.use,
             sums={t for t, v in self.of.items() if v.kind is BatchKind.SUM},
             zero={t for t, v in self.of.items() if self._is_no_gradient(t, v)},
             half=[t for t in left_last if self.of[t].power != 0],

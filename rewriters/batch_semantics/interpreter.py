@@ -11,6 +11,7 @@ from rewriters.analysis.autodiff_roles import is_random, is_seed, reads_shape_on
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.batch_semantics import movement_rules
 from rewriters.batch_semantics.axis_rules import LENGTHS, SHAPE_OPERANDS, batch_kind_of
+from rewriters.batch_semantics.batch_sized_values import BatchSizedValues, is_offset_by_micro_batch
 from rewriters.batch_semantics.domain import (
     WITHOUT_DATA,
     AbstractValue,
@@ -30,13 +31,7 @@ from rewriters.errors import PipelineError
 from rewriters.ir.graph import BRANCHES, LOOPS, Node, Tensor
 from rewriters.ir.static_values import is_inexact
 from rewriters.ir.variables import variable_handles
-from rewriters.pipelining.batch_sized_values import (
-    BatchSizedValues,
-    MicroBatchUse,
-    is_offset_by_micro_batch,
-    without_data,
-)
-from rewriters.pipelining.step_partition import StepPartition
+from rewriters.pipelining.step_partition import MicroBatchUse, StepPartition
 from rewriters.rules.elementwise import ELEMENTWISE
 
 __all__: list[str] = []
@@ -62,9 +57,8 @@ class BatchInterpreter:
         self.scaled: dict[Node, None] = {}
         self.unknown: dict[Node, None] = {}
         self.odd: dict[Node, Tensor] = {}
-        without = without_data(analysis, parts, set(parts.sources))
-        self.borders = BatchSizedValues(
-            analysis, parts, without, sizes.growth, lambda t: self.of[t].kind is not BatchKind.PLACES
+        self.batch_sized = BatchSizedValues(
+            analysis, parts, sizes.growth, lambda t: self.of[t].kind is not BatchKind.PLACES
         )
         self._chained = set(parts.carried_variables)
         self._batched = {t for t in analysis.graph.inputs if t.node in parts.sources}
@@ -170,15 +164,15 @@ class BatchInterpreter:
     def _read(self, node: Node, tensor: Tensor) -> AbstractValue:
         """An operand; of what is not of data and is not the same for each sample, the part of a micro-batch."""
         value = self.of[tensor]
-        if value.kind is not BatchKind.PLACES or not self.borders.cross(node):
+        if value.kind is not BatchKind.PLACES or node in self.batch_sized.forward or reads_shape_only(node):
             return value
         try:
-            use = self.borders.use(tensor)
+            use = self.batch_sized.use(tensor)
         except PipelineError:  # Raised again when it is to be cut, if nothing that tells more is found before.
             return AbstractValue(dataclasses.replace(value.made, kind=BatchKind.ALIKE))
-        if use is MicroBatchUse.PLACE and is_offset_by_micro_batch(*self.sizes.values(tensor), self.sizes.parts):
+        if use is MicroBatchUse.INDEX and is_offset_by_micro_batch(*self.sizes.values(tensor), self.sizes.parts):
             return AbstractValue(dataclasses.replace(value.made, kind=BatchKind.ALIKE))
-        if use is MicroBatchUse.CUT:
+        if use is MicroBatchUse.SLICE:
             growth = self.sizes.growth(tensor)
             rows = growth.rows if growth is not None else 0
             return AbstractValue(Made(BatchKind.ROWS, Axis(0, 1, rows) if rows else Axis(0)), cut=True)
@@ -186,7 +180,7 @@ class BatchInterpreter:
 
     def _drawn(self, node: Node, tensor: Tensor) -> Made:
         """Noise: of a fixed seed it is not of data, else each micro-batch draws its own."""
-        if node not in self.borders.forward:
+        if node not in self.batch_sized.forward:
             return self._by_size(tensor, BatchKind.EVEN)
         axis = self.sizes.axis(tensor)
         return Made(BatchKind.PLACES, axis) if axis else Made()

@@ -58,9 +58,9 @@ class ReductionChooser:
     Args:
         analysis: Of the step as traced for one micro-batch.
         parts: Its parts.
-        is_mean: As in `Request`.
-        growth: As in `Request`.
-        gradients_are_means: As in `Request`.
+        is_mean: See `UnrollSpec`.
+        growth: See `UnrollSpec`.
+        gradients_are_means: See `UnrollSpec`.
     """
 
     def __init__(

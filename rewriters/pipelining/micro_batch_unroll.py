@@ -20,10 +20,14 @@ from rewriters.errors import PipelineError
 from rewriters.ir.graph import Graph, Node, Tensor, predecessors
 from rewriters.ir.static_values import int_constant, type_attr
 from rewriters.ir.variables import may_write_variable, variable_handles
-from rewriters.pipelining.batch_sized_values import BatchSizedValues, with_more_data, without_data
 from rewriters.pipelining.micro_batch_reduction import BatchGrowth, ReductionChooser
 from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction as Combination
-from rewriters.pipelining.step_partition import StepPartition
+from rewriters.pipelining.step_partition import (
+    MicroBatchUse,
+    StepPartition,
+    data_independent_ops,
+    with_sliced_values,
+)
 
 __all__: list[str] = []
 
@@ -58,36 +62,24 @@ class UnrollSpec:
     """How a step is to be run in micro-batches.
 
     Attributes:
-        micro_batches: How many.
-        batched: Positions of the arguments that have the batch axis.
-        is_mean: Says of a gradient or a loss whether it is a mean over the batch, not a sum; `None` if that is not
-            known.
-        has_batch_axis: Says of a tensor whether its first axis is the batch.
-        counterpart: Gives of a constant what it is in the step as traced for the batch, `None` if it is not there.
-        order: Says of a tensor in which order micro-batches make it.
-        growth: Says of a tensor how much larger it is for the batch; `None` if not just along some axes. Not given, it
-            is by its first axis or not at all.
-        gradients_are_means: What gradients are taken to be of which it is not known.
-        alike: Says of what does not depend on data whether each sample has the same there; else it is cut.
-        factors: By what a micro-batch multiplies an operand: what it adds to a variable as its part of the batch.
+        micro_batches: Number of micro-batches.
+        growth: Returns how much larger a tensor is for the batch; `None` if it does not grow along some axes only.
+        is_mean: Tells whether a gradient or a loss is a mean over the batch rather than a sum; `None` if unknown.
+        use: Returns how micro-batches read a value that does not depend on data.
+        counterpart: Returns the op of the step as traced for the batch that a constant corresponds to, or `None`.
+        order: Returns the order in which micro-batches compute a tensor.
+        factors: Factor of an operand in each micro-batch, by op name and position, such as its fraction of a total.
+        gradients_are_means: Whether gradients of unknown reduction are means.
     """
 
     micro_batches: int
-    batched: Sequence[int]
+    growth: Callable[[Tensor], BatchGrowth | None]
     is_mean: Callable[[Tensor], bool | None]
-    has_batch_axis: Callable[[Tensor], bool]
+    use: Callable[[Tensor], MicroBatchUse] = dataclasses.field(default=lambda tensor: MicroBatchUse.SAME)
     counterpart: Callable[[Node], Node | None] = dataclasses.field(default=lambda node: node)
     order: Callable[[Tensor], Sequence[int]] = dataclasses.field(default=lambda tensor: ())
     factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
-    growth: Callable[[Tensor], BatchGrowth | None] | None = None
     gradients_are_means: bool = True
-    alike: Callable[[Tensor], bool] = dataclasses.field(default=lambda tensor: False)
-
-    def grown(self, tensor: Tensor) -> BatchGrowth | None:
-        """How much larger a tensor is for the batch."""
-        if self.growth is not None:
-            return self.growth(tensor)
-        return BatchGrowth((0,), 1) if self.has_batch_axis(tensor) else BatchGrowth(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,12 +117,11 @@ class _Cloner:
     def __init__(self, analysis: GraphAnalysis, parts: StepPartition, request: UnrollSpec) -> None:
         self.analysis = analysis
         self.request = request
-        batched = {analysis.graph.inputs[position].node for position in request.batched}
-        self.without = without_data(analysis, parts, batched)
-        borders = BatchSizedValues(analysis, parts, self.without, request.grown, request.alike)
-        self.inner = borders.forward
-        self.cut = borders.to_cut() if request.micro_batches > 1 else []
-        self.parts = with_more_data(analysis, parts, self.cut)
+        self.without = data_independent_ops(analysis, parts)
+        self.inner = self.without - analysis.backward
+        self.parts = parts
+        self.cut = self._sliced_values() if request.micro_batches > 1 else []
+        self.parts = with_sliced_values(analysis, parts, self.cut)
         self.count = request.micro_batches
         old = analysis.graph
         library = type(old.library)()
@@ -144,7 +135,7 @@ class _Cloner:
         self.combined: dict[Tensor, tuple[Tensor, Combination]] = {}
         self.sizes = shape_computations(analysis.order)
         self.combinations = ReductionChooser(
-            analysis, self.parts, request.is_mean, request.grown, request.gradients_are_means
+            analysis, self.parts, request.is_mean, request.growth, request.gradients_are_means
         )
         self.of_whole: dict[Node, Node] = {}
         self.unlike: dict[Node, bool] = {}
@@ -189,6 +180,31 @@ class _Cloner:
                 self.graph.aliases[name] = known[tensor]
             elif tensor.node in self.once or self.count == 1:
                 self.graph.aliases[name] = self._copies(tensor.node)[0].out(tensor.index)
+
+    def _sliced_values(self) -> list[Tensor]:
+        """Return the values that are computed for the batch and split, although they do not depend on its data."""
+        crossing = (n for n in self.analysis.order if n not in self.inner and n not in self.parts.update)
+        read = dict.fromkeys(t for node in crossing if not reads_shape_only(node) for t in node.inputs)
+        return [tensor for tensor in read if self._is_sliced(tensor)]
+
+    def _is_sliced(self, tensor: Tensor) -> bool:
+        source = tensor.node
+        if source not in self.inner or source.op == "Placeholder" or not tensor.shape:
+            return False
+        growth = self.request.growth(tensor)
+        if growth is None:
+            if source not in self.parts.per_micro_batch or None not in tensor.shape:
+                return False
+        elif not growth.axes:
+            return False
+        if self.request.use(tensor) is not MicroBatchUse.SLICE:
+            return False
+        if growth is None:
+            raise PipelineError(
+                f"`{tensor.name}` ({source.op}) has to be split between micro-batches, and its size is unknown. Pass "
+                "it as an argument of the step, trace the step with a known batch size, or use `micro_batches=1`."
+            )
+        return True
 
     # Copies ---------------------------------------------------------------------------------------------------
 
@@ -255,8 +271,8 @@ class _Cloner:
 
     def _cut_arguments(self) -> None:
         """Cut arguments along the batch, whose size has to be one that can be cut evenly."""
-        for position in self.request.batched if self.count > 1 else ():
-            argument = self.analysis.graph.inputs[position].node
+        arguments = (t.node for t in self.analysis.graph.inputs if t.node in self.parts.sources)
+        for argument in arguments if self.count > 1 else ():
             whole = self.once[argument]
             dtype, shape = argument.outputs[0]
             self.pieces[argument] = self._split(argument.out(), whole.out())
@@ -429,7 +445,7 @@ class _Cloner:
         made = node in self.clones and measured.node in self.clones and measured.node not in self.without
         if measured.shape is None or not made:
             return None
-        growth, (dtype, shape) = self.request.grown(measured), node.outputs[0]
+        growth, (dtype, shape) = self.request.growth(measured), node.outputs[0]
         if growth is None:
             return None
         times = np.ones(len(measured.shape), dtype.as_numpy_dtype)

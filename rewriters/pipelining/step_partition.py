@@ -10,6 +10,7 @@ seed, unless it is counted up, as steps are; which belongs to a metric, only who
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Container, Iterable, Sequence
 
 from rewriters.analysis.autodiff_roles import gradients, is_seed, reads_shape_only, update_descendants, update_nodes
@@ -26,6 +27,14 @@ _COUNTS = frozenset(("AssignAddVariableOp", "AssignSubVariableOp"))
 _DRAWING = "Rng", "StatefulRandom", "StatefulStandard", "StatefulTruncated", "StatefulUniform"
 """What draws from a variable, which it sets on: each micro-batch draws its own."""
 _CONDITIONS = frozenset(("StatelessCase", "StatelessIf"))
+
+
+class MicroBatchUse(enum.Enum):
+    """Ways in which a micro-batch reads a value that does not depend on the data of the batch."""
+
+    SAME = "all micro-batches read one value, or each computes it from its own size"
+    SLICE = "each micro-batch reads its slice of the value for the batch"
+    INDEX = "the value indexes a tensor of the micro-batch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +56,32 @@ class StepPartition:
     gradients: tuple[Tensor, ...]
     carried_variables: tuple[Tensor, ...]
     sources: frozenset[Node]
+
+
+def data_independent_ops(analysis: GraphAnalysis, parts: StepPartition) -> set[Node]:
+    """Return the ops whose results depend on the batch by its size at most."""
+    result: set[Node] = set()
+    for node in analysis.order:
+        if node in parts.update or node in parts.sources:
+            continue
+        is_shared = node not in parts.per_micro_batch
+        is_pure = bool(node.inputs) and not node.stateful and not variable_handles(node)
+        if is_shared or reads_shape_only(node) or (is_pure and all(t.node in result for t in node.inputs)):
+            result.add(node)
+    return result
+
+
+def with_sliced_values(analysis: GraphAnalysis, parts: StepPartition, sliced: Iterable[Tensor]) -> StepPartition:
+    """Return the partition in which all consumers of sliced values, direct or not, run for each micro-batch."""
+    values = set(sliced)
+    consumers: set[Node] = set()
+    for node in analysis.order if values else ():
+        if node not in parts.update and not reads_shape_only(node):
+            if any(t in values or t.node in consumers for t in node.inputs):
+                consumers.add(node)
+    return dataclasses.replace(
+        parts, per_micro_batch=parts.per_micro_batch | consumers, batch_dependent=parts.batch_dependent | consumers
+    )
 
 
 @dataclasses.dataclass(frozen=True)

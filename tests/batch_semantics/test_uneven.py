@@ -325,7 +325,7 @@ def test_gradients_that_are_all_zero_are_both_sums_and_means(extra, reduction):
     assert largest_error(found[1], found[0]) < TOLERANCE
 
 
-@pytest.mark.parametrize("asked", ["is_mean", "is_alike", "factors"])
+@pytest.mark.parametrize("asked", ["is_mean", "use", "factors"])
 def test_nothing_is_told_of_what_the_step_for_a_known_batch_has_not(asked):
     """It would be taken for something that it is not."""
     w, own = tf.Variable(np.eye(3) + 0.1), tf.Variable(np.zeros(3))

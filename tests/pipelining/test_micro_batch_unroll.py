@@ -23,6 +23,7 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.errors import PipelineError
 from rewriters.ir.variables import may_write_variable, variable_handles
+from rewriters.pipelining.micro_batch_reduction import BatchGrowth
 from rewriters.pipelining.micro_batch_unroll import UnrollSpec, unroll_micro_batches
 from rewriters.pipelining.step_partition import EffectHints, split_step
 from tflms_sft import PipelineParams
@@ -83,7 +84,7 @@ def test_micro_batches_hand_state_on_and_gradients_are_added_in_the_order_asked_
     parts = split_step(analysis, [0, 1])
     order = [2, 0, 1]
     made = unroll_micro_batches(
-        analysis, parts, UnrollSpec(3, [0, 1], lambda t: True, lambda t: False, order=lambda t: order)
+        analysis, parts, UnrollSpec(3, lambda t: BatchGrowth(()), lambda t: True, order=lambda t: order)
     )
     made.graph.execution_order()
     for handle in parts.carried_variables:
@@ -105,7 +106,7 @@ def test_one_micro_batch_is_the_same_graph():
     step = hand_step(compiled(net(HERE), "momentum"))
     analysis = analysed(step, *specs())
     made = unroll_micro_batches(
-        analysis, split_step(analysis, [0, 1]), UnrollSpec(1, [0, 1], lambda t: True, lambda t: True)
+        analysis, split_step(analysis, [0, 1]), UnrollSpec(1, lambda t: BatchGrowth(()), lambda t: True)
     ).graph
     assert {n.name: n.op for n in made.nodes.values()} == {n.name: n.op for n in analysis.graph.nodes.values()}
 

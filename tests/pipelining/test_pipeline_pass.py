@@ -20,6 +20,7 @@ from rewriters.canonicalize import canonicalize
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import predecessors
 from rewriters.pipelining import pipeline_pass
+from rewriters.pipelining.micro_batch_reduction import BatchGrowth
 from rewriters.pipelining.micro_batch_unroll import UnrollSpec
 from rewriters.pipelining.schedule_simulator import simulate
 from rewriters.pipelining.schedules import Direction, Schedule, Slot, make
@@ -131,7 +132,9 @@ def piped(schedule, skip=False, optimizer="momentum", deep=False):
     forward = (node for node in analysis.order if "gradient_tape" not in node.name)
     by_name = {node.name.split("functional_1/")[-1]: node for node in forward}
     stages = assign_stages(analysis, [[by_name[f"stage{number}_1/Tanh"].out()] for number in range(3)])
-    request = UnrollSpec(schedule.micro_batches, [0, 1], lambda tensor: True, lambda tensor: tensor.shape[:1] == (2,))
+    rows, one = BatchGrowth((0,), 1), BatchGrowth(())
+    growth = lambda tensor: rows if tensor.shape[:1] == (2,) else one  # noqa: E731
+    request = UnrollSpec(schedule.micro_batches, growth, lambda tensor: True)
     devices = pipeline_pass.Devices([f"/device:CPU:{number}" for number in range(schedule.num_devices)], {})
     return pipeline_pass.pipeline(analysis, split_step(analysis, [0, 1]), stages, request, schedule, devices)
 

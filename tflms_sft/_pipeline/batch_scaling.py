@@ -67,13 +67,6 @@ class BatchScaling:
             return self._outputs[tensor]
         return tensor.shape if other is None or tensor.index >= len(other.outputs) else other.outputs[tensor.index][1]
 
-    def has_axis(self, tensor: Tensor) -> bool:
-        """Whether the first one is."""
-        if not tensor.shape:
-            return False
-        whole = self.whole_shape(tensor)
-        return tensor.shape[0] is None or (bool(whole) and tensor.shape[0] != whole[0])
-
     def growth(self, tensor: Tensor) -> BatchGrowth | None:
         """How much larger it is there; `None` if not just longer along some axes by the number of micro-batches."""
         if not self._compared[1]:

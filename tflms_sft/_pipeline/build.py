@@ -146,14 +146,12 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     staged = inside.staged
     request = UnrollSpec(
         params.total_micro_batches,
-        traces.batched,
-        lambda tensor: judgement.is_mean(staged.traced(tensor)),
-        lambda tensor: sizes.has_axis(staged.traced(tensor)),
-        sizes.counterpart,
-        factors=judgement.factors,
         growth=lambda tensor: sizes.growth(staged.traced(tensor)),
+        is_mean=lambda tensor: judgement.is_mean(staged.traced(tensor)),
+        use=lambda tensor: judgement.use(staged.traced(tensor)),
+        counterpart=sizes.counterpart,
+        factors=judgement.factors,
         gradients_are_means=params.loss_reduction == "mean",
-        alike=lambda tensor: judgement.is_alike(staged.traced(tensor)),
     )
     places = pipeline_pass.Devices(devices, where)
     built = pipeline_pass.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)

@@ -16,7 +16,7 @@ from rewriters.errors import PipelineError
 from rewriters.ir.graph import LOOPS, Node, Tensor, ancestors
 from rewriters.ir.inlining import is_xla_call
 from rewriters.ir.static_values import is_inexact
-from rewriters.pipelining.step_partition import split_step
+from rewriters.pipelining.step_partition import MicroBatchUse, split_step
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._pipeline.batch_scaling import BatchScaling
 from tflms_sft._planner.traced_step import analyse_step
@@ -39,13 +39,13 @@ class MicroBatchContract:
         notes: What a plan says of it.
         is_mean: Which values are means; `None` of one of which that is not known.
         factors: By what a micro-batch multiplies what it adds to a variable, by operation and operand.
-        is_alike: Whether what is as long as the batch, and not made of its data, is the same for each sample.
+        use: Returns how micro-batches read a value that does not depend on data.
     """
 
     notes: tuple[str, ...]
     is_mean: Callable[[Tensor], bool | None]
     factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
-    is_alike: Callable[[Tensor], bool] = dataclasses.field(default=lambda tensor: True)
+    use: Callable[[Tensor], MicroBatchUse] = dataclasses.field(default=lambda tensor: MicroBatchUse.SAME)
 
 
 def check_micro_batches(
@@ -88,7 +88,7 @@ def check_micro_batches(
     # Of a step that there is one trace of, for any batch, it cannot be told, and is what the parameters say.
     unknown = mean if found.joined or traces.micro is traces.whole else None
     values = _Told(analysis, found, like or analysis, unknown, is_open)
-    return MicroBatchContract(notes + judge.unknown(), values.is_mean, values.factors(), values.is_alike)
+    return MicroBatchContract(notes + judge.unknown(), values.is_mean, values.factors(), values.use)
 
 
 def _refuse_turns(other: BatchTraces, params: PipelineParams, compared: str, remedy: str) -> None:
@@ -139,7 +139,6 @@ class _Told:
         self._by_name = {tensor.name: value for tensor, value in found.is_mean.items()}
         lost = {tensor for tensor, power in found.powers.items() if power is None}
         self._open = {tensor.name for tensor in lost | found.zero}
-        self._places = {tensor.name for tensor in found.places}
         self._unknown = unknown
         results = zip(like.graph.outputs, analysis.graph.outputs, strict=True)
         self._of_results = {own: found.is_mean.get(t, unknown) for own, t in results}
@@ -155,10 +154,13 @@ class _Told:
         self._require(tensor.node, self._nodes)
         return found
 
-    def is_alike(self, tensor: Tensor) -> bool:
-        """Whether what is not made of data is the same for each sample."""
+    def use(self, tensor: Tensor) -> MicroBatchUse:
+        """Return how micro-batches read a value that does not depend on data."""
         self._require(tensor.node, self._nodes)
-        return tensor.name not in self._places
+        node = self._nodes.get(tensor.node.name)
+        if node is None or tensor.index >= len(node.outputs):
+            return MicroBatchUse.SAME
+        return self._found.use(node.out(tensor.index))
 
     def factors(self) -> dict[tuple[str, int], float]:
         """By what operands are multiplied."""
