@@ -1,7 +1,10 @@
-"""The proof that a step over micro-batches computes what the step over the batch computes.
+"""Proof that a step in micro-batches computes what the step for the batch computes.
 
-Abstract interpretation: how each tensor relates to the samples of the batch. Entered by `tflms_sft._pipeline` alone.
-Imports every package of `rewriters`.
+Abstract interpretation of how each tensor relates to the samples of the batch. Its one function is
+`analyse_equivalence`, which `tflms_sft._pipeline` alone calls. Modules here may import every package of `rewriters`.
 """
 
-__all__: list[str] = []
+from rewriters.batch_semantics.domain import TraceComparison
+from rewriters.batch_semantics.equivalence import SUM_OR_MEAN, EquivalenceReport, analyse_equivalence
+
+__all__ = ["SUM_OR_MEAN", "EquivalenceReport", "TraceComparison", "analyse_equivalence"]

@@ -1,8 +1,8 @@
-"""What operations do to the samples of a batch: the one table of it, with `movement_rules.py`.
+"""Rules for layouts: where the samples lie in the results of an op, or that it mixes samples.
 
-A rule says where the samples of a result lie, or that it joins them. Operations that the registry can tile and that are
-not listed here work on images apart from each other, which are the first dimension. One without a rule at all is not
-known: if its result is as long as the batch, it is taken to go row by row, which is said.
+`movement_rules.py` has the rules of ops that move rows. An op that the tile registry covers and that has no rule here
+works on each image of the first dimension. An op without any rule is unknown: if its result is as long as the batch, it
+is taken to keep samples apart, and the plan notes it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from rewriters.batch_semantics.domain import (
-    WITHOUT_DATA,
-    Axis,
+    DATA_INDEPENDENT,
+    BatchAxis,
     BatchKind,
+    BatchLayout,
+    BatchOp,
     CrossSampleError,
-    Made,
-    NotKnownError,
-    Op,
-    met,
+    UnsupportedUseError,
+    common_axis,
 )
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node
@@ -29,7 +29,7 @@ from rewriters.rules.registry import find_rule
 
 __all__: list[str] = []
 
-Rule = Callable[[Op], list[Made]]
+Rule = Callable[[BatchOp], list[BatchLayout]]
 
 _RULES: dict[str, Rule] = {}
 
@@ -51,9 +51,9 @@ SHAPE_OPERANDS: dict[str, tuple[int, ...]] = {
     "GatherV2": (2,),
     "SparseTensorDenseMatMul": (2,),
 }
-"""Operands that are sizes, axes and such: what they are made of has nothing to do with values."""
+"""Operands that are sizes or axes: no value of the result depends on what they are computed from."""
 
-LENGTHS: dict[str, tuple[int, ...]] = {
+LENGTH_OPERANDS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Pad", "PadV2", "MirrorPad", "OneHot", "SplitV", "SparseToDense", "TopKV2"), (1,)),
     **dict.fromkeys(("Bincount", "DenseBincount", "Multinomial", "StatelessMultinomial"), (1,)),
     **dict.fromkeys(("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"), (2,)),
@@ -61,11 +61,15 @@ LENGTHS: dict[str, tuple[int, ...]] = {
     "LinSpace": (2,),
     "Range": (0, 1, 2),
 }
-"""Operands that tell how long a result is, and what of it is where: not what it is, if it is as long as the batch."""
+"""Operands that determine the length of a result, but no value of it, if it is as long as the batch."""
 
 
 def rule(*op_types: str) -> Callable[[Rule], Rule]:
-    """Register a rule."""
+    """Register a rule.
+
+    Raises:
+        ValueError: If an op type has one.
+    """
 
     def add(function: Rule) -> Rule:
         for op_type in op_types:
@@ -77,89 +81,92 @@ def rule(*op_types: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def batch_kind_of(op: Op) -> list[Made]:
-    """What an operation makes, for each of its results.
+def infer_layouts(op: BatchOp) -> list[BatchLayout]:
+    """Return the layouts of an op's results.
 
     Raises:
-        JoinsError: If it joins samples.
-        NotKnownError: If there is no rule for it, or not for this use.
+        CrossSampleError: If the op mixes samples.
+        UnsupportedUseError: If no rule covers it, or this use of it.
     """
-    if all(value.kind in WITHOUT_DATA for value in op.values) and not op.node.stateful:
-        return _without_data(op)
-    if op.of(BatchKind.PLACES):
-        raise CrossSampleError  # Not cut: of several micro-batches each would have that of the first.
-    return _by_rule(op)
+    if all(value.kind in DATA_INDEPENDENT for value in op.values) and not op.node.stateful:
+        return _data_independent(op)
+    if op.of_kind(BatchKind.INDEXED):
+        raise CrossSampleError  # The value is not split, so each micro-batch would have that of the first one.
+    return _apply_rule(op)
 
 
-def _by_rule(op: Op) -> list[Made]:
-    found = _RULES.get(op.node.op)
-    if found is not None:
-        return found(op)
+def _apply_rule(op: BatchOp) -> list[BatchLayout]:
+    registered = _RULES.get(op.node.op)
+    if registered is not None:
+        return registered(op)
     try:
         data = find_rule(op.node).data(op.analysis.view(op.node))
     except NotTileableError:
-        raise NotKnownError from None
+        raise UnsupportedUseError from None
     return _images(op, data)
 
 
-_SPREADS = frozenset(("Fill", "OnesLike", "ZerosLike"))
-_MULTIPLIES = frozenset(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "EuclideanNorm", "Prod"))
-"""Operations that go with the number of what they take together, in another way than `_adds` tells."""
+_FILLS = frozenset(("Fill", "OnesLike", "ZerosLike"))
+_NONLINEAR_CONTRACTIONS = frozenset(
+    ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "EuclideanNorm", "Prod")
+)
+"""Ops that depend on the number of entries which they contract, and are no plain sums over them."""
 
 
-def _without_data(op: Op) -> list[Made]:
-    """Of what is not of data: as long as the batch or not, and if so, whether each sample has the same."""
-    places = op.of(BatchKind.PLACES)
+def _data_independent(op: BatchOp) -> list[BatchLayout]:
+    """Return layouts of results that do not depend on data, by their sizes."""
+    is_indexed = bool(op.of_kind(BatchKind.INDEXED))
     axes = [op.sizes.axis(tensor) for tensor in op.outs]
     if not any(axes):
-        if places or (op.of(BatchKind.ALIKE) and op.node.op in _MULTIPLIES):
+        if is_indexed or (op.of_kind(BatchKind.UNIFORM) and op.node.op in _NONLINEAR_CONTRACTIONS):
             raise CrossSampleError
-        return [Made(added=_adds(op)) for _ in axes]
-    if op.node.op in _SPREADS:
-        return [Made(BatchKind.ALIKE, axis) if axis else Made() for axis in axes]
-    own = [] if places else _alike(op)
-    return own or [Made(BatchKind.PLACES, axis) if axis else Made() for axis in axes]
+        return [BatchLayout(adds_samples=_sums_invariant(op)) for _ in axes]
+    if op.node.op in _FILLS:
+        return [BatchLayout(BatchKind.UNIFORM, axis) if axis else BatchLayout() for axis in axes]
+    uniform = [] if is_indexed else _uniform(op)
+    return uniform or [BatchLayout(BatchKind.INDEXED, axis) if axis else BatchLayout() for axis in axes]
 
 
-def _alike(op: Op) -> list[Made]:
-    """Where the rules for samples have it that each of them has the same, as each operand has; else nothing."""
-    if not op.of(BatchKind.ALIKE):
+def _uniform(op: BatchOp) -> list[BatchLayout]:
+    """Return layouts if all samples have one value by the rules, as in each operand; else an empty list."""
+    if not op.of_kind(BatchKind.UNIFORM):
         axis = op.sizes.axis(op.outs[0])
         repeats = op.node.op == "Tile" and axis is not None and op.shape(0)[axis.dim] == 1
-        return [Made(BatchKind.ALIKE, axis)] if repeats or op.node.op == "BroadcastTo" else []
-    alike = (
-        dataclasses.replace(v.made, kind=BatchKind.ROWS) if v.kind is BatchKind.ALIKE else v.made for v in op.values
-    )
-    values = [dataclasses.replace(v, made=what) for v, what in zip(op.values, alike, strict=True)]
+        return [BatchLayout(BatchKind.UNIFORM, axis)] if repeats or op.node.op == "BroadcastTo" else []
+
+    def as_samples(layout: BatchLayout) -> BatchLayout:
+        is_uniform = layout.kind is BatchKind.UNIFORM
+        return dataclasses.replace(layout, kind=BatchKind.PER_SAMPLE) if is_uniform else layout
+
+    values = [dataclasses.replace(value, layout=as_samples(value.layout)) for value in op.values]
     try:
-        found = _by_rule(Op(op.analysis, op.sizes, op.node, values))
-    except (CrossSampleError, NotKnownError):
+        layouts = _apply_rule(BatchOp(op.analysis, op.sizes, op.node, values))
+    except (CrossSampleError, UnsupportedUseError):
         return []
+    kinds = {BatchKind.PER_SAMPLE: BatchKind.UNIFORM}
     return [
-        dataclasses.replace(w, kind=BatchKind.ALIKE if w.kind is BatchKind.ROWS else BatchKind.EVEN, added=False)
-        for w in found
+        dataclasses.replace(layout, kind=kinds.get(layout.kind, BatchKind.INVARIANT), adds_samples=False)
+        for layout in layouts
     ]
 
 
-def _adds(op: Op) -> bool:
-    """Whether what is the same for all micro-batches is added up over as many entries as there are samples."""
+def _sums_invariant(op: BatchOp) -> bool:
+    """Return whether an op sums a data-independent operand over as many entries as there are samples."""
     if op.node.op not in ("Sum", "BiasAddGrad", "MatMul", "L2Loss") or not op.node.inputs:
         return False
-    return op.axis(0) is not None and bool(op.sizes.dims(op.node.inputs[0])[0])
+    return op.axis(0) is not None and bool(op.sizes.batch_dims(op.node.inputs[0])[0])
 
 
-def _all(op: Op, what: Made) -> list[Made]:
-    return [what] * len(op.outs)
+def sum_of(op: BatchOp, adds_samples: bool = True) -> list[BatchLayout]:
+    """Return layouts of sums over samples, which the op adds itself if `adds_samples`."""
+    return [BatchLayout(BatchKind.SUMMED, adds_samples=adds_samples)] * len(op.outs)
 
 
-def sum_of(op: Op, added: bool = True) -> list[Made]:
-    """All results are sums over samples; `added`: this operation adds them up."""
-    return _all(op, Made(BatchKind.SUM, added=added))
-
-
-def rows_at(op: Op, axis: Axis, ragged: bool = False, positions: Axis | None = None) -> list[Made]:
-    """All results have rows for samples along an axis."""
-    return _all(op, Made(BatchKind.ROWS, axis, ragged, positions))
+def rows_at(
+    op: BatchOp, axis: BatchAxis, is_ragged: bool = False, row_index: BatchAxis | None = None
+) -> list[BatchLayout]:
+    """Return layouts of rows for samples along an axis."""
+    return [BatchLayout(BatchKind.PER_SAMPLE, axis, is_ragged, row_index)] * len(op.outs)
 
 
 # Row by row -------------------------------------------------------------------------------------------------
@@ -169,61 +176,57 @@ _ELEMENTWISE = (
     "Angle Betainc BiasAdd BitwiseOr BitwiseXor Bucketize CheckNumerics Complex ComplexAbs Conj Digamma EnsureShape "
     "Igamma Imag Invert LeftShift LogicalXor NextAfter Polygamma Real RightShift Select TruncateDiv TruncateMod Zeta"
 )
-"""Those that the registry does not have, or not as such."""
+"""Elementwise ops that the tile registry lacks, or lists as something else."""
 
 
 @rule(*ELEMENTWISE, *_ELEMENTWISE.split())
-def _elementwise(op: Op) -> list[Made]:
-    """By broadcasting."""
-    rank = len(op.out_shape())
-    lined = op.node.op == "Select" and len(op.shape(0)) < rank  # Its condition has one entry for each row.
-    axes, of_rows = [], op.of(BatchKind.ROWS)
+def _elementwise(op: BatchOp) -> list[BatchLayout]:
+    """Broadcast."""
+    rank, axes, samples = len(op.out_shape()), [], op.of_kind(BatchKind.PER_SAMPLE)
+    has_row_condition = op.node.op == "Select" and len(op.shape(0)) < rank  # One entry for each row.
     for position, value in enumerate(op.values):
         axis = op.axis(position)
-        if value.kind is not BatchKind.SUM and axis is not None:
-            first = lined and position == 0
-            axes.append(axis if first else axis.moved(axis.dim + rank - len(op.shape(position))))
-    if not of_rows:
+        if value.kind is not BatchKind.SUMMED and axis is not None:
+            is_condition = has_row_condition and position == 0
+            axes.append(axis if is_condition else axis.moved(axis.dim + rank - len(op.shape(position))))
+    if not samples:
         return _linear(op)
-    if op.of(BatchKind.SUM):
+    if op.of_kind(BatchKind.SUMMED):
         raise CrossSampleError
-    kept = op.values[0].made.positions if op.node.op in ("Cast", "Identity") else None
-    return rows_at(op, met(axes), op.is_ragged(of_rows), kept)
+    row_index = op.values[0].layout.row_index if op.node.op in ("Cast", "Identity") else None
+    return rows_at(op, common_axis(axes), op.is_ragged(samples), row_index)
 
 
 _LINEAR = frozenset("Add AddN AddV2 BiasAdd CheckNumerics Complex Conj EnsureShape Imag Real Sub".split())
 
 
-def _linear(op: Op) -> list[Made]:
-    """Of sums over samples and what is the same for all: linear in the sums, or they are used as such."""
-    sums = op.of(BatchKind.SUM)
+def _linear(op: BatchOp) -> list[BatchLayout]:
+    """Return the sums that an elementwise op makes of sums over samples, if it is linear in them."""
+    sums = op.of_kind(BatchKind.SUMMED)
     if op.node.op in ("ZerosLike", "OnesLike"):
-        return _all(op, Made())
+        return [BatchLayout()] * len(op.outs)
     if op.node.op == "Cast" and is_inexact(op.node.inputs[0].dtype) and not is_inexact(op.outs[0].dtype):
         raise CrossSampleError
-    if op.node.op in _LINEAR:
-        return sum_of(op, added=False)
-    if op.node.op in ("Select", "SelectV2") and 0 not in sums:
-        return sum_of(op, added=False)
-    found = registered_rule(op.node)
-    if isinstance(found, LinearIn) and len(sums) == 1 and sums[0] in found.positions:
-        return sum_of(op, added=False)
+    registered = registered_rule(op.node)
+    is_linear = isinstance(registered, LinearIn) and len(sums) == 1 and sums[0] in registered.positions
+    if is_linear or op.node.op in _LINEAR or (op.node.op in ("Select", "SelectV2") and 0 not in sums):
+        return sum_of(op, adds_samples=False)
     raise CrossSampleError
 
 
 def registered_rule(node: Node) -> object:
-    """That of the registry for tiles, `None` if it has none."""
+    """Return the rule of the tile registry, `None` if it has none."""
     try:
         return find_rule(node)
     except NotTileableError:
         return None
 
 
-def _images(op: Op, data: Sequence[int]) -> list[Made]:
-    """Of an operation on images: they lie in the first dimension, all that is no image is the same for all."""
-    if op.of(BatchKind.SUM) or any(position not in data for position in op.of(BatchKind.ROWS)):
+def _images(op: BatchOp, data: Sequence[int]) -> list[BatchLayout]:
+    """Return layouts of an op on images along the first dimension of the `data` operands."""
+    if op.of_kind(BatchKind.SUMMED) or any(position not in data for position in op.of_kind(BatchKind.PER_SAMPLE)):
         raise CrossSampleError
-    axis = met(axis for position in data if (axis := op.axis(position)) is not None)
+    axis = common_axis(axis for position in data if (axis := op.axis(position)) is not None)
     if axis.dim != 0:
         raise CrossSampleError
     return rows_at(op, axis, op.is_ragged(data))
@@ -233,7 +236,7 @@ def _images(op: Op, data: Sequence[int]) -> list[Made]:
       "InTopK", "InTopKV2", "LRN", "FractionalMaxPool", "ResizeBicubic", "ResizeArea", "ResizeBicubicGrad",
       "MaxPoolWithArgmax", "MaxPoolGradGrad", "MaxPool3DGradGrad", "SparseSoftmaxCrossEntropyWithLogits",
       "SoftmaxCrossEntropyWithLogits")  # fmt: skip
-def _rows_first(op: Op) -> list[Made]:
+def _rows_first(op: BatchOp) -> list[BatchLayout]:
     return _images(op, range(len(op.values)))
 
 
@@ -246,165 +249,166 @@ _TRAILING = {
     **dict.fromkeys(("MatrixDeterminant", "Cholesky", "SelfAdjointEigV2", "Svd", "Qr"), 2),
     **dict.fromkeys(("FFT3D", "IFFT3D", "RFFT3D", "IRFFT3D", "AdjustHue", "AdjustSaturation"), 3),
 }
-"""Operations that take together what lies in so many of the last dimensions."""
+"""Number of last dimensions that an op combines."""
 
 
 @rule(*_TRAILING)
-def _trailing(op: Op) -> list[Made]:
-    if op.of(BatchKind.SUM):
+def _trailing(op: BatchOp) -> list[BatchLayout]:
+    samples = op.of_kind(BatchKind.PER_SAMPLE)
+    if op.of_kind(BatchKind.SUMMED):
         raise CrossSampleError
-    axis = met(axis for p in op.of(BatchKind.ROWS) if (axis := op.axis(p)) is not None)
+    axis = common_axis(axis for p in samples if (axis := op.axis(p)) is not None)
     if axis.dim >= len(op.shape(0)) - _TRAILING[op.node.op]:
         raise CrossSampleError
-    return rows_at(op, axis, op.is_ragged(op.of(BatchKind.ROWS)))
+    return rows_at(op, axis, op.is_ragged(samples))
 
 
-# Sizes and draws --------------------------------------------------------------------------------------------
+# Sizes ------------------------------------------------------------------------------------------------------
 
 
 @rule("Shape", "ShapeN", "Size", "Rank")
-def _sizes(op: Op) -> list[Made]:
-    """The same for all micro-batches, if the number of rows does not depend on data."""
-    return sum_of(op) if op.is_ragged(op.of(BatchKind.ROWS)) and op.node.op != "Rank" else _all(op, Made())
+def _sizes(op: BatchOp) -> list[BatchLayout]:
+    is_ragged = op.is_ragged(op.of_kind(BatchKind.PER_SAMPLE))
+    return sum_of(op) if is_ragged and op.node.op != "Rank" else [BatchLayout()] * len(op.outs)
 
 
-# Added up ---------------------------------------------------------------------------------------------------
+# Reductions -------------------------------------------------------------------------------------------------
 
 
 @rule("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm", "ArgMax", "ArgMin")
-def _reduction(op: Op) -> list[Made]:
-    if op.values[0].kind is BatchKind.SUM:
-        if op.node.op not in ("Sum", "Mean") or (op.node.op == "Mean" and not is_inexact(op.outs[0].dtype)):
+def _reduction(op: BatchOp) -> list[BatchLayout]:
+    is_mean, is_inexact_result = op.node.op == "Mean", is_inexact(op.outs[0].dtype)
+    is_linear = op.node.op == "Sum" or (is_mean and is_inexact_result)
+    layout = op.values[0].layout
+    if layout.kind is BatchKind.SUMMED:
+        if not is_linear:
             raise CrossSampleError
-        return sum_of(op, added=False)
-    axis, rank = op.values[0].made.axis, len(op.shape(0))
+        return sum_of(op, adds_samples=False)
+    axis, rank = layout.axis, len(op.shape(0))
     assert axis is not None
     axes = {number % rank for number in op.ints(1)}
-    if op.node.op == "Sum" and op.shape(0)[axis.dim] == 1 and not op.sizes.dims(op.outs[0])[0]:
-        axes.add(axis.dim)  # Of a single sample autodiff leaves out the sum over samples, as the other trace shows.
+    if op.node.op == "Sum" and op.shape(0)[axis.dim] == 1 and not op.sizes.batch_dims(op.outs[0])[0]:
+        axes.add(axis.dim)  # Autodiff omits the sum over a single sample, as the trace for the batch shows.
     if axis.dim in axes:
-        mean = op.node.op == "Mean"
-        uneven = op.values[0].made.ragged or not is_inexact(op.outs[0].dtype)
-        if op.node.op not in ("Sum", "Mean") or (mean and uneven):
+        if not is_linear or (is_mean and layout.is_ragged):
             raise CrossSampleError
-        return sum_of(op, added=not mean)
-    kept = "keep_dims" in op.node.attrs and op.node.attrs["keep_dims"].b
-    gone = 0 if kept else sum(number < axis.dim for number in axes)
-    return rows_at(op, axis.moved(axis.dim - gone), op.values[0].made.ragged)
+        return sum_of(op, adds_samples=not is_mean)
+    keeps_dims = "keep_dims" in op.node.attrs and op.node.attrs["keep_dims"].b
+    removed = 0 if keeps_dims else sum(number < axis.dim for number in axes)
+    return rows_at(op, axis.moved(axis.dim - removed), layout.is_ragged)
 
 
 @rule("L2Loss")
-def _l2_loss(op: Op) -> list[Made]:
-    if op.of(BatchKind.SUM):
+def _l2_loss(op: BatchOp) -> list[BatchLayout]:
+    if op.of_kind(BatchKind.SUMMED):
         raise CrossSampleError
     return sum_of(op)
 
 
 @rule("BiasAddGrad")
-def _bias_grad(op: Op) -> list[Made]:
+def _bias_grad(op: BatchOp) -> list[BatchLayout]:
     axis = op.axis(0)
-    if op.of(BatchKind.SUM):
-        return sum_of(op, added=False)
+    if op.of_kind(BatchKind.SUMMED):
+        return sum_of(op, adds_samples=False)
     if axis is None or axis.dim == channel_dim(op.node, len(op.shape(0))):
         raise CrossSampleError
     return sum_of(op)
 
 
 @rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
-def _filter_grad(op: Op) -> list[Made]:
+def _filter_grad(op: BatchOp) -> list[BatchLayout]:
     _images(op, [0, 2])
     return sum_of(op)
 
 
-def _labels(op: Op) -> list[str]:
-    """One letter for each dimension of two operands and the result."""
+def _labels(op: BatchOp) -> list[str]:
+    """Return the dimensions of two operands and the result as one letter each."""
     if op.node.op == "Einsum":
-        found = find_rule(op.node)
-        assert isinstance(found, Einsum)
+        registered = find_rule(op.node)
+        assert isinstance(registered, Einsum)
         try:
-            return found.labels(op.analysis.view(op.node))
+            return registered.labels(op.analysis.view(op.node))
         except NotTileableError:
-            raise NotKnownError from None
+            raise UnsupportedUseError from None
     first, second = ("transpose_a", "transpose_b") if op.node.op == "MatMul" else ("adj_x", "adj_y")
     count = len(op.out_shape()) - 2
     letters = "abcdefghijklmnopqrstuvw"[:count]
 
-    def own(position: int, pair: str, turned: bool) -> str:
+    def labels(position: int, pair: str, is_transposed: bool) -> str:
         batch = letters[count - (len(op.shape(position)) - 2) :]
-        return batch + (pair[::-1] if turned else pair)
+        return batch + (pair[::-1] if is_transposed else pair)
 
     attrs = op.node.attrs
-    return [own(0, "xy", attrs[first].b), own(1, "yz", attrs[second].b), letters + "xz"]
+    return [labels(0, "xy", attrs[first].b), labels(1, "yz", attrs[second].b), letters + "xz"]
 
 
 @rule("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
-def _product(op: Op) -> list[Made]:
-    """Samples stay rows, or both operands have them where products are added up."""
+def _product(op: BatchOp) -> list[BatchLayout]:
+    """Keep samples as rows, or contract over them."""
     *operands, out = _labels(op)
-    sums, rows = op.of(BatchKind.SUM), op.of(BatchKind.ROWS)
+    sums, samples = op.of_kind(BatchKind.SUMMED), op.of_kind(BatchKind.PER_SAMPLE)
     if sums:
-        if rows or len(sums) > 1:
+        if samples or len(sums) > 1:
             raise CrossSampleError
-        return sum_of(op, added=False)
+        return sum_of(op, adds_samples=False)
     axes = {p: axis for p in range(len(operands)) if (axis := op.axis(p)) is not None}
     letters = {operands[p][axis.dim] for p, axis in axes.items()}
     if len(letters) != 1:
         raise CrossSampleError
     (letter,) = letters
-    axis = met(axis.moved(0) for axis in axes.values())
-    for position, own in enumerate(operands):
-        if position not in axes and letter in own and op.shape(position)[own.index(letter)] != 1:
+    axis = common_axis(axis.moved(0) for axis in axes.values())
+    for position, labels in enumerate(operands):
+        if position not in axes and letter in labels and op.shape(position)[labels.index(letter)] != 1:
             raise CrossSampleError
     if letter in out:
-        return rows_at(op, axis.moved(out.index(letter)), op.is_ragged(rows))
+        return rows_at(op, axis.moved(out.index(letter)), op.is_ragged(samples))
     return sum_of(op)
 
 
 @rule("UnsortedSegmentSum", "SegmentSum")
-def _segments(op: Op) -> list[Made]:
-    """Rows put back to where they were taken from, or added up."""
+def _segments(op: BatchOp) -> list[BatchLayout]:
+    """Put rows back to their row numbers, sum each sample's segments, or sum over samples."""
     data, ids = op.values[0], op.values[1]
-    if data.kind is BatchKind.SUM or ids.kind is BatchKind.SUM:
+    if data.kind is BatchKind.SUMMED or ids.kind is BatchKind.SUMMED:
         raise CrossSampleError
-    if ids.made.positions is not None:
-        return rows_at(op, ids.made.positions.moved(0))
-    if op.scales():
-        raise NotKnownError
-    axes = [axis for p in (0, 1) if (axis := op.axis(p)) is not None]
-    if met(axes).dim >= len(op.shape(1)):
-        axis = met(axes)  # Segments of what each sample has.
+    if ids.layout.row_index is not None:
+        return rows_at(op, ids.layout.row_index.moved(0))
+    if op.may_grow():
+        raise UnsupportedUseError
+    axis = common_axis(axis for p in (0, 1) if (axis := op.axis(p)) is not None)
+    if axis.dim >= len(op.shape(1)):
         return rows_at(op, axis.moved(axis.dim - len(op.shape(1)) + 1))
     return sum_of(op)
 
 
 @rule("ScatterNd")
-def _scatter(op: Op) -> list[Made]:
-    if op.of(BatchKind.SUM):
+def _scatter(op: BatchOp) -> list[BatchLayout]:
+    if op.of_kind(BatchKind.SUMMED):
         raise CrossSampleError
-    if op.scales():
-        raise NotKnownError
+    if op.may_grow():
+        raise UnsupportedUseError
     return sum_of(op)
 
 
 @rule("DenseBincount", "Bincount", "HistogramFixedWidth")
-def _count(op: Op) -> list[Made]:
-    if op.scales() or op.of(BatchKind.SUM):
-        raise NotKnownError
+def _count(op: BatchOp) -> list[BatchLayout]:
+    if op.may_grow() or op.of_kind(BatchKind.SUMMED):
+        raise UnsupportedUseError
     return sum_of(op)
 
 
 @rule("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
-def _batch_norm(op: Op) -> list[Made]:
+def _batch_norm(op: BatchOp) -> list[BatchLayout]:
     if op.node.attrs["is_training"].b:
         raise CrossSampleError
-    axis = _images(op, [0])[0].axis
-    assert axis is not None
-    return [Made(BatchKind.ROWS, axis), *(Made() for _ in op.outs[1:])]
+    rows, *_ = _images(op, [0])
+    return [rows, *(BatchLayout() for _ in op.outs[1:])]
 
 
 @rule("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3")
-def _batch_norm_grad(op: Op) -> list[Made]:
+def _batch_norm_grad(op: BatchOp) -> list[BatchLayout]:
     axis = op.axis(0)
     if axis is None:
         raise CrossSampleError
-    return [Made(BatchKind.ROWS, axis), *(Made(BatchKind.SUM, added=True) for _ in op.outs[1:])]
+    sums = (BatchLayout(BatchKind.SUMMED, adds_samples=True) for _ in op.outs[1:])
+    return [BatchLayout(BatchKind.PER_SAMPLE, axis), *sums]

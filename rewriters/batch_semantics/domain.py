@@ -1,13 +1,11 @@
-"""What a tensor of a training step is with regard to the samples of a batch.
+"""Abstract domain of batch analysis: how a tensor of a training step relates to the samples of the batch.
 
-The graph is gone through once, and of each tensor it is found out: is it the same for all micro-batches, does it have
-a row for each sample that depends on that sample alone, or is it a sum over samples; if it is as long as the batch and
-not made of its data, is it the same for each sample, or does it go by their numbers; and by which power of the number
-of micro-batches it is larger for the batch than for a micro-batch. A mean over the batch is not larger, a sum is, and
-the gradient of a mean by one sample is smaller. Forward and backward values are gone through alike.
+Each tensor has a kind (`BatchKind`), a batch axis if it has one, and a scaling exponent: the power of the number of
+micro-batches by which it is larger for the batch than for a micro-batch. A mean over the batch has exponent 0, a sum 1,
+the gradient of a mean with respect to one sample -1. Forward and backward tensors are treated alike.
 
-It is gone through in `interpreter.py`; what operations do to samples is in `axis_rules.py` and `movement_rules.py`,
-what they do to powers in `scaling_rules.py`.
+`interpreter.py` visits the graph. `axis_rules.py` and `movement_rules.py` have the rules for layouts,
+`scaling_rules.py` those for exponents.
 """
 
 from __future__ import annotations
@@ -26,161 +24,170 @@ __all__: list[str] = []
 
 
 class BatchKind(enum.Enum):
-    """What a tensor holds of samples."""
+    """Relations of a tensor to the samples of the batch."""
 
-    EVEN = "the same for all micro-batches"
-    ALIKE = "as long as the batch, not made of its data, and the same for each sample"
-    PLACES = "as long as the batch, not made of its data, and another one for each sample"
-    ROWS = "a row for each sample"
-    SUM = "a sum over samples"
+    INVARIANT = "has one value for all micro-batches"
+    UNIFORM = "is as long as the batch, independent of its data, and has one value for all samples"
+    INDEXED = "is as long as the batch, independent of its data, and has a value for each sample number"
+    PER_SAMPLE = "has rows for each sample that depend on that sample alone"
+    SUMMED = "is a sum over samples"
 
 
-WITHOUT_DATA = frozenset((BatchKind.EVEN, BatchKind.ALIKE, BatchKind.PLACES))
-"""Kinds of what depends on the batch by its size at most."""
+DATA_INDEPENDENT = frozenset((BatchKind.INVARIANT, BatchKind.UNIFORM, BatchKind.INDEXED))
+"""Kinds that depend on the batch by its size at most."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Axis:
-    """Where samples lie.
+class BatchAxis:
+    """Position of the samples in a tensor.
 
     Attributes:
-        dim: The dimension.
-        before: Times that it holds all samples, one after another; `None` if that does not matter.
-        within: Entries of a sample that follow each other in it.
+        dim: Dimension.
+        repeats: Number of whole batches that follow each other along it; `None` if that does not matter.
+        entries: Number of consecutive entries of one sample in it.
     """
 
     dim: int
-    before: int | None = None
-    within: int | None = None
+    repeats: int | None = None
+    entries: int | None = None
 
-    def moved(self, dim: int) -> Axis:
-        """The same in another dimension."""
+    def moved(self, dim: int) -> BatchAxis:
+        """Return this axis in another dimension."""
         return dataclasses.replace(self, dim=dim)
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
-    """What an operation makes of samples.
+class BatchLayout:
+    """Kind of a tensor and position of its samples.
 
     Attributes:
-        kind: What the result holds.
-        axis: Where its samples lie.
-        ragged: Whether the number of rows depends on data.
-        positions: In an axis like this one the result says where rows are.
-        added: Whether samples are added up.
+        kind: Relation to the samples.
+        axis: Batch axis.
+        is_ragged: Whether the number of rows depends on data.
+        row_index: Axis into which the tensor holds row numbers, such as the result of `tf.where`.
+        adds_samples: Whether the op that computes the tensor sums over samples.
     """
 
-    kind: BatchKind = BatchKind.EVEN
-    axis: Axis | None = None
-    ragged: bool = False
-    positions: Axis | None = None
-    added: bool = False
+    kind: BatchKind = BatchKind.INVARIANT
+    axis: BatchAxis | None = None
+    is_ragged: bool = False
+    row_index: BatchAxis | None = None
+    adds_samples: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractValue:
-    """What is known of a tensor.
+    """Facts about one tensor.
 
     Attributes:
-        made: What it holds of samples.
-        power: Power of the number of micro-batches by which it is larger for the batch; `None` if that is not known.
-        exact: Whether rows of micro-batches are those of the batch, and sums add up to that of the batch.
-        state: The operation that read a variable, if it depends on what micro-batches before it have written.
-        lost: The operation after which the power is not known.
-        mixed: Whether that one added what has different powers.
-        odd: Whether it is known to go with the size of the batch by what is no power.
-        cut: Whether it is not made of data, and a part of what is made for the whole batch.
-        zero: Whether it is all zeros, whatever the data of batches of these sizes, as gradients of labels that are all
-            zero are: of such a value any power is right.
+        layout: Kind and batch axis.
+        exponent: Scaling exponent; `None` if unknown.
+        is_exact: Whether concatenating or adding the values of micro-batches reproduces that of the batch.
+        state: Op that read a variable which earlier micro-batches have written, if the tensor depends on one.
+        unknown_since: First op after which the exponent is unknown.
+        is_mixed: Whether that op added values of different exponents.
+        is_irregular: Whether the tensor depends on the batch size by no power of it.
+        is_slice: Whether the tensor is a micro-batch's slice of a data-independent value for the batch.
+        is_zero: Whether all entries are zero for all data, as gradients of labels that are all zero. Every exponent is
+            right for such a tensor.
     """
 
-    made: Made = Made()
-    power: Fraction | None = Fraction(0)
-    exact: bool = True
+    layout: BatchLayout = BatchLayout()
+    exponent: Fraction | None = Fraction(0)
+    is_exact: bool = True
     state: Node | None = None
-    lost: Node | None = None
-    mixed: bool = False
-    odd: bool = False
-    cut: bool = False
-    zero: bool = False
+    unknown_since: Node | None = None
+    is_mixed: bool = False
+    is_irregular: bool = False
+    is_slice: bool = False
+    is_zero: bool = False
 
     @property
     def kind(self) -> BatchKind:
-        """What it holds of samples."""
-        return self.made.kind
+        """Relation to the samples."""
+        return self.layout.kind
 
     @property
-    def goes_with_size(self) -> bool:
-        """Whether it is not made of data, and known to be another one for the batch."""
-        return self.kind in WITHOUT_DATA and bool(self.odd or self.power)
+    def depends_on_size(self) -> bool:
+        """Whether the tensor is independent of data and has another value for the batch."""
+        return self.kind in DATA_INDEPENDENT and bool(self.is_irregular or self.exponent)
 
     @property
-    def to_sum(self) -> Fraction | None:
-        """Power that values of micro-batches, added up or put together, are multiplied by to give that of the batch."""
-        put_together = self.kind in (BatchKind.ROWS, BatchKind.ALIKE, BatchKind.PLACES)
-        return self.power if self.power is None or put_together else self.power - 1
+    def combining_exponent(self) -> Fraction | None:
+        """Exponent of the factor that the added or concatenated values of micro-batches need."""
+        is_sum = self.kind in (BatchKind.INVARIANT, BatchKind.SUMMED)
+        return self.exponent - 1 if is_sum and self.exponent is not None else self.exponent
 
 
 class CrossSampleError(Exception):
-    """Raised by a rule: a row of the result depends on several samples, or a sum is used as such."""
+    """Raised by a rule if a row of the result depends on several samples, or if a sum is used nonlinearly."""
 
 
-class NotKnownError(Exception):
-    """Raised by a rule: what this use of the operation does is not known."""
+class UnsupportedUseError(Exception):
+    """Raised by a rule that does not cover this use of the op."""
 
 
-class NotLinearError(Exception):
-    """Raised for an operation to which it matters that a value is larger for a micro-batch."""
+class NonlinearError(Exception):
+    """Raised if the result of an op does not scale as a power of its operand does."""
 
 
-class NoPowerError(Exception):
-    """Raised for a number that is known to be larger for the batch, by no power of the number of micro-batches."""
+class IrregularScalingError(Exception):
+    """Raised for a number that differs for the batch by no power of the number of micro-batches."""
 
 
-class MixedError(Exception):
-    """Raised for an operation that adds what has different powers."""
+class MixedScalingError(Exception):
+    """Raised for an op that adds values of different exponents."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What the traces for the batch and for a part of it tell of a tensor.
+class TraceComparison:
+    """Comparison of the trace for the batch with the trace for a micro-batch.
 
     Attributes:
-        whole: The shape of a tensor in the step as traced for the batch.
-        values: Of a tensor that is computed from constants and sizes, its value here and in the step as traced for the
-            batch, if that is another trace; `None` for one that is not known.
-        growth: How much larger a tensor is for the batch; `None` if not just longer along some axes.
-        parts: Number of micro-batches.
-        samples: Samples of a micro-batch; `None` if that is not known.
+        whole_shape: Returns the shape of a tensor in the trace for the batch.
+        values: Returns the values of a tensor that depends on constants and sizes alone, in the trace for a micro-batch
+            and in that for the batch; `None` for an unknown one.
+        growth: Returns how much larger a tensor is for the batch; `None` if it does not grow along some axes only.
+        count: Number of micro-batches.
+        samples: Samples of a micro-batch; `None` if unknown.
     """
 
-    whole: Callable[[Tensor], Any]
+    whole_shape: Callable[[Tensor], Any]
     values: Callable[[Tensor], tuple[Any, Any]]
     growth: Callable[[Tensor], BatchGrowth | None]
-    parts: int
+    count: int
     samples: int | None
 
-    def dims(self, tensor: Tensor) -> tuple[set[int], set[int]]:
-        """Dimensions whose size goes with that of the batch, and those of which that is not known."""
+    def batch_dims(self, tensor: Tensor) -> tuple[set[int], set[int]]:
+        """Return the dimensions that grow with the batch, and those of unknown size."""
         if tensor.shape is None:
             return set(), set()
-        whole = self.whole(tensor)
+        whole = self.whole_shape(tensor)
         if whole is None or len(whole) != len(tensor.shape):
             whole = tensor.shape
         pairs = list(enumerate(zip(tensor.shape, whole, strict=True)))
         return {d for d, (a, b) in pairs if a is not None and a != b}, {d for d, (a, _) in pairs if a is None}
 
-    def axis(self, tensor: Tensor) -> Axis | None:
-        """Where a tensor is as long as the batch, by its size alone; `None` if it is not, or that is not known."""
-        certain, maybe = self.dims(tensor)
-        dims = certain or (maybe if len(maybe) == 1 else set())
-        return Axis(min(dims)) if dims else None
+    def axis(self, tensor: Tensor) -> BatchAxis | None:
+        """Return the axis along which a tensor grows with the batch, by sizes alone; `None` if none is known."""
+        grown, unknown = self.batch_dims(tensor)
+        dims = grown or (unknown if len(unknown) == 1 else set())
+        return BatchAxis(min(dims)) if dims else None
 
 
-class Op:
-    """An operation as rules see it."""
+class BatchOp:
+    """Operands and results of an op as rules see them.
 
-    def __init__(self, analysis: GraphAnalysis, sizes: Sizes, node: Node, values: list[AbstractValue]) -> None:
+    Args:
+        analysis: Analysis of the step as traced for one micro-batch.
+        sizes: Comparison of the two traces.
+        node: The op.
+        values: Abstract values of its operands.
+    """
+
+    def __init__(
+        self, analysis: GraphAnalysis, sizes: TraceComparison, node: Node, values: list[AbstractValue]
+    ) -> None:
         self.node = node
         self.values = values
         self.sizes = sizes
@@ -188,60 +195,68 @@ class Op:
         self.outs = [node.out(index) for index in range(len(node.outputs))]
 
     def shape(self, position: int) -> tuple[int | None, ...]:
-        """Shape of an operand."""
+        """Return the shape of an operand.
+
+        Raises:
+            UnsupportedUseError: If its rank is unknown.
+        """
         return _shape(self.node.inputs[position])
 
     def out_shape(self, index: int = 0) -> tuple[int | None, ...]:
-        """Shape of a result."""
+        """Return the shape of a result.
+
+        Raises:
+            UnsupportedUseError: If its rank is unknown.
+        """
         return _shape(self.outs[index])
 
-    def axis(self, position: int) -> Axis | None:
-        """Where the samples of an operand lie; also of one that is as long as the batch and the same for all."""
-        return self.values[position].made.axis
+    def axis(self, position: int) -> BatchAxis | None:
+        """Return the batch axis of an operand, data-independent operands included."""
+        return self.values[position].layout.axis
 
-    def of(self, kind: BatchKind) -> list[int]:
-        """Positions of operands of a kind."""
+    def of_kind(self, kind: BatchKind) -> list[int]:
+        """Return the positions of the operands of a kind."""
         return [position for position, value in enumerate(self.values) if value.kind is kind]
 
     def is_ragged(self, positions: Iterable[int]) -> bool:
-        """Whether the number of rows of an operand depends on data."""
-        return any(self.values[position].made.ragged for position in positions)
+        """Return whether the number of rows of any of the operands depends on data."""
+        return any(self.values[position].layout.is_ragged for position in positions)
 
     def ints(self, position: int) -> tuple[int, ...]:
-        """Value of an integer operand.
+        """Return the value of an integer operand.
 
         Raises:
-            NotKnownError: If it is computed when the step runs.
+            UnsupportedUseError: If it is not constant.
         """
         value = self.analysis.evaluate(self.node.inputs[position])
         numbers = value if isinstance(value, tuple) else (value,)
         if not all(isinstance(number, int) for number in numbers):
-            raise NotKnownError
+            raise UnsupportedUseError
         return numbers  # type: ignore[return-value]
 
-    def scales(self, index: int = 0) -> bool:
-        """Whether the size of a result may go with that of the batch."""
-        return any(self.sizes.dims(self.outs[index]))
+    def may_grow(self, index: int = 0) -> bool:
+        """Return whether the size of a result may depend on the batch size."""
+        return any(self.sizes.batch_dims(self.outs[index]))
 
 
 def _shape(tensor: Tensor) -> tuple[int | None, ...]:
     if tensor.shape is None:
-        raise NotKnownError
+        raise UnsupportedUseError
     return tensor.shape
 
 
-def met(axes: Iterable[Axis]) -> Axis:
-    """Where samples of operands lie that are taken together row by row.
+def common_axis(axes: Iterable[BatchAxis]) -> BatchAxis:
+    """Return the batch axis of operands that an op reads row by row.
 
     Raises:
-        JoinsError: If those of one lie otherwise than those of another.
+        CrossSampleError: If their samples lie in different places.
     """
     first, *others = axes
     for other in others:
         if other.dim != first.dim:
             raise CrossSampleError
-        if first.within is None:
+        if first.entries is None:
             first = other
-        elif other.within is not None and other != first:
+        elif other.entries is not None and other != first:
             raise CrossSampleError
     return first

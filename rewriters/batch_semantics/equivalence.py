@@ -1,25 +1,23 @@
-"""Whether micro-batches can be put together again: what joins samples of a batch, and how losses are added up.
+"""Decides whether a step in micro-batches computes what the step for the batch computes.
 
-A step in micro-batches is the same step if every sample goes its own way until losses are added up. BatchNormalization
-is the usual exception; a loss that is divided by a sum of weights or masks is another one. A value without a batch
-axis that is made of some with one is a sum over samples: it may be added to others, and scaled by what does not depend
-on the batch. Whatever else is done with it, or that it meets single samples again, joins them.
+It does if samples stay apart until losses are summed. BatchNormalization in training mixes samples, and so does a loss
+over a sum of weights or masks. A value without a batch axis that is computed from one with a batch axis is a sum over
+samples: it may be added to others and scaled by values that do not depend on the batch. Any other use mixes samples.
 
-Whether sums are means tells the step itself: it is traced for the batch and for a part of it, and what a mean divides
-by is larger there by as much. What tensors are is found out in `interpreter.py`; here it is asked of all that leaves
-a micro-batch: gradients, what the update reads besides, results, and what is written to variables.
+Two traces, for the batch and for a micro-batch, show whether a sum is a mean: the divisor of a mean is larger in one of
+them. `interpreter.py` infers abstract values. This module checks all that leaves a micro-batch: gradients, other
+operands of the update, results, and what is written to variables.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from fractions import Fraction
-from typing import Any
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.batch_semantics.axis_rules import SHAPE_OPERANDS
-from rewriters.batch_semantics.domain import AbstractValue, BatchKind, Sizes
+from rewriters.batch_semantics.domain import AbstractValue, BatchKind, TraceComparison
 from rewriters.batch_semantics.interpreter import BatchInterpreter, draws
 from rewriters.ir.graph import Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.static_values import is_inexact
@@ -28,247 +26,236 @@ from rewriters.pipelining.step_partition import MicroBatchUse, StepPartition
 
 __all__: list[str] = []
 
-_EITHER = Fraction(0), Fraction(-1)
-"""Powers of a sum and of a mean."""
+SUM_OR_MEAN = Fraction(0), Fraction(-1)
+"""Combining exponents of a sum and of a mean."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EquivalenceReport:
-    """How samples of a batch come together.
+    """Findings about a step in micro-batches.
 
     Attributes:
-        joined: Operations, in order, after which samples do not go their own ways any more: gradients, the update,
-            variables or results depend on them.
-        written: Variables, by their handles, with who writes or reads them, that micro-batches change otherwise than
-            the batch does, by more than adding up; without those that the update changes too, which no pipeline can do.
-        in_metrics: The same for those of metrics, and operations that join samples on the way to them alone.
-        is_mean: Of values that are added up over samples, whether they are means; not of those of which that is not
-            known.
-        unlike: Operations that add something that is not of the batch to a sum over it: micro-batches added up would
-            have it several times.
-        mixed: Operations that add what is a mean to what is a sum, on the way to a gradient or the update.
-        scaled: Operations to which it matters that a gradient over a micro-batch is larger than over the batch.
-        powers: Of gradients and of what the update reads besides: power of the number of micro-batches that their sum
-            is to be multiplied by; `None` if it is not known.
-        unknown: Operations of which it is not known what they do to samples, or after which such a power is not known.
-        turned: What the update reads of single samples that do not lie in its first dimension.
-        factors: By what a micro-batch has to multiply an operand that it adds to a variable.
-        odd: Operations that gradients, the update, variables or results depend on, and of each an operand that is known
-            to be larger for the batch, by no power of the number of micro-batches.
-        use: Returns how micro-batches read a value that does not depend on data; raises `PipelineError` for one that
-            cannot be split.
-        sums: Sums over samples.
-        zero: Gradients that are all zero.
-        half: What leaves micro-batches and is made of what they have written, and of a size, of which each has its own.
+        cross_sample: Ops, in order, that mix samples and that gradients, the update, variables or results depend on.
+        inexact_variables: Handles of variables that micro-batches change otherwise than the batch does, each with an
+            op that writes or reads it. Variables that the update writes too are left out: no pipeline can have them.
+        inexact_metrics: Such handles of metrics, and ops that mix samples on the way to metrics alone.
+        is_mean: Whether a value that is summed over samples is a mean; without values of unknown reduction.
+        adds_invariant: Ops that add a data-independent value to a sum over samples; adding micro-batches would count it
+            several times.
+        mixed: Ops that add a mean to a sum, on the way to a gradient or the update.
+        nonlinear: Ops whose result does not scale as the gradient that they read does.
+        exponents: Exponent of the factor that gradients and other operands of the update need when they are added up;
+            `None` if unknown.
+        unknown: Ops that may mix samples, and ops after which an exponent is unknown.
+        transposed: Per-sample operands of the update whose batch axis is not the first.
+        factors: Factor by which each micro-batch multiplies an operand that it adds to a variable.
+        irregular: Ops that compute with a number which depends on the batch size by no power, each with that number.
+        use: Returns how micro-batches read a data-independent value; raises `PipelineError` if it cannot be split.
+        summed: Sums over samples.
+        zero_gradients: Gradients whose entries are all zero.
+        size_dependent_state: Results of what micro-batches have written and of a size that each of them has for itself.
     """
 
-    joined: list[Node]
-    written: list[tuple[Tensor, Node]]
-    in_metrics: list[Node | Tensor]
+    cross_sample: list[Node]
+    inexact_variables: list[tuple[Tensor, Node]]
+    inexact_metrics: list[Node | Tensor]
     is_mean: dict[Tensor, bool]
-    unlike: list[Node]
+    adds_invariant: list[Node]
     mixed: list[Node]
-    scaled: list[Node]
-    powers: dict[Tensor, Fraction | None]
+    nonlinear: list[Node]
+    exponents: dict[Tensor, Fraction | None]
     unknown: list[Node]
-    turned: list[Tensor]
+    transposed: list[Tensor]
     factors: dict[tuple[Node, int], float]
-    odd: dict[Node, Tensor]
+    irregular: dict[Node, Tensor]
     use: Callable[[Tensor], MicroBatchUse]
-    sums: set[Tensor]
-    zero: set[Tensor]
-    half: list[Tensor]
+    summed: set[Tensor]
+    zero_gradients: set[Tensor]
+    size_dependent_state: list[Tensor]
 
 
 def analyse_equivalence(
-    analysis: GraphAnalysis, parts: StepPartition, sizes: Sizes, metrics: Container[str] = ()
+    analysis: GraphAnalysis, parts: StepPartition, sizes: TraceComparison, metrics: Container[str] = ()
 ) -> EquivalenceReport:
-    """Find out how samples come together.
+    """Report what keeps a step in micro-batches from computing what the step for the batch computes.
 
     Args:
-        analysis: Of the step as traced for one micro-batch.
-        parts: Its parts.
-        sizes: What is known of sizes.
-        metrics: Names of operations that belong to metrics.
+        analysis: Analysis of the step as traced for one micro-batch.
+        parts: Partition of the step.
+        sizes: Comparison of the traces for the batch and for a micro-batch.
+        metrics: Names of the ops of metrics.
     """
-    values = BatchInterpreter(analysis, parts, sizes)
-    return _Leaving(analysis, parts, sizes, metrics, values).run()
+    return _EquivalenceCheck(analysis, parts, sizes, metrics).run()
 
 
-class _Leaving:
-    """Asks of all that leaves a micro-batch whether it can be put together."""
-
+class _EquivalenceCheck:
     def __init__(
-        self,
-        analysis: GraphAnalysis,
-        parts: StepPartition,
-        sizes: Sizes,
-        metrics: Container[str],
-        values: BatchInterpreter,
+        self, analysis: GraphAnalysis, parts: StepPartition, sizes: TraceComparison, metrics: Container[str]
     ) -> None:
         self.analysis = analysis
         self.parts = parts
         self.sizes = sizes
         self.metrics = metrics
-        self.values = values
-        self.of = values.of
-        self.written: dict[Tensor, Node] = {}
-        self.in_metrics: dict[Node | Tensor, None] = {}
+        self.interpreter = BatchInterpreter(analysis, parts, sizes)
+        self.values = self.interpreter.values
+        self.writers = self._writers()
+        self.inexact_variables: dict[Tensor, Node] = {}
+        self.inexact_metrics: dict[Node | Tensor, None] = {}
         self.factors: dict[tuple[Node, int], float] = {}
 
     def run(self) -> EquivalenceReport:
-        read = [t for node in self.analysis.order if node in self.parts.update for t in node.inputs]
-        read = [t for t in dict.fromkeys((*self.parts.gradients, *read)) if t.node in self.parts.per_micro_batch]
-        added, of_metrics = self._written()
+        """Check all that leaves a micro-batch."""
+        inside, parts = self.interpreter, self.parts
+        operands = [t for node in self.analysis.order if node in parts.update for t in node.inputs]
+        read = [t for t in dict.fromkeys((*parts.gradients, *operands)) if t.node in parts.per_micro_batch]
+        added, added_to_metrics = self._check_writes()
         needed = self._ancestors([*read, *added])
         results = self._ancestors(self.analysis.graph.outputs) | needed
-        joined = [n for n in self.values.joined if n in results]
-        forward = [n for n in joined if n not in self.analysis.backward]
-        left = [t for t in read if not self._is_total(t)]
-        states = dict.fromkeys(s for t in (*left, *added) if (s := self.of[t].state) is not None)
-        for node in states:
-            self.written.update((h, node) for h in variable_handles(node) if h not in self.written)
-        self.written.update((h, node) for h, node in self._half_written() if h not in self.written)
-        for handle, node in self._entangled():
-            if node.name in self.metrics:
-                self.in_metrics[handle] = None
-            else:
-                self.written.setdefault(handle, node)
-        again = {h for node in self.parts.update if may_write_variable(node) for h in variable_handles(node)}
-        alone = self._ancestors(of_metrics) - results
-        notes = [n for n in self.values.joined if n in alone]
-        reads = {t: self.of[t] for t in read if t.node in self.parts.batch_dependent and is_inexact(t.dtype)}
-        reads = {t: value for t, value in reads.items() if not value.zero}
-        left_last = [t for t in dict.fromkeys((*self.analysis.graph.outputs, *read)) if self._is_last(t)]
-        unknown = [n for n in self.values.unknown if n in results]
-        unknown += [v.lost for v in reads.values() if v.power is None and v.lost is not None and not v.mixed]
+        cross_sample = [n for n in inside.cross_sample if n in results]
+        forward = [n for n in cross_sample if n not in self.analysis.backward]
+        self._check_reads([t for t in read if not self._is_read_after_writes(t)] + added)
+        self._check_order()
+        rewritten = {h for node in parts.update if may_write_variable(node) for h in variable_handles(node)}
+        for_metrics = self._ancestors(added_to_metrics) - results
+        exponents = {
+            t: self.values[t]
+            for t in read
+            if t.node in parts.batch_dependent and is_inexact(t.dtype) and not self.values[t].is_zero
+        }
+        leaving = [t for t in dict.fromkeys((*self.analysis.graph.outputs, *read)) if self._is_state(t)]
+        unknown = [n for n in inside.unknown if n in results]
+        unknown += [
+            v.unknown_since for v in exponents.values() if v.exponent is None and v.unknown_since and not v.is_mixed
+        ]
         return EquivalenceReport(
-            joined=forward or joined,
-            written=[(handle, node) for handle, node in self.written.items() if handle not in again],
-            in_metrics=[*notes, *self.in_metrics],
-            is_mean={t: v.to_sum == -1 for t, v in self.of.items() if self._is_either(t, v)},
-            unlike=[n for n in self.values.unlike if n in results],
-            mixed=[n for n in self.values.mixed if n in needed],
-            scaled=[n for n in self.values.scaled if n in needed],
-            powers={t: v.to_sum for t, v in reads.items()},
+            cross_sample=forward or cross_sample,
+            inexact_variables=[(h, node) for h, node in self.inexact_variables.items() if h not in rewritten],
+            inexact_metrics=[*(n for n in inside.cross_sample if n in for_metrics), *self.inexact_metrics],
+            is_mean={t: v.combining_exponent == -1 for t, v in self.values.items() if self._is_sum_or_mean(t, v)},
+            adds_invariant=[n for n in inside.adds_invariant if n in results],
+            mixed=[n for n in inside.mixed if n in needed],
+            nonlinear=[n for n in inside.nonlinear if n in needed],
+            exponents={t: v.combining_exponent for t, v in exponents.items()},
             unknown=list(dict.fromkeys(unknown)),
-            turned=[t for t in read if (axis := self.of[t].made.axis) is not None and axis.dim],
+            transposed=[t for t in read if (axis := self.values[t].layout.axis) is not None and axis.dim],
             factors=self.factors,
-            odd={n: t for n, t in self.values.odd.items() if n in results},
-            use=self.values.batch_sized.use,
-            sums={t for t, v in self.of.items() if v.kind is BatchKind.SUM},
-            zero={t for t, v in self.of.items() if self._is_no_gradient(t, v)},
-            half=[t for t in left_last if self.of[t].power != 0],
+            irregular={n: t for n, t in inside.irregular.items() if n in results},
+            use=inside.batch_sized.use,
+            summed={t for t, v in self.values.items() if v.kind is BatchKind.SUMMED},
+            zero_gradients={t for t, v in self.values.items() if self._is_zero_gradient(t, v)},
+            size_dependent_state=[t for t in leaving if self.values[t].exponent != 0],
         )
 
-    def _is_either(self, tensor: Tensor, value: AbstractValue) -> bool:
-        """Whether it is known to be a sum or a mean; of gradients that are all zero it does not matter."""
-        either = tensor.node in self.parts.batch_dependent and value.to_sum in _EITHER
-        return either and not self._is_no_gradient(tensor, value)
+    def _is_sum_or_mean(self, tensor: Tensor, value: AbstractValue) -> bool:
+        is_either = tensor.node in self.parts.batch_dependent and value.combining_exponent in SUM_OR_MEAN
+        return is_either and not self._is_zero_gradient(tensor, value)
 
-    def _is_last(self, tensor: Tensor) -> bool:
-        """Whether it is made of what micro-batches have written, and not of the batch: the last one has its value."""
-        return (
-            tensor.node in self.parts.per_micro_batch
-            and tensor.node not in self.parts.batch_dependent
-            and bool(tensor.dtype.size)
-        )
+    def _is_zero_gradient(self, tensor: Tensor, value: AbstractValue) -> bool:
+        return value.is_zero and tensor.node in self.analysis.backward
 
-    def _is_no_gradient(self, tensor: Tensor, value: AbstractValue) -> bool:
-        return value.zero and tensor.node in self.analysis.backward
+    def _is_state(self, tensor: Tensor) -> bool:
+        """Return whether a tensor depends on what micro-batches have written, and not on the batch itself."""
+        is_counted = tensor.node in self.parts.per_micro_batch and tensor.node not in self.parts.batch_dependent
+        return is_counted and bool(tensor.dtype.size)
 
     def _ancestors(self, tensors: Iterable[Tensor], through_draws: bool = True) -> set[Node]:
-        """Operations that values depend on, sizes left out; not `through_draws`, also what random numbers come from."""
+        """Return the ops that values depend on, shape operands left out, and seeds too unless `through_draws`."""
 
-        def waits_for(node: Node) -> Iterable[Node]:
+        def operands(node: Node) -> Iterable[Node]:
             if not through_draws and draws(node):
                 return []
-            left_out = SHAPE_OPERANDS.get(node.op, ())
-            return [before for p, before in enumerate(producers(node)) if p not in left_out]
+            shapes = SHAPE_OPERANDS.get(node.op, ())
+            return [before for p, before in enumerate(producers(node)) if p not in shapes]
 
-        return ancestors((t.node for t in tensors), waits_for)
+        return ancestors((t.node for t in tensors), operands)
 
     # Variables ------------------------------------------------------------------------------------------------
 
-    def _written(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What is added to variables, and the same for those of metrics; the latter with all that they write."""
+    def _writers(self) -> dict[Tensor, list[Node]]:
+        """Return the ops that write each carried variable, by its handle."""
+        writers: dict[Tensor, list[Node]] = {}
+        for node in self.analysis.order:
+            if node in self.parts.per_micro_batch and may_write_variable(node):
+                for handle in variable_handles(node):
+                    if handle in self.parts.carried_variables:
+                        writers.setdefault(handle, []).append(node)
+        return writers
+
+    def _check_writes(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Check that writes add up; return the values added to variables, and those written to metrics."""
         added: list[Tensor] = []
-        of_metrics: list[Tensor] = []
-        for node, handle in self._writes():
-            metric = node.name in self.metrics
-            if not metric and node not in self.parts.batch_dependent:
-                continue  # A seed: each micro-batch draws anew.
-            found = self._added(node, handle)
-            exact = found is not None and self._adds_up(node, *found)
-            if not exact:
-                if metric:
-                    self.in_metrics[handle] = None
-                else:
-                    self.written.setdefault(handle, node)
-            (of_metrics if metric else added).extend([found[1]] if found is not None else node.inputs[1:])
-        return added, of_metrics
+        added_to_metrics: list[Tensor] = []
+        writes = ((node, handle) for handle, nodes in self.writers.items() for node in nodes)
+        for node, handle in sorted(writes, key=lambda write: self.analysis.position[write[0]]):
+            is_metric = node.name in self.metrics
+            if not is_metric and node not in self.parts.batch_dependent:
+                continue  # A seed: each micro-batch draws its own numbers.
+            addend = self._addend(node, handle)
+            if addend is None or not self._adds_up(node, *addend):
+                self._report(handle, node)
+            (added_to_metrics if is_metric else added).extend([addend[1]] if addend is not None else node.inputs[1:])
+        return added, added_to_metrics
 
-    def _is_total(self, tensor: Tensor) -> bool:
-        """Whether a variable is read after all writes, so that its value after the last micro-batch is the batch's.
+    def _report(self, handle: Tensor, node: Node) -> None:
+        if node.name in self.metrics:
+            self.inexact_metrics[handle] = None
+        else:
+            self.inexact_variables.setdefault(handle, node)
 
-        Of what of it is chosen by data, each micro-batch reads a part, before the others have written.
+    def _check_reads(self, leaving: Sequence[Tensor]) -> None:
+        """Check that no value depends on a variable between the writes of two micro-batches.
+
+        A result that depends on the batch itself is computed by each micro-batch, with its own value of the variable.
         """
-        read, writing = variable_handles(tensor.node), self._writing()
-        if not read or tensor.node in self.parts.batch_dependent:
-            return False
-        return all(self._runs_after(tensor.node, writing[handle]) for handle in read if handle in writing)
-
-    def _writing(self) -> dict[Tensor, list[Node]]:
-        """Who writes each variable that micro-batches change, by its handle."""
-        written: dict[Tensor, list[Node]] = {}
-        for node, handle in self._writes():
-            written.setdefault(handle, []).append(node)
-        return written
-
-    def _half_written(self) -> Iterator[tuple[Tensor, Node]]:
-        """Variables that a result is made of before all micro-batches have written them, with who reads them.
-
-        One that is read after the last write, as a metric is, is what it is for the batch. If a result is also made of
-        the batch itself, each micro-batch makes its part of it with a value of its own.
-        """
-        written = self._writing()
+        for node in dict.fromkeys(state for t in leaving if (state := self.values[t].state) is not None):
+            for handle in variable_handles(node):
+                self.inexact_variables.setdefault(handle, node)
         for result in self.analysis.graph.outputs:
             if result.node not in self.parts.per_micro_batch:
                 continue
+            depends_on_batch = result.node in self.parts.batch_dependent
             for node in self.analysis.sorted(self._ancestors([result], through_draws=False)):
                 for handle in variable_handles(node) if node.outputs else ():
-                    writing = written.get(handle, [])
-                    if writing and (result.node in self.parts.batch_dependent or not self._runs_after(node, writing)):
-                        yield handle, node
+                    writers = self.writers.get(handle)
+                    if writers and (depends_on_batch or not self._runs_after(node, writers)):
+                        self.inexact_variables.setdefault(handle, node)
 
-    def _entangled(self) -> Iterator[tuple[Tensor, Node]]:
-        """Variables that are written twice, or by what another one has become meanwhile, with who writes them.
+    def _check_order(self) -> None:
+        """Check that a variable is not written twice, nor from another one that changes in the step.
 
-        What each write does may add up, as that of a sum after that of zero does not: after it micro-batches have
-        another value to go on from than the batch. Several sums that are added are one.
+        Each of two writes may add up, as that of a sum after that of zero does not: micro-batches start from another
+        value than the batch. Several sums that are added count as one write.
         """
-        written = self._writing()
         counted = {
             *self.parts.batch_dependent,
             *(node for node in self.parts.per_micro_batch if node.name in self.metrics),
         }
-        of_data = {handle for handle, nodes in written.items() if not counted.isdisjoint(nodes)}  # Others are seeds.
-        for handle, nodes in written.items():
+        of_data = {handle for handle, nodes in self.writers.items() if not counted.isdisjoint(nodes)}  # Others: seeds.
+        for handle, nodes in self.writers.items():
             if handle in of_data and len(nodes) > 1 and not all(self._adds_samples(node, handle) for node in nodes):
-                yield handle, nodes[-1]
+                self._report(handle, nodes[-1])
             for node in nodes:
-                found = self._added(node, handle)
-                before = self._ancestors([found[1]] if found is not None else node.inputs[1:], through_draws=False)
+                addend = self._addend(node, handle)
+                before = self._ancestors([addend[1]] if addend is not None else node.inputs[1:], through_draws=False)
                 if any(other in of_data and other != handle for n in before for other in variable_handles(n)):
-                    yield handle, node
+                    self._report(handle, node)
 
     def _adds_samples(self, node: Node, handle: Tensor) -> bool:
-        """Whether a write adds something that is made of samples, so that micro-batches add their parts of it."""
-        found = self._added(node, handle)
-        return found is not None and self.of[found[1]].kind is BatchKind.SUM and self._adds_up(node, *found)
+        addend = self._addend(node, handle)
+        return addend is not None and self.values[addend[1]].kind is BatchKind.SUMMED and self._adds_up(node, *addend)
+
+    def _is_read_after_writes(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a variable after all writes, so that the last micro-batch has the batch's value.
+
+        Entries that data choose are read by each micro-batch before later ones have written.
+        """
+        handles = variable_handles(tensor.node)
+        if not handles or tensor.node in self.parts.batch_dependent:
+            return False
+        return all(self._runs_after(tensor.node, self.writers[h]) for h in handles if h in self.writers)
 
     def _runs_after(self, node: Node, others: Sequence[Node]) -> bool:
-        """Whether an operation waits for some others, or is one of them."""
+        """Return whether an op is one of some others, or runs after all of them."""
         begin = min(self.analysis.position[other] for other in others)
         seen, stack = {node}, [node]
         while stack:
@@ -278,48 +265,42 @@ class _Leaving:
                     stack.append(before)
         return seen.issuperset(others)
 
-    def _writes(self) -> Iterator[tuple[Node, Tensor]]:
-        for node in self.analysis.order:
-            if node in self.parts.per_micro_batch and may_write_variable(node):
-                for handle in variable_handles(node):
-                    if handle in self.parts.carried_variables:
-                        yield node, handle
-
-    def _added(self, node: Node, handle: Tensor) -> tuple[tuple[Node, int], Tensor] | None:
-        """The operand that is added to a variable, and who reads it; `None` if something else is done."""
-        if node.op in ("AssignAddVariableOp", "AssignSubVariableOp"):
-            return (node, 1), node.inputs[1]
-        if node.op in ("ResourceScatterAdd", "ResourceScatterSub"):
-            return (node, 2), node.inputs[2]
+    def _addend(self, node: Node, handle: Tensor) -> tuple[tuple[Node, int], Tensor] | None:
+        """Return the value that a write adds to a variable, after the op and position that read it; else `None`."""
+        position = {
+            "AssignAddVariableOp": 1,
+            "AssignSubVariableOp": 1,
+            "ResourceScatterAdd": 2,
+            "ResourceScatterSub": 2,
+        }
+        if node.op in position:
+            return (node, position[node.op]), node.inputs[position[node.op]]
         if node.op != "AssignVariableOp":
             return None
-        value = node.inputs[1].node
-        while value.op in ("Identity", "Cast"):
-            value = value.inputs[0].node
-        if value.op not in ("Add", "AddV2", "Sub"):
-            return None
-        for position in (0, 1) if value.op != "Sub" else (0,):
-            before = value.inputs[position].node
-            while before.op in ("Identity", "Cast"):
-                before = before.inputs[0].node
+        value = _without_casts(node.inputs[1].node)
+        for place in {"Add": (0, 1), "AddV2": (0, 1), "Sub": (0,)}.get(value.op, ()):
+            before = _without_casts(value.inputs[place].node)
             if before.op == "ReadVariableOp" and before.inputs[0] == handle:
-                return (value, 1 - position), value.inputs[1 - position]
+                return (value, 1 - place), value.inputs[1 - place]
         return None
 
     def _adds_up(self, node: Node, place: tuple[Node, int], tensor: Tensor) -> bool:
-        """Whether what micro-batches add makes what the batch adds, each times some factor if need be."""
-        value = self.of[tensor]
-        rows = node.op.startswith("ResourceScatter") and value.kind is BatchKind.ROWS
-        if value.state is not None or value.power is None or (value.kind is BatchKind.ROWS and not rows):
+        """Return whether what micro-batches add makes what the batch adds, each times a factor where needed."""
+        value = self.values[tensor]
+        is_per_sample = value.kind is BatchKind.PER_SAMPLE
+        if value.state is not None or value.exponent is None:
             return False
-        factor = value.power if rows else value.power - 1
-        if factor:
+        if is_per_sample and not node.op.startswith("ResourceScatter"):
+            return False
+        exponent = value.exponent if is_per_sample else value.exponent - 1
+        if exponent:
             if not is_inexact(tensor.dtype):
                 return False
-            self.factors[place] = float(self.sizes.parts) ** float(factor)
-        return value.exact
+            self.factors[place] = float(self.sizes.count) ** float(exponent)
+        return value.is_exact
 
 
-def unfit(powers: dict[Tensor, Any]) -> list[Tensor]:
-    """Of what leaves micro-batches, what is neither a sum nor a mean for sure."""
-    return [tensor for tensor, own in powers.items() if own is not None and own not in _EITHER]
+def _without_casts(node: Node) -> Node:
+    while node.op in ("Identity", "Cast"):
+        node = node.inputs[0].node
+    return node

@@ -1,4 +1,4 @@
-"""What each tensor of a step is with regard to the samples of a batch: the graph is gone through once, in order."""
+"""Abstract interpretation of a step: visits its ops in order and infers how each tensor relates to the samples."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ import numpy as np
 from rewriters.analysis.autodiff_roles import is_random, is_seed, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.batch_semantics import movement_rules
-from rewriters.batch_semantics.axis_rules import LENGTHS, SHAPE_OPERANDS, batch_kind_of
+from rewriters.batch_semantics.axis_rules import LENGTH_OPERANDS, SHAPE_OPERANDS, infer_layouts
 from rewriters.batch_semantics.batch_sized_values import BatchSizedValues, is_offset_by_micro_batch
 from rewriters.batch_semantics.domain import (
-    WITHOUT_DATA,
+    DATA_INDEPENDENT,
     AbstractValue,
-    Axis,
+    BatchAxis,
     BatchKind,
+    BatchLayout,
+    BatchOp,
     CrossSampleError,
-    Made,
-    MixedError,
-    NoPowerError,
-    NotKnownError,
-    NotLinearError,
-    Op,
-    Sizes,
+    IrregularScalingError,
+    MixedScalingError,
+    NonlinearError,
+    TraceComparison,
+    UnsupportedUseError,
 )
-from rewriters.batch_semantics.scaling_rules import counted, is_structurally_zero, power_of, scaling_exponent
+from rewriters.batch_semantics.scaling_rules import (
+    exponent_between,
+    is_structurally_zero,
+    scaled_operands,
+    scaling_exponent,
+)
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import BRANCHES, LOOPS, Node, Tensor
 from rewriters.ir.static_values import is_inexact
@@ -36,282 +41,320 @@ from rewriters.rules.elementwise import ELEMENTWISE
 
 __all__: list[str] = []
 
-_ = movement_rules  # Importing it fills the table.
+_ = movement_rules  # Its import registers the rules.
 
 _ADDS = ("Add", "AddN", "AddV2", "Sub")
 _DECISIONS = ("All", "Any")
-"""Checks of a batch, mostly, such as whether all labels are 0 or 1: that is said, and not refused."""
+"""Checks of a batch, such as whether all labels are 0 or 1: the plan notes them, and they are not refused."""
 
 
 class BatchInterpreter:
-    """Goes through a step and finds out what each tensor is."""
+    """Infers the abstract value of each tensor that the update does not compute.
 
-    def __init__(self, analysis: GraphAnalysis, parts: StepPartition, sizes: Sizes) -> None:
+    Args:
+        analysis: Analysis of the step as traced for one micro-batch.
+        parts: Partition of the step.
+        sizes: Comparison of the traces for the batch and for a micro-batch.
+
+    Attributes:
+        values: Abstract value of each tensor.
+        cross_sample: Ops that mix samples, in order.
+        adds_invariant: Ops that add a data-independent value to a sum over samples.
+        mixed: Ops that add values of different exponents.
+        nonlinear: Ops whose result for a micro-batch does not scale as their operand does.
+        unknown: Ops without a rule.
+        irregular: Ops that compute with a number which depends on the batch size by no power, each with that number.
+        batch_sized: Uses of data-independent tensors that are as long as the batch.
+    """
+
+    def __init__(self, analysis: GraphAnalysis, parts: StepPartition, sizes: TraceComparison) -> None:
         self.analysis = analysis
         self.parts = parts
         self.sizes = sizes
-        self.of: dict[Tensor, AbstractValue] = {}
-        self.joined: dict[Node, None] = {}
-        self.unlike: dict[Node, None] = {}
+        self.values: dict[Tensor, AbstractValue] = {}
+        self.cross_sample: dict[Node, None] = {}
+        self.adds_invariant: dict[Node, None] = {}
         self.mixed: dict[Node, None] = {}
-        self.scaled: dict[Node, None] = {}
+        self.nonlinear: dict[Node, None] = {}
         self.unknown: dict[Node, None] = {}
-        self.odd: dict[Node, Tensor] = {}
+        self.irregular: dict[Node, Tensor] = {}
         self.batch_sized = BatchSizedValues(
-            analysis, parts, sizes.growth, lambda t: self.of[t].kind is not BatchKind.PLACES
+            analysis, parts, sizes.growth, lambda t: self.values[t].kind is not BatchKind.INDEXED
         )
-        self._chained = set(parts.carried_variables)
-        self._batched = {t for t in analysis.graph.inputs if t.node in parts.sources}
+        self._carried = set(parts.carried_variables)
+        self._batches = {t for t in analysis.graph.inputs if t.node in parts.sources}
         for node in analysis.order:
             if node not in parts.update:
-                for index, value in enumerate(self._made(node)):
-                    self.of[node.out(index)] = value
+                for index, value in enumerate(self._visit(node)):
+                    self.values[node.out(index)] = value
 
-    def _made(self, node: Node) -> list[AbstractValue]:
+    def _visit(self, node: Node) -> list[AbstractValue]:
         outs = [node.out(index) for index in range(len(node.outputs))]
         if not node.inputs:
-            rows = Made(BatchKind.ROWS, Axis(0, 1, 1))
-            return [AbstractValue(rows) if t in self._batched else self._given(t) for t in outs]
-        if any(h in self._chained for h in variable_handles(node)):
+            rows = BatchLayout(BatchKind.PER_SAMPLE, BatchAxis(0, 1, 1))
+            return [AbstractValue(rows) if t in self._batches else self._source(t) for t in outs]
+        if any(h in self._carried for h in variable_handles(node)):
             return [AbstractValue(state=node) for _ in outs]
         if draws(node):
-            return [AbstractValue(self._drawn(node, t)) for t in outs]
-        sizes = SHAPE_OPERANDS.get(node.op, ())
-        values = [AbstractValue() if p in sizes else self._read(node, t) for p, t in enumerate(node.inputs)]
-        return self._computed(Op(self.analysis, self.sizes, node, values))
+            return [AbstractValue(self._random_layout(node, t)) for t in outs]
+        shapes = SHAPE_OPERANDS.get(node.op, ())
+        operands = [AbstractValue() if p in shapes else self._operand(node, t) for p, t in enumerate(node.inputs)]
+        return self._transfer(BatchOp(self.analysis, self.sizes, node, operands))
 
-    def _computed(self, op: Op) -> list[AbstractValue]:
-        known = self._all_known(op)
-        if all(known) and not reads_shape_only(op.node) and not any(map(self.sizes.axis, op.outs)):
-            return [value for value in known if value is not None]
-        found, exact = self._samples(op, all(v.exact for v in op.values))
-        zero = is_structurally_zero(op)
-        own, lost, mixed = (Fraction(0), None, False) if zero else self._power(op, exact)
+    def _transfer(self, op: BatchOp) -> list[AbstractValue]:
+        """Return the abstract values of an op's results."""
+        static = self._static_values(op)
+        if all(static) and not reads_shape_only(op.node) and not any(map(self.sizes.axis, op.outs)):
+            return [value for value in static if value is not None]
+        layouts, is_exact = self._layouts(op, all(v.is_exact for v in op.values))
+        is_zero = is_structurally_zero(op)
+        exponent, unknown_since, is_mixed = (Fraction(0), None, False) if is_zero else self._exponent(op, is_exact)
         state = next((v.state for v in op.values if v.state is not None), None)
-        chosen = self._chosen_by(op)
-        odd = self._odd(op, own, chosen)
-        lost = lost or odd
-        made_of: list[AbstractValue] = []
-        for tensor, what, told in zip(op.outs, found, known, strict=True):
-            if told is not None and what.kind in WITHOUT_DATA:
-                made_of.append(dataclasses.replace(told, made=what, exact=exact))
+        decider = self._deciding_size(op)
+        irregular_since = self._irregular_since(op, exponent, decider)
+        results: list[AbstractValue] = []
+        for tensor, layout, value in zip(op.outs, layouts, static, strict=True):
+            if value is not None and layout.kind in DATA_INDEPENDENT:
+                results.append(dataclasses.replace(value, layout=layout, is_exact=is_exact))
                 continue
-            total = own if own is None or not what.added else own + 1
-            made_of.append(
+            results.append(
                 AbstractValue(
-                    what,
-                    total,
-                    exact,
+                    layout,
+                    exponent if exponent is None or not layout.adds_samples else exponent + 1,
+                    is_exact,
                     state,
-                    lost,
-                    mixed,
-                    odd=odd is not None and what.kind in WITHOUT_DATA,
-                    zero=zero and is_inexact(tensor.dtype),
+                    unknown_since or irregular_since,
+                    is_mixed,
+                    is_irregular=irregular_since is not None and layout.kind in DATA_INDEPENDENT,
+                    is_zero=is_zero and is_inexact(tensor.dtype),
                 )
             )
-        if any(value.kind is not BatchKind.PLACES for value in made_of):
-            self._mark_odd(op)
-        pairs = zip(made_of, op.outs, strict=True)  # Whole numbers may be sizes and places, and are judged where read.
-        if chosen is not None and not all(value.odd and t.dtype.is_integer for value, t in pairs):
-            self.odd.setdefault(op.node, chosen)
-        return made_of
+        if any(value.kind is not BatchKind.INDEXED for value in results):
+            self._note_irregular_operands(op)
+        # Integers may be sizes or indices, so their consumers are checked instead.
+        has_integers_only = all(v.is_irregular and t.dtype.is_integer for v, t in zip(results, op.outs, strict=True))
+        if decider is not None and not has_integers_only:
+            self.irregular.setdefault(op.node, decider)
+        return results
 
-    def _odd(self, op: Op, power: Fraction | None, chosen: Tensor | None) -> Node | None:
-        """After which operation it is not known by which power what is not of data goes with the size of the batch."""
-        if any(value.kind not in WITHOUT_DATA for value in op.values):
-            return None
-        before = next((value.lost or op.node for value in op.values if value.odd), None)
-        here = chosen is not None or (power is None and all(value.power is not None for value in op.values))
-        return before or (op.node if here else None)
+    # Data-independent values ------------------------------------------------------------------------------------
 
-    def _all_known(self, op: Op) -> list[AbstractValue | None]:
-        """What is known of the numbers of each result, if it is made of sizes and constants."""
-        if reads_shape_only(op.node) and op.node.op != "Rank":
-            return [self._known(t) or AbstractValue(power=None, lost=op.node) for t in op.outs]
-        if op.node.stateful or any(value.kind not in WITHOUT_DATA for value in op.values):
-            return [None] * len(op.outs)
-        first = next((v.lost for v in op.values if v.odd), None)
-        known = [self._known(tensor) for tensor in op.outs]
-        if any(v.odd and self._is_number(op, t) for v, t in zip(op.values, op.node.inputs, strict=True)):
-            # What looks like a power is one by chance.
-            known = [dataclasses.replace(v, power=None, odd=True) if v and v.power else v for v in known]
-        return [dataclasses.replace(v, lost=first) if first and v and v.odd else v for v in known]
-
-    def _is_number(self, op: Op, tensor: Tensor) -> bool:
-        """Whether an operand is taken as a number, or as something that is so or not; others are parts of shapes."""
-        single = np.size(self.sizes.values(tensor)[0]) == 1
-        return tensor.dtype.name == "bool" or (is_inexact(tensor.dtype) and (single or op.node.op in ELEMENTWISE))
-
-    def _given(self, tensor: Tensor) -> AbstractValue:
-        """Of a constant, or an argument that is no batch."""
+    def _source(self, tensor: Tensor) -> AbstractValue:
+        """Return the value of a constant, or of an argument without a batch axis."""
         if tensor.node.op != "Const":
             return AbstractValue()
-        value, axis = self._known(tensor) or AbstractValue(power=None, lost=tensor.node), self.sizes.axis(tensor)
+        value = self._static_value(tensor) or AbstractValue(exponent=None, unknown_since=tensor.node)
+        axis = self.sizes.axis(tensor)
         if axis is None:
             return value
         here, _ = self.sizes.values(tensor)
-        uniform = here is not None and bool((here == here.flat[:1]).all())
-        return dataclasses.replace(value, made=Made(BatchKind.ALIKE if uniform else BatchKind.PLACES, axis))
+        is_uniform = here is not None and bool((here == here.flat[:1]).all())
+        return dataclasses.replace(
+            value, layout=BatchLayout(BatchKind.UNIFORM if is_uniform else BatchKind.INDEXED, axis)
+        )
 
-    def _known(self, tensor: Tensor) -> AbstractValue | None:
-        """What is the same for all, if it is known for a micro-batch and for the batch."""
+    def _static_value(self, tensor: Tensor) -> AbstractValue | None:
+        """Return the value of a tensor whose numbers are known for a micro-batch and for the batch."""
         try:
-            own = power_of(*self.sizes.values(tensor), self.sizes.parts)
-        except NoPowerError:
-            return AbstractValue(power=None, lost=tensor.node, odd=True)
-        return None if own is None else AbstractValue(power=own, zero=not np.any(self.sizes.values(tensor)[0]))
+            exponent = exponent_between(*self.sizes.values(tensor), self.sizes.count)
+        except IrregularScalingError:
+            return AbstractValue(exponent=None, unknown_since=tensor.node, is_irregular=True)
+        if exponent is None:
+            return None
+        return AbstractValue(exponent=exponent, is_zero=not np.any(self.sizes.values(tensor)[0]))
 
-    def _read(self, node: Node, tensor: Tensor) -> AbstractValue:
-        """An operand; of what is not of data and is not the same for each sample, the part of a micro-batch."""
-        value = self.of[tensor]
-        if value.kind is not BatchKind.PLACES or node in self.batch_sized.forward or reads_shape_only(node):
+    def _static_values(self, op: BatchOp) -> list[AbstractValue | None]:
+        """Return the values of results that depend on sizes and constants alone, `None` for others."""
+        if reads_shape_only(op.node) and op.node.op != "Rank":
+            return [self._static_value(t) or AbstractValue(exponent=None, unknown_since=op.node) for t in op.outs]
+        if op.node.stateful or any(value.kind not in DATA_INDEPENDENT for value in op.values):
+            return [None] * len(op.outs)
+        results = [self._static_value(tensor) for tensor in op.outs]
+        if any(v.is_irregular and self._is_number(op, t) for v, t in zip(op.values, op.node.inputs, strict=True)):
+            # An exponent of the result would be a coincidence.
+            results = [
+                dataclasses.replace(v, exponent=None, is_irregular=True) if v and v.exponent else v for v in results
+            ]
+        first = next((v.unknown_since for v in op.values if v.is_irregular), None)
+        return [dataclasses.replace(v, unknown_since=first) if first and v and v.is_irregular else v for v in results]
+
+    def _is_number(self, op: BatchOp, tensor: Tensor) -> bool:
+        """Return whether an operand is used as a number or a condition, and not as a part of a shape."""
+        is_scalar = np.size(self.sizes.values(tensor)[0]) == 1
+        return tensor.dtype.name == "bool" or (is_inexact(tensor.dtype) and (is_scalar or op.node.op in ELEMENTWISE))
+
+    def _operand(self, node: Node, tensor: Tensor) -> AbstractValue:
+        """Return the value that a micro-batch reads: its slice of one that differs between samples."""
+        value = self.values[tensor]
+        if value.kind is not BatchKind.INDEXED or node in self.batch_sized.forward or reads_shape_only(node):
             return value
+        uniform = AbstractValue(dataclasses.replace(value.layout, kind=BatchKind.UNIFORM))
         try:
             use = self.batch_sized.use(tensor)
-        except PipelineError:  # Raised again when it is to be cut, if nothing that tells more is found before.
-            return AbstractValue(dataclasses.replace(value.made, kind=BatchKind.ALIKE))
-        if use is MicroBatchUse.INDEX and is_offset_by_micro_batch(*self.sizes.values(tensor), self.sizes.parts):
-            return AbstractValue(dataclasses.replace(value.made, kind=BatchKind.ALIKE))
+        except PipelineError:  # The emitter raises it again, unless a check before it explains more.
+            return uniform
+        if use is MicroBatchUse.INDEX and is_offset_by_micro_batch(*self.sizes.values(tensor), self.sizes.count):
+            return uniform
         if use is MicroBatchUse.SLICE:
             growth = self.sizes.growth(tensor)
             rows = growth.rows if growth is not None else 0
-            return AbstractValue(Made(BatchKind.ROWS, Axis(0, 1, rows) if rows else Axis(0)), cut=True)
+            axis = BatchAxis(0, 1, rows) if rows else BatchAxis(0)
+            return AbstractValue(BatchLayout(BatchKind.PER_SAMPLE, axis), is_slice=True)
         return value
 
-    def _drawn(self, node: Node, tensor: Tensor) -> Made:
-        """Noise: of a fixed seed it is not of data, else each micro-batch draws its own."""
+    def _random_layout(self, node: Node, tensor: Tensor) -> BatchLayout:
+        """Return the layout of random numbers: data-independent with a fixed seed, else drawn by each micro-batch."""
         if node not in self.batch_sized.forward:
-            return self._by_size(tensor, BatchKind.EVEN)
+            return self._layout_by_size(tensor, BatchKind.INVARIANT)
         axis = self.sizes.axis(tensor)
-        return Made(BatchKind.PLACES, axis) if axis else Made()
+        return BatchLayout(BatchKind.INDEXED, axis) if axis else BatchLayout()
 
-    def _mark_odd(self, op: Op) -> None:
-        """Note who computes with a number that is known to be larger for the batch by what is no power."""
+    # Numbers that depend on the batch size by no power ----------------------------------------------------------
+
+    def _irregular_since(self, op: BatchOp, exponent: Fraction | None, decider: Tensor | None) -> Node | None:
+        """Return the first op after which a data-independent value depends on the batch size by an unknown power."""
+        if any(value.kind not in DATA_INDEPENDENT for value in op.values):
+            return None
+        for value in op.values:
+            if value.is_irregular:
+                return value.unknown_since or op.node
+        is_first = exponent is None and all(value.exponent is not None for value in op.values)
+        return op.node if is_first or decider is not None else None
+
+    def _note_irregular_operands(self, op: BatchOp) -> None:
         for value, tensor in zip(op.values, op.node.inputs, strict=True):
-            if value.odd and value.lost and (is_inexact(tensor.dtype) or op.node.op in ELEMENTWISE):
-                self.odd.setdefault(op.node, value.lost.out())
+            if value.is_irregular and value.unknown_since and (is_inexact(tensor.dtype) or op.node.op in ELEMENTWISE):
+                self.irregular.setdefault(op.node, value.unknown_since.out())
 
-    def _chosen_by(self, op: Op) -> Tensor | None:
-        """What goes with the size of the batch and decides, as no power can tell, which numbers the results are.
+    def _deciding_size(self, op: BatchOp) -> Tensor | None:
+        """Return an operand that depends on the batch size and decides which values the results have.
 
-        The condition of a branch, the turns of a loop, the place of an entry; and not how long a result is.
+        Examples are the condition of a branch, the iterations of a loop or an index. The length of a result decides no
+        value.
         """
         node, inputs = op.node, op.node.inputs
         if node.op in ELEMENTWISE or reads_shape_only(node) or not op.outs:
             return None
         if node.op not in BRANCHES and any(t.dtype.name == "variant" for t in op.outs):
             return None
-        told = set(counted(op)).union(LENGTHS.get(node.op, ()) if any(map(self.sizes.axis, op.outs)) else ())
-        if node.op in BRANCHES and any(value.kind not in WITHOUT_DATA for value in op.values):
-            told.update(range(1, len(inputs)))  # What a branch does with samples is not known, which is said.
-        sizes = SHAPE_OPERANDS.get(node.op, ())
+        has_batch_axis = any(map(self.sizes.axis, op.outs))
+        harmless = {*scaled_operands(op), *(LENGTH_OPERANDS.get(node.op, ()) if has_batch_axis else ())}
+        if node.op in BRANCHES and any(value.kind not in DATA_INDEPENDENT for value in op.values):
+            harmless.update(range(1, len(inputs)))  # A note covers what the branch does with samples.
+        shapes = SHAPE_OPERANDS.get(node.op, ())
         for position, tensor in enumerate(inputs):
-            value = self.of[tensor]
-            if position in sizes:
-                decides = node.op in ("Slice", "StridedSlice") and self._is_elsewhere(op, position)
+            value = self.values[tensor]
+            if position in shapes:
+                decides = node.op in ("Slice", "StridedSlice") and self._moves_slice(op, position)
             else:
-                own = value.goes_with_size or (value.kind is BatchKind.ROWS and bool(value.power))
-                decides = own and position not in told and not is_inexact(tensor.dtype)
+                depends = value.depends_on_size or (value.kind is BatchKind.PER_SAMPLE and bool(value.exponent))
+                decides = depends and position not in harmless and not is_inexact(tensor.dtype)
             if decides:
-                return tensor if value.lost is None else value.lost.out()
+                return tensor if value.unknown_since is None else value.unknown_since.out()
         return None
 
-    def _is_elsewhere(self, op: Op, position: int) -> bool:
-        """Whether a slice begins or ends elsewhere in the step for the batch, in another dimension than that of it."""
+    def _moves_slice(self, op: BatchOp, position: int) -> bool:
+        """Return whether a slice has other bounds for the batch, in another dimension than the batch axis."""
         tensor = op.node.inputs[position]
         here, whole = self.sizes.values(tensor)
         axes = [axis for axis in (op.axis(0), self.sizes.axis(op.node.inputs[0]), self.sizes.axis(op.outs[0])) if axis]
         if any(op.node.attrs[mask].i for mask in ("ellipsis_mask", "new_axis_mask") if mask in op.node.attrs):
-            return not axes and self.of[tensor].goes_with_size
+            return not axes and self.values[tensor].depends_on_size
         if not isinstance(here, np.ndarray) or not isinstance(whole, np.ndarray) or here.shape != whole.shape:
-            return self.of[tensor].odd
+            return self.values[tensor].is_irregular
         return not set(np.flatnonzero(here != whole)) <= {axis.dim for axis in axes}
 
-    # Samples ----------------------------------------------------------------------------------------------------
+    # Layouts ----------------------------------------------------------------------------------------------------
 
-    def _samples(self, op: Op, exact: bool) -> tuple[list[Made], bool]:
-        """What an operation makes, and whether that is exact if its operands are."""
+    def _layouts(self, op: BatchOp, is_exact: bool) -> tuple[list[BatchLayout], bool]:
+        """Return the layouts of the results, and whether these are exact; `is_exact` tells whether the operands are."""
         node = op.node
         try:
-            found = batch_kind_of(op)
-            for what, tensor in zip(found, op.outs, strict=True):
-                self._check(what, tensor)
+            layouts = infer_layouts(op)
+            for layout, tensor in zip(layouts, op.outs, strict=True):
+                self._check_sizes(layout, tensor)
         except CrossSampleError:
             if node.op in _DECISIONS:
                 self.unknown[node] = None
-                return [Made() for _ in op.outs], exact
-            if exact:
-                self.joined[node] = None
-            return [self._by_size(t, BatchKind.SUM) for t in op.outs], False
-        except NotKnownError:
-            if all(value.kind in WITHOUT_DATA for value in op.values):
-                return [Made() for _ in op.outs], exact
-            found = [self._by_size(t, BatchKind.SUM) for t in op.outs]
-            lists = any(t.dtype.name == "variant" for t in op.outs)
-            if any(what.kind is BatchKind.SUM and not lists and node not in self.analysis.backward for what in found):
-                if exact:
-                    self.joined[node] = None
-                return found, False
+                return [BatchLayout() for _ in op.outs], is_exact
+            return self._mixing_layouts(op, is_exact)
+        except UnsupportedUseError:
+            if all(value.kind in DATA_INDEPENDENT for value in op.values):
+                return [BatchLayout() for _ in op.outs], is_exact
+            layouts = [self._layout_by_size(t, BatchKind.SUMMED) for t in op.outs]
+            is_sum = [layout.kind is BatchKind.SUMMED for layout in layouts]
+            has_lists = any(t.dtype.name == "variant" for t in op.outs)
+            if any(is_sum) and not has_lists and node not in self.analysis.backward:
+                return self._mixing_layouts(op, is_exact)
             self.unknown[node] = None
-            if lists or node.op in LOOPS:
-                found = [
-                    w if w.kind is BatchKind.ROWS else Made(BatchKind.SUM, added=w.kind is BatchKind.SUM) for w in found
-                ]
-        return found, exact
+            if has_lists or node.op in LOOPS:
+                sums = BatchLayout(BatchKind.SUMMED, adds_samples=True)
+                layouts = [sums if adds else layout for adds, layout in zip(is_sum, layouts, strict=True)]
+        return layouts, is_exact
 
-    def _check(self, what: Made, tensor: Tensor) -> None:
-        """Hold what a rule says against the sizes of the two traces."""
+    def _mixing_layouts(self, op: BatchOp, is_exact: bool) -> tuple[list[BatchLayout], bool]:
+        """Note an op that mixes samples, if it is the first one on its path."""
+        if is_exact:
+            self.cross_sample[op.node] = None
+        return [self._layout_by_size(t, BatchKind.SUMMED) for t in op.outs], False
+
+    def _check_sizes(self, layout: BatchLayout, tensor: Tensor) -> None:
+        """Check a layout by rule against the sizes in both traces.
+
+        Raises:
+            CrossSampleError: If they contradict each other.
+        """
         if tensor.shape is None:
             return
-        certain, maybe = self.sizes.dims(tensor)
-        if what.kind is BatchKind.SUM and certain:
+        grown, unknown = self.sizes.batch_dims(tensor)
+        if layout.kind is BatchKind.SUMMED and grown:
             raise CrossSampleError
-        if what.kind is BatchKind.ROWS and what.axis is not None and not what.ragged:
-            if not certain <= {what.axis.dim} or what.axis.dim not in certain | maybe:
+        if layout.kind is BatchKind.PER_SAMPLE and layout.axis is not None and not layout.is_ragged:
+            if not grown <= {layout.axis.dim} or layout.axis.dim not in grown | unknown:
                 raise CrossSampleError
 
-    def _by_size(self, tensor: Tensor, other: BatchKind) -> Made:
-        """By the size alone: with rows for samples, or not; one of unknown rank is taken to have them."""
+    def _layout_by_size(self, tensor: Tensor, otherwise: BatchKind) -> BatchLayout:
+        """Return per-sample rows for a tensor that may grow with the batch, else a layout of another kind."""
         if tensor.shape is None:
-            return Made(BatchKind.ROWS, Axis(0))
-        certain, maybe = self.sizes.dims(tensor)
-        dims = certain or maybe
-        return Made(BatchKind.ROWS, Axis(min(dims))) if dims else Made(other)
+            return BatchLayout(BatchKind.PER_SAMPLE, BatchAxis(0))
+        grown, unknown = self.sizes.batch_dims(tensor)
+        dims = grown or unknown
+        return BatchLayout(BatchKind.PER_SAMPLE, BatchAxis(min(dims))) if dims else BatchLayout(otherwise)
 
-    # Powers -----------------------------------------------------------------------------------------------------
+    # Exponents --------------------------------------------------------------------------------------------------
 
-    def _power(self, op: Op, exact: bool) -> tuple[Fraction | None, Node | None, bool]:
-        """The power, or the operation after which it is not known, and whether that added sums to means."""
+    def _exponent(self, op: BatchOp, is_exact: bool) -> tuple[Fraction | None, Node | None, bool]:
+        """Return the exponent, or the op after which it is unknown, and whether that op added sums to means."""
         node = op.node
-        sums = {op.values[p].power for p in op.of(BatchKind.SUM) if not op.values[p].zero}
-        if node.op in _ADDS and len(sums) == 1 and op.of(BatchKind.EVEN) and not op.of(BatchKind.ROWS):
-            (own,) = sums
-            if own == 1 and any(op.values[p].power == 0 and not op.values[p].zero for p in op.of(BatchKind.EVEN)):
-                self.unlike[node] = None
-                return own, None, False
+        invariants = [p for p in op.of_kind(BatchKind.INVARIANT) if not op.values[p].is_zero]
+        sums = {op.values[p].exponent for p in op.of_kind(BatchKind.SUMMED) if not op.values[p].is_zero}
+        if node.op in _ADDS and sums == {1} and not op.of_kind(BatchKind.PER_SAMPLE):
+            if any(op.values[p].exponent == 0 for p in invariants):
+                self.adds_invariant[node] = None
+                return Fraction(1), None, False
         try:
-            found = self._of_loop(op) if node in self.unknown else scaling_exponent(op)
-        except MixedError:
+            exponent = self._gradient_exponent(op) if node in self.unknown else scaling_exponent(op)
+        except MixedScalingError:
             self.mixed[node] = None
             return None, node, True
-        except NotLinearError:
-            if any(v.kind not in WITHOUT_DATA for v in op.values) and exact and node not in self.joined:
-                self.scaled[node] = None
+        except NonlinearError:
+            if any(v.kind not in DATA_INDEPENDENT for v in op.values) and is_exact and node not in self.cross_sample:
+                self.nonlinear[node] = None
             return None, node, False
-        if found is not None:
-            return found, None, False
-        before = next((v for v in op.values if v.power is None and v.lost is not None), None)
-        return None, node if before is None else before.lost, before is not None and before.mixed
+        if exponent is not None:
+            return exponent, None, False
+        before = next((v for v in op.values if v.exponent is None and v.unknown_since is not None), None)
+        return None, node if before is None else before.unknown_since, before is not None and before.is_mixed
 
-    def _of_loop(self, op: Op) -> Fraction | None:
-        """Of an operation without a rule: one that autodiff made is taken to be linear in gradients."""
-        powers = {v.power for v, t in zip(op.values, op.node.inputs, strict=True) if is_inexact(t.dtype) or v.power}
-        powers.discard(Fraction(0))
-        if not powers:
+    def _gradient_exponent(self, op: BatchOp) -> Fraction | None:
+        """Return the exponent of an op without a rule, which is taken to be linear in gradients if autodiff made it."""
+        operands = zip(op.values, op.node.inputs, strict=True)
+        exponents = {v.exponent for v, t in operands if is_inexact(t.dtype) or v.exponent} - {Fraction(0)}
+        if not exponents:
             return Fraction(0)
-        return powers.pop() if len(powers) == 1 and is_seed(op.node) else None
+        return exponents.pop() if len(exponents) == 1 and is_seed(op.node) else None
 
 
 def draws(node: Node) -> bool:
-    """Whether an operation makes random numbers: each sample has its own."""
+    """Return whether an op draws random numbers, different ones for each sample."""
     return is_random(node) and node.op != "RandomShuffle"

@@ -1,325 +1,327 @@
-"""What operations that move rows, or look them up, do to the samples of a batch: the second part of the table."""
+"""Rules for the layouts of ops that move rows or look them up; `axis_rules.py` has those of all other ops."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rewriters.batch_semantics.axis_rules import registered_rule, rows_at, rule, sum_of
-from rewriters.batch_semantics.domain import Axis, BatchKind, CrossSampleError, Made, NotKnownError, Op, met
+from rewriters.batch_semantics.domain import (
+    BatchAxis,
+    BatchKind,
+    BatchLayout,
+    BatchOp,
+    CrossSampleError,
+    UnsupportedUseError,
+    common_axis,
+)
 from rewriters.errors import NotTileableError
 from rewriters.rules.slicing import AxisSlice, Sliced
 
 __all__: list[str] = []
 
-
-def _moved(op: Op, position: int) -> Axis:
-    """Where the samples of the one operand that matters lie; sums go on as sums."""
-    axis = op.values[position].made.axis
-    if axis is None or any(p != position for p in op.of(BatchKind.ROWS) + op.of(BatchKind.SUM)):
-        raise CrossSampleError
-    return axis
+_MovementRule = Callable[[BatchOp, BatchAxis], list[BatchLayout]]
 
 
-def _is_sum(op: Op, position: int) -> bool:
-    return op.values[position].kind is BatchKind.SUM and len(op.of(BatchKind.SUM)) == 1 and not op.of(BatchKind.ROWS)
+def _movement(*op_types: str, data: int = 0, is_linear: bool = True) -> Callable[[_MovementRule], _MovementRule]:
+    """Register a rule for ops that move the rows of one operand.
+
+    Args:
+        op_types: Types of the ops.
+        data: Position of the operand; samples in another operand are mixed with it.
+        is_linear: Whether the op maps a sum over samples to a sum over samples.
+    """
+
+    def add(function: _MovementRule) -> _MovementRule:
+        @rule(*op_types)
+        def apply(op: BatchOp) -> list[BatchLayout]:
+            if is_linear and _is_only_sum(op, data):
+                return sum_of(op, adds_samples=False)
+            axis = op.axis(data)
+            if axis is None or any(p != data for p in op.of_kind(BatchKind.PER_SAMPLE) + op.of_kind(BatchKind.SUMMED)):
+                raise CrossSampleError
+            return function(op, axis)
+
+        return function
+
+    return add
 
 
-@rule("Reshape", "ExpandDims", "Squeeze")
-def _reshape(op: Op) -> list[Made]:
-    """By the number of elements before and behind each sample."""
-    if _is_sum(op, 0):
-        return sum_of(op, added=False)
-    axis, have, want = _moved(op, 0), op.shape(0), op.out_shape()
-    what = op.values[0].made
-    if what.ragged:
-        if axis.dim or math.prod(_known(have[1:])) != math.prod(_known(want[1:])):
-            raise NotKnownError
-        return rows_at(op, axis, True, what.positions)
-    before, behind = math.prod(_known(have[: axis.dim])), math.prod(_known(have[axis.dim + 1 :]))
-    times, within = _layout(op, axis, have)
-    before, behind = before * times, behind * within
-    certain, maybe = op.sizes.dims(op.outs[0])
-    dims = certain or maybe
-    for dim in sorted(dims):
-        ahead, after = math.prod(_known(want[:dim])), math.prod(_known(want[dim + 1 :]))
-        if axis.within is None and (ahead, want[dim]) == (math.prod(_known(have[: axis.dim])), have[axis.dim]):
-            return rows_at(op, axis.moved(dim), positions=what.positions)  # Along it nothing moves, however it lies.
-        if not before % ahead and not behind % after:
-            return rows_at(op, Axis(dim, before // ahead, behind // after), positions=what.positions)
+def _is_only_sum(op: BatchOp, position: int) -> bool:
+    return op.of_kind(BatchKind.SUMMED) == [position] and not op.of_kind(BatchKind.PER_SAMPLE)
+
+
+@_movement("Reshape", "ExpandDims", "Squeeze")
+def _reshape(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
+    """Locate samples by the number of elements before and after the batch axis."""
+    layout, old, new = op.values[0].layout, op.shape(0), op.out_shape()
+    if layout.is_ragged:
+        if axis.dim or math.prod(_static(old[1:])) != math.prod(_static(new[1:])):
+            raise UnsupportedUseError
+        return rows_at(op, axis, True, layout.row_index)
+    before, after = math.prod(_static(old[: axis.dim])), math.prod(_static(old[axis.dim + 1 :]))
+    repeats, entries = _split_extent(op, axis, old)
+    grown, unknown = op.sizes.batch_dims(op.outs[0])
+    for dim in sorted(grown or unknown):
+        new_before, new_after = math.prod(_static(new[:dim])), math.prod(_static(new[dim + 1 :]))
+        if axis.entries is None and (new_before, new[dim]) == (before, old[axis.dim]):
+            return rows_at(op, axis.moved(dim), row_index=layout.row_index)  # The axis is unchanged.
+        if not before * repeats % new_before and not after * entries % new_after:
+            new_axis = BatchAxis(dim, before * repeats // new_before, after * entries // new_after)
+            return rows_at(op, new_axis, row_index=layout.row_index)
     raise CrossSampleError
 
 
-def _known(shape: Sequence[int | None]) -> list[int]:
+def _static(shape: Sequence[int | None]) -> list[int]:
     if None in shape:
-        raise NotKnownError
+        raise UnsupportedUseError
     return [size or 1 for size in shape]
 
 
-def _layout(op: Op, axis: Axis, shape: Sequence[int | None], of_others: int | None = None) -> tuple[int, int]:
-    """Times that a dimension holds all samples, and entries of each; where nobody said, samples follow each other.
+def _split_extent(
+    op: BatchOp, axis: BatchAxis, shape: Sequence[int | None], like: int | None = None
+) -> tuple[int, int]:
+    """Return the number of batches along an axis, and of entries of each sample.
 
-    Or they are laid out with as many entries each `of_others`, which what is the same along the dimension may be taken
-    to be.
+    An axis of unknown order, along which all samples have one value, is taken to hold one batch; or one with `like`
+    entries of each sample, if these divide its size.
     """
-    if axis.within is not None:
-        return axis.before or 1, axis.within
+    if axis.entries is not None:
+        return axis.repeats or 1, axis.entries
     size, samples = shape[axis.dim], op.sizes.samples
     entries = 1 if size is None or samples is None else max(size // samples, 1)
-    return (entries // of_others, of_others) if of_others and entries % of_others == 0 else (1, entries)
+    return (entries // like, like) if like and entries % like == 0 else (1, entries)
 
 
-@rule("Transpose")
-def _transpose(op: Op) -> list[Made]:
-    if _is_sum(op, 0):
-        return sum_of(op, added=False)
-    axis = _moved(op, 0)
-    return rows_at(op, axis.moved(op.ints(1).index(axis.dim)), op.values[0].made.ragged)
+@_movement("Transpose")
+def _transpose(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
+    return rows_at(op, axis.moved(op.ints(1).index(axis.dim)), op.values[0].layout.is_ragged)
 
 
-def _cuts(op: Op) -> list[AxisSlice]:
-    found = registered_rule(op.node)
-    assert isinstance(found, Sliced)
+def _slices(op: BatchOp) -> list[AxisSlice]:
+    registered = registered_rule(op.node)
+    assert isinstance(registered, Sliced)
     try:
-        return found.cuts(op.analysis.view(op.node))
+        return registered.cuts(op.analysis.view(op.node))
     except NotTileableError:
-        raise NotKnownError from None
+        raise UnsupportedUseError from None
 
 
-def _taken(op: Op, axis: Axis, cut: AxisSlice, shape: Sequence[int | None], part: Sequence[int | None]) -> Axis:
-    """What a slice has of samples: all of them, maybe of several times that the batch is there."""
-    if cut.out is None or cut.stride != 1:
-        raise CrossSampleError
-    if part[cut.out] == shape[axis.dim] and cut.begin == 0:
-        return axis.moved(cut.out)
-    size = None if op.sizes.samples is None else op.sizes.samples * (axis.within or 1)
-    taken = part[cut.out]
-    if size is None or taken is None or cut.begin % size or taken % size:
-        raise CrossSampleError
-    return Axis(cut.out, taken // size, axis.within)
-
-
-@rule("StridedSlice", "Slice")
-def _slice(op: Op) -> list[Made]:
-    if _is_sum(op, 0):
-        return sum_of(op, added=False)
-    axis = _moved(op, 0)
-    what = op.values[0].made
+@_movement("StridedSlice", "Slice")
+def _slice(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
+    layout = op.values[0].layout
     try:
-        cut = next(cut for cut in _cuts(op) if cut.dim == axis.dim)
-    except NotKnownError:
-        if what.ragged:  # Of rows whose number is not known it does not take all.
+        cut = next(cut for cut in _slices(op) if cut.dim == axis.dim)
+    except UnsupportedUseError:
+        if layout.is_ragged:  # The slice may leave out rows.
             raise CrossSampleError from None
         raise
-    if what.ragged:
+    if layout.is_ragged:
         if cut.out is None or cut.size is not None:
             raise CrossSampleError
-        return rows_at(op, axis.moved(cut.out), True, what.positions)
-    return rows_at(op, _taken(op, axis, cut, op.shape(0), op.out_shape()))
+        return rows_at(op, axis.moved(cut.out), True, layout.row_index)
+    if cut.out is None or cut.stride != 1:
+        raise CrossSampleError
+    size = op.out_shape()[cut.out]
+    if size == op.shape(0)[axis.dim] and cut.begin == 0:
+        return rows_at(op, axis.moved(cut.out))
+    batch = None if op.sizes.samples is None else op.sizes.samples * (axis.entries or 1)
+    if batch is None or size is None or cut.begin % batch or size % batch:
+        raise CrossSampleError
+    return rows_at(op, BatchAxis(cut.out, size // batch, axis.entries))
 
 
-@rule("StridedSliceGrad")
-def _slice_grad(op: Op) -> list[Made]:
-    if _is_sum(op, 4):
-        return sum_of(op, added=False)
-    axis = _moved(op, 4)
-    cut = next((cut for cut in _cuts(op) if cut.out == axis.dim), None)
+@_movement("StridedSliceGrad", data=4)
+def _slice_grad(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
+    cut = next((cut for cut in _slices(op) if cut.out == axis.dim), None)
     if cut is None:
         raise CrossSampleError
     if cut.dim is None:
-        raise NotKnownError
-    whole = Axis(cut.dim, axis.before, axis.within)
-    if op.out_shape()[cut.dim] != op.shape(4)[axis.dim]:
-        _, within = _layout(op, axis, op.shape(4))
-        size = None if op.sizes.samples is None else op.sizes.samples * within
-        extent, part = op.out_shape()[cut.dim], op.shape(4)[axis.dim]
-        if size is None or extent is None or part is None or cut.stride != 1:
-            raise CrossSampleError
-        if cut.begin % size or part % size or extent % size:
-            raise CrossSampleError
-        whole = Axis(cut.dim, extent // size, within)
-    return rows_at(op, whole)
+        raise UnsupportedUseError
+    extent, size = op.out_shape()[cut.dim], op.shape(4)[axis.dim]
+    if extent == size:
+        return rows_at(op, axis.moved(cut.dim))
+    _, entries = _split_extent(op, axis, op.shape(4))
+    batch = None if op.sizes.samples is None else op.sizes.samples * entries
+    if batch is None or extent is None or size is None or cut.stride != 1:
+        raise CrossSampleError
+    if cut.begin % batch or size % batch or extent % batch:
+        raise CrossSampleError
+    return rows_at(op, BatchAxis(cut.dim, extent // batch, entries))
 
 
 @rule("ConcatV2")
-def _concat(op: Op) -> list[Made]:
-    """Beside each other, or whole batches behind each other."""
+def _concat(op: BatchOp) -> list[BatchLayout]:
+    """Concatenate features of samples, or whole batches."""
     data = range(len(op.values) - 1)
     (dim,) = (number % len(op.out_shape()) for number in op.ints(len(op.values) - 1))
-    if op.of(BatchKind.SUM):
-        if op.of(BatchKind.ROWS):
-            raise CrossSampleError
-        return sum_of(op, added=False)
+    if op.of_kind(BatchKind.SUMMED):
+        return _sum_without_rows(op)
     axes = [op.axis(p) for p in data]
-    axis = met(axis for axis in axes if axis is not None)
+    axis = common_axis(axis for axis in axes if axis is not None)
     if axis.dim != dim:
         return rows_at(op, axis, op.is_ragged(data))
     if None in axes or op.is_ragged(data):
         raise CrossSampleError
     if op.sizes.samples is None:
-        raise NotKnownError
-    layouts = [_layout(op, own, op.shape(p), axis.within) for p, own in enumerate(axes) if own is not None]
-    if len({within for _, within in layouts}) > 1:
+        raise UnsupportedUseError
+    extents = [_split_extent(op, part, op.shape(p), axis.entries) for p, part in enumerate(axes) if part is not None]
+    if len({entries for _, entries in extents}) > 1:
         raise CrossSampleError
-    return rows_at(op, Axis(dim, sum(before for before, _ in layouts), layouts[0][1]))
+    return rows_at(op, BatchAxis(dim, sum(repeats for repeats, _ in extents), extents[0][1]))
+
+
+def _sum_without_rows(op: BatchOp) -> list[BatchLayout]:
+    if op.of_kind(BatchKind.PER_SAMPLE):
+        raise CrossSampleError
+    return sum_of(op, adds_samples=False)
 
 
 @rule("Pack")
-def _pack(op: Op) -> list[Made]:
-    if op.of(BatchKind.SUM):
-        if op.of(BatchKind.ROWS):
-            raise CrossSampleError
-        return sum_of(op, added=False)
-    axis = met(axis for p in range(len(op.values)) if (axis := op.axis(p)) is not None)
-    new = op.node.attrs["axis"].i % len(op.out_shape())
-    return rows_at(op, axis.moved(axis.dim + (new <= axis.dim)), op.is_ragged(op.of(BatchKind.ROWS)))
+def _pack(op: BatchOp) -> list[BatchLayout]:
+    if op.of_kind(BatchKind.SUMMED):
+        return _sum_without_rows(op)
+    axis = common_axis(axis for p in range(len(op.values)) if (axis := op.axis(p)) is not None)
+    new_dim = op.node.attrs["axis"].i % len(op.out_shape())
+    return rows_at(op, axis.moved(axis.dim + (new_dim <= axis.dim)), op.is_ragged(op.of_kind(BatchKind.PER_SAMPLE)))
 
 
-@rule("Unpack")
-def _unpack(op: Op) -> list[Made]:
-    if _is_sum(op, 0):
-        return sum_of(op, added=False)
-    axis, gone = _moved(op, 0), op.node.attrs["axis"].i % len(op.shape(0))
-    if axis.dim == gone:
+@_movement("Unpack")
+def _unpack(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
+    dim = op.node.attrs["axis"].i % len(op.shape(0))
+    if axis.dim == dim:
         raise CrossSampleError
-    return rows_at(op, axis.moved(axis.dim - (gone < axis.dim)))
+    return rows_at(op, axis.moved(axis.dim - (dim < axis.dim)))
 
 
-@rule("Split", "SplitV")
-def _split(op: Op) -> list[Made]:
-    position, dim_at = (1, 0) if op.node.op == "Split" else (0, 2)
-    if _is_sum(op, position):
-        return sum_of(op, added=False)
-    axis = _moved(op, position)
-    if axis.dim != op.ints(dim_at)[0] % len(op.shape(position)):
+@_movement("Split", data=1)
+@_movement("SplitV")
+def _split(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
+    data, dim_at = (1, 0) if op.node.op == "Split" else (0, 2)
+    if axis.dim != op.ints(dim_at)[0] % len(op.shape(data)):
         return rows_at(op, axis)
-    size = None if op.sizes.samples is None else op.sizes.samples * (axis.within or 1)
+    batch = None if op.sizes.samples is None else op.sizes.samples * (axis.entries or 1)
     lengths = [op.out_shape(index)[axis.dim] for index in range(len(op.outs))]
-    if size is None or any(length is None or length % size for length in lengths):
+    if batch is None or any(length is None or length % batch for length in lengths):
         raise CrossSampleError
-    return [Made(BatchKind.ROWS, Axis(axis.dim, (length or 0) // size, axis.within)) for length in lengths]
+    return [
+        BatchLayout(BatchKind.PER_SAMPLE, BatchAxis(axis.dim, (length or 0) // batch, axis.entries))
+        for length in lengths
+    ]
 
 
-@rule("ReverseV2", "Roll", "Cumsum", "Cumprod", "CumulativeLogsumexp")
-def _along_axes(op: Op) -> list[Made]:
-    if _is_sum(op, 0) and op.node.op in ("ReverseV2", "Roll", "Cumsum"):
-        return sum_of(op, added=False)
-    axis = _moved(op, 0)
+@_movement("ReverseV2", "Roll", "Cumsum")
+@_movement("Cumprod", "CumulativeLogsumexp", is_linear=False)
+def _along_axes(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     if axis.dim in {number % len(op.shape(0)) for number in op.ints(2 if op.node.op == "Roll" else 1)}:
         raise CrossSampleError
     return rows_at(op, axis)
 
 
-@rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
-def _pad(op: Op) -> list[Made]:
-    if _is_sum(op, 0) and op.node.op != "PadV2":
-        return sum_of(op, added=False)
-    axis = _moved(op, 0)
+@_movement("Pad", "MirrorPad", "MirrorPadGrad")
+@_movement("PadV2", is_linear=False)
+def _pad(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     paddings, _ = op.sizes.values(op.node.inputs[1])
     if not isinstance(paddings, np.ndarray):
-        raise NotKnownError
+        raise UnsupportedUseError
     if paddings[axis.dim].any():
         raise CrossSampleError
     return rows_at(op, axis)
 
 
 @rule("Tile", "BroadcastTo")
-def _spread(op: Op) -> list[Made]:
-    """A batch that is repeated is there several times; a sum that each sample gets joins them."""
-    if _is_sum(op, 0):
-        if op.scales():
-            raise CrossSampleError
-        return sum_of(op, added=False)
-    axis, have, want = _moved(op, 0), op.shape(0), op.out_shape()
-    here = axis.dim + len(want) - len(have)
-    if op.values[0].made.ragged or have[axis.dim] is None or want[here] == have[axis.dim]:
-        return rows_at(op, axis.moved(here), op.values[0].made.ragged)
+def _repeat(op: BatchOp) -> list[BatchLayout]:
+    """Repeat whole batches; a sum that is repeated for each sample mixes samples."""
+    if _is_only_sum(op, 0) and not op.may_grow():
+        return sum_of(op, adds_samples=False)
+    axis, old, new = op.axis(0), op.shape(0), op.out_shape()
+    if axis is None or any(p for p in op.of_kind(BatchKind.PER_SAMPLE) + op.of_kind(BatchKind.SUMMED)):
+        raise CrossSampleError
+    dim = axis.dim + len(new) - len(old)
+    if op.values[0].layout.is_ragged or old[axis.dim] is None or new[dim] == old[axis.dim]:
+        return rows_at(op, axis.moved(dim), op.values[0].layout.is_ragged)
     if op.node.op == "BroadcastTo":
         raise CrossSampleError
-    times = (want[here] or 0) // (have[axis.dim] or 1)
-    return rows_at(op, Axis(here, times * (axis.before or 1), axis.within))
+    times = (new[dim] or 0) // (old[axis.dim] or 1)
+    return rows_at(op, BatchAxis(dim, times * (axis.repeats or 1), axis.entries))
 
 
-@rule("SpaceToBatchND", "BatchToSpaceND")
-def _pixels(op: Op) -> list[Made]:
-    if _is_sum(op, 0) or (axis := _moved(op, 0)).dim:
-        raise CrossSampleError
-    block = math.prod(op.ints(1))
-    if op.node.op == "SpaceToBatchND":
-        return rows_at(op, Axis(0, block * (axis.before or 1), axis.within))
-    if (axis.before or 1) % block:
-        raise CrossSampleError
-    return rows_at(op, Axis(0, (axis.before or 1) // block, axis.within))
-
-
-# Looked up --------------------------------------------------------------------------------------------------
-
-
-@rule("OneHot")
-def _one_hot(op: Op) -> list[Made]:
-    axis, rank = _moved(op, 0), len(op.out_shape())
-    new = op.node.attrs["axis"].i % rank
-    return rows_at(op, axis.moved(axis.dim + (new <= axis.dim)), op.values[0].made.ragged)
-
-
-@rule("Where")
-def _where(op: Op) -> list[Made]:
-    """Positions of rows, of which there are as many as data say."""
-    axis = _moved(op, 0)
+@_movement("SpaceToBatchND", "BatchToSpaceND", is_linear=False)
+def _space_to_batch(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     if axis.dim:
-        raise NotKnownError
-    return rows_at(op, Axis(0), True, axis if len(op.shape(0)) == 1 else None)
+        raise CrossSampleError
+    block, repeats = math.prod(op.ints(1)), axis.repeats or 1
+    if op.node.op == "SpaceToBatchND":
+        return rows_at(op, BatchAxis(0, block * repeats, axis.entries))
+    if repeats % block:
+        raise CrossSampleError
+    return rows_at(op, BatchAxis(0, repeats // block, axis.entries))
+
+
+# Lookups ----------------------------------------------------------------------------------------------------
+
+
+@_movement("OneHot", is_linear=False)
+def _one_hot(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
+    new_dim = op.node.attrs["axis"].i % len(op.out_shape())
+    return rows_at(op, axis.moved(axis.dim + (new_dim <= axis.dim)), op.values[0].layout.is_ragged)
+
+
+@_movement("Where", is_linear=False)
+def _where(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
+    """Return ragged row numbers."""
+    if axis.dim:
+        raise UnsupportedUseError
+    return rows_at(op, BatchAxis(0), True, axis if len(op.shape(0)) == 1 else None)
 
 
 @rule("Gather", "GatherV2")
-def _gather(op: Op) -> list[Made]:
-    """Rows of a table; of samples only those that a mask has chosen."""
+def _gather(op: BatchOp) -> list[BatchLayout]:
+    """Look up rows of a table; rows of samples only by the row numbers of a mask."""
     table, index = op.values[0], op.values[1]
     along = 0 if op.node.op == "Gather" else op.ints(2)[0] % len(op.shape(0))
-    alike = op.node.attrs["batch_dims"].i if "batch_dims" in op.node.attrs else 0
-    if index.kind is BatchKind.SUM:
+    batch_dims = op.node.attrs["batch_dims"].i if "batch_dims" in op.node.attrs else 0
+    if index.kind is BatchKind.SUMMED:
         raise CrossSampleError
-    if table.kind is BatchKind.SUM:
-        if index.kind is BatchKind.ROWS:
+    if table.kind is BatchKind.SUMMED:
+        return _sum_without_rows(op)
+    table_axis, index_axis = op.axis(0), index.layout.axis
+    if table.kind is BatchKind.PER_SAMPLE and table_axis is not None and table_axis.dim == along:
+        row_index = index.layout.row_index
+        if row_index is None or row_index.moved(along) != table_axis or batch_dims:
             raise CrossSampleError
-        return sum_of(op, added=False)
-    of_table, of_index = op.axis(0), index.made.axis
-    if table.kind is BatchKind.ROWS and of_table is not None and of_table.dim == along:
-        if index.made.positions is None or index.made.positions.moved(along) != of_table or alike:
-            raise CrossSampleError
-        return rows_at(op, Axis(along), True)
-    places = []
-    if of_table is not None:
-        moved = of_table.dim if of_table.dim < along else of_table.dim + len(op.shape(1)) - alike - 1
-        places.append(of_table.moved(moved))
-    if of_index is not None:
-        places.append(of_index.moved(of_index.dim if of_index.dim < alike else of_index.dim + along - alike))
-    return rows_at(op, met(places), index.made.ragged or table.made.ragged)
+        return rows_at(op, BatchAxis(along), True)
+    axes = []
+    if table_axis is not None:
+        is_before = table_axis.dim < along
+        axes.append(table_axis.moved(table_axis.dim + (0 if is_before else len(op.shape(1)) - batch_dims - 1)))
+    if index_axis is not None:
+        is_before = index_axis.dim < batch_dims
+        axes.append(index_axis.moved(index_axis.dim + (0 if is_before else along - batch_dims)))
+    return rows_at(op, common_axis(axes), index.layout.is_ragged or table.layout.is_ragged)
 
 
-@rule("RandomShuffle", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2")
-def _mixes(op: Op) -> list[Made]:
-    axis = _moved(op, 0)
+@_movement("RandomShuffle", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", is_linear=False)
+def _mixes(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     if axis.dim == 0 or op.node.op != "RandomShuffle":
         raise CrossSampleError
     return rows_at(op, axis)
 
 
-@rule("ResourceGather")
-def _gather_weights(op: Op) -> list[Made]:
-    axis = _moved(op, 1)
-    return rows_at(op, axis, op.values[1].made.ragged)
+@_movement("ResourceGather", data=1, is_linear=False)
+def _gather_weights(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
+    return rows_at(op, axis, op.values[1].layout.is_ragged)
 
 
 @rule("GatherNd")
-def _gather_nd(op: Op) -> list[Made]:
+def _gather_nd(op: BatchOp) -> list[BatchLayout]:
     table, index = op.values[0], op.values[1]
-    if table.cut or table.kind is BatchKind.SUM:
-        raise CrossSampleError  # Of what is not of data each micro-batch has a part, and the index may name any entry.
-    if table.kind is not BatchKind.EVEN or index.kind is not BatchKind.ROWS or index.made.axis is None:
-        raise NotKnownError
-    if index.made.axis.dim == len(op.shape(1)) - 1:
+    if table.is_slice or table.kind is BatchKind.SUMMED:
+        raise CrossSampleError  # The index may name a row of another slice.
+    if table.kind is not BatchKind.INVARIANT or index.kind is not BatchKind.PER_SAMPLE or index.layout.axis is None:
+        raise UnsupportedUseError
+    if index.layout.axis.dim == len(op.shape(1)) - 1:
         raise CrossSampleError
-    return rows_at(op, index.made.axis, index.made.ragged)
+    return rows_at(op, index.layout.axis, index.layout.is_ragged)

@@ -1,7 +1,7 @@
-"""By which power of the number of micro-batches a result is larger, given those of the operands.
+"""Rules for scaling exponents: the exponent of a result, given those of the operands.
 
-A product has the sum of the powers, a sum needs the same of all its operands, a square root halves it. Whatever else is
-done to a value that is larger for a micro-batch than for the batch, as gradients of means are, gives another result.
+A product has the sum of the exponents, a sum needs one exponent for all operands, a square root halves it. Any other op
+is nonlinear: a value that differs for a micro-batch, as gradients of means do, would give another result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 
 from rewriters.analysis.autodiff_roles import is_seed
-from rewriters.batch_semantics.domain import WITHOUT_DATA, MixedError, NoPowerError, NotLinearError, Op
+from rewriters.batch_semantics.domain import (
+    DATA_INDEPENDENT,
+    BatchOp,
+    IrregularScalingError,
+    MixedScalingError,
+    NonlinearError,
+)
 from rewriters.ir.static_values import constant, is_inexact
 from rewriters.ir.symbolic_dims import SymbolicDim
 from rewriters.rules.elementwise import ELEMENTWISE
@@ -24,11 +30,11 @@ __all__: list[str] = []
 _ADDS = frozenset(("Add", "AddN", "AddV2", "BiasAdd", "Complex", "ConcatV2", "Pack", "Select", "SelectV2", "Sub"))
 _EXTREMES = frozenset(("Maximum", "Minimum"))
 _COMPARES = frozenset(("Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"))
-_NUMBERS = frozenset(
+_SCALE_FREE = frozenset(
     "Angle ArgMax ArgMin IsFinite IsInf IsNan OnesLike Rank Shape ShapeN Sign Size Where ZerosLike LogicalAnd "
     "LogicalNot LogicalOr All Any".split()
 )
-"""Those whose result is the same whatever the operands are multiplied by."""
+"""Ops whose result does not depend on the scale of the operands."""
 
 _PRODUCTS = frozenset(
     "BatchMatMul BatchMatMulV2 BatchMatMulV3 Conv2D Conv2DBackpropFilter Conv2DBackpropInput Conv3D "
@@ -39,7 +45,7 @@ _ACTIVATION_GRADIENTS = {
     **dict.fromkeys(("TanhGrad", "SigmoidGrad"), 1),
     **dict.fromkeys(("EluGrad", "SeluGrad", "SoftplusGrad", "SoftsignGrad"), 0),
 }
-"""Gradients of activations: products of what comes in, in these operands, and of what goes by the other one."""
+"""Position of the incoming gradient in gradients of activations, which are products with it."""
 
 _QUOTIENTS = frozenset(("Div", "DivNoNan", "FloorDiv", "RealDiv", "Xdivy"))
 
@@ -74,9 +80,9 @@ _DEGREES: dict[str, dict[int, Fraction]] = {
     "PadV2": {0: _ONE},
     "OneHot": {},
 }
-"""For each operand that matters the degree in which a result goes with it."""
+"""Degrees of results as monomials of operands, by op type and operand position."""
 
-_FIRST = frozenset(
+_LINEAR_IN_FIRST = frozenset(
     "Abs AvgPool AvgPool3D BatchToSpaceND BiasAddGrad BroadcastTo CheckNumerics ComplexAbs Conj Cumsum DepthToSpace "
     "EnsureShape EuclideanNorm ExpandDims ExtractImagePatches FFT FFT2D FFT3D Gather GatherNd GatherV2 Identity "
     "IFFT IFFT2D IFFT3D Imag IRFFT IRFFT2D IRFFT3D LeakyRelu MatrixBandPart MatrixDiag MatrixDiagPartV3 "
@@ -85,86 +91,90 @@ _FIRST = frozenset(
     "Roll SegmentSum Slice Snapshot SpaceToBatchND SpaceToDepth SplitV Squeeze StopGradient StridedSlice Sum Tile "
     "TopK TopKV2 Transpose Unpack UnsortedSegmentSum".split()
 )
-"""Those whose result is as much larger as the first operand is."""
+"""Ops that are linear in their first operand."""
 
 _PADDED = frozenset(("MatrixDiagPartV3", "MatrixDiagV3"))
-"""Operations with another operand that fills what the first one leaves free."""
+"""Ops that fill entries which the first operand does not cover from another operand."""
 
-_ENTRIES = {"Fill": (1,), "PadV2": (0, 2)}
-"""Operands that all entries of a result come from, of operations that have others beside them."""
+_ENTRY_OPERANDS = {"Fill": (1,), "PadV2": (0, 2)}
+"""Operands that supply all entries of the result, where other operands do not."""
+
+_RELATIVE_ERRORS = {2: 2e-2, 4: 1e-6}
+"""Rounding error of a ratio, by the bytes of its type; 1e-10 for others."""
 
 
-_ROUNDING = {2: 2e-2, 4: 1e-6}
-"""How far numbers of so many bytes may be off, relatively."""
-
-
-def scaling_exponent(op: Op) -> Fraction | None:
-    """The power of an operation's results, samples that it adds up left out; `None` if one of an operand is not known.
+def scaling_exponent(op: BatchOp) -> Fraction | None:
+    """Return the exponent of an op's results, not counting samples that it adds; `None` if an operand's is unknown.
 
     Raises:
-        MixedError: If it adds what has different powers.
-        NotLinearError: If it matters to it that an operand is larger for a micro-batch.
+        MixedScalingError: If it adds values of different exponents.
+        NonlinearError: If its result is no power of an operand whose exponent is not 0.
     """
-    kind, powers = op.node.op, [value.power for value in op.values]
-    if kind in _NUMBERS:
+    kind, exponents = op.node.op, [value.exponent for value in op.values]
+    if kind in _SCALE_FREE:
         return Fraction(0)
     if kind in _ADDS | _EXTREMES | _COMPARES | {"SquaredDifference"}:
-        return _alike(op)
+        return _common_exponent(op)
     if kind == "Cast":
         rounds = is_inexact(op.node.inputs[0].dtype) and not is_inexact(op.outs[0].dtype)
-        return _as_it_is(op) if rounds and op.outs[0].dtype.name != "bool" else powers[0]
+        return _require_unscaled(op) if rounds and op.outs[0].dtype.name != "bool" else exponents[0]
     if kind in _PRODUCTS or kind in _ACTIVATION_GRADIENTS:
-        return _total((_ONE, powers[p]) for p in _multiplied(op))
-    if kind in _QUOTIENTS and (kind != "FloorDiv" or is_seed(op.node)):  # Autodiff divides sizes by such that do.
-        return _total([(_ONE, powers[0]), (-_ONE, powers[1])])
+        return _total((_ONE, exponents[p]) for p in _factors(op))
+    if kind in _QUOTIENTS and (kind != "FloorDiv" or is_seed(op.node)):  # Autodiff divides sizes by `FloorDiv`.
+        return _total([(_ONE, exponents[0]), (-_ONE, exponents[1])])
     if kind == "Pow":
-        exponent = constant(op.node.inputs[1].node)
-        if exponent is not None and exponent.ndim == 0:
-            return _total([(Fraction(float(exponent)).limit_denominator(64), powers[0])])
-    if kind in _FIRST:
-        return powers[0] if powers else Fraction(0)
+        power = constant(op.node.inputs[1].node)
+        if power is not None and power.ndim == 0:
+            return _total([(Fraction(float(power)).limit_denominator(64), exponents[0])])
+    if kind in _LINEAR_IN_FIRST:
+        return exponents[0] if exponents else Fraction(0)
     if kind in _DEGREES:
-        return _total((degree, powers[position]) for position, degree in _DEGREES[kind].items())
-    return _as_it_is(op)
+        return _total((degree, exponents[position]) for position, degree in _DEGREES[kind].items())
+    return _require_unscaled(op)
 
 
-def counted(op: Op) -> Iterable[int]:
-    """Return the positions of the operands that `scaling_exponent` reads, whatever their types."""
+def scaled_operands(op: BatchOp) -> Iterable[int]:
+    """Return the positions of the operands that `scaling_exponent` accounts for, whatever their types."""
     kind, every = op.node.op, range(len(op.values))
-    if kind in _NUMBERS | _QUOTIENTS | {"Cast", "SquaredDifference"}:
+    if kind in _SCALE_FREE | _QUOTIENTS | {"Cast", "SquaredDifference"}:
         return every
     if kind in _PRODUCTS or kind in _ACTIVATION_GRADIENTS:
-        return _multiplied(op)
+        return _factors(op)
     if kind in _ADDS | _EXTREMES | _COMPARES:
-        return _taken_alike(op)
-    return every[:1] if kind in _FIRST else _DEGREES.get(kind, ())
+        return _terms(op)
+    return every[:1] if kind in _LINEAR_IN_FIRST else _DEGREES.get(kind, ())
 
 
-def is_structurally_zero(op: Op) -> bool:
-    """Whether those of an operation's results that are no integers are all zeros because operands are."""
-    kind, zero = op.node.op, [value.zero for value in op.values]
+def is_structurally_zero(op: BatchOp) -> bool:
+    """Return whether all inexact results of an op are zero because operands are."""
+    kind, zero = op.node.op, [value.is_zero for value in op.values]
     if kind in _PRODUCTS:
-        return any(own and is_inexact(t.dtype) for own, t in zip(zero, op.node.inputs, strict=True))
+        return any(is_zero and is_inexact(t.dtype) for is_zero, t in zip(zero, op.node.inputs, strict=True))
     if kind in _ADDS | _EXTREMES | {"SquaredDifference"}:
-        return all(zero[p] for p in _taken_alike(op))
+        return all(zero[p] for p in _terms(op))
     if kind in _ACTIVATION_GRADIENTS:
         return zero[_ACTIVATION_GRADIENTS[kind]]
     if kind in _QUOTIENTS:
         return zero[0] and not zero[1]
-    if kind == "Cast" or kind in _FIRST - _PADDED:
+    if kind == "Cast" or kind in _LINEAR_IN_FIRST - _PADDED:
         return zero[:1] == [True]
-    if kind in _ENTRIES:
-        return all(zero[p] for p in _ENTRIES[kind])
+    if kind in _ENTRY_OPERANDS:
+        return all(zero[p] for p in _ENTRY_OPERANDS[kind])
     return kind == "ZerosLike" or any(zero[p] for p, degree in _DEGREES.get(kind, {}).items() if degree > 0)
 
 
-def power_of(here: Any, whole: Any, parts: int) -> Fraction | None:
-    """The power by which something is larger for the batch that is known, here for a micro-batch; `None` if it is not.
+def exponent_between(here: Any, whole: Any, count: int) -> Fraction | None:
+    """Return the exponent that leads from a value for a micro-batch to that for the batch; `None` if one is unknown.
 
-    Of two that are of different lengths it is that of the numbers in them, in whichever order and however often.
+    Values of different lengths are compared by their distinct entries.
+
+    Args:
+        here: Value for a micro-batch.
+        whole: Value for the batch.
+        count: Number of micro-batches.
 
     Raises:
-        NoPowerError: If it is larger, and by no power of the number of micro-batches.
+        IrregularScalingError: If the values differ by no power of `count`.
     """
     if here is None or whole is None:
         return None
@@ -172,70 +182,74 @@ def power_of(here: Any, whole: Any, parts: int) -> Fraction | None:
         return Fraction(1)
     try:
         kind = complex if np.iscomplexobj(here) else float
-        mine, other = np.asarray(here, kind), np.asarray(whole, kind)
+        part, batch = np.asarray(here, kind), np.asarray(whole, kind)
     except (TypeError, ValueError):
         return Fraction(0) if isinstance(here, np.ndarray) and np.array_equal(here, whole) else None
-    if mine.shape != other.shape:
-        mine, other = np.unique(mine), np.unique(other)
-        if mine.shape != other.shape:
+    if part.shape != batch.shape:
+        part, batch = np.unique(part), np.unique(batch)
+        if part.shape != batch.shape:
             return None
-    if np.array_equal(mine, other, equal_nan=True):
+    if np.array_equal(part, batch, equal_nan=True):
         return Fraction(0)
-    some = (mine != 0) | (other != 0)
+    nonzero = (part != 0) | (batch != 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = other[some] / mine[some]
-    first = float(ratios[0].real)
-    rounding = _ROUNDING.get(getattr(here, "dtype", np.dtype(float)).itemsize, 1e-10)
-    if not 0 < first < math.inf or not np.allclose(ratios, first, rtol=rounding, atol=0):
-        raise NoPowerError
-    exponent = math.log(first) / math.log(parts)
-    near = Fraction(exponent).limit_denominator(4)
-    if abs(exponent - near) > rounding:
-        raise NoPowerError
-    return near
+        ratios = batch[nonzero] / part[nonzero]
+    ratio = float(ratios[0].real)
+    tolerance = _RELATIVE_ERRORS.get(getattr(here, "dtype", np.dtype(float)).itemsize, 1e-10)
+    if not 0 < ratio < math.inf or not np.allclose(ratios, ratio, rtol=tolerance, atol=0):
+        raise IrregularScalingError
+    exponent = math.log(ratio) / math.log(count)
+    fraction = Fraction(exponent).limit_denominator(4)
+    if abs(exponent - fraction) > tolerance:
+        raise IrregularScalingError
+    return fraction
 
 
 def _total(terms: Iterable[tuple[Fraction, Fraction | None]]) -> Fraction | None:
     total = Fraction(0)
-    for degree, own in terms:
-        if own is None:
+    for degree, exponent in terms:
+        if exponent is None:
             return None
-        total += degree * own
+        total += degree * exponent
     return total
 
 
-def _multiplied(op: Op) -> list[int]:
-    """Positions of the operands that a product is made of; of rounded numbers the others are sizes and places."""
-    rounded = any(is_inexact(t.dtype) for t in op.outs)
-    return [p for p, t in enumerate(op.node.inputs) if is_inexact(t.dtype) or not rounded]
+def _factors(op: BatchOp) -> list[int]:
+    """Return the positions of the factors of a product; integer operands of an inexact product are sizes or indices."""
+    has_inexact_result = any(is_inexact(t.dtype) for t in op.outs)
+    return [p for p, t in enumerate(op.node.inputs) if is_inexact(t.dtype) or not has_inexact_result]
 
 
-def _as_it_is(op: Op) -> Fraction | None:
-    """Of an operation that is to have the same operands for the batch."""
-    pairs, each = zip(op.values, op.node.inputs, strict=True), op.node.op in ELEMENTWISE
-    powers = [value.power for value, t in pairs if each or is_inexact(t.dtype)]
-    if any(powers):
-        raise NotLinearError
-    return None if None in powers else Fraction(0)
+def _require_unscaled(op: BatchOp) -> Fraction | None:
+    """Return exponent 0, `None` if one of an operand is unknown.
+
+    Raises:
+        NonlinearError: If an operand has another exponent than 0.
+    """
+    pairs, is_elementwise = zip(op.values, op.node.inputs, strict=True), op.node.op in ELEMENTWISE
+    exponents = [value.exponent for value, t in pairs if is_elementwise or is_inexact(t.dtype)]
+    if any(exponents):
+        raise NonlinearError
+    return None if None in exponents else Fraction(0)
 
 
-def _taken_alike(op: Op) -> list[int]:
-    """Positions of the operands that an operation takes for the same kind of thing."""
+def _terms(op: BatchOp) -> list[int]:
+    """Return the positions of the operands that an op adds, selects from or compares."""
     positions = {"Select": [1, 2], "SelectV2": [1, 2], "ConcatV2": list(range(len(op.values) - 1))}
     return positions.get(op.node.op, list(range(len(op.values))))
 
 
-def _alike(op: Op) -> Fraction | None:
-    """Of an operation that takes its operands for the same kind of thing."""
-    kind, places = op.node.op, _taken_alike(op)
-    places = [p for p in places if not op.values[p].zero] or places[:1]
-    own = [op.values[p].power for p in places]
-    if None in own:
+def _common_exponent(op: BatchOp) -> Fraction | None:
+    """Return the exponent of an op that needs one exponent for all its terms."""
+    kind, terms = op.node.op, _terms(op)
+    terms = [p for p in terms if not op.values[p].is_zero] or terms[:1]
+    exponents = [op.values[p].exponent for p in terms]
+    if None in exponents:
         return None
-    first = own[0]
+    first = exponents[0]
     assert first is not None
-    if len(set(own)) > 1:
-        if all(op.values[p].kind in WITHOUT_DATA for p in places):
+    if len(set(exponents)) > 1:
+        if all(op.values[p].kind in DATA_INDEPENDENT for p in terms):
             return None
-        raise MixedError if kind in _ADDS else NotLinearError
+        raise MixedScalingError if kind in _ADDS else NonlinearError
     return Fraction(0) if kind in _COMPARES else 2 * first if kind == "SquaredDifference" else first

@@ -12,7 +12,7 @@ from tflms_sft import Pipeline, PipelineParams
 
 TOLERANCE = 1e-12
 ROWS, LONG = tf.TensorSpec((None, 3), "float64"), tf.TensorSpec((None, None, 3), "float64")
-NO_POWER = "computes with .*which goes with the size of the batch"
+NO_POWER = "computes with .*which depends on the batch size in a way"
 mean = tf.reduce_mean
 
 
@@ -91,7 +91,7 @@ SIZES = {
 @pytest.mark.parametrize("number", SIZES.values(), ids=SIZES)
 def test_a_size_that_meets_what_is_not_known_is_refused(number, told):
     step = Step(lambda s, rows, x: mean(rows) * number(s, tf.shape(x)[0]))
-    with pytest.raises(PipelineError, match=f"{NO_POWER}|join samples"):
+    with pytest.raises(PipelineError, match=f"{NO_POWER}|mix samples"):
         step.rewritten([batch(8)], told)
 
 
@@ -119,7 +119,7 @@ DECIDED = {
 @pytest.mark.parametrize("rows_of", DECIDED.values(), ids=DECIDED)
 def test_what_sizes_decide_of_rows_is_refused(rows_of, told):
     step = Step(lambda s, rows, x: mean(rows_of(rows, x, tf.shape(x)[0])))
-    with pytest.raises(PipelineError, match=f"{NO_POWER}|join samples of a batch: `gradient_tape/TanhGrad`"):
+    with pytest.raises(PipelineError, match=f"{NO_POWER}|mix samples of the batch: `gradient_tape/TanhGrad`"):
         step.rewritten([batch(8)], told)
 
 
@@ -279,7 +279,7 @@ def test_results_of_what_was_written_and_of_the_size_are_refused(result):
         return mean(rows)
 
     step = Step(loss, result=lambda s, x: result(s, real(tf.shape(x)[0])))
-    with pytest.raises(PipelineError, match=f"is made of a variable that micro-batches write, and of|{NO_POWER}"):
+    with pytest.raises(PipelineError, match=f"is computed from a variable that micro-batches write and|{NO_POWER}"):
         step.rewritten([batch(8)], "known")
     step = Step(loss, result=lambda s, x: tf.sqrt(2 * s.seen + 1))
     assert step.error(step.rewritten([batch(8)], "known"), [[batch(8)]] * 2) < TOLERANCE

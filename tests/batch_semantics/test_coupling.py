@@ -160,7 +160,7 @@ JOINED = {
 @pytest.mark.parametrize("name", JOINED)
 def test_what_joins_samples_is_refused_by_name(name):
     loss, op = JOINED[name]
-    with pytest.raises(PipelineError, match=rf"they join samples of a batch: `[\w/]+` \({op}\)"):
+    with pytest.raises(PipelineError, match=rf"they mix samples of the batch: `[\w/]+` \({op}\)"):
         judge(step_of(loss)[0])
 
 
@@ -186,13 +186,13 @@ def test_of_an_operation_without_a_rule_a_note_tells():
         return mean(net(x, w) * tf.ensure_shape(weights, x.shape))
 
     notes = judge(step_of(loss)[0]).notes
-    assert any("not known what they do to them: `PyFuncStateless` (PyFuncStateless)" in note for note in notes)
+    assert any("without a rule: `PyFuncStateless` (PyFuncStateless)" in note for note in notes)
 
 
 def test_a_check_of_all_samples_is_said_and_not_refused():
     """As Keras's hinge loss looks whether all labels are 0 or 1."""
     notes = judge(step_of(lambda x, w, _: mean(tf.where(tf.reduce_all(x > -9), net(x, w), x)))[0]).notes
-    assert notes == ("taken to keep samples apart, though it is not known what they do to them: `All` (All)",)
+    assert notes == ("assumed to keep samples apart, without a rule: `All` (All)",)
 
 
 def test_resized_images_are_apart():
@@ -266,7 +266,7 @@ def test_what_is_neither_a_sum_nor_a_mean_is_refused(loss, power, reduction):
 )
 @pytest.mark.parametrize("returned", [True, False])
 def test_a_number_that_goes_with_the_size_by_no_power_is_refused(loss, number, returned):
-    with pytest.raises(PipelineError, match=f"computes with .*{number}.* by no power of it"):
+    with pytest.raises(PipelineError, match=f"computes with .*{number}.* that micro-batches cannot reproduce"):
         judge(step_of(loss, None if returned else lambda x, w: ())[0])
 
 
@@ -331,8 +331,8 @@ def test_gradients_that_are_all_zero_are_as_good_as_sums():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda dy: tf.clip_by_value(dy, -0.01, 0.01), r"Minimum\) reads what goes with the size of the batch"),
-        (lambda dy: tf.clip_by_norm(dy, 0.1), r"they join samples of a batch: `clip_by_norm"),
+        (lambda dy: tf.clip_by_value(dy, -0.01, 0.01), r"Minimum\) reads a value that scales with the batch size"),
+        (lambda dy: tf.clip_by_norm(dy, 0.1), r"they mix samples of the batch: `clip_by_norm"),
         (lambda dy: 0.01 * tf.sign(dy), "Some gradients are sums over the batch and some are means"),
     ],
 )
@@ -365,7 +365,7 @@ def test_a_gradient_by_hand_of_the_first_layer_is_refused():
     ],
 )
 def test_what_an_update_reads_besides_gradients_must_not_join_samples(update, op):
-    with pytest.raises(PipelineError, match=rf"they join samples of a batch: `[\w/]+` \({op}\)"):
+    with pytest.raises(PipelineError, match=rf"they mix samples of the batch: `[\w/]+` \({op}\)"):
         judge(step_of(lambda x, w, _: mean(net(x, w)), update=update)[0])
 
 
@@ -389,7 +389,7 @@ def test_a_loop_that_gradients_go_through_is_refused_by_name():
             loss = mean(model(x, training=True))
         return tape.gradient(loss, model.trainable_variables)
 
-    with pytest.raises(PipelineError, match=r"through a loop, layer 'words' \(LSTM\): .*`unroll=True`"):
+    with pytest.raises(PipelineError, match=r"through a loop, layer 'words' \(LSTM\), .*`unroll=True`"):
         judge(step, np.ones((4, 4, 2), "float32"))
 
 
@@ -404,7 +404,7 @@ def test_a_loop_that_gradients_go_through_is_refused_by_name():
     ],
 )
 def test_variables_that_do_not_add_up_are_refused_by_name(effects):
-    with pytest.raises(PipelineError, match="they join samples of a batch: variable 'own:0'"):
+    with pytest.raises(PipelineError, match="they mix samples of the batch: variable 'own:0'"):
         judge(step_of(lambda x, w, _: mean(net(x, w)), **effects)[0])
 
 
@@ -437,7 +437,7 @@ def totals_and(write):
     ],
 )
 def test_writes_that_go_by_an_earlier_write_are_refused_by_name(write, name):
-    with pytest.raises(PipelineError, match=f"they join samples of a batch: variable '{name}:0'"):
+    with pytest.raises(PipelineError, match=f"they mix samples of the batch: variable '{name}:0'"):
         judge(totals_and(write)[0])
 
 
@@ -485,7 +485,7 @@ def test_an_update_reads_a_total_when_all_has_been_added(chosen):
     if not chosen:
         assert same(step, [w, total], steps=3) == ()
         return
-    with pytest.raises(PipelineError, match="join samples of a batch: variable 'total:0'"):
+    with pytest.raises(PipelineError, match="mix samples of the batch: variable 'total:0'"):
         judge(step)
 
 
@@ -537,7 +537,7 @@ def test_results_read_a_total_when_all_has_been_added_or_are_refused(name):
     if right:
         assert same(step, [w, own]) == ()
     else:
-        with pytest.raises(PipelineError, match="they join samples of a batch: variable 'own:0'"):
+        with pytest.raises(PipelineError, match="they mix samples of the batch: variable 'own:0'"):
             judge(step)
 
 
@@ -562,7 +562,7 @@ def test_a_metric_that_does_not_add_up_is_named():
     callback = Pipeline(1, "basic", 2, ["CPU:0"], verbose=0)
     fitted([furthest, "mae"], [callback])
     (note,) = callback.plan.notes
-    assert "a metric may come out otherwise, because it does not add up over micro-batches: `Max` (Max)" in note
+    assert "a metric may differ, because it does not add up over micro-batches: `Max` (Max)" in note
 
 
 # Arguments --------------------------------------------------------------------------------------------------
@@ -584,7 +584,7 @@ def test_an_argument_that_is_no_batch_is_noticed():
     def far(z, other):
         return tf.reduce_min(tf.norm(z[:, None] - other[None], axis=-1), axis=1)
 
-    with pytest.raises(PipelineError, match=r"they join samples of a batch: `sub` \(Sub\)"):
+    with pytest.raises(PipelineError, match=r"they mix samples of the batch: `sub` \(Sub\)"):
         judge(step_with(far), X, X)
     step = step_with(lambda z, other: z + other)
     open_sizes = [tf.TensorSpec((None, 3), "float64")] * 2

@@ -65,7 +65,7 @@ def answers(op_type):
     for chosen in [*({number} for number in floats), set(floats)]:
         zeros = [np.zeros_like(array) if number in chosen else array for number, array in enumerate(arrays)]
         given = {arguments[number] for number in chosen}
-        values = [AbstractValue(zero=t in given or is_zero(t)) for t in node.inputs]
+        values = [AbstractValue(is_zero=t in given or is_zero(t)) for t in node.inputs]
         told = is_structurally_zero(types.SimpleNamespace(node=node, values=values))
         yield told, [np.asarray(t) for t in tf.nest.flatten(run(*map(tf.constant, zeros)))]
 

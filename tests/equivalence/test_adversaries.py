@@ -179,7 +179,7 @@ def test_what_cannot_be_told_of_any_batch_is_refused():
     """The steps for a known and for any batch make penalties by operations of other names."""
     step, _ = critic_step(gradient_penalty)
     specs = [tf.TensorSpec((None, *array.shape[1:]), "float64") for array in (REAL, FAKE, PART)]
-    text = "of the step for batches of any size is not found in the same way.* Give the step example arguments"
+    text = "of the step for any batch size has no counterpart.* Pass example arguments"
     with pytest.raises(PipelineError, match=text):
         tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"]), *specs)
 

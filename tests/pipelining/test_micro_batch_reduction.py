@@ -92,19 +92,19 @@ def test_results_are_those_of_the_batch(result, how, example):
         (lambda h: tf.reshape(tf.transpose(h), [-1]), "several rows for each sample"),
         (lambda h: tf.concat([h, h], axis=0), "several rows for each sample"),
         (lambda h: tf.shape(h)[0] * tf.reduce_sum(whole(h)), "of type int32, is no sum over the batch"),
-        (lambda h: tf.reduce_max(whole(h)), r"join samples of a batch: .* \(Max\)"),
-        (lambda h: tf.reduce_sum(tf.reduce_max(whole(h), axis=0)), r"join samples of a batch: .* \(Max\)"),
-        (lambda h: mean(whole(h)), r"join samples of a batch: .* \(Mean\)"),
-        (lambda h: tf.argmax(h[:, 0]), r"join samples of a batch: .* \(ArgMax\)"),
-        (lambda h: tf.argmax(h - mean(h, 0), -1), r"join samples of a batch: .* \(Sub\)"),
-        (lambda h: tf.equal(h, tf.reduce_max(h)), r"join samples of a batch: .* \(Max\)"),
-        (lambda h: h > mean(h), r"join samples of a batch: .* \(Greater\)"),
-        (lambda h: tf.argsort(tf.argsort(h[:, 0])), r"join samples of a batch: .* \(TopKV2\)"),
-        (lambda h: tf.reduce_sum(whole(h[:, :1] == tf.transpose(h[:, :1]))), r"join samples of a batch: .*\(Equal\)"),
+        (lambda h: tf.reduce_max(whole(h)), r"mix samples of the batch: .* \(Max\)"),
+        (lambda h: tf.reduce_sum(tf.reduce_max(whole(h), axis=0)), r"mix samples of the batch: .* \(Max\)"),
+        (lambda h: mean(whole(h)), r"mix samples of the batch: .* \(Mean\)"),
+        (lambda h: tf.argmax(h[:, 0]), r"mix samples of the batch: .* \(ArgMax\)"),
+        (lambda h: tf.argmax(h - mean(h, 0), -1), r"mix samples of the batch: .* \(Sub\)"),
+        (lambda h: tf.equal(h, tf.reduce_max(h)), r"mix samples of the batch: .* \(Max\)"),
+        (lambda h: h > mean(h), r"mix samples of the batch: .* \(Greater\)"),
+        (lambda h: tf.argsort(tf.argsort(h[:, 0])), r"mix samples of the batch: .* \(TopKV2\)"),
+        (lambda h: tf.reduce_sum(whole(h[:, :1] == tf.transpose(h[:, :1]))), r"mix samples of the batch: .*\(Equal\)"),
         (lambda h: tf.where(h[:, 0] > 0), "its size is not known to go with that of the batch"),
-        (lambda h: tf.unique(whole(h[:, 0]))[0], r"join samples of a batch: .* \(Unique\)"),
+        (lambda h: tf.unique(whole(h[:, 0]))[0], r"mix samples of the batch: .* \(Unique\)"),
         (lambda h: tf.reduce_sum(h) + mean(h), "not known to be a sum or a mean over the batch"),
-        (lambda h: 1 + tf.reduce_sum(h), "adds what is not of the batch, .* to a sum over the batch"),
+        (lambda h: 1 + tf.reduce_sum(h), "adds a value that does not depend on the batch, .* to a sum over the batch"),
     ],
 )
 def test_results_without_one_value_are_refused(result, text):
@@ -113,7 +113,7 @@ def test_results_without_one_value_are_refused(result, text):
 
 
 def test_what_has_an_axis_less_for_one_sample_is_refused():
-    with pytest.raises(PipelineError, match=r"join samples of a batch: `Squeeze` \(Squeeze\)"):
+    with pytest.raises(PipelineError, match=r"mix samples of the batch: `Squeeze` \(Squeeze\)"):
         compared(returning(lambda h: tf.squeeze(h[:, :1])), X, count=8)
 
 
@@ -258,7 +258,7 @@ def test_weights_of_samples_are_those_of_the_batch(name, returned):
     ids=["noise", "numbers", "labels of each sample", "and spread"],
 )
 def test_what_two_batches_do_not_lie_like_is_refused(rows, op):
-    with pytest.raises(PipelineError, match=rf"join samples of a batch: `\w+` \({op}\)"):
+    with pytest.raises(PipelineError, match=rf"mix samples of the batch: `\w+` \({op}\)"):
         compared(descending(lambda w, x: (mean(two(tf.tanh(x @ w)) * rows(x)), mean(x))), X)
 
 
@@ -268,7 +268,7 @@ def test_noise_that_data_look_up_is_refused():
     def loss_and_result(w, x, index):
         return mean(x @ w + tf.gather_nd(noise(x), index[:, None])), mean(x)
 
-    with pytest.raises(PipelineError, match=r"join samples of a batch: `GatherNd` \(GatherNd\)"):
+    with pytest.raises(PipelineError, match=r"mix samples of the batch: `GatherNd` \(GatherNd\)"):
         compared(descending(loss_and_result), X, index)
 
 
@@ -302,7 +302,7 @@ def test_rows_that_are_those_of_others_are_refused(turned, returned):
         w.assign_sub(0.1 * tape.gradient(value, w))
         return (value, value) if returned else ()
 
-    with pytest.raises(PipelineError, match=r"join samples of a batch: `[\w/]+` \((GatherNd|UnsortedSegmentSum)\)"):
+    with pytest.raises(PipelineError, match=r"mix samples of the batch: `[\w/]+` \((GatherNd|UnsortedSegmentSum)\)"):
         compared((step, w), X)
 
 
@@ -319,7 +319,7 @@ def test_a_part_of_the_samples_is_refused(samples, returned):
         w.assign_sub(0.1 * tape.gradient(value, w))
         return (value, value) if returned else ()
 
-    with pytest.raises(PipelineError, match=r"join samples of a batch: `[\w/]+` \((StridedSlice|MatMul)\)"):
+    with pytest.raises(PipelineError, match=r"mix samples of the batch: `[\w/]+` \((StridedSlice|MatMul)\)"):
         compared((step, w), X)
 
 
@@ -364,7 +364,7 @@ def test_how_many_codes_there_are_does_not_matter(number, reduction):
     if reduction == "mean":
         assert compared(step, X, CODES[:number], example=(OPEN, codes))[0] < TOLERANCE
     else:
-        with pytest.raises(PipelineError, match="adds what is not of the batch"):
+        with pytest.raises(PipelineError, match="adds a value that does not depend on the batch"):
             compared(step, X, CODES[:number], example=(OPEN, codes), loss_reduction="sum")
 
 

@@ -194,18 +194,20 @@ def test_a_mean_is_no_sum_and_penalties_belong_to_means():
     want = [np.array(value) for value in mean(x)] + [w.numpy()]
     w.assign(start)
     assert largest_error([np.array(value) for value in rewritten(x)] + [w.numpy()], want) < TOLERANCE
-    with pytest.raises(PipelineError, match="adds what is not of the batch, such as a penalty on weights, to a sum"):
+    with pytest.raises(
+        PipelineError, match="such as a penalty on weights, to a sum over the batch"
+    ):
         in_parts(step(tf.reduce_sum, 0.1), 3, x, loss_reduction="sum")
 
 
 def test_batch_norm_is_refused_or_that_of_a_loop_that_accumulates():
     model = compiled(net(HERE, norm=True), "momentum")
     step = hand_step(model)
-    with pytest.raises(PipelineError, match=r"join samples of a batch: layer 'norm0' \(BatchNormalization\), .*"
+    with pytest.raises(PipelineError, match=r"mix samples of the batch: layer 'norm0' \(BatchNormalization\), .*"
                        r'`batch_norm="micro"`'):  # fmt: skip
         in_parts(step, 4, *batches(1)[0])
     rewritten = in_parts(train_step(model), 4, *batches(1)[0], batch_norm="micro")
-    assert "join samples of a micro-batch, not of the batch" in rewritten.plan.summary()
+    assert "mix samples of a micro-batch, not of the batch" in rewritten.plan.summary()
     counted = len(model.metrics_variables)
     got = run(model, rewritten, batches())[-len_of(model) : -counted]
     want = run(model, accumulating_step(model, 4), batches())[-len_of(model) : -counted]
@@ -307,7 +309,7 @@ def test_a_loss_over_a_sum_of_weights_is_refused():
         w.assign_sub(tape.gradient(loss, w))
         return loss
 
-    with pytest.raises(PipelineError, match=r"join samples of a batch: `truediv` \(RealDiv\)"):
+    with pytest.raises(PipelineError, match=r"mix samples of the batch: `truediv` \(RealDiv\)"):
         in_parts(step, 2, np.ones((4, 3)), np.ones(4))
 
 

@@ -1,22 +1,21 @@
-"""Whether a step in micro-batches is the same step: what is refused, what a plan says, and how values come together."""
+"""Checks that a step in micro-batches computes the original step: refusals, notes for the plan, and reductions."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from rewriters.analysis.autodiff_roles import is_seed
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.batch_semantics.domain import Sizes
-from rewriters.batch_semantics.equivalence import EquivalenceReport, analyse_equivalence, unfit
+from rewriters.batch_semantics import SUM_OR_MEAN, EquivalenceReport, analyse_equivalence
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import LOOPS, Node, Tensor, ancestors
 from rewriters.ir.inlining import is_xla_call
 from rewriters.ir.static_values import is_inexact
-from rewriters.pipelining.step_partition import MicroBatchUse, split_step
+from rewriters.pipelining.step_partition import MicroBatchUse, StepPartition, split_step
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._pipeline.batch_scaling import BatchScaling
 from tflms_sft._planner.traced_step import analyse_step
@@ -24,21 +23,24 @@ from tflms_sft._trace.batch_traces import BatchTraces, settled
 from tflms_sft._trace.layer_names import part_name, variable_names
 from tflms_sft._util.text import shortened
 
-_MOST_NAMES = 4
-_OWN_ATTRIBUTES = frozenset(("container", "shared_name", "token"))
-"""Those that each trace has of its own."""
+_MAX_NAMES = 4
+_TRACE_ATTRIBUTES = frozenset(("container", "shared_name", "token"))
+"""Attributes that differ between any two traces."""
 
-_EXAMPLES = " Or give the step example arguments, whose size it is judged by then."
+_MIXED = (
+    "Some gradients are sums over the batch and some are means, so that micro-batches cannot be combined{}. "
+    "Let all losses of the step be means, or all sums."
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatchContract:
-    """How micro-batches come together.
+    """Rules by which the values of micro-batches are combined.
 
     Attributes:
-        notes: What a plan says of it.
-        is_mean: Which values are means; `None` of one of which that is not known.
-        factors: By what a micro-batch multiplies what it adds to a variable, by operation and operand.
+        notes: Notes for the plan.
+        is_mean: Tells whether a value is a mean over the batch rather than a sum; `None` if unknown.
+        factors: Factor of what a micro-batch adds to a variable, by op name and operand position.
         use: Returns how micro-batches read a value that does not depend on data.
     """
 
@@ -49,127 +51,113 @@ class MicroBatchContract:
 
 
 def check_micro_batches(
-    traces: BatchTraces, params: PipelineParams, like: GraphAnalysis | None = None
+    traces: BatchTraces, params: PipelineParams, emitted: GraphAnalysis | None = None
 ) -> MicroBatchContract:
-    """Find out how micro-batches come together.
+    """Return how the values of micro-batches are combined.
 
     Args:
-        traces: The step.
-        params: What to do.
-        like: Another analysis, which values are asked of: of the step for any batch, or of one with images of pixels.
+        traces: Traces of the step.
+        params: Parameters of the pipeline.
+        emitted: Analysis whose tensors the contract is asked about: that of the step for any batch size, or of one
+            whose matrices are folded into images. Defaults to the analysis of the check.
 
     Raises:
-        PipelineError: If they cannot be put together as the parameters say.
+        PipelineError: If micro-batches cannot compute the step.
     """
-    mean = params.loss_reduction == "mean"
+    is_mean = params.loss_reduction == "mean"
     if params.total_micro_batches == 1:
-        return MicroBatchContract((), lambda tensor: mean)
-    others, is_open, unsettled = traces.others, traces.known is not None, traces.known or traces
-    traces = settled(unsettled)
-    analysis = analyse_step(traces.micro, traces.record, None, CanonicalMode.BATCH_ANALYSIS).analysis
-    _refuse_bodies(analysis, traces)
-    parts = split_step(analysis, traces.batched, traces.hints)
-    sizes = BatchScaling(traces, analysis)
-    batch = traces.batch // params.total_micro_batches if traces.batch else None
-    told = Sizes(sizes.whole_shape, sizes.values, sizes.growth, params.total_micro_batches, batch)
-    found = analyse_equivalence(analysis, parts, told, traces.hints.per_micro_batch)
-    judge = RefusalReporter(traces, analysis, params, found, analysis.sorted(set(parts.update)))
-    notes = judge.joined()
-    judge.refuse_sizes(sizes)
-    judge.refuse_gradients([t for t in parts.gradients if t.node in parts.batch_dependent])
-    judge.refuse_results(analysis)
-    judge.refuse_attributes(analysis, sizes)
-    for other in others:
-        _refuse_turns(settled(other), params, "Batches of any size are compared", _EXAMPLES)
-    between = traces.batch // traces.count + 1 if traces.batch else 0
-    if traces is not unsettled and not others and between < (traces.batch or 0):
-        _refuse_turns(settled(unsettled, between), params, f"An axis of {between}, which is open, is compared", "")
-    # With `batch_norm="micro"` what follows a joined value is that of a loop that accumulates, as it was asked for.
-    # Of a step that there is one trace of, for any batch, it cannot be told, and is what the parameters say.
-    unknown = mean if found.joined or traces.micro is traces.whole else None
-    values = _Told(analysis, found, like or analysis, unknown, is_open)
-    return MicroBatchContract(notes + judge.unknown(), values.is_mean, values.factors(), values.use)
+        return MicroBatchContract((), lambda tensor: is_mean)
+    original = traces.known or traces
+    checked = settled(original)
+    check = _Check(checked, params)
+    notes = check.refuse_cross_sample()
+    check.refuse_sizes()
+    check.refuse_gradients()
+    check.refuse_results()
+    check.refuse_attributes()
+    for other in traces.others:
+        _refuse_other_sizes(settled(other), params, "For a batch of any size", " Or pass example arguments.")
+    axis = checked.batch // checked.count + 1 if checked.batch else 0
+    if checked is not original and not traces.others and axis < (checked.batch or 0):
+        _refuse_other_sizes(settled(original, axis), params, f"For an open axis of size {axis}", "")
+    # With `batch_norm="micro"` a value after an op that mixes samples is that of a loop that accumulates gradients.
+    # A step that has one trace for any batch size shows no reduction. The parameters decide in both cases.
+    unknown = is_mean if check.report.cross_sample or checked.micro is checked.whole else None
+    contract = _ContractByName(check, emitted or check.analysis, unknown, traces.known is not None)
+    return MicroBatchContract(notes + check.unknown_notes(), contract.is_mean, contract.factors(), contract.use)
 
 
-def _refuse_turns(other: BatchTraces, params: PipelineParams, compared: str, remedy: str) -> None:
-    """Refuse numbers that go with other sizes otherwise than with those of the step that is judged by.
+def _refuse_other_sizes(other: BatchTraces, params: PipelineParams, when: str, remedy: str) -> None:
+    """Refuse numbers that depend on other sizes in another way than on those of the check.
 
     Args:
-        other: The step for these sizes.
-        params: What to do.
-        compared: How an error begins.
-        remedy: How it ends.
+        other: Traces for other sizes.
+        params: Parameters of the pipeline.
+        when: Beginning of the error.
+        remedy: End of the error.
 
     Raises:
-        PipelineError: With one of them.
+        PipelineError: With one of the numbers.
     """
-    analysis = analyse_step(other.micro, other.record, None, CanonicalMode.BATCH_ANALYSIS).analysis
-    parts = split_step(analysis, other.batched, other.hints)
-    sizes = BatchScaling(other, analysis)
     assert other.batch is not None
-    part = other.batch // other.count
-    told = Sizes(sizes.whole_shape, sizes.values, sizes.growth, other.count, part)
-    judge = RefusalReporter(
-        other, analysis, params, analyse_equivalence(analysis, parts, told, other.hints.per_micro_batch), []
-    )
     try:
-        judge.refuse_sizes(sizes)
+        _Check(other, params).refuse_sizes()
     except PipelineError as error:
-        raise PipelineError(f"{compared} by {part} and {other.batch} samples. {error}{remedy}") from None
+        sizes = f"compared by {other.batch // other.count} and {other.batch} samples"
+        raise PipelineError(f"{when}, {sizes}: {error}{remedy}") from None
 
 
-class _Told:
-    """Tells of tensors of one analysis of a step what was found out by another one.
+class _ContractByName:
+    """Translates findings about the checked analysis to tensors of the emitted one.
+
+    Args:
+        check: The check.
+        emitted: Analysis of the step that is emitted.
+        unknown: Whether values of unknown reduction are means; `None` if that remains unknown.
+        is_open: Whether the emitted step takes batches of any size, and the checked one those of one size.
 
     Raises:
-        PipelineError: By each method, if the step for any batch has something that the one for a known batch has not.
+        PipelineError: By each method, if the emitted step contains an op that the checked step does not.
     """
 
-    def __init__(
-        self,
-        analysis: GraphAnalysis,
-        found: EquivalenceReport,
-        like: GraphAnalysis,
-        unknown: bool | None,
-        is_open: bool,
-    ) -> None:
-        self._nodes = analysis.graph.nodes
-        self._like = like.graph.nodes
-        self._found = found
-        self._by_name = {tensor.name: value for tensor, value in found.is_mean.items()}
-        lost = {tensor for tensor, power in found.powers.items() if power is None}
-        self._open = {tensor.name for tensor in lost | found.zero}
+    def __init__(self, check: _Check, emitted: GraphAnalysis, unknown: bool | None, is_open: bool) -> None:
+        report, graph = check.report, check.analysis.graph
+        self._checked = graph.nodes
+        self._emitted = emitted.graph.nodes
+        self._report = report
+        self._by_name = {tensor.name: is_mean for tensor, is_mean in report.is_mean.items()}
+        unscaled = {tensor for tensor, exponent in report.exponents.items() if exponent is None}
+        self._undecided = {tensor.name for tensor in unscaled | report.zero_gradients}
         self._unknown = unknown
-        results = zip(like.graph.outputs, analysis.graph.outputs, strict=True)
-        self._of_results = {own: found.is_mean.get(t, unknown) for own, t in results}
+        results = zip(emitted.graph.outputs, graph.outputs, strict=True)
+        self._results = {tensor: report.is_mean.get(checked, unknown) for tensor, checked in results}
         self._is_open = is_open
 
     def is_mean(self, tensor: Tensor) -> bool | None:
-        """Whether a value is a mean over the batch rather than a sum, `None` if that is not known or the same."""
-        if tensor in self._of_results:
-            return self._of_results[tensor]
-        found = self._by_name.get(tensor.name, self._unknown)
-        if found is None and tensor.name not in self._open:
+        """Return whether a value is a mean over the batch rather than a sum; `None` if unknown or irrelevant."""
+        if tensor in self._results:
+            return self._results[tensor]
+        is_mean = self._by_name.get(tensor.name, self._unknown)
+        if is_mean is None and tensor.name not in self._undecided:
             self._refuse(tensor.node)
-        self._require(tensor.node, self._nodes)
-        return found
+        self._require(tensor.node, self._checked)
+        return is_mean
 
     def use(self, tensor: Tensor) -> MicroBatchUse:
         """Return how micro-batches read a value that does not depend on data."""
-        self._require(tensor.node, self._nodes)
-        node = self._nodes.get(tensor.node.name)
+        self._require(tensor.node, self._checked)
+        node = self._checked.get(tensor.node.name)
         if node is None or tensor.index >= len(node.outputs):
             return MicroBatchUse.SAME
-        return self._found.use(node.out(tensor.index))
+        return self._report.use(node.out(tensor.index))
 
     def factors(self) -> dict[tuple[str, int], float]:
-        """By what operands are multiplied."""
-        for node, _ in self._found.factors:
-            self._require(node, self._like)
-        return {(node.name, position): value for (node, position), value in self._found.factors.items()}
+        """Return the factors of operands, by op name and operand position."""
+        for node, _ in self._report.factors:
+            self._require(node, self._emitted)
+        return {(node.name, position): value for (node, position), value in self._report.factors.items()}
 
     def _require(self, node: Node, nodes: Mapping[str, Node]) -> None:
-        """Require that an operation is in both."""
         other = nodes.get(node.name)
         if other is None or other.op != node.op:
             self._refuse(node)
@@ -177,219 +165,222 @@ class _Told:
     def _refuse(self, node: Node) -> None:
         if self._is_open:
             raise PipelineError(
-                f"`{node.name}` ({node.op}) of the step for batches of any size is not found in the same way "
-                "in the step for a known one, so that it cannot be told how micro-batches make it. Give the step "
-                "example arguments, or specifications, of a known batch, or use `micro_batches=1`."
+                f"`{node.name}` ({node.op}) of the step for any batch size has no counterpart in the step for a known "
+                "one, so that its reduction is unknown. Pass example arguments or specifications of a known batch, or "
+                "use `micro_batches=1`."
             )
 
 
-def _refuse_bodies(analysis: GraphAnalysis, traces: BatchTraces) -> None:
-    """Refuse a forward loop that gradients go through, which fills lists that autodiff has made for its own loop.
-
-    And what XLA compiles, which cannot be looked into.
-
-    Raises:
-        PipelineError: With its layer.
-    """
-    node = next((n for n in analysis.order if n.op in LOOPS and not is_seed(n) and n in analysis.backward), None)
-    if node is not None:
-        raise PipelineError(
-            f"Gradients go through a loop, {_Names(traces, analysis).of(node)}: a pipeline cannot tell its forward "
-            "phase from the backward one yet. Unroll it (`unroll=True` of a recurrent layer), or use `micro_batches=1`."
-        )
-    node = next((n for n in analysis.order if is_xla_call(n)), None)
-    if node is not None:
-        raise PipelineError(
-            f"{_Names(traces, analysis).of(node)} runs in a function that XLA compiles, as what has no other kernel on "
-            "a CPU does too, such as convolutions in groups in half precision: what it does to samples cannot be seen. "
-            "Leave out `jit_compile=True` if it is yours, or use `micro_batches=1`."
-        )
-
-
-class _Names:
-    """What a user knows operations and variables by."""
+class _UserNames:
+    """Names by which a user knows ops and variables."""
 
     def __init__(self, traces: BatchTraces, analysis: GraphAnalysis) -> None:
         self._record = traces.record
         self._variables = variable_names(traces.micro, analysis.graph)
 
     def of(self, what: Node | Tensor) -> str:
-        """The layer or loss of an operation, or else its name; of a handle the name of the variable."""
+        """Return the layer or loss of an op, else its name; for a handle the name of its variable."""
         if isinstance(what, Tensor):
             return f"variable {self._variables.get(what, what.node.name)!r}"
         return part_name(self._record, what.name) or f"`{what.name}` ({what.op})"
 
     def has_layer(self, node: Node) -> bool:
-        """Whether an operation belongs to a layer."""
+        """Return whether an op belongs to a layer."""
         return node.name in self._record.layer_of_op
 
     def all(self, several: Iterable[Node | Tensor]) -> str:
-        """Of several, each once."""
-        return shortened(list(dict.fromkeys(map(self.of, several))), _MOST_NAMES)
+        """Return the names of several ops or variables, each once."""
+        return shortened(list(dict.fromkeys(map(self.of, several))), _MAX_NAMES)
 
 
-class RefusalReporter:
-    """What is made of what was found out: refusals and notes."""
+class _Check:
+    """Analyses a step and turns findings into refusals and notes.
 
-    def __init__(
-        self,
-        traces: BatchTraces,
-        analysis: GraphAnalysis,
-        params: PipelineParams,
-        found: EquivalenceReport,
-        update: Sequence[Node],
-    ) -> None:
-        self.names = _Names(traces, analysis)
+    Args:
+        traces: Traces for a batch and for a micro-batch.
+        params: Parameters of the pipeline.
+    """
+
+    def __init__(self, traces: BatchTraces, params: PipelineParams) -> None:
         self.params = params
-        self.found = found
-        self.update = update
+        self.analysis = analyse_step(traces.micro, traces.record, None, CanonicalMode.BATCH_ANALYSIS).analysis
+        self.names = _UserNames(traces, self.analysis)
+        self._refuse_bodies()
+        self.parts: StepPartition = split_step(self.analysis, traces.batched, traces.hints)
+        self.sizes = BatchScaling(traces, self.analysis)
+        self.report: EquivalenceReport = analyse_equivalence(
+            self.analysis, self.parts, self.sizes.comparison(), traces.hints.per_micro_batch
+        )
 
-    def joined(self) -> tuple[str, ...]:
-        """What a plan says of operations that join samples.
+    def _refuse_bodies(self) -> None:
+        """Refuse forward loops that gradients go through, and functions that XLA compiles.
+
+        Autodiff makes lists for its own loop, which the forward loop fills. The body of a compiled function is hidden.
 
         Raises:
-            PipelineError: If they are to be refused.
+            PipelineError: With its layer.
         """
-        written = [node if self.names.has_layer(node) else handle for handle, node in self.found.written]
-        joined: list[Node | Tensor] = [*self.found.joined, *written]
-        notes: tuple[str, ...] = ()
-        if joined:
-            shown = self.names.all(joined)
-            if self.params.batch_norm == "refuse":
-                raise PipelineError(
-                    f"With several micro-batches these would compute something else, because they join samples of a "
-                    f'batch: {shown}. Let them work on micro-batches (`batch_norm="micro"`), as a loop does that '
-                    "accumulates gradients, or use `micro_batches=1`."
-                )
-            notes += (
-                "join samples of a micro-batch, not of the batch, so that the step is one that accumulates gradients: "
-                f"{shown}",
+        order, backward = self.analysis.order, self.analysis.backward
+        node = next((n for n in order if n.op in LOOPS and not is_seed(n) and n in backward), None)
+        if node is not None:
+            raise PipelineError(
+                f"Gradients go through a loop, {self.names.of(node)}, whose forward phase a pipeline cannot separate "
+                "from the backward phase. Unroll it (`unroll=True` of a recurrent layer), or use `micro_batches=1`."
             )
-        if self.found.in_metrics:
-            shown = self.names.all(self.found.in_metrics)
-            notes += (f"a metric may come out otherwise, because it does not add up over micro-batches: {shown}",)
+        node = next((n for n in order if is_xla_call(n)), None)
+        if node is not None:
+            raise PipelineError(
+                f"{self.names.of(node)} runs in a function that XLA compiles, so that its ops cannot be checked. Leave "
+                "out `jit_compile=True` (convolutions in groups in half precision have no other kernel on CPUs), or "
+                "use `micro_batches=1`."
+            )
+
+    def refuse_cross_sample(self) -> tuple[str, ...]:
+        """Refuse ops that mix samples, or return notes about them.
+
+        Raises:
+            PipelineError: With the ops.
+        """
+        report, names = self.report, self.names
+        variables = [node if names.has_layer(node) else handle for handle, node in report.inexact_variables]
+        mixing: list[Node | Tensor] = [*report.cross_sample, *variables]
+        notes: tuple[str, ...] = ()
+        if mixing and self.params.batch_norm == "refuse":
+            raise PipelineError(
+                "With several micro-batches these compute something else, because they mix samples of the batch: "
+                f'{names.all(mixing)}. Pass `batch_norm="micro"`, with which they work on micro-batches as in a loop '
+                "that accumulates gradients, or use `micro_batches=1`."
+            )
+        if mixing:
+            notes += (
+                "mix samples of a micro-batch, not of the batch, as in a loop that accumulates gradients: "
+                f"{names.all(mixing)}",
+            )
+        if report.inexact_metrics:
+            metrics = names.all(report.inexact_metrics)
+            notes += (f"a metric may differ, because it does not add up over micro-batches: {metrics}",)
         return notes
 
-    def refuse_sizes(self, sizes: BatchScaling) -> None:
-        """Refuse numbers that go with the size of the batch, and by no power of it.
+    def refuse_sizes(self) -> None:
+        """Refuse numbers that depend on the batch size by no power of it.
 
         Raises:
             PipelineError: With one of them.
         """
-        for node, number in self.found.odd.items():
-            here, whole = (np.asarray(value).ravel() for value in sizes.values(number))
-            single = here.size == whole.size == 1 and here.dtype.kind in "biuf"
-            shown = f" ({here[0]:.6g} for a micro-batch, {whole[0]:.6g} for the batch)" if single else ""
+        for node, number in self.report.irregular.items():
+            here, whole = (np.asarray(value).ravel() for value in self.sizes.values(number))
+            is_number = here.size == whole.size == 1 and here.dtype.kind in "biuf"
+            shown = f" ({here[0]:.6g} for a micro-batch, {whole[0]:.6g} for the batch)" if is_number else ""
             raise PipelineError(
-                f"{self.names.of(node)} computes with `{number.name}`{shown}, which goes with the size of the batch, "
-                "and what comes of that by no power of it: what micro-batches make is another step. Make it of a size "
-                "that is given, such as that of the batch as an argument without axes, or use `micro_batches=1`."
+                f"{self.names.of(node)} computes with `{number.name}`{shown}, which depends on the batch size in a way "
+                "that micro-batches cannot reproduce. Pass the size as a scalar argument, or use `micro_batches=1`."
             )
 
-    def refuse_attributes(self, analysis: GraphAnalysis, sizes: BatchScaling) -> None:
-        """Refuse operations that Python code has made others for a part of the batch.
+    def refuse_attributes(self) -> None:
+        """Refuse ops whose attributes Python code sets by the batch size.
 
         Raises:
             PipelineError: With one of them.
         """
-        for node in analysis.order:
-            other = sizes.counterpart(node)
+        for node in self.analysis.order:
+            other = self.sizes.counterpart(node)
             if other is None or other.op != node.op:
                 continue
             for name in node.attrs.keys() & other.attrs.keys():
-                mine, whole = node.attrs[name], other.attrs[name]
-                own = name.startswith("_") or name in _OWN_ATTRIBUTES
-                if mine != whole and mine.WhichOneof("value") in ("b", "f", "s") and not own:
+                here, whole = node.attrs[name], other.attrs[name]
+                is_ignored = name.startswith("_") or name in _TRACE_ATTRIBUTES
+                if here != whole and here.WhichOneof("value") in ("b", "f", "s") and not is_ignored:
                     raise PipelineError(
-                        f"{self.names.of(node)} has another `{name}` for a micro-batch than for the batch, so that it "
-                        "computes something else. Make it of what does not go with the size of the batch, or use "
-                        "`micro_batches=1`."
+                        f"{self.names.of(node)} has another `{name}` for a micro-batch than for the batch. Compute it "
+                        "from what does not depend on the batch size, or use `micro_batches=1`."
                     )
 
-    def refuse_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Refuse gradients that are no sums over samples, or others than the parameters say.
+    def refuse_gradients(self) -> None:
+        """Refuse gradients that are no sums over samples, or have another reduction than the parameters say.
 
         Raises:
-            PipelineError: With the operation, and what to do.
+            PipelineError: With the op.
         """
-        found, mean = self.found, self.params.loss_reduction == "mean"
-        if found.turned:
-            tensor = found.turned[0]
-            reader = next(n for n in self.update if tensor in n.inputs)
+        report, is_mean = self.report, self.params.loss_reduction == "mean"
+        if report.transposed:
+            tensor = report.transposed[0]
+            consumer = next(n for n in self.analysis.order if n in self.parts.update and tensor in n.inputs)
             raise PipelineError(
-                f"`{reader.name}` ({reader.op}) seems to be a part of the update and reads samples of `{tensor.name}`, "
-                "which do not lie in its first dimension. Is it the gradient of a first layer, written by hand "
-                "(`tf.custom_gradient`)? Let TensorFlow derive that, or use `micro_batches=1`."
+                f"`{consumer.name}` ({consumer.op}) seems to be a part of the update and reads samples of "
+                f"`{tensor.name}`, whose batch axis is not the first. If it is a hand-written gradient of the first "
+                "layer (`tf.custom_gradient`), let TensorFlow derive it, or use `micro_batches=1`."
             )
-        if found.scaled:
+        if report.nonlinear:
             raise PipelineError(
-                f"{self.names.all(found.scaled)} reads what goes with the size of the batch, as gradients of a mean do "
-                "on their way, and its result does not: in a micro-batch it is another one. Change the gradients of "
-                "weights instead, before the update, or use `micro_batches=1`."
-            )
-        if found.mixed:
-            raise PipelineError(
-                "Some gradients are sums over the batch and some are means, so that micro-batches cannot be put "
-                f"together: {self.names.all(found.mixed)} adds both. Let all losses of the step be means, or all sums."
-            )
-        odd = [] if found.joined else unfit(found.powers)
-        if odd:
-            raise PipelineError(
-                f"`{odd[0].name}` is neither a sum nor a mean over the batch, but goes with its size to the power of "
-                f"{found.powers[odd[0]] + 1}: micro-batches added up do not make it. "  # type: ignore[operator]
-                "Let the loss be a mean, or a sum."
-            )
-        # Rows are put together by what each is, those of sparse gradients and of penalties on gradients.
-        known = {found.is_mean[t] for t in gradients if t in found.is_mean and t in found.sums}
-        if known == {not mean}:
-            other = "sum" if mean else "mean"
-            raise PipelineError(
-                f"Gradients are a {other} over the batch, as the step was traced for a batch and for a part of it: "
-                f'pass `loss_reduction="{other}"`. Received: loss_reduction={self.params.loss_reduction!r}.'
-            )
-        if len(known) > 1:
-            raise PipelineError(
-                "Some gradients are sums over the batch and some are means, so that micro-batches cannot be put "
-                "together. Let all losses of the step be means, or all sums."
-            )
-        if not mean and found.unlike:
-            raise _unlike(found.unlike[0])
-
-    def refuse_results(self, analysis: GraphAnalysis) -> None:
-        """Refuse results that add to a sum over samples what is not of the batch, or read of it what is half done.
-
-        Gradients may: where they are means, those of a penalty are the same for a part of the batch.
-
-        Raises:
-            PipelineError: With the operation.
-        """
-        if self.found.half:
-            raise PipelineError(
-                f"`{self.found.half[0].name}` is made of a variable that micro-batches write, and of the size of the "
-                "batch, of which each of them has its own. Return both, or write the size to a variable too, or use "
+                f"{self.names.all(report.nonlinear)} reads a value that scales with the batch size, as gradients of a "
+                "mean do, and its result does not. Change the gradients of weights instead, before the update, or use "
                 "`micro_batches=1`."
             )
-        made = ancestors(t.node for t in analysis.graph.outputs) if self.found.unlike else set()
-        for node in self.found.unlike:
-            if node in made and node not in analysis.backward and is_inexact(node.out().dtype):
-                raise _unlike(node)
+        if report.mixed:
+            raise PipelineError(_MIXED.format(f": {self.names.all(report.mixed)} adds both"))
+        known = {t: e for t, e in report.exponents.items() if e is not None and e not in SUM_OR_MEAN}
+        if known and not report.cross_sample:
+            tensor, exponent = next(iter(known.items()))
+            raise PipelineError(
+                f"`{tensor.name}` is neither a sum nor a mean over the batch, but scales with its size to the power of "
+                f"{exponent + 1}, so that micro-batches cannot be combined. Let the loss be a mean, or a sum."
+            )
+        self._refuse_reduction(is_mean)
+        if not is_mean and report.adds_invariant:
+            raise _adds_invariant(report.adds_invariant[0])
 
-    def unknown(self) -> tuple[str, ...]:
-        """What a plan says of what is not known."""
+    def _refuse_reduction(self, is_mean: bool) -> None:
+        """Refuse gradients that are all, or partly, of another reduction.
+
+        Rows, as of sparse gradients and of penalties on gradients, are left out: each is combined by what it is.
+        """
+        report = self.report
+        gradients = (t for t in self.parts.gradients if t.node in self.parts.batch_dependent)
+        reductions = {report.is_mean[t] for t in gradients if t in report.is_mean and t in report.summed}
+        if len(reductions) > 1:
+            raise PipelineError(_MIXED.format(""))
+        if reductions == {not is_mean}:
+            other = "sum" if is_mean else "mean"
+            raise PipelineError(
+                f"Gradients are a {other} over the batch, as traces for the batch and for a micro-batch show: pass "
+                f'`loss_reduction="{other}"`. Received: loss_reduction={self.params.loss_reduction!r}.'
+            )
+
+    def refuse_results(self) -> None:
+        """Refuse results that add a data-independent value to a sum over samples, or depend on variables and sizes.
+
+        Gradients may do so: where they are means, those of a penalty are the same for a micro-batch.
+
+        Raises:
+            PipelineError: With the op.
+        """
+        report, graph = self.report, self.analysis.graph
+        if report.size_dependent_state:
+            raise PipelineError(
+                f"`{report.size_dependent_state[0].name}` is computed from a variable that micro-batches write and "
+                "from the batch size, which is another one in each of them. Return both, or write the size to a "
+                "variable too, or use `micro_batches=1`."
+            )
+        before = ancestors(t.node for t in graph.outputs) if report.adds_invariant else set()
+        for node in report.adds_invariant:
+            if node in before and node not in self.analysis.backward and is_inexact(node.out().dtype):
+                raise _adds_invariant(node)
+
+    def unknown_notes(self) -> tuple[str, ...]:
+        """Return notes about ops and reductions that are unknown."""
         notes: tuple[str, ...] = ()
-        if self.found.unknown:
-            shown = self.names.all(self.found.unknown)
-            notes += (f"taken to keep samples apart, though it is not known what they do to them: {shown}",)
-        lost = [t for t, power in self.found.powers.items() if power is None]
-        if lost:
-            shown = shortened([f"`{t.name}`" for t in lost], _MOST_NAMES)
+        if self.report.unknown:
+            notes += (f"assumed to keep samples apart, without a rule: {self.names.all(self.report.unknown)}",)
+        undecided = [t for t, exponent in self.report.exponents.items() if exponent is None]
+        if undecided:
+            shown = shortened([f"`{t.name}`" for t in undecided], _MAX_NAMES)
             reduction = self.params.loss_reduction
-            notes += (f"taken to be a {reduction} over the batch, as `loss_reduction` says: {shown}",)
+            notes += (f"assumed to be a {reduction} over the batch, as `loss_reduction` says: {shown}",)
         return notes
 
 
-def _unlike(node: Node) -> PipelineError:
+def _adds_invariant(node: Node) -> PipelineError:
     return PipelineError(
-        f"`{node.name}` ({node.op}) adds what is not of the batch, such as a penalty on weights, to a sum over "
-        "the batch: micro-batches added up would have it several times. Let the loss be a mean over the batch."
+        f"`{node.name}` ({node.op}) adds a value that does not depend on the batch, such as a penalty on weights, to a "
+        "sum over the batch, so that micro-batches would count it several times. Let the loss be a mean over the batch."
     )
