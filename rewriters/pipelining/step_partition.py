@@ -1,10 +1,12 @@
-"""Which part of a training step runs once for each micro-batch, and which once for all of them.
+"""Partition of a training step into ops that run once per micro-batch and ops that run once per step.
 
-A joint graph is split at its gradients. What depends on the batch runs for each micro-batch, and so does everything
-that touches a variable which it changes: counters of metrics, moving statistics, seeds. What is done with gradients
-runs once, and what depends on neither, such as reading a weight or counting steps, is shared. Which of these a counter
-is, its variable tells: one that the update touches belongs to the optimizer, one that random numbers are drawn by is a
-seed, unless it is counted up, as steps are; which belongs to a metric, only who calls it knows.
+A joint graph is split at its gradients. Ops that depend on the batch run for each micro-batch, and so do all ops that
+touch a variable which they change: counters of metrics, moving statistics, seeds. Ops that depend on gradients run
+once. Ops that depend on neither, such as reading a weight or counting steps, are shared.
+
+The variable of a counter decides where it belongs: to the optimizer if the update touches it, to the random numbers if
+they are drawn from it, unless it is incremented as a step counter is. Only the caller knows which counters belong to
+metrics (`EffectHints`).
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from rewriters.ir.variables import may_write_variable, variable_handles
 
 __all__: list[str] = []
 
-_SHARED = frozenset(("Placeholder", "Const", "NoOp", "VarHandleOp"))
+_STATELESS_SOURCES = frozenset(("Placeholder", "Const", "NoOp", "VarHandleOp"))
 _COUNTS = frozenset(("AssignAddVariableOp", "AssignSubVariableOp"))
-"""They are repeated only if they add what is of the batch: noise of a step that they count is that of the step."""
-_DRAWING = "Rng", "StatefulRandom", "StatefulStandard", "StatefulTruncated", "StatefulUniform"
-"""What draws from a variable, which it sets on: each micro-batch draws its own."""
+"""Ops that increment. They run per micro-batch only if their operand depends on the batch: a step counter that seeds
+random numbers stays a step counter."""
+_STATEFUL_DRAW_PREFIXES = "Rng", "StatefulRandom", "StatefulStandard", "StatefulTruncated", "StatefulUniform"
+"""Prefixes of ops that draw from a variable and advance it: each micro-batch draws its own numbers."""
 _CONDITIONS = frozenset(("StatelessCase", "StatelessIf"))
 
 
@@ -39,13 +42,13 @@ class MicroBatchUse(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class StepPartition:
-    """A step in parts; what is in neither of them is shared by all micro-batches.
+    """Partition of a step; ops in no part are shared by all micro-batches.
 
     Attributes:
-        per_micro_batch: Operations that run for each micro-batch.
-        batch_dependent: Those of them that depend on the batch itself, not only on what was counted before.
-        update: Operations that run once, when all gradients are there.
-        gradients: What the update reads, or the step returns.
+        per_micro_batch: Ops that run for each micro-batch.
+        batch_dependent: Subset of them that depends on the batch itself, not only on counters.
+        update: Ops that run once, after all gradients.
+        gradients: Gradients that the update reads or the step returns.
         carried_variables: Handles of variables that one micro-batch after another changes.
         sources: Arguments that have the batch axis.
     """
@@ -86,11 +89,11 @@ def with_sliced_values(analysis: GraphAnalysis, parts: StepPartition, sliced: It
 
 @dataclasses.dataclass(frozen=True)
 class EffectHints:
-    """What is known of operations from elsewhere.
+    """Owners of ops, which a graph does not tell.
 
     Attributes:
-        once: Names of operations that belong to an optimizer.
-        per_micro_batch: Names of operations that belong to a metric.
+        once: Names of ops that belong to an optimizer.
+        per_micro_batch: Names of ops that belong to a metric.
     """
 
     once: Container[str] = ()
@@ -100,120 +103,126 @@ class EffectHints:
 def split_step(
     analysis: GraphAnalysis, batched: Sequence[int], hints: EffectHints | None = None, several: bool = True
 ) -> StepPartition:
-    """Find the parts of a step.
+    """Return the partition of a step.
 
     Args:
-        analysis: Of the joint graph of a micro-batch.
+        analysis: Analysis of the joint graph of a micro-batch.
         batched: Positions of the arguments that have the batch axis.
-        hints: What is known from elsewhere of counters that neither data nor gradients reach.
+        hints: Owners of counters that depend neither on data nor on gradients.
         several: Whether there are several micro-batches.
 
     Raises:
-        PipelineError: If gradients are computed from what an update has changed.
+        PipelineError: If gradients depend on what the update has changed.
     """
-    splitter = _Splitter(analysis, batched, hints or EffectHints())
+    splitter = _StepSplitter(analysis, batched, hints or EffectHints())
     if several:
-        splitter.take_what_writes_sizes()
+        splitter.move_size_writes_to_update()
     return splitter.run()
 
 
-class _Splitter:
+class _StepSplitter:
     def __init__(self, analysis: GraphAnalysis, batched: Sequence[int], hints: EffectHints) -> None:
         self.analysis = analysis
         self.hints = hints
         self.sources = {analysis.graph.inputs[position].node for position in batched}
         graph, order = analysis.graph, analysis.order
         self.gradients = gradients(graph, order, analysis.backward)
-        self.update = self._update(update_nodes(graph, order, analysis.backward))
-        self.of_update = {h for node in self.update for h in variable_handles(node)}
+        self._set_update(update_nodes(graph, order, analysis.backward))
 
-    def take_what_writes_sizes(self) -> None:
-        """Count what depends on the batch by its size alone, and is written to a variable, as an update.
-
-        Else each micro-batch would write its own size. Of a batch of known size it is a constant, and written once.
+    def _set_update(self, update: set[Node]) -> None:
+        """Set the update to some ops and all their descendants.
 
         Raises:
-            PipelineError: If gradients are computed from it.
+            PipelineError: If one of these computes gradients.
+        """
+        self.update = update_descendants(self.analysis.order, update)
+        seed = next((node for node in self.update if is_seed(node)), None)
+        if seed is not None:
+            raise PipelineError(
+                f"`{seed.name}` computes gradients after an update of the same step, and a pipeline has one backward "
+                "phase. Make each phase a step of its own."
+            )
+        self.update_handles = {h for node in self.update for h in variable_handles(node)}
+
+    def move_size_writes_to_update(self) -> None:
+        """Move writes that depend on the batch by its size alone to the update.
+
+        Otherwise each micro-batch would write its own size. For a batch of known size the value is a constant.
+
+        Raises:
+            PipelineError: If gradients depend on such a write.
         """
         order = [node for node in self.analysis.order if node not in self.update]
-        sized = self._descendants(order, self.sources)
-        measured = self._descendants((node for node in order if not reads_shape_only(node)), self.sources)
-        writing = [
-            n
-            for n in order
-            if may_write_variable(n) and n in sized and n not in measured and not n.op.startswith(_DRAWING)
+        size_dependent = self._descendants(order, self.sources)
+        data_dependent = self._descendants((node for node in order if not reads_shape_only(node)), self.sources)
+        writes = [
+            node
+            for node in order
+            if node in size_dependent
+            and node not in data_dependent
+            and may_write_variable(node)
+            and not node.op.startswith(_STATEFUL_DRAW_PREFIXES)
+            and node.name not in self.hints.per_micro_batch
         ]
-        found = {node for node in writing if node.name not in self.hints.per_micro_batch}
-        again = next((node for node in update_descendants(order, found) if is_seed(node)), None)
-        if again is not None:
-            names = " or ".join(f"`{node.name}`" for node in writing if node in found)
+        seed = next((node for node in update_descendants(order, set(writes)) if is_seed(node)), None)
+        if seed is not None:
+            names = " or ".join(f"`{node.name}`" for node in writes)
             raise PipelineError(
-                f"`{again.name}` computes gradients of what {names} may write to a variable, which goes with the "
-                "size of the batch. Give the step example arguments, or specifications, of a known batch, or use "
-                "`micro_batches=1`."
+                f"`{seed.name}` computes gradients of a variable that {names} may write, and that depends on the batch "
+                "size. Pass example arguments, or specifications, of a known batch, or use `micro_batches=1`."
             )
-        self.update = self._update(self.update | found)
-        self.of_update = {h for node in self.update for h in variable_handles(node)}
+        self._set_update(self.update | set(writes))
 
     def run(self) -> StepPartition:
+        """Find the carried variables, and the ops that depend on them, until neither grows."""
         order = [node for node in self.analysis.order if node not in self.update]
-        direct = self._descendants(order, self.sources)
-        drawn = {n for n in order if n.stateful and n.outputs and not variable_handles(n) and n.op not in _SHARED}
-        self.draws = drawn | {n for n in order if n.op.startswith("Stateless") and n.op not in LOOPS | _CONDITIONS}
-        chained: dict[Tensor, None] = {}
+        batch_dependent = self._descendants(order, self.sources)
+        stateful = {
+            n for n in order if n.stateful and n.outputs and not variable_handles(n) and n.op not in _STATELESS_SOURCES
+        }
+        self.draws = stateful | {n for n in order if n.op.startswith("Stateless") and n.op not in LOOPS | _CONDITIONS}
+        carried: dict[Tensor, None] = {}
         while True:
-            touching = {n for n in order if any(h in chained for h in variable_handles(n))}
-            repeated = direct | self._descendants(order, drawn | touching) | drawn | touching
-            written = ((n, h) for n in order if may_write_variable(n) for h in variable_handles(n) if h not in chained)
-            more = [h for n, h in written if self._many(n, h, repeated)]
-            if not more:
+            roots = stateful | {n for n in order if any(h in carried for h in variable_handles(n))}
+            repeated = batch_dependent | self._descendants(order, roots) | roots
+            writes = ((n, h) for n in order if may_write_variable(n) for h in variable_handles(n) if h not in carried)
+            new = [h for n, h in writes if self._is_written_per_micro_batch(n, h, repeated)]
+            if not new:
                 break
-            chained.update(dict.fromkeys(more))
+            carried.update(dict.fromkeys(new))
         return StepPartition(
             frozenset(repeated),
-            frozenset(direct),
+            frozenset(batch_dependent),
             frozenset(self.update),
             tuple(self.gradients),
-            tuple(chained),
+            tuple(carried),
             frozenset(self.sources),
         )
 
-    def _update(self, update: set[Node]) -> set[Node]:
-        """With all that descends from it, of which no gradients may be computed."""
-        found = update_descendants(self.analysis.order, update)
-        again = next((node for node in found if is_seed(node)), None)
-        if again is not None:
-            raise PipelineError(
-                f"The step computes gradients again after an update, as in `{again.name}`: a pipeline has one backward "
-                "phase. Make each phase a step of its own."
-            )
-        return found
-
-    def _descendants(self, order: Iterable[Node], of: Container[Node]) -> set[Node]:
-        found: set[Node] = set()
+    def _descendants(self, order: Iterable[Node], roots: Container[Node]) -> set[Node]:
+        result: set[Node] = set()
         for node in order:
-            if node.op != "Placeholder" and any(t.node in found or t.node in of for t in node.inputs):
-                found.add(node)
-        return found
+            if node.op != "Placeholder" and any(t.node in result or t.node in roots for t in node.inputs):
+                result.add(node)
+        return result
 
-    def _many(self, node: Node, handle: Tensor, repeated: set[Node]) -> bool:
-        """Whether a variable that an operation writes is written by each micro-batch."""
+    def _is_written_per_micro_batch(self, node: Node, handle: Tensor, repeated: set[Node]) -> bool:
+        """Return whether each micro-batch writes the variable that an op writes."""
         if node in repeated or node.name in self.hints.per_micro_batch:
             return True
-        if node.name in self.hints.once or handle in self.of_update or node.op in _COUNTS:
+        if node.name in self.hints.once or handle in self.update_handles or node.op in _COUNTS:
             return False
         reads = [n for n, _ in self.analysis.consumers[handle] if n not in self.update and n.outputs]
-        return any(self._draws_from(n) for n in reads)
+        return any(self._seeds_random_numbers(n) for n in reads)
 
-    def _draws_from(self, node: Node) -> bool:
-        """Whether a value reaches what draws random numbers, as a seed does; what only counts steps is written once."""
+    def _seeds_random_numbers(self, node: Node) -> bool:
         stack, seen = [node], {node}
         while stack:
             for index in range(len((current := stack.pop()).outputs)):
-                for reader, _ in self.analysis.consumers.get(current.out(index), ()):
-                    if reader in self.draws:
+                for consumer, _ in self.analysis.consumers.get(current.out(index), ()):
+                    if consumer in self.draws:
                         return True
-                    if reader not in seen and reader not in self.update:
-                        seen.add(reader)
-                        stack.append(reader)
+                    if consumer not in seen and consumer not in self.update:
+                        seen.add(consumer)
+                        stack.append(consumer)
         return False

@@ -285,7 +285,7 @@ def test_gradients_of_what_is_written_of_sizes_need_a_known_batch():
         return loss
 
     params = PipelineParams(1, "basic", 4, ["CPU:0"])
-    with pytest.raises(PipelineError, match="of what `AssignVariableOp` may write to a variable.*example arguments"):
+    with pytest.raises(PipelineError, match="of a variable that `AssignVariableOp` may write.*example arguments"):
         tflms_sft.rewrite(step, params)
     data, start, found = [np.random.default_rng(0).normal(size=(size, 3)) for size in (8, 6)], w.numpy(), []
     for function in (step, tflms_sft.rewrite(step, params, data[0])):
