@@ -328,7 +328,7 @@ def test_what_is_as_long_as_the_batch_along_two_axes_is_refused():
         features = tf.tanh(x @ w)
         return mean(tf.linalg.band_part(tf.eye(x.shape[0], dtype="float64") + 1, 1, 0) @ features), mean(features)
 
-    with pytest.raises(PipelineError, match="does not depend on data and is as long as the batch|join"):
+    with pytest.raises(PipelineError, match="does not depend on data and is as long as the batch|mix samples"):
         compared(descending(loss_and_result), X)
 
 

@@ -167,7 +167,7 @@ def test_a_loss_that_is_a_sum():
     assert largest_error(got, want) < TOLERANCE
     combined = [how for _, how in rewritten.plan.pipeline.results]
     assert combined == ["sum", "mean", "sum"]
-    with pytest.raises(PipelineError, match='a sum over the batch, as the step .*: pass `loss_reduction="sum"`'):
+    with pytest.raises(PipelineError, match='a sum over the batch, as traces .*: pass `loss_reduction="sum"`'):
         in_parts(step, 3, x)
 
 
