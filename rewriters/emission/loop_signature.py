@@ -1,9 +1,8 @@
-"""Loops that are the same program.
+"""Structural signatures of loops and segments, equal for those that run the same program.
 
-Networks repeat themselves: most blocks of a stage differ in their weights alone,
-which a loop receives as arguments. A loop is traced once for all segments in
-which it is the same, and they share its body; tracing is most of what rewriting a
-large network costs.
+Networks repeat themselves: most blocks of a stage differ in their weights alone, which a loop receives as arguments.
+Loops with equal signatures are traced once and share a body. Tracing takes most of the time to rewrite a large
+network.
 """
 
 from __future__ import annotations
@@ -29,34 +28,35 @@ __all__: list[str] = []
 
 
 def program_signature(analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop) -> Hashable:
-    """Equal for two loops if tracing them gives the same function of their inputs.
+    """Return a key that is equal for two loops if tracing them gives the same function of their inputs.
 
-    Holds everything that tracing reads: ops with their attributes, how they are wired, static operands,
-    shapes and kinds, rows of every tensor in every tile. Names are left out.
+    It holds everything that tracing reads: ops with their attributes and edges, static operands, shapes and kinds, and
+    the rows of every tensor in every tile. It holds no names.
     """
-    return _Key(analysis, segment, tile_loop).build()
+    return _ProgramHasher(analysis, segment, tile_loop).signature()
 
 
 def loop_signature(analysis: GraphAnalysis, kinds: Mapping[Tensor, TileKind], loop: LoopSpec) -> Hashable:
-    """Equal for two loops between barriers of which turns take as much memory and time, in any number of tiles."""
-    key = StructuralHasher(analysis, kinds)
-    body = tuple(map(key.operation, loop.body))
-    ends = tuple(tuple(map(key.number, tensors)) for tensors in (loop.reads, loop.writes, [n.out() for n in loop.sums]))
-    moments = tuple(tuple(map(key.number, (pair.image, pair.mean, pair.variance))) for pair in loop.moments)
-    return (loop.backward, body, ends, moments, key.tensors())
+    """Return a key that is equal for loops between barriers that need equal memory and time on any equal grid."""
+    hasher = StructuralHasher(analysis, kinds)
+    body = tuple(map(hasher.operation, loop.body))
+    ends = (loop.reads, loop.writes, [node.out() for node in loop.sums])
+    numbers = tuple(tuple(map(hasher.number, tensors)) for tensors in ends)
+    moments = tuple(tuple(map(hasher.number, (pair.image, pair.mean, pair.variance))) for pair in loop.moments)
+    return (loop.backward, body, numbers, moments, hasher.tensors())
 
 
 def segment_signature(analysis: GraphAnalysis, segment: Segment) -> Hashable:
-    """Equal for two segments without barriers of which the loops take as much, in any number of tiles."""
-    key = StructuralHasher(analysis, segment.kinds)
-    body = tuple(tuple(map(key.operation, nodes)) for nodes in (segment.forward, segment.backward))
+    """Return a key that is equal for segments without barriers that need equal memory and time on any equal grid."""
+    hasher = StructuralHasher(analysis, segment.kinds)
+    body = tuple(tuple(map(hasher.operation, nodes)) for nodes in (segment.forward, segment.backward))
     ends = (segment.entries, segment.exits, segment.grad_entries, segment.grad_exits, segment.reductions)
-    numbers = tuple(tuple(map(key.number, tensors)) for tensors in ends)
-    return (body, numbers, key.tensors())
+    numbers = tuple(tuple(map(hasher.number, tensors)) for tensors in ends)
+    return (body, numbers, hasher.tensors())
 
 
 class StructuralHasher:
-    """Operations and tensors by what they are and how they are connected, without their names."""
+    """Numbers tensors in the order in which it meets them, and describes ops and tensors without their names."""
 
     def __init__(self, analysis: GraphAnalysis, kinds: Mapping[Tensor, TileKind]) -> None:
         self.analysis = analysis
@@ -64,27 +64,27 @@ class StructuralHasher:
         self.numbers: dict[Tensor, int] = {}
 
     def number(self, tensor: Tensor) -> int:
-        """In the order in which tensors are met."""
+        """Return the number of a tensor."""
         return self.numbers.setdefault(tensor, len(self.numbers))
 
     def operation(self, node: Node) -> tuple[Hashable, ...]:
-        """An operation with its attributes, operands and results."""
+        """Return the type, device, attributes, operands and results of an op."""
         operands = tuple(self.number(tensor) for tensor in node.inputs)
         results = tuple(self.number(node.out(index)) for index in range(len(node.outputs)))
         attrs = tuple(sorted((key, value.SerializeToString(deterministic=True)) for key, value in node.attrs.items()))
         return (node.op, node.device, attrs, operands, results)
 
     def tensor(self, tensor: Tensor) -> tuple[Hashable, ...]:
-        """A tensor with what is known of its value."""
+        """Return the shape, dtype, kind and static value of a tensor."""
         return (tensor.shape, tensor.dtype, self.kinds.get(tensor), self._static(tensor))
 
     def tensors(self) -> tuple[Hashable, ...]:
-        """All tensors that were met; an operand that nobody else reads is written over."""
+        """Return all numbered tensors, with their numbers of consumers, which decide whether ops run in place."""
         analysis = self.analysis
         return tuple((self.tensor(t), analysis.extents(t), len(analysis.consumers.get(t, ()))) for t in self.numbers)
 
     def _static(self, tensor: Tensor) -> Hashable:
-        """What a rule can know of an operand's value."""
+        """Return what op rules can know of a tensor's value."""
         node = tensor.node
         if node.op == "Const" and math.prod(dim or 0 for dim in tensor.shape or ()) <= MAX_ELEMENTS:
             return node.attrs["value"].SerializeToString(deterministic=True)
@@ -92,15 +92,15 @@ class StructuralHasher:
         return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
-class _Key(StructuralHasher):
-    """The program of a loop that is planned."""
+class _ProgramHasher(StructuralHasher):
+    """Describes the program of a planned loop."""
 
     def __init__(self, analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop) -> None:
         super().__init__(analysis, segment.kinds)
         self.segment = segment
         self.tile_loop = tile_loop
 
-    def build(self) -> Hashable:
+    def signature(self) -> Hashable:
         tile_loop = self.tile_loop
         inputs = tuple(self.number(tensor) for tensor in loop_input_tensors(tile_loop, self.segment))
         body = tuple(self._op(node) for node in tile_loop.body)

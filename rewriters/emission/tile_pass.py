@@ -1,9 +1,8 @@
-"""The SFT pass: replace planned segments by tile loops.
+"""The tile pass: replaces planned segments by tile loops.
 
-Segmented fused-tiled execution after Xu et al., "Training of Deep Learning Pipelines
-on Memory-Constrained GPUs via Segmented Fused-Tiled Execution" (CC '22), on the
-joint graph: the split and join nodes of section 5 are the reads and writes of a
-loop, and the backward functions are the graph's own backward ops.
+Segmented fused-tiled execution (SFT) after Xu et al., "Training of Deep Learning Pipelines on Memory-Constrained GPUs
+via Segmented Fused-Tiled Execution" (CC '22), on the joint graph of forward and backward phase. The split and join
+nodes of section 5 are the reads and writes of a loop. The backward functions are the graph's own backward ops.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ class SegmentPlan:
     """A segment with its tile loops.
 
     Attributes:
-        segment: What is tiled.
+        segment: The segment.
         loops: Tile loops in the order in which they run.
-        halo: Where their turns have the rows from that they share.
+        halo: Source of the rows that neighbouring tiles share.
     """
 
     segment: Segment
@@ -47,7 +46,7 @@ class SegmentPlan:
     halo: Halo = Halo.RECOMPUTE
 
     def loop(self, name: str) -> TileLoop | None:
-        """The loop of that name, if the segment has one."""
+        """Return the loop with a name; `None` if the segment has no such loop."""
         return next((tile_loop for tile_loop in self.loops if tile_loop.name == name), None)
 
 
@@ -58,28 +57,36 @@ def plan_segment(
     backward_grid: Grid | None = None,
     halo: Halo = Halo.RECOMPUTE,
 ) -> SegmentPlan:
-    """Plan the loops of one segment."""
+    """Plan the loops of one segment.
+
+    Args:
+        analysis: Analysis of the step.
+        segment: The segment.
+        grid: Numbers of tiles.
+        backward_grid: Numbers of tiles of backward loops, `grid` if `None`.
+        halo: Source of the rows that neighbouring tiles share.
+    """
     backward = backward_grid or grid
     if segment.loop_specs:
-        gatherer = (RowBarrierPlanner if halo is Halo.CARRY else BarrierPlanner)(analysis, segment)
-        return SegmentPlan(segment, gatherer.tile_loops(lambda loop: backward if loop.backward else grid), halo)
+        planner = (RowBarrierPlanner if halo is Halo.CARRY else BarrierPlanner)(analysis, segment)
+        return SegmentPlan(segment, planner.tile_loops(lambda spec: backward if spec.backward else grid), halo)
     return SegmentPlan(segment, planner_for(analysis, segment, halo).tile_loops(grid, backward), halo)
 
 
 def planner_for(analysis: GraphAnalysis, segment: Segment, halo: Halo) -> TilePlanner:
-    """What plans the loops of a segment without barriers, for any number of tiles."""
+    """Return the planner of a segment without barriers; it plans any number of tiles."""
     return (RowPlanner if halo is Halo.CARRY else TilePlanner)(analysis, segment)
 
 
 def tile_segments(analysis: GraphAnalysis, plans: list[SegmentPlan]) -> Graph:
-    """A new graph in which the planned segments run tile by tile.
+    """Return a new graph in which the planned segments run tile by tile.
 
     Args:
-        analysis: Of the graph that the plans refer to.
-        plans: Segments that share no op.
+        analysis: Analysis of the graph that the plans refer to.
+        plans: Plans of segments that share no op.
 
     Raises:
-        RewriteError: If an op inside a segment is needed outside of it after all.
+        RewriteError: If an op outside of a segment needs an op inside that has no full-size result.
     """
     return TilePass(analysis, plans).run()
 
@@ -90,7 +97,7 @@ class Tiled:
 
     Attributes:
         graph: The new graph.
-        tile_loops: The tile loop of each new operation that belongs to one.
+        tile_loops: The tile loop of each new op that belongs to one.
     """
 
     graph: Graph
@@ -98,27 +105,36 @@ class Tiled:
 
 
 def tile_stages(analysis: GraphAnalysis, plans: list[SegmentPlan], stages: Mapping[Node, int]) -> Tiled:
-    """The same where segments lie in stages: loops wait for one another within a stage only.
+    """Return a step whose segments run tile by tile; only loops of the same pipeline stage wait for each other.
 
-    The update, and what else is outside of loops, is in no other order than before: slots bring that in.
+    Ops outside of the loops, such as the optimizer update, get no new order. The slots of the pipeline order them.
 
     Args:
-        analysis: Of the graph that the plans refer to.
-        plans: Segments that share no op.
+        analysis: Analysis of the graph that the plans refer to.
+        plans: Plans of segments that share no op.
         stages: Stage of each op that has one.
     """
     return TilePass(analysis, plans, stages=stages).in_stages()
 
 
 def tile_skeleton(analysis: GraphAnalysis, plans: list[SegmentPlan]) -> Graph:
-    """The graph of `tile_segments` with loops that have no bodies yet, each a single op.
+    """Return the graph of `tile_segments` with each loop as a single op without a body.
 
-    All that the memory model asks for, in a fraction of the time: bodies are traced by TensorFlow.
+    The memory model needs no more. It takes a fraction of the time, because TensorFlow traces no loop bodies.
     """
     return TilePass(analysis, plans, bodies=False).run()
 
 
 class TilePass:
+    """Replaces the planned segments of one graph by tile loops.
+
+    Args:
+        analysis: Analysis of the graph that the plans refer to.
+        plans: Plans of segments that share no op.
+        bodies: Whether loops have bodies.
+        stages: Pipeline stage of each op that has one; `None` without a pipeline.
+    """
+
     def __init__(
         self,
         analysis: GraphAnalysis,
@@ -140,7 +156,7 @@ class TilePass:
         self.tile_loops: dict[Node, TileLoop] = {}
 
     def run(self) -> Graph:
-        """Loops, and the update in order with them."""
+        """Insert the loops, and order the optimizer update with respect to them."""
         order = self._with_loops()
         update = delay_optimizer_ops(self.graph, self.analysis)
         backward = [(loop, self.starts[loop], self.devices[loop]) for loop in order if loop in self.backward]
@@ -149,72 +165,74 @@ class TilePass:
         return self.graph
 
     def in_stages(self) -> Tiled:
-        """Loops alone."""
+        """Insert the loops alone."""
         self._with_loops()
-        left = self.graph.nodes
-        return Tiled(
-            self.graph, {node: tile_loop for node, tile_loop in self.tile_loops.items() if left.get(node.name) is node}
-        )
+        nodes = self.graph.nodes
+        tile_loops = {node: loop for node, loop in self.tile_loops.items() if nodes.get(node.name) is node}
+        return Tiled(self.graph, tile_loops)
 
     def _with_loops(self) -> list[Node]:
-        """Splice every loop in, hand readers over, drop what was replaced; the loops in order."""
+        """Insert all loops, redirect the consumers of replaced ops and remove these; return the loops in order."""
         self._repoint_shapes()
         loops = [self._splice_all(plan) for plan in self.plans]
         self._redirect_controls()
         self.graph.replace_tensors(self.replaced)
         order = self._chain(loops)
         self.graph.prune()
-        self._check_gone()
+        self._check_removed()
         return order
 
-    def _own(self, node: Node) -> Node:
+    def _copied(self, node: Node) -> Node:
+        """Return the copy of an op in the new graph."""
         return self.graph.nodes[node.name]
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        return Tensor(self._own(tensor.node), tensor.index)
+        return Tensor(self._copied(tensor.node), tensor.index)
 
     def _repoint_shapes(self) -> None:
-        """Shape ops of tensors that a loop makes read the batch from the segment's entry instead.
+        """Let `Shape` ops of tensors inside a segment read the batch size from an entry of the segment.
 
-        Some of the tensors will not exist; and the loop itself may wait for what is made from the shape of its
-        exit, the mask of a dropout.
+        Some of the tensors are never materialised. The loop itself may depend on the shape of its own exit, for
+        instance through the mask of a dropout.
         """
         for plan in self.plans:
             segment = plan.segment
             inside = {n.out(i) for n in (*segment.forward, *segment.backward) for i in range(len(n.outputs))}
-            kept = {*segment.exits, *segment.stored, *segment.grad_exits, *segment.reductions}
+            full_size = {*segment.exits, *segment.stored, *segment.grad_exits, *segment.reductions}
             for tensor in sorted(inside, key=lambda t: t.name):
-                for reader, _ in self.analysis.consumers.get(tensor, ()):
-                    if reader.op != "Shape":  # All that normalisation leaves of a tensor of known rank.
+                for consumer, _ in self.analysis.consumers.get(tensor, ()):
+                    if consumer.op != "Shape":  # Canonicalization leaves no other shape op on a tensor of known rank.
                         continue
-                    source = self._as_many(segment, tensor)
+                    source = self._same_batch_entry(segment, tensor)
                     if source is not None:
-                        self._repoint(reader, tensor, source)
-                    elif tensor not in kept:
+                        self._repoint(consumer, tensor, source)
+                    elif tensor not in full_size:
                         raise RewriteError(
-                            f"`{reader.name}` asks for the number of images of `{tensor.name}`, which is never whole, "
-                            "and no entry of its segment is known to have as many. Please report it."
+                            f"Op `{consumer.name}` reads the batch size of `{tensor.name}`, but tiling never "
+                            f"materialises `{tensor.name}`. Expected: an entry of `{segment.name}` with that batch "
+                            "size. Please report this."
                         )
 
-    def _as_many(self, segment: Segment, tensor: Tensor) -> Tensor | None:
-        """An entry with as many images as a tensor of an unknown number, all of whose other sizes are known."""
+    def _same_batch_entry(self, segment: Segment, tensor: Tensor) -> Tensor | None:
+        """Return an entry with the batch size of a tensor, of which nothing but the batch size is unknown."""
         if not tensor.shape or tensor.shape[0] is not None or None in tensor.shape[1:]:
             return None
         sizes = self.analysis.evaluate.sizes
         size = sizes.of_images(tensor, self.analysis.entries_per_image(tensor))
         entries = [t for t in segment.entries if t.shape and t.shape[0] is None]
-        there = [t for t in entries if t.node.device == tensor.node.device]
+        local_entries = [t for t in entries if t.node.device == tensor.node.device]
         devices = {node.device for node in (*segment.forward, *segment.backward)}
-        # On a single device all unknown numbers of images in a segment are the same.
+        # On a single device, all unknown batch sizes in a segment are equal.
         return next((t for t in entries if sizes.meet(sizes.of(t), size)), None) or next(
-            iter(entries if len(devices) == 1 else there), None
+            iter(entries if len(devices) == 1 else local_entries), None
         )
 
-    def _repoint(self, reader: Node, tensor: Tensor, source: Tensor) -> None:
+    def _repoint(self, consumer: Node, tensor: Tensor, source: Tensor) -> None:
+        """Compute the shape of `tensor`, which the `Shape` op `consumer` reads, from the batch size of `source`."""
         shape = tensor.shape
         assert shape is not None and source.shape is not None
-        dtype = reader.outputs[0][0]
-        graph, name = self.graph, f"{reader.name}/of_tile"
+        dtype = consumer.outputs[0][0]
+        graph, name = self.graph, f"{consumer.name}/of_tile"
         attrs = {"T": type_attr(source.dtype), "out_type": type_attr(dtype)}
         outputs = [(dtype, (len(source.shape),))]
         size = graph.add(Node(graph.unique_name(name), "Shape", [self._tensor(source)], (), attrs, "", outputs))
@@ -227,54 +245,56 @@ class TilePass:
         if entries != 1:
             operands = [batch.out(), int_constant(graph, f"{name}/entries", entries, dtype).out()]
             batch = graph.add_beside(batch, "Mul", operands, {"T": type_attr(dtype)}, [(dtype, (1,))])
-        rest = int_constant(graph, f"{name}/rest", tuple(int(d or 0) for d in shape[1:]), dtype)
+        inner_sizes = int_constant(graph, f"{name}/rest", tuple(int(d or 0) for d in shape[1:]), dtype)
         axis = int_constant(graph, f"{name}/axis", 0, tf.int32)
         attrs = {"T": type_attr(dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}
-        operands = [batch.out(), rest.out(), axis.out()]
+        operands = [batch.out(), inner_sizes.out(), axis.out()]
         concat = Node(graph.unique_name(name), "ConcatV2", operands, (), attrs, "", [(dtype, (len(shape),))])
-        self.replaced[self._own(reader).out()] = graph.add(concat).out()
+        self.replaced[self._copied(consumer).out()] = graph.add(concat).out()
 
     def _splice_all(self, plan: SegmentPlan) -> list[Node]:
-        """Insert the loops of a segment; returns their nodes.
+        """Insert the loops of a segment; return their nodes.
 
-        A later loop may write a tensor once more that an earlier one had written: the loops after it read the new one,
-        so that the old one need not wait for them.
+        A later loop may recompute a tensor that an earlier loop has written. The loops after it read the new tensor,
+        so that the old one is released earlier.
         """
         newest: dict[Tensor, Tensor] = {}
         return [self._splice(plan.segment, tile_loop, newest) for tile_loop in plan.loops]
 
     def _splice(self, segment: Segment, tile_loop: TileLoop, newest: dict[Tensor, Tensor]) -> Node:
-        """Insert a loop under its scope; returns the loop's node."""
+        """Insert a loop in its name scope; return its node."""
         prefix = self.graph.unique_name(f"sft/{segment.name}/{tile_loop.name}")
         start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
         start.control_inputs = self._waits(segment, tile_loop)
         inputs = [newest[t] if t in newest else self._tensor(t) for t in loop_input_tensors(tile_loop, segment)]
-        loop, results = (self._traced if self.bodies else self._outlined)(segment, tile_loop, prefix, start, inputs)
+        if self.bodies:
+            loop, results = self._traced(segment, tile_loop, prefix, start, inputs)
+        else:
+            loop, results = self._without_body(tile_loop, prefix, start, inputs)
         for old, new in zip(loop_output_tensors(tile_loop), results, strict=True):
             if old.node.op != SAVED:
                 self.replaced.setdefault(self._tensor(old), new)
             newest[old] = new
         for node in tile_loop.replaces:
-            self.moved[self._own(node)] = loop
+            self.moved[self._copied(node)] = loop
         self.starts[loop] = start
-        self.devices[loop] = self._place(tile_loop)
+        self.devices[loop] = self._device(tile_loop)
         self.tile_loops[start] = tile_loop
         if tile_loop.backward:
             self.backward.add(loop)
         return loop
 
-    def _place(self, tile_loop: TileLoop) -> str:
-        """Where a loop runs: a device, or a stage of which nobody knows the device yet."""
+    def _device(self, tile_loop: TileLoop) -> str:
+        """Return the device of a loop; in a pipeline the number of its stage, whose device is not known yet."""
         nodes = (*tile_loop.body, *tile_loop.replaces)
         if self.stages is None:
             return next((node.device for node in nodes), "")
         return next((str(self.stages[node]) for node in nodes if node in self.stages), "")
 
-    def _outlined(
-        self, segment: Segment, tile_loop: TileLoop, prefix: str, start: Node, inputs: list[Tensor]
+    def _without_body(
+        self, tile_loop: TileLoop, prefix: str, start: Node, inputs: list[Tensor]
     ) -> tuple[Node, list[Tensor]]:
-        """The loop as one op without a body."""
-        del segment
+        """Insert a loop as one op without a body; return it with its results."""
         outputs = [tensor.node.outputs[tensor.index] for tensor in loop_output_tensors(tile_loop)]
         loop = self.graph.add(Node(f"{prefix}/while", "While", inputs, [start], outputs=outputs))
         return loop, [loop.out(index) for index in range(len(outputs))]
@@ -282,12 +302,12 @@ class TilePass:
     def _traced(
         self, segment: Segment, tile_loop: TileLoop, prefix: str, start: Node, inputs: list[Tensor]
     ) -> tuple[Node, list[Tensor]]:
-        """The loop as TensorFlow traces it."""
-        part = self._program(segment, tile_loop)
-        outer = dict(zip(part.inputs, inputs, strict=True))
-        placeholders = {t.node for t in part.inputs}
+        """Insert a loop as TensorFlow traces it; return it with its results."""
+        program = self._program(segment, tile_loop)
+        outer = dict(zip(program.inputs, inputs, strict=True))
+        placeholders = {t.node for t in program.inputs}
         loop: Node | None = None
-        for node in part.nodes.values():
+        for node in program.nodes.values():
             if node in placeholders:
                 continue
             node.name = self.graph.unique_name(f"{prefix}/{node.name}")
@@ -298,10 +318,10 @@ class TilePass:
             self.tile_loops[node] = tile_loop
             self.graph.add(node)
         assert loop is not None
-        return loop, [outer.get(tensor, tensor) for tensor in part.outputs]
+        return loop, [outer.get(tensor, tensor) for tensor in program.outputs]
 
     def _program(self, segment: Segment, tile_loop: TileLoop) -> Graph:
-        """The loop in a graph of its own. Segments in which it is the same share its body."""
+        """Return a loop in a graph of its own; equal loops of several segments are traced once and share their body."""
         key = program_signature(self.analysis, segment, tile_loop)
         if key not in self.programs:
             traced = trace_loop(self.analysis, segment, tile_loop)
@@ -310,23 +330,21 @@ class TilePass:
         return self.programs[key].copy()
 
     def _waits(self, segment: Segment, tile_loop: TileLoop) -> list[Node]:
-        """Control inputs of a loop: those of its ops, and the data without which it cannot begin.
+        """Return the control inputs of a loop: those of its ops, and the producers of its operands.
 
         The latter keep the runtime from allocating the loop's buffers at the start of the step.
         """
-        inside = (
-            {*segment.forward, *segment.backward} if segment.loop_specs else {*segment.forward, *tile_loop.replaces}
-        )
+        inside = {*segment.forward, *(segment.backward if segment.loop_specs else tile_loop.replaces)}
         waits = [c for node in tile_loop.replaces for c in node.control_inputs if c not in inside]
         waits += [t.node for t in tile_loop.reads if t.node not in inside]
         if tile_loop.backward and not segment.loop_specs:
             waits += [t.node for t in segment.grad_entries]
-        return [self._own(node) for node in dict.fromkeys(waits) if node.op != "Placeholder"]
+        return [self._copied(node) for node in dict.fromkeys(waits) if node.op != "Placeholder"]
 
     def _redirect_controls(self) -> None:
-        """Whoever waited for an op that moved waits for its loop.
+        """Replace control edges from ops of a segment by edges from their loops.
 
-        A constant or a shape, which the loop may read, need not wait.
+        Constants and shape ops lose the edges: the loop may read them.
         """
         for node in self.graph.nodes.values():
             if node in self.moved or not any(c in self.moved for c in node.control_inputs):
@@ -337,16 +355,16 @@ class TilePass:
                 node.control_inputs = list(dict.fromkeys(self.moved.get(c, c) for c in node.control_inputs))
 
     def _chain(self, loops: list[list[Node]]) -> list[Node]:
-        """Run one loop at a time, those of a segment in their order: two at once would add their peaks."""
-        for own in loops:
-            self._one_after_another(own)
+        """Run one loop at a time, those of a segment in their order, because the peaks of concurrent loops add up."""
+        for segment_loops in loops:
+            self._one_after_another(segment_loops)
         position = {node: index for index, node in enumerate(self.graph.topological())}
         order = sorted(itertools.chain(*loops), key=position.__getitem__)
         self._one_after_another(order)
         return order
 
     def _one_after_another(self, loops: list[Node]) -> None:
-        """On each device, or in each stage; a loop's buffers wait, too."""
+        """Chain the loops of each device, or of each stage, with their buffers."""
         last: dict[str, Node] = {}
         for after in loops:
             device = self.devices[after]
@@ -355,17 +373,17 @@ class TilePass:
                 waits.append(last[device])
             last[device] = after
 
-    def _check_gone(self) -> None:
-        left = [node.name for node in self.moved if self.graph.nodes.get(node.name) is node]
-        if left:
-            raise RewriteError(f"Operations of a segment are still needed outside of it: {left[:5]}.")
+    def _check_removed(self) -> None:
+        names = [node.name for node in self.moved if self.graph.nodes.get(node.name) is node]
+        if names:
+            raise RewriteError(f"Ops outside of a segment read ops inside that no loop outputs: {names[:5]}.")
 
 
 def loop_nodes(graph: Graph) -> dict[tuple[str, str], str]:
-    """Names of the loops in a rewritten graph, by segment and phase."""
-    found: dict[tuple[str, str], str] = {}
+    """Return the names of the loops in a rewritten graph by names of segment and tile loop."""
+    names: dict[tuple[str, str], str] = {}
     for node in graph.nodes.values():
         parts = node.name.split("/")
         if node.op in LOOPS and parts[0] == "sft" and len(parts) > 3:
-            found[parts[1], parts[2]] = node.name
-    return found
+            names[parts[1], parts[2]] = node.name
+    return names
