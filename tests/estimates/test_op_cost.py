@@ -67,7 +67,7 @@ def test_every_turn_moves_weights_and_their_gradients_once_more(size, grid, batc
                 (filter_,) = [t for t in (*node.inputs, node.out()) if t.shape in FILTERS]
                 more = (turns - 1) * filter_.num_bytes(IMAGES) / NOMINAL.weights
                 # Operands that hold a shape count as well.
-                assert costs.turns(tile_loop, node) == pytest.approx(costs.op(node) + more, rel=0.05)
+                assert costs.op_in_loop(tile_loop, node) == pytest.approx(costs.op(node) + more, rel=0.05)
                 seen.add(node.op)
     assert seen == {"Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"}
 
@@ -77,7 +77,7 @@ def test_no_turn_moves_more_than_its_part_of_a_pool_that_is_made_again():
     (pool,) = [node for tile_loop in found for node in tile_loop.body if node.op == "MaxPoolGrad"]
     assert pool.inputs[1] not in found[-1].regions, "the pool's result, which nothing else reads"
     costs = CostModel(analysis, IMAGES)
-    assert costs.turns(found[-1], pool) == pytest.approx(costs.op(pool))
+    assert costs.op_in_loop(found[-1], pool) == pytest.approx(costs.op(pool))
 
 
 CONVOLUTIONS = two(3)
@@ -113,7 +113,7 @@ def test_calls_take_time_of_their_own():
 
 def test_large_results_are_touched_for_the_first_time():
     """The bias is added in place, the convolution makes something new."""
-    slow = changed(fresh=1e6, fresh_from=1000)
+    slow = changed(first_touch=1e6, first_touch_min_bytes=1000)
     for (plain, node), (fresh, _) in zip(one_op("Conv2D", NOMINAL), one_op("Conv2D", slow), strict=True):
         assert fresh - plain == pytest.approx(node.out().num_bytes(IMAGES) / 1e6)
     assert one_op("BiasAdd", slow)[0][0] == one_op("BiasAdd", NOMINAL)[0][0]
@@ -123,9 +123,19 @@ def test_turns_with_small_results_touch_nothing_for_the_first_time():
     analysis, found = tile_loops(two(3), (4, 1), 4)
     conv_ = next(node for node in found[0].body if node.op == "Conv2D")
     size = conv_.out().num_bytes(IMAGES)
-    plain = CostModel(analysis, IMAGES).turns(found[0], conv_)
-    assert CostModel(analysis, IMAGES, changed(fresh=1e3, fresh_from=size // 2)).turns(found[0], conv_) == plain
-    assert CostModel(analysis, IMAGES, changed(fresh=1e3, fresh_from=size // 64)).turns(found[0], conv_) > plain + 1
+    plain = CostModel(analysis, IMAGES).op_in_loop(found[0], conv_)
+    assert (
+        CostModel(analysis, IMAGES, changed(first_touch=1e3, first_touch_min_bytes=size // 2)).op_in_loop(
+            found[0], conv_
+        )
+        == plain
+    )
+    assert (
+        CostModel(analysis, IMAGES, changed(first_touch=1e3, first_touch_min_bytes=size // 64)).op_in_loop(
+            found[0], conv_
+        )
+        > plain + 1
+    )
 
 
 @pytest.mark.parametrize("op", ["Conv2D", "Conv2DBackpropFilter"])
@@ -169,7 +179,7 @@ def test_loops_pay_for_cutting_and_joining():
     analysis, found = tile_loops(two(3), (2, 1), 2)
     costs = CostModel(analysis, IMAGES)
     forward = found[0]
-    around = costs.tile_loop(forward) - sum(costs.turns(forward, node) for node in forward.body)
+    around = costs.tile_loop(forward) - sum(costs.op_in_loop(forward, node) for node in forward.body)
     whole = sum(t.num_bytes(IMAGES) for t in (*forward.reads, *forward.writes))
     assert 2 * whole / 1.25e10 <= around < 4 * whole / 1.25e10
 
@@ -210,11 +220,11 @@ def test_gradients_of_a_convolution_share_the_cores(grid, monkeypatch):
     for threads, idle in ((1, 0.0), (2, 0.5), (4, 0.75)):
         monkeypatch.setattr(properties, "num_threads", lambda threads=threads: threads)
         costs = CostModel(analysis, IMAGES, rates)
-        (pair,) = costs.pairs.items()
+        (pair,) = costs.gradient_pairs.items()
         assert {node.op for node in pair} == rates.unfolded.keys()
         for whole, alone in (
             (costs.step(analysis.order), {node: costs.op(node) for node in analysis.order}),
-            (costs.body(found[-1]), {node: costs.turns(found[-1], node) for node in found[-1].body}),
+            (costs.body(found[-1]), {node: costs.op_in_loop(found[-1], node) for node in found[-1].body}),
         ):
             times = [alone[node] for node in pair]
             assert sum(alone.values()) - whole == pytest.approx(min(*times, idle * sum(times)), rel=1e-3)
@@ -242,17 +252,17 @@ def test_gradients_that_run_at_once_are_those_of_one_convolution():
 def test_no_number_of_turns_takes_less_than_the_least(body, threads, monkeypatch):
     monkeypatch.setattr(properties, "num_threads", lambda: threads)
     unfolded = {"Conv2DBackpropInput": 1e8, "Conv2DBackpropFilter": 3e8}
-    rates = changed(fresh=1e6, fresh_from=2**11, unfolded=unfolded, call=1e-7)
+    rates = changed(first_touch=1e6, first_touch_min_bytes=2**11, unfolded=unfolded, call=1e-7)
     faster = 0
     for grid, batch in (((1, 1), 1), ((1, 1), 2), ((1, 1), IMAGES), ((2, 1), IMAGES), ((6, 5), 1)):
         analysis, found = tile_loops(body, grid, batch)
         costs = CostModel(analysis, IMAGES, rates)
         one, whole = tile_loops(body, (1, 1))
         for tile_loop, alone in zip(found, whole, strict=True):
-            least = CostModel(one, IMAGES, rates).least.tile_loop(alone)
+            least = CostModel(one, IMAGES, rates).lower_bound.tile_loop(alone)
             assert least <= costs.tile_loop(tile_loop) * (1 + 1e-9)
             faster += costs.tile_loop(tile_loop) < CostModel(one, IMAGES, rates).tile_loop(alone)
-        assert costs.least.step(analysis.order) <= costs.step(analysis.order)
+        assert costs.lower_bound.step(analysis.order) <= costs.step(analysis.order)
     assert faster, "one turn is not always the fastest"
 
 
@@ -266,7 +276,7 @@ def test_kernels_are_called_with_the_images_of_a_turn(batch, grid):
     assert gradients
     for tile_loop, node in gradients:
         pixels = 120 // math.prod(grid)
-        assert costs._in_a_turn(call, tile_loop, node) == kernel_scratch.KernelShape(
+        assert costs._iteration_call(call, tile_loop, node) == kernel_scratch.KernelShape(
             math.ceil(IMAGES / batch), pixels, pixels
         )
 
@@ -276,5 +286,5 @@ def test_other_kernels_keep_all_cores_busy(monkeypatch):
     monkeypatch.setattr(kernel_scratch, "L3_BYTES", 2**25)
     analysis, _ = tile_loops(two(3), (1, 1))
     costs = CostModel(analysis, IMAGES, changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 1e6}))
-    assert costs.pairs and costs.at_once(analysis.order) == 0, "all images at once"
-    assert costs.at_once(node for node in analysis.order if node.op != "Conv2DBackpropFilter") == 0
+    assert costs.gradient_pairs and costs.concurrency_savings(analysis.order) == 0, "all images at once"
+    assert costs.concurrency_savings(node for node in analysis.order if node.op != "Conv2DBackpropFilter") == 0

@@ -19,7 +19,7 @@ from tflms_sft._machine.calibration import VARIABLE, machine_rates
 from tflms_sft._machine.cpu_load import OtherProcesses
 from tflms_sft._machine.rate_benchmarks import measured_rates
 
-SLOW = dataclasses.replace(NOMINAL, fresh=1e9, unfolded={"Conv2DBackpropFilter": 3e9})
+SLOW = dataclasses.replace(NOMINAL, first_touch=1e9, unfolded={"Conv2DBackpropFilter": 3e9})
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_rates_are_measured_once_and_kept(cache, monkeypatch):
 
 def test_infinite_rates_are_kept_too(cache, monkeypatch):
     monkeypatch.setattr(calibration, "_measured_apart", lambda: NOMINAL)
-    assert math.isinf(machine_rates().fresh)
+    assert math.isinf(machine_rates().first_touch)
     monkeypatch.setattr(calibration, "_known", {})
     assert machine_rates() == NOMINAL
 

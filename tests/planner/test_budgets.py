@@ -59,8 +59,8 @@ def check_budgets(traced, swap):
 
 TINY = dataclasses.replace(
     NOMINAL,
-    fresh=1e7,
-    fresh_from=2**14,
+    first_touch=1e7,
+    first_touch_min_bytes=2**14,
     unfolded={"Conv2DBackpropInput": 1e9, "Conv2DBackpropFilter": 2e9, "Conv3DBackpropFilterV2": 4e9, DIRECT: 1e8},
 )
 """A machine on which more turns may be faster: what is large for it is what small networks make."""

@@ -30,7 +30,7 @@ from tflms_sft._machine.rate_benchmarks import measured_rates, num_cores
 VARIABLE = "TFLMS_SFT_RATES"
 """Environment variable: `nominal`, or a file of rates to read, and to write if there is none."""
 
-VERSION = 5
+VERSION = 6
 """Of the file: others are measured anew."""
 
 PATIENCE = 120
@@ -177,10 +177,10 @@ def _read(path: Path) -> tuple[MachineRates, float]:
     found = json.loads(path.read_text(encoding="utf-8"))
     if found.pop("version") != VERSION:
         raise ValueError("they are of another version")
-    found["fresh"] = found["fresh"] or math.inf
+    found["first_touch"] = found["first_touch"] or math.inf
     busy = float(found.pop("busy", 0.0))
     rates = MachineRates(**found)
-    numbers = [rates.weights, rates.fresh, rates.copied, rates.disk_write, rates.disk_read]
+    numbers = [rates.weights, rates.first_touch, rates.copied, rates.disk_write, rates.disk_read]
     for own in (rates.flops, rates.touched, rates.unfolded):
         numbers += own.values()
     if "" not in rates.flops or "" not in rates.touched or not all(number > 0 for number in numbers):
@@ -192,7 +192,7 @@ def _write(path: Path, rates: MachineRates, busy: float = 0.0) -> None:
     """All of it or nothing: other processes may write at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"version": VERSION, "busy": round(busy, 2), **dataclasses.asdict(rates)}
-    values["fresh"] = None if math.isinf(rates.fresh) else rates.fresh
+    values["first_touch"] = None if math.isinf(rates.first_touch) else rates.first_touch
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         try:
             json.dump(values, file, indent=2)

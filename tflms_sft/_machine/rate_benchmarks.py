@@ -70,7 +70,7 @@ def measured_rates() -> MachineRates:
             touched=touched,
             weights=weights,
             unfolded=unfolded,
-            fresh=fresh,
+            first_touch=fresh,
             call=_call(),
             copied=_host() if properties.name().startswith("GPU") else min(_cache(), touched[""]),
             overlapped=properties.name().startswith("GPU"),

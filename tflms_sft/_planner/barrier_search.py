@@ -145,7 +145,7 @@ class LoopEstimates:
             batch = self.traced.batch
             saved = sum(save.saved.num_bytes(batch) for save in planned.saves)
             costs = self.traced.costs
-            taken, least = costs.tile_loop(planned), costs.least.tile_loop(planned)
+            taken, least = costs.tile_loop(planned), costs.lower_bound.tile_loop(planned)
             self._turns[key] = LoopEstimate(self.traced.loop_memory.peak_bytes(planned, batch), saved, taken, least)
         return self._turns[key]
 

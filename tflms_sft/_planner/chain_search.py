@@ -152,7 +152,7 @@ class Chain:
         """Least cost of the blocks from one on, whole or in tiles."""
         if first not in self._rest:
             nodes = (*self.component.nodes[first:], *self._backward(first, self.bounds[-1]))
-            self._rest[first] = self.traced.costs.least.step(nodes)
+            self._rest[first] = self.traced.costs.lower_bound.step(nodes)
         return self._rest[first]
 
     def lowest(self) -> int:

@@ -221,7 +221,7 @@ class _Part:
         order = [*dict.fromkeys(t.node for t in entries), *segment.forward]
         scratch = {node: (op_scratch(node, batch),) for node in segment.forward}
         most = most_alive(order, batch, [*segment.exits, *alive.read_later(segment)], scratch)
-        seconds, least = (costs.step(segment.forward) for costs in (traced.costs, traced.costs.least))
+        seconds, least = (costs.step(segment.forward) for costs in (traced.costs, traced.costs.lower_bound))
         needs = self._beside + most
         self.plain = ForwardBlockChoice(positions.start, positions.stop, None, Halo.RECOMPUTE, needs, seconds, least)
         self._grids = {
@@ -262,7 +262,7 @@ class _Part:
                 (tile_loop,) = self._planners[halo].tile_loops(grid, grid)
                 needs = self._beside + self._ends + iteration_peak_bytes(tile_loop, self._traced.batch)
                 seconds, least = (
-                    costs.tile_loop(tile_loop) for costs in (self._traced.costs, self._traced.costs.least)
+                    costs.tile_loop(tile_loop) for costs in (self._traced.costs, self._traced.costs.lower_bound)
                 )
                 first, last = self._positions.start, self._positions.stop
                 self._tiled[halo, grid] = ForwardBlockChoice(first, last, grid, halo, needs, seconds, least)
@@ -278,7 +278,7 @@ class ComponentPath:
         self._alive = alive
         self._bounds = _bounds(traced, component)
         self._parts: dict[tuple[int, int], _Part | None] = {}
-        own = [traced.costs.least.op(node) for node in component.nodes]
+        own = [traced.costs.lower_bound.op(node) for node in component.nodes]
         self._after = [sum(own[first:]) for first in range(len(own) + 1)]
 
     def fastest(self, target: int) -> list[ForwardBlockChoice] | None:

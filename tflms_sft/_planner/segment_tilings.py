@@ -276,8 +276,8 @@ class SegmentTilings:
             part, tile_loops = self._loops(grid)  # Not kept: they are large, and a search plans hundreds.
             saved = sum(save.saved.num_bytes(batch) for tile_loop in tile_loops for save in tile_loop.saves)
             savings = [self._saving(costs, tile_loops[-1], storable) for storable in self._stored]
-            less = [self._saving(costs.least, tile_loops[-1], storable) for storable in self._stored]
-            seconds, least = (sum(map(own.tile_loop, tile_loops)) for own in (costs, costs.least))
+            less = [self._saving(costs.lower_bound, tile_loops[-1], storable) for storable in self._stored]
+            seconds, least = (sum(map(own.tile_loop, tile_loops)) for own in (costs, costs.lower_bound))
             without = itertools.accumulate(less, operator.sub, initial=least)
             scratch = self._traced.loop_memory.peak_bytes(tile_loops[-1], batch)
             self._samples[grid] = TilingEstimate(scratch, saved, seconds, part, tuple(savings), tuple(without))
@@ -285,7 +285,7 @@ class SegmentTilings:
 
     def _saving(self, costs: CostModel, backward: TileLoop, storable: Storable) -> float:
         """Seconds that a loop does not take once a tensor is stored, too, after those that come before it."""
-        return sum(costs.turns(backward, node) for node in storable.spared.intersection(backward.body))
+        return sum(costs.op_in_loop(backward, node) for node in storable.spared.intersection(backward.body))
 
     def _loops(self, grid: Grid) -> tuple[int, list[TileLoop]]:
         """Loops with as few forward tiles, of some numbers, as need no more memory than the backward ones.
@@ -315,7 +315,7 @@ def _worth_storing(traced: TracedStep, segment: Segment) -> list[Storable]:
     analysis, batch = traced.analysis, traced.batch
     grid = auto_grids(analysis, segment, batch)[0]
     backward = planner_for(analysis, segment, Halo.RECOMPUTE).tile_loops(grid, grid)[-1]
-    cost = {n: traced.costs.turns(backward, n) for n in backward.body if n not in analysis.backward}
+    cost = {n: traced.costs.op_in_loop(backward, n) for n in backward.body if n not in analysis.backward}
     wanted = [t for n in backward.body if n in analysis.backward for t in n.inputs if t.node in cost]
     available, left = set(segment.available), _recomputed(wanted, segment.available, cost)
     found: list[Storable] = []

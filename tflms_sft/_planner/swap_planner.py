@@ -197,11 +197,11 @@ def _one_by_one(traced: TracedStep, graph: Graph) -> float:
     order = graph.execution_order()
     position = {node.name: number for number, node in enumerate(order)}
     apart: list[Node] = []
-    for pair in traced.costs.pairs.items():
+    for pair in traced.costs.gradient_pairs.items():
         numbers = sorted(position[node.name] for node in pair if node.name in position)
         if len(numbers) == len(pair) and waits(order, *numbers):
             apart.extend(pair)
-    return traced.costs.at_once(apart)
+    return traced.costs.concurrency_savings(apart)
 
 
 def _made_again(traced: TracedStep, graph: Graph) -> float:
