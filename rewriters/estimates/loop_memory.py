@@ -1,9 +1,8 @@
-"""The memory of one turn of a tile loop.
+"""Memory of one iteration of a tile loop.
 
-The body of a planned phase, with what the emission adds to it: slices of whole
-tensors, rows cut and padded for an op, sums into whole gradients. Sizes differ
-between a tile at the border, which is padded, and one inside, which is larger,
-so turns are told apart.
+The model of an iteration holds the body of the planned loop and the ops that the emission adds: slices of full-size
+tensors, cropped and padded operands, sums into full-size gradients. A tile at the border is padded and a tile inside is
+larger, so that each tile has its own sizes.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__: list[str] = []
 R = TypeVar("R")
 
 Tile = tuple[int, ...]
-"""Row and column of a tile in its grid."""
+"""Index of a tile along each spatial axis."""
 
 
 def loop_iterations(tile_loop: TileLoop, batch: int) -> list[IterationTrace]:
@@ -96,7 +95,13 @@ class IterationModelCache:
 
 
 class IterationModel:
-    """Ops of a turn as stand-ins that know the rows of their results for every tile."""
+    """Ops of an iteration, as stand-in nodes with the rows of their results for every tile.
+
+    Attributes:
+        order: Stand-in nodes in the order in which they run.
+        originals: Op that each of them stands for; helpers stand for themselves.
+        ends: Stand-ins of the tensors that live until the iteration ends.
+    """
 
     def __init__(self, tile_loop: TileLoop) -> None:
         self.tile_loop = tile_loop
@@ -105,11 +110,12 @@ class IterationModel:
         self.ends: list[Tensor] = []
         self._rows: dict[Tensor, tuple[np.ndarray, ...]] = {}
         self._pixel_bytes: dict[Tensor, int] = {}
+        # For each crop or pad and axis, the tiles in which it changes nothing.
         self._unchanged: dict[Node, tuple[np.ndarray, ...]] = {}
         self._values: dict[Tensor, Tensor] = {}
         self._fits: dict[tuple[object, ...], Tensor] = {}
         self._joined: dict[Tensor, tuple[Tensor, Region]] = {}
-        # What the turn before left is there from the beginning; saved rows are read when they are needed.
+        # Carried rows are alive from the beginning of the iteration. Saved rows are read when an op needs them.
         self._received = {
             tensor: self._rows_of(tensor, carry.received)
             for tensor, carry in tile_loop.carries.items()
@@ -122,26 +128,26 @@ class IterationModel:
                 rows = with_rows(tile_loop.regions[tensor], tile_loop.row_axis, carry.passed)
                 self.ends.append(self._fitted(tensor, rows))
         for tensor in tile_loop.writes:
-            self.ends.append(self._moved(self._value(tensor), tile_loop.regions[tensor], tile_loop.cells[tensor]))
+            self.ends.append(
+                self._crop_and_pad(self._value(tensor), tile_loop.regions[tensor], tile_loop.cells[tensor])
+            )
         for tensor in tile_loop.accumulates:
             self.ends.append(self._accumulated(tensor))
         for pair in tile_loop.moments:
             self._add_moments(pair)
 
     def events(self, tile: Tile, batch: int) -> list[AllocationEvent]:
-        """Schedule of the turn of one tile."""
+        """Return the allocations and frees of the iteration of one tile, in order."""
         scratch = {
-            node: scratch_bytes(original, self._call(original, tile, batch))
+            node: scratch_bytes(original, self._kernel_shape(original, tile, batch))
             for node, original in zip(self.order, self.originals, strict=True)
         }
 
         def alias(node: Node) -> bool:
-            same = self._unchanged.get(node)
-            return (
-                properties.forwards_input_buffer(node)
-                if same is None
-                else all(s[i] for s, i in zip(same, tile, strict=True))
-            )
+            unchanged = self._unchanged.get(node)
+            if unchanged is None:
+                return properties.forwards_input_buffer(node)
+            return all(tiles[index] for tiles, index in zip(unchanged, tile, strict=True))
 
         def num_bytes(tensor: Tensor) -> int:
             return self._num_bytes(tensor, tile, batch)
@@ -152,57 +158,60 @@ class IterationModel:
         rows = self._rows.get(tensor)
         if rows is None or tensor.shape is None:
             return tensor.num_bytes(batch)
-        leading = 1 if tensor.shape[0] == 1 else self._images(batch)
+        leading = 1 if tensor.shape[0] == 1 else self._max_images(batch)
         pixels = math.prod(int(count[index]) for count, index in zip(rows, tile, strict=True))
         return leading * pixels * self._pixel_bytes[tensor]
 
     def _bytes_of_pixel(self, tensor: Tensor) -> int:
-        """Of all channels, and of the pixels that were made images."""
+        """Return the bytes of all channels of a pixel, times the pixels that are folded into the batch."""
         layout = self.tile_loop.layouts.of(tensor)
         assert layout is not None and tensor.shape is not None
         channels = (int(tensor.shape[dim] or 1) for dim in layout.others(len(tensor.shape)))
         return layout.batch_fold * math.prod(channels) * tensor.dtype.size
 
-    def _images(self, batch: int) -> int:
-        """Images of the largest tile."""
+    def _max_images(self, batch: int) -> int:
+        """Return the number of images of the largest tile."""
         return -(-batch // min(self.tile_loop.grid.batch, batch))
 
-    def _call(self, node: Node, tile: Tile, batch: int) -> KernelShape:
-        """What the kernel of a gradient of a convolution or a pool, or of a cross-entropy, is called with."""
+    def _kernel_shape(self, node: Node, tile: Tile, batch: int) -> KernelShape:
+        """Return the shape of a kernel call, for gradients of convolutions and pools and for cross-entropies."""
+        images = self._max_images(batch)
         plan = self.tile_loop.plans.get(node)
         if plan is not None and PER_PIXEL in node.attrs:
             rows = [p.computed.size[i] for p, i in zip(plan, tile, strict=True) if p.computed is not None]
-            return KernelShape(self._images(batch), math.prod(map(int, rows)), 0)
+            return KernelShape(images, math.prod(map(int, rows)), 0)
         if plan is None or len(plan[0].needs) != 3 or plan[0].needs[2] is None:
-            return KernelShape(self._images(batch), 0, 0)
+            return KernelShape(images, 0, 0)
         position = slid_over(node)
         large = [p.computed if position is None else p.needs[position] for p in plan]
         pixels = (
-            math.prod(int(rows.size[i]) for rows, i in zip(found, tile, strict=True) if rows is not None)
-            for found in ([p.needs[2] for p in plan], large)
+            math.prod(int(rows.size[i]) for rows, i in zip(region, tile, strict=True) if rows is not None)
+            for region in ([p.needs[2] for p in plan], large)
         )
-        return KernelShape(self._images(batch), *pixels)
+        return KernelShape(images, *pixels)
 
-    def _place(self, node: Node, original: Node, rows: Iterable[np.ndarray] | None) -> Tensor:
+    def _append(self, node: Node, original: Node, rows: Iterable[np.ndarray] | None) -> Tensor:
+        """Append a stand-in whose results have `rows` along each axis; `None` for results of constant size."""
         self.order.append(node)
         self.originals.append(original)
         if rows is not None:
-            held = tuple(rows)
+            sizes = tuple(rows)
             for index in range(len(node.outputs)):
-                self._rows[node.out(index)] = held
+                self._rows[node.out(index)] = sizes
                 self._pixel_bytes[node.out(index)] = self._bytes_of_pixel(original.out(index))
         return node.out()
 
     def _helper(self, op: str, like: Tensor, operands: Sequence[Tensor], rows: Iterable[np.ndarray]) -> Tensor:
+        """Append an op that the emission adds, whose result has the pixels of `like`."""
         outputs = [like.node.outputs[like.index]]
         node = Node(f"{op}/{like.name}/{len(self.order)}", op, operands, outputs=outputs)
-        self._place(node, node, None)
+        self._append(node, node, None)
         self._rows[node.out()] = tuple(rows)
         self._pixel_bytes[node.out()] = self._pixel_bytes.get(like) or self._bytes_of_pixel(like)
         return node.out()
 
     def _value(self, tensor: Tensor) -> Tensor:
-        """Stand-in for what the turn holds of a tensor; a whole one is sliced when it is first needed."""
+        """Return the stand-in of the rows that the iteration holds; slice full-size tensors when first needed."""
         if tensor not in self._values:
             self._values[tensor] = self._slice(tensor, self.tile_loop.regions[tensor])
         return self._values[tensor]
@@ -210,8 +219,8 @@ class IterationModel:
     def _slice(self, tensor: Tensor, region: Region) -> Tensor:
         layout = self.tile_loop.layouts.of(tensor)
         assert layout is not None
-        whole = all(np.all(i.size == extent) for i, extent in zip(region, layout.extents(tensor), strict=True))
-        op = "Placeholder" if whole and self.tile_loop.grid.batch == 1 else "StridedSlice"
+        is_full = all(np.all(i.size == extent) for i, extent in zip(region, layout.extents(tensor), strict=True))
+        op = "Placeholder" if is_full and self.tile_loop.grid.batch == 1 else "StridedSlice"
         return self._helper(op, tensor, (), (i.size for i in region))
 
     def _add_op(self, node: Node) -> None:
@@ -224,21 +233,22 @@ class IterationModel:
                 operands.append(self._fitted(tensor, need, meets_gradient))  # type: ignore[arg-type]
         copy = Node(node.name, node.op, operands, outputs=node.outputs)
         if plan[0].kept is None:
-            self._place(copy, node, None)
+            self._append(copy, node, None)
             return
-        made = tuple(p.computed for p in plan)
-        self._place(copy, node, (i.size for i in made))  # type: ignore[union-attr]
+        computed: Region = tuple(p.computed for p in plan)  # type: ignore[misc]
+        kept: Region = tuple(p.kept for p in plan)  # type: ignore[misc]
+        self._append(copy, node, (i.size for i in computed))
         for index in range(len(node.outputs)):
             tensor = node.out(index)
-            if tensor not in self.tile_loop.reads:
-                out = tuple(p.kept for p in plan)
-                if tensor in self.tile_loop.carries and self._is_gradient(tensor):
-                    self._values[tensor] = self._completed(tensor, copy.out(index), made)  # type: ignore[arg-type]
-                else:
-                    self._values[tensor] = self._moved(copy.out(index), made, out)  # type: ignore[arg-type]
+            if tensor in self.tile_loop.reads:
+                continue
+            if tensor in self.tile_loop.carries and self._is_gradient(tensor):
+                self._values[tensor] = self._finished(tensor, copy.out(index), computed)
+            else:
+                self._values[tensor] = self._crop_and_pad(copy.out(index), computed, kept)
 
     def _is_gradient(self, tensor: Tensor) -> bool:
-        """Whether rows of a tensor are parts of sums."""
+        """Return whether the rows of a tensor may be partial sums."""
         return tensor not in self.tile_loop.values
 
     def _rows_of(self, tensor: Tensor, rows: Interval) -> Tensor:
@@ -246,65 +256,69 @@ class IterationModel:
         return self._helper("StridedSlice", tensor, (), (i.size for i in region))
 
     def _fitted(self, tensor: Tensor, need: Region, meets_gradient: bool = False) -> Tensor:
-        """Rows of a tensor: those that the turn has made are moved to where there is room for those that came in.
+        """Return rows of a tensor: the computed rows, padded, with the received rows written into the padding.
 
-        What meets a gradient is cut out of rows that were joined before, if there are such.
+        Operands of an op that also reads a gradient are cut out of rows that were joined for an earlier op.
         """
         if meets_gradient and tensor in self._joined:
             value, have = self._joined[tensor]
             if covers(have, need):
-                return self._moved(value, have, need)
+                return self._crop_and_pad(value, have, need)
         value, have = self._value(tensor), self.tile_loop.regions[tensor]
         carry = self.tile_loop.carries.get(tensor)
         if carry is None or self._is_gradient(tensor):
-            result = self._moved(value, have, need)
-            inside = self._is_gradient(tensor) or tensor in self.tile_loop.reads
-            if self.tile_loop.carries and not inside and not covers(have, need):
+            result = self._crop_and_pad(value, have, need)
+            may_join = not self._is_gradient(tensor) and tensor not in self.tile_loop.reads
+            if self.tile_loop.carries and may_join and not covers(have, need):
                 self._joined.setdefault(tensor, (result, need))
             return result
         if tensor not in self._received:
             self._received[tensor] = self._rows_of(tensor, carry.received)
         axis = self.tile_loop.row_axis
-        new = with_rows(have, axis, Interval(carry.received.hi, have[axis].hi))
-        result = self._moved(value, new, need)
+        computed = with_rows(have, axis, Interval(carry.received.hi, have[axis].hi))
+        result = self._crop_and_pad(value, computed, need)
         if np.any((need[axis].lo < carry.received.hi) & (need[axis].size > 0)):
             result = self._helper("Identity", result, [result, self._received[tensor]], self._rows[result])
             self._joined.setdefault(tensor, (result, need))
         return result
 
-    def _completed(self, tensor: Tensor, value: Tensor, made: Region) -> Tensor:
-        """The rows of a gradient that the turn completes; what it hands on is kept."""
+    def _finished(self, tensor: Tensor, value: Tensor, computed: Region) -> Tensor:
+        """Return the rows of a gradient that the iteration completes; the rows that it passes on stay alive."""
         carry, region = self.tile_loop.carries[tensor], self.tile_loop.regions[tensor]
-        passed = self._moved(value, made, with_rows(region, self.tile_loop.row_axis, carry.passed))
+        passed = self._crop_and_pad(value, computed, with_rows(region, self.tile_loop.row_axis, carry.passed))
         if passed != value:
             self.ends.append(passed)
-        return self._moved(value, made, region)
+        return self._crop_and_pad(value, computed, region)
 
     def _add_moments(self, pair: MomentPair) -> None:
-        """The image, and its squared differences from the mean."""
+        """Append the slice of the image, and its squared differences from the mean."""
         cell = self.tile_loop.cells[pair.image]
-        image = self._moved(self._value(pair.image), self.tile_loop.regions[pair.image], cell)
+        image = self._crop_and_pad(self._value(pair.image), self.tile_loop.regions[pair.image], cell)
         self._helper("SquaredDifference", pair.image, [image], (i.size for i in cell))
 
-    def _moved(self, value: Tensor, have: Region, need: Region) -> Tensor:
-        """Rows cut and padded; in a tile where nothing is to do the kernels pass their operand on."""
+    def _crop_and_pad(self, value: Tensor, have: Region, need: Region) -> Tensor:
+        """Append a crop and a pad; in a tile where they change nothing, their kernels forward the operand's buffer."""
         if all(h.same(n) for h, n in zip(have, need, strict=True)):
             return value
         key = (value, *(i.key for i in (*have, *need)))
         if key not in self._fits:
             fits = [fit(h, n) for h, n in zip(have, need, strict=True)]
             result = value
-            if any(way.crops for way in fits):
-                result = self._helper("StridedSlice", value, [result], (way.size for way in fits))
-                self._unchanged[result.node] = tuple(way.size == h.size for way, h in zip(fits, have, strict=True))
-            if any(way.pads for way in fits):
+            if any(change.crops for change in fits):
+                result = self._helper("StridedSlice", value, [result], (change.size for change in fits))
+                self._unchanged[result.node] = tuple(
+                    change.size == h.size for change, h in zip(fits, have, strict=True)
+                )
+            if any(change.pads for change in fits):
                 result = self._helper("PadV2", value, [result], (n.size for n in need))
-                self._unchanged[result.node] = tuple(way.size == n.size for way, n in zip(fits, need, strict=True))
+                self._unchanged[result.node] = tuple(
+                    change.size == n.size for change, n in zip(fits, need, strict=True)
+                )
             self._fits[key] = result
         return self._fits[key]
 
     def _accumulated(self, tensor: Tensor) -> Tensor:
-        """A part of a gradient added to what the whole one holds in its place."""
+        """Append the sum of a part of a gradient and the slice of the full-size gradient."""
         rows = [i.size for i in self.tile_loop.regions[tensor]]
-        held = self._slice(tensor, self.tile_loop.regions[tensor])
-        return self._helper("AddV2", tensor, [held, self._value(tensor)], rows)
+        total = self._slice(tensor, self.tile_loop.regions[tensor])
+        return self._helper("AddV2", tensor, [total, self._value(tensor)], rows)

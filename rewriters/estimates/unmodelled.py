@@ -1,4 +1,4 @@
-"""Ops whose memory the graph does not tell, so that no estimate includes it."""
+"""Ops whose memory no estimate includes, because the graph does not determine it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ __all__: list[str] = []
 
 
 def unmodelled(analysis: GraphAnalysis) -> list[Node]:
-    """Forward ops that hold memory of which the graph does not tell how much: the prediction leaves it out.
+    """Return the forward ops whose memory the graph does not determine; predictions do not include it.
 
-    Lists of tensors, loops, branches and calls that the step brought along, and masks.
+    They are tensor lists, loops, branches and calls of the original step, and `Where`.
     """
-    found = []
+    nodes = []
     for node in analysis.order:
         if node not in analysis.data or node in analysis.backward or PER_PIXEL in node.attrs:
             continue
-        lists = any(dtype == tf.variant for dtype, _ in node.outputs)
-        inner = any(value.HasField("func") for value in node.attrs.values()) and not _checks_only(node)
-        if lists or inner or node.op == "Where":
-            found.append(node)
-    return found
+        is_list = any(dtype == tf.variant for dtype, _ in node.outputs)
+        has_body = any(value.HasField("func") for value in node.attrs.values())
+        if is_list or (has_body and not _is_assertion(node)) or node.op == "Where":
+            nodes.append(node)
+    return nodes
 
 
-def _checks_only(node: Node) -> bool:
-    """Whether an op with a body makes no tensor of a size worth counting: the guard of an assertion."""
+def _is_assertion(node: Node) -> bool:
+    """Return whether an op with a body is the guard of an assertion, whose results are scalars."""
     return all(dtype == tf.bool and shape == () for dtype, shape in node.outputs)
