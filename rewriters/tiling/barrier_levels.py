@@ -1,15 +1,15 @@
-"""Which operations run on tiles where sums over the image lie between them, and in which loop each of them first can.
+"""Levels: the first loop in which each op can run if reductions over the image lie between tiled ops.
 
-A mean over the image, such as a moment of BatchNorm in training mode, makes all that depends on it wait for all tiles:
-it is a *barrier*. No operation is one by its type. Every operation is of one of three sorts:
+A reduction over the image, such as a moment of BatchNorm in training mode, is a *barrier*: ops that depend on it wait
+for all tiles. Every op is of one of three sorts:
 
-- *tiled*: it has a rule and makes an image;
-- a *sum*: it reduces images over all tiled axes (moments, gradients of filters and biases);
-- *outside*: everything else, which runs once, on whole tensors, between two loops.
+- *tiled*: it has a rule, and its result is an image;
+- *reduction* (`sums`): it reduces images over all tiled axes (moments, gradients of filters and biases);
+- *outside*: any other op, which runs once, on full-size tensors, between two loops.
 
-The level of an operation is the number of loops that have to end before it can run. Operations of one level share a
-loop. Forward and backward are not told apart: a gradient is an image like any other, each turn of a loop makes the
-rows of it that it needs (it *gathers*), and operations that add forward values to a gradient are nothing special.
+The level of an op is the number of loops that have to end before it can run. Ops of one level share a loop. Forward and
+backward ops are treated alike. A gradient is an image, of which each iteration computes (*gathers*) the rows that it
+needs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True)
 class MomentPair:
-    """A variance that can be computed in the same loop as the mean that it is taken about.
+    """A mean and a variance about it that can be computed in the same loop.
 
     Attributes:
-        image: What the moments are of.
-        mean: Result of the first reduction.
-        variance: Result of the second one.
-        axes: Both reduce over.
-        keep_dims: Whether the axes stay, in the variance.
+        image: Operand of the mean.
+        mean: The mean.
+        variance: Mean of the squared differences from it.
+        axes: Axes of both reductions.
+        keep_dims: Whether the variance keeps these axes.
     """
 
     image: Tensor
@@ -50,16 +50,16 @@ class MomentPair:
 
 @dataclasses.dataclass
 class BarrierLevels:
-    """Sorts and levels.
+    """Sorts and levels of the ops of a graph.
 
     Attributes:
-        analysis: Of the graph.
-        tiled: Operations that run on tiles, in topological order.
+        analysis: Analysis of the graph.
+        tiled: Ops that run on tiles, in topological order.
         sums: Reductions over the image, in topological order.
-        kinds: Of the operands of both, and of the results of the tiled ones.
-        level: Of every operation.
-        moments: By the operation that makes the variance.
-        refused: Why other forward operations on images run on whole ones.
+        kinds: Kinds of the operands of both, and of the results of tiled ops.
+        level: Level of every op.
+        moments: Pairs of moments, by the op that computes the variance.
+        refused: Reason why another forward op on images is not tiled.
     """
 
     analysis: GraphAnalysis
@@ -71,7 +71,7 @@ class BarrierLevels:
     refused: dict[Node, str]
 
     def operands(self, node: Node) -> list[Tensor]:
-        """What a tiled operation or a sum reads of images: a variance the image itself."""
+        """Return the images that a tiled op or a reduction reads; for the variance of a pair, the image of the pair."""
         if node in self.moments:
             return [self.moments[node].image]
         rebuilt = find_rule(node).shape_operands(self.analysis.view(node))
@@ -80,36 +80,48 @@ class BarrierLevels:
 
 
 def assign_levels(analysis: GraphAnalysis, allowed: Container[Node] | None = None, merge: bool = True) -> BarrierLevels:
-    """Sort the operations of a graph.
+    """Return the sorts and levels of the ops of a graph.
 
     Args:
-        analysis: Of the graph.
-        allowed: Operations that may run on tiles; all if it is not given.
+        analysis: Analysis of the graph.
+        allowed: Ops that may run on tiles; all if `None`.
         merge: Whether a variance may share the loop of its mean.
     """
     excluded: set[Node] = set()
     while True:
         roles = _Sorter(analysis, allowed, merge, excluded).run()
-        ended = _ended_among_pixels(analysis, roles)
-        if not ended:
+        folded = _folded_results(analysis, roles)
+        if not folded:
             return roles
-        excluded |= ended
+        excluded |= folded
 
 
-def _ended_among_pixels(analysis: GraphAnalysis, roles: BarrierLevels) -> set[Node]:
-    """Operations on images made of pixels that others read, on whole ones: no turn could hand over its part."""
+def _folded_results(analysis: GraphAnalysis, roles: BarrierLevels) -> set[Node]:
+    """Return tiled ops whose folded results (space to batch) untiled ops read, which no iteration could write."""
     inside = {*roles.tiled, *roles.sums}
-    found = set()
+    nodes = set()
     for node in roles.tiled:
         for tensor in (node.out(index) for index in range(len(node.outputs))):
             if analysis.entries_per_image(tensor) != 1:
-                readers = (reader for reader, _ in analysis.consumers.get(tensor, ()) if not reads_shape_only(reader))
-                if tensor in analysis.graph.outputs or any(reader not in inside for reader in readers):
-                    found.add(node)
-    return found
+                consumers = (other for other, _ in analysis.consumers.get(tensor, ()) if not reads_shape_only(other))
+                if tensor in analysis.graph.outputs or any(other not in inside for other in consumers):
+                    nodes.add(node)
+    return nodes
 
 
 class _Sorter:
+    """Sorts ops in topological order.
+
+    Attributes:
+        kinds: Kinds of the operands of tiled ops and reductions, and of the results of tiled ops.
+        axes: Number of spatial axes of most images.
+        batch: Batch size of most images of each device; each replica has its own.
+        sort: `FULL` for a tiled op, `REDUCED` for a reduction.
+        refused: Reason why another forward op on images is not tiled.
+        summed: Tensors computed from reductions alone, such as the scales and offsets of a normalisation.
+        filters: Gradients of filters, and results of the optimizer. They have as many dimensions as images.
+    """
+
     def __init__(
         self, analysis: GraphAnalysis, allowed: Container[Node] | None, merge: bool, excluded: Container[Node]
     ) -> None:
@@ -118,16 +130,13 @@ class _Sorter:
         self.merge = merge
         self.excluded = excluded
         self.kinds: dict[Tensor, TileKind] = {}
-        own = {device: main_images(analysis, device) for device in {node.device for node in analysis.order}}
-        whole, self.axes = main_images(analysis)
-        self.batch = {device: batch if axes else whole for device, (batch, axes) in own.items()}
-        """By device: replicas have a batch each."""
+        by_device = {device: main_images(analysis, device) for device in {node.device for node in analysis.order}}
+        step_batch, self.axes = main_images(analysis)
+        self.batch = {device: batch if axes else step_batch for device, (batch, axes) in by_device.items()}
         self.sort: dict[Node, TileKind] = {}
         self.refused: dict[Node, str] = {}
         self.summed: set[Tensor] = set()
-        """What is computed from sums alone, such as the scales and offsets of a normalisation."""
         self.filters: set[Tensor] = set()
-        """Gradients of filters and what an optimizer makes of them; they have four dimensions, as images have."""
 
     def run(self) -> BarrierLevels:
         for node in self.analysis.order:
@@ -145,12 +154,13 @@ class _Sorter:
             if kind is TileKind.REDUCED or (kind is None and data and self.summed.issuperset(data)):
                 self.summed.update(results)
         sums = [node for node, kind in self.sort.items() if kind is TileKind.REDUCED]
-        moments = {node: found for node in sums if self.merge and (found := self._moments(node)) is not None}
+        pairs = {node: self._moments(node) for node in sums} if self.merge else {}
+        moments = {node: pair for node, pair in pairs.items() if pair is not None}
         tiled = [node for node, kind in self.sort.items() if kind is TileKind.FULL]
         return BarrierLevels(self.analysis, tiled, sums, self.kinds, self._levels(moments), moments, self.refused)
 
     def _kind(self, node: Node) -> TileKind | None:
-        """`FULL` for a tiled operation, `REDUCED` for a sum, `None` for others."""
+        """Return `FULL` for a tiled op, `REDUCED` for a reduction, `None` for other ops."""
         if self.allowed is not None and node not in self.allowed:
             return None
         try:
@@ -187,12 +197,12 @@ class _Sorter:
         return kinds
 
     def _is_weight_of_pixels(self, tensor: Tensor) -> bool:
-        """Whether something that no image goes into, beside one, has a value for each pixel."""
-        one = tensor.shape is not None and tensor.shape[:1] == (1,)
-        return one and tensor.node not in self.analysis.data and _is_spatial(self.analysis, tensor)
+        """Return whether a tensor that depends on no image has a value for each pixel."""
+        has_one_entry = tensor.shape is not None and tensor.shape[:1] == (1,)
+        return has_one_entry and tensor.node not in self.analysis.data and _is_spatial(self.analysis, tensor)
 
     def _is_filter(self, node: Node) -> bool:
-        """Whether an operation that does not run on tiles makes something of a filter's gradient."""
+        """Return whether an untiled op reads the gradient of a filter, or a tensor computed from one."""
         try:
             data = find_rule(node).data(self.analysis.view(node))
         except NotTileableError:
@@ -200,7 +210,7 @@ class _Sorter:
         return any(t in self.filters for p, t in enumerate(node.inputs) if p in data)
 
     def _check(self, node: Node, kinds: list[TileKind], result: TileKind) -> None:
-        """Refuse images of unknown size, and operations that have nothing to do with images."""
+        """Refuse images of unknown size and ops without an image."""
         full = [t for t, kind in zip(node.inputs, kinds, strict=True) if kind is TileKind.FULL]
         results = [node.out(index) for index in range(len(node.outputs))] if result is TileKind.FULL else []
         for tensor in (*full, *results):
@@ -215,28 +225,28 @@ class _Sorter:
             raise NotTileableError("it makes one value for all pixels")
 
     def _operand(self, tensor: Tensor, device: str) -> TileKind:
-        """Kind of what stands in the place of an image for an operation on a device."""
+        """Return the kind of an image operand of an op on a device."""
         if self.sort.get(tensor.node) is TileKind.FULL:
             return TileKind.FULL
         if tensor.node not in self.analysis.data or not self.analysis.is_image(tensor):
             return TileKind.INVARIANT
         if tensor in self.filters or not self._in_batch(tensor, device) or self.analysis.entries_per_image(tensor) != 1:
             return TileKind.INVARIANT
-        one_value = not _is_spatial(self.analysis, tensor)
-        return TileKind.FULL if one_value or tensor not in self.summed else TileKind.INVARIANT
+        is_invariant = _is_spatial(self.analysis, tensor) and tensor in self.summed
+        return TileKind.INVARIANT if is_invariant else TileKind.FULL
 
     def _in_batch(self, tensor: Tensor, device: str) -> bool:
-        """Whether a tensor has as many images as the batch of a device: turns take their part of all of them alike.
+        """Return whether a tensor has the batch size of a device, so that iterations can split it with other images.
 
-        Two arguments of unknown numbers are taken to have the same where an operation takes images of both.
+        Two arguments of unknown batch size are assumed to have the same one if an op reads images of both.
         """
         if self.analysis.entries_per_image(tensor) != 1:
-            return True  # It was made of what has been looked at.
+            return True  # The tensor that was folded has been checked.
         sizes = self.analysis.evaluate.sizes
         return sizes.meet(sizes.of(tensor), self.batch[device])
 
     def _moments(self, node: Node) -> MomentPair | None:
-        """The moments that a mean of squared differences from a mean belongs to (B. P. Welford, 1962)."""
+        """Return the pair of moments of a mean of squared differences (B. P. Welford, 1962); `None` for other ops."""
         difference = node.inputs[0].node
         if node.op != "Mean" or self.sort.get(difference) is not TileKind.FULL:
             return None
@@ -250,7 +260,7 @@ class _Sorter:
         assert isinstance(rule, Reduce)
         axes = rule.axes(self.analysis.view(node))
         if rule.per_pixel(self.analysis.view(node)):
-            return None  # Those of a turn would have to be merged in their place.
+            return None  # `MergedMoments` merges moments over the image only.
         for image, other in (difference.inputs, reversed(difference.inputs)):
             mean = _source(other)
             if (
@@ -259,9 +269,10 @@ class _Sorter:
                 or self.sort.get(mean.node) is not TileKind.REDUCED
             ):
                 continue
-            same = rule.axes(self.analysis.view(mean.node)) == axes and mean.node.attrs["keep_dims"].b
-            waits = node.control_inputs or difference.control_inputs or node.inputs[0].node.control_inputs
-            if same and not waits and image.dtype.is_floating and mean.dtype == node.out().dtype:
+            same_axes = rule.axes(self.analysis.view(mean.node)) == axes and mean.node.attrs["keep_dims"].b
+            nodes = (node, difference, node.inputs[0].node)
+            has_control_inputs = any(other.control_inputs for other in nodes)
+            if same_axes and not has_control_inputs and image.dtype.is_floating and mean.dtype == node.out().dtype:
                 keep = bool(node.attrs["keep_dims"].b)
                 return MomentPair(image, mean, node.out(), tuple(sorted(axes)), keep)
         return None
@@ -272,27 +283,26 @@ class _Sorter:
             if node in moments:
                 level[node] = level[moments[node].mean.node]
                 continue
-            own = self.sort.get(node)
-            # The batch of what is tiled is asked of the entries; what is outside has to be there to be asked.
-            asks = reads_shape_only(node)
-            before = [t.node for t in node.inputs if not asks or self.sort.get(t.node) is None]
-            found = [self._after(other, own, level) for other in dict.fromkeys(before)]
-            found += [self._after(other, own, level) for other in node.control_inputs]
-            level[node] = max(found, default=0)
+            sort = self.sort.get(node)
+            # A shape op of a tiled tensor reads the batch size of an entry instead (`TilePass._repoint_shapes`).
+            is_shape_op = reads_shape_only(node)
+            data = [t.node for t in node.inputs if not is_shape_op or self.sort.get(t.node) is None]
+            levels = [self._level_after(other, sort, level) for other in (*dict.fromkeys(data), *node.control_inputs)]
+            level[node] = max(levels, default=0)
         return level
 
-    def _after(self, before: Node, own: TileKind | None, level: dict[Node, int]) -> int:
-        """Loops that have to end before what reads a node can run."""
-        sort = self.sort.get(before)
-        if sort is None:
-            return level[before]
-        same_loop = sort is TileKind.FULL and own is not None
-        return level[before] + (0 if same_loop else 1)
+    def _level_after(self, producer: Node, sort: TileKind | None, level: dict[Node, int]) -> int:
+        """Return the first level of an op of some sort that depends on `producer`."""
+        producer_sort = self.sort.get(producer)
+        if producer_sort is None:
+            return level[producer]
+        same_loop = producer_sort is TileKind.FULL and sort is not None
+        return level[producer] + (0 if same_loop else 1)
 
 
 def main_images(analysis: GraphAnalysis, device: str | None = None) -> tuple[Any, int]:
-    """The number of images, and of their axes, that most of what the forward phase makes has, there or anywhere."""
-    elements: dict[tuple[Any, int], int] = {}
+    """Return the batch size and number of axes of most bytes of forward images, on one device or on all of them."""
+    num_bytes: dict[tuple[Any, int], int] = {}
     for node in analysis.order:
         if node in analysis.backward or node not in analysis.data or not node.inputs:
             continue
@@ -301,17 +311,17 @@ def main_images(analysis: GraphAnalysis, device: str | None = None) -> tuple[Any
         for tensor in (node.out(index) for index in range(len(node.outputs))):
             if _is_spatial(analysis, tensor) and analysis.entries_per_image(tensor) == 1:
                 key = (analysis.evaluate.sizes.of(tensor), len(analysis.extents(tensor) or ()))
-                elements[key] = elements.get(key, 0) + tensor.num_bytes()
-    return max(elements, key=elements.__getitem__, default=(None, 0))
+                num_bytes[key] = num_bytes.get(key, 0) + tensor.num_bytes()
+    return max(num_bytes, key=num_bytes.__getitem__, default=(None, 0))
 
 
 def _source(tensor: Tensor) -> Tensor:
-    """What a tensor is passed on from."""
+    """Return the tensor whose value a chain of identities forwards."""
     while tensor.node.op in ("StopGradient", "Identity", "PreventGradient") and tensor.node.inputs:
         tensor = tensor.node.inputs[0]
     return tensor
 
 
 def _is_spatial(analysis: GraphAnalysis, tensor: Tensor) -> bool:
-    """Whether a tensor has more than one pixel."""
+    """Return whether a tensor has more than one pixel."""
     return analysis.has_known_size(tensor) and any(rows != 1 for rows in analysis.extents(tensor) or ())

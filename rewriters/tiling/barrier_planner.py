@@ -1,8 +1,8 @@
-"""Tile loops of a segment with barriers: every turn gathers the rows that its own part needs.
+"""Plans the tile loops of a segment with barriers, in which every iteration gathers the rows that it needs.
 
-Each tensor that a loop writes, and each sum that it makes, is split over its *own* extent, so that every element is
-written and counted once. What a turn needs for that is followed backwards through the operations, as forward values
-are; gradients are images like others.
+A loop splits each tensor that it writes, and each operand of a reduction, over the extent of that tensor. So every
+element is written once and counted once. The planner follows the rows that an iteration needs backwards through the
+ops. Gradients are images like others.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ def barrier_segment(
     name: str,
     roles: BarrierLevels,
     storage: CheckpointSelection,
-    kept: set[Tensor] | None = None,
+    checkpoints: set[Tensor] | None = None,
 ) -> Segment:
-    """The tiled operations and sums of a graph as one segment.
+    """Return the tiled ops and the reductions of a graph as one segment.
 
     Args:
-        analysis: Of the graph.
-        name: Of the segment.
-        roles: Its operations.
-        storage: What exists whole.
-        kept: As for `CheckpointSelection.loop_specs`.
+        analysis: Analysis of the graph.
+        name: Name of the segment.
+        roles: Sorts and levels of its ops.
+        storage: Tensors that exist in full size.
+        checkpoints: As in `CheckpointSelection.loop_specs`.
     """
     nodes = analysis.sorted({*roles.tiled, *roles.sums})
-    loops = storage.loop_specs(kept)
-    made = {node.out(index) for node in nodes for index in range(len(node.outputs))}
-    outer = [t for node in nodes for t in node.inputs if t not in made]
+    loop_specs = storage.loop_specs(checkpoints)
+    results = {node.out(index) for node in nodes for index in range(len(node.outputs))}
+    outer = [t for node in nodes for t in node.inputs if t not in results]
     entries = list(dict.fromkeys(t for t in outer if roles.kinds.get(t) is TileKind.FULL))
     backward = [node for node in nodes if node in analysis.backward]
     exits = sorted(storage.exits, key=lambda t: (analysis.position[t.node], t.index))
@@ -57,12 +57,12 @@ def barrier_segment(
         reductions=[node.out() for node in roles.sums],
         invariants=list(dict.fromkeys(t for t in outer if roles.kinds.get(t) is not TileKind.FULL)),
         stored=frozenset(storage.stored - storage.exits),
-        loop_specs=loops,
+        loop_specs=loop_specs,
     )
 
 
 class BarrierPlanner(RowDemand):
-    """Plans the phases of one segment with barriers."""
+    """Plans the tile loops of one segment with barriers."""
 
     def __init__(self, analysis: GraphAnalysis, segment: Segment) -> None:
         super().__init__(analysis, segment.kinds)
@@ -70,48 +70,50 @@ class BarrierPlanner(RowDemand):
         self._latest: dict[str, tuple[Grid, TileLoop]] = {}
 
     def tile_loops(self, grid_of: Callable[[LoopSpec], Grid]) -> list[TileLoop]:
-        """One for each loop, with the tiles that `grid_of` gives it.
+        """Plan all loops, each with the grid that `grid_of` returns.
 
-        Searches ask for nearly the same again and again: loops that have the tiles they had last time are the same.
+        The planner keeps the latest plan of each loop, because consecutive candidates of a search differ in few loops.
         """
         numbers = {True: 0, False: 0}
-        result = []
-        for loop in self.segment.loop_specs:
-            numbers[loop.backward] += 1
-            name, grid = f"{'backward' if loop.backward else 'forward'}{numbers[loop.backward]}", grid_of(loop)
+        tile_loops = []
+        for spec in self.segment.loop_specs:
+            numbers[spec.backward] += 1
+            name, grid = f"{'backward' if spec.backward else 'forward'}{numbers[spec.backward]}", grid_of(spec)
             if name not in self._latest or self._latest[name][0] != grid:
-                self._latest[name] = grid, self.tile_loop(loop, grid, name)
-            result.append(self._latest[name][1])
-        return result
+                self._latest[name] = grid, self.tile_loop(spec, grid, name)
+            tile_loops.append(self._latest[name][1])
+        return tile_loops
 
     def clamped(self, loop: LoopSpec, grid: Grid) -> Grid:
-        """No more tiles than the smallest image that the loop writes or sums up has rows."""
-        most = [min(extents) for extents in zip(*map(self.extents, self.split(loop)), strict=True)]
-        return Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, most, strict=True)))
+        """Return a grid with at most as many tiles as the smallest image that the loop splits has rows."""
+        max_tiles = [min(extents) for extents in zip(*map(self.extents, self.split(loop)), strict=True)]
+        return Grid(grid.batch, tuple(min(count, rows) for count, rows in zip(grid.spatial, max_tiles, strict=True)))
 
     def split(self, loop: LoopSpec) -> list[Tensor]:
-        """Images of which each turn has its own part."""
-        return [*loop.writes, *(self._summed(node) for node in loop.plain_sums), *(m.image for m in loop.moments)]
+        """Return the images that the loop splits: those that it writes and those that it reduces."""
+        reduced = (self._reduced_operand(node) for node in loop.plain_sums)
+        return [*loop.writes, *reduced, *(pair.image for pair in loop.moments)]
 
-    def _summed(self, node: Node) -> Tensor:
+    def _reduced_operand(self, node: Node) -> Tensor:
         return node.inputs[find_rule(node).summed(self.analysis.view(node))]
 
     def tile_loop(self, loop: LoopSpec, grid: Grid, name: str = "") -> TileLoop:
-        """The loop with `grid`, clamped."""
+        """Plan one loop with a grid, which is clamped."""
         grid = self.clamped(loop, grid)
         cells = {tensor: self.cells_of(tensor, grid) for tensor in self.split(loop)}
-        wanted: dict[Tensor, Region] = {t: cells[t] for t in (*loop.writes, *(m.image for m in loop.moments))}
+        images = [pair.image for pair in loop.moments]
+        demand: dict[Tensor, Region] = {tensor: cells[tensor] for tensor in (*loop.writes, *images)}
         sums = loop.plain_sums
-        sum_plans = {node: self._part(node, grid, cells[self._summed(node)]) for node in sums}
+        sum_plans = {node: self._reduction_plan(node, grid, cells[self._reduced_operand(node)]) for node in sums}
         for node, plan in sum_plans.items():
-            self.want(node, plan, wanted)
+            self.demand_operands(node, plan, demand)
         tiled = [node for node in loop.body if node not in sum_plans]
-        regions, plans = self.operand_rows_for_result(tiled, wanted, set(loop.reads), grid)
+        regions, plans = self.operand_rows_for_result(tiled, demand, set(loop.reads), grid)
         plans.update(sum_plans)
         body = [node for node in loop.body if node in plans]
         reads, invariants = self.inputs(body, plans, set(loop.reads))
-        reads += [m.image for m in loop.moments if m.image in loop.reads and m.image not in reads]
-        reductions = [t for m in loop.moments for t in (m.mean, m.variance)] + [node.out() for node in sums]
+        reads += [image for image in images if image in loop.reads and image not in reads]
+        reductions = [t for pair in loop.moments for t in (pair.mean, pair.variance)] + [node.out() for node in sums]
         return TileLoop(
             name=name,
             grid=grid,
@@ -133,31 +135,25 @@ class BarrierPlanner(RowDemand):
             row_axis=self.row_axis,
         )
 
-    def _part(self, node: Node, grid: Grid, cell: Region) -> tuple[AxisPlan, ...]:
-        """The plan of a sum over the image. With a single tile it runs as it stands: the same bits come out."""
+    def _reduction_plan(self, node: Node, grid: Grid, cell: Region) -> tuple[AxisPlan, ...]:
+        """Return the plan of a reduction over the image; with a single tile the op runs unchanged, to the same bits."""
         view, rule = self.analysis.view(node), find_rule(node)
         if any(count != 1 for count in grid.spatial):
             return tuple(rule.operand_rows_for_reduction(view, axis, cell[axis]) for axis in range(len(cell)))
-        full = [self.kinds.get(t) is TileKind.FULL for t in node.inputs]
-        return tuple(
-            AxisPlan(
-                None,
-                None,
-                [whole(view.extent(t, axis), 1) if f else None for t, f in zip(node.inputs, full, strict=True)],
-            )
-            for axis in range(len(cell))
-        )
+        images = [t if self.kinds.get(t) is TileKind.FULL else None for t in node.inputs]
+        needs = [[None if t is None else whole(view.extent(t, axis), 1) for t in images] for axis in range(len(cell))]
+        return tuple(AxisPlan(None, None, axis_needs) for axis_needs in needs)
 
 
 def has_barriers(analysis: GraphAnalysis, roles: BarrierLevels) -> bool:
-    """Whether a forward operation on tiles waits for a sum over the image."""
+    """Return whether a tiled forward op depends on a reduction over the image."""
     sums, tiled = set(roles.sums), set(roles.tiled)
-    waits: set[Node] = set()
+    dependent: set[Node] = set()
     for node in analysis.order:
         if node in analysis.backward or reads_shape_only(node):
             continue
-        if any(other in sums or other in waits for other in predecessors(node)):
+        if any(other in sums or other in dependent for other in predecessors(node)):
             if node in tiled:
                 return True
-            waits.add(node)
+            dependent.add(node)
     return False

@@ -1,4 +1,4 @@
-"""Rows of tensors along the axes that tiles split, and how many tiles they allow."""
+"""Rows of tensors along the axes that tiles split, and the numbers of tiles that they allow."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__: list[str] = []
 
 
 def known_extents(analysis: GraphAnalysis, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Rows along each axis, of tensors of known size."""
-    found = (analysis.extents(tensor) for tensor in tensors)
-    return [tuple(int(rows or 1) for rows in extents) for extents in found if extents is not None]
+    """Return the rows along each axis of those tensors whose size is known."""
+    all_extents = (analysis.extents(tensor) for tensor in tensors)
+    return [tuple(int(rows or 1) for rows in extents) for extents in all_extents if extents is not None]
 
 
-def most_tiles(analysis: GraphAnalysis, segment: Segment) -> tuple[int, ...]:
-    """Rows along each axis of the smallest image that is split."""
-    return fewest_rows(analysis, [*segment.exits, *segment.grad_entries])
+def max_tiles(analysis: GraphAnalysis, segment: Segment) -> tuple[int, ...]:
+    """Return the largest number of tiles along each axis: the rows of the smallest image that tiles split."""
+    return min_rows(analysis, [*segment.exits, *segment.grad_entries])
 
 
-def fewest_rows(analysis: GraphAnalysis, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Along each axis those of the tensor that has fewest."""
+def min_rows(analysis: GraphAnalysis, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return the smallest number of rows along each axis."""
     return tuple(min(rows) for rows in zip(*known_extents(analysis, tensors), strict=True))

@@ -1,8 +1,8 @@
-"""Rows that one row tile hands to the next, instead of each computing its halo (LR-CNN's two-phase sharing).
+"""Frontiers: the rows that a strip carries to the next one instead of recomputing its halo (LR-CNN, 2PS).
 
-The algebra of *frontiers*. For each tensor and each border between two row tiles, a frontier says which rows are done
-when the tiles above the border are, and from which row on tiles below it still need them. What lies between the two is
-carried across the border: of a forward value downwards, of a gradient, which those tiles add to, upwards.
+For each tensor and each border between two strips, a frontier holds two rows. The strips above the border complete all
+rows before the first. The strips below the border still need the rows from the second on. The rows between them are
+carried across the border: downwards for a forward value, upwards for a gradient, which the strips add to.
 `docs/rows.md` derives both from one rule.
 """
 
@@ -18,20 +18,20 @@ from rewriters.rules.intervals import Interval, partition
 
 __all__: list[str] = []
 
-HALVINGS = 40
-"""Steps to find the lightest heaviest tile."""
+MAX_BISECTIONS = 40
+"""Bisection steps to find the smallest maximum weight of a strip."""
 
 SAVED = "CarriedRows"
-"""Type of the stand-in for the tensor that keeps carried rows from the forward loop to the backward loop."""
+"""Op type of the stand-in for a tensor of carried rows that are saved for the backward loop."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Frontier:
-    """Of one tensor along the axis of the rows, at the borders of row tiles; the first and last border are the image's.
+    """Frontier of one tensor along the row axis, at every border of strips, those of the image included.
 
     Attributes:
-        done: Rows before this one are made by the tiles above the border.
-        kept: Rows from this one on are needed by (or, of gradients, added to by) the tiles below it as well.
+        done: The strips above the border complete the rows before this one.
+        kept: The strips below the border also need, or add to, the rows from this one on.
     """
 
     done: np.ndarray
@@ -39,12 +39,12 @@ class Frontier:
 
     @classmethod
     def of(cls, rows: Interval, start: int, end: int | None = None) -> Frontier:
-        """From the rows that each tile needs of a value, or adds to in a gradient.
+        """Return the frontier of a value from the rows that each strip needs, or of a gradient that it adds to.
 
         Args:
-            rows: One non-empty interval for each tile.
-            start: The first row that is made.
-            end: One past the last one, if it is not the last that is needed.
+            rows: A non-empty interval for each strip.
+            start: The first row that is computed.
+            end: One past the last row that is computed, if not the last one that is needed.
         """
         done = np.concatenate([[start], np.maximum(np.maximum.accumulate(rows.hi), start)])
         if end is not None:
@@ -53,23 +53,24 @@ class Frontier:
         return cls(done, np.minimum(kept, done))
 
     def new(self, borders: np.ndarray) -> Interval:
-        """Rows that each of the tiles between some of the borders makes."""
+        """Return the rows that each strip between the given borders computes."""
         return Interval(self.done[borders[:-1]], self.done[borders[1:]])
 
     def carried(self, borders: np.ndarray) -> Interval:
-        """Rows that are carried across some of the borders."""
+        """Return the rows that are carried across the given borders."""
         return Interval(self.kept[borders], self.done[borders])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CarriedRows:
-    """Rows of one tensor that the turns of a loop hand on.
+    """Rows of one tensor that the iterations of a loop carry.
 
     Attributes:
-        received: What each tile has from its neighbour: of forward values the rows above those it makes itself; of
-            gradients rows that it completes.
-        passed: What it hands on in turn; empty for rows that were saved.
-        saved: What the rows are read from if not from the turn before: all of them, one tile's after the other's.
+        received: Rows that each strip receives: of a forward value those above the rows it computes, of a gradient
+            those that it completes.
+        passed: Rows that each strip passes on; empty for saved rows.
+        saved: Tensor with the saved rows of all strips, one strip after the other; `None` if the previous iteration
+            passes the rows on.
     """
 
     received: Interval
@@ -79,13 +80,14 @@ class CarriedRows:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SavedRows:
-    """Carried rows that a forward loop keeps for the backward loop.
+    """Carried rows that a forward loop saves for the backward loop.
 
     Attributes:
-        tensor: Whose rows they are.
-        saved: Where they go.
-        slots: For each tile as many times as needed (backward tiles may be smaller): rows, and where they go.
-        region: What the backward loop holds of the tensor, which along other axes may be less than the forward loop.
+        tensor: Tensor whose rows are saved.
+        saved: Tensor that they are saved in.
+        slots: Rows that each forward strip saves, and their positions in `saved`. There are several slots if backward
+            strips are smaller than forward strips.
+        region: Region of the tensor in the backward loop, which may be smaller along other axes.
     """
 
     tensor: Tensor
@@ -95,17 +97,17 @@ class SavedRows:
 
 
 def balanced_partition(weights: np.ndarray, tiles: int) -> np.ndarray:
-    """Borders of tiles, each of some of the finest ones, of which the heaviest is as light as can be.
+    """Return the borders of a contiguous partition into strips that minimises the largest weight of a strip.
 
-    LR-CNN, section IV-A: the first tile makes all the rows that those below it share with it, the last one fewer than
-    others, so that tiles of even size at the exit are of uneven size everywhere else.
+    LR-CNN, section IV-A: the first strip computes all rows that it shares with those below it, the last one fewer than
+    the others. Strips of even size at the exit have uneven sizes everywhere else.
 
     Args:
-        weights: Of all that is above each border of the finest tiles; never falls.
-        tiles: At most as many as the finest.
+        weights: Weight of all rows above each border of the finest strips; non-decreasing.
+        tiles: Number of strips, at most the number of the finest strips.
     """
     low, high = 0.0, float(weights[-1] - weights[0])
-    for _ in range(HALVINGS):
+    for _ in range(MAX_BISECTIONS):
         middle = (low + high) / 2
         if _packed(weights, tiles, middle)[-1] == len(weights) - 1:
             high = middle
@@ -114,71 +116,75 @@ def balanced_partition(weights: np.ndarray, tiles: int) -> np.ndarray:
     return _packed(weights, tiles, high)
 
 
-def _packed(weights: np.ndarray, tiles: int, most: float) -> np.ndarray:
-    """Borders of tiles no heavier than `most`, as far as they go; at least one of the finest for each of the others."""
-    found = [0]
-    for later in reversed(range(tiles)):
-        begin = found[-1]
-        end = int(np.searchsorted(weights, weights[begin] + most, side="right")) - 1
-        found.append(min(max(end, begin + 1), len(weights) - 1 - later))
-    return np.array(found)
+def _packed(weights: np.ndarray, tiles: int, max_weight: float) -> np.ndarray:
+    """Return the borders of strips filled up to `max_weight` one after another, each with one finest strip at least."""
+    borders = [0]
+    for remaining in reversed(range(tiles)):
+        begin = borders[-1]
+        end = int(np.searchsorted(weights, weights[begin] + max_weight, side="right")) - 1
+        borders.append(min(max(end, begin + 1), len(weights) - 1 - remaining))
+    return np.array(borders)
 
 
-def cells(extent: int, fine: int, at: np.ndarray) -> Interval:
-    """`extent` rows split at these borders of `fine` tiles, which are as even as can be."""
-    ends = np.concatenate([[0], partition(extent, fine).hi])[at]
+def cells(extent: int, fine: int, borders: np.ndarray) -> Interval:
+    """Return `extent` rows split at some borders of an even partition into `fine` strips."""
+    ends = np.concatenate([[0], partition(extent, fine).hi])[borders]
     return Interval(ends[:-1], ends[1:])
 
 
 def refilled(rows: Interval) -> Interval:
-    """With the row above it for a tile that is empty: kernels want non-empty operands."""
+    """Return rows in which an empty tile gets the row above it, because kernels need non-empty operands."""
     empty = rows.size == 0
     lo = np.where(empty, np.maximum(rows.lo - 1, 0), rows.lo)
     return Interval(lo, np.where(empty, lo + 1, rows.hi))
 
 
 def offsets(rows: Interval) -> np.ndarray:
-    """Where each tile's rows begin if all are put one after the other."""
+    """Return the position of each tile's first row if the rows of all tiles are concatenated."""
     ends = np.cumsum(rows.size)
     return ends - rows.size
 
 
 def shape_of(tensor: Tensor, dims: Sequence[int | None], sizes: Sequence[int | None]) -> tuple[int | None, ...]:
-    """The shape of so many rows of a tensor along each of its axes, which lie along `dims`."""
+    """Return the shape of a tensor with other sizes along its spatial axes, which lie along `dims`."""
     assert tensor.shape is not None
-    found = list(tensor.shape)
+    shape = list(tensor.shape)
     for dim, size in zip(dims, sizes, strict=True):
         if dim is not None:
-            found[dim] = size
-    return tuple(found)
+            shape[dim] = size
+    return tuple(shape)
 
 
 def stand_in(tensor: Tensor, dims: Sequence[int | None], sizes: Sequence[int]) -> Tensor:
-    """A tensor for so many carried rows of another one; it is in no graph."""
+    """Return a tensor, in no graph, for carried rows of another tensor."""
     outputs = [(tensor.dtype, shape_of(tensor, dims, sizes))]
     return Node(f"carried/{tensor.name}", SAVED, outputs=outputs, device=tensor.node.device).out()
 
 
 def slots(frontier: Frontier, forward: np.ndarray, backward: np.ndarray) -> list[tuple[Interval, np.ndarray]]:
-    """What each forward tile saves: the rows at those borders of backward tiles that it meets first."""
+    """Return the rows that each forward strip saves, and their positions, in as many slots as a strip needs.
+
+    A strip saves the rows at the borders of backward strips that lie inside it or at its end.
+
+    Args:
+        frontier: Frontier of the tensor.
+        forward: Borders of the forward strips.
+        backward: Borders of the backward strips.
+    """
     rows = frontier.carried(backward[:-1])
-    places = offsets(rows)
-    meets: Sequence[list[int]] = [
-        [s for s in range(1, len(backward) - 1) if begin < backward[s] <= end]
+    positions = offsets(rows)
+    borders_of: Sequence[list[int]] = [
+        [border for border in range(1, len(backward) - 1) if begin < backward[border] <= end]
         for begin, end in zip(forward[:-1], forward[1:], strict=True)
     ]
-    found = []
-    for number in range(max(map(len, meets))):
-        own = [tile[number] if number < len(tile) else None for tile in meets]
-        lo = np.array([0 if s is None else rows.lo[s] for s in own])
-        hi = np.array([0 if s is None else rows.hi[s] for s in own])
-        # A tile that saves nothing says so with no rows where it has some: nothing is padded.
+    result = []
+    for number in range(max(map(len, borders_of))):
+        borders = [inside[number] if number < len(inside) else None for inside in borders_of]
+        lo = np.array([0 if border is None else rows.lo[border] for border in borders])
+        hi = np.array([0 if border is None else rows.hi[border] for border in borders])
+        # The empty interval of a strip that saves nothing lies inside the rows that it holds, so that none are padded.
         held = np.array([frontier.done[end] for end in forward[1:]])
-        empty = np.array([s is None for s in own])
-        found.append(
-            (
-                Interval(np.where(empty, held, lo), np.where(empty, held, hi)),
-                np.array([0 if s is None else places[s] for s in own]),
-            )
-        )
-    return found
+        empty = np.array([border is None for border in borders])
+        saved = Interval(np.where(empty, held, lo), np.where(empty, held, hi))
+        result.append((saved, np.array([0 if border is None else positions[border] for border in borders])))
+    return result

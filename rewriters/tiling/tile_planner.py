@@ -1,13 +1,11 @@
-"""Rows of every tensor for every tile (SFT's tile and buffer sizes, section 4.3, Listing 4).
+"""Plans tile loops: the rows of every tensor in every tile (SFT's tile and buffer sizes, section 4.3, Listing 4).
 
-The listing walks the segment backwards from its terminal ops and widens each
-input by scale and delta. Here the same walk works on exact intervals, per axis
-and for all tiles at once, so borders, odd sizes and strides need no special
-case, and it is made twice:
+The listing walks a segment backwards from its terminal ops and widens each operand by scale and delta. Here the walk
+works on exact intervals, for each axis and for all tiles at once, so that borders, odd sizes and strides are no special
+cases. A segment takes two walks:
 
-- forward values: backwards from what is wanted (exits, stored tensors, operands of
-  backward ops) to the entries;
-- gradients: forwards from the tiles of the incoming gradients to what they reach.
+- forward values: backwards from the demanded tensors (exits, stored tensors, operands of backward ops) to the entries;
+- gradients: forwards from the tiles of the incoming gradients to the outgoing ones.
 """
 
 from __future__ import annotations
@@ -32,24 +30,24 @@ Region = tuple[Interval, ...]
 
 
 def with_rows(region: Region, axis: int, rows: Interval) -> Region:
-    """A region with other rows along one axis."""
+    """Return a region with other rows along one axis."""
     return (*region[:axis], rows, *region[axis + 1 :])
 
 
 def covers(have: Region, need: Region) -> bool:
-    """Whether every tile of one region lies inside the other."""
+    """Return whether `have` contains `need` in every tile."""
     return all(h.covers(n) for h, n in zip(have, need, strict=True))
 
 
 class Halo(enum.Enum):
-    """Where a tile has the rows from that it shares with its neighbours."""
+    """Source of the rows that a tile shares with its neighbours."""
 
     RECOMPUTE = "recompute"
     CARRY = "carry"
 
 
 class IterationOrder(enum.Enum):
-    """In which order a loop walks its tiles."""
+    """Order in which a loop visits its tiles."""
 
     ASCENDING = 1
     DESCENDING = -1
@@ -60,7 +58,7 @@ class Grid:
     """Numbers of tiles.
 
     Attributes:
-        batch: Tiles along the batch, at most its size at run time.
+        batch: Tiles along the batch; at run time at most the batch size.
         spatial: Tiles along each axis: height and width, or depth, height and width.
     """
 
@@ -69,7 +67,7 @@ class Grid:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles in all."""
+        """Number of tiles of the full batch."""
         total = self.batch
         for count in self.spatial:
             total *= count
@@ -145,20 +143,23 @@ class RowDemand:
         self.row_axis = 0
 
     def extents(self, tensor: Tensor) -> tuple[int, ...]:
-        """Rows along each axis."""
+        """Return the rows of a tensor along each axis."""
         extents = self.analysis.extents(tensor)
         assert extents is not None and None not in extents, tensor
         return extents  # type: ignore[return-value]
 
     def cells_of(self, tensor: Tensor, grid: Grid) -> Region:
-        """The partition of a tensor into the cells of a grid. A tile beyond the last row gets that row once more."""
+        """Return the partition of a tensor into the cells of a grid; a tile beyond the last row repeats that row."""
         return tuple(
             partition(extent, tiles).inside(extent)
             for extent, tiles in zip(self.extents(tensor), grid.spatial, strict=True)
         )
 
-    def one_tile(self, node: Node, grid: Grid) -> tuple[AxisPlan, ...] | None:
-        """With a single tile every op sees whole tensors and runs as it stands: the same bits come out."""
+    def untiled_plan(self, node: Node, grid: Grid) -> tuple[AxisPlan, ...] | None:
+        """Return the plan of an op in a single tile, `None` for several tiles.
+
+        The op reads full-size tensors and runs unchanged, so that its result has the same bits as in the original step.
+        """
         view, rule = self.analysis.view(node), find_rule(node)
         if any(count != 1 for count in grid.spatial) or rule.moves_rows:
             return None
@@ -176,8 +177,8 @@ class RowDemand:
             plans.append(AxisPlan(out, out, needs))
         return tuple(plans)
 
-    def want(self, node: Node, plan: tuple[AxisPlan, ...], wanted: dict[Tensor, Region]) -> None:
-        """Add what an op needs of forward tensors, clipped to the image."""
+    def demand_operands(self, node: Node, plan: tuple[AxisPlan, ...], demand: dict[Tensor, Region]) -> None:
+        """Add the rows that an op needs of forward tensors, clipped to the image, to `demand`."""
         for position, tensor in enumerate(node.inputs):
             if self.kinds[tensor] is not TileKind.FULL or plan[0].needs[position] is None:
                 continue
@@ -186,52 +187,59 @@ class RowDemand:
                 p.needs[position].inside(extent)  # type: ignore[union-attr]
                 for p, extent in zip(plan, extents, strict=True)
             )
-            old = wanted.get(tensor)
-            wanted[tensor] = need if old is None else tuple(a.hull(b) for a, b in zip(old, need, strict=True))
+            other = demand.get(tensor)
+            demand[tensor] = need if other is None else tuple(a.hull(b) for a, b in zip(other, need, strict=True))
 
     def operand_rows_for_result(
-        self, nodes: list[Node], wanted: dict[Tensor, Region], available: set[Tensor], grid: Grid
+        self, nodes: list[Node], demand: dict[Tensor, Region], available: set[Tensor], grid: Grid
     ) -> tuple[dict[Tensor, Region], dict[Node, tuple[AxisPlan, ...]]]:
-        """Regions of forward tensors, from the wanted ones back to what is available; unwanted ops are left out."""
+        """Return the regions of forward tensors and the plans of ops, from the demanded tensors back to available ones.
+
+        Args:
+            nodes: Ops in topological order. Those whose results nothing demands get no plan.
+            demand: Demanded rows of some tensors. The method adds the rows of all others.
+            available: Tensors that exist in full size.
+            grid: Numbers of tiles.
+        """
         plans: dict[Node, tuple[AxisPlan, ...]] = {}
         for node in reversed(nodes):
-            outs = [node.out(i) for i in range(len(node.outputs))]
-            regions = [wanted[t] for t in outs if t in wanted and t not in available]
+            results = [node.out(i) for i in range(len(node.outputs))]
+            regions = [demand[t] for t in results if t in demand and t not in available]
             if not regions:
                 continue
             view, rule = self.analysis.view(node), find_rule(node)
-            out = regions[0]
+            region = regions[0]
             for other in regions[1:]:
-                out = tuple(a.hull(b) for a, b in zip(out, other, strict=True))
-            made = self.made(node, out)
-            plan = self.one_tile(node, grid) or tuple(
-                rule.operand_rows_for_result(view, axis, made[axis]) for axis in range(len(grid.spatial))
+                region = tuple(a.hull(b) for a, b in zip(region, other, strict=True))
+            computed = self.computed_rows(node, region)
+            plan = self.untiled_plan(node, grid) or tuple(
+                rule.operand_rows_for_result(view, axis, computed[axis]) for axis in range(len(grid.spatial))
             )
-            plan, held = self.hold(node, out, plan, available)
+            plan, held = self.held_rows(node, region, plan, available)
             plans[node] = plan
-            for tensor in outs:
+            for tensor in results:
                 if tensor not in available:
-                    wanted[tensor] = held
-            self.want(node, plan, wanted)
-        return wanted, plans
+                    demand[tensor] = held
+            self.demand_operands(node, plan, demand)
+        return demand, plans
 
-    def made(self, node: Node, wanted: Region) -> Region:
-        """Of the rows that are wanted of an op's results, those that a tile makes itself."""
+    def computed_rows(self, node: Node, demanded: Region) -> Region:
+        """Return the rows of an op's results that a tile computes itself."""
         del node
-        return wanted
+        return demanded
 
-    def hold(
-        self, node: Node, wanted: Region, plan: tuple[AxisPlan, ...], available: Container[Tensor]
+    def held_rows(
+        self, node: Node, demanded: Region, plan: tuple[AxisPlan, ...], available: Container[Tensor]
     ) -> tuple[tuple[AxisPlan, ...], Region]:
-        """The final plan of an op, and the rows of its results that a tile then holds, unless they are `available`."""
-        del node, wanted, available
+        """Return the final plan of an op, and the rows that a tile holds of those results that are not `available`."""
+        del node, demanded, available
         return plan, tuple(p.kept for p in plan)  # type: ignore[misc]
 
     def inputs(
         self, body: Sequence[Node], plans: Mapping[Node, tuple[AxisPlan, ...]], available: Container[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Whole tensors that are sliced, and those that are passed whole."""
-        made = {node.out(i) for node in body for i in range(len(node.outputs))}
+        """Return the full-size tensors that a loop slices, and the tensors that it reads in full."""
+        results = {node.out(i) for node in body for i in range(len(node.outputs))}
         reads, invariants = dict[Tensor, None](), dict[Tensor, None]()
         for node in body:
             rebuilt = find_rule(node).shape_operands(self.analysis.view(node))
@@ -239,9 +247,9 @@ class RowDemand:
                 if position in rebuilt:
                     continue
                 if self.kinds[tensor] is TileKind.INVARIANT or plans[node][0].needs[position] is None:
-                    if tensor not in made:
+                    if tensor not in results:
                         invariants[tensor] = None
-                elif tensor not in made or tensor in available:
+                elif tensor not in results or tensor in available:
                     reads[tensor] = None
         return list(reads), list(invariants)
 
@@ -323,10 +331,10 @@ class TilePlanner(RowDemand):
         derived = [n for n in segment.backward if segment.kinds[n.out()] is TileKind.FULL]
         cells = {tensor: self.cells_of(tensor, grid) for tensor in segment.grad_entries}
         regions, plans = self._support(gradients, cells, grid)
-        wanted: dict[Tensor, Region] = {}
+        demand: dict[Tensor, Region] = {}
         for node in gradients:
-            self.want(node, plans[node], wanted)
-        full, full_plans = self.operand_rows_for_result([*segment.forward, *derived], wanted, segment.available, grid)
+            self.demand_operands(node, plans[node], demand)
+        full, full_plans = self.operand_rows_for_result([*segment.forward, *derived], demand, segment.available, grid)
         return regions | full, plans | full_plans
 
     def backward_loop(
@@ -368,17 +376,17 @@ class TilePlanner(RowDemand):
         for node in nodes:
             view, rule = self.analysis.view(node), find_rule(node)
             parts = [regions.get(t) if self.segment.kinds[t] is TileKind.PARTIAL else None for t in node.inputs]
-            plan = self.one_tile(node, grid) or tuple(
+            plan = self.untiled_plan(node, grid) or tuple(
                 rule.result_rows_from_operands(view, axis, [None if p is None else p[axis] for p in parts])
                 for axis in range(len(grid.spatial))
             )
             plans[node] = plan
             if self.segment.kinds[node.out()] is TileKind.PARTIAL:
-                reached = self.reached(node, plan)
-                regions.update((node.out(index), reached) for index in range(len(node.outputs)))
+                held = self.gradient_rows(node, plan)
+                regions.update((node.out(index), held) for index in range(len(node.outputs)))
         return regions, plans
 
-    def reached(self, node: Node, plan: tuple[AxisPlan, ...]) -> Region:
+    def gradient_rows(self, node: Node, plan: tuple[AxisPlan, ...]) -> Region:
         """Return the rows of a gradient that a tile holds."""
         del node
         return tuple(p.kept for p in plan)  # type: ignore[misc]

@@ -492,12 +492,12 @@ def test_moments_of_uneven_parts_do_not_cancel():
 # Broken on purpose ------------------------------------------------------------------------------------------
 
 
-def no_waiting(self, before, own, level):
-    return level[before]
+def no_waiting(self, producer, sort, level):
+    return level[producer]
 
 
 BREAKS = {
-    "nothing waits for a sum": lambda m: m.setattr(barrier_levels._Sorter, "_after", no_waiting),
+    "nothing waits for a sum": lambda m: m.setattr(barrier_levels._Sorter, "_level_after", no_waiting),
     "tiles overlap where they are summed": lambda m: m.setattr(
         tile_planner.RowDemand,
         "cells_of",

@@ -22,7 +22,7 @@ from rewriters.rules.intervals import Interval
 from rewriters.rules.registry import TileKind
 from rewriters.tiling import row_frontiers
 from rewriters.tiling.row_frontiers import Frontier
-from rewriters.tiling.row_planner import FEW_FLOPS, cheap_to_recompute
+from rewriters.tiling.row_planner import MAX_RECOMPUTE_FLOPS_PER_BYTE, cheap_to_recompute
 from tflms_sft import SegmentSpec, SFTParams
 from tflms_sft._util.byte_sizes import format_bytes
 
@@ -108,11 +108,13 @@ def test_borders_are_even_where_nothing_is_handed_on():
     assert np.ptp(found.loops[0].cells[exit_][0].size) <= 1
 
 
-@pytest.mark.parametrize("few_flops", [pytest.param(FEW_FLOPS, marks=pytest.mark.slow), -1.0], ids=["dear", "all"])
+@pytest.mark.parametrize(
+    "few_flops", [pytest.param(MAX_RECOMPUTE_FLOPS_PER_BYTE, marks=pytest.mark.slow), -1.0], ids=["dear", "all"]
+)
 @pytest.mark.parametrize("net", NORMALISED, ids=lambda net: net.__name__)
 def test_rows_between_barriers(net, few_flops, monkeypatch):
     """With what is dear to make again handed on, and with all."""
-    monkeypatch.setattr("rewriters.tiling.row_planner.FEW_FLOPS", few_flops)
+    monkeypatch.setattr("rewriters.tiling.row_planner.MAX_RECOMPUTE_FLOPS_PER_BYTE", few_flops)
     step = keras_step(net, (17, 14), 3, False, keras.optimizers.SGD(0.1, momentum=0.9))
     wrong, found = rewritten_by(step, num_tiles=(2, 3, 1), backward_num_tiles=(1, 9, 1))
     assert not wrong

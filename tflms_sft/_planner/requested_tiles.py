@@ -13,7 +13,7 @@ from rewriters.estimates.loop_memory import iteration_peak_bytes
 from rewriters.ir.graph import Node, Tensor, nodes_between
 from rewriters.pipelining.stage_assignment import Stages
 from rewriters.tiling.barrier_planner import BarrierPlanner
-from rewriters.tiling.extents import fewest_rows
+from rewriters.tiling.extents import min_rows
 from rewriters.tiling.ft_segments import SkippedOps, auto_segments, next_name
 from rewriters.tiling.segment import Segment, build_segment, forward_ops
 from rewriters.tiling.tile_planner import Grid, Halo
@@ -260,7 +260,7 @@ def _limiting(traced: TracedStep, segment: Segment) -> list[Tensor]:
 
 def _most_rows(traced: TracedStep, segment: Segment) -> tuple[int, ...]:
     """The most tiles along each axis."""
-    return fewest_rows(traced.analysis, _limiting(traced, segment))
+    return min_rows(traced.analysis, _limiting(traced, segment))
 
 
 def _check_width(traced: TracedStep, segment: Segment, grid: Grid, argument: str) -> None:

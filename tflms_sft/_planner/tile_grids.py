@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.ir.graph import Tensor
-from rewriters.tiling.extents import known_extents, most_tiles
+from rewriters.tiling.extents import known_extents, max_tiles
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid
 
@@ -22,7 +22,7 @@ def auto_grids(analysis: GraphAnalysis, segment: Segment, batch: int, rows_only:
     The batch is split first, which costs no halo; then the longest side of a tile, so that halos stay small, or with
     `rows_only` the first.
     """
-    most = most_tiles(analysis, segment)
+    most = max_tiles(analysis, segment)
     counts = [_counts(min(rows, AUTO_TILES[-1])) for rows in (_along_one(most) if rows_only else most)]
     extents = max(known_extents(analysis, segment.exits or segment.grad_entries), key=math.prod)
     at = [0] * len(counts)

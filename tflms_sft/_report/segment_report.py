@@ -15,7 +15,7 @@ from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.estimates.loop_memory import IterationModelCache
 from rewriters.estimates.op_cost import CostModel, overlapped_bytes
 from rewriters.ir.graph import Node, Tensor
-from rewriters.tiling.extents import most_tiles
+from rewriters.tiling.extents import max_tiles
 from rewriters.tiling.tile_planner import Halo, TileLoop
 from tflms_sft._report.plan_records import PlannedSegment
 
@@ -158,7 +158,7 @@ def _most_rows(costs: CostModel, memory: IterationModelCache, plan: SegmentPlan)
         once = costs.step(backward.body)
         added = (costs.body(backward) - once) / (count - 1)
         best = 1 + once / added if added > 0 else math.inf
-    return max(1, int(best)) if best < most_tiles(costs.analysis, plan.segment)[axis] else None
+    return max(1, int(best)) if best < max_tiles(costs.analysis, plan.segment)[axis] else None
 
 
 def _finest(plan: SegmentPlan, backward: bool) -> TileLoop | None:
