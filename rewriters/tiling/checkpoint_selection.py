@@ -1,14 +1,15 @@
-"""What has to exist whole between the loops of a segment with barriers, and from when to when.
+"""Selects the tensors that are stored between the tile loops of a segment with barriers, and for how long.
 
-What a later loop needs of an earlier one is stored or computed again. Any set of stored tensors is correct; they
-differ in memory and time:
+A tensor that a loop needs of an earlier one is stored in full size or recomputed. Any set of stored tensors is correct;
+sets differ in memory and time:
 
-- What is dear to compute (convolutions, pools, their gradients) and needed in a later loop is stored.
-- What is cheap is computed again, unless that would read more bytes than it has itself: else the sums of a residual
-  network, cheap from end to end, would be computed from all blocks before them, in each block.
-- Forward tensors that wait for the backward phase may be dropped after their last forward reader: the first backward
-  loop that needs them computes them again, from the *checkpoints* that stay, and stores them for the loops after it.
-- Before a backward loop, what several tensors that end there are read for is made one tensor, if that is smaller.
+- The results of expensive ops (convolutions, pools, their gradients) that a later loop needs are stored.
+- The results of cheap ops are recomputed, unless the recomputation reads more bytes than the result has. Otherwise each
+  block of a residual network would recompute the sums of all blocks before it.
+- Forward tensors that are saved for the backward phase may be dropped after their last forward consumer. The first
+  backward loop that needs them recomputes them from the *checkpoints*, and stores them for the loops after it.
+- Before a backward loop, several tensors that no later loop reads may be replaced by one tensor computed from them, if
+  it is smaller.
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ from rewriters.tiling.barrier_levels import BarrierLevels, MomentPair
 
 __all__: list[str] = []
 
-FINER = 0.85
-"""Part of the bytes of one set of checkpoints that the next one is to need."""
+CHECKPOINT_BYTES_RATIO = 0.85
+"""Peak bytes of one set of checkpoints, over those of the set before it."""
 
-LEAST_FREED = 1 / 2
-"""Part of the bytes of the largest tensor below which it is not worth a loop to have them free."""
+MIN_FREED_RATIO = 1 / 2
+"""Bytes that an additional loop has to free, over the bytes of the largest stored tensor."""
 
 MAX_ROUNDS = 20
-"""Attempts to find a set of stored tensors of which each is needed."""
+"""Iterations of the fixpoint of stored tensors."""
 
 
 @dataclasses.dataclass
 class LoopSpec:
-    """What one loop makes, before anything is said of tiles.
+    """A loop before its tiles are planned.
 
     Attributes:
-        level: Loops with a smaller one have ended.
-        backward: Whether it belongs to the backward phase.
-        writes: Tensors that are stored.
-        sums: Reductions that it makes.
-        moments: Variances among them that come with their means.
-        body: Operations of a turn, in topological order.
-        reads: Tensors that exist whole, of which a turn takes its rows.
-        device: Of what it makes.
-        replaces: Operations of the graph that the loop stands for: who waited for one of them waits for the loop.
+        level: Level of the loop; loops of smaller levels have ended.
+        backward: Whether the loop belongs to the backward phase.
+        writes: Tensors that the loop stores.
+        sums: Reductions of the loop.
+        moments: Variances among the reductions that are computed together with their means.
+        body: Ops of an iteration, in topological order.
+        reads: Full-size tensors that an iteration slices.
+        device: Device of the results.
+        replaces: Ops of the graph that the loop replaces; control edges from them start at the loop.
     """
 
     level: int
@@ -67,33 +68,33 @@ class LoopSpec:
 
     @property
     def plain_sums(self) -> list[Node]:
-        """Sums that are not made together with another one."""
-        apart = {node for pair in self.moments for node in (pair.mean.node, pair.variance.node)}
-        return [node for node in self.sums if node not in apart]
+        """Reductions that are not computed together with another one."""
+        merged = {node for pair in self.moments for node in (pair.mean.node, pair.variance.node)}
+        return [node for node in self.sums if node not in merged]
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveRange:
-    """The loops in which a stored tensor is wanted, all stored tensors being there.
+    """Levels at which a stored tensor is alive if no stored tensor is dropped.
 
     Attributes:
-        made: Level of the loop that makes it first.
-        forward: Last level of the forward phase that reads it; `made` if none does.
-        backward: Last level of all that reads it; `made` if none does.
+        producer: Level of the loop that computes the tensor first.
+        forward: Last forward level that reads it; `producer` if none does.
+        backward: Last level that reads it; `producer` if none does.
     """
 
-    made: int
+    producer: int
     forward: int
     backward: int
 
 
 class CheckpointSelection:
-    """Finds what to store, and the loops that come of it.
+    """Selects stored tensors and checkpoints, and the loops that follow from them.
 
     Attributes:
-        exits: Tensors that an operation outside reads.
-        stored: All tensors that exist whole at some time.
-        needs: When they are wanted.
+        exits: Tensors that an untiled op reads.
+        stored: Tensors that exist in full size at some time.
+        live_ranges: Live ranges of the stored tensors.
     """
 
     def __init__(
@@ -104,50 +105,49 @@ class CheckpointSelection:
         extra: frozenset[Tensor] = frozenset(),
         cheap_flops: float = 0.0,
     ) -> None:
-        """Find them.
+        """Select the stored tensors.
 
         Args:
-            analysis: Of the graph.
-            roles: Of its operations.
-            batch: Images where the graph does not say.
+            analysis: Analysis of the graph.
+            roles: Sorts and levels of its ops.
+            batch: Batch size where the graph leaves it open.
             extra: Tensors that are stored in any case.
-            cheap_flops: Operations that take no more for each byte that they make are cheap to run again, whatever
-                their rules say.
+            cheap_flops: Flops per byte of a result up to which an op counts as cheap, whatever its rule says.
         """
         self._analysis = analysis
         self._cheap_flops = cheap_flops
         self._roles = roles
         self._batch = batch
         self._position = analysis.position
-        self._made = {node.out(index) for node in roles.tiled for index in range(len(node.outputs))}
-        self._storable = {t for t in self._made if analysis.entries_per_image(t) == 1}
-        """Where pixels have been made images, the images of a turn do not lie together."""
+        self._tiled_results = {node.out(index) for node in roles.tiled for index in range(len(node.outputs))}
+        # The images of an iteration are not contiguous in a folded tensor (space to batch).
+        self._storable = {t for t in self._tiled_results if analysis.entries_per_image(t) == 1}
         self._sums = set(roles.sums)
-        self._readers = self._find_readers()
-        self._extra = (extra & self._storable) | self._compared()
+        self._consumers = self._find_consumers()
+        self._extra = (extra & self._storable) | self._compared_tensors()
         self.exits = self._find_exits()
         self._last_forward = max(
             (roles.level[n] for n in (*roles.tiled, *roles.sums) if n not in analysis.backward), default=-1
         )
         self.stored = self._find_stored()
-        self.needs = self._find_needs()
-        self._found_narrowest: dict[tuple[Any, ...], list[Tensor]] = {}
+        self.live_ranges = self._find_live_ranges()
+        self._gathered: dict[tuple[Any, ...], list[Tensor]] = {}
 
-    # What to store -------------------------------------------------------------------------------------------
+    # Stored tensors ------------------------------------------------------------------------------------------
 
-    def _find_readers(self) -> dict[Tensor, list[Node]]:
-        """Tiled operations and sums by the images that they read."""
-        readers: dict[Tensor, list[Node]] = {}
+    def _find_consumers(self) -> dict[Tensor, list[Node]]:
+        """Return the tiled ops and reductions that read each image."""
+        consumers: dict[Tensor, list[Node]] = {}
         for node in (*self._roles.tiled, *self._roles.sums):
             for tensor in self._roles.operands(node):
-                readers.setdefault(tensor, []).append(node)
-        return readers
+                consumers.setdefault(tensor, []).append(node)
+        return consumers
 
-    def _compared(self) -> set[Tensor]:
-        """Numbers that are compared with others, such as all with the largest: made again they may differ in a bit."""
-        compared = {"Equal", "NotEqual", *properties.comparing_kernels()}
-        readers = (node for node in self._roles.tiled if node.op in compared)
-        operands = {t for node in readers for t in self._roles.operands(node)}
+    def _compared_tensors(self) -> set[Tensor]:
+        """Return operands of comparisons, such as `x == max(x)`: recomputed values may differ in the last bit."""
+        comparisons = {"Equal", "NotEqual", *properties.comparing_kernels()}
+        consumers = (node for node in self._roles.tiled if node.op in comparisons)
+        operands = {t for node in consumers for t in self._roles.operands(node)}
         return {t for t in operands & self._storable if t.dtype.is_floating}
 
     def _find_exits(self) -> set[Tensor]:
@@ -155,25 +155,25 @@ class CheckpointSelection:
         results = set(self._analysis.graph.outputs)
 
         def is_exit(tensor: Tensor) -> bool:
-            readers = [r for r, _ in self._analysis.consumers.get(tensor, ()) if not reads_shape_only(r)]
-            return tensor in results or any(reader not in inside for reader in readers)
+            consumers = [node for node, _ in self._analysis.consumers.get(tensor, ()) if not reads_shape_only(node)]
+            return tensor in results or any(node not in inside for node in consumers)
 
-        return {tensor for tensor in self._made if is_exit(tensor)}
+        return {tensor for tensor in self._tiled_results if is_exit(tensor)}
 
     def _find_stored(self) -> set[Tensor]:
-        """A fixpoint: what is stored decides in which loops operations run again, and that what has to be stored."""
+        """Return the stored tensors: a fixpoint, because they decide in which loops ops are recomputed."""
         level = self._roles.level
-        always = self.exits | self._extra
-        stored = always | {t for t in self._storable if not self._is_cheap(t)}
+        required = self.exits | self._extra
+        stored = required | {t for t in self._storable if not self._is_cheap(t)}
         seen = []
         for _ in range(MAX_ROUNDS):
-            last = self._last_needed(stored)
-            wanted = {t for t in stored if t in always or last.get(t, -1) > level[t.node]}
-            wanted |= self._not_worth_it(wanted, last)
-            if wanted in seen:
+            last = self._last_levels(stored)
+            needed = {t for t in stored if t in required or last.get(t, -1) > level[t.node]}
+            needed |= self._smaller_than_sources(needed, last)
+            if needed in seen:
                 break
-            seen.append(wanted)
-            stored = wanted
+            seen.append(needed)
+            stored = needed
         return stored
 
     def _is_cheap(self, tensor: Tensor) -> bool:
@@ -183,68 +183,70 @@ class CheckpointSelection:
         flops = rule.flops(self._analysis.view(tensor.node), self._batch)
         return 0 < flops <= self._cheap_flops * tensor.num_bytes(self._batch)
 
-    def _last_needed(self, stored: set[Tensor]) -> dict[Tensor, int]:
-        """The last level at which each tensor is wanted; below zero if nobody wants it."""
+    def _last_levels(self, stored: set[Tensor]) -> dict[Tensor, int]:
+        """Return the last level at which each tensor is needed; negative if no op needs it."""
         last: dict[Tensor, int] = {}
         for node in reversed(self._roles.tiled):
             for index in range(len(node.outputs)):
-                readers = self._readers.get(node.out(index), ())
-                last[node.out(index)] = max((self._run_last(r, stored, last) for r in readers), default=-1)
+                consumers = self._consumers.get(node.out(index), ())
+                last[node.out(index)] = max((self._last_run(other, stored, last) for other in consumers), default=-1)
         return last
 
-    def _run_last(self, node: Node, stored: set[Tensor], last: dict[Tensor, int]) -> int:
-        """The last level at which an operation runs; below zero if nobody wants what it makes."""
-        own = self._roles.level[node]
+    def _last_run(self, node: Node, stored: set[Tensor], last: dict[Tensor, int]) -> int:
+        """Return the last level at which an op runs; negative if no op needs its results."""
+        level = self._roles.level[node]
         if node in self._sums:
-            return own
-        outs = [node.out(index) for index in range(len(node.outputs))]
-        return max(own if t in stored else -1 if last[t] < 0 else max(own, last[t]) for t in outs)
+            return level
+        results = [node.out(index) for index in range(len(node.outputs))]
+        return max(level if t in stored else -1 if last[t] < 0 else max(level, last[t]) for t in results)
 
-    def _not_worth_it(self, stored: set[Tensor], last: dict[Tensor, int]) -> set[Tensor]:
-        """Cheap tensors that would be computed from more bytes than they have."""
+    def _smaller_than_sources(self, stored: set[Tensor], last: dict[Tensor, int]) -> set[Tensor]:
+        """Return cheap tensors that a later loop would recompute from more bytes than they have."""
         sources: dict[Tensor, frozenset[Tensor]] = {}
-        found: set[Tensor] = set()
+        small: set[Tensor] = set()
         for node in self._roles.tiled:
             operands = self._roles.operands(node)
-            read = frozenset().union(*(sources.get(t, frozenset((t,))) for t in operands))
+            stored_sources = frozenset().union(*(sources.get(t, frozenset((t,))) for t in operands))
             for index in range(len(node.outputs)):
                 tensor = node.out(index)
-                crosses = last.get(tensor, -1) > self._roles.level[node]
-                size = tensor.num_bytes(self._batch)
-                if tensor in self._storable - stored and crosses and sum(t.num_bytes(self._batch) for t in read) > size:
-                    found.add(tensor)
-                whole = tensor in stored or tensor in found
-                sources[tensor] = frozenset((tensor,)) if whole else read
-        return found
+                is_candidate = tensor in self._storable and tensor not in stored
+                if is_candidate and last.get(tensor, -1) > self._roles.level[node]:
+                    if self._num_bytes(stored_sources) > tensor.num_bytes(self._batch):
+                        small.add(tensor)
+                is_stored = tensor in stored or tensor in small
+                sources[tensor] = frozenset((tensor,)) if is_stored else stored_sources
+        return small
 
-    def _find_needs(self) -> dict[Tensor, LiveRange]:
-        """Who wants the stored tensors, if all of them are there."""
-        last: dict[Tensor, list[int]] = {}
+    def _num_bytes(self, tensors: Iterable[Tensor]) -> int:
+        return sum(tensor.num_bytes(self._batch) for tensor in tensors)
+
+    def _find_live_ranges(self) -> dict[Tensor, LiveRange]:
+        levels: dict[Tensor, list[int]] = {}
         for level, roots in self._roots(self.stored).items():
-            _, reads = self._slice(roots, functools.partial(self._is_before, level=level))
+            _, reads = self._slice(roots, functools.partial(self._is_stored_before, level=level))
             for tensor in reads:
-                last.setdefault(tensor, []).append(level)
-        needs = {}
+                levels.setdefault(tensor, []).append(level)
+        live_ranges = {}
         for tensor in self.stored:
-            made = self._roles.level[tensor.node]
-            forward = [at for at in last.get(tensor, ()) if at <= self._last_forward]
-            needs[tensor] = LiveRange(made, max([made, *forward]), max([made, *last.get(tensor, ())]))
-        return needs
+            producer, consumers = self._roles.level[tensor.node], levels.get(tensor, ())
+            forward = [level for level in consumers if level <= self._last_forward]
+            live_ranges[tensor] = LiveRange(producer, max([producer, *forward]), max([producer, *consumers]))
+        return live_ranges
 
-    def _is_before(self, tensor: Tensor, level: int) -> bool:
+    def _is_stored_before(self, tensor: Tensor, level: int) -> bool:
         return tensor in self.stored and self._roles.level[tensor.node] < level
 
     # Loops ---------------------------------------------------------------------------------------------------
 
     def _roots(self, stored: Iterable[Tensor]) -> dict[int, list[Node]]:
-        """What has to be made, by level in order."""
+        """Return the ops whose results have to be computed, by level in ascending order."""
         roots: dict[int, dict[Node, None]] = {}
         for node in (*self._analysis.sorted({t.node for t in stored}), *self._roles.sums):
             roots.setdefault(self._roles.level[node], {})[node] = None
         return {level: list(roots[level]) for level in sorted(roots)}
 
-    def _slice(self, roots: Sequence[Node], is_there: Callable[[Tensor], bool]) -> tuple[list[Node], list[Tensor]]:
-        """Operations that make the roots, and whole tensors that they read."""
+    def _slice(self, roots: Sequence[Node], is_available: Callable[[Tensor], bool]) -> tuple[list[Node], list[Tensor]]:
+        """Return the ops that compute the roots, the roots included, and the full-size tensors that they read."""
         body: set[Node] = set()
         reads: dict[Tensor, None] = {}
         stack = list(roots)
@@ -254,7 +256,7 @@ class CheckpointSelection:
                 continue
             body.add(node)
             for tensor in self._roles.operands(node):
-                if tensor not in self._made or is_there(tensor):
+                if tensor not in self._tiled_results or is_available(tensor):
                     reads[tensor] = None
                 else:
                     stack.append(tensor.node)
@@ -263,212 +265,232 @@ class CheckpointSelection:
     def _by_position(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return sorted(tensors, key=lambda t: (self._position[t.node], t.index))
 
-    def loop_specs(self, kept: set[Tensor] | None = None) -> list[LoopSpec]:
-        """The loops in the order they run in.
+    def loop_specs(self, checkpoints: set[Tensor] | None = None) -> list[LoopSpec]:
+        """Return the loops in the order in which they run.
 
         Args:
-            kept: Forward tensors that wait for the backward phase where they are; all if it is not given. Others are
-                dropped, and made again when they are needed.
+            checkpoints: Forward tensors that stay alive until the backward phase; all if `None`. The others are
+                dropped, and recomputed when a backward loop needs them.
         """
-        gone = set() if kept is None else {t for t in self.droppable() if t not in kept}
-        found: list[LoopSpec] = []
+        dropped = set() if checkpoints is None else {t for t in self.droppable() if t not in checkpoints}
+        specs: list[LoopSpec] = []
         for level, roots in self._roots(self.stored).items():
 
-            def is_there(tensor: Tensor, level: int = level) -> bool:
-                return not (level > self._last_forward and tensor in gone) and self._is_before(tensor, level)
+            def is_available(tensor: Tensor, level: int = level) -> bool:
+                is_dropped = level > self._last_forward and tensor in dropped
+                return not is_dropped and self._is_stored_before(tensor, level)
 
-            for own in self._apart(roots, is_there):
+            for device_roots in self._by_device(roots, is_available):
                 if level > self._last_forward:
-                    found += self._backward(level, own, gone, is_there)
+                    specs += self._backward_loops(level, device_roots, dropped, is_available)
                 else:
-                    found.append(self._own(level, own, is_there))
-        homes: dict[str, list[LoopSpec]] = {}
-        for loop in found:
-            homes.setdefault(loop.device, []).append(loop)
-        for node in (*self._roles.tiled, *self._roles.sums):
-            if found:
-                loops = homes.get(node.device, found)
-                number = bisect.bisect_right([loop.level for loop in loops], self._roles.level[node]) - 1
-                loops[max(number, 0)].replaces.append(node)
-        return found
+                    specs.append(self._loop_of(level, device_roots, is_available))
+        self._assign_replaced_ops(specs)
+        return specs
 
-    def _apart(self, roots: Sequence[Node], is_there: Callable[[Tensor], bool]) -> list[list[Node]]:
-        """What replicas make is made by loops of their own: devices that share nothing."""
+    def _assign_replaced_ops(self, specs: list[LoopSpec]) -> None:
+        """Add each op to the last loop of its device, of its level or below, which replaces it."""
+        if not specs:
+            return
+        specs_of_device: dict[str, list[LoopSpec]] = {}
+        for spec in specs:
+            specs_of_device.setdefault(spec.device, []).append(spec)
+        for node in (*self._roles.tiled, *self._roles.sums):
+            candidates = specs_of_device.get(node.device, specs)
+            number = bisect.bisect_right([spec.level for spec in candidates], self._roles.level[node]) - 1
+            candidates[max(number, 0)].replaces.append(node)
+
+    def _by_device(self, roots: Sequence[Node], is_available: Callable[[Tensor], bool]) -> list[list[Node]]:
+        """Split the roots by device, for a loop on each, unless devices share ops, as replicas do not."""
         by_device: dict[str, list[Node]] = {}
         for node in roots:
             by_device.setdefault(node.device, []).append(node)
-        bodies = [self._slice(own, is_there)[0] for own in by_device.values()]
+        bodies = [self._slice(device_roots, is_available)[0] for device_roots in by_device.values()]
         if len({node for body in bodies for node in body}) < sum(map(len, bodies)):
             return [list(roots)]
         return list(by_device.values())
 
-    def _own(self, level: int, roots: list[Node], is_there: Callable[[Tensor], bool]) -> LoopSpec:
-        """The loop that makes the roots."""
-        body, reads = self._slice(roots, is_there)
-        return self._loop(level, [t for t in self._outputs(roots) if t in self.stored], roots, body, reads)
+    def _loop_of(self, level: int, roots: list[Node], is_available: Callable[[Tensor], bool]) -> LoopSpec:
+        """Return the loop that computes the roots."""
+        body, reads = self._slice(roots, is_available)
+        return self._spec(level, [t for t in self._outputs(roots) if t in self.stored], roots, body, reads)
 
-    def _backward(
-        self, level: int, roots: list[Node], gone: set[Tensor], is_there: Callable[[Tensor], bool]
+    def _backward_loops(
+        self, level: int, roots: list[Node], dropped: set[Tensor], is_available: Callable[[Tensor], bool]
     ) -> Iterator[LoopSpec]:
-        """The loop of a backward level, and before it those that let go of tensors and that make dropped ones again."""
+        """Yield the loop of a backward level, after loops that gather tensors or recompute dropped ones.
+
+        Args:
+            level: The level.
+            roots: Ops whose results the loop computes.
+            dropped: Dropped tensors; the method removes those that it recomputes.
+            is_available: Whether a tensor exists in full size.
+        """
         gathered: set[Tensor] = set()
 
-        def is_there_now(tensor: Tensor) -> bool:
-            return tensor in gathered or is_there(tensor)
+        def is_available_now(tensor: Tensor) -> bool:
+            return tensor in gathered or is_available(tensor)
 
-        for tensor in self._narrowest(level, roots):
-            yield from self._again(level, [tensor.node], gone, is_there_now)
-            body, reads = self._slice([tensor.node], is_there_now)
-            yield self._loop(level, [tensor], [tensor.node], body, reads)
+        for tensor in self._gathered_tensors(level, roots):
+            yield from self._recomputation(level, [tensor.node], dropped, is_available_now)
+            body, reads = self._slice([tensor.node], is_available_now)
+            yield self._spec(level, [tensor], [tensor.node], body, reads)
             gathered.add(tensor)
-        yield from self._again(level, roots, gone, is_there_now)
-        yield self._own(level, roots, is_there_now)
+        yield from self._recomputation(level, roots, dropped, is_available_now)
+        yield self._loop_of(level, roots, is_available_now)
 
-    def _narrowest(self, level: int, roots: Sequence[Node]) -> list[Tensor]:
-        """Tensors to make before the loop of a level, each of several larger ones that nobody reads after that.
+    def _gathered_tensors(self, level: int, roots: Sequence[Node]) -> list[Tensor]:
+        """Return tensors to compute before the loop of a level, each from larger tensors that die with it.
 
-        Such as what goes into the gradients of a convolution, made of its results and of the gradient behind the
-        normalisation that follows: the loop has one tensor to read with a halo instead of two, and room for larger
-        turns.
+        An example is the operand of the gradients of a convolution, computed from the results of the convolution and
+        from the gradient of the normalisation after it. The loop reads one tensor with a halo instead of two, and has
+        memory for larger tiles.
         """
         key = (level, *roots)
-        if key not in self._found_narrowest:
-            self._found_narrowest[key] = self._find_narrowest(level, roots)
-        return self._found_narrowest[key]
+        if key not in self._gathered:
+            self._gathered[key] = self._find_gathered_tensors(level, roots)
+        return self._gathered[key]
 
-    def _find_narrowest(self, level: int, roots: Sequence[Node]) -> list[Tensor]:
-        """One after another, that which lets go of most first."""
-        found: list[Tensor] = []
-        least = LEAST_FREED * max((t.num_bytes(self._batch) for t in self.stored), default=0)
+    def _find_gathered_tensors(self, level: int, roots: Sequence[Node]) -> list[Tensor]:
+        """Select gathered tensors greedily, the one that frees most bytes first."""
+        gathered: list[Tensor] = []
+        min_freed = MIN_FREED_RATIO * max((t.num_bytes(self._batch) for t in self.stored), default=0)
         while True:
 
-            def is_there(tensor: Tensor) -> bool:
-                return tensor in found or self._is_before(tensor, level)
+            def is_available(tensor: Tensor) -> bool:
+                return tensor in gathered or self._is_stored_before(tensor, level)
 
-            body, reads = self._slice(roots, is_there)
-            if self._ending(reads, level) < least:  # Most levels of a deep network: the rest takes time.
-                return self._by_position(found)
-            dear = {t for node in body if not find_rule(node).cheap for t in self._roles.operands(node)}
-            made = [t for t in self._outputs(body) if t in dear & self._storable and t.node not in roots]
-            freed = {t: self._freed(t, level, roots, is_there) for t in made}
-            best = max(made, key=freed.__getitem__, default=None)
-            if best is None or freed[best] < max(least, 1):
-                return self._by_position(found)
-            found.append(best)
+            body, reads = self._slice(roots, is_available)
+            if self._dying_bytes(reads, level) < min_freed:  # True of most levels; the code below is slow.
+                return self._by_position(gathered)
+            expensive = {t for node in body if not find_rule(node).cheap for t in self._roles.operands(node)}
+            candidates = [t for t in self._outputs(body) if t in expensive & self._storable and t.node not in roots]
+            freed = {t: self._freed_bytes(t, level, roots, is_available) for t in candidates}
+            best = max(candidates, key=freed.__getitem__, default=None)
+            if best is None or freed[best] < max(min_freed, 1):
+                return self._by_position(gathered)
+            gathered.append(best)
 
-    def _freed(self, tensor: Tensor, level: int, roots: Sequence[Node], is_there: Callable[[Tensor], bool]) -> int:
-        """Bytes that are free while the loop of a level runs if a tensor is made before; its own taken off."""
-        body, reads = self._slice([tensor.node], is_there)
-        others, still_read = self._slice(roots, lambda t: t == tensor or is_there(t))
-        if any(not find_rule(node).cheap for node in set(body) & set(others)):
+    def _freed_bytes(
+        self, tensor: Tensor, level: int, roots: Sequence[Node], is_available: Callable[[Tensor], bool]
+    ) -> int:
+        """Return the bytes that the loop of a level needs less if `tensor` is computed before it."""
+        body, reads = self._slice([tensor.node], is_available)
+        remaining_body, remaining_reads = self._slice(roots, lambda t: t == tensor or is_available(t))
+        if any(not find_rule(node).cheap for node in set(body) & set(remaining_body)):
             return 0
-        return self._ending(set(reads) - set(still_read), level) - tensor.num_bytes(self._batch)
+        return self._dying_bytes(set(reads) - set(remaining_reads), level) - tensor.num_bytes(self._batch)
 
-    def _ending(self, tensors: Iterable[Tensor], level: int) -> int:
-        """Bytes of those that no later level reads."""
-        ended = (t for t in tensors if t in self.needs and self.needs[t].backward <= level)
-        return sum(t.num_bytes(self._batch) for t in ended)
+    def _dying_bytes(self, tensors: Iterable[Tensor], level: int) -> int:
+        """Return the bytes of those tensors that no later level reads."""
+        ranges = self.live_ranges
+        return self._num_bytes(t for t in tensors if t in ranges and ranges[t].backward <= level)
 
-    def _again(
-        self, level: int, roots: Sequence[Node], gone: set[Tensor], is_there: Callable[[Tensor], bool]
+    def _recomputation(
+        self, level: int, roots: Sequence[Node], dropped: set[Tensor], is_available: Callable[[Tensor], bool]
     ) -> Iterator[LoopSpec]:
-        """Loops that make dropped tensors again which a backward loop needs, and take them out of `gone`.
+        """Yield loops that recompute dropped tensors which a backward loop needs, and remove them from `dropped`.
 
-        One for each of the forward loops that made them: in a single loop a turn would pay for the halos of all of
-        these convolutions together. Only a tensor that nobody wants later, made of what is there, is left to the turns.
+        There is one for each forward loop that computed them. In a single loop, an iteration would pay for the halos
+        of all their convolutions. The backward loop itself recomputes tensors of the last of these forward loops that
+        no later level reads.
         """
-        body, _ = self._slice(roots, is_there)
-        missing = [t for t in self._outputs(body) if t in gone]
-        for made in sorted({self.needs[t].made for t in missing}):
-            tensors = [t for t in missing if self.needs[t].made == made]
-            if made == max(self.needs[t].made for t in missing):
-                tensors = [t for t in tensors if self.needs[t].backward > level]
+        body, _ = self._slice(roots, is_available)
+        missing = [t for t in self._outputs(body) if t in dropped]
+        producers = sorted({self.live_ranges[t].producer for t in missing})
+        for producer in producers:
+            tensors = [t for t in missing if self.live_ranges[t].producer == producer]
+            if producer == producers[-1]:
+                tensors = [t for t in tensors if self.live_ranges[t].backward > level]
             if not tensors:
                 continue
             nodes = list(dict.fromkeys(t.node for t in tensors))
-            inner, reads = self._slice(nodes, is_there)
-            gone.difference_update(tensors)
-            yield self._loop(level, tensors, nodes, inner, reads)
+            inner, reads = self._slice(nodes, is_available)
+            dropped.difference_update(tensors)
+            yield self._spec(level, tensors, nodes, inner, reads)
 
     def _outputs(self, nodes: Iterable[Node]) -> list[Tensor]:
         return [node.out(index) for node in nodes if node not in self._sums for index in range(len(node.outputs))]
 
-    def _loop(
+    def _spec(
         self, level: int, writes: list[Tensor], roots: list[Node], body: list[Node], reads: list[Tensor]
     ) -> LoopSpec:
         sums = [node for node in roots if node in self._sums]
         moments = [self._roles.moments[node] for node in sums if node in self._roles.moments]
-        loop = LoopSpec(level, level > self._last_forward, writes, sums, moments, body, reads, roots[0].device)
-        plain = set(loop.plain_sums)
-        loop.body = [node for node in body if node not in self._sums or node in plain]
-        return loop
+        spec = LoopSpec(level, level > self._last_forward, writes, sums, moments, body, reads, roots[0].device)
+        plain = set(spec.plain_sums)
+        spec.body = [node for node in body if node not in self._sums or node in plain]
+        return spec
 
     # Checkpoints ---------------------------------------------------------------------------------------------
 
     def droppable(self) -> set[Tensor]:
-        """Forward tensors that the backward phase can make again."""
-        fixed = self.exits | self._extra
-        return {t for t, need in self.needs.items() if t not in fixed and need.made <= self._last_forward}
+        """Return the forward tensors that the backward phase can recompute."""
+        required = self.exits | self._extra
+        ranges = self.live_ranges.items()
+        return {t for t, live_range in ranges if t not in required and live_range.producer <= self._last_forward}
 
     def checkpoints(self) -> list[set[Tensor]]:
-        """Sets of forward tensors to keep, the first one all; of each of the next the backward phase needs less.
+        """Return sets of checkpoints: first all droppable tensors, then sets with which the backward phase needs less.
 
-        Between two checkpoints everything is made again, and is there at once. What is alive then is that, and the
-        checkpoints before it: those after it are not needed any more.
+        All tensors between two checkpoints are recomputed and alive together. The checkpoints before them are alive at
+        that time, too, and the later ones are not.
         """
-        steps = self._steps()
-        found = [self.droppable()]
-        most = sum(step.made_again for step in steps)
-        while most > 0 and (kept := self._cut(steps, most)) is not None:
-            if kept not in found:
-                found.append(kept)
-            most = int(most * FINER)
-        return found
+        loops = self._forward_loops()
+        sets = [self.droppable()]
+        max_bytes = sum(loop.recomputed_bytes for loop in loops)
+        while max_bytes > 0 and (checkpoints := self._cheapest_checkpoints(loops, max_bytes)) is not None:
+            if checkpoints not in sets:
+                sets.append(checkpoints)
+            max_bytes = int(max_bytes * CHECKPOINT_BYTES_RATIO)
+        return sets
 
-    def _steps(self) -> list[_ForwardLoop]:
-        """The forward loops, as far as checkpoints are concerned."""
-        dropped = [t for t in self.droppable() if self.needs[t].backward > self._last_forward]
+    def _forward_loops(self) -> list[_ForwardLoop]:
+        ranges = self.live_ranges
+        saved = [t for t in self.droppable() if ranges[t].backward > self._last_forward]
         return [
             _ForwardLoop(
-                frozenset(t for t, need in self.needs.items() if need.made <= level < need.forward),
-                sum(t.num_bytes(self._batch) for t in dropped if self.needs[t].made == level),
+                frozenset(t for t, live_range in ranges.items() if live_range.producer <= level < live_range.forward),
+                self._num_bytes(t for t in saved if ranges[t].producer == level),
             )
             for level in range(self._last_forward + 1)
         ]
 
-    def _cut(self, steps: list[_ForwardLoop], most: int) -> set[Tensor] | None:
-        """The checkpoints of least bytes with which no more than `most` are ever needed, by dynamic programming."""
-        sizes = [sum(t.num_bytes(self._batch) for t in step.frontier) for step in steps]
-        total = [0, *itertools.accumulate(step.made_again for step in steps)]
-        kept: list[int | None] = [0]  # With a cut after so many loops: bytes of all checkpoints so far.
-        cut_before = [0]
-        for end in range(1, len(steps) + 1):
+    def _cheapest_checkpoints(self, loops: list[_ForwardLoop], max_bytes: int) -> set[Tensor] | None:
+        """Return the smallest checkpoints with which at most `max_bytes` are alive, by dynamic programming."""
+        sizes = [self._num_bytes(loop.frontier) for loop in loops]
+        recomputed = [0, *itertools.accumulate(loop.recomputed_bytes for loop in loops)]
+        # For a cut after each number of loops: bytes of all checkpoints up to it, and the cut before it.
+        checkpoint_bytes: list[int | None] = [0]
+        previous_cut = [0]
+        for end in range(1, len(loops) + 1):
             options = [
-                (before + (sizes[end - 1] if end < len(steps) else 0), begin)
-                for begin, before in enumerate(kept)
-                if before is not None and before + total[end] - total[begin] <= most
+                (before + (sizes[end - 1] if end < len(loops) else 0), begin)
+                for begin, before in enumerate(checkpoint_bytes)
+                if before is not None and before + recomputed[end] - recomputed[begin] <= max_bytes
             ]
             size, begin = min(options, default=(None, 0))
-            kept.append(size)
-            cut_before.append(begin)
-        if kept[-1] is None:
+            checkpoint_bytes.append(size)
+            previous_cut.append(begin)
+        if checkpoint_bytes[-1] is None:
             return None
-        end = last = cut_before[-1]
-        found = {t for t, need in self.needs.items() if need.made >= last}  # Wanted at once.
+        end = last = previous_cut[-1]
+        # The backward phase begins with the tensors after the last cut, which are not worth dropping.
+        checkpoints = {t for t, live_range in self.live_ranges.items() if live_range.producer >= last}
         while end > 0:
-            found |= steps[end - 1].frontier
-            end = cut_before[end]
-        return found & self.droppable()
+            checkpoints |= loops[end - 1].frontier
+            end = previous_cut[end]
+        return checkpoints & self.droppable()
 
 
 @dataclasses.dataclass(frozen=True)
 class _ForwardLoop:
-    """A forward loop.
+    """A forward loop, as the choice of checkpoints sees it.
 
     Attributes:
-        frontier: Tensors that later forward loops read: with them the backward phase can begin again after it.
-        made_again: Bytes of what it makes for the backward phase.
+        frontier: Tensors that later forward loops read. Recomputation can start after the loop from them.
+        recomputed_bytes: Bytes of the tensors that it computes and the backward phase reads.
     """
 
     frontier: frozenset[Tensor]
-    made_again: int
+    recomputed_bytes: int

@@ -313,8 +313,8 @@ def test_what_would_be_computed_from_more_than_it_has_is_stored():
 def test_a_gradient_that_lets_go_of_two_tensors_is_made_before_it_is_read_with_a_halo(monkeypatch):
     """What comes out of the gradient of a normalisation, before the gradients of the convolution take it."""
     concrete_fn, ways = keras_step(deep, (24, 24)).concrete_fn, []
-    for least in (checkpoint_selection.LEAST_FREED, 100.0):
-        monkeypatch.setattr(checkpoint_selection, "LEAST_FREED", least)
+    for least in (checkpoint_selection.MIN_FREED_RATIO, 100.0):
+        monkeypatch.setattr(checkpoint_selection, "MIN_FREED_RATIO", least)
         parts = Parts(concrete_fn)
         ways.append(parts.segment(parts.storage.checkpoints()[-1]).loop_specs)
     at = [[any(node.op == "Conv2DBackpropInput" for node in loop.body) for loop in loops] for loops in ways]
