@@ -1,20 +1,17 @@
-"""SFT's analyses: what can be fused and tiled together, and where segments end.
+"""SFT's analyses: segments of ops that can be fused and tiled together, and their ends.
 
-After Xu et al., "Training of Deep Learning Pipelines on Memory-Constrained GPUs via
-Segmented Fused-Tiled Execution" (CC '22):
+After Xu et al., "Training of Deep Learning Pipelines on Memory-Constrained GPUs via Segmented Fused-Tiled Execution"
+(CC '22):
 
-- FT-compatible dimensions of an operator (4.1.1): an output slice of extent `T` along
-  a dimension needs an input slice of extent `sigma * T + delta`.
-- FT-compatible segments (4.1.2, Listing 2): connected operators with a common
-  FT-compatible dimension.
-- Partition from a memory capacity (4.2, Listing 3): tensors that exceed it must be
-  tiled, and a segment ends at a tensor that may be checkpointed and through which
-  everything flows (a post-dominator).
+- FT-compatible dimensions of an operator (4.1.1): an output slice of extent `T` along a dimension needs an input slice
+  of extent `sigma * T + delta`.
+- FT-compatible segments (4.1.2, Listing 2): connected operators with a common FT-compatible dimension.
+- Partition from a memory capacity (4.2, Listing 3): tensors that exceed it must be tiled. A segment ends at a
+  post-dominator, a tensor through which all data flows, that may be checkpointed.
 
-Two things differ from the paper. The printed Listing 3 marks a node as "must tile" if
-its output is *smaller* than the capacity; the prose says the opposite and is right.
-And a network here may come back from outside (squeeze-and-excite, a control
-dependency): ops are grouped by level, the number of times that happened before.
+Two things differ from the paper. The printed Listing 3 marks a node as "must tile" if its output is *smaller* than the
+capacity; the prose says the opposite and is right. Here, data may also leave the tiled ops and come back
+(squeeze-and-excite, a control dependency). Ops are therefore grouped by level, the number of such detours before them.
 """
 
 from __future__ import annotations
@@ -36,17 +33,17 @@ from rewriters.tiling.segment import Segment, build_segment
 __all__: list[str] = []
 
 DIMS = {2: frozenset({"batch", "height", "width"}), 3: frozenset({"batch", "depth", "height", "width"})}
-"""Dimensions by the number of axes; a sequence is an image of one row."""
+"""Dimensions by the number of spatial axes; a sequence is an image of one row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SkippedOps:
-    """Something that stays as it was.
+    """An op, or a range of ops, that is not rewritten.
 
     Attributes:
-        name: Op, the first one of a range.
-        reason: Why.
-        last: Last op of the range.
+        name: Name of the op, or of the first op of the range.
+        reason: Reason why it is not rewritten.
+        last: Name of the last op of the range; empty for a single op.
     """
 
     name: str
@@ -54,14 +51,15 @@ class SkippedOps:
     last: str = ""
 
 
-def refused(analysis: GraphAnalysis, node: Node, why: object) -> SkippedOps:
-    """An operation that stays as it was; one that no gradient depends on costs a training little."""
-    alone = analysis.backward and node not in analysis.before_backward
-    return SkippedOps(node.name, f"{node.op}: {why}" + ("; only metrics or results need it" if alone else ""))
+def refused(analysis: GraphAnalysis, node: Node, reason: object) -> SkippedOps:
+    """Return the record of an op that is not tiled; the reason mentions it if no gradient depends on the op."""
+    is_unused_by_gradients = analysis.backward and node not in analysis.before_backward
+    suffix = "; only metrics or results need it" if is_unused_by_gradients else ""
+    return SkippedOps(node.name, f"{node.op}: {reason}{suffix}")
 
 
 def ft_dimensions(analysis: GraphAnalysis, node: Node) -> frozenset[str]:
-    """FT-compatible dimensions of an operator (4.1.1); empty if it cannot be tiled."""
+    """Return the FT-compatible dimensions of an operator (4.1.1); empty if it cannot be tiled."""
     try:
         check_forward(analysis, node)
     except NotTileableError:
@@ -70,14 +68,14 @@ def ft_dimensions(analysis: GraphAnalysis, node: Node) -> frozenset[str]:
 
 
 def segment_dimensions(analysis: GraphAnalysis, nodes: Iterable[Node]) -> frozenset[str]:
-    """FT-compatible dimensions of a segment: the common ones of its operators (4.1.2, `FTdimsIntersect`)."""
+    """Return the FT-compatible dimensions that all operators of a segment share (4.1.2, `FTdimsIntersect`)."""
     return frozenset.intersection(*(ft_dimensions(analysis, node) for node in nodes))
 
 
 def scale_and_delta(analysis: GraphAnalysis, node: Node, operand: int, axis: int) -> tuple[int, int]:
-    """`(sigma, delta)` of 4.1.1 and Table 4: rows of an operand per output row, and rows on top.
+    """Return `(sigma, delta)` of 4.1.1 and Table 4: rows of an operand for each output row, and additional rows.
 
-    Read off the op's rule in the interior of the image.
+    They are computed from the op's rule in the interior of the image.
     """
     view = analysis.view(node)
     sizes = []
@@ -96,14 +94,14 @@ class TileableComponent:
 
     Attributes:
         nodes: Operators in topological order.
-        cuts: Positions after which a single tensor goes on, the last one included.
+        cuts: Positions after which a single tensor is alive, the last position included.
     """
 
     nodes: list[Node]
     cuts: list[int]
 
     def cut_tensor(self, analysis: GraphAnalysis, cut: int) -> Tensor:
-        """The tensor that leaves a cut."""
+        """Return the tensor that is alive after a cut."""
         node = self.nodes[cut]
         inside = set(self.nodes)
         for index in range(len(node.outputs)):
@@ -115,15 +113,15 @@ class TileableComponent:
 def find_components(
     analysis: GraphAnalysis, allowed: Container[Node] | None = None
 ) -> tuple[list[TileableComponent], list[SkippedOps]]:
-    """All maximal FT-compatible segments of the forward pass, and image ops that end them.
+    """Return all maximal FT-compatible segments of the forward pass, and the image ops that are not tiled.
 
     Args:
-        analysis: Of the graph.
-        allowed: Operations that may run on tiles; all if it is not given.
+        analysis: Analysis of the graph.
+        allowed: Ops that may run on tiles; all if `None`.
     """
     tiled: set[Node] = set()
     level: dict[Node, int] = {}
-    left: list[SkippedOps] = []
+    skipped: list[SkippedOps] = []
     for node in analysis.order:
         if node in analysis.backward:
             continue
@@ -139,15 +137,15 @@ def find_components(
             check_forward(analysis, node)
         except NotTileableError as error:
             if not reads_shape_only(node):
-                left.append(refused(analysis, node, error))
+                skipped.append(refused(analysis, node, error))
             continue
         tiled.add(node)
         level[node] = max((level[p] for p in (*data, *node.control_inputs) if p in level), default=0)
-    return [_component(analysis, group) for group in _connected(analysis, tiled, level)], left
+    return [_component(analysis, group) for group in _connected(analysis, tiled, level)], skipped
 
 
 def _connected(analysis: GraphAnalysis, tiled: set[Node], level: dict[Node, int]) -> list[list[Node]]:
-    """Groups of tileable ops of one level that hand tensors to each other (connected components)."""
+    """Return the connected components of the tileable ops of each level."""
     parent: dict[Node, Node] = {node: node for node in tiled}
 
     def root(node: Node) -> Node:
@@ -177,28 +175,28 @@ def _single_output(analysis: GraphAnalysis, nodes: list[Node], position: int) ->
     inside = set(nodes)
     node = nodes[position]
     if analysis.entries_per_image(node.out()) != 1:
-        return False  # Its images are made of pixels: turns could not take their part of it.
+        return False  # An iteration cannot slice its images out of a folded tensor (space to batch).
     read = [i for i in range(len(node.outputs)) if any(r in inside for r, _ in analysis.consumers.get(node.out(i), ()))]
     return len(read) <= 1
 
 
 def post_dominators(analysis: GraphAnalysis, nodes: Sequence[Node]) -> list[int]:
-    """Positions of the ops through which every path of the group's data flows.
+    """Return the positions of the ops through which every data path of a group leads.
 
-    These are the post-dominators of the group's start that also dominate its end. In
-    topological order they are where no tensor but the op's own crosses to later ops.
+    These ops post-dominate the start of the group and dominate its end. In topological order, only results of such an
+    op cross from the ops up to it to the ops after it.
     """
     position = {node: index for index, node in enumerate(nodes)}
-    reach = list(range(len(nodes)))  # Last reader of what each op makes.
+    reach = list(range(len(nodes)))  # Position of the last consumer of each op's results.
     for index, node in enumerate(nodes):
         for i in range(len(node.outputs)):
-            for reader, _ in analysis.consumers.get(node.out(i), ()):
-                if reader in position:
-                    reach[index] = max(reach[index], position[reader])
+            for consumer, _ in analysis.consumers.get(node.out(i), ()):
+                if consumer in position:
+                    reach[index] = max(reach[index], position[consumer])
     result = []
     furthest = 0
     for index in range(len(nodes)):
-        if furthest <= index:  # Nothing made earlier is read later.
+        if furthest <= index:  # No later op reads the result of an earlier one.
             result.append(index)
         furthest = max(furthest, reach[index])
     return result
@@ -207,13 +205,13 @@ def post_dominators(analysis: GraphAnalysis, nodes: Sequence[Node]) -> list[int]
 def find_segments(
     analysis: GraphAnalysis, component: TileableComponent, memory_capacity: int | None, batch: int
 ) -> list[range]:
-    """Partition of a component by memory capacity (Listing 3).
+    """Partition a component by memory capacity (Listing 3).
 
     Args:
-        analysis: Of the graph.
+        analysis: Analysis of the graph.
         component: A maximal FT-compatible segment.
-        memory_capacity: Bytes; a tensor that exceeds it must be tiled. `None` tiles everything.
-        batch: Batch size where the graph does not say.
+        memory_capacity: Bytes above which a tensor must be tiled. `None` tiles everything.
+        batch: Batch size where the graph leaves it open.
 
     Returns:
         Ranges of positions in `component.nodes`.
@@ -221,18 +219,18 @@ def find_segments(
     size = len(component.nodes)
     if memory_capacity is None:
         return [range(size)]
-    must = [
+    must_tile = [
         max((node.out(i).num_bytes(batch) for i in range(len(node.outputs))), default=0) > memory_capacity
         for node in component.nodes
     ]
-    ends = [cut for cut in component.cuts if not must[cut]]
+    ends = [cut for cut in component.cuts if not must_tile[cut]]
     if not ends or ends[-1] != size - 1:
         ends.append(size - 1)
     result: list[range] = []
     start = 0
     for end in ends:
-        # A segment of ops that all fit needs no tiling ("may tile" and not asked to).
-        if any(must[start : end + 1]):
+        # A segment whose tensors all fit is not tiled ("may tile").
+        if any(must_tile[start : end + 1]):
             result.append(range(start, end + 1))
         start = end + 1
     return result
@@ -245,100 +243,118 @@ def auto_segments(
     name_of: dict[str, int],
     allowed: Container[Node] | None = None,
 ) -> tuple[list[Segment], list[SkippedOps]]:
-    """Segments for the whole graph; what cannot be one is cut smaller, then left alone.
+    """Return segments for the entire graph, and the ops that are not rewritten.
+
+    A range of ops that cannot be a segment is cut into smaller ranges.
 
     Args:
-        analysis: Of the graph.
+        analysis: Analysis of the graph.
         memory_capacity: As in `find_segments`.
-        batch: Batch size where the graph does not say.
-        name_of: Counter of segment names, shared with segments given by hand.
-        allowed: Operations that may run on tiles, of the backward pass too; all if it is not given.
+        batch: Batch size where the graph leaves it open.
+        name_of: Counter of segment names, shared with segments that the user requests.
+        allowed: Forward and backward ops that may run on tiles; all if `None`.
     """
-    components, left = find_components(analysis, allowed)
+    components, skipped = find_components(analysis, allowed)
     segments: list[Segment] = []
-    taken: set[Node] = set() if allowed is None else {node for node in analysis.backward if node not in allowed}
+    excluded: set[Node] = set() if allowed is None else {node for node in analysis.backward if node not in allowed}
+    splitter = _RangeSplitter(analysis, batch, name_of, skipped)
     for component in components:
-        for part in find_segments(analysis, component, memory_capacity, batch):
-            for segment in _largest(analysis, component, part, taken, left, name_of, batch):
-                taken.update(segment.backward)
+        for positions in find_segments(analysis, component, memory_capacity, batch):
+            for segment in splitter.split(component, positions, excluded):
+                excluded.update(segment.backward)
                 segments.append(segment)
-    return segments, left
+    return segments, skipped
 
 
 def next_name(name_of: dict[str, int]) -> str:
-    """`segment1`, `segment2`, ..."""
+    """Return the next of the names `segment1`, `segment2`, ..."""
     name_of["segment"] = name_of.get("segment", 0) + 1
     return f"segment{name_of['segment']}"
 
 
 def try_segment(
-    analysis: GraphAnalysis, component: TileableComponent, part: range, taken: set[Node], name: str
+    analysis: GraphAnalysis, component: TileableComponent, positions: range, excluded: set[Node], name: str
 ) -> Segment:
-    """The segment of a range of a component.
+    """Return the segment of a range of a component.
 
     Raises:
-        NotTileableError: If it has no backward part that can be tiled, though the step has one.
+        NotTileableError: If the ops cannot be a segment, or if the step has a backward pass and the segment has none.
     """
-    segment = build_segment(analysis, name, {component.nodes[i] for i in part}, taken)
+    segment = build_segment(analysis, name, {component.nodes[i] for i in positions}, excluded)
     if analysis.backward and not segment.backward:
         raise NotTileableError("nothing inside of it is needed in the backward pass")
     return segment
 
 
 def saved_bytes(analysis: GraphAnalysis, segment: Segment, batch: int) -> int:
-    """Bytes that a step keeps less for its backward pass when a segment is tiled.
+    """Return the bytes that a step saves less for its backward pass if a segment is tiled.
 
-    What lies inside need not be kept any more. An entry that nothing but the recomputation reads later must. In a step
-    without a backward pass nothing is kept: they are those of what is whole at a time, less the entries and exits.
+    Tensors inside of the segment are not saved. An entry is saved if only the recomputation reads it later. In a step
+    without a backward pass, these are the bytes of the full-size tensors that are alive together, minus those of
+    entries and exits.
     """
     if not analysis.backward:
         order = [*dict.fromkeys(t.node for t in segment.entries), *segment.forward]
-        return most_alive(order, batch, segment.exits) - _ends(segment, batch)
+        return most_alive(order, batch, segment.exits) - _entry_and_exit_bytes(segment, batch)
 
-    def kept(tensor: Tensor) -> bool:
-        return any(r in analysis.backward and not reads_shape_only(r) for r, p in analysis.consumers.get(tensor, ()))
+    def is_saved(tensor: Tensor) -> bool:
+        consumers = (node for node, _ in analysis.consumers.get(tensor, ()) if not reads_shape_only(node))
+        return any(node in analysis.backward for node in consumers)
 
-    made = [node.out(i) for node in segment.forward for i in range(len(node.outputs))]
-    inside = [t for t in made if t not in segment.available and kept(t)]
-    newly = [t for t in segment.entries if t.node.op != "Placeholder" and not kept(t)]
-    return sum(t.num_bytes(batch) for t in inside) - sum(t.num_bytes(batch) for t in newly)
+    results = [node.out(i) for node in segment.forward for i in range(len(node.outputs))]
+    released = [t for t in results if t not in segment.available and is_saved(t)]
+    newly_saved = [t for t in segment.entries if t.node.op != "Placeholder" and not is_saved(t)]
+    return sum(t.num_bytes(batch) for t in released) - sum(t.num_bytes(batch) for t in newly_saved)
 
 
-def _ends(segment: Segment, batch: int) -> int:
-    """Bytes of entries and exits; arguments are there anyway."""
+def _entry_and_exit_bytes(segment: Segment, batch: int) -> int:
+    """Return the bytes of entries and exits, without arguments of the step, which are alive in any case."""
     entries = (t for t in segment.entries if t.node.op != "Placeholder")
     return sum(t.num_bytes(batch) for t in (*entries, *segment.exits))
 
 
-def _largest(
-    analysis: GraphAnalysis,
-    component: TileableComponent,
-    part: range,
-    taken: set[Node],
-    left: list[SkippedOps],
-    name_of: dict[str, int],
-    batch: int,
-) -> list[Segment]:
-    """The range as one segment, or as few as possible, cut where a single tensor goes on."""
-    bounds = [cut + 1 for cut in component.cuts if cut in part and cut + 1 < part.stop]
-    try:
-        segment = try_segment(analysis, component, part, taken, next_name(name_of))
-        if saved_bytes(analysis, segment, batch) > 0:
-            return [segment]
-        bounds = []  # Parts of it would keep more, not less.
-        purpose = "for the backward pass as it does now" if analysis.backward else "as is alive now"
-        reason = f"tiles would keep as much {purpose}"
-    except NotTileableError as error:
-        reason = str(error)
-    name_of["segment"] -= 1
-    if not bounds:
-        first, last = component.nodes[part.start], component.nodes[part.stop - 1]
-        left.append(SkippedOps(first.name, reason, last.name))
-        return []
-    middle = min(bounds, key=lambda b: abs(2 * b - part.start - part.stop))
-    found: list[Segment] = []
-    for half in (range(part.start, middle), range(middle, part.stop)):
-        used = taken | {n for s in found for n in s.backward}
-        more = _largest(analysis, component, half, used, left, name_of, batch)
-        found.extend(more)
-    return found
+class _RangeSplitter:
+    """Splits ranges of a component into as few segments as possible.
+
+    Args:
+        analysis: Analysis of the graph.
+        batch: Batch size where the graph leaves it open.
+        name_of: Counter of segment names.
+        skipped: Gets the ranges that are not rewritten.
+    """
+
+    def __init__(self, analysis: GraphAnalysis, batch: int, name_of: dict[str, int], skipped: list[SkippedOps]) -> None:
+        self._analysis = analysis
+        self._batch = batch
+        self._name_of = name_of
+        self._skipped = skipped
+
+    def split(self, component: TileableComponent, positions: range, excluded: set[Node]) -> list[Segment]:
+        """Return a range as one segment or, cut near its middle where a single tensor is alive, as several.
+
+        Args:
+            component: The component.
+            positions: Positions of its ops.
+            excluded: Backward ops of other segments.
+        """
+        bounds = [cut + 1 for cut in component.cuts if cut in positions and cut + 1 < positions.stop]
+        try:
+            segment = try_segment(self._analysis, component, positions, excluded, next_name(self._name_of))
+            if saved_bytes(self._analysis, segment, self._batch) > 0:
+                return [segment]
+            bounds = []  # Smaller segments would save more tensors.
+            purpose = "for the backward pass as it does now" if self._analysis.backward else "as is alive now"
+            reason = f"tiles would keep as much {purpose}"
+        except NotTileableError as error:
+            reason = str(error)
+        self._name_of["segment"] -= 1
+        if not bounds:
+            first, last = component.nodes[positions.start], component.nodes[positions.stop - 1]
+            self._skipped.append(SkippedOps(first.name, reason, last.name))
+            return []
+        middle = min(bounds, key=lambda bound: abs(2 * bound - positions.start - positions.stop))
+        segments: list[Segment] = []
+        for half in (range(positions.start, middle), range(middle, positions.stop)):
+            used = excluded | {node for segment in segments for node in segment.backward}
+            segments += self.split(component, half, used)
+        return segments

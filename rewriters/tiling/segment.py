@@ -1,11 +1,12 @@
-"""A segment: forward ops that run tile by tile, and the backward ops that go with them.
+"""Segments: forward ops that run tile by tile, with the backward ops that belong to them.
 
-The backward part is found by dataflow. Its core are the backward ops that read an
-activation inside of the segment; those activations will not exist any more.
-From there it grows to a convex set, then *downward* (an op fed by the loop's
-gradients moves in if then the gradient need not be made whole) and *upward* (an op
-that makes the loop's incoming gradient moves in if it needs nothing from
-elsewhere). Growth changes memory and time, never the result.
+Dataflow determines the backward region of a segment. Its core are the backward ops that read an activation inside of
+the segment, which will no longer exist in full size. The core is completed to a convex set and then grows:
+
+- *downward*: all consumers of an outgoing gradient join, if the gradient then need not exist in full size;
+- *upward*: the producer of an incoming gradient joins, if it reads nothing from outside of the segment.
+
+Growth changes memory and time, never the result.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(eq=False)
 class Segment:
-    """Planned as one unit: a forward loop and a backward loop.
+    """Ops that are planned as one unit, in a forward loop and a backward loop or, with barriers, in several loops.
 
     Attributes:
-        name: For scopes and reports.
-        entries: Image tensors that go in, whole; they are sliced, not recomputed.
-        exits: Tensors that come out, whole; none if only the backward part needs what the forward part makes.
+        name: Name in scopes and reports.
+        entries: Full-size images that the segment reads.
+        exits: Full-size results; none if only the backward ops of the segment read the forward results.
         forward: Forward ops in topological order.
         backward: Backward ops in topological order.
-        kinds: Kind of every tensor that an op of the segment reads or makes.
-        grad_entries: Gradients that the backward loop reads, whole outside.
-        grad_exits: Gradients that it makes whole.
-        reductions: Sums over the image that it makes (weight gradients).
-        invariants: Tensors that are the same for all tiles.
-        stored: Forward tensors kept whole and sliced instead of recomputed.
-        notes: What a reader of the plan should know.
-        loop_specs: With barriers, the loops in the order they run in; all kinds are `FULL` or `INVARIANT` then.
+        kinds: Kind of every operand and result of its ops.
+        grad_entries: Full-size gradients that the backward loop reads.
+        grad_exits: Full-size gradients that it computes.
+        reductions: Reductions over the image that it computes (weight gradients).
+        invariants: Tensors that every tile reads in full.
+        stored: Forward tensors that are stored in full size instead of recomputed.
+        notes: Notes for the user.
+        loop_specs: With barriers, the loops in the order in which they run. All kinds are `FULL` or `INVARIANT` then.
     """
 
     name: str
@@ -60,55 +61,55 @@ class Segment:
 
     @property
     def available(self) -> set[Tensor]:
-        """Forward tensors that exist whole when the backward loop runs."""
+        """Forward tensors that exist in full size when the backward loop runs."""
         return {*self.entries, *self.exits, *self.stored}
 
 
 def forward_ops(analysis: GraphAnalysis, entries: Iterable[Tensor], exits: Iterable[Tensor]) -> set[Node]:
-    """Ops on a data path from an entry to an exit, entries' producers excluded."""
+    """Return the ops on data paths from an entry to an exit, without the producers of entries."""
     entries = set(entries)
-    above: set[Node] = set()
+    reachable: set[Node] = set()
 
-    def value_readers(tensor: Tensor) -> list[Node]:
-        return [r for r, p in analysis.consumers.get(tensor, ()) if not reads_shape_only(r)]
+    def data_consumers(tensor: Tensor) -> list[Node]:
+        return [node for node, _ in analysis.consumers.get(tensor, ()) if not reads_shape_only(node)]
 
-    stack = [reader for entry in entries for reader in value_readers(entry)]
+    stack = [node for entry in entries for node in data_consumers(entry)]
     while stack:
         node = stack.pop()
-        if node in above or node in analysis.backward:
+        if node in reachable or node in analysis.backward:
             continue
-        above.add(node)
+        reachable.add(node)
         for index in range(len(node.outputs)):
             if node.out(index) not in entries:
-                stack.extend(value_readers(node.out(index)))
-    found: set[Node] = set()
+                stack.extend(data_consumers(node.out(index)))
+    ops: set[Node] = set()
     stack = [tensor.node for tensor in exits]
     while stack:
         node = stack.pop()
-        if node in above and node not in found:
-            found.add(node)
+        if node in reachable and node not in ops:
+            ops.add(node)
             stack.extend(t.node for t in node.inputs if t not in entries)
-    return found
+    return ops
 
 
 def build_segment(
     analysis: GraphAnalysis,
     name: str,
     ops: set[Node],
-    taken: set[Node],
+    excluded: set[Node],
     stored: frozenset[Tensor] = frozenset(),
 ) -> Segment:
-    """Make a segment of the forward ops `ops`.
+    """Build the segment of some forward ops.
 
     Args:
-        analysis: Of the graph.
-        name: Of the segment.
-        ops: Forward ops, convex.
-        taken: Backward ops that belong to other segments; the caller adds this segment's.
-        stored: Tensors inside to keep whole.
+        analysis: Analysis of the graph.
+        name: Name of the segment.
+        ops: Forward ops, a convex set.
+        excluded: Backward ops of other segments, and those that must not be tiled. The caller adds this segment's.
+        stored: Tensors inside of the segment to store in full size.
 
     Raises:
-        NotTileableError: With the op and the reason.
+        NotTileableError: If an op cannot be tiled. The message names the op and the reason.
     """
     for node in analysis.sorted(ops):
         try:
@@ -122,75 +123,97 @@ def build_segment(
     exits = _exits(analysis, ops)
     notes: list[str] = []
     for _ in range(len(ops) + 1):
-        part = BackwardRegion(analysis, ops, set(exits) | stored, taken)
-        part.build()
-        if not part.must_materialise:
+        region = BackwardRegion(analysis, ops, set(exits) | stored, excluded)
+        region.build()
+        if not region.must_materialise:
             break
-        for tensor, reason in part.must_materialise.items():
+        for tensor, reason in region.must_materialise.items():
             notes.append(f"`{tensor.name}` stays whole: {reason}")
             exits.append(tensor)
-    segment = _assemble(analysis, name, ops, exits, part, stored, notes)
+    segment = _assemble(analysis, name, ops, exits=exits, region=region, stored=stored, notes=notes)
+    _check_borders(analysis, segment)
+    return segment
+
+
+def _check_borders(analysis: GraphAnalysis, segment: Segment) -> None:
     borders = (*segment.entries, *segment.exits, *segment.stored, *segment.grad_entries, *segment.grad_exits)
-    mixed = [t.name for t in borders if analysis.entries_per_image(t) != 1]
-    if mixed:
-        raise NotTileableError(f"at its border pixels have been made images (`{mixed[0]}`)")
+    folded = [t.name for t in borders if analysis.entries_per_image(t) != 1]
+    if folded:
+        raise NotTileableError(f"at its border pixels have been made images (`{folded[0]}`)")
     sizes = analysis.evaluate.sizes
     unknown = [sizes.of(t) for t in segment.entries if t.shape is not None and t.shape[0] is None]
     if not all(sizes.same(unknown[0], size) for size in unknown):
         raise NotTileableError("its entries may be of different numbers of images when the step runs")
     if not segment.exits and not segment.grad_entries:
         raise NotTileableError("nothing that it makes is needed outside of it")
-    return segment
 
 
 def _exits(analysis: GraphAnalysis, ops: set[Node]) -> list[Tensor]:
-    """Tensors of the segment that a forward op outside reads, or that the function returns."""
+    """Return the tensors of the segment that a forward op outside reads or that the function returns."""
     results = set(analysis.graph.outputs)
     exits = []
     for node in analysis.sorted(ops):
         for index in range(len(node.outputs)):
             tensor = node.out(index)
-            outside = any(
-                reader not in ops and reader not in analysis.backward and not reads_shape_only(reader)
-                for reader, position in analysis.consumers.get(tensor, ())
+            has_outer_consumer = any(
+                other not in ops and other not in analysis.backward and not reads_shape_only(other)
+                for other, _ in analysis.consumers.get(tensor, ())
             )
-            if outside or tensor in results:
+            if has_outer_consumer or tensor in results:
                 exits.append(tensor)
     return exits
 
 
 class BackwardRegion:
-    """Grows the set of backward ops of one segment."""
+    """Grows the backward region of one segment.
 
-    def __init__(self, analysis: GraphAnalysis, ops: set[Node], whole: set[Tensor], taken: set[Node]) -> None:
+    Args:
+        analysis: Analysis of the graph.
+        ops: Forward ops of the segment.
+        materialised: Forward tensors of the segment that exist in full size.
+        excluded: Backward ops that must not join.
+
+    Attributes:
+        nodes: Backward ops of the region.
+        results: Kinds of their results.
+        must_materialise: Forward tensors that must exist in full size, each with the reason. If there are any, the
+            region is not complete.
+        forward_operands: Operands of the forward ops.
+    """
+
+    def __init__(self, analysis: GraphAnalysis, ops: set[Node], materialised: set[Tensor], excluded: set[Node]) -> None:
         self.analysis = analysis
         self.ops = ops
-        self.whole = whole
-        self.taken = taken
+        self.materialised = materialised
+        self.excluded = excluded
         self.nodes: set[Node] = set()
-        self.made: dict[Tensor, TileKind] = {}
+        self.results: dict[Tensor, TileKind] = {}
         self.must_materialise: dict[Tensor, str] = {}
-        self.owned: set[Tensor] = {t for node in ops for t in node.inputs}
+        self.forward_operands: set[Tensor] = {t for node in ops for t in node.inputs}
 
     def build(self) -> None:
-        """Core, closure, growth."""
-        self._core()
+        """Find the core, make it convex and let it grow.
+
+        Raises:
+            NotTileableError: If the core cannot be made convex.
+        """
+        self._add_core()
         if self.must_materialise:
             return
-        self._close()
-        self._settle()
-        saved = set(self.nodes), dict(self.made)
+        self._make_convex()
+        self._update_kinds()
+        before_growth = set(self.nodes), dict(self.results)
         try:
             while self._grow_down() or self._grow_up():
-                self._close()
-            self._settle()
-        except NotTileableError:
-            self.nodes, self.made = saved  # Growth is optional: what it cannot close it takes back.
+                self._make_convex()
+            self._update_kinds()
+        except NotTileableError:  # Growth is optional.
+            self.nodes, self.results = before_growth
 
     def kind(self, tensor: Tensor) -> TileKind:
-        """Kind of an operand of a backward op, as things stand."""
-        if tensor in self.made:
-            return self.made[tensor]
+        """Return the kind of an operand of a backward op, given the current region."""
+        if tensor in self.results:
+            return self.results[tensor]
         if tensor.node in self.ops:
             return TileKind.FULL
         if not self.analysis.is_image(tensor):
@@ -199,17 +222,19 @@ class BackwardRegion:
         return TileKind.PARTIAL if gradient else TileKind.FULL
 
     def kinds(self, node: Node) -> list[TileKind]:
-        """Kinds of the operands of a backward op."""
+        """Return the kinds of the operands of a backward op, given the current region."""
         data = find_rule(node).data(self.analysis.view(node))
-        return [self.kind(t) if p in data or t in self.made else TileKind.INVARIANT for p, t in enumerate(node.inputs)]
+        return [
+            self.kind(t) if p in data or t in self.results else TileKind.INVARIANT for p, t in enumerate(node.inputs)
+        ]
 
-    def _try(self, node: Node) -> TileKind:
-        """Kind of a node's outputs if it moved in.
+    def _result_kind(self, node: Node) -> TileKind:
+        """Return the kind of an op's results if the op joined the region.
 
         Raises:
-            NotTileableError: If it cannot.
+            NotTileableError: If the op cannot join.
         """
-        if node in self.taken:
+        if node in self.excluded:
             raise NotTileableError("it belongs to another segment")
         if node.stateful:
             raise NotTileableError("it has side effects")
@@ -221,63 +246,64 @@ class BackwardRegion:
                 raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
         images = [t for t, kind in zip(node.inputs, kinds, strict=True) if kind is not TileKind.INVARIANT]
         self.analysis.view(node).check_axes(images)
-        result = find_rule(node).result_kind(self.analysis.view(node), kinds)
-        if result is not TileKind.FULL and not all(dtype.is_floating for dtype, _ in node.outputs):
+        result_kind = find_rule(node).result_kind(self.analysis.view(node), kinds)
+        if result_kind is not TileKind.FULL and not all(dtype.is_floating for dtype, _ in node.outputs):
             raise NotTileableError("it makes a gradient that is no floating point number: parts of it are rounded")
-        results = [] if result is TileKind.REDUCED else [node.out(index) for index in range(len(node.outputs))]
-        if not all(map(self.analysis.is_image, results)):
+        results = [node.out(index) for index in range(len(node.outputs))]
+        if result_kind is not TileKind.REDUCED and not all(map(self.analysis.is_image, results)):
             raise NotTileableError("its result is not an image")
-        return result
+        return result_kind
 
     def _add(self, node: Node, kind: TileKind) -> None:
         self.nodes.add(node)
         for index in range(len(node.outputs)):
-            self.made[node.out(index)] = kind
+            self.results[node.out(index)] = kind
 
-    def _core(self) -> None:
-        """Backward ops that read inside tensors, and what they derive from forward values alone."""
+    def _add_core(self) -> None:
+        """Add the backward ops that read forward tensors inside of the segment, or values derived from these alone."""
         position = self.analysis.position
-        waiting = {r for node in self.ops for i in range(len(node.outputs)) for r in self._value_readers(node.out(i))}
-        heap = [(position[node], node) for node in waiting]
+        queued = {other for node in self.ops for other in self._backward_consumers(node)}
+        heap = [(position[node], node) for node in queued]
         heapq.heapify(heap)
         while heap:
             _, node = heapq.heappop(heap)
             operands = self.operands(node)
-            # Also what it would make again in a loop: outside of all of them, it would need that whole.
-            needed = operands if node in self.taken else node.inputs
-            inside = [t for t in needed if t.node in self.ops and t not in self.whole]
-            derived = [t for t in operands if self.made.get(t) is TileKind.FULL]
+            # In a loop, an excluded op recomputes some operands. Any other op outside of all loops reads all of them.
+            needed = operands if node in self.excluded else node.inputs
+            inside = [t for t in needed if t.node in self.ops and t not in self.materialised]
+            derived = [t for t in operands if self.results.get(t) is TileKind.FULL]
             if not inside and not derived:
                 continue
             try:
-                kind = self._try(node)
-                self._add(node, kind)
-                if kind is TileKind.FULL:
-                    for reader in {r for i in range(len(node.outputs)) for r in self._value_readers(node.out(i))}:
-                        if reader not in waiting:
-                            waiting.add(reader)
-                            heapq.heappush(heap, (position[reader], reader))
+                kind = self._result_kind(node)
             except NotTileableError as error:
                 for tensor in inside:
                     self.must_materialise.setdefault(tensor, f"`{node.name}` ({node.op}) reads it and {error}")
                 if not inside:
-                    self._leak_sources(derived, node, error)
+                    self._materialise_sources(derived, node, error)
+                continue
+            self._add(node, kind)
+            if kind is TileKind.FULL:
+                for other in self._backward_consumers(node) - queued:
+                    queued.add(other)
+                    heapq.heappush(heap, (position[other], other))
 
-    def _value_readers(self, tensor: Tensor) -> list[Node]:
-        """Backward ops that read more than a tensor's shape."""
-        return [node for node in self._readers(tensor) if node in self.analysis.backward]
+    def _backward_consumers(self, node: Node) -> set[Node]:
+        """Return the backward ops that read results of an op, and not their shapes alone."""
+        consumers = (other for index in range(len(node.outputs)) for other in self._data_consumers(node.out(index)))
+        return {other for other in consumers if other in self.analysis.backward}
 
-    def _leak_sources(self, derived: list[Tensor], node: Node, error: Exception) -> None:
-        """A derived value is read outside: keep the forward tensors that it was derived from."""
-        reach = ancestors([t.node for t in derived])
-        for tensor in {t for n in reach & self.nodes for t in n.inputs if t.node in self.ops} - self.whole:
+    def _materialise_sources(self, derived: list[Tensor], node: Node, error: Exception) -> None:
+        """Materialise the forward tensors from which the derived operands of an op outside are computed."""
+        producers = ancestors([t.node for t in derived]) & self.nodes
+        for tensor in {t for n in producers for t in n.inputs if t.node in self.ops} - self.materialised:
             self.must_materialise.setdefault(tensor, f"`{node.name}` ({node.op}) needs it and {error}")
 
-    def _close(self) -> None:
-        """Make the set convex.
+    def _make_convex(self) -> None:
+        """Add the ops on paths between ops of the region.
 
         Raises:
-            NotTileableError: If an op in between cannot move in.
+            NotTileableError: If one of them cannot join.
         """
         while True:
             missing = nodes_between(self.nodes, self.analysis.successors, self.analysis.position)
@@ -285,42 +311,42 @@ class BackwardRegion:
                 return
             for node in self.analysis.sorted(missing):
                 if reads_shape_only(node) or node.op == "Const":
-                    self.nodes.add(node)  # Control edges alone: nothing to run in the loop.
+                    self.nodes.add(node)  # The path has a control edge here, so that the loop need not run the op.
                     continue
                 try:
-                    self._add(node, self._try(node))
+                    self._add(node, self._result_kind(node))
                 except NotTileableError as error:
                     raise NotTileableError(
                         f"its backward pass goes through `{node.name}` ({node.op}): {error}"
                     ) from None
 
-    def _settle(self) -> None:
-        """Kinds once more, in order: an op that moved in late may have changed what an earlier one reads.
+    def _update_kinds(self) -> None:
+        """Compute all kinds again, in topological order: an op that joined late may change the kinds of operands.
 
         Raises:
-            NotTileableError: If an op cannot do with what it reads.
+            NotTileableError: If an op cannot be tiled with the new kinds of its operands.
         """
-        for node in self.analysis.sorted({t.node for t in self.made}):
+        for node in self.analysis.sorted({t.node for t in self.results}):
             try:
-                self._add(node, self._try(node))
+                self._add(node, self._result_kind(node))
             except NotTileableError as error:
                 raise NotTileableError(f"its backward pass goes through `{node.name}` ({node.op}): {error}") from None
 
-    def _readers(self, tensor: Tensor) -> list[Node]:
-        return [r for r, p in self.analysis.consumers.get(tensor, ()) if not reads_shape_only(r)]
+    def _data_consumers(self, tensor: Tensor) -> list[Node]:
+        return [node for node, _ in self.analysis.consumers.get(tensor, ()) if not reads_shape_only(node)]
 
     def _belongs(self, tensor: Tensor) -> bool:
-        """Whether an operand comes from this segment rather than from elsewhere."""
+        """Return whether a tensor is computed or read by the segment."""
         return (
-            tensor in self.made
+            tensor in self.results
             or tensor.node in self.ops
-            or tensor in self.owned
-            or tensor in self.whole
+            or tensor in self.forward_operands
+            or tensor in self.materialised
             or tensor.node in self.analysis.constants
         )
 
     def operands(self, node: Node) -> list[Tensor]:
-        """Operands that an op would read inside of the loop: sizes and the like are made anew there."""
+        """Return the operands that an op reads inside of the loop; its rule rebuilds the others, such as sizes."""
         try:
             rebuilt = find_rule(node).shape_operands(self.analysis.view(node))
         except NotTileableError:
@@ -328,61 +354,65 @@ class BackwardRegion:
         return [tensor for position, tensor in enumerate(node.inputs) if position not in rebuilt]
 
     def _grad_entries(self) -> set[Tensor]:
-        return {t for n in self.nodes for t in n.inputs if t not in self.made and self.kind(t) is TileKind.PARTIAL}
+        return {t for n in self.nodes for t in n.inputs if t not in self.results and self.kind(t) is TileKind.PARTIAL}
 
     def _absorbable(self, node: Node, incoming: set[Tensor]) -> TileKind | None:
-        """Kind of the result if an optional op may move in, else `None`."""
+        """Return the kind of an op's results if the op may join the region, else `None`."""
         if node not in self.analysis.backward:
             return None
         if not all(self._belongs(t) or t in incoming for t in self.operands(node)):
             return None
         try:
-            kind = self._try(node)
+            kind = self._result_kind(node)
         except NotTileableError:
             return None
         return kind if kind in (TileKind.PARTIAL, TileKind.REDUCED) else None
 
     def _grow_down(self) -> bool:
-        """Take in all readers of a gradient, so that it is never whole."""
+        """Add all consumers of an outgoing gradient, which then need not exist in full size; tell whether any joined."""
         incoming = self._grad_entries()
         grown = False
-        for tensor, kind in sorted(self.made.items(), key=lambda item: self.analysis.position[item[0].node]):
+        for tensor, kind in sorted(self.results.items(), key=lambda item: self.analysis.position[item[0].node]):
             if kind is not TileKind.PARTIAL or tensor in self.analysis.graph.outputs:
                 continue
-            outside = [node for node in self._readers(tensor) if node not in self.nodes]
-            results = [self._absorbable(node, incoming) for node in outside]
-            if outside and None not in results:
-                for node, result in zip(outside, results, strict=True):
-                    assert result is not None
-                    self._add(node, result)
+            consumers = [node for node in self._data_consumers(tensor) if node not in self.nodes]
+            kinds = [self._absorbable(node, incoming) for node in consumers]
+            if consumers and None not in kinds:
+                for node, result_kind in zip(consumers, kinds, strict=True):
+                    assert result_kind is not None
+                    self._add(node, result_kind)
                 grown = True
         return grown
 
     def _grow_up(self) -> bool:
-        """Take in the op that makes an incoming gradient, if it works on this segment's own tensors."""
+        """Add a producer of an incoming gradient that reads tensors of the segment alone; tell whether one joined."""
         for tensor in sorted(self._grad_entries(), key=lambda t: self.analysis.position[t.node]):
             node = tensor.node
-            own = [t for t in node.inputs if t in self.owned or t in self.whole or t.node in self.ops]
+            reads_segment = any(
+                t in self.forward_operands or t in self.materialised or t.node in self.ops for t in node.inputs
+            )
             others = [t for t in self.operands(node) if not self._belongs(t)]
             partial = [t for t in others if self.kind(t) is TileKind.PARTIAL]
-            if not own or others != partial or node in self.nodes or tensor in self.analysis.graph.outputs:
+            is_candidate = reads_segment and others == partial and node not in self.nodes
+            if not is_candidate or tensor in self.analysis.graph.outputs:
                 continue
             try:
-                kind = self._try(node)
+                kind = self._result_kind(node)
             except NotTileableError:
                 continue
             if kind is not TileKind.PARTIAL:
                 continue
-            saved = set(self.nodes), dict(self.made)
+            before = set(self.nodes), dict(self.results)
             incoming = self._grad_entries() | set(partial)
             self._add(node, kind)
-            results = {r: self._absorbable(r, incoming) for r in self._readers(tensor) if r not in self.nodes}
-            if None in results.values():
-                self.nodes, self.made = saved
+            consumers = [other for other in self._data_consumers(tensor) if other not in self.nodes]
+            kinds = {other: self._absorbable(other, incoming) for other in consumers}
+            if None in kinds.values():
+                self.nodes, self.results = before
                 continue
-            for reader, result in results.items():
-                assert result is not None
-                self._add(reader, result)
+            for other, result_kind in kinds.items():
+                assert result_kind is not None
+                self._add(other, result_kind)
             return True
         return False
 
@@ -391,18 +421,19 @@ def _assemble(
     analysis: GraphAnalysis,
     name: str,
     ops: set[Node],
+    *,
     exits: list[Tensor],
-    part: BackwardRegion,
+    region: BackwardRegion,
     stored: frozenset[Tensor],
     notes: list[str],
 ) -> Segment:
-    """Collect what crosses the border of the two loops."""
-    kinds: dict[Tensor, TileKind] = dict(part.made)
+    """Return the segment, with the tensors that cross the borders of its two loops."""
+    kinds: dict[Tensor, TileKind] = dict(region.results)
     entries: dict[Tensor, None] = {}
     invariants: dict[Tensor, None] = {}
     grad_entries: dict[Tensor, None] = {}
     forward = analysis.sorted(ops)
-    backward = [n for n in analysis.sorted(part.nodes) if n.out(0) in part.made] if part.nodes else []
+    backward = [n for n in analysis.sorted(region.nodes) if n.out(0) in region.results] if region.nodes else []
     for node in forward:
         for tensor, kind in zip(node.inputs, forward_kinds(analysis, node, ops), strict=True):
             kinds.setdefault(tensor, kind)
@@ -411,37 +442,45 @@ def _assemble(
         for index in range(len(node.outputs)):
             kinds[node.out(index)] = TileKind.FULL
     for node in backward:
-        operands = set(part.operands(node))
-        for tensor, kind in zip(node.inputs, part.kinds(node), strict=True):
+        operands = set(region.operands(node))
+        for tensor, kind in zip(node.inputs, region.kinds(node), strict=True):
             kinds.setdefault(tensor, kind)
-            if tensor in part.made or tensor.node in ops or tensor not in operands:
+            if tensor in region.results or tensor.node in ops or tensor not in operands:
                 continue
             group = {TileKind.FULL: entries, TileKind.PARTIAL: grad_entries}.get(kind, invariants)
             group[tensor] = None
-    grad_exits: list[Tensor] = []
-    reductions: list[Tensor] = []
-    outputs = set(analysis.graph.outputs)
-    for node in backward:
-        for index in range(len(node.outputs)):
-            tensor = node.out(index)
-            outside = tensor in outputs or any(
-                r not in part.nodes and not reads_shape_only(r) for r, p in analysis.consumers.get(tensor, ())
-            )
-            if outside and part.made[tensor] is TileKind.FULL:
-                raise NotTileableError(f"`{tensor.name}`, derived from recomputed values, is needed elsewhere")
-            if outside:
-                (reductions if part.made[tensor] is TileKind.REDUCED else grad_exits).append(tensor)
+    grad_exits, reductions = _backward_exits(analysis, region, backward)
     return Segment(
         name,
-        list(entries),
-        exits,
-        forward,
-        backward,
-        kinds,
-        list(grad_entries),
-        grad_exits,
-        reductions,
-        list(invariants),
-        stored,
-        notes,
+        entries=list(entries),
+        exits=exits,
+        forward=forward,
+        backward=backward,
+        kinds=kinds,
+        grad_entries=list(grad_entries),
+        grad_exits=grad_exits,
+        reductions=reductions,
+        invariants=list(invariants),
+        stored=stored,
+        notes=notes,
     )
+
+
+def _backward_exits(
+    analysis: GraphAnalysis, region: BackwardRegion, nodes: Iterable[Node]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the gradients and the reductions of a backward region that ops outside read or the function returns."""
+    gradients: list[Tensor] = []
+    reductions: list[Tensor] = []
+    outputs = set(analysis.graph.outputs)
+    for node in nodes:
+        for index in range(len(node.outputs)):
+            tensor = node.out(index)
+            consumers = [other for other, _ in analysis.consumers.get(tensor, ()) if not reads_shape_only(other)]
+            if tensor not in outputs and region.nodes.issuperset(consumers):
+                continue
+            kind = region.results[tensor]
+            if kind is TileKind.FULL:
+                raise NotTileableError(f"`{tensor.name}`, derived from recomputed values, is needed elsewhere")
+            (reductions if kind is TileKind.REDUCED else gradients).append(tensor)
+    return gradients, reductions
