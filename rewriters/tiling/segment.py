@@ -369,7 +369,7 @@ class BackwardRegion:
         return kind if kind in (TileKind.PARTIAL, TileKind.REDUCED) else None
 
     def _grow_down(self) -> bool:
-        """Add all consumers of an outgoing gradient, which then need not exist in full size; tell whether any joined."""
+        """Add all consumers of an outgoing gradient, which then need not exist in full size; tell if one joined."""
         incoming = self._grad_entries()
         grown = False
         for tensor, kind in sorted(self.results.items(), key=lambda item: self.analysis.position[item[0].node]):
