@@ -52,7 +52,7 @@ def run(method, region, value=None, at_run_time=False):
 
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(regions(), st.booleans())
-def test_regions_are_read_written_and_added_to(region, at_run_time):
+def test_device_buffer_read_write_accumulate_regions(region, at_run_time):
     whole, found = run("read", region, at_run_time=at_run_time)
     np.testing.assert_array_equal(found, whole[slices(region)])
     value = -1.0 - np.random.default_rng(0).random(found.shape)
@@ -62,7 +62,7 @@ def test_regions_are_read_written_and_added_to(region, at_run_time):
         np.testing.assert_array_equal(found, whole)
 
 
-def test_sizes_that_are_numbers_stay_known():
+def test_device_buffer_read_keeps_static_sizes():
     @tf.function(input_signature=[tf.TensorSpec((None, 8, 8, 3), tf.float32)])
     def body(x):
         part = DeviceBuffer(x).read([None, (tf.shape(x)[0], 5), (2, tf.shape(x)[0]), None])
@@ -74,7 +74,7 @@ def test_sizes_that_are_numbers_stay_known():
     assert body(tf.ones((2, 8, 8, 3))).shape == (2, 8, 8, 3)
 
 
-def test_the_whole_tensor_is_neither_cut_nor_copied():
+def test_device_buffer_full_region_is_not_copied():
     @tf.function(autograph=False)
     def body(x):
         assert DeviceBuffer(x).read([None, None]) is x
@@ -85,7 +85,7 @@ def test_the_whole_tensor_is_neither_cut_nor_copied():
     assert np.all(function(tf.zeros((2, 3))) == 1.0)
 
 
-def test_tiles_fill_a_buffer_in_a_loop():
+def test_device_buffer_filled_by_loop():
     @tf.function(input_signature=[tf.TensorSpec((None, 6), tf.float32)])
     def body(x):
         rows = tf.shape(x)[0]
@@ -103,11 +103,11 @@ def test_tiles_fill_a_buffer_in_a_loop():
 
 
 @pytest.mark.parametrize("dtype", [tf.float16, tf.float32, tf.float64, tf.int32])
-def test_allocated_zeros_are_zero(dtype):
+def test_empty_buffer_zero_is_zero(dtype):
     assert np.all(tf.function(lambda: empty_buffer(stacked([50, 50]), dtype, zero=True))() == 0)
 
 
-def test_numbers_alone_are_a_constant():
+def test_stacked_integers_is_constant():
     @tf.function(autograph=False)
     def body(n):
         return stacked([1, 2]), stacked([1, n])

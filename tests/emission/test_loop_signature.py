@@ -32,13 +32,13 @@ def bodies(step, *cuts, loops=4):
 
 
 @pytest.mark.parametrize("known_batch", (True, False))
-def test_equal_blocks_share_their_bodies(known_batch):
+def test_program_signature_equal_blocks_share_bodies(known_batch):
     step = keras_step(chain(), batch=2, known_batch=known_batch)
     assert len(bodies(step, *cuts())) == 3  # The first block's image needs no gradient, so its backward loop differs.
     assert differing(step, *cuts()) == {}
 
 
-def test_three_equal_blocks_need_the_bodies_of_two():
+def test_program_signature_three_equal_blocks_have_bodies_of_two():
     step = keras_step(lambda x: block(block(block(x, 1), 2), 3))
     ends = ("input", "out1", "out2", "out3")
     three = [Cut(a, b, GRID) for a, b in zip(ends, ends[1:], strict=False)]
@@ -57,20 +57,20 @@ def test_three_equal_blocks_need_the_bodies_of_two():
         {"pool": layers.AveragePooling2D},
     ),
 )
-def test_blocks_that_differ_have_bodies_of_their_own(second):
+def test_program_signature_different_blocks_have_own_bodies(second):
     step = keras_step(chain(**second))
     assert len(bodies(step, *cuts())) == 4
     assert differing(step, *cuts()) == {}
 
 
-def test_other_grids_have_bodies_of_their_own():
+def test_program_signature_different_grids_have_own_bodies():
     step = keras_step(chain())
     assert len(bodies(step, *cuts((2, 3), (3, 2)))) == 4
     assert differing(step, *cuts((2, 3), (3, 2))) == {}
 
 
 @pytest.mark.parametrize(("offset", "shared"), ((0, True), (2, False)))
-def test_static_operands_count(offset, shared):
+def test_program_signature_includes_static_operands(offset, shared):
     """Slices of the same size from other channels differ in the value of an operand alone."""
 
     def block(x, number, offset):

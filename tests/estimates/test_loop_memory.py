@@ -65,7 +65,7 @@ def image(rows, columns, channels=8):
     return rows * columns * channels * FLOAT
 
 
-def test_a_turn_takes_the_slice_the_padded_slice_and_the_result():
+def test_iteration_peak_is_slice_padded_slice_and_result():
     _, _, (forward, *_) = planned(conv(use_bias=False))
     corner, edge, *_ = found = peaks(forward)
     assert len(found) == 9
@@ -75,23 +75,23 @@ def test_a_turn_takes_the_slice_the_padded_slice_and_the_result():
     assert found[4] == image(18, 18) + image(16, 16), "inside, nothing is padded"
 
 
-def test_a_convolution_of_single_pixels_pads_nothing():
+def test_iteration_peak_pointwise_convolution_has_no_pad():
     _, _, (forward, *_) = planned(conv(1, use_bias=False))
     assert set(peaks(forward)) == {2 * image(16, 16)}
 
 
-def test_one_tile_slices_and_pads_nothing():
+def test_iteration_peak_single_tile_has_no_slice():
     _, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1))
     assert peaks(forward) == [image(64, 64)], "the image itself is read"
 
 
-def test_tiles_of_the_batch_hold_their_share():
+def test_iteration_peak_batch_tiles_hold_fraction_of_batch():
     _, _, (forward, *_) = planned(conv(use_bias=False), grid=(1, 1), batch=4, batch_tiles=2)
     assert peaks(forward, batch=4) == [2 * (2 * image(64, 64))], "a slice of two images, and the result"
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (2, 3), (5, 4)])
-def test_scratch_is_the_peak_of_a_corner_or_of_an_inner_tile(grid):
+def test_iteration_peak_bytes_is_that_of_corner_or_inner_tile(grid):
     _, _, tile_loops = planned(conv(activation="relu"), conv(activation="relu"), layers.MaxPool2D(2), grid=grid)
     for tile_loop in tile_loops:
         found = peaks(tile_loop)
@@ -99,7 +99,7 @@ def test_scratch_is_the_peak_of_a_corner_or_of_an_inner_tile(grid):
         assert iteration_peak_bytes(tile_loop, 1) >= 0.9 * max(found)
 
 
-def test_the_backward_turn_adds_to_a_whole_gradient_in_place():
+def test_iteration_events_backward_accumulates_in_place():
     def added(*first):
         _, segment, (_, backward) = planned(*first, conv(activation="relu"), conv(activation="relu"))
         turn = loop_iterations(backward, 1)[4].events
@@ -117,7 +117,7 @@ def test_the_backward_turn_adds_to_a_whole_gradient_in_place():
 
 @pytest.mark.parametrize("grid", [(2, 2), (3, 5)])
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_the_model_cuts_and_pads_where_the_emitted_loop_does(grid, kernel):
+def test_iteration_model_crops_and_pads_like_emitted_loop(grid, kernel):
     analysis, segment, tile_loops = planned(conv(kernel, activation="relu"), conv(3), layers.MaxPool2D(2), grid=grid)
     for tile_loop in tile_loops:
         graph = trace_loop(analysis, segment, tile_loop)

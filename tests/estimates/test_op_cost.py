@@ -40,7 +40,7 @@ def tile_loops(body, grid, batch=1, halo=Halo.RECOMPUTE):
 
 
 @pytest.mark.parametrize("body", [two(3), pooled])
-def test_one_turn_costs_what_the_operations_do(body):
+def test_cost_single_iteration_is_sum_of_ops(body):
     analysis, found = tile_loops(body, (1, 1))
     costs = CostModel(analysis, IMAGES)
     for tile_loop in found:
@@ -58,7 +58,7 @@ def test_one_turn_costs_what_the_operations_do(body):
         (1, (4, 2), 2, Halo.RECOMPUTE),
     ],
 )
-def test_every_turn_moves_weights_and_their_gradients_once_more(size, grid, batch, halo):
+def test_cost_each_iteration_moves_weights_and_gradients(size, grid, batch, halo):
     analysis, found = tile_loops(two(size), grid, batch, halo)
     costs, turns, seen = CostModel(analysis, IMAGES), min(batch, IMAGES) * grid[0] * grid[1], set()
     for tile_loop in found:
@@ -72,7 +72,7 @@ def test_every_turn_moves_weights_and_their_gradients_once_more(size, grid, batc
     assert seen == {"Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"}
 
 
-def test_no_turn_moves_more_than_its_part_of_a_pool_that_is_made_again():
+def test_cost_recomputed_pool_moves_its_fraction_only():
     analysis, found = tile_loops(pooled, (1, 1), IMAGES)
     (pool,) = [node for tile_loop in found for node in tile_loop.body if node.op == "MaxPoolGrad"]
     assert pool.inputs[1] not in found[-1].regions, "the pool's result, which nothing else reads"
@@ -95,7 +95,7 @@ def changed(**rates):
     return dataclasses.replace(NOMINAL, **rates)
 
 
-def test_each_kind_of_operation_has_its_own_rate():
+def test_cost_uses_rate_of_op_type():
     half = changed(flops={"": 1e11, "Conv2D": 5e10}, touched={"": 1.25e10, "MaxPoolGrad": 1.25e9})
     for op, body in (("Conv2D", two(3)), ("MaxPoolGrad", pooled), ("BiasAddGrad", two(3))):
         for (plain, node), (slower, _) in zip(one_op(op, NOMINAL, body), one_op(op, half, body), strict=True):
@@ -106,12 +106,12 @@ def test_each_kind_of_operation_has_its_own_rate():
             assert slower - plain == pytest.approx(more, rel=1e-6, abs=1e-15), op
 
 
-def test_calls_take_time_of_their_own():
+def test_cost_includes_seconds_per_call():
     ((plain, _), *_), ((slow, _), *_) = one_op("Conv2D", NOMINAL), one_op("Conv2D", changed(call=1e-3))
     assert slow - plain == pytest.approx(1e-3)
 
 
-def test_large_results_are_touched_for_the_first_time():
+def test_cost_large_results_include_first_touch():
     """The bias is added in place, the convolution makes something new."""
     slow = changed(first_touch=1e6, first_touch_min_bytes=1000)
     for (plain, node), (fresh, _) in zip(one_op("Conv2D", NOMINAL), one_op("Conv2D", slow), strict=True):
@@ -119,7 +119,7 @@ def test_large_results_are_touched_for_the_first_time():
     assert one_op("BiasAdd", slow)[0][0] == one_op("BiasAdd", NOMINAL)[0][0]
 
 
-def test_turns_with_small_results_touch_nothing_for_the_first_time():
+def test_cost_small_results_have_no_first_touch():
     analysis, found = tile_loops(two(3), (4, 1), 4)
     conv_ = next(node for node in found[0].body if node.op == "Conv2D")
     size = conv_.out().num_bytes(IMAGES)
@@ -139,7 +139,7 @@ def test_turns_with_small_results_touch_nothing_for_the_first_time():
 
 
 @pytest.mark.parametrize("op", ["Conv2D", "Conv2DBackpropFilter"])
-def test_convolutions_that_copy_windows_pay_for_them(op):
+def test_cost_convolutions_include_copied_windows(op):
     slow = changed(unfolded={op: 1e6})
     for (plain, node), (copying, _) in zip(one_op(op, NOMINAL), one_op(op, slow), strict=True):
         few, filters = (node.inputs[2], node.out()) if op.endswith("Filter") else (node.out(), node.inputs[1])
@@ -147,7 +147,7 @@ def test_convolutions_that_copy_windows_pay_for_them(op):
         assert copying - plain == pytest.approx(IMAGES * windows * 8 / 1e6)
 
 
-def test_gradients_of_volumes_without_unfolding_have_a_rate_of_their_own(monkeypatch):
+def test_cost_direct_volume_gradients_use_direct_rate(monkeypatch):
     """Their windows are those of the other gradient, and they make none of the image."""
 
     def step(x, kernel):
@@ -168,14 +168,14 @@ def test_gradients_of_volumes_without_unfolding_have_a_rate_of_their_own(monkeyp
         assert slow - plain == pytest.approx(8**3 * 27 * channels * 8 / 1e6)
 
 
-def test_aliases_and_shapes_take_no_time():
+def test_cost_of_aliases_and_shapes_is_zero():
     analysis, _ = tile_loops(two(3), (1, 1))
     costs = CostModel(analysis, IMAGES, changed(call=1.0))
     free = [node for node in analysis.order if node.op in ("Reshape", "Shape", "Const", "ReadVariableOp")]
     assert free and {costs.op(node) for node in free} == {0}
 
 
-def test_loops_pay_for_cutting_and_joining():
+def test_cost_of_loop_includes_slices_and_writes():
     analysis, found = tile_loops(two(3), (2, 1), 2)
     costs = CostModel(analysis, IMAGES)
     forward = found[0]
@@ -185,7 +185,7 @@ def test_loops_pay_for_cutting_and_joining():
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_loops_pay_for_means_and_variances_that_they_compute_together(count):
+def test_cost_of_loop_includes_merged_moments(count):
     step = keras_step(lambda x: conv(4)(layers.BatchNormalization()(conv(4)(x))), (12, 10), IMAGES, steps=1)
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     roles = assign_levels(analysis)
@@ -210,7 +210,7 @@ def test_loops_pay_for_means_and_variances_that_they_compute_together(count):
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (4, 1)])
-def test_gradients_of_a_convolution_share_the_cores(grid, monkeypatch):
+def test_cost_convolution_gradients_share_cores(grid, monkeypatch):
     """While one copies windows of one image after another, which keeps one core busy, the other has the rest.
 
     Tests take caches to be so small that images are unfolded one by one.
@@ -236,7 +236,7 @@ def added(x):
     return layers.Add(name="out")([conv(5)(x), conv(5, 1)(x)])
 
 
-def test_gradients_that_run_at_once_are_those_of_one_convolution():
+def test_gradient_pairs_belong_to_one_convolution():
     analysis, _ = tile_loops(added, (1, 1))
     pairs = CostModel(analysis, IMAGES).pairs
     assert len(pairs) == 3 - 1  # Of the first convolution's image nobody asks for the gradient.
@@ -249,7 +249,7 @@ def test_gradients_that_run_at_once_are_those_of_one_convolution():
 
 @pytest.mark.parametrize("body", [two(3), pooled, added])
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_no_number_of_turns_takes_less_than_the_least(body, threads, monkeypatch):
+def test_lower_bound_holds_for_all_grids(body, threads, monkeypatch):
     monkeypatch.setattr(properties, "num_threads", lambda: threads)
     unfolded = {"Conv2DBackpropInput": 1e8, "Conv2DBackpropFilter": 3e8}
     rates = changed(first_touch=1e6, first_touch_min_bytes=2**11, unfolded=unfolded, call=1e-7)
@@ -267,7 +267,7 @@ def test_no_number_of_turns_takes_less_than_the_least(body, threads, monkeypatch
 
 
 @pytest.mark.parametrize(("batch", "grid"), [(IMAGES, (1, 1)), (2, (1, 1)), (3, (1, 1)), (IMAGES, (3, 1))])
-def test_kernels_are_called_with_the_images_of_a_turn(batch, grid):
+def test_iteration_call_has_images_of_one_tile(batch, grid):
     analysis, found = tile_loops(two(1), grid, batch)
     costs, call = CostModel(analysis, IMAGES), kernel_scratch.KernelShape(IMAGES, 120, 120)
     gradients = [
@@ -281,7 +281,7 @@ def test_kernels_are_called_with_the_images_of_a_turn(batch, grid):
         )
 
 
-def test_other_kernels_keep_all_cores_busy(monkeypatch):
+def test_concurrency_savings_are_zero_for_busy_kernels(monkeypatch):
     monkeypatch.setattr(properties, "num_threads", lambda: IMAGES)
     monkeypatch.setattr(kernel_scratch, "L3_BYTES", 2**25)
     analysis, _ = tile_loops(two(3), (1, 1))

@@ -60,7 +60,7 @@ DEEP_IS_SLOW = [pytest.param(net, marks=pytest.mark.slow) if net is bottlenecks 
 
 @pytest.mark.parametrize("net", DEEP_IS_SLOW)
 @pytest.mark.parametrize("known_batch", (pytest.param(True, marks=pytest.mark.slow), False), ids=("known", "unknown"))
-def test_all_that_a_step_computes_is_the_same(net, known_batch):
+def test_barrier_loops_equal_original_step(net, known_batch):
     step = keras_step(net, (17, 14), 3, known_batch, momentum())
     parts = Parts(step.concrete_fn, 3)
     assert has_barriers(parts.analysis, parts.roles)
@@ -71,7 +71,7 @@ def test_all_that_a_step_computes_is_the_same(net, known_batch):
 
 
 @pytest.mark.parametrize("net", NORMALISED)
-def test_one_tile_gives_the_same_forward_pass_to_the_last_bit(net):
+def test_barrier_loops_single_tile_forward_is_bit_identical(net):
     step = keras_step(net, (10, 9), 2, True, momentum(), steps=1)
     want, got = step.run(step.concrete_fn), step.run(Parts(step.concrete_fn).rewritten(Grid(1, (1, 1))))
     for name, value in want.items():
@@ -80,14 +80,14 @@ def test_one_tile_gives_the_same_forward_pass_to_the_last_bit(net):
     assert not differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (1, 1))), 1e-12)
 
 
-def test_variances_in_loops_of_their_own():
+def test_assign_levels_without_merge_separates_variances():
     step = keras_step(chain, (9, 8), 2, True, momentum())
     merged, apart = Parts(step.concrete_fn), Parts(step.concrete_fn, merge=False)
     assert len(apart.segment().loop_specs) == len(merged.segment().loop_specs) + 3
     assert not differing(step, apart.rewritten(Grid(1, (2, 3))))
 
 
-def test_two_losses_and_a_frozen_normalisation():
+def test_barrier_loops_two_losses_and_frozen_norm_equal_original_step():
     def net(x):
         x = layers.ReLU()(conv_norm(x, 4))
         frozen = layers.BatchNormalization()
@@ -151,7 +151,7 @@ ODD = {
 
 @pytest.mark.parametrize("net", ODD)
 @pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
-def test_odd_steps(net, known_batch):
+def test_barrier_loops_unusual_steps_equal_original_step(net, known_batch):
     """The norm over all gradients lets those of filters depend on more than sums."""
     optimizer = keras.optimizers.Adam(0.01, epsilon=1e-2, global_clipnorm=0.5)
     step = keras_step(ODD[net], (12, 11), 3, known_batch, optimizer)
@@ -161,7 +161,7 @@ def test_odd_steps(net, known_batch):
         assert not differing(step, parts.rewritten(grid, kept=set()))
 
 
-def test_the_largest_of_nothing_but_minus_infinity():
+def test_max_reduction_of_minus_infinity_stays_minus_infinity():
     image = tf.constant(np.full((2, 6, 5, 1), -np.inf))
     whole = tf.function(lambda x: tf.reduce_max(x, [1, 2]), autograph=False).get_concrete_function(image)
     tensor = from_tf_graph(whole.graph, whole.inputs, [whole.graph.get_operation_by_name("Max").outputs[0]], [])
@@ -169,7 +169,7 @@ def test_the_largest_of_nothing_but_minus_infinity():
     assert np.all(np.array(found.initial(Turns(None))[0].initial) == -np.inf)
 
 
-def test_branches_of_two_batches_are_not_taken_to_be_of_one():
+def test_assign_levels_two_batch_sizes_are_not_mixed():
     """Labelled images and seven times as many others, as in semi-supervised training."""
     kernel = tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 3, 4)), dtype=tf.float64)
 
@@ -217,7 +217,7 @@ def furthest_of(step, images, spec, num_tiles=(2, 2)):
     return max(error(got, want) for got, want in pairs)
 
 
-def test_a_loss_that_is_linear_in_the_scores():
+def test_barrier_loops_linear_loss_equal_original_step():
     """As a critic's: most of the backward phase does not wait for the forward phase, but for shapes of its results."""
 
     def loss_of(x, first, second, dense):
@@ -227,7 +227,7 @@ def test_a_loss_that_is_linear_in_the_scores():
     assert furthest_of(*gradients_of(loss_of, (3, 3, 3, 4), (3, 3, 4, 4), (80, 1))) < TOLERANCE
 
 
-def test_a_gradient_penalty():
+def test_barrier_loops_gradient_penalty_equal_original_step():
     """A gradient that the loss reads is taken for what comes before the loss, and runs on tiles with it."""
 
     def loss_of(x, first, second):
@@ -244,7 +244,7 @@ def test_a_gradient_penalty():
 
 
 @pytest.mark.parametrize("axes", ([0], [0, 1], [0, 3]))
-def test_a_mean_over_the_batch(axes):
+def test_barrier_loops_batch_mean_equal_original_step(axes):
     """It has the rows of an image, but no batch; its gradient is spread over the batch again."""
 
     def loss_of(x, first, second):
@@ -258,7 +258,7 @@ def test_a_mean_over_the_batch(axes):
 
 
 @pytest.mark.parametrize("known", (True, False))
-def test_a_branch_on_another_device_with_more_images(known):
+def test_barrier_loops_second_device_with_larger_batch_equal_original_step(known):
     """It has loops and a batch of its own."""
 
     def branch(x, kernels):
@@ -276,7 +276,7 @@ def test_a_branch_on_another_device_with_more_images(known):
     assert furthest_of(step, images, images if known else spec, (2, 3, 2)) < TOLERANCE
 
 
-def test_gradients_asked_for_after_an_assertion():
+def test_barrier_loops_gradients_after_assertion_equal_original_step():
     """Their shapes wait for it, and are known all the same."""
 
     def loss_of(x, first, second):
@@ -291,7 +291,7 @@ def test_gradients_asked_for_after_an_assertion():
 # Loops ------------------------------------------------------------------------------------------------------
 
 
-def test_each_batch_norm_is_one_barrier_forward_and_one_backward():
+def test_assign_levels_batch_norm_is_one_barrier_per_phase():
     parts = Parts(keras_step(chain, (9, 8)).concrete_fn)
     loops = parts.segment().loop_specs
     levels = {loop.level: loop.backward for loop in loops}
@@ -301,7 +301,7 @@ def test_each_batch_norm_is_one_barrier_forward_and_one_backward():
     assert all(tensor.node.op == "Conv2D" for loop in loops[:4] for tensor in loop.writes)
 
 
-def test_what_would_be_computed_from_more_than_it_has_is_stored():
+def test_checkpoint_selection_stores_tensors_smaller_than_their_sources():
     """The sums of a residual network: else each block would read all blocks before it."""
     parts = Parts(keras_step(bottlenecks, (24, 24)).concrete_fn)
     written = [tensor for loop in parts.segment().loop_specs if not loop.backward for tensor in loop.writes]
@@ -310,7 +310,7 @@ def test_what_would_be_computed_from_more_than_it_has_is_stored():
     assert most <= 6
 
 
-def test_a_gradient_that_lets_go_of_two_tensors_is_made_before_it_is_read_with_a_halo(monkeypatch):
+def test_loop_specs_gather_gradient_before_loop_with_halo(monkeypatch):
     """What comes out of the gradient of a normalisation, before the gradients of the convolution take it."""
     concrete_fn, ways = keras_step(deep, (24, 24)).concrete_fn, []
     for least in (checkpoint_selection.MIN_FREED_RATIO, 100.0):
@@ -335,7 +335,7 @@ def readable(loops):
 
 
 @pytest.mark.parametrize("net", NORMALISED)
-def test_loops_read_what_was_written_and_make_every_sum_once(net):
+def test_loop_specs_read_written_tensors_and_compute_reductions_once(net):
     parts = Parts(keras_step(net, (17, 14)).concrete_fn)
     for kept in [None, set(), *parts.storage.checkpoints()]:
         loops = parts.segment(kept).loop_specs
@@ -358,7 +358,7 @@ def held(loops, batch=2):
     return [sum(tensor.num_bytes(batch) for tensor, loop in every if loop is not None) for every in there]
 
 
-def test_checkpoints_need_less_and_less():
+def test_checkpoints_sets_have_decreasing_bytes():
     parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
     loops = [parts.segment(kept).loop_specs for kept in parts.storage.checkpoints()]
     sizes = [max(held(every)) for every in loops]
@@ -367,7 +367,7 @@ def test_checkpoints_need_less_and_less():
     assert first < last < 1.5 * first, "made again, and each once"
 
 
-def test_what_is_dropped_is_made_again_by_loops_of_its_own():
+def test_loop_specs_recompute_dropped_tensors_in_separate_loops():
     """In a single loop a turn would pay for the halos of all convolutions between two checkpoints."""
     parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
     for kept in (set(), *parts.storage.checkpoints()):
@@ -379,7 +379,7 @@ def test_what_is_dropped_is_made_again_by_loops_of_its_own():
 
 
 @pytest.mark.parametrize("net", (pytest.param(bottlenecks, marks=pytest.mark.slow), u_net))
-def test_convolutions_that_are_cheap_are_not_stored(net):
+def test_checkpoint_selection_cheap_convolutions_are_recomputed(net):
     step = keras_step(net, (17, 14), 3, True, momentum())
     dear, cheap = Parts(step.concrete_fn, 3), Parts(step.concrete_fn, 3, cheap_flops=1e9)
     fewer = dear.storage.stored - cheap.storage.stored
@@ -388,7 +388,7 @@ def test_convolutions_that_are_cheap_are_not_stored(net):
         assert not differing(step, cheap.rewritten(Grid(2, (3, 2)), kept=kept))
 
 
-def test_nothing_to_store_is_no_endless_search():
+def test_checkpoints_without_stored_tensors_terminates():
     def grouped(x):
         return layers.Conv2D(6, 3, groups=3)(x)
 
@@ -403,7 +403,7 @@ def deep(x):
     return x
 
 
-def test_gradients_of_filters_are_no_images():
+def test_assign_levels_filter_gradients_are_not_images():
     """They have four dimensions too, here as many rows as the batch, and the optimizer works on them elementwise."""
     optimizer = keras.optimizers.Adam(0.01, global_clipnorm=1.0)
     parts = Parts(keras_step(chain, (9, 8), 3, optimizer=optimizer).concrete_fn, 3)
@@ -412,7 +412,7 @@ def test_gradients_of_filters_are_no_images():
         assert shape is not None and shape[0] == 3 and shape[1] > 3, node
 
 
-def test_what_is_made_again_is_read_and_what_was_there_before_is_free():
+def test_tile_pass_later_loops_read_recomputed_tensors():
     parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
     plan = tile_pass.plan_segment(parts.analysis, parts.segment(set()), Grid(1, (2, 2)))
     graph = tile_pass.tile_skeleton(parts.analysis, [plan])
@@ -428,7 +428,7 @@ def test_what_is_made_again_is_read_and_what_was_there_before_is_free():
     assert checked > 5
 
 
-def test_what_is_refused_is_told_and_runs_whole():
+def test_assign_levels_refused_ops_have_reasons_and_run_untiled():
     def net(x):
         x = layers.ReLU()(conv_norm(x, 4))
         x = Compiled()(x)
@@ -478,7 +478,7 @@ def pair(graph, tensors):
     return MomentPair(*found, axes=(0, 1, 2), keep_dims=False)
 
 
-def test_moments_of_uneven_parts_do_not_cancel():
+def test_merged_moments_uneven_tiles_have_no_cancellation():
     """Mean over deviation of 4,000: a difference of mean squares would have no digit left in float32."""
     random = np.random.default_rng(0)
     parts = [random.normal(4000, 1, (2, rows, 50, 1)) for rows in (7, 1, 30, 6)]
@@ -514,7 +514,7 @@ CELLS, MERGE = tile_planner.RowDemand.cells_of, loop_outputs.MergedMoments.updat
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_what_is_broken_on_purpose_is_noticed(what, monkeypatch):
+def test_barrier_loops_broken_on_purpose_differ(what, monkeypatch):
     def net(x):
         x = chain(x)
         return layers.Multiply()([x, layers.GlobalAveragePooling2D(keepdims=True)(x)])

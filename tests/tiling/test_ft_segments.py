@@ -49,19 +49,19 @@ def forward(analysis, op):
     ],
     ids=range(11),
 )
-def test_scale_and_delta_are_those_of_table_4(layer, op, expected):
+def test_scale_and_delta_equal_table_4(layer, op, expected):
     analysis = analysed(layer, size=200)
     node = forward(analysis, op)
     assert [ft_segments.scale_and_delta(analysis, node, 0, axis) for axis in (0, 1)] == [expected, expected]
 
 
-def test_axes_are_separate():
+def test_scale_and_delta_differ_by_axis():
     analysis = analysed(conv(kernel=(3, 5)), size=200)
     node = forward(analysis, "Conv2D")
     assert [ft_segments.scale_and_delta(analysis, node, 0, axis) for axis in (0, 1)] == [(1, 2), (1, 4)]
 
 
-def test_dimensions_of_operators_and_of_their_segments():
+def test_segment_dimensions_are_intersection_of_op_dimensions():
     analysis = analysed(lambda x: layers.MaxPool2D(2)(conv()(x)))
     tiled = [forward(analysis, op) for op in ("Conv2D", "BiasAdd", "Relu", "MaxPool")]
     for node in tiled:
@@ -119,7 +119,7 @@ def on_every_path(analysis, nodes):
 
 
 @pytest.mark.parametrize(("body", "forks"), [(chain, False), (residual, True), (unet, True)])
-def test_cuts_are_where_every_path_goes_through(body, forks):
+def test_cuts_are_post_dominators(body, forks):
     analysis = analysed(body)
     (component,), _ = ft_segments.find_components(analysis)
     expected, paths = on_every_path(analysis, component.nodes)
@@ -130,7 +130,7 @@ def test_cuts_are_where_every_path_goes_through(body, forks):
         assert component.cut_tensor(analysis, cut).node is component.nodes[cut]
 
 
-def test_the_entry_may_go_on_beside_a_cut_because_it_is_kept_anyway():
+def test_cuts_ignore_entry_read_after_cut():
     (component,), _ = ft_segments.find_components(analysed(lambda x: layers.Add()([x, conv(3)(x)])))
     assert [node.op for node in component.nodes] == ["Conv2D", "BiasAdd", "Relu", "AddV2"]
     assert component.cuts == [0, 1, 2, 3]
@@ -163,7 +163,7 @@ def three_blocks(x):
         (10**9, []),
     ],
 )
-def test_segments_end_at_the_first_tensor_that_fits(capacity, expected):
+def test_find_segments_end_at_first_tensor_within_capacity(capacity, expected):
     analysis = analysed(three_blocks)
     (component,), _ = ft_segments.find_components(analysis)
     assert [node.op for node in component.nodes] == NODES
@@ -172,7 +172,7 @@ def test_segments_end_at_the_first_tensor_that_fits(capacity, expected):
     assert found == [range(*bounds) for bounds in expected]
 
 
-def test_a_small_tensor_between_large_ones_is_kept_and_ends_a_segment():
+def test_find_segments_small_tensor_between_large_ones_ends_segment():
     def hourglass(x):
         x = layers.MaxPool2D(4)(conv()(x))
         x = layers.Conv2DTranspose(4, 4, strides=4, use_bias=False)(x)
@@ -186,7 +186,7 @@ def test_a_small_tensor_between_large_ones_is_kept_and_ends_a_segment():
     assert ft_segments.find_segments(analysis, component, 500, 1) == [range(0, 8)]
 
 
-def test_the_capacity_is_per_batch():
+def test_find_segments_capacity_counts_batch():
     analysis = analysed(three_blocks)
     (component,), _ = ft_segments.find_components(analysis)
     sizes = [node.out().num_bytes(5) for node in component.nodes]
@@ -204,7 +204,7 @@ def squeeze_and_excite(x):
     return x
 
 
-def test_a_net_that_comes_back_from_outside_falls_into_convex_components():
+def test_find_components_detour_outside_gives_convex_components():
     analysis = analysed(squeeze_and_excite)
     components, left = ft_segments.find_components(analysis)
     assert [[node.op for node in c.nodes] for c in components] == [
@@ -229,7 +229,7 @@ def is_convex(analysis, nodes):
     return True
 
 
-def test_components_share_no_op_and_hold_all_that_can_be_tiled():
+def test_find_components_partition_tileable_ops():
     analysis = analysed(lambda x: squeeze_and_excite(unet(x)))
     components, _ = ft_segments.find_components(analysis)
     for one, other in itertools.combinations(components, 2):
@@ -239,7 +239,7 @@ def test_components_share_no_op_and_hold_all_that_can_be_tiled():
     assert convolutions and convolutions <= held
 
 
-def test_automatic_segments_are_numbered_and_share_no_backward_op():
+def test_auto_segments_are_numbered_and_share_no_backward_op():
     analysis = analysed(squeeze_and_excite)
     segments, _ = ft_segments.auto_segments(analysis, None, 1, {})
     assert [segment.name for segment in segments] == [f"segment{n}" for n in range(1, len(segments) + 1)]
@@ -257,7 +257,7 @@ def whole(x):
     return layers.Lambda(lambda t: tf.reverse(t, [1]))(x)
 
 
-def test_what_a_segment_saves_is_what_it_need_not_keep():
+def test_saved_bytes_are_bytes_not_saved_for_backward():
     analysis = analysed(lambda x: conv(name="two")(conv(name="one")(x)))
     (segment,), _ = ft_segments.auto_segments(analysis, None, 1, {})
     assert ft_segments.saved_bytes(analysis, segment, 1) == 4 * 32 * 32 * 4, (
@@ -265,7 +265,7 @@ def test_what_a_segment_saves_is_what_it_need_not_keep():
     )
 
 
-def test_an_entry_that_only_the_recomputation_reads_counts_against_a_segment():
+def test_saved_bytes_subtract_entry_read_by_recomputation_only():
     """Without tiles the first activation is kept; with them, what it is computed from."""
 
     def body(*more):
@@ -283,7 +283,7 @@ def test_an_entry_that_only_the_recomputation_reads_counts_against_a_segment():
     assert ft_segments.saved_bytes(analysis, segment, 1) == (2 - 1) * 3 * 32 * 32 * 4
 
 
-def test_volumes_are_tiled_and_what_joins_their_axes_is_left_alone_with_a_reason():
+def test_auto_segments_volumes_skip_ops_that_mix_axes():
     image = keras.Input((8, 8, 8, 2))
     model = keras.Model(image, layers.Flatten()(layers.ReLU()(layers.Conv3D(2, 3)(image))))
 

@@ -49,7 +49,7 @@ def rewritten_by(step, **params):
 
 
 @pytest.mark.parametrize("net", PLAIN, ids=lambda net: net.__name__)
-def test_rows_compute_what_the_plain_step_computes(net):
+def test_row_planner_equals_original_step(net):
     step = keras_step(net, (50, 21), 3, False, keras.optimizers.Adam(0.01), steps=2)
     thin = min(planned(step, rows(1)).segment.exits[0].shape[1], 12)
     assert not differing(step, rows(thin, 4, batch=2))
@@ -60,7 +60,7 @@ OTHER = {"masked": (masked, TOLERANCE), "dilated": (dilated, TOLERANCE), "enlarg
 
 
 @pytest.mark.parametrize(("net", "tolerance"), OTHER.values(), ids=OTHER)
-def test_rows_of_other_operations(net, tolerance):
+def test_row_planner_other_ops_equal_original_step(net, tolerance):
     step = keras_step(net, (50, 21), 3, False, keras.optimizers.Adam(0.01), steps=2)
     assert not differing(step, rows(5, 3, batch=2), tolerance=tolerance)
     assert not differing(step, rows(2, 6), tolerance=tolerance)
@@ -68,7 +68,7 @@ def test_rows_of_other_operations(net, tolerance):
 
 @pytest.mark.parametrize("net", [separable, unet, cell], ids=lambda net: net.__name__)
 @pytest.mark.parametrize("numbers", [(1, 4), (4, 1)], ids=str)
-def test_one_turn_beside_several(net, numbers):
+def test_row_planner_one_strip_in_one_phase_equals_original_step(net, numbers):
     """One turn works on whole tensors, also on rows at their end that no result needs."""
     assert not differing(keras_step(net, (50, 21), steps=1), rows(*numbers))
 
@@ -80,7 +80,7 @@ def joined_exits(x):
     return layers.Concatenate(name="out")([first, layers.AveragePooling2D(2, name="second")(x)[:, 1:, 1:]])
 
 
-def test_saved_rows_may_be_narrower_than_those_of_the_forward_loop():
+def test_row_planner_saved_rows_narrower_than_forward_rows():
     step = keras_step(joined_exits, (30, 18), steps=1)
     assert not differing(step, rows(3, exit=("first", "second")))
     assert not differing(step, rows(5, 3, exit=("first", "second")))
@@ -93,14 +93,14 @@ def split_exit(x):
     return layers.Concatenate()([keras.ops.flip(kept, 1)[:, ::2, ::2][:, : x.shape[1], : x.shape[2]], x])
 
 
-def test_results_of_which_one_is_an_exit():
+def test_row_planner_op_with_one_exit_of_several_results():
     step = keras_step(split_exit, (30, 18), steps=1)
     assert {tensor.node.op for tensor in planned(step, rows(4)).segment.exits} == {"Split", "AvgPool"}
     assert not differing(step, rows(4))
     assert not differing(step, rows(2, 5))
 
 
-def test_borders_are_even_where_nothing_is_handed_on():
+def test_row_planner_without_carried_rows_has_even_borders():
     step = keras_step(vgg, (224, 22), steps=1)
     found = planned(step, rows(4, exit="conv2d"))
     assert not found.loops[0].carries
@@ -112,7 +112,7 @@ def test_borders_are_even_where_nothing_is_handed_on():
     "few_flops", [pytest.param(MAX_RECOMPUTE_FLOPS_PER_BYTE, marks=pytest.mark.slow), -1.0], ids=["dear", "all"]
 )
 @pytest.mark.parametrize("net", NORMALISED, ids=lambda net: net.__name__)
-def test_rows_between_barriers(net, few_flops, monkeypatch):
+def test_row_barrier_planner_equals_original_step(net, few_flops, monkeypatch):
     """With what is dear to make again handed on, and with all."""
     monkeypatch.setattr("rewriters.tiling.row_planner.MAX_RECOMPUTE_FLOPS_PER_BYTE", few_flops)
     step = keras_step(net, (17, 14), 3, False, keras.optimizers.SGD(0.1, momentum=0.9))
@@ -121,12 +121,12 @@ def test_rows_between_barriers(net, few_flops, monkeypatch):
     assert found.segments
 
 
-def test_one_row_tile_is_the_same_to_the_last_bit():
+def test_row_planner_single_strip_is_bit_identical():
     step = keras_step(vgg, (19, 22), steps=1)
     assert not differing(step, rows(1), tolerance=0)
 
 
-def test_as_many_rows_as_the_exit_has():
+def test_row_planner_max_strips_is_rows_of_exit():
     """Every tile is thinner than what it shares, and tensors on the way end before the last tile."""
     step = keras_step(vgg, (34, 9), steps=1)
     assert not differing(step, rows(8))
@@ -137,20 +137,20 @@ def test_as_many_rows_as_the_exit_has():
 
 
 @pytest.mark.parametrize("stored", [("conv3",), ("pool3", "conv4")], ids=str)
-def test_stored_tensors_are_read_instead(stored):
+def test_row_planner_stored_tensors_are_not_recomputed(stored):
     step = keras_step(vgg, (50, 22), steps=2)
     assert not differing(step, rows(5, stored=stored))
     assert not differing(step, rows(2, 6, stored=stored))
 
 
-def test_segments_of_rows_and_tiles():
+def test_row_planner_mixed_with_tiled_segments_equals_original_step():
     step = keras_step(vgg, (50, 22), steps=2)
     tiles = Cut("pool3", "out", grid=(2, 2))
     assert not differing(step, rows(6, exit="pool3"), tiles)
     assert not differing(step, Cut(exit="pool3", grid=(3, 2)), rows(4, entry="pool3"))
 
 
-def test_exits_that_are_also_read_inside():
+def test_row_planner_exit_read_inside_equals_original_step():
     """The frontier of an exit runs ahead of an even partition where the segment goes on."""
     step = keras_step(unet, (50, 22), steps=2)
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
@@ -160,7 +160,7 @@ def test_exits_that_are_also_read_inside():
     assert not differing(step, rows(4, exit="max_pooling2d"))
 
 
-def test_rows_that_wait_can_be_swapped():
+def test_row_planner_saved_rows_can_be_swapped():
     """What the forward loop saves for the backward loop is a tensor between two operations, as any other."""
     step = keras_step(vgg, (50, 22), steps=2)
     params = [SFTParams(num_tiles=(5, 1), halo="carry"), tflms_sft.LMSParams(min_bytes=1)]
@@ -172,7 +172,7 @@ def test_rows_that_wait_can_be_swapped():
     assert max(error(got[name], want[name]) for name in want) < TOLERANCE
 
 
-def test_volumes():
+def test_row_planner_volumes_equal_original_step():
     keras.config.set_floatx("float64")
     x = image = keras.Input((13, 6, 5, 2), batch_size=2)
     for filters, strides in ((3, 1), (4, 2)):
@@ -188,7 +188,7 @@ def test_volumes():
     assert found.segments[0].num_tiles == (1, 5, 1, 1)
 
 
-def test_sequences_hand_on_along_their_length():
+def test_row_planner_sequences_carry_along_length():
     keras.config.set_floatx("float64")
     x = image = keras.Input((31, 2))
     for strides in (1, 2):
@@ -203,7 +203,7 @@ def test_sequences_hand_on_along_their_length():
     assert found.segments
 
 
-def test_two_layers_whose_gradients_are_the_same_operation():
+def test_row_planner_equal_gradient_ops_stay_separate():
     """TensorFlow may make one of equal operations: what is added to a value of a turn must not be added twice."""
 
     def net(x):
@@ -215,7 +215,7 @@ def test_two_layers_whose_gradients_are_the_same_operation():
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_half_precision(policy):
+def test_row_planner_half_precision_equals_original_step(policy):
     """As near to float32 as the plain step is."""
     keras.config.set_dtype_policy("float32")
     exact = keras_step(vgg, (34, 22), steps=1, floatx="float32")
@@ -238,7 +238,7 @@ def test_half_precision(policy):
 
 
 @pytest.mark.parametrize("net", PLAIN, ids=lambda net: net.__name__)
-def test_no_row_of_a_value_is_made_twice(net):
+def test_row_planner_computes_each_row_once(net):
     """Neither forward nor backward, but for what costs next to nothing."""
     step = keras_step(net, (50, 22), steps=1)
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
@@ -255,7 +255,7 @@ def test_no_row_of_a_value_is_made_twice(net):
             assert made.size.sum() <= tensor.shape[1] + shared, node.name
 
 
-def test_what_is_saved_is_what_windows_overlap_by():
+def test_row_planner_saved_rows_are_window_overlap():
     """Of a 3x3 convolution two rows for each border between tiles, of a 2x2 pool none, of the first one none either."""
     step = keras_step(vgg, (48, 22), steps=1)
     forward, backward = planned(step, rows(4)).loops
@@ -267,7 +267,7 @@ def test_what_is_saved_is_what_windows_overlap_by():
     assert all(np.all(carry.received.size <= 2) for carry in backward.carries.values())
 
 
-def test_incoming_gradients_follow_the_rows_of_the_values_they_meet():
+def test_row_planner_gradient_cells_match_forward_rows():
     """An average pool keeps nothing, so the gradient comes in below it: not in an even partition of its own."""
     step = keras_step(separable, (50, 37), steps=1)
     forward, backward = planned(step, rows(2)).loops
@@ -275,7 +275,7 @@ def test_incoming_gradients_follow_the_rows_of_the_values_they_meet():
     assert len(backward.carries) == 5
 
 
-def test_dense_blocks_carry_what_all_their_layers_read():
+def test_row_planner_dense_block_carries_rows_of_all_layers():
     step = keras_step(dense_block, (50, 22), steps=1)
     forward, _ = planned(step, rows(4)).loops
     assert {save.tensor.node.op for save in forward.saves} <= {"ConcatV2", "BiasAdd"}
@@ -289,7 +289,7 @@ def interval(*pairs):
     return Interval(np.array(lo), np.array(hi))
 
 
-def test_a_frontier_never_goes_back():
+def test_frontier_is_monotonic():
     frontier = Frontier.of(interval((2, 6), (3, 5), (4, 9)), start=2)
     assert frontier.done.tolist() == [2, 6, 6, 9]
     assert frontier.kept.tolist() == [2, 3, 4, 9]
@@ -299,7 +299,7 @@ def test_a_frontier_never_goes_back():
     assert frontier.carried(np.array([0, 2, 3])).size.tolist() == [0, 2, 0]
 
 
-def test_a_whole_tensor_is_made_from_the_first_row_to_the_last():
+def test_frontier_of_written_tensor_covers_all_rows():
     frontier = Frontier.of(interval((2, 4), (4, 6)), start=0, end=8)
     assert frontier.done.tolist() == [0, 4, 8]
 
@@ -315,11 +315,11 @@ def test_a_whole_tensor_is_made_from_the_first_row_to_the_last():
         ([0, 9], 1, [1]),
     ],
 )
-def test_the_heaviest_tile_is_as_light_as_can_be(weights, tiles, want):
+def test_balanced_partition_minimises_largest_weight(weights, tiles, want):
     assert np.diff(row_frontiers.balanced_partition(np.array(weights), tiles)).tolist() == want
 
 
-def test_the_first_tile_makes_the_rows_that_others_share_and_is_the_smaller_for_it():
+def test_balanced_partition_first_strip_is_smaller():
     step = keras_step(vgg, (96, 22), steps=1)
     forward, backward = planned(step, rows(4)).loops
     taken = [peak_bytes_of(turn.events, ExactAllocator()) for turn in loop_iterations(backward, 2)]
@@ -328,7 +328,7 @@ def test_the_first_tile_makes_the_rows_that_others_share_and_is_the_smaller_for_
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(2, 6), (6, 2), (3, 4), (5, 5), (1, 4)])
-def test_forward_tiles_save_every_border_of_backward_tiles_once(forward, backward):
+def test_slots_save_each_backward_border_once(forward, backward):
     fine = 12
     frontier = Frontier.of(interval(*((max(4 * t - 2, 0), 4 * t + 4) for t in range(fine))), start=0)
     back = row_frontiers.balanced_partition(np.arange(fine + 1), backward)
@@ -360,7 +360,7 @@ def test_forward_tiles_save_every_border_of_backward_tiles_once(forward, backwar
     ],
 )
 @pytest.mark.parametrize("net", [vgg, NORMALISED[0]], ids=["plain", "normalised"])
-def test_tiles_over_the_width(net, params, words):
+def test_row_planner_tiles_over_width_are_refused(net, params, words):
     step = keras_step(net, (20, 22), steps=1)
     with pytest.raises(ValueError, match=words):
         rewritten_by(step, **params)
@@ -377,7 +377,7 @@ def _shifted(self, at):
 _carried = Frontier.carried
 
 
-def test_rows_that_are_off_by_one_are_noticed(monkeypatch):
+def test_row_planner_off_by_one_rows_differ(monkeypatch):
     step = keras_step(vgg, (34, 22), steps=1)
     monkeypatch.setattr(Frontier, "carried", _shifted)
     try:
@@ -391,7 +391,7 @@ def test_rows_that_are_off_by_one_are_noticed(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [TileKind.FULL, TileKind.PARTIAL], ids=["values", "gradients"])
-def test_rows_that_are_not_handed_on_are_noticed(kind, monkeypatch):
+def test_row_planner_zeroed_carried_rows_differ(kind, monkeypatch):
     """LR-CNN V-D: rows that share nothing train something else."""
     from rewriters.emission import loop_emitter, row_carries
 
@@ -403,7 +403,7 @@ def test_rows_that_are_not_handed_on_are_noticed(kind, monkeypatch):
     assert len(differing(keras_step(vgg, (34, 22), steps=1), rows(3))) > 3
 
 
-def test_a_stand_in_is_in_no_graph():
+def test_stand_in_is_in_no_graph():
     image = Node("image", "Placeholder", outputs=[(tf.float32, (2, 30, 20, 3))]).out()
     saved = row_frontiers.stand_in(image, (1, 2), (6, 20))
     assert saved.shape == (2, 6, 20, 3)
@@ -427,7 +427,7 @@ def segment_of(step, number, halo):
 
 
 @pytest.mark.parametrize("number", [1, 2, 5, 16])
-def test_overlapped_bytes_are_the_rows_that_two_tiles_make(number):
+def test_overlapped_bytes_are_rows_computed_twice(number):
     step, row = conv_pair(64), 24 * 8 * 4
     overlapped = segment_of(step, number, "recompute").overlapped_bytes
     # The first convolution and its ReLU in both loops, and the gradient of the latter: two rows at each border.
@@ -435,7 +435,7 @@ def test_overlapped_bytes_are_the_rows_that_two_tiles_make(number):
     assert segment_of(step, number, "carry").overlapped_bytes == 0
 
 
-def test_rows_that_pay_are_those_with_least_memory():
+def test_most_rows_carry_minimises_memory():
     step = keras_step(vgg, (2048, 22), steps=1)
     counts = (2, 4, 8, 16, 32, 64, 128, 256)
     found = {number: plan_of_rows(step, number) for number in counts}
@@ -451,7 +451,7 @@ def plan_of_rows(step, number):
     return tflms_sft.rewrite(step.function, params, *step.specs).plan.segments[0]
 
 
-def test_with_more_overlapping_rows_than_pay_the_work_doubles():
+def test_most_rows_recompute_doubles_work_beyond():
     step = conv_pair(64)
     most = segment_of(step, 4, "recompute").most_rows
     assert 4 < most < 64
@@ -465,13 +465,13 @@ def test_with_more_overlapping_rows_than_pay_the_work_doubles():
 
 
 @pytest.mark.parametrize(("tiles", "halo"), [((2, 2), "recompute"), ((1, 1), "recompute"), ((1, 1), "carry")])
-def test_no_number_of_rows_where_tiles_are_not_rows(tiles, halo):
+def test_most_rows_is_none_without_strips(tiles, halo):
     plan = tflms_sft.rewrite(conv_pair(64), SFTParams(num_tiles=tiles, halo=halo)).plan
     assert plan.segments[0].most_rows is None
     assert "rows that tiles share" not in plan.summary() and "more than" not in plan.summary()
 
 
-def test_backward_tiles_are_checked_by_their_own_name():
+def test_backward_num_tiles_error_names_argument():
     step = conv_pair(64)
     with pytest.raises(ValueError, match=r"Received: backward_num_tiles=2x2.*such as backward_num_tiles=\(4, 1\)"):
         tflms_sft.rewrite(step, SFTParams(num_tiles=(4, 1), backward_num_tiles=(2, 2), halo="carry"))
@@ -479,13 +479,13 @@ def test_backward_tiles_are_checked_by_their_own_name():
         tflms_sft.rewrite(step, SFTParams(backward_num_tiles=(65, 1), halo="carry"))
 
 
-def test_images_of_one_row_hand_on_along_their_width():
+def test_row_planner_one_row_images_carry_along_width():
     step = conv_pair(1, 64)
     plan = tflms_sft.rewrite(step, SFTParams(num_tiles=(1, 4), halo="carry")).plan
     assert plan.segments[0].num_tiles == (1, 1, 4) and not plan.segments[0].overlapped_bytes
 
 
-def test_loops_that_only_sum_split_what_they_sum():
+def test_row_barrier_planner_reduction_loops_split_operand():
     """Of two inputs of unknown batches, so that the squeezed images are multiplied outside."""
     keras.config.set_floatx("float64")
     images = [keras.Input((4, 1)) for _ in range(2)]
