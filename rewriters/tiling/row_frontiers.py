@@ -31,11 +31,11 @@ class Frontier:
 
     Attributes:
         done: The strips above the border complete the rows before this one.
-        kept: The strips below the border also need, or add to, the rows from this one on.
+        needed: The strips below the border also need, or add to, the rows from this one on.
     """
 
     done: np.ndarray
-    kept: np.ndarray
+    needed: np.ndarray
 
     @classmethod
     def of(cls, rows: Interval, start: int, end: int | None = None) -> Frontier:
@@ -49,8 +49,8 @@ class Frontier:
         done = np.concatenate([[start], np.maximum(np.maximum.accumulate(rows.hi), start)])
         if end is not None:
             done[-1] = end
-        kept = np.concatenate([np.minimum.accumulate(rows.lo[::-1])[::-1], done[-1:]])
-        return cls(done, np.minimum(kept, done))
+        needed = np.concatenate([np.minimum.accumulate(rows.lo[::-1])[::-1], done[-1:]])
+        return cls(done, np.minimum(needed, done))
 
     def new(self, borders: np.ndarray) -> Interval:
         """Return the rows that each strip between the given borders computes."""
@@ -58,7 +58,7 @@ class Frontier:
 
     def carried(self, borders: np.ndarray) -> Interval:
         """Return the rows that are carried across the given borders."""
-        return Interval(self.kept[borders], self.done[borders])
+        return Interval(self.needed[borders], self.done[borders])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

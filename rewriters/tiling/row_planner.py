@@ -65,7 +65,7 @@ class CarryingRows(RowDemand):
 
     @property
     def _has_one_strip(self) -> bool:
-        """Whether the loop has one iteration, which computes full-size tensors, rows that nothing needs included."""
+        """True if the loop has one iteration, which computes full-size tensors, rows that nothing needs included."""
         return len(self._borders) == 2
 
     def _num_rows(self, tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Regions of a whole tensor, against numpy."""
+"""Regions of full-size tensors, against NumPy."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from rewriters.emission.buffers import DeviceBuffer, empty_buffer, stacked
 
 @pytest.fixture(autouse=True)
 def fresh_keras():
-    """No Keras here: nothing to clean up."""
+    """Skip the clean-up of Keras, which these tests do not use."""
 
 
 SHAPE = (3, 5, 4)
@@ -19,7 +19,7 @@ SHAPE = (3, 5, 4)
 
 @st.composite
 def regions(draw):
-    """(begin, size) or `None` for every dimension."""
+    """Begin and size of every dimension, or `None`."""
     spans = []
     for extent in SHAPE:
         begin = draw(st.integers(0, extent - 1))
@@ -32,12 +32,12 @@ def slices(region):
 
 
 def as_tensors(region):
-    """The same with numbers that are known at run time only."""
+    """Return a region whose numbers are known at run time only."""
     return [None if span is None else tuple(tf.constant(n) for n in span) for span in region]
 
 
 def run(method, region, value=None, at_run_time=False):
-    """One method of a buffer inside a function; returns what it gives."""
+    """Call one method of a buffer inside a `tf.function`; return the tensor before and the result."""
 
     @tf.function(autograph=False)
     def body(whole, part):
@@ -53,13 +53,13 @@ def run(method, region, value=None, at_run_time=False):
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(regions(), st.booleans())
 def test_device_buffer_read_write_accumulate_regions(region, at_run_time):
-    whole, found = run("read", region, at_run_time=at_run_time)
-    np.testing.assert_array_equal(found, whole[slices(region)])
-    value = -1.0 - np.random.default_rng(0).random(found.shape)
+    whole, result = run("read", region, at_run_time=at_run_time)
+    np.testing.assert_array_equal(result, whole[slices(region)])
+    value = -1.0 - np.random.default_rng(0).random(result.shape)
     for method in ("write", "accumulate"):
-        whole, found = run(method, region, value, at_run_time)
+        whole, result = run(method, region, value, at_run_time)
         whole[slices(region)] = value if method == "write" else whole[slices(region)] + value
-        np.testing.assert_array_equal(found, whole)
+        np.testing.assert_array_equal(result, whole)
 
 
 def test_device_buffer_read_keeps_static_sizes():

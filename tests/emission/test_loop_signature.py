@@ -1,4 +1,4 @@
-"""Loops that are the same program share their body; loops that differ in anything do not."""
+"""Loops share a body if, and only if, they run the same program."""
 
 import pytest
 from equivalence import Cut, differing, keras_step, rewrite
@@ -8,7 +8,7 @@ GRID = (2, 3)
 
 
 def block(x, number, *, pads=((1, 1), (1, 1)), kernel=3, strides=1, slope=0.2, scale=2.0, pool=layers.MaxPooling2D):
-    """A block whose exit has its entry's shape for all of these options but one."""
+    """A block whose exit has the shape of its entry for all options but one."""
     x = layers.ZeroPadding2D(pads)(x)
     x = layers.Conv2D(3, kernel, padding="same", strides=strides)(x)
     x = layers.LeakyReLU(slope)(x)
@@ -16,7 +16,7 @@ def block(x, number, *, pads=((1, 1), (1, 1)), kernel=3, strides=1, slope=0.2, s
 
 
 def chain(**second):
-    """Two blocks, the second with other options."""
+    """Return a step of two blocks, the second with other options."""
     return lambda x: block(block(x, 1), 2, **second)
 
 
@@ -25,10 +25,10 @@ def cuts(first=GRID, second=GRID):
 
 
 def bodies(step, *cuts, loops=4):
-    """Names of the functions that the loops run."""
-    found = [n for n in rewrite(step.concrete_fn, *cuts).graph.nodes.values() if n.op in ("While", "StatelessWhile")]
-    assert len(found) == loops
-    return {loop.attrs["body"].func.name for loop in found}
+    """Return the names of the body functions of the loops."""
+    nodes = [n for n in rewrite(step.concrete_fn, *cuts).graph.nodes.values() if n.op in ("While", "StatelessWhile")]
+    assert len(nodes) == loops
+    return {loop.attrs["body"].func.name for loop in nodes}
 
 
 @pytest.mark.parametrize("known_batch", (True, False))
@@ -71,7 +71,7 @@ def test_program_signature_different_grids_have_own_bodies():
 
 @pytest.mark.parametrize(("offset", "shared"), ((0, True), (2, False)))
 def test_program_signature_includes_static_operands(offset, shared):
-    """Slices of the same size from other channels differ in the value of an operand alone."""
+    """Slices of equal size from different channels differ in the value of one operand."""
 
     def block(x, number, offset):
         x = ops.slice(layers.Conv2D(6, 3, padding="same")(x), (0, 0, 0, offset), (2, 37, 40, 3))

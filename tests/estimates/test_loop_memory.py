@@ -1,4 +1,4 @@
-"""The memory of a loop's turns: what the emitted body makes, tile by tile."""
+"""Memory of the iterations of a loop, against the emitted body, tile by tile."""
 
 import keras
 import pytest
@@ -21,7 +21,7 @@ FLOAT = 4
 
 @pytest.fixture(autouse=True)
 def no_scratch(monkeypatch):
-    """What kernels take inside depends on the processor."""
+    """Set kernel scratch, which depends on the processor, to zero."""
     monkeypatch.setattr(loop_memory, "scratch_bytes", lambda node, call: 0)
 
 
@@ -45,7 +45,7 @@ def conv(kernel=3, **options):
 
 
 def peaks(tile_loop, batch=1):
-    """Most bytes held by each turn."""
+    """Return the peak bytes of each iteration."""
     result = []
     for turn in loop_iterations(tile_loop, batch):
         held, alive, most = {}, 0, 0
@@ -67,12 +67,12 @@ def image(rows, columns, channels=8):
 
 def test_iteration_peak_is_slice_padded_slice_and_result():
     _, _, (forward, *_) = planned(conv(use_bias=False))
-    corner, edge, *_ = found = peaks(forward)
-    assert len(found) == 9
+    corner, edge, *_ = iteration_peaks = peaks(forward)
+    assert len(iteration_peaks) == 9
     # The slice at a corner has 17 x 17 rows and is padded to 18 x 18; slice and padded copy, or copy and result.
     assert corner == max(image(17, 17) + image(18, 18), image(18, 18) + image(16, 16))
     assert edge == image(17, 18) + image(18, 18)
-    assert found[4] == image(18, 18) + image(16, 16), "inside, nothing is padded"
+    assert iteration_peaks[4] == image(18, 18) + image(16, 16), "inside, nothing is padded"
 
 
 def test_iteration_peak_pointwise_convolution_has_no_pad():
@@ -94,9 +94,9 @@ def test_iteration_peak_batch_tiles_hold_fraction_of_batch():
 def test_iteration_peak_bytes_is_that_of_corner_or_inner_tile(grid):
     _, _, tile_loops = planned(conv(activation="relu"), conv(activation="relu"), layers.MaxPool2D(2), grid=grid)
     for tile_loop in tile_loops:
-        found = peaks(tile_loop)
-        assert iteration_peak_bytes(tile_loop, 1) in found
-        assert iteration_peak_bytes(tile_loop, 1) >= 0.9 * max(found)
+        iteration_peaks = peaks(tile_loop)
+        assert iteration_peak_bytes(tile_loop, 1) in iteration_peaks
+        assert iteration_peak_bytes(tile_loop, 1) >= 0.9 * max(iteration_peaks)
 
 
 def test_iteration_events_backward_accumulates_in_place():

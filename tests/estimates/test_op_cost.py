@@ -1,4 +1,4 @@
-"""What the turns of a loop cost."""
+"""Seconds of ops and of tile loops."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ FILTERS = ((3, 3, 3, 4), (3, 3, 4, 5), (1, 1, 3, 4), (1, 1, 4, 5))
 
 
 def two(size):
-    """Two convolutions, with filters of so many pixels a side."""
+    """Return a body of two convolutions with square filters of `size` pixels a side."""
     return lambda x: conv(5, size, name="out")(conv(4, size)(x))
 
 
@@ -32,18 +32,18 @@ def pooled(x):
 
 
 def tile_loops(body, grid, batch=1, halo=Halo.RECOMPUTE):
-    """The loops of a segment."""
+    """Return the analysis of a step and the loops of its segment."""
     step = keras_step(body, (12, 10), IMAGES, steps=1)
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
-    (found,) = plan(analysis, [Cut(grid=grid, batch=batch, halo=halo)])
-    return analysis, found.loops
+    (segment_plan,) = plan(analysis, [Cut(grid=grid, batch=batch, halo=halo)])
+    return analysis, segment_plan.loops
 
 
 @pytest.mark.parametrize("body", [two(3), pooled])
 def test_cost_single_iteration_is_sum_of_ops(body):
-    analysis, found = tile_loops(body, (1, 1))
+    analysis, loops = tile_loops(body, (1, 1))
     costs = CostModel(analysis, IMAGES)
-    for tile_loop in found:
+    for tile_loop in loops:
         assert costs.tile_loop(tile_loop) == pytest.approx(costs.step(tile_loop.body))
 
 
@@ -59,32 +59,32 @@ def test_cost_single_iteration_is_sum_of_ops(body):
     ],
 )
 def test_cost_each_iteration_moves_weights_and_gradients(size, grid, batch, halo):
-    analysis, found = tile_loops(two(size), grid, batch, halo)
+    analysis, loops = tile_loops(two(size), grid, batch, halo)
     costs, turns, seen = CostModel(analysis, IMAGES), min(batch, IMAGES) * grid[0] * grid[1], set()
-    for tile_loop in found:
+    for tile_loop in loops:
         for node in tile_loop.body:
             if "Conv2D" in node.op:
                 (filter_,) = [t for t in (*node.inputs, node.out()) if t.shape in FILTERS]
-                more = (turns - 1) * filter_.num_bytes(IMAGES) / NOMINAL.weights
+                additional = (turns - 1) * filter_.num_bytes(IMAGES) / NOMINAL.weights
                 # Operands that hold a shape count as well.
-                assert costs.op_in_loop(tile_loop, node) == pytest.approx(costs.op(node) + more, rel=0.05)
+                assert costs.op_in_loop(tile_loop, node) == pytest.approx(costs.op(node) + additional, rel=0.05)
                 seen.add(node.op)
     assert seen == {"Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"}
 
 
 def test_cost_recomputed_pool_moves_its_fraction_only():
-    analysis, found = tile_loops(pooled, (1, 1), IMAGES)
-    (pool,) = [node for tile_loop in found for node in tile_loop.body if node.op == "MaxPoolGrad"]
-    assert pool.inputs[1] not in found[-1].regions, "the pool's result, which nothing else reads"
+    analysis, loops = tile_loops(pooled, (1, 1), IMAGES)
+    (pool,) = [node for tile_loop in loops for node in tile_loop.body if node.op == "MaxPoolGrad"]
+    assert pool.inputs[1] not in loops[-1].regions, "the pool's result, which nothing else reads"
     costs = CostModel(analysis, IMAGES)
-    assert costs.op_in_loop(found[-1], pool) == pytest.approx(costs.op(pool))
+    assert costs.op_in_loop(loops[-1], pool) == pytest.approx(costs.op(pool))
 
 
 CONVOLUTIONS = two(3)
 
 
 def one_op(op, rates, body=CONVOLUTIONS):
-    """Seconds of the only op of a type, and the op."""
+    """Return the seconds of the ops of a type, each with the op."""
     analysis, _ = tile_loops(body, (1, 1))
     nodes = [node for node in analysis.order if node.op == op]
     costs = CostModel(analysis, IMAGES, rates)
@@ -102,8 +102,8 @@ def test_cost_uses_rate_of_op_type():
             touched = sum(t.num_bytes(IMAGES) for t in (*node.inputs, node.out()))
             taps = math.prod(node.inputs[1].shape[:3]) if op == "Conv2D" else 0
             arithmetic = 2 * taps * node.out().num_bytes(IMAGES) / 8
-            more = {"Conv2D": arithmetic / 1e11, "MaxPoolGrad": 9 * touched / 1.25e10, "BiasAddGrad": 0.0}[op]
-            assert slower - plain == pytest.approx(more, rel=1e-6, abs=1e-15), op
+            expected = {"Conv2D": arithmetic / 1e11, "MaxPoolGrad": 9 * touched / 1.25e10, "BiasAddGrad": 0.0}[op]
+            assert slower - plain == pytest.approx(expected, rel=1e-6, abs=1e-15), op
 
 
 def test_cost_includes_seconds_per_call():
@@ -112,7 +112,7 @@ def test_cost_includes_seconds_per_call():
 
 
 def test_cost_large_results_include_first_touch():
-    """The bias is added in place, the convolution makes something new."""
+    """A convolution has a new result; a bias is added in place."""
     slow = changed(first_touch=1e6, first_touch_min_bytes=1000)
     for (plain, node), (fresh, _) in zip(one_op("Conv2D", NOMINAL), one_op("Conv2D", slow), strict=True):
         assert fresh - plain == pytest.approx(node.out().num_bytes(IMAGES) / 1e6)
@@ -120,19 +120,19 @@ def test_cost_large_results_include_first_touch():
 
 
 def test_cost_small_results_have_no_first_touch():
-    analysis, found = tile_loops(two(3), (4, 1), 4)
-    conv_ = next(node for node in found[0].body if node.op == "Conv2D")
+    analysis, loops = tile_loops(two(3), (4, 1), 4)
+    conv_ = next(node for node in loops[0].body if node.op == "Conv2D")
     size = conv_.out().num_bytes(IMAGES)
-    plain = CostModel(analysis, IMAGES).op_in_loop(found[0], conv_)
+    plain = CostModel(analysis, IMAGES).op_in_loop(loops[0], conv_)
     assert (
         CostModel(analysis, IMAGES, changed(first_touch=1e3, first_touch_min_bytes=size // 2)).op_in_loop(
-            found[0], conv_
+            loops[0], conv_
         )
         == plain
     )
     assert (
         CostModel(analysis, IMAGES, changed(first_touch=1e3, first_touch_min_bytes=size // 64)).op_in_loop(
-            found[0], conv_
+            loops[0], conv_
         )
         > plain + 1
     )
@@ -148,7 +148,7 @@ def test_cost_convolutions_include_copied_windows(op):
 
 
 def test_cost_direct_volume_gradients_use_direct_rate(monkeypatch):
-    """Their windows are those of the other gradient, and they make none of the image."""
+    """Direct kernels copy windows of the other gradient, and none of the image."""
 
     def step(x, kernel):
         grad = tf.raw_ops.Conv3D(input=x, filter=kernel, strides=[1] * 5, padding="SAME")
@@ -159,10 +159,10 @@ def test_cost_direct_volume_gradients_use_direct_rate(monkeypatch):
     specs = [tf.TensorSpec(shape, tf.float64) for shape in ((1, 8, 8, 8, 4), (3, 3, 3, 4, 6))]
     analysis = GraphAnalysis(canonicalize.read_canonical(tf.function(step).get_concrete_function(*specs)))
     (node,) = (node for node in analysis.order if node.op == "Conv3DBackpropFilterV2")
-    for overhead, own, other, channels in ((1000, node.op, DIRECT, 4), (0, DIRECT, node.op, 6)):
+    for overhead, op, other_op, channels in ((1000, node.op, DIRECT, 4), (0, DIRECT, node.op, 6)):
         monkeypatch.setattr(kernel_scratch, "MOST_OVERHEAD", overhead)
         plain, slow, same = (
-            CostModel(analysis, 1, changed(unfolded=rates)).op(node) for rates in ({}, {own: 1e6}, {other: 1e6})
+            CostModel(analysis, 1, changed(unfolded=rates)).op(node) for rates in ({}, {op: 1e6}, {other_op: 1e6})
         )
         assert same == plain
         assert slow - plain == pytest.approx(8**3 * 27 * channels * 8 / 1e6)
@@ -176,9 +176,9 @@ def test_cost_of_aliases_and_shapes_is_zero():
 
 
 def test_cost_of_loop_includes_slices_and_writes():
-    analysis, found = tile_loops(two(3), (2, 1), 2)
+    analysis, loops = tile_loops(two(3), (2, 1), 2)
     costs = CostModel(analysis, IMAGES)
-    forward = found[0]
+    forward = loops[0]
     around = costs.tile_loop(forward) - sum(costs.op_in_loop(forward, node) for node in forward.body)
     whole = sum(t.num_bytes(IMAGES) for t in (*forward.reads, *forward.writes))
     assert 2 * whole / 1.25e10 <= around < 4 * whole / 1.25e10
@@ -190,10 +190,10 @@ def test_cost_of_loop_includes_merged_moments(count):
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     roles = assign_levels(analysis)
     segment = barrier_segment(analysis, "segment1", roles, CheckpointSelection(analysis, roles, IMAGES))
-    found = BarrierPlanner(analysis, segment).tile_loops(lambda loop: Grid(1, (count, 1)))
-    (tile_loop,) = (tile_loop for tile_loop in found if tile_loop.moments)
-    ((pair, *more),) = [[pair.image for pair in tile_loop.moments]]
-    assert not more
+    loops = BarrierPlanner(analysis, segment).tile_loops(lambda loop: Grid(1, (count, 1)))
+    (tile_loop,) = (tile_loop for tile_loop in loops if tile_loop.moments)
+    ((pair, *others),) = [[pair.image for pair in tile_loop.moments]]
+    assert not others
     for rate, times in (("Mean", 2), ("SquaredDifference", 2)):
         slow = changed(touched={**NOMINAL.touched, rate: 1e6})
         others = sum(
@@ -211,12 +211,12 @@ def test_cost_of_loop_includes_merged_moments(count):
 
 @pytest.mark.parametrize("grid", [(1, 1), (4, 1)])
 def test_cost_convolution_gradients_share_cores(grid, monkeypatch):
-    """While one copies windows of one image after another, which keeps one core busy, the other has the rest.
+    """While one gradient copies windows of one image after another, on one core, the other uses the remaining cores.
 
     Tests take caches to be so small that images are unfolded one by one.
     """
     rates = changed(unfolded={"Conv2DBackpropInput": 1e6, "Conv2DBackpropFilter": 2e6})
-    analysis, found = tile_loops(two(3), grid)
+    analysis, loops = tile_loops(two(3), grid)
     for threads, idle in ((1, 0.0), (2, 0.5), (4, 0.75)):
         monkeypatch.setattr(properties, "num_threads", lambda threads=threads: threads)
         costs = CostModel(analysis, IMAGES, rates)
@@ -224,14 +224,14 @@ def test_cost_convolution_gradients_share_cores(grid, monkeypatch):
         assert {node.op for node in pair} == rates.unfolded.keys()
         for whole, alone in (
             (costs.step(analysis.order), {node: costs.op(node) for node in analysis.order}),
-            (costs.body(found[-1]), {node: costs.op_in_loop(found[-1], node) for node in found[-1].body}),
+            (costs.body(loops[-1]), {node: costs.op_in_loop(loops[-1], node) for node in loops[-1].body}),
         ):
             times = [alone[node] for node in pair]
             assert sum(alone.values()) - whole == pytest.approx(min(*times, idle * sum(times)), rel=1e-3)
 
 
 def added(x):
-    """Two convolutions of one gradient."""
+    """Apply two convolutions whose results have the same gradient."""
     x = conv(4)(x)
     return layers.Add(name="out")([conv(5)(x), conv(5, 1)(x)])
 
@@ -239,7 +239,7 @@ def added(x):
 def test_gradient_pairs_belong_to_one_convolution():
     analysis, _ = tile_loops(added, (1, 1))
     pairs = CostModel(analysis, IMAGES).pairs
-    assert len(pairs) == 3 - 1  # Of the first convolution's image nobody asks for the gradient.
+    assert len(pairs) == 3 - 1  # No op reads the gradient of the first convolution's image.
     for first, second in pairs.items():
         kernel = second.inputs[1] if second.op == "Conv2DBackpropInput" else first.inputs[1]
         filters = first if first.op == "Conv2DBackpropFilter" else second
@@ -255,10 +255,10 @@ def test_lower_bound_holds_for_all_grids(body, threads, monkeypatch):
     rates = changed(first_touch=1e6, first_touch_min_bytes=2**11, unfolded=unfolded, call=1e-7)
     faster = 0
     for grid, batch in (((1, 1), 1), ((1, 1), 2), ((1, 1), IMAGES), ((2, 1), IMAGES), ((6, 5), 1)):
-        analysis, found = tile_loops(body, grid, batch)
+        analysis, loops = tile_loops(body, grid, batch)
         costs = CostModel(analysis, IMAGES, rates)
         one, whole = tile_loops(body, (1, 1))
-        for tile_loop, alone in zip(found, whole, strict=True):
+        for tile_loop, alone in zip(loops, whole, strict=True):
             least = CostModel(one, IMAGES, rates).lower_bound.tile_loop(alone)
             assert least <= costs.tile_loop(tile_loop) * (1 + 1e-9)
             faster += costs.tile_loop(tile_loop) < CostModel(one, IMAGES, rates).tile_loop(alone)
@@ -268,10 +268,10 @@ def test_lower_bound_holds_for_all_grids(body, threads, monkeypatch):
 
 @pytest.mark.parametrize(("batch", "grid"), [(IMAGES, (1, 1)), (2, (1, 1)), (3, (1, 1)), (IMAGES, (3, 1))])
 def test_iteration_call_has_images_of_one_tile(batch, grid):
-    analysis, found = tile_loops(two(1), grid, batch)
+    analysis, loops = tile_loops(two(1), grid, batch)
     costs, call = CostModel(analysis, IMAGES), kernel_scratch.KernelShape(IMAGES, 120, 120)
     gradients = [
-        (tile_loop, node) for tile_loop in found for node in tile_loop.body if node.op == "Conv2DBackpropFilter"
+        (tile_loop, node) for tile_loop in loops for node in tile_loop.body if node.op == "Conv2DBackpropFilter"
     ]
     assert gradients
     for tile_loop, node in gradients:

@@ -1,4 +1,4 @@
-"""Segments with barriers: BatchNorm in training mode and other sums that a forward pass waits for."""
+"""Segments with barriers: BatchNorm in training mode and other reductions over the image in a forward pass."""
 
 import itertools
 
@@ -29,7 +29,7 @@ from rewriters.tiling.tile_planner import Grid
 
 
 class Parts:
-    """A step, its roles, and what it stores."""
+    """A step with the levels of its ops and its stored tensors."""
 
     def __init__(self, concrete_fn, batch=2, merge=True, cheap_flops=0.0):
         self.concrete_fn = concrete_fn
@@ -37,11 +37,11 @@ class Parts:
         self.roles = assign_levels(self.analysis, merge=merge)
         self.storage = CheckpointSelection(self.analysis, self.roles, batch, cheap_flops=cheap_flops)
 
-    def segment(self, kept=None):
-        return barrier_segment(self.analysis, "segment1", self.roles, self.storage, kept)
+    def segment(self, checkpoints=None):
+        return barrier_segment(self.analysis, "segment1", self.roles, self.storage, checkpoints)
 
-    def rewritten(self, grid, backward_grid=None, kept=None):
-        plan = tile_pass.plan_segment(self.analysis, self.segment(kept), grid, backward_grid)
+    def rewritten(self, grid, backward_grid=None, checkpoints=None):
+        plan = tile_pass.plan_segment(self.analysis, self.segment(checkpoints), grid, backward_grid)
         importer = StepImporter(tile_pass.tile_segments(self.analysis, [plan]), self.concrete_fn)
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in self.concrete_fn.inputs[: importer.num_arguments]]
         function = tf.function(lambda *args: importer(args), input_signature=specs, autograph=False)
@@ -66,8 +66,8 @@ def test_barrier_loops_equal_original_step(net, known_batch):
     assert has_barriers(parts.analysis, parts.roles)
     fewest = parts.storage.checkpoints()[-1]
     assert not differing(step, parts.rewritten(Grid(1, (3, 2)), Grid(2, (4, 3))))
-    assert not differing(step, parts.rewritten(Grid(2, (5, 1)), kept=fewest))
-    assert not differing(step, parts.rewritten(Grid(1, (17, 14)), kept=set()))
+    assert not differing(step, parts.rewritten(Grid(2, (5, 1)), checkpoints=fewest))
+    assert not differing(step, parts.rewritten(Grid(1, (17, 14)), checkpoints=set()))
 
 
 @pytest.mark.parametrize("net", NORMALISED)
@@ -96,11 +96,11 @@ def test_barrier_loops_two_losses_and_frozen_norm_equal_original_step():
         return layers.ActivityRegularization(l2=0.1)(conv_norm(x, 3))
 
     step = keras_step(net, (12, 11), 2, True, momentum(), steps=1)
-    assert not differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (3, 2)), kept=set()))
+    assert not differing(step, Parts(step.concrete_fn).rewritten(Grid(1, (3, 2)), checkpoints=set()))
 
 
 class OfTheImage(layers.Layer):
-    """Reductions that images read as they are, without their axes."""
+    """Reductions over all axes, without keepdims, that ops on images read."""
 
     def call(self, x):
         x = (x - tf.reduce_mean(x, [0, 1, 2])) / tf.reduce_max(x)
@@ -109,7 +109,7 @@ class OfTheImage(layers.Layer):
 
 
 class OfEachImage(layers.Layer):
-    """Moments of each image, of as many channels as fill a line of memory."""
+    """Moments of each image, with as many channels as fill a cache line."""
 
     def call(self, x):
         mean, variance = tf.nn.moments(x, [1, 2], keepdims=True)
@@ -117,7 +117,7 @@ class OfEachImage(layers.Layer):
 
 
 class Doubled(layers.Layer):
-    """The batch twice, as a discriminator sees true and made images."""
+    """The batch twice, as a discriminator reads real and generated images."""
 
     def call(self, x):
         return tf.concat([x, 2 * x], 0)
@@ -129,7 +129,7 @@ class Halved(layers.Layer):
 
 
 class Reference(layers.Layer):
-    """One image beside the batch, with weights of its own."""
+    """A single image beside the batch, with its own weights."""
 
     def build(self, shape):
         self.kernel = self.add_weight(shape=(3, 3, 3, shape[-1]))
@@ -152,25 +152,25 @@ ODD = {
 @pytest.mark.parametrize("net", ODD)
 @pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
 def test_barrier_loops_unusual_steps_equal_original_step(net, known_batch):
-    """The norm over all gradients lets those of filters depend on more than sums."""
+    """Run steps in which the global gradient norm makes filter gradients depend on images, too."""
     optimizer = keras.optimizers.Adam(0.01, epsilon=1e-2, global_clipnorm=0.5)
     step = keras_step(ODD[net], (12, 11), 3, known_batch, optimizer)
     parts = Parts(step.concrete_fn, 3)
     assert has_barriers(parts.analysis, parts.roles)
     for grid in (Grid(1, (1, 1)), Grid(2, (3, 2))):
-        assert not differing(step, parts.rewritten(grid, kept=set()))
+        assert not differing(step, parts.rewritten(grid, checkpoints=set()))
 
 
 def test_max_reduction_of_minus_infinity_stays_minus_infinity():
     image = tf.constant(np.full((2, 6, 5, 1), -np.inf))
     whole = tf.function(lambda x: tf.reduce_max(x, [1, 2]), autograph=False).get_concrete_function(image)
     tensor = from_tf_graph(whole.graph, whole.inputs, [whole.graph.get_operation_by_name("Max").outputs[0]], [])
-    found = loop_outputs.ReductionOutput(tensor.outputs[0], Combination.MAXIMUM, per_image=True)
-    assert np.all(np.array(found.initial(Turns(None))[0].initial) == -np.inf)
+    output = loop_outputs.ReductionOutput(tensor.outputs[0], Combination.MAXIMUM, per_image=True)
+    assert np.all(np.array(output.initial(FakeIteration(None))[0].initial) == -np.inf)
 
 
 def test_assign_levels_two_batch_sizes_are_not_mixed():
-    """Labelled images and seven times as many others, as in semi-supervised training."""
+    """Use labelled images and seven times as many unlabelled ones, as in semi-supervised training."""
     kernel = tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 3, 4)), dtype=tf.float64)
 
     @tf.function(autograph=False)
@@ -195,7 +195,7 @@ def normalised(x):
 
 
 def gradients_of(loss_of, *kernels, largest=np.inf):
-    """The step that gives a loss, which must not be larger, and its gradients; and images for it."""
+    """Return a step that computes a loss and its gradients, and images for it."""
     random = np.random.default_rng(0)
     weights = [tf.Variable(random.normal(size=shape)) for shape in kernels]
 
@@ -218,7 +218,7 @@ def furthest_of(step, images, spec, num_tiles=(2, 2)):
 
 
 def test_barrier_loops_linear_loss_equal_original_step():
-    """As a critic's: most of the backward phase does not wait for the forward phase, but for shapes of its results."""
+    """Use the loss of a critic: most backward ops depend on shapes of forward results alone."""
 
     def loss_of(x, first, second, dense):
         x = normalised(tf.nn.conv2d(normalised(tf.nn.conv2d(x, first, 1, "SAME")), second, 2, "SAME"))
@@ -228,7 +228,7 @@ def test_barrier_loops_linear_loss_equal_original_step():
 
 
 def test_barrier_loops_gradient_penalty_equal_original_step():
-    """A gradient that the loss reads is taken for what comes before the loss, and runs on tiles with it."""
+    """A gradient that the loss reads counts as a forward op, and runs on tiles."""
 
     def loss_of(x, first, second):
         with tf.GradientTape() as tape:
@@ -245,7 +245,7 @@ def test_barrier_loops_gradient_penalty_equal_original_step():
 
 @pytest.mark.parametrize("axes", ([0], [0, 1], [0, 3]))
 def test_barrier_loops_batch_mean_equal_original_step(axes):
-    """It has the rows of an image, but no batch; its gradient is spread over the batch again."""
+    """The mean has rows but no batch; its gradient is broadcast over the batch."""
 
     def loss_of(x, first, second):
         x = normalised(tf.nn.conv2d(x, first, 1, "SAME"))
@@ -259,7 +259,7 @@ def test_barrier_loops_batch_mean_equal_original_step(axes):
 
 @pytest.mark.parametrize("known", (True, False))
 def test_barrier_loops_second_device_with_larger_batch_equal_original_step(known):
-    """It has loops and a batch of its own."""
+    """The branch has its own loops and its own batch size."""
 
     def branch(x, kernels):
         for kernel in kernels:
@@ -277,7 +277,7 @@ def test_barrier_loops_second_device_with_larger_batch_equal_original_step(known
 
 
 def test_barrier_loops_gradients_after_assertion_equal_original_step():
-    """Their shapes wait for it, and are known all the same."""
+    """The shapes of the gradients depend on an assertion, and are static all the same."""
 
     def loss_of(x, first, second):
         x = normalised(tf.nn.conv2d(normalised(tf.nn.conv2d(x, first, 1, "SAME")), second, 1, "SAME"))
@@ -297,12 +297,12 @@ def test_assign_levels_batch_norm_is_one_barrier_per_phase():
     levels = {loop.level: loop.backward for loop in loops}
     assert list(levels.values()) == [False] * 4 + [True] * 4
     assert all(len(loop.moments) == (number < 3) for number, loop in enumerate(loops))
-    assert [len(loop.writes) for loop in loops[:4]] == [1, 1, 1, 0]  # The convolutions' results and no others.
+    assert [len(loop.writes) for loop in loops[:4]] == [1, 1, 1, 0]  # The results of the convolutions alone.
     assert all(tensor.node.op == "Conv2D" for loop in loops[:4] for tensor in loop.writes)
 
 
 def test_checkpoint_selection_stores_tensors_smaller_than_their_sources():
-    """The sums of a residual network: else each block would read all blocks before it."""
+    """The sums of a residual network are stored, so that no block reads all blocks before it."""
     parts = Parts(keras_step(bottlenecks, (24, 24)).concrete_fn)
     written = [tensor for loop in parts.segment().loop_specs if not loop.backward for tensor in loop.writes]
     assert sum(tensor.node.op in ("Add", "AddV2") for tensor in written) == 3
@@ -311,7 +311,7 @@ def test_checkpoint_selection_stores_tensors_smaller_than_their_sources():
 
 
 def test_loop_specs_gather_gradient_before_loop_with_halo(monkeypatch):
-    """What comes out of the gradient of a normalisation, before the gradients of the convolution take it."""
+    """The gathered tensor is the gradient of a normalisation, which the gradients of a convolution read."""
     concrete_fn, ways = keras_step(deep, (24, 24)).concrete_fn, []
     for least in (checkpoint_selection.MIN_FREED_RATIO, 100.0):
         monkeypatch.setattr(checkpoint_selection, "MIN_FREED_RATIO", least)
@@ -325,7 +325,7 @@ def test_loop_specs_gather_gradient_before_loop_with_halo(monkeypatch):
 
 
 def readable(loops):
-    """Tensors that each loop reads without having been written before."""
+    """Return the tensors that each loop reads although no earlier loop wrote them."""
     written = {tensor for loop in loops for tensor in loop.writes}
     seen, missing = set(), []
     for loop in loops:
@@ -337,8 +337,8 @@ def readable(loops):
 @pytest.mark.parametrize("net", NORMALISED)
 def test_loop_specs_read_written_tensors_and_compute_reductions_once(net):
     parts = Parts(keras_step(net, (17, 14)).concrete_fn)
-    for kept in [None, set(), *parts.storage.checkpoints()]:
-        loops = parts.segment(kept).loop_specs
+    for checkpoints in [None, set(), *parts.storage.checkpoints()]:
+        loops = parts.segment(checkpoints).loop_specs
         assert not readable(loops)
         assert [loop.level for loop in loops] == sorted(loop.level for loop in loops)
         again = [loop for loop, after in zip(loops, loops[1:], strict=False) if loop.level == after.level]
@@ -348,30 +348,30 @@ def test_loop_specs_read_written_tensors_and_compute_reductions_once(net):
 
 
 def held(loops, batch=2):
-    """Bytes of whole tensors that are there while each loop runs and were made by one."""
-    made, there = {}, [set() for _ in loops]
+    """Return the bytes of full-size tensors from loops that are alive while each loop runs."""
+    producers, alive = {}, [set() for _ in loops]
     for number, loop in enumerate(loops):
         for tensor in loop.reads:
-            for between in range(made.get(tensor, number), number + 1):
-                there[between].add((tensor, made.get(tensor)))
-        made.update((tensor, number) for tensor in loop.writes)
-    return [sum(tensor.num_bytes(batch) for tensor, loop in every if loop is not None) for every in there]
+            for between in range(producers.get(tensor, number), number + 1):
+                alive[between].add((tensor, producers.get(tensor)))
+        producers.update((tensor, number) for tensor in loop.writes)
+    return [sum(tensor.num_bytes(batch) for tensor, loop in every if loop is not None) for every in alive]
 
 
 def test_checkpoints_sets_have_decreasing_bytes():
     parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
-    loops = [parts.segment(kept).loop_specs for kept in parts.storage.checkpoints()]
+    loops = [parts.segment(checkpoints).loop_specs for checkpoints in parts.storage.checkpoints()]
     sizes = [max(held(every)) for every in loops]
     assert len(sizes) >= 3 and sizes[-1] < 0.6 * sizes[0]
     first, last = (sum(len(loop.writes) for loop in every) for every in (loops[0], loops[-1]))
-    assert first < last < 1.5 * first, "made again, and each once"
+    assert first < last < 1.5 * first, "recomputed, and each once"
 
 
 def test_loop_specs_recompute_dropped_tensors_in_separate_loops():
-    """In a single loop a turn would pay for the halos of all convolutions between two checkpoints."""
+    """A single loop would pay for the halos of all convolutions between two checkpoints."""
     parts = Parts(keras_step(deep, (24, 24)).concrete_fn)
-    for kept in (set(), *parts.storage.checkpoints()):
-        loops = parts.segment(kept).loop_specs
+    for checkpoints in (set(), *parts.storage.checkpoints()):
+        loops = parts.segment(checkpoints).loop_specs
         convolutions = [sum(node.op == "Conv2D" for node in loop.body) for loop in loops]
         assert max(convolutions) <= 2
         written = [tensor for loop in loops for tensor in loop.writes]
@@ -384,8 +384,8 @@ def test_checkpoint_selection_cheap_convolutions_are_recomputed(net):
     dear, cheap = Parts(step.concrete_fn, 3), Parts(step.concrete_fn, 3, cheap_flops=1e9)
     fewer = dear.storage.stored - cheap.storage.stored
     assert any("Conv2D" in tensor.node.op for tensor in fewer)
-    for kept in (None, cheap.storage.checkpoints()[-1]):
-        assert not differing(step, cheap.rewritten(Grid(2, (3, 2)), kept=kept))
+    for checkpoints in (None, cheap.storage.checkpoints()[-1]):
+        assert not differing(step, cheap.rewritten(Grid(2, (3, 2)), checkpoints=checkpoints))
 
 
 def test_checkpoints_without_stored_tensors_terminates():
@@ -404,7 +404,7 @@ def deep(x):
 
 
 def test_assign_levels_filter_gradients_are_not_images():
-    """They have four dimensions too, here as many rows as the batch, and the optimizer works on them elementwise."""
+    """Filter gradients have four dimensions, as images have, and the optimizer reads them elementwise."""
     optimizer = keras.optimizers.Adam(0.01, global_clipnorm=1.0)
     parts = Parts(keras_step(chain, (9, 8), 3, optimizer=optimizer).concrete_fn, 3)
     for node in parts.roles.tiled:
@@ -443,8 +443,8 @@ def test_assign_levels_refused_ops_have_reasons_and_run_untiled():
 # Moments ----------------------------------------------------------------------------------------------------
 
 
-class Turns:
-    """Stands for a loop whose turns are the parts of an array."""
+class FakeIteration:
+    """A fake loop whose iterations are the parts of an array."""
 
     batch = 1
 
@@ -454,12 +454,12 @@ class Turns:
     def fit(self, tensor, need, fill):
         return self.part
 
-    def images(self):
+    def batch_span(self):
         return None
 
 
 def moments_of(parts, dtype="float32"):
-    """By the formula that loops use, over parts of an image."""
+    """Return the moments that `MergedMoments` computes from parts of an image."""
     graph = tf.Graph()
     with graph.as_default():
         image = tf.constant(np.concatenate(parts, 1).astype(dtype))
@@ -467,19 +467,19 @@ def moments_of(parts, dtype="float32"):
         variance = tf.reduce_mean(tf.math.squared_difference(image, mean), [0, 1, 2])
         moments = pair(graph, [image, mean, variance])
     merged = loop_outputs.MergedMoments(moments, (), alone=False)
-    values = [state.initial for state in merged.initial(Turns(None))]
+    values = [state.initial for state in merged.initial(FakeIteration(None))]
     for part in parts:
-        values = merged.update(Turns(tf.constant(part.astype(dtype))), values)
+        values = merged.update(FakeIteration(tf.constant(part.astype(dtype))), values)
     return [np.array(value).ravel()[0] for value in merged.final(values)]
 
 
 def pair(graph, tensors):
-    found = from_tf_graph(graph, [], tensors, []).outputs
-    return MomentPair(*found, axes=(0, 1, 2), keep_dims=False)
+    outputs = from_tf_graph(graph, [], tensors, []).outputs
+    return MomentPair(*outputs, axes=(0, 1, 2), keep_dims=False)
 
 
 def test_merged_moments_uneven_tiles_have_no_cancellation():
-    """Mean over deviation of 4,000: a difference of mean squares would have no digit left in float32."""
+    """With a ratio of mean and deviation of 4,000, a difference of mean squares has no correct digit in float32."""
     random = np.random.default_rng(0)
     parts = [random.normal(4000, 1, (2, rows, 50, 1)) for rows in (7, 1, 30, 6)]
     whole = np.concatenate(parts, 1).astype("float32").astype("float64")
@@ -504,7 +504,9 @@ BREAKS = {
         lambda self, t, grid: tuple(i.hull(i.shift(-1).clip(99)) for i in CELLS(self, t, grid)),
     ),
     "means that are not merged": lambda m: m.setattr(
-        loop_outputs.MergedMoments, "update", lambda self, turn, values: [*MERGE(self, turn, values)[:1], *values[1:]]
+        loop_outputs.MergedMoments,
+        "update",
+        lambda self, iteration, values: [*MERGE(self, iteration, values)[:1], *values[1:]],
     ),
     "a mean over a tile for one over the image": lambda m: m.setattr(
         reduction.Reduce, "emit", lambda self, emitter, op, operands: emitter.clone(op.node, operands)

@@ -1,4 +1,4 @@
-"""SFT's analyses on small nets: FT-compatible dimensions, cuts, and the partition from a capacity."""
+"""SFT's analyses on small networks: FT-compatible dimensions, cuts, and the partition by memory capacity."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def conv(filters=4, kernel=3, **options):
 
 
 def forward(analysis, op):
-    """The first forward op of a type."""
+    """Return the first forward op of a type."""
     return next(n for n in analysis.order if n.op == op and n not in analysis.backward)
 
 
@@ -94,7 +94,7 @@ def unet(x):
 
 
 def on_every_path(analysis, nodes):
-    """Positions of the ops that lie on every path from the first op to the last, by listing all paths."""
+    """Return the positions of the ops on every path from the first op to the last, by enumeration of all paths."""
     position = {node: index for index, node in enumerate(nodes)}
     after = {
         index: sorted(
@@ -111,11 +111,11 @@ def on_every_path(analysis, nodes):
     def paths(index):
         if not after[index]:
             return [[index]]
-        return [[index, *rest] for follower in after[index] for rest in paths(follower)]
+        return [[index, *tail] for follower in after[index] for tail in paths(follower)]
 
-    found = paths(0)
-    assert {path[-1] for path in found} == {len(nodes) - 1}
-    return sorted(set.intersection(*map(set, found))), found
+    all_paths = paths(0)
+    assert {path[-1] for path in all_paths} == {len(nodes) - 1}
+    return sorted(set.intersection(*map(set, all_paths))), all_paths
 
 
 @pytest.mark.parametrize(("body", "forks"), [(chain, False), (residual, True), (unet, True)])
@@ -152,10 +152,10 @@ def three_blocks(x):
     ("capacity", "expected"),
     [
         (None, [(0, 12)]),
-        (255, [(0, 12)]),  # All must be tiled, and nothing inside may be kept: one segment.
-        (256, [(0, 12)]),  # The last tensor may be kept: it ends the segment anyway.
+        (255, [(0, 12)]),  # All tensors exceed the capacity: one segment.
+        (256, [(0, 12)]),  # Only the last tensor fits; it ends the segment anyway.
         (1023, [(0, 12)]),
-        (1024, [(0, 8)]),  # The third block fits: "may tile" and not asked to.
+        (1024, [(0, 8)]),  # The third block fits ("may tile").
         (4095, [(0, 8)]),
         (4096, [(0, 4)]),
         (16383, [(0, 4)]),
@@ -168,8 +168,8 @@ def test_find_segments_end_at_first_tensor_within_capacity(capacity, expected):
     (component,), _ = ft_segments.find_components(analysis)
     assert [node.op for node in component.nodes] == NODES
     assert [node.out().num_bytes() for node in component.nodes[3::4]] == [4096, 1024, 256]
-    found = ft_segments.find_segments(analysis, component, capacity, 1)
-    assert found == [range(*bounds) for bounds in expected]
+    ranges = ft_segments.find_segments(analysis, component, capacity, 1)
+    assert ranges == [range(*bounds) for bounds in expected]
 
 
 def test_find_segments_small_tensor_between_large_ones_ends_segment():
@@ -249,7 +249,7 @@ def test_auto_segments_are_numbered_and_share_no_backward_op():
         assert not set(one.forward) & set(other.forward)
 
 
-# What is left alone -----------------------------------------------------------------------------------------
+# Skipped ops -----------------------------------------------------------------------------------------
 
 
 def whole(x):
@@ -266,11 +266,11 @@ def test_saved_bytes_are_bytes_not_saved_for_backward():
 
 
 def test_saved_bytes_subtract_entry_read_by_recomputation_only():
-    """Without tiles the first activation is kept; with them, what it is computed from."""
+    """The original step saves the first activation; with tiles, the step saves the operand of its op."""
 
-    def body(*more):
+    def body(*extra_layers):
         def build(x):
-            for layer in (whole, layers.Activation("relu"), *more, whole):
+            for layer in (whole, layers.Activation("relu"), *extra_layers, whole):
                 x = layer(x)
             return x
 

@@ -1,4 +1,4 @@
-"""Rows that are handed on instead of computed again (LR-CNN's two-phase sharing): same numbers, nothing twice."""
+"""Strips that carry rows instead of recomputing them (LR-CNN's 2PS): equal results, no row computed twice."""
 
 import keras
 import numpy as np
@@ -37,7 +37,7 @@ def planned(step, cut):
 
 
 def rewritten_by(step, **params):
-    """What differs where `SFTParams` say how."""
+    """Return the differences of a step rewritten by `SFTParams`, and its plan."""
     fast = tflms_sft.rewrite(step.function, SFTParams(halo="carry", **params), *step.specs)
     want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
     assert list(want) == list(got)
@@ -45,7 +45,7 @@ def rewritten_by(step, **params):
     return {name: value for name, value in errors.items() if not value <= TOLERANCE}, fast.plan
 
 
-# The same numbers -------------------------------------------------------------------------------------------
+# Equal results ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("net", PLAIN, ids=lambda net: net.__name__)
@@ -69,12 +69,12 @@ def test_row_planner_other_ops_equal_original_step(net, tolerance):
 @pytest.mark.parametrize("net", [separable, unet, cell], ids=lambda net: net.__name__)
 @pytest.mark.parametrize("numbers", [(1, 4), (4, 1)], ids=str)
 def test_row_planner_one_strip_in_one_phase_equals_original_step(net, numbers):
-    """One turn works on whole tensors, also on rows at their end that no result needs."""
+    """A single iteration computes full-size tensors, rows at their end that no result needs included."""
     assert not differing(keras_step(net, (50, 21), steps=1), rows(*numbers))
 
 
 def joined_exits(x):
-    """Backward the convolution needs one column less of what it reads than forward the pool does."""
+    """The gradient of the convolution needs one column less than the pool."""
     x = conv(4, activation=None)(conv(3)(x))
     first = conv(5, strides=2, padding="valid", name="first")(x)
     return layers.Concatenate(name="out")([first, layers.AveragePooling2D(2, name="second")(x)[:, 1:, 1:]])
@@ -87,10 +87,10 @@ def test_row_planner_saved_rows_narrower_than_forward_rows():
 
 
 def split_exit(x):
-    """A part of what a split makes is an exit, the other goes on."""
-    kept, x = keras.ops.split(conv(4)(conv(3)(x)), 2, axis=-1)
+    """One result of a split is an exit, the other one is read inside."""
+    exit_, x = keras.ops.split(conv(4)(conv(3)(x)), 2, axis=-1)
     x = layers.AveragePooling2D(2, name="out")(conv(2, name="inner")(conv(2, 5)(x)))
-    return layers.Concatenate()([keras.ops.flip(kept, 1)[:, ::2, ::2][:, : x.shape[1], : x.shape[2]], x])
+    return layers.Concatenate()([keras.ops.flip(exit_, 1)[:, ::2, ::2][:, : x.shape[1], : x.shape[2]], x])
 
 
 def test_row_planner_op_with_one_exit_of_several_results():
@@ -102,10 +102,10 @@ def test_row_planner_op_with_one_exit_of_several_results():
 
 def test_row_planner_without_carried_rows_has_even_borders():
     step = keras_step(vgg, (224, 22), steps=1)
-    found = planned(step, rows(4, exit="conv2d"))
-    assert not found.loops[0].carries
-    (exit_,) = found.segment.exits
-    assert np.ptp(found.loops[0].cells[exit_][0].size) <= 1
+    segment_plan = planned(step, rows(4, exit="conv2d"))
+    assert not segment_plan.loops[0].carries
+    (exit_,) = segment_plan.segment.exits
+    assert np.ptp(segment_plan.loops[0].cells[exit_][0].size) <= 1
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def test_row_planner_without_carried_rows_has_even_borders():
 )
 @pytest.mark.parametrize("net", NORMALISED, ids=lambda net: net.__name__)
 def test_row_barrier_planner_equals_original_step(net, few_flops, monkeypatch):
-    """With what is dear to make again handed on, and with all."""
+    """Carry the rows of expensive ops alone, or of all ops."""
     monkeypatch.setattr("rewriters.tiling.row_planner.MAX_RECOMPUTE_FLOPS_PER_BYTE", few_flops)
     step = keras_step(net, (17, 14), 3, False, keras.optimizers.SGD(0.1, momentum=0.9))
-    wrong, found = rewritten_by(step, num_tiles=(2, 3, 1), backward_num_tiles=(1, 9, 1))
+    wrong, step_plan = rewritten_by(step, num_tiles=(2, 3, 1), backward_num_tiles=(1, 9, 1))
     assert not wrong
-    assert found.segments
+    assert step_plan.segments
 
 
 def test_row_planner_single_strip_is_bit_identical():
@@ -127,7 +127,7 @@ def test_row_planner_single_strip_is_bit_identical():
 
 
 def test_row_planner_max_strips_is_rows_of_exit():
-    """Every tile is thinner than what it shares, and tensors on the way end before the last tile."""
+    """Strips are thinner than the rows they share, and some tensors have no rows in the last strip."""
     step = keras_step(vgg, (34, 9), steps=1)
     assert not differing(step, rows(8))
     with pytest.raises(NotTileableError, match="8 rows, fewer than the 9 tiles"):
@@ -151,7 +151,7 @@ def test_row_planner_mixed_with_tiled_segments_equals_original_step():
 
 
 def test_row_planner_exit_read_inside_equals_original_step():
-    """The frontier of an exit runs ahead of an even partition where the segment goes on."""
+    """The frontier of an exit that is read inside is ahead of an even partition."""
     step = keras_step(unet, (50, 22), steps=2)
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     skip = find(analysis, "conv2d")
@@ -161,7 +161,7 @@ def test_row_planner_exit_read_inside_equals_original_step():
 
 
 def test_row_planner_saved_rows_can_be_swapped():
-    """What the forward loop saves for the backward loop is a tensor between two operations, as any other."""
+    """The swap pass treats saved rows like any other tensor."""
     step = keras_step(vgg, (50, 22), steps=2)
     params = [SFTParams(num_tiles=(5, 1), halo="carry"), tflms_sft.LMSParams(min_bytes=1)]
     fast = tflms_sft.rewrite(step.function, params, *step.specs)
@@ -183,9 +183,9 @@ def test_row_planner_volumes_equal_original_step():
     batches = [(numbers.normal(size=(2, 13, 6, 5, 2)), np.array([0, 1], "int32")) for _ in range(2)]
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     step = model_step(model, batches, True, {"optimizer": keras.optimizers.SGD(0.1), "loss": loss})
-    wrong, found = rewritten_by(step, num_tiles={"depth": 5})
+    wrong, step_plan = rewritten_by(step, num_tiles={"depth": 5})
     assert not wrong
-    assert found.segments[0].num_tiles == (1, 5, 1, 1)
+    assert step_plan.segments[0].num_tiles == (1, 5, 1, 1)
 
 
 def test_row_planner_sequences_carry_along_length():
@@ -198,13 +198,13 @@ def test_row_planner_sequences_carry_along_length():
     batches = [(numbers.normal(size=(size, 31, 2)), np.arange(size, dtype="int32") % 2) for size in (3, 2)]
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     step = model_step(model, batches, False, {"optimizer": keras.optimizers.SGD(0.1), "loss": loss})
-    wrong, found = rewritten_by(step, num_tiles={"length": 4})
+    wrong, step_plan = rewritten_by(step, num_tiles={"length": 4})
     assert not wrong
-    assert found.segments
+    assert step_plan.segments
 
 
 def test_row_planner_equal_gradient_ops_stay_separate():
-    """TensorFlow may make one of equal operations: what is added to a value of a turn must not be added twice."""
+    """TensorFlow merges equal ops; carried rows must not be added twice to a merged result."""
 
     def net(x):
         shared = layers.Conv2D(3, 3, padding="same", name="shared")
@@ -216,7 +216,7 @@ def test_row_planner_equal_gradient_ops_stay_separate():
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_row_planner_half_precision_equals_original_step(policy):
-    """As near to float32 as the plain step is."""
+    """The error against float32 is as small as that of the original step."""
     keras.config.set_dtype_policy("float32")
     exact = keras_step(vgg, (34, 22), steps=1, floatx="float32")
     want = exact.run(exact.concrete_fn)
@@ -234,29 +234,29 @@ def test_row_planner_half_precision_equals_original_step(policy):
     assert all(ours <= max(2 * theirs, 2e-2) for ours, theirs in off.values()), off
 
 
-# Nothing twice ----------------------------------------------------------------------------------------------
+# No row twice ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("net", PLAIN, ids=lambda net: net.__name__)
 def test_row_planner_computes_each_row_once(net):
-    """Neither forward nor backward, but for what costs next to nothing."""
+    """Neither loop computes a row twice, except of cheap ops."""
     step = keras_step(net, (50, 22), steps=1)
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
-    found = plan(analysis, [rows(3)])[0]
-    free = cheap_to_recompute(analysis, found.segment.forward)
-    for tile_loop in found.loops:
+    segment_plan = plan(analysis, [rows(3)])[0]
+    recomputed = cheap_to_recompute(analysis, segment_plan.segment.forward)
+    for tile_loop in segment_plan.loops:
         assert tile_loop.carries
         for node, plans in tile_loop.plans.items():
-            made, tensor = plans[0].computed, node.out()
-            if made is None or node in free or tensor not in tile_loop.values:
+            computed, tensor = plans[0].computed, node.out()
+            if computed is None or node in recomputed or tensor not in tile_loop.values:
                 continue
-            # A transposed convolution makes whole windows, here of 3 rows, also those that reach over a border.
-            shared = (4 * (len(made.size) - 1) + 2) * (node.op == "Conv2DBackpropInput")
-            assert made.size.sum() <= tensor.shape[1] + shared, node.name
+            # A transposed convolution computes complete windows, here of 3 rows, across borders, too.
+            shared = (4 * (len(computed.size) - 1) + 2) * (node.op == "Conv2DBackpropInput")
+            assert computed.size.sum() <= tensor.shape[1] + shared, node.name
 
 
 def test_row_planner_saved_rows_are_window_overlap():
-    """Of a 3x3 convolution two rows for each border between tiles, of a 2x2 pool none, of the first one none either."""
+    """A 3x3 convolution saves two rows at each border; a 2x2 pool and the first convolution save none."""
     step = keras_step(vgg, (48, 22), steps=1)
     forward, backward = planned(step, rows(4)).loops
     windows = [node for node in forward.body if node.op == "Conv2D"][2:]
@@ -268,7 +268,7 @@ def test_row_planner_saved_rows_are_window_overlap():
 
 
 def test_row_planner_gradient_cells_match_forward_rows():
-    """An average pool keeps nothing, so the gradient comes in below it: not in an even partition of its own."""
+    """An average pool saves nothing, so that the gradient enters below it; its cells are no even partition."""
     step = keras_step(separable, (50, 37), steps=1)
     forward, backward = planned(step, rows(2)).loops
     assert len(forward.saves) == 2
@@ -292,10 +292,10 @@ def interval(*pairs):
 def test_frontier_is_monotonic():
     frontier = Frontier.of(interval((2, 6), (3, 5), (4, 9)), start=2)
     assert frontier.done.tolist() == [2, 6, 6, 9]
-    assert frontier.kept.tolist() == [2, 3, 4, 9]
-    found = frontier.new(np.arange(4))
-    assert found.size.tolist() == [4, 0, 3]
-    assert row_frontiers.refilled(found).lo.tolist() == [2, 5, 6]
+    assert frontier.needed.tolist() == [2, 3, 4, 9]
+    computed = frontier.new(np.arange(4))
+    assert computed.size.tolist() == [4, 0, 3]
+    assert row_frontiers.refilled(computed).lo.tolist() == [2, 5, 6]
     assert frontier.carried(np.array([0, 2, 3])).size.tolist() == [0, 2, 0]
 
 
@@ -322,8 +322,8 @@ def test_balanced_partition_minimises_largest_weight(weights, tiles, want):
 def test_balanced_partition_first_strip_is_smaller():
     step = keras_step(vgg, (96, 22), steps=1)
     forward, backward = planned(step, rows(4)).loops
-    taken = [peak_bytes_of(turn.events, ExactAllocator()) for turn in loop_iterations(backward, 2)]
-    assert max(taken) < 1.35 * min(taken)
+    peaks = [peak_bytes_of(iteration.events, ExactAllocator()) for iteration in loop_iterations(backward, 2)]
+    assert max(peaks) < 1.35 * min(peaks)
     assert forward.cells[forward.writes[0]][0].size[0] < 24 / 4
 
 
@@ -366,7 +366,7 @@ def test_row_planner_tiles_over_width_are_refused(net, params, words):
         rewritten_by(step, **params)
 
 
-# The comparison notices -------------------------------------------------------------------------------------
+# Broken on purpose ------------------------------------------------------------------------------------------
 
 
 def _shifted(self, at):
@@ -381,23 +381,23 @@ def test_row_planner_off_by_one_rows_differ(monkeypatch):
     step = keras_step(vgg, (34, 22), steps=1)
     monkeypatch.setattr(Frontier, "carried", _shifted)
     try:
-        found = differing(step, rows(3))
+        wrong = differing(step, rows(3))
     except AssertionError as error:
-        assert "lacks rows" in str(error)  # The emitter finds them missing first.
+        assert "lacks rows" in str(error)  # The emitter's own check fails first.
     except tf.errors.InvalidArgumentError:
-        pass  # Or a kernel.
+        pass  # A kernel fails.
     else:
-        assert len(found) > 3
+        assert len(wrong) > 3
 
 
 @pytest.mark.parametrize("kind", [TileKind.FULL, TileKind.PARTIAL], ids=["values", "gradients"])
 def test_row_planner_zeroed_carried_rows_differ(kind, monkeypatch):
-    """LR-CNN V-D: rows that share nothing train something else."""
+    """LR-CNN V-D: strips that share no rows train another network."""
     from rewriters.emission import loop_emitter, row_carries
 
-    def forgotten(turn, tensor, carry, source, images):
-        found = row_carries.received(turn, tensor, carry, source, images)
-        return tf.zeros_like(found) if turn.segment.kinds.get(tensor) is kind else found
+    def forgotten(iteration, tensor, carry, source, images):
+        received = row_carries.received(iteration, tensor, carry, source, images)
+        return tf.zeros_like(received) if iteration.segment.kinds.get(tensor) is kind else received
 
     monkeypatch.setattr(loop_emitter, "received", forgotten)
     assert len(differing(keras_step(vgg, (34, 22), steps=1), rows(3))) > 3
@@ -410,11 +410,11 @@ def test_stand_in_is_in_no_graph():
     assert saved.node.op == row_frontiers.SAVED
 
 
-# What a plan says of rows.
+# Reports of strips.
 
 
 def conv_pair(height, width=24, channels=8):
-    """A step of two convolutions 3x3 and what comes after each."""
+    """Return a step of two 3x3 convolutions, each with a ReLU."""
     x = image = keras.Input((height, width, channels), batch_size=1)
     for name in ("first", "second"):
         x = layers.ReLU(name=f"{name}_relu")(layers.Conv2D(channels, 3, padding="same", use_bias=False, name=name)(x))
@@ -430,7 +430,7 @@ def segment_of(step, number, halo):
 def test_overlapped_bytes_are_rows_computed_twice(number):
     step, row = conv_pair(64), 24 * 8 * 4
     overlapped = segment_of(step, number, "recompute").overlapped_bytes
-    # The first convolution and its ReLU in both loops, and the gradient of the latter: two rows at each border.
+    # Two rows at each border: the first convolution and its ReLU in both loops, and the gradient of the ReLU.
     assert overlapped == 5 * (number - 1) * 2 * row
     assert segment_of(step, number, "carry").overlapped_bytes == 0
 
@@ -438,11 +438,11 @@ def test_overlapped_bytes_are_rows_computed_twice(number):
 def test_most_rows_carry_minimises_memory():
     step = keras_step(vgg, (2048, 22), steps=1)
     counts = (2, 4, 8, 16, 32, 64, 128, 256)
-    found = {number: plan_of_rows(step, number) for number in counts}
-    memory = {number: max(segment.tile_bytes) + segment.saved_bytes for number, segment in found.items()}
+    segments = {number: plan_of_rows(step, number) for number in counts}
+    memory = {number: max(segment.tile_bytes) + segment.saved_bytes for number, segment in segments.items()}
     best = min(memory, key=memory.get)
     assert 2 < best < 256, "neither end"
-    for segment in found.values():
+    for segment in segments.values():
         assert best / 3 < segment.most_rows < best * 3
 
 
@@ -458,8 +458,8 @@ def test_most_rows_recompute_doubles_work_beyond():
     summary = tflms_sft.rewrite(step, SFTParams(num_tiles=(4, 1))).plan.summary()
     assert f"with more than {most} tiles the work would double" in summary
     analysis = GraphAnalysis(canonicalize.read_canonical(step.get_concrete_function()))
-    (found,) = plan(analysis, [Cut("images", "second_relu", grid=(most, 1))])
-    loop = found.loops[-1]
+    (segment_plan,) = plan(analysis, [Cut("images", "second_relu", grid=(most, 1))])
+    loop = segment_plan.loops[-1]
     costs = CostModel(analysis, 1)
     assert 1.8 < costs.body(loop) / costs.step(loop.body) < 2.1
 
@@ -486,7 +486,7 @@ def test_row_planner_one_row_images_carry_along_width():
 
 
 def test_row_barrier_planner_reduction_loops_split_operand():
-    """Of two inputs of unknown batches, so that the squeezed images are multiplied outside."""
+    """Two inputs have unknown batch sizes, so that an op outside multiplies the squeezed images."""
     keras.config.set_floatx("float64")
     images = [keras.Input((4, 1)) for _ in range(2)]
     x = layers.Activation("relu")(images[0])
