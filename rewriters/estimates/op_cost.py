@@ -50,7 +50,7 @@ DIRECT = "direct"
 """Key of the rate of convolution gradients whose kernels do not unfold images."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineRates:
     """Rates of a machine, per second.
 
@@ -163,7 +163,7 @@ class CostModel:
 
     @functools.cached_property
     def lower_bound(self) -> CostModel:
-        """A model whose times no loop with as many iterations or more falls below.
+        """Cost model whose times no loop with as many iterations or more falls below.
 
         More iterations mostly take longer. They may take less time in three cases:
 

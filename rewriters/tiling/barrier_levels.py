@@ -274,7 +274,7 @@ class _Sorter:
             has_control_inputs = any(other.control_inputs for other in nodes)
             if same_axes and not has_control_inputs and image.dtype.is_floating and mean.dtype == node.out().dtype:
                 keep = bool(node.attrs["keep_dims"].b)
-                return MomentPair(image, mean, node.out(), tuple(sorted(axes)), keep)
+                return MomentPair(image=image, mean=mean, variance=node.out(), axes=tuple(sorted(axes)), keep_dims=keep)
         return None
 
     def _levels(self, moments: dict[Node, MomentPair]) -> dict[Node, int]:

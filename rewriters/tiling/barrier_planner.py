@@ -46,7 +46,7 @@ def barrier_segment(
     backward = [node for node in nodes if node in analysis.backward]
     exits = sorted(storage.exits, key=lambda t: (analysis.position[t.node], t.index))
     return Segment(
-        name,
+        name=name,
         entries=[t for t in entries if t.node not in analysis.backward],
         exits=[t for t in exits if t.node not in analysis.backward],
         forward=[node for node in nodes if node not in analysis.backward],

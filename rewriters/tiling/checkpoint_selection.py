@@ -40,7 +40,7 @@ MAX_ROUNDS = 20
 """Iterations of the fixpoint of stored tensors."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopSpec:
     """A loop before its tiles are planned.
 
@@ -417,10 +417,17 @@ class CheckpointSelection:
     ) -> LoopSpec:
         sums = [node for node in roots if node in self._sums]
         moments = [self._roles.moments[node] for node in sums if node in self._roles.moments]
-        spec = LoopSpec(level, level > self._last_forward, writes, sums, moments, body, reads, roots[0].device)
-        plain = set(spec.plain_sums)
-        spec.body = [node for node in body if node not in self._sums or node in plain]
-        return spec
+        merged = {node for pair in moments for node in (pair.mean.node, pair.variance.node)}
+        return LoopSpec(
+            level=level,
+            backward=level > self._last_forward,
+            writes=writes,
+            sums=sums,
+            moments=moments,
+            body=[node for node in body if node not in self._sums or (node in sums and node not in merged)],
+            reads=reads,
+            device=roots[0].device,
+        )
 
     # Checkpoints ---------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from rewriters.tiling.checkpoint_selection import LoopSpec
 __all__: list[str] = []
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Segment:
     """Ops that are planned as one unit, in a forward loop and a backward loop or, with barriers, in several loops.
 
@@ -451,7 +451,7 @@ def _assemble(
             group[tensor] = None
     grad_exits, reductions = _backward_exits(analysis, region, backward)
     return Segment(
-        name,
+        name=name,
         entries=list(entries),
         exits=exits,
         forward=forward,

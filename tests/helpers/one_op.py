@@ -140,7 +140,17 @@ class OneOp:
             grad_exits=[],
             reductions=[node.out() for node in sums],
             invariants=by_kind[INVARIANT],
-            loop_specs=[LoopSpec(0, False, writes, sums, [], [self.node], by_kind[FULL])],
+            loop_specs=[
+                LoopSpec(
+                    level=0,
+                    backward=False,
+                    writes=writes,
+                    sums=sums,
+                    moments=[],
+                    body=[self.node],
+                    reads=by_kind[FULL],
+                )
+            ],
         )
         return self._run(tile_pass.plan_segment(self.analysis, segment, grid))
 
