@@ -31,7 +31,7 @@ COMPARED_SIZE, MEASURED_SIZE, MEASURED_BATCH = 96, 224, 4
 BUDGETS = (0.5, 0.6, 0.75)
 NO_BARRIER = 2
 """Loops of a segment without: forward and backward."""
-USUAL = ("nothing inside of it is needed in the backward pass", "tiles would keep as much")
+USUAL = ("the backward pass reads no tensor inside of it", "a tiled segment would save as many bytes")
 """Reasons for which parts beside the layer are left alone."""
 
 # ----------------------------------------------------------------------------------------------------------

@@ -165,7 +165,9 @@ class _Sorter:
             return None
         try:
             if node in self.excluded:
-                raise NotTileableError("it works on images made of pixels, which what follows takes as a whole")
+                raise NotTileableError(
+                    "an untiled op reads its images, which are folded into the batch (space to batch)"
+                )
             kinds = self._operands(node)
             result = find_rule(node).result_kind_gathered(self.analysis.view(node), kinds)
             self._check(node, kinds, result)
@@ -217,12 +219,14 @@ class _Sorter:
             if not self.analysis.has_known_size(tensor):
                 raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
             if len(self.analysis.extents(tensor) or ()) != self.axes:
-                raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} has another number of axes")
+                raise NotTileableError(
+                    f"`{tensor.name}` of shape {tensor.shape} does not have {self.axes} spatial axes"
+                )
             if not self._in_batch(tensor, node.device) and not self._is_weight_of_pixels(tensor):
-                raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} is of another number of images")
+                raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} has another batch size")
         spatial = [_is_spatial(self.analysis, tensor) for tensor in results or full]
         if not (all(spatial) if results else any(spatial)):
-            raise NotTileableError("it makes one value for all pixels")
+            raise NotTileableError("it reduces over the image")
 
     def _operand(self, tensor: Tensor, device: str) -> TileKind:
         """Return the kind of an image operand of an op on a device."""

@@ -282,7 +282,7 @@ def try_segment(
     """
     segment = build_segment(analysis, name, {component.nodes[i] for i in positions}, excluded)
     if analysis.backward and not segment.backward:
-        raise NotTileableError("nothing inside of it is needed in the backward pass")
+        raise NotTileableError("the backward pass reads no tensor inside of it")
     return segment
 
 
@@ -343,8 +343,8 @@ class _RangeSplitter:
             if saved_bytes(self._analysis, segment, self._batch) > 0:
                 return [segment]
             bounds = []  # Smaller segments would save more tensors.
-            purpose = "for the backward pass as it does now" if self._analysis.backward else "as is alive now"
-            reason = f"tiles would keep as much {purpose}"
+            verb = "save" if self._analysis.backward else "need"
+            reason = f"a tiled segment would {verb} as many bytes as the original ops"
         except NotTileableError as error:
             reason = str(error)
         self._name_of["segment"] -= 1

@@ -128,7 +128,7 @@ def build_segment(
         if not region.must_materialise:
             break
         for tensor, reason in region.must_materialise.items():
-            notes.append(f"`{tensor.name}` stays whole: {reason}")
+            notes.append(f"`{tensor.name}` is materialised: {reason}")
             exits.append(tensor)
     segment = _assemble(analysis, name, ops, exits=exits, region=region, stored=stored, notes=notes)
     _check_borders(analysis, segment)
@@ -139,13 +139,13 @@ def _check_borders(analysis: GraphAnalysis, segment: Segment) -> None:
     borders = (*segment.entries, *segment.exits, *segment.stored, *segment.grad_entries, *segment.grad_exits)
     folded = [t.name for t in borders if analysis.entries_per_image(t) != 1]
     if folded:
-        raise NotTileableError(f"at its border pixels have been made images (`{folded[0]}`)")
+        raise NotTileableError(f"at its border, images are folded into the batch (space to batch, `{folded[0]}`)")
     sizes = analysis.evaluate.sizes
     unknown = [sizes.of(t) for t in segment.entries if t.shape is not None and t.shape[0] is None]
     if not all(sizes.same(unknown[0], size) for size in unknown):
-        raise NotTileableError("its entries may be of different numbers of images when the step runs")
+        raise NotTileableError("its entries may have different batch sizes")
     if not segment.exits and not segment.grad_entries:
-        raise NotTileableError("nothing that it makes is needed outside of it")
+        raise NotTileableError("no op outside of it reads its results")
 
 
 def _exits(analysis: GraphAnalysis, ops: set[Node]) -> list[Tensor]:
@@ -240,7 +240,7 @@ class BackwardRegion:
             raise NotTileableError("it has side effects")
         kinds = self.kinds(node)
         if TileKind.REDUCED in kinds:
-            raise NotTileableError("it waits for a sum over the image")
+            raise NotTileableError("it depends on a reduction over the image")
         for tensor, kind in zip(node.inputs, kinds, strict=True):
             if kind is not TileKind.INVARIANT and not self.analysis.has_known_size(tensor):
                 raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
@@ -248,7 +248,7 @@ class BackwardRegion:
         self.analysis.view(node).check_axes(images)
         result_kind = find_rule(node).result_kind(self.analysis.view(node), kinds)
         if result_kind is not TileKind.FULL and not all(dtype.is_floating for dtype, _ in node.outputs):
-            raise NotTileableError("it makes a gradient that is no floating point number: parts of it are rounded")
+            raise NotTileableError("its gradient has an integer dtype, so that partial sums would be rounded")
         results = [node.out(index) for index in range(len(node.outputs))]
         if result_kind is not TileKind.REDUCED and not all(map(self.analysis.is_image, results)):
             raise NotTileableError("its result is not an image")

@@ -319,7 +319,7 @@ def test_a_sum_inside_a_custom_gradient_is_refused():
         return tf.nn.relu(x) + 0.1 * x, gradient
 
     step = one_loss(lambda x: tf.reduce_mean(three_layers(x, w, activation) ** 2), w)
-    with pytest.raises(NotTileableError, match="it waits for a sum over the image"):
+    with pytest.raises(NotTileableError, match="it depends on a reduction over the image"):
         rewrite(step.concrete_fn, Cut(grid=(2, 2)))
 
 

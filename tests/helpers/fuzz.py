@@ -46,7 +46,7 @@ REFUSALS = {
     tflms_sft.SegmentError: (
         "values leave the segment and come back",
         "no path of forward operations leads",
-        "nothing that it makes is needed outside",
+        "no op outside of it reads its results",
         "cannot be tiled",
         "which the segment does not make",
         "not run on tiles",

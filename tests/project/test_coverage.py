@@ -40,8 +40,8 @@ def test_the_page_is_that_of_the_results():
         ({"reasons": [], "loops": 7, "segments": 1}, "tiled, with a barrier (7 loops)"),
         ({"reasons": ["Mean: ... everything after it waits ..."], "loops": 2, "segments": 1}, "ends a segment"),
         ({"reasons": ["Foo: no", "Mean: everything after it waits"], "loops": 2, "segments": 1}, "left alone: Foo: no"),
-        ({"reasons": ["nothing inside of it is needed in the backward pass"], "loops": 2, "segments": 1}, "tiled"),
-        ({"reasons": ["nothing inside of it is needed in the backward pass"], "loops": 0, "segments": 0}, "left alone"),
+        ({"reasons": ["the backward pass reads no tensor inside of it"], "loops": 2, "segments": 1}, "tiled"),
+        ({"reasons": ["the backward pass reads no tensor inside of it"], "loops": 0, "segments": 0}, "left alone"),
     ],
 )
 def test_outcomes_in_words(found, outcome):

@@ -216,7 +216,7 @@ def test_an_operation_that_cannot_be_tiled_is_named():
 def test_what_would_be_whole_anyway_is_left_alone():
     model = built(lambda x: layers.Conv2D(4, 3, padding="same", activation="relu")(x))
     plan = checked(model, SFTParams((2, 2))).plan
-    assert not plan.changed and plan.left_alone[0][1] == "tiles would keep as much as is alive now"
+    assert not plan.changed and plan.left_alone[0][1] == "a tiled segment would need as many bytes as the original ops"
 
 
 def test_swaps_need_a_backward_phase():
