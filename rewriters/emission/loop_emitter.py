@@ -222,9 +222,9 @@ class IterationEmitter:
         """Return a loop-invariant tensor; summands are guarded by an op inside the loop.
 
         TensorFlow's arithmetic optimizer rewrites a sum of two equal summands k, however deep in an expression, into
-        2 * k, and adds a control edge from k to the factor 2. If k is a variable of the loop itself, the edge may refer
-        to its value after the last iteration. The factor then never runs, and the step returns empty tensors without
-        an error.
+        2 * k. It also adds a control edge from k to the factor 2. If k is a variable of the loop itself, the edge may
+        refer to its value after the last iteration. The factor then never runs, and the step returns empty tensors
+        without an error.
         """
         value = self.loop.outer[tensor]
         if not any(node.op in summation_order.OPS or forwards_input_buffer(node) for node in consumers):
