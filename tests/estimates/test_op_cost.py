@@ -238,7 +238,7 @@ def added(x):
 
 def test_gradient_pairs_belong_to_one_convolution():
     analysis, _ = tile_loops(added, (1, 1))
-    pairs = CostModel(analysis, IMAGES).pairs
+    pairs = CostModel(analysis, IMAGES).gradient_pairs
     assert len(pairs) == 3 - 1  # No op reads the gradient of the first convolution's image.
     for first, second in pairs.items():
         kernel = second.inputs[1] if second.op == "Conv2DBackpropInput" else first.inputs[1]

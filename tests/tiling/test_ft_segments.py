@@ -277,7 +277,7 @@ def test_saved_bytes_subtract_entry_read_by_recomputation_only():
         return build
 
     segments, left = ft_segments.auto_segments(analysed(body(conv(activation=None))), None, 1, {})
-    assert segments == [] and any("would keep as much" in item.reason for item in left)
+    assert segments == [] and any("would save as many bytes" in item.reason for item in left)
     analysis = analysed(body(conv(3), conv(3)))
     (segment,), _ = ft_segments.auto_segments(analysis, None, 1, {})
     assert ft_segments.saved_bytes(analysis, segment, 1) == (2 - 1) * 3 * 32 * 32 * 4
