@@ -243,7 +243,7 @@ def test_wrong_arguments(cli, arguments, text):
         (["plan", "zoo:flat", "--budget", "8GiBs"], "must be a positive number followed by one of B, kB"),
         (["plan", "zoo:flat", "--num-tiles", "4,0"], "expected integers of at least 1"),
         (["plan", "zoo:flat", "--num-tiles", "hieght=4"], "--num-tiles names unknown axes ['hieght']"),
-        (["plan", "zoo:custom_loss", "--num-tiles", "4,4,4,4"], "4 count(s), and what is tiled has 2 axes"),
+        (["plan", "zoo:custom_loss", "--num-tiles", "4,4,4,4"], "4 count(s), but the tiled tensor has 2 axes"),
         (["max-input", "zoo:build", "--budget", "1MiB", "--max-size", "16"], "--max-size must be at least --multi"),
         (["run", "train.py", "--budget", "1GiB"], "run needs --budget SIZE in front of SCRIPT"),
         (["run", "--budget", "1GiB"], "the following arguments are required: SCRIPT\n"),

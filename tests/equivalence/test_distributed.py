@@ -99,7 +99,7 @@ FIT = """
     try:
         trained([tflms_sft.LMS(tier="disk", verbose=0)])
     except tflms_sft.RewriteError as error:
-        print("trains on 2 replicas, between which nothing can be swapped yet" in str(error))
+        print("trains on 2 replicas, which swapping does not support yet" in str(error))
     model, loud = new_model(), tflms_sft.SFT(num_tiles=(2, 2))
     model.evaluate(images, labels, batch_size=4, verbose=0, callbacks=[loud])
     assert loud.evaluate_plan is None
@@ -137,7 +137,7 @@ def test_fit_on_two_replicas_is_the_same():
         assert float(off) < 1e-10
     assert budget.split()[0] == "2", "a replica has half of the batch"
     assert refused == "True"
-    assert evaluated.endswith("evaluate runs plain, outside of the plan: on 2 replicas only training is rewritten")
+    assert evaluated.endswith("evaluate is not rewritten: on 2 replicas only training is rewritten")
 
 
 @pytest.mark.parametrize("make", (lambda: tflms_sft.SFT(num_tiles=(2, 2)), lambda: tflms_sft.LMS(min_bytes=0)))

@@ -53,7 +53,7 @@ REFUSALS = {
     ),
     tflms_sft.BudgetError: ("is too small for this step",),
     # Without a convolution or a pool nothing tells how many axes there are.
-    ValueError: ("num_tiles` asks for", "and what is tiled has"),
+    ValueError: ("num_tiles` asks for", "but the tiled tensor has"),
 }
 """What may be refused, and the words for it."""
 

@@ -74,7 +74,7 @@ def is_plain(model):
     replaced = {f"{name}_step" for name in KINDS} | {f"make_{name}_function" for name in KINDS}
     functions = [getattr(model, f"{name}_function") for name in KINDS]
     return not any("tflms" in name for name in model.__dict__) and not (
-        replaced & set(model.__dict__) or "Installation" in repr(functions)
+        replaced & set(model.__dict__) or "StepPatch" in repr(functions)
     )
 
 

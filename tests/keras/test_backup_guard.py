@@ -3,22 +3,22 @@
 import keras
 
 from rewriters.ir import tf_internals
-from tflms_sft._keras.backup_guard import watch_saves
+from tflms_sft._keras.backup_guard import guard_backups
 
 
 def test_saves_that_a_training_left_behind_are_taken_over(monkeypatch, fresh_keras):
     """Keras tells nobody of the end of a training that failed."""
     monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": "127.0.0.1:1"})
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    left = watch_saves(model)
-    again = watch_saves(model)
+    left = guard_backups(model)
+    again = guard_backups(model)
     assert model.__dict__["save_weights"] is again is not left
     left.remove()
     assert model.__dict__["save_weights"] is again
     again.remove()
     assert "save_weights" not in model.__dict__
-    watch_saves(model)
+    guard_backups(model)
     monkeypatch.setattr(tf_internals, "workers", dict)
-    assert watch_saves(model) is None and "save_weights" not in model.__dict__
+    assert guard_backups(model) is None and "save_weights" not in model.__dict__
     object.__setattr__(model, "save_weights", print)
-    assert watch_saves(model) is None and model.__dict__["save_weights"] is print
+    assert guard_backups(model) is None and model.__dict__["save_weights"] is print

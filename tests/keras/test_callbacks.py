@@ -293,7 +293,7 @@ def test_a_step_over_the_budget_is_planned_again_by_what_was_measured(capsys, me
     limit = 0.9 * second.memory_budget * first.predicted.peak_bytes / (750 * 2**10)
     assert second.predicted.peak_bytes <= limit < first.predicted.peak_bytes
     lines = [line for line in capsys.readouterr().out.splitlines() if "measured peak" in line]
-    assert lines[0].endswith("OVER the budget of 700 KiB: planning again by what was measured")
+    assert lines[0].endswith("OVER the budget of 700 KiB: planning again with the measured peak")
     assert len(lines) == 2 and "OVER" not in lines[1]
 
 

@@ -138,7 +138,7 @@ def test_a_validation_that_cannot_be_rewritten_runs_plain_and_says_so(capsys):
         assert model.__dict__["test_step"] is own
     assert same_history(*histories) and "val_mean" in histories[1].history
     assert callback.plan.changed and callback.evaluate_plan is None
-    assert capsys.readouterr().out.count("tflms-sft: validation runs plain, which the budget is not") == 1
+    assert capsys.readouterr().out.count("tflms-sft: validation is not rewritten, and the budget does not") == 1
 
 
 def test_segments_that_are_not_there_are_refused_in_an_evaluation():
@@ -152,12 +152,12 @@ def test_swaps_alone_leave_it_plain_and_say_so(capsys):
     model, callback = net(), LMS()
     model.predict(X, callbacks=[callback], **PLAIN)
     assert callback.predict_plan is None and is_plain(model)
-    assert "predict runs plain, outside of the plan: nothing waits for a swap" in capsys.readouterr().out
+    assert "predict is not rewritten: without a backward pass" in capsys.readouterr().out
 
 
 def test_two_at_once_are_refused():
     model = net()
-    with pytest.raises(ValueError, match="Two things rewrite the test step"):
+    with pytest.raises(ValueError, match="The test step of model .* is rewritten twice"):
         model.evaluate(X, Y, callbacks=[tiles(), small()], **PLAIN)
     assert is_plain(model)
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tflms_sft._keras import first_batches
-from tflms_sft._keras.first_batches import PeekedBatches, can_be_taken
+from tflms_sft._keras.first_batches import PeekedBatches, can_peek
 
 
 def iterator(number=5, batch=2):
@@ -22,26 +22,26 @@ def test_what_is_taken_comes_again_with_shapes_as_unknown(number):
     """And what is left afterwards: batches of two, two and one."""
     data = iterator()
     taken = PeekedBatches(data, number)
-    again = taken.again()
+    again = taken.replay()
     assert again.element_spec == data.element_spec and again.element_spec[1].shape == [None]
     wanted, got = list(iterator())[:number], list(itertools.islice(again, number))
     for want, have in zip(wanted, got, strict=True):
         np.testing.assert_array_equal(have[0]["image"], want[0]["image"])
         np.testing.assert_array_equal(have[1], want[1])
     assert len(list(data)) == 3 - number
-    assert taken.on_device()[0] == 2 * 12 * 4
+    assert taken.bytes_on_device()[0] == 2 * 12 * 4
 
 
 def test_an_end_is_an_end():
     data = iterator(1)
-    assert len(list(PeekedBatches(data, 4).again())) == 1
+    assert len(list(PeekedBatches(data, 4).replay())) == 1
     with pytest.raises(StopIteration):
         PeekedBatches(data, 4)
 
 
 def test_other_iterators_are_left_alone():
     ragged = tf.data.Dataset.from_tensors(tf.ragged.constant([[1.0], [1.0, 2.0]]))
-    assert can_be_taken(iterator()) and not can_be_taken(iter(ragged)) and not can_be_taken(iter([1]))
+    assert can_peek(iterator()) and not can_peek(iter(ragged)) and not can_peek(iter([1]))
 
 
 def test_it_is_waited_for_until_nothing_changes():
@@ -51,12 +51,12 @@ def test_it_is_waited_for_until_nothing_changes():
         asked.append(time.monotonic())
         return min(len(asked), 10)
 
-    first_batches._wait_until_quiet(0.1, look)
-    assert len(asked) > 10 and asked[-1] - asked[9] >= 0.1 and time.monotonic() - begun < first_batches.MOST_SECONDS
+    first_batches._wait_until_stable(0.1, look)
+    assert len(asked) > 10 and asked[-1] - asked[9] >= 0.1 and time.monotonic() - begun < first_batches.MAX_WAIT_SECONDS
 
 
 def test_it_is_not_waited_for_without_end(monkeypatch):
-    monkeypatch.setattr(first_batches, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(first_batches, "MAX_WAIT_SECONDS", 0.2)
     asked = []
-    first_batches._wait_until_quiet(0.1, lambda: asked.append(0) or len(asked))
+    first_batches._wait_until_stable(0.1, lambda: asked.append(0) or len(asked))
     assert 2 < len(asked) < 30

@@ -59,7 +59,7 @@ def swapping(path, **options):
     ("options", "kind", "text"),
     [
         ({"n_tensors": -2}, ValueError, "`n_tensors` must be at least -1. Received: n_tensors=-2"),
-        ({"n_tensors": 0}, ValueError, "`n_tensors` is 0, which swaps nothing. Use -1"),
+        ({"n_tensors": 0}, ValueError, "`n_tensors` must be at least 1, or -1 for all"),
         ({"n_tensors": 1.5}, TypeError, "`n_tensors` must be an integer. Received: n_tensors=1.5"),
         ({"lb": -1}, ValueError, "`lb` must be at least 0. Received: lb=-1"),
         ({"lb": True}, TypeError, "`lb` must be an integer"),
@@ -77,9 +77,9 @@ def swapping(path, **options):
         ({"excl_scopes": 3}, TypeError, "`excl_scopes` must be a name or several names. Received: excl_scopes=3"),
         ({"incl_types": [""]}, TypeError, "`incl_types` must be a name or several names"),
         ({"starting_scope": 3}, TypeError, "`starting_scope` must be the name of a scope"),
-        ({"spill_dir": "/no/such/place"}, ValueError, "`spill_dir` must be a directory that exists. Received"),
+        ({"spill_dir": "/no/such/place"}, ValueError, "`spill_dir` must be an existing directory. Received"),
         ({"spill_dir": 3}, TypeError, "`spill_dir` must be a path. Received: spill_dir=3"),
-        ({"spill_dir": "/proc"}, ValueError, "`spill_dir` must be a directory that can be written to"),
+        ({"spill_dir": "/proc"}, ValueError, "`spill_dir` must be a writable directory"),
     ],
 )
 def test_wrong_values_are_refused_when_they_are_written_down(options, kind, text):
@@ -157,7 +157,7 @@ def test_files_in_memory_are_no_disk(tmp_path, monkeypatch):
 
 def test_the_order_of_passes(tmp_path):
     step = tf.function(lambda x: x)
-    with pytest.raises(ValueError, match="tiles first and then swaps.*Give `LMSParams` last"):
+    with pytest.raises(ValueError, match="must have `LMSParams` last: tiling comes first"):
         tflms_sft.rewrite(step, [LMSParams(), SFTParams()], X)
 
 
@@ -181,7 +181,7 @@ def test_fit_gives_the_same_bits_and_leaves_no_file(tmp_path, page_cache, capfd)
 def test_the_first_step_is_measured_with_what_is_read_from_disk(tmp_path, monkeypatch):
     """The tier is not there yet when the measurement of a `fit` begins: the step is traced in it."""
     watched = []
-    monkeypatch.setattr("tflms_sft._keras.train_step_patch.watch", watched.append)
+    monkeypatch.setattr("tflms_sft._keras.train_step_patch.watch_tier", watched.append)
     monkeypatch.setattr("rewriters.device.properties.has_allocator_stats", lambda: True)
     monkeypatch.setattr("rewriters.device.properties.counted_from", lambda: 0)
     net().fit(X, Y, epochs=2, callbacks=[swapping(tmp_path)], **SETTINGS)

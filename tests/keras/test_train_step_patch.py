@@ -376,7 +376,7 @@ def test_whether_a_larger_batch_runs_is_predicted_for_that_batch(monkeypatch):
     model.fit(growing(), callbacks=[callback], **fit)
     assert asked == [6] and not callback.plan.changed and callback.plan.batch == 4
     text = (
-        "^The plan holds for batches of 4 images, and of more where they are predicted to keep to the budget. "
+        "^The plan holds for batches of 4 images, and for larger ones whose predicted peak is within the budget. "
         "Give the largest batch as `batch_shape=`. Received: 6.$"
     )
     with pytest.raises(tflms_sft.RewriteError, match=text):
@@ -420,7 +420,7 @@ def test_batches_that_are_not_dense_are_refused_with_the_remedy():
     model = net()
     ragged = tf.RaggedTensor.from_tensor(tf.constant(Y[:, None]))
     data = tf.data.Dataset.from_tensor_slices((X, ragged)).batch(4)
-    with pytest.raises(RewriteError, match="holds a RaggedTensor; only dense tensors can be rewritten"):
+    with pytest.raises(RewriteError, match="contains a RaggedTensor; a rewritten step accepts dense tensors"):
         model.fit(data, callbacks=[tiles()], **SETTINGS)
     assert is_plain(model)
 
@@ -450,11 +450,11 @@ def test_models_that_are_not_ready_are_refused_with_the_remedy():
 @pytest.mark.parametrize(("first", "second"), [(tiles, budgeted), (budgeted, budgeted), (tiles, tiles)])
 def test_two_callbacks_that_rewrite_are_refused(first, second):
     model = net()
-    with pytest.raises(ValueError, match="Two things rewrite the train step of model '.*' at once") as error:
+    with pytest.raises(ValueError, match="The train step of model '.*' is rewritten twice") as error:
         model.fit(X, Y, batch_size=4, callbacks=[first(), second()], **SETTINGS)
     for callback in (first(), second()):
         assert f"the callback `{type(callback).__name__}`" in str(error.value)
-    assert "`SFT` takes several in `segments=`" in str(error.value)
+    assert "`SFT` accepts several segments in `segments=`" in str(error.value)
     assert is_plain(model)
     model.fit(X, Y, batch_size=4, callbacks=[first()], **SETTINGS)
 
@@ -462,9 +462,9 @@ def test_two_callbacks_that_rewrite_are_refused(first, second):
 def test_a_callback_inside_of_a_budget_is_refused_and_the_budget_stays():
     model = net()
     with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
-        with pytest.raises(ValueError, match="at once: `budget` and the callback `SFT`"):
+        with pytest.raises(ValueError, match="twice: by `budget` and by the callback `SFT`"):
             model.fit(X, Y, batch_size=4, callbacks=[tiles()], **SETTINGS)
-        with pytest.raises(ValueError, match="at once: `budget` and `budget`"):
+        with pytest.raises(ValueError, match="twice: by `budget` and by `budget`"):
             with tflms_sft.budget(model, BUDGET):
                 raise AssertionError("not reached")
         model.train_on_batch(X[:4], Y[:4])

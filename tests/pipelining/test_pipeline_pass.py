@@ -389,7 +389,7 @@ def test_validation_runs_plain_and_says_so(capsys):
     x, y = batches(1)[0]
     got = fitted([callback], validation_data=(x, y))
     assert largest_error(got, fitted([], validation_data=(x, y))) < TOLERANCE
-    assert "validation runs plain, outside of the plan: a pipeline is for training" in capsys.readouterr().out
+    assert "validation is not rewritten: pipelines are for training only" in capsys.readouterr().out
 
 
 def test_an_open_batch_has_the_bytes_of_the_first_one():

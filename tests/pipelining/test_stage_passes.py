@@ -231,10 +231,10 @@ def test_verify_proves_the_pipeline_that_was_trained():
     assert len(segments) == 4 and segments == trained
     assert len(swaps) >= 4 and swaps == swapped
     one = dataclasses.replace(proof.plan.pipeline, stages=proof.plan.pipeline.stages[:-1])
-    with pytest.raises(RewriteError, match="The plan that was trained is not found again. They differ in stage 3. "):
+    with pytest.raises(RewriteError, match="another plan than the training; they differ in stage 3. "):
         trained_by(callback, model).check(dataclasses.replace(proof.plan, pipeline=one))
     fixed = dataclasses.replace(trained_by(callback, model), plan=dataclasses.replace(proof.plan, batch_is_fixed=True))
-    with pytest.raises(ValueError, match="`batch` must be cut evenly .* trained, 2. Received: a batch of 3."):
+    with pytest.raises(ValueError, match="`batch` must be a multiple of .* pipeline, 2. Received: a batch of 3."):
         fixed.require_even((x[:3], y[:3]))
 
 
@@ -273,7 +273,7 @@ def test_fit_on_one_device_with_an_open_batch():
 @pytest.mark.parametrize(
     ("params", "error", "text"),
     [
-        ([AutoParams("1GiB"), PipelineParams(2)], ValueError, "a budget and a pipeline: what each device may hold"),
+        ([AutoParams("1GiB"), PipelineParams(2)], ValueError, "must not combine a budget with a pipeline"),
         ([PipelineParams(2), PipelineParams(2)], TypeError, "each at most once"),
         ([PipelineParams(2), "1GiB"], TypeError, r"For a budget: `AutoParams\('1GiB'\)`"),
     ],

@@ -207,7 +207,7 @@ def test_what_may_be_swapped_is_obeyed(tmp_path):
     step, budget = step_of(model_of(volumetric)), plan.memory_budget
     listed = tflms_sft.rewrite(step, [AutoParams(budget), swap], VOLUMES, LABELS).plan
     assert [s.num_bytes for s in listed.swaps] == [s.num_bytes for s in plan.swaps]
-    with pytest.raises(ValueError, match="tells twice what may be swapped"):
+    with pytest.raises(ValueError, match="restricts swaps twice"):
         tflms_sft.rewrite(step, [AutoParams(budget, swap=False), swap], VOLUMES, LABELS)
     with pytest.raises(TypeError, match="`swap` must be a bool or `LMSParams"):
         AutoParams("1GiB", swap="disk")

@@ -125,7 +125,7 @@ def test_a_concrete_function():
 
 
 def test_example_arguments_beside_a_concrete_function_are_refused():
-    with pytest.raises(TypeError, match="traced already, so example arguments have no effect. Leave them out"):
+    with pytest.raises(TypeError, match="`ConcreteFunction`, for which example arguments have no effect. Omit them"):
         tflms_sft.rewrite(gradients().get_concrete_function(*BATCH), TILES, *BATCH)
 
 
@@ -185,9 +185,9 @@ def test_results_that_consist_of_several_tensors():
 @pytest.mark.parametrize("value", (tf.ragged.constant([[1.0], []]), tf.sparse.eye(3), tf.RaggedTensorSpec((2, None))))
 def test_arguments_that_are_not_dense_are_refused_with_the_remedy(value):
     step = tf.function(lambda images, more: tf.reduce_sum(images))
-    with pytest.raises(RewriteError, match="have to be dense tensors. Received.*Pass its parts"):
+    with pytest.raises(RewriteError, match="must be dense tensors. Received.*Pass its components"):
         tflms_sft.rewrite(step, TILES, IMAGES, value)
-    with pytest.raises(RewriteError, match="have to be dense tensors"):
+    with pytest.raises(RewriteError, match="must be dense tensors"):
         tflms_sft.rewrite(step.get_concrete_function(IMAGES, value), TILES)
 
 
@@ -327,7 +327,7 @@ def test_arrays_of_another_precision_are_converted():
 
 def test_it_cannot_be_pickled_or_copied():
     for attempt in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError, match="cannot be pickled: rewrite the step again"):
+        with pytest.raises(TypeError, match="cannot be pickled. Rewrite the step again"):
             attempt(rewritten_once())
 
 

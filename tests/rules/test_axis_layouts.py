@@ -197,7 +197,7 @@ def test_tiles_along_an_axis_that_there_is_not():
     model = keras.Model(image, layers.GlobalAveragePooling2D()(x))
     model.compile("sgd", "mse", jit_compile=False)
     data = tf.zeros((2, 12, 10, 3)), tf.zeros((2, 3))
-    with pytest.raises(ValueError, match=r"names \['depth'\], and what is tiled has the axes batch, height, width"):
+    with pytest.raises(ValueError, match=r"names \['depth'\], but the tiled tensor has the axes batch, height, width"):
         model.fit(*data, verbose=0, callbacks=[tflms_sft.SFT(num_tiles={"depth": 2}, verbose=0)])
 
 

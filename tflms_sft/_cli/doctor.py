@@ -178,10 +178,11 @@ def _budget() -> Iterator[Finding]:
     from rewriters.device import properties
     from tflms_sft._machine.calibration import BUSY, busy_when_measured, rates_path
     from tflms_sft._machine.memory_info import free_device_memory
-    from tflms_sft._params.tile_params import PART_OF_FREE
+    from tflms_sft._params.tile_params import AUTO_BUDGET_FRACTION
 
     free = free_device_memory()
-    text = f"{format_bytes(PART_OF_FREE * free)} now, {PART_OF_FREE:.0%} of the free memory of {properties.name()}"
+    fraction = AUTO_BUDGET_FRACTION
+    text = f"{format_bytes(fraction * free)} now, {fraction:.0%} of the free memory of {properties.name()}"
     yield Finding(FINE, 'budget "auto"', text)
     path = rates_path()
     if path is None:

@@ -1,8 +1,8 @@
-"""Weights that are saved while they come from other machines.
+"""Atomic saving of weights whose values come from other machines.
 
-Keras writes into the file that it is given. If a worker is lost meanwhile, a part of a file is left in the place of the
-last good one; and what Keras then restores from it may be the weights alone, with a warning that the optimizer's were
-left out. So they are written beside it, and take its place when all of them are there.
+Keras writes directly into the target file. If a worker is lost while it writes, a truncated file replaces the last
+complete backup. Keras may then restore the weights alone, with a warning that the optimizer state is missing. The guard
+writes to a file beside the target and renames it once it is complete.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from rewriters.ir import tf_internals
 from tflms_sft._cluster.worker_watch import workers_watched
 
-_PART = "part-of-"
+_TEMPORARY_PREFIX = "part-of-"
 
 
 class BackupGuard:
-    """Stands for `model.save_weights` during a training on several machines.
+    """Replaces `model.save_weights` during a training on several machines.
 
     Args:
         model: The model.
@@ -26,47 +26,48 @@ class BackupGuard:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._plain = model.save_weights
+        self._original_save = model.save_weights
 
     def __call__(self, filepath: Any, overwrite: bool = True, **options: Any) -> None:
-        """As `keras.Model.save_weights`.
+        """Save the weights as `keras.Model.save_weights` does, and replace the file only when it is complete.
 
         Raises:
-            WorkerError: If a worker is lost meanwhile; the file is as it was.
+            WorkerError: If a worker is lost meanwhile; the previous file is unchanged.
         """
         path = os.fspath(filepath)
         folder, name = os.path.split(path)
         with workers_watched():
             if not overwrite or options or "://" in path or not name.endswith(".weights.h5"):
-                self._plain(filepath, overwrite=overwrite, **options)
+                self._original_save(filepath, overwrite=overwrite, **options)
                 return
-            part = os.path.join(folder, _PART + name)
+            temporary = os.path.join(folder, _TEMPORARY_PREFIX + name)
             try:
-                self._plain(part, overwrite=True)
-                os.replace(part, path)
+                self._original_save(temporary, overwrite=True)
+                os.replace(temporary, path)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    os.remove(part)
+                    os.remove(temporary)
                 raise
 
     def remove(self) -> None:
-        """Put Keras's own back."""
+        """Restore Keras's `save_weights`."""
         if self._model.__dict__.get("save_weights") is self:
             object.__delattr__(self._model, "save_weights")
 
 
-def watch_saves(model: Any) -> BackupGuard | None:
-    """Have weights that a model saves be whole; does nothing without other machines, nor to somebody else's saves.
+def guard_backups(model: Any) -> BackupGuard | None:
+    """Install a `BackupGuard` in a model that uses other machines, and return it.
 
-    One that is there from a training that failed, whose end Keras tells nobody of, is taken over.
+    A guard that a failed training left behind is replaced, because Keras calls no callback at that end. A
+    `save_weights` of the user's own is kept; then, and without other machines, the result is `None`.
     """
-    there = model.__dict__.get("save_weights")
-    if isinstance(there, BackupGuard):
-        there.remove()
-    elif there is not None:
+    override = model.__dict__.get("save_weights")
+    if isinstance(override, BackupGuard):
+        override.remove()
+    elif override is not None:
         return None
     if not tf_internals.workers():
         return None
-    saves = BackupGuard(model)
-    object.__setattr__(model, "save_weights", saves)
-    return saves
+    guard = BackupGuard(model)
+    object.__setattr__(model, "save_weights", guard)
+    return guard

@@ -1,4 +1,4 @@
-"""Which batches and images a planned step takes: it is checked in the step, and told without a page of TensorFlow's."""
+"""Run-time checks that a batch has the size that its step was planned for, with errors that users can read."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from tflms_sft._report.plan import Plan
 
 
 def is_image(shape: tf.TensorShape) -> bool:
-    """Whether a shape has a batch, one to three spatial axes, and channels."""
+    """Tell whether a shape has a batch axis, one to three spatial axes, and channels."""
     return shape.rank in (3, 4, 5)
 
 
-def of_size(tensor: Any, shape: Any) -> Any:
-    """The tensor with its planned shape; images of another size are an error that names both."""
+def ensure_planned_size(tensor: Any, shape: Any) -> Any:
+    """Return the tensor with its planned shape, checked at run time where the image size is not static."""
     if tensor.shape.is_compatible_with(shape) and not tensor.shape.is_fully_defined() and is_image(shape):
-        sizes = shape.as_list()[1:-1]
+        planned = shape.as_list()[1:-1]
         text = (
-            f"The step is planned for images of {'x'.join(map(str, sizes))}, the size of the first batch or of "
+            f"The step is planned for images of {'x'.join(map(str, planned))}, the size of the first batch or of "
             "`batch_shape`. Train on images of one size, or resize or pad them."
         )
-        found = tf.shape(tensor)[1:-1]
-        tensor = checked(tensor, tf.reduce_all(found == sizes), text, found)
+        size = tf.shape(tensor)[1:-1]
+        tensor = assert_in_step(tensor, tf.reduce_all(size == planned), text, size)
     return tf.ensure_shape(tensor, shape)
 
 
-def checked(tensor: Any, good: Any, text: str, sizes: Any) -> Any:
-    """The tensor; a step in which it is not good ends with an error that `refusal_of` knows by this text."""
-    with tf.control_dependencies([tf.debugging.Assert(good, [text, sizes])]):
+def assert_in_step(tensor: Any, condition: Any, text: str, sizes: Any) -> Any:
+    """Return the tensor; a step in which `condition` is false fails with an error for `planned_size_error`."""
+    with tf.control_dependencies([tf.debugging.Assert(condition, [text, sizes])]):
         return tf.identity(tensor)
 
 
 _ASSERTED = re.compile(r"assertion failed: \[(The (?:plan holds|step is planned) for .*?)\] \[([\d ]+)\]", re.DOTALL)
 
 
-def refusal_of(error: BaseException) -> RewriteError | None:
-    """What an assertion of `checked` said, without what TensorFlow says around it; `None` for other errors."""
-    found = _ASSERTED.search(str(error)) if isinstance(error, tf.errors.InvalidArgumentError) else None
-    if found is None:
+def planned_size_error(error: BaseException) -> RewriteError | None:
+    """Return the text of a failed `assert_in_step` without TensorFlow's traceback; `None` for other errors."""
+    match = _ASSERTED.search(str(error)) if isinstance(error, tf.errors.InvalidArgumentError) else None
+    if match is None:
         return None
-    text, sizes = found.groups()
+    text, sizes = match.groups()
     return RewriteError(f"{text} Received: {'x'.join(sizes.split())}.")
 
 
 class BatchLimit:
-    """Which batches a plan for a budget holds for.
+    """The batch sizes that a plan for a budget is valid for.
 
-    Smaller ones than it was made for need less. Where a step is left as it is, a larger one is predicted when it comes,
-    once for each size: what is alive grows no faster than the batch, but not the pieces of an allocator's memory that
-    it lies in. Where tiles or swaps were found, a larger one needs others.
+    A batch smaller than the planned one needs less memory. A larger batch needs other tiles or swaps, so a rewritten
+    step refuses it. A step that is not rewritten may accept it. Its peak is then predicted once for each size, because
+    live bytes grow at most linearly with the batch, but fragmentation does not.
 
     Args:
         plan: The plan.
@@ -69,34 +69,34 @@ class BatchLimit:
         self._batch = plan.batch
         self._traced = None if plan.changed else traced
         self._limit = limit_of(traced, params)
-        self._known: dict[int, bool] = {}
+        self._fits_by_batch_size: dict[int, bool] = {}
 
-    def checked(self, tensor: Any) -> Any:
-        """What goes into a step that does not know how large its batches are; too large a batch ends it."""
-        number = tf.shape(tensor)[0]
-        good = number <= self._batch
-        what, remedy = "sample(s)", "Let the first batch be the largest."
+    def check(self, tensor: Any) -> Any:
+        """Return a tensor of unknown batch size with a run-time check that its batch is not too large."""
+        batch_size = tf.shape(tensor)[0]
+        fits = batch_size <= self._batch
+        unit, remedy = "sample(s)", "Let the first batch be the largest."
         if is_image(tensor.shape):
-            what, remedy = "images", "Give the largest batch as `batch_shape=`."
+            unit, remedy = "images", "Give the largest batch as `batch_shape=`."
         if self._traced is None:
-            return checked(tensor, good, f"The plan holds for batches of up to {self._batch} {what}. {remedy}", number)
+            text = f"The plan holds for batches of up to {self._batch} {unit}. {remedy}"
+            return assert_in_step(tensor, fits, text, batch_size)
 
-        def ask() -> Any:
-            found = tf.numpy_function(self._holds_for, [number], tf.bool, stateful=False)
-            return tf.ensure_shape(found, ())
+        def predict_fit() -> Any:
+            return tf.ensure_shape(tf.numpy_function(self._fits, [batch_size], tf.bool, stateful=False), ())
 
         text = (
-            f"The plan holds for batches of {self._batch} {what}, and of more where they are predicted to keep to the "
-            f"budget. {remedy}"
+            f"The plan holds for batches of {self._batch} {unit}, and for larger ones whose predicted peak is within "
+            f"the budget. {remedy}"
         )
-        return checked(tensor, tf.cond(good, lambda: True, ask), text, number)
+        return assert_in_step(tensor, tf.cond(fits, lambda: True, predict_fit), text, batch_size)
 
-    def _holds_for(self, number: Any) -> Any:
-        """Whether the step as it is keeps to the budget with so many samples."""
-        size = int(number)
-        if size not in self._known:
+    def _fits(self, batch_size: Any) -> Any:
+        """Tell whether the original step is predicted to keep the budget with this batch size."""
+        size = int(batch_size)
+        if size not in self._fits_by_batch_size:
             assert self._traced is not None
             with collector_paused():
                 peak, _ = predict(dataclasses.replace(self._traced, batch=size), [])
-            self._known[size] = peak.peak_bytes <= self._limit
-        return np.bool_(self._known[size])
+            self._fits_by_batch_size[size] = peak.peak_bytes <= self._limit
+        return np.bool_(self._fits_by_batch_size[size])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tflms_sft._keras.messages import peak_line
-from tflms_sft._keras.rewriting_callback import checked_shape, checked_verbose, say, started
+from tflms_sft._keras.rewriting_callback import checked_shape, checked_verbose, say, training_line
 from tflms_sft._keras.train_step_patch import StepPatch
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.swap_params import SwapParams
@@ -25,48 +25,59 @@ def budget(
     batch_shape: Sequence[int] | None = None,
     verbose: int = 1,
 ) -> Iterator[StepPatch]:
-    """Rewrite a model's train step for `train_on_batch` and hand-written loops over `model.train_step`.
+    """Keep a model's train step within a memory budget inside a `with` block.
+
+    Use it with `train_on_batch` and with hand-written loops over `model.train_step`. For `fit`, use the callback
+    `MemoryBudget`. The original step is restored at the end of the block.
 
     Args:
         model: A compiled Keras model with weights.
-        memory_budget: Most bytes alive on the device at any moment of a step: an int, a string such as `"8GiB"`, or
-            `"auto"`, the default, as in `MemoryBudget`.
-        headroom: Part of the budget that the prediction leaves free. Defaults to 0.1.
-        swap: Whether activations may be swapped, or `LMSParams`. Defaults to `True`.
-        batch_shape: `(batch, height, width, channels)` of the largest batch. Defaults to `None`: that of the first.
-        verbose: 0 prints nothing. Defaults to 1.
+        memory_budget: Upper bound for the bytes alive on the device at any moment of a step, weights and optimizer
+            slots included: an int, a string such as `"8GiB"`, or `"auto"`. Defaults to `"auto"`: 90 % of the memory
+            that is free on the device, or on a CPU in the machine, when the first step is planned.
+        headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. Defaults to 0.1.
+        swap: Whether activations may be swapped to host memory or disk, or `LMSParams` that select them. Defaults to
+            `True`.
+        batch_shape: `(batch, height, width, channels)` of the largest batch; of sequences and volumes likewise.
+            Defaults to `None`: the shape of the first batch.
+        verbose: 0 prints nothing, 1 a line with the plan and one with the measured peak. Defaults to 1.
 
     Yields:
-        An object whose `plan` is set after the first step.
+        An object whose attribute `plan` is the `Plan`; `None` before the first step.
 
     Raises:
         BudgetError: In the first step, if no plan fits.
-        RewriteError: For a model that cannot be rewritten.
-        TypeError: For a value of the wrong type.
-        ValueError: For a wrong value, and if something else rewrites the model at the time.
+        RewriteError: If the model cannot be rewritten.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, or something else rewrites the model at the same time.
 
     Example:
     >>> with tflms_sft.budget(model, "2GiB"):
     ...     for images, labels in data:
     ...         model.train_on_batch(images, labels)
     """
-    installation: StepPatch
+    patch: StepPatch
     verbose = checked_verbose(verbose)
 
-    def planned(plan: Plan) -> None:
+    def print_plan(plan: Plan) -> None:
         if verbose:
-            say(started(installation, plan))
+            say(training_line(patch, plan))
 
-    def measured(plan: Plan) -> None:
+    def print_peak(plan: Plan) -> None:
         if verbose:
-            say(peak_line(plan, planned_again=installation.planned_again))
+            say(peak_line(plan, is_replanned=patch.is_replanned))
 
-    params = parse_request(AutoParams(memory_budget, headroom, swap))
-    report = say if verbose else None
-    shape = checked_shape(batch_shape)
-    installation = StepPatch(model, params, shape, planned, measured, owner="`budget`", say=report)
-    installation.install()
+    patch = StepPatch(
+        model,
+        parse_request(AutoParams(memory_budget, headroom, swap)),
+        batch_shape=checked_shape(batch_shape),
+        on_plan=print_plan,
+        on_measured=print_peak,
+        owner="`budget`",
+        say=say if verbose else None,
+    )
+    patch.install()
     try:
-        yield installation
+        yield patch
     finally:
-        installation.restore()
+        patch.restore()

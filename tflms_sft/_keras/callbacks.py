@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tflms_sft._cluster.worker_watch import check_workers, refuse_lost
-from tflms_sft._keras.backup_guard import BackupGuard, watch_saves
+from tflms_sft._keras.backup_guard import BackupGuard, guard_backups
 from tflms_sft._keras.rewriting_callback import RewritingCallback
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._params.swap_params import SwapParams
@@ -14,34 +14,39 @@ from tflms_sft._params.tile_params import AUTO, AutoParams, SegmentSpec, SFTPara
 
 
 class MemoryBudget(RewritingCallback):
-    """Train, evaluate or predict within a memory budget, with the same results to rounding.
+    """Train, evaluate or predict within a memory budget; results equal those without it up to rounding.
+
+    Before the first step, the planner selects the fastest predicted combination of tile loops and swaps whose peak
+    keeps the budget. If the measured peak of the first step exceeds the budget, the planner corrects its memory model
+    and plans again.
 
     Args:
-        memory_budget: Most bytes alive on the device at any moment of a step, weights and optimizer
-            slots included: an int, or a string such as `"8GiB"` (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB). Defaults to
-            `"auto"`: 90 % of what the device, or on a CPU the machine, has free.
-        headroom: Part of the budget that the prediction leaves free. Defaults to 0.1.
-        swap: Whether activations may go to host memory or disk where tiles do not do, or would cost much: a bool, or
-            `LMSParams` that say which, and where to. Defaults to `True`.
-        batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
-            Defaults to `None`: that of the first batch.
-        verbose: 0 prints nothing, 1 one line at the start and one after the first step, and one while a plan is
-            searched for if that takes long. Defaults to 1.
-        log_dir: Directory for TensorBoard. Defaults to `None`: that of a `keras.callbacks.TensorBoard` in the same
-            `fit`, if there is one.
+        memory_budget: Upper bound for the bytes alive on the device at any moment of a step, weights and optimizer
+            slots included: an int, or a string such as `"8GiB"` (units B, kB, MB, GB, TB, KiB, MiB, GiB, TiB).
+            Defaults to `"auto"`: 90 % of the memory that is free on the device, or on a CPU in the machine, when the
+            first step is planned.
+        headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. Defaults to 0.1.
+        swap: Whether activations may be swapped to host memory or disk if tiles alone do not keep the budget or cost
+            much time: a bool, or `LMSParams` that select tensors and destination. Defaults to `True`.
+        batch_shape: `(batch, height, width, channels)` of the largest batch; of volumes `(batch, depth, height, width,
+            channels)`, of sequences `(batch, length, channels)`. Defaults to `None`: the shape of the first batch.
+        verbose: 0 prints nothing. 1 prints the plan before the first step, the measured peak after it, and a line
+            while planning if that takes long. Defaults to 1.
+        log_dir: Directory for TensorBoard logs of peaks and step times. Defaults to `None`: the directory of a
+            `keras.callbacks.TensorBoard` in the same `fit`, if there is one; otherwise nothing is logged.
 
     Attributes:
-        plan: What was done to the training; see `Plan.summary()`.
-        evaluate_plan: What was done to `evaluate`, or to the validation of a `fit`.
-        predict_plan: What was done to `predict`.
+        plan: `Plan` of the latest training; `None` before its first step.
+        evaluate_plan: `Plan` of the latest `evaluate` or validation; `None` before its first step and if it was not
+            rewritten.
+        predict_plan: `Plan` of the latest `predict`, likewise.
 
     Raises:
-        BudgetError: In the first step, if no plan fits; it names the smallest budget that works. After the second, if
-            the first was measured to need more than the budget, was planned again with what was measured, and needs
-            more still.
-        RewriteError: In the first step, for a model that cannot be rewritten.
-        TypeError: For a value of the wrong type.
-        ValueError: For a wrong value.
+        BudgetError: In the first step, if no plan fits; the message gives the smallest feasible budget. After the
+            second step, if the measured peak of the corrected plan exceeds the budget too.
+        RewriteError: In the first step, if the model cannot be rewritten.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
 
     Example:
     >>> model.fit(data, callbacks=[tflms_sft.MemoryBudget("8GiB")])
@@ -61,34 +66,38 @@ class MemoryBudget(RewritingCallback):
 
 
 class SFT(RewritingCallback):
-    """Train, evaluate or predict with segmented fused-tiled execution, as told.
+    """Train, evaluate or predict with segmented fused-tiled execution and explicit parameters.
+
+    Segments of the network run as loops over tiles of their images, and the backward loops recompute the inner
+    tensors (Xu et al., CC '22). `MemoryBudget` chooses these parameters itself.
 
     Args:
-        num_tiles: Number of tiles along the exit of each segment, such as `(height, width)`, or `"auto"`, the default;
-            `SFTParams` has all forms.
-        segments: `"auto"`, the default, or a list of `SegmentSpec`.
-        memory_capacity: Bytes that a turn of a loop may need: an int, or a string such as `"1GiB"`; see `SFTParams`.
-            Defaults to `None`.
-        halo: `"recompute"`, the default: each tile computes what it shares with its neighbours; or `"carry"`: rows of
-            full width hand it on.
+        num_tiles: Number of tiles along each axis of the exit of each segment, such as `(height, width)`, a mapping
+            from axis names, or `"auto"`; see `SFTParams`. Defaults to `"auto"`.
+        segments: `"auto"` or a list of `SegmentSpec`. Defaults to `"auto"`: the longest segments that can be tiled.
+        memory_capacity: Upper bound for the bytes of one iteration of a tile loop: an int, or a string such as
+            `"1GiB"`; see `SFTParams`. Defaults to `None`: no bound.
+        halo: Source of the halo rows that neighbouring tiles share: `"recompute"` computes them in every tile,
+            `"carry"` passes them from strip to strip. Defaults to `"recompute"`.
         backward_num_tiles: Number of tiles of the backward loops. Defaults to `None`: `num_tiles`.
-        batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
-            Defaults to `None`: that of the first batch.
-        verbose: 0 prints nothing, 1 one line at the start and one after the first step, and one while a plan is
-            searched for if that takes long. Defaults to 1.
-        log_dir: Directory for TensorBoard. Defaults to `None`: that of a `keras.callbacks.TensorBoard` in the same
-            `fit`, if there is one.
+        batch_shape: `(batch, height, width, channels)` of the largest batch; of volumes `(batch, depth, height, width,
+            channels)`, of sequences `(batch, length, channels)`. Defaults to `None`: the shape of the first batch.
+        verbose: 0 prints nothing. 1 prints the plan before the first step, the measured peak after it, and a line
+            while planning if that takes long. Defaults to 1.
+        log_dir: Directory for TensorBoard logs of peaks and step times. Defaults to `None`: the directory of a
+            `keras.callbacks.TensorBoard` in the same `fit`, if there is one; otherwise nothing is logged.
 
     Attributes:
-        plan: What was done to the training; see `Plan.summary()`.
-        evaluate_plan: What was done to `evaluate`, or to the validation of a `fit`.
-        predict_plan: What was done to `predict`.
+        plan: `Plan` of the latest training; `None` before its first step.
+        evaluate_plan: `Plan` of the latest `evaluate` or validation; `None` before its first step and if it was not
+            rewritten.
+        predict_plan: `Plan` of the latest `predict`, likewise.
 
     Raises:
-        SegmentError: In the first step, for a named segment that cannot be tiled.
-        RewriteError: In the first step, for a model that cannot be rewritten.
-        TypeError: For a value of the wrong type.
-        ValueError: For a wrong value; in the first step also for more tiles than an exit has rows.
+        SegmentError: In the first step, if a named segment cannot be tiled.
+        RewriteError: In the first step, if the model cannot be rewritten.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range; in the first step also if there are more tiles than rows.
 
     Example:
     >>> spec = tflms_sft.SegmentSpec("input_layer", "block3_pool", num_tiles=(4, 4))
@@ -112,28 +121,33 @@ class SFT(RewritingCallback):
 
 
 class LMS(RewritingCallback):
-    """Train with swapping to host memory or disk (TFLMS), as told.
+    """Train with activations swapped to host memory or disk, with explicit parameters (Le et al., "TFLMS", 2018).
+
+    `evaluate` and `predict` are not rewritten, unless `tiles` is given: without a backward pass there are no saved
+    tensors to swap.
 
     Args:
-        tiles: `SFTParams` to tile with before; what is left between the segments is swapped. Defaults to `None`.
-        batch_shape: `(batch, height, width, channels)` of the largest batch, or as many sizes as its images have.
-            Defaults to `None`: that of the first batch.
-        verbose: 0 prints nothing, 1 one line at the start and one after the first step, and one while a plan is
-            searched for if that takes long. Defaults to 1.
-        log_dir: Directory for TensorBoard. Defaults to `None`: that of a `keras.callbacks.TensorBoard` in the same
-            `fit`, if there is one.
-        **params: As in `LMSParams`.
+        tiles: `SFTParams` of tile loops that are built first; the tensors saved between segments are swapped then.
+            Defaults to `None`: swaps alone.
+        batch_shape: `(batch, height, width, channels)` of the largest batch; of volumes `(batch, depth, height, width,
+            channels)`, of sequences `(batch, length, channels)`. Defaults to `None`: the shape of the first batch.
+        verbose: 0 prints nothing. 1 prints the plan before the first step, the measured peak after it, and a line
+            while planning if that takes long. Defaults to 1.
+        log_dir: Directory for TensorBoard logs of peaks and step times. Defaults to `None`: the directory of a
+            `keras.callbacks.TensorBoard` in the same `fit`, if there is one; otherwise nothing is logged.
+        **params: Arguments of `LMSParams`.
 
     Attributes:
-        plan: What was done to the training; see `Plan.summary()`.
-        evaluate_plan: What was done to `evaluate`, or to the validation of a `fit`.
-        predict_plan: What was done to `predict`.
+        plan: `Plan` of the latest training; `None` before its first step.
+        evaluate_plan: `Plan` of the latest `evaluate` or validation; `None` before its first step and if it was not
+            rewritten.
+        predict_plan: `Plan` of the latest `predict`, likewise.
 
     Raises:
-        SwapError: In the first step, if nothing can be swapped as asked for.
-        RewriteError: In the first step, for a model that cannot be rewritten.
-        TypeError: For a value of the wrong type.
-        ValueError: For a wrong value, and a directory that cannot be written to.
+        SwapError: In the first step, if no tensor can be swapped with these parameters.
+        RewriteError: In the first step, if the model cannot be rewritten.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, or the directory is not writable.
 
     Example:
     >>> model.fit(data, callbacks=[tflms_sft.LMS(tier="disk", spill_dir="/scratch")])
@@ -155,42 +169,47 @@ class LMS(RewritingCallback):
 
 
 class Pipeline(RewritingCallback):
-    """Train in stages on several devices, as told.
+    """Train in pipeline stages on several devices, with micro-batches.
 
-    The first batch has to be a multiple of the number of micro-batches; a later one of another size, such as the last
-    one of an epoch, runs as one micro-batch. `evaluate`, `predict` and validation run plain.
+    The first batch must be a multiple of the number of micro-batches. A later batch of another size, such as the last
+    one of an epoch, runs as one micro-batch. `evaluate`, `predict` and validation are not rewritten.
 
     Args:
-        stages: Number of stages, `"auto"`, the default, or a list of names to cut at; see `PipelineParams`.
-        schedule: `"basic"`, the default, `"gpipe"`, `"1f1b"`, `"mast"` or `"master"`.
-        micro_batches: Parts that a batch is cut into; η of MASTER. Defaults to 1.
-        devices: Names of devices, one for each stage. Defaults to `None`: the GPUs in order, on a machine without any
-            the logical CPUs.
-        data_replicas: Copies of the pipeline beside each other. Defaults to 1.
-        loss_reduction: Whether losses are a `"mean"` over the batch, the default, or a `"sum"`.
-        batch_norm: `"refuse"`, the default, or `"micro"`: layers that join samples of a batch work on micro-batches.
-        placement: `"check"`, the default: variables must lie on the device of their stage. `"copy"`: stages read them
-            from where they are.
-        tiles: `SFTParams` by which stages run tile by tile. Defaults to `None`.
-        swaps: `LMSParams` by which tensors leave the devices between their stages' forward and backward phase. Defaults
-            to `None`.
-        verbose: 0 prints nothing, 1 one line at the start, and one while a plan is made if that takes long. Defaults
-            to 1.
-        log_dir: Directory for TensorBoard. Defaults to `None`: that of a `keras.callbacks.TensorBoard` in the same
-            `fit`, if there is one.
+        stages: Number of stages, `"auto"`, or a list of names of layers, ops or tensors to cut at; see
+            `PipelineParams`. Defaults to `"auto"`: one stage per device.
+        schedule: Order of micro-batches on the devices: `"basic"`, `"gpipe"`, `"1f1b"`, `"mast"` or `"master"`; see
+            `PipelineParams`. Defaults to `"basic"`: one device works at a time.
+        micro_batches: Number of micro-batches of a batch; η of MASTER. Defaults to 1.
+        devices: Names of devices, one per stage and data replica, such as `"GPU:0"`. Defaults to `None`: the GPUs in
+            order, or the logical CPUs on a machine without GPUs.
+        data_replicas: Number of copies of the pipeline, each of which trains on its share of the batch. Defaults to 1.
+        loss_reduction: `"mean"` if losses are averaged over the batch, `"sum"` if they are added. Defaults to
+            `"mean"`.
+        batch_norm: Treatment of layers that mix samples, such as BatchNormalization, with several micro-batches:
+            `"refuse"` raises an error, `"micro"` computes their statistics per micro-batch. Defaults to `"refuse"`.
+        placement: `"check"` requires variables on the device of their stage; `"copy"` sends them there in each step.
+            Defaults to `"check"`.
+        tiles: `SFTParams` for tile loops inside the stages. Defaults to `None`.
+        swaps: `LMSParams` for tensors that are swapped out between the forward and the backward pass of their stage.
+            Defaults to `None`.
+        verbose: 0 prints nothing. 1 prints the plan before the first step, and a line while planning if that takes
+            long. Defaults to 1.
+        log_dir: Directory for TensorBoard logs of peaks and step times. Defaults to `None`: the directory of a
+            `keras.callbacks.TensorBoard` in the same `fit`, if there is one; otherwise nothing is logged.
 
     Attributes:
-        plan: What was done to the training; see `Plan.summary()`.
+        plan: `Plan` of the latest training; `None` before its first step.
         evaluate_plan: `None`.
         predict_plan: `None`.
 
     Raises:
-        PipelineError: In the first step, for a model that cannot be cut or put together again as asked for.
-        RewriteError: In the first step, for a model that cannot be rewritten.
-        TypeError: For a value of the wrong type.
-        ValueError: For a wrong value; in the first step also for devices that do not exist, and for a batch that
-            micro-batches do not cut evenly.
-        WorkerError: In the step in which a machine is lost, or at the end of an epoch; it names the machine.
+        PipelineError: In the first step, if the model cannot be cut at these places, or micro-batches would change its
+            results.
+        RewriteError: In the first step, if the model cannot be rewritten.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range; in the first step also if a device does not exist, or the batch is
+            no multiple of the number of micro-batches.
+        WorkerError: In the step during which a worker is lost, or at the end of an epoch; the message names it.
 
     Example:
     >>> cuts = tflms_sft.stage_devices(model, 4)
@@ -222,45 +241,45 @@ class Pipeline(RewritingCallback):
             stages, schedule, micro_batches, devices, data_replicas, loss_reduction, batch_norm, placement
         )
         super().__init__([item for item in (tiles, swaps, params) if item is not None], None, verbose, log_dir)
-        self._saves: BackupGuard | None = None
+        self._backup_guard: BackupGuard | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Install, and see to it that a backup is whole, or that from before.
+        """Install the patch, and a guard against truncated backups.
 
         Args:
-            logs: Keras's; not used.
+            logs: Ignored.
 
         Raises:
-            WorkerError: If a worker was lost before in this process.
+            WorkerError: If a worker has been lost in this process before.
         """
         refuse_lost()
         super().on_train_begin(logs)
-        self._saves = watch_saves(self.model)
+        self._backup_guard = guard_backups(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Also see whether all workers are there: what comes next may be a callback that reads weights from them.
+        """Log the epoch, and check that all workers respond before other callbacks read weights from them.
 
         Args:
-            epoch: Its number.
-            logs: Keras's; not used.
+            epoch: Number of the epoch, from 0.
+            logs: Ignored.
 
         Raises:
-            WorkerError: If some do not answer.
+            WorkerError: If a worker does not respond.
         """
         super().on_epoch_end(epoch, logs)
         try:
             check_workers()
         except BaseException:
-            self._take_out()
+            self._remove_patches()
             raise
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Take out.
+        """Restore the model.
 
         Args:
-            logs: Keras's; not used.
+            logs: Ignored.
         """
         super().on_train_end(logs)
-        if self._saves is not None:
-            self._saves.remove()
-            self._saves = None
+        if self._backup_guard is not None:
+            self._backup_guard.remove()
+            self._backup_guard = None

@@ -1,8 +1,8 @@
-"""Batches that are taken out of a data set before a step on them is measured.
+"""Peeking at the first batches, so that the data set is idle while the first step is measured.
 
-A data set prepares batches beside the step, in the same memory where the device is a CPU: what Keras makes of arrays
-has several of them ahead. What it takes meanwhile is none of the step's. So the first batch is fetched before, it is
-waited for until the data set has as many ahead as it wants, and then nobody takes one from it.
+A data set prefetches batches while a step runs; on a CPU it does so in the memory that is measured. The first batch is
+therefore fetched before the step. Then the callback waits until prefetching has filled its buffer, and nothing takes
+another batch during the measurement.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ import tensorflow as tf
 
 from rewriters.device import properties
 
-QUIET_SECONDS = 0.05
-"""How long nothing may have changed, at least."""
+MIN_STABLE_SECONDS = 0.05
+"""Shortest time for which the bytes in use must be constant."""
 
-MOST_SECONDS = 5.0
-"""How long is waited at most: a data set may prepare hundreds of batches, one after another."""
+MAX_WAIT_SECONDS = 5.0
+"""Longest wait: a data set may prefetch hundreds of batches."""
 
-_PAUSE_SECONDS = 0.01
+_POLL_SECONDS = 0.01
 
 
-def can_be_taken(iterator: Any) -> bool:
-    """Whether batches of dense tensors can be taken out of an iterator and be handed on by another one."""
+def can_peek(iterator: Any) -> bool:
+    """Tell whether batches can be taken out of an iterator and replayed: it is of a data set of dense tensors."""
     if not isinstance(iterator, tf.data.Iterator):
         return False
     return all(isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(iterator.element_spec))
 
 
 class PeekedBatches:
-    """The batches of an execution, out of an iterator.
+    """The batches of one execution, the first of which has been fetched already.
 
     Args:
-        iterator: Of a data set; what is left in it comes afterwards.
-        number: How many at most. Those behind the first stay where they are until they are asked for: there may be
-            many. As each is replaced by another one, they do not count either.
+        iterator: Iterator of a data set. The batches behind these remain in it.
+        number: Number of batches at most. Those behind the first are fetched when they are needed; each replaces
+            another one and so does not change the measured peak.
 
     Attributes:
         first: The first batch.
 
     Raises:
-        StopIteration: If there are none left.
+        StopIteration: If the iterator is exhausted.
     """
 
     def __init__(self, iterator: Any, number: int) -> None:
         begun = time.monotonic()
         self.first = next(iterator)
-        self._seconds = time.monotonic() - begun
+        self._fetch_seconds = time.monotonic() - begun
         self._iterator, self._number = iterator, number
 
-    def again(self) -> Any:
-        """An iterator of these batches, whose shapes are as unknown as they were."""
+    def replay(self) -> Any:
+        """Return an iterator over these batches with the element spec of the original iterator."""
         spec = self._iterator.element_spec
         if self._number > 1:
 
@@ -64,38 +64,39 @@ class PeekedBatches:
 
             return iter(tf.data.Dataset.from_generator(generate, output_signature=spec))
 
-        def unknown(*batch: Any) -> Any:  # Without a copy.
+        def with_spec(*batch: Any) -> Any:  # Without a copy.
             flat = zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True)
             relaxed = [tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape) for tensor, spec in flat]
             return tf.nest.pack_sequence_as(spec, relaxed)
 
-        return iter(tf.data.Dataset.from_tensors(self.first).map(unknown))
+        return iter(tf.data.Dataset.from_tensors(self.first).map(with_spec))
 
-    def wait_until_quiet(self) -> None:
-        """Wait until the data set has prepared what it wants to have ahead.
+    def wait_until_prefetched(self) -> None:
+        """Wait until the data set has prefetched all the batches that it buffers.
 
-        While it prepares one batch nothing need change for as long as that takes, which the first one tells. Where
-        the device keeps no statistics nobody can tell, and nothing is measured.
+        The bytes in use may be constant while one batch is prepared, so they must be constant for as long as the first
+        batch took. A device without memory statistics is not measured and needs no wait.
         """
         if not properties.has_allocator_stats():
             return
-        _wait_until_quiet(min(max(self._seconds, QUIET_SECONDS), MOST_SECONDS), _in_use)
+        _wait_until_stable(min(max(self._fetch_seconds, MIN_STABLE_SECONDS), MAX_WAIT_SECONDS), _bytes_in_use)
 
-    def on_device(self) -> list[int]:
-        """Sizes of the tensors of one batch that are in the memory that is measured."""
+    def bytes_on_device(self) -> list[int]:
+        """Return the sizes of those tensors of the first batch that lie in the measured memory."""
         tensors = tf.nest.flatten(self.first)
         return [int(tf.size(t)) * t.dtype.size for t in tensors if t.device.endswith(properties.name())]
 
 
-def _in_use() -> int:
+def _bytes_in_use() -> int:
     return int(tf.config.experimental.get_memory_info(properties.name())["current"])
 
 
-def _wait_until_quiet(quiet: float, look: Callable[[], int]) -> None:
-    end = time.monotonic() + MOST_SECONDS
-    seen, since = look(), time.monotonic()
-    while time.monotonic() < min(since + quiet, end):
-        time.sleep(_PAUSE_SECONDS)
-        now = look()
-        if now != seen:
-            seen, since = now, time.monotonic()
+def _wait_until_stable(stable_seconds: float, read: Callable[[], int]) -> None:
+    """Wait until `read` has returned one value for `stable_seconds`, at most `MAX_WAIT_SECONDS`."""
+    end = time.monotonic() + MAX_WAIT_SECONDS
+    last, since = read(), time.monotonic()
+    while time.monotonic() < min(since + stable_seconds, end):
+        time.sleep(_POLL_SECONDS)
+        value = read()
+        if value != last:
+            last, since = value, time.monotonic()

@@ -1,8 +1,10 @@
-"""Evaluation and prediction in forward loops, under `evaluate`, `predict`, and for the validation of a `fit`.
+"""Patches for steps without gradients: `evaluate`, `predict`, and the validation of a `fit`.
 
-`train_step_patch.py` does the same for training, with these differences: the function that a model had is kept and put
-back; what was rewritten is kept, too, because a `fit` validates after every epoch; and a model need not be compiled to
-predict.
+They differ from the training patch in `train_step_patch.py` in three points:
+
+- The function that the model had before is saved and restored.
+- The rewritten step is kept, because a `fit` validates after every epoch.
+- A model need not be compiled to predict.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import tensorflow as tf
 
 from rewriters.errors import BudgetError, RewriteError
 from tflms_sft._keras.model_checks import check_keras, check_runs
-from tflms_sft._keras.replicas import number_of
+from tflms_sft._keras.replicas import num_replicas
 from tflms_sft._keras.train_step_patch import StepKind, StepPatch
 from tflms_sft._params.request import RewriteRequest
 
@@ -27,39 +29,45 @@ CALLED = {EVALUATION: "evaluate", PREDICTION: "predict"}
 VALIDATION = "validation"
 
 
-class ForwardInstallation(StepPatch):
+class ForwardStepPatch(StepPatch):
     """A rewritten step without gradients in a model.
 
     Args:
-        kind: Which step it is.
-        within_fit: Whether it is the validation of a `fit`, which runs plain if it cannot be rewritten.
-        on_failure: Is called when a step has raised something, after all is put back.
-        tell: Is given lines.
-        *args: As for `StepPatch`.
-        **kwargs: As for `StepPatch`.
+        model: As for `StepPatch`.
+        params: As for `StepPatch`.
+        kind: The step: `EVALUATION` or `PREDICTION`.
+        within_fit: Whether it is the validation of a `fit`, which keeps its original step if it cannot be rewritten.
+        on_failure: Called after a step has raised an error and the model has been restored.
+        print_line: Called with lines for the user.
+        **options: Keyword arguments of `StepPatch`.
+
+    Attributes:
+        called: Name of the call in messages: "evaluate", "predict" or "validation".
     """
 
     def __init__(
         self,
+        model: Any,
+        params: RewriteRequest,
+        *,
         kind: StepKind,
         within_fit: bool,
         on_failure: Callable[[], None],
-        tell: Callable[[str], None],
-        *args: Any,
-        **kwargs: Any,
+        print_line: Callable[[str], None],
+        **options: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(model, params, **options)
         self.kind = kind
         self.called = VALIDATION if within_fit else CALLED[kind]
         self._within_fit = within_fit
         self._on_failure = on_failure
-        self._tell_user = tell
-        self._runs_plain = False
-        self._function: Any = None
+        self._print = print_line
+        self._runs_original = False
+        self._original_function: Any = None
 
     def begin(self) -> None:
-        """Install; from the second time on what was rewritten the first time."""
-        if self._installed is None:
+        """Install the patch; from the second time on, install the step that was rewritten before."""
+        if self._patched_function is None:
             self.install()
         else:
             self.resume()
@@ -68,19 +76,19 @@ class ForwardInstallation(StepPatch):
         check_keras(self.model)
         check_runs(self.model)
 
-    def _place(self) -> None:
-        self._function = getattr(self.model, self.kind.function)
-        super()._place()
+    def _insert(self) -> None:
+        self._original_function = getattr(self.model, self.kind.function)
+        super()._insert()
 
-    def _make_plain_again(self) -> None:
-        """Put the function back that the model had, unless it was given another one meanwhile."""
-        if getattr(self.model, self.kind.function) is self._installed:
-            setattr(self.model, self.kind.function, self._function)
+    def _restore_function(self) -> None:
+        """Restore the function that the model had, unless it has received another one since."""
+        if getattr(self.model, self.kind.function) is self._patched_function:
+            setattr(self.model, self.kind.function, self._original_function)
 
     def run(self, iterator: Any) -> Any:
-        """The model's function."""
+        """Run the model's function in a patched model; see `StepPatch.run`."""
         if self.kind is PREDICTION and not self._first_batch:
-            self._note(iterator[0])  # Keras hands over a list of batches.
+            self._remember_shapes(iterator[0])  # Keras passes a list of batches.
         try:
             return super().run(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
@@ -91,8 +99,8 @@ class ForwardInstallation(StepPatch):
 
     @tf.autograph.experimental.do_not_convert
     def step(self, data: Any) -> Any:
-        """What Keras traces. A validation that cannot be rewritten does not end a training: it runs plain."""
-        if self._runs_plain:
+        """Run the rewritten step; a validation that cannot be rewritten runs its original step instead of failing."""
+        if self._runs_original:
             return self._original(data)
         try:
             return super().step(data)
@@ -101,22 +109,22 @@ class ForwardInstallation(StepPatch):
         except RewriteError as error:
             if not self._within_fit:
                 raise
-            self._runs_plain = True
-            text = f"tflms-sft: {self.called} runs plain, which the budget is not held for: {error}"
+            self._runs_original = True
+            text = f"tflms-sft: {self.called} is not rewritten, and the budget does not hold for it: {error}"
             if self._say is None:
                 warnings.warn(text, stacklevel=2)
-            self._tell_user(text)
+            self._print(text)
             return self._original(data)
 
     def _spec(self, tensor: Any, position: int) -> Any:
-        """For predictions any number of images: the last batch, which is smaller, needs no plan of its own."""
+        """Return the spec of an input; a prediction accepts any batch size, so that its last batch needs no plan."""
         spec = super()._spec(tensor, position)
         if self.kind is not PREDICTION or spec is None or not spec.shape.rank:
             return spec
         return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
-    def _beside(self, traced: Any) -> list[int]:
-        """Optimizer slots and other variables that training leaves on the device."""
+    def _untouched_variable_bytes(self, traced: Any) -> list[int]:
+        """Return the bytes of optimizer slots and other variables that training leaves on the device."""
         touched = {id(tensor) for tensor in traced.captured_inputs}
         optimizer = getattr(self.model, "optimizer", None)
         variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
@@ -128,18 +136,18 @@ class ForwardInstallation(StepPatch):
         ]
 
 
-def tiles_alone(params: RewriteRequest) -> RewriteRequest | None:
-    """What of the parameters goes for a step without gradients; `None` if nothing does."""
+def forward_request(params: RewriteRequest) -> RewriteRequest | None:
+    """Return the part of a request that applies to a step without gradients: its tiles; `None` if it has none."""
     return None if params.tiles is None else RewriteRequest(params.tiles)
 
 
-def why_plain(model: Any, params: RewriteRequest) -> str:
-    """Why a step without gradients is left as it is, whatever it computes; empty if it is not."""
-    replicas = number_of(getattr(model, "distribute_strategy", None))
+def reason_not_rewritten(model: Any, params: RewriteRequest) -> str:
+    """Return why steps without gradients of this model are not rewritten; empty if they are."""
+    replicas = num_replicas(getattr(model, "distribute_strategy", None))
     if params.pipeline is not None:
-        return "a pipeline is for training"
+        return "pipelines are for training only"
     if params.tiles is None:
-        return "nothing waits for a swap without a backward phase"
+        return "without a backward pass there are no saved tensors to swap"
     if replicas > 1:
         return f"on {replicas} replicas only training is rewritten"
     return ""

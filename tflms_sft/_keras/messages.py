@@ -1,4 +1,4 @@
-"""The lines that callbacks print about a plan and its first step, and the error for a budget that was not kept."""
+"""Lines that callbacks print about a plan and its first step, and the error for an exceeded budget."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from tflms_sft._util.byte_sizes import format_bytes
 
 
 def start_line(plan: Plan, *, is_jit_off: bool, planning_time: str) -> str:
-    """Return the line that tells what the plan of a training does."""
+    """Return the line that summarises the plan of a training."""
     text = f"tflms-sft: {plan.headline()}"
     if is_jit_off:
         text += "; XLA (`jit_compile`) is off for this training"
     return "; ".join(filter(None, [text, *plan.notes, planning_time]))
 
 
-def is_over(plan: Plan) -> bool:
-    """Whether a step was measured to take more than its budget."""
-    budget, found = plan.memory_budget, plan.measured
-    return budget is not None and found is not None and found.peak_bytes > budget
+def exceeds_budget(plan: Plan) -> bool:
+    """Tell whether the measured peak of the step is above the budget of its plan."""
+    budget, measured = plan.memory_budget, plan.measured
+    return budget is not None and measured is not None and measured.peak_bytes > budget
 
 
-def over_text(plan: Plan) -> str:
-    """That a step took more than its budget, of which nothing has been said yet."""
+def over_budget_warning(plan: Plan) -> str:
+    """Return the warning for an exceeded budget, for trainings that print no lines."""
     assert plan.measured is not None
     return (
-        f"tflms-sft: the step took {format_bytes(plan.measured.peak_bytes)}, more than its budget of "
-        f"{format_bytes(plan.memory_budget or 0)}; the next one goes by a plan that leaves more free."
+        f"tflms-sft: the step used {format_bytes(plan.measured.peak_bytes)}, more than its budget of "
+        f"{format_bytes(plan.memory_budget or 0)}; planning again with the measured peak."
     )
 
 
-def over_again(plan: Plan) -> BudgetError:
-    """The error for a plan that goes by what was measured and still takes more than the budget."""
+def over_budget_error(plan: Plan) -> BudgetError:
+    """Return the error for a second plan that exceeds the budget although it accounts for the measured peak."""
     assert plan.memory_budget is not None and plan.measured is not None
     error = BudgetError(
-        f"The step takes more than `memory_budget`: measured {format_bytes(plan.measured.peak_bytes)} "
-        f"({plan.measured.source}), predicted {format_bytes(plan.predicted.peak_bytes)}, with a plan that went by what "
-        f"the first one was measured to take. Received: memory_budget={format_bytes(plan.memory_budget)}. "
+        f"The step exceeds `memory_budget` although its plan was corrected by the first measurement: measured "
+        f"{format_bytes(plan.measured.peak_bytes)} ({plan.measured.source}), predicted "
+        f"{format_bytes(plan.predicted.peak_bytes)}. Received: memory_budget={format_bytes(plan.memory_budget)}. "
         + fragmentation_hint(plan.measured.peak_bytes / plan.predicted.peak_bytes, plan.memory_budget)
         + " Or raise the budget."
     )
@@ -46,32 +46,32 @@ def over_again(plan: Plan) -> BudgetError:
     return error
 
 
-def peak_line(plan: Plan, *, planned_again: bool) -> str:
-    """Return the line with the measured and the predicted peak; empty for a pipeline, which has several."""
+def peak_line(plan: Plan, *, is_replanned: bool) -> str:
+    """Return the line with the measured and the predicted peak; empty for a pipeline, which has one per device."""
     if plan.pipeline is not None:
         return ""
     if plan.measured is None:
-        why = "this device keeps no memory statistics, or none of tensors so small"
-        return f"tflms-sft: peak of the first step not measured ({why})"
+        reason = "this device keeps no memory statistics, or none of tensors so small"
+        return f"tflms-sft: peak of the first step not measured ({reason})"
     text = f"tflms-sft: measured peak {format_bytes(plan.measured.peak_bytes)}"
     text += f" in the first step, predicted {format_bytes(plan.predicted.peak_bytes)}"
-    if is_over(plan):
+    if exceeds_budget(plan):
         text += f" - OVER the budget of {format_bytes(plan.memory_budget or 0)}"
-        text += "" if planned_again else ": planning again by what was measured"
+        text += "" if is_replanned else ": planning again with the measured peak"
     return text
 
 
 def forward_line(called: str, plan: Plan, *, is_jit_off: bool) -> str:
-    """Return the line that tells what the plan of an evaluation or a prediction does."""
+    """Return the line that summarises the plan of an evaluation or a prediction."""
     text = f"tflms-sft: {called}: {plan.headline()}"
     if is_jit_off:
-        text += "; XLA (`jit_compile`) is off meanwhile"
+        text += f"; XLA (`jit_compile`) is off for this {called}"
     return "; ".join([text, *plan.notes])
 
 
-def over_line(called: str, plan: Plan) -> str:
-    """That a step was measured to take more than the budget; empty if it was not."""
-    if plan.measured is None or not is_over(plan):
+def forward_over_budget_line(called: str, plan: Plan) -> str:
+    """Return the line for an evaluation or a prediction that exceeded the budget; empty if it did not."""
+    if plan.measured is None or not exceeds_budget(plan):
         return ""
     return (
         f"tflms-sft: {called}: measured peak {format_bytes(plan.measured.peak_bytes)}, predicted "

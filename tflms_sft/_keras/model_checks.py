@@ -1,4 +1,4 @@
-"""Models that have no step to rewrite, and what to do about it."""
+"""Checks that a Keras model has a step that can be rewritten."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 def check_model(model: Any) -> None:
-    """Refuse models that no train step can be rewritten for.
+    """Refuse a model whose train step cannot be rewritten.
 
     Raises:
         RewriteError: With the remedy.
@@ -27,11 +27,11 @@ def check_model(model: Any) -> None:
 
 
 def check_keras(model: Any) -> None:
-    """Refuse what is no model of Keras on TensorFlow.
+    """Refuse objects that are not a Keras model on the TensorFlow backend.
 
     Raises:
-        RewriteError: With the remedy.
-        TypeError: If it is no model.
+        RewriteError: If Keras uses another backend.
+        TypeError: If `model` is not a `keras.Model`.
     """
     if keras.backend.backend() != "tensorflow":
         raise RewriteError(
@@ -43,7 +43,7 @@ def check_keras(model: Any) -> None:
 
 
 def check_runs(model: Any) -> None:
-    """Refuse models that run eagerly, and those without weights.
+    """Refuse a model that runs eagerly or has no weights.
 
     Raises:
         RewriteError: With the remedy.

@@ -1,8 +1,8 @@
-"""Training on several replicas: the step that is rewritten is that of all of them together.
+"""Training on several replicas: one rewritten step for all replicas together.
 
-Keras runs `train_step` once for each replica, and what a replica does ends where gradients, moving statistics and
-metrics of all are joined. A function traced inside of a replica cannot contain that, so Keras's call of
-`strategy.run` is replaced, by one step that has the batches of all replicas as arguments.
+Keras runs `train_step` once per replica inside `strategy.run`. Each replica stops where gradients, moving statistics
+and metrics are merged across replicas, which a function traced inside a replica cannot contain. The call of
+`strategy.run` is therefore replaced by one step whose arguments are the batches of all replicas.
 """
 
 from __future__ import annotations
@@ -15,54 +15,54 @@ import tensorflow as tf
 __all__: list[str] = []
 
 
-class RunInstead:
-    """A strategy that runs one function in another way, and is itself in everything else.
+class StrategyProxy:
+    """A `tf.distribute.Strategy` that runs one function differently and forwards everything else.
 
     Args:
         strategy: The strategy.
-        function: What Keras asks it to run.
-        instead: Gets the same arguments, outside of any replica.
+        function: The function that Keras passes to `run`.
+        replacement: Called in its place with the same arguments, outside of any replica.
     """
 
-    def __init__(self, strategy: Any, function: Callable[..., Any], instead: Callable[..., Any]) -> None:
+    def __init__(self, strategy: Any, function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
         self._strategy = strategy
         self._function = function
-        self._instead = instead
+        self._replacement = replacement
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """That of the strategy: Keras asks for some kinds."""
+        """Class of the strategy, because Keras tests for some classes."""
         return type(self._strategy)
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """As `tf.distribute.Strategy.run`."""
+        """Run a function as `tf.distribute.Strategy.run` does, or its replacement."""
         if fn == self._function:
-            return self._instead(*args, **(kwargs or {}))
+            return self._replacement(*args, **(kwargs or {}))
         return self._strategy.run(fn, args, kwargs, options)
 
 
-def number_of(strategy: Any) -> int:
-    """Replicas of a strategy, or of none."""
+def num_replicas(strategy: Any) -> int:
+    """Return the number of replicas of a strategy; 1 for `None`."""
     return 1 if strategy is None else int(strategy.num_replicas_in_sync)
 
 
-def joins(strategy: Any) -> bool:
-    """Whether steps end in what no function traced inside of a replica can contain.
+def merges_replicas(strategy: Any) -> bool:
+    """Tell whether a step ends in merge calls, which a function traced inside a replica cannot contain.
 
-    Of a mirrored strategy the update does, also with one device, as on a machine with one GPU.
+    The update of a `MirroredStrategy` does so also with one device, as on a machine with one GPU.
     """
-    return number_of(strategy) > 1 or isinstance(strategy, tf.distribute.MirroredStrategy)
+    return num_replicas(strategy) > 1 or isinstance(strategy, tf.distribute.MirroredStrategy)
 
 
 class Replicas:
-    """The train step of all replicas of a model as a function of tensors, and back.
+    """Converts between the train step per replica and one function over the tensors of all replicas.
 
     Args:
         strategy: The strategy.
-        step: What each replica does with its part of a batch.
+        step: The step of one replica on its share of a batch.
     """
 
     def __init__(self, strategy: Any, step: Callable[[Any], Any]) -> None:
@@ -70,34 +70,35 @@ class Replicas:
         self._step = step
         self._results: Any = None
 
-    def apart(self, values: Any) -> Any:
-        """Each value as a tuple with one for each replica."""
+    def split(self, values: Any) -> Any:
+        """Return each distributed value as a tuple with one tensor per replica."""
         return tf.nest.map_structure(lambda value: tuple(self._strategy.experimental_local_results(value)), values)
 
-    def step(self, parts: Any) -> Any:
-        """What the replicas make of a batch, each result as a tuple again."""
-        self._results = self._strategy.run(self._step, args=(self.together(parts),))
-        return self.apart(self._results)
+    def step(self, shares: Any) -> Any:
+        """Run the step of every replica, and return each result as a tuple with one tensor per replica."""
+        self._results = self._strategy.run(self._step, args=(self.merge(shares),))
+        return self.split(self._results)
 
-    def together(self, parts: Any) -> Any:
-        """The batch of which `parts` are what the replicas have."""
-        if isinstance(parts, tuple) and all(part is None or tf.is_tensor(part) for part in parts):
-            return self._joined(parts)
-        if isinstance(parts, dict):
-            return {key: self.together(part) for key, part in parts.items()}
-        inner = map(self.together, parts)
-        return type(parts)(*inner) if hasattr(parts, "_fields") else type(parts)(inner)
+    def merge(self, shares: Any) -> Any:
+        """Return the distributed batch whose shares per replica are given; the inverse of `split`."""
+        if isinstance(shares, tuple) and all(share is None or tf.is_tensor(share) for share in shares):
+            return self._distributed(shares)
+        if isinstance(shares, dict):
+            return {key: self.merge(share) for key, share in shares.items()}
+        inner = map(self.merge, shares)
+        return type(shares)(*inner) if hasattr(shares, "_fields") else type(shares)(inner)
 
-    def results(self, found: Any) -> Any:
-        """The results as Keras takes them from `strategy.run`."""
-        flat, packed = iter(tf.nest.flatten(found)), []
+    def pack_results(self, tensors: Any) -> Any:
+        """Return flat results of `step` in the structure that `strategy.run` returns."""
+        flat, packed = iter(tf.nest.flatten(tensors)), []
         for value in tf.nest.flatten(self._results):
-            packed.append(self._joined(tuple(next(flat) for _ in self._strategy.experimental_local_results(value))))
+            shares = tuple(next(flat) for _ in self._strategy.experimental_local_results(value))
+            packed.append(self._distributed(shares))
         return tf.nest.pack_sequence_as(self._results, packed)
 
-    def _joined(self, parts: tuple[Any, ...]) -> Any:
-        if len(parts) == 1:  # The replicas have it in common.
-            return parts[0]
+    def _distributed(self, shares: tuple[Any, ...]) -> Any:
+        if len(shares) == 1:  # The replicas share one value.
+            return shares[0]
         return self._strategy.experimental_distribute_values_from_function(
-            lambda context: parts[context.replica_id_in_sync_group]
+            lambda context: shares[context.replica_id_in_sync_group]
         )

@@ -1,4 +1,4 @@
-"""The base of all callbacks: installs a rewritten step at the start of a training and takes it out at its end."""
+"""The base class of all callbacks, and the checks of their common arguments."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tflms_sft._keras.forward_step_patch import (
     EVALUATION,
     PREDICTION,
     VALIDATION,
-    ForwardInstallation,
-    tiles_alone,
-    why_plain,
+    ForwardStepPatch,
+    forward_request,
+    reason_not_rewritten,
 )
-from tflms_sft._keras.messages import forward_line, over_line, peak_line, start_line
+from tflms_sft._keras.messages import forward_line, forward_over_budget_line, peak_line, start_line
 from tflms_sft._keras.train_step_patch import TRAINING, StepKind, StepPatch
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
@@ -30,232 +30,246 @@ from tflms_sft._rewrite.trained import Trained
 
 
 class RewritingCallback(keras.callbacks.Callback):
-    """Installs a rewritten step at the start of training and takes it out at the end."""
+    """Installs a rewritten step when training, evaluation or prediction begins, and restores the model at the end.
+
+    Args:
+        params: Parameter objects, as for `tflms_sft.rewrite`.
+        batch_shape: Shape of the largest batch of images; `None` for that of the first batch.
+        verbose: 0 prints nothing, 1 prints lines about plans and peaks.
+        log_dir: Directory for TensorBoard, or `None`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+    """
 
     def __init__(self, params: Any, batch_shape: Sequence[int] | None, verbose: int, log_dir: Any) -> None:
         super().__init__()
-        self._rewrite_params = parse_request(params)
+        self._request = parse_request(params)
         self._batch_shape = checked_shape(batch_shape)
         self._verbose = checked_verbose(verbose)
         self._log_dir = checked_log_dir(log_dir)
         self._log: TrainingLog | None = None
         self._epoch = 0
-        self._in_use: int | None = None
+        self._bytes_in_use: int | None = None
         self._peak: Measurement | None = None
-        self._installation: StepPatch | None = None
+        self._patch: StepPatch | None = None
         self._last_plan: Plan | None = None
-        self._told_plain = ""
-        self._forward: dict[StepKind, ForwardInstallation] = {}
+        self._announced = ""
+        self._forward_patches: dict[StepKind, ForwardStepPatch] = {}
         self._corrections: dict[Any, float] = {}
         self._forward_plans: dict[StepKind, Plan | None] = {}
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest training; `None` before its first step."""
+        """Plan of the latest training; `None` before its first step."""
         return self._last_plan
 
     @property
     def evaluate_plan(self) -> Plan | None:
-        """The plan of the latest evaluation or validation; `None` before its first step, and if it runs plain."""
+        """Plan of the latest evaluation or validation; `None` before its first step and if it is not rewritten."""
         return self._forward_plans.get(EVALUATION)
 
     @property
     def predict_plan(self) -> Plan | None:
-        """The plan of the latest prediction; `None` before its first step, and if it runs plain."""
+        """Plan of the latest prediction; `None` before its first step and if it is not rewritten."""
         return self._forward_plans.get(PREDICTION)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Install."""
+        """Install the patch of the train step."""
         self._last_plan = None
-        self._told_plain = ""
-        self._forward.clear()
-        self._installation = StepPatch(
+        self._announced = ""
+        self._forward_patches.clear()
+        self._patch = StepPatch(
             self.model,
-            self._rewrite_params,
-            self._batch_shape,
-            self._planned,
-            self._measured,
-            owner=f"the callback `{type(self).__name__}`",
-            training=self.params or object(),  # All callbacks of a `fit` are given the same one.
-            say=say if self._verbose else None,
-            corrections=self._corrections,
+            self._request,
+            on_plan=self._on_plan,
+            on_measured=self._on_measured,
+            **self._patch_options(),
         )
-        self._installation.install()
+        self._patch.install()
         log = TrainingLog(self._log_dir, tensorboard_of_this_fit())
         self._log = log if log.active else None
 
+    def _patch_options(self) -> dict[str, Any]:
+        """Return the keyword arguments that the patches of all steps share."""
+        return {
+            "batch_shape": self._batch_shape,
+            "owner": f"the callback `{type(self).__name__}`",
+            "training": self.params or object(),  # Keras gives all callbacks of a `fit` the same object.
+            "say": say if self._verbose else None,
+            "corrections": self._corrections,
+        }
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start to measure for TensorBoard."""
+        """Start the measurement of an epoch for TensorBoard."""
         self._epoch = epoch
-        if self._log is not None and self._installation is not None:
+        if self._log is not None and self._patch is not None:
             self._log.epoch_begins()
             self._peak = None
-            self._in_use = self._installation.reset_peak()
+            self._bytes_in_use = self._patch.reset_peak()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Install again if another callback ran a training of its own."""
-        if self._installation is not None:
-            self._installation.resume()
+        """Install the patch again if another callback ran a training of its own."""
+        if self._patch is not None:
+            self._patch.resume()
         if self._log is not None:
             self._log.batch_begins()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Tell TensorBoard; validation comes after, and is not in the peak."""
-        if self._log is not None and self._installation is not None:
+        """Log a batch for TensorBoard; the peak is read before validation, which it excludes."""
+        if self._log is not None and self._patch is not None:
             self._log.batch_ends(self._epoch, self._last_plan, self.model.steps_per_execution)
-            self._peak = self._installation.peak_since(self._in_use)
+            self._peak = self._patch.peak_since(self._bytes_in_use)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Tell TensorBoard."""
+        """Log an epoch for TensorBoard."""
         if self._log is not None:
             self._log.epoch_ends(epoch, self._last_plan, self._peak)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Take out."""
+        """Restore the model."""
         if self._log is not None:
             self._log.close()
             self._log = None
-        if self._installation is not None:
-            self._installation.restore()
-            self._installation = None  # It holds the graph.
-        self._forward.clear()
+        if self._patch is not None:
+            self._patch.restore()
+            self._patch = None  # Frees the graph.
+        self._forward_patches.clear()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Install for an evaluation, or the validation of a training."""
-        self._begin(EVALUATION)
+        """Install the patch for an evaluation, or for the validation of a training."""
+        self._begin_forward(EVALUATION)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Install again if another callback ran an evaluation of its own."""
-        self._resume(EVALUATION)
+        """Install the patch again if another callback ran an evaluation of its own."""
+        self._resume_forward(EVALUATION)
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Take out."""
-        self._end(EVALUATION)
+        """Restore the model."""
+        self._end_forward(EVALUATION)
 
     def on_predict_begin(self, logs: Any = None) -> None:
-        """Install for a prediction."""
-        self._begin(PREDICTION)
+        """Install the patch for a prediction."""
+        self._begin_forward(PREDICTION)
 
     def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Install again if another callback ran a prediction of its own."""
-        self._resume(PREDICTION)
+        """Install the patch again if another callback ran a prediction of its own."""
+        self._resume_forward(PREDICTION)
 
     def on_predict_end(self, logs: Any = None) -> None:
-        """Take out."""
-        self._end(PREDICTION)
+        """Restore the model."""
+        self._end_forward(PREDICTION)
 
-    def _begin(self, kind: StepKind) -> None:
-        training = self._installation is not None and self._installation.is_placed
-        why = why_plain(self.model, self._rewrite_params)
-        chosen = tiles_alone(self._rewrite_params)
-        if why or chosen is None:
-            self._forward.pop(kind, None)
-            self._tell_plain(VALIDATION if training else CALLED[kind], why)
+    def _begin_forward(self, kind: StepKind) -> None:
+        within_fit = self._patch is not None and self._patch.is_installed
+        reason = reason_not_rewritten(self.model, self._request)
+        request = forward_request(self._request)
+        if reason or request is None:
+            self._forward_patches.pop(kind, None)
+            self._announce_not_rewritten(VALIDATION if within_fit else CALLED[kind], reason)
             return
-        if not training or kind not in self._forward:
+        if not within_fit or kind not in self._forward_patches:
             self._forward_plans[kind] = None
-            self._forward[kind] = ForwardInstallation(
-                kind,
-                training,
-                self._take_out,
-                self._tell,
+            self._forward_patches[kind] = ForwardStepPatch(
                 self.model,
-                chosen,
-                self._batch_shape,
-                lambda plan: self._planned_forward(kind, plan),
-                lambda plan: self._tell(over_line(CALLED[kind], plan)),
-                f"the callback `{type(self).__name__}`",
-                self.params or object(),
-                say if self._verbose else None,
-                self._corrections,
+                request,
+                kind=kind,
+                within_fit=within_fit,
+                on_failure=self._remove_patches,
+                print_line=self._print,
+                on_plan=lambda plan: self._on_forward_plan(kind, plan),
+                on_measured=lambda plan: self._print(forward_over_budget_line(CALLED[kind], plan)),
+                **self._patch_options(),
             )
-        self._forward[kind].begin()
+        self._forward_patches[kind].begin()
 
-    def _resume(self, kind: StepKind) -> None:
-        if kind in self._forward:
-            self._forward[kind].resume()
+    def _resume_forward(self, kind: StepKind) -> None:
+        if kind in self._forward_patches:
+            self._forward_patches[kind].resume()
 
-    def _end(self, kind: StepKind) -> None:
-        if kind in self._forward:
-            self._forward[kind].restore()
-            if self._installation is None:
-                del self._forward[kind]
+    def _end_forward(self, kind: StepKind) -> None:
+        if kind in self._forward_patches:
+            self._forward_patches[kind].restore()
+            if self._patch is None:
+                del self._forward_patches[kind]
 
-    def _take_out(self) -> None:
-        """After a step has failed Keras calls no callback any more."""
-        for installation in (*self._forward.values(), self._installation):
-            if installation is not None:
-                installation.restore()
-        self._forward.clear()
-        self._installation = None
+    def _remove_patches(self) -> None:
+        """Restore the model after a failed step, because Keras calls no callback then."""
+        for patch in (*self._forward_patches.values(), self._patch):
+            if patch is not None:
+                patch.restore()
+        self._forward_patches.clear()
+        self._patch = None
 
-    def _planned_forward(self, kind: StepKind, plan: Plan) -> None:
+    def _on_forward_plan(self, kind: StepKind, plan: Plan) -> None:
         self._forward_plans[kind] = plan
-        forward = self._forward[kind]
-        self._tell(forward_line(forward.called, plan, is_jit_off=forward.turned_off_jit))
+        forward = self._forward_patches[kind]
+        self._print(forward_line(forward.called, plan, is_jit_off=forward.has_disabled_jit))
 
-    def _tell_plain(self, called: str, why: str) -> None:
-        if called != self._told_plain:
-            self._told_plain = called
-            self._tell(f"tflms-sft: {called} runs plain, outside of the plan: {why}")
+    def _announce_not_rewritten(self, called: str, reason: str) -> None:
+        if called != self._announced:
+            self._announced = called
+            self._print(f"tflms-sft: {called} is not rewritten: {reason}")
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._verbose and text:
             print(text, flush=True)
 
-    def _planned(self, plan: Plan) -> None:
+    def _on_plan(self, plan: Plan) -> None:
         self._last_plan = plan
         if self._verbose:
-            assert self._installation is not None
-            say(started(self._installation, plan))
+            assert self._patch is not None
+            say(training_line(self._patch, plan))
 
-    def _measured(self, plan: Plan) -> None:
+    def _on_measured(self, plan: Plan) -> None:
         if self._verbose:
-            assert self._installation is not None
-            self._tell(peak_line(plan, planned_again=self._installation.planned_again))
+            assert self._patch is not None
+            self._print(peak_line(plan, is_replanned=self._patch.is_replanned))
 
 
 def trained_by(callback: Any, model: Any) -> Trained | None:
-    """What a model was trained with; `None` for what is no callback that rewrites steps.
+    """Return the request and the plan that a callback trained a model with; `None` for any other object.
 
     Raises:
-        ValueError: If it has trained nothing yet.
+        ValueError: If the callback has trained nothing yet.
     """
     if not isinstance(callback, RewritingCallback):
         return None
-    plan, chosen = callback.plan, callback._rewrite_params
+    plan, request = callback.plan, callback._request
     if plan is None:
         raise ValueError(
-            f"`params` is a callback without a plan: there is one from the first step of a `fit` on. Received: "
-            f"params={callback!r}. Train with it before, or give parameters, such as `AutoParams(...)`."
+            f"`params` is a callback without a plan: it has one from the first step of a `fit` on. Received: "
+            f"params={callback!r}. Train with it first, or give parameters, such as `AutoParams(...)`."
         )
-    if isinstance(chosen.tiles, AutoParams):  # "auto" was what was free then.
-        chosen = dataclasses.replace(chosen, tiles=dataclasses.replace(chosen.tiles, memory_budget=plan.memory_budget))
-    return Trained(chosen, plan, callback._corrections.get((id(model), TRAINING.slot), 1.0))
+    if isinstance(request.tiles, AutoParams):  # "auto" depends on the memory that was free then.
+        tiles = dataclasses.replace(request.tiles, memory_budget=plan.memory_budget)
+        request = dataclasses.replace(request, tiles=tiles)
+    return Trained(request, plan, callback._corrections.get((id(model), TRAINING.slot), 1.0))
 
 
-def started(installation: StepPatch, plan: Plan) -> str:
-    """Return the line that tells what a training does."""
-    return start_line(plan, is_jit_off=installation.turned_off_jit, planning_time=installation.planning.text())
+def training_line(patch: StepPatch, plan: Plan) -> str:
+    """Return the line that summarises the plan of a training."""
+    return start_line(plan, is_jit_off=patch.has_disabled_jit, planning_time=patch.planning.text())
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line without buffering."""
     print(text, flush=True)
 
 
 def checked_shape(batch_shape: Sequence[int] | None) -> tuple[int, ...] | None:
-    """`(batch, ..., channels)` as positive integers.
+    """Return `(batch, ..., channels)` as positive integers, or `None`.
 
     Raises:
-        TypeError: For another type.
-        ValueError: For another length or numbers below one.
+        TypeError: If it is not a sequence of integers.
+        ValueError: If it has not three to five sizes, or one below 1.
     """
     if batch_shape is None:
         return None
     expected = (
-        "`batch_shape` must be (batch, height, width, channels), the shape of the largest batch of images, or that of "
-        "a batch of volumes or sequences."
+        "`batch_shape` must be (batch, height, width, channels) of the largest batch, for volumes (batch, depth, "
+        "height, width, channels), for sequences (batch, length, channels)."
     )
     if isinstance(batch_shape, tf.TensorShape) and batch_shape.rank is not None:
         batch_shape = batch_shape.as_list()
@@ -269,10 +283,10 @@ def checked_shape(batch_shape: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def checked_verbose(verbose: int) -> int:
-    """0 or 1.
+    """Return 0 or 1.
 
     Raises:
-        ValueError: For anything else.
+        ValueError: If it is anything else.
     """
     if verbose not in (0, 1):
         raise ValueError(f"`verbose` must be 0 or 1. Received: verbose={verbose!r}.")

@@ -1,13 +1,14 @@
-"""Put a rewritten step into a Keras model, and take it out again.
+"""Patches the train step of a Keras model with a rewritten step, and restores the original.
 
-What is said of training here holds for evaluation and prediction, whose `StepKind` differs (`forward_step_patch.py`).
+Keras looks up `train_step` when it builds its train function, and the train function at every step. The patch replaces
+`train_step` by a method that rewrites, and has the train function built again. It restores both
 
-Keras looks `train_step` up when it builds its train function, and the train function at
-every step. So an object that rewrites is put in the place of the former, the latter is
-built anew, and both are put back as they were: at the end of training, and at any
-exception that a step raises, because Keras calls no callback then. What another callback
-raises is seen by nobody; so the method by which Keras asks for a train function, first
-thing in every training, is replaced as well, and takes out what an earlier one left.
+- at the end of training,
+- after an error in a step, because Keras calls no callback then,
+- at the start of the next training, if another callback has raised an error: the patch also replaces
+  `make_train_function`, which Keras calls first in every training.
+
+Evaluation and prediction work alike with another `StepKind`; see `forward_step_patch.py`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from rewriters.ir import tf_internals
 from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import Tier
 from tflms_sft._cluster.worker_watch import workers_watched
-from tflms_sft._keras.batch_limits import BatchLimit, is_image, of_size, refusal_of
-from tflms_sft._keras.first_batches import PeekedBatches, can_be_taken
-from tflms_sft._keras.messages import is_over, over_again, over_text
+from tflms_sft._keras.batch_limits import BatchLimit, ensure_planned_size, is_image, planned_size_error
+from tflms_sft._keras.first_batches import PeekedBatches, can_peek
+from tflms_sft._keras.messages import exceeds_budget, over_budget_error, over_budget_warning
 from tflms_sft._keras.model_checks import check_model
-from tflms_sft._keras.replicas import Replicas, RunInstead, joins, number_of
+from tflms_sft._keras.replicas import Replicas, StrategyProxy, merges_replicas, num_replicas
 from tflms_sft._machine.calibration import kept_rates, machine_rates
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import AutoParams
@@ -41,24 +42,24 @@ from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.traced_step import analyse_step, collector_paused
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
-from tflms_sft._rewrite.measure import read_peak, reset_peak, watch
+from tflms_sft._rewrite.measure import read_peak, reset_peak, watch_tier
 from tflms_sft._rewrite.rewrite import rewrite_traced
 from tflms_sft._trace.layer_names import recorded_layers
 from tflms_sft._trace.step_tracing import check_image_sizes
 from tflms_sft._util.progress import Stopwatch, told_if_slow
 
-_SLOT = "_tflms_sft_installation"
+_SLOT = "_tflms_sft_patch"
 
 
 @dataclasses.dataclass(frozen=True)
 class StepKind:
-    """What a model does with batches, by its attributes.
+    """The attributes of a Keras model that define one of its steps.
 
     Attributes:
-        step: What is done with one batch.
-        function: What runs one or several steps.
-        make: What makes that.
-        slot: Where the model holds what is installed.
+        step: Name of the method for one batch, such as `"train_step"`.
+        function: Name of the compiled function that runs one or several steps.
+        make: Name of the method that builds this function.
+        slot: Name of the attribute that holds the installed patch.
     """
 
     step: str
@@ -73,11 +74,22 @@ TRAINING = StepKind("train_step", "train_function", "make_train_function", _SLOT
 class StepPatch:
     """A rewritten step in a model.
 
+    Args:
+        model: The model.
+        params: The request: tiles, swaps or a pipeline.
+        batch_shape: Shape of the largest batch of images; `None` for that of the first batch.
+        on_plan: Called with every new plan.
+        on_measured: Called with the plan after its first step was measured.
+        owner: Name of the callback or function that patches, for errors.
+        training: Identifies the `fit` of a callback; `None` for a `with` block.
+        say: Called with lines about operations that take long; `None` prints none.
+        corrections: Measured peak over predicted peak of earlier plans, by model and kind of step; is extended.
+
     Attributes:
         model: The model.
-        plan: Of the first signature that was traced; `None` before.
-        planning: How long it took to find.
-        kind: Which of the model's steps it is.
+        plan: Plan of the first traced signature; `None` before.
+        planning: Stopwatch with the time that planning took.
+        kind: The model's step that is patched.
     """
 
     kind = TRAINING
@@ -86,6 +98,7 @@ class StepPatch:
         self,
         model: Any,
         params: RewriteRequest,
+        *,
         batch_shape: tuple[int, ...] | None,
         on_plan: Callable[[Plan], None],
         on_measured: Callable[[Plan], None],
@@ -94,20 +107,6 @@ class StepPatch:
         say: Callable[[str], None] | None = None,
         corrections: dict[Any, float] | None = None,
     ) -> None:
-        """Prepare.
-
-        Args:
-            model: The model.
-            params: What to do with its step.
-            batch_shape: Shape of the largest batch of images, if it is told.
-            on_plan: Is given every plan that is made.
-            on_measured: Is given it again once a step was measured.
-            owner: Who asks for it, for errors.
-            training: The `fit` that `owner` is a callback of, `None` for a `with` block.
-            say: Is given lines about what takes long.
-            corrections: What earlier steps were measured to take over what was predicted, of each model and kind of
-                step; it is added to.
-        """
         self.model = model
         self._say = say
         self.planning = Stopwatch()
@@ -120,22 +119,22 @@ class StepPatch:
         self._on_plan = on_plan
         self._on_measured = on_measured
         self._steps: dict[Any, StepImporter] = {}
-        self._saved: dict[str, Any] = {}
+        self._saved_attributes: dict[str, Any] = {}
         self._jit_compile: Any = None
-        self._installed: Any = None
-        self._measured = False
-        self._has_taken = False
-        self._fitting: BatchLimit | None = None
-        self._variables: list[int] = []
+        self._patched_function: Any = None
+        self._is_measured = False
+        self._has_peeked = False
+        self._batch_limit: BatchLimit | None = None
+        self._variable_bytes: list[int] = []
         self._num_replicas = 1
         self._corrections = {} if corrections is None else corrections
-        self._planned_again = False
+        self._is_replanned = False
 
     def install(self) -> None:
-        """Replace the step; what an earlier training left behind is taken out first.
+        """Replace the step, after removing the patch that a failed training left behind.
 
         Raises:
-            RewriteError: If the model cannot be rewritten at all.
+            RewriteError: If the model cannot be rewritten.
             ValueError: If something else rewrites the same training.
         """
         self._check()
@@ -143,222 +142,231 @@ class StepPatch:
         previous = model.__dict__.get(self.kind.slot)
         if previous is not None:
             same_fit = previous._training is self._training
-            if previous._training is not None:  # A `with` block takes out its own.
+            if previous._training is not None:  # A `with` block removes its own patch.
                 previous.restore()
             if previous._training is None or same_fit:
                 step = self.kind.step.replace("_", " ")
                 raise ValueError(
-                    f"Two things rewrite the {step} of model {model.name!r} at once: {previous._owner} and "
-                    f"{self._owner}. Use one: `MemoryBudget` and `budget` choose segments and swaps themselves "
-                    "(`swap=LMSParams(...)` says which), `SFT` takes several in `segments=`, and "
+                    f"The {step} of model {model.name!r} is rewritten twice: by {previous._owner} and by "
+                    f"{self._owner}. Use one of them: `MemoryBudget` and `budget` choose segments and swaps "
+                    "(`swap=LMSParams(...)` restricts the swaps), `SFT` accepts several segments in `segments=`, and "
                     "`LMS(tiles=SFTParams(...))` tiles first."
                 )
-        self._place()
-        self._make()
+        self._insert()
+        self._replace_function_with_patch()
 
     def _check(self) -> None:
-        """Refuse models that the step cannot be rewritten for."""
+        """Refuse a model whose step cannot be rewritten; build its optimizer."""
         check_model(self.model)
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
 
     def resume(self) -> None:
-        """Put the step back that a call inside of this training took out, a `train_on_batch` in a callback.
+        """Install the patch again after a call inside this training removed it.
 
-        Such a call asks for a train function as a new training does, and runs the plain step.
+        A `train_on_batch` in a callback is such a call: it builds a train function as a new training does, and runs
+        the original step.
         """
         if self.kind.slot not in self.model.__dict__:
-            self._place()
-            setattr(self.model, self.kind.function, self._installed)
+            self._insert()
+            setattr(self.model, self.kind.function, self._patched_function)
 
-    def _place(self) -> None:
+    def _insert(self) -> None:
         model, kind = self.model, self.kind
         strategy, replicas = model.distribute_strategy, None
         self._original = getattr(model, kind.step)
-        if joins(strategy):
+        if merges_replicas(strategy):
             if self._params.pipeline is not None:
                 raise RewriteError(
-                    f"Model {model.name!r} trains under a `tf.distribute` strategy, which has devices of its own. Make "
-                    "the model outside of its scope; `data_replicas=` puts copies of a pipeline beside each other."
+                    f"Model {model.name!r} trains under a `tf.distribute` strategy, which assigns devices itself. "
+                    "Create the model outside of the strategy's scope. For data parallelism, pass `data_replicas=`."
                 )
-            if number_of(strategy) > 1:
-                why = f"Model {model.name!r} trains on {number_of(strategy)} replicas"
-                self._params = self._params.without_swaps(why)
+            if num_replicas(strategy) > 1:
+                reason = f"Model {model.name!r} trains on {num_replicas(strategy)} replicas"
+                self._params = self._params.without_swaps(reason)
             replicas = Replicas(strategy, self._original)
             self._original = replicas.step
-            self._num_replicas = number_of(strategy)
-        self._make_plain = getattr(model, kind.make)
+            self._num_replicas = num_replicas(strategy)
+        self._make_original_function = getattr(model, kind.make)
         names = (kind.step, kind.make, *(["_distribute_strategy"] if replicas else []))
-        self._saved = {name: model.__dict__.get(name) for name in names}
+        self._saved_attributes = {name: model.__dict__.get(name) for name in names}
         self._jit_compile = model.jit_compile
         object.__setattr__(model, kind.slot, self)
         model.jit_compile = False
         object.__setattr__(model, kind.step, self.step)
         if replicas is not None:
-            instead = functools.partial(self._train_replicas, replicas)
-            object.__setattr__(model, "_distribute_strategy", RunInstead(strategy, self.step, instead))
+            replacement = functools.partial(self._train_replicas, replicas)
+            object.__setattr__(model, "_distribute_strategy", StrategyProxy(strategy, self.step, replacement))
         if self._training is not None:
-            object.__setattr__(model, kind.make, self._asked_again)
+            object.__setattr__(model, kind.make, self._replace_function)
 
-    def _make(self) -> None:
+    def _replace_function_with_patch(self) -> None:
         self._steps.clear()
-        self._make_plain(force=True)
-        self._inner = getattr(self.model, self.kind.function)
-        self._installed = self.run  # Bound once, to be recognised.
-        setattr(self.model, self.kind.function, self._installed)
+        self._make_original_function(force=True)
+        self._compiled_function = getattr(self.model, self.kind.function)
+        self._patched_function = self.run  # Bound once, so that `is` recognises it.
+        setattr(self.model, self.kind.function, self._patched_function)
 
-    def _asked_again(self, force: bool = False) -> None:
-        """In the place of what makes the model's train function.
+    def _replace_function(self, force: bool = False) -> None:
+        """Replace `make_train_function`.
 
-        With `force`, a callback wants the step of this training traced anew. Otherwise a new training begins.
+        With `force`, a callback requests that the step of this training is traced again. Without, a new training
+        begins, and the patch of the previous one is removed.
         """
         if force:
-            self._make()
+            self._replace_function_with_patch()
         else:
             self.restore()
             getattr(self.model, self.kind.make)()
 
     def restore(self) -> None:
-        """Put everything back; does nothing the second time."""
+        """Restore the model; does nothing the second time."""
         model = self.model
-        if not self.is_placed:
+        if not self.is_installed:
             return
         object.__delattr__(model, self.kind.slot)
         for importer in self._steps.values():
             importer.abandon()
-        for name, saved in self._saved.items():
+        for name, saved in self._saved_attributes.items():
             if saved is not None:
                 object.__setattr__(model, name, saved)
             elif name in model.__dict__:
                 object.__delattr__(model, name)
-        if getattr(model, self.kind.function) is self._installed:  # Otherwise it was compiled anew, XLA decided there.
+        if getattr(model, self.kind.function) is self._patched_function:  # Else `compile` has set `jit_compile` since.
             model.jit_compile = self._jit_compile
-        self._make_plain_again()
+        self._restore_function()
 
-    def _make_plain_again(self) -> None:
+    def _restore_function(self) -> None:
         setattr(self.model, self.kind.function, None)
         getattr(self.model, self.kind.make)()
 
     @property
-    def is_placed(self) -> bool:
-        """Whether it is in the model now."""
+    def is_installed(self) -> bool:
+        """Whether the patch is in the model now."""
         return self.model.__dict__.get(self.kind.slot) is self
 
     @property
-    def turned_off_jit(self) -> bool:
-        """Whether the model asked for XLA, which is off while the step is rewritten."""
+    def has_disabled_jit(self) -> bool:
+        """Whether the model is compiled with `jit_compile`, which the patch turns off."""
         return bool(self._jit_compile)
 
     def run(self, iterator: Any) -> Any:
-        """The model's function: looks at the first batch, then hands on."""
+        """Run the steps of one execution: the model's function while the patch is installed.
+
+        Raises:
+            RewriteError: If a batch or an image has another size than the plan allows.
+        """
         try:
-            taken = self._taken(iterator)
+            peeked = self._peek(iterator)
             with workers_watched():
-                return self._watched(iterator if taken is None else taken.again(), taken)
+                return self._run_measured(iterator if peeked is None else peeked.replay(), peeked)
         except (StopIteration, tf.errors.OutOfRangeError):
             raise  # The normal end of an epoch.
         except BaseException as error:
             self.restore()
-            refusal = refusal_of(error)
-            if refusal is None:
+            size_error = planned_size_error(error)
+            if size_error is None:
                 raise
-            raise refusal from None
+            raise size_error from None
 
-    def _watched(self, iterator: Any, taken: PeekedBatches | None) -> Any:
-        """Run, and report the measured peak of the first step, whose batches are taken out of the data set."""
-        first = not self._measured
+    def _run_measured(self, iterator: Any, peeked: PeekedBatches | None) -> Any:
+        """Run the steps, and report the measured peak of the first execution."""
+        first = not self._is_measured
         if first:
-            self._rates()  # They may be measured on the device, which is no part of the step's peak.
-        # What is measured is one device's.
+            self._rates()  # A calibration would allocate memory during the step.
+        # The statistics are those of one device.
         in_use = reset_peak() if first and self._params.pipeline is None else None
-        if in_use is not None and taken is not None:
-            taken.wait_until_quiet()
+        if in_use is not None and peeked is not None:
+            peeked.wait_until_prefetched()
             in_use = reset_peak()
-        result = self._inner(iterator)
+        result = self._compiled_function(iterator)
         if first and self.plan is not None:
-            self._measured = True
+            self._is_measured = True
             tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
-            own = [*self._variables, *(taken.on_device() if taken is not None else ())]
-            self.plan.measured = None if in_use is None else read_peak(in_use, own, self._tiers)
+            step_bytes = [*self._variable_bytes, *(peeked.bytes_on_device() if peeked is not None else ())]
+            self.plan.measured = None if in_use is None else read_peak(in_use, step_bytes, self._tiers)
             self._on_measured(self.plan)
-            self._hold_to_budget(self.plan)
+            self._enforce_budget(self.plan)
         return result
 
     def _rates(self) -> MachineRates:
         return machine_rates(self._say) if self._params.has_budget else kept_rates()
 
-    def _hold_to_budget(self, plan: Plan) -> None:
-        """Have the step planned anew if the first one took more than the budget, by what was measured.
+    def _enforce_budget(self, plan: Plan) -> None:
+        """Discard a plan whose step exceeded the budget, so that the next step is planned with a corrected model.
 
         Raises:
-            BudgetError: If that was done already.
+            BudgetError: If the plan was corrected before.
         """
-        if not is_over(plan):
+        if not exceeds_budget(plan):
             return
-        if self.planned_again:
-            raise over_again(plan)
+        if self.is_replanned:
+            raise over_budget_error(plan)
         assert plan.measured is not None
-        if self._say is None:  # Otherwise a line has said so.
-            warnings.warn(over_text(plan), stacklevel=2)
-        self._planned_again = True
-        self._corrections[self._corrected] = plan.measured.peak_bytes / plan.predicted.peak_bytes
+        if self._say is None:  # Otherwise `on_measured` has printed a line.
+            warnings.warn(over_budget_warning(plan), stacklevel=2)
+        self._is_replanned = True
+        self._corrections[self._correction_key] = plan.measured.peak_bytes / plan.predicted.peak_bytes
         self.plan = None
-        self._measured = self._has_taken = False
+        self._is_measured = self._has_peeked = False
         for importer in self._steps.values():
             importer.abandon()
-        self._make()
+        self._replace_function_with_patch()
 
     @property
-    def planned_again(self) -> bool:
-        """Whether the plan goes by what an earlier one was measured to take."""
-        return self._planned_again
+    def is_replanned(self) -> bool:
+        """Whether the plan is corrected by the measured peak of an earlier one."""
+        return self._is_replanned
 
     @property
-    def _corrected(self) -> Any:
-        """What a correction goes for."""
+    def _correction_key(self) -> Any:
+        """Key of this model and step in `corrections`."""
         return (id(self.model), self.kind.slot)
 
-    def _taken(self, iterator: Any) -> PeekedBatches | None:
-        """The batches of a step that is to be measured, or whose shapes are needed, if they can be taken out.
+    def _peek(self, iterator: Any) -> PeekedBatches | None:
+        """Fetch the batches of the first execution, to measure it or to learn their shapes; `None` if not needed.
 
-        The step may be traced for unknown sizes; plans are made for known ones.
+        The step may be traced with unknown sizes, but the planner needs static ones.
         """
-        if self._measured or self._has_taken or not can_be_taken(iterator):
+        if self._is_measured or self._has_peeked or not can_peek(iterator):
             return None
-        known = bool(self._batch_shape or self._first_batch) or self.plan is not None
-        if known and (self._params.pipeline is not None or not properties.has_allocator_stats()):
+        is_shape_known = bool(self._batch_shape or self._first_batch) or self.plan is not None
+        if is_shape_known and (self._params.pipeline is not None or not properties.has_allocator_stats()):
             return None
-        self._has_taken = True
-        taken = PeekedBatches(iterator, self.model.steps_per_execution)
-        if not known:
-            self._note(taken.first)
-        return taken
+        self._has_peeked = True
+        peeked = PeekedBatches(iterator, self.model.steps_per_execution)
+        if not is_shape_known:
+            self._remember_shapes(peeked.first)
+        return peeked
 
     def reset_peak(self) -> int | None:
-        """Start to measure several steps; returns the bytes in use, or `None` where no statistics are kept."""
+        """Start the measurement of several steps; return the bytes in use, or `None` without memory statistics."""
         return reset_peak(self._tiers)
 
     def peak_since(self, in_use: int | None) -> Measurement | None:
-        """The peak since then, if there are statistics and a plan."""
-        return None if in_use is None or self.plan is None else read_peak(in_use, self._variables, self._tiers)
+        """Return the peak since `reset_peak`, which returned `in_use`; `None` without statistics or a plan."""
+        return None if in_use is None or self.plan is None else read_peak(in_use, self._variable_bytes, self._tiers)
 
     @property
     def _tiers(self) -> list[Tier]:
         return [tier for importer in self._steps.values() for tier in importer.tiers]
 
-    def _note(self, data: Any) -> None:
+    def _remember_shapes(self, data: Any) -> None:
         self._first_batch = [tuple(tensor.shape) for tensor in tf.nest.flatten(data)]
 
     @property
-    def _images(self) -> tuple[int, ...] | None:
-        """Shape of the largest batch of images of a replica: as given, or that of the first batch."""
+    def _image_batch_shape(self) -> tuple[int, ...] | None:
+        """Shape of the largest batch of images of one replica: as given, or that of the first batch."""
         if self._batch_shape is None:
             return max(self._first_batch, key=len, default=None)
         return (-(-self._batch_shape[0] // self._num_replicas), *self._batch_shape[1:])
 
     @tf.autograph.experimental.do_not_convert
     def step(self, data: Any) -> Any:
-        """What Keras traces: the original step, traced once per signature, rewritten and imported."""
+        """Run the rewritten step; Keras traces this method in the place of the original step.
+
+        The original is traced and rewritten once for each signature. Run eagerly, the original itself runs.
+        """
         if tf.executing_eagerly():
             return self._original(data)
         self._require_tensors(data)
@@ -367,104 +375,105 @@ class StepPatch:
         if not self._first_batch and all(s is None or s.shape.is_fully_defined() for s in key):
             self._first_batch = [() if s is None else tuple(s.shape) for s in key]
         if key not in self._steps:
-            # Not under `tf.init_scope`: it pauses gradient tapes, those of the step too.
-            self._steps[key] = self._rewritten(specs)
-            if not self._measured and properties.has_allocator_stats():
+            # Not under `tf.init_scope`, which would pause the gradient tapes of the step.
+            self._steps[key] = self._rewrite(specs)
+            if not self._is_measured and properties.has_allocator_stats():
                 for tier in self._steps[key].tiers:
-                    watch(tier)
-        flat = self._within([t for t in tf.nest.flatten(data) if t is not None])
+                    watch_tier(tier)
+        flat = self._check_batch_size([t for t in tf.nest.flatten(data) if t is not None])
         pairs = zip(flat, [s for s in key if s is not None], strict=True)
-        return self._steps[key]([of_size(t, s.shape) for t, s in pairs])
+        return self._steps[key]([ensure_planned_size(t, s.shape) for t, s in pairs])
 
     @tf.autograph.experimental.do_not_convert
     def _train_replicas(self, replicas: Replicas, data: Any) -> Any:
-        """The step of all replicas, in the place of `strategy.run`."""
-        return replicas.results(self.step(replicas.apart(data)))
+        """Run the step of all replicas; replaces `strategy.run`."""
+        return replicas.pack_results(self.step(replicas.split(data)))
 
     def _require_tensors(self, data: Any) -> None:
         for value in tf.nest.flatten(data):
             if value is not None and not isinstance(value, tf.Tensor):
                 raise RewriteError(
-                    f"A batch of model {self.model.name!r} holds a {type(value).__name__}; only dense tensors can be "
-                    "rewritten. Give the data set dense tensors, padded where they are ragged."
+                    f"A batch of model {self.model.name!r} contains a {type(value).__name__}; a rewritten step accepts "
+                    "dense tensors only. Convert it in the data set, with padding where it is ragged."
                 )
 
-    def _within(self, flat: list[Any]) -> list[Any]:
-        """A batch that a budget's plan holds for; a larger one is an error that names both sizes."""
-        if self._fitting is None:
+    def _check_batch_size(self, flat: list[Any]) -> list[Any]:
+        """Return the tensors of a batch with a run-time check that the plan holds for its size."""
+        if self._batch_limit is None:
             return flat
-        most = max((t.shape.rank or 0 for t in flat), default=0)
-        sizes = [is_image(t.shape) or most > 0 and t.shape.rank == most for t in flat]
+        max_rank = max((t.shape.rank or 0 for t in flat), default=0)
+        has_batch = [is_image(t.shape) or max_rank > 0 and t.shape.rank == max_rank for t in flat]
         return [
-            self._fitting.checked(t) if size and t.shape[0] is None else t for t, size in zip(flat, sizes, strict=True)
+            self._batch_limit.check(t) if batched and t.shape[0] is None else t
+            for t, batched in zip(flat, has_batch, strict=True)
         ]
 
     def _spec(self, tensor: Any, position: int) -> Any:
-        """Signature of one input: the batch as Keras has it, an unknown image size as first seen."""
+        """Return the spec of one input, with the image size of the first batch where the data set's is unknown."""
         if tensor is None:
             return None
         shape = tensor.shape.as_list() if tensor.shape.rank is not None else None
-        seen = self._first_batch[position] if position < len(self._first_batch) else None
-        known = seen or self._batch_shape
+        first = self._first_batch[position] if position < len(self._first_batch) else None
+        known = first or self._batch_shape
         if shape is not None and known is not None and len(shape) == len(known) and is_image(tensor.shape):
             shape[1:-1] = [k if s is None else s for s, k in zip(shape[1:-1], known[1:-1], strict=True)]
         return tf.TensorSpec(shape, tensor.dtype)
 
-    def _rewritten(self, specs: Any) -> StepImporter:
+    def _rewrite(self, specs: Any) -> StepImporter:
         original = self._original
         if self._params.pipeline is not None:
-            return self._pipelined(specs)
+            return self._rewrite_pipeline(specs)
         with recorded_layers() as record:
             traced = tf.function(lambda data: original(data), autograph=False).get_concrete_function(specs)
         record.finish(traced.graph)
         check_image_sizes(traced)
         self._check_batch_shape(traced)
-        known = self._images
-        self._require_batch(traced, known)
-        with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as watch:
+        shape = self._image_batch_shape
+        self._require_batch_size(traced, shape)
+        with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as stopwatch:
             mode = CanonicalMode.EXACT if self._params.tiles is None else CanonicalMode.TILING
-            analysed = analyse_step(traced, record, known[0] if known else None, mode)
+            analysed = analyse_step(traced, record, shape[0] if shape else None, mode)
             analysed.go_by(self._rates())
-            analysed.correction = self._corrections.get(self._corrected, 1.0)
-            analysed.variables += self._beside(traced)
+            analysed.correction = self._corrections.get(self._correction_key, 1.0)
+            analysed.variables += self._untouched_variable_bytes(traced)
             importer, plan = rewrite_traced(analysed, self._params)
         if self.plan is None:
-            self.plan, self.planning = plan, watch
-            self._variables = analysed.variables
+            self.plan, self.planning = plan, stopwatch
+            self._variable_bytes = analysed.variables
             if isinstance(self._params.tiles, AutoParams):
                 budget = dataclasses.replace(self._params.tiles, memory_budget=plan.memory_budget)
-                self._fitting = BatchLimit(plan, analysed, budget)
+                self._batch_limit = BatchLimit(plan, analysed, budget)
             self._on_plan(plan)
         return importer
 
-    def _pipelined(self, specs: Any) -> StepImporter:
-        original, known = self._original, self._images
+    def _rewrite_pipeline(self, specs: Any) -> StepImporter:
+        original, shape = self._original, self._image_batch_shape
         function = tf.function(lambda data: original(data), autograph=False)
-        with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as watch:
-            traced, importer, plan = build_pipeline(function, self._params, (specs,), {}, known[0] if known else None)
+        with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as stopwatch:
+            traced, importer, plan = build_pipeline(function, self._params, (specs,), {}, shape[0] if shape else None)
         if self.plan is None:
-            self.plan, self.planning = plan, watch
-            self._variables = tf_internals.variable_sizes(traced)
+            self.plan, self.planning = plan, stopwatch
+            self._variable_bytes = tf_internals.variable_sizes(traced)
             self._on_plan(plan)
         return importer
 
-    def _beside(self, traced: Any) -> list[int]:
-        """Bytes of each variable that is there while the step runs and that it does not touch."""
+    def _untouched_variable_bytes(self, traced: Any) -> list[int]:
+        """Return the bytes of each variable that is in memory while the step runs but that it does not use."""
         del traced
         return []
 
     def _check_batch_shape(self, traced: Any) -> None:
-        """A shape that none of the images has that the step is given was meant for another model."""
+        """Refuse a `batch_shape` that none of the step's images can have."""
         given = self._batch_shape
         images = [t.shape for t in _arguments(traced) if given and t.shape.rank == len(given)]
         if given and images and not any(shape[1:].is_compatible_with(given[1:]) for shape in images):
             raise ValueError(
-                f"`batch_shape` must be the shape of the images that model {self.model.name!r} is given, "
+                f"`batch_shape` must be the shape of an input of model {self.model.name!r}: "
                 f"{' or '.join(str(tuple(shape)) for shape in images)}. Received: batch_shape={given}."
             )
 
-    def _require_batch(self, traced: Any, known: Any) -> None:
-        if known or not self._params.has_budget:
+    def _require_batch_size(self, traced: Any, shape: Any) -> None:
+        if shape or not self._params.has_budget:
             return
         for tensor in _arguments(traced):
             if is_image(tensor.shape) and tensor.shape[0] is None:
@@ -475,26 +484,26 @@ class StepPatch:
 
 
 def _arguments(traced: Any) -> list[Any]:
-    """What a traced step takes that it does not capture."""
+    """Return the inputs of a traced step without its captured tensors."""
     return traced.inputs[: len(traced.inputs) - len(traced.captured_inputs)]
 
 
-def check_apart(model: Any) -> None:
-    """Refuse models whose step cannot be run by itself now.
+def check_not_patched(model: Any) -> None:
+    """Refuse a model whose original step cannot run now: it is patched, or trains on several replicas.
 
     Raises:
         RewriteError: With the remedy.
     """
     check_model(model)
-    installed = model.__dict__.get(_SLOT)
-    if installed is not None:
+    patch = model.__dict__.get(_SLOT)
+    if patch is not None:
         raise RewriteError(
-            f"The step of model {model.name!r} is rewritten at the moment, by {installed._owner}. Do this before or "
-            "after that training."
+            f"The step of model {model.name!r} is currently rewritten by {patch._owner}. Call this before or after "
+            "that training."
         )
-    replicas = number_of(model.distribute_strategy)
+    replicas = num_replicas(model.distribute_strategy)
     if replicas > 1:
         raise RewriteError(
-            f"Model {model.name!r} trains on {replicas} replicas, and one alone is compared. Make the model outside "
-            "of the strategy's scope."
+            f"Model {model.name!r} trains on {replicas} replicas; only a step on one replica can be compared. Create "
+            "the model outside of the strategy's scope."
         )

@@ -1,4 +1,4 @@
-"""Names of devices, as users write them and as TensorFlow does."""
+"""Parsing and comparison of device names, in the short and the full form of TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ _NAME = re.compile(
 
 
 class Device(NamedTuple):
-    """A device, however its name is written."""
+    """A parsed device name.
+
+    Attributes:
+        job: Name of the job; `"localhost"` without one.
+        task: Index of the task.
+        kind: Type in capitals, such as `"GPU"`.
+        number: Index of the device.
+    """
 
     job: str
     task: int
@@ -23,37 +30,37 @@ class Device(NamedTuple):
 
 
 def parse_device(name: object) -> Device:
-    """What a name means.
+    """Parse a device name.
 
     Raises:
-        TypeError: If it is no string.
-        ValueError: If it is no name of a device.
+        TypeError: If it is not a string.
+        ValueError: If it is not a device name.
     """
     if not isinstance(name, str):
-        raise TypeError(f"`devices` must be a list of names of devices. Received: {name!r} among them.")
-    found = _NAME.match(name)
-    if found is None:
+        raise TypeError(f"`devices` must be a list of device names. Received an item {name!r}.")
+    match = _NAME.match(name)
+    if match is None:
         raise ValueError(
             '`devices` must have names such as "GPU:0", "/device:CPU:1" or "/job:worker/task:0/device:GPU:0". '
-            f"Received: {name!r} among them."
+            f"Received an item {name!r}."
         )
-    return Device(found["job"] or "localhost", int(found["task"] or 0), found["type"].upper(), int(found["index"]))
+    return Device(match["job"] or "localhost", int(match["task"] or 0), match["type"].upper(), int(match["index"]))
 
 
 def is_same_device(one: str, other: str) -> bool:
-    """Whether two names mean one device."""
+    """Tell whether two names denote one device."""
     return parse_device(one) == parse_device(other)
 
 
 def machine_of(name: str) -> str:
-    """Such as `"/job:worker/task:1"`; empty for a device of this one, and for no name of a device."""
-    found = _NAME.match(name)
-    machine = f"/job:{found['job']}/task:{int(found['task'] or 0)}" if found is not None and found["job"] else ""
+    """Return the remote machine of a device, such as `"/job:worker/task:1"`; empty for local devices and other text."""
+    match = _NAME.match(name)
+    machine = f"/job:{match['job']}/task:{int(match['task'] or 0)}" if match is not None and match["job"] else ""
     return machine if machine in tf_internals.workers() else ""
 
 
-def elsewhere(concrete_fn: Any) -> list[str]:
-    """Devices of other machines that a traced step has variables or operations on."""
+def remote_devices(concrete_fn: Any) -> list[str]:
+    """Return the devices of other machines that hold variables or run ops of a traced step, sorted."""
     if not tf_internals.workers():
         return []
     names = [getattr(tensor, "device", "") for tensor in concrete_fn.captured_inputs]

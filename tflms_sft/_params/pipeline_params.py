@@ -1,4 +1,4 @@
-"""What a user asks of a pipeline, checked when it is written down."""
+"""`PipelineParams`: the parameters of a pipeline, checked at construction."""
 
 from __future__ import annotations
 
@@ -19,39 +19,45 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class PipelineParams:
-    """Stages of a network on several devices, micro-batches in the order of a schedule.
+    """Parameters of a pipeline: stages of a network on several devices, and a schedule of micro-batches.
 
     Args:
-        stages: Number of stages, whose cuts are then chosen so that forward activations are even; `"auto"`, the
-            default: as many as there are devices; or a list of names to cut at: layers, operations or tensors, each of
-            which a stage ends with, from the input to the loss; a layer that is called for several batches in a step,
-            such as fakes and reals, at each of its calls. An empty list is one stage.
-        schedule: `"basic"`, the default: one device works at a time, with micro-batches after another; `"gpipe"`: all
-            forwards, then all backwards (Huang et al., "GPipe", 2019); `"1f1b"`: in turn, so that fewer micro-batches
-            wait at a time; `"mast"` and `"master"`: replications of the network that lie the other way round on the
-            same devices (Jain et al., "GEMS", 2020), for micro-batches that barely fit.
-        micro_batches: Parts of one size that a batch is cut into; with `"master"` its number of replications η. With
-            `data_replicas` each has as many. In a step for batches of any size (`None`) one that they do not cut evenly
-            is one micro-batch. Defaults to 1.
-        devices: Names such as `"GPU:0"`, one for each stage, and so on for each data replica; a device may come twice.
-            Defaults to `None`: the GPUs in order, on a machine without any the logical CPUs.
-        data_replicas: Copies of the pipeline beside each other, each with its part of the batch. Defaults to 1.
-        loss_reduction: Whether losses are a `"mean"` over the batch, the default, or a `"sum"`, so that gradients of
-            micro-batches can be made one.
-        batch_norm: With more than one micro-batch, what is done with layers, losses and variables that join samples
-            of a batch, such as BatchNormalization, and are something else for a part of it. `"refuse"`, the default:
-            an error. `"micro"`: they work on micro-batches, and moving statistics are updated for each; so does a
-            loop that accumulates gradients by hand.
-        placement: `"check"`, the default: variables must lie on the device of their stage, where `stage_devices` puts
-            them. `"copy"`: wherever they are, and stages read them from there in each step.
-        batched: With more than one micro-batch, which arguments of the step have the batch as their first axis, the
-            others being the same for all micro-batches: a list of their names, or of their positions among the tensors
-            that the step is called with. Defaults to `None`: those that are as long as the batch, or if that is open
-            those of which the first axis is.
+        stages: Number of stages, whose cuts then balance the forward activations; or `"auto"`: as many stages as
+            devices; or a list of names to cut at, from the input to the loss. A name is a layer, an op or a tensor,
+            which ends its stage. A layer called for several batches in a step, such as real and generated images, is
+            cut at each call. An empty list is one stage. Defaults to `"auto"`.
+        schedule: Order of forward and backward passes on the devices. Defaults to `"basic"`.
+
+            - `"basic"`: one device works at a time, on one micro-batch after another.
+            - `"gpipe"`: all forward passes, then all backward passes (Huang et al., "GPipe", 2019).
+            - `"1f1b"`: forward and backward passes alternate, so that fewer micro-batches are saved at a time.
+            - `"mast"`, `"master"`: two replications of the network in opposite order on the same devices (Jain et al.,
+              "GEMS", 2020), for micro-batches that barely fit.
+        micro_batches: Number of micro-batches of a batch, of equal size; with `"master"` its number of replications η.
+            With `data_replicas`, each replica has as many. In a step traced for any batch size (`None`), a batch that
+            is no multiple of them runs as one micro-batch. Defaults to 1.
+        devices: Device names such as `"GPU:0"`: one per stage of the first data replica, then those of the next. A
+            device may occur twice. Defaults to `None`: the GPUs in order, or the logical CPUs on a machine without
+            GPUs.
+        data_replicas: Number of copies of the pipeline, each of which trains on its share of the batch. Defaults to 1.
+        loss_reduction: `"mean"` if losses are averaged over the batch, `"sum"` if they are added; determines how the
+            gradients of micro-batches are combined. Defaults to `"mean"`.
+        batch_norm: Treatment of layers, losses and variables that mix samples, such as BatchNormalization, with several
+            micro-batches. `"refuse"` raises an error. `"micro"` computes them per micro-batch, with an update of moving
+            statistics for each, and also accepts loops that accumulate gradients by hand. Defaults to `"refuse"`.
+        placement: `"check"` requires variables on the device of their stage, where `stage_devices` puts them. `"copy"`
+            accepts them anywhere and sends them to the stages in each step. Defaults to `"check"`.
+        batched: Arguments of the step whose first axis is the batch, as names or as positions among its tensors; all
+            others are the same for every micro-batch. Only used with several micro-batches. Defaults to `None`: the
+            arguments whose first axis is as long as the batch, or is open if the batch size is.
 
     Raises:
-        TypeError: For a value of the wrong type.
-        ValueError: For a wrong value. Names are looked up when a step is rewritten.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range. Names are resolved in `rewrite`, which raises `PipelineError`.
+
+    Example:
+    >>> params = tflms_sft.PipelineParams(stages=4, schedule="1f1b", micro_batches=8)
+    >>> step = tflms_sft.rewrite(train_step, params, images, labels)
     """
 
     stages: Any = "auto"
@@ -65,7 +71,7 @@ class PipelineParams:
     batched: Any = None
 
     def __post_init__(self) -> None:
-        """Check everything that can be checked without a graph."""
+        """Check every argument as far as possible without a graph."""
         self._check_stages()
         for argument, choices in _CHOICES.items():
             value = getattr(self, argument)
@@ -76,7 +82,7 @@ class PipelineParams:
         if self.devices is not None:
             devices = self.devices
             if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
-                raise TypeError(f"`devices` must be a list of names of devices. Received: devices={devices!r}.")
+                raise TypeError(f"`devices` must be a list of device names. Received: devices={devices!r}.")
             for name in devices:
                 parse_device(name)
             object.__setattr__(self, "devices", tuple(devices))
@@ -97,9 +103,9 @@ class PipelineParams:
                 raise ValueError(f"`stages` must be at least 1. Received: stages={stages!r}.")
             object.__setattr__(self, "stages", int(stages))
         elif isinstance(stages, (list, tuple)) and all(isinstance(name, str) and name for name in stages):
-            twice = sorted({name for name in stages if list(stages).count(name) > 1})
-            if twice:
-                raise ValueError(f"`stages` names a cut twice: {twice}. Received: stages={stages!r}.")
+            duplicates = sorted({name for name in stages if list(stages).count(name) > 1})
+            if duplicates:
+                raise ValueError(f"`stages` names a cut twice: {duplicates}. Received: stages={stages!r}.")
             object.__setattr__(self, "stages", tuple(stages) or 1)
         else:
             raise TypeError(
@@ -113,7 +119,7 @@ class PipelineParams:
         if isinstance(batched, str) or not isinstance(batched, Sequence):
             raise TypeError(f"`batched` must be a list of names or positions. Received: batched={batched!r}.")
         if not batched:
-            raise ValueError("`batched` is empty: name at least one argument that has a batch. Received: batched=[].")
+            raise ValueError("`batched` must name at least one argument with a batch axis. Received: batched=[].")
         for item in batched:
             position = isinstance(item, numbers.Integral) and not isinstance(item, bool)
             if not position and not (isinstance(item, str) and item):
@@ -122,30 +128,30 @@ class PipelineParams:
 
     @property
     def num_stages(self) -> int | None:
-        """Number of stages; `None` if the devices tell."""
+        """Number of stages; `None` if the devices of the machine determine it."""
         if self.stages == "auto":
             return None if self.devices is None else max(len(self.devices) // self.data_replicas, 1)
         return self.stages if isinstance(self.stages, int) else len(self.stages) + 1
 
     @property
     def total_micro_batches(self) -> int:
-        """Micro-batches of all data replicas."""
+        """Number of micro-batches of all data replicas together."""
         return self.micro_batches * self.data_replicas
 
-    def made(self, num_stages: int) -> Schedule:
-        """The schedule for a number of stages.
+    def schedule_for(self, num_stages: int) -> Schedule:
+        """Return the schedule for a number of stages.
 
         Args:
-            num_stages: How many, where `"auto"` has been found out.
+            num_stages: Number of stages, with `"auto"` resolved.
         """
         return make(self.schedule, num_stages, self.micro_batches, self.data_replicas)
 
     def check_devices(self, count: int, num_stages: int) -> None:
-        """Refuse another number of devices than the stages need.
+        """Refuse a number of devices that does not match the stages.
 
         Args:
-            count: How many devices there are.
-            num_stages: How many stages.
+            count: Number of devices.
+            num_stages: Number of stages.
 
         Raises:
             ValueError: With both numbers.
@@ -154,6 +160,6 @@ class PipelineParams:
         if count != needed:
             replicas = f" of each of {self.data_replicas} data replicas" if self.data_replicas > 1 else ""
             raise ValueError(
-                f"`devices` must have one device for each of {num_stages} stage(s){replicas}, {needed} in all. "
+                f"`devices` must have one device for each of {num_stages} stage(s){replicas}: {needed} in total. "
                 f"Received: {count} in devices={self.devices!r}."
             )

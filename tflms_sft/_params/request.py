@@ -1,4 +1,4 @@
-"""The request that a user's parameter objects make: tiles, swaps, a pipeline."""
+"""`RewriteRequest`: the parameter objects of one rewriting, in the order in which they apply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from tflms_sft._util.byte_sizes import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class RewriteRequest:
-    """What to do with a step: tiles before swaps, both inside of the stages of a pipeline."""
+    """Tiles, swaps and a pipeline for a step; tiles apply before swaps, and both inside the stages of a pipeline.
+
+    Attributes:
+        tiles: Explicit tiles, a budget, or `None`.
+        swaps: Explicit swaps; `None` without swaps and with a budget, whose swaps are in `tiles`.
+        pipeline: The pipeline, or `None`.
+    """
 
     tiles: SFTParams | AutoParams | None = None
     swaps: SwapParams | None = None
@@ -23,43 +29,46 @@ class RewriteRequest:
 
     @property
     def has_budget(self) -> bool:
-        """Whether the plan holds for one size of the batch."""
+        """Whether a memory budget determines the plan, so that it holds up to one batch size."""
         return isinstance(self.tiles, AutoParams)
 
     def aim(self) -> str:
-        """What is going on while a plan is made."""
+        """Return the text of the progress line for the time of planning."""
         if isinstance(self.tiles, AutoParams):
             budget = self.tiles.memory_budget
-            return f"planning for a budget of {'what is free' if budget == AUTO else format_bytes(budget)}"
+            return f"planning for a budget of {'the free memory' if budget == AUTO else format_bytes(budget)}"
         if self.pipeline is not None:
             return "planning a pipeline"
         return "planning swaps" if self.tiles is None else "planning tiles"
 
-    def without_swaps(self, why: str) -> RewriteRequest:
-        """The same with tiles alone.
+    def without_swaps(self, context: str) -> RewriteRequest:
+        """Return a copy that does not swap.
+
+        Args:
+            context: The reason as the beginning of a sentence, for the error.
 
         Raises:
-            RewriteError: If swaps are asked for.
+            RewriteError: If the user requested swaps.
         """
         auto = isinstance(self.tiles, AutoParams)
         if self.swaps is not None or (auto and isinstance(self.tiles.swap, SwapParams)):  # type: ignore[union-attr]
-            raise RewriteError(f"{why}, between which nothing can be swapped yet. Ask for tiles alone: `SFT`.")
+            raise RewriteError(f"{context}, which swapping does not support yet. Use tiles alone: `SFT`.")
         return RewriteRequest(dataclasses.replace(self.tiles, swap=False)) if auto else self  # type: ignore[type-var]
 
 
 def parse_request(params: Any) -> RewriteRequest:
-    """The parameter objects of a list.
+    """Return the request of one parameter object or a list of them.
 
     Raises:
-        TypeError: For anything else.
-        ValueError: For an order that makes no sense.
+        TypeError: If `params` contains anything else, or two objects of one kind.
+        ValueError: If the combination or its order is not supported.
     """
     items: Sequence[Any] = params if isinstance(params, (list, tuple)) else [params]
     tiles = [item for item in items if isinstance(item, (SFTParams, AutoParams))]
     swaps = [item for item in items if isinstance(item, SwapParams)]
     pipelines = [item for item in items if isinstance(item, PipelineParams)]
-    known = len(tiles) + len(swaps) + len(pipelines)
-    if not items or known < len(items) or max(len(tiles), len(swaps), len(pipelines)) > 1:
+    num_params = len(tiles) + len(swaps) + len(pipelines)
+    if not items or num_params < len(items) or max(len(tiles), len(swaps), len(pipelines)) > 1:
         budgets = [item for item in items if isinstance(item, (str, int))]
         hint = f" For a budget: `AutoParams({budgets[0]!r})`." if budgets else ""
         raise TypeError(
@@ -69,17 +78,17 @@ def parse_request(params: Any) -> RewriteRequest:
         )
     if pipelines and tiles and isinstance(tiles[0], AutoParams):
         raise ValueError(
-            "`params` has a budget and a pipeline: what each device may hold is not searched for yet. Say which tiles "
-            "the stages run in (`SFTParams`), and what they swap (`LMSParams`), until the plan's `peak_bytes` fit. "
+            "`params` must not combine a budget with a pipeline: there is no search for a budget per device yet. Give "
+            "explicit tiles (`SFTParams`) and swaps (`LMSParams`) for which the plan's `peak_bytes` fit. "
             f"Received: params={params!r}."
         )
     if tiles and swaps and items.index(swaps[0]) < items.index(tiles[0]):
         raise ValueError(
-            "`params` tiles first and then swaps what is left between the segments; swapped tensors cannot be tiled. "
-            f"Give `LMSParams` last. Received: params={params!r}."
+            "`params` must have `LMSParams` last: tiling comes first, because swapped tensors cannot be tiled. "
+            f"Received: params={params!r}."
         )
     if tiles and swaps and isinstance(tiles[0], AutoParams):
         if tiles[0].swap is not True:
-            raise ValueError(f"`params` tells twice what may be swapped: leave out `swap=`. Received: {params!r}.")
+            raise ValueError(f"`params` restricts swaps twice. Omit `swap=` or `LMSParams`. Received: {params!r}.")
         return RewriteRequest(dataclasses.replace(tiles[0], swap=swaps[0]))
     return RewriteRequest(tiles[0] if tiles else None, swaps[0] if swaps else None, pipelines[0] if pipelines else None)

@@ -1,4 +1,4 @@
-"""Numbers of tiles as users write them, before anybody knows how many axes the images have."""
+"""Parsing of numbers of tiles, and their conversion to a grid once the axes of the images are known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rewriters.tiling.tile_planner import Grid
 AXIS_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 """Names of the axes of a sequence, an image and a volume."""
 
-_KNOWN = ("batch", "depth", "height", "width", "length")
+_KNOWN_AXES = ("batch", "depth", "height", "width", "length")
 _EXPECTED = (
     'expected "auto", one count for each axis such as (height, width) or (depth, height, width), one more in front '
     'for the batch, or a mapping such as {"height": 4, "width": 4}'
@@ -23,53 +23,60 @@ _EXPECTED = (
 
 @dataclasses.dataclass(frozen=True)
 class NumTiles:
-    """What a user wrote.
+    """Numbers of tiles by position or by axis name.
 
     Attributes:
-        given: Counts by position or by the names of axes.
-        argument: Where it was written.
+        given: Counts in the order of the axes, or by axis name.
+        argument: Name of the argument, for errors.
     """
 
     given: tuple[int, ...] | Mapping[str, int]
     argument: str
 
     def grid(self, names: Sequence[str | None]) -> Grid:
-        """For images with these axes; `None` stands for an axis that nothing has more than one row of.
+        """Return the grid for images with these axes.
+
+        Args:
+            names: Names of the spatial axes; `None` for an axis of size 1 that does not count.
 
         Raises:
-            ValueError: If the images have other axes.
+            ValueError: If the counts do not match the axes.
         """
-        own = [name for name in names if name is not None]
+        axes = [name for name in names if name is not None]
         if isinstance(self.given, Mapping):
-            unknown = [name for name in self.given if name not in ("batch", *own)]
+            unknown = [name for name in self.given if name not in ("batch", *axes)]
             if unknown:
                 raise ValueError(
-                    f"`{self.argument}` names {unknown}, and what is tiled has the axes batch, {', '.join(own)}. "
+                    f"`{self.argument}` names {unknown}, but the tiled tensor has the axes batch, {', '.join(axes)}. "
                     f"Received: {self.argument}={self.given!r}."
                 )
             counts = dict(self.given)
-        elif len(self.given) in (len(own), len(own) + 1):
-            counts = dict(zip(("batch", *own)[-len(self.given) :], self.given, strict=True))
+        elif len(self.given) in (len(axes), len(axes) + 1):
+            counts = dict(zip(("batch", *axes)[-len(self.given) :], self.given, strict=True))
         else:
-            shown = ", ".join(own)
+            shown = ", ".join(axes)
             raise ValueError(
-                f"`{self.argument}` has {len(self.given)} count(s), and what is tiled has {len(own)} axes. Give "
+                f"`{self.argument}` has {len(self.given)} count(s), but the tiled tensor has {len(axes)} axes. Give "
                 f"({shown}) or (batch, {shown}). Received: {self.argument}={self.given!r}."
             )
         return Grid(counts.get("batch", 1), tuple(1 if name is None else counts.get(name, 1) for name in names))
 
 
 def parse_num_tiles(value: Any, argument: str) -> NumTiles | None:
-    """Counts from `"auto"` (`None`), a tuple, or a mapping of axis names.
+    """Parse `"auto"` (returns `None`), a tuple of counts, or a mapping from axis names.
+
+    Args:
+        value: The value of the argument.
+        argument: Its name, for errors.
 
     Raises:
-        TypeError: For another type, or counts that are not integers.
-        ValueError: For counts below one, unknown axes, or the wrong number of them.
+        TypeError: If it is of another type, or a count is not an integer.
+        ValueError: If a count is below 1, an axis is unknown, or there are too many counts.
     """
     if isinstance(value, str) and value == "auto":
         return None
     if isinstance(value, Mapping):
-        unknown = [axis for axis in value if axis not in _KNOWN]
+        unknown = [axis for axis in value if axis not in _KNOWN_AXES]
         if unknown:
             raise ValueError(f"`{argument}` names unknown axes {unknown}; {_EXPECTED}. Received: {argument}={value!r}.")
         if not value:
@@ -83,7 +90,7 @@ def parse_num_tiles(value: Any, argument: str) -> NumTiles | None:
         raise TypeError(f"`{argument}`: {_EXPECTED}. Received: {argument}={value!r} of type {type(value).__name__}.")
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, numbers.Integral):
-            raise TypeError(f"`{argument}` counts tiles in integers. Received: {argument}={value!r}.")
+            raise TypeError(f"`{argument}` must consist of integers. Received: {argument}={value!r}.")
         if count < 1:
             raise ValueError(f"`{argument}` must be at least 1 along every axis. Received: {argument}={value!r}.")
     if isinstance(value, Mapping):
@@ -92,15 +99,15 @@ def parse_num_tiles(value: Any, argument: str) -> NumTiles | None:
 
 
 def axis_names(analysis: GraphAnalysis, segment: Segment) -> list[str | None]:
-    """Names of the axes of what a segment tiles; `None` for the height of sequences, which have none."""
+    """Return the names of the spatial axes that a segment tiles; `None` for the missing height of sequences."""
     tensors = [*segment.entries, *segment.exits, *segment.grad_entries]
     tensors += [tensor for loop in segment.loop_specs for tensor in loop.writes]
     extents = [rows for rows in map(analysis.extents, tensors) if rows is not None]
     axes = len(extents[0])
-    # Also where each tensor of the segment has the axis: between `ExpandDims` and `Squeeze` sequences are images.
+    # Sequences have a height of 1 between `ExpandDims` and `Squeeze`, even if every tensor of the segment has it.
     missing = [axis for axis in analysis.layouts.lacking(axes) if all(rows[axis] == 1 for rows in extents)]
     names = AXIS_NAMES[axes] if not missing else AXIS_NAMES[1]
-    if axes - len(missing) != len(names):  # Values of whole images are among them: they have no axes.
+    if axes - len(missing) != len(names):  # Some tensors have one value per image and no spatial axes.
         return list(AXIS_NAMES[axes])
-    own = iter(names)
-    return [None if axis in missing else next(own) for axis in range(axes)]
+    present = iter(names)
+    return [None if axis in missing else next(present) for axis in range(axes)]

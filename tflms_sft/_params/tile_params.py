@@ -1,4 +1,4 @@
-"""What a user asks for, checked when it is written down."""
+"""`SegmentSpec`, `SFTParams` and `AutoParams`: tiles or a budget, checked at construction."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tflms_sft._params.tile_counts import parse_num_tiles
 from tflms_sft._util.byte_sizes import parse_bytes
 
 AUTO = "auto"
-"""As a budget: what the device has free."""
+"""Value of `memory_budget` for a fraction of the free memory."""
 
-PART_OF_FREE = 0.9
-"""Of that, what `"auto"` takes."""
+AUTO_BUDGET_FRACTION = 0.9
+"""Fraction of the free memory that the budget `"auto"` is."""
 
 
 def _check_halo(value: Any) -> None:
     if not isinstance(value, str) or value not in {halo.value for halo in Halo}:
         raise ValueError(
-            '`halo` must be "recompute", where each tile computes what it shares with its neighbours, or "carry", '
-            f"where rows of full width hand it on. Received: halo={value!r}."
+            '`halo` must be "recompute", which computes halo rows in each tile, or "carry", which passes them from '
+            f"strip to strip. Received: halo={value!r}."
         )
 
 
@@ -40,28 +40,28 @@ def _names(value: Any, argument: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class SegmentSpec:
-    """A part of the network to run tile by tile.
+    """A segment: a connected part of the network that runs as one loop over tiles.
 
-    Names are those that `Plan.summary` prints, and can be pasted from there.
+    Use the names that `Plan.summary` prints. A name is a Keras layer, which stands for its output, an op, or a tensor.
 
     Args:
-        entry: Name of the tensor that goes in (it is kept, not recomputed): a Keras layer, whose output
-            it is, or an op, or a tensor. A tuple for several.
-        exit: Name of the tensor that comes out, likewise.
-        num_tiles: Number of tiles along the exit: `(height, width)`, of volumes `(depth, height, width)`, of
-            sequences `(length,)`; with one more in front for the batch; or a mapping from axis names. `None` takes
-            that of `SFTParams`.
-        halo: `"recompute"` or `"carry"`. `None` takes that of `SFTParams`.
-        backward_num_tiles: A number of its own for the backward loop. `None` takes that of `SFTParams`.
-        stored: Names of tensors between entry and exit that are kept whole instead of recomputed, which costs
-            their bytes and saves work. Defaults to `()`.
+        entry: Name of the tensor that the segment reads, which is saved rather than recomputed; a tuple for several.
+        exit: Name of the tensor that the segment computes; a tuple for several.
+        num_tiles: Number of tiles along each axis of the exit: `(height, width)` of images, `(depth, height, width)`
+            of volumes, `(length,)` of sequences. One more number in front counts tiles along the batch. A mapping from
+            axis names is accepted too. Defaults to `None`: that of `SFTParams`.
+        halo: `"recompute"` or `"carry"`. Defaults to `None`: that of `SFTParams`.
+        backward_num_tiles: Number of tiles of the backward loop. Defaults to `None`: that of `SFTParams`.
+        stored: Names of tensors between entry and exit that are checkpointed: materialised instead of recomputed, for
+            more memory and less work. Defaults to `()`.
 
     Raises:
-        TypeError: For a value of the wrong type.
-        ValueError: For a wrong value. Names are looked up when a step is rewritten, which raises `SegmentError`.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range. Names are resolved in `rewrite`, which raises `SegmentError`.
 
     Example:
-    >>> SegmentSpec("input_layer", "block3_pool", num_tiles=(4, 4))
+    >>> spec = tflms_sft.SegmentSpec("input_layer", "block3_pool", num_tiles=(4, 4))
+    >>> params = tflms_sft.SFTParams(segments=[spec])
     """
 
     entry: str | tuple[str, ...]
@@ -72,7 +72,7 @@ class SegmentSpec:
     stored: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check everything that can be checked without a network."""
+        """Check every argument as far as possible without a graph."""
         _names(self.entry, "entry")
         _names(self.exit, "exit")
         if self.stored not in ((), []):
@@ -85,44 +85,52 @@ class SegmentSpec:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """Entry names as a tuple."""
+        """Names of the entries."""
         return _names(self.entry, "entry")
 
     @property
     def exits(self) -> tuple[str, ...]:
-        """Exit names as a tuple."""
+        """Names of the exits."""
         return _names(self.exit, "exit")
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """Names of stored tensors as a tuple."""
+        """Names of the checkpointed tensors."""
         return () if self.stored in ((), []) else _names(self.stored, "stored")
 
 
 @dataclasses.dataclass(frozen=True)
 class SFTParams:
-    """Segmented fused-tiled execution (Xu et al., CC '22).
+    """Parameters of segmented fused-tiled execution (Xu et al., CC '22).
+
+    Each segment of the network runs as a forward loop and a backward loop over tiles of its exit. An iteration computes
+    one tile through all ops of the segment, and the backward loop recomputes the inner tensors of a tile.
 
     Args:
-        num_tiles: Number of tiles along the exit of each segment, split as evenly as possible, or with
-            `halo="carry"` and no barriers so that their memory is even:
-            `(height, width)`, of volumes `(depth, height, width)`, of sequences `(length,)`; with one more in
-            front for the batch, as in `(batch, height, width)`; or a mapping such as
-            `{"batch": 1, "height": 4, "width": 4}`. `"auto"`, the default, takes the fewest tiles whose turn needs no
-            more memory than the segment's own entry and exit, or than `memory_capacity` if that is given.
-        segments: `"auto"`, the default, or a list of `SegmentSpec`.
-        memory_capacity: Bytes (or a string such as `"1GiB"`). With automatic segments: tensors larger than
-            this must be tiled, and segments end at smaller ones (the paper's Listing 3). `None`, the default, makes
-            segments as long as can be.
-        halo: Where a tile has the rows from that its first operations share with the tile above. `"recompute"`, the
-            default: it computes them again (full-width tiles are then LR-CNN's overlapping rows). `"carry"`: the tile
-            above hands them on, so that only what costs next to nothing is computed for halos; tiles are rows of full
-            width then (LR-CNN's two-phase sharing). What is handed on waits for the backward loop.
-        backward_num_tiles: A number of tiles of its own for the backward loop. Defaults to `None`: the same.
+        num_tiles: Number of tiles along each axis of the exit of each segment: `(height, width)` of images,
+            `(depth, height, width)` of volumes, `(length,)` of sequences. One more number in front counts tiles along
+            the batch, as in `(batch, height, width)`. A mapping such as `{"batch": 1, "height": 4, "width": 4}` is
+            accepted too. Tiles have equal sizes as far as possible; strips with `halo="carry"` have equal memory.
+            Defaults to `"auto"`: the fewest tiles whose iteration needs no more memory than the segment's entry and
+            exit, or than `memory_capacity` if that is given.
+        segments: `"auto"`, or a list of `SegmentSpec`. Defaults to `"auto"`.
+        memory_capacity: Size in bytes, an int or a string such as `"1GiB"`. Automatic segments tile all tensors that
+            are larger, and end at smaller ones (Xu et al., Listing 3). Defaults to `None`: segments are as long as
+            possible.
+        halo: Source of the halo rows that a tile shares with the tile above. Defaults to `"recompute"`.
+
+            - `"recompute"`: each tile computes them itself (for strips: LR-CNN's overlapping rows, OverL).
+            - `"carry"`: the strip above passes them on, and only cheap ops are recomputed (LR-CNN's two-phase sharing,
+              2PS; Z. Wang et al., 2024). Tiles are strips of full width. Carried rows are saved for the backward loop.
+        backward_num_tiles: Number of tiles of the backward loops. Defaults to `None`: `num_tiles`.
 
     Raises:
-        TypeError: For a value of the wrong type.
-        ValueError: For a wrong value.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+
+    Example:
+    >>> params = tflms_sft.SFTParams(num_tiles=(8, 1), halo="carry")
+    >>> step = tflms_sft.rewrite(train_step, params, images, labels)
     """
 
     num_tiles: Any = "auto"
@@ -132,7 +140,7 @@ class SFTParams:
     backward_num_tiles: Any = None
 
     def __post_init__(self) -> None:
-        """Check everything that can be checked without a network."""
+        """Check every argument as far as possible without a graph."""
         parse_num_tiles(self.num_tiles, "num_tiles")
         if self.backward_num_tiles is not None:
             parse_num_tiles(self.backward_num_tiles, "backward_num_tiles")
@@ -146,26 +154,29 @@ class SFTParams:
         if not isinstance(self.segments, (list, tuple)) or not all(isinstance(s, SegmentSpec) for s in self.segments):
             raise TypeError(f'`segments` must be "auto" or a list of `SegmentSpec`. Received: {self.segments!r}.')
         if not self.segments:
-            raise ValueError('`segments` is empty: name at least one segment, or use "auto". Received: segments=[].')
+            raise ValueError('`segments` must name at least one segment, or be "auto". Received: segments=[].')
         object.__setattr__(self, "segments", tuple(self.segments))
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoParams:
-    """A memory budget; how it is met is found out.
+    """A memory budget, for which the planner searches tiles and swaps.
 
     Args:
-        memory_budget: Most bytes that may be alive on the device at any moment of a step, weights and
-            optimizer slots included: an int, or a string such as `"8GiB"`; or `"auto"`: 90 % of what the device has
-            free when the step is planned, on a CPU of the machine's free memory. Defaults to `"auto"`.
-        headroom: Part of the budget that the prediction leaves free, because the order in which ready ops run,
-            and so the peak, varies from run to run. Defaults to 0.1.
-        swap: Whether activations may be swapped to host memory or disk where tiles do not do, or would cost much:
-            `True`, `False`, or `LMSParams` that say which, and where to. Defaults to `True`.
+        memory_budget: Upper bound for the bytes alive on the device at any moment of a step, weights and optimizer
+            slots included: an int, a string such as `"8GiB"`, or `"auto"`. Defaults to `"auto"`: 90 % of the memory
+            that is free on the device, or on a CPU in the machine, when the step is planned.
+        headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. It covers the order of
+            ready ops, and so the peak, which varies from run to run. Defaults to 0.1.
+        swap: Whether activations may be swapped to host memory or disk if tiles alone do not keep the budget or cost
+            much time: a bool, or `LMSParams` that select tensors and destination. Defaults to `True`.
 
     Raises:
-        TypeError: For a value of the wrong type.
-        ValueError: For a wrong value.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+
+    Example:
+    >>> step = tflms_sft.rewrite(train_step, tflms_sft.AutoParams("8GiB"), images, labels)
     """
 
     memory_budget: Any = AUTO
@@ -173,7 +184,7 @@ class AutoParams:
     swap: bool | SwapParams = True
 
     def __post_init__(self) -> None:
-        """Check and convert."""
+        """Check and convert every argument."""
         if not isinstance(self.swap, (bool, SwapParams)):
             raise TypeError(f"`swap` must be a bool or `LMSParams(...)`. Received: swap={self.swap!r}.")
         if self.memory_budget != AUTO:
@@ -185,14 +196,14 @@ class AutoParams:
             raise ValueError(f"`headroom` must be a number from 0 to below 1. Received: headroom={self.headroom!r}.")
 
     def resolved(self, fixed_bytes: int) -> AutoParams:
-        """The same with a budget in bytes, which `"auto"` finds out.
+        """Return a copy whose budget is in bytes; `"auto"` depends on the memory that is free now.
 
         Args:
-            fixed_bytes: Bytes of the step's variables, which are in memory already and part of the budget.
+            fixed_bytes: Bytes of the step's variables, which are allocated already and count towards the budget.
 
         Returns:
             Parameters whose `memory_budget` is an int.
         """
         if self.memory_budget != AUTO:
             return self
-        return dataclasses.replace(self, memory_budget=int(PART_OF_FREE * (free_device_memory() + fixed_bytes)))
+        return dataclasses.replace(self, memory_budget=int(AUTO_BUDGET_FRACTION * (free_device_memory() + fixed_bytes)))

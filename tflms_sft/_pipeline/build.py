@@ -33,7 +33,7 @@ from tflms_sft._planner.requested_tiles import StageBounds, plan_sft
 from tflms_sft._planner.stage_cuts import choose_cuts, cut_names, named_cuts
 from tflms_sft._planner.swap_planner import swap_in_stages
 from tflms_sft._planner.traced_step import TracedStep, analyse_step
-from tflms_sft._report.plan import Plan
+from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._trace.batch_traces import BatchTraces, require_even, trace
 from tflms_sft._trace.layer_names import captured, display_names, variable_names
 from tflms_sft._util.text import shortened
@@ -80,17 +80,14 @@ def build_pipeline(
         importer.sizes, importer.other = traces.known.sizes, _for_any_batch(traces, chosen, planned)
         others = f"of another size than {traces.batch}"
     importer.graph.divided.update(dict.fromkeys(traces.batched, traces.count))
-    plan.batch_is_fixed = False
-    plan.notes += (f"a batch {others}, such as the last one of an epoch, runs as one micro-batch",)
-    return traces.whole, importer, plan
+    note = f"a batch {others}, such as the last one of an epoch, runs as one micro-batch"
+    return traces.whole, importer, amend_plan(plan, note, batch_is_fixed=False)
 
 
 def _planned(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) -> tuple[Planned, Plan]:
     """The pipeline, and the plan that tells of it."""
     planned, notes = _built(traces, chosen, params)
-    plan = plan_of(planned)
-    plan.notes += notes
-    return planned, plan
+    return planned, amend_plan(plan_of(planned), *notes)
 
 
 def _importer(planned: Planned) -> StepImporter:
@@ -135,7 +132,7 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     stages = assign_stages(analysis, cuts)
     judgement = check_micro_batches(traces, params, analysis)
     devices = device_selection.select_devices(params, stages.count)
-    schedule = params.made(stages.count)
+    schedule = params.schedule_for(stages.count)
     where = _variable_devices(traces.micro, analysis)
     if params.placement == "check":
         _check_placement(traces.micro, analysis, parts, stages, schedule, devices, where)

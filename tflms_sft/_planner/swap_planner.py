@@ -23,7 +23,7 @@ from rewriters.swapping.spill_store import SpillStore, is_in_memory
 from rewriters.swapping.swap_pass import Swap, SwapPlan, insert_swaps, plan_swaps, prepare_for_swapping
 from rewriters.swapping.tiers import DiskTier, HostTier
 from tflms_sft._machine.memory_info import free_memory
-from tflms_sft._params.device_names import elsewhere, machine_of
+from tflms_sft._params.device_names import machine_of, remote_devices
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._report.plan_records import PlannedSwap
@@ -144,7 +144,7 @@ def check_here(traced: TracedStep, devices: Iterable[str] = ()) -> None:
     Raises:
         SwapError: With the devices.
     """
-    afar = sorted({*elsewhere(traced.concrete_fn), *filter(machine_of, devices)})
+    afar = sorted({*remote_devices(traced.concrete_fn), *filter(machine_of, devices)})
     if afar:
         raise SwapError(
             f"The step is also on other machines, {shortened(afar, MOST_REASONS)}, and what is swapped goes to the "

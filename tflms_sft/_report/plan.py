@@ -132,6 +132,17 @@ class Plan(PlanRecord):
         return text
 
 
+def amend_plan(plan: Plan, *notes: str, **changes: Any) -> Plan:
+    """Return a copy of a plan with more notes and other fields changed.
+
+    Args:
+        plan: The plan; it is not modified.
+        *notes: Appended to `plan.notes`; empty ones are skipped.
+        **changes: Other fields, as for `dataclasses.replace`.
+    """
+    return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes)), **changes)
+
+
 def _check_measurements(before: Any, after: Any) -> None:
     for argument, value in (("before", before), ("after", after)):
         if not isinstance(value, Measurement | None):

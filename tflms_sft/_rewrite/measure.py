@@ -1,4 +1,4 @@
-"""The measured peak of a step, and where the number comes from."""
+"""`measure`: the measured peak of a step, from allocator statistics or allocation records."""
 
 from __future__ import annotations
 
@@ -13,100 +13,104 @@ from rewriters.device import properties
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.swapping.tiers import Tier
-from tflms_sft._params.device_names import elsewhere
+from tflms_sft._params.device_names import remote_devices
 from tflms_sft._report.plan_records import Measurement, Timeline
 from tflms_sft._rewrite.measured_timeline import timelines as device_timelines
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.step_tracing import is_concrete
 from tflms_sft._util.text import shortened
 
-ALLOCATOR = "allocator statistics"
-RECORDS = "allocation records of one step"
+STATISTICS_SOURCE = "allocator statistics"
+RECORDS_SOURCE = "allocation records of one step"
 
-_MOST_NAMES = 4
+_MAX_NAMES = 4
 
 
 def reset_peak(tiers: Iterable[Tier] = ()) -> int | None:
-    """Start a new measurement; returns the bytes in use, or `None` if this device keeps no statistics."""
+    """Start a measurement; return the bytes in use, or `None` if the device keeps no memory statistics."""
     try:
         tf.config.experimental.reset_memory_stats(properties.name())
         in_use = int(tf.config.experimental.get_memory_info(properties.name())["current"])
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
     for tier in tiers:
-        watch(tier)
+        watch_tier(tier)
     return in_use
 
 
-def watch(tier: Tier) -> None:
-    """Have a tier that came after `reset_peak` take part in the measurement."""
-    tier.reset_peak(_allocated)
+def watch_tier(tier: Tier) -> None:
+    """Include a tier that was created after `reset_peak` in the measurement."""
+    tier.reset_peak(_take_allocator_peak)
 
 
-def _allocated() -> int:
-    """The allocator's peak since this was asked last."""
+def _take_allocator_peak() -> int:
+    """Return the allocator's peak in bytes since the last call, and reset it."""
     peak = int(tf.config.experimental.get_memory_info(properties.name())["peak"])
     tf.config.experimental.reset_memory_stats(properties.name())
     return peak
 
 
-def read_peak(in_use: int, own: Sequence[int], tiers: Iterable[Tier] = ()) -> Measurement | None:
-    """The peak since `reset_peak`, less what was in use that is not the step's (data sets, other models).
+def read_peak(in_use: int, step_bytes: Sequence[int], tiers: Iterable[Tier] = ()) -> Measurement | None:
+    """Return the peak of a step since `reset_peak`, without memory of others (data sets, other models).
+
+    Blocks below the size that the allocator's statistics count are added for the step's own tensors only.
 
     Args:
         in_use: Bytes in use when the step began.
-        own: Sizes of what the step itself had in use then, such as its variables.
-        tiers: Where the step swaps to, which know what they have in memory.
+        step_bytes: Sizes of the step's own tensors that were in memory then, such as its variables.
+        tiers: Swap tiers of the step, which know the bytes of arrays that they hold.
 
     Returns:
-        The peak, or `None` if this device keeps no statistics. Small blocks that its allocator does not count are in it
-        as far as they are the step's own.
+        The peak, or `None` if the device keeps no statistics, or none of blocks so small.
     """
     swapped = max((tier.peak_bytes() for tier in tiers), default=0)
     try:
         peak = max(swapped, int(tf.config.experimental.get_memory_info(properties.name())["peak"]))
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
-    pool, least = properties.pool(), properties.counted_from()
-    counted = [num_bytes for num_bytes in own if num_bytes >= least]
+    pool, min_counted_bytes = properties.pool(), properties.counted_from()
+    counted = [num_bytes for num_bytes in step_bytes if num_bytes >= min_counted_bytes]
     for num_bytes in counted:
         pool.allocate(num_bytes)
     others = max(in_use - pool.in_use, 0)
     if not peak or peak - others < sum(counted):
-        return None  # Some allocators count only blocks above a size: the figure would be too low.
-    source = f"{ALLOCATOR} of {properties.name()}" + (", and what was read from disk" if swapped else "")
-    return Measurement(peak - others + sum(own) - sum(counted), source)
+        return None  # The allocator counts only blocks above a size: the peak would be too low.
+    source = f"{STATISTICS_SOURCE} of {properties.name()}" + (", and arrays read from disk" if swapped else "")
+    return Measurement(peak - others + sum(step_bytes) - sum(counted), source)
 
 
 def measure(step: Any, *args: Any, timelines: bool = False, **kwargs: Any) -> Measurement:
-    """Run one step and tell the peak of what was alive on the device.
+    """Run a step and return the peak of the bytes alive on the device.
 
-    The step's variables are put back afterwards, so that weights, optimizer slots,
-    metrics and seeds are as before.
+    The variables of the step are restored afterwards: weights, optimizer slots, metrics and seeds. The measurement of
+    a rewritten step is also stored in its `plan.measured`.
 
     Args:
-        step: What `rewrite` returned, a `tf.function`, or a `ConcreteFunction`.
-        *args: Arguments of a step.
-        timelines: Whether to tell what was alive when, on each device. That takes two more runs, on a copy of the
-            variables, in which operations take longer than otherwise.
-        **kwargs: Arguments of a step by keyword.
+        step: The result of `rewrite`, a `tf.function`, or a `ConcreteFunction`.
+        *args: Arguments of the step.
+        timelines: Whether to record the bytes alive over time on each device. This takes two more runs on a copy of the
+            variables, in which ops take longer than usual. Defaults to `False`.
+        **kwargs: Keyword arguments of the step.
 
     Returns:
-        `peak_bytes`, variables included; `source` says which of two it is. Allocator statistics are used
-        where the device has them (a GPU; a CPU with oneDNN). Otherwise the step runs once with a full
-        trace and its allocation records are added up, which also gives `timelines`. The measurement of a
-        rewritten step is its `plan.measured` too.
+        A `Measurement`: `peak_bytes` in bytes, variables included, and its `source`. The source is the allocator's
+        statistics on devices that keep them (GPUs, and CPUs with oneDNN). Elsewhere it is the sum of the allocation
+        records of one fully traced run, which also yields `timelines`.
 
     Raises:
-        RewriteError: If the step is also on other machines.
-        TypeError: If `step` cannot be traced.
+        RewriteError: If the step runs on other machines too.
+        TypeError: If `step` is not a step that can be traced.
+
+    Example:
+    >>> measured = tflms_sft.measure(tiled, images, labels)
+    >>> print(measured.peak_bytes, measured.source)
     """
     concrete_fn = _concrete(step, args, kwargs)
-    afar = elsewhere(concrete_fn)
-    if afar:
+    remote = remote_devices(concrete_fn)
+    if remote:
         raise RewriteError(
-            f"The step is also on other machines, {shortened(afar, _MOST_NAMES)}, and only what this one allocates can "
-            "be measured. `plan.pipeline.peak_bytes` has predictions for each device."
+            f"The step also runs on other machines, {shortened(remote, _MAX_NAMES)}, whose memory cannot be measured "
+            "from here. `plan.pipeline.peak_bytes` has predictions for each device."
         )
     run = step if callable(step) else concrete_fn
     saved = [
@@ -114,45 +118,49 @@ def measure(step: Any, *args: Any, timelines: bool = False, **kwargs: Any) -> Me
         for handle, dtype in tf_internals.captured_variables(concrete_fn)
     ]
     tiers = step.tiers if isinstance(step, RewrittenStep) else []
-    sizes = tf_internals.variable_sizes(concrete_fn)
-    given = tf.nest.flatten((args, kwargs))
+    arguments = tf.nest.flatten((args, kwargs))
+    step_bytes = [
+        *tf_internals.variable_sizes(concrete_fn),
+        *(_num_bytes(t) for t in arguments if isinstance(t, tf.Tensor)),
+    ]
     try:
-        found = None
+        measurement = None
         if reset_peak() is not None:
-            run(*args, **kwargs)  # The first run also pays for graph optimisation.
+            run(*args, **kwargs)  # The first run includes TensorFlow's graph optimisation.
             in_use = reset_peak(tiers)
             run(*args, **kwargs)
-            found = read_peak(in_use or 0, [*sizes, *(_size(t) for t in given if isinstance(t, tf.Tensor))], tiers)
-        if found is None or timelines:
-            lines = _timelines(concrete_fn, given)
-            peak = Measurement(lines[0].peak_bytes, RECORDS) if found is None else found
-            found = dataclasses.replace(peak, timelines=lines)
+            measurement = read_peak(in_use or 0, step_bytes, tiers)
+        if measurement is None or timelines:
+            lines = _timelines(concrete_fn, arguments)
+            peak = Measurement(lines[0].peak_bytes, RECORDS_SOURCE) if measurement is None else measurement
+            measurement = dataclasses.replace(peak, timelines=lines)
     finally:
         for handle, value in saved:
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
     if isinstance(step, RewrittenStep):
-        step.plan.measured = found
-    return found
+        step.plan.measured = measurement
+    return measurement
 
 
-def _timelines(concrete_fn: Any, given: list[Any]) -> tuple[Timeline, ...]:
-    """What one run allocates, with the variables and arguments, which are there already."""
-    fixed = collections.Counter[str]()
-    for place, num_bytes in tf_internals.variable_places(concrete_fn):
-        fixed[place] += num_bytes
-    for value in given:
-        place = tf_internals.short_device(value.device) if isinstance(value, tf.Tensor) else properties.name()
-        fixed[place] += _size(value)
-    return device_timelines(concrete_fn, given, fixed)
+def _timelines(concrete_fn: Any, arguments: list[Any]) -> tuple[Timeline, ...]:
+    """Return the timelines of one run, which include variables and arguments."""
+    fixed_bytes = collections.Counter[str]()
+    for device, num_bytes in tf_internals.variable_places(concrete_fn):
+        fixed_bytes[device] += num_bytes
+    for value in arguments:
+        device = tf_internals.short_device(value.device) if isinstance(value, tf.Tensor) else properties.name()
+        fixed_bytes[device] += _num_bytes(value)
+    return device_timelines(concrete_fn, arguments, fixed_bytes)
 
 
-def _size(value: Any) -> int:
-    """Bytes of an argument."""
+def _num_bytes(value: Any) -> int:
+    """Return the bytes of an argument."""
     array = tf.convert_to_tensor(value)
     return int(tf.size(array)) * array.dtype.size
 
 
 def _concrete(step: Any, args: Any, kwargs: Any) -> Any:
+    """Return the `ConcreteFunction` of a step for these arguments."""
     if isinstance(step, RewrittenStep):
         return step.concrete_function
     if is_concrete(step):

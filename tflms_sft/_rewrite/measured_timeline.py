@@ -1,4 +1,4 @@
-"""What was alive when in a run of a step, device by device."""
+"""Timelines: the bytes alive on each device over one fully traced run of a step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from rewriters.device import properties
 from rewriters.ir import tf_internals
 from tflms_sft._report.plan_records import Timeline
 
-_MOST_NAMED = 10
+_MAX_NAMED_TENSORS = 10
 
 _LOOP = re.compile(r"(?:micro_\d+/)?sft/([^/]+/[^/]+)/while/body/")
-"""Operations of the turns of a loop; what makes its buffers may run long before. Micro-batches have their own loops."""
+"""Ops of the iterations of a loop, which each micro-batch has its own of. The ops that allocate its buffers may run
+long before and do not match."""
 
 
 class _Change(NamedTuple):
-    """Bytes that an operation takes (or, below zero, gives back) at a time."""
+    """Bytes that an op allocates at a time; negative where it frees them."""
 
     micros: int
     num_bytes: int
@@ -27,7 +28,7 @@ class _Change(NamedTuple):
 
 
 def timelines(concrete_fn: Any, arguments: Sequence[Any], fixed: Mapping[str, int]) -> tuple[Timeline, ...]:
-    """Run a step on a copy of its variables, fully traced, and add up its allocations.
+    """Run a step on a copy of its variables, fully traced, and accumulate its allocations.
 
     Args:
         concrete_fn: The step.
@@ -35,70 +36,77 @@ def timelines(concrete_fn: Any, arguments: Sequence[Any], fixed: Mapping[str, in
         fixed: Bytes of variables and arguments on each device.
 
     Returns:
-        One for each device that something was allocated on, after that of the device whose memory counts.
+        One timeline for each device with allocations, that of the measured device first.
     """
     stats = tf_internals.step_stats(concrete_fn, arguments)
     changes = collections.defaultdict[str, list[_Change]](list)
     changes[properties.name()] = []
-    for place, micros, num_bytes, name in tf_internals.allocations(stats):
-        changes[place].append(_Change(micros, num_bytes, name))
-    changes["CPU:0"].extend(_arrays(concrete_fn.graph, stats))
-    begin = min((change.micros for found in changes.values() for change in found), default=0)
+    for device, micros, num_bytes, name in tf_internals.allocations(stats):
+        changes[device].append(_Change(micros, num_bytes, name))
+    changes["CPU:0"].extend(_python_arrays(concrete_fn.graph, stats))
+    begin = min((change.micros for on_device in changes.values() for change in on_device), default=0)
     loops = _loops(stats, begin)
-    return tuple(_summed(place, found, begin, fixed.get(place, 0), loops) for place, found in changes.items())
+    return tuple(
+        _accumulated(device, on_device, begin, fixed.get(device, 0), loops) for device, on_device in changes.items()
+    )
 
 
 def _loops(stats: Any, begin: int) -> tuple[tuple[str, float, float], ...]:
-    """When each tile loop runs: from the first of its turns' operations to the last."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    """Return (loop, start, end) of each tile loop in seconds: from the first op of its iterations to the last."""
+    spans: dict[tuple[str, str], tuple[int, int]] = {}
     for name, begun, ended in tf_internals.runs(stats):
         match = _LOOP.match(tf_internals.own_name(name))
         if match:
-            first, last = found.get((match[0], match[1]), (begun, ended))
-            found[match[0], match[1]] = min(first, begun), max(last, ended)
-    seconds = ((loop, (first - begin) * 1e-6, (last - begin) * 1e-6) for (_, loop), (first, last) in found.items())
+            first, last = spans.get((match[0], match[1]), (begun, ended))
+            spans[match[0], match[1]] = min(first, begun), max(last, ended)
+    seconds = ((loop, (first - begin) * 1e-6, (last - begin) * 1e-6) for (_, loop), (first, last) in spans.items())
     return tuple(sorted(seconds, key=lambda loop: loop[1]))
 
 
-def _arrays(graph: Any, stats: Any) -> Iterator[_Change]:
-    """What Python functions made, which no allocator knows of: tensors that were read from disk.
+def _python_arrays(graph: Any, stats: Any) -> Iterator[_Change]:
+    """Yield the lifetimes of arrays that Python functions return, such as tensors read from disk.
 
-    They are alive until the last reader has ended, or, if a Python function waits for that to give them back, until it
-    runs.
+    No allocator records them. An array is alive until its last consumer has ended. If a Python function that waits for
+    the consumer releases it, it is alive until that function runs.
     """
     times = tf_internals.times(stats)
-    ran = {operation: name for name, operation in tf_internals.operations(graph) if name in times}
-    python = [operation for operation in ran if operation.type in properties.PYTHON]
-    giver = {reader: operation for operation in python if not operation.inputs for reader in operation.control_inputs}
+    names = {operation: name for name, operation in tf_internals.operations(graph) if name in times}
+    python = [operation for operation in names if operation.type in properties.PYTHON]
+    releaser = {
+        consumer: operation for operation in python if not operation.inputs for consumer in operation.control_inputs
+    }
     for operation in python:
-        _, ended, num_bytes = times[ran[operation]]
-        readers = [reader for reader in _readers(operation) if reader in ran]
-        given_back = [times[ran[giver[reader]]].begun for reader in readers if reader in giver]
-        last = max(given_back or [times[ran[reader]].ended for reader in readers], default=ended)
-        yield _Change(ended, num_bytes, ran[operation])
-        yield _Change(last, -num_bytes, ran[operation])
+        _, ended, num_bytes = times[names[operation]]
+        consumers = [consumer for consumer in _consumers(operation) if consumer in names]
+        released = [times[names[releaser[consumer]]].begun for consumer in consumers if consumer in releaser]
+        last = max(released or [times[names[consumer]].ended for consumer in consumers], default=ended)
+        yield _Change(ended, num_bytes, names[operation])
+        yield _Change(last, -num_bytes, names[operation])
 
 
-def _readers(operation: Any) -> Iterator[Any]:
+def _consumers(operation: Any) -> Iterator[Any]:
+    """Yield the ops that read the outputs of an op, through aliases."""
     for output in operation.outputs:
-        for reader in output.consumers():
-            if reader.type in properties.ALIASES:
-                yield from _readers(reader)
+        for consumer in output.consumers():
+            if consumer.type in properties.ALIASES:
+                yield from _consumers(consumer)
             else:
-                yield reader
+                yield consumer
 
 
-def _summed(
-    place: str, changes: list[_Change], begin: int, fixed: int, loops: tuple[tuple[str, float, float], ...]
+def _accumulated(
+    device: str, changes: list[_Change], begin: int, fixed: int, loops: tuple[tuple[str, float, float], ...]
 ) -> Timeline:
-    changes = sorted(changes)  # At one time, what is given back first.
+    """Return the timeline of a device: `fixed` bytes and the running sum of its changes."""
+    changes = sorted(changes)  # At equal times, frees before allocations.
     alive = list(itertools.accumulate((change.num_bytes for change in changes), initial=fixed))
     peak = max(alive)
-    held: collections.Counter[str] = collections.Counter()
+    alive_at_peak: collections.Counter[str] = collections.Counter()
     for change in changes[: alive.index(peak)]:
-        held[change.name] += change.num_bytes
-    named = sorted(
-        ((tf_internals.own_name(name), size) for name, size in held.items() if size > 0), key=lambda item: -item[1]
+        alive_at_peak[change.name] += change.num_bytes
+    largest = sorted(
+        ((tf_internals.own_name(name), size) for name, size in alive_at_peak.items() if size > 0),
+        key=lambda item: -item[1],
     )
     points = [((c.micros - begin) * 1e-6, amount) for c, amount in zip(changes, alive[1:], strict=True)]
-    return Timeline(place, peak, tuple(named[:_MOST_NAMED]), tuple(points), loops)
+    return Timeline(device, peak, tuple(largest[:_MAX_NAMED_TENSORS]), tuple(points), loops)

@@ -1,4 +1,4 @@
-"""`RewrittenStep`: a rewritten step that is called as the original."""
+"""`RewrittenStep`: a rewritten step that is called like the original."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._report.plan import Plan
 from tflms_sft._trace.step_tracing import spec_of
 
-_MOST_CHARACTERS = 600
-"""Of the arguments that an error repeats: a list may hold a whole image."""
+_MAX_CHARACTERS = 600
+"""Longest text of arguments in an error: a list may contain a whole image."""
 
 
 class RewrittenStep:
-    """A rewritten training step for one signature, as `rewrite` makes it.
+    """A rewritten training step for one signature, the result of `rewrite`.
 
-    Call it as the original. It keeps the original's variables alive, may be called inside
-    a `tf.function`, and cannot be differentiated or pickled.
+    Call it like the original step. It keeps the variables of the original alive and may be called inside a
+    `tf.function`. It cannot be differentiated, because its gradients are inside, and cannot be pickled.
 
     Args:
-        original: The step as a `ConcreteFunction`.
-        importer: What puts the rewritten graph into a trace.
-        plan: What was done.
+        original: The original step as a `ConcreteFunction`.
+        importer: Imports the rewritten graph into a trace.
+        plan: Plan of the rewriting.
 
     Attributes:
-        plan: What was done.
+        plan: The `Plan`: segments, swaps, predictions, and the measurement once there is one.
         concrete_function: The rewritten step as a `ConcreteFunction` over flat tensors.
     """
 
     def __init__(self, original: Any, importer: StepImporter, plan: Plan) -> None:
         self.plan = plan
         self._original = original
-        self._variables = tf_internals.living_variables(original)  # Handles are kept anyway; `verify` traces anew.
+        self._variables = tf_internals.living_variables(original)  # The trace holds handles only; `verify` retraces.
         self._importer = importer
         self._signature = original.structured_input_signature
         flat = tf.nest.flatten(self._signature)
@@ -53,12 +53,17 @@ class RewrittenStep:
         self.concrete_function = self._function.get_concrete_function()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step.
+        """Run one step, and return what the original step returns.
+
+        Args:
+            *args: Arguments as for the original step: tensors, arrays or numbers. NumPy arrays are cast to the dtype
+                of the signature within their kind, such as float64 to float32.
+            **kwargs: Keyword arguments, likewise.
 
         Raises:
-            RewriteError: If it is called in a gradient tape that watches what it reads.
-            WorkerError: If a machine that it runs on is lost.
-            TypeError: For arguments of another structure, shape or dtype than the step was rewritten for.
+            RewriteError: If the step is called inside a gradient tape that watches its inputs.
+            WorkerError: If a worker that the step runs on is lost.
+            TypeError: If an argument has another structure, shape or dtype than the signature.
         """
         flat = self._flat(args, kwargs)
         try:
@@ -66,48 +71,56 @@ class RewrittenStep:
                 return self._function(*flat)
         except BaseException as error:
             self._importer.abandon()
-            if type(error) is LookupError:  # From TensorFlow's registry of gradients, which it asks at the call.
+            if type(error) is LookupError:  # Raised by TensorFlow's gradient registry, which a tape queries here.
                 raise RewriteError(
-                    "A rewritten step has its gradients inside and cannot be differentiated again, and it was called "
-                    "in a gradient tape that watches what it reads. Call it outside of the tape, or in "
-                    f"`with tape.stop_recording():`. TensorFlow says: {error}"
+                    "A rewritten step cannot be differentiated, and it was called in a gradient tape that watches its "
+                    "inputs. Call it outside of the tape, or in `with tape.stop_recording():`. TensorFlow says: "
+                    f"{error}"
                 ) from error
             raise
 
     @property
     def tiers(self) -> list[Tier]:
-        """Where the step swaps to."""
+        """Tiers that the step swaps to."""
         return self._importer.tiers
 
     def __reduce__(self) -> Any:
-        """Refuse to be pickled."""
-        raise TypeError("a rewritten step cannot be pickled: rewrite the step again where it is needed")
+        """Refuse pickling.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError("A rewritten step cannot be pickled. Rewrite the step again where it is needed.")
 
     def _flat(self, args: Any, kwargs: Any) -> list[Any]:
-        signature = self._bound(args, kwargs)
-        expected = tf.nest.flatten(self._signature)
-        given = tf.nest.flatten(signature)
-        result = []
-        for value, spec in zip(given, expected, strict=True):
+        """Return the tensors of the arguments in the order of the signature.
+
+        Raises:
+            TypeError: If they do not match the signature.
+        """
+        values = tf.nest.flatten(self._bound(args, kwargs))
+        tensors = []
+        for value, spec in zip(values, tf.nest.flatten(self._signature), strict=True):
             if not isinstance(spec, tf.TypeSpec):
                 if isinstance(value, type(spec)) and value == spec or value is spec:
                     continue
-                raise self._refusal(args, kwargs)
+                raise self._signature_error(args, kwargs)
             if isinstance(value, np.ndarray) and np.can_cast(value.dtype, spec.dtype.as_numpy_dtype, "same_kind"):
                 value = value.astype(spec.dtype.as_numpy_dtype, copy=False)  # float64 to float32, not 0.5 to 0.
             try:
                 tensor = tf.convert_to_tensor(value, dtype_hint=None if hasattr(value, "dtype") else spec.dtype)
             except (TypeError, ValueError):
-                raise self._refusal(args, kwargs) from None
+                raise self._signature_error(args, kwargs) from None
             if tensor.dtype != spec.dtype or not spec.shape.is_compatible_with(tensor.shape):
-                raise self._refusal(args, kwargs)
-            result.append(tensor)
-        return result
+                raise self._signature_error(args, kwargs)
+            tensors.append(tensor)
+        return tensors
 
     def _bound(self, args: Any, kwargs: Any) -> Any:
-        """Arguments in the structure of the signature.
+        """Return the arguments in the structure of the signature.
 
-        Positional ones may be given by keyword, and what is not a tensor may be left out: it is fixed.
+        Positional arguments may be given by keyword. An argument without a tensor is a constant of the trace and may
+        be omitted.
         """
         positional, keywords = self._signature
         names = self._original.function_type.parameters if hasattr(self._original, "function_type") else {}
@@ -121,17 +134,18 @@ class RewrittenStep:
         try:
             tf.nest.assert_same_structure((positional, keywords), (tuple(args), kwargs), check_types=False)
         except (TypeError, ValueError):
-            raise self._refusal(args, kwargs) from None
+            raise self._signature_error(args, kwargs) from None
         return tuple(args), kwargs
 
-    def _refusal(self, args: Any, kwargs: Any) -> TypeError:
-        given = textwrap.shorten(str(tf.nest.map_structure(spec_of, (tuple(args), kwargs))), _MOST_CHARACTERS)
+    def _signature_error(self, args: Any, kwargs: Any) -> TypeError:
+        """Return the error for arguments that do not match the signature."""
+        received = textwrap.shorten(str(tf.nest.map_structure(spec_of, (tuple(args), kwargs))), _MAX_CHARACTERS)
         return TypeError(
-            f"This step was rewritten for one signature. Expected: {self._signature}. Received: {given}. "
+            f"This step was rewritten for one signature. Expected: {self._signature}. Received: {received}. "
             "Rewrite the step for these arguments too."
         )
 
 
 def _is_fixed(spec: Any) -> bool:
-    """Whether an argument of a signature has no tensor in it."""
+    """Tell whether an argument of a signature contains no tensor."""
     return not any(isinstance(leaf, tf.TypeSpec) for leaf in tf.nest.flatten(spec))

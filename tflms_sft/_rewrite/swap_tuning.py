@@ -1,4 +1,4 @@
-"""`LMSParams.tuned`: swaps for a budget, by the memory model and confirmed by a run."""
+"""`LMSParams.tuned`: swap parameters for a budget, found by the memory model and confirmed by a run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tflms_sft._rewrite.rewrite import require_batch, rewrite
 from tflms_sft._trace.step_tracing import batch_of, trace_step
 from tflms_sft._util.byte_sizes import format_bytes
 
-ROUNDS = 3
-"""Runs, each after one that went over the budget."""
+MAX_RUNS = 3
+"""Confirming runs; each but the first follows one that exceeded the budget."""
 
 
 class LMSParams(SwapParams):
@@ -31,35 +31,36 @@ class LMSParams(SwapParams):
     def tuned(
         cls, step: Any, memory_budget: Any, *example_args: Any, headroom: float = 0.1, **params: Any
     ) -> LMSParams:
-        """The fewest tensors, and for them the largest `lb`, with which a step stays within a budget (section 5.2).
+        """Return parameters that swap as few tensors, as early, as a memory budget allows (TFLMS, section 5.2).
 
-        The memory model finds them, and a run of the step confirms them, after which its variables are put back.
+        The search minimises `n_tensors`, then maximises `lb`, with peaks from the memory model. A run of the step
+        confirms the result; its variables are restored afterwards. A run that exceeds the budget repeats the search
+        with a smaller one.
 
         Args:
             step: A `tf.function` or `ConcreteFunction`, as for `rewrite`.
-            memory_budget: Most bytes alive on the device: an int, or a string such as `"8GiB"`.
-            *example_args: Arguments of a step. With `tf.TensorSpec`s of them, and for a `ConcreteFunction`, nothing
-                is run.
-            headroom: Part of the budget that the prediction leaves free. Defaults to 0.1.
-            **params: As in `LMSParams`. `n_tensors` and `lb` are where the search begins: no more tensors are
-                swapped, and none is fetched later.
+            memory_budget: Upper bound for the bytes alive on the device: an int, or a string such as `"8GiB"`.
+            *example_args: Arguments of a step. With `tf.TensorSpec`s, and for a `ConcreteFunction`, no run confirms the
+                result.
+            headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. Defaults to 0.1.
+            **params: Arguments of `LMSParams`. The result swaps at most `n_tensors`, at least `lb` ahead.
 
         Returns:
             Parameters for `rewrite`.
 
         Raises:
             BudgetError: If the step does not fit with all tensors swapped.
-            SwapError: If nothing can be swapped.
-            TypeError: For an argument of the wrong type.
-            ValueError: For a wrong value.
+            SwapError: If no tensor can be swapped.
+            TypeError: If an argument has the wrong type.
+            ValueError: If an argument is out of range.
 
         Example:
         >>> params = tflms_sft.LMSParams.tuned(train_step, "2GiB", images, labels)
         >>> step = tflms_sft.rewrite(train_step, params, images, labels)
         """
         base = cls(**params)
-        fitting = _tuned(step, memory_budget, example_args, headroom, base)
-        return dataclasses.replace(base, n_tensors=fitting.n_tensors, lb=fitting.lb)
+        tuned = _tuned(step, memory_budget, example_args, headroom, base)
+        return dataclasses.replace(base, n_tensors=tuned.n_tensors, lb=tuned.lb)
 
 
 def _tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, base: SwapParams) -> SwapParams:
@@ -72,23 +73,23 @@ def _tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, ba
         traced.go_by(machine_rates())
         require_batch(traced, batch)
         budget = int(auto.resolved(traced.fixed_bytes).memory_budget)
-        apply_swaps(traced, traced.analysis.graph, base)  # For its errors, before the search.
+        apply_swaps(traced, traced.analysis.graph, base)  # Raises the errors of `base` before the search.
         swaps = SwapSearch(traced, [], base)
     limit = int(budget * (1 - auto.headroom))
-    for _ in range(ROUNDS):
+    for _ in range(MAX_RUNS):
         with collector_paused():
-            found = swaps.tuned(limit)
-        if found is None:
+            candidate = swaps.tuned(limit)
+        if candidate is None:
             break
-        over = _measured(step, found, example_args) - budget
-        if over <= 0:
-            return found
-        limit -= over
+        excess = _measured(step, candidate, example_args) - budget
+        if excess <= 0:
+            return candidate
+        limit -= excess
     raise _too_small(traced, swaps, budget, auto.headroom)
 
 
 def _measured(step: Any, params: SwapParams, example_args: Any) -> int:
-    """Measured peak of the rewritten step; 0 where there is nothing to run it with."""
+    """Return the measured peak of the rewritten step in bytes; 0 without arguments to run it with."""
     leaves = tf.nest.flatten(example_args)
     if not leaves or any(isinstance(leaf, tf.TypeSpec) for leaf in leaves):
         return 0
@@ -97,16 +98,17 @@ def _measured(step: Any, params: SwapParams, example_args: Any) -> int:
 
 
 def _too_small(traced: TracedStep, swaps: SwapSearch, budget: int, headroom: float) -> BudgetError:
+    """Return the error for a budget that the step exceeds with all tensors swapped."""
     best = swaps.smallest()
-    assert best is not None, "there was something to swap"
+    assert best is not None, "some tensor can be swapped"
     count, peak = best
     smallest = int(peak.peak_bytes / (1 - headroom)) + 1
     parts, name = takes_most(traced, [], peak)
     error = BudgetError(
         f"`memory_budget` is too small for this step with swaps alone. Received: {format_bytes(budget)} ({budget} "
-        f"bytes). With {count} tensors swapped it needs {format_bytes(smallest)} ({smallest} bytes, headroom of "
-        f"{headroom:.0%} included) by prediction, of which {parts}. Raise the budget, lower "
-        "`min_bytes`, or use `AutoParams`, which tiles as well."
+        f"bytes). With {count} tensors swapped its predicted need is {format_bytes(smallest)} ({smallest} bytes, "
+        f"headroom of {headroom:.0%} included), of which {parts}. Raise the budget, lower `min_bytes`, or use "
+        "`AutoParams`, which tiles as well."
     )
     error.smallest_bytes = smallest
     error.tensor = name

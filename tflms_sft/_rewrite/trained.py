@@ -1,4 +1,4 @@
-"""What a callback trained a model with, so that the same can be done to the step again."""
+"""`Trained`: the request and the plan that a callback trained a model with, to repeat them in `verify`."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from tflms_sft._report.plan import Plan
 from tflms_sft._trace.step_tracing import batch_of
 from tflms_sft._util.text import shortened
 
-_MOST_NAMES = 4
+_MAX_NAMES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a model was trained with.
+    """The rewriting of a model's training by a callback.
 
     Attributes:
-        chosen: What was to be done with its step.
-        plan: What was done.
-        correction: What an earlier plan was measured to take, over what was predicted.
+        request: Tiles, swaps or a pipeline, with a budget in bytes.
+        plan: Plan of the training.
+        correction: Measured peak over predicted peak of an earlier plan; 1 without one.
     """
 
-    chosen: RewriteRequest
+    request: RewriteRequest
     plan: Plan
     correction: float = 1.0
 
     def specs(self, data: Any) -> Any:
-        """A batch of any size, unless the plan is for one size and this batch has it."""
+        """Return specs of a batch of any size; the batch itself if the plan is fixed to its size."""
         if self.plan.batch_is_fixed and batch_of(data) == self.plan.batch:
             return data
         return tf.nest.map_structure(lambda t: t if t is None else tf.TensorSpec([None, *t.shape[1:]], t.dtype), data)
 
     def require_even(self, data: Any) -> None:
-        """Refuse a batch that a pipeline for batches of one size does not cut evenly into its micro-batches.
+        """Refuse a batch that is no multiple of the micro-batches of a pipeline for one batch size.
 
         Raises:
             ValueError: With both numbers.
@@ -46,42 +46,44 @@ class Trained:
         count = 1 if self.plan.pipeline is None else self.plan.pipeline.micro_batches
         if self.plan.batch_is_fixed and batch is not None and batch % count:
             raise ValueError(
-                f"`batch` must be cut evenly by the micro-batches of the pipeline that was trained, {count}. Received: "
-                f"a batch of {batch}. Give a multiple of {count} samples."
+                f"`batch` must be a multiple of the number of micro-batches of the trained pipeline, {count}. "
+                f"Received: a batch of {batch}."
             )
 
-    def check(self, found: Plan) -> None:
-        """Refuse another plan than the one that was trained.
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that differs from the trained one.
 
         Raises:
-            RewriteError: With both, and what differs.
+            RewriteError: With both plans and their differences.
         """
-        wanted, done = _done(self.plan), _done(found)
-        different = [what for what in {**wanted, **done} if wanted.get(what) != done.get(what)]
+        trained, actual = _decisions(self.plan), _decisions(plan)
+        different = [name for name in {**trained, **actual} if trained.get(name) != actual.get(name)]
         if different:
             raise RewriteError(
-                f"The plan that was trained is not found again. They differ in {shortened(different, _MOST_NAMES)}. "
-                f"Trained: {self.plan.headline()}. Found for this batch: {found.headline()}. Give images of the size "
-                f"that was trained, in a batch of {self.plan.batch} if there is the memory, and the model as it was."
+                f"This batch yields another plan than the training; they differ in {shortened(different, _MAX_NAMES)}. "
+                f"Trained: {self.plan.headline()}. Received: {plan.headline()}. Give images of the trained size in a "
+                f"batch of {self.plan.batch} if memory allows, and the unchanged model."
             )
 
 
-def _done(plan: Plan) -> dict[str, Any]:
-    """What a plan does to a step, by the names of a report, without what is predicted of it."""
-    found: dict[str, Any] = {
+def _decisions(plan: Plan) -> dict[str, Any]:
+    """Return the decisions of a plan, without its predictions, by the names of a report."""
+    decisions: dict[str, Any] = {
         f"segment {s.name!r}": (
             *(s.entries, s.exits, s.stored, s.kept),
             *(s.num_tiles, s.backward_num_tiles, s.halo, s.num_loops),
         )
         for s in plan.segments
     }
-    for swap in plan.swaps:  # Those without a layer may have a name in common.
-        found.setdefault(f"swap of {swap.tensor!r}", []).append((swap.readers, swap.controls))
-    found["where swaps go"] = plan.swap_tier
+    for swap in plan.swaps:  # Tensors without a layer may have a name in common.
+        decisions.setdefault(f"swap of {swap.tensor!r}", []).append((swap.readers, swap.controls))
+    decisions["the swap tier"] = plan.swap_tier
     if plan.pipeline is not None:
         pipeline = plan.pipeline
-        found["the schedule"] = pipeline.schedule, pipeline.micro_batches, pipeline.data_replicas, pipeline.slots
-        found["the devices"] = pipeline.devices
+        decisions["the schedule"] = (
+            *(pipeline.schedule, pipeline.micro_batches, pipeline.data_replicas, pipeline.slots),
+        )
+        decisions["the devices"] = pipeline.devices
         for s in pipeline.stages:
-            found[f"stage {s.number}"] = s.devices, s.entries, s.exit, s.segments
-    return found
+            decisions[f"stage {s.number}"] = s.devices, s.entries, s.exit, s.segments
+    return decisions

@@ -1,4 +1,4 @@
-"""Tracing: a step for one signature, the Keras layers of its ops, effects on counters, a step for part of a batch.
+"""Tracing of steps: one signature, the Keras layers of its ops, effects on counters, steps for parts of a batch.
 
-Nothing is planned here. Imports `tflms_sft._params` and the packages below it.
+Planning does not belong here. Imports `tflms_sft._params` and the packages below it.
 """

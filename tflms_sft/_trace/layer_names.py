@@ -1,8 +1,7 @@
-"""Names that users write, and the tensors of a traced step that they mean.
+"""Maps the layer names that users write to tensors of a traced step, and back.
 
-Keras decorates scope names (`functional_1/conv_1/...`), differently for each model, so
-the layers themselves are watched while the step is traced: what each call returned,
-and which ops it added.
+Keras decorates scope names (`functional_1/conv_1/...`) differently for each model. The calls of layers are therefore
+recorded while the step is traced: the tensors that each call returned and the ops that it added.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from rewriters.errors import SegmentError
 from rewriters.ir.graph import Graph, Tensor
 from tflms_sft._util.text import alike, nearest
 
-_LOSSES = "compile_loss"
-"""Scope in which Keras computes losses, each under its name."""
+_LOSS_SCOPE = "compile_loss"
+"""Name scope in which Keras computes losses, each under its name."""
 
-_NEARLY = 0.8
-"""How much a name with a scope has to be like that of an operation for one to be meant."""
+_MIN_OP_SIMILARITY = 0.8
+"""Minimum similarity, from 0 to 1, of a name with a scope to that of an op, to be suggested as a misspelt op."""
 
 
 @dataclasses.dataclass
@@ -36,10 +35,10 @@ class LayerCall:
     Attributes:
         layer: Name of the layer.
         kind: Its class.
-        outputs: Names of the tensors it returned.
-        ops: First and one past the last op it added, counted in the traced graph.
-        trainable: Whether it has trainable weights.
-        graph: The graph being traced.
+        outputs: Names of the tensors that it returned.
+        ops: Index of its first op in the traced graph, and one past its last.
+        trainable: Whether the layer has trainable weights.
+        graph: The traced graph.
     """
 
     layer: str
@@ -52,26 +51,32 @@ class LayerCall:
 
 @dataclasses.dataclass
 class LayerRecord:
-    """All layer calls of a trace, and the inputs of functional models."""
+    """The layer calls of a trace, and the inputs of functional models.
+
+    Attributes:
+        calls: Calls in the order in which they ended.
+        inputs: Name of the tensor passed for each named input of a functional model.
+        layer_of_op: Innermost call that added each op, by the name of the op.
+    """
 
     calls: list[LayerCall] = dataclasses.field(default_factory=list)
     inputs: dict[str, str] = dataclasses.field(default_factory=dict)
     layer_of_op: dict[str, LayerCall] = dataclasses.field(default_factory=dict)
 
     def finish(self, traced: Any) -> None:
-        """Keep what belongs to this trace, and map each op to the innermost layer call that added it.
+        """Discard calls of other traces, and map each op to the innermost layer call that added it.
 
-        TensorFlow may trace a function twice, the first time to see whether it makes variables.
+        TensorFlow may trace a function twice, the first time to detect the creation of variables.
         """
         self.calls = [call for call in self.calls if call.graph is traced]
         names = [operation.name for operation in traced.get_operations()]
-        # Inner calls end before outer ones, which may add no other operations.
+        # Inner calls end before outer ones, whose ranges may be equal.
         for call in sorted(reversed(self.calls), key=lambda c: c.ops[0] - c.ops[1]):
             for name in names[call.ops[0] : call.ops[1]]:
                 self.layer_of_op[name] = call
 
     def call_of(self, op: str) -> LayerCall | None:
-        """The innermost layer call that added an op, or through which autodiff went back when it did."""
+        """Return the innermost layer call that added an op or its forward op; `None` if there is none."""
         if op in self.layer_of_op:
             return self.layer_of_op[op]
         path = forward_scope_of_gradient(op)
@@ -83,23 +88,23 @@ class LayerRecord:
 
     @functools.cached_property
     def _scopes(self) -> dict[str, LayerCall | None]:
-        """Calls by the names of ops and of the scopes that these lie in; `None` if there are several in one."""
-        found: dict[str, LayerCall | None] = dict(self.layer_of_op)
+        """Calls by op and by enclosing name scope; `None` for a scope of several calls."""
+        calls: dict[str, LayerCall | None] = dict(self.layer_of_op)
         for name, call in self.layer_of_op.items():
             scope = name.rpartition("/")[0]
             if scope not in self.layer_of_op:
-                found[scope] = call if found.setdefault(scope, call) is call else None
-        return found
+                calls[scope] = call if calls.setdefault(scope, call) is call else None
+        return calls
 
     def candidates(self, graph: Graph) -> dict[str, list[Tensor]]:
-        """Tensors by name: layers and their numbered calls, and model inputs."""
-        found: dict[str, list[list[Tensor]]] = {}
+        """Return tensors by name: outputs of layers, numbered if a layer is called several times, and model inputs."""
+        outputs: dict[str, list[list[Tensor]]] = {}
         for call in self.calls:
             tensors = [t for t in (lookup(graph, name) for name in call.outputs) if t is not None]
             if tensors:
-                found.setdefault(call.layer, []).append(tensors)
+                outputs.setdefault(call.layer, []).append(tensors)
         result: dict[str, list[Tensor]] = {}
-        for layer, calls in found.items():
+        for layer, calls in outputs.items():
             if len(calls) == 1:
                 result[layer] = calls[0]
             else:
@@ -112,7 +117,7 @@ class LayerRecord:
 
 
 def lookup(graph: Graph, tensor_name: str) -> Tensor | None:
-    """The tensor of that name, or what normalisation replaced it by."""
+    """Return the tensor of that name, or its replacement by canonicalization; `None` if there is none."""
     if tensor_name in graph.aliases:
         return graph.aliases[tensor_name]
     name, _, index = tensor_name.partition(":")
@@ -124,20 +129,20 @@ def lookup(graph: Graph, tensor_name: str) -> Tensor | None:
 
 @contextlib.contextmanager
 def recorded_layers() -> Iterator[LayerRecord]:
-    """Watch every Keras layer call while a step is traced."""
-    with _WATCHING:
-        yield from _watched()
+    """Record every call of a Keras layer while a step is traced."""
+    with _LOCK:
+        yield from _recorded()
 
 
-_WATCHING = threading.RLock()
-"""The class is changed while one thread traces; another one waits."""
+_LOCK = threading.RLock()
+"""Held while `Layer.__call__` is replaced, so that one thread records at a time."""
 
 
-def _watched() -> Iterator[LayerRecord]:
+def _recorded() -> Iterator[LayerRecord]:
     record = LayerRecord()
     original = keras.layers.Layer.__call__
 
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations()) if not tf.executing_eagerly() else 0
         outputs = original(self, *args, **kwargs)
@@ -145,7 +150,7 @@ def _watched() -> Iterator[LayerRecord]:
             _remember(record, self, args, outputs, (before, len(graph.get_operations())))
         return outputs
 
-    keras.layers.Layer.__call__ = watched
+    keras.layers.Layer.__call__ = recorded_call
     try:
         yield record
     finally:
@@ -160,16 +165,22 @@ def _remember(record: LayerRecord, layer: Any, args: Any, outputs: Any, ops: tup
     if isinstance(layer, keras.Model) and getattr(layer, "inputs", None) and args:
         given = [t for t in tf.nest.flatten(args[0]) if tf.is_tensor(t) and hasattr(t, "op")]
         for symbol, tensor in zip(layer.inputs, given, strict=False):
-            # `model.summary()` shows the layer's name, which an input without a name of its own has not.
+            # An unnamed input differs from the name of its layer, which `model.summary()` prints.
             for name in (symbol._keras_history.operation.name, symbol.name):
                 record.inputs[name] = tensor.name
 
 
 def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list[Tensor]:
-    """The tensors that a name means: a Keras layer's output, else an op's, else a tensor.
+    """Return the tensors that a name denotes: the output of a Keras layer, else of an op, else a tensor.
+
+    Args:
+        name: The name.
+        argument: Argument that it is from, for errors.
+        graph: Graph of the step.
+        record: Layer calls of the step.
 
     Raises:
-        SegmentError: If nothing has that name, or several calls of a layer do.
+        SegmentError: If nothing has that name, or a layer that is called several times.
     """
     layers = record.candidates(graph)
     if name in layers:
@@ -183,54 +194,54 @@ def resolve(name: str, argument: str, graph: Graph, record: LayerRecord) -> list
     tensor = lookup(graph, name)
     if tensor is not None:
         return [tensor]
-    # Of the same level: whoever writes no scope means an operation that has none.
+    # A name without a scope is compared with ops without one.
     ops = [op for op in graph.nodes if ("/" in op) == ("/" in name)] or list(graph.nodes)
-    known = (list(layers), ops)
-    if "/" in name and alike(name, ops, _NEARLY):
-        known = (ops, list(layers))
+    suggestions = (list(layers), ops)
+    if "/" in name and alike(name, ops, _MIN_OP_SIMILARITY):
+        suggestions = (ops, list(layers))
     raise SegmentError(
         f"`{argument}` names nothing in the step: no layer, op or tensor. Received: {argument}={name!r}. "
-        + nearest(name, *known)
+        + nearest(name, *suggestions)
     )
 
 
 def of_all_calls(name: str, graph: Graph, record: LayerRecord) -> list[list[Tensor]]:
-    """What each call of a layer gives; nothing if it is called once, or no layer has that name."""
+    """Return the outputs of each call of a layer; empty if it is called once, or no layer has that name."""
     layers = record.candidates(graph)
     return [layers[call] for call in _numbered(name, layers)]
 
 
 def _numbered(name: str, layers: Iterable[str]) -> list[str]:
-    """Names of the calls of a layer that is called several times."""
-    return [known for known in layers if known.rpartition("/")[0] == name and known.rpartition("/")[2].isdigit()]
+    """Return the names of the calls of a layer that is called several times."""
+    return [call for call in layers if call.rpartition("/")[0] == name and call.rpartition("/")[2].isdigit()]
 
 
 def part_name(record: LayerRecord, op: str) -> str:
-    """The layer or the loss that an operation is of, or that autodiff made it for; empty if it is of neither."""
+    """Return the layer or the loss that an op, or the forward op of a gradient op, belongs to; empty if none."""
     path = f"{forward_scope_of_gradient(op)}/{op.rpartition('/')[2]}".removeprefix("/") if is_autodiff_name(op) else op
     scope, *inner = path.split("/")
-    if scope == _LOSSES and len(inner) > 1:
+    if scope == _LOSS_SCOPE and len(inner) > 1:
         return f"loss {inner[0]!r}"
     call = record.call_of(op)
     return "" if call is None else f"layer {call.layer!r} ({call.kind})"
 
 
 def captured(concrete_fn: Any, graph: Graph) -> list[tuple[Tensor, Any]]:
-    """What a step reads besides its arguments, such as handles of variables: in its graph, and what it is."""
+    """Return (tensor in the graph, captured value) of the inputs that are not arguments, such as variable handles."""
     count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
     return list(zip(graph.inputs[count:], concrete_fn.captured_inputs, strict=True))
 
 
 def variable_names(concrete_fn: Any, graph: Graph) -> dict[Tensor, str]:
-    """Names of variables that are known by one, by their handles."""
+    """Return the names of variables by their handles."""
     names = {id(variable.handle): variable.name for variable in concrete_fn.graph.variables}
     return {handle: names[id(tensor)] for handle, tensor in captured(concrete_fn, graph) if id(tensor) in names}
 
 
 def display_names(graph: Graph, record: LayerRecord) -> Mapping[Tensor, str]:
-    """For tensors that have one, the name to print: it can be pasted back into a `SegmentSpec`."""
+    """Return the layer names of tensors to print; each is valid in a `SegmentSpec`."""
     result: dict[Tensor, str] = {}
     for name, tensors in record.candidates(graph).items():
         if len(tensors) == 1:
-            result.setdefault(tensors[0], name)  # The layer itself rather than the model around it.
+            result.setdefault(tensors[0], name)  # Prefers the layer to the model around it.
     return result

@@ -1,4 +1,4 @@
-"""Trace a step for one signature, and refuse what cannot be rewritten."""
+"""Traces a step for one signature, and refuses signatures that cannot be rewritten."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from tflms_sft._trace.layer_names import LayerRecord, recorded_layers
 
 
 def is_concrete(step: Any) -> bool:
-    """Whether `step` is traced already."""
+    """Tell whether `step` is a `ConcreteFunction`."""
     return hasattr(step, "structured_input_signature") and hasattr(step, "captured_inputs")
 
 
 def spec_of(value: Any) -> Any:
-    """The `TensorSpec` of a tensor, array or variable; anything else as it is."""
+    """Return the `TensorSpec` of a tensor, array or variable; any other value unchanged.
+
+    Raises:
+        RewriteError: If the value is a ragged, sparse or other composite tensor.
+    """
     composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices))
     if composite or (isinstance(value, tf.TypeSpec) and not isinstance(value, tf.TensorSpec)):
         raise RewriteError(
-            f"Arguments of a rewritten step have to be dense tensors. Received: a {type(value).__name__}. Pass its "
-            "parts as arguments and put them together inside of the step."
+            f"Arguments of a rewritten step must be dense tensors. Received: a {type(value).__name__}. Pass its "
+            "components as arguments and assemble them inside the step."
         )
     if isinstance(value, tf.TypeSpec) or value is None:
         return value
@@ -32,7 +36,7 @@ def spec_of(value: Any) -> Any:
 
 
 def check_graphs_run() -> None:
-    """Refuse while TensorFlow runs functions eagerly: there is no graph to rewrite.
+    """Refuse rewriting while TensorFlow runs functions eagerly, without a graph.
 
     Raises:
         RewriteError: With the remedy.
@@ -45,7 +49,7 @@ def check_graphs_run() -> None:
 
 
 def check_image_sizes(concrete_fn: Any) -> None:
-    """Refuse images of unknown height or width: intervals are planned for known sizes.
+    """Refuse images of unknown height or width, because tiles need static sizes.
 
     Raises:
         RewriteError: With the argument and the remedy.
@@ -60,17 +64,22 @@ def check_image_sizes(concrete_fn: Any) -> None:
 
 
 def trace_step(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, LayerRecord]:
-    """The step for one signature, with the Keras layers seen while it was traced.
+    """Trace a step for one signature; return its `ConcreteFunction` and the Keras layers called meanwhile.
+
+    Args:
+        step: A `tf.function` or a `ConcreteFunction`.
+        example_args: Arguments or specs of them; none for a `ConcreteFunction`.
+        example_kwargs: Keyword arguments, likewise.
 
     Raises:
-        RewriteError: For arguments that cannot be rewritten.
-        TypeError: If it is no function of TensorFlow, and for arguments of one that is traced already.
+        RewriteError: If an argument is not a dense tensor, or its image size is unknown.
+        TypeError: If `step` cannot be traced, or a `ConcreteFunction` comes with arguments.
     """
     check_graphs_run()
     record = LayerRecord()
     if is_concrete(step):
         if example_args or example_kwargs:
-            raise TypeError("`step` is traced already, so example arguments have no effect. Leave them out.")
+            raise TypeError("`step` is a `ConcreteFunction`, for which example arguments have no effect. Omit them.")
         concrete_fn = step
         tf.nest.map_structure(spec_of, step.structured_input_signature)
     elif hasattr(step, "get_concrete_function"):
@@ -88,7 +97,7 @@ def trace_step(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, 
 
 
 def batch_of(example_args: Any) -> int | None:
-    """Leading size of the argument with the most axes, the first of several: images before labels."""
+    """Return the leading size of the argument with the most axes, so of images rather than labels; `None` if open."""
     shapes = [tf.TensorShape(getattr(value, "shape", None)) for value in tf.nest.flatten(example_args)]
     known = [shape for shape in shapes if shape.rank and shape[0] is not None]
     return int(max(known, key=lambda shape: shape.rank)[0]) if known else None

@@ -30,12 +30,12 @@ from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Tensor, from_concrete_function
 from rewriters.step_importer import StepImporter
 from tflms_sft._keras.rewriting_callback import trained_by
-from tflms_sft._keras.train_step_patch import check_apart
+from tflms_sft._keras.train_step_patch import check_not_patched
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.traced_step import collector_paused
-from tflms_sft._rewrite.rewrite import compiled, rewrite
+from tflms_sft._rewrite.rewrite import rewrite, rewrite_concrete
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.layer_names import lookup
 from tflms_sft._trace.step_tracing import batch_of, trace_step
@@ -126,8 +126,8 @@ def _chosen(params: Any) -> Any:
 def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
     """Of a model's `train_step`, as `train_on_batch` runs it."""
     trained = trained_by(params, model)
-    chosen = parse_request(_chosen(params)) if trained is None else trained.chosen
-    check_apart(model)
+    chosen = parse_request(_chosen(params)) if trained is None else trained.request
+    check_not_patched(model)
     data = tf.nest.map_structure(_as_keras_does, _data(batch))
     if trained is not None:
         trained.require_even(data)
@@ -148,7 +148,7 @@ def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
             with collector_paused():
                 found = RewrittenStep(*build_pipeline(step, chosen, examples, {}, size))
         else:
-            found = compiled(*traced, size, chosen, 1.0 if trained is None else trained.correction)
+            found = rewrite_concrete(*traced, size, chosen, 1.0 if trained is None else trained.correction)
         if trained is not None:
             trained.check(found.plan)
         return _compared(found, (data,), steps)
