@@ -174,7 +174,7 @@ def test_fit_gives_the_same_bits_and_leaves_no_file(tmp_path, page_cache, capfd)
     plan = callback.plan
     assert plan.changed and plan.swap_tier == "disk" and plan.swapped_bytes == sum(s.num_bytes for s in plan.swaps)
     assert f"{len(plan.swaps)} tensor(s) of" in capfd.readouterr().out
-    assert "swapped to disk" in plan.headline() and "back after" in plan.summary() and '"swaps"' in plan.to_json()
+    assert "swapped to disk" in plan.headline() and "swapped in after" in plan.summary() and '"swaps"' in plan.to_json()
     assert plan.predicted.peak_bytes < plan.original.peak_bytes
 
 

@@ -265,11 +265,11 @@ def test_the_plan_tells_stages_slots_times_and_bytes():
     assert all(peak > stage.weight_bytes for peak, stage in zip(told.peak_bytes, told.stages, strict=True))
     assert plan.predicted.peak_bytes == max(told.peak_bytes) and plan.predicted.seconds == told.seconds > 0
     text = plan.summary()
-    for part in ("4 stage(s) on 1 device(s), 4 micro-batch(es) in the order '1f1b'", "stage0 (0 -> 3", "device 3"):
+    for part in ("4 stage(s) on 1 device(s), 4 micro-batch(es), schedule '1f1b'", "stage0 (0 -> 3", "device 3"):
         assert part in text
     assert told.simulation().seconds == pytest.approx(told.seconds)
     page = plan.to_html()
-    assert "What each device runs over one training step" in page and "cross forward" in page
+    assert "What each device runs over one training step" in page and "sent forward" in page
     assert json.loads(plan.to_json())["pipeline"]["stages"][1]["exit"] == "stage1"
 
 
@@ -379,7 +379,7 @@ def test_fit_is_the_same_with_its_metrics(steps, capsys):
     callback = Pipeline(CUTS, "1f1b", 4, HERE)
     got = fitted([callback], steps=steps, validation_split=0.0)
     assert largest_error(got, fitted([], steps=steps)) < TOLERANCE
-    assert "4 micro-batch(es) in the order '1f1b'" in capsys.readouterr().out
+    assert "4 micro-batch(es), schedule '1f1b'" in capsys.readouterr().out
     assert [stage.exit for stage in callback.plan.pipeline.stages] == [*CUTS, ""]
     assert callback.plan.batch == 8
 

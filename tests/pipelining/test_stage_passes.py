@@ -185,14 +185,14 @@ def test_the_plan_shows_all_passes():
         "4 segment(s) in 2x2 tiles",
         "tensor(s) of",
         "for each micro-batch",
-        "inside of stages, of one micro-batch:",
+        "inside the stages, for one micro-batch:",
         "stage0 -> stage1",
         "swap to disk",
-        "back after the slot before",
+        "swapped in after the slot before",
         "tiled",
     ):
         assert part in text
-    assert "inside of stages" in plan.to_html() and "inside of stages" not in plain.summary()
+    assert "inside the stages" in plan.to_html() and "inside the stages" not in plain.summary()
     forward, before = ({one for one in own.pipeline.crossing if one[1] < one[2]} for own in (plan, plain))
     assert forward == before, "what is swapped goes by way of the tier to who reads it later"
     for now, before in zip(plan.pipeline.stages, plain.pipeline.stages, strict=True):

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tflms_sft import Measurement, Plan, PlannedSegment, PlannedSwap, Prediction, Timeline
-from tflms_sft._report.html_page import MOST_POINTS
+from tflms_sft._report.html_page import MAX_SVG_POINTS
 
 
 @pytest.fixture(autouse=True)
@@ -104,19 +104,19 @@ def test_the_page_holds_everything_and_asks_for_nothing(tmp_path):
 def test_a_measured_peak_over_the_budget_is_marked():
     over, within = (a_plan(measured=Measurement(peak, "a test")).to_html() for peak in (2**27 + 1, 2**27))
     assert "<b class=bad>128 MiB</b>" in over and "2.00 times the prediction" in over
-    assert "class=bad>" not in within and "100 % of it in use at the peak" in within
+    assert "class=bad>" not in within and "100 % in use at the peak" in within
 
 
 def test_nothing_measured_and_nothing_rewritten_is_told():
     plan = a_plan(changed=False, segments=(), swaps=(), not_swapped=(), left_alone=(), notes=(), memory_budget=None)
     text = plan.to_html()
     assert "Nothing rewritten, predicted peak 64 MiB" in text
-    assert text.count("not measured") == 3 and "<h2>Left alone" not in text and "<h2>Swapped" not in text
+    assert text.count("not measured") == 3 and "<h2>Not rewritten" not in text and "<h2>Swapped" not in text
 
 
 def test_curves_of_many_points_are_pixels():
     pytest.importorskip("matplotlib")
-    points = tuple((number * 1e-3, number) for number in range(MOST_POINTS + 1))
+    points = tuple((number * 1e-3, number) for number in range(MAX_SVG_POINTS + 1))
     after = Measurement(2**26, "records", (Timeline("CPU:0", 2**26, (), points),))
     text = a_plan().to_html(after=after)
     assert "<svg" not in text and re.search('src="data:image/png;base64,iVBOR', text)
@@ -132,13 +132,13 @@ def test_without_matplotlib_the_page_says_that_there_is_no_picture(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     text = a_plan().to_html()
-    assert "No picture: `plan.plot()` needs matplotlib: pip install &quot;tflms-sft[plot]&quot;" in text
+    assert "No chart: `plan.plot()` needs matplotlib: pip install &quot;tflms-sft[plot]&quot;" in text
     assert len(_Reader(text).tables) == 6
 
 
 @pytest.mark.parametrize("argument", ["before", "after"])
 def test_something_else_than_a_measurement_is_refused(argument):
-    with pytest.raises(TypeError, match=f"`{argument}` must be what `tflms_sft.measure` returned. Received: .*=3 of"):
+    with pytest.raises(TypeError, match=f"`{argument}` must be a `Measurement`, .* Received: {argument}=3 of"):
         a_plan().to_html(**{argument: 3})
 
 

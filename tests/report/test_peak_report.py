@@ -12,7 +12,7 @@ from keras import layers
 import tflms_sft
 from rewriters.device import kernel_scratch, properties
 from tflms_sft import AutoParams, BudgetError, LMSParams, SegmentSpec, SFTParams
-from tflms_sft._report.summary import whole
+from tflms_sft._report.summary import transient_memory
 
 SPEC = tf.TensorSpec((2, 32, 32, 3), tf.float64)
 TILES = SFTParams((4, 4), [SegmentSpec("photo", "pool")])
@@ -45,8 +45,8 @@ def refusal(params):
 @pytest.mark.usefixtures("unfolding")
 def test_an_error_names_the_kernel_that_takes_most():
     error = refusal(AutoParams("1KiB", swap=False))
-    turn = r"of which [\d.]+ KiB are a turn of segment1/backward \(photo -> \w+\), .* of it "
-    kernel = r"kernels' own memory in (first|second) \(Conv2DBackprop\w+, backward\), `.*` is [\d.]+ KiB and variables"
+    turn = r"of which [\d.]+ KiB are an iteration of segment1/backward \(photo -> \w+\), .* of it "
+    kernel = r"kernel scratch of (first|second) \(Conv2DBackprop\w+, backward\), `.*` is [\d.]+ KiB and variables"
     assert re.search(turn + kernel, str(error)), error
     assert error.tensor.endswith("backward)") and "/" not in error.tensor, "the largest tensor, by its layer"
     plan = tflms_sft.rewrite(step(), AutoParams(error.smallest_bytes, swap=False), SPEC).plan
@@ -55,7 +55,7 @@ def test_an_error_names_the_kernel_that_takes_most():
 
 @pytest.mark.usefixtures("unfolding")
 def test_an_error_of_swaps_alone_names_it_too(tmp_path):
-    with pytest.raises(BudgetError, match=r"of which [\d.]+ MiB are kernels' own memory in second \(Conv2DBackprop"):
+    with pytest.raises(BudgetError, match=r"of which [\d.]+ MiB are kernel scratch of second \(Conv2DBackprop"):
         LMSParams.tuned(step(), "100KiB", SPEC, tier="disk", spill_dir=tmp_path, min_bytes=0)
 
 
@@ -63,10 +63,10 @@ def test_an_error_of_swaps_alone_names_it_too(tmp_path):
 def test_a_plan_tells_what_is_taken_only_while_something_runs():
     plan = tflms_sft.rewrite(step(), TILES, SPEC).plan
     ((kernel, taken),) = plan.original.own
-    assert kernel.startswith("kernels' own memory in second (Conv2DBackprop") and taken > 2**20
+    assert kernel.startswith("kernel scratch of second (Conv2DBackprop") and taken > 2**20
     (turn, whole_turn), (inner, part) = plan.predicted.own
-    assert turn == "a turn of segment1/backward (photo -> pool)"
-    assert inner.startswith("kernels' own memory in ") and 2**19 < part < whole_turn < plan.predicted.peak_bytes
+    assert turn == "an iteration of segment1/backward (photo -> pool)"
+    assert inner.startswith("kernel scratch of ") and 2**19 < part < whole_turn < plan.predicted.peak_bytes
     lines = plan.summary().splitlines()
     first = lines[next(n for n, line in enumerate(lines) if line.endswith("largest at the predicted peak:")) + 1]
     assert f"{turn}, " in first and first.endswith(f" of it {inner}")
@@ -91,6 +91,8 @@ def test_tensors_are_called_by_their_layers():
 
 
 def test_parts_of_a_turn_are_told_in_the_same_line():
-    assert whole(()) == []
-    assert whole((("a turn", 3 * 2**20), ("a kernel", 2**20))) == [("a turn, 1.00 MiB of it a kernel", 3 * 2**20)]
-    assert whole((("a turn", 2**20 + 9), ("a kernel", 2**20))) == [("a turn, nearly all of it a kernel", 2**20 + 9)]
+    assert transient_memory(()) == []
+    items = (("an iteration", 3 * 2**20), ("a kernel", 2**20))
+    assert transient_memory(items) == [("an iteration, 1.00 MiB of it a kernel", 3 * 2**20)]
+    items = (("an iteration", 2**20 + 9), ("a kernel", 2**20))
+    assert transient_memory(items) == [("an iteration, nearly all of it a kernel", 2**20 + 9)]

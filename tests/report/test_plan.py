@@ -14,7 +14,7 @@ from keras import layers
 
 import tflms_sft
 from tflms_sft import AutoParams, LMSParams, SegmentSpec, SFTParams
-from tflms_sft._report.memory_chart import Span, joined, readable
+from tflms_sft._report.memory_chart import Span, merge_spans, readable
 from tflms_sft._report.plan_records import PlannedSwap
 from tflms_sft._report.summary import rows
 from tflms_sft._util.byte_sizes import format_bytes
@@ -54,15 +54,15 @@ def test_the_headline_has_segments_tiles_and_peaks(plan):
 def test_the_summary_has_a_table_with_a_line_for_each_segment(plan):
     first, headings, rule, one, two, rest, whole, *lines = plan.summary().splitlines()
     assert first == f"Plan for batch 2: {plan.headline()}"
-    columns = ["segment", "layers", "decision", "tiles", "waits before", "after", "time"]
+    columns = ["segment", "layers", "decision", "tiles", "saved for backward", "after", "time"]
     assert re.split(r"  +", headings.strip()) == columns
     assert set(rule) == {" ", "-"} and len({len(line) for line in (headings, rule, one, two, rest, whole)}) == 1
     cells = [re.split(r"  +", line.strip()) for line in (one, two, rest, whole)]
     assert cells[0][:4] == ["segment1", "photo -> pool", "tiles, recompute", "4x2 / 2x2"]
     assert cells[1][:4] == ["segment2", "pool -> four", "tiles, recompute", "3x1"]
-    assert cells[2][:4] == ["-", "everything else", "as it was", "-"]
+    assert cells[2][:4] == ["-", "everything else", "not rewritten", "-"]
     assert cells[3][0] == "step" and cells[3][-1] == f"100 -> {100 * plan.predicted.time_ratio:.0f} %"
-    assert lines[0].startswith("  segment1: exit tile 4x8 from 12x18 of the entry; turn ")
+    assert lines[0].startswith("  segment1: exit tile 4x8 from 12x18 of the entry; iteration ")
     assert any(line.startswith("  weights and optimizer slots: ") for line in lines)
     assert "measured" not in plan.summary()
 
@@ -98,7 +98,7 @@ def test_the_summary_tells_the_measured_peak_and_its_source_once_there_is_one(pl
 
 def test_the_summary_of_automatic_segments_tells_what_is_left_alone(step):
     lines = tflms_sft.rewrite(step, SFTParams((2, 2)), IMAGES).plan.summary().splitlines()
-    reason = lines[lines.index("  left alone:") + 1]
+    reason = lines[lines.index("  not rewritten:") + 1]
     assert reason.startswith("    layer 'mean' (GlobalAveragePooling2D): Mean: it reduces over the image")
 
 
@@ -120,7 +120,7 @@ def test_swaps_alone_tell_their_time(plan):
 def test_there_are_no_more_tiles_along_the_batch_than_images(step):
     plan = tflms_sft.rewrite(step, SFTParams({"batch": 7, "height": 2}), IMAGES).plan
     assert {segment.num_tiles for segment in plan.segments} == {(2, 2, 1)}
-    assert "  a batch of 2 has 2 of the 7 tiles that it may have" in plan.summary()
+    assert "  a batch of 2 uses only 2 of the 7 tiles along the batch" in plan.summary()
 
 
 def test_what_metrics_alone_need_is_told_as_such():
@@ -149,7 +149,7 @@ def test_the_summary_tells_how_many_more_are_not_swapped(plan):
 def test_an_unknown_batch_is_told(step):
     specs = [SegmentSpec("photo", "pool")]
     plan = tflms_sft.rewrite(step, SFTParams((2, 2), specs), tf.TensorSpec((None, 32, 32, 3))).plan
-    assert plan.summary().startswith("Plan for any batch, with the bytes of batch 1: ")
+    assert plan.summary().startswith("Plan for any batch, bytes for batch 1: ")
 
 
 def test_nothing_rewritten_is_told_with_the_budget(step):
@@ -246,7 +246,7 @@ def test_segments_are_shaded_where_their_loops_run(plan):
 def test_loops_that_follow_each_other_are_one_span():
     first, second = Span("a", False, 0.0, 0.1), Span("a", False, 0.105, 0.2)
     spans = [first, second, Span("a", True, 0.2, 0.3), Span("b", True, 0.3, 1)]
-    assert joined(spans, 0.01) == [Span("a", False, 0.0, 0.2), *spans[2:]]
+    assert merge_spans(spans, 0.01) == [Span("a", False, 0.0, 0.2), *spans[2:]]
 
 
 def test_what_was_measured_is_drawn_beside_what_was_predicted(step, tmp_path):
@@ -271,7 +271,7 @@ def test_what_was_measured_is_drawn_beside_what_was_predicted(step, tmp_path):
 
 @pytest.mark.parametrize("argument", ["before", "after"])
 def test_something_else_than_a_measurement_is_refused(plan, argument):
-    with pytest.raises(TypeError, match=f"`{argument}` must be what `tflms_sft.measure` returned. Received: .*=3 of"):
+    with pytest.raises(TypeError, match=f"`{argument}` must be a `Measurement`, .* Received: {argument}=3 of"):
         plan.plot(**{argument: 3})
 
 

@@ -166,7 +166,8 @@ def test_row_planner_saved_rows_can_be_swapped():
     params = [SFTParams(num_tiles=(5, 1), halo="carry"), tflms_sft.LMSParams(min_bytes=1)]
     fast = tflms_sft.rewrite(step.function, params, *step.specs)
     (segment,) = fast.plan.segments
-    assert segment.saved_bytes and f"handed on; {format_bytes(segment.saved_bytes)} of them" in fast.plan.summary()
+    assert segment.saved_bytes
+    assert f"halo rows are carried; {format_bytes(segment.saved_bytes)} of them" in fast.plan.summary()
     assert fast.plan.swapped_bytes > segment.saved_bytes
     want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
     assert max(error(got[name], want[name]) for name in want) < TOLERANCE

@@ -33,7 +33,7 @@ def test_a_model_with_normalisation_is_the_same_in_float64():
     assert set(weights) < set(names["gradient"]) and len(names["gradient"]) == 8 and not result.not_compared
     assert {"norm0/moving_mean", "sgd/conv0a_kernel_momentum", *weights} < set(names["variable"])
     first, headline, *_ = result.summary().splitlines()
-    assert first == "The same, to the rounding of float64: 34 tensors compared, after 1 step(s)"
+    assert first == "Equal up to float64 rounding: 34 tensors compared, after 1 step(s)"
     assert headline == f"  {result.plan.headline()}"
 
 
@@ -89,7 +89,7 @@ def test_another_plan_of_the_same_numbers_is_not_the_one_that_was_trained():
 
 def test_nothing_rewritten_is_told():
     result = verify(net(), BATCH, 2**30)
-    assert not result.plan.changed and result.summary().startswith("Nothing was rewritten, so that this shows nothing")
+    assert not result.plan.changed and result.summary().startswith("Nothing was rewritten, so nothing was verified")
 
 
 def test_adam_and_a_gradient_that_is_zero_but_for_rounding_are_the_same_in_float32():
@@ -172,7 +172,7 @@ def test_an_update_of_the_wrong_sign_is_found_though_gradients_are_right(monkeyp
 
 def test_numbers_that_are_not_finite_show_nothing():
     result = verify(net(), (X[:4] * np.nan, Y[:4]), TILES)
-    assert not result and "the plain step gives numbers that are not finite" in result.summary()
+    assert not result and "the original step yields values that are not finite" in result.summary()
     assert result.summary().startswith("CANNOT TELL: ")
 
 
@@ -237,9 +237,9 @@ def test_a_step_that_draws_anew_in_every_run_is_told():
         return loss
 
     result = verify(drawing, IMAGES, TILES)
-    assert len(result.random_ops) == 1 and "draw(s) other numbers in every run" in result.summary()
+    assert len(result.random_ops) == 1 and "draw(s) new random numbers in every run" in result.summary()
     assert result.gradients.noise > 1e-3 and result.drowned is not None
-    assert not result and result.summary().startswith("CANNOT TELL: the step draws other numbers in every run")
+    assert not result and result.summary().startswith("CANNOT TELL: the step draws new random numbers in every run")
 
 
 def test_gradients_inside_of_called_functions_are_listed_and_their_variables_compared():

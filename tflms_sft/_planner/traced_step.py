@@ -24,7 +24,7 @@ from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.tiling.ft_segments import SkippedOps
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
-from tflms_sft._report.peak_report import PeakNames, Sizes, largest, own
+from tflms_sft._report.peak_report import NamedSizes, PeakNames, largest_tensors, transient_memory
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Prediction
 from tflms_sft._report.segment_report import describe_segment, shares
@@ -307,19 +307,20 @@ def prediction(
         peak_bytes=peak.peak_bytes,
         fixed_bytes=traced.fixed_bytes,
         time_ratio=ratio,
-        largest=largest(shown, graph, peak),
+        largest=largest_tensors(shown, graph, peak),
         timeline=peak.timeline,
         progress=_progress(traced, plans, graph, peak.timeline),
         seconds=ratio * traced.seconds,
-        own=own(shown, plans, graph, peak, traced.loop_memory, traced.batch),
+        own=transient_memory(shown, plans, graph, peak, traced.loop_memory, traced.batch),
     )
 
 
-def at_peak(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[Sizes, Sizes]:
+def at_peak(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[NamedSizes, NamedSizes]:
     """What is largest at a predicted peak, and what is taken only while something runs, as a plan reports them."""
     graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
     shown = PeakNames(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
-    return largest(shown, graph, peak), own(shown, plans, graph, peak, traced.loop_memory, traced.batch)
+    transient = transient_memory(shown, plans, graph, peak, traced.loop_memory, traced.batch)
+    return largest_tensors(shown, graph, peak), transient
 
 
 def _progress(

@@ -1,4 +1,4 @@
-"""Plans as users see them: records, the summary, pictures, the page, TensorBoard.
+"""Plans as users see them: records, the summary, charts, the web page, TensorBoard.
 
-A renderer takes a `PlanRecord` and decides nothing. Imports `tflms_sft._trace` and the packages below it.
+A renderer takes a `PlanRecord` and makes no decisions. Imports `tflms_sft._trace` and the packages below it.
 """

@@ -1,4 +1,4 @@
-"""The report of a plan as one page that needs nothing else: tables and the picture, for a browser or a printer."""
+"""The report of a plan as one self-contained HTML page with tables and the chart, for browsers and printers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tflms_sft._report.plan_records import Measurement, PlanRecord
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._version import __version__
 
-MOST_SWAPS = 40
-"""Swaps after which the table is cut short."""
+MAX_SWAPS = 40
+"""Number of swaps after which the table is truncated."""
 
-MOST_POINTS = 4000
-"""Points of curves above which the picture is one of pixels: lines of as many would make a page of megabytes."""
+MAX_SVG_POINTS = 4000
+"""Number of points of all curves above which the chart is a PNG; an SVG would take megabytes."""
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2329; --soft: #667080; --line: #dfe3e8; --page: #f6f7f9; --card: #fff;
@@ -62,7 +62,13 @@ Cells = Sequence[str]
 
 
 def page(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
-    """The whole page."""
+    """Return the HTML page of a plan.
+
+    Args:
+        plan: The plan.
+        before: Measurement of the original step, or `None`.
+        after: Measurement of the rewritten step, or `None`.
+    """
     if plan.pipeline is not None:
         return _pipeline_page(plan, plan.pipeline, before, after)
     title = f"Memory plan for {summary.batch_text(plan)}"
@@ -71,18 +77,18 @@ def page(plan: PlanRecord, before: Measurement | None, after: Measurement | None
         f"<p>{_text(_sentence(summary.headline(plan)))}</p>",
         _cards(plan, before, after),
         "<h2>Memory over a step</h2>",
-        _picture(plan, before, after),
+        _chart(plan, before, after),
         "<h2>Peaks, predicted and measured</h2>",
         _peaks(plan, before, after),
         "<h2>Segments</h2>",
         _table(summary.HEADINGS, summary.rows(plan), summary.RIGHT, names=(1,), sum_last=bool(plan.changed)),
-        "<p class=soft>Waits: what the forward phase makes and the backward phase reads. Time: predicted, as a part of "
-        "the step as it was.</p>",
+        "<p class=soft>Saved for backward: tensors that the forward pass computes and the backward pass reads. Time: "
+        "predicted, relative to the original step.</p>",
         *(_details(list(summary.segment_lines(segment))) for segment in plan.segments),
         *_swaps(plan),
         "<h2>Largest at the peak</h2>",
         *_largest(plan, after),
-        *_left_alone(plan),
+        *_not_rewritten(plan),
         *_section("Notes", plan.notes),
         f"<footer><p>tflms-sft {_text(__version__)}</p></footer>",
     ]
@@ -92,13 +98,13 @@ def page(plan: PlanRecord, before: Measurement | None, after: Measurement | None
 def _pipeline_page(
     plan: PlanRecord, pipeline: PlannedPipeline, before: Measurement | None, after: Measurement | None
 ) -> str:
-    """The page of stages on several devices."""
+    """Return the HTML page of a pipeline."""
     title = f"Pipeline for {summary.batch_text(plan)}"
     parts = [
         f"<h1>{_text(title)}</h1>",
         f"<p>{_text(_sentence(summary.headline(plan)))}</p>",
         "<h2>Devices over a step</h2>",
-        _picture(plan, before, after),
+        _chart(plan, before, after),
         "<h2>Stages</h2>",
         f"<pre>{_text(chr(10).join([*pipeline.lines(), *summary.inside_stages(plan)]))}</pre>",
         *_section("Notes", plan.notes),
@@ -126,43 +132,43 @@ def _sentence(text: str) -> str:
 
 
 def _cards(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
-    """The numbers that matter, large."""
+    """Return the key figures: peaks, budget, time, swaps."""
     predicted = plan.predicted.peak_bytes
     cards = [("predicted peak", format_bytes(predicted), f"instead of {format_bytes(plan.original.peak_bytes)}", False)]
     if after is not None:
-        was = "" if before is None else f"instead of {format_bytes(before.peak_bytes)}, "
-        ratio = f"{was}{after.peak_bytes / max(predicted, 1):.2f} times the prediction"
+        original = "" if before is None else f"instead of {format_bytes(before.peak_bytes)}, "
+        ratio = f"{original}{after.peak_bytes / max(predicted, 1):.2f} times the prediction"
         over = plan.memory_budget is not None and after.peak_bytes > plan.memory_budget
         cards.append(("measured peak", format_bytes(after.peak_bytes), ratio, over))
     else:
         cards.append(("measured peak", "-", "not measured", False))
     if plan.memory_budget is not None:
-        found = predicted if after is None else after.peak_bytes
-        used = f"{100 * found / plan.memory_budget:.0f} % of it in use at the peak"
-        cards.append(("budget", format_bytes(plan.memory_budget), used, found > plan.memory_budget))
-    cards.append(("time", f"{plan.predicted.time_ratio:.2f}x", "of the step as it was", False))
+        peak = predicted if after is None else after.peak_bytes
+        used = f"{100 * peak / plan.memory_budget:.0f} % in use at the peak"
+        cards.append(("budget", format_bytes(plan.memory_budget), used, peak > plan.memory_budget))
+    cards.append(("time", f"{plan.predicted.time_ratio:.2f}x", "of the original step", False))
     if plan.swaps:
         cards.append(("swapped", format_bytes(plan.swapped_bytes), f"to {plan.swap_tier} in every step", False))
     shown = (
         f"<div class=card><span class=soft>{_text(label)}</span><b{' class=bad' if bad else ''}>{_text(value)}</b>"
-        f"<span class=soft>{_text(more)}</span></div>"
-        for label, value, more, bad in cards
+        f"<span class=soft>{_text(comment)}</span></div>"
+        for label, value, comment, bad in cards
     )
     return f"<div class=cards>{''.join(shown)}</div>"
 
 
-def _picture(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
-    """As lines, or as pixels if there are many; without matplotlib a line that says so."""
+def _chart(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
+    """Return the chart as SVG, or as PNG if it has many points; without matplotlib a line of text."""
     try:
         figure = draw(plan, None, before, after or plan.measured)
     except ImportError as error:
-        return f"<p class=soft>No picture: {_text(str(error))}</p>"
-    timelines = [found.timelines[0].points for found in (before, after) if found is not None and found.timelines]
+        return f"<p class=soft>No chart: {_text(str(error))}</p>"
+    timelines = [m.timelines[0].points for m in (before, after) if m is not None and m.timelines]
     points = sum(map(len, [plan.original.timeline, plan.predicted.timeline, *timelines]))
-    name = "Bytes alive over one training step, before and after"
+    name = "Bytes alive over one training step, original and rewritten"
     if plan.pipeline is not None:
         name = "What each device runs over one training step"
-    if points > MOST_POINTS:
+    if points > MAX_SVG_POINTS:
         pixels = io.BytesIO()
         figure.savefig(pixels, format="png", dpi=150)
         data = base64.b64encode(pixels.getvalue()).decode()
@@ -171,7 +177,7 @@ def _picture(plan: PlanRecord, before: Measurement | None, after: Measurement | 
     figure.savefig(lines, format="svg")
     drawing = lines.getvalue()
     drawing = drawing[drawing.index("<svg") :]
-    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)  # Links, and the time of day.
+    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)  # Removes links and the creation time.
     size = re.compile(r'(<svg[^>]*?) (?:height|width)="[^"]*"')
     drawing = size.sub(r"\1", size.sub(r"\1", drawing, count=1), count=1)
     label = f'<svg role="img" aria-label="{name}"'
@@ -181,54 +187,54 @@ def _picture(plan: PlanRecord, before: Measurement | None, after: Measurement | 
 def _peaks(plan: PlanRecord, before: Measurement | None, after: Measurement | None) -> str:
     rows = []
     pairs = [("original", plan.original, before), ("rewritten", plan.predicted, after)]
-    for name, prediction, found in pairs:
+    for name, prediction, measurement in pairs:
         measured = (
             ("not measured", "", "")
-            if found is None
+            if measurement is None
             else (
-                format_bytes(found.peak_bytes),
-                f"{found.peak_bytes / max(prediction.peak_bytes, 1):.2f}",
-                found.source,
+                format_bytes(measurement.peak_bytes),
+                f"{measurement.peak_bytes / max(prediction.peak_bytes, 1):.2f}",
+                measurement.source,
             )
         )
         fixed = format_bytes(prediction.fixed_bytes)
         rows.append((name, format_bytes(prediction.peak_bytes), measured[0], measured[1], fixed, measured[2]))
-    headings = ("step", "predicted", "measured", "measured / predicted", "of which weights and slots", "source")
+    headings = ("step", "predicted", "measured", "measured / predicted", "weights and slots", "source")
     return _table(headings, rows, (1, 2, 3, 4))
 
 
 def _swaps(plan: PlanRecord) -> Iterator[str]:
-    """What is swapped and what could not be."""
+    """Yield the tables of swapped tensors and of tensors that could not be swapped."""
     if plan.swaps:
         largest = sorted(plan.swaps, key=lambda swap: -swap.num_bytes)
         rows = [
             (swap.tensor, format_bytes(swap.num_bytes), str(len(swap.controls)), ", ".join(swap.controls))
-            for swap in largest[:MOST_SWAPS]
+            for swap in largest[:MAX_SWAPS]
         ]
-        if len(largest) > MOST_SWAPS:
-            rest = sum(swap.num_bytes for swap in largest[MOST_SWAPS:])
-            rows.append((f"{len(largest) - MOST_SWAPS} more", format_bytes(rest), "", ""))
+        if len(largest) > MAX_SWAPS:
+            remaining = sum(swap.num_bytes for swap in largest[MAX_SWAPS:])
+            rows.append((f"{len(largest) - MAX_SWAPS} more", format_bytes(remaining), "", ""))
         yield f"<h2>Swapped to {_text(plan.swap_tier)}</h2>"
-        yield _table(("tensor", "size", "times in", "back after"), rows, (1, 2), names=(0, 3))
+        yield _table(("tensor", "size", "swap-ins", "swapped in after"), rows, (1, 2), names=(0, 3))
     if plan.not_swapped:
         yield "<h2>Not swapped</h2>"
-        yield _table(("tensor", "why"), plan.not_swapped, names=(0,))
+        yield _table(("tensor", "reason"), plan.not_swapped, names=(0,))
 
 
 def _largest(plan: PlanRecord, after: Measurement | None) -> Iterator[str]:
-    """As predicted, and as measured."""
-    rows = [(name, format_bytes(size)) for name, size in summary.most(plan.predicted)]
-    yield _table(("tensor, or what runs (predicted)", "size"), rows, (1,), names=(0,))
+    """Yield the tables of the largest tensors at the predicted and at the measured peak."""
+    rows = [(name, format_bytes(size)) for name, size in summary.largest_at_peak(plan.predicted)]
+    yield _table(("tensor or running op (predicted)", "size"), rows, (1,), names=(0,))
     if after is not None and after.timelines:
         rows = [(readable(name), format_bytes(size)) for name, size in after.timelines[0].largest]
-        yield "<p class=soft>As measured:</p>"
-        yield _table(("operation that made it (measured)", "size"), rows, (1,), names=(0,))
+        yield "<p class=soft>Measured:</p>"
+        yield _table(("allocating op (measured)", "size"), rows, (1,), names=(0,))
 
 
-def _left_alone(plan: PlanRecord) -> Iterator[str]:
+def _not_rewritten(plan: PlanRecord) -> Iterator[str]:
     if plan.left_alone:
-        yield "<h2>Left alone</h2>"
-        yield _table(("what", "why"), plan.left_alone, names=(0,))
+        yield "<h2>Not rewritten</h2>"
+        yield _table(("layer or op", "reason"), plan.left_alone, names=(0,))
 
 
 def _section(title: str, items: Sequence[str]) -> Iterator[str]:
@@ -238,9 +244,9 @@ def _section(title: str, items: Sequence[str]) -> Iterator[str]:
 
 
 def _details(lines: Sequence[str]) -> str:
-    """Of a segment: a line, and points below it."""
-    first, *more = lines
-    return f"<p>{_text(first)}</p>{_list(more) if more else ''}"
+    """Return the details of a segment: its first line as a paragraph, the others as a list."""
+    first, *others = lines
+    return f"<p>{_text(first)}</p>{_list(others) if others else ''}"
 
 
 def _list(items: Sequence[str]) -> str:
@@ -254,9 +260,17 @@ def _table(
     names: Sequence[int] = (),
     sum_last: bool = False,
 ) -> str:
-    """A table that scrolls by itself on a narrow screen; `names` are columns of names that may break anywhere."""
+    """Return a table that scrolls on a narrow screen.
 
-    def kind(column: int) -> str:
+    Args:
+        headings: Column headings.
+        rows: Rows of cells.
+        right: Indices of right-aligned columns.
+        names: Indices of columns of names, which may break anywhere.
+        sum_last: Whether the last row is a sum.
+    """
+
+    def css_class(column: int) -> str:
         return " class=n" if column in right else " class=name" if column in names else ""
 
     head = "".join(
@@ -266,6 +280,6 @@ def _table(
     body = []
     for number, row in enumerate(rows):
         last = " class=sum" if sum_last and number == len(rows) - 1 else ""
-        cells = "".join(f"<td{kind(column)}>{_text(cell)}</td>" for column, cell in enumerate(row))
+        cells = "".join(f"<td{css_class(column)}>{_text(cell)}</td>" for column, cell in enumerate(row))
         body.append(f"<tr{last}>{cells}</tr>")
     return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"

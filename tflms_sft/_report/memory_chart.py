@@ -1,4 +1,4 @@
-"""The picture of a plan: bytes alive over a step, before and after, and what is alive at the worst moment."""
+"""The chart of a plan: bytes alive over a step, original and rewritten, and the largest tensors at the peak."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from tflms_sft._util.byte_sizes import format_bytes
 BEFORE, AFTER, BUDGET = "#8b909a", "#1d5fd1", "#c62828"
 LABELS = (("original", BEFORE), ("rewritten", AFTER))
 SHADES = ("#f2b134", "#3aa17e", "#b35fb5", "#e07a5f", "#5b8def", "#7f9c3b")
-"""Of segments, in turn."""
+"""Shades of the segments, repeated cyclically."""
 
-MOST_LARGEST = 5
-NARROW = 0.07
-"""Part of the width below which a loop's name does not fit."""
+MAX_LARGEST = 5
+"""Number of bars."""
 
-APART = 0.01
-"""Part of the width up to which loops of one segment are drawn as one."""
+MIN_LABEL_WIDTH = 0.07
+"""Width of a loop, as a fraction of the axis, below which its name is written vertically."""
+
+MAX_SPAN_GAP = 0.01
+"""Gap, as a fraction of the axis, up to which loops of one segment are drawn as one."""
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 _LOOP = re.compile(r"sft/([^/]+)/(forward|backward)[^/]*/")
 
 
-_IN_TURN = re.compile(r"(?:micro_\d+/)?sft/([^/]+)/([^/]+)/while/body/[^/]+/while/(.+)")
+_IN_ITERATION = re.compile(r"(?:micro_\d+/)?sft/([^/]+)/([^/]+)/while/body/[^/]+/while/(.+)")
 
 
 class Span(NamedTuple):
-    """Where loops of a segment run.
+    """The time span of the loops of a segment.
 
     Attributes:
-        segment: Its name.
-        backward: Whether they belong to the backward phase.
-        begin: On the axis of a curve.
-        end: The same.
+        segment: Name of the segment.
+        backward: Whether they are backward loops.
+        begin: Start on the time axis.
+        end: End on the time axis.
     """
 
     segment: str
@@ -49,15 +51,15 @@ class Span(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Memory over a step.
+    """Bytes alive over a step.
 
     Attributes:
-        label: For the legend.
-        color: Of the line.
-        places: Where each value begins, and where the last one ends.
+        label: Label in the legend.
+        color: Color of the line.
+        places: Start of each value on the time axis, and the end of the last one.
         values: Bytes.
-        spans: Where tile loops run.
-        largest: (name, bytes) of what is alive at the peak.
+        spans: Time spans of tile loops.
+        largest: (name, bytes) of the largest tensors alive at the peak.
     """
 
     label: str
@@ -80,25 +82,38 @@ def draw(
 def draw_plan(
     plan: PlanRecord, path: str | os.PathLike[str] | None, before: Measurement | None, after: Measurement | None
 ) -> Any:
-    """Draw memory before and after as predicted, beside it as measured if it was, with the budget."""
+    """Draw the predicted bytes of the original and the rewritten step, the measured ones beside them, and the budget.
+
+    Args:
+        plan: The plan.
+        path: File to write, or `None`.
+        before: Measurement of the original step, or `None`.
+        after: Measurement of the rewritten step, or `None`.
+
+    Returns:
+        The `matplotlib.figure.Figure`.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('`plan.plot()` needs matplotlib: pip install "tflms-sft[plot]"') from error
-    measured = [found for found in (before, after) if found is not None]
-    panels = 2 if any(found.timelines for found in measured) else 1
+    measurements = [m for m in (before, after) if m is not None]
+    panels = 2 if any(m.timelines for m in measurements) else 1
     figure = Figure(figsize=(2 + 7 * panels, 6.4), layout="constrained")
     grid = figure.add_gridspec(2, panels, height_ratios=(3.6, 1))
-    highest = max(plan.original.peak_bytes, plan.predicted.peak_bytes, *(found.peak_bytes for found in measured), 0)
+    highest = max(plan.original.peak_bytes, plan.predicted.peak_bytes, *(m.peak_bytes for m in measurements), 0)
     unit = next((unit for unit in UNITS if highest >= unit[1]), UNITS[-1])
     first = figure.add_subplot(grid[0, 0])
-    first.set_ylim(0, 1.18 * highest / unit[1])  # Room for the names of loops.
+    first.set_ylim(0, 1.18 * highest / unit[1])  # Leaves room for the names of loops.
     _draw_predicted(first, figure.add_subplot(grid[1, 0]), plan, before, after, unit)
     for column in range(1, panels):
         axes = figure.add_subplot(grid[0, column], sharey=first)
         _draw_measured(axes, figure.add_subplot(grid[1, column]), plan, before, after, unit)
     if path is not None:
-        # Without a format matplotlib adds one to names that have none, and writes another file than was asked for.
+        # Without a format, matplotlib would append one to a name that has none.
         figure.savefig(path, dpi=140, format=os.path.splitext(path)[1][1:] or "png")
     return figure
 
@@ -106,15 +121,16 @@ def draw_plan(
 def _draw_predicted(
     axes: Any, bars: Any, plan: PlanRecord, before: Measurement | None, after: Measurement | None, unit: tuple[str, int]
 ) -> None:
-    """Bytes over the predicted time of a step, and measured peaks of which there is no timeline."""
+    """Draw bytes over the predicted time of a step, and measured peaks without a timeline as lines."""
     predictions = (plan.original, plan.predicted) if plan.changed else (plan.original,)
     curves = [_predicted(prediction, *label) for prediction, label in zip(predictions, LABELS, strict=False)]
     lines = []
-    for found, (label, color) in zip((before, after), LABELS, strict=True):
-        if found is not None and not found.timelines:
-            lines.append((found.peak_bytes, f"{label}, measured peak {format_bytes(found.peak_bytes)}", color))
+    for measurement, (label, color) in zip((before, after), LABELS, strict=True):
+        if measurement is not None and not measurement.timelines:
+            text = f"{label}, measured peak {format_bytes(measurement.peak_bytes)}"
+            lines.append((measurement.peak_bytes, text, color))
     axes.set_title("Predicted", loc="left", fontweight="bold")
-    axes.set_xlabel("predicted time (1 is a step as it was)")
+    axes.set_xlabel("predicted time (1 = original step)")
     _draw(axes, bars, curves, lines, plan.memory_budget, unit)
 
 
@@ -127,23 +143,23 @@ def _predicted(prediction: Prediction, label: str, color: str) -> Curve:
         if match:
             spans.append(Span(match[1], match[2] == "backward", begin, end))
     text = f"{label}, peak {format_bytes(prediction.peak_bytes)}"
-    largest = sorted([*prediction.own[:1], *prediction.largest], key=lambda one: -one[1])
+    largest = sorted([*prediction.own[:1], *prediction.largest], key=lambda item: -item[1])
     return Curve(text, color, places, [amount for _, amount in prediction.timeline], spans, largest)
 
 
 def _draw_measured(
     axes: Any, bars: Any, plan: PlanRecord, before: Measurement | None, after: Measurement | None, unit: tuple[str, int]
 ) -> None:
-    """Bytes over the time of a step."""
+    """Draw measured bytes over the time of a step."""
     curves, lines, devices = [], [], []
-    for found, (label, color) in zip((before, after), LABELS, strict=True):
-        if found is not None and found.timelines:
-            timeline = found.timelines[0]
+    for measurement, (label, color) in zip((before, after), LABELS, strict=True):
+        if measurement is not None and measurement.timelines:
+            timeline = measurement.timelines[0]
             devices.append(timeline.device)
             curves.append(_measured(timeline, label, color))
-            if found.peak_bytes != timeline.peak_bytes:  # Of another run, untraced, in another state of the memory.
-                text = f"{label}, peak by statistics {format_bytes(found.peak_bytes)}"
-                lines.append((found.peak_bytes, text, color))
+            if measurement.peak_bytes != timeline.peak_bytes:  # Measured in another run, which was not traced.
+                text = f"{label}, peak by statistics {format_bytes(measurement.peak_bytes)}"
+                lines.append((measurement.peak_bytes, text, color))
     axes.set_title(f"Measured, by allocation records of {devices[-1]}", loc="left", fontweight="bold")
     axes.set_xlabel("time of one training step (s), fully traced")
     _draw(axes, bars, curves, lines, plan.memory_budget, unit)
@@ -168,7 +184,7 @@ def _draw(
     budget: int | None,
     unit: tuple[str, int],
 ) -> None:
-    """Curves with the loops of the last one shaded, lines across, and the largest of the last one below."""
+    """Draw curves with horizontal lines, and the loops and largest tensors of the last curve."""
     name, size = unit
     end = max(curve.places[-1] for curve in curves) or 1.0
     for curve in curves:
@@ -189,29 +205,29 @@ def _draw(
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e3e5e8", lw=0.7)
     axes.set_axisbelow(True)
-    _shade(axes, joined(curves[-1].spans, APART * end), end)
+    _shade(axes, merge_spans(curves[-1].spans, MAX_SPAN_GAP * end), end)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize="small", frameon=False)
     _bars(bars, curves[-1])
 
 
-def joined(spans: Sequence[Span], apart: float) -> list[Span]:
-    """The same with loops of one segment and direction that follow each other as one."""
-    found: list[Span] = []
+def merge_spans(spans: Sequence[Span], max_gap: float) -> list[Span]:
+    """Return the spans with those of one segment and direction merged that are at most `max_gap` apart."""
+    merged: list[Span] = []
     for span in sorted(spans, key=lambda span: span.begin):
-        last = found[-1] if found else None
-        if last is not None and last[:2] == span[:2] and span.begin - last.end <= apart:
-            found[-1] = last._replace(end=max(last.end, span.end))
+        last = merged[-1] if merged else None
+        if last is not None and last[:2] == span[:2] and span.begin - last.end <= max_gap:
+            merged[-1] = last._replace(end=max(last.end, span.end))
         else:
-            found.append(span)
-    return found
+            merged.append(span)
+    return merged
 
 
 def _shade(axes: Any, spans: Sequence[Span], end: float) -> None:
-    """Segments behind the curves, named where there is room."""
+    """Shade the spans of segments behind the curves, and label them."""
     shades = dict(zip(dict.fromkeys(span.segment for span in spans), itertools.cycle(SHADES), strict=False))
     for span in spans:
         axes.axvspan(span.begin, span.end, color=shades[span.segment], alpha=0.13, lw=0, zorder=0)
-        wide = span.end - span.begin > NARROW * end
+        wide = span.end - span.begin > MIN_LABEL_WIDTH * end
         axes.text(
             (span.begin + span.end) / 2,
             0.985,
@@ -226,8 +242,8 @@ def _shade(axes: Any, spans: Sequence[Span], end: float) -> None:
 
 
 def _bars(axes: Any, curve: Curve) -> None:
-    """The largest things alive at the peak, largest first."""
-    largest = list(curve.largest[:MOST_LARGEST])
+    """Draw the largest tensors alive at the peak, largest first."""
+    largest = list(curve.largest[:MAX_LARGEST])
     axes.set_title(f"largest at the peak of the {curve.label.split(',')[0]} step", loc="left", fontsize=8.5)
     axes.barh(range(len(largest)), [size for _, size in largest], color=curve.color, alpha=0.3, height=0.82)
     for number, (name, size) in enumerate(largest):
@@ -241,8 +257,8 @@ def _bars(axes: Any, curve: Curve) -> None:
 
 
 def readable(name: str) -> str:
-    """The operation of a turn of a loop, without the scopes that the runtime adds."""
-    match = _IN_TURN.match(name)
+    """Return the name of an op in a loop iteration without the scopes that the runtime adds."""
+    match = _IN_ITERATION.match(name)
     return f"{match[3]} (in {match[1]}, {match[2]})" if match else name
 
 

@@ -1,4 +1,4 @@
-"""What a peak is made of, by the names of layers: tensors, and what is taken only while something runs."""
+"""Names the tensors, and the transient memory of ops, that make up a predicted peak, by layers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tflms_sft._trace.layer_names import LayerRecord
 
 __all__: list[str] = []
 
-Sizes = tuple[tuple[str, int], ...]
-"""(what, bytes), largest first."""
+NamedSizes = tuple[tuple[str, int], ...]
+"""(name, bytes), largest first."""
 
 
 class PeakNames:
-    """Names to print.
+    """Display names of tensors and ops of a step.
 
     Args:
-        analysis: Of a step.
-        record: Layers that were seen while it was traced.
-        layers: Names of tensors that are what a layer returns.
+        analysis: Analysis of the original step.
+        record: Its layer calls.
+        layers: Layer names of the tensors that layers return.
     """
 
     def __init__(self, analysis: GraphAnalysis, record: LayerRecord, layers: Mapping[Tensor, str]) -> None:
@@ -32,22 +32,22 @@ class PeakNames:
         self._layers = layers
 
     def tensor(self, tensor: Tensor) -> str:
-        """A layer if it returns the tensor, else what makes it."""
+        """Return the layer that returns a tensor, else the layer and op that compute it, else its own name."""
         return self._layers.get(tensor) or self._op(tensor.node.name) or tensor.name
 
     def is_known(self, tensor: str) -> bool:
-        """Whether the original has a tensor of that name."""
+        """Tell whether the original step has a tensor of that name."""
         return tensor.rpartition(":")[0] in self._analysis.graph.nodes
 
     def tensor_called(self, name: str) -> str:
-        """The same for a name, which may be one of a rewritten graph."""
+        """Return the display name of a tensor given by name, which may be from a rewritten graph."""
         if not self.is_known(name):
             return name
         op, _, index = name.rpartition(":")
         return self.tensor(self._analysis.graph.nodes[op].out(int(index)))
 
     def op(self, name: str) -> str:
-        """The layer with what it runs, such as `conv1 (Conv2DBackpropFilter, backward)`."""
+        """Return the layer and type of an op, such as `conv1 (Conv2DBackpropFilter, backward)`; else its name."""
         return self._op(name) or name
 
     def _op(self, name: str) -> str:
@@ -57,22 +57,34 @@ class PeakNames:
         return f"{call.layer} ({node.op}{', backward' if node in self._analysis.backward else ''})"
 
 
-def largest(names: PeakNames, graph: Graph, peak: Peak) -> Sizes:
-    """The largest tensors; those that loops made by what they are in the original.
+def largest_tensors(names: PeakNames, graph: Graph, peak: Peak) -> NamedSizes:
+    """Return the largest tensors alive at a peak; outputs of loops are named after the tensors they replace.
 
     Args:
-        names: Of the original.
-        graph: The rewritten graph, or an outline of it.
-        peak: Of that graph.
+        names: Display names of the original step.
+        graph: The rewritten graph, or its skeleton.
+        peak: Predicted peak of that graph.
     """
-    made = {new.name: old for old, new in graph.aliases.items() if names.is_known(old)}
-    return tuple((names.tensor_called(made.get(name, name)), size) for name, size in peak.largest)
+    replaced = {new.name: old for old, new in graph.aliases.items() if names.is_known(old)}
+    return tuple((names.tensor_called(replaced.get(name, name)), size) for name, size in peak.largest)
 
 
-def own(
+def transient_memory(
     names: PeakNames, plans: Sequence[SegmentPlan], graph: Graph, peak: Peak, memory: IterationModelCache, batch: int
-) -> Sizes:
-    """What is taken only while the op at the worst moment runs: a turn of a loop, kernels' own memory (in it)."""
+) -> NamedSizes:
+    """Return the memory in use at the peak only while its op runs: a loop iteration, and kernel scratch inside it.
+
+    Args:
+        names: Display names of the original step.
+        plans: Its segments.
+        graph: The rewritten graph, or its skeleton.
+        peak: Predicted peak of that graph.
+        memory: Models of loop iterations.
+        batch: Batch size.
+
+    Returns:
+        Nothing, or the iteration or the scratch; or both, where the scratch is a part of the iteration.
+    """
     if not peak.own_bytes:
         return ()
     loops = loop_nodes(graph)
@@ -81,11 +93,11 @@ def own(
             if loops.get((plan.segment.name, tile_loop.name)) == peak.at:
                 sides = plan.segment.entries, plan.segment.exits
                 ends = " -> ".join(", ".join(map(names.tensor, side)) for side in sides if side)
-                turn = f"a turn of {plan.segment.name}/{tile_loop.name} ({ends})", peak.own_bytes
-                op, taken = kernel_at_worst(memory.iterations(tile_loop, batch))
-                return (turn, (_kernel(names, op), taken)) if taken else (turn,)
-    return ((_kernel(names, peak.at), peak.own_bytes),)
+                iteration = f"an iteration of {plan.segment.name}/{tile_loop.name} ({ends})", peak.own_bytes
+                op, scratch_bytes = kernel_at_worst(memory.iterations(tile_loop, batch))
+                return (iteration, (_scratch(names, op), scratch_bytes)) if scratch_bytes else (iteration,)
+    return ((_scratch(names, peak.at), peak.own_bytes),)
 
 
-def _kernel(names: PeakNames, op: str) -> str:
-    return f"kernels' own memory in {names.op(op)}"
+def _scratch(names: PeakNames, op: str) -> str:
+    return f"kernel scratch of {names.op(op)}"

@@ -1,4 +1,4 @@
-"""What a plan says of a pipeline."""
+"""Records of a pipeline in a plan, and their report as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rewriters.pipelining.schedules import make
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import shortened, table
 
-_MOST_CROSSING = 4
+_MAX_TRANSFERS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,19 +17,19 @@ class PlannedStage:
     """A stage of a pipeline.
 
     Attributes:
-        number: From 0, in the order of the forward phase.
-        devices: Those that run it, the one that keeps its weights first.
-        entries: Names of what comes in from the stages before.
-        exit: Name of the tensor that it ends with; empty for the last one.
-        forward_ops: Number of forward operations.
-        backward_ops: Number of backward operations.
-        weight_bytes: Of its variables, optimizer slots included.
-        waiting_bytes: What waits for the backward phase, for one micro-batch.
-        forward_seconds: Predicted time for one micro-batch.
-        backward_seconds: The same.
-        transfer_bytes: What is sent on to later stages, for one micro-batch.
-        transfer_seconds: Predicted time of that.
-        segments: Names of the segments of it that run tile by tile.
+        number: Index of the stage, from 0, in the order of the forward pass.
+        devices: Devices that run the stage, the owner of its weights first.
+        entries: Names of the tensors that it receives from earlier stages.
+        exit: Name of the tensor that it ends with; empty for the last stage.
+        forward_ops: Number of forward ops.
+        backward_ops: Number of backward ops.
+        weight_bytes: Bytes of its variables, optimizer slots included.
+        waiting_bytes: Bytes saved for the backward pass, for one micro-batch.
+        forward_seconds: Predicted time of the forward pass of one micro-batch.
+        backward_seconds: Predicted time of the backward pass of one micro-batch.
+        transfer_bytes: Bytes sent to later stages, for one micro-batch.
+        transfer_seconds: Predicted time of that transfer.
+        segments: Names of its segments that run as tile loops.
     """
 
     number: int
@@ -49,20 +49,20 @@ class PlannedStage:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedPipeline:
-    """A step in stages on several devices.
+    """A step in pipeline stages on several devices.
 
     Attributes:
-        schedule: Its name.
-        micro_batches: Micro-batches of all data replicas.
-        data_replicas: Copies beside each other.
+        schedule: Name of the schedule.
+        micro_batches: Number of micro-batches of all data replicas together.
+        data_replicas: Number of copies of the pipeline.
         stages: The stages.
-        devices: Names of the devices in the order of `slots` and `peak_bytes`.
-        slots: What each device runs, in order: `"F0.1"` is the forward phase of micro-batch 0 in stage 1.
-        peak_bytes: Predicted for each device: weights, gradients, and what waits, at the worst moment.
+        devices: Names of the devices, in the order of `slots` and `peak_bytes`.
+        slots: Passes that each device runs, in order: `"F0.1"` is the forward pass of micro-batch 0 in stage 1.
+        peak_bytes: Predicted peak of each device in bytes: weights, gradients and tensors saved for the backward pass.
         seconds: Predicted time of a step, without the update.
-        idle: Part of all devices' time in which they wait.
-        crossing: (tensor, stage that makes it, stage that reads it, bytes of one micro-batch).
-        results: How each result of the step was put together.
+        idle: Fraction of the time of all devices in which they idle.
+        crossing: (tensor, producing stage, consuming stage, bytes for one micro-batch) of each transfer.
+        results: (result of the step, combination of its values for the micro-batches).
         chart: Devices over time, as text.
     """
 
@@ -80,27 +80,27 @@ class PlannedPipeline:
     chart: str = dataclasses.field(repr=False, default="")
 
     def simulation(self) -> Simulation:
-        """The schedule executed with the predicted times."""
-        count, own = len(self.stages), self.micro_batches // self.data_replicas
+        """Simulate the schedule with the predicted times."""
+        num_stages, micro_batches = len(self.stages), self.micro_batches // self.data_replicas
         return simulate(
-            make(self.schedule, count, own, self.data_replicas),
+            make(self.schedule, num_stages, micro_batches, self.data_replicas),
             [stage.forward_seconds for stage in self.stages],
             [stage.backward_seconds for stage in self.stages],
             [stage.transfer_seconds for stage in self.stages[:-1]],
         )
 
     def headline(self) -> str:
-        """One line."""
+        """Return one line: stages, schedule, peak and idle time."""
         devices = len(set(self.devices))
         return (
-            f"{len(self.stages)} stage(s) on {devices} device(s), {self.micro_batches} micro-batch(es) in the order "
-            f"{self.schedule!r}, predicted peak {format_bytes(max(self.peak_bytes))} of a device, "
+            f"{len(self.stages)} stage(s) on {devices} device(s), {self.micro_batches} micro-batch(es), schedule "
+            f"{self.schedule!r}, predicted peak {format_bytes(max(self.peak_bytes))} per device, "
             f"{100 * self.idle:.0f} % idle"
         )
 
     def lines(self) -> list[str]:
-        """The table of the stages, and what a reader should know of them."""
-        headings: tuple[str, ...] = ("stage", "device", "ends with", "weights", "waits", "forward", "backward")
+        """Return the table of the stages, the schedule, and peaks and transfers."""
+        headings: tuple[str, ...] = ("stage", "device", "ends with", "weights", "saved", "forward", "backward")
         rows: list[tuple[str, ...]] = [
             (
                 str(stage.number),
@@ -115,12 +115,16 @@ class PlannedPipeline:
         ]
         if any(stage.segments for stage in self.stages):
             headings = (*headings, "tiled")
-            rows = [(*row, ", ".join(own.segments) or "-") for row, own in zip(rows, self.stages, strict=True)]
-        found = table([headings, *rows], (3, 4, 5, 6))
-        found += [f"  {line}" for line in self.chart.splitlines()]
+            rows = [(*row, ", ".join(stage.segments) or "-") for row, stage in zip(rows, self.stages, strict=True)]
+        lines = table([headings, *rows], (3, 4, 5, 6))
+        lines += [f"  {line}" for line in self.chart.splitlines()]
         for name, size in zip(self.devices, self.peak_bytes, strict=True):
-            found.append(f"  {name}: predicted peak {format_bytes(size)}")
-        crossing = [f"{name} ({a} -> {b}, {format_bytes(size)})" for name, a, b, size in self.crossing if a < b]
-        found.append(f"  cross forward: {shortened(crossing, _MOST_CROSSING) or 'nothing'}")
-        found += [f"  result {name}: {how}" for name, how in self.results]
-        return found
+            lines.append(f"  {name}: predicted peak {format_bytes(size)}")
+        transfers = [
+            f"{name} ({sender} -> {receiver}, {format_bytes(size)})"
+            for name, sender, receiver, size in self.crossing
+            if sender < receiver
+        ]
+        lines.append(f"  sent forward: {shortened(transfers, _MAX_TRANSFERS) or 'nothing'}")
+        lines += [f"  result {name}: {combination}" for name, combination in self.results]
+        return lines

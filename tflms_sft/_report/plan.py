@@ -1,4 +1,4 @@
-"""What was done to a step, in words, numbers and a picture."""
+"""`Plan`: the record of a rewriting, with its reports as text, JSON, chart and web page."""
 
 from __future__ import annotations
 
@@ -16,59 +16,62 @@ from tflms_sft._report.summary import batch_text, headline, summary
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Plan(PlanRecord):
-    """How a step was rewritten. Printed it is its summary; in a notebook, its page.
+    """The record of a rewriting: segments, swaps, predictions and measurements.
+
+    Printing a plan prints its summary; a notebook displays its web page. Sizes are bytes, times seconds.
 
     Attributes:
-        changed: Whether anything was rewritten.
-        batch: Batch size that the bytes hold for. Smaller ones run too; larger ones if there is no budget, or nothing
-            was rewritten and they are predicted to keep to it.
-        batch_is_fixed: Whether the step was traced for this batch alone.
-        segments: What runs tile by tile.
-        left_alone: (name, reason) of image ops that stay as they were.
-        original: Prediction for the step as it was.
-        predicted: Prediction for the step as it is.
-        measured: Peak of a real step, once there was one.
-        memory_budget: Bytes, if there was a budget.
-        notes: Remarks.
-        swaps: Tensors that leave the device in every step.
-        swap_tier: Where they go: `"host"` or `"disk"`; empty if there are none.
-        not_swapped: (tensor, why it stays) of those that could not be swapped.
-        rest_waiting_bytes: As in `PlannedSegment`, of what is in no segment; what is swapped is counted.
-        rest_time_share: The same for time.
-        pipeline: Stages on several devices, if that is what was done.
+        changed: Whether the step was rewritten.
+        batch: Batch size that the bytes are predicted for. Smaller batches run too. Larger ones run without a budget,
+            or if nothing was rewritten and their predicted peak keeps the budget.
+        batch_is_fixed: Whether the step was traced for this batch size alone.
+        segments: Segments that run as tile loops.
+        left_alone: (name, reason) of image ops that were not rewritten.
+        original: Prediction for the original step.
+        predicted: Prediction for the rewritten step.
+        measured: Measured memory of a step; `None` before one was measured.
+        memory_budget: Budget in bytes, or `None`.
+        notes: Remarks for the user.
+        swaps: Tensors that are swapped in every step.
+        swap_tier: Destination of swaps: `"host"` or `"disk"`; empty without swaps.
+        not_swapped: (tensor, reason) of tensors that could not be swapped.
+        rest_waiting_bytes: Bytes outside of segments that are saved for the backward pass, swapped tensors included, in
+            the original and the rewritten step.
+        rest_time_share: Predicted time of ops outside of segments over that of the original step, likewise.
+        pipeline: Stages on several devices, or `None`.
     """
 
     def headline(self) -> str:
-        """One line: what was done and what is expected."""
+        """Return one line: segments, swaps, predicted peak and time."""
         return headline(self)
 
     def __repr__(self) -> str:
-        """One line."""
+        """Return the headline with the batch size."""
         return f"<Plan for {batch_text(self)}: {self.headline()}>"
 
     def __str__(self) -> str:
-        """The summary."""
+        """Return the summary."""
         return self.summary()
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, whose style a notebook does not take over."""
+        """Return the web page in a frame, which isolates its style from the notebook's."""
         return f'<iframe srcdoc="{html.escape(self.to_html())}" width="100%" height="600" frameborder="0"></iframe>'
 
     def summary(self) -> str:
-        """A report of several lines: a table of the segments, and what a reader should know of them.
+        """Return a report of several lines: a table of segments, swaps, the largest tensors, and remarks.
 
-        docs/reports.md tells what the columns mean.
+        docs/reports.md explains the columns.
         """
         return summary(self)
 
     def to_json(self, indent: int | None = 2) -> str:
-        """The whole plan as JSON, timelines included.
+        """Return the plan as JSON, timelines included.
 
         Args:
-            indent: Spaces per level; `None` puts all into one line. Defaults to 2.
+            indent: Spaces per level; `None` for a single line. Defaults to 2.
 
         Returns:
-            The text; sizes are bytes, times seconds.
+            The text, with the attributes of `Plan` as fields. Sizes are bytes, times seconds.
         """
         return json.dumps(dataclasses.asdict(self), indent=indent)
 
@@ -78,19 +81,22 @@ class Plan(PlanRecord):
         before: Measurement | None = None,
         after: Measurement | None = None,
     ) -> Any:
-        """Draw memory over a step, before and after: as predicted, and as measured if there are timelines of it.
+        """Draw the bytes alive over a step, of the original and the rewritten step; of a pipeline its schedule.
+
+        The prediction is always drawn. Timelines of `before` and `after` add a second panel.
 
         Args:
-            path: File to write; `None` only returns the figure.
-            before: Of the step as it was: `tflms_sft.measure(step, *batch, timelines=True)`.
-            after: Of the rewritten step. Defaults to `measured`.
+            path: File to write, in the format of its extension. Defaults to `None`: no file.
+            before: Measurement of the original step: `tflms_sft.measure(step, *batch, timelines=True)`. Defaults to
+                `None`.
+            after: Measurement of the rewritten step. Defaults to `None`: `measured`.
 
         Returns:
-            The matplotlib figure.
+            The `matplotlib.figure.Figure`.
 
         Raises:
-            ImportError: Without matplotlib (`pip install "tflms-sft[plot]"`).
-            TypeError: If `before` or `after` is no `Measurement`.
+            ImportError: If matplotlib is not installed (`pip install "tflms-sft[plot]"`).
+            TypeError: If `before` or `after` is not a `Measurement`.
 
         Example:
         >>> fast = tflms_sft.rewrite(step, tflms_sft.LMSParams(), images, labels)
@@ -106,20 +112,20 @@ class Plan(PlanRecord):
         before: Measurement | None = None,
         after: Measurement | None = None,
     ) -> str:
-        """The whole report as one page: table, picture, swaps, what is left alone and why, largest tensors.
+        """Return the report as one self-contained HTML page: summary, chart, swaps, largest tensors, remarks.
 
-        The page asks for nothing from elsewhere. Without matplotlib it has no picture, and says so.
+        Without matplotlib, a line replaces the chart.
 
         Args:
-            path: File to write; `None` only returns the text.
-            before: As for `plot`.
-            after: As for `plot`.
+            path: File to write. Defaults to `None`: no file.
+            before: Measurement of the original step, as for `plot`.
+            after: Measurement of the rewritten step, as for `plot`.
 
         Returns:
-            The text of the page.
+            The HTML text.
 
         Raises:
-            TypeError: If `before` or `after` is no `Measurement`.
+            TypeError: If `before` or `after` is not a `Measurement`.
 
         Example:
         >>> callback.plan.to_html("plan.html")
@@ -147,6 +153,6 @@ def _check_measurements(before: Any, after: Any) -> None:
     for argument, value in (("before", before), ("after", after)):
         if not isinstance(value, Measurement | None):
             raise TypeError(
-                f"`{argument}` must be what `tflms_sft.measure` returned. Received: {argument}={value!r} of type "
-                f"{type(value).__name__}."
+                f"`{argument}` must be a `Measurement`, as `tflms_sft.measure` returns. Received: {argument}={value!r} "
+                f"of type {type(value).__name__}."
             )

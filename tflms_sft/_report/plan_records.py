@@ -1,4 +1,4 @@
-"""The data that a plan consists of: predictions, measurements, segments, swaps."""
+"""Records of a plan: predictions, measurements, segments, swaps."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from tflms_sft._report.pipeline_plan import PlannedPipeline
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What the model says of one step.
+    """Predicted memory and time of one step.
 
     Attributes:
-        peak_bytes: Everything alive on the device at the worst moment, weights and optimizer slots included.
-        fixed_bytes: Weights, optimizer slots and other variables.
-        time_ratio: Time over that of the original step: arithmetic and memory traffic, the weights of every turn
-            included, at the machine's rates.
-        largest: (name, bytes) of the largest tensors alive at the worst moment: the layer that returns it, or
-            `layer (operation)` for what else was made there, or for its gradient.
+        peak_bytes: Bytes alive on the device at the peak, weights and optimizer slots included.
+        fixed_bytes: Bytes of weights, optimizer slots and other variables.
+        time_ratio: Time over that of the original step; from arithmetic and memory traffic at the machine's rates.
+        largest: (name, bytes) of the largest tensors alive at the peak. The name is the layer that returns the tensor,
+            or `layer (op)` for other tensors and for gradients.
         timeline: (op, bytes alive while it runs), in predicted order. A tile loop is one op,
             `sft/<segment>/<loop>/while`.
-        progress: Work done when each of these ops begins, over that of the whole original step.
-        seconds: Time of the step, by the machine's rates.
-        own: (what, bytes) that is taken at the worst moment only while something runs: a turn of a loop, or kernels'
-            own memory; if both, the second is a part of the first.
+        progress: Start of each of these ops, as a fraction of the time of the original step.
+        seconds: Time of the step in seconds, at the machine's rates.
+        own: (description, bytes) of memory that is in use at the peak only while an op runs: an iteration of a loop, or
+            the scratch of a kernel. If there are both, the second is a part of the first.
     """
 
     peak_bytes: int
@@ -38,15 +37,14 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What was alive on a device while a step ran.
+    """Measured bytes alive on a device over one run of a step.
 
     Attributes:
-        device: Such as `"GPU:0"`.
-        peak_bytes: The most at a time, variables and arguments included.
-        largest: (operation that made it, bytes) of the largest things alive then.
-        points: (seconds, bytes alive), one for each change.
-        loops: (`<segment>/<loop>`, seconds at its begin, at its end) of each tile loop, in a pipeline for each
-            micro-batch.
+        device: Name of the device, such as `"GPU:0"`.
+        peak_bytes: Maximum of the bytes alive, variables and arguments included.
+        largest: (op that allocated it, bytes) of the largest tensors alive at the peak.
+        points: (seconds, bytes alive), one per change.
+        loops: (`<segment>/<loop>`, start, end) of each tile loop in seconds; of a pipeline for each micro-batch.
     """
 
     device: str
@@ -58,12 +56,12 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What a run of one step took.
+    """Measured memory of one step.
 
     Attributes:
-        peak_bytes: As in `Prediction`.
-        source: Where the number comes from.
-        timelines: What was alive when, on each device, the one whose memory counts first; if they were asked for.
+        peak_bytes: Bytes alive on the device at the peak, weights and optimizer slots included.
+        source: Source of the peak: allocator statistics or allocation records.
+        timelines: Bytes alive over time on each device, the measured device first; empty unless requested.
     """
 
     peak_bytes: int
@@ -73,34 +71,33 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedSegment:
-    """One segment as it runs.
+    """A segment of the rewritten step.
 
     Attributes:
-        name: Its name scope is `sft/<name>`.
-        entries: Names of what goes in; they can be pasted into a `SegmentSpec`.
-        exits: Names of what comes out.
-        num_tiles: Tiles along the batch and each axis in the forward loop; empty if nothing waits for one.
-        backward_num_tiles: The same in the backward loop; empty if there is none.
-        stored: Names of inner tensors that are kept instead of recomputed.
+        name: Name of the segment; its name scope is `sft/<name>`.
+        entries: Names of the tensors that the segment reads; valid in a `SegmentSpec`.
+        exits: Names of the tensors that it computes, likewise.
+        num_tiles: Number of tiles along the batch and each axis in the forward loop; empty without a forward loop.
+        backward_num_tiles: Number of tiles in the backward loop; empty without a backward loop.
+        stored: Names of inner tensors that are checkpointed instead of recomputed.
         forward_ops: Number of forward ops.
         backward_ops: Number of backward ops.
-        tile_bytes: Predicted peak of one turn of each loop.
-        tile_rows: Rows along each axis of the largest tile of the exit (of the incoming gradient, if there is none),
-            and of the entry with its halo.
-        notes: What a reader should know.
-        num_loops: Tile loops. Between barriers, such as the moments of BatchNorm, each has its own; `num_tiles`,
-            `tile_bytes` and `tile_rows` are those with the most tiles then.
-        kept: Between barriers, names of the tensors that wait whole for the backward phase; what else it needs is
-            computed from them again.
-        halo: Where tiles have the rows from that they share, as for `SFTParams`.
-        saved_bytes: Rows that are saved for the backward loop, with `halo="carry"`.
-        overlapped_bytes: What the loops make more than once, because several tiles need it, recomputation for the
-            backward pass not counted.
-        most_rows: About the number of row tiles above which more of them need more memory (`halo="carry"`) or double
-            the work (`halo="recompute"`); that does not limit them. `None` if there are not as many rows, and
-            where tiles are not rows alone.
-        waiting_bytes: Of what its forward ops make, what waits for the backward phase: before, and after.
-        time_share: Predicted time of its ops, over that of the whole step before: once, and in its loops.
+        tile_bytes: Predicted peak of one iteration of each loop, in bytes.
+        tile_rows: Size along each axis of the largest tile of the exit, or of the incoming gradient without a forward
+            loop; and of the entry with its halo.
+        notes: Remarks for the user.
+        num_loops: Number of tile loops. Between barriers, such as the moments of BatchNorm, there are several; then
+            `num_tiles`, `tile_bytes` and `tile_rows` are those of the loops with the most tiles.
+        kept: Between barriers, names of the tensors that are saved for the backward pass; the others that it reads are
+            recomputed from them.
+        halo: Source of the halo rows, `"recompute"` or `"carry"`, as in `SFTParams`.
+        saved_bytes: Bytes of carried rows that are saved for the backward loop, with `halo="carry"`.
+        overlapped_bytes: Bytes that the loops compute repeatedly because tiles overlap, without the recomputation for
+            the backward pass.
+        most_rows: Approximate number of strips above which more strips need more memory (`halo="carry"`) or double the
+            work (`halo="recompute"`). It is no limit. `None` if the exit has fewer rows, or tiles are not strips.
+        waiting_bytes: Bytes of its forward tensors saved for the backward pass, in the original and the rewritten step.
+        time_share: Predicted time of its ops over that of the original step, in the original and the rewritten step.
     """
 
     name: str
@@ -126,13 +123,13 @@ class PlannedSegment:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedSwap:
-    """A tensor that leaves the device and comes back.
+    """A tensor that is swapped out and in again.
 
     Attributes:
-        tensor: Its name.
-        num_bytes: Its size.
-        readers: Names of the operations that read it after it came back, per swap-in.
-        controls: Name of the operation after which each swap-in starts.
+        tensor: Name of the tensor.
+        num_bytes: Size in bytes.
+        readers: Names of the ops that consume it, per swap-in.
+        controls: Name of the op that triggers each swap-in.
     """
 
     tensor: str
@@ -143,26 +140,27 @@ class PlannedSwap:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class PlanRecord:
-    """The data of a plan: how a step was rewritten.
+    """The data of a plan.
 
     Attributes:
-        changed: Whether anything was rewritten.
-        batch: Batch size that the bytes hold for. Smaller ones run too; larger ones if there is no budget, or nothing
-            was rewritten and they are predicted to keep to it.
-        batch_is_fixed: Whether the step was traced for this batch alone.
-        segments: What runs tile by tile.
-        left_alone: (name, reason) of image ops that stay as they were.
-        original: Prediction for the step as it was.
-        predicted: Prediction for the step as it is.
-        measured: Peak of a real step, once there was one.
-        memory_budget: Bytes, if there was a budget.
-        notes: Remarks.
-        swaps: Tensors that leave the device in every step.
-        swap_tier: Where they go: `"host"` or `"disk"`; empty if there are none.
-        not_swapped: (tensor, why it stays) of those that could not be swapped.
-        rest_waiting_bytes: As in `PlannedSegment`, of what is in no segment; what is swapped is counted.
-        rest_time_share: The same for time.
-        pipeline: Stages on several devices, if that is what was done.
+        changed: Whether the step was rewritten.
+        batch: Batch size that the bytes are predicted for. Smaller batches run too. Larger ones run without a budget,
+            or if nothing was rewritten and their predicted peak keeps the budget.
+        batch_is_fixed: Whether the step was traced for this batch size alone.
+        segments: Segments that run as tile loops.
+        left_alone: (name, reason) of image ops that were not rewritten.
+        original: Prediction for the original step.
+        predicted: Prediction for the rewritten step.
+        measured: Measured memory of a step; `None` before one was measured.
+        memory_budget: Budget in bytes, or `None`.
+        notes: Remarks for the user.
+        swaps: Tensors that are swapped in every step.
+        swap_tier: Destination of swaps: `"host"` or `"disk"`; empty without swaps.
+        not_swapped: (tensor, reason) of tensors that could not be swapped.
+        rest_waiting_bytes: Bytes outside of segments that are saved for the backward pass, swapped tensors included, in
+            the original and the rewritten step.
+        rest_time_share: Predicted time of ops outside of segments over that of the original step, likewise.
+        pipeline: Stages on several devices, or `None`.
     """
 
     changed: bool
@@ -184,5 +182,5 @@ class PlanRecord:
 
     @property
     def swapped_bytes(self) -> int:
-        """Bytes that are swapped out in a step."""
+        """Bytes of all tensors that are swapped out in a step."""
         return sum(swap.num_bytes for swap in self.swaps)

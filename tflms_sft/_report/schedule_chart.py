@@ -1,4 +1,4 @@
-"""The picture of a schedule: what each device runs, over time."""
+"""The chart of a pipeline schedule: the passes of each device over time."""
 
 from __future__ import annotations
 
@@ -11,43 +11,46 @@ from tflms_sft._util.byte_sizes import format_bytes
 
 COLORS = {Direction.FORWARD: "#5b8def", Direction.BACKWARD: "#3aa17e"}
 LIGHTER = {Direction.FORWARD: "#b9cff8", Direction.BACKWARD: "#addccc"}
-"""Of stages other than the first that a device has run."""
+"""Colors of the stages of a device other than its first."""
 
 NAMES = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
-EXCHANGED, CRITICAL, TEXT, QUIET = "#f2b134", "#c62828", "#1f2329", "#6b717c"
+EXCHANGED, CRITICAL, TEXT, SECONDARY_TEXT = "#f2b134", "#c62828", "#1f2329", "#6b717c"
 
-HEIGHT = 0.72
-"""Of a box, where devices are 1 apart."""
+BOX_HEIGHT = 0.72
+"""Height of a box, relative to the distance between devices."""
 
-APART = 0.35
-"""More between devices of different data replicas."""
+REPLICA_GAP = 0.35
+"""Additional distance between devices of different data replicas."""
 
-INCHES, MOST_INCHES = 0.52, 9.0
-"""For a device, and for all of them; with more they become thinner."""
+DEVICE_INCHES, MAX_INCHES = 0.52, 9.0
+"""Height of a device, and maximum height of all devices."""
 
 POINTS_PER_DIGIT = 6.5
 """Width of a digit in a box, with its margins."""
 
-THIN = 5
-"""Points below which a border would be most of a box."""
+MIN_BORDERED_POINTS = 5
+"""Width of a box below which its border is thinner."""
 
 
 def draw_schedule(simulation: Simulation, path: str | os.PathLike[str] | None = None) -> Any:
     """Draw devices over time, with the numbers of the micro-batches in the boxes.
 
     Args:
-        simulation: What to draw.
-        path: Where to save the picture, if anywhere; its ending is the format.
+        simulation: The simulated schedule.
+        path: File to write, in the format of its extension. Defaults to `None`: no file.
 
     Returns:
-        A `matplotlib.figure.Figure`.
+        The `matplotlib.figure.Figure`.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('the picture of a schedule needs matplotlib: pip install "tflms-sft[plot]"') from error
+        raise ImportError('the chart of a schedule needs matplotlib: pip install "tflms-sft[plot]"') from error
     schedule = simulation.schedule
-    height = min(INCHES * (schedule.num_devices + APART * (schedule.data_replicas - 1)), MOST_INCHES)
+    height = min(DEVICE_INCHES * (schedule.num_devices + REPLICA_GAP * (schedule.data_replicas - 1)), MAX_INCHES)
     figure = Figure(figsize=(11, height + 1.55), layout="constrained")
     axes = figure.add_subplot()
     end = simulation.seconds or 1.0
@@ -57,36 +60,36 @@ def draw_schedule(simulation: Simulation, path: str | os.PathLike[str] | None = 
     _boxes(axes, simulation, rows, points=72 * 8.6 / end)
     _frame(axes, simulation, rows)
     if path is not None:
-        # Without a format matplotlib adds one to names that have none, and writes another file than was asked for.
+        # Without a format, matplotlib would append one to a name that has none.
         figure.savefig(path, dpi=140, format=os.path.splitext(path)[1][1:] or "png")
     return figure
 
 
 def _rows(simulation: Simulation) -> list[float]:
-    """Where each device is drawn, downwards."""
+    """Return the vertical position of each device, downwards."""
     schedule = simulation.schedule
-    own = schedule.num_devices // schedule.data_replicas
-    return [device + APART * (device // own) for device in range(schedule.num_devices)]
+    replica_devices = schedule.num_devices // schedule.data_replicas
+    return [device + REPLICA_GAP * (device // replica_devices) for device in range(schedule.num_devices)]
 
 
 def _boxes(axes: Any, simulation: Simulation, rows: list[float], points: float) -> None:
-    """Slots and exchanges.
+    """Draw slots and exchanges of gradients.
 
     Args:
-        axes: Where to draw.
-        simulation: What to draw.
-        rows: Where each device is.
-        points: In the width of a second, about: a number is written where there is room for it.
+        axes: The axes.
+        simulation: The simulated schedule.
+        rows: Vertical position of each device.
+        points: Approximate width of a second in points; decides where numbers fit.
     """
     critical = set(simulation.critical_path)
     for row, slots in zip(rows, simulation.schedule.devices, strict=True):
-        axes.axhspan(row - HEIGHT / 2, row + HEIGHT / 2, color="#f1f2f4", lw=0, zorder=0)
+        axes.axhspan(row - BOX_HEIGHT / 2, row + BOX_HEIGHT / 2, color="#f1f2f4", lw=0, zorder=0)
         spans = [(simulation.begins[slot], simulation.ends[slot] - simulation.begins[slot]) for slot in slots]
         shades = [(COLORS if slot.stage == slots[0].stage else LIGHTER)[slot.kind] for slot in slots]
-        border = 0.8 if all(length * points > THIN for _, length in spans) else 0.2
-        box = (row - HEIGHT / 2, HEIGHT)
+        border = 0.8 if all(length * points > MIN_BORDERED_POINTS for _, length in spans) else 0.2
+        box = (row - BOX_HEIGHT / 2, BOX_HEIGHT)
         axes.broken_barh(spans, box, facecolors=shades, edgecolor="white", lw=border)
-        above = (row - HEIGHT / 2 - 0.055, 0.035)  # Not round the box: that would hide the border of the next one.
+        above = (row - BOX_HEIGHT / 2 - 0.055, 0.035)  # An outline would hide the border of the next box.
         axes.broken_barh(
             [span for span, slot in zip(spans, slots, strict=True) if slot in critical], above, color=CRITICAL
         )
@@ -98,27 +101,29 @@ def _boxes(axes: Any, simulation: Simulation, rows: list[float], points: float) 
     for exchange in simulation.exchanges:
         for device in exchange.devices:
             span = (exchange.begin, exchange.end - exchange.begin)
-            axes.broken_barh([span], (rows[device] + HEIGHT / 2 + 0.02, 0.1), color=EXCHANGED, lw=0)
+            axes.broken_barh([span], (rows[device] + BOX_HEIGHT / 2 + 0.02, 0.1), color=EXCHANGED, lw=0)
 
 
 def _frame(axes: Any, simulation: Simulation, rows: list[float]) -> None:
-    """All that is around the boxes."""
+    """Draw titles, axes and legend."""
     from matplotlib.patches import Patch
 
     schedule = simulation.schedule
     replicas = f", {schedule.data_replicas} data replicas" if schedule.data_replicas > 1 else ""
     counts = f"{_counted(schedule.num_stages, 'stage')}, {_counted(schedule.micro_batches, 'micro-batch')}{replicas}"
     axes.set_title(f"{schedule.name}: {counts}", loc="left", fontweight="bold")
-    axes.set_title(f"{simulation.seconds:.4g} s, {simulation.bubble:.0%} idle", loc="right", fontsize=10, color=QUIET)
+    axes.set_title(
+        f"{simulation.seconds:.4g} s, {simulation.bubble:.0%} idle", loc="right", fontsize=10, color=SECONDARY_TEXT
+    )
     axes.set_xlabel("predicted time (s)")
     axes.set_yticks(rows, [f"device {device}" for device in range(schedule.num_devices)])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    beside = axes.twinx()
-    beside.set_ylim(axes.get_ylim())
-    beside.set_yticks(rows, [_beside(simulation, device) for device in range(schedule.num_devices)])
-    beside.tick_params(axis="y", length=0, labelsize=8, labelcolor=QUIET)
-    beside.spines[:].set_visible(False)
+    right = axes.twinx()
+    right.set_ylim(axes.get_ylim())
+    right.set_yticks(rows, [_device_label(simulation, device) for device in range(schedule.num_devices)])
+    right.tick_params(axis="y", length=0, labelsize=8, labelcolor=SECONDARY_TEXT)
+    right.spines[:].set_visible(False)
     entries = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in Direction]
     if any(len(schedule.stages_on(device)) > 1 for device in range(schedule.num_devices)):
         entries += [Patch(color=LIGHTER[kind], label=f"{NAMES[kind]}, another stage") for kind in Direction]
@@ -134,7 +139,7 @@ def _counted(count: int, word: str) -> str:
     return f"{count} {word}{'' if count == 1 else plural}"
 
 
-def _beside(simulation: Simulation, device: int) -> str:
+def _device_label(simulation: Simulation, device: int) -> str:
     peak = simulation.peak_bytes[device]
     idle = simulation.idle[device] / simulation.seconds if simulation.seconds else 0.0
     return f"{idle:.0%} idle" + (f", {format_bytes(peak)}" if peak else "")

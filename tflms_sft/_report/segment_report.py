@@ -1,4 +1,4 @@
-"""What a plan tells of a segment."""
+"""Describes a segment for a plan: its bytes saved for the backward pass, its share of the time, its tiles."""
 
 from __future__ import annotations
 
@@ -24,82 +24,103 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What a part of the step has of it, before and after.
+    """The share of a part of the step in memory and time, in the original and in the rewritten step.
 
     Attributes:
-        waiting_bytes: Of what it makes in the forward phase, what waits for the backward phase.
-        time_share: Predicted time, over that of the whole step before.
+        waiting_bytes: Bytes of its forward tensors that are saved for the backward pass.
+        time_share: Predicted time over that of the original step.
     """
 
     waiting_bytes: tuple[int, int]
     time_share: tuple[float, float]
 
 
-def shares(costs: CostModel, plans: Sequence[SegmentPlan], whole: float) -> list[Share]:
-    """One for each segment, and at the end that of what stays as it was; `whole` is the time of the step."""
+def shares(costs: CostModel, plans: Sequence[SegmentPlan], step_seconds: float) -> list[Share]:
+    """Return the share of each segment, and last that of all other ops.
+
+    Args:
+        costs: Cost model of the step.
+        plans: Its segments.
+        step_seconds: Predicted time of the original step.
+    """
     analysis, batch = costs.analysis, costs.batch
     owner: dict[Node, int] = {node: number for number, plan in enumerate(plans) for node in plan.segment.forward}
     before = _waiting(analysis, batch, owner, _read_before(analysis))
     after = _waiting(analysis, batch, owner, _read_after(analysis, plans))
     after.update({number: _saved_bytes(plan, batch) for number, plan in enumerate(plans)})
-    parts = [_work(costs, plan, whole) for plan in plans]
-    rest = max(1.0 - sum(once for once, _ in parts), 0.0)  # Not -0.
-    return [Share((before[number], after[number]), work) for number, work in [*enumerate(parts), (_REST, (rest, rest))]]
+    parts = [_time(costs, plan, step_seconds) for plan in plans]
+    rest = max(1.0 - sum(once for once, _ in parts), 0.0)  # Rounding may give a negative zero.
+    return [Share((before[number], after[number]), time) for number, time in [*enumerate(parts), (_REST, (rest, rest))]]
 
 
 _REST = -1
-"""Number of the part that is in no segment."""
+"""Key of the ops outside of segments."""
 
 
-def _work(costs: CostModel, plan: SegmentPlan, whole: float) -> tuple[float, float]:
-    """Time of a segment's ops, once and in its loops."""
+def _time(costs: CostModel, plan: SegmentPlan, step_seconds: float) -> tuple[float, float]:
+    """Return the time of a segment's ops over `step_seconds`: each run once, and in its loops."""
     once = costs.step((*plan.segment.forward, *plan.segment.backward))
-    return once / whole, sum(map(costs.tile_loop, plan.loops)) / whole
+    return once / step_seconds, sum(map(costs.tile_loop, plan.loops)) / step_seconds
 
 
 def _waiting(analysis: GraphAnalysis, batch: int, owner: Mapping[Node, int], read: Iterator[Tensor]) -> Counter[int]:
-    """Bytes that wait for the backward phase, by the segment that makes them; what shares a buffer counts once."""
+    """Return the bytes saved for the backward pass by segment; tensors that share a buffer count once.
+
+    Args:
+        analysis: Analysis of the original step.
+        batch: Batch size.
+        owner: Index of the segment that each forward op belongs to.
+        read: Tensors that the backward pass reads.
+    """
     sources = dict.fromkeys(map(_source, read))
-    found = Counter[int]()
+    num_bytes = Counter[int]()
     for tensor in sources:
         node = tensor.node
         if node in analysis.data and node not in analysis.backward and properties.allocates(node):
-            found[owner.get(node, _REST)] += tensor.num_bytes(batch)
-    return found
+            num_bytes[owner.get(node, _REST)] += tensor.num_bytes(batch)
+    return num_bytes
 
 
 def _source(tensor: Tensor) -> Tensor:
-    """The tensor in whose buffer this one is."""
+    """Return the tensor whose buffer holds this one."""
     while properties.forwards_input_buffer(tensor.node) and tensor.node.inputs:
         tensor = tensor.node.inputs[0]
     return tensor
 
 
 def _read_before(analysis: GraphAnalysis) -> Iterator[Tensor]:
-    """What the backward phase of the original reads."""
+    """Yield the tensors that the backward pass of the original step reads."""
     for node in analysis.backward:
         yield from () if reads_shape_only(node) else node.inputs
 
 
 def _read_after(analysis: GraphAnalysis, plans: Sequence[SegmentPlan]) -> Iterator[Tensor]:
-    """What backward loops read, and what is left of the backward phase."""
+    """Yield the tensors that backward loops, and backward ops outside of segments, read."""
     inside = {node for plan in plans for node in plan.segment.backward}
     for node in analysis.backward - inside:
         yield from () if reads_shape_only(node) else node.inputs
     for plan in plans:
-        again = set[Tensor]()
+        recomputed = set[Tensor]()
         for tile_loop in plan.loops:
             if tile_loop.backward:
-                yield from (t for t in loop_input_tensors(tile_loop, plan.segment) if t not in again)
-                again.update(tile_loop.writes)
+                yield from (t for t in loop_input_tensors(tile_loop, plan.segment) if t not in recomputed)
+                recomputed.update(tile_loop.writes)
 
 
 def describe_segment(
     costs: CostModel, memory: IterationModelCache, plan: SegmentPlan, *, share: Share, names: Mapping[Tensor, str]
 ) -> PlannedSegment:
-    """Return the record of one planned segment; `names` are the layers of tensors."""
+    """Return the record of one segment.
+
+    Args:
+        costs: Cost model of the step.
+        memory: Models of loop iterations.
+        plan: The segment and its loops.
+        share: Its share in memory and time.
+        names: Layer names of tensors.
+    """
     analysis, batch, segment = costs.analysis, costs.batch, plan.segment
-    forward, backward = (_finest(plan, which) for which in (False, True))
+    forward, backward = (_finest(plan, is_backward) for is_backward in (False, True))
 
     def shown(tensors: Sequence[Tensor]) -> tuple[str, ...]:
         return tuple(names.get(t, t.name) for t in tensors)
@@ -114,14 +135,14 @@ def describe_segment(
         forward_ops=len(segment.forward),
         backward_ops=len(segment.backward),
         tile_bytes=tuple(
-            max(memory.peak_bytes(tile_loop, batch) for tile_loop in plan.loops if tile_loop.backward == which)
-            for which, loop in ((False, forward), (True, backward))
+            max(memory.peak_bytes(tile_loop, batch) for tile_loop in plan.loops if tile_loop.backward == is_backward)
+            for is_backward, loop in ((False, forward), (True, backward))
             if loop is not None
         ),
         tile_rows=_tile_rows(plan, forward or plan.loops[0]),
-        notes=(*segment.notes, *_too_many(plan, batch)),
+        notes=(*segment.notes, *_unused_batch_tiles(plan, batch)),
         num_loops=len(plan.loops),
-        kept=shown(_kept(plan)),
+        kept=shown(_saved_tensors(plan)),
         halo=plan.halo.value,
         saved_bytes=_saved_bytes(plan, batch),
         overlapped_bytes=sum(overlapped_bytes(analysis, tile_loop, batch) for tile_loop in plan.loops),
@@ -132,17 +153,16 @@ def describe_segment(
 
 
 def _saved_bytes(plan: SegmentPlan, batch: int) -> int:
-    """What waits for the backward loop of the rows that are handed on."""
+    """Return the bytes of carried rows that are saved for the backward loop."""
     return sum(save.saved.num_bytes(batch) for tile_loop in plan.loops for save in tile_loop.saves)
 
 
 def _most_rows(costs: CostModel, memory: IterationModelCache, plan: SegmentPlan) -> int | None:
-    """About how many row tiles pay, extrapolated from those of the backward loop.
+    """Return the approximate number of useful strips, extrapolated from those of the backward loop.
 
-    Z. Wang et al., "LR-CNN" (2024), bound the number in IV-A and IV-B. Every border saves as much, and a turn needs
-    memory by its part of the rows, so that with rows handed on the sum is least where both are equal. Where rows are
-    recomputed, each turn adds as much work, by its halos and by the weights that it reads; the bound is where the work
-    has doubled.
+    The bounds are those of Z. Wang et al., "LR-CNN" (2024), IV-A and IV-B. Carried rows: each border saves equal bytes,
+    and an iteration needs memory proportional to its rows, so that the sum is smallest where both are equal. Recomputed
+    rows: each strip adds equal work for halos and for reading weights, and the bound doubles the work.
     """
     backward = _finest(plan, backward=True)
     if backward is None or plan.segment.loop_specs:
@@ -152,8 +172,9 @@ def _most_rows(costs: CostModel, memory: IterationModelCache, plan: SegmentPlan)
         return None
     ((count, axis),) = split
     if plan.halo is Halo.CARRY:
-        each_border = _saved_bytes(plan, costs.batch) / (count - 1)
-        best = math.sqrt(memory.peak_bytes(backward, costs.batch) * count / each_border) if each_border else math.inf
+        border_bytes = _saved_bytes(plan, costs.batch) / (count - 1)
+        iteration_bytes = memory.peak_bytes(backward, costs.batch)
+        best = math.sqrt(iteration_bytes * count / border_bytes) if border_bytes else math.inf
     else:
         once = costs.step(backward.body)
         added = (costs.body(backward) - once) / (count - 1)
@@ -162,13 +183,13 @@ def _most_rows(costs: CostModel, memory: IterationModelCache, plan: SegmentPlan)
 
 
 def _finest(plan: SegmentPlan, backward: bool) -> TileLoop | None:
-    """The loop of a phase with the most tiles."""
+    """Return the forward or backward loop with the most tiles; `None` if there is none."""
     tile_loops = [tile_loop for tile_loop in plan.loops if tile_loop.backward == backward]
     return max(tile_loops, key=lambda tile_loop: tile_loop.grid.num_tiles, default=None)
 
 
 def _tile_rows(plan: SegmentPlan, tile_loop: TileLoop) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Largest rows along each axis of a tile of what a loop makes, and of what it makes it from."""
+    """Return the largest sizes along each axis of a tile of a loop's results, and of its operands."""
     segment = plan.segment
     if segment.loop_specs:
         ends, begins = [*tile_loop.cells], [t for t in tile_loop.reads if t in tile_loop.regions]
@@ -184,27 +205,27 @@ def _tile_rows(plan: SegmentPlan, tile_loop: TileLoop) -> tuple[tuple[int, ...],
     return rows(ends), rows(begins)
 
 
-def _kept(plan: SegmentPlan) -> list[Tensor]:
-    """Tensors that wait, between barriers, from the forward phase for the backward phase."""
+def _saved_tensors(plan: SegmentPlan) -> list[Tensor]:
+    """Return the tensors of a segment with barriers that its forward loops save for its backward loops."""
     if not plan.segment.loop_specs:
         return []
-    made, again = dict[Tensor, None](), set[Tensor]()
-    kept: dict[Tensor, None] = {}
+    forward, recomputed = dict[Tensor, None](), set[Tensor]()
+    saved: dict[Tensor, None] = {}
     for tile_loop in plan.loops:
         if tile_loop.backward:
-            kept.update((t, None) for t in tile_loop.reads if t in made and t not in again)
-            again.update(tile_loop.writes)
+            saved.update((t, None) for t in tile_loop.reads if t in forward and t not in recomputed)
+            recomputed.update(tile_loop.writes)
         else:
-            made.update((t, None) for t in tile_loop.writes)
-    return list(kept)
+            forward.update((t, None) for t in tile_loop.writes)
+    return list(saved)
 
 
 def _counts(tile_loop: TileLoop | None, batch: int) -> tuple[int, ...]:
-    """Tiles along the batch, of which there are no more than images, and each axis; nothing without a loop."""
+    """Return the tiles along the batch, at most one per image, and along each axis; empty without a loop."""
     return () if tile_loop is None else (min(tile_loop.grid.batch, batch), *tile_loop.grid.spatial)
 
 
-def _too_many(plan: SegmentPlan, batch: int) -> list[str]:
-    """That there are fewer images than tiles along the batch."""
-    most = max(tile_loop.grid.batch for tile_loop in plan.loops)
-    return [f"a batch of {batch} has {batch} of the {most} tiles that it may have"] if most > batch else []
+def _unused_batch_tiles(plan: SegmentPlan, batch: int) -> list[str]:
+    """Return a remark if there are more tiles along the batch than images."""
+    count = max(tile_loop.grid.batch for tile_loop in plan.loops)
+    return [f"a batch of {batch} uses only {batch} of the {count} tiles along the batch"] if count > batch else []

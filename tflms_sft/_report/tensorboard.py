@@ -1,8 +1,8 @@
-"""What a training does with memory, written for TensorBoard, next to its losses.
+"""TensorBoard logs of a training: peaks, swapped bytes, step times, and the plan.
 
-A run of TensorBoard is a directory, of which it follows one file at a time. So where a `keras.callbacks.TensorBoard`
-takes part in the training, everything goes into the file that it writes its losses to. The `tensorboard` package,
-which TensorFlow does not install, is not needed: summaries are written with their metadata.
+A run of TensorBoard is a directory, in which it follows one file at a time. If a `keras.callbacks.TensorBoard` takes
+part in the training, the log therefore goes into its file. The package `tensorboard`, which TensorFlow does not
+install, is not needed, because summaries are written with explicit metadata.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
 
 _SCALAR, _TENSOR, _BLOBS = 1, 2, 3
-"""Classes of data, of `tensorboard.compat.proto.summary_pb2.DataClass`."""
+"""Values of `tensorboard.compat.proto.summary_pb2.DataClass`."""
 
-_MOST_FRAMES = 12
+_MAX_FRAMES = 12
+"""Number of calling frames that are searched for the list of callbacks."""
 
 
 def checked_log_dir(log_dir: Any) -> str | None:
-    """A path, or `None`.
+    """Return the directory as a string, or `None`.
 
     Raises:
-        TypeError: For anything else.
+        TypeError: If it is neither a path nor `None`.
     """
     if log_dir is not None and not isinstance(log_dir, (str, os.PathLike)):
         raise TypeError(
@@ -41,15 +42,15 @@ def checked_log_dir(log_dir: Any) -> str | None:
 
 
 def tensorboard_of_this_fit() -> Any:
-    """The `keras.callbacks.TensorBoard` of the training that calls this from a callback; `None` without one.
+    """Return the `keras.callbacks.TensorBoard` of the `fit` whose callback calls this function, or `None`.
 
-    Callbacks are not told of each other; the list that calls them is among the callers.
+    Keras gives callbacks no access to each other, but the list that calls them is on the call stack.
     """
     frame = sys._getframe(1)
-    for _ in range(_MOST_FRAMES):
-        found = frame.f_locals.get("self")
-        if isinstance(found, keras.callbacks.CallbackList):
-            boards = [c for c in found.callbacks if isinstance(c, keras.callbacks.TensorBoard)]
+    for _ in range(_MAX_FRAMES):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, keras.callbacks.CallbackList):
+            boards = [c for c in caller.callbacks if isinstance(c, keras.callbacks.TensorBoard)]
             return boards[0] if boards else None
         if frame.f_back is None:
             break
@@ -58,42 +59,45 @@ def tensorboard_of_this_fit() -> Any:
 
 
 class TrainingLog:
-    """Peaks, swaps and times of a training, epoch by epoch, and its plan.
+    """Logs peaks, swapped bytes and step times of a training per epoch, and its plan once.
+
+    Args:
+        log_dir: Directory of the log; `None` for that of `board`.
+        board: The `keras.callbacks.TensorBoard` of the training, or `None`.
 
     Attributes:
-        active: Whether anything is written.
+        active: Whether there is a directory to write to.
     """
 
     def __init__(self, log_dir: str | None, board: Any) -> None:
-        """Write to the training run of a log directory, or to that of a `keras.callbacks.TensorBoard`."""
         same = board is not None and (log_dir is None or os.path.abspath(log_dir) == os.path.abspath(board.log_dir))
         self._board = board if same else None
         self._log_dir = log_dir if log_dir is not None or board is None else board.log_dir
         self.active = self._log_dir is not None
-        self._own: Any = None
-        self._told = False
+        self._own_writer: Any = None
+        self._plan_is_written = False
         self._began = 0.0
         self._seconds: list[float] = []
         self._steps = 1
 
     def epoch_begins(self) -> None:
-        """Forget the steps of the last epoch."""
+        """Discard the step times of the previous epoch."""
         self._seconds.clear()
 
     def batch_begins(self) -> None:
-        """Start the clock."""
+        """Start the clock of an execution."""
         self._began = time.perf_counter()
 
     def batch_ends(self, epoch: int, plan: Plan | None, steps: int) -> None:
-        """Stop it after so many steps; the plan is written once, when its first step has been measured."""
+        """Stop the clock after `steps` steps; write the plan after its first step, when it has been measured."""
         self._seconds.append(time.perf_counter() - self._began)
         self._steps = steps
-        if plan is not None and not self._told:
-            self._told = True
+        if plan is not None and not self._plan_is_written:
+            self._plan_is_written = True
             self._write_plan(plan, epoch)
 
     def epoch_ends(self, epoch: int, plan: Plan | None, peak: Measurement | None) -> None:
-        """Write a point of every curve; `peak` is that of the epoch, `None` where the device keeps no statistics."""
+        """Write a point of every curve; `peak` is `None` on devices without memory statistics."""
         if plan is None:
             return
         values = {
@@ -110,34 +114,36 @@ class TrainingLog:
             tf.summary.flush()
 
     def close(self) -> None:
-        """Close the own writer; that of Keras is closed by its callback."""
-        if self._own is not None:
-            self._own.close()
+        """Close the writer, unless it belongs to the Keras callback."""
+        if self._own_writer is not None:
+            self._own_writer.close()
 
     def _step_seconds(self) -> float | None:
-        """Mean of the epoch, without its first call if there are more: it may have traced and planned."""
+        """Return the mean step time, if possible without the first execution, which may include planning."""
         counted = self._seconds[1:] or self._seconds
         return sum(counted) / (len(counted) * self._steps) if counted else None
 
     def _write_plan(self, plan: Plan, epoch: int) -> None:
         with self._writer().as_default(), tf.summary.record_if(True):
-            text = "\n".join(f"    {line}" for line in plan.summary().splitlines())  # Markdown's code.
+            text = "\n".join(
+                f"    {line}" for line in plan.summary().splitlines()
+            )  # Four spaces mark a code block in Markdown.
             _write("memory/plan", tf.constant([text]), epoch, "text", _TENSOR)
-            picture = _picture(plan)
-            if picture is not None:
-                _write("memory/plan_picture", tf.constant(picture), epoch, "images", _BLOBS)
+            chart = _chart(plan)
+            if chart is not None:
+                _write("memory/plan_picture", tf.constant(chart), epoch, "images", _BLOBS)
             tf.summary.flush()
 
     def _writer(self) -> Any:
-        """That of the losses, or one for the same place in a log directory."""
+        """Return the writer of the Keras callback, or one for a run of the same log directory."""
         shared = getattr(self._board, "_train_writer", None)
         if shared is not None:
             return shared
-        if self._own is None:
-            # Without a file to share, a run of its own: of two files in one run TensorBoard follows the newer.
+        if self._own_writer is None:
+            # A run of its own, because TensorBoard follows only the newer of two files in a run.
             run = "train" if self._board is None else "tflms-sft"
-            self._own = tf.summary.create_file_writer(os.path.join(str(self._log_dir), run))
-        return self._own
+            self._own_writer = tf.summary.create_file_writer(os.path.join(str(self._log_dir), run))
+        return self._own_writer
 
 
 def _write(tag: str, tensor: Any, step: int, plugin: str, data_class: int) -> None:
@@ -146,8 +152,8 @@ def _write(tag: str, tensor: Any, step: int, plugin: str, data_class: int) -> No
     tf.summary.write(tag, tensor, step=step, metadata=metadata)
 
 
-def _picture(plan: Plan) -> list[bytes] | None:
-    """Width, height and PNG of the plan's picture, as TensorBoard has images; `None` without matplotlib."""
+def _chart(plan: Plan) -> list[bytes] | None:
+    """Return width, height and PNG of the chart, the format of TensorBoard images; `None` without matplotlib."""
     try:
         figure = draw_plan(plan, None, None, plan.measured)
     except ImportError:

@@ -1,4 +1,4 @@
-"""`verify`: run a step and its rewritten twin on the same numbers, and judge the differences.
+"""`verify`: run a step and its rewritten version from the same state, and compare all results.
 
 Imports `tflms_sft._keras` and the packages below it.
 """

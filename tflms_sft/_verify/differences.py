@@ -1,4 +1,4 @@
-"""How far a rewritten step is from its original: what `verify` tells."""
+"""`Difference` and `Verification`: the result of `verify`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ import numpy as np
 from tflms_sft._report.plan import Plan
 from tflms_sft._util.text import shortened
 
-FLOOR = 1e-3
-"""Some gradients are zero in exact arithmetic; below this size differences are absolute."""
+ABSOLUTE_FLOOR = 1e-3
+"""Magnitude below which differences are absolute, because some gradients are zero in exact arithmetic."""
 
-EXPECTED = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-"""Relative differences that rounding explains in each type, from thousands of random networks (`make fuzz`)."""
+ROUNDING_LIMITS = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""Largest relative differences due to rounding for each dtype, from thousands of random networks (`make fuzz`)."""
 
-COARSE = 0.05
-"""Above it a mistake might pass as rounding, and the summary says so."""
+MAX_CONCLUSIVE_LIMIT = 0.05
+"""Largest limit of a conclusive comparison; above it a wrong result could pass as rounding."""
 
 OUTPUT, GRADIENT, VARIABLE = "output", "gradient", "variable"
 KINDS = (OUTPUT, GRADIENT, VARIABLE)
 
-_MOST_NAMES = 3
+_MAX_NAMES = 3
 
 
-def difference(got: Any, want: Any, floor: float = FLOOR) -> float:
-    """`max|got - want| / max(max|want|, floor)`; anything else that differs is infinitely wrong."""
+def difference(got: Any, want: Any, floor: float = ABSOLUTE_FLOOR) -> float:
+    """Return `max|got - want| / max(max|want|, floor)`.
+
+    The result is infinite if shapes, dtypes or non-numeric values differ, or a value is not finite.
+    """
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape or got.dtype != want.dtype:
         return math.inf
@@ -39,22 +42,22 @@ def difference(got: Any, want: Any, floor: float = FLOOR) -> float:
 
 
 def _is_number(dtype: Any) -> bool:
-    """Whether differences can be taken; bfloat16 is of a kind of its own in NumPy."""
-    return dtype.kind in "fiu" or dtype.name in EXPECTED
+    """Tell whether values of a dtype can be subtracted; NumPy has no numeric kind for bfloat16."""
+    return dtype.kind in "fiu" or dtype.name in ROUNDING_LIMITS
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far one tensor of the rewritten step is from that of the original.
+    """The difference between a tensor of the rewritten step and that of the original step.
 
     Attributes:
         kind: `"output"`, `"gradient"` or `"variable"`.
-        name: Of the result, of the variable (that a gradient is for), or of the tensor.
-        relative: `max|a - b| / max(max|b|, floor)`; infinite where something is not finite, and for another shape.
-        noise: The same between two runs of the original, the second with its weights off by one rounding; for
-            variables also with the gradients of the rewritten step.
-        limit: Most that rounding explains: what the type is expected to give in a step of this size, or ten times the
-            noise.
+        name: Name of the result, of the variable, of the variable of a gradient, or of the tensor.
+        relative: `max|a - b| / max(max|b|, floor)`; infinite if shapes differ or a value is not finite.
+        noise: Relative difference between two runs of the original, the second with perturbed weights: by one rounding
+            each. For variables also a run of the original update with the gradients of the rewritten step.
+        limit: Largest relative difference that rounding explains: the limit of the dtype for a step of this size, or
+            ten times the noise.
     """
 
     kind: str
@@ -65,26 +68,26 @@ class Difference:
 
     @property
     def ok(self) -> bool:
-        """Whether rounding explains it."""
+        """Whether rounding explains the difference."""
         return math.isfinite(self.relative) and self.relative <= self.limit
 
 
-def badness(found: Difference) -> tuple[bool, float]:
-    """Largest for what rounding does not explain."""
-    return not found.ok, found.relative
+def badness(item: Difference) -> tuple[bool, float]:
+    """Return a sort key that is largest for differences that rounding does not explain."""
+    return not item.ok, item.relative
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Verification:
-    """What `verify` found. It is true if something was rewritten, and everything is the same to rounding.
+    """The result of `verify`; true if something was rewritten and rounding explains every difference.
 
     Attributes:
-        differences: Of every tensor that was compared.
-        dtype: The coarsest type that images are computed in.
-        steps: Steps that were run.
-        plan: Of the rewritten step.
-        not_compared: (gradient, why) of those that are no tensor of both graphs.
-        random_ops: Operations that draw other numbers in every run, whatever the state.
+        differences: Differences of all compared tensors.
+        dtype: Floating dtype with the fewest digits in which images are computed, such as `"float32"`.
+        steps: Number of steps that were run.
+        plan: Plan of the rewritten step.
+        not_compared: (gradient, reason) of gradients that are not a tensor of both graphs.
+        random_ops: Names of ops that draw new random numbers in every run, regardless of the state.
     """
 
     differences: tuple[Difference, ...]
@@ -96,87 +99,100 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether rounding explains every difference; not where nothing was rewritten, which shows nothing."""
-        return self.plan.changed and not self.drowned and all(found.ok for found in self.differences)
+        """Whether something was rewritten and rounding explains every difference."""
+        return self.plan.changed and not self.drowned and all(item.ok for item in self.differences)
 
     def __bool__(self) -> bool:
-        """As `ok`, so that `assert tflms_sft.verify(...)` does what it says."""
+        """Return `ok`, for `assert tflms_sft.verify(...)`."""
         return self.ok
 
     @property
     def drowned(self) -> Difference | None:
-        """The worst of what a step that draws anew moves so much that a mistake might pass as that."""
-        coarse = (found for found in self.differences if self.random_ops and found.ok and found.limit > COARSE)
-        return max(coarse, key=lambda found: found.noise, default=None)
+        """Noisiest difference of a step with random ops, if a wrong result could pass as its noise."""
+        if not self.random_ops:
+            return None
+        inconclusive = (item for item in self.differences if item.ok and item.limit > MAX_CONCLUSIVE_LIMIT)
+        return max(inconclusive, key=lambda item: item.noise, default=None)
 
     @property
     def outputs(self) -> Difference | None:
-        """The worst of the results, such as the loss; `None` if the step returns nothing."""
+        """Worst difference of the results, such as the loss; `None` if the step returns nothing."""
         return self._worst(OUTPUT)
 
     @property
     def gradients(self) -> Difference | None:
-        """The worst of the gradients; `None` if none could be compared."""
+        """Worst difference of the gradients; `None` if none could be compared."""
         return self._worst(GRADIENT)
 
     @property
     def variables(self) -> Difference | None:
-        """The worst of the weights, optimizer slots, statistics, metrics and seeds; `None` without any."""
+        """Worst difference of weights, optimizer slots, statistics, metrics and seeds; `None` without any."""
         return self._worst(VARIABLE)
 
     @property
     def sensitive(self) -> Difference | None:
-        """The gradient that rounding moves most, if a mistake in it might pass as rounding."""
-        coarse = (found for found in self.differences if found.kind == GRADIENT and found.ok and found.limit > COARSE)
-        return max(coarse, key=lambda found: found.noise, default=None)
+        """Difference of the noisiest gradient, if a wrong result could pass as its rounding."""
+        gradients = (item for item in self.differences if item.kind == GRADIENT)
+        inconclusive = (item for item in gradients if item.ok and item.limit > MAX_CONCLUSIVE_LIMIT)
+        return max(inconclusive, key=lambda item: item.noise, default=None)
 
     def _worst(self, kind: str) -> Difference | None:
-        """One that rounding does not explain if there is one, otherwise the largest."""
-        of_kind = (found for found in self.differences if found.kind == kind)
+        """Return the largest difference of a kind, preferably one that rounding does not explain."""
+        of_kind = (item for item in self.differences if item.kind == kind)
         return max(of_kind, key=badness, default=None)
 
     def summary(self) -> str:
-        """A report of several lines."""
-        wrong = [found for found in self.differences if not found.ok]
-        not_finite = any(not math.isfinite(found.noise) for found in wrong)
-        if wrong and all(not math.isfinite(found.noise) for found in wrong):
-            first = f"CANNOT TELL: {len(wrong)} of {len(self.differences)} tensors are not finite"
-        elif wrong:
-            first = f"DIFFERENT: rounding does not explain {len(wrong)} of {len(self.differences)} tensors"
-        elif not self.plan.changed:
-            first = "Nothing was rewritten, so that this shows nothing: ask for tiles, or for a smaller budget"
-        elif self.drowned:
-            first = f"CANNOT TELL: the step draws other numbers in every run, which moves {self.drowned.name} by more"
-            first += f" than {COARSE:.0%}; {len(self.differences)} tensors compared"
-        elif self.sensitive:
-            first = f"No difference beyond rounding, which is large here: {len(self.differences)} tensors compared"
-        else:
-            first = f"The same, to the rounding of {self.dtype}: {len(self.differences)} tensors compared"
-        lines = [f"{first}, after {self.steps} step(s)", f"  {self.plan.headline()}"]
-        lines.append(f"  {'largest of':<14}{'difference':>11}{'explained':>11}{'noise':>11}   tensor")
+        """Return a report of several lines: the verdict, the largest difference of each kind, and remarks."""
+        lines = [f"{self._verdict()}, after {self.steps} step(s)", f"  {self.plan.headline()}"]
+        lines.append(f"  {'largest of':<14}{'difference':>11}{'limit':>11}{'noise':>11}   tensor")
         for kind in KINDS:
-            number = sum(found.kind == kind for found in self.differences)
-            found = self._worst(kind)
-            if found is not None:
-                numbers = "".join(f"{value:>11.1e}" for value in (found.relative, found.limit, found.noise))
-                lines.append(f"  {f'{number} {kind}(s)':<14}{numbers}   {found.name}")
-        lines.extend(f"  wrong: {found.kind} {found.name}: {found.relative:.1e}" for found in wrong[:_MOST_NAMES])
-        if not_finite:
-            lines.append("  the plain step gives numbers that are not finite, which cannot be compared: use other data")
+            number = sum(item.kind == kind for item in self.differences)
+            worst = self._worst(kind)
+            if worst is not None:
+                numbers = "".join(f"{value:>11.1e}" for value in (worst.relative, worst.limit, worst.noise))
+                lines.append(f"  {f'{number} {kind}(s)':<14}{numbers}   {worst.name}")
+        wrong = self._unexplained()
+        lines.extend(f"  wrong: {item.kind} {item.name}: {item.relative:.1e}" for item in wrong[:_MAX_NAMES])
+        if any(not math.isfinite(item.noise) for item in wrong):
+            lines.append("  the original step yields values that are not finite and cannot be compared: use other data")
+        return "\n".join([*lines, *self._remarks()])
+
+    def _unexplained(self) -> list[Difference]:
+        return [item for item in self.differences if not item.ok]
+
+    def _verdict(self) -> str:
+        wrong, number = self._unexplained(), len(self.differences)
+        if wrong and all(not math.isfinite(item.noise) for item in wrong):
+            return f"CANNOT TELL: {len(wrong)} of {number} tensors are not finite"
+        if wrong:
+            return f"DIFFERENT: rounding does not explain {len(wrong)} of {number} tensors"
+        if not self.plan.changed:
+            return "Nothing was rewritten, so nothing was verified: request tiles or a smaller budget"
+        if self.drowned:
+            return (
+                f"CANNOT TELL: the step draws new random numbers in every run, which changes {self.drowned.name} by "
+                f"more than {MAX_CONCLUSIVE_LIMIT:.0%}; {number} tensors compared"
+            )
+        if self.sensitive:
+            return f"Equal up to rounding, which is large here: {number} tensors compared"
+        return f"Equal up to {self.dtype} rounding: {number} tensors compared"
+
+    def _remarks(self) -> list[str]:
+        lines = []
         if self.sensitive is not None and not self.random_ops:
             lines.append(
-                f"  the step itself is sensitive: with its weights off by one rounding, the gradient of "
-                f"{self.sensitive.name} moves by {self.sensitive.noise:.1e}. More images in the batch, or float64, "
-                "show more"
+                f"  the step is sensitive to rounding: if its weights change by one rounding, the gradient of "
+                f"{self.sensitive.name} changes by {self.sensitive.noise:.1e}. For a stricter comparison, use more "
+                "images or float64"
             )
-        for name, reason in self.not_compared[:_MOST_NAMES]:
+        for name, reason in self.not_compared[:_MAX_NAMES]:
             lines.append(f"  not compared: the gradient {name}: {reason}")
-        if len(self.not_compared) > _MOST_NAMES:
-            lines.append(f"  not compared: {len(self.not_compared) - _MOST_NAMES} more (`not_compared`)")
+        if len(self.not_compared) > _MAX_NAMES:
+            lines.append(f"  not compared: {len(self.not_compared) - _MAX_NAMES} more (`not_compared`)")
         if self.random_ops:
             lines.append(
-                f"  {shortened(self.random_ops, _MOST_NAMES)} draw(s) other numbers in every run: what depends on "
-                "them is compared to within its noise only. Operations whose seed is in a variable or an argument, as "
-                "those of Keras' layers, draw the same in both"
+                f"  {shortened(self.random_ops, _MAX_NAMES)} draw(s) new random numbers in every run: tensors that "
+                "depend on them are compared only up to their noise. Ops whose seed is a variable or an argument, such "
+                "as Keras layers, draw the same numbers in both steps"
             )
-        return "\n".join(lines)
+        return lines

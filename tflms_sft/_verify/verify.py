@@ -1,11 +1,12 @@
-"""Whether a rewritten step computes what the original computes: both run from the same state, and are compared.
+"""`verify`: runs a step and its rewritten version from the same state, and compares their results.
 
-Rounding is told apart from mistakes by the original itself: it runs once more with its weights off by one rounding,
-and how far that takes each tensor is its noise. A sum of terms that are all the same, as the gradient of a bias behind
-a maximum is, is rounded the same way then, in each addition up or in each down. So gradients are also computed from a
-loss that is a third larger, and divided by as much. A bias before a normalisation has a gradient that is zero but for
-rounding, which Adam turns into an update as large as any other. So how far an update may take a variable is found by
-giving the gradients of the rewritten step to the original's update.
+The original step itself determines the differences that rounding explains:
+
+- The original runs once more with weights perturbed by one rounding each. The change of a tensor is its noise.
+- A sum of equal terms, such as the gradient of a bias behind a maximum, is rounded in one direction in every addition.
+  Gradients are therefore also computed from a loss scaled by 4/3, and divided by it.
+- A bias before a normalisation has a gradient of zero up to rounding, which Adam turns into an update of full size. The
+  noise of variables therefore includes the update of the original step with the gradients of the rewritten step.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.layer_names import lookup
 from tflms_sft._trace.step_tracing import batch_of, trace_step
 from tflms_sft._verify.differences import (
-    EXPECTED,
-    FLOOR,
+    ABSOLUTE_FLOOR,
     GRADIENT,
     OUTPUT,
+    ROUNDING_LIMITS,
     VARIABLE,
     Difference,
     Verification,
@@ -51,46 +52,46 @@ from tflms_sft._verify.differences import (
     difference,
 )
 
-GRADIENT_FLOOR = 1e-4
-"""The same for gradients, whose scale is the loss's: a part of the largest of them all."""
+GRADIENT_FLOOR_RATIO = 1e-4
+"""Magnitude below which differences of gradients are absolute, as a fraction of the largest of all gradients."""
 
-ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""Relative distance of a number from the next."""
+ROUNDING_UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""Relative distance of a floating-point number from the next, for each dtype."""
 
-SUMMED = 4
-"""Roundings that a sum may be off, times the root of the number of its terms: tiles add in another order."""
+SUM_ERROR_FACTOR = 4
+"""Limit of the error of a sum in roundings, over the root of the number of terms: tiles change the order of sums."""
 
-NOISES = 10
-"""How many times its noise a tensor may be off: one sample tells the order of magnitude."""
+NOISE_FACTOR = 10
+"""Limit of a difference over its noise: one sample of the noise gives its order of magnitude."""
 
-SCALE = 4 / 3
-"""No power of two, so that gradients that are so many times larger are rounded otherwise."""
+LOSS_SCALE = 4 / 3
+"""Not a power of two, so that the scaled gradients are rounded differently."""
 
 
 def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1) -> Verification:
-    """Run a training step as it was and rewritten, on the same batch from the same state, and compare.
+    """Run the original and the rewritten step on one batch from the same state, and compare all results.
 
-    All variables are put back afterwards, also after an error: weights, optimizer slots, metrics, seeds. The original
-    has to fit in memory, so give a small batch.
+    Results, gradients and variables are compared. The original step must fit in memory, so give a small batch. All
+    variables are restored afterwards, also after an error: weights, optimizer slots, metrics, seeds.
 
     Args:
-        step_or_model: A compiled Keras model; a `tf.function` or `ConcreteFunction`; or what `rewrite` returned.
-        batch: For a model `(x, y)` or `(x, y, sample_weight)`, as `train_on_batch` takes them, or `x` alone if its
-            step needs no targets. For a step a tuple of its arguments, or its only argument.
-        params: How to rewrite: `SFTParams`, `AutoParams` or `LMSParams`, a list of them as for `rewrite`, or a memory
-            budget such as `"300MiB"` or an int. For a model also a callback that it was trained with: its plan is
-            compared, on a batch of any size. Leave it out for what `rewrite` returned.
-        steps: Steps to compare, all on this batch, each from where the original has come. Defaults to 1.
+        step_or_model: A compiled Keras model, a `tf.function`, a `ConcreteFunction`, or a result of `rewrite`.
+        batch: For a model `(x, y)` or `(x, y, sample_weight)`, as for `train_on_batch`, or `x` alone if its step needs
+            no targets. For a step the tuple of its arguments, or its only argument.
+        params: The rewriting: parameter objects as for `rewrite`, or a memory budget such as `"300MiB"` or an int. For
+            a model also a callback that has trained it; then the plan of that training is compared, on a batch of any
+            size. Omit it for a result of `rewrite`. Defaults to `None`.
+        steps: Number of steps to compare, all on this batch, each from the state of the original step. Defaults to 1.
 
     Returns:
-        The largest relative differences of results, gradients and variables, with their tensors; true if rounding
-        explains all of them. `print(result.summary())` shows them.
+        A `Verification`, true if rounding explains every difference. `print(result.summary())` shows the largest
+        difference of each kind.
 
     Raises:
-        RewriteError: If the step cannot be rewritten; its subclasses say more. Also for a model without a loss, and if
-            a callback's plan is not found again.
-        TypeError: For arguments of the wrong type.
-        ValueError: For wrong values, and for a batch without the targets that the model's step needs.
+        RewriteError: If the step cannot be rewritten, the model has no loss, or the plan of a callback differs from
+            the plan for this batch.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, or the batch has no targets but the model's step needs them.
 
     Example:
     >>> result = tflms_sft.verify(model, (images, labels), tflms_sft.SFTParams(num_tiles=(4, 4)))
@@ -102,31 +103,35 @@ def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1. Received: steps={steps!r}.")
     if isinstance(step_or_model, keras.Model):
-        return _of_model(step_or_model, batch, params, steps)
+        return _verify_model(step_or_model, batch, params, steps)
     arguments = batch if isinstance(batch, tuple) else (batch,)
     if isinstance(step_or_model, RewrittenStep):
         if params is not None:
-            raise TypeError(f"`params` is for steps that are not rewritten yet. Received: params={params!r}.")
-        return _compared(step_or_model, arguments, steps)
-    chosen = _chosen(params)
+            raise TypeError(f"`params` must be omitted for a rewritten step. Received: params={params!r}.")
+        return _compare(step_or_model, arguments, steps)
+    params = _with_budget(params)
     examples = () if hasattr(step_or_model, "captured_inputs") else tf.nest.map_structure(_tensor, arguments)
-    return _compared(rewrite(step_or_model, chosen, *examples), arguments, steps)
+    return _compare(rewrite(step_or_model, params, *examples), arguments, steps)
 
 
-def _chosen(params: Any) -> Any:
-    """A budget as `AutoParams`; anything else as it is."""
+def _with_budget(params: Any) -> Any:
+    """Return `AutoParams` for a budget; any other value unchanged.
+
+    Raises:
+        TypeError: If it is `None`.
+    """
     if params is None:
         raise TypeError(
-            "`params` must say how to rewrite: `SFTParams(...)`, `AutoParams(...)`, `LMSParams(...)`, a list of them, "
-            'or a budget such as "300MiB". Received: params=None.'
+            "`params` must be `SFTParams(...)`, `AutoParams(...)`, `LMSParams(...)` or `PipelineParams(...)`, a list of "
+            'them, or a budget such as "300MiB". Received: params=None.'
         )
     return AutoParams(params) if isinstance(params, (str, int, np.integer)) else params
 
 
-def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
-    """Of a model's `train_step`, as `train_on_batch` runs it."""
+def _verify_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
+    """Compare a model's `train_step`, as `train_on_batch` runs it."""
     trained = trained_by(params, model)
-    chosen = parse_request(_chosen(params)) if trained is None else trained.request
+    request = parse_request(_with_budget(params)) if trained is None else trained.request
     check_not_patched(model)
     data = tf.nest.map_structure(_as_keras_does, _data(batch))
     if trained is not None:
@@ -135,30 +140,30 @@ def _of_model(model: Any, batch: Any, params: Any, steps: int) -> Verification:
         model.optimizer.build(model.trainable_variables)
     step = tf.function(lambda data: model.train_step(data), autograph=False)
     examples = (data if trained is None else trained.specs(data),)
-    with _told_what_lacks(model, data):
-        model._symbolic_build(data_batch=data)  # As `train_on_batch` does: metrics make their variables.
+    with _missing_targets_explained(model, data):
+        model._symbolic_build(data_batch=data)  # As `train_on_batch` does: creates the variables of metrics.
         traced = trace_step(step, examples, {})
-    with _put_back([(v.value.handle, v.value.dtype) for v in model.metrics_variables]):  # The step may not use all.
-        model.reset_metrics()  # Their running means would hide differences.
+    with _restored([(v.value.handle, v.value.dtype) for v in model.metrics_variables]):  # The step may use only some.
+        model.reset_metrics()  # Accumulated means would hide differences.
         size = batch_of(data) if trained is None else trained.plan.batch
-        if chosen.pipeline is not None:  # It is traced for a part of the batch as well.
-            given = batch_of(data)
-            if given and not given % chosen.pipeline.total_micro_batches:
-                size = given  # Else it would go the way of all batches of other sizes.
+        if request.pipeline is not None:  # `build_pipeline` traces the step for a micro-batch too.
+            batch_size = batch_of(data)
+            if batch_size and not batch_size % request.pipeline.total_micro_batches:
+                size = batch_size  # A batch of another size than planned would run as one micro-batch.
             with collector_paused():
-                found = RewrittenStep(*build_pipeline(step, chosen, examples, {}, size))
+                rewritten = RewrittenStep(*build_pipeline(step, request, examples, {}, size))
         else:
-            found = rewrite_concrete(*traced, size, chosen, 1.0 if trained is None else trained.correction)
+            rewritten = rewrite_concrete(*traced, size, request, 1.0 if trained is None else trained.correction)
         if trained is not None:
-            trained.check(found.plan)
-        return _compared(found, (data,), steps)
+            trained.check(rewritten.plan)
+        return _compare(rewritten, (data,), steps)
 
 
 @contextmanager
-def _told_what_lacks(model: Any, data: tuple[Any, ...]) -> Iterator[None]:
-    """Where a step cannot be traced, say that targets or a loss are missing if that may be why.
+def _missing_targets_explained(model: Any, data: tuple[Any, ...]) -> Iterator[None]:
+    """Replace an error of tracing by one about missing targets or a missing loss, if that may be the cause.
 
-    Neither is wrong in itself: layers may add losses, and a step of the model's own need not have targets.
+    Neither is an error in general: layers may add losses, and an overridden `train_step` may need no targets.
     """
     try:
         yield
@@ -173,46 +178,48 @@ def _told_what_lacks(model: Any, data: tuple[Any, ...]) -> Iterator[None]:
         if len(data) > 1 and data[1] is not None:
             raise
         raise ValueError(
-            "`batch` must be (images, targets), or (images, targets, sample_weight), as `train_on_batch` takes them: "
-            f"the step of model {model.name!r} cannot be traced without targets. Several inputs are one tuple, list "
-            f"or dict in the place of the images. Received: images alone, which raised {type(error).__name__}: {error}"
+            "`batch` must be (images, targets) or (images, targets, sample_weight), as for `train_on_batch`, because "
+            f"the step of model {model.name!r} cannot be traced without targets. Pass several inputs as one tuple, "
+            f"list or dict in the place of the images. Received: images alone, which raised {type(error).__name__}: "
+            f"{error}"
         ) from error
 
 
 def _has_no_loss(model: Any) -> bool:
-    """Whether Keras's own step, which has been tried, has nothing to descend."""
-    own = all(getattr(type(model), name) is getattr(keras.Model, name) for name in ("train_step", "compute_loss"))
-    return own and getattr(model, "loss", None) is None and not model.losses
+    """Tell whether Keras's own `train_step` has no loss to minimise."""
+    methods = ("train_step", "compute_loss")
+    is_default = all(getattr(type(model), name) is getattr(keras.Model, name) for name in methods)
+    return is_default and getattr(model, "loss", None) is None and not model.losses
 
 
 def _data(batch: Any) -> Any:
-    """`(x,)`, `(x, y)` or `(x, y, sample_weight)`."""
+    """Return a batch as `(x,)`, `(x, y)` or `(x, y, sample_weight)`."""
     if isinstance(batch, list):
         batch = tuple(batch)
     data = batch if isinstance(batch, tuple) else (batch,)
     if not 1 <= len(data) <= 3:
         raise ValueError(
-            "`batch` must be (x, y) or (x, y, sample_weight), as `train_on_batch` takes them, or x alone. "
+            "`batch` must be (x, y) or (x, y, sample_weight), as for `train_on_batch`, or x alone. "
             f"Received: a tuple of {len(data)}."
         )
     return data
 
 
 def _as_keras_does(value: Any) -> Any:
-    """A tensor of the type that `fit` would make of an array: floats become `keras.config.floatx()`."""
+    """Convert an array as `fit` does: floats become `keras.config.floatx()`."""
     if value is None or tf.is_tensor(value):
         return value
     if not hasattr(value, "shape"):
         raise TypeError(
-            "`batch` must hold arrays or tensors, as `train_on_batch` takes them. Received: a value of type "
-            f"{type(value).__name__} in it. Make an array of it: `np.asarray(...)`."
+            "`batch` must contain arrays or tensors, as for `train_on_batch`. Received: a value of type "
+            f"{type(value).__name__} in it. Convert it: `np.asarray(...)`."
         )
     array = np.asarray(value)
     return tf.convert_to_tensor(array.astype(keras.config.floatx()) if array.dtype.kind == "f" else array)
 
 
 def _tensor(value: Any) -> Any:
-    """An example argument; numbers stay constants of the trace."""
+    """Return an example argument; Python numbers remain constants of the trace."""
     return tf.convert_to_tensor(value) if hasattr(value, "shape") else value
 
 
@@ -220,12 +227,12 @@ def _tensor(value: Any) -> Any:
 
 
 State = Sequence[Any]
-"""Values of all variables of a step."""
+"""The values of all variables of a step."""
 
 
 @contextmanager
-def _put_back(variables: Sequence[tuple[Any, Any]]) -> Iterator[State]:
-    """The values of (handle, dtype), which are assigned again at the end."""
+def _restored(variables: Sequence[tuple[Any, Any]]) -> Iterator[State]:
+    """Yield the values of variables, given as (handle, dtype), and restore them at the end."""
     saved = [tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype) for handle, dtype in variables]
     try:
         yield saved
@@ -238,22 +245,23 @@ def _assign(handles: Sequence[Any], values: State) -> None:
         tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
-def _compared(step: RewrittenStep, arguments: tuple[Any, ...], steps: int) -> Verification:
-    """Run a step and its original, and compare."""
+def _compare(step: RewrittenStep, arguments: tuple[Any, ...], steps: int) -> Verification:
+    """Run a rewritten step and its original, and compare their results."""
     original, flat = step._original, step._flat(arguments, {})
     analysis = GraphAnalysis(read_canonical(original))
     dtype = _coarsest(analysis)
     expected = _expected(dtype, flat)
     importer = step._importer.for_batch(flat)
     runs = _Runs(step, importer, arguments, flat, _shared_gradients(original, analysis, importer.graph))
-    rows: dict[tuple[str, str], Difference] = {}
-    with _put_back(runs.handles) as state:
+    worst: dict[tuple[str, str], Difference] = {}
+    with _restored(runs.handles) as state:
         for _ in range(steps):
-            want = runs.plain(state)
-            for row in runs.differences(state, want, expected):
-                rows[row.kind, row.name] = max(row, rows.get((row.kind, row.name), row), key=badness)
+            want = runs.original(state)
+            for item in runs.differences(state, want, expected):
+                key = item.kind, item.name
+                worst[key] = max(item, worst.get(key, item), key=badness)
             state = want.state
-    return Verification(tuple(rows.values()), dtype, steps, step.plan, runs.shared.left, _random_ops(analysis))
+    return Verification(tuple(worst.values()), dtype, steps, step.plan, runs.shared.not_shared, _random_ops(analysis))
 
 
 Values = dict[str, Any]
@@ -261,13 +269,13 @@ Values = dict[str, Any]
 
 
 class _Run(NamedTuple):
-    """What a run gave.
+    """The outcome of a run.
 
     Attributes:
-        results: What the step returns.
-        gradients: Those that both graphs have.
-        variables: Their values afterwards.
-        state: The same as tensors, to begin with.
+        results: Results of the step.
+        gradients: Gradients that are tensors of both graphs.
+        variables: Values of the variables after the run, by name.
+        state: Values of the variables after the run, as tensors.
     """
 
     results: Values
@@ -277,11 +285,18 @@ class _Run(NamedTuple):
 
 
 class _Runs:
-    """Runs of a step, rewritten and not, each from a given state.
+    """Runs the original and the rewritten step from given states.
+
+    Args:
+        step: The rewritten step.
+        rewritten: Importer of its graph for this batch.
+        arguments: Arguments of the step.
+        flat: The same as flat tensors.
+        shared: Gradients that are tensors of both graphs.
 
     Attributes:
         handles: (resource, dtype) of each variable.
-        shared: Gradients that both graphs have.
+        shared: Gradients that are tensors of both graphs.
     """
 
     def __init__(
@@ -296,67 +311,70 @@ class _Runs:
         self.handles = tf_internals.captured_variables(original)
         self.shared = shared
         self._flat, self._structured = flat, functools.partial(step, *arguments)
-        known = {id(variable.handle): variable.name.removesuffix(":0") for variable in original.variables}
-        self._names = _distinct([known.get(id(handle), "a variable without a name") for handle, _ in self.handles])
-        plain = StepImporter(shared.graph, original)
-        specs = [tf.TensorSpec(t.shape, t.dtype) for t in original.inputs[: plain.num_arguments]]
+        names = {id(variable.handle): variable.name.removesuffix(":0") for variable in original.variables}
+        self._names = _distinct([names.get(id(handle), "unnamed variable") for handle, _ in self.handles])
+        importer = StepImporter(shared.graph, original)
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in original.inputs[: importer.num_arguments]]
         number = len(shared.graph.outputs)
 
-        def run_plain(*flat: Any) -> Any:
-            found = plain.values(flat, [*shared.graph.outputs, *shared.plain])
-            return tf_internals.pack_outputs(original, found[:number]), found[number:]
+        def run_original(*flat: Any) -> Any:
+            values = importer.values(flat, [*shared.graph.outputs, *shared.original])
+            return tf_internals.pack_outputs(original, values[:number]), values[number:]
 
         def run_rewritten(*flat: Any) -> Any:
             return None, rewritten.values(flat, shared.rewritten)
 
-        def run_plain_given(*flat_and_gradients: Any) -> Any:
-            flat, given = flat_and_gradients[: len(specs)], flat_and_gradients[len(specs) :]
-            plain.values(flat, [], dict(zip(shared.plain, given, strict=True)))
+        def run_original_update(*flat_and_gradients: Any) -> Any:
+            flat, gradients = flat_and_gradients[: len(specs)], flat_and_gradients[len(specs) :]
+            importer.values(flat, [], dict(zip(shared.original, gradients, strict=True)))
             return None, []
 
-        def run_plain_scaled(*flat: Any) -> Any:
-            scaled = {tensor: tf.fill(tensor.shape, tf.cast(SCALE, tensor.dtype)) for tensor in shared.ones}
-            return None, plain.values(flat, shared.plain, scaled)
+        def run_original_scaled(*flat: Any) -> Any:
+            scaled = {tensor: tf.fill(tensor.shape, tf.cast(LOSS_SCALE, tensor.dtype)) for tensor in shared.seeds}
+            return None, importer.values(flat, shared.original, scaled)
 
-        gradients = [tf.TensorSpec(t.shape, t.dtype) for t in shared.plain]
-        self._plain, self._rewritten, self._plain_scaled, self._plain_given = (
+        gradient_specs = [tf.TensorSpec(t.shape, t.dtype) for t in shared.original]
+        self._original, self._rewritten, self._original_scaled, self._original_update = (
             tf.function(function, input_signature=signature, autograph=False)
             for function, signature in (
-                (run_plain, specs),
+                (run_original, specs),
                 (run_rewritten, specs),
-                (run_plain_scaled, specs),
-                (run_plain_given, [*specs, *gradients]),
+                (run_original_scaled, specs),
+                (run_original_update, [*specs, *gradient_specs]),
             )
         )
 
-    def plain(self, state: State) -> _Run:
-        """The original."""
-        return self._run(lambda: self._plain(*self._flat), state)
+    def original(self, state: State) -> _Run:
+        """Run the original step."""
+        return self._run(lambda: self._original(*self._flat), state)
 
     def differences(self, state: State, want: _Run, expected: float) -> Iterator[Difference]:
-        """Of the rewritten step from what the original gave, from the same state."""
+        """Yield the differences of the rewritten step, run from `state`, from the run `want` of the original."""
         got = self._run(lambda: (self._structured(), []), state)
-        off = self.plain(_off_by_one_rounding(state))
-        yield from _differences(OUTPUT, got.results, want.results, [off.results], expected)
-        noisy = [off.variables]
+        perturbed = self.original(_perturbed(state))
+        yield from _differences(OUTPUT, got.results, want.results, [perturbed.results], expected)
+        noisy = [perturbed.variables]
         if self.shared.names:
             gradients = self._run(lambda: self._rewritten(*self._flat), state).gradients
             largest = max(float(np.max(np.abs(value), initial=0)) for value in want.gradients.values())
-            floor = GRADIENT_FLOOR * largest or FLOOR
-            off_gradients = [off.gradients, *self._scaled(state, want.gradients, floor, expected)]
-            yield from _differences(GRADIENT, gradients, want.gradients, off_gradients, expected, floor)
-            # An update may make much of little: Adam goes as far for a tiny gradient as for a large one.
-            noisy.append(self._run(lambda: self._plain_given(*self._flat, *gradients.values()), state).variables)
+            floor = GRADIENT_FLOOR_RATIO * largest or ABSOLUTE_FLOOR
+            noisy_gradients = [perturbed.gradients, *self._scaled(state, want.gradients, floor, expected)]
+            yield from _differences(GRADIENT, gradients, want.gradients, noisy_gradients, expected, floor)
+            # An update may amplify rounding: that of Adam is as large for a tiny gradient as for a large one.
+            noisy.append(self._run(lambda: self._original_update(*self._flat, *gradients.values()), state).variables)
         yield from _differences(VARIABLE, got.variables, want.variables, noisy, expected)
 
     def _scaled(self, state: State, want: Values, floor: float, expected: float) -> Iterator[Values]:
-        """Gradients of a loss times `SCALE`, divided by it; those that do not go with the loss as they were."""
-        if not self.shared.ones:
+        """Yield gradients of a scaled loss divided by the scale; unscaled ones where they are not proportional."""
+        if not self.shared.seeds:
             return
-        found = self._run(lambda: self._plain_scaled(*self._flat), state).gradients
-        back = {name: (value / SCALE).astype(value.dtype) for name, value in found.items()}
-        goes = {name: difference(value, want[name], floor) <= NOISES * expected for name, value in back.items()}
-        yield {name: value if goes[name] else want[name] for name, value in back.items()}
+        scaled = self._run(lambda: self._original_scaled(*self._flat), state).gradients
+        gradients = {name: (value / LOSS_SCALE).astype(value.dtype) for name, value in scaled.items()}
+        limit = NOISE_FACTOR * expected
+        yield {
+            name: value if difference(value, want[name], floor) <= limit else want[name]
+            for name, value in gradients.items()
+        }
 
     def _run(self, function: Callable[[], Any], state: State) -> _Run:
         _assign([handle for handle, _ in self.handles], state)
@@ -371,44 +389,44 @@ class _Runs:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """The same, those that come again with a number."""
-    seen = collections.Counter[str]()
+    """Return the names with a number appended to repeated ones."""
+    counts = collections.Counter[str]()
     result = []
     for name in names:
-        seen[name] += 1
-        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+        counts[name] += 1
+        result.append(name if counts[name] == 1 else f"{name} ({counts[name]})")
     return result
 
 
 def _named(results: Any) -> Values:
-    """Arrays of a nest, by their path in it."""
-    found: Values = {}
+    """Return the arrays of a nest by their paths in it."""
+    arrays: Values = {}
     for path, value in keras.tree.flatten_with_path(results):
         if value is not None:
-            found["/".join(map(str, path)) or "result"] = tf.convert_to_tensor(value).numpy()  # Of `tf.IndexedSlices`.
-    return found
+            arrays["/".join(map(str, path)) or "result"] = tf.convert_to_tensor(value).numpy()  # Densifies slices.
+    return arrays
 
 
-def _off_by_one_rounding(state: State) -> list[Any]:
-    """Weights, each moved up or down by about the distance to the next number; scalars and integers stay."""
+def _perturbed(state: State) -> list[Any]:
+    """Return the state with each weight changed by about one rounding; scalars and integers are unchanged."""
     random = np.random.default_rng(0)
-    moved = []
+    perturbed = []
     for value in state:
-        rounding = ROUNDING.get(value.dtype.name)
+        rounding = ROUNDING_UNITS.get(value.dtype.name)
         if rounding is not None and value.shape.rank:
             signs = tf.constant(random.choice([-rounding, rounding], value.shape), tf.float64)
             value = tf.cast(tf.cast(value, tf.float64) * (1 + signs), value.dtype)
-        moved.append(value)
-    return moved
+        perturbed.append(value)
+    return perturbed
 
 
 def _differences(
-    kind: str, got: Values, want: Values, noisy: Sequence[Values], expected: float, floor: float = FLOOR
+    kind: str, got: Values, want: Values, noisy: Sequence[Values], expected: float, floor: float = ABSOLUTE_FLOOR
 ) -> Iterator[Difference]:
-    """Of what the rewritten step gave from what the original gave, and gives where little is changed."""
+    """Yield the differences between `got` and `want`, with limits from the `noisy` runs of the original."""
     for name, value in want.items():
         noise = max(difference(values[name], value, floor) for values in noisy)
-        limit = max(expected, NOISES * noise) if math.isfinite(noise) else expected
+        limit = max(expected, NOISE_FACTOR * noise) if math.isfinite(noise) else expected
         yield Difference(kind, name, difference(got[name], value, floor), noise, limit)
 
 
@@ -420,90 +438,90 @@ class _Shared:
     """Gradients that are tensors of both graphs.
 
     Attributes:
-        graph: The original as it was traced.
-        ones: What its gradients begin with.
-        names: What they are gradients for.
-        plain: Tensors of the original.
+        graph: Graph of the original step.
+        seeds: Constants that its gradients start from.
+        names: Names of the variables of the gradients.
+        original: Tensors of the original graph.
         rewritten: Tensors of the rewritten graph.
-        left: (name, why) of those that are not in both.
+        not_shared: (name, reason) of gradients that are not a tensor of both graphs.
     """
 
     graph: Graph
-    ones: list[Tensor] = dataclasses.field(default_factory=list)
+    seeds: list[Tensor] = dataclasses.field(default_factory=list)
     names: list[str] = dataclasses.field(default_factory=list)
-    plain: list[Tensor] = dataclasses.field(default_factory=list)
+    original: list[Tensor] = dataclasses.field(default_factory=list)
     rewritten: list[Tensor] = dataclasses.field(default_factory=list)
-    left: tuple[tuple[str, str], ...] = ()
+    not_shared: tuple[tuple[str, str], ...] = ()
 
 
 def _shared_gradients(original: Any, analysis: GraphAnalysis, rewritten: Graph) -> _Shared:
-    """Gradients of both graphs.
+    """Return the gradients that are tensors of both graphs.
 
-    They are found in the normalised graph, whose names are those of the traced one but for what was inlined or
-    bypassed, and whose tensors the rewritten one knows where they were replaced.
+    They are located in the canonical graph. Its names are those of the traced graph, except for inlined and bypassed
+    ops. The rewritten graph maps its names to their replacements.
     """
     graph = from_concrete_function(original)
     shared = _Shared(graph, gradient_seed_constants(graph))
-    found = gradients(analysis.graph, analysis.order, analysis.backward)
-    names = _distinct([_updated(tensor, analysis, original) or tensor.name for tensor in found])
+    tensors = gradients(analysis.graph, analysis.order, analysis.backward)
+    names = _distinct([_updated_weight(tensor, analysis, original) or tensor.name for tensor in tensors])
     bypassed: dict[Tensor, list[str]] = {}
     for old, new in analysis.graph.aliases.items():
         bypassed.setdefault(new, []).append(old)
-    for name, tensor in zip(names, found, strict=True):
-        candidates = (lookup(shared.graph, known) for known in (tensor.name, *bypassed.get(tensor, ())))
-        plain = next(filter(None, candidates), None)
-        now = lookup(rewritten, tensor.name)
-        if plain is None:
-            shared.left += ((name, "in the traced step it is inside of a function that is called"),)
-        elif now is None:
-            shared.left += ((name, "the rewritten step has it only inside of a loop"),)
+    for name, tensor in zip(names, tensors, strict=True):
+        candidates = (lookup(shared.graph, alias) for alias in (tensor.name, *bypassed.get(tensor, ())))
+        original_tensor = next(filter(None, candidates), None)
+        rewritten_tensor = lookup(rewritten, tensor.name)
+        if original_tensor is None:
+            shared.not_shared += ((name, "the original step computes it inside a called function"),)
+        elif rewritten_tensor is None:
+            shared.not_shared += ((name, "the rewritten step computes it only inside a loop"),)
         else:
             shared.names.append(name)
-            shared.plain.append(plain)
-            shared.rewritten.append(now)
+            shared.original.append(original_tensor)
+            shared.rewritten.append(rewritten_tensor)
     return shared
 
 
-def _updated(gradient: Tensor, analysis: GraphAnalysis, original: Any) -> str | None:
-    """Name of the weight of the gradient's shape that its update reaches first."""
+def _updated_weight(gradient: Tensor, analysis: GraphAnalysis, original: Any) -> str | None:
+    """Return the name of the nearest weight of the gradient's shape downstream; `None` if there is none."""
     weights = {id(v.handle): (v.name.removesuffix(":0"), tuple(v.shape)) for v in original.trainable_variables}
     captured = zip(reversed(analysis.graph.inputs), reversed(original.captured_inputs), strict=False)
     held = {tensor: weights[id(handle)] for tensor, handle in captured if id(handle) in weights}
     seen, queue = {gradient.node}, collections.deque([gradient])
     while queue:
-        for reader, _ in analysis.consumers.get(queue.popleft(), ()):
-            if reader in seen:
+        for consumer, _ in analysis.consumers.get(queue.popleft(), ()):
+            if consumer in seen:
                 continue
-            seen.add(reader)
-            reached = (held[resource] for resource in reader.inputs if resource in held)
+            seen.add(consumer)
+            reached = (held[resource] for resource in consumer.inputs if resource in held)
             name = next((name for name, shape in reached if shape == gradient.shape), None)
             if name is not None:
                 return name
-            queue.extend(reader.out(index) for index in range(len(reader.outputs)))
-            queue.extend(t for t in reader.inputs if t.dtype == tf.resource)  # Slots are assigned and read again.
+            queue.extend(consumer.out(index) for index in range(len(consumer.outputs)))
+            queue.extend(t for t in consumer.inputs if t.dtype == tf.resource)  # Slots are assigned, then read.
     return None
 
 
-# Roles -------------------------------------------------------------------------------------------------------------
+# Dtypes and random ops ---------------------------------------------------------------------------------------------
 
 
 def _coarsest(analysis: GraphAnalysis) -> str:
-    """The floating type with the fewest digits that images, or if there are none anything else, are computed in."""
-    types: dict[bool, set[str]] = {True: set(), False: set()}
+    """Return the floating dtype with the fewest digits among computed images, or among all tensors without images."""
+    dtypes: dict[bool, set[str]] = {True: set(), False: set()}
     for node in analysis.order:
         for dtype, shape in node.outputs if node in analysis.data and node.op != "Placeholder" else ():
-            if dtype.name in EXPECTED:
-                types[shape is not None and len(shape) > 2].add(dtype.name)
-    return max(types[True] or types[False] or {"float32"}, key=EXPECTED.__getitem__)
+            if dtype.name in ROUNDING_LIMITS:
+                dtypes[shape is not None and len(shape) > 2].add(dtype.name)
+    return max(dtypes[True] or dtypes[False] or {"float32"}, key=ROUNDING_LIMITS.__getitem__)
 
 
 def _expected(dtype: str, flat: Sequence[Any]) -> float:
-    """What rounding explains in a step on arguments of this size; half precision is summed in float32."""
+    """Return the difference that rounding explains for arguments of this size; float16 is summed in float32."""
     terms = max((int(tf.size(value)) for value in flat), default=1)
-    return max(EXPECTED[dtype], SUMMED * min(ROUNDING[dtype], ROUNDING["float32"]) * math.sqrt(terms))
+    unit = min(ROUNDING_UNITS[dtype], ROUNDING_UNITS["float32"])
+    return max(ROUNDING_LIMITS[dtype], SUM_ERROR_FACTOR * unit * math.sqrt(terms))
 
 
 def _random_ops(analysis: GraphAnalysis) -> tuple[str, ...]:
-    """Operations whose numbers no variable tells: they cannot be drawn again."""
-    found = (node for node in analysis.order if node.stateful and is_random(node))
-    return tuple(node.name for node in found)
+    """Return the names of random ops without a seed in a variable, whose numbers cannot be reproduced."""
+    return tuple(node.name for node in analysis.order if node.stateful and is_random(node))
