@@ -266,11 +266,11 @@ def test_gradients_inside_of_called_functions_are_listed_and_their_variables_com
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [
-        ((BATCH,), {}, TypeError, "`params` must say how to rewrite: .* Received: params=None"),
+        ((BATCH,), {}, TypeError, "`params` must be `SFTParams.* Received: params=None"),
         ((BATCH, 0.5), {}, TypeError, "`params` must be `SFTParams"),
         ((BATCH, "5 apples"), {}, ValueError, "memory_budget"),
         (((*BATCH, 1, 2), TILES), {}, ValueError, "`batch` must be .x, y. .* Received: a tuple of 4"),
-        (((X[:4], [0, 1, 0, 1]), TILES), {}, TypeError, "`batch` must hold arrays or tensors.* type int"),
+        (((X[:4], [0, 1, 0, 1]), TILES), {}, TypeError, "`batch` must contain arrays or tensors.* type int"),
         ((BATCH, TILES), {"steps": 0}, ValueError, "`steps` must be at least 1. Received: steps=0"),
         ((BATCH, TILES), {"steps": 1.0}, TypeError, "`steps` must be an integer. Received: steps=1.0"),
     ],

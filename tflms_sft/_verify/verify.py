@@ -122,8 +122,8 @@ def _with_budget(params: Any) -> Any:
     """
     if params is None:
         raise TypeError(
-            "`params` must be `SFTParams(...)`, `AutoParams(...)`, `LMSParams(...)` or `PipelineParams(...)`, a list of "
-            'them, or a budget such as "300MiB". Received: params=None.'
+            "`params` must be `SFTParams(...)`, `AutoParams(...)`, `LMSParams(...)` or `PipelineParams(...)`, a list "
+            'of them, or a budget such as "300MiB". Received: params=None.'
         )
     return AutoParams(params) if isinstance(params, (str, int, np.integer)) else params
 
@@ -178,7 +178,7 @@ def _missing_targets_explained(model: Any, data: tuple[Any, ...]) -> Iterator[No
         if len(data) > 1 and data[1] is not None:
             raise
         raise ValueError(
-            "`batch` must be (images, targets) or (images, targets, sample_weight), as for `train_on_batch`, because "
+            "`batch` must be (images, targets), or (images, targets, sample_weight), as for `train_on_batch`, because "
             f"the step of model {model.name!r} cannot be traced without targets. Pass several inputs as one tuple, "
             f"list or dict in the place of the images. Received: images alone, which raised {type(error).__name__}: "
             f"{error}"
