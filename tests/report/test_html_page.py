@@ -91,7 +91,7 @@ def test_the_page_holds_everything_and_asks_for_nothing(tmp_path):
     assert peaks[1][:4] == ["original", "256 MiB", "256 MiB", "1.00"]
     assert peaks[2] == ["rewritten", "64 MiB", "64 MiB", "1.00", "1.00 MiB", "records"]
     assert segments[1] == [
-        "segment1", "image -> pool & co", "tiles, recompute, 1 stored", "4x4", "64 MiB", "4.00 MiB", "90 -> 120 %",
+        "segment1", "image -> pool & co", "tiles, recompute, 1 saved", "4x4", "64 MiB", "4.00 MiB", "90 -> 120 %",
     ]  # fmt: skip
     assert [row[0] for row in segments] == ["segment", "segment1", "-", "-", "step"]
     assert swaps[1] == ["a/tensor:0", "8.00 MiB", "1", "control<op>"] and left_out[1] == ["other:0", "too small"]

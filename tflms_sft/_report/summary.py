@@ -101,7 +101,7 @@ def decision(segment: PlannedSegment) -> str:
         text = "tiles, backward only"
     else:
         text = "strips, recompute" if segment.halo == "carry" else "tiles, recompute"
-    return text + (f", {len(segment.stored)} checkpointed" if segment.stored else "")
+    return text + (f", {len(segment.stored)} saved" if segment.stored else "")
 
 
 def _tiles(segment: PlannedSegment) -> str:
@@ -189,7 +189,7 @@ def segment_lines(segment: PlannedSegment) -> Iterator[str]:
     elif segment.most_rows:
         yield f"  more than {segment.most_rows} strips would double the work"
     if segment.stored:
-        yield f"  checkpointed: {', '.join(segment.stored)}"
+        yield f"  saved for backward: {', '.join(segment.stored)}"
     if segment.kept:
         yield f"  saved for backward: {shortened(segment.kept, _MAX_NAMES)}"
     yield from (f"  {note}" for note in segment.notes)
