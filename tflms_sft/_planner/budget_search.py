@@ -28,7 +28,7 @@ from tflms_sft._planner.inference_search import ForwardSearch
 from tflms_sft._planner.swap_search import SwapSearch
 from tflms_sft._planner.tile_search import TileSearch
 from tflms_sft._planner.traced_step import Candidate, TracedStep, at_peak, unsupported_layers
-from tflms_sft._report.summary import whole
+from tflms_sft._report.summary import transient_memory
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import shortened
 
@@ -300,7 +300,7 @@ def takes_most(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tupl
     """
     tensors, own = at_peak(traced, plans, peak)
     name, size = tensors[0] if tensors else ("the variables", traced.fixed_bytes)
-    running = [f"{format_bytes(taken)} are {what}, " for what, taken in whole(own) if taken > size]
+    running = [f"{format_bytes(taken)} are {what}, " for what, taken in transient_memory(own) if taken > size]
     return f"{''.join(running)}`{name}` is {format_bytes(size)}", name
 
 
