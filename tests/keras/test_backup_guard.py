@@ -6,7 +6,7 @@ from rewriters.ir import tf_internals
 from tflms_sft._keras.backup_guard import guard_backups
 
 
-def test_saves_that_a_training_left_behind_are_taken_over(monkeypatch, fresh_keras):
+def test_guard_backups_after_failed_training_replaces_old_guard(monkeypatch, fresh_keras):
     """Keras tells nobody of the end of a training that failed."""
     monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": "127.0.0.1:1"})
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

@@ -40,7 +40,7 @@ def furthest(callbacks, floatx="float64"):
     return max(error(got, want) for got, want in zip(trained(callbacks, floatx), trained([], floatx), strict=True))
 
 
-def test_named_segments_with_barriers_inside():
+def test_fit_named_segments_with_barriers_equals_original():
     specs = [
         tflms_sft.SegmentSpec("photo", "relu2", num_tiles=(4, 3)),
         tflms_sft.SegmentSpec("relu2", "relu4", num_tiles=(3, 1), stored="conv4"),
@@ -51,20 +51,20 @@ def test_named_segments_with_barriers_inside():
     assert all(segment.num_loops > 2 for segment in callback.plan.segments)
 
 
-def test_a_named_segment_may_end_at_a_sum():
+def test_segment_spec_exit_at_reduction_is_accepted():
     spec = tflms_sft.SegmentSpec("relu1", "pooled", num_tiles=(4, 3))
     callback = tflms_sft.SFT(segments=[spec], verbose=0)
     assert furthest([callback]) < TOLERANCE
     assert callback.plan.segments[0].entries == ("relu1",)
 
 
-def test_a_named_segment_does_not_end_at_what_does_not_run_on_tiles():
+def test_segment_spec_exit_at_untileable_op_is_refused():
     spec = tflms_sft.SegmentSpec("relu1", "scores", num_tiles=(4, 3))
     with pytest.raises(tflms_sft.SegmentError, match="'scores', Dense.* does not run on tiles.*end at an operation"):
         trained([tflms_sft.SFT(segments=[spec], verbose=0)])
 
 
-def test_what_a_named_segment_cannot_store_is_told():
+def test_segment_spec_stored_untileable_tensor_is_refused():
     image = keras.Input((20, 18, 3), name="photo")
     x = layers.ReLU()(conv_norm(image, 4))
     x = Compiled(name="compiled")(x)
@@ -76,7 +76,7 @@ def test_what_a_named_segment_cannot_store_is_told():
         model.fit(IMAGES[:, :20, :18], LABELS, verbose=0, callbacks=[tflms_sft.SFT(segments=[spec], verbose=0)])
 
 
-def test_names_of_what_calls_return():
+def test_segment_spec_grouped_convolution_resolves():
     """Convolutions in groups are calls as Keras traces them, and have no op of their layer's name afterwards."""
     image = keras.Input((20, 18, 3), name="photo")
     x = layers.ReLU()(conv_norm(image, 4))
@@ -94,7 +94,7 @@ def test_names_of_what_calls_return():
 
 
 @pytest.mark.parametrize("part", (pytest.param(0.85, marks=pytest.mark.slow), 0.6))
-def test_a_budget_of_tiles_alone(part):
+def test_memory_budget_without_swaps_equals_original(part):
     plain = tflms_sft.MemoryBudget("1GiB", verbose=0)
     trained([plain])
     budget = int(part * plain.plan.original.peak_bytes / 0.9)
@@ -104,7 +104,7 @@ def test_a_budget_of_tiles_alone(part):
     assert callback.plan.predicted.peak_bytes <= 0.9 * budget
 
 
-def test_rows_that_a_budget_finds_train_the_same(monkeypatch):
+def test_memory_budget_with_strips_equals_original(monkeypatch):
     """The search takes rows where they are cheaper, each loop in as many as it needs; here because tiles cost more."""
     from tflms_sft._planner import barrier_search
 
@@ -127,7 +127,7 @@ def test_rows_that_a_budget_finds_train_the_same(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_smallest_budget_told_can_be_met():
+def test_budget_error_smallest_bytes_is_feasible():
     with pytest.raises(tflms_sft.BudgetError) as caught:
         trained([tflms_sft.MemoryBudget("1kB", swap=False, verbose=0)])
     callback = tflms_sft.MemoryBudget(caught.value.smallest_bytes, swap=False, verbose=0)
@@ -135,7 +135,7 @@ def test_the_smallest_budget_told_can_be_met():
     assert callback.plan.segments
 
 
-def test_what_waits_between_the_loops_is_swapped(tmp_path):
+def test_rewrite_barriers_and_swaps_equal_original(tmp_path):
     model, plain = model_of(), model_of()
     for each in (model, plain):
         each.optimizer.build(each.trainable_variables)
@@ -154,7 +154,7 @@ def test_what_waits_between_the_loops_is_swapped(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ("mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)))
-def test_half_precision_is_as_near_as_the_plain_step(policy):
+def test_fit_half_precision_error_is_at_most_that_of_original(policy):
     """To what the same step gives in float32; as near as that is, images that differ by less than a rounding tell."""
     exact = trained([], "float32")
     keras.config.set_dtype_policy(policy)
@@ -168,7 +168,7 @@ def test_half_precision_is_as_near_as_the_plain_step(policy):
     assert 0 < off([tflms_sft.SFT(num_tiles=(4, 3), verbose=0)], IMAGES) < 1.5 * plain
 
 
-def test_the_mean_of_many_half_precision_numbers():
+def test_mean_of_many_float16_values_equals_original():
     """Their number alone is more than float16 holds: TensorFlow's own mean of them is zero on a CPU."""
     one = OneOp("Mean", {"input": np.full((2, 300, 300, 1), 0.5, "float16"), "axis": Const([1, 2])})
     assert np.all(np.array(one.result_kind_gathered(Grid(1, (3, 1)))) == 0.5)

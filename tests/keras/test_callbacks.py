@@ -32,26 +32,26 @@ from tflms_sft import SFT, BudgetError, MemoryBudget, SegmentSpec
 
 
 @both
-def test_arrays_with_a_partial_last_batch(make):
+def test_fit_arrays_with_partial_last_batch_equals_original(make):
     plan = fitted(make(), lambda m, c: m.fit(X, Y, batch_size=4, epochs=2, callbacks=c, **SETTINGS))
     assert plan.batch == 4 and not plan.batch_is_fixed
 
 
 @pytest.mark.parametrize("drop", [pytest.param(False, marks=pytest.mark.slow), True], ids=["unknown", "known"])
-def test_datasets_with_known_and_with_unknown_batch(drop):
+def test_fit_dataset_with_static_or_unknown_batch_equals_original(drop):
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4, drop_remainder=drop)
     plan = fitted(budgeted(), lambda m, c: m.fit(data, epochs=2, callbacks=c, **SETTINGS), optimizer="adam")
     assert (plan.batch, plan.batch_is_fixed) == (4, drop)
 
 
 @each_slowly
-def test_several_steps_in_one_execution(make):
+def test_fit_steps_per_execution_equals_original(make):
     x, y = np.concatenate([X, X, X])[:26], np.concatenate([Y, Y, Y])[:26]  # 7 batches: 3, 3 and 1, the last partial.
     fitted(make(), lambda m, c: m.fit(x, y, batch_size=4, epochs=2, callbacks=c, **SETTINGS), steps_per_execution=3)
 
 
 @pytest.mark.slow
-def test_generators_and_steps_per_epoch():
+def test_fit_generator_with_steps_per_epoch_equals_original():
     def batches():
         while True:
             yield X[:4], Y[:4]
@@ -61,7 +61,7 @@ def test_generators_and_steps_per_epoch():
 
 
 @pytest.mark.slow
-def test_shuffled_batches_are_the_same_ones():
+def test_fit_shuffle_uses_equal_batches():
     def fit(model, callbacks):
         keras.utils.set_random_seed(7)
         return model.fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
@@ -70,23 +70,23 @@ def test_shuffled_batches_are_the_same_ones():
 
 
 @pytest.mark.slow
-def test_sample_weights():
+def test_fit_sample_weights_equals_original():
     weights = np.linspace(0, 2, 10)
     fitted(tiles(), lambda m, c: m.fit(X, Y, batch_size=4, sample_weight=weights, callbacks=c, **SETTINGS))
 
 
 @pytest.mark.slow
-def test_class_weights():
+def test_fit_class_weights_equals_original():
     weights = {0: 0.5, 1: 1.0, 2: 3.0}
     fitted(tiles(), lambda m, c: m.fit(X, Y, batch_size=4, class_weight=weights, callbacks=c, **SETTINGS))
 
 
 @pytest.mark.slow
-def test_validation_runs_beside_it():
+def test_fit_validation_equals_original():
     fitted(tiles(), lambda m, c: m.fit(X, Y, batch_size=4, epochs=2, validation_data=(X, Y), callbacks=c, **SETTINGS))
 
 
-def test_images_of_unknown_size_are_planned_from_the_first_batch():
+def test_fit_unknown_image_size_is_planned_from_first_batch():
     def unsized(**_):
         keras.config.set_floatx("float64")
         keras.utils.set_random_seed(1)
@@ -111,7 +111,7 @@ def test_images_of_unknown_size_are_planned_from_the_first_batch():
 
 
 @pytest.mark.slow
-def test_named_segments():
+def test_sft_named_segments_are_tiled():
     specs = [SegmentSpec("photo", "pool0", num_tiles=(3, 3)), SegmentSpec("pool0", "pool1")]
     callback = SFT((2, 2), specs, verbose=0)
     plan = fitted(callback, lambda m, c: m.fit(X, Y, batch_size=4, callbacks=c, **SETTINGS), blocks=2)
@@ -121,7 +121,7 @@ def test_named_segments():
 # What else goes on during a training --------------------------------------------------------------------
 
 
-def test_a_model_is_saved_during_training(tmp_path):
+def test_model_save_during_fit_works(tmp_path):
     path = str(tmp_path / "model.keras")
     saving = keras.callbacks.ModelCheckpoint(path)
     model = net()
@@ -136,7 +136,7 @@ def test_a_model_is_saved_during_training(tmp_path):
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), keras.models.clone_model],
     ids=["deepcopy", "pickle", "clone"],
 )
-def test_a_model_is_copied_during_training(copied):
+def test_model_clone_during_fit_works(copied):
     class Copy(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             self.copy = copied(self.model)
@@ -149,7 +149,7 @@ def test_a_model_is_copied_during_training(copied):
 
 
 @pytest.mark.slow
-def test_evaluate_and_predict_during_training_are_plain():
+def test_evaluate_and_predict_inside_fit_run_original():
     class Look(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             self.loss = self.model.evaluate(X, Y, verbose=0, return_dict=True)["loss"]
@@ -165,7 +165,7 @@ def test_evaluate_and_predict_during_training_are_plain():
 # Normalisation that trains ----------------------------------------------------------------------------------
 
 
-def test_normalisation_in_training_mode_is_tiled_between_barriers():
+def test_batch_norm_in_training_mode_is_tiled_between_barriers():
     callback = tiles()
     net(norm=True).fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
     (segment,) = callback.plan.segments
@@ -174,7 +174,7 @@ def test_normalisation_in_training_mode_is_tiled_between_barriers():
 
 
 @pytest.mark.slow
-def test_frozen_normalisation_is_tiled():
+def test_batch_norm_frozen_is_tiled():
     def frozen():
         model = net(norm=True)
         for layer in model.layers:
@@ -193,7 +193,7 @@ def test_frozen_normalisation_is_tiled():
 # Hand-written loops -----------------------------------------------------------------------------------------
 
 
-def test_train_on_batch_within_a_budget():
+def test_budget_with_train_on_batch_equals_original():
     model, plain = net(), net()
     with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
         assert installed.plan is None
@@ -212,7 +212,7 @@ def loop(model):
     return [float(step((tf.constant(X[i : i + 4]), tf.constant(Y[i : i + 4])))["loss"]) for i in (0, 4)]
 
 
-def test_a_hand_written_function_over_train_step_within_a_budget():
+def test_budget_with_custom_train_function_equals_original():
     model, plain = net(), net()
     with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
         got = loop(model)
@@ -222,7 +222,7 @@ def test_a_hand_written_function_over_train_step_within_a_budget():
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_inside_of_a_budget_takes_it_out(error):
+def test_budget_after_error_restores_model(error):
     model = net()
     with pytest.raises(error):
         with tflms_sft.budget(model, BUDGET, verbose=0):
@@ -232,7 +232,7 @@ def test_an_error_inside_of_a_budget_takes_it_out(error):
     model.train_on_batch(X[:4], Y[:4])
 
 
-def test_a_budget_that_cannot_be_met_is_told_by_the_first_batch():
+def test_budget_infeasible_raises_in_first_step():
     model, plain = net(), net()
     with pytest.raises(BudgetError, match="smallest plan found needs"):
         with tflms_sft.budget(model, "10KiB"):
@@ -246,7 +246,7 @@ def test_a_budget_that_cannot_be_met_is_told_by_the_first_batch():
 # What is printed ----------------------------------------------------------------------------------------------
 
 
-def test_one_line_at_the_start_and_one_after_the_first_step(capsys, monkeypatch):
+def test_verbose_prints_plan_and_peak(capsys, monkeypatch):
     monkeypatch.setattr("tflms_sft._keras.train_step_patch.reset_peak", lambda: None)
     callback = SFT((2, 3))
     net().fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], **SETTINGS)
@@ -269,7 +269,7 @@ def measured_peaks(monkeypatch):
     return peaks
 
 
-def test_the_measured_peak_is_printed_next_to_the_predicted_one(capsys, measured_peaks):
+def test_peak_line_has_measured_and_predicted_peak(capsys, measured_peaks):
     measured_peaks.append(500 * 2**10)
     callback = MemoryBudget(BUDGET)
     net().fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
@@ -279,7 +279,7 @@ def test_the_measured_peak_is_printed_next_to_the_predicted_one(capsys, measured
     assert callback.plan.measured.peak_bytes == 500 * 2**10
 
 
-def test_a_step_over_the_budget_is_planned_again_by_what_was_measured(capsys, measured_peaks):
+def test_step_over_budget_is_planned_again(capsys, measured_peaks):
     measured_peaks += [750 * 2**10, 600 * 2**10]
     plans = []
 
@@ -297,7 +297,7 @@ def test_a_step_over_the_budget_is_planned_again_by_what_was_measured(capsys, me
     assert len(lines) == 2 and "OVER" not in lines[1]
 
 
-def test_a_step_that_stays_over_the_budget_is_an_error(measured_peaks):
+def test_step_over_budget_twice_raises(measured_peaks):
     measured_peaks += [750 * 2**10, 720 * 2**10]
     model = net()
     with pytest.raises(BudgetError, match="more than `memory_budget`: measured 720 KiB") as caught:
@@ -307,21 +307,21 @@ def test_a_step_that_stays_over_the_budget_is_an_error(measured_peaks):
     assert re.search(told, str(caught.value))
 
 
-def test_a_budget_that_cannot_be_met_by_what_was_measured_says_so(measured_peaks):
+def test_replanning_infeasible_raises_with_measured_ratio(measured_peaks):
     measured_peaks.append(7 * 2**20)
     told = "An earlier plan was measured to take [0-9.]+ times .* more pieces: train in a fresh process; no plan is so"
     with pytest.raises(BudgetError, match=told):
         net().fit(X, Y, batch_size=4, epochs=2, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)
 
 
-def test_a_budget_that_fits_says_so(capsys):
+def test_budget_without_rewriting_prints_headline(capsys):
     callback = MemoryBudget("1GiB")
     net().fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
     assert not callback.plan.changed
     assert "tflms-sft: nothing rewritten, predicted peak " in capsys.readouterr().out
 
 
-def test_budgets_for_loops_print_the_same_lines(capsys):
+def test_budget_context_prints_plan_and_peak(capsys):
     model = net()
     with tflms_sft.budget(model, BUDGET) as installed:
         model.train_on_batch(X[:4], Y[:4])
@@ -330,21 +330,21 @@ def test_budgets_for_loops_print_the_same_lines(capsys):
 
 
 @pytest.mark.slow
-def test_nothing_is_printed_if_not_wanted(capsys):
+def test_verbose_zero_prints_nothing(capsys):
     net().fit(X, Y, batch_size=4, callbacks=[tiles()], **SETTINGS)
     with tflms_sft.budget(net(), BUDGET, verbose=0):
         pass
     assert capsys.readouterr().out == ""
 
 
-def test_there_is_no_plan_before_the_first_training():
+def test_callback_plan_before_first_step_is_none():
     assert tiles().plan is None and budgeted().plan is None
 
 
 # Several images ---------------------------------------------------------------------------------------------
 
 
-def test_two_images_of_different_sizes_that_the_trace_does_not_know():
+def test_fit_two_inputs_of_unknown_sizes_equals_original():
     """Keras traces for unknown sizes; each input keeps those of its own first batch."""
     keras.config.set_floatx("float64")
 

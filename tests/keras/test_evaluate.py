@@ -31,7 +31,7 @@ def changed(plan):
 
 
 @each
-def test_predictions_with_a_partial_last_batch(make):
+def test_predict_partial_last_batch_equals_original(make):
     model, callback = trained(norm=True), make()
     got = model.predict(X, callbacks=[callback], **PLAIN)
     assert changed(callback.predict_plan) and callback.plan is None and callback.evaluate_plan is None
@@ -40,7 +40,7 @@ def test_predictions_with_a_partial_last_batch(make):
 
 
 @pytest.mark.parametrize("make", [tiles, pytest.param(small, marks=pytest.mark.slow)], ids=["SFT", "MemoryBudget"])
-def test_loss_and_metrics_of_an_evaluation(make):
+def test_evaluate_loss_and_metrics_equal_original(make):
     model, callback = trained(norm=True), make()
     got = model.evaluate(X, Y, callbacks=[callback], **PLAIN)
     states = [np.array(variable) for variable in model.metrics_variables]
@@ -50,7 +50,7 @@ def test_loss_and_metrics_of_an_evaluation(make):
     assert len(want) > 2 and all(np.allclose(*pair, rtol=1e-10) for pair in zip(states, want, strict=True))
 
 
-def test_validation_is_within_the_plan_and_made_once(capsys):
+def test_validation_under_budget_is_planned_once(capsys):
     callback, model, plain = budgeted(verbose=1), net(), net()
     fit = {"batch_size": 4, "epochs": 3, "validation_data": (X[:6], Y[:6]), **SETTINGS}
     got, want = model.fit(X, Y, callbacks=[callback], **fit), plain.fit(X, Y, **fit)
@@ -64,7 +64,7 @@ def test_validation_is_within_the_plan_and_made_once(capsys):
 
 
 @pytest.mark.slow
-def test_validation_is_tiled_as_told():
+def test_validation_under_sft_is_tiled():
     callback, model, plain = tiles(), net(norm=True), net(norm=True)
     fit = {"batch_size": 4, "epochs": 2, "validation_data": (X, Y), **SETTINGS}
     got, want = model.fit(X, Y, callbacks=[callback], **fit), plain.fit(X, Y, **fit)
@@ -72,7 +72,7 @@ def test_validation_is_tiled_as_told():
     assert changed(callback.evaluate_plan) and callback.evaluate_plan.segments[0].num_tiles == (1, 2, 3)
 
 
-def test_several_steps_in_one_execution():
+def test_evaluate_steps_per_execution_equals_original():
     model, callback = net(steps_per_execution=2), tiles()
     want = model.evaluate(X, Y, **PLAIN), model.predict(X, **PLAIN)
     got = [model.evaluate(X, Y, callbacks=[callback], **PLAIN), model.predict(X, callbacks=[callback], **PLAIN)]
@@ -80,7 +80,7 @@ def test_several_steps_in_one_execution():
     assert changed(callback.evaluate_plan) and changed(callback.predict_plan) and is_plain(model)
 
 
-def test_a_model_that_is_not_compiled_can_predict_from_a_dataset():
+def test_predict_uncompiled_model_from_dataset_equals_original():
     keras.config.set_floatx("float64")
     model, callback = net(), tiles()
     model = keras.Model(model.input, model.output)
@@ -89,7 +89,7 @@ def test_a_model_that_is_not_compiled_can_predict_from_a_dataset():
     assert changed(callback.predict_plan) and np.allclose(got, model.predict(data, verbose=0), rtol=1e-10, atol=1e-12)
 
 
-def test_xla_is_off_meanwhile_and_on_again(capsys):
+def test_evaluate_jit_compile_is_restored(capsys):
     model, callback = net(jit_compile=True), tiles(verbose=1)
     model.predict(X, callbacks=[callback], **PLAIN)
     assert changed(callback.predict_plan) and model.jit_compile is True and is_plain(model)
@@ -104,7 +104,7 @@ class Fails(keras.callbacks.Callback):
         raise KeyError("mine")
 
 
-def test_after_an_error_in_another_callback_the_next_evaluation_is_plain():
+def test_evaluate_after_foreign_error_runs_original():
     model = net()
     want = model.evaluate(X, Y, **PLAIN)
     with pytest.raises(KeyError, match="mine"):
@@ -112,7 +112,7 @@ def test_after_an_error_in_another_callback_the_next_evaluation_is_plain():
     assert model.evaluate(X, Y, **PLAIN) == want and is_plain(model)
 
 
-def test_a_budget_that_cannot_be_met_is_an_error_and_leaves_a_plain_model():
+def test_evaluate_infeasible_budget_restores_model():
     model = net()
     for run, data in ((model.evaluate, (X, Y)), (model.predict, (X,))):
         with pytest.raises(BudgetError, match="`memory_budget` is too small for this step"):
@@ -120,14 +120,14 @@ def test_a_budget_that_cannot_be_met_is_an_error_and_leaves_a_plain_model():
         assert is_plain(model)
 
 
-def test_an_error_in_a_validation_takes_the_training_out_as_well():
+def test_validation_error_restores_train_step():
     model = net()
     with pytest.raises(tf.errors.InvalidArgumentError, match="label"):
         model.fit(X, Y, batch_size=4, validation_data=(X, Y + 7), callbacks=[tiles()], **SETTINGS)
     assert is_plain(model)
 
 
-def test_a_validation_that_cannot_be_rewritten_runs_plain_and_says_so(capsys):
+def test_validation_not_rewritable_runs_original_with_notice(capsys):
     """It computes something else than the training, without the layer that the segment ends at."""
     callback = SFT(segments=[SegmentSpec("photo", "pool0", num_tiles=(2, 2))])
     histories, fit = [], {"batch_size": 4, "epochs": 2, "validation_data": (X, Y), **SETTINGS}
@@ -141,28 +141,28 @@ def test_a_validation_that_cannot_be_rewritten_runs_plain_and_says_so(capsys):
     assert capsys.readouterr().out.count("tflms-sft: validation is not rewritten, and the budget does not") == 1
 
 
-def test_segments_that_are_not_there_are_refused_in_an_evaluation():
+def test_evaluate_unknown_segment_is_refused():
     model = net()
     with pytest.raises(SegmentError, match="nowhere"):
         model.evaluate(X, Y, callbacks=[SFT(segments=[SegmentSpec("nowhere", "pool0")], verbose=0)], **PLAIN)
     assert is_plain(model)
 
 
-def test_swaps_alone_leave_it_plain_and_say_so(capsys):
+def test_predict_under_lms_runs_original_with_notice(capsys):
     model, callback = net(), LMS()
     model.predict(X, callbacks=[callback], **PLAIN)
     assert callback.predict_plan is None and is_plain(model)
     assert "predict is not rewritten: without a backward pass" in capsys.readouterr().out
 
 
-def test_two_at_once_are_refused():
+def test_evaluate_two_callbacks_are_refused():
     model = net()
     with pytest.raises(ValueError, match="The test step of model .* is rewritten twice"):
         model.evaluate(X, Y, callbacks=[tiles(), small()], **PLAIN)
     assert is_plain(model)
 
 
-def test_a_model_that_runs_eagerly_is_refused():
+def test_evaluate_eager_model_is_refused():
     model = net(run_eagerly=True)
     with pytest.raises(RewriteError, match="runs eagerly"):
         model.predict(X, callbacks=[tiles()], **PLAIN)

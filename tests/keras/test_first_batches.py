@@ -18,7 +18,7 @@ def iterator(number=5, batch=2):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_what_is_taken_comes_again_with_shapes_as_unknown(number):
+def test_peeked_batches_replay_keeps_unknown_shapes(number):
     """And what is left afterwards: batches of two, two and one."""
     data = iterator()
     taken = PeekedBatches(data, number)
@@ -32,19 +32,19 @@ def test_what_is_taken_comes_again_with_shapes_as_unknown(number):
     assert taken.bytes_on_device()[0] == 2 * 12 * 4
 
 
-def test_an_end_is_an_end():
+def test_peeked_batches_at_end_raises_stop_iteration():
     data = iterator(1)
     assert len(list(PeekedBatches(data, 4).replay())) == 1
     with pytest.raises(StopIteration):
         PeekedBatches(data, 4)
 
 
-def test_other_iterators_are_left_alone():
+def test_can_peek_ragged_or_other_iterators_is_false():
     ragged = tf.data.Dataset.from_tensors(tf.ragged.constant([[1.0], [1.0, 2.0]]))
     assert can_peek(iterator()) and not can_peek(iter(ragged)) and not can_peek(iter([1]))
 
 
-def test_it_is_waited_for_until_nothing_changes():
+def test_wait_until_stable_returns_after_constant_values():
     begun, asked = time.monotonic(), []
 
     def look():
@@ -55,7 +55,7 @@ def test_it_is_waited_for_until_nothing_changes():
     assert len(asked) > 10 and asked[-1] - asked[9] >= 0.1 and time.monotonic() - begun < first_batches.MAX_WAIT_SECONDS
 
 
-def test_it_is_not_waited_for_without_end(monkeypatch):
+def test_wait_until_stable_ends_at_max_wait(monkeypatch):
     monkeypatch.setattr(first_batches, "MAX_WAIT_SECONDS", 0.2)
     asked = []
     first_batches._wait_until_stable(0.1, lambda: asked.append(0) or len(asked))

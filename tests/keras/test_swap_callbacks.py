@@ -82,13 +82,13 @@ def swapping(path, **options):
         ({"spill_dir": "/proc"}, ValueError, "`spill_dir` must be a writable directory"),
     ],
 )
-def test_wrong_values_are_refused_when_they_are_written_down(options, kind, text):
+def test_swap_params_invalid_values_are_refused(options, kind, text):
     for make in (LMSParams, LMS):
         with pytest.raises(kind, match=text):
             make(**options)
 
 
-def test_the_defaults_are_those_of_table_2():
+def test_swap_params_defaults_equal_tflms_table_2():
     params = LMSParams()
     assert (params.n_tensors, params.lb, params.ub, params.ctrld_strategy) == (-1, 1, 10000, "chain_rule")
     assert (params.fuse_swapins, params.swap_branches, params.branch_threshold) == (False, False, 0)
@@ -107,7 +107,7 @@ def test_the_defaults_are_those_of_table_2():
         ({"ctrld_strategy": "direct_order", "lb": 9000}, "could trigger its way back to .* Lower `lb` or raise `ub`"),
     ],
 )
-def test_what_cannot_be_done_is_an_error_before_anything_runs(tmp_path, options, text):
+def test_lms_infeasible_parameters_raise_before_first_step(tmp_path, options, text):
     model, plain = net(), net()
     plain.optimizer.build(plain.trainable_variables)
     with pytest.raises(SwapError, match=text):
@@ -117,18 +117,18 @@ def test_what_cannot_be_done_is_an_error_before_anything_runs(tmp_path, options,
 
 
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="needs a machine without an accelerator")
-def test_host_memory_is_no_other_memory_without_an_accelerator():
+def test_lms_host_tier_without_accelerator_is_refused():
     with pytest.raises(SwapError, match="needs an accelerator.*Use `tier=.disk.`"):
         net().fit(X, Y, callbacks=[LMS(tier="host")], **SETTINGS)
 
 
-def test_too_little_space_is_an_error_before_the_first_step(tmp_path, monkeypatch):
+def test_lms_full_directory_is_refused_before_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr(SpillStore, "free_bytes", lambda self: 1000)
     with pytest.raises(SwapError, match=f"too little space: a step swaps .* to .{tmp_path}., 1000 B are free"):
         net().fit(X, Y, callbacks=[swapping(tmp_path)], **SETTINGS)
 
 
-def test_too_few_files_are_an_error_before_the_first_step(tmp_path, monkeypatch):
+def test_lms_too_few_file_handles_are_refused_before_first_step(tmp_path, monkeypatch):
     opened = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr("resource.getrlimit", lambda which: (opened + 3, 10**6))
     with pytest.raises(SwapError, match=f"each to a file of its own; this process may have {opened + 3} files open"):
@@ -136,7 +136,7 @@ def test_too_few_files_are_an_error_before_the_first_step(tmp_path, monkeypatch)
     net().fit(X, Y, callbacks=[swapping(tmp_path, n_tensors=1)], **SETTINGS)
 
 
-def test_files_in_memory_are_no_disk(tmp_path, monkeypatch):
+def test_swap_params_directory_in_memory_is_replaced_or_noted(tmp_path, monkeypatch):
     """The table is the system's; a longer mount point is nearer."""
     table = tmp_path / "mounts"
     (tmp_path / "a b" / "c").mkdir(parents=True)
@@ -155,7 +155,7 @@ def test_files_in_memory_are_no_disk(tmp_path, monkeypatch):
     assert f"{str(tmp_path)!r} is in memory, so that swapping there saves none" in callback.plan.notes[-1]
 
 
-def test_the_order_of_passes(tmp_path):
+def test_parse_request_swaps_before_tiles_is_refused(tmp_path):
     step = tf.function(lambda x: x)
     with pytest.raises(ValueError, match="must have `LMSParams` last: tiling comes first"):
         tflms_sft.rewrite(step, [LMSParams(), SFTParams()], X)
@@ -165,7 +165,7 @@ def test_the_order_of_passes(tmp_path):
 
 
 @pytest.mark.parametrize("page_cache", (True, False))
-def test_fit_gives_the_same_bits_and_leaves_no_file(tmp_path, page_cache, capfd):
+def test_lms_fit_is_bitwise_equal_and_leaves_no_file(tmp_path, page_cache, capfd):
     model, plain = net(), net()
     callback = swapping(tmp_path, page_cache=page_cache, verbose=1)
     model.fit(X, Y, epochs=2, callbacks=[callback], **SETTINGS)
@@ -178,7 +178,7 @@ def test_fit_gives_the_same_bits_and_leaves_no_file(tmp_path, page_cache, capfd)
     assert plan.predicted.peak_bytes < plan.original.peak_bytes
 
 
-def test_the_first_step_is_measured_with_what_is_read_from_disk(tmp_path, monkeypatch):
+def test_lms_peak_includes_arrays_read_from_disk(tmp_path, monkeypatch):
     """The tier is not there yet when the measurement of a `fit` begins: the step is traced in it."""
     watched = []
     monkeypatch.setattr("tflms_sft._keras.train_step_patch.watch_tier", watched.append)
@@ -190,12 +190,12 @@ def test_the_first_step_is_measured_with_what_is_read_from_disk(tmp_path, monkey
 
 
 @pytest.mark.parametrize("tiles", [3, LMSParams()])
-def test_tiles_are_named_where_they_are_wrong(tiles):
+def test_lms_wrong_tiles_argument_is_refused(tiles):
     with pytest.raises(TypeError, match=r"`tiles` must be `SFTParams\(...\)` or None. Received: tiles="):
         LMS(tiles=tiles)
 
 
-def test_recurrent_layers_are_told():
+def test_lms_recurrent_layer_is_refused():
     image = keras.Input((24, 24, 3))
     x = layers.LSTM(4)(layers.Reshape((24, 72))(image))
     model = keras.Model(image, layers.Dense(3)(x))
@@ -204,7 +204,7 @@ def test_recurrent_layers_are_told():
         model.fit(X[:2], np.zeros((2, 3)), verbose=0, callbacks=[swapping(None)])
 
 
-def test_tiles_and_then_swaps(tmp_path):
+def test_lms_with_tiles_equals_original(tmp_path):
     model, plain = net(), net()
     for layer in (*model.layers, *plain.layers):
         if isinstance(layer, layers.BatchNormalization):
@@ -219,7 +219,7 @@ def test_tiles_and_then_swaps(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["chain_rule", "direct_order"])
-def test_what_is_kept_between_segments_is_swapped(tmp_path, strategy):
+def test_lms_with_tiles_swaps_tensors_between_segments(tmp_path, strategy):
     """Nothing but loops reads it, and what the loops of the backward phase begin with is backward too."""
     model, plain = net(), net()
     for layer in (*model.layers, *plain.layers):
@@ -234,7 +234,7 @@ def test_what_is_kept_between_segments_is_swapped(tmp_path, strategy):
     assert "sft/segment2/backward/while" in readers
 
 
-def test_what_waits_between_barriers_comes_back_early(tmp_path):
+def test_lms_with_barriers_larger_lb_swaps_same_tensors(tmp_path):
     """Loops of the backward phase begin with operations of their own, which belong to it too."""
     keras.config.set_floatx("float64")
     image = x = keras.Input((16, 16, 3))
@@ -252,7 +252,7 @@ def test_what_waits_between_barriers_comes_back_early(tmp_path):
     assert result and result.dtype == "float64"
 
 
-def test_a_rewritten_step(tmp_path):
+def test_rewrite_swaps_equals_original(tmp_path):
     model = net()
     model.optimizer.build(model.trainable_variables)
     step = tf.function(lambda x, y: model.train_step((x, y)))
@@ -266,7 +266,7 @@ def test_a_rewritten_step(tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(after, state(model), strict=True))
 
 
-def test_two_trainings_in_one_directory_do_not_meet(tmp_path):
+def test_spill_store_two_trainings_share_directory(tmp_path):
     models = net(), net()
     with_both = [swapping(tmp_path), swapping(tmp_path, n_tensors=3)]
     for _ in range(2):
@@ -291,7 +291,7 @@ def open_files(directory):
     return found
 
 
-def test_a_full_disk_ends_the_step_and_leaves_all_variables(tmp_path, monkeypatch):
+def test_spill_store_full_disk_leaves_variables_unchanged(tmp_path, monkeypatch):
     """Moving statistics, which are known early, the state that dropout draws from, and the optimizer's count too."""
     model, plain = net(dropout=0.1), net(dropout=0.1)
     for either in (model, plain):
@@ -327,7 +327,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_file_system_that_is_really_full(small_disk, monkeypatch):
+def test_spill_store_full_file_system_raises(small_disk, monkeypatch):
     model, plain = net(), net()
     for either in (model, plain):
         either.fit(X, Y, **SETTINGS)
@@ -365,7 +365,7 @@ CHILD = """
 
 
 @pytest.mark.parametrize("sent", (signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)))
-def test_nothing_is_left_of_a_process_that_was_stopped_in_a_step(tmp_path, sent):
+def test_spill_store_killed_process_leaves_no_file(tmp_path, sent):
     command = [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -383,7 +383,7 @@ def test_nothing_is_left_of_a_process_that_was_stopped_in_a_step(tmp_path, sent)
 
 
 @pytest.mark.parametrize("page_cache", (True, False))
-def test_files_are_private_and_written_again_when_nobody_reads_them(tmp_path, page_cache):
+def test_spill_store_files_are_private_and_reused(tmp_path, page_cache):
     store = SpillStore(str(tmp_path), page_cache)
     array = np.arange(12.0).reshape(3, 4)
     number = store.write(array, 2, "test")
@@ -407,7 +407,7 @@ def test_files_are_private_and_written_again_when_nobody_reads_them(tmp_path, pa
     assert not open_files(tmp_path)
 
 
-def test_arrays_of_many_sizes_leave_one_file(tmp_path):
+def test_spill_store_many_sizes_share_one_file(tmp_path):
     store = SpillStore(str(tmp_path))
     for size in (3000, 5000, 1000, 4000):
         assert np.array_equal(store.read(store.write(np.arange(size), 1, "a")), np.arange(size))
@@ -415,7 +415,7 @@ def test_arrays_of_many_sizes_leave_one_file(tmp_path):
     assert sum(os.stat(file.fileno()).st_size for held in store._held.values() for file in [held.file]) == 4000 * 8
 
 
-def test_what_was_read_is_counted_while_it_is_in_memory(tmp_path):
+def test_spill_store_peak_counts_arrays_in_memory(tmp_path):
     store = SpillStore(str(tmp_path))
     numbers = [store.write(np.ones(1000), 1, "test") for _ in range(3)]
     first, second = store.read(numbers[0]), store.read(numbers[1])
@@ -428,7 +428,7 @@ def test_what_was_read_is_counted_while_it_is_in_memory(tmp_path):
     assert store.peak_bytes() == 0
 
 
-def test_what_is_allocated_meanwhile_is_added(tmp_path):
+def test_spill_store_peak_adds_allocator_peak(tmp_path):
     store = SpillStore(str(tmp_path))
     numbers = [store.write(np.ones(1000), 1, "test") for _ in range(2)]
     peaks = iter([10, 500, 70, 3])
@@ -439,7 +439,7 @@ def test_what_is_allocated_meanwhile_is_added(tmp_path):
     assert second.sum() == 1000 and store.peak_bytes() == 8070  # And 3 beside the second.
 
 
-def test_arrays_are_given_back_when_the_next_tensor_moves(tmp_path):
+def test_spill_store_releases_arrays_at_next_transfer(tmp_path):
     store, alive = SpillStore(str(tmp_path)), []
     look = store._look
     store._look = lambda: (alive.append(store._in_memory()), look())[1]
@@ -457,14 +457,14 @@ def test_arrays_are_given_back_when_the_next_tensor_moves(tmp_path):
 
 @pytest.mark.parametrize("dtype", ("float32", "float16", "int8", "bool", "bfloat16", "complex64"))
 @pytest.mark.parametrize("shape", ((), (0,), (3,), (2, 0, 3), (2, 3, 4)))
-def test_any_array_comes_back(tmp_path, dtype, shape):
+def test_spill_store_restores_any_dtype_and_shape(tmp_path, dtype, shape):
     store = SpillStore(str(tmp_path))
     array = np.ones(shape, tf.dtypes.as_dtype(dtype).as_numpy_dtype)
     back = store.read(store.write(array, 1, "test"))
     assert back.dtype == array.dtype and back.shape == array.shape and np.array_equal(back, array)
 
 
-def test_a_directory_that_went_away_is_an_error_that_names_it(tmp_path):
+def test_spill_store_missing_directory_is_named(tmp_path):
     store = SpillStore(str(tmp_path / "gone"))
     with pytest.raises(SpillError, match="gone' cannot be written: No such file"):
         store.write(np.ones(3), 1, "test")

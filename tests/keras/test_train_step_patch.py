@@ -32,7 +32,7 @@ from tflms_sft._keras import batch_limits
 
 
 @each_slowly
-def test_a_second_fit_with_the_same_callback(make):
+def test_step_patch_second_fit_with_same_callback_equals_original(make):
     callback = make()
     model, plain = net(), net()
     for _ in range(2):
@@ -43,7 +43,7 @@ def test_a_second_fit_with_the_same_callback(make):
 
 
 @pytest.mark.slow
-def test_plain_and_rewritten_trainings_in_turn():
+def test_step_patch_alternating_with_original_equals_original():
     model, plain = net(), net()
     for callbacks in ([], [tiles()], [], [budgeted()]):
         model.fit(X, Y, batch_size=4, callbacks=callbacks, **SETTINGS)
@@ -51,7 +51,7 @@ def test_plain_and_rewritten_trainings_in_turn():
     assert same(model, plain)
 
 
-def test_the_same_callback_on_another_model_and_another_size():
+def test_step_patch_callback_reused_on_other_model_is_planned_again():
     callback = tiles()
     fit = {"batch_size": 4, **SETTINGS}
     net().fit(X, Y, callbacks=[callback], **fit)
@@ -64,7 +64,7 @@ def test_the_same_callback_on_another_model_and_another_size():
 
 
 @pytest.mark.slow
-def test_compiling_anew_between_trainings():
+def test_step_patch_after_compile_equals_original():
     callback = tiles()
     model, plain = net(), net()
     for optimizer in ("adam", "sgd"):
@@ -91,7 +91,7 @@ def interrupted(model, *callbacks, error=KeyboardInterrupt):
 
 
 @each_slowly
-def test_a_plain_fit_after_an_interrupt_in_another_callback(make):
+def test_step_patch_after_foreign_interrupt_next_fit_runs_original(make):
     model, plain = net(), net()
     interrupted(model, make())
     interrupted(plain)
@@ -102,7 +102,7 @@ def test_a_plain_fit_after_an_interrupt_in_another_callback(make):
 
 
 @pytest.mark.slow
-def test_training_by_batches_after_an_interrupt_is_plain():
+def test_step_patch_after_interrupt_train_on_batch_runs_original():
     model, plain = net(), net()
     interrupted(model, tiles())
     interrupted(plain)
@@ -111,7 +111,7 @@ def test_training_by_batches_after_an_interrupt_is_plain():
     assert same(model, plain)
 
 
-def test_a_rewritten_fit_after_an_interrupt():
+def test_step_patch_after_interrupt_next_fit_is_rewritten():
     model, plain = net(), net()
     callback = tiles()
     interrupted(model, callback)
@@ -123,7 +123,7 @@ def test_a_rewritten_fit_after_an_interrupt():
 
 
 @pytest.mark.slow
-def test_a_budget_after_an_interrupt():
+def test_step_patch_after_interrupt_budget_is_accepted():
     model = net()
     interrupted(model, tiles())
     with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
@@ -132,7 +132,7 @@ def test_a_budget_after_an_interrupt():
 
 
 @pytest.mark.slow
-def test_compiling_anew_after_an_interrupt_keeps_what_was_compiled():
+def test_step_patch_compile_after_interrupt_keeps_new_jit_setting():
     model = net(jit_compile=True)
     interrupted(model, tiles())
     model.compile("sgd", model.loss, jit_compile=False)
@@ -161,7 +161,7 @@ def failing():
 
 
 @each_slowly
-def test_an_error_in_a_step_leaves_the_model_as_it_was(make):
+def test_step_patch_after_step_error_restores_model(make):
     model, plain = failing(), failing()
     original = model.train_step
     for each, callbacks in ((model, [make()]), (plain, [])):
@@ -185,7 +185,7 @@ def test_an_error_in_a_step_leaves_the_model_as_it_was(make):
     ],
     ids=["budget", "name", "batch shape", "tiles"],
 )
-def test_what_cannot_be_done_is_told_in_the_first_step_and_changes_nothing(callback, error, text):
+def test_step_patch_refusal_in_first_step_restores_model(callback, error, text):
     model, plain = net(), net()
     with pytest.raises(error, match=text):
         model.fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
@@ -195,7 +195,7 @@ def test_what_cannot_be_done_is_told_in_the_first_step_and_changes_nothing(callb
     assert same(model, plain)
 
 
-def test_a_batch_shape_may_have_the_channels_that_the_model_adds():
+def test_batch_shape_with_added_channels_is_accepted():
     image = keras.Input((24, 24))
     x = keras.layers.Conv2D(4, 3, activation="relu")(keras.layers.Reshape((24, 24, 1))(image))
     model = keras.Model(image, keras.layers.Dense(3)(keras.layers.GlobalAveragePooling2D()(x)))
@@ -205,7 +205,7 @@ def test_a_batch_shape_may_have_the_channels_that_the_model_adds():
     assert callback.plan is not None
 
 
-def test_a_train_step_set_on_the_model_itself_is_put_back():
+def test_step_patch_instance_train_step_is_restored():
     model = net()
     inner = model.train_step
     model.train_step = own = lambda data: inner(data)
@@ -215,7 +215,7 @@ def test_a_train_step_set_on_the_model_itself_is_put_back():
     assert model.__dict__["train_step"] is own
 
 
-def test_a_callback_that_freezes_a_layer_has_the_rewritten_step_traced_anew():
+def test_step_patch_retraces_after_freezing_in_callback():
     class Freeze(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 1:
@@ -236,7 +236,7 @@ def test_a_callback_that_freezes_a_layer_has_the_rewritten_step_traced_anew():
 # XLA, eager, and other settings of the model ----------------------------------------------------------
 
 
-def test_xla_is_off_during_the_training_says_so_and_is_on_again_after(capsys):
+def test_step_patch_jit_compile_is_off_in_fit_and_restored(capsys):
     class Look(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.jit = self.model.jit_compile
@@ -249,20 +249,20 @@ def test_xla_is_off_during_the_training_says_so_and_is_on_again_after(capsys):
 
 
 @pytest.mark.slow
-def test_xla_is_not_mentioned_where_it_was_off(capsys):
+def test_start_line_without_jit_does_not_mention_xla(capsys):
     net().fit(X, Y, batch_size=4, callbacks=[SFT((2, 2))], **SETTINGS)
     assert "XLA" not in capsys.readouterr().out
 
 
 @both
-def test_eager_models_are_refused_with_the_remedy(make):
+def test_check_runs_eager_model_is_refused(make):
     model = net(run_eagerly=True)
     with pytest.raises(RewriteError, match="runs eagerly, so there is no graph to rewrite.*`run_eagerly=False`"):
         model.fit(X, Y, batch_size=4, callbacks=[make()], **SETTINGS)
     assert is_plain(model)
 
 
-def test_functions_that_run_eagerly_are_refused_with_the_remedy():
+def test_check_runs_eager_functions_are_refused():
     model = net()
     tf.config.run_functions_eagerly(True)
     try:
@@ -286,7 +286,7 @@ class Undecided(keras.Model):
 
 
 @pytest.mark.filterwarnings("ignore:`build..` was called on layer")
-def test_a_model_that_is_built_without_weights_is_left_as_it_was():
+def test_check_runs_model_without_weights_is_refused():
     model = Undecided()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.build((None, 24, 24, 3))
@@ -296,7 +296,7 @@ def test_a_model_that_is_built_without_weights_is_left_as_it_was():
     model.fit(X, Y, callbacks=[tiles(segments=[SegmentSpec("data", "conv2d")])], **SETTINGS)
 
 
-def test_a_model_of_which_nothing_trains_is_refused():
+def test_check_model_without_trainable_weights_is_refused():
     model = net()
     model.trainable = False
     with pytest.raises(RewriteError, match="has no trainable weights, so a step computes no gradients"):
@@ -305,19 +305,19 @@ def test_a_model_of_which_nothing_trains_is_refused():
 
 
 @pytest.mark.parametrize("verbose", ("x", 2, None))
-def test_verbose_is_checked(verbose):
+def test_checked_verbose_invalid_value_is_refused(verbose):
     with pytest.raises(ValueError, match="`verbose` must be 0 or 1. Received: verbose="):
         SFT(verbose=verbose)
 
 
-def test_a_used_callback_can_be_copied():
+def test_callback_after_fit_can_be_copied():
     callback = tiles()
     net().fit(X, Y, callbacks=[callback], **SETTINGS)
     callback.set_model(None)
     assert copy.deepcopy(callback).plan.headline() == callback.plan.headline()
 
 
-def test_a_partial_batch_after_whole_ones_in_a_hand_written_loop():
+def test_batch_limit_partial_batch_in_custom_loop_runs():
     """Keras traces it for any batch; the plan holds for the first one's size."""
     model, plain = net(), net()
     with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
@@ -328,7 +328,7 @@ def test_a_partial_batch_after_whole_ones_in_a_hand_written_loop():
     assert installed.plan.changed and same(model, plain)
 
 
-def test_images_of_another_size_than_the_first_are_an_error_with_the_remedy():
+def test_ensure_planned_size_other_image_size_raises():
     def images():
         yield X[:4], Y[:4]
         yield X[:4, :20], Y[:4]
@@ -349,7 +349,7 @@ def growing():
         yield X[4:], Y[4:]
 
 
-def test_a_larger_batch_than_the_first_runs_where_nothing_is_rewritten():
+def test_batch_limit_larger_batch_of_original_step_runs():
     fit = {"steps_per_epoch": 2, **SETTINGS}
     model, plain = net(), net()
     callback = tflms_sft.MemoryBudget("100MiB", verbose=0)
@@ -358,7 +358,7 @@ def test_a_larger_batch_than_the_first_runs_where_nothing_is_rewritten():
     assert same_history(got, want) and same(model, plain)
 
 
-def test_whether_a_larger_batch_runs_is_predicted_for_that_batch(monkeypatch):
+def test_batch_limit_larger_batch_of_original_step_is_predicted(monkeypatch):
     """Once, and not by a line through the first one: pieces of memory do not grow with what is in them."""
     fit = {"steps_per_epoch": 4, **SETTINGS}
     model, of_six = net(), tflms_sft.MemoryBudget("100MiB", batch_shape=(6, 24, 24, 3), verbose=0)
@@ -384,7 +384,7 @@ def test_whether_a_larger_batch_runs_is_predicted_for_that_batch(monkeypatch):
     assert is_plain(model)
 
 
-def test_larger_batches_of_what_is_no_image_are_held_to_the_budget_too():
+def test_batch_limit_non_image_batch_is_checked():
     data = X.reshape(10, -1)[:, :64].astype("float32")
     inner = [layers.Dense(256, "tanh") for _ in range(2)]
     model = keras.Sequential([keras.Input((64,)), *inner, layers.Dense(3)])
@@ -405,7 +405,7 @@ def test_larger_batches_of_what_is_no_image_are_held_to_the_budget_too():
     assert is_plain(model)
 
 
-def test_a_larger_batch_than_the_first_is_an_error_in_few_words_where_tiles_are_planned():
+def test_batch_limit_larger_batch_of_tiled_step_raises():
     model = net()
     text = "^The plan holds for batches of up to 4 images. Give the largest batch as `batch_shape=`. Received: 6.$"
     with pytest.raises(tflms_sft.RewriteError, match=text):
@@ -416,7 +416,7 @@ def test_a_larger_batch_than_the_first_is_an_error_in_few_words_where_tiles_are_
     assert callback.plan.changed and callback.plan.batch == 6
 
 
-def test_batches_that_are_not_dense_are_refused_with_the_remedy():
+def test_step_patch_ragged_batch_is_refused():
     model = net()
     ragged = tf.RaggedTensor.from_tensor(tf.constant(Y[:, None]))
     data = tf.data.Dataset.from_tensor_slices((X, ragged)).batch(4)
@@ -425,7 +425,7 @@ def test_batches_that_are_not_dense_are_refused_with_the_remedy():
     assert is_plain(model)
 
 
-def test_models_that_are_not_ready_are_refused_with_the_remedy():
+def test_check_model_unready_model_is_refused():
     image = keras.Input((8, 8, 3))
     model = keras.Model(image, layers.Conv2D(2, 3)(image), name="mine")
     with pytest.raises(RewriteError, match="'mine' is not compiled with an optimizer. Call `model.compile` first"):
@@ -448,7 +448,7 @@ def test_models_that_are_not_ready_are_refused_with_the_remedy():
 
 
 @pytest.mark.parametrize(("first", "second"), [(tiles, budgeted), (budgeted, budgeted), (tiles, tiles)])
-def test_two_callbacks_that_rewrite_are_refused(first, second):
+def test_step_patch_two_callbacks_are_refused(first, second):
     model = net()
     with pytest.raises(ValueError, match="The train step of model '.*' is rewritten twice") as error:
         model.fit(X, Y, batch_size=4, callbacks=[first(), second()], **SETTINGS)
@@ -459,7 +459,7 @@ def test_two_callbacks_that_rewrite_are_refused(first, second):
     model.fit(X, Y, batch_size=4, callbacks=[first()], **SETTINGS)
 
 
-def test_a_callback_inside_of_a_budget_is_refused_and_the_budget_stays():
+def test_step_patch_callback_inside_budget_is_refused():
     model = net()
     with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
         with pytest.raises(ValueError, match="twice: by `budget` and by the callback `SFT`"):
@@ -473,7 +473,7 @@ def test_a_callback_inside_of_a_budget_is_refused_and_the_budget_stays():
 
 
 @pytest.mark.slow
-def test_a_plain_fit_inside_of_a_budget_is_rewritten():
+def test_budget_context_fit_inside_is_rewritten():
     model, plain = net(), net()
     with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
         model.fit(X, Y, batch_size=4, **SETTINGS)
@@ -483,7 +483,7 @@ def test_a_plain_fit_inside_of_a_budget_is_rewritten():
 
 
 @pytest.mark.slow
-def test_two_models_at_a_time_do_not_disturb_each_other():
+def test_step_patch_two_models_are_independent():
     first, second = net(), net()
     with tflms_sft.budget(first, BUDGET, verbose=0) as one, tflms_sft.budget(second, BUDGET, verbose=0) as two:
         first.train_on_batch(X[:4], Y[:4])
@@ -518,7 +518,7 @@ class TrainsOnItsOwn(keras.callbacks.Callback):
     ids=("train_on_batch", "fit", "rewritten fit"),
 )
 @both
-def test_a_callback_may_train_on_its_own(make, inner):
+def test_step_patch_training_inside_callback_is_resumed(make, inner):
     model, plain = net(), net()
     outer, other = TrainsOnItsOwn(inner), TrainsOnItsOwn(inner)
     callback = make()

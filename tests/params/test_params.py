@@ -42,7 +42,7 @@ SPEC = SegmentSpec("input", "pool", num_tiles=(2, 2))
         ({"length": 5}, SEQUENCE, 1, (1, 5)),
     ],
 )
-def test_counts_by_position_or_by_name(value, names, batch, spatial):
+def test_num_tiles_by_position_or_name_make_grid(value, names, batch, spatial):
     grid = parse_num_tiles(value, "num_tiles").grid(names)
     assert (grid.batch, grid.spatial) == (batch, spatial)
 
@@ -57,12 +57,12 @@ def test_counts_by_position_or_by_name(value, names, batch, spatial):
         ({"height": 2}, SEQUENCE, "the axes batch, length"),
     ],
 )
-def test_counts_for_other_axes_are_refused(value, names, text):
+def test_num_tiles_for_other_axes_are_refused(value, names, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         parse_num_tiles(value, "num_tiles").grid(names)
 
 
-def test_auto_leaves_the_number_of_tiles_open():
+def test_num_tiles_auto_is_none():
     assert parse_num_tiles("auto", "num_tiles") is None
 
 
@@ -104,14 +104,14 @@ MAKERS = [
     ],
     ids=repr,
 )
-def test_wrong_numbers_of_tiles_name_argument_value_and_expectation(argument, make, value, kind, text):
+def test_num_tiles_invalid_value_is_refused(argument, make, value, kind, text):
     with pytest.raises(kind, match=re.escape(text)) as error:
         make(value)
     assert f"`{argument}`" in str(error.value)
     assert f"Received: {argument}={value!r}" in str(error.value)
 
 
-def test_no_number_of_tiles_at_all_is_refused_in_sft_params_only():
+def test_num_tiles_none_is_accepted_in_segment_spec_only():
     assert SegmentSpec("a", "b", num_tiles=None).num_tiles is None
     with pytest.raises(TypeError, match="num_tiles=None"):
         SFTParams(num_tiles=None)
@@ -120,7 +120,7 @@ def test_no_number_of_tiles_at_all_is_refused_in_sft_params_only():
 # Names -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_name_or_several():
+def test_segment_spec_names_become_tuples():
     spec = SegmentSpec("a", ("b", "c"))
     assert spec.entries == ("a",)
     assert spec.exits == ("b", "c")
@@ -128,7 +128,7 @@ def test_one_name_or_several():
 
 @pytest.mark.parametrize("value", ["", (), None, 3, ("a", 3), ("a", ""), {"a"}], ids=repr)
 @pytest.mark.parametrize("argument", ["entry", "exit"])
-def test_names_are_non_empty_strings(argument, value):
+def test_segment_spec_invalid_names_are_refused(argument, value):
     with pytest.raises(TypeError, match=f"`{argument}` must be the name of a layer, op or tensor") as error:
         SegmentSpec(**{"entry": "a", "exit": "b", argument: value})
     assert f"Received: {argument}={value!r}" in str(error.value)
@@ -138,7 +138,7 @@ def test_names_are_non_empty_strings(argument, value):
 
 
 @pytest.mark.parametrize("value", ["keep", "", None, 1])
-def test_an_unknown_halo(value):
+def test_halo_unknown_value_is_refused(value):
     with pytest.raises(ValueError, match=f'`halo` must be "recompute".*"carry".*halo={value!r}'):
         SFTParams(halo=value)
     if value is not None:  # None takes that of SFTParams.
@@ -146,7 +146,7 @@ def test_an_unknown_halo(value):
             SegmentSpec("a", "b", halo=value)
 
 
-def test_segments_become_a_tuple():
+def test_sft_params_segments_become_tuple():
     assert SFTParams(segments=[SPEC]).segments == (SPEC,)
     assert SFTParams().segments == "auto"
 
@@ -163,13 +163,13 @@ def test_segments_become_a_tuple():
     ],
     ids=repr,
 )
-def test_segments_are_auto_or_a_list_of_specs(value, kind, text):
+def test_sft_params_invalid_segments_are_refused(value, kind, text):
     with pytest.raises(kind, match=text) as error:
         SFTParams(segments=value)
     assert repr(value) in str(error.value)
 
 
-def test_memory_capacity_is_read_as_bytes():
+def test_sft_params_memory_capacity_is_parsed():
     assert SFTParams(memory_capacity="1KiB").memory_capacity == 1024
     assert SFTParams(memory_capacity=7).memory_capacity == 7
 
@@ -186,7 +186,7 @@ def test_memory_capacity_is_read_as_bytes():
         ("1 PiB", ValueError),
     ],
 )
-def test_capacities_and_budgets_are_refused_by_name(value, kind):
+def test_invalid_bytes_are_refused_with_argument_name(value, kind):
     for make, argument in (
         (lambda: SFTParams(memory_capacity=value), "memory_capacity"),
         (lambda: AutoParams(value), "memory_budget"),
@@ -196,13 +196,13 @@ def test_capacities_and_budgets_are_refused_by_name(value, kind):
             make()
 
 
-def test_a_budget_cannot_be_left_open():
+def test_auto_params_budget_none_is_refused():
     with pytest.raises(TypeError, match="`memory_budget` must be an int"):
         AutoParams(None)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 0.1, 0.999])
-def test_headroom_is_a_part_below_one(value):
+def test_headroom_from_zero_to_below_one_is_accepted(value):
     assert AutoParams("1GiB", value).headroom == value
 
 
@@ -218,7 +218,7 @@ def test_headroom_is_a_part_below_one(value):
         (None, TypeError),
     ],
 )
-def test_other_headrooms_are_refused(value, kind):
+def test_headroom_out_of_range_is_refused(value, kind):
     for make in (lambda: AutoParams("1GiB", value), lambda: tflms_sft.MemoryBudget("1GiB", headroom=value)):
         with pytest.raises(kind, match=f"`headroom` must be a number from 0 to below 1. Received: headroom={value!r}"):
             make()
@@ -239,7 +239,7 @@ def test_other_headrooms_are_refused(value, kind):
     ],
     ids=repr,
 )
-def test_batch_shapes_are_three_to_five_positive_integers(value, kind):
+def test_checked_shape_accepts_three_to_five_positive_integers(value, kind):
     for make in (
         lambda: tflms_sft.SFT(batch_shape=value),
         lambda: tflms_sft.MemoryBudget("1GiB", batch_shape=value),
@@ -255,14 +255,14 @@ VALUES = [SPEC, SFTParams(segments=[SPEC]), SFTParams(num_tiles={"height": 2}), 
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_parameters_are_frozen_and_picklable(value):
+def test_params_are_frozen_and_picklable(value):
     field = dataclasses.fields(value)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(value, field, "other")
     assert pickle.loads(pickle.dumps(value)) == value
 
 
-def test_replacing_a_field_checks_it_again():
+def test_params_replace_checks_again():
     assert dataclasses.replace(AutoParams("8GiB"), headroom=0.2).headroom == 0.2
     with pytest.raises(ValueError, match="headroom"):
         dataclasses.replace(AutoParams("8GiB"), headroom=2)

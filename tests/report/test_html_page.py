@@ -76,7 +76,7 @@ class _Reader(html.parser.HTMLParser):
             self.tables[-1][-1][-1] += data
 
 
-def test_the_page_holds_everything_and_asks_for_nothing(tmp_path):
+def test_html_page_is_complete_and_self_contained(tmp_path):
     pytest.importorskip("matplotlib")
     largest = (("sft/s/backward/while/body/_3/while/Conv<2D>", 99),)
     timeline = Timeline("CPU:0", 2**26, largest, ((0.0, 1), (1.0, 2**26)))
@@ -101,20 +101,20 @@ def test_the_page_holds_everything_and_asks_for_nothing(tmp_path):
     assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text and "@media print" in text
 
 
-def test_a_measured_peak_over_the_budget_is_marked():
+def test_html_page_peak_over_budget_is_marked():
     over, within = (a_plan(measured=Measurement(peak, "a test")).to_html() for peak in (2**27 + 1, 2**27))
     assert "<b class=bad>128 MiB</b>" in over and "2.00 times the prediction" in over
     assert "class=bad>" not in within and "100 % in use at the peak" in within
 
 
-def test_nothing_measured_and_nothing_rewritten_is_told():
+def test_html_page_without_rewriting_or_measurement():
     plan = a_plan(changed=False, segments=(), swaps=(), not_swapped=(), left_alone=(), notes=(), memory_budget=None)
     text = plan.to_html()
     assert "Nothing rewritten, predicted peak 64 MiB" in text
     assert text.count("not measured") == 3 and "<h2>Not rewritten" not in text and "<h2>Swapped" not in text
 
 
-def test_curves_of_many_points_are_pixels():
+def test_html_page_many_points_embed_png():
     pytest.importorskip("matplotlib")
     points = tuple((number * 1e-3, number) for number in range(MAX_SVG_POINTS + 1))
     after = Measurement(2**26, "records", (Timeline("CPU:0", 2**26, (), points),))
@@ -122,7 +122,7 @@ def test_curves_of_many_points_are_pixels():
     assert "<svg" not in text and re.search('src="data:image/png;base64,iVBOR', text)
 
 
-def test_without_matplotlib_the_page_says_that_there_is_no_picture(monkeypatch):
+def test_html_page_without_matplotlib_has_notice(monkeypatch):
     real = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -137,12 +137,12 @@ def test_without_matplotlib_the_page_says_that_there_is_no_picture(monkeypatch):
 
 
 @pytest.mark.parametrize("argument", ["before", "after"])
-def test_something_else_than_a_measurement_is_refused(argument):
+def test_to_html_other_objects_are_refused(argument):
     with pytest.raises(TypeError, match=f"`{argument}` must be a `Measurement`, .* Received: {argument}=3 of"):
         a_plan().to_html(**{argument: 3})
 
 
-def test_many_swaps_are_cut_short():
+def test_html_page_many_swaps_are_truncated():
     (swap,) = a_plan().swaps
     plan = a_plan(swaps=tuple(dataclasses.replace(swap, tensor=f"t{number}:0") for number in range(50)))
     rows = _Reader(plan.to_html()).tables[2]

@@ -43,7 +43,7 @@ def refusal(params):
 
 
 @pytest.mark.usefixtures("unfolding")
-def test_an_error_names_the_kernel_that_takes_most():
+def test_budget_error_names_largest_kernel():
     error = refusal(AutoParams("1KiB", swap=False))
     turn = r"of which [\d.]+ KiB are an iteration of segment1/backward \(photo -> \w+\), .* of it "
     kernel = r"kernel scratch of (first|second) \(Conv2DBackprop\w+, backward\), `.*` is [\d.]+ KiB and variables"
@@ -54,13 +54,13 @@ def test_an_error_names_the_kernel_that_takes_most():
 
 
 @pytest.mark.usefixtures("unfolding")
-def test_an_error_of_swaps_alone_names_it_too(tmp_path):
+def test_budget_error_of_tuned_names_largest_kernel(tmp_path):
     with pytest.raises(BudgetError, match=r"of which [\d.]+ MiB are kernel scratch of second \(Conv2DBackprop"):
         LMSParams.tuned(step(), "100KiB", SPEC, tier="disk", spill_dir=tmp_path, min_bytes=0)
 
 
 @pytest.mark.usefixtures("unfolding")
-def test_a_plan_tells_what_is_taken_only_while_something_runs():
+def test_transient_memory_of_iteration_and_kernel_is_reported():
     plan = tflms_sft.rewrite(step(), TILES, SPEC).plan
     ((kernel, taken),) = plan.original.own
     assert kernel.startswith("kernel scratch of second (Conv2DBackprop") and taken > 2**20
@@ -73,7 +73,7 @@ def test_a_plan_tells_what_is_taken_only_while_something_runs():
     assert html.escape(inner) in plan.to_html()
 
 
-def test_nothing_is_said_of_kernels_that_take_nothing():
+def test_transient_memory_without_scratch_is_empty():
     """Those of depthwise convolutions."""
     image = keras.Input((32, 32, 3), name="photo")
     x = layers.DepthwiseConv2D(3, activation="relu")(layers.DepthwiseConv2D(3, activation="relu")(image))
@@ -82,7 +82,7 @@ def test_nothing_is_said_of_kernels_that_take_nothing():
     assert not plan.predicted.own and "own memory" not in plan.summary()
 
 
-def test_tensors_are_called_by_their_layers():
+def test_largest_tensors_have_layer_names():
     plan = tflms_sft.rewrite(step(), TILES, SPEC).plan
     for prediction in (plan.original, plan.predicted):
         assert all("/" not in name for name, size in prediction.largest if size > 2**10), prediction.largest
@@ -90,7 +90,7 @@ def test_tensors_are_called_by_their_layers():
     assert {"first (Conv2D)", "pool (MaxPoolGrad, backward)"} <= names
 
 
-def test_parts_of_a_turn_are_told_in_the_same_line():
+def test_transient_memory_text_names_parts():
     assert transient_memory(()) == []
     items = (("an iteration", 3 * 2**20), ("a kernel", 2**20))
     assert transient_memory(items) == [("an iteration, 1.00 MiB of it a kernel", 3 * 2**20)]

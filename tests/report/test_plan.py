@@ -45,13 +45,13 @@ def plan(step):
     return tflms_sft.rewrite(step, SFTParams((3, 1), specs), IMAGES).plan
 
 
-def test_the_headline_has_segments_tiles_and_peaks(plan):
+def test_headline_has_segments_tiles_and_peaks(plan):
     assert plan.headline().startswith("2 segment(s) in 2x2, 3x1 tiles, predicted peak ")
     assert " instead of " in plan.headline() and "x the time" in plan.headline()
     assert "budget" not in plan.headline()
 
 
-def test_the_summary_has_a_table_with_a_line_for_each_segment(plan):
+def test_summary_has_row_for_each_segment(plan):
     first, headings, rule, one, two, rest, whole, *lines = plan.summary().splitlines()
     assert first == f"Plan for batch 2: {plan.headline()}"
     columns = ["segment", "layers", "decision", "tiles", "saved for backward", "after", "time"]
@@ -67,7 +67,7 @@ def test_the_summary_has_a_table_with_a_line_for_each_segment(plan):
     assert "measured" not in plan.summary()
 
 
-def test_what_waits_for_the_backward_phase(plan):
+def test_waiting_bytes_count_saved_tensors(plan):
     """Two convolutions of 32x32x8 floats and a pool of 16x16x8 before; after only what is between the segments."""
     image, small = 2 * 32 * 32 * 8 * 4, 2 * 16 * 16 * 8 * 4
     assert plan.segments[0].waiting_bytes == (2 * image + small, small)
@@ -75,7 +75,7 @@ def test_what_waits_for_the_backward_phase(plan):
     assert max(plan.rest_waiting_bytes) < 1024
 
 
-def test_the_shares_of_work_are_those_of_the_step(plan):
+def test_time_shares_sum_to_step(plan):
     parts = [plan.rest_time_share, *(segment.time_share for segment in plan.segments)]
     assert sum(before for before, _ in parts) == pytest.approx(1.0)
     assert sum(after for _, after in parts) == pytest.approx(plan.predicted.time_ratio)
@@ -83,7 +83,7 @@ def test_the_shares_of_work_are_those_of_the_step(plan):
     assert plan.rest_time_share[0] == plan.rest_time_share[1]
 
 
-def test_swaps_are_a_line_of_the_table(step):
+def test_summary_has_row_for_swaps(step):
     fast = tflms_sft.rewrite(step, [SFTParams((3, 1), [SegmentSpec("photo", "pool")]), LMSParams(min_bytes=1)], IMAGES)
     found = {row.decision: row for row in rows(fast.plan)}
     assert found["swap to disk"].after == f"-{format_bytes(fast.plan.swapped_bytes)}"
@@ -91,18 +91,18 @@ def test_swaps_are_a_line_of_the_table(step):
     assert found[""].after == format_bytes(whole - fast.plan.swapped_bytes)
 
 
-def test_the_summary_tells_the_measured_peak_and_its_source_once_there_is_one(plan):
+def test_summary_has_measured_peak_and_source(plan):
     measured = dataclasses.replace(plan, measured=tflms_sft.Measurement(2**20, "a test"))
     assert "  measured peak: 1.00 MiB (a test)" in measured.summary().splitlines()
 
 
-def test_the_summary_of_automatic_segments_tells_what_is_left_alone(step):
+def test_summary_lists_layers_not_rewritten(step):
     lines = tflms_sft.rewrite(step, SFTParams((2, 2)), IMAGES).plan.summary().splitlines()
     reason = lines[lines.index("  not rewritten:") + 1]
     assert reason.startswith("    layer 'mean' (GlobalAveragePooling2D): Mean: it reduces over the image")
 
 
-def test_a_plan_is_printed_in_words(plan):
+def test_plan_str_is_summary(plan):
     assert repr(plan) == f"<Plan for batch 2: {plan.headline()}>" and "\n" not in repr(plan)
     assert str(plan) == f"{plan}" == plan.summary()
     frame = plan._repr_html_()
@@ -111,19 +111,19 @@ def test_a_plan_is_printed_in_words(plan):
     assert known.sub("", html.unescape(source)) == known.sub("", plan.to_html()) and frame.count("<") == 2
 
 
-def test_swaps_alone_tell_their_time(plan):
+def test_headline_of_swaps_has_time(plan):
     swap = PlannedSwap("a", 2**20, (("b",),), ("c",))
     alone = dataclasses.replace(plan, segments=(), swaps=(swap,), swap_tier="disk")
     assert alone.headline().endswith(f", about {plan.predicted.time_ratio:.2f}x the time")
 
 
-def test_there_are_no_more_tiles_along_the_batch_than_images(step):
+def test_summary_notes_unused_batch_tiles(step):
     plan = tflms_sft.rewrite(step, SFTParams({"batch": 7, "height": 2}), IMAGES).plan
     assert {segment.num_tiles for segment in plan.segments} == {(2, 2, 1)}
     assert "  a batch of 2 uses only 2 of the 7 tiles along the batch" in plan.summary()
 
 
-def test_what_metrics_alone_need_is_told_as_such():
+def test_left_alone_reason_of_metrics_is_specific():
     image = keras.Input((16, 16, 3), batch_size=1)
     x = keras.layers.Conv2D(4, 3, padding="same")(image)
     model = keras.Model(image, keras.layers.Conv2D(3, 1)(keras.layers.BatchNormalization()(x)))
@@ -138,7 +138,7 @@ def test_what_metrics_alone_need_is_told_as_such():
     assert "not in the predicted peak" not in plan.summary()  # A cross-entropy of pixels is.
 
 
-def test_the_summary_tells_how_many_more_are_not_swapped(plan):
+def test_summary_counts_further_unswapped_tensors(plan):
     left = tuple((f"tensor{number}:0", "a reason") for number in range(8))
     lines = dataclasses.replace(plan, not_swapped=left).summary().splitlines()
     found = [line for line in lines if line.startswith("  not swapped: ")]
@@ -146,19 +146,19 @@ def test_the_summary_tells_how_many_more_are_not_swapped(plan):
     assert found[-1] == "  not swapped: 3 more (`plan.not_swapped`)"
 
 
-def test_an_unknown_batch_is_told(step):
+def test_summary_of_unknown_batch_names_batch_size(step):
     specs = [SegmentSpec("photo", "pool")]
     plan = tflms_sft.rewrite(step, SFTParams((2, 2), specs), tf.TensorSpec((None, 32, 32, 3))).plan
     assert plan.summary().startswith("Plan for any batch, bytes for batch 1: ")
 
 
-def test_nothing_rewritten_is_told_with_the_budget(step):
+def test_headline_without_rewriting_has_budget(step):
     plan = tflms_sft.rewrite(step, AutoParams("1GiB"), IMAGES).plan
     assert plan.headline().startswith("nothing rewritten, predicted peak ")
     assert plan.headline().endswith(", budget 1.00 GiB")
 
 
-def test_more_than_before_is_told_of_what_reads_as_more(plan):
+def test_headline_warns_only_if_printed_peak_grows(plan):
     for more, told in ((2**12, False), (2**26, True)):
         before = dataclasses.replace(plan.original, peak_bytes=2**30)
         after = dataclasses.replace(plan.predicted, peak_bytes=2**30 + more)
@@ -166,7 +166,7 @@ def test_more_than_before_is_told_of_what_reads_as_more(plan):
         assert ("MORE than before" in headline) is told
 
 
-def test_json_holds_every_field(plan):
+def test_to_json_has_every_field(plan):
     told = json.loads(plan.to_json())
     assert set(told) == {field.name for field in dataclasses.fields(plan)}
     assert told["changed"] is True and told["batch"] == 2 and told["batch_is_fixed"] is True
@@ -179,7 +179,7 @@ def test_json_holds_every_field(plan):
         assert max(amount for _, amount in told[name]["timeline"]) == told[name]["peak_bytes"]
 
 
-def test_json_can_be_turned_back_into_the_plans_parts(plan):
+def test_to_json_round_trips_records(plan):
     told = json.loads(plan.to_json(indent=None))
 
     def tuples(value):
@@ -192,14 +192,14 @@ def test_json_can_be_turned_back_into_the_plans_parts(plan):
     assert tuple(rebuilt(tflms_sft.PlannedSegment, s) for s in told["segments"]) == plan.segments
 
 
-def test_tiles_cost_work_and_the_numbers_of_the_original_do_not_move(plan, step):
+def test_prediction_of_original_is_independent_of_tiles(plan, step):
     whole = tflms_sft.rewrite(step, AutoParams("1GiB"), IMAGES).plan
     assert plan.original == whole.original
     assert whole.predicted.time_ratio == 1.0 < plan.predicted.time_ratio < 2.5
     assert plan.predicted.fixed_bytes == sum(4 * int(tf.size(v)) for v in step.model.trainable_variables)
 
 
-def test_what_loops_make_is_named_after_its_layer(step):
+def test_largest_of_loop_outputs_have_layer_names(step):
     """`pool` is written by one loop and read by the other."""
     specs = [SegmentSpec("photo", "pool", stored="one"), SegmentSpec("pool", "four")]
     for params in (SFTParams((3, 1), specs), AutoParams("420KiB", headroom=0, swap=False)):
@@ -210,7 +210,7 @@ def test_what_loops_make_is_named_after_its_layer(step):
 
 
 @pytest.mark.parametrize("measured", [None, tflms_sft.Measurement(2**20, "a test")])
-def test_the_picture_is_a_png_and_a_figure(plan, tmp_path, measured):
+def test_plot_writes_png_and_returns_figure(plan, tmp_path, measured):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
     figure = dataclasses.replace(plan, measured=measured, memory_budget=2**20).plot(str(path))
@@ -231,7 +231,7 @@ def shaded(axes):
     return [(text.get_text().split()[0], *span) for text, span in zip(axes.texts, spans, strict=True)]
 
 
-def test_segments_are_shaded_where_their_loops_run(plan):
+def test_plot_shades_loops_of_segments(plan):
     pytest.importorskip("matplotlib")
     axes, _ = plan.plot().axes
     found = shaded(axes)
@@ -243,13 +243,13 @@ def test_segments_are_shaded_where_their_loops_run(plan):
         assert width == pytest.approx(segment.time_share[1], rel=1e-3)
 
 
-def test_loops_that_follow_each_other_are_one_span():
+def test_merge_spans_joins_consecutive_loops():
     first, second = Span("a", False, 0.0, 0.1), Span("a", False, 0.105, 0.2)
     spans = [first, second, Span("a", True, 0.2, 0.3), Span("b", True, 0.3, 1)]
     assert merge_spans(spans, 0.01) == [Span("a", False, 0.0, 0.2), *spans[2:]]
 
 
-def test_what_was_measured_is_drawn_beside_what_was_predicted(step, tmp_path):
+def test_plot_with_timelines_has_second_panel(step, tmp_path):
     pytest.importorskip("matplotlib")
     fast = tflms_sft.rewrite(step, SFTParams((4, 1), [SegmentSpec("photo", "pool")]), IMAGES)
     before, after = (tflms_sft.measure(function, IMAGES, timelines=True) for function in (step, fast))
@@ -270,12 +270,12 @@ def test_what_was_measured_is_drawn_beside_what_was_predicted(step, tmp_path):
 
 
 @pytest.mark.parametrize("argument", ["before", "after"])
-def test_something_else_than_a_measurement_is_refused(plan, argument):
+def test_plot_other_objects_are_refused(plan, argument):
     with pytest.raises(TypeError, match=f"`{argument}` must be a `Measurement`, .* Received: {argument}=3 of"):
         plan.plot(**{argument: 3})
 
 
-def test_the_file_has_the_name_that_was_given(plan, tmp_path):
+def test_plot_file_has_given_name(plan, tmp_path):
     pytest.importorskip("matplotlib")
     plan.plot(tmp_path / "picture")
     assert [path.name for path in tmp_path.iterdir()] == ["picture"]
@@ -283,6 +283,6 @@ def test_the_file_has_the_name_that_was_given(plan, tmp_path):
         plan.plot(tmp_path)
 
 
-def test_the_figure_alone_is_drawn_without_a_path(plan):
+def test_plot_without_path_returns_figure(plan):
     pytest.importorskip("matplotlib")
     assert plan.plot().axes

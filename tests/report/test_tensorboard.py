@@ -41,7 +41,7 @@ def read(run):
 
 
 @pytest.mark.usefixtures("statistics")
-def test_peaks_and_the_picture_are_in_the_run_of_the_losses(tmp_path):
+def test_training_log_writes_to_run_of_losses(tmp_path):
     pytest.importorskip("tensorboard")
     pytest.importorskip("matplotlib")
     callback, board = budgeted(), keras.callbacks.TensorBoard(tmp_path, write_graph=False)
@@ -64,7 +64,7 @@ def test_peaks_and_the_picture_are_in_the_run_of_the_losses(tmp_path):
     assert text.decode() == "\n".join(f"    {line}" for line in callback.plan.summary().splitlines())
 
 
-def test_a_log_dir_of_ones_own(tmp_path):
+def test_training_log_writes_to_own_log_dir(tmp_path):
     """Where no statistics are kept there is no measured peak."""
     callback = tiles(log_dir=tmp_path / "logs")
     net().fit(X[:4], Y[:4], batch_size=4, epochs=2, initial_epoch=1, callbacks=[callback], **SETTINGS)
@@ -75,13 +75,13 @@ def test_a_log_dir_of_ones_own(tmp_path):
     assert [step for step, _ in found["scalars"]["time/step_seconds"]] == [1]
 
 
-def test_nothing_is_written_unless_it_is_asked_for(tmp_path, monkeypatch):
+def test_training_log_without_log_dir_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     net().fit(X[:4], Y[:4], batch_size=4, callbacks=[tiles()], **SETTINGS)
     assert not os.listdir(tmp_path)
 
 
-def test_the_tensorboard_package_is_not_needed(tmp_path, monkeypatch):
+def test_training_log_without_tensorboard_package_works(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # An import of it fails.
     log = TrainingLog(str(tmp_path), None)
     plan = tflms_sft.Plan(
@@ -99,7 +99,7 @@ def test_the_tensorboard_package_is_not_needed(tmp_path, monkeypatch):
     assert len(found["text"]["memory/plan"]) == 1, "once, not in every step"
 
 
-def test_steps_are_timed_without_the_first_call(monkeypatch):
+def test_training_log_step_time_excludes_first_execution(monkeypatch):
     clock = iter([0.0, 9.0, 10.0, 12.0, 20.0, 24.0])
     monkeypatch.setattr(tensorboard.time, "perf_counter", lambda: next(clock))
     log = TrainingLog("unused", None)
@@ -109,7 +109,7 @@ def test_steps_are_timed_without_the_first_call(monkeypatch):
     assert log._step_seconds() == pytest.approx((2.0 + 4.0) / 2 / 2)
 
 
-def test_the_board_is_found_among_the_callbacks():
+def test_tensorboard_of_this_fit_returns_callback():
     found = []
 
     class Asking(keras.callbacks.Callback):
@@ -126,7 +126,7 @@ def test_the_board_is_found_among_the_callbacks():
     assert found == [None, board] and tensorboard_of_this_fit() is None
 
 
-def test_two_log_dirs_are_two_runs(tmp_path):
+def test_training_log_other_log_dir_is_own_run(tmp_path):
     board = keras.callbacks.TensorBoard(tmp_path / "a")
     assert TrainingLog(str(tmp_path / "a"), board)._board is board
     assert TrainingLog(str(tmp_path / "b"), board)._board is None
@@ -134,12 +134,12 @@ def test_two_log_dirs_are_two_runs(tmp_path):
 
 
 @pytest.mark.parametrize("make", [tflms_sft.SFT, tflms_sft.LMS, lambda **o: tflms_sft.MemoryBudget(BUDGET, **o)])
-def test_a_wrong_log_dir_is_refused(make):
+def test_checked_log_dir_invalid_value_is_refused(make):
     with pytest.raises(TypeError, match="`log_dir` must be a directory for TensorBoard, or None. Received: log_dir=3"):
         make(log_dir=3)
 
 
-def test_a_log_that_has_no_plan_yet_writes_nothing(tmp_path):
+def test_training_log_without_plan_writes_nothing(tmp_path):
     log = TrainingLog(str(tmp_path), None)
     log.epoch_ends(0, None, None)
     log.close()

@@ -59,7 +59,7 @@ def volumes(x):
 
 @pytest.mark.parametrize("body", [nets.vgg, nets.residual, nets.chain, nets.unet, nets.u_net], ids=lambda b: b.__name__)
 @pytest.mark.parametrize("size", [(24, 24), (33, 21)], ids=["even", "odd"])
-def test_a_call_is_tiled_in_forward_loops_alone(body, size):
+def test_rewrite_call_without_gradients_has_forward_loops_only(body, size):
     model = built(body, size)
     plan = checked(model, SFTParams((3, 2))).plan
     assert plan.segments and sum(segment.forward_ops for segment in plan.segments) > 8
@@ -67,12 +67,12 @@ def test_a_call_is_tiled_in_forward_loops_alone(body, size):
     assert max(segment.num_tiles for segment in plan.segments) == (1, 3, 2)
 
 
-def test_large_images_need_less_memory():
+def test_rewrite_call_large_image_has_lower_peak():
     plan = checked(built(nets.vgg, (96, 96)), SFTParams((4, 4))).plan
     assert plan.predicted.peak_bytes < 0.7 * plan.original.peak_bytes
 
 
-def test_running_statistics_are_read_and_kept():
+def test_rewrite_call_batch_norm_statistics_are_unchanged():
     model = built(nets.bottlenecks)
     before = [np.array(weight) for weight in model.weights]
     plan = checked(model, SFTParams((3, 3))).plan
@@ -80,28 +80,28 @@ def test_running_statistics_are_read_and_kept():
     assert all(np.array_equal(a, b) for a, b in zip(before, model.weights, strict=True))
 
 
-def test_rows_can_be_handed_on():
+def test_rewrite_call_with_carried_rows_equals_original():
     model = built(nets.vgg)
     carried, again = (checked(model, SFTParams((4, 1), halo=halo)).plan.segments[0] for halo in ("carry", "recompute"))
     assert carried.halo == "carry" and carried.saved_bytes == 0  # No backward loop that would read them.
     assert carried.overlapped_bytes < 0.2 * again.overlapped_bytes
 
 
-def test_volumes():
+def test_rewrite_call_volumes_equals_original():
     keras.config.set_floatx("float64")
     image = keras.Input((9, 12, 10, 2))
     plan = checked(keras.Model(image, volumes(image)), SFTParams((2, 3, 2))).plan
     assert plan.segments[0].num_tiles == (1, 2, 3, 2)
 
 
-def test_a_sum_over_the_image_ends_a_segment():
+def test_rewrite_call_reduction_over_image_ends_segment():
     plan = checked(built(nets.vgg, classes=3), SFTParams((4, 4))).plan
     assert len(plan.segments) == 1 and any("Mean" in reason for _, reason in plan.left_alone)
     plan = checked(built(nets.squeeze_and_excite), SFTParams((4, 4))).plan
     assert len(plan.segments) > 1
 
 
-def test_an_unknown_batch_takes_any_number_of_images():
+def test_rewrite_call_unknown_batch_accepts_any_size():
     model = built(nets.residual)
     fast = checked(model, SFTParams((2, 2, 2)), spec=tf.TensorSpec((None, 24, 24, 3), tf.float64))
     for batch in (5, 1):
@@ -109,7 +109,7 @@ def test_an_unknown_batch_takes_any_number_of_images():
         assert error(fast(images), model(images, training=False)) <= 1e-10
 
 
-def test_loss_and_metrics_of_a_test_step():
+def test_rewrite_test_step_loss_and_metrics_equal_original():
     model = built(nets.vgg, classes=3)
     model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     batch = images_of(model, 3), np.array([0, 2, 1])
@@ -124,7 +124,7 @@ def test_loss_and_metrics_of_a_test_step():
     assert len(found[0]) > 4 and all(error(got, want) <= 1e-10 for want, got in zip(*found, strict=True))
 
 
-def test_a_named_segment():
+def test_rewrite_call_named_segment_is_tiled():
     model = built(nets.vgg)
     spec = SegmentSpec(model.layers[0].name, "pool3", num_tiles=(2, 2))
     plan = checked(model, SFTParams(segments=[spec])).plan
@@ -159,7 +159,7 @@ MANY, FEW = (0.95, 0.9, 0.8, 0.7, 0.65, 0.6, 0.55), (0.9, 0.6)
         *(pytest.param(body, MANY, marks=pytest.mark.slow) for body in (nets.vgg, deeper, wide_bottlenecks)),
     ],
 )
-def test_a_budget_is_kept_and_a_larger_one_is_no_slower(body, parts):
+def test_rewrite_call_larger_budget_is_not_slower(body, parts):
     model = built(body, (128, 96))
     call, images = call_of(model), images_of(model, 1)
     plain = tflms_sft.rewrite(call, AutoParams("1TiB"), images)
@@ -180,7 +180,7 @@ def test_a_budget_is_kept_and_a_larger_one_is_no_slower(body, parts):
     assert met >= 2
 
 
-def test_an_impossible_budget_names_one_that_is_met():
+def test_rewrite_call_infeasible_budget_names_feasible_one():
     model = built(nets.vgg, (96, 96))
     call, images = call_of(model), images_of(model, 1)
     with pytest.raises(BudgetError, match="`memory_budget` is too small for this step") as refused:
@@ -189,7 +189,7 @@ def test_an_impossible_budget_names_one_that_is_met():
     assert plan.segments and not plan.swaps
 
 
-def test_a_budget_does_not_swap_in_a_forward_function():
+def test_rewrite_call_budget_does_not_swap():
     model = built(nets.vgg, (96, 96))
     peak = checked(model, AutoParams("1TiB"), 1).plan.original.peak_bytes
     plan = checked(model, AutoParams(int(0.8 * peak), swap=LMSParams(min_bytes=1)), 1).plan
@@ -200,26 +200,26 @@ def test_a_budget_does_not_swap_in_a_forward_function():
 # What is left as it is -------------------------------------------------------------------------------------
 
 
-def test_what_holds_no_image_is_left_with_what_it_computes():
+def test_rewrite_call_without_images_is_unchanged():
     step = tf.function(lambda x: tf.tensordot(x, tf.transpose(x), 1))
     x = RNG.normal(size=(4, 5))
     fast = tflms_sft.rewrite(step, SFTParams((2, 2)), x)
     assert not fast.plan.changed and np.array_equal(fast(x), step(x))
 
 
-def test_an_operation_that_cannot_be_tiled_is_named():
+def test_rewrite_call_untileable_op_is_named():
     model = built(lambda x: layers.Lambda(lambda t: tf.image.adjust_contrast(t, 2.0))(x))
     plan = checked(model, SFTParams((2, 2))).plan
     assert not plan.changed and plan.left_alone and "nothing rewritten" in plan.summary()
 
 
-def test_what_would_be_whole_anyway_is_left_alone():
+def test_rewrite_call_without_saving_is_not_rewritten():
     model = built(lambda x: layers.Conv2D(4, 3, padding="same", activation="relu")(x))
     plan = checked(model, SFTParams((2, 2))).plan
     assert not plan.changed and plan.left_alone[0][1] == "a tiled segment would need as many bytes as the original ops"
 
 
-def test_swaps_need_a_backward_phase():
+def test_rewrite_call_swaps_are_refused():
     model = built(nets.vgg)
     with pytest.raises(RewriteError, match="no backward part"):
         tflms_sft.rewrite(call_of(model), LMSParams(), images_of(model))
@@ -228,6 +228,6 @@ def test_swaps_need_a_backward_phase():
     assert plan.notes == ("nothing is swapped: without a backward phase nothing waits for one",)
 
 
-def test_segments_of_a_training_step_still_need_a_backward_part():
+def test_rewrite_training_step_segments_have_backward_ops():
     plan = tflms_sft.rewrite(gradients(), SFTParams((2, 2)), *BATCH).plan
     assert plan.segments and all(segment.backward_ops for segment in plan.segments)

@@ -38,7 +38,7 @@ def records(monkeypatch):
 
 
 @pytest.mark.usefixtures("records")
-def test_the_peak_lies_between_the_activations_and_a_few_times_that():
+def test_measure_peak_is_in_range_of_activations():
     step = gradient_step(net())
     found = tflms_sft.measure(step, IMAGES)
     activations = 4 * IMAGES.nbytes  # What the backward pass needs of four layers.
@@ -48,7 +48,7 @@ def test_the_peak_lies_between_the_activations_and_a_few_times_that():
 
 
 @pytest.mark.usefixtures("records")
-def test_the_timeline_rises_to_the_peak_and_ends_low():
+def test_measure_timeline_rises_to_peak_and_falls():
     found = tflms_sft.measure(gradient_step(net()), IMAGES)
     (line,) = found.timelines
     times, alive = zip(*line.points, strict=True)
@@ -57,7 +57,7 @@ def test_the_timeline_rises_to_the_peak_and_ends_low():
     assert alive[-1] < found.peak_bytes / 2
 
 
-def test_timelines_tell_what_the_allocator_tells():
+def test_measure_timeline_peak_agrees_with_allocator():
     """Both are of runs of the same step; its order varies a little."""
     step = gradient_step(net())
     found = tflms_sft.measure(step, IMAGES, timelines=True)
@@ -67,7 +67,7 @@ def test_timelines_tell_what_the_allocator_tells():
     assert tflms_sft.measure(step, IMAGES).timelines == () or not properties.has_allocator_stats()
 
 
-def test_what_is_read_from_disk_is_in_the_timeline(tmp_path):
+def test_measure_timeline_includes_arrays_read_from_disk(tmp_path):
     """No allocator knows of it."""
     params = tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=IMAGES.nbytes)
     fast = tflms_sft.rewrite(gradient_step(net()), params, IMAGES)
@@ -98,7 +98,7 @@ def piped(params, open_batch):
 
 
 @pytest.mark.usefixtures("records")
-def test_what_is_read_from_disk_is_in_the_peak_of_a_batch_of_any_size(tmp_path):
+def test_measure_peak_of_unknown_batch_includes_disk_arrays(tmp_path):
     """Its step is one of two, which are functions."""
     swaps = tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=IMAGES[0].nbytes)
     fixed, free = (piped(swaps, open_batch) for open_batch in (False, True))
@@ -113,7 +113,7 @@ def test_what_is_read_from_disk_is_in_the_peak_of_a_batch_of_any_size(tmp_path):
 
 @pytest.mark.usefixtures("records")
 @pytest.mark.parametrize("open_batch", [False, True])
-def test_each_micro_batch_has_its_loops_in_the_timeline(open_batch):
+def test_measure_timeline_has_loops_of_each_micro_batch(open_batch):
     (line,) = piped(SFTParams((4, 1)), open_batch).timelines
     loops = [loop for loop, *_ in line.loops]
     assert loops and all(loops.count(loop) == 2 for loop in loops)
@@ -123,7 +123,7 @@ def test_each_micro_batch_has_its_loops_in_the_timeline(open_batch):
     assert turns and all("(in segment" in name for name in turns)
 
 
-def test_operations_of_branches_have_the_names_that_they_have_in_a_run():
+def test_step_stats_names_ops_of_branches():
     @tf.function
     def step(x, number):
         def inner():
@@ -141,14 +141,14 @@ def test_operations_of_branches_have_the_names_that_they_have_in_a_run():
 
 
 @pytest.mark.usefixtures("records")
-def test_the_rewritten_step_needs_less():
+def test_measure_rewritten_step_has_lower_peak():
     step = gradient_step(net())
     plain = tflms_sft.measure(step, IMAGES).peak_bytes
     fast = tflms_sft.rewrite(step, SFTParams((4, 4)), IMAGES)
     assert tflms_sft.measure(fast, IMAGES).peak_bytes - IMAGES.nbytes < 0.6 * (plain - IMAGES.nbytes)
 
 
-def test_all_ways_to_hand_a_step_over_give_about_the_same():
+def test_measure_step_types_agree():
     step = gradient_step(net())
     by_function = tflms_sft.measure(step, IMAGES).peak_bytes
     by_keyword = tflms_sft.measure(step, images=IMAGES).peak_bytes
@@ -168,7 +168,7 @@ def either_way(request, monkeypatch):
     return request.param
 
 
-def test_weights_slots_metrics_and_seeds_are_as_before(either_way):
+def test_measure_restores_all_variables(either_way):
     keras.utils.set_random_seed(0)
     image = keras.Input((16, 16, 3))
     x = layers.BatchNormalization()(layers.Conv2D(4, 3)(image))
@@ -188,7 +188,7 @@ def test_weights_slots_metrics_and_seeds_are_as_before(either_way):
     assert not all(np.array_equal(a, v) for a, v in zip(before, variables, strict=True))
 
 
-def test_variables_are_put_back_after_an_error():
+def test_measure_after_error_restores_variables():
     variable = tf.Variable(1.0)
 
     @tf.function
@@ -203,7 +203,7 @@ def test_variables_are_put_back_after_an_error():
 
 
 @pytest.mark.parametrize("step", [None, "step", lambda x: x])
-def test_what_is_no_step_is_refused(step):
+def test_measure_other_object_is_refused(step):
     with pytest.raises(
         TypeError, match="`step` must be a rewritten step, a `tf.function` or a `ConcreteFunction`"
     ) as e:
@@ -212,14 +212,14 @@ def test_what_is_no_step_is_refused(step):
 
 
 @pytest.mark.parametrize(("peak", "expected"), ((0, None), (800, None), (1100, 1100)))
-def test_a_peak_below_what_the_step_itself_has_is_none(monkeypatch, peak, expected):
+def test_read_peak_below_step_bytes_is_none(monkeypatch, peak, expected):
     """Some allocators count only blocks above a size."""
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": peak, "current": 0})
     found = measure.read_peak(0, [600, 400])
     assert (found and found.peak_bytes) == expected
 
 
-def test_small_blocks_that_an_allocator_does_not_count_are_added(monkeypatch):
+def test_read_peak_adds_uncounted_small_blocks(monkeypatch):
     """oneDNN's allocator for a CPU has another one for blocks of less than 256 KiB, without statistics."""
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": 1500, "current": 0})
     monkeypatch.setattr(properties, "counted_from", lambda: 500)
@@ -231,7 +231,7 @@ def test_small_blocks_that_an_allocator_does_not_count_are_added(monkeypatch):
 
 
 @pytest.mark.parametrize(("seen_from", "expected"), [(0, 0), (256, 0), (2**18, 2**18), (2**30, 0)])
-def test_from_which_size_on_blocks_are_counted_is_tried(monkeypatch, seen_from, expected):
+def test_counted_from_is_determined_by_trial(monkeypatch, seen_from, expected):
     sizes = []
 
     def info(name):
@@ -247,7 +247,7 @@ def test_from_which_size_on_blocks_are_counted_is_tried(monkeypatch, seen_from, 
         properties.counted_from.cache_clear()
 
 
-def test_what_cannot_be_copied_is_named():
+def test_measure_timeline_uncopyable_variable_is_named():
     keys = tf.lookup.KeyValueTensorInitializer(tf.constant([1, 2]), tf.constant([3.0, 4.0]))
     table = tf.lookup.StaticHashTable(keys, 0.0)
     weight = tf.Variable(1.0)

@@ -10,13 +10,13 @@ import tflms_sft
 from tflms_sft import AutoParams, LMSParams, RewriteError, SegmentError, SegmentSpec, SFTParams
 
 
-def test_swaps_in_a_forward_function_are_refused_with_the_remedy():
+def test_rewrite_swaps_without_gradients_are_refused():
     model = net()
     with pytest.raises(RewriteError, match="no backward part.*Pass the function that computes gradients and updates"):
         tflms_sft.rewrite(tf.function(lambda images: model(images)), LMSParams(), IMAGES)
 
 
-def test_gradients_inside_of_a_loop_are_told_as_such():
+def test_rewrite_gradients_inside_loop_are_refused():
     model = net()
 
     @tf.function
@@ -33,14 +33,14 @@ def test_gradients_inside_of_a_loop_are_told_as_such():
 
 
 @pytest.mark.parametrize("step", [lambda images, labels: images, "step", None])
-def test_what_is_no_function_of_tensorflow_is_refused_with_the_remedy(step):
+def test_rewrite_python_function_is_refused(step):
     with pytest.raises(TypeError, match=r"must be a `tf.function` or a `ConcreteFunction`.*Wrap it: `tf.function") as e:
         tflms_sft.rewrite(step, TILES, *BATCH)
     assert f"of type {type(step).__name__}" in str(e.value)
 
 
 @pytest.mark.parametrize("params", [None, (2, 2), [], [TILES, TILES], "8GiB"])
-def test_other_parameters_are_refused(params):
+def test_parse_request_other_objects_are_refused(params):
     text = r"`params` must be `SFTParams\(...\)`, `AutoParams\(...\)`, `LMSParams\(...\)` or `PipelineParams\(...\)`"
     with pytest.raises(TypeError, match=text) as error:
         tflms_sft.rewrite(gradients(), params, *BATCH)
@@ -48,7 +48,7 @@ def test_other_parameters_are_refused(params):
 
 
 @pytest.mark.parametrize("shape", [(2, None, 24, 3), (2, 24, None, 3), (None, None, None, 3)])
-def test_an_unknown_image_size_is_refused_with_the_remedy(shape):
+def test_rewrite_unknown_image_size_is_refused(shape):
     image = keras.Input((None, None, 3))
     model = keras.Model(image, layers.Dense(2)(layers.GlobalAveragePooling2D()(plain_body(image))))
     specs = tf.TensorSpec(shape), tf.TensorSpec((shape[0],), tf.int32)
@@ -56,7 +56,7 @@ def test_an_unknown_image_size_is_refused_with_the_remedy(shape):
         tflms_sft.rewrite(gradients(model), TILES, *specs)
 
 
-def test_a_budget_for_an_unknown_batch_is_refused_with_the_remedy():
+def test_rewrite_budget_with_unknown_batch_is_refused():
     specs = tf.TensorSpec((None, 24, 24, 3)), tf.TensorSpec((None,), tf.int32)
     step = gradients()
     with pytest.raises(RewriteError, match="batch size is unknown, and a budget needs one.*`tf.TensorSpec`"):
@@ -65,24 +65,24 @@ def test_a_budget_for_an_unknown_batch_is_refused_with_the_remedy():
         tflms_sft.rewrite(step.get_concrete_function(*specs), AutoParams("1MiB"))
 
 
-def test_names_that_do_not_exist():
+def test_segment_spec_unknown_name_is_refused():
     with pytest.raises(SegmentError, match="`exit` names nothing in the step.*exit='pol'.*Nearest: 'pool'"):
         tflms_sft.rewrite(gradients(), segments(SegmentSpec("photo", "pol")), *BATCH)
 
 
-def test_segments_that_overlap():
+def test_segment_specs_overlapping_are_refused():
     specs = SegmentSpec("photo", "two"), SegmentSpec("one", "pool")
     with pytest.raises(SegmentError, match="entry='one', exit='pool' overlaps .*exit='two' at `.*two"):
         tflms_sft.rewrite(gradients(), segments(*specs), *BATCH)
 
 
 @pytest.mark.parametrize(("entry", "exit_"), [("pool", "one"), ("two", "two")])
-def test_segments_whose_exit_does_not_depend_on_the_entry(entry, exit_):
+def test_segment_spec_independent_exit_is_refused(entry, exit_):
     with pytest.raises(SegmentError, match="no path of forward operations leads from the entry.*Name an exit that"):
         tflms_sft.rewrite(gradients(), segments(SegmentSpec(entry, exit_)), *BATCH)
 
 
-def test_segments_between_branches_are_not_connected():
+def test_segment_spec_between_branches_is_refused():
     def body(x):
         left = layers.Conv2D(3, 3, padding="same", name="left")(x)
         right = layers.Conv2D(3, 3, padding="same", name="right")(x)
@@ -92,32 +92,32 @@ def test_segments_between_branches_are_not_connected():
         tflms_sft.rewrite(gradients(net(body)), segments(SegmentSpec("left", "right")), *BATCH)
 
 
-def test_an_op_inside_that_cannot_be_tiled_is_named_with_its_layer():
+def test_segment_spec_untileable_op_is_named_with_layer():
     with pytest.raises(SegmentError, match="entry='photo', exit='pool' cannot be tiled: .*`.*norm") as error:
         tflms_sft.rewrite(gradients(net(normed_body)), segments(SegmentSpec("photo", "pool")), *BATCH)
     assert "layer 'norm', LayerNormalization" in str(error.value)
 
 
-def test_an_exit_that_is_no_image_is_refused():
+def test_segment_spec_exit_without_axes_is_refused():
     with pytest.raises(SegmentError, match="entry='photo', exit='head' cannot be tiled"):
         tflms_sft.rewrite(gradients(), segments(SegmentSpec("photo", "head")), *BATCH)
 
 
 @pytest.mark.parametrize("options", [{"num_tiles": (13, 1)}, {"backward_num_tiles": (1, 13)}])
-def test_more_tiles_than_rows_is_an_error_with_the_numbers(options):
+def test_segment_spec_more_tiles_than_rows_is_refused(options):
     axis = "height" if "num_tiles" in options else "width"
     with pytest.raises(ValueError, match=f"asks for 13 tiles along the {axis}.* has 12 row.* Use at most 12"):
         tflms_sft.rewrite(gradients(), segments(SegmentSpec("photo", "pool", **options)), *BATCH)
 
 
-def test_as_many_tiles_as_rows_work():
+def test_segment_spec_as_many_tiles_as_rows_works():
     step = gradients()
     fast = tflms_sft.rewrite(step, segments(SegmentSpec("photo", "pool", num_tiles=(12, 1))), *BATCH)
     assert fast.plan.segments[0].num_tiles == (1, 12, 1)
     assert close(fast(*BATCH), step(*BATCH))
 
 
-def test_automatic_segments_take_fewer_tiles_where_there_are_fewer_rows():
+def test_auto_segments_with_few_rows_use_fewer_tiles():
     def body(x):
         x = layers.Lambda(lambda t: tf.reverse(t, [1]))(plain_body(x))  # No rule tiles it.
         for _ in range(2):
@@ -128,7 +128,7 @@ def test_automatic_segments_take_fewer_tiles_where_there_are_fewer_rows():
     assert [segment.num_tiles for segment in fast.plan.segments] == [(1, 12, 1), (1, 6, 1)]
 
 
-def test_a_step_in_a_tape_is_told_where_to_be_called():
+def test_rewritten_step_inside_tape_is_refused():
     fast = tflms_sft.rewrite(gradients(), TILES, *BATCH)
     images, labels = map(tf.constant, BATCH)
     with tf.GradientTape() as tape:

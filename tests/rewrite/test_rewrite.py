@@ -87,20 +87,20 @@ def segments(*specs, **options):
 # Ways to hand a step over -------------------------------------------------------------------------------------
 
 
-def test_a_function_with_arrays():
+def test_rewrite_function_with_arrays_equals_original():
     step = gradients()
     fast = tflms_sft.rewrite(step, TILES, *BATCH)
     assert fast.plan.changed and fast.plan.batch == 2 and fast.plan.batch_is_fixed
     assert close(fast(*BATCH), step(*BATCH))
 
 
-def test_a_function_with_tensors_and_a_list_of_one_parameter_object():
+def test_rewrite_function_with_params_in_list_equals_original():
     step = gradients()
     fast = tflms_sft.rewrite(step, [TILES], *map(tf.constant, BATCH))
     assert close(fast(*map(tf.constant, BATCH)), step(*BATCH))
 
 
-def test_a_function_with_specs_of_an_unknown_batch_takes_any_batch():
+def test_rewrite_specs_with_unknown_batch_accept_any_size():
     step = gradients()
     specs = tf.TensorSpec((None, 24, 24, 3)), tf.TensorSpec((None,), tf.int32)
     fast = tflms_sft.rewrite(step, TILES, *specs)
@@ -109,7 +109,7 @@ def test_a_function_with_specs_of_an_unknown_batch_takes_any_batch():
         assert close(fast(IMAGES[:size], LABELS[:size]), step(IMAGES[:size], LABELS[:size]))
 
 
-def test_an_input_signature_with_an_unknown_batch_is_planned_for_the_example():
+def test_rewrite_unknown_batch_is_planned_for_example():
     inner = gradients()
     specs = tf.TensorSpec((None, 24, 24, 3)), tf.TensorSpec((None,), tf.int32)
     step = tf.function(inner.python_function, input_signature=specs)
@@ -117,19 +117,19 @@ def test_an_input_signature_with_an_unknown_batch_is_planned_for_the_example():
     assert tflms_sft.rewrite(step, TILES, images=IMAGES, labels=LABELS).plan.batch == 2
 
 
-def test_a_concrete_function():
+def test_rewrite_concrete_function_equals_original():
     step = gradients()
     fast = tflms_sft.rewrite(step.get_concrete_function(*BATCH), TILES)
     assert fast.plan.changed
     assert close(fast(*BATCH), step(*BATCH))
 
 
-def test_example_arguments_beside_a_concrete_function_are_refused():
+def test_rewrite_concrete_function_with_arguments_is_refused():
     with pytest.raises(TypeError, match="`ConcreteFunction`, for which example arguments have no effect. Omit them"):
         tflms_sft.rewrite(gradients().get_concrete_function(*BATCH), TILES, *BATCH)
 
 
-def test_keywords_in_both_places():
+def test_rewrite_keyword_arguments_equal_original():
     step = gradients()
     fast = tflms_sft.rewrite(step, TILES, labels=LABELS, images=IMAGES)
     want = step(*BATCH)
@@ -139,14 +139,14 @@ def test_keywords_in_both_places():
     assert close(tflms_sft.rewrite(step, TILES, *BATCH)(labels=LABELS, images=IMAGES), want)
 
 
-def test_keyword_only_arguments():
+def test_rewrite_keyword_only_arguments_equal_original():
     inner = gradients()
     step = tf.function(lambda images, *, labels: inner(images, labels))
     fast = tflms_sft.rewrite(step, TILES, IMAGES, labels=LABELS)
     assert close(fast(IMAGES, labels=LABELS), inner(*BATCH))
 
 
-def test_nests_in_and_out_are_kept():
+def test_rewrite_nested_structures_are_preserved():
     inner = gradients()
 
     @tf.function
@@ -161,7 +161,7 @@ def test_nests_in_and_out_are_kept():
     assert close(got["found"], step(batch)["found"])
 
 
-def test_results_that_consist_of_several_tensors():
+def test_rewrite_composite_results_are_preserved():
     """The gradient of an embedding is one: values and the rows that they belong to."""
     model, table = net(), tf.Variable(tf.ones((7, 2)))
 
@@ -183,7 +183,7 @@ def test_results_that_consist_of_several_tensors():
 
 
 @pytest.mark.parametrize("value", (tf.ragged.constant([[1.0], []]), tf.sparse.eye(3), tf.RaggedTensorSpec((2, None))))
-def test_arguments_that_are_not_dense_are_refused_with_the_remedy(value):
+def test_rewrite_sparse_arguments_are_refused(value):
     step = tf.function(lambda images, more: tf.reduce_sum(images))
     with pytest.raises(RewriteError, match="must be dense tensors. Received.*Pass its components"):
         tflms_sft.rewrite(step, TILES, IMAGES, value)
@@ -191,7 +191,7 @@ def test_arguments_that_are_not_dense_are_refused_with_the_remedy(value):
         tflms_sft.rewrite(step.get_concrete_function(IMAGES, value), TILES)
 
 
-def test_a_step_that_xla_compiles_runs_without_and_says_so():
+def test_rewrite_jit_compiled_step_is_noted():
     model = net()
 
     @tf.function(jit_compile=True)
@@ -206,7 +206,7 @@ def test_a_step_that_xla_compiles_runs_without_and_says_so():
     assert tflms_sft.rewrite(gradients(), TILES, *BATCH).plan.notes == ()
 
 
-def test_functions_that_run_eagerly_are_refused_with_the_remedy():
+def test_rewrite_eager_functions_are_refused():
     tf.config.run_functions_eagerly(True)
     try:
         with pytest.raises(RewriteError, match=r"Call `tf.config.run_functions_eagerly\(False\)`"):
@@ -215,7 +215,7 @@ def test_functions_that_run_eagerly_are_refused_with_the_remedy():
         tf.config.run_functions_eagerly(False)
 
 
-def test_arguments_that_are_no_tensors_are_fixed():
+def test_rewritten_step_non_tensor_arguments_are_constants():
     inner = gradients()
 
     @tf.function
@@ -234,7 +234,7 @@ def test_arguments_that_are_no_tensors_are_fixed():
     assert close(tripled(*BATCH, scale=3.0)[0], inner(*BATCH)[0] * 3.0)
 
 
-def test_an_argument_that_is_returned_as_it_came():
+def test_rewritten_step_returned_argument_is_unchanged():
     inner = gradients()
     step = tf.function(lambda images, labels: (labels, inner(images, labels)))
     fast = tflms_sft.rewrite(step, TILES, *BATCH)
@@ -244,7 +244,7 @@ def test_an_argument_that_is_returned_as_it_came():
 # Ways to use the result ---------------------------------------------------------------------------------------
 
 
-def test_inside_another_function():
+def test_rewritten_step_inside_tf_function_equals_original():
     step = gradients()
     fast = tflms_sft.rewrite(step, TILES, *BATCH)
 
@@ -255,7 +255,7 @@ def test_inside_another_function():
     assert close(twice(*BATCH), 2 * step(*BATCH)[0])
 
 
-def test_the_concrete_function_takes_flat_tensors():
+def test_rewritten_step_concrete_function_accepts_flat_tensors():
     step = gradients()
     fast = tflms_sft.rewrite(step, TILES, *BATCH)
     assert close(fast.concrete_function(*map(tf.constant, BATCH)), step(*BATCH))
@@ -263,7 +263,7 @@ def test_the_concrete_function_takes_flat_tensors():
     assert {"While", "StatelessWhile"} & types
 
 
-def test_loops_have_name_scopes_that_say_what_they_are():
+def test_rewrite_loops_have_name_scopes():
     fast = tflms_sft.rewrite(gradients(), TILES, *BATCH)
     names = [op.name for op in fast.concrete_function.graph.get_operations() if op.type.endswith("While")]
     assert [name.split("/")[:3] for name in names] == [["sft", "segment1", "forward"], ["sft", "segment1", "backward"]]
@@ -288,7 +288,7 @@ def test_loops_have_name_scopes_that_say_what_they_are():
     ],
     ids=range(13),
 )
-def test_other_arguments_are_a_type_error_that_shows_the_signature(arguments):
+def test_rewritten_step_other_arguments_raise_with_signature(arguments):
     fast = rewritten_once()
     with pytest.raises(TypeError, match="rewritten for one signature") as error:
         fast(*arguments)
@@ -309,29 +309,29 @@ def rewritten_once():
 
 
 @pytest.mark.parametrize("keywords", [{"image": IMAGES}, {"labels": LABELS, "images": IMAGES, "more": LABELS}])
-def test_other_keywords_are_a_type_error(keywords):
+def test_rewritten_step_other_keywords_raise(keywords):
     with pytest.raises(TypeError, match="rewritten for one signature.*Expected: .*images"):
         rewritten_once()(**keywords)
 
 
-def test_an_image_in_a_list_is_not_repeated_whole():
+def test_rewritten_step_error_truncates_arguments():
     with pytest.raises(TypeError, match=r"Received: .*\[\.\.\.\]. Rewrite the step") as error:
         rewritten_once()(IMAGES.tolist(), LABELS)
     assert len(str(error.value)) < 1500
 
 
-def test_arrays_of_another_precision_are_converted():
+def test_rewritten_step_arrays_are_cast_within_kind():
     fast = rewritten_once()
     assert close(fast(IMAGES.astype("float64"), LABELS.astype("int64")), fast(*BATCH))
 
 
-def test_it_cannot_be_pickled_or_copied():
+def test_rewritten_step_pickle_and_copy_are_refused():
     for attempt in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match="cannot be pickled. Rewrite the step again"):
             attempt(rewritten_once())
 
 
-def test_it_keeps_variables_alive():
+def test_rewritten_step_keeps_variables_alive():
     model = net()
     reference = weakref.ref(model)
     fast = tflms_sft.rewrite(tf.function(training(model)), TILES, *BATCH)
@@ -349,7 +349,7 @@ def test_it_keeps_variables_alive():
 # What comes out -----------------------------------------------------------------------------------------------
 
 
-def test_one_tile_is_recompute_and_equal_to_the_bit():
+def test_rewrite_one_tile_is_bitwise_equal():
     step = gradients()
     for params in (segments(SegmentSpec("photo", "pool", num_tiles=(1, 1))), SFTParams(num_tiles=(1, 1))):
         fast = tflms_sft.rewrite(step, params, *BATCH)
@@ -357,14 +357,14 @@ def test_one_tile_is_recompute_and_equal_to_the_bit():
         assert close(fast(*BATCH), step(*BATCH), tolerance=0)
 
 
-def test_a_segments_own_values_come_first():
+def test_segment_spec_values_override_sft_params():
     specs = SegmentSpec("photo", "two", num_tiles=(3, 1)), SegmentSpec("two", "pool", backward_num_tiles=(1, 4))
     fast = tflms_sft.rewrite(gradients(), segments(*specs, backward_num_tiles=(2, 3)), *BATCH)
     tiles = [(segment.num_tiles, segment.backward_num_tiles) for segment in fast.plan.segments]
     assert tiles == [((1, 3, 1), (1, 2, 3)), ((1, 2, 2), (1, 1, 4))]
 
 
-def test_a_budget_that_fits_changes_nothing():
+def test_auto_params_large_budget_rewrites_nothing():
     step = gradients()
     fast = tflms_sft.rewrite(step, AutoParams("1GiB"), *BATCH)
     assert not fast.plan.changed and not fast.plan.segments
@@ -372,7 +372,7 @@ def test_a_budget_that_fits_changes_nothing():
     assert close(fast(*BATCH), step(*BATCH), tolerance=0)
 
 
-def test_a_budget_below_what_is_possible_names_the_smallest_that_works():
+def test_auto_params_infeasible_budget_names_smallest():
     step = gradients(net(size=48))
     images = np.zeros((2, 48, 48, 3), "float32")
     with pytest.raises(BudgetError, match="`memory_budget` is too small.*smallest plan found needs") as error:
@@ -387,7 +387,7 @@ def test_a_budget_below_what_is_possible_names_the_smallest_that_works():
 
 
 @pytest.mark.parametrize("headroom", [0, 0.5])
-def test_the_headroom_stays_free(headroom):
+def test_auto_params_headroom_stays_free(headroom):
     step = gradients(net(size=48))
     images = np.zeros((2, 48, 48, 3), "float32")
     plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images, LABELS).plan.original.peak_bytes
@@ -397,12 +397,12 @@ def test_the_headroom_stays_free(headroom):
     assert plan.predicted.peak_bytes <= 0.8 * plain + 1
 
 
-def test_a_budget_error_tells_of_layers_that_cannot_be_tiled():
+def test_budget_error_names_untileable_layers():
     with pytest.raises(BudgetError, match=r"Left as they are: layer 'norm' \(LayerNormalization\)"):
         tflms_sft.rewrite(gradients(net(normed_body)), AutoParams("1kB"), *BATCH)
 
 
-def test_normalisation_over_one_side_of_the_image_is_left_alone():
+def test_rewrite_norm_over_one_axis_is_not_rewritten():
     plan = tflms_sft.rewrite(gradients(net(normed_body)), TILES, *BATCH).plan
     reasons = dict(plan.left_alone)
     assert "reduces over the image" in reasons["layer 'norm' (LayerNormalization)"]
@@ -418,7 +418,7 @@ def three_steps(step, function, start, batches):
 
 
 @pytest.mark.parametrize("make", [lambda: keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam])
-def test_a_budget_gives_the_results_of_the_plain_step(make):
+def test_auto_params_equals_original(make):
     keras.config.set_floatx("float64")
     model = net(size=32)
     step = training(model, make())
@@ -439,7 +439,7 @@ def test_a_budget_gives_the_results_of_the_plain_step(make):
 # What a budget stores ---------------------------------------------------------------------------------------
 
 
-def test_room_in_the_budget_goes_to_stored_tensors():
+def test_auto_params_spare_budget_is_used_for_saved_tensors():
     """With room for it, inner tensors are kept and the work falls, within the budget."""
     step = gradients(net(size=48))
     images = np.zeros((2, 48, 48, 3), "float32")
@@ -455,7 +455,7 @@ def test_room_in_the_budget_goes_to_stored_tensors():
     assert max(slower) < 1e-12, "more memory never costs more time"
 
 
-def test_a_budget_with_stored_tensors_gives_the_results_of_the_plain_step():
+def test_auto_params_with_saved_tensors_equals_original():
     keras.config.set_floatx("float64")
     step = gradients(net(size=48))
     images = np.random.default_rng(3).normal(size=(2, 48, 48, 3))
@@ -465,7 +465,7 @@ def test_a_budget_with_stored_tensors_gives_the_results_of_the_plain_step():
     assert close(fast(images, LABELS), step(images, LABELS), tolerance=1e-10)
 
 
-def test_stored_tensors_can_be_named():
+def test_segment_spec_stored_tensors_are_saved():
     step = gradients()
     spec = SegmentSpec("photo", "pool", stored="two")
     fast = tflms_sft.rewrite(step, segments(spec), *BATCH)
@@ -474,7 +474,7 @@ def test_stored_tensors_can_be_named():
 
 
 @pytest.mark.parametrize("name", ["photo", "head"])
-def test_a_stored_tensor_lies_inside_of_its_segment(name):
+def test_segment_spec_stored_outside_segment_is_refused(name):
     spec = SegmentSpec("photo", "pool", stored=("one", name))
     with pytest.raises(SegmentError, match=rf"`stored` names \['{name}'\], which the segment does not make"):
         tflms_sft.rewrite(gradients(), segments(spec), *BATCH)
@@ -483,7 +483,7 @@ def test_a_stored_tensor_lies_inside_of_its_segment(name):
 # Unknown batches --------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_batch_is_planned_like_a_known_one():
+def test_auto_params_unknown_batch_is_planned_like_static_one():
     def plan(batch):
         specs = tf.TensorSpec((batch, 24, 24, 3)), tf.TensorSpec((batch,), tf.int32)
         spec = SegmentSpec("one", "pool"), SegmentSpec("photo", "one")
@@ -493,7 +493,7 @@ def test_an_unknown_batch_is_planned_like_a_known_one():
     assert [s.backward_ops for s in unknown.segments] == [s.backward_ops for s in known.segments]
 
 
-def test_more_tiles_than_any_automatic_segment_has_rows_are_refused():
+def test_auto_segments_more_tiles_than_rows_are_refused():
     backward = SFTParams((2, 2), backward_num_tiles=(1, 10**9))
     for argument, params in (("num_tiles", SFTParams((13, 1))), ("backward_num_tiles", backward)):
         with pytest.raises(ValueError, match=f"`{argument}` asks for .* Use at most 12"):

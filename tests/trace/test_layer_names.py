@@ -56,20 +56,20 @@ def chain(x):
     return layers.MaxPool2D(2, name="pool")(conv("second")(conv("first")(x)))
 
 
-def test_a_layer_means_its_output():
+def test_resolve_layer_returns_output():
     assert same_gradients(classifier(chain), SegmentSpec("first", "pool"))
     (segment,) = rewritten(classifier(chain), SegmentSpec("first", "pool")).plan.segments
     assert segment.entries == ("first",)
     assert segment.exits == ("pool",)
 
 
-def test_the_input_layer_means_the_image():
+def test_resolve_input_layer_returns_image():
     (segment,) = rewritten(classifier(chain), SegmentSpec("photo", "second")).plan.segments
     assert segment.entries == ("photo",)
     assert segment.tile_rows == ((8, 8), (10, 10))  # Two 3x3 convolutions, at the border on one side.
 
 
-def test_the_input_of_a_sequential_model_has_its_name():
+def test_resolve_sequential_input_has_name():
     head = layers.GlobalAveragePooling2D(), layers.Dense(2)
     model = keras.Sequential([keras.Input((16, 16, 3), name="photo"), conv("first"), conv("second"), *head])
     (segment,) = rewritten(model, SegmentSpec("photo", "second")).plan.segments
@@ -82,7 +82,7 @@ def test_the_input_of_a_sequential_model_has_its_name():
         assert rewritten(unnamed, SegmentSpec(name, unnamed.layers[1].name)).plan.segments[0].entries == (entry,)
 
 
-def test_an_input_without_a_name_has_that_of_its_layer():
+def test_resolve_unnamed_input_has_name_of_layer():
     """As `model.summary()` shows it, and the examples have it."""
     keras.backend.clear_session()
     image = keras.Input((16, 16, 3))
@@ -91,7 +91,7 @@ def test_an_input_without_a_name_has_that_of_its_layer():
     assert segment.entries == ("input_layer",)
 
 
-def test_ops_and_tensors_have_names_too():
+def test_resolve_op_and_tensor_names():
     model = classifier(chain)
     operations = step_of(model).get_concrete_function(*BATCH).graph.get_operations()
     relu = next(o.name for o in operations if o.type == "Relu")
@@ -101,12 +101,12 @@ def test_ops_and_tensors_have_names_too():
 
 
 @pytest.mark.parametrize("name", ["no_such:0", "no_such:x"])
-def test_a_tensor_that_does_not_exist_is_refused(name):
+def test_resolve_unknown_tensor_is_refused(name):
     with pytest.raises(SegmentError, match=f"`entry` names nothing in the step.*entry='{name}'"):
         rewritten(classifier(chain), SegmentSpec(name, "pool"))
 
 
-def test_an_output_that_an_op_does_not_have_is_refused():
+def test_resolve_missing_output_is_refused():
     model = classifier(chain)
     operations = step_of(model).get_concrete_function(*BATCH).graph.get_operations()
     relu = next(o.name for o in operations if o.type == "Relu")
@@ -116,7 +116,7 @@ def test_an_output_that_an_op_does_not_have_is_refused():
 
 @pytest.mark.parametrize(("wrong", "near"), [("frist", "'first'"), ("pol", "'pool'"), ("foto", "'photo'")])
 @pytest.mark.parametrize("argument", ["entry", "exit"])
-def test_an_unknown_name_gets_the_nearest_ones(wrong, near, argument):
+def test_resolve_unknown_name_suggests_nearest(wrong, near, argument):
     names = {"entry": "photo", "exit": "pool", argument: wrong}
     with pytest.raises(SegmentError, match=f"`{argument}` names nothing") as error:
         rewritten(classifier(chain), SegmentSpec(**names))
@@ -126,7 +126,7 @@ def test_an_unknown_name_gets_the_nearest_ones(wrong, near, argument):
     assert near in offered and {*offered} <= {*map(repr, layer_names)}, "no operations"
 
 
-def test_an_operation_is_offered_where_its_name_was_nearly_written():
+def test_resolve_misspelt_op_suggests_op():
     model = classifier(chain)
     relu = next(o.name for o in step_of(model).get_concrete_function(*BATCH).graph.get_operations() if o.type == "Relu")
     with pytest.raises(SegmentError, match=f"Nearest: .*'{relu}'"):
@@ -136,7 +136,7 @@ def test_an_operation_is_offered_where_its_name_was_nearly_written():
     assert str(error.value).endswith("Nearest: 'second'.")
 
 
-def test_a_step_without_layers_offers_its_operations():
+def test_resolve_without_layers_suggests_ops():
     kernel = tf.Variable(tf.ones((3, 3, 1, 2)))
 
     @tf.function(autograph=False)
@@ -151,7 +151,7 @@ def test_a_step_without_layers_offers_its_operations():
         tflms_sft.rewrite(step, params, tf.ones((1, 8, 8, 1)))
 
 
-def test_a_name_unlike_any_other_gets_some_layers():
+def test_resolve_dissimilar_name_suggests_layers():
     with pytest.raises(SegmentError, match="Nearest: '.+'"):
         rewritten(classifier(chain), SegmentSpec("@@@@", "pool"))
 
@@ -161,7 +161,7 @@ def shared(x):
     return layers.MaxPool2D(2, name="pool")(twice(conv("between")(twice(x))))
 
 
-def test_a_layer_called_twice_is_ambiguous_and_its_calls_are_listed():
+def test_resolve_layer_called_twice_is_ambiguous():
     with pytest.raises(SegmentError, match="layer 'conv' is called 2 times") as error:
         rewritten(classifier(shared), SegmentSpec("conv", "pool"))
     assert "`entry` is ambiguous" in str(error.value)
@@ -170,7 +170,7 @@ def test_a_layer_called_twice_is_ambiguous_and_its_calls_are_listed():
         rewritten(classifier(shared), SegmentSpec("photo", "conv"))
 
 
-def test_numbered_calls_of_a_layer_work():
+def test_resolve_numbered_call_returns_output():
     (segment,) = rewritten(classifier(shared), SegmentSpec("conv/1", "conv/2")).plan.segments
     assert (segment.entries, segment.exits) == (("conv/1",), ("conv/2",))
     assert same_gradients(classifier(shared), SegmentSpec("conv/1", "conv/2"))
@@ -188,7 +188,7 @@ def nested(x):
     ("entry", "exit_"),
     [("inner", "pool"), ("photo", "inner"), ("outer", "backbone"), ("backbone", "pool"), ("inside_input", "deep")],
 )
-def test_layers_of_a_nested_model_have_names(entry, exit_):
+def test_resolve_layers_of_nested_model(entry, exit_):
     assert same_gradients(classifier(nested), SegmentSpec(entry, exit_))
 
 
@@ -197,7 +197,7 @@ def two_branches(x):
     return layers.Concatenate(name="both")([conv("left2")(left), conv("right2")(right)])
 
 
-def test_several_entries_and_exits():
+def test_segment_spec_several_entries_and_exits_resolve():
     (segment,) = rewritten(classifier(two_branches), SegmentSpec(("left", "right"), "both")).plan.segments
     assert set(segment.entries) == {"left", "right"}
     assert same_gradients(classifier(two_branches), SegmentSpec(("left", "right"), "both"))
@@ -205,7 +205,7 @@ def test_several_entries_and_exits():
 
 
 @pytest.mark.parametrize("body", [chain, shared, nested, two_branches], ids=lambda body: body.__name__)
-def test_names_that_a_plan_prints_can_be_pasted_back(body):
+def test_plan_names_are_valid_in_segment_spec(body):
     automatic = tflms_sft.rewrite(step_of(classifier(body)), SFTParams(num_tiles=(2, 2)), *BATCH).plan
     assert automatic.segments
     for segment in automatic.segments:
@@ -215,7 +215,7 @@ def test_names_that_a_plan_prints_can_be_pasted_back(body):
         assert (again.forward_ops, again.backward_ops) == (segment.forward_ops, segment.backward_ops)
 
 
-def test_every_displayed_name_resolves_to_its_tensor():
+def test_display_names_resolve_to_their_tensors():
     from rewriters.canonicalize.canonicalize import read_canonical
 
     step = step_of(classifier(nested))
@@ -230,7 +230,7 @@ def test_every_displayed_name_resolves_to_its_tensor():
     assert lookup(graph, "no_such") is None
 
 
-def test_ops_of_autodiff_belong_to_the_layer_whose_gradient_they_are():
+def test_call_of_gradient_op_is_forward_layer():
     """The one that was called: of a layer inside of a model, and of each call of a layer that is called twice."""
 
     def body(x):
@@ -252,7 +252,7 @@ def test_ops_of_autodiff_belong_to_the_layer_whose_gradient_they_are():
     assert record.call_of("gradient_tape/elsewhere/conv/Mul") is None and record.call_of("conv") is None
 
 
-def test_ops_of_gradients_that_functions_of_tensorflow_made_belong_to_layers_too():
+def test_call_of_gradient_function_op_is_forward_layer():
     model = classifier(chain)
 
     @tf.function
@@ -267,7 +267,7 @@ def test_ops_of_gradients_that_functions_of_tensorflow_made_belong_to_layers_too
     assert [record.call_of(name).layer for name in filters] == ["second", "first"]
 
 
-def test_losses_have_their_names_forward_and_backward():
+def test_part_name_of_loss_ops_is_loss():
     image = keras.Input((4,))
     model = keras.Model(image, layers.Dense(3, name="head")(image))
     model.compile("sgd", keras.losses.Dice(), jit_compile=False)
@@ -285,7 +285,7 @@ def test_losses_have_their_names_forward_and_backward():
     assert part_name(record, "compile_loss/mul") == part_name(record, "x") == ""
 
 
-def test_watching_layers_ends_with_the_trace():
+def test_recorded_layers_restores_layer_call():
     call = layers.Layer.__call__
     with pytest.raises(RuntimeError, match="inside"):
         with recorded_layers():
@@ -294,7 +294,7 @@ def test_watching_layers_ends_with_the_trace():
     assert layers.Layer.__call__ is call
 
 
-def test_two_threads_may_trace_at_the_same_time():
+def test_recorded_layers_two_threads_are_serialised():
     """The class that is watched is afterwards as it was."""
     before = keras.layers.Layer.__call__
     inside, may_end = threading.Event(), threading.Event()

@@ -22,7 +22,7 @@ BATCH = X[:4], Y[:4]
 TILES = SFTParams((2, 3))
 
 
-def test_a_model_with_normalisation_is_the_same_in_float64():
+def test_verify_batch_norm_model_is_equal_in_float64():
     result = verify(net(norm=True), BATCH, TILES)
     assert result and result.ok and result.dtype == "float64" and result.plan.segments
     for worst in (result.outputs, result.gradients, result.variables):
@@ -37,7 +37,7 @@ def test_a_model_with_normalisation_is_the_same_in_float64():
     assert headline == f"  {result.plan.headline()}"
 
 
-def test_weights_slots_metrics_and_seeds_are_as_before_and_the_model_trains_on():
+def test_verify_restores_all_variables():
     model, plain = net(), net()
     for one in (model, plain):
         one.fit(*BATCH, verbose=0)
@@ -47,17 +47,17 @@ def test_weights_slots_metrics_and_seeds_are_as_before_and_the_model_trains_on()
     assert model.train_on_batch(*BATCH) == plain.train_on_batch(*BATCH)
 
 
-def test_swaps_give_the_same_bits():
+def test_verify_swaps_are_bitwise_equal():
     result = verify(net(), BATCH, LMSParams(min_bytes="1KiB", tier="disk"))
     assert result and result.plan.swaps and all(d.relative == 0 for d in result.differences)
 
 
-def test_a_budget_in_bytes_is_enough():
+def test_verify_accepts_budget_in_bytes():
     result = verify(net(), (*BATCH, np.ones(4)), BUDGET)
     assert result and result.plan.memory_budget == 700 * 2**10 and result.plan.segments
 
 
-def test_the_plan_of_a_training_is_compared_on_a_batch_of_any_size():
+def test_verify_callback_plan_on_any_batch_size():
     model, callback = net(norm=True), MemoryBudget(BUDGET, verbose=0)
     with pytest.raises(ValueError, match="a callback without a plan: it has one from the first step of a `fit` on"):
         verify(model, BATCH, callback)
@@ -71,7 +71,7 @@ def test_the_plan_of_a_training_is_compared_on_a_batch_of_any_size():
         verify(model, (X[:1], Y[:1]), callback)
 
 
-def test_another_plan_of_the_same_numbers_is_not_the_one_that_was_trained():
+def test_trained_check_other_plan_is_refused():
     """By the names of what is tiled and swapped: as many tiles of another layer are another plan."""
     model, callback = net(), LMS(tiles=SFTParams((2, 3)), min_bytes=64, tier="disk", verbose=0)
     model.fit(*BATCH, verbose=0, callbacks=[callback])
@@ -87,12 +87,12 @@ def test_another_plan_of_the_same_numbers_is_not_the_one_that_was_trained():
         trained.check(plan)
 
 
-def test_nothing_rewritten_is_told():
+def test_verify_without_rewriting_is_false():
     result = verify(net(), BATCH, 2**30)
     assert not result.plan.changed and result.summary().startswith("Nothing was rewritten, so nothing was verified")
 
 
-def test_adam_and_a_gradient_that_is_zero_but_for_rounding_are_the_same_in_float32():
+def test_verify_adam_with_zero_gradient_is_equal_in_float32():
     """The bias before a normalisation; Adam's update of it is as large as any."""
     keras.config.set_dtype_policy("float32")
     model = net(norm=True, floatx="float32", optimizer=keras.optimizers.Adam(0.01))
@@ -105,7 +105,7 @@ def test_adam_and_a_gradient_that_is_zero_but_for_rounding_are_the_same_in_float
 
 
 @pytest.mark.parametrize("clipped", [False, True])
-def test_sums_of_equal_terms_are_rounded_one_way(clipped):
+def test_verify_sum_of_equal_terms_is_within_noise(clipped):
     """A bias behind a maximum: each add rounds as the one before. What clips gradients is no reason to be lenient."""
     bias = tf.Variable(tf.fill([2], 0.5))
 
@@ -131,7 +131,7 @@ def test_sums_of_equal_terms_are_rounded_one_way(clipped):
         assert result and expected < row.relative < row.limit
 
 
-def test_a_broken_rule_is_found_and_named(monkeypatch):
+def test_verify_broken_rule_is_detected_and_named(monkeypatch):
     """Every window is off by one row."""
     gather = Window.rows_covered
     monkeypatch.setattr(Window, "rows_covered", lambda self, rows: gather(self, rows).shift(1))
@@ -143,7 +143,7 @@ def test_a_broken_rule_is_found_and_named(monkeypatch):
     assert "  wrong: output loss: " in result.summary() and "  wrong: gradient head/bias: " in result.summary()
 
 
-def test_wrong_gradients_behind_a_right_loss_are_found(monkeypatch):
+def test_verify_wrong_gradient_is_detected(monkeypatch):
     """Rows of gradients that are not handed on."""
 
     def forgotten(turn, tensor, carry, source, images):
@@ -156,7 +156,7 @@ def test_wrong_gradients_behind_a_right_loss_are_found(monkeypatch):
     assert result.gradients.name.startswith("conv0a/")
 
 
-def test_an_update_of_the_wrong_sign_is_found_though_gradients_are_right(monkeypatch):
+def test_verify_wrong_update_is_detected(monkeypatch):
     init = StepImporter.__init__
 
     def broken(self, graph, concrete_fn, tier=None):
@@ -170,7 +170,7 @@ def test_an_update_of_the_wrong_sign_is_found_though_gradients_are_right(monkeyp
     assert result.variables.name == "conv0a/kernel"
 
 
-def test_numbers_that_are_not_finite_show_nothing():
+def test_verify_non_finite_values_are_inconclusive():
     result = verify(net(), (X[:4] * np.nan, Y[:4]), TILES)
     assert not result and "the original step yields values that are not finite" in result.summary()
     assert result.summary().startswith("CANNOT TELL: ")
@@ -189,7 +189,7 @@ def test_numbers_that_are_not_finite_show_nothing():
         (b"a", b"a", 0.0),
     ],
 )
-def test_the_difference_of_two_tensors(got, want, expected):
+def test_difference_of_two_tensors_is_relative_to_maximum(got, want, expected):
     assert difference(got, want) == pytest.approx(expected)
 
 
@@ -214,7 +214,7 @@ WEIGHTS = [tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 3, 3)) / 3) f
 IMAGES = tf.constant(X[:2])
 
 
-def test_steps_and_what_rewrite_returned_are_compared():
+def test_verify_accepts_functions_and_rewritten_steps():
     traced = hand_written.get_concrete_function(IMAGES)
     for result in (
         verify(hand_written, IMAGES, TILES),
@@ -227,7 +227,7 @@ def test_steps_and_what_rewrite_returned_are_compared():
         assert sum(d.kind == "gradient" for d in result.differences) == 2 and not result.not_compared
 
 
-def test_a_step_that_draws_anew_in_every_run_is_told():
+def test_verify_random_ops_are_listed():
     @tf.function
     def drawing(images):
         with tf.GradientTape() as tape:
@@ -242,7 +242,7 @@ def test_a_step_that_draws_anew_in_every_run_is_told():
     assert not result and result.summary().startswith("CANNOT TELL: the step draws new random numbers in every run")
 
 
-def test_gradients_inside_of_called_functions_are_listed_and_their_variables_compared():
+def test_verify_gradients_inside_calls_are_not_compared():
     inner = tf.function(lambda x: tf.reduce_sum(tf.tanh(tf.nn.conv2d(x, WEIGHTS[1], 1, "SAME")) ** 2))
 
     @tf.function
@@ -275,12 +275,12 @@ def test_gradients_inside_of_called_functions_are_listed_and_their_variables_com
         ((BATCH, TILES), {"steps": 1.0}, TypeError, "`steps` must be an integer. Received: steps=1.0"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, options, error, text):
+def test_verify_invalid_arguments_are_refused(arguments, options, error, text):
     with pytest.raises(error, match=text):
         verify(net(), *arguments, **options)
 
 
-def test_a_batch_without_targets_is_refused_before_and_after_keras_has_seen_targets():
+def test_verify_batch_without_targets_is_refused():
     model = net()
     for batch in (X[:4], (X[:4],), (X[:4], None)):
         with pytest.raises(ValueError, match="`batch` must be .images, targets., .* Received: images alone,") as e:
@@ -303,12 +303,12 @@ def classifier(*last, **compiled):
 
 
 @pytest.mark.parametrize("batch", [X[:4].astype("float32"), BATCH], ids=["images alone", "with targets"])
-def test_a_model_without_a_loss_is_refused(batch):
+def test_verify_model_without_loss_is_refused(batch):
     with pytest.raises(tflms_sft.RewriteError, match="is compiled without a loss, .* Compile it with `loss=`"):
         verify(classifier(), batch, TILES)
 
 
-def test_images_alone_are_enough_where_a_step_needs_no_targets():
+def test_verify_step_without_targets_accepts_images():
     """The model's own loss, or one that a layer adds; metrics need them all the same."""
 
     class OfOutputs(keras.Model):
@@ -325,7 +325,7 @@ def test_images_alone_are_enough_where_a_step_needs_no_targets():
         verify(model, X[:4].astype("float32"), TILES)
 
 
-def test_what_is_no_step_and_a_model_that_is_being_rewritten_are_refused():
+def test_verify_other_object_or_patched_model_is_refused():
     with pytest.raises(TypeError, match="`step` must be a `tf.function`"):
         verify(lambda x: x, IMAGES, TILES)
     model = net()

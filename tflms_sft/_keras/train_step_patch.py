@@ -242,12 +242,12 @@ class StepPatch:
 
     @property
     def is_installed(self) -> bool:
-        """Whether the patch is in the model now."""
+        """Tell whether the patch is in the model."""
         return self.model.__dict__.get(self.kind.slot) is self
 
     @property
     def has_disabled_jit(self) -> bool:
-        """Whether the model is compiled with `jit_compile`, which the patch turns off."""
+        """Tell whether the model is compiled with `jit_compile`, which the patch turns off."""
         return bool(self._jit_compile)
 
     def run(self, iterator: Any) -> Any:
@@ -315,7 +315,7 @@ class StepPatch:
 
     @property
     def is_replanned(self) -> bool:
-        """Whether the plan is corrected by the measured peak of an earlier one."""
+        """Tell whether the plan is corrected by the measured peak of an earlier one."""
         return self._is_replanned
 
     @property

@@ -29,7 +29,7 @@ class RewriteRequest:
 
     @property
     def has_budget(self) -> bool:
-        """Whether a memory budget determines the plan, so that it holds up to one batch size."""
+        """Tell whether a memory budget determines the plan, so that it holds up to one batch size."""
         return isinstance(self.tiles, AutoParams)
 
     def aim(self) -> str:

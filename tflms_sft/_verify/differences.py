@@ -68,7 +68,7 @@ class Difference:
 
     @property
     def ok(self) -> bool:
-        """Whether rounding explains the difference."""
+        """Tell whether rounding explains the difference."""
         return math.isfinite(self.relative) and self.relative <= self.limit
 
 
@@ -99,7 +99,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether something was rewritten and rounding explains every difference."""
+        """Tell whether something was rewritten and rounding explains every difference."""
         return self.plan.changed and not self.drowned and all(item.ok for item in self.differences)
 
     def __bool__(self) -> bool:
