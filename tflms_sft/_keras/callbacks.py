@@ -22,12 +22,12 @@ class MemoryBudget(RewritingCallback):
 
     Args:
         memory_budget: Upper bound for the bytes alive on the device at any moment of a step, weights and optimizer
-            slots included: an int, or a string such as `"8GiB"` (units B, kB, MB, GB, TB, KiB, MiB, GiB, TiB).
+            slots included. An int, or a string such as `"8GiB"` (units B, kB, MB, GB, TB, KiB, MiB, GiB, TiB).
             Defaults to `"auto"`: 90 % of the memory that is free on the device, or on a CPU in the machine, when the
             first step is planned.
         headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. Defaults to 0.1.
         swap: Whether activations may be swapped to host memory or disk if tiles alone do not keep the budget or cost
-            much time: a bool, or `LMSParams` that select tensors and destination. Defaults to `True`.
+            much time. A bool, or `LMSParams` that select tensors and destination. Defaults to `True`.
         batch_shape: `(batch, height, width, channels)` of the largest batch; of volumes `(batch, depth, height, width,
             channels)`, of sequences `(batch, length, channels)`. Defaults to `None`: the shape of the first batch.
         verbose: 0 prints nothing. 1 prints the plan before the first step, the measured peak after it, and a line

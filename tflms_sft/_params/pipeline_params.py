@@ -22,8 +22,8 @@ class PipelineParams:
     """Parameters of a pipeline: stages of a network on several devices, and a schedule of micro-batches.
 
     Args:
-        stages: Number of stages, whose cuts then balance the forward activations; or `"auto"`: as many stages as
-            devices; or a list of names to cut at, from the input to the loss. A name is a layer, an op or a tensor,
+        stages: Number of stages, whose cuts then balance the forward activations. Or `"auto"`: as many stages as
+            devices. Or a list of names to cut at, from the input to the loss. A name is a layer, an op or a tensor,
             which ends its stage. A layer called for several batches in a step, such as real and generated images, is
             cut at each call. An empty list is one stage. Defaults to `"auto"`.
         schedule: Order of forward and backward passes on the devices. Defaults to `"basic"`.

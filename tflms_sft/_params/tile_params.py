@@ -169,7 +169,7 @@ class AutoParams:
         headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. It covers the order of
             ready ops, and so the peak, which varies from run to run. Defaults to 0.1.
         swap: Whether activations may be swapped to host memory or disk if tiles alone do not keep the budget or cost
-            much time: a bool, or `LMSParams` that select tensors and destination. Defaults to `True`.
+            much time. A bool, or `LMSParams` that select tensors and destination. Defaults to `True`.
 
     Raises:
         TypeError: If an argument has the wrong type.
