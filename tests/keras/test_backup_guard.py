@@ -1,4 +1,4 @@
-"""Who saves the weights of a model that is trained on several machines."""
+"""Tests of `guard_backups`: saving weights of a model that trains on several machines."""
 
 import keras
 
@@ -7,7 +7,7 @@ from tflms_sft._keras.backup_guard import guard_backups
 
 
 def test_guard_backups_after_failed_training_replaces_old_guard(monkeypatch, fresh_keras):
-    """Keras tells nobody of the end of a training that failed."""
+    """Keras calls no callback at the end of a failed training."""
     monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": "127.0.0.1:1"})
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     left = guard_backups(model)

@@ -1,4 +1,4 @@
-"""Training with barriers as users ask for it: callbacks, budgets, named segments, swaps, half precision."""
+"""Tests of training with barriers: callbacks, budgets, named segments, swaps, half precision."""
 
 import keras
 import numpy as np
@@ -77,7 +77,7 @@ def test_segment_spec_stored_untileable_tensor_is_refused():
 
 
 def test_segment_spec_grouped_convolution_resolves():
-    """Convolutions in groups are calls as Keras traces them, and have no op of their layer's name afterwards."""
+    """Grouped convolutions are traced as calls, so that no op has the name of their layer."""
     image = keras.Input((20, 18, 3), name="photo")
     x = layers.ReLU()(conv_norm(image, 4))
     x = layers.Conv2D(4, 3, padding="same", groups=2, use_bias=False, name="grouped")(x)
@@ -105,7 +105,7 @@ def test_memory_budget_without_swaps_equals_original(part):
 
 
 def test_memory_budget_with_strips_equals_original(monkeypatch):
-    """The search takes rows where they are cheaper, each loop in as many as it needs; here because tiles cost more."""
+    """The search selects strips because tiles are made more expensive here."""
     from tflms_sft._planner import barrier_search
 
     found = []
@@ -155,7 +155,7 @@ def test_rewrite_barriers_and_swaps_equal_original(tmp_path):
 
 @pytest.mark.parametrize("policy", ("mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)))
 def test_fit_half_precision_error_is_at_most_that_of_original(policy):
-    """To what the same step gives in float32; as near as that is, images that differ by less than a rounding tell."""
+    """Compare with float32; the reference distance is that of images perturbed by less than one rounding."""
     exact = trained([], "float32")
     keras.config.set_dtype_policy(policy)
 
@@ -169,6 +169,6 @@ def test_fit_half_precision_error_is_at_most_that_of_original(policy):
 
 
 def test_mean_of_many_float16_values_equals_original():
-    """Their number alone is more than float16 holds: TensorFlow's own mean of them is zero on a CPU."""
+    """The count exceeds the range of float16: TensorFlow's own mean is zero on a CPU."""
     one = OneOp("Mean", {"input": np.full((2, 300, 300, 1), 0.5, "float16"), "axis": Const([1, 2])})
     assert np.all(np.array(one.result_kind_gathered(Grid(1, (3, 1)))) == 0.5)

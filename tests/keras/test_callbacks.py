@@ -1,4 +1,4 @@
-"""`SFT` and `MemoryBudget` under `fit`, `budget` around hand-written loops: the same as plain training."""
+"""Tests that `SFT` and `MemoryBudget` in `fit`, and `budget` around loops, equal plain training."""
 
 import copy
 import pickle
@@ -259,7 +259,7 @@ def test_verbose_prints_plan_and_peak(capsys, monkeypatch):
 
 @pytest.fixture
 def measured_peaks(monkeypatch):
-    """What the next steps are measured to take."""
+    """Replace the measured peaks of the next steps."""
     peaks = []
     monkeypatch.setattr("tflms_sft._keras.train_step_patch.reset_peak", lambda: 0)
     monkeypatch.setattr(
@@ -345,7 +345,7 @@ def test_callback_plan_before_first_step_is_none():
 
 
 def test_fit_two_inputs_of_unknown_sizes_equals_original():
-    """Keras traces for unknown sizes; each input keeps those of its own first batch."""
+    """Keras traces unknown sizes; each input is planned for the size of its own first batch."""
     keras.config.set_floatx("float64")
 
     def two():

@@ -1,4 +1,4 @@
-"""`evaluate`, `predict` and validation under the callbacks: the same as plain, and plain again afterwards."""
+"""Tests that `evaluate`, `predict` and validation equal the original, and that models are restored."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ PLAIN = {"batch_size": 4, "verbose": 0}
 
 
 def small(**options):
-    """A budget below what an evaluation needs as it is, and above what its smallest plan does."""
+    """Return a budget below the original peak and above the smallest plan."""
     return MemoryBudget("140KiB", **{"verbose": 0, **options})
 
 
@@ -128,7 +128,7 @@ def test_validation_error_restores_train_step():
 
 
 def test_validation_not_rewritable_runs_original_with_notice(capsys):
-    """It computes something else than the training, without the layer that the segment ends at."""
+    """The evaluation does not contain the layer that the segment ends at."""
     callback = SFT(segments=[SegmentSpec("photo", "pool0", num_tiles=(2, 2))])
     histories, fit = [], {"batch_size": 4, "epochs": 2, "validation_data": (X, Y), **SETTINGS}
     for callbacks in ([callback], []):

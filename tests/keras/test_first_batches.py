@@ -1,4 +1,4 @@
-"""Batches of a step that is measured are taken out of the data set before."""
+"""Tests of peeking at the batches of a measured step."""
 
 import itertools
 import time
@@ -19,7 +19,7 @@ def iterator(number=5, batch=2):
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_peeked_batches_replay_keeps_unknown_shapes(number):
-    """And what is left afterwards: batches of two, two and one."""
+    """The dataset has batches of two, two and one."""
     data = iterator()
     taken = PeekedBatches(data, number)
     again = taken.replay()

@@ -1,4 +1,4 @@
-"""Swapping for users: parameters, callbacks, and what happens when a disk is full or a process dies."""
+"""Tests of `LMSParams`, `LMS` and the spill store, including full disks and killed processes."""
 
 import os
 import shutil
@@ -137,7 +137,7 @@ def test_lms_too_few_file_handles_are_refused_before_first_step(tmp_path, monkey
 
 
 def test_swap_params_directory_in_memory_is_replaced_or_noted(tmp_path, monkeypatch):
-    """The table is the system's; a longer mount point is nearer."""
+    """The longest matching mount point decides."""
     table = tmp_path / "mounts"
     (tmp_path / "a b" / "c").mkdir(parents=True)
     space = str(tmp_path / "a b").replace(" ", "\\040")
@@ -179,7 +179,7 @@ def test_lms_fit_is_bitwise_equal_and_leaves_no_file(tmp_path, page_cache, capfd
 
 
 def test_lms_peak_includes_arrays_read_from_disk(tmp_path, monkeypatch):
-    """The tier is not there yet when the measurement of a `fit` begins: the step is traced in it."""
+    """The tier is created after the measurement has begun, while the step is traced."""
     watched = []
     monkeypatch.setattr("tflms_sft._keras.train_step_patch.watch_tier", watched.append)
     monkeypatch.setattr("rewriters.device.properties.has_allocator_stats", lambda: True)
@@ -220,7 +220,7 @@ def test_lms_with_tiles_equals_original(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["chain_rule", "direct_order"])
 def test_lms_with_tiles_swaps_tensors_between_segments(tmp_path, strategy):
-    """Nothing but loops reads it, and what the loops of the backward phase begin with is backward too."""
+    """Only loops consume it, and ops that the backward loops start with are backward ops."""
     model, plain = net(), net()
     for layer in (*model.layers, *plain.layers):
         if isinstance(layer, layers.BatchNormalization):
@@ -235,7 +235,7 @@ def test_lms_with_tiles_swaps_tensors_between_segments(tmp_path, strategy):
 
 
 def test_lms_with_barriers_larger_lb_swaps_same_tensors(tmp_path):
-    """Loops of the backward phase begin with operations of their own, which belong to it too."""
+    """The ops that backward loops start with are backward ops."""
     keras.config.set_floatx("float64")
     image = x = keras.Input((16, 16, 3))
     for _ in range(2):
@@ -279,7 +279,7 @@ def test_spill_store_two_trainings_share_directory(tmp_path):
 
 
 def open_files(directory):
-    """Files of this process in a directory, those without a name too."""
+    """Return the open files of this process in a directory, unnamed ones included."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -292,7 +292,7 @@ def open_files(directory):
 
 
 def test_spill_store_full_disk_leaves_variables_unchanged(tmp_path, monkeypatch):
-    """Moving statistics, which are known early, the state that dropout draws from, and the optimizer's count too."""
+    """Moving statistics, the seeds of dropout and the optimizer's counter are checked too."""
     model, plain = net(dropout=0.1), net(dropout=0.1)
     for either in (model, plain):
         either.fit(X, Y, **SETTINGS)
@@ -319,7 +319,7 @@ def test_spill_store_full_disk_leaves_variables_unchanged(tmp_path, monkeypatch)
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 200 KiB; only a superuser can make one."""
+    """Mount a file system of 200 KiB, which needs root."""
     command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(tmp_path)]
     if shutil.which("mount") is None or subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
         pytest.skip("a file system cannot be mounted here")

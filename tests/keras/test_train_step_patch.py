@@ -1,4 +1,4 @@
-"""One training after another, several at once, and models that are refused: a rewritten step is taken out after."""
+"""Tests of installing and restoring patches: consecutive trainings, errors, interrupts, refused models."""
 
 import copy
 import dataclasses
@@ -75,7 +75,7 @@ def test_step_patch_after_compile_equals_original():
 
 
 class Raise(keras.callbacks.Callback):
-    """Ends a training in another callback, where nobody else can see it."""
+    """Raises an error in another callback, which Keras reports to no other callback."""
 
     def __init__(self, error):
         super().__init__()
@@ -275,7 +275,7 @@ def test_check_runs_eager_functions_are_refused():
 
 
 class Undecided(keras.Model):
-    """Its layers get their weights when it is first called, not when it is built."""
+    """A model whose layers create weights at the first call."""
 
     def __init__(self):
         super().__init__()
@@ -318,7 +318,7 @@ def test_callback_after_fit_can_be_copied():
 
 
 def test_batch_limit_partial_batch_in_custom_loop_runs():
-    """Keras traces it for any batch; the plan holds for the first one's size."""
+    """Keras traces any batch size; the plan holds for that of the first batch."""
     model, plain = net(), net()
     with tflms_sft.budget(model, BUDGET, verbose=0) as installed:
         for start, stop in ((0, 4), (4, 8), (8, 10)):
@@ -359,7 +359,7 @@ def test_batch_limit_larger_batch_of_original_step_runs():
 
 
 def test_batch_limit_larger_batch_of_original_step_is_predicted(monkeypatch):
-    """Once, and not by a line through the first one: pieces of memory do not grow with what is in them."""
+    """Predicted once for each size, because fragmentation is not linear in the batch size."""
     fit = {"steps_per_epoch": 4, **SETTINGS}
     model, of_six = net(), tflms_sft.MemoryBudget("100MiB", batch_shape=(6, 24, 24, 3), verbose=0)
     model.fit(growing(), callbacks=[of_six], **fit)
@@ -493,7 +493,7 @@ def test_step_patch_two_models_are_independent():
 
 
 class TrainsOnItsOwn(keras.callbacks.Callback):
-    """One more step or training inside of a training; notes whether the steps of the outer one are rewritten."""
+    """Runs a step or training inside a training, and records whether the outer steps are rewritten."""
 
     def __init__(self, inner):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What parameter objects accept and refuse, and that they are plain values."""
+"""Tests of parameter objects: accepted and refused values, immutability."""
 
 import dataclasses
 import pickle

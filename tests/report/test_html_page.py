@@ -1,4 +1,4 @@
-"""The page of a plan: everything is in it, it asks for nothing, and names cannot break it."""
+"""Tests of the HTML page: completeness, no external resources, escaped names."""
 
 import builtins
 import dataclasses
@@ -49,7 +49,7 @@ def a_plan(**options):
 
 
 class _Reader(html.parser.HTMLParser):
-    """Cells of every table, tags that are not closed, and what the page asks for."""
+    """Collects table cells, unclosed tags and external resources."""
 
     def __init__(self, text):
         super().__init__()

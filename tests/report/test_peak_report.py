@@ -1,4 +1,4 @@
-"""What plans and errors say of a peak: what really takes the memory, by the names of layers."""
+"""Tests of the names in reports of a peak."""
 
 import html
 import re
@@ -19,7 +19,7 @@ TILES = SFTParams((4, 4), [SegmentSpec("photo", "pool")])
 
 
 def step():
-    """In float64, whose kernels are TensorFlow's own with and without oneDNN."""
+    """Use float64, for which oneDNN has no kernels."""
     keras.config.set_floatx("float64")
     image = x = keras.Input((32, 32, 3), name="photo")
     for name in ("first", "second"):
@@ -30,7 +30,7 @@ def step():
 
 @pytest.fixture
 def unfolding(monkeypatch):
-    """Kernels of gradients of convolutions that take a MiB for themselves, as they would of a cache that large."""
+    """Give the kernels of convolution gradients a MiB of scratch."""
     if not properties.name().startswith("CPU"):
         pytest.skip("kernels of other devices take nothing that is known")
     monkeypatch.setattr(kernel_scratch, "L3_BYTES", 2**20)
@@ -74,7 +74,7 @@ def test_transient_memory_of_iteration_and_kernel_is_reported():
 
 
 def test_transient_memory_without_scratch_is_empty():
-    """Those of depthwise convolutions."""
+    """Depthwise convolutions need no scratch."""
     image = keras.Input((32, 32, 3), name="photo")
     x = layers.DepthwiseConv2D(3, activation="relu")(layers.DepthwiseConv2D(3, activation="relu")(image))
     plain = gradient_step(keras.Model(image, layers.GlobalAveragePooling2D()(x)))

@@ -1,4 +1,4 @@
-"""What a plan tells: a report, JSON, a picture."""
+"""Tests of `Plan`: summary, JSON, chart."""
 
 import dataclasses
 import html
@@ -24,7 +24,7 @@ IMAGES = np.zeros((2, 32, 32, 3), "float32")
 
 @pytest.fixture(autouse=True)
 def fresh_keras():
-    """One step serves all tests, and no test changes it."""
+    """One step, shared by all tests."""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_summary_has_row_for_each_segment(plan):
 
 
 def test_waiting_bytes_count_saved_tensors(plan):
-    """Two convolutions of 32x32x8 floats and a pool of 16x16x8 before; after only what is between the segments."""
+    """Two convolutions of 32x32x8 floats and a pool of 16x16x8 are saved before; then only tensors between segments."""
     image, small = 2 * 32 * 32 * 8 * 4, 2 * 16 * 16 * 8 * 4
     assert plan.segments[0].waiting_bytes == (2 * image + small, small)
     assert plan.segments[1].waiting_bytes == (2 * small, small)  # The gradient of the last relu reads it.
@@ -226,7 +226,7 @@ def test_plot_writes_png_and_returns_figure(plan, tmp_path, measured):
 
 
 def shaded(axes):
-    """(name, begin, end) of the segments behind the curves."""
+    """Return (name, begin, end) of the shaded segments."""
     spans = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in axes.patches]
     return [(text.get_text().split()[0], *span) for text, span in zip(axes.texts, spans, strict=True)]
 

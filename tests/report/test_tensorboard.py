@@ -1,4 +1,4 @@
-"""What callbacks write for TensorBoard, read back by TensorBoard's own data API where it is installed."""
+"""Tests of the TensorBoard log, read back with TensorBoard's data API if it is installed."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ SCALARS = {"memory/predicted_peak_bytes", "memory/budget_bytes", "memory/swapped
 
 @pytest.fixture
 def statistics(monkeypatch):
-    """A device that keeps statistics: 1000 bytes more in each epoch."""
+    """Simulate a device with statistics: 1000 bytes more in each epoch."""
     peaks = iter(range(1000, 10**6, 1000))
     monkeypatch.setattr("tflms_sft._keras.train_step_patch.reset_peak", lambda tiers=(): next(peaks))
     monkeypatch.setattr(
@@ -27,7 +27,7 @@ def statistics(monkeypatch):
 
 
 def read(run):
-    """(scalars by tag as (step, value), images, texts) of a run's only file."""
+    """Return (scalars by tag as (step, value), images, texts) of the only file of a run."""
     (path,) = run.iterdir()
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(path), {"tensors": 0})
@@ -65,7 +65,7 @@ def test_training_log_writes_to_run_of_losses(tmp_path):
 
 
 def test_training_log_writes_to_own_log_dir(tmp_path):
-    """Where no statistics are kept there is no measured peak."""
+    """Without statistics there is no measured peak."""
     callback = tiles(log_dir=tmp_path / "logs")
     net().fit(X[:4], Y[:4], batch_size=4, epochs=2, initial_epoch=1, callbacks=[callback], **SETTINGS)
     (run,) = (tmp_path / "logs").iterdir()

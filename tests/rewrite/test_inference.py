@@ -1,4 +1,4 @@
-"""Functions without gradients, such as a call of a model: forward loops only, with the same results."""
+"""Tests of rewriting functions without gradients, such as the call of a model."""
 
 import keras
 import nets
@@ -16,7 +16,7 @@ RNG = np.random.default_rng(3)
 
 
 def built(body, size=(24, 24), classes=0):
-    """A float64 model of a body of `nets`, with running statistics that are not those it starts with."""
+    """Build a float64 model with changed moving statistics."""
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(2)
     image = keras.Input((*size, 3))
@@ -39,7 +39,7 @@ def images_of(model, batch=2):
 
 
 def checked(model, params, batch=2, spec=None):
-    """The call of a model, rewritten, compared with the plain one."""
+    """Rewrite the call of a model and compare it with the original."""
     images, call = images_of(model, batch), call_of(model)
     fast = tflms_sft.rewrite(call, params, images if spec is None else spec)
     wrong = max(error(got, want) for got, want in zip(*map(tf.nest.flatten, (fast(images), call(images))), strict=True))
@@ -135,7 +135,7 @@ def test_rewrite_call_named_segment_is_tiled():
 
 
 def deeper(x):
-    """Skips over two levels: much of it is alive while the deepest part runs."""
+    """Skip connections over two levels keep many tensors alive."""
     first = nets.conv(4)(nets.conv(4)(x))
     second = nets.conv(6)(layers.MaxPool2D(2)(first))
     x = nets.conv(8)(nets.conv(8)(layers.MaxPool2D(2)(second)))

@@ -1,4 +1,4 @@
-"""The measured peak of one step; nothing of the user's is changed by it."""
+"""Tests of `measure`: peaks, timelines, and restored variables."""
 
 import keras
 import numpy as np
@@ -21,7 +21,7 @@ SIZE = 128
 
 
 def net(size=SIZE):
-    """Depthwise: the kernels of other convolutions take as much again, depending on the processor's cache."""
+    """Depthwise, because the scratch of other convolutions depends on the processor's cache."""
     image = x = keras.Input((size, size, 8))
     for _ in range(4):
         x = layers.DepthwiseConv2D(3, padding="same", activation="relu")(x)
@@ -33,7 +33,7 @@ IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float3
 
 @pytest.fixture
 def records(monkeypatch):
-    """Allocation records, whatever else this device has."""
+    """Use allocation records even if the device keeps statistics."""
     monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda tiers=(): None)
 
 
@@ -58,7 +58,7 @@ def test_measure_timeline_rises_to_peak_and_falls():
 
 
 def test_measure_timeline_peak_agrees_with_allocator():
-    """Both are of runs of the same step; its order varies a little."""
+    """The order of ops varies slightly between the two runs."""
     step = gradient_step(net())
     found = tflms_sft.measure(step, IMAGES, timelines=True)
     (line,) = found.timelines
@@ -68,7 +68,7 @@ def test_measure_timeline_peak_agrees_with_allocator():
 
 
 def test_measure_timeline_includes_arrays_read_from_disk(tmp_path):
-    """No allocator knows of it."""
+    """No allocator records such arrays."""
     params = tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=IMAGES.nbytes)
     fast = tflms_sft.rewrite(gradient_step(net()), params, IMAGES)
     found = tflms_sft.measure(fast, IMAGES, timelines=True)
@@ -80,7 +80,7 @@ def test_measure_timeline_includes_arrays_read_from_disk(tmp_path):
 
 
 def piped(params, open_batch):
-    """A step in two stages and two micro-batches, for one size of batch or any, and what it was measured to take."""
+    """Measure a step in two stages and two micro-batches, for a fixed or an open batch size."""
     keras.utils.set_random_seed(1)
     image = x = keras.Input((SIZE, SIZE, 8))
     for number in range(4):
@@ -99,7 +99,7 @@ def piped(params, open_batch):
 
 @pytest.mark.usefixtures("records")
 def test_measure_peak_of_unknown_batch_includes_disk_arrays(tmp_path):
-    """Its step is one of two, which are functions."""
+    """An open batch size selects one of two called functions."""
     swaps = tflms_sft.LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=IMAGES[0].nbytes)
     fixed, free = (piped(swaps, open_batch) for open_batch in (False, True))
     for found in (fixed, free):
@@ -158,7 +158,7 @@ def test_measure_step_types_agree():
 
 @pytest.fixture(params=["records", "statistics"])
 def either_way(request, monkeypatch):
-    """Devices without and with allocator statistics; where there are some, the step itself runs, twice."""
+    """Parametrised by whether the device keeps statistics."""
     statistics = request.param == "statistics"
     monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda tiers=(): 0 if statistics else None)
     if statistics:
@@ -220,7 +220,7 @@ def test_read_peak_below_step_bytes_is_none(monkeypatch, peak, expected):
 
 
 def test_read_peak_adds_uncounted_small_blocks(monkeypatch):
-    """oneDNN's allocator for a CPU has another one for blocks of less than 256 KiB, without statistics."""
+    """oneDNN's CPU allocator keeps no statistics of blocks below 256 KiB."""
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": 1500, "current": 0})
     monkeypatch.setattr(properties, "counted_from", lambda: 500)
     monkeypatch.setattr(properties, "pool", ExactAllocator)

@@ -1,4 +1,4 @@
-"""`rewrite`: what is refused, and the words for it."""
+"""Tests of the errors of `rewrite`."""
 
 import keras
 import pytest

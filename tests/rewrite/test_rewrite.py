@@ -1,4 +1,4 @@
-"""`rewrite`: ways to hand a step over, ways to call the result, and what comes out; refusals: `test_refusals.py`."""
+"""Tests of `rewrite`: step types, calls and results. Errors are in `test_refusals.py`."""
 
 import copy
 import gc
@@ -162,7 +162,7 @@ def test_rewrite_nested_structures_are_preserved():
 
 
 def test_rewrite_composite_results_are_preserved():
-    """The gradient of an embedding is one: values and the rows that they belong to."""
+    """The gradient of an embedding is a `tf.IndexedSlices`."""
     model, table = net(), tf.Variable(tf.ones((7, 2)))
 
     @tf.function
@@ -302,7 +302,7 @@ KEPT = {}
 
 
 def rewritten_once():
-    """One rewritten step for tests that only look at how it is called."""
+    """One rewritten step, shared by tests of calls."""
     if "step" not in KEPT:
         KEPT["step"] = tflms_sft.rewrite(gradients(), TILES, *BATCH)
     return KEPT["step"]
@@ -440,7 +440,7 @@ def test_auto_params_equals_original(make):
 
 
 def test_auto_params_spare_budget_is_used_for_saved_tensors():
-    """With room for it, inner tensors are kept and the work falls, within the budget."""
+    """A spare budget is used to save inner tensors, with less work."""
     step = gradients(net(size=48))
     images = np.zeros((2, 48, 48, 3), "float32")
     plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images, LABELS).plan.original.peak_bytes

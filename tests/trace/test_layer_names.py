@@ -1,4 +1,4 @@
-"""Names of layers, ops and tensors, and what each means in a traced step."""
+"""Tests of the mapping between layer names and tensors of a traced step."""
 
 import threading
 
@@ -45,7 +45,7 @@ def rewritten(model, *specs):
 
 
 def same_gradients(model, *specs):
-    """Whether the step with these segments computes what the plain one does; each segment must be there."""
+    """Tell whether the step with these segments equals the original; each segment must exist."""
     fast = rewritten(model, *specs)
     assert len(fast.plan.segments) == len(specs)
     got, want = fast(*BATCH), step_of(model)(*BATCH)
@@ -83,7 +83,7 @@ def test_resolve_sequential_input_has_name():
 
 
 def test_resolve_unnamed_input_has_name_of_layer():
-    """As `model.summary()` shows it, and the examples have it."""
+    """The name is that of `model.summary()`."""
     keras.backend.clear_session()
     image = keras.Input((16, 16, 3))
     model = keras.Model(image, layers.Dense(2)(layers.GlobalAveragePooling2D()(chain(image))))
@@ -231,7 +231,7 @@ def test_display_names_resolve_to_their_tensors():
 
 
 def test_call_of_gradient_op_is_forward_layer():
-    """The one that was called: of a layer inside of a model, and of each call of a layer that is called twice."""
+    """For a layer inside a model, and for each call of a layer that is called twice."""
 
     def body(x):
         twice = conv("conv")
@@ -295,7 +295,7 @@ def test_recorded_layers_restores_layer_call():
 
 
 def test_recorded_layers_two_threads_are_serialised():
-    """The class that is watched is afterwards as it was."""
+    """`Layer.__call__` is restored."""
     before = keras.layers.Layer.__call__
     inside, may_end = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""The proof that users run: it finds what is different, and changes nothing."""
+"""Tests of `verify`: it detects differences and restores all variables."""
 
 import dataclasses
 
@@ -72,7 +72,7 @@ def test_verify_callback_plan_on_any_batch_size():
 
 
 def test_trained_check_other_plan_is_refused():
-    """By the names of what is tiled and swapped: as many tiles of another layer are another plan."""
+    """Plans are compared by names: equally many tiles of another layer are another plan."""
     model, callback = net(), LMS(tiles=SFTParams((2, 3)), min_bytes=64, tier="disk", verbose=0)
     model.fit(*BATCH, verbose=0, callbacks=[callback])
     plan = verify(model, (X[:1], Y[:1]), callback).plan
@@ -93,7 +93,7 @@ def test_verify_without_rewriting_is_false():
 
 
 def test_verify_adam_with_zero_gradient_is_equal_in_float32():
-    """The bias before a normalisation; Adam's update of it is as large as any."""
+    """Adam's update of a bias before a normalisation has full size."""
     keras.config.set_dtype_policy("float32")
     model = net(norm=True, floatx="float32", optimizer=keras.optimizers.Adam(0.01))
     result = verify(model, [a.astype("float32") for a in BATCH], TILES, steps=2)
@@ -106,7 +106,7 @@ def test_verify_adam_with_zero_gradient_is_equal_in_float32():
 
 @pytest.mark.parametrize("clipped", [False, True])
 def test_verify_sum_of_equal_terms_is_within_noise(clipped):
-    """A bias behind a maximum: each add rounds as the one before. What clips gradients is no reason to be lenient."""
+    """All additions for a bias behind a maximum round in one direction. Clipping must not widen the limit."""
     bias = tf.Variable(tf.fill([2], 0.5))
 
     @tf.custom_gradient
@@ -132,7 +132,7 @@ def test_verify_sum_of_equal_terms_is_within_noise(clipped):
 
 
 def test_verify_broken_rule_is_detected_and_named(monkeypatch):
-    """Every window is off by one row."""
+    """Shift every window by one row."""
     gather = Window.rows_covered
     monkeypatch.setattr(Window, "rows_covered", lambda self, rows: gather(self, rows).shift(1))
     result = verify(net(blocks=2), BATCH, TILES)
@@ -144,7 +144,7 @@ def test_verify_broken_rule_is_detected_and_named(monkeypatch):
 
 
 def test_verify_wrong_gradient_is_detected(monkeypatch):
-    """Rows of gradients that are not handed on."""
+    """Drop carried rows of gradients."""
 
     def forgotten(turn, tensor, carry, source, images):
         found = row_carries.received(turn, tensor, carry, source, images)
@@ -198,7 +198,7 @@ def test_difference_of_two_tensors_is_relative_to_maximum(got, want, expected):
 
 @tf.function
 def hand_written(images, power=2, *, scale=None):
-    """Descends; what it returns is a nest, with `None` in it."""
+    """A training step that returns a nest with `None`."""
     with tf.GradientTape() as tape:
         x = images
         for weight in WEIGHTS:
@@ -309,7 +309,7 @@ def test_verify_model_without_loss_is_refused(batch):
 
 
 def test_verify_step_without_targets_accepts_images():
-    """The model's own loss, or one that a layer adds; metrics need them all the same."""
+    """A step with a loss of the model or of a layer; metrics need targets in both cases."""
 
     class OfOutputs(keras.Model):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
