@@ -159,7 +159,7 @@ def test_sft_params_segments_become_tuple():
         (SPEC, TypeError, '`segments` must be "auto" or a list of `SegmentSpec`'),
         ([("a", "b")], TypeError, '`segments` must be "auto" or a list of `SegmentSpec`'),
         ([SPEC, "auto"], TypeError, '`segments` must be "auto" or a list of `SegmentSpec`'),
-        ([], ValueError, "`segments` is empty"),
+        ([], ValueError, "`segments` must name at least one segment"),
     ],
     ids=repr,
 )

@@ -15,7 +15,7 @@ from rewriters.ir import tf_internals
 from tflms_sft import PipelineParams, SFTParams
 from tflms_sft._report.memory_chart import readable
 from tflms_sft._report.plan_records import Measurement
-from tflms_sft._rewrite.measure import measure
+from tflms_sft._rewrite.measure import read_peak
 
 SIZE = 128
 
@@ -215,7 +215,7 @@ def test_measure_other_object_is_refused(step):
 def test_read_peak_below_step_bytes_is_none(monkeypatch, peak, expected):
     """Some allocators count only blocks above a size."""
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": peak, "current": 0})
-    found = measure.read_peak(0, [600, 400])
+    found = read_peak(0, [600, 400])
     assert (found and found.peak_bytes) == expected
 
 
@@ -224,10 +224,10 @@ def test_read_peak_adds_uncounted_small_blocks(monkeypatch):
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": 1500, "current": 0})
     monkeypatch.setattr(properties, "counted_from", lambda: 500)
     monkeypatch.setattr(properties, "pool", ExactAllocator)
-    assert measure.read_peak(650, [600, 400, 300]).peak_bytes == 1500 - 50 + 700
+    assert read_peak(650, [600, 400, 300]).peak_bytes == 1500 - 50 + 700
     many = [400] * 10
-    assert measure.read_peak(0, many).peak_bytes == 1500 + sum(many), "more than what is seen"
-    assert measure.read_peak(0, [600, 1000, *many]) is None, "not even what is counted"
+    assert read_peak(0, many).peak_bytes == 1500 + sum(many), "more than what is seen"
+    assert read_peak(0, [600, 1000, *many]) is None, "not even what is counted"
 
 
 @pytest.mark.parametrize(("seen_from", "expected"), [(0, 0), (256, 0), (2**18, 2**18), (2**30, 0)])
