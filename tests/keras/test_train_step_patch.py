@@ -399,9 +399,7 @@ def test_batch_limit_non_image_batch_is_checked():
     first = tflms_sft.MemoryBudget("1GiB", verbose=0)
     model.fit(more(), callbacks=[first], **fit)
     assert not first.plan.changed and first.plan.batch == 1
-    text = (
-        "for batches of 1 sample.s., and for larger ones .* Let the first batch be the largest. Received: 1000."
-    )
+    text = "for batches of 1 sample.s., and for larger ones .* Let the first batch be the largest. Received: 1000."
     with pytest.raises(tflms_sft.RewriteError, match=text):
         model.fit(more(), callbacks=[tflms_sft.MemoryBudget(2 * first.plan.predicted.peak_bytes, verbose=0)], **fit)
     assert is_plain(model)

@@ -404,7 +404,7 @@ def test_arguments_of_different_open_sizes_are_not_cut_alike():
     [
         ("x", TypeError, "`batched` must be a list of names or positions. Received: batched='x'"),
         ([1.5], TypeError, "`batched` must be a list of names or positions"),
-        ([], ValueError, "`batched` is empty"),
+        ([], ValueError, "`batched` must name at least one argument"),
         (["x", "nothing"], ValueError, r"`batched` names .*Its arguments are \['args_0', 'args_1'\]"),
         ([2], ValueError, "`batched` names 2, which is no argument of the step that has axes"),
         ([0, 1], ValueError, "arguments of different leading sizes"),

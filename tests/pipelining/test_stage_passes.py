@@ -181,10 +181,10 @@ def test_the_plan_shows_all_passes():
     assert [segment.exits for segment in plan.segments][:3] == [(name,) for name in CUTS]
     text = plan.summary()
     for part in (
-        "order '1f1b'",
+        "schedule '1f1b'",
         "4 segment(s) in 2x2 tiles",
         "tensor(s) of",
-        "for each micro-batch",
+        "swap-in(s) per micro-batch",
         "inside the stages, for one micro-batch:",
         "stage0 -> stage1",
         "swap to disk",
@@ -255,7 +255,7 @@ def test_the_order_of_a_list_does_not_matter():
         == parse_request([sft, pipeline, SWAPS])
         == parse_request((sft, SWAPS, pipeline))
     )
-    with pytest.raises(ValueError, match="Give `LMSParams` last"):
+    with pytest.raises(ValueError, match="must have `LMSParams` last"):
         parse_request([SWAPS, pipeline, sft])
 
 
