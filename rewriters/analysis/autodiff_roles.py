@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rewriters.ir import op_traits
 from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.static_values import constant, is_inexact
 from rewriters.ir.variables import may_write_variable, variable_handles
@@ -23,6 +24,8 @@ from rewriters.rules.elementwise import Pointwise
 from rewriters.rules.registry import registered
 
 __all__: list[str] = []
+
+_SHAPE_QUERIES = op_traits.ops_with(op_traits.Trait.SHAPE_QUERY)
 
 _SCOPE = re.compile(r"(^|/)(gradient_tape|gradients(_\d+)?)/")
 _TYPE = re.compile(r"(Grad|BackpropFilter|BackpropFilterV2)$")
@@ -224,17 +227,17 @@ def data_dependent_nodes(order: list[Node]) -> set[Node]:
 
 def is_random_source(node: Node) -> bool:
     """Whether a node makes something new in each step; stateless draws count on with a seed that is a variable."""
-    return bool(node.outputs) and (node.stateful or node.op.startswith("StatelessRandom"))
+    return bool(node.outputs) and (node.stateful or op_traits.is_stateless_random(node.op))
 
 
 def is_random(node: Node) -> bool:
     """Whether an operation draws random numbers, from a seed that it is given or from none."""
-    return any(word in node.op for word in ("Random", "Multinomial", "TruncatedNormal"))
+    return op_traits.is_random(node.op)
 
 
 def reads_shape_only(node: Node) -> bool:
     """Whether the operands matter only by their shape."""
-    return node.op in ("Shape", "ShapeN", "Size", "Rank")
+    return node.op in _SHAPE_QUERIES
 
 
 def shape_computations(order: Iterable[Node]) -> set[Node]:

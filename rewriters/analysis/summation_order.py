@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.properties import forwards_input_buffer
 from rewriters.ir.graph import Node, Tensor
+from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
-OPS = frozenset(("Add", "AddN", "AddV2"))
+OPS = ops_with(Trait.SUM)
 
 MOST_AT_ONCE = 8
 """Operands that the kernel of `AddN` adds up in one go; more it takes in groups."""

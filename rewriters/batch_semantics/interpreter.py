@@ -34,6 +34,7 @@ from rewriters.batch_semantics.scaling_rules import (
 )
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import BRANCHES, LOOPS, Node, Tensor
+from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import is_inexact
 from rewriters.ir.variables import variable_handles
 from rewriters.pipelining.step_partition import MicroBatchUse, StepPartition
@@ -43,7 +44,6 @@ __all__: list[str] = []
 
 _ = movement_rules  # Its import registers the rules.
 
-_ADDS = ("Add", "AddN", "AddV2", "Sub")
 _DECISIONS = ("All", "Any")
 """Checks of a batch, such as whether all labels are 0 or 1: the plan notes them, and they are not refused."""
 
@@ -328,7 +328,7 @@ class BatchInterpreter:
         node = op.node
         invariants = [p for p in op.of_kind(BatchKind.INVARIANT) if not op.values[p].is_zero]
         sums = {op.values[p].exponent for p in op.of_kind(BatchKind.SUMMED) if not op.values[p].is_zero}
-        if node.op in _ADDS and sums == {1} and not op.of_kind(BatchKind.PER_SAMPLE):
+        if node.op in ops_with(Trait.ADDITIVE) and sums == {1} and not op.of_kind(BatchKind.PER_SAMPLE):
             if any(op.values[p].exponent == 0 for p in invariants):
                 self.adds_invariant[node] = None
                 return Fraction(1), None, False

@@ -15,7 +15,8 @@ import tensorflow as tf
 
 __all__: list[str] = []
 
-_FORWARD, _BACKWARD = "FusedBatchNormV3", "FusedBatchNormGradV3"
+_FORWARD = "FusedBatchNormV3"
+_BACKWARD = "FusedBatchNormGradV3"
 OPS = (_FORWARD, _BACKWARD)
 
 

@@ -18,18 +18,16 @@ import tensorflow as tf
 from rewriters.device import properties
 from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.inlining import inline_calls
+from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import int_constant, type_attr
 
 __all__: list[str] = []
 
-_FORWARD = ("Conv2D", "Conv3D")
-_TO_INPUT = ("Conv2DBackpropInput", "Conv3DBackpropInputV2")
-_TO_FILTER = ("Conv2DBackpropFilter", "Conv3DBackpropFilterV2")
-_CONVOLUTIONS = (*_FORWARD, *_TO_INPUT, *_TO_FILTER)
-# What Keras and autodiff put around one convolution.
-_AROUND = frozenset(
-    "Identity NoOp Const ReadVariableOp ExpandDims Squeeze Reshape Shape ShapeN SpaceToBatchND BatchToSpaceND".split()
-)
+_FORWARD = ops_with(Trait.CONVOLUTION)
+_TO_INPUT = ops_with(Trait.CONV_INPUT_GRADIENT)
+_TO_FILTER = ops_with(Trait.CONV_FILTER_GRADIENT)
+_CONVOLUTIONS = _FORWARD | _TO_INPUT | _TO_FILTER
+_WRAPPERS = ops_with(Trait.CONV_WRAPPER)
 
 
 def expand_grouped_convolutions(concrete_fn: Any, as_calls: Callable[[Any], bool] | None) -> Graph:
@@ -66,7 +64,7 @@ def _is_only_convolution(function_def: Any) -> bool:
     """
     nodes = [node for node in function_def.node_def if node.op in _CONVOLUTIONS]
     return bool(nodes) and all(
-        node.op in _AROUND or (node.op in _CONVOLUTIONS and _is_plain(node.attr)) for node in function_def.node_def
+        node.op in _WRAPPERS or (node.op in _CONVOLUTIONS and _is_plain(node.attr)) for node in function_def.node_def
     )
 
 

@@ -21,18 +21,19 @@ import tensorflow as tf
 
 from rewriters.device import properties
 from rewriters.ir.graph import PER_PIXEL, Node, Tensor
+from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
 T = TypeVar("T")
 
-_FILTER_GRADIENTS = frozenset(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2"))
-_INPUT_GRADIENTS = frozenset(("Conv2DBackpropInput", "Conv3DBackpropInputV2"))
-_FORWARD = frozenset(("Conv2D", "Conv3D"))
+_FILTER_GRADIENTS = ops_with(Trait.CONV_FILTER_GRADIENT)
+_INPUT_GRADIENTS = ops_with(Trait.CONV_INPUT_GRADIENT)
+_FORWARD = ops_with(Trait.CONVOLUTION)
 _UNFOLDING = _FILTER_GRADIENTS | _INPUT_GRADIENTS | {"MaxPoolGrad"}
-_DEPTHWISE = frozenset(("DepthwiseConv2dNativeBackpropFilter", "DepthwiseConv2dNativeBackpropInput"))
+_DEPTHWISE = ops_with(Trait.DEPTHWISE_GRADIENT)
 _COUNTED = _UNFOLDING | _FORWARD
-_VOLUMES = frozenset(("Conv3D", "Conv3DBackpropFilterV2", "Conv3DBackpropInputV2"))
+_VOLUMES = ops_with(Trait.VOLUMETRIC)
 
 L2_BYTES, L3_BYTES = 256 * 2**10, 30 * 2**20
 """Caches that the kernels for images reckon with, whatever the machine has."""

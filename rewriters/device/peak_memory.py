@@ -22,8 +22,11 @@ from rewriters.device import properties
 from rewriters.device.allocator import Allocator
 from rewriters.device.kernel_scratch import op_scratch
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
+from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
+
+_PYTHON_CALLS = ops_with(Trait.PYTHON_CALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +149,7 @@ class _Scheduler:
         if reusable is not None and self._num_bytes(tensor) == reusable.num_bytes:
             return reusable, None
         silent = not properties.allocates(node) or (not self._reads.get(tensor) and node.op in LOOPS)
-        foreign = node.op in properties.PYTHON
+        foreign = node.op in _PYTHON_CALLS
         buffer = _Allocation(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
         if buffer.num_bytes:
             self._alive[buffer.key] = buffer
@@ -170,10 +173,10 @@ class _Scheduler:
 
 def _needed(node: Node) -> list[Tensor]:
     """What an op reads; arrays that Python made are also there until the op that gives them back has run."""
-    if node.op not in properties.PYTHON or node.inputs:
+    if node.op not in _PYTHON_CALLS or node.inputs:
         return node.inputs
     read = dict.fromkeys(tensor for reader in node.control_inputs for tensor in reader.inputs)
-    return [tensor for tensor in read if _source(tensor).op in properties.PYTHON]
+    return [tensor for tensor in read if _source(tensor).op in _PYTHON_CALLS]
 
 
 def _source(tensor: Tensor) -> Node:

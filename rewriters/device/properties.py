@@ -11,29 +11,16 @@ import tensorflow as tf
 from rewriters.device.allocator import Allocator, BestFitAllocator, ExactAllocator
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Node
+from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
-
-ALIASES = frozenset(
-    "Identity IdentityN Reshape Squeeze ExpandDims StopGradient PreventGradient Snapshot Bitcast EnsureShape".split()
-)
-"""Ops whose output is their operand's buffer, if they have one output."""
-
-_IN_PLACE = frozenset(
-    "Abs Add AddN AddV2 BiasAdd Cast Ceil ClipByValue Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor LeakyRelu "
-    "LeakyReluGrad Log Log1p Maximum Minimum Mul MulNoNan Neg Pow RealDiv Reciprocal Relu Relu6 Relu6Grad ReluGrad "
-    "Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Softplus SoftplusGrad Softsign "
-    "SoftsignGrad Sqrt SqrtGrad Square SquaredDifference Sub Tanh TanhGrad".split()
-)
-_CONTRACTIONS = frozenset("BatchMatMulV2 Conv2D Conv3D DepthwiseConv2dNative MatMul".split())
-_FOLLOW = frozenset("Add AddV2 BiasAdd Elu LeakyRelu Relu Relu6 Sigmoid Tanh".split())
-_PADS = frozenset(("Pad", "PadV2"))
-_NO_BYTES = frozenset(["Placeholder", "Const", "ReadVariableOp", "VarHandleOp", "Empty", "NoOp"])
-"""Ops whose outputs exist anyway (arguments, weights) or are counted elsewhere (a loop's buffers)."""
-
-PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-"""Ops that call a Python function; the arrays that it makes are not the device's allocator's."""
+_ALIASES = ops_with(Trait.FORWARDS_BUFFER)
+_IN_PLACE = ops_with(Trait.IN_PLACE)
+_FUSION_ROOTS = ops_with(Trait.FUSION_ROOT)
+_EPILOGUES = ops_with(Trait.FUSION_EPILOGUE)
+_PADDING = ops_with(Trait.FUSED_PADDING)
+_NO_ALLOCATION = ops_with(Trait.NO_ALLOCATION)
 
 _ONEDNN_NEEDS = {
     tf.bfloat16: ({"avx512f"}, {"avx_ne_convert"}),
@@ -47,7 +34,7 @@ STATES = 6
 
 def forwards_input_buffer(node: Node) -> bool:
     """Whether an op's output is its operand's buffer."""
-    return node.op in ALIASES and len(node.outputs) == 1
+    return node.op in _ALIASES and len(node.outputs) == 1
 
 
 def may_run_in_place(node: Node) -> bool:
@@ -64,9 +51,9 @@ def may_fuse_with_consumer(node: Node, reader: Node | None = None) -> bool:
         node: The operation.
         reader: Its only reader; any if it is not given.
     """
-    if node.op in _PADS:
-        return reader is None or reader.op in _CONTRACTIONS
-    return node.op in _CONTRACTIONS | _FOLLOW and (reader is None or reader.op in _FOLLOW)
+    if node.op in _PADDING:
+        return reader is None or reader.op in _FUSION_ROOTS
+    return node.op in _FUSION_ROOTS | _EPILOGUES and (reader is None or reader.op in _EPILOGUES)
 
 
 def comparing_kernels() -> frozenset[str]:
@@ -86,7 +73,7 @@ def writes_in_place() -> bool:
 
 def allocates(node: Node) -> bool:
     """Whether an op makes something that was not there before."""
-    return node.op not in _NO_BYTES
+    return node.op not in _NO_ALLOCATION
 
 
 def name() -> str:

@@ -19,16 +19,17 @@ import tensorflow as tf
 
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
+from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
 PER_PIXEL = "_per_pixel"
 """Attribute of a call (`matrices_to_images.py`): the op that its function runs on the pixels of images."""
 
-LOOPS = frozenset(("While", "StatelessWhile"))
+LOOPS = ops_with(Trait.LOOP)
 """Loops, those of a step and those that tiles run in."""
 
-BRANCHES = frozenset(("Case", "If", "StatelessCase", "StatelessIf"))
+BRANCHES = ops_with(Trait.CONDITIONAL)
 
 Shape = tuple[int | None, ...] | None
 

@@ -15,10 +15,11 @@ import tensorflow as tf
 
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, from_tf_graph
+from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+_CALLS = ops_with(Trait.CALL)
 
 
 def is_call(node: Any) -> bool:

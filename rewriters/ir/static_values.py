@@ -81,7 +81,7 @@ class StaticEvaluator:
         if node.op == "Const":
             return handler(node, tensor.index, [])
         operands = [self(t) for t in node.inputs]
-        if any(v is None or (isinstance(v, np.ndarray) and node.op not in _MATRIX_OPS) for v in operands):
+        if any(v is None or (isinstance(v, np.ndarray) and handler not in _MATRIX_HANDLERS) for v in operands):
             return None
         try:
             return handler(node, tensor.index, operands)
@@ -268,8 +268,8 @@ def _first(_node: Node, _index: int, operands: list[Any]) -> Value:
     return operands[0]
 
 
-_MATRIX_OPS = frozenset(("Slice", "Reshape", "Identity", "Transpose"))
-"""Those whose handler takes a matrix; to the others it is not known."""
+_MATRIX_HANDLERS = frozenset((_slice, _reshape, _first, _transpose))
+"""Handlers that take a matrix; for the others the result is unknown."""
 
 _HANDLERS: dict[str, Handler] = {
     "Const": _const,

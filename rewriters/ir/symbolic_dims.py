@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from rewriters.ir.graph import LOOPS, PER_PIXEL, Graph, Node, Tensor
+from rewriters.ir.graph import PER_PIXEL, Graph, Node, Tensor
+from rewriters.ir.op_traits import Trait, has_own_leading_size, ops_with, traits_of
 
 __all__: list[str] = []
 
@@ -113,7 +114,7 @@ class LeadingSizes:
         if PER_PIXEL in node.attrs:
             size = self.of(node.inputs[0])
             return size if isinstance(size, SymbolicDim) else None
-        if node.op in _OWN_SIZE or any(word in node.op for word in _OWN_SIZE_WORDS):
+        if has_own_leading_size(node.op):
             return None
         keeps = _KEEPS.get(node.op)
         if keeps is not None and not _holds(keeps, node, [evaluate(tensor) for tensor in node.inputs]):
@@ -168,7 +169,7 @@ def _shape_operand(op_type: str) -> int | None:
     """Position of the operand that says what shape the output has."""
     if "Random" in op_type or "TruncatedNormal" in op_type:
         return None if op_type == "RandomShuffle" else 0
-    return _SHAPE_OPERAND.get(op_type)
+    return traits_of(op_type).shape_operand
 
 
 def _same_rest(shape: Sequence[Any] | None, target: Sequence[Any]) -> bool:
@@ -234,20 +235,7 @@ _KEEPS: dict[str, Callable[[Node, Sequence[Any]], bool]] = {
     "MatMul": lambda node, _values: not node.attrs["transpose_a"].b,
     "Unpack": lambda node, _values: node.attrs["axis"].i != 0,
     "Squeeze": lambda node, _values: 0 not in (node.attrs["squeeze_dims"].list.i or (0,)),
-    **dict.fromkeys(("Pad", "PadV2", "MirrorPad"), lambda _node, values: not np.any(values[1][0])),
-    **dict.fromkeys(("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "ArgMax", "ArgMin"), _reduced),
+    **dict.fromkeys(ops_with(Trait.PADDING), lambda _node, values: not np.any(values[1][0])),
+    **dict.fromkeys(ops_with(Trait.REDUCTION), _reduced),
 }
 """When an op that may change the leading size keeps it. Other ops keep it always, or never:"""
-
-_SHAPE_OPERAND = {
-    "Reshape": 1,
-    "BroadcastTo": 1,
-    "Slice": 2,
-    "Tile": 1,
-    **dict.fromkeys(("Fill", "Empty", "StridedSliceGrad", "Conv2DBackpropInput", "Conv3DBackpropInputV2"), 0),
-}
-
-_OWN_SIZE = LOOPS | {"Where", "Range", "CropAndResize", "If", "StatelessIf"}
-
-_OWN_SIZE_WORDS = ("Gather", "Unique", "Dynamic", "Segment", "TensorList", "Call")
-"""Parts of the names of op families."""

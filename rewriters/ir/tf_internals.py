@@ -16,9 +16,9 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import cond_v2, handle_data_util
 
-__all__: list[str] = []
+from rewriters.ir.op_traits import Trait, ops_with
 
-_CHOICES = {"If", "StatelessIf", "Case", "StatelessCase"}
+__all__: list[str] = []
 
 _NUMBER = re.compile(r"/(then|else|branch\d+)/_\d+/")
 
@@ -44,7 +44,7 @@ def operations(graph: Any, way: str = "") -> Iterator[tuple[str, Any]]:
     """
     for operation in graph.get_operations():
         yield way + operation.name, operation
-        if operation.type in _CHOICES:
+        if operation.type in ops_with(Trait.CONDITIONAL):
             for number, branch in enumerate(cond_v2.get_func_graphs(operation)):
                 name = ("then", "else")[number] if operation.type.endswith("If") else f"branch{number}"
                 yield from operations(branch, f"{way}{operation.name}/{name}/_/")

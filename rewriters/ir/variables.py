@@ -8,10 +8,11 @@ from __future__ import annotations
 import tensorflow as tf
 
 from rewriters.ir.graph import Node, Tensor
+from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
-_READERS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"))
+_READERS = ops_with(Trait.READS_VARIABLE)
 
 
 def variable_handles(node: Node) -> list[Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import Node, Tensor
+from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import is_inexact
 from rewriters.pipelining.step_partition import StepPartition
 from rewriters.rules.elementwise import Pointwise
@@ -21,12 +22,6 @@ from rewriters.rules.registry import registered
 __all__: list[str] = []
 
 _REMEDY = "Return a row for each sample, a sum or a mean over the batch, or use `micro_batches=1`."
-
-_SAME_ROWS = frozenset(("BiasAdd", "Cast", "ExpandDims", "Identity", "LogSoftmax", "Reshape", "Softmax", "Squeeze"))
-"""Operations that leave rows in their order, besides pointwise ones; `MatMul` does if it does not transpose."""
-
-_SAME_NUMBERS = frozenset(("ExpandDims", "Identity", "Neg", "Reshape", "Snapshot", "Squeeze", "StopGradient"))
-_ADDS = frozenset(("Add", "AddN", "AddV2", "Sub"))
 
 
 class MicroBatchReduction(enum.Enum):
@@ -143,10 +138,10 @@ class ReductionChooser:
         if node.op == "Sum":
             growth = self._growth(node.inputs[0])
             return growth is None or bool(growth.axes)
-        if node.op in _ADDS:
+        if node.op in ops_with(Trait.ADDITIVE):
             return all(map(self._adds_up, node.inputs))
         whole = node.op == "Cast" and node.inputs[0].dtype.is_integer
-        return (whole or node.op in _SAME_NUMBERS) and self._adds_up(node.inputs[0])
+        return (whole or node.op in ops_with(Trait.KEEPS_MAGNITUDE)) and self._adds_up(node.inputs[0])
 
     def _in_order(self, tensor: Tensor) -> bool:
         """Whether the first axis has the samples in their order, all rows of one after another."""
@@ -156,7 +151,7 @@ class ReductionChooser:
         node = tensor.node
         if growth.rows == 1 or node.op == "Placeholder":
             return True
-        if not (node.op in _SAME_ROWS or _is_pointwise(node) or _multiplies_rows(node)):
+        if not (node.op in ops_with(Trait.KEEPS_ROW_ORDER) or _is_pointwise(node) or _multiplies_rows(node)):
             return False
         return all(self._in_order(t) for t in node.inputs if (found := self._growth(t)) is None or found.axes)
 

@@ -18,18 +18,16 @@ from collections.abc import Container, Iterable, Sequence
 from rewriters.analysis.autodiff_roles import gradients, is_seed, reads_shape_only, update_descendants, update_nodes
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
-from rewriters.ir.graph import LOOPS, Node, Tensor
+from rewriters.ir.graph import BRANCHES, LOOPS, Node, Tensor
+from rewriters.ir.op_traits import Trait, draws_from_variable, ops_with
 from rewriters.ir.variables import may_write_variable, variable_handles
 
 __all__: list[str] = []
 
-_STATELESS_SOURCES = frozenset(("Placeholder", "Const", "NoOp", "VarHandleOp"))
-_COUNTS = frozenset(("AssignAddVariableOp", "AssignSubVariableOp"))
+_COUNTS = ops_with(Trait.COUNTS)
 """Ops that increment. They run per micro-batch only if their operand depends on the batch: a step counter that seeds
 random numbers stays a step counter."""
-_STATEFUL_DRAW_PREFIXES = "Rng", "StatefulRandom", "StatefulStandard", "StatefulTruncated", "StatefulUniform"
-"""Prefixes of ops that draw from a variable and advance it: each micro-batch draws its own numbers."""
-_CONDITIONS = frozenset(("StatelessCase", "StatelessIf"))
+_SOURCES = ops_with(Trait.SOURCE)
 
 
 class MicroBatchUse(enum.Enum):
@@ -161,7 +159,7 @@ class _StepSplitter:
             if node in size_dependent
             and node not in data_dependent
             and may_write_variable(node)
-            and not node.op.startswith(_STATEFUL_DRAW_PREFIXES)
+            and not draws_from_variable(node.op)
             and node.name not in self.hints.per_micro_batch
         ]
         seed = next((node for node in update_descendants(order, set(writes)) if is_seed(node)), None)
@@ -178,9 +176,9 @@ class _StepSplitter:
         order = [node for node in self.analysis.order if node not in self.update]
         batch_dependent = self._descendants(order, self.sources)
         stateful = {
-            n for n in order if n.stateful and n.outputs and not variable_handles(n) and n.op not in _STATELESS_SOURCES
+            n for n in order if n.stateful and n.outputs and not variable_handles(n) and n.op not in _SOURCES
         }
-        self.draws = stateful | {n for n in order if n.op.startswith("Stateless") and n.op not in LOOPS | _CONDITIONS}
+        self.draws = stateful | {n for n in order if n.op.startswith("Stateless") and n.op not in LOOPS | BRANCHES}
         carried: dict[Tensor, None] = {}
         while True:
             roots = stateful | {n for n in order if any(h in carried for h in variable_handles(n))}

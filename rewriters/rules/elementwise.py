@@ -9,6 +9,7 @@ import numpy as np
 
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
+from rewriters.ir.op_traits import Trait, ops_with, traits_of
 from rewriters.ir.static_values import constant
 from rewriters.rules.axis_layouts import Anchor
 from rewriters.rules.intervals import Interval, hull_of, whole
@@ -276,33 +277,18 @@ def require_channels(op: OpView, tensor: Tensor) -> None:
         raise NotTileableError(f"{op.node.op} works along an axis of the image")
 
 
-_POINTWISE = (
-    "Abs Acos Acosh Asin Asinh Atan Atan2 Atanh BitwiseAnd Ceil ClipByValue Cos Cosh Elu Equal Erf Erfc Erfinv Exp "
-    "Expm1 Floor FloorDiv FloorMod Greater GreaterEqual IsFinite IsInf IsNan LeakyRelu Less LessEqual Lgamma Log "
-    "Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Ndtri NotEqual OnesLike Pow Reciprocal Inv Relu Relu6 "
-    "Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference Tan Tanh Xdivy "
-    "Xlog1py Xlogy"
-)
-_LINEAR_IN = {
-    (0,): (
-        "Identity Snapshot Neg RealDiv Div DivNoNan StopGradient PreventGradient ReluGrad Relu6Grad EluGrad "
-        "SeluGrad SoftplusGrad SoftsignGrad LeakyReluGrad"
-    ),
-    (1,): "TanhGrad SigmoidGrad SqrtGrad RsqrtGrad InvGrad ReciprocalGrad",
-    (0, 1): "Mul MulNoNan",
-}
-
-_ADDITIVE = "Add AddV2 Sub AddN"
-
-ELEMENTWISE = frozenset(" ".join([_POINTWISE, *_LINEAR_IN.values(), _ADDITIVE, "Cast SelectV2"]).split())
+ELEMENTWISE = ops_with(Trait.ELEMENTWISE)
 """Op types whose result has the shape to which the operands are broadcast."""
 
-for _op_type in _POINTWISE.split():
+_ADDITIVE = ops_with(Trait.ADDITIVE)
+_LINEAR = frozenset(op_type for op_type in ELEMENTWISE if traits_of(op_type).linear_in)
+_OWN_RULES = frozenset(("Cast", "SelectV2"))
+
+for _op_type in sorted(ELEMENTWISE - _ADDITIVE - _LINEAR - _OWN_RULES):
     add_rule(_op_type, Pointwise())
-for _positions, _op_types in _LINEAR_IN.items():
-    for _op_type in _op_types.split():
-        add_rule(_op_type, LinearIn(_positions))
-for _op_type in _ADDITIVE.split():
+for _op_type in sorted(_LINEAR):
+    add_rule(_op_type, LinearIn(traits_of(_op_type).linear_in))
+for _op_type in sorted(_ADDITIVE):
     add_rule(_op_type, Additive())
 for _op_type in ("Select", "SelectV2"):
     add_rule(_op_type, Select())

@@ -13,10 +13,10 @@ from collections.abc import Container
 
 from rewriters.device import properties
 from rewriters.ir.graph import Graph, Node
+from rewriters.ir.op_traits import traits_of
 
 __all__: list[str] = []
 
-_GRADIENTS = {"MaxPoolGrad": "MaxPool", "MaxPool3DGrad": "MaxPool3D"}
 _INPUT, _OUTPUT, _GRADIENT = range(3)
 
 
@@ -41,10 +41,11 @@ def recompute_pooling(graph: Graph, backward: Container[Node]) -> None:
 
 def pooled_for(node: Node) -> Node | None:
     """The pooling whose output a gradient reads, of the same input; `None` for all else."""
-    if node.op not in _GRADIENTS:
+    forward_op = traits_of(node.op).gradient_of
+    if forward_op is None:
         return None
     pool = node.inputs[_OUTPUT].node
-    same = pool.op == _GRADIENTS[node.op] and pool.inputs[0] == node.inputs[_INPUT]
+    same = pool.op == forward_op and pool.inputs[0] == node.inputs[_INPUT]
     return pool if same else None
 
 

@@ -18,13 +18,9 @@ import tensorflow as tf
 from rewriters.analysis import summation_order
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
-
-_UNARY = frozenset(
-    "Abs Cast Exp Identity Log Neg PreventGradient Reciprocal Rsqrt Sign Sqrt Square StopGradient".split()
-)
-_BINARY = frozenset("Add AddV2 Div DivNoNan Maximum Minimum Mul MulNoNan Pow RealDiv SquaredDifference Sub".split())
 
 
 class _Small(NamedTuple):
@@ -105,7 +101,7 @@ class _BroadcastShrinker:
 
         Its result is then as large as before, or small as well; in between it is left as it was.
         """
-        if node.op not in _UNARY | _BINARY | summation_order.OPS or node.outputs[0][0] == tf.variant:
+        if node.op not in ops_with(Trait.SHRINKABLE) | summation_order.OPS or node.outputs[0][0] == tf.variant:
             return  # Lists of tensors are added up too, and by `AddN` alone.
         if any(tensor.shape is None for tensor in node.inputs):
             return

@@ -17,6 +17,7 @@ from rewriters.analysis.autodiff_roles import in_scope, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import RewriteError
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors
+from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.scheduling.delay_early_ops import delay_early_ops, earliest_forward_level
 from rewriters.scheduling.serialize_ops import serialize_large_ops, serialize_scratch_groups
 from rewriters.swapping.recompute_pooling import recompute_pooling
@@ -26,7 +27,7 @@ from rewriters.swapping.trigger_search import TriggerSearch
 
 __all__: list[str] = []
 
-_SOURCES = frozenset(("Placeholder", "PlaceholderWithDefault", "Const", "ReadVariableOp", "VarHandleOp", "NoOp"))
+_SOURCES = ops_with(Trait.SOURCE) | {"ReadVariableOp"}
 """What makes tensors that are there anyway: arguments, constants, and parameters, which are never swapped."""
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rewriters.device import properties
 from rewriters.ir import tf_internals
+from rewriters.ir.op_traits import Trait, ops_with
 from tflms_sft._report.plan_records import Timeline
 
 _MAX_NAMED_TENSORS = 10
@@ -55,7 +56,7 @@ def _loops(stats: Any, begin: int) -> tuple[tuple[str, float, float], ...]:
     """Return (loop, start, end) of each tile loop in seconds: from the first op of its iterations to the last."""
     spans: dict[tuple[str, str], tuple[int, int]] = {}
     for name, begun, ended in tf_internals.runs(stats):
-        match = _LOOP.match(tf_internals.own_name(name))
+        match = _LOOP.match(tf_internals.without_branch_prefix(name))
         if match:
             first, last = spans.get((match[0], match[1]), (begun, ended))
             spans[match[0], match[1]] = min(first, begun), max(last, ended)
@@ -71,7 +72,7 @@ def _python_arrays(graph: Any, stats: Any) -> Iterator[_Change]:
     """
     times = tf_internals.times(stats)
     names = {operation: name for name, operation in tf_internals.operations(graph) if name in times}
-    python = [operation for operation in names if operation.type in properties.PYTHON]
+    python = [operation for operation in names if operation.type in ops_with(Trait.PYTHON_CALL)]
     releaser = {
         consumer: operation for operation in python if not operation.inputs for consumer in operation.control_inputs
     }
@@ -88,7 +89,7 @@ def _consumers(operation: Any) -> Iterator[Any]:
     """Yield the ops that read the outputs of an op, through aliases."""
     for output in operation.outputs:
         for consumer in output.consumers():
-            if consumer.type in properties.ALIASES:
+            if consumer.type in ops_with(Trait.FORWARDS_BUFFER):
                 yield from _consumers(consumer)
             else:
                 yield consumer
@@ -105,7 +106,7 @@ def _accumulated(
     for change in changes[: alive.index(peak)]:
         alive_at_peak[change.name] += change.num_bytes
     largest = sorted(
-        ((tf_internals.own_name(name), size) for name, size in alive_at_peak.items() if size > 0),
+        ((tf_internals.without_branch_prefix(name), size) for name, size in alive_at_peak.items() if size > 0),
         key=lambda item: -item[1],
     )
     points = [((c.micros - begin) * 1e-6, amount) for c, amount in zip(changes, alive[1:], strict=True)]

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import PipelineError, RewriteError
+from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.pipelining.step_partition import EffectHints
 from rewriters.step_importer import specialise_shapes
 from tflms_sft._params.pipeline_params import PipelineParams
@@ -26,12 +27,8 @@ that no quotient of sizes comes out even by chance."""
 _EVEN_PARTS = 510
 """The same, even, for what asks whether the number of samples is odd."""
 
-_SIZES = frozenset(("Shape", "ShapeN", "Size"))
-_TURNS = frozenset(
-    "BitwiseAnd Equal FloorDiv FloorMod Greater GreaterEqual Less LessEqual Maximum Minimum NotEqual TruncateDiv "
-    "TruncateMod".split()
-)
-"""Operations that may do something else with sizes above a number, or at it or at its multiples."""
+_SIZES = ops_with(Trait.SHAPE_QUERY) - {"Rank"}
+_TURNS = ops_with(Trait.THRESHOLD)
 
 _LARGEST, _MOST_NUMBERS = 1 << 20, 4
 """Numbers that a step compares sizes with: below which it is traced for them, and for how many."""
