@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container
+from collections.abc import Container, Set
 
 from rewriters.analysis.autodiff_roles import (
     backward_nodes,
@@ -43,8 +43,22 @@ class GraphAnalysis:
         layouts: Where the axes of images lie.
     """
 
-    def __init__(self, graph: Graph, backward_scopes: tuple[str, ...] = (), forward: Container[str] = ()) -> None:
-        """Analyse; `backward_scopes` and `forward` as for `backward_nodes`."""
+    def __init__(
+        self,
+        graph: Graph,
+        backward_scopes: tuple[str, ...] = (),
+        forward: Container[str] = (),
+        *,
+        backward: Set[Node] | None = None,
+    ) -> None:
+        """Analyse a graph.
+
+        Args:
+            graph: A canonical graph.
+            backward_scopes: Name scopes that count as backward, as for `backward_nodes`.
+            forward: Names of nodes that count as forward, as for `backward_nodes`.
+            backward: The backward nodes, if they are known; otherwise they are found.
+        """
         self.graph = graph
         self.level = graph.levels()
         self.order = list(self.level)
@@ -53,7 +67,7 @@ class GraphAnalysis:
         self.consumers = graph.consumers()
         self.backward = backward_nodes(graph, self.order, backward_scopes, forward)
         self.forward_derived = forward_derived_nodes(graph, self.order, self.backward)
-        self.backward |= self.forward_derived
+        self.backward = self.backward | self.forward_derived if backward is None else set(backward)
         self.data = data_dependent_nodes(self.order)
         self.evaluate = StaticEvaluator(graph, self.order)
         self.layouts = Layouts()
@@ -166,7 +180,7 @@ def _check_batches(analysis: GraphAnalysis, node: Node, images: list[Tensor]) ->
         return  # It makes images of pixels, or pixels of images.
     numbers = [size for size in map(sizes.of, images) if size != 1]
     if any(isinstance(size, SymbolicDim) for size in numbers):
-        if not all(sizes.same(numbers[0], size) for size in numbers):
+        if not all(sizes.assume_equal(numbers[0], size) for size in numbers):
             shapes = ", ".join(str(tensor.shape) for tensor in images)
             raise NotTileableError(f"its images ({shapes}) may be of different numbers when the step runs")
 

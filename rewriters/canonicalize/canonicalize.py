@@ -166,7 +166,7 @@ def _changes_nothing(node: Node, source: Tensor, evaluate: StaticEvaluator) -> b
     have, target = evaluate.shape(source), evaluate(node.inputs[1])
     if have is None or not isinstance(target, tuple) or None in have or None in target:
         return False
-    same = evaluate.sizes.same
+    same = evaluate.sizes.assume_equal
     if len(have) == len(target) and all(t == -1 or same(h, t) for h, t in zip(have, target, strict=True)):
         return node.op == "Reshape" or -1 not in target
     return False
@@ -285,8 +285,11 @@ def _sum_repetitions(graph: Graph, evaluate: StaticEvaluator) -> bool:
         if len(told) != 2 * len(shape):
             continue
         times, sizes = told[::2], told[1::2]
-        kept = [a == 1 and (evaluate.sizes.same(b, c) or b == -1) for a, b, c in zip(times, sizes, shape, strict=True)]
-        summed = [b == 1 and evaluate.sizes.same(a, c) for a, b, c in zip(times, sizes, shape, strict=True)]
+        kept = [
+            a == 1 and (evaluate.sizes.assume_equal(b, c) or b == -1)
+            for a, b, c in zip(times, sizes, shape, strict=True)
+        ]
+        summed = [b == 1 and evaluate.sizes.assume_equal(a, c) for a, b, c in zip(times, sizes, shape, strict=True)]
         if all(k or s for k, s in zip(kept, summed, strict=True)):
             mapping[node.out()] = _sum_over(graph, node, source, tuple(i for i, k in enumerate(kept) if not k))
     graph.replace_tensors(mapping)

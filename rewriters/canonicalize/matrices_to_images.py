@@ -107,7 +107,7 @@ class _Unfolding:
     def alike(self, tensors: Sequence[Tensor]) -> bool:
         """Whether images have as many pixels along every axis, and as many axes."""
         first, *others = (self.pixels(tensor) for tensor in tensors)
-        same = self.evaluate.sizes.same
+        same = self.evaluate.sizes.assume_equal
         return first is not None and all(
             other is not None and len(other) == len(first) and all(map(same, other, first)) for other in others
         )

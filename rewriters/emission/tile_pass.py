@@ -222,10 +222,11 @@ class TilePass:
         entries = [t for t in segment.entries if t.shape and t.shape[0] is None]
         local_entries = [t for t in entries if t.node.device == tensor.node.device]
         devices = {node.device for node in (*segment.forward, *segment.backward)}
+        for entry in entries:
+            if sizes.are_combined(sizes.of(entry), size) and sizes.assume_equal(sizes.of(entry), size):
+                return entry
         # On a single device, all unknown batch sizes in a segment are equal.
-        return next((t for t in entries if sizes.meet(sizes.of(t), size)), None) or next(
-            iter(entries if len(devices) == 1 else local_entries), None
-        )
+        return next(iter(entries if len(devices) == 1 else local_entries), None)
 
     def _repoint(self, consumer: Node, tensor: Tensor, source: Tensor) -> None:
         """Compute the shape of `tensor`, which the `Shape` op `consumer` reads, from the batch size of `source`."""

@@ -93,7 +93,7 @@ class StaticEvaluator:
         return self._summed_axes if node.op == "BroadcastGradientArgs" else _HANDLERS.get(node.op)
 
     def _summed_axes(self, _node: Node, index: int, operands: list[Any]) -> Value:
-        return _summed_axes(operands[index], operands[1 - index], self.sizes.same)
+        return _summed_axes(operands[index], operands[1 - index], self.sizes.assume_equal)
 
 
 def constant(node: Node) -> np.ndarray | None:

@@ -22,7 +22,7 @@ __all__: list[str] = []
 
 
 class SymbolicDim:
-    """A leading size that is not known before the step runs. Compared by identity; see `LeadingSizes.same`.
+    """A leading size that is not known before the step runs. Compared by identity; see `LeadingSizes.provably_equal`.
 
     Attributes:
         arguments: Positions of the graph's inputs that have it; several if an op combined them, which works
@@ -46,11 +46,11 @@ class LeadingSizes:
         """Sizes of what has several entries for each of another, such as pixels made images."""
         self._divided: dict[tuple[SymbolicDim, int], SymbolicDim] = {}
         self._groups: list[set[int]] = []
-        self._met: list[set[int]] = []
-        """Arguments whose images some operation takes together."""
+        self._combined: list[set[int]] = []
+        """Groups of arguments whose images some op combines."""
         for pair in graph.same_size:
             self._join(set(pair))
-            self._met.append(set(pair))
+            self._combined.append(set(pair))
 
     def find(self, order: Iterable[Node], evaluate: Callable[[Tensor], Any]) -> None:
         """Follow the sizes through the nodes, in topological order."""
@@ -74,30 +74,41 @@ class LeadingSizes:
         size = self.of(tensor)
         return self._divided.get((size, entries), size) if isinstance(size, SymbolicDim) else size
 
-    def same(self, a: Any, b: Any) -> bool:
-        """Whether two sizes are equal; those of arguments are taken to be, and noted."""
+    def provably_equal(self, a: Any, b: Any) -> bool:
+        """Return whether two sizes are equal, by their values or by an assumption recorded before. Records nothing."""
         if not isinstance(a, SymbolicDim) or not isinstance(b, SymbolicDim):
             return not isinstance(a, SymbolicDim) and not isinstance(b, SymbolicDim) and a == b
         if a is b:
             return True
         if not a.arguments or not b.arguments:
             return False
-        together = a.arguments | b.arguments
-        if len(together) > 1 and not any(together <= group for group in self._groups):
-            first, *others = sorted(together)
-            self._graph.same_size.update((first, other) for other in others)
-            self._join(set(together))
+        arguments = a.arguments | b.arguments
+        return len(arguments) == 1 or any(arguments <= group for group in self._groups)
+
+    def assume_equal(self, a: Any, b: Any) -> bool:
+        """Let two sizes be equal, by an assumption about arguments if necessary.
+
+        The assumption is recorded in `Graph.same_size`, and checked when the step runs.
+
+        Returns:
+            Whether they are equal. Two different numbers are not; nor are sizes of which one is not an argument's.
+        """
+        if self.provably_equal(a, b):
+            return True
+        if not isinstance(a, SymbolicDim) or not isinstance(b, SymbolicDim) or not a.arguments or not b.arguments:
+            return False
+        first, *others = sorted(a.arguments | b.arguments)
+        self._graph.same_size.update((first, other) for other in others)
+        self._join({first, *others})
         return True
 
-    def meet(self, a: Any, b: Any) -> bool:
-        """Whether two sizes are equal because some operation takes images of both; that is noted."""
+    def are_combined(self, a: Any, b: Any) -> bool:
+        """Return whether sizes are equal, or some op combines images of both. Records nothing."""
         if not isinstance(a, SymbolicDim) or not isinstance(b, SymbolicDim):
-            return self.same(a, b)
-        if a is b:
+            return self.provably_equal(a, b)
+        if a is b or a.arguments & b.arguments:
             return True
-        if a.arguments & b.arguments:
-            return self.same(a, b)
-        return any(a.arguments & met and b.arguments & met for met in self._met) and self.same(a, b)
+        return any(a.arguments & group and b.arguments & group for group in self._combined)
 
     def _join(self, positions: set[int]) -> None:
         touched = [group for group in self._groups if group & positions]
@@ -126,7 +137,7 @@ class LeadingSizes:
             return None
         together = frozenset[int]().union(*(size.arguments for size in sizes))  # type: ignore[union-attr]
         if sum(len(tensor.shape or ()) > 2 for tensor in node.inputs) > 1:
-            self._met.append(set(together))
+            self._combined.append(set(together))
         return SymbolicDim(*together)
 
     def _in_blocks(self, node: Node, block: Any) -> SymbolicDim | None:

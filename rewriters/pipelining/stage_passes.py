@@ -105,8 +105,7 @@ def with_swaps(
     staged = _in_order(staged, options.min_bytes, batch)
     before = staged.analysis
     scoped = {n for n in before.order if any(in_scope(n.name, scope) for scope in backward_scopes)}
-    analysis = GraphAnalysis(before.graph)
-    analysis.backward = before.backward | scoped
+    analysis = GraphAnalysis(before.graph, backward=before.backward | scoped)
     plan = plan_swaps(analysis, options, batch)
     if not plan.swaps:
         return dataclasses.replace(staged, left=plan.left)
@@ -202,11 +201,11 @@ def _transfer_metadata(
         tile_loops: New operations of tile loops, each with its loop.
     """
     old = staged.analysis
-    analysis = GraphAnalysis(graph)
     nodes = graph.nodes
+    backward = {nodes[node.name] for node in old.backward if node.name in nodes}
+    backward |= {node for node, place in places.items() if place.backward}
+    analysis = GraphAnalysis(graph, backward=backward)
     new = [node for node in analysis.order if node.name not in old.graph.nodes]
-    analysis.backward = {nodes[n.name] for n in old.backward if n.name in nodes}
-    analysis.backward |= {node for node, place in places.items() if place.backward}
 
     def kept(group: Iterable[Node]) -> set[Node]:
         return {nodes[node.name] for node in group if node.name in nodes}

@@ -255,7 +255,7 @@ class Spread(Rule):
         sizes, value = op.evaluate.sizes, op.evaluate(op.node.inputs[1])
         if op.node.op == "Tile":
             return isinstance(value, tuple) and value[0] == 1
-        return isinstance(value, tuple) and (value[0] == -1 or sizes.same(value[0], sizes.of(operand)))
+        return isinstance(value, tuple) and (value[0] == -1 or sizes.assume_equal(value[0], sizes.of(operand)))
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
         """The same rows, or the only one."""

@@ -121,7 +121,7 @@ class View(Blocks):
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Each axis is by itself, or before channels."""
         source, out, sizes = op.node.inputs[0], op.node.out(), op.evaluate.sizes
-        if not sizes.same(sizes.of(source), sizes.of(out)):
+        if not sizes.assume_equal(sizes.of(source), sizes.of(out)):
             raise NotTileableError("a reshape of images into another number of them")
         op.check_axes([source, out])
         outermost = {(ins[0], outs[0]) for ins, outs in self._groups(op)}

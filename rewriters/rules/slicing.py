@@ -218,7 +218,7 @@ class Slice(StridedSlice):
         """Of an unknown number of images it has to be known that all are taken."""
         image = op.node.inputs[0]
         size, sizes = op.evaluate(op.node.inputs[2]), op.evaluate.sizes
-        every = isinstance(size, tuple) and (size[0] == -1 or sizes.same(size[0], sizes.of(image)))
+        every = isinstance(size, tuple) and (size[0] == -1 or sizes.assume_equal(size[0], sizes.of(image)))
         if image.shape is not None and image.shape[0] is None and not every:
             raise NotTileableError("a slice of the batch by a size computed at run time")
         return super().result_kind(op, kinds)

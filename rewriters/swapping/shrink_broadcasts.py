@@ -149,11 +149,11 @@ class _BroadcastShrinker:
         shape: list[Any] = []
         for sizes in zip(*padded, strict=True):
             others = [size for size in sizes if size != 1]
-            if None in others or not all(self.evaluate.sizes.same(others[0], size) for size in others):
+            if None in others or not all(self.evaluate.sizes.assume_equal(others[0], size) for size in others):
                 return None
             shape.append(others[0] if others else 1)
         return tuple(shape)
 
     def _is(self, shape: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
-        same = self.evaluate.sizes.same
+        same = self.evaluate.sizes.assume_equal
         return len(shape) == len(wanted) and all(same(a, b) for a, b in zip(shape, wanted, strict=True))

@@ -247,7 +247,8 @@ class _Sorter:
         if self.analysis.entries_per_image(tensor) != 1:
             return True  # The tensor that was folded has been checked.
         sizes = self.analysis.evaluate.sizes
-        return sizes.meet(sizes.of(tensor), self.batch[device])
+        size, batch = sizes.of(tensor), self.batch[device]
+        return sizes.are_combined(size, batch) and sizes.assume_equal(size, batch)
 
     def _moments(self, node: Node) -> MomentPair | None:
         """Return the pair of moments of a mean of squared differences (B. P. Welford, 1962); `None` for other ops."""

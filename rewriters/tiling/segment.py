@@ -142,7 +142,7 @@ def _check_borders(analysis: GraphAnalysis, segment: Segment) -> None:
         raise NotTileableError(f"at its border, images are folded into the batch (space to batch, `{folded[0]}`)")
     sizes = analysis.evaluate.sizes
     unknown = [sizes.of(t) for t in segment.entries if t.shape is not None and t.shape[0] is None]
-    if not all(sizes.same(unknown[0], size) for size in unknown):
+    if not all(sizes.assume_equal(unknown[0], size) for size in unknown):
         raise NotTileableError("its entries may have different batch sizes")
     if not segment.exits and not segment.grad_entries:
         raise NotTileableError("no op outside of it reads its results")

@@ -76,13 +76,13 @@ def sizes(function):
 @pytest.mark.parametrize("name", KEPT)
 def test_the_batch_is_followed(name):
     evaluate, got, batch, true = sizes(KEPT[name])
-    assert evaluate.sizes.same(got, batch) and true == SIZE
+    assert evaluate.sizes.assume_equal(got, batch) and true == SIZE
 
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_what_may_be_another_size_is_not_the_batch(name):
     evaluate, got, batch, _ = sizes(CHANGED[name])
-    assert not evaluate.sizes.same(got, batch) and isinstance(got, (SymbolicDim, int))
+    assert not evaluate.sizes.assume_equal(got, batch) and isinstance(got, (SymbolicDim, int))
 
 
 def two(combine):
@@ -96,9 +96,9 @@ def test_that_arguments_have_one_size_is_noted_where_it_is_used():
     graph, found = two(lambda x, y: x + y)
     a, b, both = map(found.of, (*graph.inputs, graph.outputs[0]))
     assert both.arguments == {0, 1} and graph.same_size == set()
-    assert found.same(a, a) and graph.same_size == set()
-    assert found.same(both, a) and graph.same_size == {(0, 1)}
-    assert found.same(a, b) and graph.same_size == {(0, 1)}
+    assert found.assume_equal(a, a) and graph.same_size == set()
+    assert found.assume_equal(both, a) and graph.same_size == {(0, 1)}
+    assert found.assume_equal(a, b) and graph.same_size == {(0, 1)}
     assert graph.copy().same_size == {(0, 1)}
 
 
@@ -109,8 +109,8 @@ def test_arguments_meet_where_an_operation_takes_images_of_both():
         graph = from_concrete_function(step.get_concrete_function(*specs))
         found = StaticEvaluator(graph).sizes
         a, b, c = map(found.of, graph.inputs)
-        assert found.meet(a, a) and found.meet(a, b) is expected and not found.meet(a, c)
-        assert graph.same_size == ({(0, 1)} if expected else set())
+        assert found.are_combined(a, a) and found.are_combined(a, b) is expected and not found.are_combined(a, c)
+        assert graph.same_size == set()
 
 
 def test_what_depends_on_two_arguments_meets_one_of_them_only_if_these_are_the_same():
@@ -120,13 +120,25 @@ def test_what_depends_on_two_arguments_meets_one_of_them_only_if_these_are_the_s
     found = StaticEvaluator(graph).sizes
     graph.same_size.clear()
     (product,) = [node.out() for node in graph.nodes.values() if node.op == "Mul"]
-    assert found.meet(found.of(product), found.of(graph.inputs[0])) and graph.same_size == {(0, 1)}
+    assert found.are_combined(found.of(product), found.of(graph.inputs[0])) and graph.same_size == set()
 
 
 def test_numbers_and_unknown_sizes_are_not_the_same():
     graph, found = two(lambda x, y: x + y)
-    assert found.same(3, 3) and not found.same(3, 4) and not found.same(3, found.of(graph.inputs[0]))
-    assert not found.same(SymbolicDim(), SymbolicDim())
+    assert (
+        found.assume_equal(3, 3)
+        and not found.assume_equal(3, 4)
+        and not found.assume_equal(3, found.of(graph.inputs[0]))
+    )
+    assert not found.assume_equal(SymbolicDim(), SymbolicDim())
+
+
+def test_provably_equal_records_nothing_and_follows_assumptions():
+    graph, sizes = two(lambda x, y: x + y)
+    a, b, both = map(sizes.of, (*graph.inputs, graph.outputs[0]))
+    assert sizes.provably_equal(a, a) and sizes.provably_equal(3, 3) and not sizes.provably_equal(a, 3)
+    assert not sizes.provably_equal(a, b) and not sizes.provably_equal(a, both) and graph.same_size == set()
+    assert sizes.assume_equal(a, b) and sizes.provably_equal(a, both) and sizes.provably_equal(a, b)
 
 
 # In a step --------------------------------------------------------------------------------------------------
