@@ -1,9 +1,8 @@
 """The joint graph of a training step as plain Python objects.
 
-`tf.Graph` cannot be edited, and a `GraphDef` has neither shapes nor edges in
-both directions. `Graph` is what the passes work on: nodes with typed outputs,
-data edges and control edges, read from a traced `tf.function` and written back
-as a `GraphDef`. A pass copies the graph it is given and edits the copy.
+`tf.Graph` cannot be edited, and a `GraphDef` has neither shapes nor edges in both directions. Passes work on `Graph`:
+nodes with typed outputs, data edges and control edges, read from a traced `tf.function` and written back as a
+`GraphDef`. A pass copies the graph that it receives and edits the copy.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from rewriters.ir.op_traits import Trait, ops_with
 __all__: list[str] = []
 
 PER_PIXEL = "_per_pixel"
-"""Attribute of a call (`matrices_to_images.py`): the op that its function runs on the pixels of images."""
+"""Attribute of a call (`matrices_to_images.py`): the op type that its function applies to the pixels of images."""
 
 LOOPS = ops_with(Trait.LOOP)
-"""Loops, those of a step and those that tiles run in."""
+"""While loops: those of the step and those of tiles."""
 
 BRANCHES = ops_with(Trait.CONDITIONAL)
 
@@ -36,7 +35,7 @@ Shape = tuple[int | None, ...] | None
 _OPAQUE = frozenset(dtype.as_datatype_enum for dtype in (tf.resource, tf.variant, tf.string))
 
 _DROPPED_ATTRS = ("_output_shapes", "_class")
-"""Shapes are kept apart; a wish to be placed beside a node that moved cannot be met."""
+"""Attributes that `Node` does not hold: shapes are fields, and colocation with a node that moved is impossible."""
 
 
 class Node:
@@ -77,11 +76,11 @@ class Node:
 
     @property
     def stateful(self) -> bool:
-        """Whether running the op twice may differ from running it once."""
+        """Return whether TensorFlow registers the op as stateful."""
         return tf_internals.is_stateful(self.op)
 
     def out(self, index: int = 0) -> Tensor:
-        """Output `index` as a tensor."""
+        """Return output `index` as a tensor."""
         return Tensor(self, index)
 
 
@@ -107,7 +106,7 @@ class Tensor(NamedTuple):
         return self.node.outputs[self.index][1]
 
     def num_bytes(self, batch: int = 1) -> int:
-        """Bytes of the tensor, unknown sizes counted as `batch`; 0 for an unknown rank."""
+        """Return the bytes of the tensor, with `batch` for each unknown size; 0 for an unknown rank."""
         dtype, shape = self.node.outputs[self.index]
         if shape is None or dtype.as_datatype_enum in _OPAQUE:
             return 0
@@ -119,7 +118,7 @@ class Tensor(NamedTuple):
 
 @dataclasses.dataclass
 class Graph:
-    """Nodes with the interface of the function they came from.
+    """Nodes with the interface of the function that they were read from.
 
     Attributes:
         nodes: By name, in creation order.
@@ -128,11 +127,10 @@ class Graph:
         keep: Nodes that must run for their effect.
         library: Function definitions that nodes refer to.
         versions: Producer versions, needed for import.
-        aliases: Tensors that normalisation replaced, by their old name.
-        same_size: Pairs of positions in `inputs` whose unknown leading sizes are taken to be the same.
-        divided: Into how many parts of the same size an input is cut whose size is not known before the step runs, by
-            its position in `inputs`.
-        unordered: Names of stateful nodes that wait for nothing but what their edges say.
+        aliases: Tensors that canonicalization replaced, by their old name.
+        same_size: Pairs of positions in `inputs` whose unknown leading sizes are assumed to be equal.
+        divided: Number of equal parts into which an input of unknown leading size is split, by position in `inputs`.
+        unordered: Names of stateful nodes that are ordered by their edges alone.
     """
 
     nodes: dict[str, Node]
@@ -147,7 +145,7 @@ class Graph:
     unordered: set[str] = dataclasses.field(default_factory=set)
 
     def copy(self) -> Graph:
-        """A graph with nodes of its own, so that edits do not reach this one."""
+        """Return a copy with its own nodes, so that edits do not reach this graph."""
         new = {name: Node(name, n.op, (), (), n.attrs, n.device, n.outputs) for name, n in self.nodes.items()}
         for name, node in self.nodes.items():
             new[name].inputs = [Tensor(new[t.node.name], t.index) for t in node.inputs]
@@ -181,11 +179,11 @@ class Graph:
     def add_beside(
         self, near: Node, op: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any], outputs: Sequence[Any]
     ) -> Node:
-        """Add a node that is named after another one and placed where that one is."""
+        """Add a node with a name derived from `near`, on the same device."""
         return self.add(Node(self.unique_name(f"{near.name}/{op}"), op, inputs, (), attrs, near.device, outputs))
 
     def unique_name(self, name: str) -> str:
-        """`name`, or `name_1`, `name_2`, ... if it is taken."""
+        """Return `name`, or `name_1`, `name_2`, ... if it is taken."""
         candidate, count = name, 0
         while candidate in self.nodes:
             count += 1
@@ -193,7 +191,7 @@ class Graph:
         return candidate
 
     def consumers(self) -> dict[Tensor, list[tuple[Node, int]]]:
-        """For every tensor the (node, operand position) pairs that read it."""
+        """Return the (node, operand position) pairs that read each tensor."""
         readers: dict[Tensor, list[tuple[Node, int]]] = {}
         for node in self.nodes.values():
             for position, tensor in enumerate(node.inputs):
@@ -201,7 +199,7 @@ class Graph:
         return readers
 
     def levels(self) -> dict[Node, int]:
-        """The topological order γ of TFLMS (Le et al., 2018, section 3): longest distance from a source.
+        """Return the topological order γ of TFLMS (Le et al., 2018, section 3): the longest distance from a source.
 
         Data and control edges count alike.
 
@@ -219,19 +217,19 @@ class Graph:
         return dict(sorted(level.items(), key=operator.itemgetter(1)))
 
     def topological(self) -> list[Node]:
-        """Nodes in an order that respects data and control edges, by level."""
+        """Return the nodes in an order that respects data and control edges, by level."""
         return list(self.levels())
 
     def execution_order(
         self, slow: Mapping[Node, float] | None = None, seconds: Callable[[Node], float] | None = None
     ) -> list[Node]:
-        """An order like the executor's: first ready, first run.
+        """Return an order like that of TensorFlow's executor: first ready, first run.
 
         Levels would put every variable's update at the very end, after all gradients.
 
         Args:
-            slow: Nodes that go on beside others, one of them at a time, and for how many seconds.
-            seconds: What each of the others takes; without it slow ones end only when all others wait for them.
+            slow: Seconds of nodes that run concurrently with others, one of them at a time.
+            seconds: Duration of each other node. Without it slow nodes end only when all others wait for them.
 
         Raises:
             RewriteError: If the graph has a cycle.
@@ -269,7 +267,7 @@ class Graph:
         return order
 
     def replace_tensors(self, mapping: Mapping[Tensor, Tensor]) -> None:
-        """Let every reader of a key read its value, in one pass over the graph."""
+        """Replace operands, in one pass over the graph: each consumer of a key reads its value."""
         if not mapping:
             return
         for node in self.nodes.values():
@@ -281,7 +279,7 @@ class Graph:
             self.aliases[old.name] = new
 
     def prune(self) -> int:
-        """Drop nodes that neither an output nor an effect needs; returns how many."""
+        """Remove nodes that neither an output nor an effect needs, and return their number."""
         live = ancestors([t.node for t in self.outputs] + self.keep)
         live.update(t.node for t in self.inputs)
         dropped = [name for name, node in self.nodes.items() if node not in live]
@@ -291,9 +289,10 @@ class Graph:
         return len(dropped)
 
     def to_graph_def(self) -> Any:
-        """The graph as a `GraphDef`, nodes in topological order.
+        """Return the graph as a `GraphDef`, nodes in topological order.
 
-        Inputs are fed, so that nobody has to wait for them: an edge would ask for their placeholders.
+        Inputs are fed, so control edges from their placeholders are left out: such an edge would require the
+        placeholder.
         """
         fed = {tensor.node for tensor in self.inputs}
         graph_def = tf.compat.v1.GraphDef(library=self.library, versions=self.versions)
@@ -309,7 +308,7 @@ class Graph:
 
 
 def _cycle(nodes: Iterable[Node]) -> list[str]:
-    """Names of some nodes on a cycle."""
+    """Return the names of some nodes on a cycle."""
     sorter = graphlib.TopologicalSorter({node: predecessors(node) for node in nodes})
     try:
         sorter.prepare()
@@ -319,17 +318,22 @@ def _cycle(nodes: Iterable[Node]) -> list[str]:
 
 
 def predecessors(node: Node) -> list[Node]:
-    """Nodes that must run before `node`."""
+    """Return the nodes that must run before `node`."""
     return [t.node for t in node.inputs] + node.control_inputs
 
 
 def producers(node: Node) -> list[Node]:
-    """What makes the values that an operation reads."""
+    """Return the nodes that produce the operands of `node`."""
     return [tensor.node for tensor in node.inputs]
 
 
 def ancestors(nodes: Iterable[Node], waits_for: Callable[[Node], Iterable[Node]] | None = None) -> set[Node]:
-    """`nodes` and all that must run before them, or that comes before them by what `waits_for` says of each."""
+    """Return `nodes` and all nodes that must run before them.
+
+    Args:
+        nodes: The nodes to start from.
+        waits_for: Gives the nodes that come directly before a node; by default those of its data and control edges.
+    """
     waits_for = predecessors if waits_for is None else waits_for
     seen: set[Node] = set(nodes)
     stack = list(seen)
@@ -376,7 +380,7 @@ def from_concrete_function(concrete_fn: Any) -> Graph:
 def nodes_between(
     nodes: Iterable[Node], successors: Mapping[Node, Sequence[Node]], order: Mapping[Node, int]
 ) -> set[Node]:
-    """Nodes outside of the set that lie on a path from the set back into it.
+    """Return the nodes outside of the set that lie on a path from the set back into it.
 
     A set without such nodes is convex: it can become one node without a cycle.
     """

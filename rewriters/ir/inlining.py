@@ -1,8 +1,7 @@
-"""Replace calls of functions by their bodies.
+"""Function inlining: replaces calls by the bodies of their functions.
 
-A `tf.function` called inside the step is one opaque node (two with its gradient).
-Grappler can inline too, but it keeps only what the fetched tensors need, and
-a training step lives by its effects.
+A `tf.function` called inside the step is one opaque node (two with its gradient). Grappler can inline too, but it keeps
+only the ancestors of the fetched tensors, and drops the effects of a training step.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ _CALLS = ops_with(Trait.CALL)
 
 
 def is_call(node: Any) -> bool:
-    """Whether a node (or node definition) is a call that can be inlined.
+    """Return whether a node (or node definition) is a call that can be inlined.
 
-    A function that must be compiled by XLA computes with other kernels: it stays a call.
+    A function that XLA must compile uses other kernels: it stays a call.
     """
     return node.op in _CALLS and not is_xla_call(node)
 
 
 def is_xla_call(node: Any) -> bool:
-    """Whether a node (or node definition) calls a function that XLA must compile."""
+    """Return whether a node (or node definition) calls a function that XLA must compile."""
     attrs = node.attr if hasattr(node, "attr") else node.attrs
     return node.op in _CALLS and "_XlaMustCompile" in attrs and bool(attrs["_XlaMustCompile"].b)
 
@@ -39,13 +38,12 @@ def is_xla_call(node: Any) -> bool:
 def inline_calls(
     concrete_fn: Any, also: Callable[[str, Any], bool] | None = None, as_calls: Callable[[Any], bool] | None = None
 ) -> Graph:
-    """The graph of `concrete_fn` without calls, shapes inferred anew.
+    """Return the graph of `concrete_fn` without calls, with shapes inferred again.
 
     Args:
         concrete_fn: A traced function.
-        also: Says of a call that XLA must compile, by its name and the definition of its function, whether the body can
-            do without XLA.
-        as_calls: Turns operations of a definition without calls into calls, in place, and says whether there were any.
+        also: Decides whether a call that XLA must compile is inlined too, by its name and its function definition.
+        as_calls: Replaces ops of a definition without calls by calls, in place, and returns whether there were any.
     """
     graph_def = concrete_fn.graph.as_graph_def()
     outputs = [_flat(t.name) for t in concrete_fn.outputs]
@@ -73,12 +71,12 @@ def _flat(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Interface:
-    """Names that matter outside of a definition.
+    """Names that are visible outside of a definition.
 
     Attributes:
         outputs: Flat results.
         keep: Nodes that must run for their effect.
-        results: What became of the results of calls, by which layers are known.
+        results: New names of the results of calls, by which layers are identified.
     """
 
     outputs: list[str]
@@ -89,7 +87,7 @@ class _Interface:
 def _inline_once(
     graph_def: Any, interface: _Interface, calls: Container[str], functions: Mapping[str, Any]
 ) -> tuple[Any, _Interface]:
-    """Expand calls; bodies may hold further ones."""
+    """Expand calls; bodies may contain further calls."""
     result = tf.compat.v1.GraphDef(library=graph_def.library, versions=graph_def.versions)
     tensors: dict[str, str] = {}
     controls: dict[str, list[str]] = {}
@@ -105,7 +103,7 @@ def _inline_once(
         return name
 
     def before(name: str) -> list[str]:
-        """Nodes to wait for in the place of one; a call without effects stands for what it waits for itself."""
+        """Return the nodes that replace a control input; those of a call without effects are its own control inputs."""
         return [n for c in controls[name] for n in before(c)] if name in controls else [_node_of(resolve(name))]
 
     for node in result.node:
@@ -128,7 +126,7 @@ def _node_of(tensor_name: str) -> str:
 
 
 def _expand(call: Any, function_def: Any, result: Any, tensors: dict[str, str], controls: dict[str, list[str]]) -> None:
-    """Add the body of one call; record what its outputs and its control edge became."""
+    """Add the body of one call; record the replacements of its outputs and of its control edge."""
     body, flat_names = tf_internals.function_body(function_def)
     data = [name for name in call.input if not name.startswith("^")]
     waits = [name for name in call.input if name.startswith("^")]
@@ -162,7 +160,7 @@ def _expand(call: Any, function_def: Any, result: Any, tensors: dict[str, str], 
 
 
 def _imported(concrete_fn: Any, graph_def: Any, interface: _Interface) -> Graph:
-    """Import the definition once more: only TensorFlow infers shapes."""
+    """Import the definition again, because only TensorFlow infers shapes."""
     outputs, keep, results = interface.outputs, interface.keep, interface.results
     names = [t.op.name for t in concrete_fn.inputs]
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs]

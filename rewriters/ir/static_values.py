@@ -1,10 +1,9 @@
 """Static evaluation of shapes and small integer tensors, with symbols for unknown leading sizes.
 
-With an unknown batch size TensorFlow computes the operands of `Sum`, `Reshape`,
-`Slice` or `Conv2DBackpropInput` at run time, from the shapes of *full-size*
-tensors. On a tile the same ops would compute something else, so they are
-evaluated here, before tiling. A value is an `int`, a nested list of them as a flat
-tuple, a `SymbolicDim` for an unknown leading size, or `None` where it is not known.
+With an unknown batch size TensorFlow computes the operands of `Sum`, `Reshape`, `Slice` or `Conv2DBackpropInput` at run
+time, from the shapes of *full-size* tensors. On a tile the same ops would compute other values, so they are evaluated
+here, before tiling. A value is an `int`, a nested list of integers as a flat tuple, a `SymbolicDim` for an unknown
+leading size, or `None` if it is unknown.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from rewriters.ir.symbolic_dims import LeadingSizes, SymbolicDim
 __all__: list[str] = []
 
 MAX_ELEMENTS = 64
-"""Of a constant whose value is read here; larger ones are data."""
+"""Elements of a constant up to which its value is read; larger constants are data."""
 
 Dim = int | SymbolicDim | None
 Value = Dim | tuple[Dim, ...] | np.ndarray
 Handler = Callable[[Node, int, list[Any]], Value]
-"""Of a node, the index of a result and the operands' values, the value of that result."""
+"""Computes the value of a result from the node, the index of the result and the operands' values."""
 
 
 class StaticEvaluator:
@@ -38,27 +37,27 @@ class StaticEvaluator:
     """
 
     def __init__(self, graph: Graph, order: Iterable[Node] | None = None) -> None:
-        """For the tensors of a graph; `order` is a topological one if it is known already."""
+        """Prepare the evaluation of a graph; `order` is a topological order if the caller has one."""
         self._known: dict[Tensor, Value] = {}
         self.sizes = LeadingSizes(graph)
         self.sizes.find(graph.execution_order() if order is None else order, self)
 
     def __call__(self, tensor: Tensor) -> Value:
-        """Value of `tensor`: a dim for a scalar, a tuple for a vector, `None` if not known."""
+        """Return the value of `tensor`: a dim for a scalar, a tuple for a vector, `None` if unknown."""
         if tensor not in self._known:
             self._known[tensor] = None  # Ends recursion through cycles, which a valid graph has not.
             self._known[tensor] = self._evaluate(tensor)
         return self._known[tensor]
 
     def ints(self, tensor: Tensor) -> tuple[int, ...] | None:
-        """A fully known vector of integers, or `None`."""
+        """Return a vector of integers if all of them are known, otherwise `None`."""
         value = self(tensor)
         if isinstance(value, tuple) and all(isinstance(v, int) for v in value):
             return value  # type: ignore[return-value]
         return None
 
     def axes(self, reduction: Node) -> set[int] | None:
-        """What a reduction is over, counted from the front; `None` if that, or the rank, is not known."""
+        """Return the axes of a reduction, counted from the front; `None` if they, or the rank, are unknown."""
         value, shape = self(reduction.inputs[1]), reduction.inputs[0].shape
         axes = value if isinstance(value, tuple) else (value,)
         if shape is None or not all(isinstance(axis, int) for axis in axes):
@@ -66,7 +65,7 @@ class StaticEvaluator:
         return {int(axis) % len(shape) for axis in axes}  # type: ignore[arg-type]
 
     def shape(self, tensor: Tensor) -> tuple[Dim, ...] | None:
-        """The static shape, with a `SymbolicDim` for an unknown leading size."""
+        """Return the static shape, with a `SymbolicDim` for an unknown leading size."""
         if not tensor.shape:
             return tensor.shape
         return (self.sizes.of(tensor), *tensor.shape[1:])
@@ -89,7 +88,7 @@ class StaticEvaluator:
             return None  # Arithmetic on a symbol, or on a matrix: not known.
 
     def _handler(self, node: Node) -> Handler | None:
-        """That of `BroadcastGradientArgs` asks which sizes are the same; values are enough for the others."""
+        """Return the handler of a node. That of `BroadcastGradientArgs` compares symbolic sizes, so it is a method."""
         return self._summed_axes if node.op == "BroadcastGradientArgs" else _HANDLERS.get(node.op)
 
     def _summed_axes(self, _node: Node, index: int, operands: list[Any]) -> Value:
@@ -97,22 +96,22 @@ class StaticEvaluator:
 
 
 def constant(node: Node) -> np.ndarray | None:
-    """The value of a `Const`, or `None` for another op."""
+    """Return the value of a `Const`, or `None` for another op."""
     return tf.make_ndarray(node.attrs["value"].tensor) if node.op == "Const" else None
 
 
 def is_inexact(dtype: tf.DType) -> bool:
-    """Whether numbers of a type are rounded, real and complex ones."""
+    """Return whether arithmetic of a type rounds: real and complex types."""
     return bool(dtype.is_floating or dtype.is_complex)
 
 
 def type_attr(dtype: tf.DType) -> Any:
-    """An attribute whose value is a type."""
+    """Return an attribute that holds a type."""
     return tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
 
 
 def int_constant(graph: Graph, name: str, value: int | tuple[int, ...], dtype: tf.DType) -> Node:
-    """Add a constant number or vector."""
+    """Add a constant number or vector to a graph."""
     array = np.array(value, dtype.as_numpy_dtype)
     attrs = {
         "dtype": type_attr(dtype),
@@ -131,7 +130,7 @@ def _const(node: Node, _index: int, _operands: list[Any]) -> Value:
 
 
 def _from_array(array: np.ndarray) -> Value:
-    """A matrix (the operand of `Pad`) stays an array."""
+    """Return an array as a value; a matrix (the operand of `Pad`) stays an array."""
     if array.ndim > 1:
         return array
     return tuple(v if isinstance(v, SymbolicDim) else int(v) for v in array) if array.ndim else int(array)
@@ -183,7 +182,7 @@ def _transpose(_node: Node, _index: int, operands: list[Any]) -> Value:
 
 
 def _stitch(_node: Node, _index: int, operands: list[Any]) -> Value:
-    """Numbers put in their places; of several for a place the last one."""
+    """Place numbers at their indices; if an index occurs twice, its last number counts."""
     half = len(operands) // 2
     places = [place for part in operands[:half] for place in _vector(part)]
     values = [value for part in operands[half:] for value in _vector(part)]
@@ -217,7 +216,7 @@ def _strided_slice(node: Node, _index: int, operands: list[Any]) -> Value:
 
 
 def _summed_axes(mine: Any, other: Any, same: Callable[[Any, Any], bool]) -> Value:
-    """Axes over which the gradient of an operand of shape `mine` of a broadcasting op is summed."""
+    """Return the axes over which the gradient of an operand of shape `mine` is summed after broadcasting."""
     rank = max(len(mine), len(other))
     added = rank - len(mine)
     mine, other = ((1,) * (rank - len(v)) + v for v in (mine, other))

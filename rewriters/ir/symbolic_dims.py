@@ -1,10 +1,9 @@
-"""Which unknown leading sizes are the same.
+"""Symbolic leading sizes: decides which unknown leading sizes are equal.
 
-With an unknown batch most tensors of a step have an unknown leading size, and nearly
-always it is that of the arguments. Not always: `x[:1]`, a gather or a boolean mask
-have one of their own. Sizes are followed from the arguments through the graph. That
-two *arguments* have the same is taken for granted only where something rests on it,
-noted on the graph, and checked when the step runs.
+With an unknown batch size most tensors of a step have an unknown leading size, nearly always that of the arguments.
+There are exceptions: `x[:1]`, a gather or a boolean mask have a leading size of their own. Sizes are propagated from
+the arguments through the graph. Two *arguments* are assumed to have equal sizes only where a rewriting rests on it.
+Such an assumption is recorded in the graph, and checked when the step runs.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ __all__: list[str] = []
 
 
 class SymbolicDim:
-    """A leading size that is not known before the step runs. Compared by identity; see `LeadingSizes.provably_equal`.
+    """A leading size that is unknown before the step runs. Compared by identity; see `LeadingSizes.provably_equal`.
 
     Attributes:
-        arguments: Positions of the graph's inputs that have it; several if an op combined them, which works
-            if theirs are the same. Empty for a size of its own.
+        arguments: Positions of the graph's inputs that have this size. They are several if an op combined them, which
+            works if their sizes are equal. Empty for a size that is no argument's.
     """
 
     def __init__(self, *arguments: int) -> None:
@@ -43,7 +42,7 @@ class LeadingSizes:
         self._graph = graph
         self._found: dict[Tensor, SymbolicDim] = {}
         self._multiples: dict[tuple[SymbolicDim, int], SymbolicDim] = {}
-        """Sizes of what has several entries for each of another, such as pixels made images."""
+        """Products of a size and a factor, as after space-to-batch folding."""
         self._divided: dict[tuple[SymbolicDim, int], SymbolicDim] = {}
         self._groups: list[set[int]] = []
         self._combined: list[set[int]] = []
@@ -53,7 +52,7 @@ class LeadingSizes:
             self._combined.append(set(pair))
 
     def find(self, order: Iterable[Node], evaluate: Callable[[Tensor], Any]) -> None:
-        """Follow the sizes through the nodes, in topological order."""
+        """Propagate the sizes through the nodes, in topological order."""
         positions = {tensor.node: position for position, tensor in enumerate(self._graph.inputs)}
         for node in order:
             for index, (_, shape) in enumerate(node.outputs):
@@ -63,14 +62,14 @@ class LeadingSizes:
                     self._found[node.out(index)] = known or SymbolicDim()
 
     def of(self, tensor: Tensor) -> int | SymbolicDim | None:
-        """The leading size; `None` if the rank is unknown or zero."""
+        """Return the leading size; `None` if the rank is unknown or zero."""
         if not tensor.shape:
             return None
         size = tensor.shape[0]
         return self._found.setdefault(tensor, SymbolicDim()) if size is None else size
 
     def of_images(self, tensor: Tensor, entries: int) -> int | SymbolicDim | None:
-        """The number of images that a tensor was made of, with so many entries for each."""
+        """Return the batch size of a tensor that has `entries` entries of its first dimension per image."""
         size = self.of(tensor)
         return self._divided.get((size, entries), size) if isinstance(size, SymbolicDim) else size
 
@@ -116,7 +115,7 @@ class LeadingSizes:
         self._groups.append(positions.union(*touched))
 
     def _made(self, node: Node, evaluate: Callable[[Tensor], Any]) -> SymbolicDim | None:
-        """Leading size of a node's outputs where it is an operand's; `None` if it is not, or nobody knows."""
+        """Return the leading size of a node's outputs if it is an operand's, otherwise `None`."""
         position = _shape_operand(node.op)
         if position is not None:
             return self._from_shape(node, position, evaluate)
@@ -141,7 +140,7 @@ class LeadingSizes:
         return SymbolicDim(*together)
 
     def _in_blocks(self, node: Node, block: Any) -> SymbolicDim | None:
-        """A multiple of the operand's size, or what that is a multiple of."""
+        """Return the operand's size times or divided by the block size."""
         size = self.of(node.inputs[0])
         if (
             not isinstance(size, SymbolicDim)
@@ -177,14 +176,14 @@ def _first(value: Any) -> Any:
 
 
 def _shape_operand(op_type: str) -> int | None:
-    """Position of the operand that says what shape the output has."""
+    """Return the position of the operand that holds the shape of the output."""
     if "Random" in op_type or "TruncatedNormal" in op_type:
         return None if op_type == "RandomShuffle" else 0
     return traits_of(op_type).shape_operand
 
 
 def _same_rest(shape: Sequence[Any] | None, target: Sequence[Any]) -> bool:
-    """Whether a `Reshape` to (-1, ...) leaves the first size as it is."""
+    """Return whether a `Reshape` to (-1, ...) keeps the first size."""
     rest = [*(shape or ())[1:], *target[1:]]
     if not shape or not all(isinstance(size, int) and size > 0 for size in rest):
         return False
@@ -206,7 +205,7 @@ def _ints(value: Any) -> tuple[int, ...]:
 
 
 def _strided(node: Node, values: Sequence[Any]) -> bool:
-    """All of the first axis: `x[:, ...]`."""
+    """Return whether a slice keeps the full first axis: `x[:, ...]`."""
     masks = {key: node.attrs[f"{key}_mask"].i & 1 for key in ("begin", "end", "shrink_axis", "new_axis", "ellipsis")}
     if masks["ellipsis"]:
         return True
@@ -221,7 +220,7 @@ def _reduced(node: Node, values: Sequence[Any]) -> bool:
 
 
 def _axis_elsewhere(position: int) -> Callable[[Node, Sequence[Any]], bool]:
-    """Along another axis than the first, by operand `position`."""
+    """Return a test for an axis, in operand `position`, that is not the first."""
 
     def keeps(node: Node, values: Sequence[Any]) -> bool:
         return _ints(values[position])[0] % len(node.outputs[0][1] or ()) != 0
@@ -230,7 +229,7 @@ def _axis_elsewhere(position: int) -> Callable[[Node, Sequence[Any]], bool]:
 
 
 def _einsum(node: Node, _values: Sequence[Any]) -> bool:
-    """The same letter comes first wherever the size is not known."""
+    """Return whether the unknown sizes share the first letter of the result."""
     *operands, out = node.attrs["equation"].s.decode().replace("->", ",").replace(" ", "").split(",")
     unknown = [own for own, t in zip(operands, node.inputs, strict=True) if t.shape and t.shape[0] is None]
     return "." not in out[:1] and all(own[:1] == out[:1] for own in unknown)
@@ -249,4 +248,4 @@ _KEEPS: dict[str, Callable[[Node, Sequence[Any]], bool]] = {
     **dict.fromkeys(ops_with(Trait.PADDING), lambda _node, values: not np.any(values[1][0])),
     **dict.fromkeys(ops_with(Trait.REDUCTION), _reduced),
 }
-"""When an op that may change the leading size keeps it. Other ops keep it always, or never:"""
+"""Conditions under which an op keeps the leading size. Ops without a row keep it always or never."""

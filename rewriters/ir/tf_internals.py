@@ -1,7 +1,7 @@
-"""Every use of a TensorFlow interface that is not public, in one place.
+"""All uses of private TensorFlow interfaces.
 
-If a new TensorFlow breaks the project, it breaks here. Each function says what
-it stands in for and why the public interface is not enough.
+If a new TensorFlow breaks the project, it breaks here. Each function names the public interface that it replaces, and
+why that is not enough.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _BRANCH_OF_STEP = re.compile(r"^[^/]+/(?:then|else)/_/")
 
 
 def is_stateful(op_type: str) -> bool:
-    """Whether TensorFlow registers `op_type` as stateful (unknown types count as stateful)."""
+    """Return whether TensorFlow registers `op_type` as stateful (unknown types count as stateful)."""
     op_def = op_def_registry.get(op_type)
     return True if op_def is None else bool(op_def.is_stateful)
 
 
 def control_outputs(concrete_fn: Any) -> list[Any]:
-    """Operations that a traced function runs for their effect alone."""
+    """Return the operations that a traced function runs for their effect alone."""
     return list(concrete_fn.graph.control_outputs)
 
 
 def operations(graph: Any, way: str = "") -> Iterator[tuple[str, Any]]:
-    """(name in a run, operation) of all in a graph, and in the branches that it takes one of, such as `tf.cond`'s.
+    """Yield (name in a run, operation) of a graph and of the branches of its conditionals, such as those of `tf.cond`.
 
-    A run has the operations of branches in the place of what chooses. Their names then begin with the branch's and a
-    number that only the run knows, in the place of which `_` stands, here and in what is read from `step_stats`.
+    A run replaces a conditional by the operations of one branch. Their names begin with that of the branch and a number
+    that exists only in the run. Here and in the names read from `step_stats` the number is replaced by `_`.
     """
     for operation in graph.get_operations():
         yield way + operation.name, operation
@@ -51,12 +51,12 @@ def operations(graph: Any, way: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def own_name(name: str) -> str:
-    """A name in a run without the branch at its begin: a step for batches of any size is one of two."""
+    """Return a name in a run without its branch prefix: a step for any batch size is one of two branches."""
     return _BRANCH_OF_STEP.sub("", name)
 
 
 def _in_run(node: Any) -> str:
-    """The name of what ran, as `operations` has it."""
+    """Return the name of a node that ran, in the form that `operations` yields."""
     return _NUMBER.sub(r"/\1/_/", node.node_name)
 
 
@@ -69,7 +69,7 @@ def trace_func_graph(name: str, function: Callable[..., Any], specs: Sequence[tf
 
 
 def function_body(function_def: Any) -> tuple[Any, dict[str, str]]:
-    """A library function as a `GraphDef`, and flat names of its tensors.
+    """Return a library function as a `GraphDef`, and flat names of its tensors.
 
     `FunctionDef` names tensors `node:output_arg:index`; a graph needs `node:index`.
     """
@@ -77,20 +77,20 @@ def function_body(function_def: Any) -> tuple[Any, dict[str, str]]:
 
 
 def untraced(function: Any) -> Any:
-    """The same `tf.function` without its traces: layers can be watched only while a step is traced."""
+    """Return a copy of a `tf.function` without traces: layers can be watched only while a step is traced."""
     return function._clone(None)
 
 
 def default_func_graph() -> Any:
-    """The function graph being traced, or None outside of a trace."""
+    """Return the function graph being traced, or None outside of a trace."""
     graph = tf.compat.v1.get_default_graph()
     return graph if isinstance(graph, func_graph.FuncGraph) else None
 
 
 def run_independently(operations: Iterable[Any]) -> None:
-    """Let stateful operations of the function that is being traced run as soon as their edges allow.
+    """Let stateful operations of the function being traced run as soon as their edges allow.
 
-    Automatic control dependencies bring all others into one line, in the order in which they were made.
+    Automatic control dependencies would chain them to all others, in creation order.
     """
     graph = default_func_graph()
     manager = getattr(graph, "experimental_acd_manager", None)
@@ -100,18 +100,18 @@ def run_independently(operations: Iterable[Any]) -> None:
 
 
 def copy_handle_data(source: Any, target: Any) -> None:
-    """Tell a resource placeholder which variable it stands for; reads have no shape otherwise."""
+    """Associate a resource placeholder with its variable; reads have no shape otherwise."""
     if source.dtype == tf.resource:
         handle_data_util.copy_handle_data(source, target)
 
 
 def kept_apart(name: str) -> dict[str, Any]:
-    """Attributes that keep an op from being made one with an equal one, because its result is changed in place."""
+    """Return attributes that exclude an op, whose result is changed in place, from common subexpression elimination."""
     return {"_tflms_sft_own": tf.compat.v1.AttrValue(s=name.encode())}
 
 
 def prevent_cse(tensor: Any) -> None:
-    """The same for an op that exists."""
+    """Exclude an existing op from common subexpression elimination."""
     for key, value in kept_apart(tensor.op.name).items():
         tensor.op._set_attr(key, value)
 
@@ -119,7 +119,7 @@ def prevent_cse(tensor: Any) -> None:
 def create_op(
     op_type: str, operands: Sequence[Any], dtypes: Sequence[Any], attrs: Any, name: str, device: str
 ) -> list[Any]:
-    """Add any op, by type, to the graph being traced. `tf.raw_ops` wants attributes as Python values."""
+    """Add any op, by type, to the graph being traced. `tf.raw_ops` requires attributes as Python values."""
     graph = tf.compat.v1.get_default_graph()
     values = [tf.convert_to_tensor(t) for t in operands]
     with tf.device(device or None):
@@ -128,7 +128,7 @@ def create_op(
 
 
 def pack_outputs(concrete_fn: Any, flat: Sequence[Any]) -> Any:
-    """Flat results in the structure that the traced function returned (`None` leaves kept)."""
+    """Return flat results in the structure that the traced function returned (`None` leaves stay)."""
     structured = concrete_fn.structured_outputs
     remaining = iter(flat)
     parts = tf.nest.flatten(structured, expand_composites=True)  # Of `tf.IndexedSlices` and the like.
@@ -138,10 +138,10 @@ def pack_outputs(concrete_fn: Any, flat: Sequence[Any]) -> Any:
 
 
 def register_functions(library: Any) -> None:
-    """Make loop bodies known to the eager runtime; importing a graph tells only the graph.
+    """Register loop bodies with the eager runtime; importing a graph registers them with the graph only.
 
-    They are known already while the graph that they were traced in is alive. Adding
-    them again counts a reference, so that they outlive it.
+    They are registered already while the graph that they were traced in is alive. Adding them again counts a reference,
+    so that they outlive it.
     """
     eager = context.context()
     eager.ensure_initialized()
@@ -150,22 +150,22 @@ def register_functions(library: Any) -> None:
 
 
 def _handle_data(tensor: Any) -> Any:
-    """Shape and dtype of the variable behind a resource tensor, eager or symbolic."""
+    """Return shape and dtype of the variable behind a resource tensor, eager or symbolic."""
     if isinstance(tensor, ops.EagerTensor):
         return tensor._handle_data
     return handle_data_util.get_resource_handle_data(tensor)
 
 
 def must_compile(concrete_fn: Any) -> bool:
-    """Whether XLA has to compile a traced function."""
+    """Return whether XLA must compile a traced function."""
     attrs = concrete_fn.function_def.attr
     return "_XlaMustCompile" in attrs and bool(attrs["_XlaMustCompile"].b)
 
 
 def captured_variables(concrete_fn: Any) -> list[tuple[Any, Any]]:
-    """(handle, dtype) of each variable that a traced function reads or writes.
+    """Return (handle, dtype) of each variable that a traced function reads or writes.
 
-    `FuncGraph.variables` knows only those that were used as Python objects while it was traced.
+    `FuncGraph.variables` holds only variables that were used as Python objects during tracing.
     """
     found = []
     for tensor in concrete_fn.captured_inputs:
@@ -176,22 +176,22 @@ def captured_variables(concrete_fn: Any) -> list[tuple[Any, Any]]:
 
 
 def living_variables(concrete_fn: Any) -> list[Any]:
-    """Variables that a traced function was made with, which it does not keep, as far as somebody does."""
+    """Return the variables that a traced function was created with and that are still referenced elsewhere."""
     return [variable for reference in concrete_fn.graph._weak_variables if (variable := reference()) is not None]
 
 
 def share_variables(concrete_fn: Any, other: Any) -> None:
-    """Let a traced function know the variables of one that it was made of, which has handles of them alone."""
+    """Give a traced function the variables of the function that it was built from, of which it has only handles."""
     other.graph.variables = living_variables(concrete_fn)
 
 
 def variable_sizes(concrete_fn: Any) -> list[int]:
-    """Bytes of each variable that a traced function reads or writes."""
+    """Return the bytes of each variable that a traced function reads or writes."""
     return [size for _, size in variable_places(concrete_fn)]
 
 
 def variable_places(concrete_fn: Any) -> list[tuple[str, int]]:
-    """(device, bytes) of each variable that a traced function reads or writes."""
+    """Return (device, bytes) of each variable that a traced function reads or writes."""
     found = []
     for tensor in concrete_fn.captured_inputs:
         if tensor.dtype != tf.resource:
@@ -208,7 +208,7 @@ def variable_places(concrete_fn: Any) -> list[tuple[str, int]]:
 
 
 def sizes_of_variables(concrete_fn: Any) -> list[int]:
-    """Bytes of the variable behind each captured tensor; 0 for one that is none."""
+    """Return the bytes of the variable behind each captured tensor; 0 for one that is not a variable."""
     found = []
     for tensor in concrete_fn.captured_inputs:
         data = _handle_data(tensor) if tensor.dtype == tf.resource else None
@@ -222,23 +222,23 @@ def sizes_of_variables(concrete_fn: Any) -> list[int]:
 
 
 def memory_limits() -> dict[str, int]:
-    """Bytes that TensorFlow may take of each of its devices."""
+    """Return the bytes that TensorFlow may allocate on each of its devices."""
     return {short_device(found.name): int(found.memory_limit) for found in device_lib.list_local_devices()}
 
 
 def short_device(name: str) -> str:
-    """`GPU:0` of `/job:localhost/replica:0/task:0/device:GPU:0`; the host's if there is none."""
+    """Return `GPU:0` for `/job:localhost/replica:0/task:0/device:GPU:0`; the host's name if there is no device."""
     found = re.search(r"(CPU|GPU|TPU|XPU):\d+", name, re.IGNORECASE)
     return found.group().upper() if found else "CPU:0"
 
 
 def has_begun() -> bool:
-    """Whether TensorFlow has made its devices, after which there can be no others."""
+    """Return whether TensorFlow has initialised its devices, after which no device can be added."""
     return bool(context.context()._initialized)
 
 
 def workers() -> dict[str, str]:
-    """Addresses of the machines that this program is connected to, by their names; without its own."""
+    """Return the addresses of the workers that this program is connected to, by name, without its own."""
     server = context.get_server_def()
     if server is None:
         return {}
@@ -248,7 +248,7 @@ def workers() -> dict[str, str]:
 
 
 def _captured_value(tensor: Any) -> tuple[bool, Any]:
-    """Whether a captured tensor stands for a variable, and its value."""
+    """Return whether a captured tensor stands for a variable, and its value."""
     if tensor.dtype != tf.resource:
         return False, tensor.numpy()
     data = _handle_data(tensor)
@@ -262,10 +262,10 @@ def _captured_value(tensor: Any) -> tuple[bool, Any]:
 
 
 def allocations(stats: Any) -> list[tuple[str, int, int, str]]:
-    """(device, microseconds, bytes, operation) of everything that was taken or, below zero, given back in a step.
+    """Return (device, microseconds, bytes, operation) of each allocation of a step; bytes are negative for a free.
 
     Args:
-        stats: What `step_stats` returned.
+        stats: The result of `step_stats`.
     """
     found = []
     for device in stats.dev_stats:
@@ -279,7 +279,7 @@ def allocations(stats: Any) -> list[tuple[str, int, int, str]]:
 
 
 class Times(NamedTuple):
-    """When an operation began and ended, in microseconds, and the bytes of its results."""
+    """Begin and end of an operation in microseconds, and the bytes of its results."""
 
     begun: int
     ended: int
@@ -287,7 +287,7 @@ class Times(NamedTuple):
 
 
 def times(stats: Any) -> dict[str, Times]:
-    """The same for what ran, by the operation's name."""
+    """Return the times of each operation that ran, by name."""
     found = {}
     for device in stats.dev_stats:
         for node in device.node_stats:
@@ -298,17 +298,17 @@ def times(stats: Any) -> dict[str, Times]:
 
 
 def runs(stats: Any) -> Iterator[tuple[str, int, int]]:
-    """(operation, microseconds at its begin, at its end) of everything that ran, each turn of a loop by itself."""
+    """Yield (operation, begin, end), in microseconds, of each run of an operation, one per iteration of a loop."""
     for device in stats.dev_stats:
         for node in device.node_stats:
             yield _in_run(node), node.all_start_micros, node.all_start_micros + node.op_end_rel_micros
 
 
 def step_stats(concrete_fn: Any, arguments: Sequence[Any]) -> Any:
-    """`StepStats` of one run: when each operation ran, where, and what it allocated.
+    """Return `StepStats` of one run: when each operation ran, on which device, and its allocations.
 
-    Metadata of an eagerly run function come back without records; a session's have them. The step runs
-    on a copy of the variables, fed with their values.
+    Metadata of an eagerly run function contain no allocation records; those of a session do. The step runs on a copy of
+    the variables, fed with their values.
     """
     graph_def = concrete_fn.graph.as_graph_def()
     held = [_captured_value(tensor) for tensor in concrete_fn.captured_inputs]
@@ -344,7 +344,10 @@ def step_stats(concrete_fn: Any, arguments: Sequence[Any]) -> Any:
 
 
 def _freed(records: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Records of one node without what stays: a variable's new value, whose old one is freed unrecorded."""
+    """Return the records of one node without its permanent allocation.
+
+    That is the new value of a variable, whose old value is freed without a record.
+    """
     stays = sum(amount for _, amount in records)
     result = []
     for micros, amount in records:

@@ -1,6 +1,6 @@
-"""Which variables an operation touches, and whether it changes them.
+"""Variable access: the variables that an operation reads or may write.
 
-A variable is known by the placeholder of its handle, which every operation on it reads.
+The placeholder of its handle identifies a variable: every operation on it reads that.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _READERS = ops_with(Trait.READS_VARIABLE)
 
 
 def variable_handles(node: Node) -> list[Tensor]:
-    """Handles of the variables that an operation is given."""
+    """Return the handles of variables among the operands."""
     return [t for t in node.inputs if t.dtype == tf.resource]
 
 
 def may_write_variable(node: Node) -> bool:
-    """Whether an operation may change the variables that it is given; one with a body may do anything."""
+    """Return whether an operation may write one of its variables; one with a function body may do anything."""
     return node.op not in _READERS and bool(variable_handles(node))
