@@ -1,4 +1,4 @@
-"""From a rewritten graph back to something TensorFlow runs."""
+"""Import of a rewritten graph into TensorFlow."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ __all__: list[str] = []
 
 
 class StepImporter:
-    """Imports a graph into the function being traced, as often as asked.
+    """Imports a graph into the function being traced, any number of times.
 
     Attributes:
         graph: The graph.
         concrete_fn: The function that it was read from; it holds the captured tensors.
-        tier: Where the graph swaps to, if it does.
-        sizes: Leading sizes of arguments that the graph is for, by position; none if for all that it can be cut for.
-        other: What imports the same step for all other batches, if such may come.
+        tier: Target of the graph's swaps, if it has any.
+        sizes: Leading sizes of the arguments that the graph is for, by position; empty if it is for all divisible
+            sizes.
+        other: Importer of the step for all other batch sizes, if these may occur.
     """
 
     def __init__(self, graph: Graph, concrete_fn: Any, tier: Tier | None = None) -> None:
@@ -42,12 +43,12 @@ class StepImporter:
 
     @property
     def tiers(self) -> list[Tier]:
-        """Where both graphs swap to."""
+        """Return the swap tiers of both graphs."""
         found = [self.tier, *(self.other.tiers if self.other is not None else ())]
         return [tier for number, tier in enumerate(found) if tier is not None and tier not in found[:number]]
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
-        """Import the graph, fed with flat `arguments`; the results in the structure of the original."""
+        """Import the graph, fed with flat `arguments`; return the results in the structure of the original."""
         other = self.other
         if other is None:
             flat = self.values(arguments, self.graph.outputs)
@@ -61,18 +62,18 @@ class StepImporter:
         return tf_internals.pack_outputs(self.concrete_fn, flat)
 
     def for_batch(self, arguments: Sequence[Any]) -> StepImporter:
-        """What imports the graph that runs for arguments whose sizes are known: this, or `other`."""
+        """Return the importer for arguments of known sizes: this one or `other`."""
         return self if self.other is None or self._is_for(arguments) else self.other
 
     def values(
         self, arguments: Sequence[Any], tensors: Sequence[Tensor], given: Mapping[Tensor, Any] | None = None
     ) -> list[Any]:
-        """Import this graph, and not `other`; the values of some of its tensors.
+        """Import this graph, not `other`, and return the values of some of its tensors.
 
         Args:
-            arguments: What it is fed with, flat.
-            tensors: What to return.
-            given: Values for readers of tensors, in the place of what is computed.
+            arguments: Flat arguments that feed the graph.
+            tensors: Tensors whose values are returned.
+            given: Values that replace those of tensors.
         """
         outer = tf_internals.default_func_graph()
         assert outer is not None, "the graph is imported inside of a trace"
@@ -94,12 +95,12 @@ class StepImporter:
         return [mapping.get(name, result) for name, result in zip(names, found, strict=False)]
 
     def abandon(self) -> None:
-        """Give up what a step that failed has left in the tiers."""
+        """Release everything that a failed step has left in the tiers."""
         for tier in self.tiers:
             tier.clear()
 
     def _is_for(self, arguments: Sequence[Any]) -> Any:
-        """Whether the graph is for arguments of these sizes."""
+        """Return whether the graph is for arguments of these sizes."""
         if self.sizes:
             found = [tf.shape(arguments[position])[0] for position in self.sizes]
             return tf.reduce_all(tf.equal(tf.stack(found), list(self.sizes.values())))
@@ -107,9 +108,9 @@ class StepImporter:
         return tf.equal(tf.shape(arguments[position])[0] % parts, 0)
 
     def _checked(self, arguments: Sequence[Any]) -> list[Any]:
-        """The arguments, those behind a check that are taken to have equal leading sizes.
+        """Return the arguments, behind a check of those that are assumed to have equal leading sizes.
 
-        An unknown size that turns out to be 1 would be spread over the other.
+        An unknown size that turns out to be 1 would be broadcast.
         """
         if len(arguments) != self.num_arguments:
             raise TypeError(f"expected {self.num_arguments} tensors. Received: {len(arguments)}.")
@@ -132,7 +133,7 @@ class StepImporter:
         return arguments
 
     def _checks_of_batches(self, arguments: Sequence[Any]) -> list[Any]:
-        """That all that is cut is as long: what has another leading size has no row for each sample."""
+        """Return checks that all arguments that are split have one length: others have no row per sample."""
         first, *others = sorted(self.graph.divided) or [0]
         checks = []
         for other in others:
@@ -151,11 +152,11 @@ class StepImporter:
 
 
 def specialise_shapes(concrete_fn: Any, shapes: Mapping[int, Sequence[int | None]]) -> Any:
-    """A traced function for arguments of known sizes: the same operations, by the same names.
+    """Return a traced function for arguments of known sizes, with the same operations and names.
 
     Args:
-        concrete_fn: A traced function, maybe for arguments of any size.
-        shapes: Their shapes by the position of an argument; others are as they were.
+        concrete_fn: A traced function, possibly for arguments of unknown size.
+        shapes: Shapes by the position of an argument; other arguments keep theirs.
     """
     importer = StepImporter(from_concrete_function(concrete_fn), concrete_fn)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs[: importer.num_arguments]]
@@ -171,9 +172,9 @@ def specialise_shapes(concrete_fn: Any, shapes: Mapping[int, Sequence[int | None
 
 
 def _apart(argument: Any) -> Any:
-    """All rows of an argument, as a tensor whose size TensorFlow does not take for that of the argument.
+    """Return all rows of an argument, as a tensor whose size TensorFlow does not identify with that of the argument.
 
-    Its optimizer has it that what sizes are somewhere, in a branch that does not run too, they are everywhere, and
-    would find that each batch has the size that the branch for one size is for. Rows that are cut out share the memory.
+    Grappler propagates sizes from one branch to the whole graph, also from a branch that does not run. It would
+    conclude that each batch has the size of the specialised branch. Rows that are sliced share the memory.
     """
     return argument[: tf.shape(argument)[0]]

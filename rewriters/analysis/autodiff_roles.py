@@ -1,11 +1,9 @@
-"""Which operations are forward and which are backward, decided once, here.
+"""Forward and backward roles of operations.
 
-Autodiff marks what it makes: gradient tapes and `tf.gradients` open name
-scopes, and some op types exist only as gradients. Those are the seeds;
-backward is what descends from them, and what is computed for them alone
-(`forward_derived_nodes`). Two things are not followed: effects that an assignment orders
-(a second forward pass after an update reads variables after it, and is still a
-forward pass), and control edges out of stateful ops.
+Autodiff marks the operations that it creates: gradient tapes and `tf.gradients` open name scopes, and some op types
+exist only as gradients. These are the seeds. Backward are their descendants, and nodes computed for them alone
+(`forward_derived_nodes`). Two kinds of edges are not followed: variables that an assignment writes (a second forward
+pass after an update is still forward), and control edges out of stateful ops.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ _TYPE = re.compile(r"(Grad|BackpropFilter|BackpropFilterV2)$")
 
 
 def is_seed(node: Node) -> bool:
-    """Whether autodiff made this node, by its scope or its type."""
+    """Return whether autodiff created a node, by its scope or its type."""
     return _made_by_autodiff(node.name, node.op)
 
 
 def gradient_seed_constants(graph: Graph) -> list[Tensor]:
-    """What gradients begin with: ones that nothing but gradients reads."""
+    """Return the constants that gradients start from: ones that only gradients read."""
     found = []
     for tensor, readers in graph.consumers().items():
         begins = tensor.node.op == "Const" and tensor.dtype.is_floating and not is_seed(tensor.node)
@@ -53,34 +51,34 @@ def _made_by_autodiff(name: str, op: str) -> bool:
 
 
 def is_autodiff_name(name: str) -> bool:
-    """Whether a name scope of this name looks like one that autodiff opens."""
+    """Return whether a name scope of this name looks like one that autodiff opens."""
     return bool(_SCOPE.search(f"{name}/"))
 
 
 def forward_scope_of_gradient(name: str) -> str:
-    """Path of the forward operation, or of its scope, that autodiff made an op for; empty if the name does not tell.
+    """Return the forward operation, or its scope, of a gradient op; empty if the name does not contain it.
 
-    It names what it makes after that. Only reports go by it.
+    Autodiff names gradient ops after forward ops. Only reports depend on it.
     """
     *_, last = [None, *_SCOPE.finditer(name)]
     return "" if last is None else name[last.end() :].rpartition("/")[0].removesuffix("_grad")
 
 
 def in_scope(name: str, scope: str) -> bool:
-    """Whether an operation lies in a name scope, at any depth, or has that name."""
+    """Return whether an operation lies in a name scope, at any depth, or has that name."""
     return f"/{name}/".find(f"/{scope.strip('/')}/") >= 0
 
 
 def backward_nodes(
     graph: Graph, order: list[Node], scopes: tuple[str, ...] = (), forward: Container[str] = ()
 ) -> set[Node]:
-    """Seeds and what descends from them.
+    """Return the seeds and their descendants.
 
     Args:
         graph: The joint graph.
         order: Its nodes in topological order.
         scopes: Name scopes that count as backward too (`optimizer_scopes`).
-        forward: Names of ops that are forward for sure: a user may call a layer `gradients`.
+        forward: Names of ops that are certainly forward: a user may call a layer `gradients`.
     """
     result: set[Node] = set()
     for node in order:
@@ -96,7 +94,7 @@ def backward_nodes(
 
 
 def hidden_gradients(graph: Graph, order: list[Node]) -> Node | None:
-    """The first node with a body, such as a loop, inside of which autodiff made something."""
+    """Return the first node with a function body, such as a loop, that contains operations created by autodiff."""
     functions = {function.signature.name: function for function in graph.library.function}
     guilty: dict[str, bool] = {}
 
@@ -112,7 +110,7 @@ def hidden_gradients(graph: Graph, order: list[Node]) -> Node | None:
 
 
 def _bodies(attrs: Mapping[str, Any]) -> list[str]:
-    """Names of the functions that an operation runs."""
+    """Return the names of the functions that an operation runs."""
     return [
         function.name
         for value in attrs.values()
@@ -121,11 +119,10 @@ def _bodies(attrs: Mapping[str, Any]) -> list[str]:
 
 
 def forward_derived_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
-    """What backward functions compute from forward values alone, such as silu's `beta * features`.
+    """Return nodes that backward functions compute from forward values alone, such as silu's `beta * features`.
 
-    It counts as backward, and is no gradient. No gradient goes into such an op and no
-    scope names it: it is elementwise, was made after the backward pass had begun, and no
-    forward op reads it.
+    They count as backward, and are not gradients. No gradient is an operand of such an op, and no scope names it. It is
+    elementwise, was created after the backward pass had begun, and no forward op reads it.
     """
     created = {node: number for number, node in enumerate(graph.nodes.values())}
     begin = min((created[node] for node in backward), default=0)
@@ -143,10 +140,10 @@ def forward_derived_nodes(graph: Graph, order: list[Node], backward: set[Node]) 
 
 
 def update_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
-    """What is done with the gradients: clipping, the optimizer's arithmetic, assignments.
+    """Return the update: clipping of gradients, the optimizer's arithmetic, assignments.
 
-    An update descends from autodiff's ops and none of them descends from it. Sums of gradients alone, as of weights
-    that layers share, belong to the backward pass, though no scope says so.
+    An update descends from autodiff's ops and has no descendant among them. Sums of gradients alone, as of weights that
+    layers share, belong to the backward pass, though no scope says so.
 
     Args:
         graph: The joint graph.
@@ -166,13 +163,13 @@ def update_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[No
 
 
 def update_descendants(order: list[Node], update: set[Node]) -> set[Node]:
-    """An update with all that descends from it: through values, and through variables that it writes.
+    """Return an update with all its descendants, by values and by variables that it writes.
 
-    Adam computes the change of a weight from its slots, which it has changed.
+    Adam computes the change of a weight from slots that it has written before.
 
     Args:
         order: All nodes in topological order.
-        update: What `update_nodes` found.
+        update: The result of `update_nodes`.
     """
     found: set[Node] = set()
     for node in order:
@@ -188,7 +185,7 @@ def update_descendants(order: list[Node], update: set[Node]) -> set[Node]:
 
 
 def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tensor]:
-    """What the backward pass ends in: gradients that an update reads (`update_nodes`), or that the step returns.
+    """Return the gradients in which the backward pass ends: an update reads them, or the step returns them.
 
     Args:
         graph: The joint graph.
@@ -208,10 +205,10 @@ def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tens
 
 
 def data_dependent_nodes(order: list[Node]) -> set[Node]:
-    """Nodes whose value depends on data: arguments, captured constants fed per step, random draws, iterators.
+    """Return the nodes that depend on data: arguments, captured constants fed per step, random draws, iterators.
 
-    The others depend on variables and constants alone. A filter is rank 4 like an
-    activation; only its descent tells them apart.
+    The others depend on variables and constants alone. A filter is rank 4 like an activation; only its ancestors
+    distinguish them.
     """
     result: set[Node] = set()
     for node in order:
@@ -226,22 +223,22 @@ def data_dependent_nodes(order: list[Node]) -> set[Node]:
 
 
 def is_random_source(node: Node) -> bool:
-    """Whether a node makes something new in each step; stateless draws count on with a seed that is a variable."""
+    """Return whether a node draws a new value in each step. A stateless draw does if its seed is a variable."""
     return bool(node.outputs) and (node.stateful or op_traits.is_stateless_random(node.op))
 
 
 def is_random(node: Node) -> bool:
-    """Whether an operation draws random numbers, from a seed that it is given or from none."""
+    """Return whether an operation draws random numbers, from a seed operand or from none."""
     return op_traits.is_random(node.op)
 
 
 def reads_shape_only(node: Node) -> bool:
-    """Whether the operands matter only by their shape."""
+    """Return whether an operation reads only the shape of its operands."""
     return node.op in _SHAPE_QUERIES
 
 
 def shape_computations(order: Iterable[Node]) -> set[Node]:
-    """Operations that compute integers from sizes and constants.
+    """Return the operations that compute integers from shapes and constants.
 
     Args:
         order: Nodes in topological order.

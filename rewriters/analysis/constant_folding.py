@@ -1,7 +1,6 @@
-"""Numbers that a step computes from constants and sizes alone, such as the logarithm of the number of samples.
+"""Constant folding: values that depend only on constants and static shapes, such as the logarithm of the batch size.
 
-They are computed as the step would, by TensorFlow's own kernels, so that there is no second table of what operations
-do to numbers.
+They are computed by TensorFlow's own kernels, as in the step, so that op semantics are not implemented twice.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from rewriters.ir.static_values import constant, type_attr
 __all__: list[str] = []
 
 _MOST_ENTRIES = 1 << 16
-"""Of a tensor that is computed here; larger ones are data."""
+"""Entries of a tensor up to which it is folded; larger ones are data."""
 
 _OPAQUE = (tf.resource, tf.variant, tf.string)
 
 
 class ConstantFolder:
-    """Values of a graph that depend on constants and sizes only, computed when one is first asked for."""
+    """Values of a graph that depend only on constants and static shapes, computed on demand."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._values: dict[Tensor, np.ndarray] | None = None
 
     def __call__(self, tensor: Tensor) -> np.ndarray | None:
-        """The value of a tensor; `None` if it depends on more, is large, or cannot be computed."""
+        """Return the value of a tensor; `None` if it depends on more, is large, or cannot be computed."""
         if tensor.node.op == "Const":
             return constant(tensor.node)
         if self._values is None:
@@ -40,7 +39,7 @@ class ConstantFolder:
         return self._values.get(tensor)
 
     def _computed(self) -> dict[Tensor, np.ndarray]:
-        """All of them, by one call."""
+        """Compute tensors in one call."""
         graph_def = tf.compat.v1.GraphDef(versions=self._graph.versions)
         made: dict[Tensor, str] = {}
         for node in self._graph.topological():
@@ -78,7 +77,7 @@ def _tensor(value: Any) -> Any:
 
 
 def _sizes(node: Node) -> list[tuple[Tensor, np.ndarray]]:
-    """What an operation tells of shapes, if those are known."""
+    """Return the result of a shape query, if the shapes are known."""
     found = []
     for index, (operand, (dtype, _)) in enumerate(zip(node.inputs, node.outputs, strict=True)):
         shape = operand.shape
@@ -90,7 +89,7 @@ def _sizes(node: Node) -> list[tuple[Tensor, np.ndarray]]:
 
 
 def _is_pure(node: Node) -> bool:
-    """Whether an operation only computes something, not much, and from what is given to it."""
+    """Return whether an operation is a small computation on its operands alone."""
     if node.stateful or node.op == "Placeholder" or not (node.inputs or node.op == "Const"):
         return False
     if any(value.HasField("func") or value.list.func for value in node.attrs.values()):

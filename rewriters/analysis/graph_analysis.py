@@ -1,4 +1,4 @@
-"""What every pass wants to know about a graph, computed once."""
+"""Facts about a graph that every pass needs, computed once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ = catalogue  # Importing the package fills the registry.
 
 
 class GraphAnalysis:
-    """Orders, readers and roles of a normalised graph.
+    """Orders, consumers and roles of a canonical graph.
 
     Attributes:
         graph: The graph; it is not edited.
@@ -35,12 +35,12 @@ class GraphAnalysis:
         order: Nodes in topological order.
         position: Index of each node in `order`.
         successors: Nodes that wait for a node's value (not just its shape) or effect.
-        readers: (node, operand) pairs that read a tensor.
+        consumers: (node, operand position) pairs that read a tensor.
         backward: Nodes of the backward pass and the update.
-        derived: Those of them that are computed from forward values alone.
+        forward_derived: Backward nodes that are computed from forward values alone.
         data: Nodes that depend on data, not on variables alone.
         evaluate: Static evaluator.
-        layouts: Where the axes of images lie.
+        layouts: Axis layouts of images.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GraphAnalysis:
         self._find_layouts()
 
     def _successors(self) -> dict[Node, list[Node]]:
-        """Successors by data and control, without reads of a shape: those move to the segment's entry."""
+        """Return successors by data and control edges, without reads of a shape: those move to the segment's entry."""
         result: dict[Node, list[Node]] = {node: [] for node in self.order}
         for node in self.order:
             for tensor in () if reads_shape_only(node) else node.inputs:
@@ -97,27 +97,27 @@ class GraphAnalysis:
         self.layouts.find(anchors, links, outputs)
 
     def view(self, node: Node) -> OpView:
-        """The node as rules see it."""
+        """Return a node in the form that rules read."""
         if node not in self._views:
             self._views[node] = OpView(node, self.evaluate, self.layouts)
         return self._views[node]
 
     def extents(self, tensor: Tensor) -> tuple[int | None, ...] | None:
-        """Rows along each axis; `None` for what holds no image."""
+        """Return the rows along each axis; `None` for a tensor that holds no image."""
         layout = self.layouts.of(tensor)
         return None if layout is None else layout.extents(tensor)
 
     def entries_per_image(self, tensor: Tensor) -> int:
-        """Entries of the first dimension for each image: one, except where pixels have been made images."""
+        """Return the entries of the first dimension per image: one, except after space-to-batch folding."""
         layout = self.layouts.of(tensor)
         return 1 if layout is None else layout.batch_fold
 
     def has_known_size(self, tensor: Tensor) -> bool:
-        """Whether a tensor is an image of which everything but the number is known when the step is traced."""
+        """Return whether a tensor is an image whose shape is static but for the batch size."""
         return self.layouts.of(tensor) is not None and None not in (tensor.shape or ())[1:]
 
     def is_image(self, tensor: Tensor) -> bool:
-        """Whether a tensor holds images rather than one value for all pixels of all of them."""
+        """Return whether a tensor holds images rather than one value for all pixels and images."""
         extents = self.extents(tensor)
         return extents is not None and (any(rows != 1 for rows in extents) or tensor.shape[0] != 1)  # type: ignore[index]
 
@@ -132,15 +132,15 @@ class GraphAnalysis:
 
     @functools.cached_property
     def before_backward(self) -> set[Node]:
-        """The backward phase, and what it depends on."""
+        """The backward phase and its ancestors."""
         return ancestors(self.backward)
 
     def sorted(self, nodes: set[Node]) -> list[Node]:
-        """A set of nodes in topological order, so that results do not depend on hashing."""
+        """Return nodes in topological order, so that results do not depend on hashing."""
         return sorted(nodes, key=self.position.__getitem__)
 
     def require_backward(self) -> None:
-        """Refuse a function that computes no gradients."""
+        """Raise `RewriteError` for a function that computes no gradients."""
         if not self.backward:
             self.refuse_hidden_gradients()
             raise RewriteError(
@@ -149,7 +149,7 @@ class GraphAnalysis:
             )
 
     def refuse_hidden_gradients(self) -> None:
-        """Refuse a function that computes gradients, if at all, where they are not seen: inside of a loop, say."""
+        """Raise `RewriteError` for a function whose only gradients lie in a function body, such as a loop's."""
         node = None if self.backward else hidden_gradients(self.graph, self.order)
         if node is not None:
             what, inner = ("loop", "a turn") if node.op in LOOPS else (f"`{node.op}`", "it")
@@ -159,7 +159,7 @@ class GraphAnalysis:
 
 
 def forward_kinds(analysis: GraphAnalysis, node: Node, inside: set[Node] | None = None) -> list[TileKind]:
-    """Kinds of the operands of a forward op, image-shaped ones in data positions being `FULL`.
+    """Return the kinds of the operands of a forward op: `FULL` for images in data positions.
 
     Raises:
         NotTileableError: If the op has no rule.
@@ -173,7 +173,7 @@ def forward_kinds(analysis: GraphAnalysis, node: Node, inside: set[Node] | None 
 
 
 def _check_batches(analysis: GraphAnalysis, node: Node, images: list[Tensor]) -> None:
-    """Refuse an op on images of unknown numbers that may differ: one of them may be spread over the other."""
+    """Refuse an op on images whose unknown batch sizes may differ: one of them may be broadcast."""
     sizes = analysis.evaluate.sizes
     entries = {analysis.entries_per_image(tensor) for tensor in images}
     if len(entries) > 1:

@@ -1,19 +1,19 @@
-"""What a network reads of its image, row by row, and by how much an image may be moved so that its result only moves.
+"""Receptive field: the image rows that a network reads, and the shifts of an image that only shift the result.
 
-Where nothing is padded, a network run on a part of its image makes a part of its result, so that devices can have parts
-of one image each (Seal et al., "Toward Large-Scale Image Segmentation on Summit", ICPP '20, section 4). Two things may
-be wrong with a part: it begins where pools and strides would take other rows together, or it has rows that some pool or
-stride leaves over, which shifts what skips bring along. Both are found from the rules of operations: which rows of its
-operand a row needs (`Rule.demand`) repeats itself every few rows. So every operation is two numbers, `advance` rows of
-the operand for `period` rows of the result, and the rows that each row of one period needs.
+A network without padding that runs on part of an image computes part of the result, so that each device can process a
+part of one image (Seal et al., "Toward Large-Scale Image Segmentation on Summit", ICPP '20, section 4). Two things may
+be wrong with a part. It may begin where pools and strides would group other rows. Or it has rows that a pool or stride
+leaves over, which shifts the skip connections. Both follow from the op rules: the rows of the operand that a row needs
+(`Rule.operand_rows_for_result`) repeat periodically. So an operation is described by two numbers, `advance` rows of the
+operand per `period` rows of the result, and by the rows that each row of one period needs.
 
-Axes are independent, as everywhere (`intervals.py`). Along each there is
+Axes are independent (`intervals.py`). Along each there is
 
-- the *scale* of a tensor: rows of the image for each of its rows, a fraction;
-- the *alignment*: the fewest rows of the image that are whole rows of every tensor. An image moved by them is made the
-  same of, only moved; moved by less it is not;
-- what an operation leaves over, and with it the sizes of images of which nothing is. Sizes that are a multiple of the
-  alignment apart leave over the same.
+- the *scale* of a tensor: image rows per row of the tensor, a fraction;
+- the *alignment*: the fewest image rows that are an integer number of rows of every tensor. Only a shift by a multiple
+of the alignment shifts the result unchanged;
+- the rows that an operation leaves over, and the image sizes for which there are none. Sizes that differ by a multiple
+of the alignment leave over the same rows.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from rewriters.rules.registry import TileKind, find_rule
 __all__: list[str] = []
 
 LEAST_ROWS = 8
-"""Rows of a result, for each that a row of the operand becomes, in which a repetition is seen for certain."""
+"""Rows of a result, per row of one operand row's images, from which on a period is detected reliably."""
 
 
 class PeriodicNeed(NamedTuple):
-    """Which rows of an operand a row needs, at any distance from the border.
+    """Operand rows that each result row needs, away from the borders.
 
     Attributes:
-        period: Rows of the result after which all is the same again, `advance` rows further.
+        period: Rows of the result after which the pattern repeats, `advance` rows further.
         advance: Rows of the operand.
         lo: First needed row for each of the rows 0 to `period - 1`.
         hi: One past the last needed row for each of them.
@@ -56,7 +56,7 @@ class PeriodicNeed(NamedTuple):
     hi: tuple[int, ...]
 
     def needs(self, begin: int, end: int) -> tuple[int, int]:
-        """Rows of the operand for rows `begin` to `end` of the result; they may lie outside of it: padding."""
+        """Return the operand rows for rows `begin` to `end` of the result; they may lie outside of it: padding."""
         first = [self._moved(self.lo, row) for row in range(begin, min(end, begin + self.period))]
         last = [self._moved(self.hi, row) for row in range(max(begin, end - self.period), end)]
         return min(first), max(last)
@@ -68,18 +68,18 @@ class PeriodicNeed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AxisReceptiveField:
-    """A network along one axis.
+    """Receptive field of a network along one axis.
 
     Attributes:
-        extent: Rows of the image for which it was traced.
+        extent: Image rows for which the network was traced.
         out_extent: Rows of its result.
-        scale: Rows of the image for each row of the result.
-        alignment: Rows by which an image may be moved.
-        needs: First row of the image that the result needs, and one past the last; the others are cropped.
-        admissible: A size of which nothing is left over, at most `extent`; with any number of alignments more, too. If
-            something is left over of all sizes, `extent`.
-        smallest: The smallest such size; where something is left over it is not known, and `admissible` is given.
-        wasteful: The first operation that leaves rows over; empty if none does, or no other size is better.
+        scale: Image rows per row of the result.
+        alignment: Rows by which an image may be shifted.
+        needs: First image row that the result needs, and one past the last; the others are cropped.
+        admissible: A size, at most `extent`, that leaves no rows over. So do sizes that are larger by multiples of
+            `alignment`. If every size leaves rows over, `extent`.
+        smallest: The smallest such size; if every size leaves rows over, `admissible`.
+        wasteful: The first operation that leaves rows over; empty if there is none, or if no other size is better.
     """
 
     extent: int
@@ -93,15 +93,15 @@ class AxisReceptiveField:
 
 
 class ReceptiveField:
-    """A network between an image and what is made of it.
+    """Receptive field of the network between an image and a result.
 
     Args:
         analysis: Of a graph without gradients.
         source: The image.
-        target: What is made of it.
+        target: The result.
 
     Raises:
-        RewriteError: If an operation between them pads, is no operation on rows, or is seen in too few rows.
+        RewriteError: If an operation between them pads, has no rule on rows, or has too few rows.
     """
 
     def __init__(self, analysis: GraphAnalysis, source: Tensor, target: Tensor) -> None:
@@ -116,16 +116,16 @@ class ReceptiveField:
                 )
         self._nodes = self._between()
         self.axes = [axis for axis, rows in enumerate(self._extents(source)) if rows > 1]
-        """Those along which there is more than one row."""
+        """Axes with more than one row."""
         self.dims = [analysis.layouts.of(source).dims[axis] for axis in self.axes]  # type: ignore[union-attr]
-        """Dimensions of the image in which they lie."""
+        """Dimensions of the image that hold the axes."""
         self._repetitions = {axis: self._found(axis) for axis in self.axes}
 
     def _extents(self, tensor: Tensor) -> tuple[int, ...]:
         return self._analysis.extents(tensor)  # type: ignore[return-value]
 
     def _between(self) -> list[Node]:
-        """The operations that make the target of the source, in topological order."""
+        """Return the operations that compute the target from the source, in topological order."""
         after: set[Tensor] = {self._source}
         for node in self._analysis.order:
             if after.intersection(node.inputs) and not reads_shape_only(node):
@@ -142,7 +142,7 @@ class ReceptiveField:
         return self._analysis.sorted(found)
 
     def _images(self, node: Node, after: Container[Tensor]) -> list[Tensor]:
-        """The images that an operation reads; everything else that it reads has to be the same for all of them."""
+        """Return the images that an operation reads; its other operands must be equal for all tiles."""
         data = self._data(node)
         others = {*range(len(node.inputs))}.difference(data, find_rule(node).shape_operands(self._analysis.view(node)))
         for position in sorted(others):
@@ -151,7 +151,7 @@ class ReceptiveField:
         return [node.inputs[position] for position in data]
 
     def _data(self, node: Node) -> list[int]:
-        """Positions of the images that an operation reads."""
+        """Return the positions of the images that an operation reads."""
         try:
             check_forward(self._analysis, node)
             kinds = forward_kinds(self._analysis, node)
@@ -184,14 +184,14 @@ class ReceptiveField:
         return result
 
     def needs(self, axis: int, begin: int, end: int) -> tuple[int, int]:
-        """Rows of the image for rows `begin` to `end` of the result, which may lie beyond those it was traced for."""
+        """Return the image rows for rows `begin` to `end` of the result, which may exceed the traced size."""
         wanted = {self._target: (begin, end)}
         for node in reversed(self._nodes):
             self._want(node, axis, wanted)
         return wanted[self._source]
 
     def _want(self, node: Node, axis: int, wanted: dict[Tensor, tuple[int, int]]) -> None:
-        """Add what an operation needs of its operands."""
+        """Add the rows that an operation needs of its operands."""
         outs = [wanted[t] for t in map(node.out, range(len(node.outputs))) if t in wanted]
         if not outs:
             return
@@ -204,7 +204,7 @@ class ReceptiveField:
                 wanted[tensor] = (min(lo, old[0]), max(hi, old[1]))
 
     def _refuse_padding(self, axis: int) -> None:
-        """Refuse rows that lie outside of the tensors they are of, for the whole result."""
+        """Refuse rows outside of the tensors that they belong to, for the full result."""
         wanted = {self._target: (0, self._extents(self._target)[axis])}
         for node in reversed(self._nodes):
             self._want(node, axis, wanted)
@@ -218,10 +218,10 @@ class ReceptiveField:
 
     @functools.cached_property
     def views(self) -> tuple[AxisReceptiveField, ...]:
-        """Along each of `axes`.
+        """Return the receptive field along each of `axes`.
 
         Raises:
-            RewriteError: If something is padded, or branches of different resolution meet.
+            RewriteError: If something is padded, or branches of different resolution are combined.
         """
         return tuple(self._view(axis) for axis in self.axes)
 
@@ -237,7 +237,7 @@ class ReceptiveField:
             admissible, wasteful = extent, ""
 
         def less(tensor: Tensor) -> int:
-            """By how many alignments the image may be smaller until a tensor has no row."""
+            """Return the number of alignments by which the image may shrink before a tensor has no row."""
             return math.floor((self._extents(tensor)[axis] - 1) * walked.scales[tensor] / alignment)
 
         fewer = 0 if wasteful else min(map(less, walked.scales))
@@ -254,12 +254,12 @@ class ReceptiveField:
 
 
 class _Walk:
-    """Scales, and what is left over, from the image on.
+    """Propagation of scales and left-over rows from the image on.
 
     Attributes:
-        scales: Rows of the image for each row of a tensor.
-        left: Rows of the image that no row of a tensor has a part of, because they were left over before it.
-        wasteful: The first operation that left some.
+        scales: Image rows per row of a tensor.
+        left: Image rows that are not part of any row of a tensor, because an operation before it left them over.
+        wasteful: The first operation that left rows over.
     """
 
     def __init__(self, analysis: GraphAnalysis, source: Tensor, axis: int) -> None:
@@ -269,10 +269,11 @@ class _Walk:
         self.left: dict[Tensor, Fraction] = {source: Fraction(0)}
         self.wasteful = ""
         self._conditions: list[tuple[Fraction, Fraction]] = []
-        """(left over, every so many rows): an image without that and with any number of these leaves nothing there."""
+        """(left over, period) in image rows: an image without the left-over rows, plus any number of periods, leaves
+        none."""
 
     def through(self, node: Node, repetitions: Mapping[tuple[Node, int], PeriodicNeed]) -> None:
-        """To the results of an operation."""
+        """Propagate to the results of an operation."""
         scales, left = set(), Fraction(0)
         for position, tensor in enumerate(node.inputs):
             found = repetitions.get((node, position))
@@ -292,7 +293,7 @@ class _Walk:
             self.scales[node.out(index)], self.left[node.out(index)] = scale, left
 
     def _rest(self, node: Node, tensor: Tensor, found: PeriodicNeed) -> int:
-        """Rows at the end of an operand that are too few to make one more; what only cuts leaves nothing over."""
+        """Return the last rows of an operand, too few for another result row; cropping leaves none over."""
         if find_rule(node).moves_rows:
             return 0
         rows = (self._analysis.extents(node.out()) or ())[self._axis]
@@ -301,25 +302,25 @@ class _Walk:
         return max(extent - found.needs(0, rows)[1], 0)
 
     def admissible(self, extent: int, alignment: int) -> int | None:
-        """The largest size up to `extent` of which nothing is left over; `None` if something always is."""
+        """Return the largest size up to `extent` that leaves no rows over; `None` if every size does."""
         sizes = range(extent, extent - alignment, -1)
         return next((size for size in sizes if self._leaves_nothing(size - extent)), None)
 
     def _leaves_nothing(self, more: int) -> bool:
-        """With so many rows more."""
+        """Return whether a size leaves no rows over."""
         return all((more + left) % every == 0 for left, every in self._conditions)
 
 
 def repetition(need: Interval, extent: int) -> PeriodicNeed | None:
-    """How needed rows repeat themselves.
+    """Return the periodic pattern of needed rows.
 
     Args:
-        need: Of the operand, for each single row of the result, in order.
+        need: Operand rows for each single row of the result, in order.
         extent: Rows of the operand.
 
     Returns:
-        `None` if there are too few rows to tell. The rows near the border are not looked at: there a transposed
-        convolution has fewer windows, and a resized image the same row twice.
+        `None` if there are too few rows for a period. Rows near the border are ignored: there a transposed convolution
+            has fewer windows, and a resized image repeats a row.
     """
     rows = len(need.lo)
     if rows == 1 and extent == 1:

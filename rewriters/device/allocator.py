@@ -1,10 +1,8 @@
-"""What a device's allocator makes of a sequence of allocations.
+"""Models of a device's allocator, which replay a sequence of allocations.
 
-TensorFlow's allocator (`BFCAllocator`: best fit with coalescing) hands out the smallest
-free chunk that is large enough, and splits it only if the rest is worth it. A tensor may
-so occupy up to twice its size, and the device's peak counts the chunk. Where tensors
-are few and large, as in a tile loop, that is a third of the peak; a model of the
-peak has to follow it.
+TensorFlow's allocator (`BFCAllocator`: best fit with coalescing) returns the smallest free chunk that is large enough.
+It splits the chunk only if the remainder is worth it, so a tensor may occupy up to twice its size, and the device's
+peak counts the chunk. Where tensors are few and large, as in a tile loop, that is a third of the peak.
 """
 
 from __future__ import annotations
@@ -23,39 +21,39 @@ class Allocator(Protocol):
     """Memory of a device."""
 
     in_use: int
-    """Bytes that the device counts as taken."""
+    """Bytes that the device counts as allocated."""
 
     def allocate(self, num_bytes: int) -> Any:
-        """Take memory; returns a handle for `free`."""
+        """Allocate memory and return a handle for `free`."""
 
     def map(self, num_bytes: int) -> Any:
-        """Count memory that is not the device's, such as pages of a file; returns a handle for `free`."""
+        """Count memory that is not the device's, such as pages of a file, and return a handle for `free`."""
 
     def free(self, handle: Any) -> None:
-        """Give it back."""
+        """Free an allocation."""
 
 
 class ExactAllocator:
-    """An allocator without loss, such as `malloc` for large blocks."""
+    """Allocator without fragmentation, such as `malloc` for large blocks."""
 
     def __init__(self) -> None:
         self.in_use = 0
 
     def allocate(self, num_bytes: int) -> int:
-        """Take memory."""
+        """Allocate memory."""
         self.in_use += num_bytes
         return num_bytes
 
     map = allocate
 
     def free(self, handle: int) -> None:
-        """Give it back."""
+        """Free an allocation."""
         self.in_use -= handle
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Chunk:
-    """A piece of a region, free or in use, between its neighbours."""
+    """A piece of a region, free or in use, with links to its neighbours."""
 
     address: int
     size: int
@@ -65,18 +63,18 @@ class _Chunk:
 
 
 class BestFitAllocator:
-    """TensorFlow's best-fit allocator with coalescing, as its default options make it.
+    """TensorFlow's best-fit allocator with coalescing, with its default options.
 
     Args:
-        growing: Whether it takes memory from the device in regions of doubling size (a CPU, and a GPU
-            with memory growth) rather than all at once.
-        least: Bytes below which a block comes from elsewhere, as on a CPU with oneDNN.
+        growing: Whether it takes memory from the device in regions of doubling size (a CPU, and a GPU with memory
+            growth) rather than in one region.
+        least: Bytes below which a block comes from another allocator, as on a CPU with oneDNN.
     """
 
     UNIT = 256
     FIRST_REGION = 2 * MIB
     MOST_LOST = 128 * MIB
-    """A chunk with this much to spare is split in any case."""
+    """Bytes of remainder from which on a chunk is always split."""
 
     def __init__(self, growing: bool, least: int = 0) -> None:
         self.in_use = 0
@@ -87,15 +85,15 @@ class BestFitAllocator:
 
     @classmethod
     def used(cls, number: int, scale: int, least: int = 0) -> BestFitAllocator:
-        """A growing pool as other work may have left it: in pieces, some of them still taken.
+        """Return a growing pool as other work may have left it: fragmented, with some chunks still allocated.
 
         Args:
-            number: Which of many such pools; 0 is a fresh one.
-            scale: About the bytes of the other work.
-            least: As for the pool.
+            number: Index of the pool; 0 is a fresh one.
+            scale: Approximate bytes of the other work.
+            least: As for the constructor.
 
         Returns:
-            A pool whose `in_use` is 0: what is taken already does not count.
+            A pool whose `in_use` is 0: earlier allocations do not count.
         """
         pool, random = cls(True, least), Random(number)
         if number:
@@ -106,7 +104,7 @@ class BestFitAllocator:
         return pool
 
     def allocate(self, num_bytes: int) -> _Chunk | int | None:
-        """Take memory."""
+        """Allocate memory."""
         if num_bytes <= 0:
             return None
         if num_bytes < self._least:
@@ -124,12 +122,12 @@ class BestFitAllocator:
         return chunk
 
     def map(self, num_bytes: int) -> int:
-        """Count memory that is elsewhere."""
+        """Count memory that lies elsewhere."""
         self.in_use += num_bytes
         return num_bytes
 
     def free(self, handle: _Chunk | int | None) -> None:
-        """Give it back, joined with free neighbours."""
+        """Free an allocation and coalesce it with free neighbours."""
         if handle is None:
             return
         if isinstance(handle, int):

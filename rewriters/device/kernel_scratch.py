@@ -1,11 +1,9 @@
-"""Memory that kernels allocate for themselves while they run.
+"""Kernel scratch: memory that kernels allocate for themselves while they run.
 
-TensorFlow's own CPU kernels, which are also those for float64, and for float16 on most
-processors, compute gradients of convolutions as products of matrices: an image is
-unfolded, a row of taps times channels for every window. How many images are unfolded at
-a time goes by what a cache holds, not by how many there are
-(tensorflow/core/kernels/conv_grad_input_ops.h, conv_grad_filter_ops.h,
-conv_grad_ops_3d.cc).
+TensorFlow's own CPU kernels compute gradients of convolutions as matrix products. They serve float64 always, and
+float16 on most processors. An image is unfolded (im2col) into a row of taps times channels per window. The number of
+images that are unfolded concurrently depends on a cache size, not on the batch size
+(tensorflow/core/kernels/conv_grad_input_ops.h, conv_grad_filter_ops.h, conv_grad_ops_3d.cc).
 """
 
 from __future__ import annotations
@@ -36,23 +34,23 @@ _COUNTED = _UNFOLDING | _FORWARD
 _VOLUMES = ops_with(Trait.VOLUMETRIC)
 
 L2_BYTES, L3_BYTES = 256 * 2**10, 30 * 2**20
-"""Caches that the kernels for images reckon with, whatever the machine has."""
+"""Cache sizes that the 2-D kernels assume on every machine."""
 
 MOST_OVERHEAD = 25
-"""Numbers unfolded, over those of all operands, above which a kernel for volumes does without."""
+"""Unfolded entries per operand entry above which a 3-D kernel does not unfold."""
 
 _SC_LEVEL3_CACHE_SIZE = 194
-"""Of the C library; Python has no name for it."""
+"""Number of the sysconf name in the C library; Python does not export it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelShape:
-    """What a kernel is called with.
+    """Sizes that a kernel runs on.
 
     Attributes:
-        images: Images.
-        small: Pixels of an image on the side of the windows: one per window.
-        large: Pixels of an image on the side that windows slide over.
+        images: Number of images.
+        small: Pixels of an image on the small side: one per window.
+        large: Pixels of an image on the large side, over which windows slide.
     """
 
     images: int
@@ -61,16 +59,16 @@ class KernelShape:
 
 
 def scratch_bytes(node: Node, call: KernelShape) -> int:
-    """Bytes that the kernel of a convolution, of a gradient of one, of a pool's gradient, or of a cross-entropy takes.
+    """Return the scratch bytes of a convolution, a gradient of one, a pooling gradient or a cross-entropy.
 
     Args:
         node: The op.
-        call: What it is called with, in a loop on a tile.
+        call: Sizes that its kernel runs on, in a loop those of a tile.
 
     Returns:
-        Bytes; 0 for other ops, and on a GPU. The gradient of a maximum finds the maxima again, with their positions. A
-        cross-entropy has a number for each pixel. oneDNN keeps a filter, or its gradient, in a layout of its own, once
-        more on the way in or out.
+        Bytes; 0 for other ops, and on a GPU. The gradient of max pooling recomputes the maxima with their positions. A
+            cross-entropy needs an entry per pixel. oneDNN keeps a filter, or its gradient, in a layout of its own, and
+            copies it on the way in or out.
     """
     if not node.outputs or not properties.name().startswith("CPU"):
         return 0
@@ -89,13 +87,14 @@ def scratch_bytes(node: Node, call: KernelShape) -> int:
 
 
 class ConcurrencyGroup(Generic[T]):
-    """Operations that may run at once although their kernels take much memory: both gradients of a convolution.
+    """Groups of large-scratch operations that may run concurrently: both gradients of a convolution.
 
-    They are ready at once, and unfolding one image keeps one core busy. In a rewritten step all of them wait for the
-    group before, so that no more is taken than is predicted.
+    Both are ready at the same time, and unfolding one image occupies one core. In a rewritten step a group waits for
+    the group before it, so that scratch memory stays within the prediction.
 
     Args:
-        member: Tells which operations are meant; those of the same gradient, their last operand, are a group.
+        member: Decides which operations belong to groups. Operations with the same gradient, their last operand, form
+            one.
     """
 
     def __init__(self, member: Callable[[Node], bool] | None = None) -> None:
@@ -105,13 +104,13 @@ class ConcurrencyGroup(Generic[T]):
         self._last: list[T] = []
 
     def before(self, node: Node) -> list[T]:
-        """What a node, which comes next, has to wait for."""
+        """Return the values for which `node`, the next in order, must wait."""
         if not self._member(node):
             return []
         return self._last if node.inputs[-1] == self._gradient else self._own
 
     def add(self, node: Node, made: T) -> None:
-        """Let those after a node wait for what was made of it."""
+        """Append a node; later groups wait for `value`."""
         if self._member(node):
             if node.inputs[-1] != self._gradient:
                 self._gradient, self._own, self._last = node.inputs[-1], [], self._own
@@ -119,22 +118,22 @@ class ConcurrencyGroup(Generic[T]):
 
 
 def takes_memory(node: Node) -> bool:
-    """Whether a kernel is one of TensorFlow's own that take much memory while they run."""
+    """Return whether an operation runs a kernel of TensorFlow's own with large scratch memory."""
     return bool(node.outputs) and node.op in _UNFOLDING and properties.name().startswith("CPU") and _own(node)
 
 
 def is_conv_or_pool_grad(node: Node) -> bool:
-    """Whether an operation makes a gradient of a convolution or of a maximum, with whichever kernel."""
+    """Return whether an operation is a gradient of a convolution or of max pooling, with any kernel."""
     return node.op in _UNFOLDING | _DEPTHWISE
 
 
 def unfolds(node: Node) -> bool:
-    """Whether a kernel is one of TensorFlow's own for a gradient of a convolution."""
+    """Return whether an operation is a convolution gradient with a kernel of TensorFlow's own."""
     return takes_memory(node) and node.op in _FILTER_GRADIENTS | _INPUT_GRADIENTS
 
 
 def idle_cores(node: Node, call: KernelShape) -> float:
-    """Part of the cores that have nothing to do while the kernel of a gradient copies windows: each image keeps one."""
+    """Return the fraction of idle cores while a gradient kernel copies windows: each image occupies one core."""
     sizes = _filter_sizes(node)
     if sizes is None or not unfolds(node) or not call.small:
         return 0.0
@@ -144,10 +143,10 @@ def idle_cores(node: Node, call: KernelShape) -> float:
 
 
 def window_bytes(node: Node, call: KernelShape) -> int:
-    """Bytes of all windows of a call, which the kernel of a convolution or of its gradients copies, piece by piece.
+    """Return the bytes of all windows that the kernel of a convolution or of its gradient copies in one call.
 
-    Those are windows of the image; a gradient of a filter that does without unfolding has windows of the other
-    gradient, with its channels.
+    They are windows of the image. A filter gradient without unfolding has windows of the output gradient, with its
+    channels.
     """
     sizes = _filter_sizes(node)
     if sizes is None or not _own(node):
@@ -157,7 +156,7 @@ def window_bytes(node: Node, call: KernelShape) -> int:
 
 
 def is_direct(node: Node, call: KernelShape) -> bool:
-    """Whether the kernel of a gradient does without unfolding, as those for volumes may, and is slower."""
+    """Return whether a gradient kernel does not unfold, as 3-D kernels may, and is slower."""
     sizes = _filter_sizes(node)
     if sizes is None or not may_be_direct(node):
         return False
@@ -165,17 +164,17 @@ def is_direct(node: Node, call: KernelShape) -> bool:
 
 
 def may_be_direct(node: Node) -> bool:
-    """Whether that depends on what the kernel is called with."""
+    """Return whether `is_direct` depends on the sizes that the kernel runs on."""
     return node.op in _VOLUMES - _FORWARD and _own(node)
 
 
 def is_convolution(node: Node) -> bool:
-    """Whether an op is a convolution, and no gradient of one."""
+    """Return whether an op is a forward convolution."""
     return node.op in _FORWARD
 
 
 def full_call(node: Node, batch: int) -> KernelShape:
-    """What the kernel of a full-size op is called with."""
+    """Return the sizes that the kernel of a full-size op runs on."""
     if PER_PIXEL in node.attrs:
         images, *rows = node.outputs[0][1] or (0,)
         return KernelShape(batch if images is None else images, math.prod(int(number or 0) for number in rows), 0)
@@ -193,24 +192,24 @@ def full_call(node: Node, batch: int) -> KernelShape:
 
 
 def op_scratch(node: Node, batch: int) -> int:
-    """Bytes that the kernel of a full-size op takes while it runs."""
+    """Return the scratch bytes of a full-size op."""
     if node.op not in _COUNTED and PER_PIXEL not in node.attrs:  # Searches ask for millions.
         return 0
     return scratch_bytes(node, full_call(node, batch))
 
 
 def slid_over(node: Node) -> int | None:
-    """Position of the operand that the windows of a gradient slide over; `None` if that is its result."""
+    """Return the position of the operand that a gradient's windows slide over; `None` if that is its result."""
     return None if node.op in _INPUT_GRADIENTS else 0
 
 
 def _own(node: Node) -> bool:
-    """Whether an op's kernel is TensorFlow's own."""
+    """Return whether an op runs a kernel of TensorFlow's own."""
     return properties.unfolds_convolutions() or not properties.onednn_computes(node.outputs[0][0])
 
 
 def _filter_sizes(node: Node) -> list[int] | None:
-    """Sizes of the filter of a convolution or a gradient of one, taps first; `None` for other ops."""
+    """Return the filter shape of a convolution or of its gradient, taps first; `None` for other ops."""
     if node.op not in _FILTER_GRADIENTS | _INPUT_GRADIENTS | _FORWARD:
         return None
     shape = node.outputs[0][1] if node.op in _FILTER_GRADIENTS else node.inputs[1].shape
@@ -218,16 +217,16 @@ def _filter_sizes(node: Node) -> list[int] | None:
 
 
 def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequence[int]) -> int:
-    """Numbers that TensorFlow's own kernel unfolds at a time.
+    """Return the number of entries that TensorFlow's own kernel unfolds concurrently.
 
     Args:
-        op: Type of the op.
-        dtype: Of its numbers.
-        call: What it is called with.
-        sizes: Of the filter, taps first.
+        op: Op type.
+        dtype: Element type.
+        call: Sizes that the kernel runs on.
+        sizes: Filter shape, taps first.
 
     Returns:
-        Numbers; 0 for a convolution forwards, and where a kernel for volumes does without.
+        Entries; 0 for a forward convolution, and for a 3-D kernel that does not unfold.
     """
     row, channels = math.prod(sizes[:-1]), sizes[-1]
     unit = call.small * (row + channels) + row * channels
@@ -246,7 +245,7 @@ def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequenc
 
 @functools.cache
 def last_level_cache() -> int:
-    """Bytes, as the kernels for volumes find them; a guess of theirs where the machine does not tell."""
+    """Return the bytes of the last-level cache that 3-D kernels assume: the machine's, or a default."""
     try:
         found = os.sysconf(_SC_LEVEL3_CACHE_SIZE)
     except (OSError, ValueError):

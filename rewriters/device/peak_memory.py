@@ -1,13 +1,12 @@
-"""How many bytes are alive at the worst moment of a step.
+"""Peak memory: the bytes that are alive at the worst moment of a step.
 
-Liveness over the graph, in the order of an executor that runs what is ready first,
-with known shapes: a tensor is allocated when its op runs and freed after its last
-reader. Ops that pass their operand on or may overwrite it allocate nothing, as in
-TensorFlow. A tile loop is one op during which some of its turns run. The sequence of
-allocations is replayed against a model of the device's allocator. What the model does
-not know is which order the executor takes among ready ops and what kernels allocate
-inside; the measured peak is reported beside it. `unmodelled` lists the ops whose
-tensors have sizes that no graph tells.
+Liveness analysis over the graph with known shapes, in the order of an executor that runs first what is ready first. A
+tensor is allocated when its op runs and freed after its last consumer. Ops that forward their operand's buffer, or may
+overwrite it, allocate nothing, as in TensorFlow. A tile loop is one op during which some of its iterations run. The
+allocations are replayed against a model of the device's allocator.
+
+Unknown are the executor's order among ready ops and the inner allocations of kernels; the measured peak is reported
+next to the predicted one. `estimates/unmodelled.py` lists the ops whose tensors have sizes that no graph contains.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _PYTHON_CALLS = ops_with(Trait.PYTHON_CALL)
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The worst moment.
+    """The worst moment of a step.
 
     Attributes:
-        peak_bytes: Bytes that the device counts as taken, fixed ones included.
-        at: Name of the op that runs then.
-        largest: (name, bytes) of the biggest tensors alive, biggest first.
-        timeline: (op name, bytes taken while it runs), in order.
-        own_bytes: Bytes that this op takes only while it runs: its kernel's own memory; of a loop, all of a turn.
+        peak_bytes: Bytes that the device counts as allocated, including fixed ones.
+        at: Name of the op that runs at the peak.
+        largest: (name, bytes) of the largest live tensors, largest first.
+        timeline: (op name, bytes allocated while it runs), in order.
+        own_bytes: Bytes that exist only while this op runs: kernel scratch, or all memory of a loop's iteration.
     """
 
     peak_bytes: int
@@ -49,7 +48,7 @@ class Peak:
 
 
 class Action(enum.Enum):
-    """What happens to memory."""
+    """Kinds of allocation events."""
 
     ALLOCATE = "allocate"
     MAP = "map"
@@ -61,14 +60,14 @@ _TAKES = frozenset((Action.ALLOCATE, Action.MAP))
 
 
 class AllocationEvent(NamedTuple):
-    """One step of a schedule.
+    """One event of an allocation trace.
 
     Attributes:
-        action: What happens.
-        key: Number of the buffer, for `ALLOCATE`, `MAP` (memory that is not the allocator's) and `FREE`.
-        num_bytes: Size of the buffer, or bytes that an op takes only while it runs.
+        action: Kind of the event.
+        key: Number of the buffer, for `ALLOCATE`, `MAP` (memory of another allocator) and `FREE`.
+        num_bytes: Size of the buffer, or scratch bytes of an op.
         name: Tensor that is allocated, or op that runs.
-        blocks: The pieces that an op takes while it runs.
+        blocks: Scratch blocks of an op, in bytes.
     """
 
     action: Action
@@ -80,13 +79,13 @@ class AllocationEvent(NamedTuple):
 
 @dataclasses.dataclass
 class _Allocation:
-    """Memory of one or more tensors, one of which may be another's operand.
+    """A buffer of one or more tensors, which alias each other.
 
     Attributes:
-        key: Number by which events name it.
+        key: Number of the buffer in events.
         num_bytes: Its size.
-        foreign: Whether it is not TensorFlow's own, which never writes into a NumPy array.
-        uses: How often it is still read.
+        foreign: Whether it is not TensorFlow's own, as a NumPy array, which TensorFlow never overwrites.
+        uses: Reads that are still to come.
     """
 
     key: int
@@ -96,7 +95,7 @@ class _Allocation:
 
 
 class _Scheduler:
-    """Follows buffers through ops that run one after another."""
+    """Tracks buffers through ops that run one after another."""
 
     def __init__(
         self,
@@ -116,7 +115,7 @@ class _Scheduler:
             self._reads[tensor] = self._reads.get(tensor, 0) + 1
 
     def run(self, node: Node, scratch: tuple[int, ...]) -> None:
-        """Buffers for the results, the op itself, then operands and results that nobody reads any more."""
+        """Record the allocation of results, the run of the op, then frees of tensors without further consumers."""
         reusable = self._reusable(node)
         outputs = [node.out(index) for index in range(len(node.outputs))]
         for tensor in outputs:
@@ -136,13 +135,13 @@ class _Scheduler:
                 self.events.append(AllocationEvent(Action.FREE, held.key, 0, tensor.name))
 
     def end(self) -> list[AllocationEvent]:
-        """All events; what is still alive is freed."""
+        """Return all events, with frees of all live buffers at the end."""
         return [*self.events, *(AllocationEvent(Action.FREE, key, 0, "") for key in self._alive)]
 
     def _buffer(
         self, node: Node, tensor: Tensor, reusable: _Allocation | None
     ) -> tuple[_Allocation, _Allocation | None]:
-        """The buffer of a result: an operand's, or a new one; and what is left to be reused."""
+        """Return the buffer of a result, an operand's or a new one, and the operand buffer that is left for reuse."""
         source = self._buffers.get(node.inputs[0]) if node.inputs else None
         if source is not None and self._alias(node):
             return source, reusable
@@ -158,7 +157,7 @@ class _Scheduler:
         return buffer, reusable
 
     def _reusable(self, node: Node) -> _Allocation | None:
-        """Buffer of an operand that ends here and that the op may overwrite."""
+        """Return the buffer of an operand that ends here and that the op may overwrite."""
         if not properties.may_run_in_place(node):
             return None
         wanted = self._num_bytes(node.out())
@@ -172,7 +171,7 @@ class _Scheduler:
 
 
 def _needed(node: Node) -> list[Tensor]:
-    """What an op reads; arrays that Python made are also there until the op that gives them back has run."""
+    """Return the operands of an op. Arrays made by Python also live until the op that releases them has run."""
     if node.op not in _PYTHON_CALLS or node.inputs:
         return node.inputs
     read = dict.fromkeys(tensor for reader in node.control_inputs for tensor in reader.inputs)
@@ -193,14 +192,14 @@ def schedule(
     keep: Iterable[Tensor] = (),
     alias: Callable[[Node], bool] = properties.forwards_input_buffer,
 ) -> list[AllocationEvent]:
-    """The allocations of ops that run in a given order.
+    """Return the allocation events of ops that run in a given order.
 
     Args:
-        order: Ops in the order they run.
+        order: Ops in execution order.
         num_bytes: Bytes of a tensor.
-        scratch: Blocks of bytes that an op needs only while it runs.
-        keep: Tensors that are freed at the end only.
-        alias: Whether an op passes its operand on.
+        scratch: Scratch blocks of each op, in bytes.
+        keep: Tensors that are freed only at the end.
+        alias: Whether an op forwards its operand's buffer.
     """
     scheduler = _Scheduler(order, num_bytes, keep, alias)
     for node in order:
@@ -214,7 +213,7 @@ def most_alive(
     keep: Iterable[Tensor] = (),
     scratch: Mapping[Node, tuple[int, ...]] | None = None,
 ) -> int:
-    """Bytes of what some ops make, at the worst moment; parameters as for `schedule`. A device takes some more."""
+    """Return the peak bytes of op results, without an allocator's rounding; parameters as for `schedule`."""
     alive: dict[int, int] = {}
     most = 0
     for action, key, num_bytes, *_ in schedule(order, lambda t: t.num_bytes(batch), scratch or {}, keep):
@@ -227,11 +226,11 @@ def most_alive(
 
 
 class IterationTrace(NamedTuple):
-    """What a turn of a tile loop allocates.
+    """Allocations of one iteration of a tile loop.
 
     Attributes:
         events: In order.
-        late: The same where two ops run at a time (`with_delayed_frees`).
+        late: Events with delayed frees, for two concurrent ops (`with_delayed_frees`).
     """
 
     events: list[AllocationEvent]
@@ -239,7 +238,7 @@ class IterationTrace(NamedTuple):
 
 
 def peak_bytes_of(events: Sequence[AllocationEvent], pool: Allocator) -> int:
-    """Take and give back memory as scheduled; tells the most that was taken while an op ran."""
+    """Replay events and return the peak bytes while an op runs."""
     allocate, give, maps = Action.ALLOCATE, Action.FREE, Action.MAP  # Members of an enum take their time to look up.
     held: dict[int, Any] = {}
     most = pool.in_use
@@ -261,7 +260,7 @@ def peak_bytes_of(events: Sequence[AllocationEvent], pool: Allocator) -> int:
 
 
 def worst_kernel(events: Sequence[AllocationEvent]) -> tuple[int, str, int]:
-    """The worst moment of a turn: bytes of the turn, which op runs then, and bytes that its kernel takes for itself."""
+    """Return the worst moment of an iteration: its bytes, the op that runs then, and the scratch bytes of this op."""
     held: dict[int, int] = {}
     now = 0
     worst = (0, "", 0)
@@ -281,12 +280,12 @@ def replay(
     pool: Allocator,
     turns: Mapping[str, Sequence[Sequence[AllocationEvent]]] | None = None,
 ) -> Peak:
-    """Take and give back memory as a whole step does, turns of loops included; whatever `pool` holds already stays.
+    """Replay a step, including iterations of loops; earlier allocations of `pool` stay.
 
     Args:
-        events: What happens, in order.
-        pool: A device's memory.
-        turns: What happens in turns that run one after another while a loop runs, by its name.
+        events: Events in order.
+        pool: Memory of the device.
+        turns: Traces of the iterations that run one after another in a loop, by its name.
     """
     allocate, give, maps, inner = Action.ALLOCATE, Action.FREE, Action.MAP, turns or {}
     held: dict[int, Any] = {}
@@ -316,9 +315,9 @@ def replay(
 
 
 def with_delayed_frees(events: Sequence[AllocationEvent], loops: Container[str] = ()) -> list[AllocationEvent]:
-    """The same where two ops run at a time: what one gives back is there until the next has what it needs.
+    """Return a copy of the events in which each free happens after the next op has allocated, for two concurrent ops.
 
-    A loop begins when everything before it has ended.
+    A loop begins when all ops before it have ended.
     """
     result: list[AllocationEvent] = []
     waiting: list[AllocationEvent] = []
@@ -348,12 +347,12 @@ def _largest(events: Sequence[AllocationEvent]) -> tuple[tuple[str, int], ...]:
 
 @dataclasses.dataclass(frozen=True)
 class AllocationTrace:
-    """What a whole graph allocates, but for the turns of its loops.
+    """Allocations of a graph, without those of the iterations of its loops.
 
     Attributes:
         events: In order.
-        late: The same where two ops run at a time (`with_delayed_frees`).
-        held: Bytes of each tensor that is there throughout: variables and arguments.
+        late: Events with delayed frees, for two concurrent ops (`with_delayed_frees`).
+        held: Bytes of each tensor that lives throughout: variables and arguments.
     """
 
     events: list[AllocationEvent]
@@ -370,16 +369,16 @@ def graph_schedule(
     slow: Mapping[Node, float] | None = None,
     seconds: Callable[[Node], float] | None = None,
 ) -> AllocationTrace:
-    """The allocations of a whole graph.
+    """Return the allocations of a graph.
 
     Args:
         graph: A step.
         loops: Names of its tile loops.
-        batch: Size of an unknown batch.
+        batch: Batch size that stands for an unknown one.
         fixed: Bytes of each variable.
-        away: Ops whose results are in other memory; who reads them has a copy on the device.
-        slow: Ops that go on beside others, such as writes to a disk, and for how many seconds.
-        seconds: What each of the others takes; without it slow ones end only when all others wait for them.
+        away: Ops whose results lie in other memory; each consumer has a copy on the device.
+        slow: Seconds of ops that run concurrently with others, such as writes to a disk.
+        seconds: Duration of each other op. Without it slow ops end only when all others wait for them.
     """
 
     def num_bytes(tensor: Tensor) -> int:
@@ -398,12 +397,12 @@ def graph_schedule(
 
 
 def graph_peak(found: AllocationTrace, turns: Mapping[str, Sequence[IterationTrace]], limit: int | None = None) -> Peak:
-    """Peak of a whole graph: the worst of the states that the device's memory may be in.
+    """Return the peak of a graph over the states that the device's memory may be in.
 
     Args:
-        found: What the graph allocates.
-        turns: Turns of its tile loops that run one after another, by the loop's name.
-        limit: Bytes above which the first state found will do.
+        found: Allocations of the graph.
+        turns: Iterations of its tile loops that run one after another, by the loop's name.
+        limit: Bytes above which the first state suffices.
     """
     worst: Peak | None = None
     own = {name: [turn.events for turn in of_loop] for name, of_loop in turns.items()}
@@ -422,14 +421,14 @@ def graph_peak(found: AllocationTrace, turns: Mapping[str, Sequence[IterationTra
 
 
 def concurrent_scratch(scratch: Mapping[Node, int], originals: Iterable[Node]) -> dict[Node, tuple[int, ...]]:
-    """Blocks that kernels take while each op runs: its own, and those of what runs at once.
+    """Return the scratch blocks of each op together with those of ops that run concurrently.
 
-    Both gradients of a convolution wait for the same tensor: they run, and allocate, at once if nothing orders them.
-    So do those of several convolutions that are added up, as many as there are threads for operations.
+    Both gradients of a convolution wait for the same tensor: they run, and allocate, concurrently if no edge orders
+    them. So do gradients of several convolutions whose results are summed, up to the number of inter-op threads.
 
     Args:
-        scratch: Bytes of each op, in the order in which they run.
-        originals: The same ops in the graph, where the two share an operand.
+        scratch: Bytes of each op, in execution order.
+        originals: The ops in the original graph, where both gradients share an operand.
     """
     order = list(originals)
     groups: dict[Tensor, list[int]] = {}
@@ -450,7 +449,7 @@ def concurrent_scratch(scratch: Mapping[Node, int], originals: Iterable[Node]) -
 
 
 def waits(order: Sequence[Node], first: int, second: int) -> bool:
-    """Whether the op at one position of an order waits for the one at an earlier position."""
+    """Return whether the op at one position of an order waits for the op at an earlier position."""
     between = set(order[first:second])
     stack, seen = [order[second]], set[Node]()
     while stack:

@@ -1,4 +1,4 @@
-"""Every question of what the device and its kernels are like, in one place."""
+"""Properties of the device and its kernels."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ _ONEDNN_NEEDS = {
     tf.bfloat16: ({"avx512f"}, {"avx_ne_convert"}),
     tf.float16: ({"avx512bw", "avx512_fp16"}, {"avx512bw", "amx_fp16"}, {"avx_ne_convert"}),
 }
-"""What a processor must be able to do for oneDNN to compute in a type (tensorflow/core/util/util.cc)."""
+"""Processor flags that oneDNN needs to compute in a type (tensorflow/core/util/util.cc)."""
 
 STATES = 6
-"""States of a growing pool that are tried; peaks differ by a third between them."""
+"""States of a growing pool that are tried; their peaks differ by a third."""
 
 
 def forwards_input_buffer(node: Node) -> bool:
-    """Whether an op's output is its operand's buffer."""
+    """Return whether the output of an op is its operand's buffer (an alias)."""
     return node.op in _ALIASES and len(node.outputs) == 1
 
 
 def may_run_in_place(node: Node) -> bool:
-    """Whether an op's kernel takes the buffer of an operand that nobody else reads."""
+    """Return whether the kernel may write into an operand's buffer that has no other consumer."""
     return node.op in _IN_PLACE
 
 
 def may_fuse_with_consumer(node: Node, reader: Node | None = None) -> bool:
-    """Whether TensorFlow may make an operation one with its reader, such as a convolution and its bias.
+    """Return whether TensorFlow may fuse an operation with its consumer, such as a convolution and its bias.
 
-    oneDNN does so whatever edges there are: what the reader waits for must not wait for the operation.
+    oneDNN fuses regardless of control edges: nodes before the consumer must not wait for the operation.
 
     Args:
         node: The operation.
-        reader: Its only reader; any if it is not given.
+        reader: Its only consumer; any if it is not given.
     """
     if node.op in _PADDING:
         return reader is None or reader.op in _FUSION_ROOTS
@@ -57,32 +57,32 @@ def may_fuse_with_consumer(node: Node, reader: Node | None = None) -> bool:
 
 
 def comparing_kernels() -> frozenset[str]:
-    """Ops whose kernels look for operands that are the same to the last bit: a GPU's where the maximum came from."""
+    """Return the ops whose kernels search for bitwise equal operands, as `MaxPoolGrad` on a GPU."""
     return frozenset(("MaxPoolGrad",)) if name().startswith("GPU") else frozenset()
 
 
 def pool_grad_needs_forward_workspace() -> bool:
-    """Whether the kernel of a maximum tells that of its gradient where it was found: oneDNN's do."""
+    """Return whether the gradient of max pooling reads a workspace of the forward kernel, as with oneDNN."""
     return name().startswith("CPU") and has_allocator_stats()
 
 
 def writes_in_place() -> bool:
-    """Whether rows of a tensor are best replaced by `InplaceUpdate`: a GPU's strided assignment is as fast."""
+    """Return whether `InplaceUpdate` is the fastest way to replace rows; on a GPU a strided assignment is as fast."""
     return name().startswith("CPU")
 
 
 def allocates(node: Node) -> bool:
-    """Whether an op makes something that was not there before."""
+    """Return whether an op allocates its result."""
     return node.op not in _NO_ALLOCATION
 
 
 def name() -> str:
-    """The device whose memory counts: the first GPU if there is one."""
+    """Return the device whose memory is planned: the first GPU if there is one."""
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 
 def has_allocator_stats() -> bool:
-    """Whether the device's allocator tells its peak: a GPU's does, a CPU's with oneDNN."""
+    """Return whether the device's allocator reports its peak: a GPU's does, and a CPU's with oneDNN."""
     try:
         tf.config.experimental.get_memory_info(name())
     except (ValueError, RuntimeError, tf.errors.OpError):
@@ -92,7 +92,7 @@ def has_allocator_stats() -> bool:
 
 @functools.cache
 def counted_from() -> int:
-    """Bytes below which a block is not in the allocator's statistics: with oneDNN others, from another allocator."""
+    """Return the bytes below which a block is not in the allocator's statistics, as on a CPU with oneDNN."""
     if not has_allocator_stats():
         return 0
     for size in (2**power for power in range(8, 21)):
@@ -107,15 +107,15 @@ def counted_from() -> int:
 
 
 def most_memory() -> int:
-    """Bytes that TensorFlow may take of the accelerator whose memory counts."""
+    """Return the bytes that TensorFlow may allocate on the planned device."""
     return tf_internals.memory_limits()[name()]
 
 
 def pool() -> Allocator:
-    """A model of the device's empty memory.
+    """Return a model of the device's empty memory.
 
-    Where the device keeps statistics they are those of TensorFlow's best-fit allocator; otherwise
-    memory comes from the C library. A GPU gives all of its memory at once unless told to let it grow.
+    A device with statistics has TensorFlow's best-fit allocator; otherwise memory comes from the C library. A GPU takes
+    all of its memory in one region unless memory growth is on.
     """
     if not has_allocator_stats() or os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
         return ExactAllocator()
@@ -123,7 +123,7 @@ def pool() -> Allocator:
 
 
 def pools(scale: int) -> Iterator[Allocator]:
-    """The same in several states that earlier work of about `scale` bytes may leave it in, empty ones first."""
+    """Yield models of the memory in states that work of about `scale` bytes may leave, empty ones first."""
     first = pool()
     yield first
     if isinstance(first, BestFitAllocator) and _grows():
@@ -137,12 +137,12 @@ def _grows() -> bool:
 
 @functools.cache
 def unfolds_convolutions() -> bool:
-    """Whether gradients of convolutions unfold the image (im2col): TensorFlow's own CPU kernels do, oneDNN's not."""
+    """Return whether convolution gradients unfold the image (im2col), as TensorFlow's own CPU kernels do."""
     return name().startswith("CPU") and not has_allocator_stats()
 
 
 def onednn_computes(dtype: tf.DType) -> bool:
-    """Whether oneDNN has kernels for numbers of this type on this processor; TensorFlow takes its own otherwise."""
+    """Return whether oneDNN has kernels for a type on this processor; otherwise TensorFlow uses its own."""
     if dtype == tf.float32:
         return True
     return any(needed <= _processor() for needed in _ONEDNN_NEEDS.get(dtype, ()))
@@ -150,7 +150,7 @@ def onednn_computes(dtype: tf.DType) -> bool:
 
 @functools.cache
 def _processor() -> frozenset[str]:
-    """What the processor can do, as Linux calls it."""
+    """Return the processor's flags, as Linux names them."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
@@ -159,10 +159,10 @@ def _processor() -> frozenset[str]:
 
 
 def num_threads() -> int:
-    """Threads that share the work of an operation on a CPU."""
+    """Return the number of intra-op threads of the CPU."""
     return tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1
 
 
 def num_operations() -> int:
-    """Operations that run at once on a CPU."""
+    """Return the number of inter-op threads of the CPU."""
     return tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1
