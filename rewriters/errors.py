@@ -1,9 +1,8 @@
-"""What the compiler refuses, as a family of plain exceptions.
+"""Exceptions of the compiler.
 
-The classes have no `__init__`: AutoGraph rebuilds exceptions that are raised
-inside a trace from their message alone and turns every other kind (a
-`ValueError` subclass, one with a constructor of its own) into its own error.
-Details are attributes, set after construction.
+The classes have no `__init__`. AutoGraph rebuilds exceptions that are raised inside a trace from their message alone.
+It turns every other kind (a `ValueError` subclass, one with a constructor of its own) into its own error. Details are
+attributes, set after construction.
 """
 
 from __future__ import annotations
@@ -12,48 +11,48 @@ __all__ = ["BudgetError", "PipelineError", "RewriteError", "ScheduleError", "Seg
 
 
 class RewriteError(Exception):
-    """A graph that the compiler cannot rewrite, with the reason and a remedy."""
+    """Raised for a graph that the compiler cannot rewrite. The message holds the reason and a remedy."""
 
 
 class SegmentError(RewriteError):
-    """A segment that was asked for by name and cannot be tiled."""
+    """Raised for a segment that was requested by name and cannot be tiled."""
 
 
 class SwapError(RewriteError):
-    """Swapping as it was asked for cannot be done."""
+    """Raised for a request for swapping that cannot be met."""
 
 
 class PipelineError(RewriteError):
-    """A pipeline as it was asked for cannot be built from this step."""
+    """Raised for a pipeline that cannot be built from the step."""
 
 
 class WorkerError(RewriteError):
-    """A machine of a cluster that does not answer, at the start or in the middle of a step.
+    """Raised for a worker that does not respond, at the start of a step or during it.
 
     Attributes:
-        workers: Names and addresses of those machines, such as `"/job:worker/task:1 at 10.0.0.3:2222"`.
+        workers: Names and addresses of those workers, such as `"/job:worker/task:1 at 10.0.0.3:2222"`.
     """
 
     workers: tuple[str, ...]
 
 
 class ScheduleError(RewriteError):
-    """An order of stages on devices that never ends.
+    """Raised for an order of stages on devices that never ends.
 
     Attributes:
-        slots: The `rewriters.pipelining.schedules.Slot`s that wait for each other, one for each device of the circle.
+        slots: The `rewriters.pipelining.schedules.Slot`s that wait for each other, one per device of the cycle.
     """
 
     slots: tuple
 
 
 class BudgetError(RewriteError):
-    """A memory budget that no plan meets.
+    """Raised for a memory budget that no plan meets.
 
     Attributes:
-        smallest_bytes: The smallest `peak_bytes` of any plan found.
-        tensor: The largest tensor alive at that plan's worst moment, by the layer that makes it; what kernels, or turns
-            of a loop, take for themselves then is in the message if it is more.
+        smallest_bytes: The smallest `peak_bytes` of any plan.
+        tensor: The largest tensor alive at the peak of that plan, by the layer that computes it. If kernel scratch or
+            an iteration of a loop takes more, the message says so.
     """
 
     smallest_bytes: int
@@ -61,4 +60,4 @@ class BudgetError(RewriteError):
 
 
 class NotTileableError(Exception):
-    """Raised by a rule: this use of the op cannot be tiled. The message is the reason."""
+    """Raised by a rule for a use of an op that cannot be tiled. The message is the reason."""

@@ -1,12 +1,12 @@
-"""Where the axes along which tiles are cut lie in every tensor.
+"""Axis layouts: the dimensions of each tensor that hold the axes along which tiles are cut.
 
-An image has two axes or three, and a tensor that holds one has a dimension for each of them: `(batch, height, width,
-channels)`, or channels first, or `(batch, height, width, groups, channels)` inside of a normalisation by groups. A
-sequence is an image of one row, of which `(batch, steps, channels)` holds the other axis alone.
+An image has two or three axes. A tensor that holds one has a dimension for each of them: `(batch, height, width,
+channels)`, or channels first, or `(batch, height, width, groups, channels)` inside a group normalisation. A sequence is
+an image of one row, of which `(batch, steps, channels)` holds only the other axis.
 
-Convolutions and pools say where the axes are; from there they are followed through the graph, in both directions,
-along what the rules call links. A layout decides how tiles are cut and never what is computed: a rule that cannot do
-with the layouts of its operands refuses.
+Convolutions and pools fix the dimensions of the axes. From there they are propagated through the graph, in both
+directions, along the `links` of the rules. A layout decides how tiles are cut and never changes the computation: a rule
+that does not support the layouts of its operands refuses.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a tensor holds images, whose number is its first dimension.
+    """Layout of a tensor whose first dimension is the batch.
 
     Attributes:
-        dims: For each axis the dimension; `None` for an axis that the tensor does not have, of which it holds one row.
-        batch_fold: Entries of the first dimension for each image: more than one where pixels have been made images.
+        dims: Dimension of each axis; `None` for an axis of one row without a dimension.
+        batch_fold: Entries of the first dimension per image: more than one after space-to-batch folding.
     """
 
     dims: tuple[int | None, ...]
     batch_fold: int = 1
 
     def extents(self, tensor: Tensor) -> tuple[int | None, ...]:
-        """Rows along each axis."""
+        """Return the rows along each axis."""
         assert tensor.shape is not None
         return tuple(1 if dim is None else tensor.shape[dim] for dim in self.dims)
 
     def others(self, rank: int) -> list[int]:
-        """Dimensions that are neither images nor axes: channels."""
+        """Return the dimensions that are neither batch nor axes: channels."""
         return [dim for dim in range(1, rank) if dim not in self.dims]
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisMap:
-    """Two tensors whose axes lie in dimensions that belong together.
+    """Correspondence of the dimensions of two tensors.
 
     Attributes:
-        source: One of them.
-        target: The other.
-        moves: From dimensions of `source` to those of `target`; the first dimension is the first of both.
-        entries: Of the first dimension of `target`, for each of `source`.
+        source: One tensor.
+        target: The other tensor.
+        moves: Dimensions of `target` by dimensions of `source`; the first dimension maps to the first.
+        entries: Entries of the first dimension of `target` per entry of that of `source`.
     """
 
     source: Tensor
@@ -60,38 +60,38 @@ class AxisMap:
     entries: Fraction = Fraction(1)
 
     def reversed(self) -> AxisMap:
-        """From the target to the source."""
+        """Return the map from the target to the source."""
         return AxisMap(self.target, self.source, {new: old for old, new in self.moves.items()}, 1 / self.entries)
 
 
 Anchor = tuple[Tensor, tuple[int, ...]]
-"""A tensor, and where an operation says that its axes are."""
+"""A tensor, and the dimensions of its axes that an operation fixes."""
 
 
 class Layouts:
-    """The layout of every tensor that may hold images."""
+    """Layouts of all tensors that may hold images."""
 
     def __init__(self) -> None:
         self._found: dict[Tensor, Layout] = {}
         self._links: dict[Tensor, list[AxisMap]] = {}
 
     def of(self, tensor: Tensor) -> Layout | None:
-        """The layout; `None` for what holds no image."""
+        """Return the layout; `None` for a tensor that holds no image."""
         return self._found.get(tensor)
 
     def lacking(self, axes: int) -> list[int]:
-        """Of so many axes those that some tensor does not have."""
+        """Return the axes, of `number`, that some tensor lacks."""
         dims = [layout.dims for layout in self._found.values() if len(layout.dims) == axes]
         return [axis for axis in range(axes) if any(own[axis] is None for own in dims)]
 
     def find(self, anchors: Iterable[Anchor], links: Iterable[AxisMap], tensors: Iterable[Tensor]) -> None:
-        """Fill in what can be known.
+        """Propagate layouts.
 
         Args:
-            anchors: Where axes are for certain; of two for a tensor the first counts.
-            links: Along which they are followed.
-            tensors: Those that no anchor leads to, but have four or five dimensions, are taken for images with
-                channels last.
+            anchors: Known layouts; of two for a tensor the first counts.
+            links: Axis maps along which layouts are propagated.
+            tensors: Tensors with four or five dimensions that no anchor reaches are assumed to be images with channels
+                last.
         """
         for link in links:
             self._links.setdefault(link.source, []).append(link)
@@ -115,7 +115,7 @@ class Layouts:
                     waiting.append(link.target)
 
     def _moved(self, link: AxisMap) -> Layout | None:
-        """The layout of a link's target; `None` if an axis of more than one row gets lost, or none is left."""
+        """Return the layout of a link's target; `None` if an axis of more than one row is lost, or none is left."""
         shape, dims = link.source.shape, self._found[link.source].dims
         assert shape is not None
         moved = tuple(None if dim is None else link.moves.get(dim) for dim in dims)
@@ -123,7 +123,7 @@ class Layouts:
         return None if any(shape[dim] != 1 for dim in lost) or not any(moved) else Layout(moved)
 
     def _count_entries(self) -> None:
-        """Follow what makes images of pixels: it begins where each entry is an image."""
+        """Propagate space-to-batch factors, starting from one entry per image."""
         counts = {t: Fraction(1) for t, links in self._links.items() if any(li.entries > 1 for li in links)}
         waiting = deque(counts)
         while waiting:

@@ -1,4 +1,4 @@
-"""All op rules. Importing this package fills the registry; add a new module here."""
+"""Catalogue of all op rules. Importing it fills the registry; add new rule modules here."""
 
 from rewriters.rules import (
     contraction,

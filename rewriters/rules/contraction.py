@@ -1,4 +1,4 @@
-"""Products and cross-entropies of pixels: `Einsum`, and calls that run an op on a matrix of pixels."""
+"""Products and cross-entropies per pixel: `Einsum`, and calls that run a matrix op on the pixels of images."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CROSS_ENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWi
 
 
 def run_per_pixel(op: str, features: Any, labels: Any) -> list[Any]:
-    """A cross-entropy op on images.
+    """Run a cross-entropy op on images.
 
     Args:
-        op: Its type.
+        op: Op type.
         features: `(..., classes)`.
-        labels: The same shape, or without the classes.
+        labels: Shape of `features`, with or without the classes.
 
     Returns:
         Loss, without the classes, and its gradient by `features`.
@@ -44,10 +44,10 @@ def run_per_pixel(op: str, features: Any, labels: Any) -> list[Any]:
 
 @tiling_rule("Einsum")
 class Einsum(Rule):
-    """Pixel by pixel where the axes stay; a sum over the image where they all go. Attention is neither."""
+    """Per pixel if all axes stay; a reduction over the image if all of them disappear. Attention is neither."""
 
     def labels(self, op: OpView) -> list[str]:
-        """One letter for each dimension of the operands, then of the result, without an ellipsis."""
+        """Return one letter per dimension of the operands, then of the result, without an ellipsis."""
         equation = op.node.attrs["equation"].s.decode().replace(" ", "")
         free = "".join(letter for letter in string.ascii_letters if letter not in equation)
         parts = equation.replace("->", ",").split(",")
@@ -62,19 +62,19 @@ class Einsum(Rule):
         return labels
 
     def _images(self, op: OpView) -> list[int]:
-        """Operands with the batch of the result; of a sum over the image all."""
+        """Return the operands that share the batch of the result; all operands of a reduction over the image."""
         *operands, out = self.labels(op)
         if self._sums(op):
             return list(range(len(operands)))
         return [position for position, own in enumerate(operands) if own and out and own[0] == out[0]]
 
     def _sums(self, op: OpView) -> bool:
-        """Whether neither images nor axes are left."""
+        """Return whether neither batch nor axes are left."""
         *operands, out = self.labels(op)
         return all(own and own[0] not in out for own in operands)
 
     def links(self, op: OpView) -> list[AxisMap]:
-        """Dimensions of the same letter."""
+        """Link the dimensions with equal letters."""
         try:
             *operands, out = self.labels(op)
             images = self._images(op)
@@ -91,12 +91,12 @@ class Einsum(Rule):
         ]
 
     def _places(self, op: OpView, own: str, position: int) -> list[str | None]:
-        """Letters of the batch and of every axis."""
+        """Return the letters of the batch and of every axis."""
         dims = op.layout(op.node.inputs[position]).dims
         return [own[0], *(None if dim is None else own[dim] for dim in dims)]
 
     def _sizes(self, op: OpView, position: int) -> list[Any]:
-        """Whether there is one image alone, and the rows along each axis: an ellipsis broadcasts."""
+        """Return whether there is a single image, and the rows along each axis: an ellipsis broadcasts."""
         tensor = op.node.inputs[position]
         assert tensor.shape is not None
         return [tensor.shape[0] == 1, *(op.extent(tensor, axis) for axis in op.axes(tensor))]
@@ -127,7 +127,7 @@ class Einsum(Rule):
             raise NotTileableError("an Einsum that spreads an image over an axis")
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Linear in each operand."""
+        """Return the kind of the result, which is linear in each operand."""
         self._check(op, kinds)
         partial = [kind for kind in kinds if kind is TileKind.PARTIAL]
         if len(partial) > 1:
@@ -139,7 +139,7 @@ class Einsum(Rule):
         return TileKind.PARTIAL if partial else TileKind.FULL
 
     def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """All are true values."""
+        """Return the kind of the result if all operands are true values."""
         self._check(op, kinds)
         return TileKind.REDUCED if self._sums(op) else TileKind.FULL
 
@@ -148,32 +148,32 @@ class Einsum(Rule):
         return [rows if position in images else None for position in range(len(op.node.inputs))]
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The same rows of every image."""
+        """Require rows `out` of every image."""
         return AxisPlan(out, out, self._rows(op, out))
 
     def summed(self, op: OpView) -> int:
-        """Any of them."""
+        """Return the first image; any operand serves."""
         return 0
 
     def operand_rows_for_reduction(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
-        """The same rows of both."""
+        """Require the rows of the cell from all images."""
         return AxisPlan(None, None, self._rows(op, cell))
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The rows of the gradient."""
+        """Plan for the rows of the gradient."""
         rows = hull_of([part for part in parts if part is not None])
         rows = rows.clip(op.extent(op.node.inputs[self._images(op)[0]], axis))
         out = None if self._sums(op) else rows
         return AxisPlan(out, out, self._rows(op, rows))
 
     def weights(self, op: OpView) -> list[Tensor]:
-        """What is no image."""
+        """Return the operands that are not images."""
         images = self._images(op)
         found = [tensor for position, tensor in enumerate(op.node.inputs) if position not in images]
         return [*found, op.node.out()] if self._sums(op) else found
 
     def flops(self, op: OpView, batch: int) -> float:
-        """Two for each combination of letters; 0 where a size is not known."""
+        """Return two operations per combination of letters; 0 if a size is unknown."""
         try:
             labels = self.labels(op)
         except NotTileableError:
@@ -187,10 +187,10 @@ class Einsum(Rule):
 
 @tiling_rule(*CROSS_ENTROPIES)
 class CrossEntropy(Pointwise):
-    """Cross-entropy of images, as `matrices_to_images.py` calls it: loss and gradient by the logits, pixel by pixel."""
+    """Cross-entropy per pixel, as `matrices_to_images.py` calls it: loss and gradient by the logits."""
 
     def links(self, op: OpView) -> list[AxisMap]:
-        """All have the same dimensions, as far as they have them."""
+        """Link equal dimensions of all tensors."""
         features = op.node.inputs[0]
         if features.shape is None:
             return []
@@ -203,7 +203,7 @@ class CrossEntropy(Pointwise):
         ]
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Forward values only; channels come last."""
+        """Return `FULL` for forward values; the channels must come last."""
         if PER_PIXEL not in op.node.attrs:
             raise NotTileableError("the rows of its matrix are no pixels of an image")
         if any(kind is not TileKind.FULL for kind in kinds):
@@ -216,9 +216,9 @@ class CrossEntropy(Pointwise):
         return TileKind.FULL
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The same rows."""
+        """Require rows `out` of features and labels."""
         return AxisPlan(out, out, [out, out])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """The function that is called, inline."""
+        """Run the body of the called function inline."""
         return run_per_pixel(op.node.attrs[PER_PIXEL].s.decode(), *operands)

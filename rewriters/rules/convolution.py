@@ -1,11 +1,13 @@
 """Convolutions: forward, transposed, and both gradients, dense and depthwise.
 
-One geometry serves all. A convolution slides over its *large* side and makes one
-row of its *small* side per window. Each op is either a map from large to small
-(gather the rows below the windows), from small to large (windows reach rows; the
-transposed convolution and the gradient of the input), or a correlation of both
-sides (the gradient of the filter, a sum over the image). Which side is a
-gradient decides only what its rows outside of the tile are: zero.
+One geometry serves all. A convolution slides over its *large* side and has one row of its *small* side per window. Each
+op is one of three:
+
+- a map from large to small: the rows below the windows;
+- a map from small to large: the rows that windows cover, as in the transposed convolution and the input gradient;
+- a correlation of both sides: the filter gradient, a reduction over the image.
+
+If one side is a gradient, its rows outside of the tile are zero.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ __all__: list[str] = []
 
 
 def same_padding(in_extent: int, span: int, stride: int) -> int:
-    """Rows that `SAME` puts before the first row (the odd one comes after the last)."""
+    """Return the rows of `SAME` padding before the first row (the odd one comes after the last)."""
     out = -(-in_extent // stride)
     return max((out - 1) * stride + span - in_extent, 0) // 2
 
 
 def padding_before(node: Node, dim: int, in_extent: int, span: int, stride: int) -> int:
-    """Rows of padding before the image along a dimension, by the op's `padding` attribute."""
+    """Return the rows of padding before the image along a dimension, by the op's `padding` attribute."""
     mode = node.attrs["padding"].s
     if mode == b"SAME":
         return same_padding(in_extent, span, stride)
@@ -43,7 +45,7 @@ def padding_before(node: Node, dim: int, in_extent: int, span: int, stride: int)
 
 
 class Convolution(Rule):
-    """Shared by all convolutions: roles of the operands, geometry, kinds.
+    """Base of all convolutions: roles of the operands, geometry, kinds.
 
     Attributes:
         large: Operand on the large side, `None` if it is the output.
@@ -58,22 +60,22 @@ class Convolution(Rule):
     filter: int | None = None
 
     def data(self, op: OpView) -> list[int]:
-        """The sides that are operands."""
+        """Return the sides that are operands."""
         return [p for p in (self.large, self.small) if p is not None]
 
     def side(self, op: OpView, position: int | None) -> Tensor:
-        """The tensor of one side."""
+        """Return the tensor of one side."""
         return op.node.out() if position is None else op.node.inputs[position]
 
     def filter_rows(self, op: OpView, axis: int) -> int:
-        """Taps of the filter along an axis."""
+        """Return the taps of the filter along an axis."""
         shape = self.side(op, self.filter).shape
         if shape is None or shape[axis] is None:
             raise NotTileableError("the filter has an unknown shape")
         return int(shape[axis])  # type: ignore[arg-type]
 
     def window(self, op: OpView, axis: int) -> Window:
-        """Geometry along one axis, from full-size shapes."""
+        """Return the geometry along one axis, from full-size shapes."""
         node = op.node
         dim = spatial_dims(node, len(self.side(op, self.large).shape or ()))[axis]
         stride = op.attr_ints("strides")[dim]
@@ -85,7 +87,7 @@ class Convolution(Rule):
         return Window(kernel, stride, dilation, pad, rows, op.extent(self.side(op, self.small), axis))
 
     def check(self, op: OpView, kinds: Sequence[TileKind]) -> None:
-        """Refuse what no convolution rule can do."""
+        """Refuse attributes that no convolution rule supports."""
         sides = [self.side(op, self.large), self.side(op, self.small)]
         require_format(op, sides)
         for axis in op.axes(sides[0]):
@@ -97,21 +99,21 @@ class Convolution(Rule):
             raise NotTileableError("its filter is computed from image data")
 
     def anchors(self, op: OpView) -> list[Anchor]:
-        """Both sides, by the data format."""
+        """Anchor both sides by the data format."""
         return sides_by_format(op.node, [self.side(op, self.large), self.side(op, self.small)])
 
     def links(self, op: OpView) -> list[AxisMap]:
-        """None: both sides are known."""
+        """Return no links: both sides are anchored."""
         return []
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """A map of one side to the other is linear: the output is what the operand is."""
+        """Return the kind of the operand: a map from one side to the other is linear."""
         self.check(op, kinds)
         (position,) = self.data(op)
         return kinds[position]
 
     def flops(self, op: OpView, batch: int) -> float:
-        """Two per tap, output channel and pixel of the small side; 0 where a size is not known."""
+        """Return two operations per tap, output channel and pixel of the small side; 0 if a size is unknown."""
         small, taps = self.side(op, self.small).shape or (), self.side(op, self.filter).shape or ()
         sizes = [*((small[dim] for dim in spatial_dims(op.node, len(small))) if small else [None]), *(taps or [None])]
         if None in sizes:
@@ -120,15 +122,15 @@ class Convolution(Rule):
         return 2.0 * images * math.prod(float(size or 0) for size in sizes)
 
     def weights(self, op: OpView) -> list[Tensor]:
-        """The filter."""
+        """Return the filter."""
         return [self.side(op, self.filter)]
 
     def cost_operand(self, op: OpView) -> int | None:
-        """The side with one row per window."""
+        """Return the side with one row per window."""
         return self.small
 
     def valid(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """Run on operands that bring their own padding."""
+        """Run the op with VALID padding on operands that are padded already."""
         if emitter.is_whole(op.node):
             return emitter.clone(op.node, operands)
         return emitter.clone(op.node, operands, padding="VALID", explicit_paddings=[])
@@ -136,44 +138,44 @@ class Convolution(Rule):
 
 @tiling_rule("Conv2D", "Conv3D", "DepthwiseConv2dNative")
 class LargeToSmall(Convolution):
-    """A convolution, or the gradient of a transposed one."""
+    """Convolution, or gradient of a transposed one."""
 
     large, small, filter = 0, None, 1
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The rows below the wanted windows."""
+        """Require the rows below the windows `out`."""
         return AxisPlan(out, out, [self.window(op, axis).rows_covered(out), None])
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The windows that meet the gradient's rows; its other rows are zero."""
+        """Plan for the windows that overlap the gradient's rows; its other rows are zero."""
         window = self.window(op, axis)
         assert parts[0] is not None
         out = window.windows_overlapping(parts[0])
         return AxisPlan(out, out, [window.rows_covered(out), None])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """Padding came with the operand."""
+        """Run without padding, which is part of the operand."""
         return self.valid(emitter, op, operands)
 
 
 @tiling_rule("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput")
 class SmallToLarge(Convolution):
-    """The gradient of a convolution's input, or a transposed convolution."""
+    """Input gradient of a convolution, or transposed convolution."""
 
     large, small, filter = None, 2, 1
 
     def shape_operands(self, op: OpView) -> list[int]:
-        """The size of the output."""
+        """Return the operand that holds the size of the output."""
         return [0]
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The windows that reach the wanted rows."""
+        """Require the windows that overlap rows `out`."""
         window = self.window(op, axis)
         small = window.windows_overlapping(out)
         return AxisPlan(out, window.rows_covered(small), [None, None, small])
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """All rows that the windows of the gradient cover, inside the image."""
+        """Plan for all rows that the windows of the gradient cover, inside the image."""
         window = self.window(op, axis)
         small = parts[2]
         assert small is not None
@@ -181,7 +183,7 @@ class SmallToLarge(Convolution):
         return AxisPlan(made.clip(window.in_extent), made, [None, None, small])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """The size operand is that of the tile."""
+        """Run with the size of the tile."""
         small = operands[2]
         large = op.node.out().shape
         assert large is not None
@@ -196,34 +198,34 @@ class SmallToLarge(Convolution):
 
 @tiling_rule("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
 class SidesToFilter(Convolution):
-    """The gradient of the filter: a sum over the image, tile by tile."""
+    """Filter gradient: a reduction over the image, one part per tile."""
 
     large, small, filter = 0, 2, None
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """One side is a gradient, the other the forward values it meets."""
+        """Return `REDUCED`; one side must be a gradient, the other forward values."""
         self.check(op, kinds)
         if sorted(k.value for k in (kinds[0], kinds[2])) != ["full", "partial"]:
             raise NotTileableError("a filter gradient needs forward values on one side and a gradient on the other")
         return TileKind.REDUCED
 
     def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Both sides are whole."""
+        """Return `REDUCED` for two sides of true values."""
         self.check(op, kinds)
         if TileKind.INVARIANT in (kinds[0], kinds[2]):
             raise NotTileableError("a filter gradient needs an image on both sides")
         return TileKind.REDUCED
 
     def summed(self, op: OpView) -> int:
-        """The side with one row per window: each window counts once."""
+        """Return the side with one row per window: each window counts once."""
         return 2
 
     def operand_rows_for_reduction(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
-        """The windows and what lies below them."""
+        """Require the windows of the cell and the rows below them."""
         return AxisPlan(None, None, [self.window(op, axis).rows_covered(cell), None, cell])
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The windows that meet the gradient, whichever side it is on."""
+        """Plan for the windows that overlap the gradient, whichever side holds it."""
         window = self.window(op, axis)
         if parts[2] is not None:
             small = parts[2]
@@ -233,5 +235,5 @@ class SidesToFilter(Convolution):
         return AxisPlan(None, None, [window.rows_covered(small), None, small])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """The size operand is that of the filter and does not change."""
+        """Run with the size operand of the filter, which does not depend on the tile."""
         return self.valid(emitter, op, operands)

@@ -1,4 +1,4 @@
-"""Ops that move pixels without computing: pad, concatenate and split over channels, transpose."""
+"""Ops that move pixels: pad, concatenate and split over channels, transpose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 
 def require_alike(op: OpView) -> None:
-    """Refuse an op of which the image it reads and the one it makes have their axes in different dimensions."""
+    """Refuse an op whose operand and result have their axes in different dimensions."""
     out = op.node.out()
     (operand,) = (op.node.inputs[position] for position in find_rule(op.node).data(op))
     if op.layout(out).batch_fold != op.layout(operand).batch_fold:
@@ -31,7 +31,7 @@ def require_alike(op: OpView) -> None:
 
 
 def is_over_channels(op: OpView, dim: Any) -> bool:
-    """Whether a dimension of the output is neither that of the images nor an axis."""
+    """Return whether a dimension of the output is neither batch nor axis."""
     out = op.node.out()
     rank = len(out.shape or ())
     return isinstance(dim, int) and dim % rank in op.layout(out).others(rank)
@@ -39,7 +39,7 @@ def is_over_channels(op: OpView, dim: Any) -> bool:
 
 @tiling_rule("Pad", "PadV2")
 class Pad(Blocks):
-    """Constant padding. Over the image it is the fill value of the operand, and fitting that does all the work."""
+    """Constant padding. Over the image it is the fill value of the operand, and fitting the operand is the whole op."""
 
     def _paddings(self, op: OpView) -> list[list[int]]:
         paddings = constant(op.node.inputs[1].node)
@@ -48,12 +48,12 @@ class Pad(Blocks):
         return paddings.tolist()
 
     def block(self, op: OpView, axis: int) -> Fraction:
-        """One row of one."""
+        """Return 1: each row stays one row."""
         del op, axis
         return Fraction(1)
 
     def offset(self, op: OpView, axis: int) -> int:
-        """Minus the rows of padding before the image."""
+        """Return minus the rows of padding before the image."""
         dim = op.dim(op.node.out(), axis)
         return 0 if dim is None else -self._paddings(op)[dim][0]
 
@@ -66,11 +66,11 @@ class Pad(Blocks):
         return float(value)
 
     def operand_fill(self, op: OpView, position: int) -> float | str:
-        """What the op pads with."""
+        """Return the constant of the padding."""
         return self._value(op)
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """A gradient can be padded with zeros only."""
+        """Return the kind of the operand; a gradient may be padded with zeros only."""
         if self._paddings(op)[0] != [0, 0]:
             raise NotTileableError("padding of the batch")
         if self._value(op) != 0.0 and kinds[0] is TileKind.PARTIAL:
@@ -79,7 +79,7 @@ class Pad(Blocks):
         return kinds[0]
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """Only channels are left to pad."""
+        """Pad the channels; the axes are padded already."""
         dims = op.layout(op.node.out()).dims
         left = [[0, 0] if dim in dims else pair for dim, pair in enumerate(self._paddings(op))]
         if not any(map(any, left)):
@@ -90,14 +90,14 @@ class Pad(Blocks):
 
 @tiling_rule("ConcatV2")
 class Concat(Pointwise):
-    """Along the channels, all forward values or all gradients."""
+    """Concatenation along the channels, of forward values or of gradients."""
 
     def data(self, op: OpView) -> list[int]:
-        """All but the axis."""
+        """Return all operands but the axis."""
         return list(range(len(op.node.inputs) - 1))
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Concatenation over the image or the batch is refused."""
+        """Return the kind of the operands; refuse a concatenation over the image or the batch."""
         if not is_over_channels(op, op.evaluate(op.node.inputs[-1])):
             raise NotTileableError("a concatenation along another axis than the channels")
         if not all(lie_alike(op, op.node.inputs[position]) for position in self.data(op)):
@@ -112,16 +112,16 @@ class Concat(Pointwise):
 
 @tiling_rule("Split", "SplitV")
 class Split(Rule):
-    """Along the channels; every output holds the same rows."""
+    """Split along the channels; every output holds the rows of the operand."""
 
     cheap = True
 
     def data(self, op: OpView) -> list[int]:
-        """The image (second operand of `Split`, first of `SplitV`)."""
+        """Return the image (second operand of `Split`, first of `SplitV`)."""
         return [1 if op.node.op == "Split" else 0]
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Splitting is linear."""
+        """Return the kind of the operand: a split is linear."""
         axis = op.evaluate(op.node.inputs[0 if op.node.op == "Split" else 2])
         (position,) = self.data(op)
         if not is_over_channels(op, axis):
@@ -130,35 +130,35 @@ class Split(Rule):
         return kinds[position]
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The same rows."""
+        """Require rows `out` of the image."""
         needs: list[Interval | None] = [None] * len(op.node.inputs)
         needs[self.data(op)[0]] = out
         return AxisPlan(out, out, needs)
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The same rows."""
+        """Plan for the rows of the gradient."""
         return self.operand_rows_for_result(op, axis, hull_of([part for part in parts if part is not None]))
 
 
 @tiling_rule("Transpose")
 class Transpose(Rule):
-    """Between channels first and channels last; the images stay the first dimension."""
+    """Transposition between channels first and channels last; the batch stays the first dimension."""
 
     cheap = True
 
     def data(self, op: OpView) -> list[int]:
-        """The image."""
+        """Return the image."""
         return [0]
 
     def links(self, op: OpView) -> list[AxisMap]:
-        """By the permutation."""
+        """Link dimensions by the permutation."""
         order = op.evaluate.ints(op.node.inputs[1])
         if not order or order[0] != 0:
             return []
         return [AxisMap(op.node.inputs[0], op.node.out(), {old: new for new, old in enumerate(order)})]
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Moving is linear."""
+        """Return the kind of the operand: a transposition is linear."""
         order = op.ints(1)
         source, out = op.layout(op.node.inputs[0]), op.layout(op.node.out())
         moved = tuple(None if dim is None else order.index(dim) for dim in source.dims)
@@ -167,10 +167,10 @@ class Transpose(Rule):
         return kinds[0]
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The same rows."""
+        """Require rows `out` of the image."""
         return AxisPlan(out, out, [out, None])
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The same rows."""
+        """Plan for the rows of the gradient."""
         assert parts[0] is not None
         return self.operand_rows_for_result(op, axis, parts[0])

@@ -1,4 +1,4 @@
-"""Ops that compute each pixel from the same pixel of their operands."""
+"""Elementwise ops: each pixel of the result needs the same pixel of the operands only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 
 def broadcasts(op: OpView, position: int, axis: int) -> bool:
-    """Whether operand `position` has one row where the output has many."""
+    """Return whether operand `position` has one row where the output has many."""
     operand, out = op.node.inputs[position], op.node.out()
     dim = op.dim(out, axis)
     if dim is None:
@@ -29,14 +29,14 @@ def broadcasts(op: OpView, position: int, axis: int) -> bool:
 
 
 def aligned(tensor: Tensor, rank: int) -> tuple[int | None, ...]:
-    """A shape as it is broadcast to another rank."""
+    """Return a shape as broadcasting extends it to another rank."""
     if tensor.shape is None:
         raise NotTileableError(f"operand `{tensor.name}` has an unknown rank")
     return (1,) * (rank - len(tensor.shape)) + tensor.shape
 
 
 def spreads(op: OpView, position: int) -> bool:
-    """Whether operand `position` has one row, or one image, where the output has many."""
+    """Return whether operand `position` has one row, or one image, where the output has many."""
     operand, out = op.node.inputs[position].shape, op.node.out().shape
     if any(broadcasts(op, position, axis) for axis in op.axes(op.node.out())):
         return True
@@ -66,7 +66,7 @@ def check_ranks(op: OpView, kinds: Sequence[TileKind]) -> None:
 
 
 def lie_alike(op: OpView, operand: Tensor) -> bool:
-    """Whether the axes of an operand that has them are the output's."""
+    """Return whether the axes of an operand lie in the dimensions of the output's."""
     out = op.node.out()
     one, other = op.layout(operand), op.layout(out)
     if len(one.dims) != len(other.dims) or one.batch_fold != other.batch_fold:
@@ -77,23 +77,23 @@ def lie_alike(op: OpView, operand: Tensor) -> bool:
 
 
 class Pointwise(Rule):
-    """Elementwise, nonlinear: forward values in, forward values out."""
+    """Elementwise and nonlinear: forward values in, forward values out."""
 
     cheap = True
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """`FULL`, and nothing partial goes in."""
+        """Return `FULL`; refuse partial operands."""
         check_ranks(op, kinds)
         if TileKind.PARTIAL in kinds:
             raise NotTileableError(f"{op.node.op} is not linear in a gradient")
         return TileKind.FULL
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The same rows of every operand."""
+        """Require rows `out` of every operand."""
         return AxisPlan(out, out, self._rows(op, axis, out))
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The rows that the partial operands hold together."""
+        """Plan for the hull of the rows of all partial operands."""
         held = [part for part in parts if part is not None]
         out = hull_of(held).clip(op.extent(op.node.out(), axis))
         return AxisPlan(out, out, self._rows(op, axis, out))
@@ -121,7 +121,7 @@ class LinearIn(Pointwise):
         self.positions = tuple(positions)
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """`PARTIAL` for exactly one partial operand in a linear position."""
+        """Return `PARTIAL` for exactly one partial operand in a linear position."""
         check_ranks(op, kinds)
         partial = [p for p, kind in enumerate(kinds) if kind is TileKind.PARTIAL]
         if not partial:
@@ -135,13 +135,13 @@ class LinearIn(Pointwise):
 
 @tiling_rule("Cast")
 class Cast(LinearIn):
-    """Linear between floating point types; to an integer it rounds, and parts that are rounded do not add up."""
+    """Linear between floating point types; a cast to an integer rounds, and rounded parts do not add up."""
 
     def __init__(self) -> None:
         super().__init__((0,))
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """`PARTIAL` for a gradient that stays one."""
+        """Return `PARTIAL` for a gradient that stays real or complex."""
         types = (op.node.inputs[0].dtype, op.node.out().dtype)
         if kinds[0] is TileKind.PARTIAL and not all(dtype.is_floating or dtype.is_complex for dtype in types):
             raise NotTileableError(f"a gradient cast from {types[0].name} to {types[1].name} is rounded")
@@ -149,10 +149,10 @@ class Cast(LinearIn):
 
 
 class Additive(Pointwise):
-    """Sums: all operands are gradients or none is."""
+    """Addition and subtraction: either all operands are gradients or none is."""
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """`PARTIAL` for all-partial operands; a mixture is affine and refused."""
+        """Return `PARTIAL` for all-partial operands; refuse a mixture, which is affine."""
         check_ranks(op, kinds)
         if all(kind is TileKind.PARTIAL for kind in kinds):
             if any(spreads(op, position) for position in range(len(kinds))):
@@ -167,7 +167,7 @@ class Select(Pointwise):
     """`condition ? x : y`: linear in a gradient if the other branch is zero or a gradient too."""
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """The condition is never a gradient."""
+        """Return the kind of the branches; the condition must not be a gradient."""
         check_ranks(op, kinds)
         if op.node.op == "Select" and len(op.node.inputs[0].shape or ()) == 1:
             raise NotTileableError("a selection by one condition per image")
@@ -185,7 +185,7 @@ class Select(Pointwise):
 
 
 def is_zero(tensor: Tensor) -> bool:
-    """Whether a tensor is all zeros by construction."""
+    """Return whether a tensor is zero by construction."""
     node = tensor.node
     if node.op == "ZerosLike":
         return True
@@ -197,10 +197,10 @@ def is_zero(tensor: Tensor) -> bool:
 
 @tiling_rule("BiasAdd")
 class BiasAdd(Pointwise):
-    """Adds a vector over the channels."""
+    """Addition of a vector over the channels."""
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """That of the image; the bias lies along its channels, wherever these are."""
+        """Return the kind of the image; the bias must lie along its channels."""
         require_channels(op, op.node.out())
         if kinds[1] is not TileKind.INVARIANT:
             raise NotTileableError("its bias is computed from image data")
@@ -209,30 +209,30 @@ class BiasAdd(Pointwise):
         return kinds[0]
 
     def anchors(self, op: OpView) -> list[Anchor]:
-        """By the data format, where that leaves no doubt."""
+        """Anchor the output by the data format, if its rank is unambiguous."""
         return sides_by_format(op.node, [op.node.out()])
 
     def data(self, op: OpView) -> list[int]:
-        """The image; the bias is passed whole."""
+        """Return the image; the bias is passed in full size."""
         return [0]
 
 
 @tiling_rule("ZerosLike")
 class Zeros(Pointwise):
-    """Zero, of the kind of its operand: the gradient of `Maximum` makes the branch that lost this way."""
+    """Zeros of the kind of the operand, as in the gradient of `Maximum` for the smaller operand."""
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Nothing depends on the operand but the shape."""
+        """Return the kind of the operand; only its shape matters."""
         check_ranks(op, kinds)
         return kinds[0]
 
 
 @tiling_rule("Softmax", "LogSoftmax")
 class OverChannels(Pointwise):
-    """Works along the last dimension."""
+    """Normalisation along the last dimension."""
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """That has to be one of channels."""
+        """Return `FULL`; the last dimension must hold channels."""
         out = op.node.out()
         rank = len(out.shape or ())
         if rank - 1 not in op.layout(out).others(rank):
@@ -241,7 +241,7 @@ class OverChannels(Pointwise):
 
 
 def spatial_dims(node: Node, rank: int) -> tuple[int, ...]:
-    """Where the `data_format` attribute says that the axes are."""
+    """Return the dimensions of the axes according to the `data_format` attribute."""
     layout = node.attrs.get("data_format")
     if layout is not None and b"VECT" in layout.s:
         raise NotTileableError(f'data_format "{layout.s.decode()}": channels lie in two dimensions')
@@ -250,17 +250,17 @@ def spatial_dims(node: Node, rank: int) -> tuple[int, ...]:
 
 
 def channel_dim(node: Node, rank: int) -> int:
-    """Where the `data_format` attribute says that the channels are."""
+    """Return the dimension of the channels according to the `data_format` attribute."""
     return 1 if spatial_dims(node, rank)[-1:] == (rank - 1,) else rank - 1
 
 
 def sides_by_format(node: Node, tensors: Sequence[Tensor]) -> list[Anchor]:
-    """Layouts by the `data_format`; three dimensions may be those of a sequence, of which nobody knows the axes."""
+    """Return layouts by the `data_format`. Tensors of rank 3 have none: they may hold a sequence."""
     return [(t, spatial_dims(node, len(t.shape))) for t in tensors if t.shape is not None and len(t.shape) in (4, 5)]
 
 
 def require_format(op: OpView, tensors: Sequence[Tensor]) -> None:
-    """Refuse images whose axes lie elsewhere than the `data_format` says."""
+    """Refuse images whose axes lie in other dimensions than the `data_format` says."""
     for tensor in tensors:
         layout, dims = op.layout(tensor), spatial_dims(op.node, len(tensor.shape or ()))
         here = len(layout.dims) == len(dims) and all(
@@ -272,7 +272,7 @@ def require_format(op: OpView, tensors: Sequence[Tensor]) -> None:
 
 
 def require_channels(op: OpView, tensor: Tensor) -> None:
-    """Refuse an image with an axis where the `data_format` says that its channels are."""
+    """Refuse an image with an axis where the `data_format` has the channels."""
     if channel_dim(op.node, len(tensor.shape or ())) in op.layout(tensor).dims:
         raise NotTileableError(f"{op.node.op} works along an axis of the image")
 
@@ -303,5 +303,5 @@ not_tileable(
 
 
 def identity(operands: Sequence[Any]) -> list[Any]:
-    """The operand as it came: its rows were moved when it was fitted."""
+    """Return the operand: fitting it has moved its rows already."""
     return [operands[0]]

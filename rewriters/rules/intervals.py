@@ -1,8 +1,7 @@
-"""Half-open intervals along one axis, for all tiles of that axis at once.
+"""Half-open intervals along one axis, for all tiles of that axis.
 
-`Interval.lo[t], Interval.hi[t]` are the rows of tile `t`. Height and width are
-independent of each other, so a region is one `Interval` per axis and planning a
-grid of 64 x 64 tiles handles vectors of 64, not 4,096 rectangles.
+`Interval.lo[t], Interval.hi[t]` are the rows of tile `t`. Height and width are independent, so a region is one
+`Interval` per axis, and planning a grid of 64 x 64 tiles handles vectors of 64, not 4,096 rectangles.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import numpy as np
 __all__: list[str] = []
 
 MOST_KEPT = 64
-"""Tiles of intervals that are kept: all that searches try, but not the finest ones, of which each takes kilobytes."""
+"""Tiles up to which an interval is cached: enough for searches, without the finest grids, which take kilobytes each."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Interval:
-    """`[lo[t], hi[t])` for every tile `t`; empty where `hi <= lo`."""
+    """Rows `[lo[t], hi[t])` of every tile `t`; empty where `hi <= lo`."""
 
     lo: np.ndarray
     hi: np.ndarray
@@ -34,15 +33,15 @@ class Interval:
 
     @functools.cached_property
     def key(self) -> tuple[bytes, bytes]:
-        """Equal for two that hold the same rows for every tile."""
+        """Return a key that is equal for equal intervals."""
         return self.lo.tobytes(), self.hi.tobytes()
 
     def same(self, other: Interval) -> bool:
-        """Whether both hold the same rows for every tile."""
+        """Return whether both intervals hold the same rows for every tile."""
         return self is other or self.key == other.key
 
     def hull(self, other: Interval) -> Interval:
-        """Smallest interval that holds both; an empty one adds nothing."""
+        """Return the smallest interval that holds both; an empty one adds nothing."""
         if other is self:
             return self
         empty_self, empty_other = self.size == 0, other.size == 0
@@ -51,37 +50,37 @@ class Interval:
         return Interval(lo, hi)
 
     def clip(self, extent: int) -> Interval:
-        """The part inside `[0, extent)`."""
+        """Return the part inside `[0, extent)`."""
         # Not `np.clip`, which takes several times as long for so few numbers.
         lo = np.minimum(np.maximum(self.lo, 0), extent)
         return Interval(lo, np.maximum(np.minimum(self.hi, extent), lo))
 
     def shift(self, offset: int) -> Interval:
-        """Moved by `offset` rows."""
+        """Return the interval moved by `offset` rows."""
         return Interval(self.lo + offset, self.hi + offset)
 
     def times(self, factor: int) -> Interval:
-        """The rows of which each of these is `factor`."""
+        """Return the interval scaled by `factor`: the rows of blocks of this size."""
         return Interval(self.lo * factor, self.hi * factor)
 
     def blocks(self, size: int) -> Interval:
-        """The blocks of `size` rows that hold these rows."""
+        """Return the blocks of `size` rows that cover the interval."""
         return Interval(self.lo // size, -((-self.hi) // size))
 
     def nonempty(self, extent: int) -> Interval:
-        """With one row inside `[0, extent)` where a tile is empty: kernels want non-empty operands."""
+        """Return the interval with one row in `[0, extent)` for each empty tile: kernels need non-empty operands."""
         lo = np.where(self.size == 0, np.minimum(np.maximum(self.lo, 0), extent - 1), self.lo)
         return Interval(lo, np.maximum(self.hi, lo + 1))
 
     def inside(self, extent: int) -> Interval:
-        """The part inside `[0, extent)`, or one row of it: the same object for the same rows of not too many tiles."""
+        """Return the part inside `[0, extent)`, at least one row; cached for intervals of few tiles."""
         if self.lo.size > MOST_KEPT:
             return self.clip(extent).nonempty(extent)
         assert self.lo.itemsize == self.hi.itemsize == np.int64().itemsize
         return _inside(*self.key, extent)
 
     def covers(self, other: Interval) -> bool:
-        """Whether every non-empty tile of `other` lies inside this one."""
+        """Return whether every non-empty tile of `other` lies inside this one."""
         return bool(np.all((other.size == 0) | ((self.lo <= other.lo) & (self.hi >= other.hi))))
 
 
@@ -93,13 +92,13 @@ def _inside(lo: bytes, hi: bytes, extent: int) -> Interval:
 
 @functools.lru_cache(2**12)
 def whole(extent: int, tiles: int) -> Interval:
-    """All `extent` rows for each of `tiles` tiles."""
+    """Return all `extent` rows for each of `tiles` tiles."""
     return Interval(np.zeros(tiles, np.int64), np.full(tiles, extent, np.int64))
 
 
 @functools.lru_cache(2**12)
 def partition(extent: int, tiles: int) -> Interval:
-    """`extent` rows split as evenly as possible, larger tiles first.
+    """Return `extent` rows split as evenly as possible, larger tiles first.
 
     With more tiles than rows the last ones are empty.
     """
@@ -110,7 +109,7 @@ def partition(extent: int, tiles: int) -> Interval:
 
 
 def hull_of(intervals: Sequence[Interval]) -> Interval:
-    """Hull of one or more intervals."""
+    """Return the hull of one or more intervals."""
     result = intervals[0]
     for other in intervals[1:]:
         result = result.hull(other)
@@ -119,13 +118,13 @@ def hull_of(intervals: Sequence[Interval]) -> Interval:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CropPad:
-    """How the rows that a tile has become the rows that an op needs: cut, then padded.
+    """Cropping and padding that turn the rows of a tile into the rows that an op needs.
 
     Attributes:
-        begin: First row to cut out, counted from the first that is there.
-        size: Rows to cut out.
+        begin: First row to keep, counted from the tile's first.
+        size: Rows to keep.
         before: Rows of padding before them.
-        after: Rows of padding behind them.
+        after: Rows of padding after them.
         crops: Whether any tile loses a row.
         pads: Whether any tile is padded.
     """
@@ -139,7 +138,7 @@ class CropPad:
 
 
 def fit(have: Interval, need: Interval) -> CropPad:
-    """The way from the rows `have` to the rows `need`."""
+    """Return the cropping and padding from rows `have` to rows `need`."""
     lo = np.clip(need.lo, have.lo, have.hi)
     hi = np.maximum(np.clip(need.hi, have.lo, have.hi), lo)
     before = np.where(hi > lo, lo - need.lo, need.size)
@@ -157,7 +156,7 @@ class Window:
         stride: Rows between windows.
         dilation: Rows between taps.
         pad: Rows of padding before the first input row.
-        in_extent: Rows of the side that is slid over.
+        in_extent: Rows of the side that windows slide over.
         out_extent: Number of windows.
     """
 
@@ -174,17 +173,16 @@ class Window:
         return (self.kernel - 1) * self.dilation + 1
 
     def rows_covered(self, out: Interval) -> Interval:
-        """Input rows that windows `out` cover, padding included (may leave the image)."""
+        """Return the input rows that windows `out` cover, padding included (may leave the image)."""
         lo = out.lo * self.stride - self.pad
         hi = (out.hi - 1) * self.stride - self.pad + self.span
         return Interval(lo, np.where(out.size == 0, lo, hi))
 
     def windows_overlapping(self, rows: Interval) -> Interval:
-        """Windows that meet input `rows`, at least one per tile.
+        """Return the windows that overlap input `rows`, at least one per tile.
 
-        A tile of rows that no window meets (stride larger than kernel, or rows
-        past the last window) gets one existing window all the same: kernels
-        want non-empty operands, and what it adds is cropped or zero.
+        A tile of rows without a window (stride larger than kernel, or rows past the last window) gets one existing
+        window: kernels require non-empty operands, and its result is cropped or zero.
         """
         lo = -((-(rows.lo + self.pad - self.span + 1)) // self.stride)
         hi = (rows.hi - 1 + self.pad) // self.stride + 1

@@ -20,18 +20,18 @@ __all__: list[str] = []
 
 
 class Pooling(Rule):
-    """Geometry shared by all pools; `_large` and `_small` name the sides."""
+    """Geometry shared by all pools; `large` and `small` name the sides."""
 
     def large(self, op: OpView) -> Tensor:
-        """The side that windows slide over."""
+        """Return the side that windows slide over."""
         return op.node.inputs[0]
 
     def small(self, op: OpView) -> Tensor:
-        """The side with one row per window."""
+        """Return the side with one row per window."""
         return op.node.out()
 
     def window(self, op: OpView, axis: int) -> Window:
-        """Geometry along one axis."""
+        """Return the geometry along one axis."""
         dim = spatial_dims(op.node, len(self.large(op).shape or ()))[axis]
         kernel, stride = op.attr_ints("ksize")[dim], op.attr_ints("strides")[dim]
         rows = op.extent(self.large(op), axis)
@@ -39,16 +39,16 @@ class Pooling(Rule):
         return Window(kernel, stride, 1, pad, rows, op.extent(self.small(op), axis))
 
     def windows(self, op: OpView) -> list[Window]:
-        """Geometry along all axes."""
+        """Return the geometry along all axes."""
         return [self.window(op, axis) for axis in op.axes(self.large(op))]
 
     def anchors(self, op: OpView) -> list[Anchor]:
-        """Both sides, by the data format."""
+        """Anchor both sides by the data format."""
         sides = [op.node.inputs[position] for position in self.data(op)]
         return sides_by_format(op.node, [*sides, op.node.out()])
 
     def links(self, op: OpView) -> list[AxisMap]:
-        """None: both sides are known."""
+        """Return no links: both sides are anchored."""
         return []
 
     def check(self, op: OpView) -> None:
@@ -61,7 +61,7 @@ class Pooling(Rule):
                 raise NotTileableError(f"pooling over batch or channels ({name}={sizes})")
 
     def valid(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """Run on operands that bring their own padding."""
+        """Run the op with VALID padding on operands that are padded already."""
         if emitter.is_whole(op.node):
             return emitter.clone(op.node, operands)
         extra: dict[str, Any] = {"explicit_paddings": []} if "explicit_paddings" in op.node.attrs else {}
@@ -72,79 +72,80 @@ class Pool(Pooling):
     """Forward pooling."""
 
     def data(self, op: OpView) -> list[int]:
-        """The image."""
+        """Return the image."""
         return [0]
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Forward only."""
+        """Return `FULL` for forward values."""
         self.check(op)
         if kinds[0] is not TileKind.FULL:
             raise NotTileableError(f"{op.node.op} of a gradient")
         return TileKind.FULL
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The rows below the wanted windows."""
+        """Require the rows below the windows `out`."""
         return AxisPlan(out, out, [self.window(op, axis).rows_covered(out)])
 
 
 @tiling_rule("MaxPool", "MaxPool3D")
 class MaxPool(Pool):
-    """Padding never wins: it holds the lowest number."""
+    """Max pooling, whose padding is the lowest number."""
 
     fill = "lowest"
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """Padding came with the operand."""
+        """Run without padding, which is part of the operand."""
         return self.valid(emitter, op, operands)
 
 
 @tiling_rule("MaxPoolGrad", "MaxPool3DGrad")
 class MaxPoolGrad(Pooling):
-    """Operands: input, output, gradient of the output. Ties fall as they do in the full op.
+    """Gradient of max pooling. Operands: input, output, gradient of the output.
 
-    The output is made again from the input, which is there in any case: it need not be kept for this, and oneDNN has a
-    kernel for a maximum and its gradient that are in the same place, which takes a hundredth of the time in volumes.
+    Ties are resolved as in the full-size op. The output is recomputed from the input, which exists in any case: it need
+    not be checkpointed, and oneDNN has a fused kernel for a maximum and its gradient in one place, which takes a
+    hundredth of the time in 3-D.
     """
 
     def shape_operands(self, op: OpView) -> list[int]:
-        """The output."""
+        """Return the output, which `emit` recomputes."""
         return [1]
 
     def data(self, op: OpView) -> list[int]:
-        """All three."""
+        """Return all three operands."""
         return [0, 1, 2]
 
     def small(self, op: OpView) -> Tensor:
-        """The gradient's side."""
+        """Return the side of the output gradient."""
         return op.node.inputs[2]
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Linear in the gradient alone."""
+        """Return `PARTIAL`: the op is linear in the gradient alone."""
         self.check(op)
         if kinds[0] is not TileKind.FULL or kinds[1] is not TileKind.FULL or kinds[2] is not TileKind.PARTIAL:
             raise NotTileableError(f"{op.node.op} needs forward values and one gradient")
         return TileKind.PARTIAL
 
     def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """All three are images."""
+        """Return `FULL` for three images."""
         self.check(op)
         if any(kind is not TileKind.FULL for kind in kinds):
             raise NotTileableError(f"{op.node.op} needs three images")
         return TileKind.FULL
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The windows that meet the wanted rows, and all that lies below these."""
+        """Require the windows that overlap rows `out`, and all rows below these."""
         window = self.window(op, axis)
         small = window.windows_overlapping(out)
         made = window.rows_covered(small)
         return AxisPlan(out, made, [made, None, small])
 
     def operand_fill(self, op: OpView, position: int) -> float | str:
-        """The input is padded as in `MaxPool`."""
+        """Pad the input as in `MaxPool`."""
         return "lowest" if position == 0 else 0.0
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """All rows that the gradient's windows cover."""
+        """Plan for all rows that the gradient's windows cover."""
         window = self.window(op, axis)
         small = parts[2]
         assert small is not None
@@ -152,7 +153,7 @@ class MaxPoolGrad(Pooling):
         return AxisPlan(made.clip(window.in_extent), made, [made, None, small])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """Padding came with the operands."""
+        """Run without padding, which is part of the operands."""
         attrs = op.node.attrs
         padding = "VALID" if not emitter.is_whole(op.node) else attrs["padding"].s.decode()
         explicit = {} if padding != "EXPLICIT" else {"explicit_paddings": list(attrs["explicit_paddings"].list.i)}
@@ -169,13 +170,13 @@ class MaxPoolGrad(Pooling):
 
 
 def tap_counts(window: Window) -> np.ndarray:
-    """Taps of each window that lie inside the image: the divisor of `SAME` average pooling."""
+    """Return the taps of each window inside the image: the divisor of `SAME` average pooling."""
     first = np.arange(window.out_extent) * window.stride - window.pad
     return np.minimum(first + window.kernel, window.in_extent) - np.maximum(first, 0)
 
 
 def rescaled(emitter: Emitter, op: OpView, position: int | None, value: Any, windows: Sequence[Window]) -> Any:
-    """Turn division by the whole window, as in VALID, into division by the taps inside the image."""
+    """Replace the divisor of VALID, the full window, by the number of taps inside the image."""
     for axis, window in enumerate(windows):
         factors = window.kernel / tap_counts(window)
         if np.any(factors != 1.0):
@@ -185,10 +186,10 @@ def rescaled(emitter: Emitter, op: OpView, position: int | None, value: Any, win
 
 @tiling_rule("AvgPool", "AvgPool3D")
 class AvgPool(Pool):
-    """The mean of the taps inside the image."""
+    """Average pooling: the mean of the taps inside the image."""
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """Zero padding adds nothing to the sum; the divisor is put right afterwards."""
+        """Average with zero padding, which adds nothing to the sum, then correct the divisor."""
         (value,) = self.valid(emitter, op, operands)
         if emitter.is_whole(op.node):
             return [value]
@@ -197,46 +198,46 @@ class AvgPool(Pool):
 
 @tiling_rule("AvgPoolGrad", "AvgPool3DGrad")
 class AvgPoolGrad(Pooling):
-    """Operands: shape of the input, gradient of the output."""
+    """Gradient of average pooling. Operands: shape of the input, gradient of the output."""
 
     def shape_operands(self, op: OpView) -> list[int]:
-        """The shape."""
+        """Return the shape operand."""
         return [0]
 
     def data(self, op: OpView) -> list[int]:
-        """The gradient."""
+        """Return the gradient."""
         return [1]
 
     def large(self, op: OpView) -> Tensor:
-        """The output."""
+        """Return the output."""
         return op.node.out()
 
     def small(self, op: OpView) -> Tensor:
-        """The gradient's side."""
+        """Return the side of the gradient."""
         return op.node.inputs[1]
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Linear in the gradient."""
+        """Return the kind of the gradient: the op is linear."""
         self.check(op)
         if kinds[1] is not TileKind.PARTIAL:
             raise NotTileableError(f"{op.node.op} of forward values")
         return TileKind.PARTIAL
 
     def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Of an image."""
+        """Return `FULL` for an image."""
         self.check(op)
         if kinds[1] is not TileKind.FULL:
             raise NotTileableError(f"{op.node.op} of a tensor that is the same for all tiles")
         return TileKind.FULL
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The windows that meet the wanted rows."""
+        """Require the windows that overlap rows `out`."""
         window = self.window(op, axis)
         small = window.windows_overlapping(out)
         return AxisPlan(out, window.rows_covered(small), [None, small])
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """All rows that the gradient's windows cover."""
+        """Plan for all rows that the gradient's windows cover."""
         window = self.window(op, axis)
         small = parts[1]
         assert small is not None
@@ -244,7 +245,7 @@ class AvgPoolGrad(Pooling):
         return AxisPlan(made.clip(window.in_extent), made, [None, small])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """The gradient is rescaled first, then spread evenly."""
+        """Rescale the gradient, then spread it evenly."""
         small = operands[1]
         large = op.node.out().shape
         assert large is not None

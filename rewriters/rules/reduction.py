@@ -1,4 +1,4 @@
-"""Sums over the image (one summand per tile) and reductions over the channels (pointwise)."""
+"""Reductions: over the image (one part per tile) and over the channels (per pixel)."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ BARRIER = "it reduces over the image, so that everything after it waits for all 
 
 
 class SumOverImage(Rule):
-    """Adds up a gradient over batch, height and width."""
+    """Reduction of a gradient over batch, height and width."""
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The gradient's rows."""
+        """Plan for the gradient's rows."""
         rows = [part for part in parts if part is not None]
         needs: list[Interval | None] = [None] * len(op.node.inputs)
         needs[0] = hull_of(rows)
         return AxisPlan(None, None, needs)
 
     def data(self, op: OpView) -> list[int]:
-        """The image."""
+        """Return the image."""
         return [0]
 
     def summed(self, op: OpView) -> int:
-        """The image."""
+        """Return the image."""
         return 0
 
 
 @tiling_rule("BiasAddGrad")
 class BiasAddGrad(SumOverImage):
-    """The gradient of a bias."""
+    """Gradient of a bias."""
 
     def anchors(self, op: OpView) -> list[Anchor]:
-        """By the data format, where that leaves no doubt."""
+        """Anchor the image by the data format, if its rank is unambiguous."""
         return sides_by_format(op.node, op.node.inputs)
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """A sum of a gradient."""
+        """Return `REDUCED` for a gradient."""
         require_channels(op, op.node.inputs[0])
         if kinds[0] is not TileKind.PARTIAL:
             raise NotTileableError(BARRIER)
         return TileKind.REDUCED
 
     def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """A sum of an image."""
+        """Return `REDUCED` for an image."""
         require_channels(op, op.node.inputs[0])
         if kinds[0] is not TileKind.FULL:
             raise NotTileableError("BiasAddGrad of a tensor that is the same for all tiles")
@@ -70,20 +70,20 @@ _COMBINED = {
     "Prod": Combination.MULTIPLY,
 }
 REDUCTIONS = frozenset(_COMBINED)
-"""Op types that reduce their first operand over the axes in the second."""
+"""Op types with a rule that reduces operand 0 over the axes in operand 1."""
 
 
 @tiling_rule(*_COMBINED)
 class Reduce(SumOverImage):
-    """Over channels: pointwise. Over the whole image, or the batch: a reduction. Else a barrier."""
+    """Reduction over channels (per pixel), or over the full image or the batch. Other axes are refused."""
 
     cheap = True
 
     def axes(self, op: OpView) -> set[int]:
-        """The axes that disappear, counted from the front.
+        """Return the reduced axes, counted from the front.
 
         Raises:
-            NotTileableError: If they, or the operand's rank, are not known.
+            NotTileableError: If the axes, or the operand's rank, are unknown.
         """
         if op.node.inputs[0].shape is None:
             raise NotTileableError("a reduction of a tensor of unknown rank")
@@ -96,7 +96,7 @@ class Reduce(SumOverImage):
         return self.axes(op).isdisjoint({0, *op.layout(op.node.inputs[0]).dims})
 
     def _check_dims(self, op: OpView) -> None:
-        """Refuse a result of which the axes are taken to lie elsewhere."""
+        """Refuse a result whose layout puts the axes into other dimensions."""
         image, out = op.node.inputs[0], op.node.out()
         keep, axes = op.node.attrs["keep_dims"].b, self.axes(op)
         moved = [dim if dim is None or keep else dim - sum(a < dim for a in axes) for dim in op.layout(image).dims]
@@ -107,12 +107,12 @@ class Reduce(SumOverImage):
             raise NotTileableError("the axes of what it makes lie otherwise than those of the image")
 
     def per_pixel(self, op: OpView) -> bool:
-        """Over the batch, which stays as one image, and maybe channels: the gradient of a weight for each pixel."""
+        """Return whether the op reduces over the batch, which keeps one entry, and maybe channels."""
         axes, sides = self.axes(op), self._sides(op)
         return 0 in axes and bool(sides) and axes.isdisjoint(sides) and op.node.attrs["keep_dims"].b
 
     def _sides(self, op: OpView) -> set[int | None]:
-        """Dimensions along which an image has more than one row."""
+        """Return the dimensions along which an image has more than one row."""
         image = op.node.inputs[0]
         return {op.dim(image, axis) for axis in op.axes(image) if op.extent(image, axis) != 1}
 
@@ -120,7 +120,7 @@ class Reduce(SumOverImage):
         return self.axes(op) >= self._sides(op)
 
     def links(self, op: OpView) -> list[AxisMap]:
-        """Without the dimensions that disappear."""
+        """Link the dimensions that remain."""
         image, out = op.node.inputs[0], op.node.out()
         try:
             axes = self.axes(op)
@@ -132,7 +132,7 @@ class Reduce(SumOverImage):
         return [AxisMap(image, out, {dim: new for new, dim in enumerate(left)})] if len(left) == len(out.shape) else []
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """By the axes, and by linearity."""
+        """Return the kind by the reduced axes, and by linearity."""
         if self._over_channels(op):
             self._check_dims(op)
             if kinds[0] is TileKind.PARTIAL and op.node.op not in ("Sum", "Mean"):
@@ -147,7 +147,7 @@ class Reduce(SumOverImage):
         raise NotTileableError(BARRIER)
 
     def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """By the axes; each image may have a result of its own."""
+        """Return the kind by the reduced axes; each image may have its own result."""
         if kinds[0] is not TileKind.FULL:
             raise NotTileableError("a reduction of a tensor that is the same for all tiles")
         if self._over_channels(op):
@@ -164,28 +164,28 @@ class Reduce(SumOverImage):
         raise NotTileableError("it reduces over one side of the image alone")
 
     def combined(self, op: OpView) -> Combination:
-        """By the op's type."""
+        """Return the combination of the op type."""
         return _COMBINED[op.node.op]
 
     def per_image(self, op: OpView) -> bool:
-        """Unless it reduces over the batch too."""
+        """Return whether the op keeps the batch."""
         return 0 not in self.axes(op)
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The same rows."""
+        """Require rows `out` of the image."""
         return AxisPlan(out, out, [out, None])
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The same rows, or a sum over them."""
+        """Plan for the rows of the gradient, or for a reduction over them."""
         plan = super().result_rows_from_operands(op, axis, parts)
         if self._over_channels(op) or self.per_pixel(op):
             return AxisPlan(plan.needs[0], plan.needs[0], plan.needs)
         return plan
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """On the tile as on the image; a part of a mean is divided by what is in the whole image.
+        """Run on the tile; divide a part of a mean by the number of entries of the full image.
 
-        Parts of half precision numbers are summed up in float32, as the parts themselves are.
+        Parts in half precision are accumulated in float32, as the parts themselves are computed.
         """
         alone = emitter.is_whole(op.node) and (self.per_image(op) or emitter.has_all_images())
         if op.node.op not in ("Sum", "Mean") or self._over_channels(op) or alone:
@@ -199,7 +199,7 @@ class Reduce(SumOverImage):
 
 
 def divisor(emitter: Emitter, op: OpView, axes: Sequence[int]) -> Any:
-    """Numbers that a mean over these axes of a whole image is made of."""
+    """Return the number of entries that a mean over these axes of a full-size image averages."""
     image = op.node.inputs[0]
     assert image.shape is not None
     images = 1 if image.shape[0] == 1 else emitter.whole_batch() * op.layout(image).batch_fold
@@ -208,24 +208,24 @@ def divisor(emitter: Emitter, op: OpView, axes: Sequence[int]) -> Any:
 
 @tiling_rule("Tile", "BroadcastTo")
 class Spread(Rule):
-    """One value per image, or for all, on every pixel (the gradient of a mean), or one channel on all of them."""
+    """Broadcast of one value, one per image, or one channel over all pixels, as in the gradient of a mean."""
 
     cheap = True
     moves_rows = True
 
     def shape_operands(self, op: OpView) -> list[int]:
-        """Sizes."""
+        """Return the shape operand."""
         return [1]
 
     def data(self, op: OpView) -> list[int]:
-        """What is spread."""
+        """Return the operand that is broadcast."""
         return [0]
 
     def _over_image(self, op: OpView, axis: int) -> bool:
         return op.extent(op.node.inputs[0], axis) == 1
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Over the image forward values alone: the parts of a gradient would be counted in each tile."""
+        """Return the kind; over the image forward values only, as each tile would count a gradient's part."""
         operand, out = op.node.inputs[0].shape, op.node.out().shape
         if operand is None or out is None or len(operand) != len(out) or None in (*operand[1:], *out[1:]):
             raise NotTileableError("a repetition of a tensor of unknown shape")
@@ -258,16 +258,16 @@ class Spread(Rule):
         return isinstance(value, tuple) and (value[0] == -1 or sizes.assume_equal(value[0], sizes.of(operand)))
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The same rows, or the only one."""
+        """Require rows `out`, or the only row."""
         return AxisPlan(out, out, [whole(1, len(out.lo)) if self._over_image(op, axis) else out, None])
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The same rows."""
+        """Plan for the rows of the gradient."""
         assert parts[0] is not None
         return self.operand_rows_for_result(op, axis, parts[0])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """As many rows as are wanted."""
+        """Broadcast to the rows of the tile."""
         operand, out = op.node.inputs[0].shape, op.node.out().shape
         assert operand is not None and out is not None
         others = op.layout(op.node.out()).others(len(out))

@@ -1,20 +1,19 @@
-"""The registry of op rules, and the words they are written in.
+"""Registry of op rules, and the vocabulary of rules.
 
-A rule says everything about one op type that tiling needs: which operands carry
-image data, which rows of them an output needs or a gradient reaches, whether the
-op is linear in a gradient, and how it runs on a tile. There is one rule per op
-type; what kernels do with memory, tiled or not, is in `properties.py`.
+A rule describes how one op type is tiled: the operands that hold images, the rows of them that a result needs or a
+gradient affects, linearity in a gradient, and the op on a tile. Each op type has one rule. Facts that hold without
+tiles are in `ir/op_traits.py`, properties of kernels in `device/`.
 
 Inside a tile loop every tensor has a kind:
 
 - `FULL`: the true forward values of a region of the image.
-- `PARTIAL`: one tile's part of a gradient, zero outside its region. Parts add up
-  to the gradient, because backward ops are linear in it.
-- `INVARIANT`: the same for all tiles (weights, scalars).
-- `REDUCED`: a sum over the image, one summand per tile (weight gradients).
+- `PARTIAL`: one tile's part of a gradient, zero outside its region. Parts add up to the gradient, because backward ops
+are linear in it.
+- `INVARIANT`: equal for all tiles (weights, scalars).
+- `REDUCED`: a reduction over the image, one summand per tile (weight gradients).
 
-Kinds guard correctness: an op that adds `FULL` and `PARTIAL` is affine, adding its
-tiles up would count the full part more than once, and its rule refuses.
+Kinds guard correctness. An op that adds `FULL` and `PARTIAL` is affine: the sum over its tiles would count the full
+part more than once. Its rule refuses.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__: list[str] = []
 
 
 class TileKind(enum.Enum):
-    """What a tensor holds inside a tile loop."""
+    """Content of a tensor inside a tile loop."""
 
     FULL = "full"
     PARTIAL = "partial"
@@ -45,7 +44,7 @@ class TileKind(enum.Enum):
 
 
 class Combination(enum.Enum):
-    """How the parts of a reduction over the image become one."""
+    """Combination of the parts of a reduction over the image."""
 
     ADD = "add"
     MULTIPLY = "multiply"
@@ -55,12 +54,12 @@ class Combination(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class OpView:
-    """A node as a rule sees it: full-size shapes and static operand values.
+    """View of a node for its rule: full-size shapes and static operand values.
 
     Attributes:
         node: The operation.
         evaluate: Static evaluation of its small integer operands.
-        layouts: Where the axes lie.
+        layouts: Axis layouts of all tensors.
     """
 
     node: Node
@@ -68,25 +67,25 @@ class OpView:
     layouts: Layouts
 
     def layout(self, tensor: Tensor) -> Layout:
-        """Where the axes of `tensor` lie."""
+        """Return the layout of `tensor`."""
         layout = self.layouts.of(tensor)
         if layout is None:
             raise NotTileableError(f"`{tensor.name}` of shape {tensor.shape} is no image")
         return layout
 
     def dim(self, tensor: Tensor, axis: int) -> int | None:
-        """The dimension of `tensor` that is `axis`; `None` if it has one row and no dimension for it."""
+        """Return the dimension of `tensor` that holds `axis`; `None` for an axis of one row without a dimension."""
         return self.layout(tensor).dims[axis]
 
     def extent(self, tensor: Tensor, axis: int) -> int:
-        """Full size of `tensor` along an axis (the first is height, or depth)."""
+        """Return the full size of `tensor` along an axis (the first is height, or depth)."""
         size = self.layout(tensor).extents(tensor)[axis]
         if size is None:
             raise NotTileableError(f"`{tensor.name}` has an unknown image size {tensor.shape}")
         return size
 
     def check_axes(self, images: Sequence[Tensor]) -> None:
-        """Refuse images of which some have more axes than others.
+        """Refuse images with different numbers of axes.
 
         Raises:
             NotTileableError: With their names.
@@ -97,30 +96,29 @@ class OpView:
             raise NotTileableError(f"{names} have different numbers of axes")
 
     def axes(self, tensor: Tensor) -> range:
-        """All axes."""
+        """Return all axes."""
         return range(len(self.layout(tensor).dims))
 
     def ints(self, operand: int) -> tuple[int, ...]:
-        """Value of an integer operand that must be known when the step is traced."""
+        """Return the value of an integer operand; refuse one that is unknown when the step is traced."""
         value = self.evaluate.ints(self.node.inputs[operand])
         if value is None:
             raise NotTileableError(f"operand {operand} (`{self.node.inputs[operand].name}`) is computed at run time")
         return value
 
     def attr_ints(self, name: str) -> list[int]:
-        """A list attribute."""
+        """Return a list attribute."""
         return list(self.node.attrs[name].list.i)
 
 
 @dataclasses.dataclass
 class AxisPlan:
-    """What one op does along one axis.
+    """Rows of one op along one axis.
 
     Attributes:
-        kept: Rows of the output that the tile holds afterwards; `None` for a reduction.
+        kept: Rows of the output that the tile keeps; `None` for a reduction.
         computed: Rows that the op itself yields, before cropping and zero-padding to `kept`.
-        needs: Per operand the rows to hand over, padding included; `None` for an
-            operand that is passed whole.
+        needs: Rows of each operand, padding included; `None` for an operand that is passed in full size.
     """
 
     kept: Interval | None
@@ -129,62 +127,62 @@ class AxisPlan:
 
 
 class Emitter(Protocol):
-    """What a rule may ask for while it emits an op inside a loop."""
+    """Services for a rule that emits its op inside a loop."""
 
     def is_whole(self, node: Node) -> bool:
-        """Whether the op runs on the full image in every tile, so that it can be copied as it is."""
+        """Return whether the op runs on the full image in every tile, so that it can be copied unchanged."""
 
     def clone(self, node: Node, operands: Sequence[Any], **attrs: Any) -> list[Any]:
-        """The op with other operands and, where given, other attributes."""
+        """Emit the op with other operands and, where given, other attributes."""
 
     def axis_values(self, node: Node, position: int | None, values: Any, axis: int, dtype: Any) -> Any:
-        """The part of a per-row vector for the rows of operand `position` (`None`: that the op makes).
+        """Return the part of a per-row vector for the rows of operand `position` (`None`: of the op's result).
 
         Shaped to broadcast against the image.
         """
 
     def batch_size(self, operand: Any) -> Any:
-        """Run-time batch size of a tile tensor."""
+        """Return the run-time batch size of a tile tensor."""
 
     def axis_positions(self, node: Node, position: int, rows: np.ndarray, axis: int) -> Any:
-        """For the rows that the op makes, the positions in operand `position` of the rows that a table names."""
+        """Return positions in operand `position` of the rows that a table names, for the rows that the op computes."""
 
     def has_all_images(self) -> bool:
-        """Whether the batch is not split."""
+        """Return whether the batch is not split."""
 
     def whole_batch(self) -> Any:
-        """Run-time size of the whole batch."""
+        """Return the run-time size of the full batch."""
 
     def made_shape(self, node: Node) -> Any:
-        """Shape of what the op makes."""
+        """Return the shape of the result that the op computes."""
 
 
 class Rule:
-    """Base of all rules: an op that works element by element.
+    """Base of all rules.
 
-    Subclasses override what differs. `data` are the positions of operands that hold
-    image data; the others are weights, shapes or parameters and must be invariant.
+    Subclasses override what differs. `data` are the positions of operands that hold images; the others are weights,
+    shapes or parameters and must be invariant.
     """
 
     fill: float | str = 0.0
     """Value of padding outside of the image: a number or `"lowest"`."""
 
     moves_rows: bool = False
-    """Whether fitting the operand is part of the op, so that it is never copied as it is."""
+    """Whether fitting the operand is part of the op, so that it is never copied unchanged."""
 
     own_memory: bool = False
-    """Whether the result is never in the memory of an operand, so that its only reader may change it in place."""
+    """Whether the result never shares an operand's buffer, so that its only consumer may change it in place."""
 
     cheap: bool = False
-    """Whether to run the op again costs no more than to read its operands."""
+    """Whether recomputing the op costs no more than reading its operands."""
 
     def anchors(self, op: OpView) -> list[Anchor]:
-        """Tensors of which the op says where their axes lie."""
+        """Return the tensors whose axes the op fixes, with their dimensions."""
         del op
         return []
 
     def links(self, op: OpView) -> list[AxisMap]:
-        """Tensors whose axes lie as those of another; of the same rank, in the same dimensions."""
+        """Return the axis maps between operands and results: equal dimensions of tensors of equal rank."""
         out = op.node.out()
         if out.shape is None:
             return []
@@ -194,16 +192,16 @@ class Rule:
         return [AxisMap(t, out, same) for t in others if t.shape is not None and len(t.shape) == len(same)]
 
     def shape_operands(self, op: OpView) -> list[int]:
-        """Positions of the operands (shapes, offsets) that `emit` makes anew for a tile."""
+        """Return the positions of the operands (shapes, offsets) that `emit` rebuilds for a tile."""
         del op
         return []
 
     def data(self, op: OpView) -> list[int]:
-        """Positions of the operands that may hold image data."""
+        """Return the positions of the operands that may hold images."""
         return list(range(len(op.node.inputs)))
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Kind of the outputs for operands of these kinds.
+        """Return the kind of the outputs for operands of these kinds.
 
         Raises:
             NotTileableError: If the op cannot run on tiles this way, with the reason.
@@ -211,7 +209,7 @@ class Rule:
         raise NotImplementedError
 
     def result_kind_gathered(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Kind of the outputs where gradients are true values of their rows as well: no operand is `PARTIAL`.
+        """Return the kind of the outputs if gradients are true values of their rows too: no operand is `PARTIAL`.
 
         Raises:
             NotTileableError: If the op cannot run on tiles this way, with the reason.
@@ -219,40 +217,40 @@ class Rule:
         return self.result_kind(op, kinds)
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """Plan for a `FULL` result of which rows `out` are wanted."""
+        """Return the plan for rows `out` of a `FULL` result."""
         raise NotImplementedError
 
     def summed(self, op: OpView) -> int:
-        """Of a sum over the image: the operand of which every turn sums up its own part."""
+        """Return the operand of a reduction over the image that is split among the iterations."""
         raise NotImplementedError
 
     def operand_rows_for_reduction(self, op: OpView, axis: int, cell: Interval) -> AxisPlan:
-        """Plan for the part of a sum over the image that the rows `cell` of operand `summed` make."""
+        """Return the plan for the part of a reduction that rows `cell` of operand `summed` contribute."""
         needs: list[Interval | None] = [None] * len(op.node.inputs)
         needs[self.summed(op)] = cell
         return AxisPlan(None, None, needs)
 
     def combined(self, op: OpView) -> Combination:
-        """How the parts become one."""
+        """Return the combination of the parts of a reduction."""
         del op
         return Combination.ADD
 
     def per_image(self, op: OpView) -> bool:
-        """Whether a sum over the image has one result for each image of the batch, along its first dimension."""
+        """Return whether a reduction over the image has one result per image, along the first dimension."""
         del op
         return False
 
     def per_pixel(self, op: OpView) -> bool:
-        """Whether a sum is one over the batch alone, and has one result for each pixel."""
+        """Return whether a reduction is over the batch alone, with one result per pixel."""
         del op
         return False
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """Plan for a `PARTIAL` or `REDUCED` result, given the rows `parts` of its partial operands."""
+        """Return the plan for a `PARTIAL` or `REDUCED` result, given the rows `parts` of its partial operands."""
         raise NotImplementedError
 
     def operand_fill(self, op: OpView, position: int) -> float | str:
-        """Value that pads operand `position` outside of the image."""
+        """Return the value that pads operand `position` outside of the image."""
         del op, position
         return self.fill
 
@@ -261,17 +259,17 @@ class Rule:
         return emitter.clone(op.node, operands)
 
     def cost_operand(self, op: OpView) -> int | None:
-        """The operand of which each row takes the same time; `None` if each row of the result does."""
+        """Return the operand whose rows determine the time; `None` if those of the result do."""
         del op
         return None
 
     def flops(self, op: OpView, batch: int) -> float:
-        """Floating point operations of the full-size op (0 counts as cheap)."""
+        """Return the floating point operations of the full-size op (0: its cost is memory traffic)."""
         del op, batch
         return 0.0
 
     def weights(self, op: OpView) -> list[Tensor]:
-        """Of an op with arithmetic: what it reads or makes that every turn of a loop has whole."""
+        """Return the tensors, of an op with arithmetic, that every iteration of a loop holds in full size."""
         del op
         return []
 
@@ -294,14 +292,14 @@ def tiling_rule(*op_types: str, **options: Any) -> Callable[[R], R]:
 
 
 def add_rule(op_type: str, rule: Rule) -> None:
-    """Register one rule; a second one for the same type is a mistake."""
+    """Register one rule; a second one for an op type is an error."""
     if op_type in _RULES or op_type in _REFUSED:
         raise ValueError(f"`{op_type}` already has a rule. Received: {rule!r}. Remove one of the two.")
     _RULES[op_type] = rule
 
 
 def not_tileable(reason: str, *op_types: str) -> None:
-    """Register op types that are known and end a segment, with the reason that users see."""
+    """Register op types that always end a segment, with the reason that users see."""
     for op_type in op_types:
         if op_type in _RULES or op_type in _REFUSED:
             raise ValueError(f"`{op_type}` already has a rule. Received: {reason!r}. Remove one of the two.")
@@ -309,10 +307,10 @@ def not_tileable(reason: str, *op_types: str) -> None:
 
 
 def find_rule(node: Node) -> Rule:
-    """The rule for a node.
+    """Return the rule for a node.
 
     Raises:
-        NotTileableError: If there is none, or the op is known not to be tileable.
+        NotTileableError: If there is none, or the op is registered as not tileable.
     """
     # A call of a function that runs one op on the pixels of an image has the rule of that op.
     op = node.attrs[PER_PIXEL].s.decode() if PER_PIXEL in node.attrs else node.op
@@ -323,5 +321,5 @@ def find_rule(node: Node) -> Rule:
 
 
 def registered() -> dict[str, Rule]:
-    """All rules by op type."""
+    """Return all rules by op type."""
     return dict(_RULES)

@@ -1,10 +1,10 @@
-"""Ops that take rows for something else, in blocks: reshapes, and pixels made images.
+"""Ops on blocks of rows: reshapes, space-to-batch and its inverse.
 
-A reshape may add a dimension to an image, or drop one, or split its channels into groups, as a normalisation by groups
-does. It may also join an axis with what follows it: `(batch, height, 2, width, channels)` to `(batch, 2 * height,
-width, channels)` is how pixels are repeated. A row of one side is then a *block* of rows of the other.
+A reshape may add a dimension to an image, or drop one, or split its channels into groups, as in a group normalisation.
+It may also join an axis with the next dimension: `(batch, height, 2, width, channels)` to `(batch, 2 * height, width,
+channels)` repeats pixels. A row of one side is then a *block* of rows of the other.
 
-Space-to-batch takes every second (third, ...) row as an image of its own; that is how dilated convolutions are traced.
+Space-to-batch makes every second (third, ...) row an image of its own; dilated convolutions are traced with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Group = tuple[list[int], list[int]]
 
 
 def groups(have: Sequence[int], want: Sequence[int]) -> list[Group] | None:
-    """The smallest groups of dimensions that a reshape turns into one another; those of size one are left out."""
+    """Return the smallest groups of dimensions that a reshape maps to one another, without dimensions of size one."""
     ins, outs = ([dim for dim, size in enumerate(shape) if size != 1] for shape in (have, want))
     found: list[Group] = []
     while ins and outs:
@@ -44,30 +44,30 @@ def groups(have: Sequence[int], want: Sequence[int]) -> list[Group] | None:
 
 
 class Blocks(Rule):
-    """A row of one side is a block of rows of the other."""
+    """Base of ops with a block of rows on one side per row of the other."""
 
     cheap = True
     moves_rows = True
 
     def shape_operands(self, op: OpView) -> list[int]:
-        """Shapes and sizes."""
+        """Return the operands that hold shapes and sizes."""
         return list(range(1, len(op.node.inputs)))
 
     def data(self, op: OpView) -> list[int]:
-        """The image."""
+        """Return the image."""
         return [0]
 
     def block(self, op: OpView, axis: int) -> Fraction:
-        """Rows of the output for each of the operand."""
+        """Return the rows of the output per row of the operand."""
         raise NotImplementedError
 
     def offset(self, op: OpView, axis: int) -> int:
-        """Rows before the image on the side that has more of them: of padding, or cut off. Negative for `Pad`."""
+        """Return the rows before the image on the side with more rows: padding, or cropped rows. Negative for `Pad`."""
         del op, axis
         return 0
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The rows that the wanted ones are made of; where they are parts of blocks, all of these are made."""
+        """Require the rows that `out` consists of; the op computes full blocks."""
         factor, offset = self.block(op, axis), self.offset(op, axis)
         needs: list[Interval | None] = [None] * len(op.node.inputs)
         if factor >= 1:
@@ -79,7 +79,7 @@ class Blocks(Rule):
         return AxisPlan(out, out, needs)
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The rows that a gradient's rows become, or become a part of."""
+        """Plan for the rows that a gradient's rows become, or become a part of."""
         factor, offset = self.block(op, axis), self.offset(op, axis)
         assert parts[0] is not None
         extent = op.extent(op.node.out(), axis)
@@ -92,7 +92,7 @@ class Blocks(Rule):
 
 @tiling_rule("Reshape", "ExpandDims", "Squeeze")
 class View(Blocks):
-    """The same elements in the same order, images apart."""
+    """Reshape: equal elements in equal order, for each image by itself."""
 
     def _groups(self, op: OpView) -> list[Group]:
         source, out = op.node.inputs[0].shape, op.node.out().shape
@@ -104,7 +104,7 @@ class View(Blocks):
         return [([dim + 1 for dim in ins], [dim + 1 for dim in outs]) for ins, outs in found]
 
     def links(self, op: OpView) -> list[AxisMap]:
-        """The outermost dimensions of each group."""
+        """Link the outermost dimensions of each group."""
         sizes, source, out = op.evaluate.sizes, op.node.inputs[0], op.node.out()
         try:
             found = self._groups(op)
@@ -115,11 +115,11 @@ class View(Blocks):
         return [AxisMap(source, out, {0: 0} | {ins[0]: outs[0] for ins, outs in found})]
 
     def block(self, op: OpView, axis: int) -> Fraction:
-        """As many as are joined, or split off."""
+        """Return the ratio of the extents of output and operand."""
         return Fraction(op.extent(op.node.out(), axis), op.extent(op.node.inputs[0], axis))
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Each axis is by itself, or before channels."""
+        """Return the kind of the operand; each axis must be alone in its group, or before channels."""
         source, out, sizes = op.node.inputs[0], op.node.out(), op.evaluate.sizes
         if not sizes.assume_equal(sizes.of(source), sizes.of(out)):
             raise NotTileableError("a reshape of images into another number of them")
@@ -136,28 +136,28 @@ class View(Blocks):
         return kinds[0]
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """To the shape of a tile."""
+        """Reshape to the shape of a tile."""
         return [tf.reshape(operands[0], emitter.made_shape(op.node))]
 
 
 class PixelsAndImages(Blocks):
-    """Space-to-batch and its inverse."""
+    """Base of space-to-batch and its inverse."""
 
     cheap = False
-    """What lies between the two cannot be stored, so the result of one is better kept than made again."""
+    """Results between the two cannot be checkpointed, so the result of one is better checkpointed than recomputed."""
 
     def _sizes(self, op: OpView) -> list[int]:
-        """The block size of every dimension."""
+        """Return the block size of every dimension."""
         block = [1, *op.ints(1)]
         return block + [1] * (len(op.node.out().shape or ()) - len(block))
 
     def size(self, op: OpView, axis: int) -> int:
-        """The block size along an axis."""
+        """Return the block size along an axis."""
         dim = op.dim(op.node.out(), axis)
         return 1 if dim is None else self._sizes(op)[dim]
 
     def offset(self, op: OpView, axis: int) -> int:
-        """Rows of padding, or that are cropped, before the image."""
+        """Return the rows of padding, or the cropped rows, before the image."""
         dim = op.dim(op.node.out(), axis)
         rows = constant(op.node.inputs[2].node)
         if rows is None:
@@ -168,14 +168,14 @@ class PixelsAndImages(Blocks):
         raise NotImplementedError
 
     def links(self, op: OpView) -> list[AxisMap]:
-        """All dimensions stay where they are."""
+        """Link all dimensions to themselves."""
         source, out = op.node.inputs[0], op.node.out()
         if source.shape is None or out.shape is None or op.evaluate.ints(op.node.inputs[1]) is None:
             return []
         return [AxisMap(source, out, {dim: dim for dim in range(len(out.shape))}, self._entries(op))]
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Channels are not part of it."""
+        """Return the kind of the operand; channels must not be folded."""
         source, out = op.layout(op.node.inputs[0]), op.layout(op.node.out())
         blocks = {dim for dim, size in enumerate(self._sizes(op)) if size != 1}
         if source.dims != out.dims or not blocks <= set(out.dims):
@@ -189,14 +189,14 @@ class PixelsAndImages(Blocks):
 
 @tiling_rule("SpaceToBatchND")
 class SpaceToBatch(PixelsAndImages):
-    """Every n-th row, counted from each of the first n, as an image of its own."""
+    """Space-to-batch: every n-th row, from each of the first n rows on, is an image of its own."""
 
     def block(self, op: OpView, axis: int) -> Fraction:
-        """One of n."""
+        """Return 1/n: one row of the output per n rows of the operand."""
         return Fraction(1, self.size(op, axis))
 
     def offset(self, op: OpView, axis: int) -> int:
-        """Where an axis has no blocks, the output is the side with more rows, as that of `Pad`."""
+        """Return the offset; along an axis without blocks the output is the side with more rows, as for `Pad`."""
         padding = super().offset(op, axis)
         return padding if self.size(op, axis) > 1 else -padding
 
@@ -204,23 +204,23 @@ class SpaceToBatch(PixelsAndImages):
         return Fraction(math.prod(self._sizes(op)))
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """Padding came with the operand."""
+        """Run without padding, which is part of the operand."""
         block = op.ints(1)
         return [tf.raw_ops.SpaceToBatchND(input=operands[0], block_shape=block, paddings=[[0, 0]] * len(block))]
 
 
 @tiling_rule("BatchToSpaceND")
 class BatchToSpace(PixelsAndImages):
-    """Back to one image."""
+    """Batch-to-space: the inverse of space-to-batch."""
 
     def block(self, op: OpView, axis: int) -> Fraction:
-        """N of one."""
+        """Return n: as many rows of the output per row of the operand."""
         return Fraction(self.size(op, axis))
 
     def _entries(self, op: OpView) -> Fraction:
         return Fraction(1, math.prod(self._sizes(op)))
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """What is cropped is cut off afterwards."""
+        """Run without cropping, which follows."""
         block = op.ints(1)
         return [tf.raw_ops.BatchToSpaceND(input=operands[0], block_shape=block, crops=[[0, 0]] * len(block))]

@@ -1,7 +1,7 @@
-"""Images resized, nearest and bilinear, and the gradients.
+"""Resizing, nearest and bilinear, and its gradients.
 
-A kernel finds out from the sizes of the whole image where a row comes from. A tile has others, so that the rows and
-their weights are looked up in tables, made here as the kernels make them, in float32.
+A kernel derives the source row of each row from the sizes of the full image. A tile has other sizes, so source rows and
+weights are looked up in tables. These are computed as in the kernels, in float32.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Where every row of the resized image comes from, along one axis.
+    """Source rows of every row of the resized image, along one axis.
 
     Attributes:
-        lower: First row.
-        upper: Second row.
-        weight: Of the second row; float32.
+        lower: First source row.
+        upper: Second source row.
+        weight: Weight of the second source row; float32.
     """
 
     lower: np.ndarray
@@ -41,7 +41,7 @@ class Table:
 
 
 def table(node: Node, nearest: bool, in_extent: int, out_extent: int) -> Table:
-    """The table of an op of TensorFlow's `image_resizer_state.h` and `resize_nearest_neighbor_op.cc`."""
+    """Return the table of an op, as in TensorFlow's `image_resizer_state.h` and `resize_nearest_neighbor_op.cc`."""
     one = np.float32(1)
     if node.attrs["align_corners"].b and out_extent > 1:
         scale = np.float32(in_extent - 1) / np.float32(out_extent - 1)
@@ -62,39 +62,39 @@ def table(node: Node, nearest: bool, in_extent: int, out_extent: int) -> Table:
 
 
 class Resize(Rule):
-    """Rows come from where the table says; shared by the ops and their gradients."""
+    """Base of resizing ops and their gradients."""
 
     def small(self, op: OpView) -> Tensor:
-        """The image before resizing."""
+        """Return the image before resizing."""
         return op.node.inputs[0]
 
     def large(self, op: OpView) -> Tensor:
-        """The image after resizing."""
+        """Return the image after resizing."""
         return op.node.out()
 
     def data(self, op: OpView) -> list[int]:
-        """The image."""
+        """Return the image."""
         return [0]
 
     def shape_operands(self, op: OpView) -> list[int]:
-        """The size."""
+        """Return the size operand."""
         return [1]
 
     def anchors(self, op: OpView) -> list[Anchor]:
-        """Channels last."""
+        """Anchor both sides with channels last."""
         return sides_by_format(op.node, [op.node.inputs[0], op.node.out()])
 
     def links(self, op: OpView) -> list[AxisMap]:
-        """None: both sides are known."""
+        """Return no links: both sides are anchored."""
         return []
 
     def table(self, op: OpView, axis: int) -> Table:
-        """Along one axis."""
+        """Return the table along one axis."""
         nearest = op.node.op.startswith("ResizeNearest")
         return table(op.node, nearest, op.extent(self.small(op), axis), op.extent(self.large(op), axis))
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Linear, but a bilinear op computes in float32 whatever goes in."""
+        """Return the kind of the operand; a gradient must be of a real type."""
         require_format(op, [self.small(op), self.large(op)])
         for axis in op.axes(op.node.out()):
             self.table(op, axis)
@@ -105,20 +105,20 @@ class Resize(Rule):
 
 @tiling_rule("ResizeNearestNeighbor", "ResizeBilinear")
 class Resized(Resize):
-    """Operands: image, size."""
+    """Resizing. Operands: image, size."""
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The rows that the wanted ones come from."""
+        """Require the source rows of `out`."""
         where = self.table(op, axis)
         return AxisPlan(out, out, [Interval(where.lower[out.lo], where.upper[out.hi - 1] + 1), None])
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The rows that come from the gradient's."""
+        """Plan for the rows whose source rows hold the gradient."""
         assert parts[0] is not None
         return self.operand_rows_for_result(op, axis, _coming_from(self.table(op, axis), parts[0]))
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """Along the width first, as the kernel does."""
+        """Interpolate along the width first, as the kernel does."""
         if emitter.is_whole(op.node):
             return emitter.clone(op.node, [operands[0], list(self.large(op).shape[1:3])])  # type: ignore[index]
         value = operands[0]
@@ -138,7 +138,7 @@ class Resized(Resize):
 
 
 def _coming_from(where: Table, rows: Interval) -> Interval:
-    """Rows of the resized image that come from `rows` of the other one; at least one."""
+    """Return the rows of the resized image with source rows in `rows`; at least one."""
     last = len(where.lower)
     lo = np.minimum(np.searchsorted(where.upper, rows.lo, "left"), last - 1)
     hi = np.searchsorted(where.lower, rows.hi, "left")
@@ -147,30 +147,30 @@ def _coming_from(where: Table, rows: Interval) -> Interval:
 
 @tiling_rule("ResizeNearestNeighborGrad", "ResizeBilinearGrad")
 class ResizedGrad(Resize):
-    """Operands: gradient of the resized image; size, or the image before."""
+    """Gradient of resizing. Operands: gradient of the resized image; size, or the image before."""
 
     def small(self, op: OpView) -> Tensor:
-        """The output."""
+        """Return the output."""
         return op.node.out()
 
     def large(self, op: OpView) -> Tensor:
-        """The gradient's side."""
+        """Return the side of the gradient."""
         return op.node.inputs[0]
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The rows that came from the wanted ones."""
+        """Require the resized rows whose source rows are in `out`."""
         return AxisPlan(out, out, [_coming_from(self.table(op, axis), out), None])
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The rows that the gradient's came from. It is needed with those around it, which are zero."""
+        """Plan for the source rows of the gradient, which is needed with the rows around it, which are zero."""
         where, rows = self.table(op, axis), parts[0]
         assert rows is not None
         return self.operand_rows_for_result(op, axis, Interval(where.lower[rows.lo], where.upper[rows.hi - 1] + 1))
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """Every pixel is the weighted sum of those that came from it, of which there are a few.
+        """Sum the weighted resized rows of every source row.
 
-        As in the kernels products are of the gradient's type, and sums of the result's.
+        As in the kernels products have the gradient's type, and sums the result's.
         """
         parts = [operands[0]]
         for axis in op.axes(op.node.out()):
@@ -178,7 +178,7 @@ class ResizedGrad(Resize):
         return [functools.reduce(operator.add, [tf.cast(part, op.node.out().dtype) for part in parts])]
 
     def _weighted(self, emitter: Emitter, op: OpView, value: Any, axis: int) -> Iterator[Any]:
-        """The first, second, ... row that came from each row, with its weight."""
+        """Yield the first, second, ... resized row of each source row, with its weight."""
         dim = op.dim(op.node.out(), axis)
         for rows, weights in _contributions(self.table(op, axis), op.extent(op.node.out(), axis)):
             held = emitter.axis_positions(op.node, 0, rows, axis)
@@ -187,7 +187,7 @@ class ResizedGrad(Resize):
 
 
 def _contributions(where: Table, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For the first, second, ... resized row that comes from each row: which it is, and its weight."""
+    """Return index and weight of the first, second, ... resized row of each source row."""
     found: list[list[tuple[int, float]]] = [[] for _ in range(rows)]
     for at, (lower, upper, weight) in enumerate(zip(where.lower, where.upper, where.weight, strict=True)):
         found[lower].append((at, float(np.float32(1) - weight)))

@@ -1,4 +1,4 @@
-"""Slices, as indexing, cropping layers and gradients of padding and concatenation are traced, and their gradients."""
+"""Slices and their gradients, as traced from indexing, cropping layers, and gradients of padding and concatenation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True)
 class AxisSlice:
-    """One entry of an index, with `...` written out.
+    """One entry of an index, with `...` expanded.
 
     Attributes:
-        dim: Dimension that it is for; `None` if it makes a new one.
+        dim: Dimension that is indexed; `None` for a new dimension.
         out: Dimension of the result; `None` if it disappears.
-        begin: First entry that is taken.
+        begin: First entry.
         size: Number of entries; `None` for all of an unknown number.
-        stride: Entries from one to the next.
+        stride: Distance between entries.
     """
 
     dim: int | None
@@ -37,15 +37,15 @@ class AxisSlice:
 
 
 def cuts(node: Node, shape: Sequence[int | None], bounds: Sequence[Sequence[int]]) -> list[AxisSlice]:
-    """What is taken of a tensor.
+    """Return the slice of every dimension of a tensor.
 
     Args:
         node: `StridedSlice` or `StridedSliceGrad`, for its masks.
-        shape: Of the tensor that is sliced.
+        shape: Shape of the sliced tensor.
         bounds: Begin, end and stride by entry of the index.
 
     Raises:
-        NotTileableError: If that is not known when the step is traced.
+        NotTileableError: If the slice is unknown when the step is traced.
     """
 
     def has(mask: str, position: int) -> bool:
@@ -77,7 +77,7 @@ _ENDS = ((0, "begin"), (1, "end"))
 
 
 def _taken(size: int | None, first: int | None, last: int | None, stride: int, gone: bool) -> tuple[int, int | None]:
-    """First entry and number of entries that are taken of a dimension."""
+    """Return first entry and number of entries of a slice along one dimension."""
     if size is None:
         if first not in (None, 0) or last is not None or stride != 1 or gone:
             raise NotTileableError("a slice of an unknown number")
@@ -89,7 +89,7 @@ def _taken(size: int | None, first: int | None, last: int | None, stride: int, g
 
 
 class Sliced(Rule):
-    """A slice is a window of one row, moved by its stride along the axes; of channels anything may be taken."""
+    """Base of slices: a window of one row that moves by its stride along the axes; channels are sliced freely."""
 
     moves_rows = True
     cheap = True
@@ -99,19 +99,19 @@ class Sliced(Rule):
     """Operands that are begin, end and stride."""
 
     def shape_operands(self, op: OpView) -> list[int]:
-        """Shape and bounds."""
+        """Return the shape and the bounds."""
         return [position for position in range(len(op.node.inputs)) if position != self.image]
 
     def data(self, op: OpView) -> list[int]:
-        """The image."""
+        """Return the image."""
         return [self.image]
 
     def sides(self, op: OpView) -> tuple[Tensor, Tensor]:
-        """What is sliced, and what is taken of it."""
+        """Return the sliced tensor and the slice."""
         raise NotImplementedError
 
     def cuts(self, op: OpView) -> list[AxisSlice]:
-        """What is taken of every dimension."""
+        """Return the slice of every dimension."""
         whole, _ = self.sides(op)
         if whole.shape is None:
             raise NotTileableError("a slice of a tensor of unknown rank")
@@ -121,14 +121,14 @@ class Sliced(Rule):
         return {cut.dim: cut for cut in self.cuts(op) if cut.dim is not None}
 
     def window(self, op: OpView, axis: int) -> Window:
-        """The geometry along an axis."""
+        """Return the geometry along an axis."""
         whole, part = self.sides(op)
         dim = op.dim(whole, axis)
         cut = AxisSlice(None, None) if dim is None else self._by_dim(op)[dim]
         return Window(1, cut.stride, 1, -cut.begin, op.extent(whole, axis), op.extent(part, axis))
 
     def links(self, op: OpView) -> list[AxisMap]:
-        """Without the dimensions that disappear."""
+        """Link the dimensions that remain."""
         whole, part = self.sides(op)
         try:
             found = self._by_dim(op)
@@ -139,7 +139,7 @@ class Sliced(Rule):
         return [AxisMap(whole, part, {dim: cut.out for dim, cut in found.items() if cut.out is not None})]
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Moving is linear; the batch is taken whole."""
+        """Return the kind of the operand: a slice is linear. The batch must not be cut."""
         whole, part = self.sides(op)
         found = self._by_dim(op)
         op.check_axes([whole, part])
@@ -157,7 +157,7 @@ class Sliced(Rule):
         return kinds[self.image]
 
     def _bounds(self, op: OpView) -> dict[str, Any]:
-        """Bounds for a tile: all that it holds along the axes, of channels what the op takes."""
+        """Return the bounds for a tile: all its rows along the axes, and the op's own for channels."""
         whole, _ = self.sides(op)
         axes = op.layout(whole).dims
         found = self.cuts(op)
@@ -180,33 +180,33 @@ class Sliced(Rule):
 
 @tiling_rule("StridedSlice")
 class StridedSlice(Sliced):
-    """Operands: image, begin, end, stride."""
+    """Strided slice. Operands: image, begin, end, stride."""
 
     def sides(self, op: OpView) -> tuple[Tensor, Tensor]:
-        """From the operand to the output."""
+        """Return operand and output."""
         return op.node.inputs[0], op.node.out()
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The rows that are taken, and those between them."""
+        """Require the source rows of `out`, and the rows between them."""
         others: list[Interval | None] = [None] * (len(op.node.inputs) - 1)
         return AxisPlan(out, out, [self.window(op, axis).rows_covered(out), *others])
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The rows of the gradient that are taken."""
+        """Plan for the rows of the gradient that are in the slice."""
         assert parts[0] is not None
         return self.operand_rows_for_result(op, axis, self.window(op, axis).windows_overlapping(parts[0]))
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """The rows came with the operand."""
+        """Slice the channels; the axes are sliced already."""
         return [tf.raw_ops.StridedSlice(input=operands[0], **self._bounds(op))]
 
 
 @tiling_rule("Slice")
 class Slice(StridedSlice):
-    """Operands: image, begin, size."""
+    """Slice. Operands: image, begin, size."""
 
     def cuts(self, op: OpView) -> list[AxisSlice]:
-        """As many as the result has."""
+        """Return the slice of every dimension, by the sizes of the result."""
         sizes = op.node.out().shape
         if sizes is None:
             raise NotTileableError("a slice of a tensor of unknown rank")
@@ -215,7 +215,7 @@ class Slice(StridedSlice):
         ]
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
-        """Of an unknown number of images it has to be known that all are taken."""
+        """Return the kind of the operand; an unknown batch must provably be kept in full."""
         image = op.node.inputs[0]
         size, sizes = op.evaluate(op.node.inputs[2]), op.evaluate.sizes
         every = isinstance(size, tuple) and (size[0] == -1 or sizes.assume_equal(size[0], sizes.of(image)))
@@ -226,21 +226,21 @@ class Slice(StridedSlice):
 
 @tiling_rule("StridedSliceGrad")
 class StridedSliceGrad(Sliced):
-    """Operands: shape, begin, end, stride, gradient of what was taken."""
+    """Gradient of a strided slice. Operands: shape, begin, end, stride, gradient of the slice."""
 
     image = 4
     bounds = (1, 2, 3)
 
     def sides(self, op: OpView) -> tuple[Tensor, Tensor]:
-        """From the output to the operand."""
+        """Return output and operand."""
         return op.node.out(), op.node.inputs[4]
 
     def operand_rows_for_result(self, op: OpView, axis: int, out: Interval) -> AxisPlan:
-        """The taken rows among them; the others are zero."""
+        """Require the rows of `out` that are in the slice; the others are zero."""
         return self._made(op, axis, self.window(op, axis).windows_overlapping(out), out)
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
-        """The rows that were taken."""
+        """Plan for the rows that the slice had taken."""
         assert parts[4] is not None
         window = self.window(op, axis)
         return self._made(op, axis, parts[4], window.rows_covered(parts[4]).clip(window.in_extent))
@@ -249,6 +249,6 @@ class StridedSliceGrad(Sliced):
         return AxisPlan(out, self.window(op, axis).rows_covered(part), [None, None, None, None, part])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
-        """In a tile that reaches from the first row that was taken to the last."""
+        """Run with the bounds of the tile, from the first row in the slice to the last."""
         shape = emitter.made_shape(op.node)
         return [tf.raw_ops.StridedSliceGrad(shape=shape, dy=operands[4], **self._bounds(op))]
