@@ -44,8 +44,8 @@ class StepImporter:
     @property
     def tiers(self) -> list[Tier]:
         """Return the swap tiers of both graphs."""
-        found = [self.tier, *(self.other.tiers if self.other is not None else ())]
-        return [tier for number, tier in enumerate(found) if tier is not None and tier not in found[:number]]
+        tiers = [self.tier, *(self.other.tiers if self.other is not None else ())]
+        return [tier for number, tier in enumerate(tiers) if tier is not None and tier not in tiers[:number]]
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """Import the graph, fed with flat `arguments`; return the results in the structure of the original."""
@@ -89,10 +89,10 @@ class StepImporter:
             return_elements=[*names, *self._independent] or None,
             name="",
         )
-        found = list(results or [])
-        tf_internals.run_independently(found[len(names) :])
+        imported = list(results or [])
+        tf_internals.run_independently(imported[len(names) :])
         # An argument that is returned as it came is not part of the import.
-        return [mapping.get(name, result) for name, result in zip(names, found, strict=False)]
+        return [mapping.get(name, result) for name, result in zip(names, imported, strict=False)]
 
     def abandon(self) -> None:
         """Release everything that a failed step has left in the tiers."""
@@ -102,8 +102,8 @@ class StepImporter:
     def _is_for(self, arguments: Sequence[Any]) -> Any:
         """Return whether the graph is for arguments of these sizes."""
         if self.sizes:
-            found = [tf.shape(arguments[position])[0] for position in self.sizes]
-            return tf.reduce_all(tf.equal(tf.stack(found), list(self.sizes.values())))
+            sizes = [tf.shape(arguments[position])[0] for position in self.sizes]
+            return tf.reduce_all(tf.equal(tf.stack(sizes), list(self.sizes.values())))
         position, parts = min(self.graph.divided.items())
         return tf.equal(tf.shape(arguments[position])[0] % parts, 0)
 
@@ -166,9 +166,9 @@ def specialise_shapes(concrete_fn: Any, shapes: Mapping[int, Sequence[int | None
     def run(*values: Any) -> Any:
         return importer(values)
 
-    found = tf.function(run, autograph=False).get_concrete_function(*specs)
-    tf_internals.share_variables(concrete_fn, found)
-    return found
+    specialised = tf.function(run, autograph=False).get_concrete_function(*specs)
+    tf_internals.share_variables(concrete_fn, specialised)
+    return specialised
 
 
 def _apart(argument: Any) -> Any:

@@ -36,14 +36,14 @@ def is_seed(node: Node) -> bool:
 
 def gradient_seed_constants(graph: Graph) -> list[Tensor]:
     """Return the constants that gradients start from: ones that only gradients read."""
-    found = []
-    for tensor, readers in graph.consumers().items():
+    seeds = []
+    for tensor, consumers in graph.consumers().items():
         begins = tensor.node.op == "Const" and tensor.dtype.is_floating and not is_seed(tensor.node)
-        if begins and all(is_seed(reader) for reader, _ in readers):
+        if begins and all(is_seed(consumer) for consumer, _ in consumers):
             value = constant(tensor.node)
             if value is not None and bool(np.all(value == 1)):
-                found.append(tensor)
-    return found
+                seeds.append(tensor)
+    return seeds
 
 
 def _made_by_autodiff(name: str, op: str) -> bool:
@@ -102,8 +102,8 @@ def hidden_gradients(graph: Graph, order: list[Node]) -> Node | None:
         if name not in guilty:
             guilty[name] = False  # While it is looked at: a function may call itself.
             body = functions[name].node_def if name in functions else ()
-            own = any(_made_by_autodiff(node.name, node.op) for node in body)
-            guilty[name] = own or any(has_gradients(inner) for node in body for inner in _bodies(node.attr))
+            called = any(_made_by_autodiff(node.name, node.op) for node in body)
+            guilty[name] = called or any(has_gradients(inner) for node in body for inner in _bodies(node.attr))
         return guilty[name]
 
     return next((node for node in order if any(map(has_gradients, _bodies(node.attrs)))), None)
@@ -126,17 +126,17 @@ def forward_derived_nodes(graph: Graph, order: list[Node], backward: set[Node]) 
     """
     created = {node: number for number, node in enumerate(graph.nodes.values())}
     begin = min((created[node] for node in backward), default=0)
-    readers = graph.consumers()
+    consumers_of = graph.consumers()
     results = set(graph.outputs)
-    found: set[Node] = set()
+    derived: set[Node] = set()
     for node in reversed(order):
         if node in backward or created[node] < begin or not isinstance(registered().get(node.op), Pointwise):
             continue
         outs = [node.out(index) for index in range(len(node.outputs))]
-        reading = [reader for out in outs for reader, _ in readers.get(out, ())]
-        if reading and not results.intersection(outs) and all(r in backward or r in found for r in reading):
-            found.add(node)
-    return found
+        reading = [consumer for out in outs for consumer, _ in consumers_of.get(out, ())]
+        if reading and not results.intersection(outs) and all(r in backward or r in derived for r in reading):
+            derived.add(node)
+    return derived
 
 
 def update_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[Node]:
@@ -150,11 +150,11 @@ def update_nodes(graph: Graph, order: list[Node], backward: set[Node]) -> set[No
         order: Its nodes in topological order.
         backward: Its backward nodes.
     """
-    readers = graph.consumers()
+    consumers = graph.consumers()
     update: set[Node] = set()
     for node in reversed(order):
         outs = [node.out(index) for index in range(len(node.outputs))]
-        if node in backward and not is_seed(node) and all(r in update for t in outs for r, _ in readers.get(t, ())):
+        if node in backward and not is_seed(node) and all(r in update for t in outs for r, _ in consumers.get(t, ())):
             update.add(node)
     for node in order:
         if node in update and node.op == "AddN" and all(t.node in backward - update for t in node.inputs):
@@ -171,17 +171,17 @@ def update_descendants(order: list[Node], update: set[Node]) -> set[Node]:
         order: All nodes in topological order.
         update: The result of `update_nodes`.
     """
-    found: set[Node] = set()
+    descendants: set[Node] = set()
     for node in order:
         through_variable = any(
-            before in found
+            before in descendants
             and may_write_variable(before)
             and not set(variable_handles(before)).isdisjoint(variable_handles(node))
             for before in node.control_inputs
         )
-        if node in update or through_variable or any(t.node in found for t in node.inputs):
-            found.add(node)
-    return found
+        if node in update or through_variable or any(t.node in descendants for t in node.inputs):
+            descendants.add(node)
+    return descendants
 
 
 def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tensor]:
@@ -192,15 +192,15 @@ def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tens
         order: Its nodes in topological order.
         backward: Its backward nodes.
     """
-    readers = graph.consumers()
+    consumers = graph.consumers()
     update = update_nodes(graph, order, backward)
     results = set(graph.outputs)
-    rest = backward - update
-    found = (node.out(index) for node in order if node in rest for index in range(len(node.outputs)))
+    backward_pass = backward - update
+    outputs = (node.out(index) for node in order if node in backward_pass for index in range(len(node.outputs)))
     return [
         t
-        for t in found
-        if is_inexact(t.dtype) and (t in results or any(reader in update for reader, _ in readers.get(t, ())))
+        for t in outputs
+        if is_inexact(t.dtype) and (t in results or any(consumer in update for consumer, _ in consumers.get(t, ())))
     ]
 
 
@@ -243,13 +243,15 @@ def shape_computations(order: Iterable[Node]) -> set[Node]:
     Args:
         order: Nodes in topological order.
     """
-    found: set[Node] = set()
+    computations: set[Node] = set()
     for node in order:
         if node.stateful or not node.outputs or not node.inputs:
             continue
         if not all(dtype.is_integer for dtype, _ in node.outputs):
             continue
-        from_sizes = any(t.node in found for t in node.inputs)
-        if reads_shape_only(node) or (from_sizes and all(t.node in found or t.node.op == "Const" for t in node.inputs)):
-            found.add(node)
-    return found
+        from_sizes = any(t.node in computations for t in node.inputs)
+        if reads_shape_only(node) or (
+            from_sizes and all(t.node in computations or t.node.op == "Const" for t in node.inputs)
+        ):
+            computations.add(node)
+    return computations

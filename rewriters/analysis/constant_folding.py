@@ -17,7 +17,7 @@ from rewriters.ir.static_values import constant, type_attr
 
 __all__: list[str] = []
 
-_MOST_ENTRIES = 1 << 16
+_MAX_ENTRIES = 1 << 16
 """Entries of a tensor up to which it is folded; larger ones are data."""
 
 _OPAQUE = (tf.resource, tf.variant, tf.string)
@@ -41,19 +41,19 @@ class ConstantFolder:
     def _computed(self) -> dict[Tensor, np.ndarray]:
         """Compute tensors in one call."""
         graph_def = tf.compat.v1.GraphDef(versions=self._graph.versions)
-        made: dict[Tensor, str] = {}
+        name_of: dict[Tensor, str] = {}
         for node in self._graph.topological():
             if reads_shape_only(node):
                 for index, (tensor, value) in enumerate(_sizes(node)):
                     name = f"{node.name}/known_{index}"
                     attrs = {"dtype": type_attr(tensor.dtype), "value": _tensor(value)}
                     _add(graph_def, name, "Const", [], attrs)
-                    made[tensor] = name
-            elif _is_pure(node) and all(t in made for t in node.inputs):
-                _add(graph_def, node.name, node.op, [made[t] for t in node.inputs], node.attrs)
-                made.update((node.out(index), f"{node.name}:{index}") for index in range(len(node.outputs)))
-        wanted = [t for t in made if t.node.op != "Const"]
-        names = [made[t] if ":" in made[t] else f"{made[t]}:0" for t in wanted]
+                    name_of[tensor] = name
+            elif _is_pure(node) and all(t in name_of for t in node.inputs):
+                _add(graph_def, node.name, node.op, [name_of[t] for t in node.inputs], node.attrs)
+                name_of.update((node.out(index), f"{node.name}:{index}") for index in range(len(node.outputs)))
+        wanted = [t for t in name_of if t.node.op != "Const"]
+        names = [name_of[t] if ":" in name_of[t] else f"{name_of[t]}:0" for t in wanted]
         if not wanted:
             return {}
         try:
@@ -78,14 +78,14 @@ def _tensor(value: Any) -> Any:
 
 def _sizes(node: Node) -> list[tuple[Tensor, np.ndarray]]:
     """Return the result of a shape query, if the shapes are known."""
-    found = []
+    result = []
     for index, (operand, (dtype, _)) in enumerate(zip(node.inputs, node.outputs, strict=True)):
         shape = operand.shape
         if shape is not None and (None not in shape or node.op == "Rank"):
             sizes = [size or 0 for size in shape]
             value = {"Size": math.prod(sizes), "Rank": len(sizes)}.get(node.op, sizes)
-            found.append((node.out(index), np.array(value, dtype.as_numpy_dtype)))
-    return found
+            result.append((node.out(index), np.array(value, dtype.as_numpy_dtype)))
+    return result
 
 
 def _is_pure(node: Node) -> bool:
@@ -95,6 +95,6 @@ def _is_pure(node: Node) -> bool:
     if any(value.HasField("func") or value.list.func for value in node.attrs.values()):
         return False
     return all(
-        shape is not None and math.prod(d or 1 for d in shape) <= _MOST_ENTRIES and dtype not in _OPAQUE
+        shape is not None and math.prod(d or 1 for d in shape) <= _MAX_ENTRIES and dtype not in _OPAQUE
         for dtype, shape in node.outputs
     )

@@ -36,8 +36,8 @@ from rewriters.rules.registry import TileKind, find_rule
 
 __all__: list[str] = []
 
-LEAST_ROWS = 8
-"""Rows of a result, per row of one operand row's images, from which on a period is detected reliably."""
+MIN_ROWS_PER_PERIOD = 8
+"""Rows of a result, in multiples of its upsampling factor, from which on a period is detected."""
 
 
 class PeriodicNeed(NamedTuple):
@@ -62,8 +62,8 @@ class PeriodicNeed(NamedTuple):
         return min(first), max(last)
 
     def _moved(self, rows: Sequence[int], row: int) -> int:
-        times, rest = divmod(row, self.period)
-        return rows[rest] + times * self.advance
+        times, phase = divmod(row, self.period)
+        return rows[phase] + times * self.advance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ReceptiveField:
         """Axes with more than one row."""
         self.dims = [analysis.layouts.of(source).dims[axis] for axis in self.axes]  # type: ignore[union-attr]
         """Dimensions of the image that hold the axes."""
-        self._repetitions = {axis: self._found(axis) for axis in self.axes}
+        self._repetitions = {axis: self._periods(axis) for axis in self.axes}
 
     def _extents(self, tensor: Tensor) -> tuple[int, ...]:
         return self._analysis.extents(tensor)  # type: ignore[return-value]
@@ -130,16 +130,16 @@ class ReceptiveField:
         for node in self._analysis.order:
             if after.intersection(node.inputs) and not reads_shape_only(node):
                 after.update(node.out(index) for index in range(len(node.outputs)))
-        found: set[Node] = set()
+        path: set[Node] = set()
         stack = [self._target]
         while stack:
             tensor = stack.pop()
-            if tensor in after and tensor != self._source and tensor.node not in found:
-                found.add(tensor.node)
+            if tensor in after and tensor != self._source and tensor.node not in path:
+                path.add(tensor.node)
                 stack.extend(self._images(tensor.node, after))
         if self._target not in after:
             raise RewriteError(f"`{self._target.name}` is not made of `{self._source.name}`.")
-        return self._analysis.sorted(found)
+        return self._analysis.sorted(path)
 
     def _images(self, node: Node, after: Container[Tensor]) -> list[Tensor]:
         """Return the images that an operation reads; its other operands must be equal for all tiles."""
@@ -165,7 +165,7 @@ class ReceptiveField:
             "ask for the network up to it."
         )
 
-    def _found(self, axis: int) -> Mapping[tuple[Node, int], PeriodicNeed]:
+    def _periods(self, axis: int) -> Mapping[tuple[Node, int], PeriodicNeed]:
         result = {}
         for node in self._nodes:
             rows = np.arange(self._extents(node.out())[axis], dtype=np.int64)
@@ -174,13 +174,13 @@ class ReceptiveField:
                 need = plan.needs[position]
                 extent = self._extents(node.inputs[position])[axis]
                 if need is not None and (extent > 1 or len(rows) == 1):
-                    found = repetition(need, extent)
-                    if found is None:
+                    pattern = repetition(need, extent)
+                    if pattern is None:
                         raise RewriteError(
                             f"`{node.name}` ({node.op}) makes {len(rows)} rows of {extent}, too few to see what "
                             "becomes of which row away from the border. Trace the network for a larger image."
                         )
-                    result[node, position] = found
+                    result[node, position] = pattern
         return result
 
     def needs(self, axis: int, begin: int, end: int) -> tuple[int, int]:
@@ -197,9 +197,9 @@ class ReceptiveField:
             return
         begin, end = min(lo for lo, _ in outs), max(hi for _, hi in outs)
         for position, tensor in enumerate(node.inputs):
-            found = self._repetitions[axis].get((node, position))
-            if found is not None:
-                lo, hi = found.needs(begin, end)
+            need = self._repetitions[axis].get((node, position))
+            if need is not None:
+                lo, hi = need.needs(begin, end)
                 old = wanted.get(tensor, (lo, hi))
                 wanted[tensor] = (min(lo, old[0]), max(hi, old[1]))
 
@@ -231,7 +231,7 @@ class ReceptiveField:
         for node in self._nodes:
             walked.through(node, self._repetitions[axis])
         extent, scale = self._extents(self._source)[axis], walked.scales[self._target]
-        alignment = math.lcm(*(own.numerator for own in walked.scales.values()))
+        alignment = math.lcm(*(fraction.numerator for fraction in walked.scales.values()))
         admissible, wasteful = walked.admissible(extent, alignment), walked.wasteful
         if admissible is None:  # Sizes an alignment apart leave the same over, so these go together all the same.
             admissible, wasteful = extent, ""
@@ -276,39 +276,39 @@ class _Walk:
         """Propagate to the results of an operation."""
         scales, left = set(), Fraction(0)
         for position, tensor in enumerate(node.inputs):
-            found = repetitions.get((node, position))
-            if found is None or tensor not in self.scales:
+            need = repetitions.get((node, position))
+            if need is None or tensor not in self.scales:
                 continue
-            rest = self._rest(node, tensor, found)
-            if rest and not self.wasteful:
+            remainder = self._rest(node, tensor, need)
+            if remainder and not self.wasteful:
                 self.wasteful = f"{node.name} ({node.op})"
-            own = self.left[tensor] + rest * self.scales[tensor]
-            self._conditions.append((own, self.scales[tensor] * found.advance))
-            scales.add(self.scales[tensor] * found.advance / found.period)
-            left = max(left, own)
+            left_over = self.left[tensor] + remainder * self.scales[tensor]
+            self._conditions.append((left_over, self.scales[tensor] * need.advance))
+            scales.add(self.scales[tensor] * need.advance / need.period)
+            left = max(left, left_over)
         if len(scales) != 1:
             raise RewriteError(f"`{node.name}` ({node.op}) reads images of different resolutions, or none.")
         (scale,) = scales
         for index in range(len(node.outputs)):
             self.scales[node.out(index)], self.left[node.out(index)] = scale, left
 
-    def _rest(self, node: Node, tensor: Tensor, found: PeriodicNeed) -> int:
+    def _rest(self, node: Node, tensor: Tensor, need: PeriodicNeed) -> int:
         """Return the last rows of an operand, too few for another result row; cropping leaves none over."""
         if find_rule(node).moves_rows:
             return 0
         rows = (self._analysis.extents(node.out()) or ())[self._axis]
         extent = (self._analysis.extents(tensor) or ())[self._axis]
         assert rows is not None and extent is not None
-        return max(extent - found.needs(0, rows)[1], 0)
+        return max(extent - need.needs(0, rows)[1], 0)
 
     def admissible(self, extent: int, alignment: int) -> int | None:
         """Return the largest size up to `extent` that leaves no rows over; `None` if every size does."""
         sizes = range(extent, extent - alignment, -1)
         return next((size for size in sizes if self._leaves_nothing(size - extent)), None)
 
-    def _leaves_nothing(self, more: int) -> bool:
+    def _leaves_nothing(self, added: int) -> bool:
         """Return whether a size leaves no rows over."""
-        return all((more + left) % every == 0 for left, every in self._conditions)
+        return all((added + left) % every == 0 for left, every in self._conditions)
 
 
 def repetition(need: Interval, extent: int) -> PeriodicNeed | None:
@@ -327,7 +327,7 @@ def repetition(need: Interval, extent: int) -> PeriodicNeed | None:
         return PeriodicNeed(1, 1, (0,), (1,))
     trim = rows // 4
     lo, hi = (np.asarray(side)[trim : rows - trim] for side in (need.lo, need.hi))
-    if rows < LEAST_ROWS * max(-(-rows // extent), 1):
+    if rows < MIN_ROWS_PER_PERIOD * max(-(-rows // extent), 1):
         return None
     for period in range(1, len(lo) // 2 + 1):
         steps = np.concatenate([lo[period:] - lo[:-period], hi[period:] - hi[:-period]])

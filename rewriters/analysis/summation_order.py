@@ -16,15 +16,15 @@ from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
-OPS = ops_with(Trait.SUM)
+SUMS = ops_with(Trait.SUM)
 
-MOST_AT_ONCE = 8
+MAX_ADDN_OPERANDS = 8
 """Operands that the kernel of `AddN` adds in one pass; more operands are added in groups."""
 
 
 def may_be_flattened(analysis: GraphAnalysis, node: Node) -> bool:
     """Return whether Grappler may flatten a sum with another."""
-    return node.op in OPS and (_next(analysis, node) is not None or any(_joins(analysis, t) for t in node.inputs))
+    return node.op in SUMS and (_next(analysis, node) is not None or any(_joins(analysis, t) for t in node.inputs))
 
 
 def flattenable_sums(analysis: GraphAnalysis) -> set[Node]:
@@ -37,10 +37,10 @@ def is_order_sensitive(analysis: GraphAnalysis, node: Node, operand: Tensor) -> 
 
     Operands of one shape are added first, and two numbers have the same sum in either order.
     """
-    if node.op not in OPS:
+    if node.op not in SUMS:
         return False
-    while (reader := _next(analysis, node)) is not None:
-        node = reader
+    while (consumer := _next(analysis, node)) is not None:
+        node = consumer
     return sum(tensor.shape == operand.shape for tensor in _operands(analysis, node)) > 2
 
 
@@ -53,7 +53,7 @@ def _operands(analysis: GraphAnalysis, node: Node) -> Iterator[Tensor]:
 def _joins(analysis: GraphAnalysis, tensor: Tensor) -> bool:
     """Return whether a sum has only one consumer, into which it may be flattened."""
     return (
-        tensor.node.op in OPS and len(analysis.consumers.get(tensor, ())) == 1 and tensor not in analysis.graph.outputs
+        tensor.node.op in SUMS and len(analysis.consumers.get(tensor, ())) == 1 and tensor not in analysis.graph.outputs
     )
 
 
@@ -61,8 +61,8 @@ def _next(analysis: GraphAnalysis, node: Node) -> Node | None:
     """Return the sum into which a sum may be flattened."""
     if not _joins(analysis, node.out()):
         return None
-    ((reader, _),) = analysis.consumers[node.out()]
-    return reader if reader.op in OPS else None
+    ((consumer, _),) = analysis.consumers[node.out()]
+    return consumer if consumer.op in SUMS else None
 
 
 def summation_order(analysis: GraphAnalysis, node: Node) -> list[Tensor]:
@@ -72,8 +72,8 @@ def summation_order(analysis: GraphAnalysis, node: Node) -> list[Tensor]:
     For an operand with other consumers that depends on whether these have ended; here they are assumed to be running.
     """
     operands = sorted(node.inputs, key=lambda tensor: tensor.name.removesuffix(":0"))
-    own = next((index for index, tensor in enumerate(operands) if _is_alone(analysis, tensor)), 0)
-    operands[0], operands[own] = operands[own], operands[0]
+    first = next((index for index, tensor in enumerate(operands) if _is_alone(analysis, tensor)), 0)
+    operands[0], operands[first] = operands[first], operands[0]
     return operands
 
 

@@ -37,7 +37,7 @@ def add_batch_axis(graph: Graph, evaluate: StaticEvaluator) -> bool:
                         images[tensor, node.device] = _expanded(graph, node, tensor)
                     node.inputs[position] = images[tensor, node.device]
         elif node.op in REDUCTIONS and not node.attrs["keep_dims"].b and not node.control_inputs:
-            axes = evaluate.axes(node) or set()
+            axes = evaluate.reduction_axes(node) or set()
             if 0 in axes and len(node.inputs[0].shape or ()) in RANKS and _has_pixels(node.out()):
                 mapping[node.out()] = _kept(graph, node, axes)
     graph.replace_tensors(mapping)

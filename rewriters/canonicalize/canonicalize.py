@@ -183,7 +183,7 @@ def _find_shapes_of_sums(graph: Graph, evaluate: StaticEvaluator) -> bool:
         if node.op not in REDUCTIONS:
             continue
         dtype, shape = node.outputs[0]
-        dims, summed = node.inputs[0].shape, evaluate.axes(node)
+        dims, summed = node.inputs[0].shape, evaluate.reduction_axes(node)
         if summed is None or dims is None or (shape is not None and None not in shape[1:]):
             continue
         keep = node.attrs["keep_dims"].b

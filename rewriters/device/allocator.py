@@ -73,7 +73,7 @@ class BestFitAllocator:
 
     UNIT = 256
     FIRST_REGION = 2 * MIB
-    MOST_LOST = 128 * MIB
+    MAX_UNUSED_BYTES = 128 * MIB
     """Bytes of remainder from which on a chunk is always split."""
 
     def __init__(self, growing: bool, least: int = 0) -> None:
@@ -116,7 +116,7 @@ class BestFitAllocator:
             index = bisect.bisect_left(self._free, (wanted, -1))
         chunk = self._free.pop(index)[2]
         chunk.free = False
-        if chunk.size >= 2 * wanted or chunk.size - wanted >= self.MOST_LOST:
+        if chunk.size >= 2 * wanted or chunk.size - wanted >= self.MAX_UNUSED_BYTES:
             self._split(chunk, wanted)
         self.in_use += chunk.size
         return chunk
@@ -155,11 +155,11 @@ class BestFitAllocator:
             self._region *= 2
 
     def _split(self, chunk: _Chunk, wanted: int) -> None:
-        rest = _Chunk(chunk.address + wanted, chunk.size - wanted, True, chunk, chunk.behind)
+        remainder = _Chunk(chunk.address + wanted, chunk.size - wanted, True, chunk, chunk.behind)
         if chunk.behind is not None:
-            chunk.behind.before = rest
-        chunk.behind, chunk.size = rest, wanted
-        self._offer(rest)
+            chunk.behind.before = remainder
+        chunk.behind, chunk.size = remainder, wanted
+        self._offer(remainder)
 
     def _join(self, chunk: _Chunk, behind: _Chunk) -> None:
         chunk.size += behind.size

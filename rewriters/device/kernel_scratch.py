@@ -36,7 +36,7 @@ _VOLUMES = ops_with(Trait.VOLUMETRIC)
 L2_BYTES, L3_BYTES = 256 * 2**10, 30 * 2**20
 """Cache sizes that the 2-D kernels assume on every machine."""
 
-MOST_OVERHEAD = 25
+MAX_UNFOLDING_RATIO = 25
 """Unfolded entries per operand entry above which a 3-D kernel does not unfold."""
 
 _SC_LEVEL3_CACHE_SIZE = 194
@@ -109,12 +109,12 @@ class ConcurrencyGroup(Generic[T]):
             return []
         return self._last if node.inputs[-1] == self._gradient else self._own
 
-    def add(self, node: Node, made: T) -> None:
+    def add(self, node: Node, value: T) -> None:
         """Append a node; later groups wait for `value`."""
         if self._member(node):
             if node.inputs[-1] != self._gradient:
                 self._gradient, self._own, self._last = node.inputs[-1], [], self._own
-            self._own.append(made)
+            self._own.append(value)
 
 
 def takes_memory(node: Node) -> bool:
@@ -239,7 +239,7 @@ def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequenc
     unfolded = (1 if alone else max(-(-(cache // dtype.size) // unit), 1)) * call.small * row
     if op in _VOLUMES:
         operands = call.images * (call.large * sizes[-2] + call.small * channels) + row * channels
-        return 0 if unfolded // operands > MOST_OVERHEAD else unfolded
+        return 0 if unfolded // operands > MAX_UNFOLDING_RATIO else unfolded
     return unfolded
 
 
@@ -247,7 +247,7 @@ def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequenc
 def last_level_cache() -> int:
     """Return the bytes of the last-level cache that 3-D kernels assume: the machine's, or a default."""
     try:
-        found = os.sysconf(_SC_LEVEL3_CACHE_SIZE)
+        num_bytes = os.sysconf(_SC_LEVEL3_CACHE_SIZE)
     except (OSError, ValueError):
-        found = 0
-    return found if found > 0 else 2 * 2**20
+        num_bytes = 0
+    return num_bytes if num_bytes > 0 else 2 * 2**20

@@ -290,7 +290,7 @@ def replay(
     allocate, give, maps, inner = Action.ALLOCATE, Action.FREE, Action.MAP, turns or {}
     held: dict[int, Any] = {}
     timeline: list[tuple[str, int]] = []
-    peak, worst, at, own = pool.in_use, 0, "", 0
+    peak, worst, at, own_bytes = pool.in_use, 0, "", 0
     for number, (action, key, num_bytes, name, blocks) in enumerate(events):
         if action is allocate:
             held[key] = pool.allocate(num_bytes)
@@ -310,8 +310,8 @@ def replay(
             pool.free(handle)
         timeline.append((name, now))
         if now > peak:
-            peak, worst, at, own = now, number, name, now - before
-    return Peak(peak, at, _largest(events[:worst]), tuple(timeline), own)
+            peak, worst, at, own_bytes = now, number, name, now - before
+    return Peak(peak, at, _largest(events[:worst]), tuple(timeline), own_bytes)
 
 
 def with_delayed_frees(events: Sequence[AllocationEvent], loops: Container[str] = ()) -> list[AllocationEvent]:
@@ -396,22 +396,22 @@ def graph_schedule(
     return AllocationTrace(events, with_delayed_frees(events, loops), held)
 
 
-def graph_peak(found: AllocationTrace, turns: Mapping[str, Sequence[IterationTrace]], limit: int | None = None) -> Peak:
+def graph_peak(trace: AllocationTrace, turns: Mapping[str, Sequence[IterationTrace]], limit: int | None = None) -> Peak:
     """Return the peak of a graph over the states that the device's memory may be in.
 
     Args:
-        found: Allocations of the graph.
+        trace: Allocations of the graph.
         turns: Iterations of its tile loops that run one after another, by the loop's name.
         limit: Bytes above which the first state suffices.
     """
     worst: Peak | None = None
-    own = {name: [turn.events for turn in of_loop] for name, of_loop in turns.items()}
+    iterations = {name: [turn.events for turn in of_loop] for name, of_loop in turns.items()}
     late = {name: [turn.late for turn in of_loop] for name, of_loop in turns.items()}
-    for pool in properties.pools(sum(found.held) + max((e.num_bytes for e in found.events), default=0)):
-        for amount in found.held:
+    for pool in properties.pools(sum(trace.held) + max((e.num_bytes for e in trace.events), default=0)):
+        for amount in trace.held:
             pool.allocate(amount)
         # The second step finds the memory in pieces.
-        for events, inner in ((found.events, own), (found.late, late)):
+        for events, inner in ((trace.events, iterations), (trace.late, late)):
             peak = replay(events, pool, inner)
             worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst
             if limit is not None and worst.peak_bytes > limit:
@@ -435,16 +435,16 @@ def concurrent_scratch(scratch: Mapping[Node, int], originals: Iterable[Node]) -
     for number, (amount, node) in enumerate(zip(scratch.values(), order, strict=True)):
         if amount and len(node.inputs) > 1:
             groups.setdefault(node.inputs[-1], []).append(number)
-    own = list(scratch.values())
-    blocks: list[tuple[int, ...]] = [(amount,) if amount else () for amount in own]
+    op_bytes = list(scratch.values())
+    blocks: list[tuple[int, ...]] = [(amount,) if amount else () for amount in op_bytes]
     for numbers in groups.values():
         free = {pair for pair in itertools.combinations(numbers, 2) if not waits(order, *pair)}
         for number in numbers:
             beside = [number]
-            for other in sorted(numbers, key=own.__getitem__, reverse=True):
+            for other in sorted(numbers, key=op_bytes.__getitem__, reverse=True):
                 if all((min(other, one), max(other, one)) in free for one in beside):
                     beside.append(other)
-            blocks[number] = tuple(own[one] for one in beside[: properties.num_operations()])
+            blocks[number] = tuple(op_bytes[one] for one in beside[: properties.num_operations()])
     return dict(zip(scratch, blocks, strict=True))
 
 

@@ -28,7 +28,7 @@ _ONEDNN_NEEDS = {
 }
 """Processor flags that oneDNN needs to compute in a type (tensorflow/core/util/util.cc)."""
 
-STATES = 6
+POOL_STATES = 6
 """States of a growing pool that are tried; their peaks differ by a third."""
 
 
@@ -91,7 +91,7 @@ def has_allocator_stats() -> bool:
 
 
 @functools.cache
-def counted_from() -> int:
+def min_counted_bytes() -> int:
     """Return the bytes below which a block is not in the allocator's statistics, as on a CPU with oneDNN."""
     if not has_allocator_stats():
         return 0
@@ -106,7 +106,7 @@ def counted_from() -> int:
     return 0
 
 
-def most_memory() -> int:
+def memory_limit() -> int:
     """Return the bytes that TensorFlow may allocate on the planned device."""
     return tf_internals.memory_limits()[name()]
 
@@ -119,7 +119,7 @@ def pool() -> Allocator:
     """
     if not has_allocator_stats() or os.environ.get("TF_GPU_ALLOCATOR") == "cuda_malloc_async":
         return ExactAllocator()
-    return BestFitAllocator(_grows(), counted_from())
+    return BestFitAllocator(_grows(), min_counted_bytes())
 
 
 def pools(scale: int) -> Iterator[Allocator]:
@@ -127,7 +127,7 @@ def pools(scale: int) -> Iterator[Allocator]:
     first = pool()
     yield first
     if isinstance(first, BestFitAllocator) and _grows():
-        yield from (BestFitAllocator.used(number, scale, counted_from()) for number in range(1, STATES))
+        yield from (BestFitAllocator.used(number, scale, min_counted_bytes()) for number in range(1, POOL_STATES))
 
 
 def _grows() -> bool:

@@ -202,7 +202,7 @@ class IterationEmitter:
         for node in self.tile_loop.body:
             self._control_inputs = self._reductions_before(node)
             self._run_op(node)
-            if node.op not in summation_order.OPS:  # A control edge would change the order of summation.
+            if node.op not in summation_order.SUMS:  # A control edge would change the order of summation.
                 results = (node.out(index) for index in range(len(node.outputs)))
                 self._pending_reductions += [self.values[t] for t in results if t in self.tile_loop.reductions]
 
@@ -227,7 +227,7 @@ class IterationEmitter:
         without an error.
         """
         value = self.loop.outer[tensor]
-        if not any(node.op in summation_order.OPS or forwards_input_buffer(node) for node in consumers):
+        if not any(node.op in summation_order.SUMS or forwards_input_buffer(node) for node in consumers):
             return value
         if tensor not in self._guarded:
             self._guarded[tensor] = tf.ensure_shape(value, value.shape, tensor.node.name)
@@ -469,7 +469,7 @@ class IterationEmitter:
         changed = {key: _attr(value) for key, value in attrs.items() if key in node.attrs}
         results = (node.out(index) for index in range(len(node.outputs)))
         if any(tensor in self.tile_loop.carries and self._is_gradient(tensor) for tensor in results):
-            changed |= tf_internals.kept_apart(node.name)  # Carried rows are added in place.
+            changed |= tf_internals.no_cse_attrs(node.name)  # Carried rows are added in place.
         dtypes = [dtype for dtype, _ in node.outputs]
         # The op alone waits, not the ops that compute its operands, which other ops may read as well. oneDNN fuses the
         # gradients of a filter and of its bias into one op, which must not wait for itself.

@@ -192,11 +192,11 @@ class Graph:
 
     def consumers(self) -> dict[Tensor, list[tuple[Node, int]]]:
         """Return the (node, operand position) pairs that read each tensor."""
-        readers: dict[Tensor, list[tuple[Node, int]]] = {}
+        result: dict[Tensor, list[tuple[Node, int]]] = {}
         for node in self.nodes.values():
             for position, tensor in enumerate(node.inputs):
-                readers.setdefault(tensor, []).append((node, position))
-        return readers
+                result.setdefault(tensor, []).append((node, position))
+        return result
 
     def levels(self) -> dict[Node, int]:
         """Return the topological order γ of TFLMS (Le et al., 2018, section 3): the longest distance from a source.
@@ -365,9 +365,9 @@ def from_tf_graph(tf_graph: Any, inputs: Sequence[Any], outputs: Sequence[Any], 
         return [Tensor(nodes[t.op.name], t.value_index) for t in tensors]
 
     # Reading a variable is ordered like an effect and is none: an unused read may go.
-    kept = [nodes[op.name] for op in keep if op.type not in ("ReadVariableOp", "Placeholder")]
-    kept = [node for node in kept if node.stateful]
-    return Graph(nodes, view(inputs), view(outputs), kept, graph_def.library, graph_def.versions)
+    effects = [nodes[op.name] for op in keep if op.type not in ("ReadVariableOp", "Placeholder")]
+    effects = [node for node in effects if node.stateful]
+    return Graph(nodes, view(inputs), view(outputs), effects, graph_def.library, graph_def.versions)
 
 
 def from_concrete_function(concrete_fn: Any) -> Graph:

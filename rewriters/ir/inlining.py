@@ -49,13 +49,13 @@ def inline_calls(
     outputs = [_flat(t.name) for t in concrete_fn.outputs]
     keep = [op.name for op in tf_internals.control_outputs(concrete_fn)]
     interface = _Interface(outputs, keep, {})
-    more = True
-    while more:
+    has_calls = True
+    while has_calls:
         functions = {f.signature.name: f for f in graph_def.library.function}
         calls = {node.name for node in graph_def.node if _opens(node, functions, also)}
         if calls:
             graph_def, interface = _inline_once(graph_def, interface, calls, functions)
-        more = bool(calls) or (as_calls is not None and as_calls(graph_def))
+        has_calls = bool(calls) or (as_calls is not None and as_calls(graph_def))
     return _imported(concrete_fn, graph_def, interface)
 
 
@@ -114,11 +114,11 @@ def _inline_once(
         data = [name for name in names if not name.startswith("^")]
         del node.input[:]
         node.input.extend(data + sorted({name for name in names if name.startswith("^")}))
-    kept: list[str] = []
+    effects: list[str] = []
     for name in interface.keep:
-        kept.extend(before(name))
+        effects.extend(before(name))
     results = {name: resolve(new) for name, new in (interface.results | {name: name for name in tensors}).items()}
-    return result, _Interface([resolve(name) for name in interface.outputs], kept, results)
+    return result, _Interface([resolve(name) for name in interface.outputs], effects, results)
 
 
 def _node_of(tensor_name: str) -> str:
@@ -164,22 +164,22 @@ def _imported(concrete_fn: Any, graph_def: Any, interface: _Interface) -> Graph:
     outputs, keep, results = interface.outputs, interface.keep, interface.results
     names = [t.op.name for t in concrete_fn.inputs]
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete_fn.inputs]
-    found: list[Any] = []
+    imported: list[Any] = []
 
     def build(*args: Any) -> list[Any]:
         for placeholder, source in zip(args, concrete_fn.inputs, strict=True):
             tf_internals.copy_handle_data(source, placeholder)
         mapping = {f"{name}:0": arg for name, arg in zip(names, args, strict=True)}
         tensors = [name if ":" in name else f"{name}:0" for name in [*outputs, *results.values()]]
-        found.extend(
+        imported.extend(
             tf.graph_util.import_graph_def(graph_def, input_map=mapping, return_elements=tensors + keep, name="")
         )
         return []
 
     traced = tf_internals.trace_func_graph("inlined", build, specs)
     number, tensors = len(outputs), len(outputs) + len(results)
-    graph = from_tf_graph(traced, traced.inputs, found[:number], found[tensors:])
+    graph = from_tf_graph(traced, traced.inputs, imported[:number], imported[tensors:])
     old = [t.name for t in concrete_fn.inputs] + [name if ":" in name else f"{name}:0" for name in results]
-    for name, new in zip(old, [*traced.inputs, *found[number:tensors]], strict=True):
+    for name, new in zip(old, [*traced.inputs, *imported[number:tensors]], strict=True):
         graph.aliases[name] = graph.nodes[new.op.name].out(new.value_index)
     return graph

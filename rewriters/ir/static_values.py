@@ -56,7 +56,7 @@ class StaticEvaluator:
             return value  # type: ignore[return-value]
         return None
 
-    def axes(self, reduction: Node) -> set[int] | None:
+    def reduction_axes(self, reduction: Node) -> set[int] | None:
         """Return the axes of a reduction, counted from the front; `None` if they, or the rank, are unknown."""
         value, shape = self(reduction.inputs[1]), reduction.inputs[0].shape
         axes = value if isinstance(value, tuple) else (value,)
@@ -186,8 +186,8 @@ def _stitch(_node: Node, _index: int, operands: list[Any]) -> Value:
     half = len(operands) // 2
     places = [place for part in operands[:half] for place in _vector(part)]
     values = [value for part in operands[half:] for value in _vector(part)]
-    found = dict(zip(places, values, strict=True))
-    return tuple(found[place] for place in range(len(found)))
+    value_at = dict(zip(places, values, strict=True))
+    return tuple(value_at[place] for place in range(len(value_at)))
 
 
 def _concat(_node: Node, _index: int, operands: list[Any]) -> Value:

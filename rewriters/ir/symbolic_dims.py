@@ -40,7 +40,7 @@ class LeadingSizes:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._found: dict[Tensor, SymbolicDim] = {}
+        self._sizes: dict[Tensor, SymbolicDim] = {}
         self._multiples: dict[tuple[SymbolicDim, int], SymbolicDim] = {}
         """Products of a size and a factor, as after space-to-batch folding."""
         self._divided: dict[tuple[SymbolicDim, int], SymbolicDim] = {}
@@ -59,14 +59,14 @@ class LeadingSizes:
                 if shape and shape[0] is None:
                     position = positions.get(node)
                     known = SymbolicDim(position) if position is not None else self._made(node, evaluate)
-                    self._found[node.out(index)] = known or SymbolicDim()
+                    self._sizes[node.out(index)] = known or SymbolicDim()
 
     def of(self, tensor: Tensor) -> int | SymbolicDim | None:
         """Return the leading size; `None` if the rank is unknown or zero."""
         if not tensor.shape:
             return None
         size = tensor.shape[0]
-        return self._found.setdefault(tensor, SymbolicDim()) if size is None else size
+        return self._sizes.setdefault(tensor, SymbolicDim()) if size is None else size
 
     def of_images(self, tensor: Tensor, entries: int) -> int | SymbolicDim | None:
         """Return the batch size of a tensor that has `entries` entries of its first dimension per image."""
@@ -184,8 +184,8 @@ def _shape_operand(op_type: str) -> int | None:
 
 def _same_rest(shape: Sequence[Any] | None, target: Sequence[Any]) -> bool:
     """Return whether a `Reshape` to (-1, ...) keeps the first size."""
-    rest = [*(shape or ())[1:], *target[1:]]
-    if not shape or not all(isinstance(size, int) and size > 0 for size in rest):
+    inner = [*(shape or ())[1:], *target[1:]]
+    if not shape or not all(isinstance(size, int) and size > 0 for size in inner):
         return False
     return math.prod(shape[1:]) == math.prod(target[1:])
 
@@ -231,8 +231,8 @@ def _axis_elsewhere(position: int) -> Callable[[Node, Sequence[Any]], bool]:
 def _einsum(node: Node, _values: Sequence[Any]) -> bool:
     """Return whether the unknown sizes share the first letter of the result."""
     *operands, out = node.attrs["equation"].s.decode().replace("->", ",").replace(" ", "").split(",")
-    unknown = [own for own, t in zip(operands, node.inputs, strict=True) if t.shape and t.shape[0] is None]
-    return "." not in out[:1] and all(own[:1] == out[:1] for own in unknown)
+    unknown = [letters for letters, t in zip(operands, node.inputs, strict=True) if t.shape and t.shape[0] is None]
+    return "." not in out[:1] and all(letters[:1] == out[:1] for letters in unknown)
 
 
 _KEEPS: dict[str, Callable[[Node, Sequence[Any]], bool]] = {

@@ -50,7 +50,7 @@ def operations(graph: Any, way: str = "") -> Iterator[tuple[str, Any]]:
                 yield from operations(branch, f"{way}{operation.name}/{name}/_/")
 
 
-def own_name(name: str) -> str:
+def without_branch_prefix(name: str) -> str:
     """Return a name in a run without its branch prefix: a step for any batch size is one of two branches."""
     return _BRANCH_OF_STEP.sub("", name)
 
@@ -105,14 +105,14 @@ def copy_handle_data(source: Any, target: Any) -> None:
         handle_data_util.copy_handle_data(source, target)
 
 
-def kept_apart(name: str) -> dict[str, Any]:
+def no_cse_attrs(name: str) -> dict[str, Any]:
     """Return attributes that exclude an op, whose result is changed in place, from common subexpression elimination."""
     return {"_tflms_sft_own": tf.compat.v1.AttrValue(s=name.encode())}
 
 
 def prevent_cse(tensor: Any) -> None:
     """Exclude an existing op from common subexpression elimination."""
-    for key, value in kept_apart(tensor.op.name).items():
+    for key, value in no_cse_attrs(tensor.op.name).items():
         tensor.op._set_attr(key, value)
 
 
@@ -167,12 +167,12 @@ def captured_variables(concrete_fn: Any) -> list[tuple[Any, Any]]:
 
     `FuncGraph.variables` holds only variables that were used as Python objects during tracing.
     """
-    found = []
+    variables = []
     for tensor in concrete_fn.captured_inputs:
         data = _handle_data(tensor) if tensor.dtype == tf.resource else None
         if data is not None and data.is_set and len(data.shape_and_type) == 1:
-            found.append((tensor, tf.dtypes.as_dtype(data.shape_and_type[0].dtype)))
-    return found
+            variables.append((tensor, tf.dtypes.as_dtype(data.shape_and_type[0].dtype)))
+    return variables
 
 
 def living_variables(concrete_fn: Any) -> list[Any]:
@@ -192,7 +192,7 @@ def variable_sizes(concrete_fn: Any) -> list[int]:
 
 def variable_places(concrete_fn: Any) -> list[tuple[str, int]]:
     """Return (device, bytes) of each variable that a traced function reads or writes."""
-    found = []
+    places = []
     for tensor in concrete_fn.captured_inputs:
         if tensor.dtype != tf.resource:
             continue
@@ -203,13 +203,13 @@ def variable_places(concrete_fn: Any) -> list[tuple[str, int]]:
             shape = tf.TensorShape(item.shape)
             if shape.is_fully_defined():
                 size = int(shape.num_elements() or 0) * tf.dtypes.as_dtype(item.dtype).size
-                found.append((short_device(tensor.device), size))
-    return found
+                places.append((short_device(tensor.device), size))
+    return places
 
 
 def sizes_of_variables(concrete_fn: Any) -> list[int]:
     """Return the bytes of the variable behind each captured tensor; 0 for one that is not a variable."""
-    found = []
+    sizes = []
     for tensor in concrete_fn.captured_inputs:
         data = _handle_data(tensor) if tensor.dtype == tf.resource else None
         size = 0
@@ -217,19 +217,19 @@ def sizes_of_variables(concrete_fn: Any) -> list[int]:
             shape = tf.TensorShape(item.shape)
             if shape.is_fully_defined():
                 size += int(shape.num_elements() or 0) * tf.dtypes.as_dtype(item.dtype).size
-        found.append(size)
-    return found
+        sizes.append(size)
+    return sizes
 
 
 def memory_limits() -> dict[str, int]:
     """Return the bytes that TensorFlow may allocate on each of its devices."""
-    return {short_device(found.name): int(found.memory_limit) for found in device_lib.list_local_devices()}
+    return {short_device(device.name): int(device.memory_limit) for device in device_lib.list_local_devices()}
 
 
 def short_device(name: str) -> str:
     """Return `GPU:0` for `/job:localhost/replica:0/task:0/device:GPU:0`; the host's name if there is no device."""
-    found = re.search(r"(CPU|GPU|TPU|XPU):\d+", name, re.IGNORECASE)
-    return found.group().upper() if found else "CPU:0"
+    match = re.search(r"(CPU|GPU|TPU|XPU):\d+", name, re.IGNORECASE)
+    return match.group().upper() if match else "CPU:0"
 
 
 def has_begun() -> bool:
@@ -243,8 +243,8 @@ def workers() -> dict[str, str]:
     if server is None:
         return {}
     tasks = ((job.name, task, address) for job in server.cluster.job for task, address in job.tasks.items())
-    own = server.job_name, server.task_index
-    return {f"/job:{job}/task:{task}": address for job, task, address in sorted(tasks) if (job, task) != own}
+    this_task = server.job_name, server.task_index
+    return {f"/job:{job}/task:{task}": address for job, task, address in sorted(tasks) if (job, task) != this_task}
 
 
 def _captured_value(tensor: Any) -> tuple[bool, Any]:
@@ -267,15 +267,15 @@ def allocations(stats: Any) -> list[tuple[str, int, int, str]]:
     Args:
         stats: The result of `step_stats`.
     """
-    found = []
+    records = []
     for device in stats.dev_stats:
         for node in device.node_stats:
             for memory in node.memory:
                 # Operations on a GPU take host memory too.
                 place = "CPU:0" if "GPU" in device.device and "GPU" not in memory.allocator_name else device.device
                 for micros, amount in _freed([(r.alloc_micros, r.alloc_bytes) for r in memory.allocation_records]):
-                    found.append((short_device(place), micros, amount, _in_run(node)))
-    return found
+                    records.append((short_device(place), micros, amount, _in_run(node)))
+    return records
 
 
 class Times(NamedTuple):
@@ -288,13 +288,13 @@ class Times(NamedTuple):
 
 def times(stats: Any) -> dict[str, Times]:
     """Return the times of each operation that ran, by name."""
-    found = {}
+    result = {}
     for device in stats.dev_stats:
         for node in device.node_stats:
             begun = node.all_start_micros
-            made = sum(output.tensor_description.allocation_description.requested_bytes for output in node.output)
-            found[_in_run(node)] = Times(begun, begun + node.op_end_rel_micros, made)
-    return found
+            num_bytes = sum(output.tensor_description.allocation_description.requested_bytes for output in node.output)
+            result[_in_run(node)] = Times(begun, begun + node.op_end_rel_micros, num_bytes)
+    return result
 
 
 def runs(stats: Any) -> Iterator[tuple[str, int, int]]:

@@ -72,17 +72,17 @@ class Layouts:
     """Layouts of all tensors that may hold images."""
 
     def __init__(self) -> None:
-        self._found: dict[Tensor, Layout] = {}
+        self._layouts: dict[Tensor, Layout] = {}
         self._links: dict[Tensor, list[AxisMap]] = {}
 
     def of(self, tensor: Tensor) -> Layout | None:
         """Return the layout; `None` for a tensor that holds no image."""
-        return self._found.get(tensor)
+        return self._layouts.get(tensor)
 
     def lacking(self, axes: int) -> list[int]:
         """Return the axes, of `number`, that some tensor lacks."""
-        dims = [layout.dims for layout in self._found.values() if len(layout.dims) == axes]
-        return [axis for axis in range(axes) if any(own[axis] is None for own in dims)]
+        dims = [layout.dims for layout in self._layouts.values() if len(layout.dims) == axes]
+        return [axis for axis in range(axes) if any(known[axis] is None for known in dims)]
 
     def find(self, anchors: Iterable[Anchor], links: Iterable[AxisMap], tensors: Iterable[Tensor]) -> None:
         """Propagate layouts.
@@ -101,22 +101,22 @@ class Layouts:
             first.setdefault(tensor, Layout(dims))
         self._spread(first)
         for tensor in tensors:
-            if tensor not in self._found and tensor.shape is not None and len(tensor.shape) in (4, 5):
+            if tensor not in self._layouts and tensor.shape is not None and len(tensor.shape) in (4, 5):
                 self._spread({tensor: Layout(tuple(range(1, len(tensor.shape) - 1)))})
         self._count_entries()
 
     def _spread(self, new: Mapping[Tensor, Layout]) -> None:
-        self._found.update(new)
+        self._layouts.update(new)
         waiting = deque(new)
         while waiting:
             for link in self._links.get(waiting.popleft(), ()):
-                if link.target not in self._found and (layout := self._moved(link)) is not None:
-                    self._found[link.target] = layout
+                if link.target not in self._layouts and (layout := self._moved(link)) is not None:
+                    self._layouts[link.target] = layout
                     waiting.append(link.target)
 
     def _moved(self, link: AxisMap) -> Layout | None:
         """Return the layout of a link's target; `None` if an axis of more than one row is lost, or none is left."""
-        shape, dims = link.source.shape, self._found[link.source].dims
+        shape, dims = link.source.shape, self._layouts[link.source].dims
         assert shape is not None
         moved = tuple(None if dim is None else link.moves.get(dim) for dim in dims)
         lost = [dim for dim, new in zip(dims, moved, strict=True) if dim is not None and new is None]
@@ -133,5 +133,5 @@ class Layouts:
                     counts[link.target] = counts[source] * link.entries
                     waiting.append(link.target)
         for tensor, count in counts.items():
-            if tensor in self._found:
-                self._found[tensor] = dataclasses.replace(self._found[tensor], batch_fold=max(int(count), 1))
+            if tensor in self._layouts:
+                self._layouts[tensor] = dataclasses.replace(self._layouts[tensor], batch_fold=max(int(count), 1))

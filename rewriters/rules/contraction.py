@@ -57,7 +57,7 @@ class Einsum(Rule):
                 raise NotTileableError(f"`{tensor.name}` has an unknown rank")
             hidden = free[: len(tensor.shape) - len(part.replace("...", ""))]
             labels.append(part.replace("...", hidden[::-1]))  # Reversed: they are aligned at the end.
-        if any(len(set(own)) < len(own) for own in labels):
+        if any(len(set(letters)) < len(letters) for letters in labels):
             raise NotTileableError("an Einsum over a diagonal")
         return labels
 
@@ -66,12 +66,12 @@ class Einsum(Rule):
         *operands, out = self.labels(op)
         if self._sums(op):
             return list(range(len(operands)))
-        return [position for position, own in enumerate(operands) if own and out and own[0] == out[0]]
+        return [position for position, letters in enumerate(operands) if letters and out and letters[0] == out[0]]
 
     def _sums(self, op: OpView) -> bool:
         """Return whether neither batch nor axes are left."""
         *operands, out = self.labels(op)
-        return all(own and own[0] not in out for own in operands)
+        return all(letters and letters[0] not in out for letters in operands)
 
     def links(self, op: OpView) -> list[AxisMap]:
         """Link the dimensions with equal letters."""
@@ -85,15 +85,17 @@ class Einsum(Rule):
             target, letters = op.node.inputs[0], operands[0]
         pairs = [(op.node.inputs[p], operands[p]) for p in images if op.node.inputs[p] != target]
         return [
-            AxisMap(tensor, target, {dim: letters.index(letter) for dim, letter in enumerate(own) if letter in letters})
-            for tensor, own in pairs
-            if own[0] == letters[0]
+            AxisMap(
+                tensor, target, {dim: letters.index(letter) for dim, letter in enumerate(labels) if letter in letters}
+            )
+            for tensor, labels in pairs
+            if labels[0] == letters[0]
         ]
 
-    def _places(self, op: OpView, own: str, position: int) -> list[str | None]:
+    def _places(self, op: OpView, letters: str, position: int) -> list[str | None]:
         """Return the letters of the batch and of every axis."""
         dims = op.layout(op.node.inputs[position]).dims
-        return [own[0], *(None if dim is None else own[dim] for dim in dims)]
+        return [letters[0], *(None if dim is None else letters[dim] for dim in dims)]
 
     def _sizes(self, op: OpView, position: int) -> list[Any]:
         """Return whether there is a single image, and the rows along each axis: an ellipsis broadcasts."""
@@ -110,11 +112,11 @@ class Einsum(Rule):
         if any(place != places[0] for place in places):
             raise NotTileableError("an Einsum of images whose axes lie otherwise")
         sizes = [self._sizes(op, position) for position in images]
-        if any(own != sizes[0] for own in sizes):
+        if any(size != sizes[0] for size in sizes):
             raise NotTileableError("an Einsum of images that spreads one of them over another")
         moved = {letter for letter in places[0] if letter is not None}
-        for position, own in enumerate(operands):
-            if position not in images and (kinds[position] is not TileKind.INVARIANT or moved.intersection(own)):
+        for position, letters in enumerate(operands):
+            if position not in images and (kinds[position] is not TileKind.INVARIANT or moved.intersection(letters)):
                 raise NotTileableError("an Einsum over the axes of an image, as attention is")
         if self._sums(op):
             if moved.intersection(out):
@@ -169,8 +171,8 @@ class Einsum(Rule):
     def weights(self, op: OpView) -> list[Tensor]:
         """Return the operands that are not images."""
         images = self._images(op)
-        found = [tensor for position, tensor in enumerate(op.node.inputs) if position not in images]
-        return [*found, op.node.out()] if self._sums(op) else found
+        image_operands = [tensor for position, tensor in enumerate(op.node.inputs) if position not in images]
+        return [*image_operands, op.node.out()] if self._sums(op) else image_operands
 
     def flops(self, op: OpView, batch: int) -> float:
         """Return two operations per combination of letters; 0 if a size is unknown."""
@@ -179,8 +181,8 @@ class Einsum(Rule):
         except NotTileableError:
             return 0.0
         sizes: dict[str, int] = {}
-        for own, tensor in zip(labels, op.node.inputs, strict=False):
-            for number, (letter, size) in enumerate(zip(own, tensor.shape or (), strict=True)):
+        for letters, tensor in zip(labels, op.node.inputs, strict=False):
+            for number, (letter, size) in enumerate(zip(letters, tensor.shape or (), strict=True)):
                 sizes[letter] = (batch if number == 0 else 0) if size is None else size
         return 2.0 * math.prod(float(size) for size in sizes.values())
 

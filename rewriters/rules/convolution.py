@@ -179,8 +179,8 @@ class SmallToLarge(Convolution):
         window = self.window(op, axis)
         small = parts[2]
         assert small is not None
-        made = window.rows_covered(small)
-        return AxisPlan(made.clip(window.in_extent), made, [None, None, small])
+        rows = window.rows_covered(small)
+        return AxisPlan(rows.clip(window.in_extent), rows, [None, None, small])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Run with the size of the tile."""

@@ -14,7 +14,7 @@ import numpy as np
 
 __all__: list[str] = []
 
-MOST_KEPT = 64
+MAX_CACHED_TILES = 64
 """Tiles up to which an interval is cached: enough for searches, without the finest grids, which take kilobytes each."""
 
 
@@ -74,7 +74,7 @@ class Interval:
 
     def inside(self, extent: int) -> Interval:
         """Return the part inside `[0, extent)`, at least one row; cached for intervals of few tiles."""
-        if self.lo.size > MOST_KEPT:
+        if self.lo.size > MAX_CACHED_TILES:
             return self.clip(extent).nonempty(extent)
         assert self.lo.itemsize == self.hi.itemsize == np.int64().itemsize
         return _inside(*self.key, extent)

@@ -137,8 +137,8 @@ class MaxPoolGrad(Pooling):
         """Require the windows that overlap rows `out`, and all rows below these."""
         window = self.window(op, axis)
         small = window.windows_overlapping(out)
-        made = window.rows_covered(small)
-        return AxisPlan(out, made, [made, None, small])
+        computed = window.rows_covered(small)
+        return AxisPlan(out, computed, [computed, None, small])
 
     def operand_fill(self, op: OpView, position: int) -> float | str:
         """Pad the input as in `MaxPool`."""
@@ -149,8 +149,8 @@ class MaxPoolGrad(Pooling):
         window = self.window(op, axis)
         small = parts[2]
         assert small is not None
-        made = window.rows_covered(small)
-        return AxisPlan(made.clip(window.in_extent), made, [made, None, small])
+        rows = window.rows_covered(small)
+        return AxisPlan(rows.clip(window.in_extent), rows, [rows, None, small])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Run without padding, which is part of the operands."""
@@ -241,8 +241,8 @@ class AvgPoolGrad(Pooling):
         window = self.window(op, axis)
         small = parts[1]
         assert small is not None
-        made = window.rows_covered(small)
-        return AxisPlan(made.clip(window.in_extent), made, [None, small])
+        rows = window.rows_covered(small)
+        return AxisPlan(rows.clip(window.in_extent), rows, [None, small])
 
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Rescale the gradient, then spread it evenly."""

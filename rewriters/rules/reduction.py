@@ -87,7 +87,7 @@ class Reduce(SumOverImage):
         """
         if op.node.inputs[0].shape is None:
             raise NotTileableError("a reduction of a tensor of unknown rank")
-        axes = op.evaluate.axes(op.node)
+        axes = op.evaluate.reduction_axes(op.node)
         if axes is None:
             raise NotTileableError("a reduction over axes computed at run time")
         return axes

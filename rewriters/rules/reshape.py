@@ -31,16 +31,16 @@ Group = tuple[list[int], list[int]]
 def groups(have: Sequence[int], want: Sequence[int]) -> list[Group] | None:
     """Return the smallest groups of dimensions that a reshape maps to one another, without dimensions of size one."""
     ins, outs = ([dim for dim, size in enumerate(shape) if size != 1] for shape in (have, want))
-    found: list[Group] = []
+    result: list[Group] = []
     while ins and outs:
         left, right = [ins.pop(0)], [outs.pop(0)]
         while (sizes := [math.prod(have[dim] for dim in left), math.prod(want[dim] for dim in right)])[0] != sizes[1]:
-            rest, group = (ins, left) if sizes[0] < sizes[1] else (outs, right)
-            if not rest:
+            pending, group = (ins, left) if sizes[0] < sizes[1] else (outs, right)
+            if not pending:
                 return None
-            group.append(rest.pop(0))
-        found.append((left, right))
-    return None if ins or outs else found
+            group.append(pending.pop(0))
+        result.append((left, right))
+    return None if ins or outs else result
 
 
 class Blocks(Rule):
@@ -98,21 +98,21 @@ class View(Blocks):
         source, out = op.node.inputs[0].shape, op.node.out().shape
         if not source or not out or None in (*source[1:], *out[1:]):
             raise NotTileableError("a reshape of a tensor of unknown shape")
-        found = groups(source[1:], out[1:])  # type: ignore[arg-type]
-        if found is None:
+        matching = groups(source[1:], out[1:])  # type: ignore[arg-type]
+        if matching is None:
             raise NotTileableError("a reshape that takes images apart")
-        return [([dim + 1 for dim in ins], [dim + 1 for dim in outs]) for ins, outs in found]
+        return [([dim + 1 for dim in ins], [dim + 1 for dim in outs]) for ins, outs in matching]
 
     def links(self, op: OpView) -> list[AxisMap]:
         """Link the outermost dimensions of each group."""
         sizes, source, out = op.evaluate.sizes, op.node.inputs[0], op.node.out()
         try:
-            found = self._groups(op)
+            moves = self._groups(op)
         except NotTileableError:
             return []
         if sizes.of(source) != sizes.of(out):
             return []
-        return [AxisMap(source, out, {0: 0} | {ins[0]: outs[0] for ins, outs in found})]
+        return [AxisMap(source, out, {0: 0} | {ins[0]: outs[0] for ins, outs in moves})]
 
     def block(self, op: OpView, axis: int) -> Fraction:
         """Return the ratio of the extents of output and operand."""

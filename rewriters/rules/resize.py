@@ -188,14 +188,20 @@ class ResizedGrad(Resize):
 
 def _contributions(where: Table, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return index and weight of the first, second, ... resized row of each source row."""
-    found: list[list[tuple[int, float]]] = [[] for _ in range(rows)]
+    rows_of: list[list[tuple[int, float]]] = [[] for _ in range(rows)]
     for at, (lower, upper, weight) in enumerate(zip(where.lower, where.upper, where.weight, strict=True)):
-        found[lower].append((at, float(np.float32(1) - weight)))
+        rows_of[lower].append((at, float(np.float32(1) - weight)))
         if weight:
-            found[upper].append((at, float(weight)))
-    most = max(map(len, found))
-    padded = [[*own, *[(own[-1][0] if own else 0, 0.0)] * (most - len(own))] for own in found]
+            rows_of[upper].append((at, float(weight)))
+    most = max(map(len, rows_of))
+    padded = [
+        [*contributions, *[(contributions[-1][0] if contributions else 0, 0.0)] * (most - len(contributions))]
+        for contributions in rows_of
+    ]
     return [
-        (np.array([own[number][0] for own in padded]), np.array([own[number][1] for own in padded]))
+        (
+            np.array([contributions[number][0] for contributions in padded]),
+            np.array([contributions[number][1] for contributions in padded]),
+        )
         for number in range(most)
     ]

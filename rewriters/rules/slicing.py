@@ -54,23 +54,23 @@ def cuts(node: Node, shape: Sequence[int | None], bounds: Sequence[Sequence[int]
     entries = range(len(bounds[0]))
     new = {position for position in entries if has("new_axis", position) and not has("ellipsis", position)}
     used = sum(position not in new and not has("ellipsis", position) for position in entries)
-    found: list[AxisSlice] = []
+    slices: list[AxisSlice] = []
     dim = out = 0
     for position in (*entries, None):
         if position is None or has("ellipsis", position):
             for _ in range(len(shape) - used if position is not None else len(shape) - dim):
-                found.append(AxisSlice(dim, out, 0, shape[dim]))
+                slices.append(AxisSlice(dim, out, 0, shape[dim]))
                 dim, out = dim + 1, out + 1
         elif position in new:
-            found.append(AxisSlice(None, out))
+            slices.append(AxisSlice(None, out))
             out += 1
         else:
             gone = has("shrink_axis", position)
             first, last = (None if has(mask, position) else int(bounds[i][position]) for i, mask in _ENDS)
             begin, size = _taken(shape[dim], first, last, bounds[2][position], gone)
-            found.append(AxisSlice(dim, None if gone else out, begin, size, 1 if gone else bounds[2][position]))
+            slices.append(AxisSlice(dim, None if gone else out, begin, size, 1 if gone else bounds[2][position]))
             dim, out = dim + 1, out if gone else out + 1
-    return found
+    return slices
 
 
 _ENDS = ((0, "begin"), (1, "end"))
@@ -84,8 +84,8 @@ def _taken(size: int | None, first: int | None, last: int | None, stride: int, g
         return 0, None
     if gone:
         return (first or 0) % size, 1
-    taken = range(size)[first:last:stride]
-    return taken.start, len(taken)
+    indices = range(size)[first:last:stride]
+    return indices.start, len(indices)
 
 
 class Sliced(Rule):
@@ -112,69 +112,69 @@ class Sliced(Rule):
 
     def cuts(self, op: OpView) -> list[AxisSlice]:
         """Return the slice of every dimension."""
-        whole, _ = self.sides(op)
-        if whole.shape is None:
+        sliced, _ = self.sides(op)
+        if sliced.shape is None:
             raise NotTileableError("a slice of a tensor of unknown rank")
-        return cuts(op.node, whole.shape, [op.ints(position) for position in self.bounds])
+        return cuts(op.node, sliced.shape, [op.ints(position) for position in self.bounds])
 
     def _by_dim(self, op: OpView) -> dict[int, AxisSlice]:
         return {cut.dim: cut for cut in self.cuts(op) if cut.dim is not None}
 
     def window(self, op: OpView, axis: int) -> Window:
         """Return the geometry along an axis."""
-        whole, part = self.sides(op)
-        dim = op.dim(whole, axis)
+        sliced, part = self.sides(op)
+        dim = op.dim(sliced, axis)
         cut = AxisSlice(None, None) if dim is None else self._by_dim(op)[dim]
-        return Window(1, cut.stride, 1, -cut.begin, op.extent(whole, axis), op.extent(part, axis))
+        return Window(1, cut.stride, 1, -cut.begin, op.extent(sliced, axis), op.extent(part, axis))
 
     def links(self, op: OpView) -> list[AxisMap]:
         """Link the dimensions that remain."""
-        whole, part = self.sides(op)
+        sliced, part = self.sides(op)
         try:
-            found = self._by_dim(op)
+            entries = self._by_dim(op)
         except NotTileableError:
             return []
-        if part.shape is None or not found or found[0].out != 0:
+        if part.shape is None or not entries or entries[0].out != 0:
             return []
-        return [AxisMap(whole, part, {dim: cut.out for dim, cut in found.items() if cut.out is not None})]
+        return [AxisMap(sliced, part, {dim: cut.out for dim, cut in entries.items() if cut.out is not None})]
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return the kind of the operand: a slice is linear. The batch must not be cut."""
-        whole, part = self.sides(op)
-        found = self._by_dim(op)
-        op.check_axes([whole, part])
-        assert whole.shape is not None
-        if found[0].out != 0 or found[0].begin != 0 or found[0].size != whole.shape[0] or found[0].stride != 1:
+        sliced, part = self.sides(op)
+        entries = self._by_dim(op)
+        op.check_axes([sliced, part])
+        assert sliced.shape is not None
+        if entries[0].out != 0 or entries[0].begin != 0 or entries[0].size != sliced.shape[0] or entries[0].stride != 1:
             raise NotTileableError("a slice of the batch")
-        for axis in op.axes(whole):
-            dim = op.dim(whole, axis)
+        for axis in op.axes(sliced):
+            dim = op.dim(sliced, axis)
             if dim is None:
                 continue
-            if found[dim].stride < 1:
+            if entries[dim].stride < 1:
                 raise NotTileableError("an image turned around")
-            if found[dim].out != op.dim(part, axis) and op.extent(whole, axis) != 1:
+            if entries[dim].out != op.dim(part, axis) and op.extent(sliced, axis) != 1:
                 raise NotTileableError("a single row of an image")
         return kinds[self.image]
 
     def _bounds(self, op: OpView) -> dict[str, Any]:
         """Return the bounds for a tile: all its rows along the axes, and the op's own for channels."""
-        whole, _ = self.sides(op)
-        axes = op.layout(whole).dims
-        found = self.cuts(op)
-        moved = [cut.dim is not None and cut.out is not None and (cut.dim == 0 or cut.dim in axes) for cut in found]
-        ends = [cut.begin + (cut.size or 0) * cut.stride for cut in found]
+        sliced, _ = self.sides(op)
+        axes = op.layout(sliced).dims
+        entries = self.cuts(op)
+        moved = [cut.dim is not None and cut.out is not None and (cut.dim == 0 or cut.dim in axes) for cut in entries]
+        ends = [cut.begin + (cut.size or 0) * cut.stride for cut in entries]
 
         def mask(positions: Iterable[bool]) -> int:
             return sum(1 << position for position, marked in enumerate(positions) if marked)
 
         return {
-            "begin": [0 if every else cut.begin for every, cut in zip(moved, found, strict=True)],
+            "begin": [0 if every else cut.begin for every, cut in zip(moved, entries, strict=True)],
             "end": ends,
-            "strides": [cut.stride for cut in found],
+            "strides": [cut.stride for cut in entries],
             "begin_mask": mask(moved),
             "end_mask": mask(every or end < 0 for every, end in zip(moved, ends, strict=True)),
-            "shrink_axis_mask": mask(cut.dim is not None and cut.out is None for cut in found),
-            "new_axis_mask": mask(cut.dim is None for cut in found),
+            "shrink_axis_mask": mask(cut.dim is not None and cut.out is None for cut in entries),
+            "new_axis_mask": mask(cut.dim is None for cut in entries),
         }
 
 

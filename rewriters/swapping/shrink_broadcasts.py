@@ -101,11 +101,14 @@ class _BroadcastShrinker:
 
         Its result is then as large as before, or small as well; in between it is left as it was.
         """
-        if node.op not in ops_with(Trait.SHRINKABLE) | summation_order.OPS or node.outputs[0][0] == tf.variant:
+        if node.op not in ops_with(Trait.SHRINKABLE) | summation_order.SUMS or node.outputs[0][0] == tf.variant:
             return  # Lists of tensors are added up too, and by `AddN` alone.
         if any(tensor.shape is None for tensor in node.inputs):
             return
-        if summation_order.may_be_flattened(self.analysis, node) or len(node.inputs) > summation_order.MOST_AT_ONCE:
+        if (
+            summation_order.may_be_flattened(self.analysis, node)
+            or len(node.inputs) > summation_order.MAX_ADDN_OPERANDS
+        ):
             return
         ordered = summation_order.summation_order(self.analysis, node) if node.op == "AddN" else node.inputs
         operands = [self._operand(tensor) for tensor in ordered]

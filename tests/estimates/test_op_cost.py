@@ -160,7 +160,7 @@ def test_cost_direct_volume_gradients_use_direct_rate(monkeypatch):
     analysis = GraphAnalysis(canonicalize.read_canonical(tf.function(step).get_concrete_function(*specs)))
     (node,) = (node for node in analysis.order if node.op == "Conv3DBackpropFilterV2")
     for overhead, op, other_op, channels in ((1000, node.op, DIRECT, 4), (0, DIRECT, node.op, 6)):
-        monkeypatch.setattr(kernel_scratch, "MOST_OVERHEAD", overhead)
+        monkeypatch.setattr(kernel_scratch, "MAX_UNFOLDING_RATIO", overhead)
         plain, slow, same = (
             CostModel(analysis, 1, changed(unfolded=rates)).op(node) for rates in ({}, {op: 1e6}, {other_op: 1e6})
         )

@@ -183,7 +183,7 @@ def test_lms_peak_includes_arrays_read_from_disk(tmp_path, monkeypatch):
     watched = []
     monkeypatch.setattr("tflms_sft._keras.train_step_patch.watch_tier", watched.append)
     monkeypatch.setattr("rewriters.device.properties.has_allocator_stats", lambda: True)
-    monkeypatch.setattr("rewriters.device.properties.counted_from", lambda: 0)
+    monkeypatch.setattr("rewriters.device.properties.min_counted_bytes", lambda: 0)
     net().fit(X, Y, epochs=2, callbacks=[swapping(tmp_path)], **SETTINGS)
     (tier,) = watched
     assert tier.store.directory == str(tmp_path)

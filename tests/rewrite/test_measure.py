@@ -222,7 +222,7 @@ def test_read_peak_below_step_bytes_is_none(monkeypatch, peak, expected):
 def test_read_peak_adds_uncounted_small_blocks(monkeypatch):
     """oneDNN's CPU allocator keeps no statistics of blocks below 256 KiB."""
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", lambda name: {"peak": 1500, "current": 0})
-    monkeypatch.setattr(properties, "counted_from", lambda: 500)
+    monkeypatch.setattr(properties, "min_counted_bytes", lambda: 500)
     monkeypatch.setattr(properties, "pool", ExactAllocator)
     assert read_peak(650, [600, 400, 300]).peak_bytes == 1500 - 50 + 700
     many = [400] * 10
@@ -240,11 +240,11 @@ def test_counted_from_is_determined_by_trial(monkeypatch, seen_from, expected):
     monkeypatch.setattr(properties, "has_allocator_stats", lambda: True)
     monkeypatch.setattr("tensorflow.config.experimental.get_memory_info", info)
     monkeypatch.setattr("tensorflow.identity", lambda value: sizes.append(value.shape[0]))
-    properties.counted_from.cache_clear()
+    properties.min_counted_bytes.cache_clear()
     try:
-        assert properties.counted_from() == expected
+        assert properties.min_counted_bytes() == expected
     finally:
-        properties.counted_from.cache_clear()
+        properties.min_counted_bytes.cache_clear()
 
 
 def test_measure_timeline_uncopyable_variable_is_named():

@@ -38,7 +38,7 @@ def free_device_memory() -> int:
     if properties.name().startswith("CPU"):
         return free_memory()
     in_use = int(tf.config.experimental.get_memory_info(properties.name())["current"])
-    return max(properties.most_memory() - in_use, 0)
+    return max(properties.memory_limit() - in_use, 0)
 
 
 def _available() -> int:

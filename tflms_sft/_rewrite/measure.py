@@ -68,7 +68,7 @@ def read_peak(in_use: int, step_bytes: Sequence[int], tiers: Iterable[Tier] = ()
         peak = max(swapped, int(tf.config.experimental.get_memory_info(properties.name())["peak"]))
     except (ValueError, RuntimeError, tf.errors.OpError):
         return None
-    pool, min_counted_bytes = properties.pool(), properties.counted_from()
+    pool, min_counted_bytes = properties.pool(), properties.min_counted_bytes()
     counted = [num_bytes for num_bytes in step_bytes if num_bytes >= min_counted_bytes]
     for num_bytes in counted:
         pool.allocate(num_bytes)
