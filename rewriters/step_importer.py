@@ -33,7 +33,7 @@ class StepImporter:
         self.sizes: Mapping[int, int] = {}
         self.other: StepImporter | None = None
         self._graph_def = graph.to_graph_def()
-        # Swaps, buffers that loops begin with, and effects of micro-batches: what they wait for, their edges say.
+        # Swaps, initial buffers of loops and effects of micro-batches are ordered by their edges alone.
         swaps = set() if tier is None else set(tier.operations)
         self._independent = [
             n.name for n in graph.nodes.values() if n.op == "Empty" or n.name in swaps or n.name in graph.unordered
@@ -52,7 +52,7 @@ class StepImporter:
         other = self.other
         if other is None:
             flat = self.values(arguments, self.graph.outputs)
-        else:  # Of the two that are imported one runs. TensorFlow inlines both, so that operations keep their devices.
+        else:  # Only one branch runs. TensorFlow inlines both, so that operations keep their devices.
             checked = arguments if self.sizes else self._checked(arguments)
             flat = tf.cond(
                 self._is_for(checked),
@@ -91,7 +91,7 @@ class StepImporter:
         )
         imported = list(results or [])
         tf_internals.run_independently(imported[len(names) :])
-        # An argument that is returned as it came is not part of the import.
+        # An argument that is returned unchanged is not part of the import.
         return [mapping.get(name, result) for name, result in zip(names, imported, strict=False)]
 
     def abandon(self) -> None:

@@ -100,7 +100,7 @@ def hidden_gradients(graph: Graph, order: list[Node]) -> Node | None:
 
     def has_gradients(name: str) -> bool:
         if name not in guilty:
-            guilty[name] = False  # While it is looked at: a function may call itself.
+            guilty[name] = False  # A function may call itself.
             body = functions[name].node_def if name in functions else ()
             called = any(_made_by_autodiff(node.name, node.op) for node in body)
             guilty[name] = called or any(has_gradients(inner) for node in body for inner in _bodies(node.attr))

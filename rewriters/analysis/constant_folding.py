@@ -63,7 +63,7 @@ class ConstantFolder:
                 )
                 return {t: value.numpy() for t, value in zip(wanted, function(), strict=True)}
         except (tf.errors.OpError, ValueError, TypeError):
-            return {}  # What the step itself could not compute: not known.
+            return {}  # The step itself would fail, too: unknown.
 
 
 def _add(graph_def: Any, name: str, op: str, inputs: list[str], attrs: Any) -> None:

@@ -92,7 +92,7 @@ class GraphAnalysis:
                 anchors += rule.anchors(view)
                 links += rule.links(view)
             except NotTileableError:
-                continue  # It will not run on tiles.
+                continue  # The node is not tiled.
         outputs = (node.out(index) for node in self.order for index in range(len(node.outputs)))
         self.layouts.find(anchors, links, outputs)
 
@@ -152,9 +152,10 @@ class GraphAnalysis:
         """Raise `RewriteError` for a function whose only gradients lie in a function body, such as a loop's."""
         node = None if self.backward else hidden_gradients(self.graph, self.order)
         if node is not None:
-            what, inner = ("loop", "a turn") if node.op in LOOPS else (f"`{node.op}`", "it")
+            body, part = ("loop", "one iteration") if node.op in LOOPS else (f"`{node.op}`", "its function")
             raise RewriteError(
-                f"Gradients inside of a {what}, as `{node.name}`, are not seen: rewrite what {inner} runs."
+                f"`{node.name}` computes gradients inside of a {body}, where they cannot be rewritten. Rewrite {part} "
+                "as a step."
             )
 
 
@@ -177,7 +178,7 @@ def _check_batches(analysis: GraphAnalysis, node: Node, images: list[Tensor]) ->
     sizes = analysis.evaluate.sizes
     entries = {analysis.entries_per_image(tensor) for tensor in images}
     if len(entries) > 1:
-        return  # It makes images of pixels, or pixels of images.
+        return  # Space-to-batch folding, or its inverse.
     numbers = [size for size in map(sizes.of, images) if size != 1]
     if any(isinstance(size, SymbolicDim) for size in numbers):
         if not all(sizes.assume_equal(numbers[0], size) for size in numbers):

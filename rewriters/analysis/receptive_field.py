@@ -111,8 +111,8 @@ class ReceptiveField:
         for tensor in (source, target):
             if not analysis.has_known_size(tensor):
                 raise RewriteError(
-                    f"`{tensor.name}` of shape {tensor.shape} is no image whose size is known and whose axes a "
-                    "convolution or pool has shown. Begin and end the network at one that is."
+                    f"`{tensor.name}` of shape {tensor.shape} is no image of static size whose axes follow from a "
+                    "convolution or pool. Begin and end the network at such an image."
                 )
         self._nodes = self._between()
         self.axes = [axis for axis, rows in enumerate(self._extents(source)) if rows > 1]
@@ -138,7 +138,7 @@ class ReceptiveField:
                 path.add(tensor.node)
                 stack.extend(self._images(tensor.node, after))
         if self._target not in after:
-            raise RewriteError(f"`{self._target.name}` is not made of `{self._source.name}`.")
+            raise RewriteError(f"`{self._target.name}` does not depend on `{self._source.name}`.")
         return self._analysis.sorted(path)
 
     def _images(self, node: Node, after: Container[Tensor]) -> list[Tensor]:
@@ -177,8 +177,8 @@ class ReceptiveField:
                     pattern = repetition(need, extent)
                     if pattern is None:
                         raise RewriteError(
-                            f"`{node.name}` ({node.op}) makes {len(rows)} rows of {extent}, too few to see what "
-                            "becomes of which row away from the border. Trace the network for a larger image."
+                            f"`{node.name}` ({node.op}) computes {len(rows)} rows from {extent}, too few to find "
+                            "their periodic pattern away from the border. Trace the network for a larger image."
                         )
                     result[node, position] = pattern
         return result
@@ -212,8 +212,8 @@ class ReceptiveField:
                 lo, hi = wanted.get(tensor, (0, 0))
                 if lo < 0 or hi > self._extents(tensor)[axis]:
                     raise RewriteError(
-                        f"`{node.name}` ({node.op}) pads its image, and a part of it where the image goes on. Networks "
-                        "without padding (padding='valid') can be run on parts; `SFTParams` tiles others."
+                        f"`{node.name}` ({node.op}) pads its image, and would pad a part of it inside the image. "
+                        "Networks without padding (padding='valid') can run on parts; use `SFTParams` to tile others."
                     )
 
     @functools.cached_property
@@ -233,7 +233,7 @@ class ReceptiveField:
         extent, scale = self._extents(self._source)[axis], walked.scales[self._target]
         alignment = math.lcm(*(fraction.numerator for fraction in walked.scales.values()))
         admissible, wasteful = walked.admissible(extent, alignment), walked.wasteful
-        if admissible is None:  # Sizes an alignment apart leave the same over, so these go together all the same.
+        if admissible is None:  # Sizes that differ by the alignment leave over the same rows.
             admissible, wasteful = extent, ""
 
         def less(tensor: Tensor) -> int:
@@ -333,7 +333,7 @@ def repetition(need: Interval, extent: int) -> PeriodicNeed | None:
         steps = np.concatenate([lo[period:] - lo[:-period], hi[period:] - hi[:-period]])
         if np.all(steps == steps[0]):
             advance = int(steps[0])
-            first = -trim % period  # Of those that are looked at, the first whose row is a multiple of the period.
+            first = -trim % period  # First remaining row that is a multiple of the period.
             back = (trim + first) // period * advance
             one = slice(first, first + period)
             return PeriodicNeed(period, advance, *(tuple(int(row) - back for row in side[one]) for side in (lo, hi)))

@@ -150,7 +150,7 @@ class BestFitAllocator:
         while self._region < wanted:
             self._region *= 2
         self._offer(_Chunk(self._end, self._region))
-        self._end += self._region + self.UNIT  # Regions do not join.
+        self._end += self._region + self.UNIT  # Regions do not coalesce.
         if enough:
             self._region *= 2
 

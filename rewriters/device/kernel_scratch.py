@@ -193,7 +193,7 @@ def full_call(node: Node, batch: int) -> KernelShape:
 
 def op_scratch(node: Node, batch: int) -> int:
     """Return the scratch bytes of a full-size op."""
-    if node.op not in _COUNTED and PER_PIXEL not in node.attrs:  # Searches ask for millions.
+    if node.op not in _COUNTED and PER_PIXEL not in node.attrs:  # Fast path: a search calls this millions of times.
         return 0
     return scratch_bytes(node, full_call(node, batch))
 
@@ -234,7 +234,7 @@ def unfolded_at_once(op: str, dtype: tf.DType, call: KernelShape, sizes: Sequenc
         return 0
     cache = last_level_cache() if op in _VOLUMES else L3_BYTES
     alone = op in _INPUT_GRADIENTS and call.images == 1
-    if op == "Conv2DBackpropInput":  # Each thread has enough to do with one image.
+    if op == "Conv2DBackpropInput":  # One image keeps all threads busy.
         alone = alone or unit // properties.num_threads() >= L2_BYTES // dtype.size
     unfolded = (1 if alone else max(-(-(cache // dtype.size) // unit), 1)) * call.small * row
     if op in _VOLUMES:

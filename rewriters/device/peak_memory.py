@@ -239,7 +239,7 @@ class IterationTrace(NamedTuple):
 
 def peak_bytes_of(events: Sequence[AllocationEvent], pool: Allocator) -> int:
     """Replay events and return the peak bytes while an op runs."""
-    allocate, give, maps = Action.ALLOCATE, Action.FREE, Action.MAP  # Members of an enum take their time to look up.
+    allocate, give, maps = Action.ALLOCATE, Action.FREE, Action.MAP  # Enum lookups are slow.
     held: dict[int, Any] = {}
     most = pool.in_use
     for action, key, num_bytes, _, blocks in events:
@@ -410,7 +410,7 @@ def graph_peak(trace: AllocationTrace, turns: Mapping[str, Sequence[IterationTra
     for pool in properties.pools(sum(trace.held) + max((e.num_bytes for e in trace.events), default=0)):
         for amount in trace.held:
             pool.allocate(amount)
-        # The second step finds the memory in pieces.
+        # The second replay starts with fragmented memory.
         for events, inner in ((trace.events, iterations), (trace.late, late)):
             peak = replay(events, pool, inner)
             worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst

@@ -236,7 +236,7 @@ class Graph:
         """
         waiting: dict[Node, int] = {}
         after: dict[Node, list[Node]] = {node: [] for node in self.nodes.values()}
-        for node in self.nodes.values():  # One that comes twice is waited for twice.
+        for node in self.nodes.values():  # A repeated operand counts twice.
             waiting[node] = len(node.inputs) + len(node.control_inputs)
             for other, _ in node.inputs:
                 after[other].append(node)
@@ -244,7 +244,7 @@ class Graph:
                 after[other].append(node)
         ready = collections.deque(node for node, count in waiting.items() if not count)
         beside, takes = slow or {}, seconds or (lambda _: 0.0)
-        late = collections.deque[tuple[float, Node]]()  # with the time at which each ends
+        late = collections.deque[tuple[float, Node]]()  # (end time, node)
         now = 0.0
         order: list[Node] = []
         while ready or late:
@@ -364,7 +364,7 @@ def from_tf_graph(tf_graph: Any, inputs: Sequence[Any], outputs: Sequence[Any], 
     def view(tensors: Sequence[Any]) -> list[Tensor]:
         return [Tensor(nodes[t.op.name], t.value_index) for t in tensors]
 
-    # Reading a variable is ordered like an effect and is none: an unused read may go.
+    # Automatic control dependencies order reads of variables like effects; an unused read may be dropped.
     effects = [nodes[op.name] for op in keep if op.type not in ("ReadVariableOp", "Placeholder")]
     effects = [node for node in effects if node.stateful]
     return Graph(nodes, view(inputs), view(outputs), effects, graph_def.library, graph_def.versions)

@@ -98,7 +98,7 @@ def _inline_once(
             result.node.add().CopyFrom(node)
 
     def resolve(name: str) -> str:
-        while name in tensors:  # An output of one call may be an argument that is an output of another.
+        while name in tensors:  # An output of a call may be its argument, the output of another call.
             name = tensors[name]
         return name
 
@@ -107,7 +107,7 @@ def _inline_once(
         return [n for c in controls[name] for n in before(c)] if name in controls else [_node_of(resolve(name))]
 
     for node in result.node:
-        node.attr.pop("_class", None)  # It may name a call, or a node of a body, which has another name now.
+        node.attr.pop("_class", None)  # It may refer to a call, or to a node of a body that is renamed.
         names: list[str] = []
         for name in node.input:
             names.extend([f"^{n}" for n in before(name[1:])] if name.startswith("^") else [resolve(name)])
@@ -153,7 +153,7 @@ def _expand(call: Any, function_def: Any, result: Any, tensors: dict[str, str], 
     for index, output in enumerate(function_def.signature.output_arg):
         source = moved(flat_names[function_def.ret[output.name]])
         tensors[f"{call.name}:{index}" if index else call.name] = source
-    # What waits for a call waits for its effects, not for activations that it happens to return.
+    # Control edges from a call become edges from its effects, not from activations that it returns.
     types = {node.name: node.op for node in body.node}
     effects = [name for name in function_def.control_ret.values() if tf_internals.is_stateful(types[name])]
     controls[call.name] = [f"{call.name}/{name}" for name in effects] or [name[1:] for name in waits]

@@ -45,7 +45,7 @@ class StaticEvaluator:
     def __call__(self, tensor: Tensor) -> Value:
         """Return the value of `tensor`: a dim for a scalar, a tuple for a vector, `None` if unknown."""
         if tensor not in self._known:
-            self._known[tensor] = None  # Ends recursion through cycles, which a valid graph has not.
+            self._known[tensor] = None  # Ends recursion in an invalid, cyclic graph.
             self._known[tensor] = self._evaluate(tensor)
         return self._known[tensor]
 
@@ -85,7 +85,7 @@ class StaticEvaluator:
         try:
             return handler(node, tensor.index, operands)
         except (TypeError, ValueError, ZeroDivisionError, IndexError, KeyError):
-            return None  # Arithmetic on a symbol, or on a matrix: not known.
+            return None  # Arithmetic on a symbol, or on a matrix: unknown.
 
     def _handler(self, node: Node) -> Handler | None:
         """Return the handler of a node. That of `BroadcastGradientArgs` compares symbolic sizes, so it is a method."""
@@ -225,7 +225,7 @@ def _summed_axes(mine: Any, other: Any, same: Callable[[Any, Any], bool]) -> Val
         if a is None or b is None:
             return None
         if a == 1 and (b != 1 or axis < added):
-            axes.append(axis)  # An unknown size against 1 needs a sum, whatever it turns out to be.
+            axes.append(axis)  # An unknown size against 1 needs a sum for every value of it.
         elif a != 1 and b != 1 and not same(a, b):
             return None  # One of the two may turn out to be 1.
     return tuple(axes)

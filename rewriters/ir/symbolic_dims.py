@@ -194,13 +194,13 @@ def _holds(keeps: Callable[[Node, Sequence[Any]], bool], node: Node, values: Seq
     try:
         return bool(keeps(node, values))
     except (TypeError, IndexError):
-        return False  # An operand is not known.
+        return False  # An operand is unknown.
 
 
 def _ints(value: Any) -> tuple[int, ...]:
     numbers = value if isinstance(value, tuple) else (value,)
     if not all(isinstance(number, int) for number in numbers):
-        raise TypeError("not known")
+        raise TypeError("unknown")
     return numbers
 
 

@@ -131,7 +131,7 @@ def pack_outputs(concrete_fn: Any, flat: Sequence[Any]) -> Any:
     """Return flat results in the structure that the traced function returned (`None` leaves stay)."""
     structured = concrete_fn.structured_outputs
     remaining = iter(flat)
-    parts = tf.nest.flatten(structured, expand_composites=True)  # Of `tf.IndexedSlices` and the like.
+    parts = tf.nest.flatten(structured, expand_composites=True)  # Components of composites, such as `tf.IndexedSlices`.
     leaves = [None if leaf is None else next(remaining) for leaf in parts]
     assert next(remaining, None) is None, "more results than the structure has"
     return tf.nest.pack_sequence_as(structured, leaves, expand_composites=True)
@@ -254,8 +254,8 @@ def _captured_value(tensor: Any) -> tuple[bool, Any]:
     data = _handle_data(tensor)
     if data is None or not data.is_set:
         raise TypeError(
-            "The step uses a resource that is no variable (a lookup table, an iterator): the run that is traced needs "
-            "a copy of what it uses, and of this there is none. Take it out, or measure without `timelines`."
+            "The step uses a resource that is no variable (a lookup table, an iterator), which cannot be copied for "
+            "the traced run. Take it out, or measure without `timelines`."
         )
     dtype = tf.dtypes.as_dtype(data.shape_and_type[0].dtype)
     return True, tf.raw_ops.ReadVariableOp(resource=tensor, dtype=dtype).numpy()
@@ -271,7 +271,7 @@ def allocations(stats: Any) -> list[tuple[str, int, int, str]]:
     for device in stats.dev_stats:
         for node in device.node_stats:
             for memory in node.memory:
-                # Operations on a GPU take host memory too.
+                # Operations on a GPU allocate host memory too.
                 place = "CPU:0" if "GPU" in device.device and "GPU" not in memory.allocator_name else device.device
                 for micros, amount in _freed([(r.alloc_micros, r.alloc_bytes) for r in memory.allocation_records]):
                     records.append((short_device(place), micros, amount, _in_run(node)))
@@ -334,7 +334,7 @@ def step_stats(concrete_fn: Any, arguments: Sequence[Any]) -> Any:
         config = tf.compat.v1.ConfigProto(device_count={"CPU": len(tf.config.list_logical_devices("CPU"))})
         with tf.compat.v1.Session(graph=graph, config=config) as session:
             session.run(assign)
-            # Tensors, not their ops: Grappler drops what is run for no value and has no effect.
+            # Fetch tensors, not their ops: Grappler drops ops without effect that are not fetched.
             targets = [f.op if getattr(f, "dtype", None) in (tf.resource, tf.variant) else f for f in fetched]
             session.run(targets, feed)
             session.run(assign)

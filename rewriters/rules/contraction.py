@@ -33,7 +33,7 @@ def run_per_pixel(op: str, features: Any, labels: Any) -> list[Any]:
         Loss, without the classes, and its gradient by `features`.
     """
     shape = tf.shape(features)
-    # Rows that were put together may have lost a size that is known when the step is traced.
+    # Concatenated rows may have lost a static size.
     classes = shape[-1] if features.shape[-1] is None else features.shape[-1]
     flat = [-1] if op.startswith("Sparse") else [-1, classes]
     loss, gradient = getattr(tf.raw_ops, op)(
@@ -56,7 +56,7 @@ class Einsum(Rule):
             if tensor.shape is None:
                 raise NotTileableError(f"`{tensor.name}` has an unknown rank")
             hidden = free[: len(tensor.shape) - len(part.replace("...", ""))]
-            labels.append(part.replace("...", hidden[::-1]))  # Reversed: they are aligned at the end.
+            labels.append(part.replace("...", hidden[::-1]))  # Reversed: broadcasting aligns the last dimensions.
         if any(len(set(letters)) < len(letters) for letters in labels):
             raise NotTileableError("an Einsum over a diagonal")
         return labels

@@ -57,7 +57,7 @@ def check_ranks(op: OpView, kinds: Sequence[TileKind]) -> None:
                     f"operand `{operand.name}` of shape {operand.shape} is not the same for all tiles"
                 )
             continue
-        # Its own rows may lie where the output has something else, and one row where the output has many.
+        # The operand may have its axes in other dimensions, or one row where the output has many.
         has_rows = any(rows != 1 for rows in op.layout(operand).extents(operand))
         if not (varies or has_rows or kind is TileKind.PARTIAL):
             continue

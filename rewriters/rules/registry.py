@@ -312,7 +312,7 @@ def find_rule(node: Node) -> Rule:
     Raises:
         NotTileableError: If there is none, or the op is registered as not tileable.
     """
-    # A call of a function that runs one op on the pixels of an image has the rule of that op.
+    # A call that applies an op to the pixels of an image has the rule of that op.
     op = node.attrs[PER_PIXEL].s.decode() if PER_PIXEL in node.attrs else node.op
     rule = _RULES.get(op)
     if rule is None:

@@ -362,11 +362,16 @@ def test_models_that_leave_rows_over_at_their_only_size_are_refused():
 
 
 def test_arguments_that_make_no_sense_are_refused():
-    text = "of shape .* is no image whose size is known and whose axes a convolution or pool has shown"
+    text = "of shape .* is no image of static size whose axes follow from a convolution or pool"
     steps = keras.Input((100, 2))
     with pytest.raises(RewriteError, match=text):
         sample_tiling(keras.Model(steps, layers.UpSampling1D(2)(steps)))
-    refused(layers.Conv2D(2, 3), RewriteError, "makes 6 rows of 8, too few to see .* Trace the network for a larger", 8)
+    refused(
+        layers.Conv2D(2, 3),
+        RewriteError,
+        "computes 6 rows from 8, too few to find .* Trace the network for a larger",
+        8,
+    )
     image, other = keras.Input((None, None, 1)), keras.Input((None, None, 1))
     with pytest.raises(ValueError, match="one image and one result. A subclassed one becomes that with keras.Model"):
         sample_tiling(keras.Model([image, other], layers.Add()([image, other])))
