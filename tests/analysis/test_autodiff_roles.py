@@ -26,7 +26,7 @@ def backward(analysis, op_type):
 IMAGE = tf.TensorSpec((2, 8, 8, 3), tf.float32)
 
 
-def test_a_training_step_is_told_apart():
+def test_backward_nodes_of_training_step():
     def net(x):
         x = keras.layers.Conv2D(4, 3, activation="relu")(x)
         x = keras.layers.Conv2DTranspose(4, 3, activation="relu")(x)
@@ -45,7 +45,7 @@ def test_a_training_step_is_told_apart():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_gradients_are_where_autodiff_ends_and_the_update_begins(optimizer):
+def test_gradients_lie_between_autodiff_and_update(optimizer):
     """One for each weight, with clipping, a regulariser, custom gradients, and a layer that is called twice."""
 
     def net(x):
@@ -60,7 +60,7 @@ def test_gradients_are_where_autodiff_ends_and_the_update_begins(optimizer):
     assert sorted(t.shape for t in found) == sorted([(3, 3, 3, 3), (3,), (3, 3), (3,)])
 
 
-def test_a_second_forward_pass_after_an_update_is_forward():
+def test_backward_nodes_exclude_forward_pass_after_update():
     w = tf.Variable(tf.ones((3, 3, 3, 2)))
 
     def body(x):
@@ -76,7 +76,7 @@ def test_a_second_forward_pass_after_an_update_is_forward():
     assert backward(analysis, "TanhGrad") == [True, True]
 
 
-def test_gradients_without_a_tape_are_found():
+def test_backward_nodes_of_tf_gradients():
     def body(x, w):
         y = tf.reduce_sum(tf.tanh(tf.nn.conv2d(x, w, 1, "SAME")))
         return tf.gradients(y, w), tf.gradients(y * y, w)
@@ -87,7 +87,7 @@ def test_gradients_without_a_tape_are_found():
     assert set(backward(analysis, "TanhGrad")) == {True}
 
 
-def test_what_a_custom_gradient_derives_from_forward_values_is_backward():
+def test_forward_derived_nodes_of_custom_gradient_are_backward():
     @tf.custom_gradient
     def activation(x):
         def gradient(dy):
@@ -109,7 +109,7 @@ def test_what_a_custom_gradient_derives_from_forward_values_is_backward():
     assert analysis.forward_derived <= analysis.backward
 
 
-def test_what_a_result_or_a_forward_op_needs_is_not_derived():
+def test_forward_derived_nodes_exclude_results_and_forward_operands():
     def body(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
@@ -122,7 +122,7 @@ def test_what_a_result_or_a_forward_op_needs_is_not_derived():
     assert backward(analysis, "Sin") == [False] and backward(analysis, "Cos") == [False]
 
 
-def test_scopes_can_be_named_as_backward():
+def test_backward_nodes_include_named_scopes():
     def body(x):
         with tf.name_scope("my_gradients"):
             return tf.sin(x) * 2.0
@@ -135,7 +135,7 @@ def test_scopes_can_be_named_as_backward():
     assert {"Sin", "Mul"} <= {node.op for node in GraphAnalysis(graph, ("my_gradients/",)).backward}
 
 
-def test_weights_are_no_data_and_activations_are():
+def test_data_dependent_nodes_include_activations_not_weights():
     v = tf.Variable(tf.ones((3, 3, 3, 2)))
 
     def body(x):
@@ -164,15 +164,15 @@ def test_weights_are_no_data_and_activations_are():
         ("gradient_tape", "Mul", False),
     ],
 )
-def test_seeds(name, op_type, seed):
+def test_is_seed_by_scope_or_type(name, op_type, seed):
     assert is_seed(Node(name, op_type)) == seed
 
 
-def test_only_shape_ops_read_only_a_shape():
+def test_reads_shape_only_for_shape_ops():
     assert reads_shape_only(Node("n", "ShapeN")) and not reads_shape_only(Node("n", "Relu"))
 
 
-def test_a_layer_may_be_called_like_a_scope_of_autodiff():
+def test_backward_nodes_exclude_layer_named_like_autodiff_scope():
     """Its ops are forward; a plan is found as for any other name."""
 
     def headline(name):

@@ -16,31 +16,31 @@ def pool():
     return result
 
 
-def test_an_exact_allocator_counts_what_is_asked_for():
+def test_exact_allocator_counts_requested_bytes():
     pool = ExactAllocator()
     first, _ = pool.allocate(5), pool.allocate(7)
     pool.free(first)
     assert pool.in_use == 7
 
 
-def test_a_small_tensor_splits_a_chunk_and_takes_whole_units(pool):
+def test_best_fit_splits_chunk_in_units(pool):
     pool.allocate(1000)
     assert pool.in_use == 1024
     pool.allocate(16 * MIB - 1024)
     assert pool.in_use == 16 * MIB
 
 
-def test_a_chunk_less_than_twice_as_large_is_handed_out_whole(pool):
+def test_best_fit_chunk_below_twice_size_is_not_split(pool):
     pool.allocate(16 * MIB + 1)
     assert pool.in_use == 32 * MIB
 
 
-def test_a_chunk_twice_as_large_is_split(pool):
+def test_best_fit_chunk_of_twice_size_is_split(pool):
     pool.allocate(16 * MIB)
     assert pool.in_use == 16 * MIB
 
 
-def test_a_chunk_with_much_to_spare_is_split():
+def test_best_fit_chunk_with_large_remainder_is_split():
     pool = BestFitAllocator(growing=False)
     large = pool.allocate(500 * MIB)
     barrier = pool.allocate(256)
@@ -56,7 +56,7 @@ def test_a_chunk_with_much_to_spare_is_split():
     assert other.in_use == 372 * MIB + 256, "128 MiB are"
 
 
-def test_free_neighbours_are_joined_on_both_sides(pool):
+def test_best_fit_free_coalesces_both_neighbours(pool):
     parts = [pool.allocate(8 * MIB) for _ in range(4)]
     for index in (0, 2, 1):  # The last one joins both.
         pool.free(parts[index])
@@ -64,7 +64,7 @@ def test_free_neighbours_are_joined_on_both_sides(pool):
     assert pool.in_use == 32 * MIB
 
 
-def test_the_smallest_chunk_that_is_large_enough_is_taken(pool):
+def test_best_fit_uses_smallest_sufficient_chunk(pool):
     small, barrier, large = (pool.allocate(amount * MIB) for amount in (6, 1, 10))
     pool.free(small)
     pool.free(large)
@@ -73,7 +73,7 @@ def test_the_smallest_chunk_that_is_large_enough_is_taken(pool):
     assert pool.in_use == (6 + 1) * MIB
 
 
-def test_a_growing_pool_takes_regions_of_doubling_size():
+def test_growing_pool_doubles_regions():
     pool = BestFitAllocator(growing=True)
     pool.allocate(2 * MIB)  # A region of 2 MiB.
     pool.allocate(3 * MIB)  # One of 4 MiB, handed out whole.
@@ -84,13 +84,13 @@ def test_a_growing_pool_takes_regions_of_doubling_size():
     assert pool.in_use == 74 * MIB
 
 
-def test_a_pool_of_the_whole_device_splits_for_anything():
+def test_pool_of_one_region_splits_always():
     pool = BestFitAllocator(growing=False)
     pool.allocate(33 * MIB)
     assert pool.in_use == 33 * MIB
 
 
-def test_nothing_takes_nothing():
+def test_best_fit_zero_bytes_use_no_memory():
     pool = BestFitAllocator(growing=True)
     pool.free(pool.allocate(0))
     assert pool.in_use == 0
@@ -101,7 +101,7 @@ steps = st.lists(st.tuples(st.booleans(), st.integers(1, 40 * MIB)), max_size=60
 
 @settings(deadline=None)
 @given(st.booleans(), steps)
-def test_what_is_taken_is_between_what_is_asked_for_and_twice_that(growing, sequence):
+def test_best_fit_in_use_is_at_most_twice_requested(growing, sequence):
     pool, held = BestFitAllocator(growing), []
     for release, amount in sequence:
         if release and held:
@@ -120,7 +120,7 @@ def test_what_is_taken_is_between_what_is_asked_for_and_twice_that(growing, sequ
     assert all(chunk.before is None and chunk.behind is None for _, _, chunk in pieces), "regions are whole again"
 
 
-def test_small_blocks_from_elsewhere_take_what_they_ask_for():
+def test_best_fit_small_blocks_count_exactly():
     pool = BestFitAllocator(growing=True, least=1000)
     first, second = pool.allocate(999), pool.allocate(1000)
     assert pool.in_use == 999 + 1024

@@ -61,7 +61,7 @@ def gradient(kind, size, channels, filters, images, taps, stride, axes):
 
 @pytest.mark.parametrize("kind", ["input", "filter"])
 @pytest.mark.parametrize("sizes", CALLS, ids=str)
-def test_gradients_of_convolutions_unfold_what_is_said(kind, sizes):
+def test_scratch_bytes_equal_measured_unfolding(kind, sizes):
     function, operands = gradient(kind, *sizes)
     (node,) = (n for n in read_canonical(function.get_concrete_function()).nodes.values() if "Backprop" in n.op)
     held = sum(int(tf.size(x)) * 4 for x in operands)
@@ -73,7 +73,7 @@ def test_gradients_of_convolutions_unfold_what_is_said(kind, sizes):
     assert window_bytes(node, full_call(node, 1)) == windows
 
 
-def test_some_calls_unfold_and_some_do_not():
+def test_unfolding_cases_cover_both_outcomes():
     found = []
     for sizes in CALLS:
         for kind in ("input", "filter"):

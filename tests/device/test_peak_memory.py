@@ -37,7 +37,7 @@ def peak(*order, scratch=None, keep=(), pool=None):
 
 
 @pytest.mark.parametrize("between", [0, 1])
-def test_both_gradients_of_a_convolution_run_at_once_unless_one_waits_for_the_other(between, monkeypatch):
+def test_concurrent_scratch_of_unordered_gradients_adds_up(between, monkeypatch):
     monkeypatch.setattr(properties, "num_operations", lambda: 2)
     image, filters, grad = op("image", "Relu"), op("filters", "Relu"), op("grad", "Relu")
     first = op("first", "Conv2DBackpropFilter", image, filters, grad).node
@@ -55,7 +55,7 @@ def test_both_gradients_of_a_convolution_run_at_once_unless_one_waits_for_the_ot
     ("threads", "taken"),
     [(1, [3, 4, 5, 6]), (2, [9, 10, 11, 11]), (3, [14, 15, 15, 15]), (8, [18, 18, 18, 18])],
 )
-def test_as_many_gradients_run_at_once_as_there_are_threads(threads, taken, monkeypatch):
+def test_concurrent_scratch_is_limited_by_inter_op_threads(threads, taken, monkeypatch):
     """Two convolutions are added up: all four wait for one gradient."""
     monkeypatch.setattr(properties, "num_operations", lambda: threads)
     grad, image = op("grad", "Relu"), op("image", "Relu")
@@ -68,7 +68,7 @@ def test_as_many_gradients_run_at_once_as_there_are_threads(threads, taken, monk
     assert list(ordered[four[0]]) == [3, 5, 4][:threads] and list(ordered[four[3]]) == [6, 5, 4][:threads]
 
 
-def test_a_chain_holds_two_tensors_at_a_time():
+def test_schedule_chain_holds_two_tensors():
     a = op("a", "Conv2D")
     b = op("b", "Conv2D", a)
     c = op("c", "Conv2D", b, size=3 * KB)
@@ -79,7 +79,7 @@ def test_a_chain_holds_two_tensors_at_a_time():
     assert found.largest == (("c:0", 3 * KB), ("b:0", KB))
 
 
-def test_a_tensor_waits_for_its_last_reader():
+def test_schedule_frees_tensor_after_last_consumer():
     a = op("a", "Conv2D")
     b = op("b", "Conv2D", a)
     c = op("c", "Conv2D", b)
@@ -87,14 +87,14 @@ def test_a_tensor_waits_for_its_last_reader():
     assert [alive for _, alive in peak(a, b, c, d).timeline] == [KB, 2 * KB, 3 * KB, 3 * KB]
 
 
-def test_elementwise_ops_overwrite_an_operand_that_ends():
+def test_schedule_elementwise_op_reuses_dead_operand():
     a = op("a", "Conv2D")
     b = op("b", "Relu", a)
     c = op("c", "BiasAdd", b)
     assert [alive for _, alive in peak(a, b, c).timeline] == [KB, KB, KB]
 
 
-def test_arrays_that_python_made_are_not_overwritten_and_live_until_they_are_given_back():
+def test_schedule_python_arrays_are_not_reused_and_live_until_release():
     a = op("a", "PyFunc")
     b = op("b", "EnsureShape", a)
     c = op("c", "Relu", b)
@@ -106,7 +106,7 @@ def test_arrays_that_python_made_are_not_overwritten_and_live_until_they_are_giv
 
 
 @pytest.mark.parametrize(("kind", "taken"), [("PyFunc", 3000), ("Conv2D", 4096)])
-def test_arrays_that_python_made_take_no_piece_of_the_allocators_memory(kind, taken):
+def test_schedule_python_arrays_are_mapped(kind, taken):
     a = op("a", kind, size=3000)
     pool = BestFitAllocator(growing=True)
     piece, _ = pool.allocate(4096), pool.allocate(256)
@@ -117,26 +117,26 @@ def test_arrays_that_python_made_take_no_piece_of_the_allocators_memory(kind, ta
     assert found.largest == (("a:0", 3000),)
 
 
-def test_an_operand_that_is_read_later_is_not_overwritten():
+def test_schedule_live_operand_is_not_reused():
     a = op("a", "Conv2D")
     b = op("b", "Relu", a)
     c = op("c", "ReluGrad", b, a)
     assert [alive for _, alive in peak(a, b, c).timeline] == [KB, 2 * KB, 2 * KB]
 
 
-def test_an_operand_of_another_size_is_not_overwritten():
+def test_schedule_operand_of_other_size_is_not_reused():
     a = op("a", "Conv2D")
     b = op("b", "Mul", a, size=2 * KB)
     assert [alive for _, alive in peak(a, b).timeline] == [KB, 3 * KB]
 
 
-def test_both_operands_may_be_the_same_tensor():
+def test_schedule_accepts_repeated_operand():
     a = op("a", "Conv2D")
     b = op("b", "Mul", a, a)
     assert peak(a, b).peak_bytes == KB
 
 
-def test_aliases_share_a_buffer_and_keep_it_alive():
+def test_schedule_alias_shares_buffer():
     a = op("a", "Conv2D")
     b = op("b", "Reshape", a)
     c = op("c", "Conv2D", a)
@@ -145,7 +145,7 @@ def test_aliases_share_a_buffer_and_keep_it_alive():
     assert [alive for _, alive in peak(a, b, c, d, e).timeline] == [KB, KB, 2 * KB, 3 * KB, 3 * KB]
 
 
-def test_an_op_behind_an_alias_overwrites_its_buffer_only_if_nobody_else_reads_it():
+def test_schedule_reuses_aliased_buffer_without_other_consumers():
     a = op("a", "Conv2D")
     b = op("b", "Identity", a)
     c = op("c", "Relu", b)
@@ -154,7 +154,7 @@ def test_an_op_behind_an_alias_overwrites_its_buffer_only_if_nobody_else_reads_i
     assert peak(a, b, c, d).peak_bytes == 3 * KB
 
 
-def test_scratch_counts_while_its_op_runs():
+def test_schedule_scratch_counts_while_op_runs():
     a = op("a", "Conv2D")
     b = op("b", "Conv2D", a)
     c = op("c", "Conv2D", b)
@@ -163,7 +163,7 @@ def test_scratch_counts_while_its_op_runs():
     assert (found.peak_bytes, found.at, found.own_bytes) == (7 * KB, "b", 5 * KB)
 
 
-def test_a_turn_is_what_its_loop_takes_for_itself_and_its_worst_kernel_is_known():
+def test_replay_iteration_counts_as_own_bytes_of_loop():
     a = op("a", "Conv2D")
     b = op("b", "Conv2D", a)
     c = op("c", "Conv2D", b, size=3 * KB)
@@ -176,13 +176,13 @@ def test_a_turn_is_what_its_loop_takes_for_itself_and_its_worst_kernel_is_known(
 
 
 @pytest.mark.parametrize(("blocks", "taken"), [((16 * MIB,), 16), ((9 * MIB, 7 * MIB), 16 + 7)])
-def test_kernels_that_run_at_once_take_pieces_of_their_own(blocks, taken):
+def test_replay_allocates_concurrent_scratch_in_blocks(blocks, taken):
     """A region of 16 MiB is handed out whole for 9, and split for 7."""
     a = op("a", "Conv2D")
     assert peak(a, scratch={a.node: blocks}, pool=BestFitAllocator(growing=True)).own_bytes == taken * MIB
 
 
-def test_kept_outputs_stay_and_fixed_bytes_are_always_there():
+def test_graph_peak_counts_outputs_and_fixed_bytes():
     a = op("a", "Conv2D")
     b = op("b", "Conv2D", a)
     c = op("c", "Conv2D", b)
@@ -192,13 +192,13 @@ def test_kept_outputs_stay_and_fixed_bytes_are_always_there():
     assert [alive for _, alive in found.timeline] == [11 * KB, 12 * KB, 13 * KB]
 
 
-def test_an_output_that_nobody_reads_is_gone_after_its_op():
+def test_schedule_frees_unused_output():
     two = op("two", "MaxPoolWithArgmax", size=2 * KB, outputs=2)
     b = op("b", "Conv2D", two.out(0))
     assert [alive for _, alive in peak(two, b).timeline] == [4 * KB, 3 * KB]
 
 
-def test_arguments_and_weights_take_nothing_and_are_not_overwritten():
+def test_schedule_arguments_and_weights_are_not_allocated():
     a = op("a", "Placeholder")
     w = op("w", "ReadVariableOp")
     b = op("b", "Mul", a, w)
@@ -206,7 +206,7 @@ def test_arguments_and_weights_take_nothing_and_are_not_overwritten():
     assert found.peak_bytes == KB and found.at == "b"
 
 
-def test_an_empty_graph_takes_the_fixed_bytes():
+def test_graph_peak_of_empty_graph_is_fixed_bytes():
     pool = ExactAllocator()
     pool.allocate(7)
     assert peak(pool=pool).peak_bytes == 7
@@ -235,7 +235,7 @@ def blocks():
 IMAGES = np.random.default_rng(0).normal(size=(2, SIZE, SIZE, 8)).astype("float32")
 
 
-def test_the_prediction_of_a_plain_step_is_near_the_measured_peak(monkeypatch):
+def test_predicted_peak_of_original_step_is_near_measured(monkeypatch):
     monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda: None)
     step = step_of(*blocks())
     predicted = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES).plan.predicted.peak_bytes
@@ -244,7 +244,7 @@ def test_the_prediction_of_a_plain_step_is_near_the_measured_peak(monkeypatch):
 
 
 @pytest.mark.parametrize("tiles", [(2, 2), (3, 4)])
-def test_the_prediction_of_a_tiled_step_is_near_the_measured_peak(monkeypatch, tiles):
+def test_predicted_peak_of_tiled_step_is_near_measured(monkeypatch, tiles):
     """Slices, cut and padded rows included, but no allocator's fragments: records have what was asked for."""
     monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda: None)
     monkeypatch.setattr(properties, "pools", lambda scale: [ExactAllocator()])
@@ -254,7 +254,7 @@ def test_the_prediction_of_a_tiled_step_is_near_the_measured_peak(monkeypatch, t
     assert abs(fast.plan.predicted.peak_bytes - measured) < 0.15 * measured
 
 
-def test_more_tiles_need_less():
+def test_predicted_peak_decreases_with_tiles():
     step = step_of(*blocks())
     peaks = [
         tflms_sft.rewrite(step, SFTParams((count, count)), IMAGES).plan.predicted.peak_bytes for count in (1, 2, 4, 8)
@@ -263,7 +263,7 @@ def test_more_tiles_need_less():
     assert peaks[-1] < 0.6 * peaks[0]
 
 
-def test_the_prediction_grows_with_the_batch():
+def test_predicted_peak_increases_with_batch():
     step = step_of(*blocks())
     peaks = [
         tflms_sft.rewrite(step, AutoParams("8GiB"), np.zeros((batch, SIZE, SIZE, 8), "float32")).plan.predicted
@@ -278,7 +278,7 @@ def test_the_prediction_grows_with_the_batch():
     ((layers.LSTM(4), True), (layers.Dense(4, name="product"), False), (layers.Dropout(0.5), False)),
     ids=("a loop", "a product", "a mask that is drawn"),
 )
-def test_what_no_graph_tells_is_named(layer, named):
+def test_unmodelled_names_ops_of_unknown_size(layer, named):
     image = keras.Input((16, 16, 3), batch_size=1)
     x = keras.layers.Conv2D(4, 3, padding="same", activation="relu")(image)
     x = keras.layers.Flatten()(layer(keras.layers.Reshape((16, 64))(x)))
@@ -290,7 +290,7 @@ def test_what_no_graph_tells_is_named(layer, named):
     assert ("not in the predicted peak" in note and layer.name in note) == named
 
 
-def test_what_no_graph_tells_of_a_loss_has_its_name():
+def test_unmodelled_names_ops_of_loss():
     def by_image(targets, outputs):
         return tf.map_fn(lambda pair: tf.reduce_mean((pair[0] - pair[1]) ** 2), (targets, outputs), outputs.dtype)
 
@@ -303,7 +303,7 @@ def test_what_no_graph_tells_of_a_loss_has_its_name():
     assert note.endswith("what is kept inside of loss 'by_image'")
 
 
-def test_memory_is_given_back_late_where_two_ops_run_at_a_time():
+def test_with_delayed_frees_frees_after_next_allocation():
     def taken(name, key):
         return [AllocationEvent(Action.ALLOCATE, key, 10, name), AllocationEvent(Action.RUN, -1, 0, name)]
 

@@ -336,7 +336,7 @@ def refused(body, error, text, size=64, **options):
 
 
 def test_networks_that_pad_or_mix_all_rows_are_refused():
-    text = r"conv2d.* \(Conv2D\) pads its image, and a part of it where .*padding='valid'.*`SFTParams` tiles others"
+    text = r"conv2d.* \(Conv2D\) pads its image, and would pad a part .*padding='valid'.*`SFTParams` tiles others"
     refused(layers.Conv2D(2, 3, padding="same"), RewriteError, text)
     refused(layers.Conv2DTranspose(2, 4, strides=2), RewriteError, r"\(Conv2DBackpropInput\) pads its image")
     refused(layers.GlobalAveragePooling2D(keepdims=True), RewriteError, "is no image|does not make rows of rows")

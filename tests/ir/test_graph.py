@@ -45,7 +45,7 @@ def small_net(x):
     return keras.layers.Conv2D(2, 3, activation="silu")(keras.layers.MaxPool2D(2)(x))
 
 
-def test_levels_are_those_of_toposort_on_a_training_step():
+def test_levels_of_training_step_equal_toposort():
     step = keras_step(small_net, (9, 9), optimizer=keras.optimizers.Adam())
     graph = from_concrete_function(step.concrete_fn)
     levels = graph.levels()
@@ -57,7 +57,7 @@ def test_levels_are_those_of_toposort_on_a_training_step():
 
 @settings(deadline=None)
 @given(dags())
-def test_both_orders_respect_data_and_control_edges(nodes):
+def test_topological_and_execution_order_respect_edges(nodes):
     graph = graph_of(reversed(nodes))
     for order in (graph.topological(), graph.execution_order()):
         position = {node: index for index, node in enumerate(order)}
@@ -65,7 +65,7 @@ def test_both_orders_respect_data_and_control_edges(nodes):
         assert all(position[p] < position[n] for n in nodes for p in predecessors(n))
 
 
-def test_slow_nodes_end_when_their_time_has_passed_one_after_another():
+def test_execution_order_slow_nodes_end_in_sequence():
     a, b, c, d = nodes = chain("a", "b", "c", "d")
     first, second = (Node(name, "NoOp", control_inputs=[a]) for name in ("first", "second"))
     graph = graph_of([*nodes, first, second])
@@ -78,14 +78,14 @@ def test_slow_nodes_end_when_their_time_has_passed_one_after_another():
     assert order({first: 0.0, second: 5.0}, lambda node: 1.0) == "afbcds"
 
 
-def test_a_cycle_is_an_error_that_names_it():
+def test_execution_order_with_cycle_raises_with_its_names():
     first, _, last = nodes = chain("first", "middle", "last")
     first.control_inputs = [last]
     with pytest.raises(RewriteError, match="cycle through .*middle"):
         graph_of(nodes).levels()
 
 
-def test_edits_of_a_copy_do_not_reach_the_original():
+def test_copy_is_independent_of_original():
     step = keras_step(small_net, (9, 9))
     graph = from_concrete_function(step.concrete_fn)
     before = graph.to_graph_def().SerializeToString(deterministic=True)
@@ -116,7 +116,7 @@ def reachable(nodes, start):
 
 @settings(deadline=None)
 @given(dags(), st.data())
-def test_between_is_every_node_on_a_path_out_of_the_set_and_back(nodes, data):
+def test_nodes_between_equals_all_paths_out_and_back(nodes, data):
     inside = data.draw(st.sets(st.sampled_from(nodes)))
     graph = graph_of(nodes)
     successors = {n: [m for m in nodes for p in predecessors(m) if p is n] for n in nodes}
@@ -130,7 +130,7 @@ def test_between_is_every_node_on_a_path_out_of_the_set_and_back(nodes, data):
 
 @settings(deadline=None)
 @given(dags(), st.data())
-def test_prune_keeps_what_outputs_effects_and_inputs_need(nodes, data):
+def test_prune_keeps_ancestors_of_outputs_effects_and_inputs(nodes, data):
     outputs = [node.out() for node in data.draw(st.sets(st.sampled_from(nodes), max_size=2))]
     keep = list(data.draw(st.sets(st.sampled_from(nodes), max_size=2)))
     inputs = [nodes[0].out()]
@@ -142,7 +142,7 @@ def test_prune_keeps_what_outputs_effects_and_inputs_need(nodes, data):
     assert ancestors(roots) <= needed
 
 
-def test_replaced_tensors_reach_readers_outputs_and_old_names():
+def test_replace_tensors_updates_consumers_outputs_and_aliases():
     a, b, c = nodes = chain("a", "b", "c")
     graph = graph_of(nodes, [b.out(), c.out()])
     graph.replace_tensors({b.out(): a.out()})
@@ -151,7 +151,7 @@ def test_replaced_tensors_reach_readers_outputs_and_old_names():
     assert graph.consumers() == {a.out(): [(b, 0), (c, 0)]}
 
 
-def test_names_are_unique():
+def test_unique_name_appends_number():
     graph = graph_of(chain("a", "b"))
     graph.add(Node(graph.unique_name("a"), "NoOp"))
     assert graph.unique_name("a") == "a_2" and graph.unique_name("new") == "new"
@@ -159,7 +159,7 @@ def test_names_are_unique():
         graph.add(Node("b", "NoOp"))
 
 
-def test_bytes_count_unknown_sizes_as_the_batch():
+def test_num_bytes_counts_unknown_size_as_batch():
     node = Node(
         "n",
         "Any",
@@ -168,7 +168,7 @@ def test_bytes_count_unknown_sizes_as_the_batch():
     assert [Tensor(node, index).num_bytes(batch=7) for index in range(4)] == [140, 12, 0, 0]
 
 
-def test_a_step_that_is_read_and_written_back_computes_the_same():
+def test_graph_def_round_trip_computes_same_values():
     step = keras_step(small_net, (9, 9), optimizer=keras.optimizers.Adam())
     importer = StepImporter(from_concrete_function(step.concrete_fn), step.concrete_fn)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]
@@ -177,7 +177,7 @@ def test_a_step_that_is_read_and_written_back_computes_the_same():
     assert all(np.array_equal(want[name], got[name]) for name in want)
 
 
-def test_effects_are_kept_and_reads_are_not():
+def test_from_concrete_function_keeps_effects_without_reads():
     v = tf.Variable(1.0)
 
     @tf.function
@@ -190,7 +190,7 @@ def test_effects_are_kept_and_reads_are_not():
     assert sorted(kept) == ["AssignAddVariableOp", "PrintV2"]
 
 
-def test_a_wish_to_be_placed_beside_another_node_is_dropped():
+def test_from_concrete_function_drops_colocation():
     @tf.function
     def body(x):
         with tf.compat.v1.colocate_with(x.op):

@@ -89,7 +89,7 @@ EXPRESSIONS = {
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
 @pytest.mark.parametrize("batch", [SIZE, None], ids=["known", "unknown"])
-def test_values_are_what_tensorflow_computes(name, batch):
+def test_static_evaluator_equals_tensorflow(name, batch):
     spec = tf.TensorSpec((batch, 9, 8, 2), tf.float32)
     (value,), concrete_fn = evaluated(lambda x: EXPRESSIONS[name](shape_of(x), x), spec)
     want = np.array(concrete_fn(tf.zeros((SIZE, 9, 8, 2)))).tolist()
@@ -114,18 +114,18 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_is_not_known_is_none(name):
+def test_static_evaluator_unknown_value_is_none(name):
     spec = tf.TensorSpec((None, 9, 8, 2), tf.float32)
     (value,), _ = evaluated(lambda x: UNKNOWN[name](shape_of(x), x), spec)
     assert value is None
 
 
-def test_an_unknown_size_elsewhere_is_not_the_batch():
+def test_static_evaluator_unknown_inner_size_is_not_batch():
     (value, first), _ = evaluated(lambda x: (shape_of(x), shape_of(x)[0]), tf.TensorSpec((None, None, 3), tf.float32))
     assert isinstance(first, SymbolicDim) and value == (first, None, 3)
 
 
-def test_ints_are_whole_or_nothing():
+def test_ints_of_partly_known_vector_is_none():
     (_,), concrete_fn = evaluated(lambda x: shape_of(x), tf.TensorSpec((None, 3), tf.float32))
     graph = from_concrete_function(concrete_fn)
     evaluate = StaticEvaluator(graph)
@@ -136,7 +136,7 @@ def test_ints_are_whole_or_nothing():
     assert StaticEvaluator(graph).ints(graph.outputs[0]) == (2, 3)
 
 
-def test_large_constants_are_left_alone():
+def test_large_constant_is_not_evaluated():
     (value,), _ = evaluated(lambda: tf.zeros([65], tf.int32))
     assert value is None
     assert constant(Node("n", "NoOp")) is None
@@ -164,7 +164,7 @@ def gradient_axes(shapes, batch_known=True):
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(broadcast_shapes())
-def test_axes_of_broadcasting_are_tensorflows(shapes):
+def test_broadcast_gradient_args_equal_tensorflow(shapes):
     values, want = gradient_axes(shapes)
     rank = max(map(len, shapes))
     sizes = np.array([(1,) * (rank - len(shape)) + shape for shape in shapes]).reshape(2, rank)
@@ -181,13 +181,13 @@ def test_axes_of_broadcasting_are_tensorflows(shapes):
         ([(SIZE, 1, 3), (SIZE, 4, 1)], [(1,), (2,)]),
     ],
 )
-def test_a_batch_against_itself_needs_no_sum(shapes, axes):
+def test_broadcast_gradient_of_equal_batches_needs_no_sum(shapes, axes):
     values, want = gradient_axes(shapes, batch_known=False)
     assert values == axes and want == axes
 
 
 @pytest.mark.parametrize("other", [(1, 4, 3), (3,), (4, 1), ()])
-def test_a_batch_against_one_needs_a_sum(other):
+def test_broadcast_gradient_of_batch_and_one_needs_sum(other):
     specs = [tf.TensorSpec((None, 4, 3), tf.float32), tf.TensorSpec(other, tf.float32)]
     values, concrete_fn = evaluated(
         lambda x, y: tf.raw_ops.BroadcastGradientArgs(s0=shape_of(x), s1=shape_of(y)), *specs
@@ -215,7 +215,7 @@ def fetched(concrete_fn, graph, tensors, arguments):
 
 
 @pytest.mark.parametrize("batch_known", [True, False], ids=["known", "unknown"])
-def test_every_value_found_in_a_training_step_is_true(batch_known):
+def test_static_values_of_training_step_equal_run_time_values(batch_known):
     def net(x):
         x = keras.layers.Conv2D(4, 3, activation="silu")(x)
         y = keras.layers.Conv2DTranspose(4, 3, padding="same")(x)

@@ -74,13 +74,13 @@ def sizes(function):
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_the_batch_is_followed(name):
+def test_leading_size_propagates_through_op(name):
     evaluate, got, batch, true = sizes(KEPT[name])
     assert evaluate.sizes.assume_equal(got, batch) and true == SIZE
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_what_may_be_another_size_is_not_the_batch(name):
+def test_leading_size_that_may_differ_is_not_batch(name):
     evaluate, got, batch, _ = sizes(CHANGED[name])
     assert not evaluate.sizes.assume_equal(got, batch) and isinstance(got, (SymbolicDim, int))
 
@@ -92,7 +92,7 @@ def two(combine):
     return graph, StaticEvaluator(graph).sizes
 
 
-def test_that_arguments_have_one_size_is_noted_where_it_is_used():
+def test_assume_equal_of_arguments_records_pair():
     graph, found = two(lambda x, y: x + y)
     a, b, both = map(found.of, (*graph.inputs, graph.outputs[0]))
     assert both.arguments == {0, 1} and graph.same_size == set()
@@ -102,7 +102,7 @@ def test_that_arguments_have_one_size_is_noted_where_it_is_used():
     assert graph.copy().same_size == {(0, 1)}
 
 
-def test_arguments_meet_where_an_operation_takes_images_of_both():
+def test_are_combined_if_op_reads_images_of_both():
     for shape, expected in (((None, 5, 4), True), ((None, 4), False)):
         specs = [tf.TensorSpec(shape)] * 3
         step = tf.function(lambda x, y, z: (x + y, tf.tanh(z)), autograph=False)
@@ -113,7 +113,7 @@ def test_arguments_meet_where_an_operation_takes_images_of_both():
         assert graph.same_size == set()
 
 
-def test_what_depends_on_two_arguments_meets_one_of_them_only_if_these_are_the_same():
+def test_are_combined_for_product_of_both_arguments():
     specs = [tf.TensorSpec((None, 5, 4))] * 2
     step = tf.function(lambda x, mask: (x * mask) + x, autograph=False)
     graph = from_concrete_function(step.get_concrete_function(*specs))
@@ -123,7 +123,7 @@ def test_what_depends_on_two_arguments_meets_one_of_them_only_if_these_are_the_s
     assert found.are_combined(found.of(product), found.of(graph.inputs[0])) and graph.same_size == set()
 
 
-def test_numbers_and_unknown_sizes_are_not_the_same():
+def test_assume_equal_refuses_numbers_and_unrelated_sizes():
     graph, found = two(lambda x, y: x + y)
     assert (
         found.assume_equal(3, 3)
@@ -164,7 +164,7 @@ def rewritten(*batches):
     return tflms_sft.rewrite(tf.function(difference_step), tflms_sft.SFTParams((2, 2)), *specs)
 
 
-def test_two_arguments_of_one_unknown_size():
+def test_step_with_two_equal_unknown_sizes_equals_original():
     step = rewritten(None, None)
     assert step.plan.changed
     for batch in (1, 3):
@@ -174,20 +174,20 @@ def test_two_arguments_of_one_unknown_size():
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_two_arguments_of_different_sizes_are_an_error_with_the_remedy():
+def test_step_with_different_sizes_raises_with_remedy():
     step = rewritten(None, None)
     with pytest.raises(tf.errors.InvalidArgumentError, match="taken to have the same leading size.*known sizes"):
         step(*pair(3, 1))
 
 
-def test_the_remedy():
+def test_step_of_known_different_sizes_equals_original():
     step = rewritten(3, 1)
     got, want = step(*pair(3, 1)), difference_step(*pair(3, 1))
     for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_images_of_numbers_that_may_differ_end_a_segment():
+def test_segment_ends_at_images_of_unequal_batch():
     w = weights(*KERNELS)
 
     def forward(x):
@@ -211,7 +211,7 @@ def joined(x, reference):
     return loss, tape.gradient(loss, [x, reference, kernel])
 
 
-def test_two_batches_joined_to_one():
+def test_step_with_concatenated_batches_equals_original():
     specs = [tf.TensorSpec((None, 8, 9, 3), tf.float64)] * 2
     params = tflms_sft.SFTParams((2, 2), [tflms_sft.SegmentSpec("concat", "Conv2D_1")])
     step = tflms_sft.rewrite(tf.function(joined), params, *specs)

@@ -52,7 +52,7 @@ def tensor(name, *shape):
     return Node(name, "Placeholder", outputs=[(tf.float32, shape)]).out()
 
 
-def test_an_anchor_is_followed_both_ways():
+def test_layouts_propagate_from_anchor_in_both_directions():
     a, b, c = tensor("a", None, 8, 6, 3), tensor("b", None, 3, 8, 6), tensor("c", None, 3, 8, 6)
     found = Layouts()
     found.find(
@@ -61,7 +61,7 @@ def test_an_anchor_is_followed_both_ways():
     assert [found.of(t).dims for t in (a, b, c)] == [(1, 2), (2, 3), (2, 3)]
 
 
-def test_an_axis_of_one_row_may_get_lost_and_no_other():
+def test_layouts_may_drop_axis_of_one_row_only():
     row, sequence, image = tensor("row", None, 1, 9, 3), tensor("sequence", None, 9, 3), tensor("image", None, 4, 9, 3)
     found = Layouts()
     moves = {0: 0, 2: 1, 3: 2}
@@ -71,7 +71,7 @@ def test_an_axis_of_one_row_may_get_lost_and_no_other():
     assert found.of(lost) is None
 
 
-def test_pixels_made_images_are_counted():
+def test_layouts_batch_fold_after_space_to_batch():
     image, mixed, again = tensor("image", None, 8, 8, 2), tensor("mixed", None, 4, 4, 2), tensor("again", None, 8, 8, 2)
     same = {i: i for i in range(4)}
     found = Layouts()
@@ -81,7 +81,7 @@ def test_pixels_made_images_are_counted():
     assert [found.of(t).batch_fold for t in (image, mixed, again)] == [1, 4, 1]
 
 
-def test_what_nothing_tells_of_has_its_channels_last():
+def test_layouts_default_is_channels_last():
     found = Layouts()
     image, volume, table = tensor("image", 2, 5, 6, 3), tensor("volume", 2, 4, 5, 6, 3), tensor("table", 2, 5, 3)
     found.find([], [], [image, volume, table])
@@ -89,12 +89,12 @@ def test_what_nothing_tells_of_has_its_channels_last():
     assert found.of(volume).others(5) == [4]
 
 
-def test_a_sequence_is_an_image_of_one_row():
+def test_layouts_of_sequence_have_one_row():
     found = layouts_of(lambda x: layers.MaxPooling1D(2)(tf.nn.relu(x)), (None, 12, 3))
     assert found["Relu"] == [Layout((None, 1))] and found["MaxPool"] == [Layout((1, 2))]
 
 
-def test_groups_and_channels_first():
+def test_layouts_of_groups_and_channels_first():
     norm = layers.GroupNormalization(2)
     norm.build((2, 9, 8, 4))
 
@@ -121,13 +121,13 @@ def test_groups_and_channels_first():
         ((1, 1), (), []),
     ],
 )
-def test_dimensions_that_a_reshape_joins_or_splits(have, want, found):
+def test_groups_of_joined_or_split_dimensions(have, want, found):
     assert groups(have, want) == found
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
-def test_groups_have_the_same_elements_and_cannot_be_made_smaller(sizes, data):
+def test_groups_are_minimal_and_hold_equal_elements(sizes, data):
     """Any way to join neighbours is found out, up to dimensions of one."""
     ends = sorted(data.draw(st.sets(st.integers(1, len(sizes) - 1)))) if len(sizes) > 1 else []
     parts = [sizes[a:b] for a, b in zip([0, *ends], [*ends, len(sizes)], strict=True)]
@@ -155,7 +155,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_keep_the_axes_is_refused(what):
+def test_rule_that_loses_axes_is_refused(what):
     function, op, reason = REFUSED[what]
     analysis = analysis_of(lambda x: function(tf.nn.max_pool2d(x, 1, 1, "SAME")), (2, 9, 8, 4))
     node = next(node for node in analysis.order if node.op == op)
@@ -163,7 +163,7 @@ def test_what_does_not_keep_the_axes_is_refused(what):
         check_forward(analysis, node)
 
 
-def test_rows_against_rows_are_refused():
+def test_rule_that_combines_different_axes_is_refused():
     """As additive attention does: rows along one dimension meet the same along another, both of one channel."""
 
     def pairs(x):
@@ -176,7 +176,7 @@ def test_rows_against_rows_are_refused():
         check_forward(analysis, node)
 
 
-def test_images_made_of_pixels_that_something_takes_as_a_whole_are_not_tiled():
+def test_folded_images_with_full_size_consumer_are_not_tiled():
     def step(x, w):
         with tf.GradientTape() as tape:
             tape.watch(w)
@@ -191,7 +191,7 @@ def test_images_made_of_pixels_that_something_takes_as_a_whole_are_not_tiled():
     assert any("made of pixels" in reason for reason in roles.refused.values())
 
 
-def test_tiles_along_an_axis_that_there_is_not():
+def test_tiles_along_missing_axis_are_refused():
     image = keras.Input((12, 10, 3))
     x = layers.Conv2D(3, 3, activation="relu")(layers.Conv2D(3, 3, activation="relu")(image))
     model = keras.Model(image, layers.GlobalAveragePooling2D()(x))
@@ -203,7 +203,7 @@ def test_tiles_along_an_axis_that_there_is_not():
 
 @pytest.mark.parametrize("options", [{"num_tiles": (4,)}, {"num_tiles": {"length": 4}}, {"num_tiles": (1, 4)}])
 @pytest.mark.parametrize("halo", ["recompute", "carry"])
-def test_operations_on_sequences_that_keras_makes_images_for_are_tiled_along_the_length(options, halo):
+def test_sequence_ops_via_images_are_tiled_along_length(options, halo):
     """All that this segment reads and makes lies between `ExpandDims` and `Squeeze`."""
     keras.config.set_floatx("float64")
     x = photo = keras.Input((64, 3), name="photo")
@@ -231,7 +231,7 @@ def test_operations_on_sequences_that_keras_makes_images_for_are_tiled_along_the
 
 
 @pytest.mark.parametrize("params", [SFTParams(), SFTParams(num_tiles=(1, 4), halo="carry")], ids=["tiles", "rows"])
-def test_a_maximum_is_needed_by_its_gradient_in_another_place(params):
+def test_max_pool_grad_outside_of_segment_equals_original(params):
     """The gradient would make it again in a loop, but what lies between the two belongs to none."""
     keras.config.set_floatx("float32")
     image = keras.Input((41, 3))
@@ -288,7 +288,7 @@ CHANNELS_FIRST = """
 """
 
 
-def test_convolutions_with_channels_first():
+def test_channels_first_convolutions_equal_original():
     """On the CPU only oneDNN has them, in float32; other tests are without it."""
     code = textwrap.dedent(CHANNELS_FIRST)
     path = os.pathsep.join(sys.path)

@@ -44,14 +44,14 @@ def taps(window: Window, number: int) -> set[int]:
 
 @settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9))
-def test_a_partition_holds_every_row_once_larger_tiles_first(extent, count):
+def test_partition_covers_rows_once_larger_tiles_first(extent, count):
     rows = rows_of(partition(extent, count))
     assert [row for tile in rows for row in sorted(tile)] == list(range(extent))
     sizes = [len(tile) for tile in rows]
     assert len(sizes) == count and sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
 
 
-def test_a_partition_is_written_out():
+def test_partition_examples():
     assert partition(10, 3).lo.tolist() == [0, 4, 7] and partition(10, 3).hi.tolist() == [4, 7, 10]
     assert partition(2, 4).size.tolist() == [1, 1, 0, 0]
     assert whole(5, 2).lo.tolist() == [0, 0] and whole(5, 2).hi.tolist() == [5, 5]
@@ -59,7 +59,7 @@ def test_a_partition_is_written_out():
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(*[st.tuples(st.integers(-5, 9), st.integers(0, 6))] * 3), min_size=1, max_size=4))
-def test_a_hull_is_the_smallest_interval_around_its_parts(rows):
+def test_hull_is_smallest_cover(rows):
     parts = [interval([tile[part] for tile in rows]) for part in range(3)]
     hull = hull_of(parts)
     for tile, found in enumerate(rows_of(hull)):
@@ -70,7 +70,7 @@ def test_a_hull_is_the_smallest_interval_around_its_parts(rows):
 
 @settings(deadline=None)
 @given(tiles, extents)
-def test_clip_keeps_the_rows_inside(rows, extent):
+def test_clip_keeps_rows_inside(rows, extent):
     value = interval(rows)
     clipped = value.clip(extent)
     assert rows_of(clipped) == [tile & set(range(extent)) for tile in rows_of(value)]
@@ -86,7 +86,7 @@ def test_shift_moves_every_row(rows, offset):
 
 @settings(deadline=None)
 @given(tiles, extents)
-def test_nonempty_adds_one_row_inside_and_leaves_others_alone(rows, extent):
+def test_nonempty_fills_empty_tiles_only(rows, extent):
     clipped = interval(rows).clip(extent)
     for before, after in zip(rows_of(clipped), rows_of(clipped.nonempty(extent)), strict=True):
         assert after == before or (not before and len(after) == 1 and after <= set(range(extent)))
@@ -103,7 +103,7 @@ def test_covers_and_same_compare_rows(some, others):
 
 @settings(deadline=None)
 @given(windows, tiles)
-def test_gather_is_the_hull_of_all_taps(window, rows):
+def test_rows_covered_is_hull_of_taps(window, rows):
     out = interval(rows)
     for numbers, found in zip(rows_of(out), rows_of(window.rows_covered(out)), strict=True):
         covered = set().union(*(taps(window, number) for number in numbers))
@@ -112,7 +112,7 @@ def test_gather_is_the_hull_of_all_taps(window, rows):
 
 @settings(deadline=None)
 @given(windows, st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=4))
-def test_touch_is_every_window_that_meets_the_rows(window, rows):
+def test_windows_overlapping_is_every_window_with_a_row(window, rows):
     value = interval(rows)
     for tile, found in zip(rows_of(value), rows_of(window.windows_overlapping(value)), strict=True):
         spans = {
@@ -128,7 +128,7 @@ def test_touch_is_every_window_that_meets_the_rows(window, rows):
 
 @settings(deadline=None)
 @given(windows, tiles)
-def test_what_touches_is_gathered(window, rows):
+def test_rows_covered_contains_rows_of_windows_overlapping(window, rows):
     """Every row that a window has a tap on lies below one of the windows that touch it."""
     value = interval(rows).clip(window.in_extent).nonempty(window.in_extent)
     gathered = window.rows_covered(window.windows_overlapping(value))

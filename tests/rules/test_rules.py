@@ -29,12 +29,12 @@ GRIDS = [Grid(1, (1, 1)), Grid(2, (6, 5))]
 # One case for every rule ------------------------------------------------------------------------------------
 
 
-def test_every_rule_has_a_case():
+def test_registry_every_rule_has_case():
     assert set(CASES) == set(registered())
 
 
 @pytest.mark.parametrize("op_type", sorted(CASES))
-def test_a_rule_on_tiles_is_the_op_on_the_image(op_type):
+def test_rule_on_tiles_equals_op_on_image(op_type):
     assert not OneOp(op_type, CASES[op_type]()).differing(*GRIDS)
 
 
@@ -91,12 +91,12 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("op_type", "operands"), VARIANTS, ids=[f"{v[0]}{n}" for n, v in enumerate(VARIANTS)])
 @pytest.mark.parametrize("batch_known", [True, False], ids=["known", "unknown"])
-def test_other_uses_of_the_rules(op_type, operands, batch_known):
+def test_rule_other_uses_equal_op_on_image(op_type, operands, batch_known):
     assert not OneOp(op_type, operands, batch_known).differing(Grid(2, (6, 5)))
 
 
 @pytest.mark.parametrize("block", ([1, 3], [2, 1], [1, 1]))
-def test_axes_without_blocks(block):
+def test_space_to_batch_axis_without_blocks_equals_op(block):
     """Paddings then are those of `Pad`, and crops those of a slice."""
     there = {"input": image(), "block_shape": Const(block), "paddings": Const([[2, 1], [1, 0]])}
     parts = image(3 * block[0] * block[1], 5, 4, 2)
@@ -116,7 +116,7 @@ def test_axes_without_blocks(block):
         "Slice",
     ],
 )
-def test_unknown_batch(op_type):
+def test_rule_with_unknown_batch_equals_op_on_image(op_type):
     assert not OneOp(op_type, CASES[op_type](), batch_known=False).differing(Grid(1, (1, 1)), Grid(2, (2, 3)))
 
 
@@ -220,7 +220,7 @@ REFUSED = [
     REFUSED,
     ids=[f"{r[0]}-{r[2]}-{n}" for n, r in enumerate(REFUSED)],
 )
-def test_rules_refuse_with_a_reason(op_type, operands, kinds, reason):
+def test_rule_refuses_with_reason(op_type, operands, kinds, reason):
     one_op = OneOp(op_type, operands)
     letters = {"F": FULL, "P": PARTIAL, "I": INVARIANT}
     given_kinds = tuple(letters[letter] for letter in kinds)
@@ -229,7 +229,7 @@ def test_rules_refuse_with_a_reason(op_type, operands, kinds, reason):
         one_op.result_kind(padded)
 
 
-def test_unknown_image_sizes_are_refused():
+def test_rule_refuses_unknown_image_size():
     graph = tf.Graph()
     with graph.as_default():
         x = tf.raw_ops.Placeholder(dtype=tf.float32, shape=(None, None, 8, 3))
@@ -247,7 +247,7 @@ def test_unknown_image_sizes_are_refused():
 # The registry -----------------------------------------------------------------------------------------------
 
 
-def test_a_second_rule_for_an_op_type_is_refused():
+def test_add_rule_refuses_second_rule():
     with pytest.raises(ValueError, match="`Conv2D` already has a rule.*Remove one"):
         add_rule("Conv2D", Rule())
     with pytest.raises(ValueError, match="`MatMul` already has a rule"):
@@ -256,14 +256,14 @@ def test_a_second_rule_for_an_op_type_is_refused():
         not_tileable("because", "Relu")
 
 
-def test_no_rule_and_not_tileable_are_told_apart():
+def test_find_rule_reason_of_missing_and_not_tileable_differ():
     with pytest.raises(NotTileableError, match="no tiling rule for op type FancyNewOp"):
         find_rule(Node("n", "FancyNewOp"))
     with pytest.raises(NotTileableError, match="it mixes all pixels of an image"):
         find_rule(Node("n", "MatMul"))
 
 
-def test_the_registry_is_not_changed_through_its_copy():
+def test_registered_returns_copy():
     registered().clear()
     assert "Conv2D" in registered()
 
@@ -310,7 +310,7 @@ BREAKS = [
 
 
 @pytest.mark.parametrize(("what", "op_type", "break_it"), BREAKS, ids=[f"{b[1]}: {b[0]}" for b in BREAKS])
-def test_a_broken_rule_is_noticed(what, op_type, break_it, monkeypatch):
+def test_case_detects_broken_rule(what, op_type, break_it, monkeypatch):
     stride = {"strides": [1, 2, 2, 1]} if "strides" in CASES[op_type]() else {}
     operands = CASES[op_type]() | stride
     if op_type in ("MaxPool", "AvgPool"):

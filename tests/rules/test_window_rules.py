@@ -93,5 +93,5 @@ def test_windows_of_any_geometry(op_type, data):
 @pytest.mark.parametrize("op_type", WINDOWS)
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
-def test_windows_of_any_geometry_at_length(op_type, data):
+def test_window_rules_of_any_geometry_long(op_type, data):
     check_windows(op_type, data.draw(windows(WINDOWS[op_type])))
