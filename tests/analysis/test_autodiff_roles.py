@@ -1,4 +1,4 @@
-"""What is forward and what is backward."""
+"""Forward and backward roles."""
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ def analysed(body, *specs):
 
 
 def backward(analysis, op_type):
-    """For every op of a type, in order, whether it is backward."""
+    """Return whether each op of a type, in order, is backward."""
     return [node in analysis.backward for node in analysis.order if node.op == op_type]
 
 
@@ -46,7 +46,9 @@ def test_backward_nodes_of_training_step():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_gradients_lie_between_autodiff_and_update(optimizer):
-    """One for each weight, with clipping, a regulariser, custom gradients, and a layer that is called twice."""
+    """There is one gradient per weight, with clipping, a regulariser, custom gradients, and a layer that is called
+    twice.
+    """
 
     def net(x):
         twice = keras.layers.Conv2D(3, 3, padding="same", activation="silu", kernel_regularizer="l2")
@@ -173,7 +175,7 @@ def test_reads_shape_only_for_shape_ops():
 
 
 def test_backward_nodes_exclude_layer_named_like_autodiff_scope():
-    """Its ops are forward; a plan is found as for any other name."""
+    """The ops of the layer are forward, and a plan exists as for any other name."""
 
     def headline(name):
         image = keras.Input((24, 24, 3), batch_size=1)

@@ -1,4 +1,4 @@
-"""The model of TensorFlow's allocator: split and coalescing by hand, any sequence for its invariants."""
+"""Models of TensorFlow's allocator: splitting and coalescing by hand, invariants for random sequences."""
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +9,7 @@ from rewriters.device.allocator import MIB, BestFitAllocator, ExactAllocator
 
 @pytest.fixture
 def pool():
-    """A pool whose first region is taken: 32 MiB free, in one piece."""
+    """Return a pool with its first region allocated: 32 MiB free, in one chunk."""
     result = BestFitAllocator(growing=True)
     result.free(result.allocate(32 * MIB))
     assert result.in_use == 0

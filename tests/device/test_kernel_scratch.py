@@ -1,4 +1,4 @@
-"""What is said of the memory that kernels take for themselves, against what TensorFlow's own take."""
+"""Predicted kernel scratch equals that of TensorFlow's own kernels."""
 
 import conftest
 import pytest
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not properties.unfolds_convolutions(), reason="o
 
 @pytest.fixture(autouse=True)
 def caches(monkeypatch):
-    """Those of the machine, which other tests do without."""
+    """Use the machine's caches, which other tests do without."""
     monkeypatch.setattr(kernel_scratch, "L3_BYTES", conftest.CACHES[0])
     monkeypatch.setattr(kernel_scratch, "last_level_cache", conftest.CACHES[1])
 
@@ -41,7 +41,7 @@ CALLS = [
 
 
 def gradient(kind, size, channels, filters, images, taps, stride, axes):
-    """A gradient of a convolution alone, and tensors to call it with."""
+    """Return a gradient of a convolution, and tensors to call it with."""
     out = -(-size // stride)
     image, result = (images, *(size,) * axes, channels), (images, *(out,) * axes, filters)
     kernel = (*(taps,) * axes, channels, filters)

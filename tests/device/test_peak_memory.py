@@ -1,4 +1,4 @@
-"""The liveness model: small graphs by hand, and whole steps against what a run takes."""
+"""Liveness model: small graphs by hand, and whole steps against a measured run."""
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ KB = 1000
 
 
 def op(name, kind, *inputs, size=KB, outputs=1):
-    """A node whose outputs have `size` bytes each (uint8)."""
+    """Return a node whose outputs have `size` bytes each (uint8)."""
     node = Node(name, kind, inputs, outputs=[(tf.uint8, (size,))] * outputs)
     return node if outputs > 1 else node.out()
 
@@ -56,7 +56,7 @@ def test_concurrent_scratch_of_unordered_gradients_adds_up(between, monkeypatch)
     [(1, [3, 4, 5, 6]), (2, [9, 10, 11, 11]), (3, [14, 15, 15, 15]), (8, [18, 18, 18, 18])],
 )
 def test_concurrent_scratch_is_limited_by_inter_op_threads(threads, taken, monkeypatch):
-    """Two convolutions are added up: all four wait for one gradient."""
+    """Two convolutions are added: all four gradients wait for one gradient."""
     monkeypatch.setattr(properties, "num_operations", lambda: threads)
     grad, image = op("grad", "Relu"), op("image", "Relu")
     four = [op(f"op{n}", "Conv2DBackpropFilter", image, image, grad).node for n in range(4)]
@@ -177,7 +177,7 @@ def test_replay_iteration_counts_as_own_bytes_of_loop():
 
 @pytest.mark.parametrize(("blocks", "taken"), [((16 * MIB,), 16), ((9 * MIB, 7 * MIB), 16 + 7)])
 def test_replay_allocates_concurrent_scratch_in_blocks(blocks, taken):
-    """A region of 16 MiB is handed out whole for 9, and split for 7."""
+    """A region of 16 MiB is allocated whole for 9 MiB, and split for 7 MiB."""
     a = op("a", "Conv2D")
     assert peak(a, scratch={a.node: blocks}, pool=BestFitAllocator(growing=True)).own_bytes == taken * MIB
 
@@ -225,7 +225,7 @@ def step_of(*layer_list):
 
 
 def blocks():
-    """As in a small VGG, depthwise: what other convolutions' kernels take depends on the processor's cache."""
+    """Return a small VGG of depthwise convolutions, whose scratch memory does not depend on the processor's cache."""
     for _ in range(2):
         for _ in range(2):
             yield layers.DepthwiseConv2D(3, padding="same", activation="relu")
@@ -245,7 +245,7 @@ def test_predicted_peak_of_original_step_is_near_measured(monkeypatch):
 
 @pytest.mark.parametrize("tiles", [(2, 2), (3, 4)])
 def test_predicted_peak_of_tiled_step_is_near_measured(monkeypatch, tiles):
-    """Slices, cut and padded rows included, but no allocator's fragments: records have what was asked for."""
+    """Slices, cropped and padded rows are included, fragmentation is not: records hold requested bytes."""
     monkeypatch.setattr("tflms_sft._rewrite.measure.reset_peak", lambda: None)
     monkeypatch.setattr(properties, "pools", lambda scale: [ExactAllocator()])
     step = step_of(*blocks())

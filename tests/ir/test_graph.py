@@ -1,4 +1,4 @@
-"""The graph as plain objects: order, copies, convexity, pruning."""
+"""Graphs as plain objects: order, copies, convexity, pruning."""
 
 import keras
 import numpy as np
@@ -22,7 +22,7 @@ def graph_of(nodes, outputs=(), keep=(), inputs=()):
 
 
 def chain(*names):
-    """Nodes that read each other in order."""
+    """Return nodes that read each other in order."""
     nodes = []
     for name in names:
         nodes.append(Node(name, "Identity", [nodes[-1].out()] if nodes else [], outputs=FLOAT))
@@ -31,7 +31,7 @@ def chain(*names):
 
 @st.composite
 def dags(draw):
-    """A few nodes with random data and control edges to earlier ones."""
+    """Return a few nodes with random data and control edges to earlier ones."""
     nodes = []
     for number in range(draw(st.integers(1, 8))):
         before = draw(st.sets(st.sampled_from(range(number)))) if number else set()
@@ -106,7 +106,7 @@ def test_copy_is_independent_of_original():
 
 
 def reachable(nodes, start):
-    """Nodes on a path from `start`, without it, by trying every edge."""
+    """Return the nodes on a path from `start`, without it, by following every edge."""
     found, grown = set(), {start}
     while grown:
         grown = {n for n in nodes for p in predecessors(n) if p in grown} - found

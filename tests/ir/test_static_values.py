@@ -1,4 +1,4 @@
-"""Static evaluation against what TensorFlow computes."""
+"""Static evaluation equals TensorFlow."""
 
 import keras
 import numpy as np
@@ -14,11 +14,11 @@ from rewriters.ir.static_values import StaticEvaluator, constant
 from rewriters.ir.symbolic_dims import SymbolicDim
 
 SIZE = 5
-"""Of the batch, where TensorFlow runs."""
+"""Batch size at run time."""
 
 
 def known(value, batch=SIZE):
-    """An evaluated value with the batch filled in, as nested lists."""
+    """Return an evaluated value as nested lists, with the batch size for symbols."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, tuple):
@@ -27,7 +27,7 @@ def known(value, batch=SIZE):
 
 
 def evaluated(function, *specs):
-    """Evaluator's values of the results of `function`."""
+    """Return the evaluator's values of the results of `function`."""
     concrete_fn = tf.function(function, autograph=False).get_concrete_function(*specs)
     graph = from_concrete_function(concrete_fn)
     evaluate = StaticEvaluator(graph)
@@ -144,7 +144,7 @@ def test_large_constant_is_not_evaluated():
 
 @st.composite
 def broadcast_shapes(draw):
-    """Two shapes that broadcast against each other."""
+    """Draw two shapes that broadcast against each other."""
     out = draw(st.lists(st.sampled_from([2, 3]), max_size=4))
     shapes = []
     for _ in range(2):
@@ -154,7 +154,7 @@ def broadcast_shapes(draw):
 
 
 def gradient_axes(shapes, batch_known=True):
-    """Evaluated and true axes over which gradients of the two operands are summed."""
+    """Return evaluated and true axes over which the gradients of two operands are summed."""
     specs = [tf.TensorSpec(shape if batch_known else (None, *shape[1:]), tf.float32) for shape in shapes]
     values, concrete_fn = evaluated(
         lambda x, y: tf.raw_ops.BroadcastGradientArgs(s0=shape_of(x), s1=shape_of(y)), *specs
@@ -197,7 +197,7 @@ def test_broadcast_gradient_of_batch_and_one_needs_sum(other):
 
 
 def fetched(concrete_fn, graph, tensors, arguments):
-    """What TensorFlow computes for tensors inside of a step."""
+    """Return TensorFlow's values of tensors inside of a step."""
     graph = graph.copy()
     graph.outputs = [graph.nodes[t.node.name].out(t.index) for t in tensors]
     graph.keep = []

@@ -1,4 +1,4 @@
-"""Unknown leading sizes: those called the same are the same whenever TensorFlow runs, the others may differ."""
+"""Symbolic leading sizes: equal ones are equal in every run of TensorFlow, others may differ."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ CHANGED = {
 
 
 def sizes(function):
-    """Evaluator, the result's leading size and the argument's, and what TensorFlow finds."""
+    """Return the evaluator, the leading sizes of result and argument, and TensorFlow's result."""
     spec = tf.TensorSpec((None, 6, 8, 4), tf.float32)
     concrete_fn = tf.function(function, autograph=False).get_concrete_function(spec)
     graph = from_concrete_function(concrete_fn)
@@ -86,7 +86,7 @@ def test_leading_size_that_may_differ_is_not_batch(name):
 
 
 def two(combine):
-    """The graph of a function of two arguments of unknown leading sizes, with its sizes."""
+    """Return the graph of a function of two arguments of unknown leading sizes, and these sizes."""
     specs = [tf.TensorSpec((None, 3), tf.float32)] * 2
     graph = from_concrete_function(tf.function(combine, autograph=False).get_concrete_function(*specs))
     return graph, StaticEvaluator(graph).sizes
@@ -145,7 +145,7 @@ def test_provably_equal_records_nothing_and_follows_assumptions():
 
 
 def difference_step(x, reference):
-    """Loss and gradients of a difference; a single reference is spread over the batch."""
+    """Return loss and gradients of a difference; a single reference is broadcast over the batch."""
     kernel = tf.constant(np.random.default_rng(0).normal(size=(3, 3, 3, 3)))
     with tf.GradientTape() as tape:
         tape.watch([x, reference, kernel])
@@ -201,7 +201,7 @@ def test_segment_ends_at_images_of_unequal_batch():
 
 
 def joined(x, reference):
-    """Two batches in one, of which a part is looked at."""
+    """Concatenate two batches, and use a part of the result."""
     kernel = tf.constant(np.random.default_rng(0).normal(size=(3, 3, 3, 3)))
     with tf.GradientTape() as tape:
         tape.watch([x, reference, kernel])

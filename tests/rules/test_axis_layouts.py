@@ -1,4 +1,4 @@
-"""Where the axes of images lie, and what is refused where they lie otherwise than an op takes them to."""
+"""Axis layouts, and refusals of ops whose operands have other layouts."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def analysis_of(function, *shapes):
 
 
 def layouts_of(function, *shapes):
-    """The layouts of all tensors that are images, by op type."""
+    """Return the layouts of all tensors that are images, by op type."""
     analysis = analysis_of(function, *shapes)
     found = {}
     for node in analysis.order:
@@ -128,7 +128,7 @@ def test_groups_of_joined_or_split_dimensions(have, want, found):
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
 def test_groups_are_minimal_and_hold_equal_elements(sizes, data):
-    """Any way to join neighbours is found out, up to dimensions of one."""
+    """Joining any neighbouring dimensions is recognised, up to dimensions of size one."""
     ends = sorted(data.draw(st.sets(st.integers(1, len(sizes) - 1)))) if len(sizes) > 1 else []
     parts = [sizes[a:b] for a, b in zip([0, *ends], [*ends, len(sizes)], strict=True)]
     joined = [int(tf.reduce_prod(part)) for part in parts]
@@ -164,7 +164,7 @@ def test_rule_that_loses_axes_is_refused(what):
 
 
 def test_rule_that_combines_different_axes_is_refused():
-    """As additive attention does: rows along one dimension meet the same along another, both of one channel."""
+    """Additive attention combines rows along one dimension with rows along another."""
 
     def pairs(x):
         rows = tf.squeeze(tf.nn.max_pool2d(x, 1, 1, "SAME"), 1)
@@ -204,7 +204,7 @@ def test_tiles_along_missing_axis_are_refused():
 @pytest.mark.parametrize("options", [{"num_tiles": (4,)}, {"num_tiles": {"length": 4}}, {"num_tiles": (1, 4)}])
 @pytest.mark.parametrize("halo", ["recompute", "carry"])
 def test_sequence_ops_via_images_are_tiled_along_length(options, halo):
-    """All that this segment reads and makes lies between `ExpandDims` and `Squeeze`."""
+    """All operands and results of this segment lie between `ExpandDims` and `Squeeze`."""
     keras.config.set_floatx("float64")
     x = photo = keras.Input((64, 3), name="photo")
     x = layers.Conv1D(4, 3, padding="same")(x)
@@ -232,7 +232,7 @@ def test_sequence_ops_via_images_are_tiled_along_length(options, halo):
 
 @pytest.mark.parametrize("params", [SFTParams(), SFTParams(num_tiles=(1, 4), halo="carry")], ids=["tiles", "rows"])
 def test_max_pool_grad_outside_of_segment_equals_original(params):
-    """The gradient would make it again in a loop, but what lies between the two belongs to none."""
+    """The gradient would recompute the maximum in a loop, but the ops between both belong to no segment."""
     keras.config.set_floatx("float32")
     image = keras.Input((41, 3))
     x = layers.Conv1D(4, 5, padding="causal", dilation_rate=2, activation="relu")(image)
@@ -289,7 +289,7 @@ CHANNELS_FIRST = """
 
 
 def test_channels_first_convolutions_equal_original():
-    """On the CPU only oneDNN has them, in float32; other tests are without it."""
+    """On the CPU only oneDNN has these kernels, in float32; other tests run without it."""
     code = textwrap.dedent(CHANNELS_FIRST)
     path = os.pathsep.join(sys.path)
     env = os.environ | {"PYTHONPATH": path}

@@ -14,7 +14,7 @@ def fresh_keras():
 
 
 def interval(rows: list[tuple[int, int]]) -> Interval:
-    """From (first row, number of rows) per tile."""
+    """Return an interval from (first row, number of rows) per tile."""
     lo = np.array([first for first, _ in rows], np.int64)
     return Interval(lo, lo + np.array([size for _, size in rows], np.int64))
 
@@ -38,7 +38,7 @@ windows = st.builds(
 
 
 def taps(window: Window, number: int) -> set[int]:
-    """Rows below window `number`, padding included."""
+    """Return the rows of window `number`, padding included."""
     return {number * window.stride - window.pad + tap * window.dilation for tap in range(window.kernel)}
 
 
@@ -129,7 +129,7 @@ def test_windows_overlapping_is_every_window_with_a_row(window, rows):
 @settings(deadline=None)
 @given(windows, tiles)
 def test_rows_covered_contains_rows_of_windows_overlapping(window, rows):
-    """Every row that a window has a tap on lies below one of the windows that touch it."""
+    """Every row with a tap lies in one of the windows that overlap it."""
     value = interval(rows).clip(window.in_extent).nonempty(window.in_extent)
     gathered = window.rows_covered(window.windows_overlapping(value))
     tapped = set().union(*(taps(window, number) for number in range(window.out_extent)))

@@ -1,4 +1,4 @@
-"""Every op rule alone: the op on tiles against the op on the whole image."""
+"""Op rules: each op on tiles equals the op on the full image."""
 
 from collections.abc import Callable
 
@@ -97,7 +97,7 @@ def test_rule_other_uses_equal_op_on_image(op_type, operands, batch_known):
 
 @pytest.mark.parametrize("block", ([1, 3], [2, 1], [1, 1]))
 def test_space_to_batch_axis_without_blocks_equals_op(block):
-    """Paddings then are those of `Pad`, and crops those of a slice."""
+    """The paddings are then those of `Pad`, and the crops those of a slice."""
     there = {"input": image(), "block_shape": Const(block), "paddings": Const([[2, 1], [1, 0]])}
     parts = image(3 * block[0] * block[1], 5, 4, 2)
     back = {"input": parts, "block_shape": Const(block), "crops": Const([[1, 0], [0, 2]])}

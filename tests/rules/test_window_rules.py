@@ -1,4 +1,4 @@
-"""Rules of ops with windows, for every geometry: sizes, kernels, strides, paddings and grids."""
+"""Rules of window ops for all geometries: sizes, kernels, strides, paddings and grids."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ WINDOWS = {
 
 @st.composite
 def windows(draw, family: str) -> tuple[tuple[int, int], tuple[int, int], dict[str, Any], Grid]:
-    """Image size, kernel, attributes and a grid; tiles may be thinner than a halo, and more than rows."""
+    """Draw image size, kernel, attributes and a grid; tiles may be thinner than a halo, and more than rows."""
     size = draw(st.tuples(st.integers(5, 15), st.integers(5, 15)))
     kernel = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
     stride = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
@@ -51,7 +51,7 @@ def windows(draw, family: str) -> tuple[tuple[int, int], tuple[int, int], dict[s
 def window_operands(
     op_type: str, size: tuple[int, int], kernel: tuple[int, int], attrs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Operands for an op of `WINDOWS`; the small side is as large as TensorFlow makes it."""
+    """Return operands for an op of `WINDOWS`; the small side has TensorFlow's size."""
     x = image(2, *size, 2)
     if WINDOWS[op_type] == "pool":
         attrs = attrs | {"ksize": [1, *kernel, 1]}
