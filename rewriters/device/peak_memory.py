@@ -365,6 +365,7 @@ def graph_schedule(
     loops: Container[str],
     batch: int,
     fixed: Sequence[int],
+    *,
     away: Container[Node] = (),
     slow: Mapping[Node, float] | None = None,
     seconds: Callable[[Node], float] | None = None,

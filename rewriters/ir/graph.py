@@ -243,23 +243,23 @@ class Graph:
             for other in node.control_inputs:
                 after[other].append(node)
         ready = collections.deque(node for node, count in waiting.items() if not count)
-        beside, takes = slow or {}, seconds or (lambda _: 0.0)
-        late = collections.deque[tuple[float, Node]]()  # (end time, node)
+        concurrent, duration = slow or {}, seconds or (lambda _: 0.0)
+        running = collections.deque[tuple[float, Node]]()  # (end time, node)
         now = 0.0
         order: list[Node] = []
-        while ready or late:
-            if late and (not ready or late[0][0] <= now):
-                ended, node = late.popleft()
+        while ready or running:
+            if running and (not ready or running[0][0] <= now):
+                ended, node = running.popleft()
                 now = max(now, ended)
             else:
                 node = ready.popleft()
-                now += takes(node)
+                now += duration(node)
             order.append(node)
             for other in after[node]:
                 waiting[other] -= 1
-                if not waiting[other] and other in beside:
-                    begun = max(now, late[-1][0]) if late else now
-                    late.append((begun + beside[other], other))
+                if not waiting[other] and other in concurrent:
+                    begin = max(now, running[-1][0]) if running else now
+                    running.append((begin + concurrent[other], other))
                 elif not waiting[other]:
                     ready.append(other)
         if len(order) < len(self.nodes):

@@ -192,7 +192,9 @@ def predict(
         loops = loop_nodes(graph)
         of = op_times(traced, plans, loops)
         names = set(loops.values())
-        found = graph_schedule(graph, names, traced.batch, traced.variables, away, slow, lambda node: of(node.name))
+        found = graph_schedule(
+            graph, names, traced.batch, traced.variables, away=away, slow=slow, seconds=lambda node: of(node.name)
+        )
     turns = {
         loops[plan.segment.name, tile_loop.name]: traced.loop_memory.iterations(tile_loop, traced.batch)
         for plan in plans
