@@ -278,16 +278,16 @@ def worst_kernel(events: Sequence[AllocationEvent]) -> tuple[int, str, int]:
 def replay(
     events: Sequence[AllocationEvent],
     pool: Allocator,
-    turns: Mapping[str, Sequence[Sequence[AllocationEvent]]] | None = None,
+    iterations: Mapping[str, Sequence[Sequence[AllocationEvent]]] | None = None,
 ) -> Peak:
     """Replay a step, including iterations of loops; earlier allocations of `pool` stay.
 
     Args:
         events: Events in order.
         pool: Memory of the device.
-        turns: Traces of the iterations that run one after another in a loop, by its name.
+        iterations: Traces of the iterations that run one after another in a loop, by its name.
     """
-    allocate, give, maps, inner = Action.ALLOCATE, Action.FREE, Action.MAP, turns or {}
+    allocate, give, maps, inner = Action.ALLOCATE, Action.FREE, Action.MAP, iterations or {}
     held: dict[int, Any] = {}
     timeline: list[tuple[str, int]] = []
     peak, worst, at, own_bytes = pool.in_use, 0, "", 0
@@ -305,7 +305,7 @@ def replay(
         handles = [pool.allocate(block) for block in blocks]
         now = pool.in_use
         if name in inner:
-            now = max([now, *(peak_bytes_of(turn, pool) for turn in inner[name])])
+            now = max([now, *(peak_bytes_of(iteration, pool) for iteration in inner[name])])
         for handle in handles:
             pool.free(handle)
         timeline.append((name, now))
@@ -397,22 +397,24 @@ def graph_schedule(
     return AllocationTrace(events, with_delayed_frees(events, loops), held)
 
 
-def graph_peak(trace: AllocationTrace, turns: Mapping[str, Sequence[IterationTrace]], limit: int | None = None) -> Peak:
+def graph_peak(
+    trace: AllocationTrace, iterations: Mapping[str, Sequence[IterationTrace]], limit: int | None = None
+) -> Peak:
     """Return the peak of a graph over the states that the device's memory may be in.
 
     Args:
         trace: Allocations of the graph.
-        turns: Iterations of its tile loops that run one after another, by the loop's name.
+        iterations: Traces of the iterations that run one after another in a tile loop, by its name.
         limit: Bytes above which the first state suffices.
     """
     worst: Peak | None = None
-    iterations = {name: [turn.events for turn in of_loop] for name, of_loop in turns.items()}
-    late = {name: [turn.late for turn in of_loop] for name, of_loop in turns.items()}
+    inner_events = {name: [iteration.events for iteration in of_loop] for name, of_loop in iterations.items()}
+    late = {name: [iteration.late for iteration in of_loop] for name, of_loop in iterations.items()}
     for pool in properties.pools(sum(trace.held) + max((e.num_bytes for e in trace.events), default=0)):
         for amount in trace.held:
             pool.allocate(amount)
         # The second replay starts with fragmented memory.
-        for events, inner in ((trace.events, iterations), (trace.late, late)):
+        for events, inner in ((trace.events, inner_events), (trace.late, late)):
             peak = replay(events, pool, inner)
             worst = peak if worst is None or peak.peak_bytes > worst.peak_bytes else worst
             if limit is not None and worst.peak_bytes > limit:

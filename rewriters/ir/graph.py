@@ -88,7 +88,7 @@ class Tensor(NamedTuple):
     """One output of a node."""
 
     node: Node
-    index: int  # type: ignore[assignment]  # Shadows `tuple.index`, which nobody misses here.
+    index: int  # type: ignore[assignment]  # Shadows `tuple.index`, which is not used.
 
     @property
     def name(self) -> str:

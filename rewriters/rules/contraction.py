@@ -108,7 +108,7 @@ class Einsum(Rule):
         images = self._images(op)
         places = [self._places(op, operands[position], position) for position in images]
         if not images or any(kinds[position] is TileKind.INVARIANT for position in images):
-            raise NotTileableError("an Einsum of what is the same for all tiles")
+            raise NotTileableError("an Einsum of operands that are the same for all tiles")
         if any(place != places[0] for place in places):
             raise NotTileableError("an Einsum of images whose axes lie otherwise")
         sizes = [self._sizes(op, position) for position in images]

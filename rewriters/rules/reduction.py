@@ -104,7 +104,7 @@ class Reduce(SumOverImage):
             op.dim(out, axis) != dim and not op.extent(image, axis) == 1 == op.extent(out, axis)
             for axis, dim in enumerate(moved)
         ):
-            raise NotTileableError("the axes of what it makes lie otherwise than those of the image")
+            raise NotTileableError("its result has its axes in other dimensions than the image")
 
     def per_pixel(self, op: OpView) -> bool:
         """Return whether the op reduces over the batch, which keeps one entry, and maybe channels."""
@@ -236,7 +236,9 @@ class Spread(Rule):
         ):
             raise NotTileableError("a repetition of an image")
         if not lie_alike(op, op.node.inputs[0]):
-            raise NotTileableError("a repetition of a tensor that lies otherwise than what it makes")
+            raise NotTileableError(
+                "a repetition of a tensor whose axes lie in other dimensions than those of the result"
+            )
         if kinds[0] is TileKind.INVARIANT and not (operand[0] == 1 and all(over_image)):
             raise NotTileableError("a repetition of images that no tile is cut from, such as a mean over the batch")
         if kinds[0] is not TileKind.INVARIANT and not self._same_batch(op):

@@ -181,7 +181,7 @@ class PixelsAndImages(Blocks):
         if source.dims != out.dims or not blocks <= set(out.dims):
             raise NotTileableError(f"{op.node.op} of channels")
         if source.batch_fold * self._entries(op) != out.batch_fold:
-            raise NotTileableError(f"{op.node.op} of what is not known to be made of images")
+            raise NotTileableError(f"{op.node.op} of a tensor that no space-to-batch has folded")
         for axis in op.axes(op.node.out()):
             self.offset(op, axis)
         return kinds[0]
