@@ -16,16 +16,13 @@ from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import Node, Tensor
+from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.pipelining.micro_batch_reduction import BatchGrowth
 from rewriters.pipelining.step_partition import MicroBatchUse, StepPartition, data_independent_ops
 
 __all__: list[str] = []
 
-_INDEX_ARITHMETIC = frozenset(
-    "Add AddV2 BroadcastTo Cast ConcatV2 ExpandDims Identity Mul Pack Reshape Squeeze StridedSlice Sub Tile "
-    "Transpose".split()
-)
-"""Ops that make indices of indices."""
+_INDEX_ARITHMETIC = ops_with(Trait.INDEX_ARITHMETIC)
 
 _INDEX_OPERANDS = {
     **dict.fromkeys(("GatherNd", "GatherV2", "TensorScatterUpdate", "TensorScatterAdd"), 1),

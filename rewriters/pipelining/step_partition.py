@@ -175,9 +175,7 @@ class _StepSplitter:
         """Find the carried variables, and the ops that depend on them, until neither grows."""
         order = [node for node in self.analysis.order if node not in self.update]
         batch_dependent = self._descendants(order, self.sources)
-        stateful = {
-            n for n in order if n.stateful and n.outputs and not variable_handles(n) and n.op not in _SOURCES
-        }
+        stateful = {n for n in order if n.stateful and n.outputs and not variable_handles(n) and n.op not in _SOURCES}
         self.draws = stateful | {n for n in order if n.op.startswith("Stateless") and n.op not in LOOPS | BRANCHES}
         carried: dict[Tensor, None] = {}
         while True:
