@@ -151,7 +151,7 @@ def train(
         UserError: The memory options cannot be met, or there is too little memory or disk.
     """
     callback = rewriting_callback(options)
-    # Plain training comes last: a process in which something else was trained has memory in more pieces.
+    # Plain training comes last: a process in which something else was trained has more fragmented memory.
     chosen = _fit(build, batches, options, callback)
     plain = chosen if callback is None else None
     if options.compare:

@@ -45,11 +45,11 @@ SAY_EVERY = 50
 REFUSALS = {
     tflms_sft.SegmentError: (
         "values leave the segment and come back",
-        "no path of forward operations leads",
+        "no path of forward ops leads",
         "no op outside of it reads its results",
         "cannot be tiled",
-        "which the segment does not make",
-        "not run on tiles",
+        "which the segment does not compute",
+        "not run in tiles",
     ),
     tflms_sft.BudgetError: ("is too small for this step",),
     # Without a convolution or a pool nothing tells how many axes there are.

@@ -60,7 +60,9 @@ def test_segment_spec_exit_at_reduction_is_accepted():
 
 def test_segment_spec_exit_at_untileable_op_is_refused():
     spec = tflms_sft.SegmentSpec("relu1", "scores", num_tiles=(4, 3))
-    with pytest.raises(tflms_sft.SegmentError, match="'scores', Dense.* does not run on tiles.*end at an operation"):
+    with pytest.raises(
+        tflms_sft.SegmentError, match="'scores', Dense.* does not run in tiles.*End the segment at an op"
+    ):
         trained([tflms_sft.SFT(segments=[spec], verbose=0)])
 
 
@@ -72,7 +74,7 @@ def test_segment_spec_stored_untileable_tensor_is_refused():
     model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     spec = tflms_sft.SegmentSpec("photo", "out", num_tiles=(2, 2), stored="compiled")
-    with pytest.raises(tflms_sft.SegmentError, match="`stored` names .*which do not run on tiles"):
+    with pytest.raises(tflms_sft.SegmentError, match="`stored` names .*which do not run in tiles"):
         model.fit(IMAGES[:, :20, :18], LABELS, verbose=0, callbacks=[tflms_sft.SFT(segments=[spec], verbose=0)])
 
 

@@ -303,13 +303,13 @@ def test_step_over_budget_twice_raises(measured_peaks):
     with pytest.raises(BudgetError, match="exceeds `memory_budget` although .* measured 720 KiB") as caught:
         model.fit(X, Y, batch_size=4, epochs=2, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)
     assert caught.value.smallest_bytes == 720 * 2**10 and is_plain(model)
-    told = "In a process that has trained before.* in more pieces: train in a fresh process, or .*`headroom=0.[0-9]+`"
+    told = "In a process that has trained before.* more fragmented: train in a fresh process, or .*`headroom=0.[0-9]+`"
     assert re.search(told, str(caught.value))
 
 
 def test_replanning_infeasible_raises_with_measured_ratio(measured_peaks):
     measured_peaks.append(7 * 2**20)
-    told = "An earlier plan was measured to take [0-9.]+ times .* more pieces: train in a fresh process; no plan is so"
+    told = "An earlier plan took [0-9.]+ times .* more fragmented: train in a fresh process; no plan is so"
     with pytest.raises(BudgetError, match=told):
         net().fit(X, Y, batch_size=4, epochs=2, callbacks=[MemoryBudget(BUDGET)], **SETTINGS)
 

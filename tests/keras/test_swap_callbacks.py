@@ -103,7 +103,7 @@ def test_swap_params_defaults_equal_tflms_table_2():
         ({"starting_op_names": ["functional"]}, "`starting_op_names` names nothing in the step"),
         ({"starting_scope": "fuctional"}, "`starting_scope` names nothing in the step. .* Nearest: 'functional"),
         ({"optimizer_scopes": "sgd"}, "`optimizer_scopes` names nothing in the step"),
-        ({"min_bytes": "1GiB"}, "Nothing is swapped: .* tensor.s. could be, .* `min_bytes` .1.00 GiB. leave none"),
+        ({"min_bytes": "1GiB"}, "Nothing is swapped: .* tensor.s. could be, .* `min_bytes` .1.00 GiB. exclude all"),
         ({"ctrld_strategy": "direct_order", "lb": 9000}, "could trigger its way back to .* Lower `lb` or raise `ub`"),
     ],
 )
@@ -131,7 +131,7 @@ def test_lms_full_directory_is_refused_before_first_step(tmp_path, monkeypatch):
 def test_lms_too_few_file_handles_are_refused_before_first_step(tmp_path, monkeypatch):
     opened = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr("resource.getrlimit", lambda which: (opened + 3, 10**6))
-    with pytest.raises(SwapError, match=f"each to a file of its own; this process may have {opened + 3} files open"):
+    with pytest.raises(SwapError, match=f"each to a file of its own. This process may have {opened + 3} files open"):
         net().fit(X, Y, callbacks=[swapping(tmp_path)], **SETTINGS)
     net().fit(X, Y, callbacks=[swapping(tmp_path, n_tensors=1)], **SETTINGS)
 
@@ -200,7 +200,7 @@ def test_lms_recurrent_layer_is_refused():
     x = layers.LSTM(4)(layers.Reshape((24, 72))(image))
     model = keras.Model(image, layers.Dense(3)(x))
     model.compile("sgd", "mse", jit_compile=False)
-    with pytest.raises(SwapError, match="what loops keep inside, such as recurrent layers, is not swapped"):
+    with pytest.raises(SwapError, match="ensors inside of loops, such as those of recurrent layers, are not swapped"):
         model.fit(X[:2], np.zeros((2, 3)), verbose=0, callbacks=[swapping(None)])
 
 

@@ -1,4 +1,4 @@
-"""Tiles, swaps or both for a budget, and `LMSParams.tuned`."""
+"""Test plans of tiles, swaps or both for a budget, and `LMSParams.tuned`."""
 
 import dataclasses
 import os
@@ -17,7 +17,7 @@ from rewriters.device import properties
 from rewriters.estimates.op_cost import DIRECT, NOMINAL
 from tflms_sft import AutoParams, BudgetError, LMSParams, MemoryBudget
 from tflms_sft._machine.memory_info import free_memory
-from tflms_sft._planner.budget_search import LESS, TOGETHER, BudgetPlan, FeasiblePlan, fragmentation_hint
+from tflms_sft._planner.budget_search import LESS, TILE_PEAK_FRACTIONS, BudgetPlan, FeasiblePlan, fragmentation_hint
 from tflms_sft._planner.swap_planner import NothingToSwapError
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 64, 64, 3)).astype("float32")
@@ -32,7 +32,7 @@ def tileable(x):
 
 
 def volumetric(x):
-    """Nothing of it is worth tiling: each layer turns the volume around."""
+    """Apply layers that flip the volume, so that tiles save nothing."""
     for _ in range(8):
         x = layers.ReLU()(keras.ops.flip(layers.Conv3D(8, (1, 3, 3), padding="same")(x), axis=1))
     return x
@@ -45,7 +45,7 @@ def normed_volumes(x):
 
 
 def mixed(x):
-    """Half of it can be tiled."""
+    """Apply layers of which half can be tiled."""
     x = tileable(x)
     for _ in range(4):
         x = layers.LayerNormalization(axis=1)(layers.Conv2D(16, 3, padding="same")(x))
@@ -78,14 +78,14 @@ def plan_for(body, part, **options):
     return tflms_sft.rewrite(step, AutoParams(budget, **options), data, LABELS[: len(data)]).plan, budget
 
 
-def test_a_step_that_fits_is_left_as_it_is():
+def test_budget_above_peak_leaves_step_unchanged():
     plan, _ = plan_for(tileable, 1.2)
     assert not plan.changed and not plan.swaps and not plan.notes
 
 
 @pytest.fixture
 def transfers(monkeypatch):
-    """Sets how fast tensors leave and come back, in bytes a second."""
+    """Return a function that sets the rate of swaps, in bytes per second."""
 
     def set_rate(copied):
         rates = dataclasses.replace(NOMINAL, copied=copied)
@@ -94,20 +94,20 @@ def transfers(monkeypatch):
     return set_rate
 
 
-def test_tiles_where_transfers_are_slow(transfers):
+def test_budget_with_slow_transfers_plans_tiles(transfers):
     transfers(1e7)
     plan, budget = plan_for(tileable, 0.6)
     assert plan.segments and not plan.swaps and 1 < plan.predicted.time_ratio < 1.5
     assert plan.predicted.peak_bytes <= 0.9 * budget
 
 
-def test_swaps_where_no_tiles_fit():
+def test_budget_where_no_tiles_fit_plans_swaps():
     plan, budget = plan_for(volumetric, 0.6)
     assert plan.swaps and not plan.segments and plan.predicted.peak_bytes <= 0.9 * budget
     assert "swaps, because no tiles fit" in plan.notes and "swaps, because no tiles fit" in plan.summary()
 
 
-def test_swaps_where_transfers_are_fast(transfers):
+def test_budget_with_fast_transfers_plans_swaps(transfers):
     transfers(1e12)
     plan, budget = plan_for(tileable, 0.8)
     assert plan.swaps and not plan.segments and plan.predicted.peak_bytes <= 0.9 * budget
@@ -116,17 +116,17 @@ def test_swaps_where_transfers_are_fast(transfers):
     assert plan.predicted.seconds == pytest.approx(plan.predicted.time_ratio * plan.original.seconds)
 
 
-def test_a_plan_that_has_nothing_to_swap_after_all_rules_out_no_other(transfers, monkeypatch):
-    asked = []
+def test_plan_without_swappable_tensors_falls_back_to_tiles(transfers, monkeypatch):
+    calls = []
 
     def swap(*arguments):
-        asked.append(arguments)
+        calls.append(arguments)
         raise NothingToSwapError("Nothing can be swapped.")
 
     transfers(1e12)
     monkeypatch.setattr("tflms_sft._rewrite.rewrite.apply_swaps", swap)
     plan, budget = plan_for(tileable, 0.8)
-    assert asked and plan.segments and not plan.swaps and plan.predicted.peak_bytes <= 0.9 * budget
+    assert calls and plan.segments and not plan.swaps and plan.predicted.peak_bytes <= 0.9 * budget
 
     monkeypatch.setattr(
         "tflms_sft._planner.budget_search._fitting", lambda *_: [FeasiblePlan(BudgetPlan([], [], LMSParams()), 1.0, 1)]
@@ -141,19 +141,19 @@ def test_a_plan_that_has_nothing_to_swap_after_all_rules_out_no_other(transfers,
 
 
 @pytest.mark.slow
-def test_both_where_that_is_faster(transfers, monkeypatch):
+def test_tiles_with_swaps_are_no_slower_than_either(transfers, monkeypatch):
     transfers(3e9)
-    monkeypatch.setattr("tflms_sft._planner.budget_search.MOST_ALONE", 1.0)
+    monkeypatch.setattr("tflms_sft._planner.budget_search.MAX_TIME_RATIO_ALONE", 1.0)
     times = {}
-    for together in ((), TOGETHER):
-        monkeypatch.setattr("tflms_sft._planner.budget_search.TOGETHER", together)
+    for together in ((), TILE_PEAK_FRACTIONS):
+        monkeypatch.setattr("tflms_sft._planner.budget_search.TILE_PEAK_FRACTIONS", together)
         plan, budget = plan_for(mixed, 0.6)
         times[bool(together)] = plan.predicted.time_ratio
         assert plan.predicted.peak_bytes <= 0.9 * budget
     assert times[True] <= times[False]
 
 
-def test_a_swap_is_timed_by_what_is_copied(transfers):
+def test_swapped_seconds_equal_copied_bytes_over_rate(transfers):
     transfers(1e9)
     plan, _ = plan_for(volumetric, 0.6)
     out = sum(swap.num_bytes for swap in plan.swaps)
@@ -161,8 +161,8 @@ def test_a_swap_is_timed_by_what_is_copied(transfers):
     assert plan.predicted.seconds == pytest.approx(plan.original.seconds + (out + back) / 1e9)
 
 
-def test_gradients_wait_for_one_another_in_a_swapped_step(monkeypatch):
-    """Plain, the two of a convolution share the cores while one of them unfolds."""
+def test_swapped_step_serialises_concurrent_gradients(monkeypatch):
+    """Compare with the original step, whose two gradients of a convolution share the cores while one unfolds."""
     gradients = dict.fromkeys(("Conv3DBackpropInputV2", "Conv3DBackpropFilterV2", DIRECT), 1e8)
     seconds = {}
     for threads in (1, 4):
@@ -177,7 +177,7 @@ def test_gradients_wait_for_one_another_in_a_swapped_step(monkeypatch):
 
 
 @pytest.mark.slow
-def test_both_where_neither_is_enough():
+def test_tiles_with_swaps_lower_the_smallest_budget():
     step = step_of(model_of(mixed))
     smallest = {}
     for name, swap in (("tiles", False), ("both", True)):
@@ -190,17 +190,17 @@ def test_both_where_neither_is_enough():
     assert any("because" in note for note in plan.notes)
 
 
-def test_no_swaps_if_they_are_not_wanted():
-    with pytest.raises(BudgetError, match="Left as they are"):
+def test_budget_without_swaps_raises_where_no_tiles_fit():
+    with pytest.raises(BudgetError, match="Not tiled: "):
         plan_for(volumetric, 0.6, swap=False)
 
 
-def test_a_larger_budget_swaps_less():
+def test_larger_budget_swaps_fewer_tensors():
     small, large = (plan_for(volumetric, part)[0] for part in (0.6, 0.85))
     assert 0 < len(large.swaps) < len(small.swaps)
 
 
-def test_what_may_be_swapped_is_obeyed(tmp_path):
+def test_budget_with_swap_params_obeys_them(tmp_path):
     swap = LMSParams(tier="disk", spill_dir=tmp_path, incl_types="Relu", min_bytes=0)
     plan, _ = plan_for(volumetric, 0.85, swap=swap)
     assert plan.swaps and all("Relu" in s.tensor or "re_lu" in s.tensor for s in plan.swaps)
@@ -213,7 +213,7 @@ def test_what_may_be_swapped_is_obeyed(tmp_path):
         AutoParams("1GiB", swap="disk")
 
 
-def test_names_are_checked_against_the_step_not_against_what_tiles_leave_of_it():
+def test_swap_params_names_of_original_ops_are_accepted_after_tiling():
     step = step_of(model_of(mixed))
     tiles = tflms_sft.SFTParams((2, 2), [tflms_sft.SegmentSpec("photo", "conv2d_3")])
     both = [tiles, LMSParams(excl_scopes="conv2d_1", min_bytes=0)]
@@ -225,8 +225,8 @@ def test_names_are_checked_against_the_step_not_against_what_tiles_leave_of_it()
 
 
 @pytest.mark.parametrize("net", ("normed", pytest.param("enlarged", marks=pytest.mark.slow)))
-def test_the_smallest_budget_that_is_told_is_met_and_so_is_any_above(net):
-    """Small tensors are swapped only under small budgets, and tiles are tried in steps: neither may leave a gap."""
+def test_smallest_budget_of_error_and_above_are_met(net):
+    """Try budgets where neither the limit of swapped tensors nor the steps between grids may leave a gap."""
 
     def body(x):
         x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
@@ -254,8 +254,8 @@ def test_the_smallest_budget_that_is_told_is_met_and_so_is_any_above(net):
 
 
 @pytest.mark.parametrize(("body", "part"), [(volumetric, 0.6), pytest.param(mixed, 0.5, marks=pytest.mark.slow)])
-def test_fit_under_a_budget_gives_the_same_training(body, part, capfd):
-    """Batches of 4, 4 and 1, in float32: TensorFlow pools no volumes in float64."""
+def test_fit_with_budget_equals_plain_training(body, part, capfd):
+    """Train on batches of 4, 4 and 1, in float32, as TensorFlow pools no volumes in float64."""
     data = np.concatenate([data_for(body)[:2]] * 5)[:9]
     labels = np.arange(9) % 2
     models = [model_of(body), model_of(body)]
@@ -270,7 +270,7 @@ def test_fit_under_a_budget_gives_the_same_training(body, part, capfd):
 
 
 @pytest.mark.parametrize("off", [1.12, 39 / 28, 2.0, 45.0])
-def test_the_headroom_that_an_error_names_makes_up_for_what_was_measured(off):
+def test_fragmentation_hint_headroom_covers_measured_ratio(off):
     (headroom,) = re.findall("`headroom=([0-9.]+)`", fragmentation_hint(off, 1000, int(1000 / off)))
     assert off * (1 - float(headroom)) <= 1 < off * (1 - float(headroom) + 0.02) and float(headroom) < 1
     assert "no plan is so small that more `headroom` would do" in fragmentation_hint(off, 1000, int(1000 / off) + 2)
@@ -280,13 +280,13 @@ def test_the_headroom_that_an_error_names_makes_up_for_what_was_measured(off):
 
 
 def larger_budgets(plan):
-    """What a plan's note tells: time over that of the plain step, by how much larger the budget is."""
+    """Return the time ratios of a plan's note, by the ratio of the budgets."""
     notes = [note for note in plan.notes if note.startswith("a larger budget is much faster: ")]
-    found = re.findall("(a quarter more|twice as much) (?:takes )?([0-9.]+)x", "".join(notes))
-    return {{"a quarter more": 1.25, "twice as much": 2}[words]: float(ratio) for words, ratio in found}
+    pairs = re.findall("(a quarter more|twice as much) (?:takes )?([0-9.]+)x", "".join(notes))
+    return {{"a quarter more": 1.25, "twice as much": 2}[words]: float(ratio) for words, ratio in pairs}
 
 
-def test_a_slow_plan_tells_what_larger_budgets_give():
+def test_slow_plan_notes_time_with_larger_budgets():
     image = x = keras.Input((24, 24, 3))
     for _ in range(3):
         x = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
@@ -298,17 +298,17 @@ def test_a_slow_plan_tells_what_larger_budgets_give():
         return tflms_sft.rewrite(step, AutoParams(int(factor * caught.value.smallest_bytes), swap=False), images).plan
 
     plan = planned(1.01)
-    told = larger_budgets(plan)
+    ratios = larger_budgets(plan)
     assert plan.predicted.time_ratio > 2 and "  a larger budget is much faster: a quarter more takes " in plan.summary()
-    for factor, ratio in told.items():
+    for factor, ratio in ratios.items():
         assert ratio < 0.91 * plan.predicted.time_ratio
         assert planned(1.01 * factor).predicted.time_ratio == pytest.approx(ratio, abs=0.01)
-    assert (2 in told) == (told[1.25] > 2)
+    assert (2 in ratios) == (ratios[1.25] > 2)
     fast = planned(3)
     assert fast.changed and fast.predicted.time_ratio < 2 and not larger_budgets(fast)
 
 
-def test_a_slow_plan_of_swaps_alone_tells_that_less_would_be_swapped(transfers):
+def test_slow_plan_of_swaps_notes_fewer_swaps_with_larger_budget(transfers):
     transfers(1e6)
     plan, _ = plan_for(volumetric, 0.48)
     assert plan.swaps and plan.predicted.time_ratio > 2 and LESS in plan.notes
@@ -317,10 +317,10 @@ def test_a_slow_plan_of_swaps_alone_tells_that_less_would_be_swapped(transfers):
 # Tuned --------------------------------------------------------------------------------------------------------
 
 
-def test_tuned_swaps_the_fewest_tensors_and_fetches_them_early():
+def test_tuned_swaps_fewest_tensors_with_longest_prefetch():
     step = step_of(model_of(normed_volumes))
     plain = tflms_sft.rewrite(step, AutoParams("8GiB"), VOLUMES, LABELS).plan.original.peak_bytes
-    found = {}
+    tuned = {}
     for part in (0.65, 0.75):
         budget = int(part * plain / 0.9)
         params = LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
@@ -328,29 +328,29 @@ def test_tuned_swaps_the_fewest_tensors_and_fetches_them_early():
         assert plan.predicted.peak_bytes <= 0.9 * budget and len(plan.swaps) == params.n_tensors
         fewer = LMSParams(tier="disk", min_bytes=0, n_tensors=params.n_tensors - 1)
         assert tflms_sft.rewrite(step, fewer, VOLUMES, LABELS).plan.predicted.peak_bytes > 0.9 * budget * 0.99
-        found[part] = params
-    assert found[0.75].n_tensors < found[0.65].n_tensors and found[0.75].lb > 1
+        tuned[part] = params
+    assert tuned[0.75].n_tensors < tuned[0.65].n_tensors and tuned[0.75].lb > 1
 
 
-def test_tuned_goes_by_what_is_measured(monkeypatch):
+def test_tuned_with_measured_peak_over_budget_swaps_more(monkeypatch):
     step = step_of(model_of(normed_volumes))
     plain = tflms_sft.rewrite(step, AutoParams("8GiB"), VOLUMES, LABELS).plan.original.peak_bytes
     budget = int(0.85 * plain / 0.9)
-    asked = []
+    counts = []
 
     def measured(step, params, arguments):
-        asked.append(params.n_tensors)
-        return budget + budget // 10 if len(asked) == 1 else budget
+        counts.append(params.n_tensors)
+        return budget + budget // 10 if len(counts) == 1 else budget
 
     monkeypatch.setattr("tflms_sft._rewrite.swap_tuning._measured", measured)
     params = LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
-    assert len(asked) == 2 and params.n_tensors == asked[1] > asked[0]
+    assert len(counts) == 2 and params.n_tensors == counts[1] > counts[0]
     monkeypatch.setattr("tflms_sft._rewrite.swap_tuning._measured", lambda *_: 2 * budget)
     with pytest.raises(BudgetError, match="too small for this step with swaps alone.*headroom of 10% included"):
         LMSParams.tuned(step, budget, VOLUMES, LABELS, tier="disk", min_bytes=0)
 
 
-def test_tuned_without_a_batch_or_room():
+def test_tuned_without_batch_or_memory_raises():
     step = step_of(model_of(normed_volumes))
     specs = tf.TensorSpec((None, 16, 16, 16, 2)), tf.TensorSpec((None,), tf.int64)
     with pytest.raises(tflms_sft.RewriteError, match="The batch size is unknown, and a budget needs one"):
@@ -365,7 +365,7 @@ def test_tuned_without_a_batch_or_room():
 # As much as there is -----------------------------------------------------------------------------------------
 
 
-def test_auto_is_what_is_free(monkeypatch):
+def test_auto_budget_equals_free_memory(monkeypatch):
     step = step_of(model_of(tileable))
     plain = tflms_sft.rewrite(step, AutoParams("8GiB"), IMAGES, LABELS[:2]).plan.original
     monkeypatch.setattr("tflms_sft._params.tile_params.free_device_memory", lambda: plain.peak_bytes // 2)
@@ -379,5 +379,5 @@ def test_auto_is_what_is_free(monkeypatch):
     assert callback.plan.memory_budget == plan.memory_budget
 
 
-def test_free_memory_is_less_than_there_is():
+def test_free_memory_is_below_physical_memory():
     assert 2**20 < free_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

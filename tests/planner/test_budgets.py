@@ -1,4 +1,4 @@
-"""What a budget is promised to do: on random networks, and on small ones against all plans there are."""
+"""Test the promises of a budget on random nets, and plans of small nets against all possible plans."""
 
 import collections
 import dataclasses
@@ -17,17 +17,17 @@ from rewriters.estimates.op_cost import DIRECT, NOMINAL
 from rewriters.tiling import ft_segments
 from tflms_sft import AutoParams
 from tflms_sft._planner import budget_search
-from tflms_sft._planner.chain_search import Chain
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.tile_search import TileSearch, built
+from tflms_sft._planner.tile_search import TrainingSearch, segment_plans
 from tflms_sft._planner.traced_step import analyse_step, predict, seconds_of
+from tflms_sft._planner.training_blocks import TrainingBlocks
 
 STEPS = 5
-"""Budgets that are tried of each network."""
+"""Number of budgets that are tried for each net."""
 
 
 def seconds(traced, choice):
-    """Predicted time, and peak, of what was chosen."""
+    """Return the predicted time and peak of a plan."""
     time = seconds_of(traced, choice.plans) if choice.plans else traced.seconds
     if choice.swaps is None:
         return time, predict(traced, choice.plans)[0].peak_bytes
@@ -36,7 +36,7 @@ def seconds(traced, choice):
 
 
 def ladder(traced, swap):
-    """Budgets from the smallest that is told up to what the plain step needs."""
+    """Return budgets from the smallest that an error names up to the peak of the original step."""
     plain = predict(traced, [])[0].peak_bytes
     with pytest.raises(BudgetError) as caught:
         next(budget_search.plans_within_budget(traced, AutoParams(1, 0.0, swap)))
@@ -46,15 +46,15 @@ def ladder(traced, swap):
 
 
 def check_budgets(traced, swap):
-    """Every budget from the smallest on is met, and a larger one is never slower."""
-    found = []
+    """Assert that every budget from the smallest on is met, and that a larger one is never slower."""
+    times = []
     for budget in ladder(traced, swap):
         time, peak = seconds(traced, next(budget_search.plans_within_budget(traced, AutoParams(budget, 0.0, swap))))
         assert peak <= budget
-        found.append(max(time, traced.seconds))
-    for smaller, larger in itertools.pairwise(found):
-        assert larger <= smaller * (1 + 1e-9), [time / traced.seconds for time in found]
-    return f"{len(set(found))} times"
+        times.append(max(time, traced.seconds))
+    for smaller, larger in itertools.pairwise(times):
+        assert larger <= smaller * (1 + 1e-9), [time / traced.seconds for time in times]
+    return f"{len(set(times))} times"
 
 
 TINY = dataclasses.replace(
@@ -63,28 +63,28 @@ TINY = dataclasses.replace(
     first_touch_min_bytes=2**14,
     unfolded={"Conv2DBackpropInput": 1e9, "Conv2DBackpropFilter": 2e9, "Conv3DBackpropFilterV2": 4e9, DIRECT: 1e8},
 )
-"""A machine on which more turns may be faster: what is large for it is what small networks make."""
+"""Rates of a machine on which more iterations may be faster: the tensors of small nets are large for it."""
 
 
 def network(model, optimizer, params, *, known_batch, linear=False, part=None):
-    """In the place of `fuzz.compare`."""
+    """Check the budgets of a random net; replaces `fuzz.compare`."""
     del params, part
     step = fuzz.step_for(model, optimizer, known_batch, linear)
     traced = analyse_step(step.concrete_fn, batch=3)
     if len(model.layers) % 3 == 0:
-        traced.go_by(TINY)
+        traced.use_rates(TINY)
     return check_budgets(traced, swap=len(model.layers) % 2 == 0)
 
 
 @pytest.mark.parametrize("number", [3, pytest.param(60, marks=pytest.mark.slow)])
-def test_a_larger_budget_is_never_slower_and_the_smallest_is_met(number):
+def test_random_nets_larger_budget_is_never_slower(number):
     outcomes = collections.Counter()
     fuzz.run(number, None, outcomes, shrink=False, check=network)
     assert outcomes.total() == number
 
 
 def normed(*, residual):
-    """A step with BatchNorm in training mode, as it is and with sums around each layer."""
+    """Return a step with BatchNorm in training mode, with or without residual connections."""
     image = x = keras.Input((64, 64, 3))
     for filters in (8, 8, 16, 16):
         y = layers.Conv2D(filters, 3, padding="same")(x)
@@ -106,23 +106,23 @@ def normed(*, residual):
         ),
     ],
 )
-def test_many_budgets_near_one_another_of_a_net_with_barriers(residual, number, rates, monkeypatch):
+def test_net_with_barriers_larger_budget_is_never_slower(residual, number, rates, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "STEPS", number)
     traced = normed(residual=residual)
-    traced.go_by(rates)
+    traced.use_rates(rates)
     check_budgets(traced, swap=False)
 
 
 @pytest.mark.parametrize("backward", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_many_budgets_near_one_another_where_more_tiles_may_be_faster(backward, monkeypatch):
+def test_net_faster_in_more_tiles_larger_budget_is_never_slower(backward, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "STEPS", 16)
     traced = (small if backward else forward)(8, 8, 8)
-    traced.go_by(TINY)
+    traced.use_rates(TINY)
     check_budgets(traced, swap=False)
 
 
 def few(*filters):
-    """A few convolutions, whose images are what matters."""
+    """Return a model of a few convolutions, whose images take most of its memory."""
     image = x = keras.Input((40, 24, 3))
     for number, channels in enumerate(filters):
         x = layers.Conv2D(channels, 3, padding="same", activation="relu", name=f"conv{number}")(x)
@@ -132,36 +132,38 @@ def few(*filters):
 
 
 def forward(*filters):
-    """A call of them."""
+    """Return an inference step of `few`."""
     model = few(*filters)
     call = tf.function(lambda images: model(images, training=False), input_signature=[tf.TensorSpec((1, 40, 24, 3))])
     return analyse_step(call.get_concrete_function())
 
 
 def small(*filters):
-    """A step of them."""
+    """Return a training step of `few`."""
     step = gradient_step(few(*filters), tf.TensorSpec((1, 40, 24, 3)))
     return analyse_step(step.get_concrete_function())
 
 
 def all_plans(traced):
-    """(peak, seconds) of every way to tile, or to leave, the stretches between cuts."""
+    """Yield peak and seconds of every combination of tiled and untiled stretches between cuts."""
     ((component,), _) = ft_segments.find_components(traced.analysis)
-    chain = Chain(traced, component)
+    chain = TrainingBlocks(traced, component)
 
     def ways(first):
         if first == chain.bounds[-1]:
             yield ()
         for last in chain.bounds[chain.bounds.index(first) + 1 :]:
-            options = [chain._plain_choice(first, last)]
-            for tiles in chain._tilings(first, last):
+            blocks = chain.options(first, last)
+            options = [blocks.untiled]
+            for tiles in blocks.tilings:
                 for grid in tiles._grids:
-                    options += [tiles._storing(tiles._choice(grid), n) for n in range(len(tiles._stored) + 1)]
-            for rest, option in itertools.product(list(ways(last)), options):
-                yield (option, *rest)
+                    counts = range(len(tiles._candidates) + 1)
+                    options += [tiles._with_checkpoints(tiles._choice(grid), n) for n in counts]
+            for later, option in itertools.product(list(ways(last)), options):
+                yield (option, *later)
 
     for choices in ways(chain.bounds[0]):
-        plans = built(traced, [(chain, choice) for choice in choices if choice.grid is not None])
+        plans = segment_plans(traced, [(component, choice) for choice in choices if choice.grid is not None])
         yield predict(traced, plans)[0].peak_bytes, seconds_of(traced, plans)
 
 
@@ -173,7 +175,7 @@ def all_plans(traced):
         pytest.param((8, 8, 8), (0.1, 0.2, 0.3, 0.6, 0.9), marks=pytest.mark.slow),
     ],
 )
-def test_no_plan_is_much_better_than_the_one_that_is_found(filters, parts):
+def test_training_search_is_near_the_best_of_all_plans(filters, parts):
     traced = small(*filters)
     plans = list(all_plans(traced))
     least, plain = min(peak for peak, _ in plans), predict(traced, [])[0].peak_bytes
@@ -181,6 +183,6 @@ def test_no_plan_is_much_better_than_the_one_that_is_found(filters, parts):
     for part in parts:
         limit = int((least + part * (plain - least)) * 1.03) + 1  # A rung of the ladder.
         best = min(time for peak, time in plans if peak <= limit)
-        candidate = TileSearch(traced).cheapest(limit)
+        candidate = TrainingSearch(traced).cheapest(limit)
         assert candidate is not None and candidate.peak.peak_bytes <= limit
         assert candidate.time_ratio * traced.seconds <= 1.1 * best, part

@@ -1,4 +1,4 @@
-"""The search for a plan within a budget: grids, and what it prefers."""
+"""Test the search for tiles within a budget: grids, paths through blocks, and preferences."""
 
 import dataclasses
 import gc
@@ -22,10 +22,11 @@ from rewriters.tiling import ft_segments
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft import AutoParams
 from tflms_sft._planner.barrier_search import Barriers
-from tflms_sft._planner.chain_search import Chain, backward_positions
+from tflms_sft._planner.block_search import fastest_path
 from tflms_sft._planner.tile_grids import auto_grids, fewest
-from tflms_sft._planner.tile_search import TileSearch
-from tflms_sft._planner.traced_step import MOST_OUTLINES, analyse_step, predict
+from tflms_sft._planner.tile_search import TrainingSearch
+from tflms_sft._planner.traced_step import MAX_SKELETONS, analyse_step, predict
+from tflms_sft._planner.training_blocks import TrainingBlocks, backward_positions
 
 
 def step_of(height, width, depth=3, filters=8, batch=1, pooled=True):
@@ -45,7 +46,7 @@ def segment_of(height, width):
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (256, 64), (64, 40), (8, 8), (800, 8)])
-def test_grids_grow_from_one_tile_and_keep_tiles_square(shape):
+def test_auto_grids_grow_from_one_tile_and_keep_tiles_square(shape):
     grids = [grid.spatial for grid in auto_grids(*segment_of(*shape), 1)]
     rows, columns = shape[0] // 8, shape[1] // 8  # The exit, after three pools.
     assert grids[0] == (1, 1)
@@ -58,7 +59,7 @@ def test_grids_grow_from_one_tile_and_keep_tiles_square(shape):
 
 
 @pytest.mark.parametrize("batch", [2, 7, 100])
-def test_the_batch_is_split_before_the_image(batch):
+def test_auto_grids_split_batch_before_image(batch):
     grids = auto_grids(*segment_of(64, 64), batch)
     images = [grid.batch for grid in grids]
     assert images == sorted(images) and images[0] == 1 and images[-1] == batch
@@ -68,13 +69,13 @@ def test_the_batch_is_split_before_the_image(batch):
 
 
 @pytest.mark.parametrize("first", [0, 1, 4, 5])
-def test_the_fewest_that_fit(first):
+def test_fewest_returns_first_fitting_grid(first):
     grids = [Grid(1, (count, 1)) for count in range(1, 6)]
-    found = fewest(grids, lambda grid: grid.num_tiles > first)
-    assert found == (grids[first] if first < 5 else None)
+    grid = fewest(grids, lambda grid: grid.num_tiles > first)
+    assert grid == (grids[first] if first < 5 else None)
 
 
-def test_a_long_image_is_cut_along_its_long_side_first():
+def test_budget_splits_long_side_of_image_first():
     step = step_of(512, 32)
     images = np.zeros((1, 512, 32, 3), "float32")
     plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
@@ -83,12 +84,12 @@ def test_a_long_image_is_cut_along_its_long_side_first():
     assert rows > columns
 
 
-def test_backward_ops_belong_to_the_blocks_they_go_back_through():
+def test_backward_positions_lie_behind_their_forward_ops():
     analysis, _ = segment_of(64, 64)
     (component,), _ = ft_segments.find_components(analysis)
-    found = backward_positions(analysis, component)
+    positions = backward_positions(analysis, component)
     forward = [index for index, node in enumerate(component.nodes) if node.op == "Conv2D"]
-    filters = [found[node] for node in analysis.order if node.op == "Conv2DBackpropFilter"]
+    filters = [positions[node] for node in analysis.order if node.op == "Conv2DBackpropFilter"]
     assert len(filters) == len(forward) == 6
     # Behind their convolution and before the next one, though what they read lies before it.
     for position, here, following in zip(sorted(filters), forward, [*forward[1:], len(component.nodes)], strict=True):
@@ -98,16 +99,16 @@ def test_backward_ops_belong_to_the_blocks_they_go_back_through():
 def chain_of(height, width, depth):
     traced = analyse_step(step_of(height, width, depth).get_concrete_function(tf.TensorSpec((1, height, width, 3))))
     ((component,), _) = ft_segments.find_components(traced.analysis)
-    return Chain(traced, component)
+    return TrainingBlocks(traced, component)
 
 
-def test_the_fewest_tiles_that_fit_are_found():
-    """More rows save more borders, so that many may not fit where fewer do."""
+def test_segment_tilings_fitting_returns_fewest_tiles():
+    """Compare with all grids; with more rows more borders are saved, so that many may not fit where fewer do."""
     chain, rising = chain_of(128, 16, 2), 0
     for first, last in itertools.combinations(chain.bounds, 2):
-        for tiles in chain._tilings(first, last):
+        for tiles in chain.options(first, last).tilings:
             choices = [tiles._choice(grid) for grid in tiles._grids]
-            totals = [choice.waits + choice.needs for choice in choices]
+            totals = [choice.saved_bytes + choice.working_bytes for choice in choices]
             rising += min(totals) < totals[-1]
             for budget in {near for total in totals for near in (total, total - 1)}:
                 want = next((choice for choice, total in zip(choices, totals, strict=True) if total <= budget), None)
@@ -116,36 +117,36 @@ def test_the_fewest_tiles_that_fit_are_found():
 
 
 def cheapest_of_all(chain, budget):
-    """Costs of the cheapest way from each cut to the end, over what waits; every way is looked at."""
+    """Return the time of the fastest path, found by looking at every path."""
 
     def cost(first, left):
         if first == chain.bounds[-1]:
             return 0.0
-        found = []
+        times = []
         for last in chain.bounds[chain.bounds.index(first) + 1 :]:
-            plain = chain._plain_choice(first, last)
-            tiled = (choice for tiles in chain._tilings(first, last) for choice in tiles.fitting(left))
-            options = [choice for choice in (plain, *tiled) if choice.waits + choice.needs <= left]
-            found += [choice.cost + cost(last, left - choice.waits) for choice in options]
-        return min(found, default=math.inf)
+            blocks = chain.options(first, last)
+            tiled = (choice for tilings in blocks.tilings for choice in tilings.fitting(left))
+            options = [choice for choice in (blocks.untiled, *tiled) if choice.fits(left)]
+            times += [choice.seconds + cost(last, left - choice.saved_bytes) for choice in options]
+        return min(times, default=math.inf)
 
     return cost(chain.bounds[0], budget)
 
 
-def test_no_path_is_cheaper_than_the_one_that_is_found():
+def test_fastest_path_equals_exhaustive_search():
     chain = chain_of(64, 64, 2)
-    whole = chain._plain_choice(chain.bounds[0], chain.bounds[-1])
+    whole = chain.options(chain.bounds[0], chain.bounds[-1]).untiled
     costs = []
     for part in (1.2, 0.9, 0.7, 0.5, 0.4, 0.3):
-        budget = int(part * (whole.waits + whole.needs))
-        path = chain.cheapest(budget)
-        costs.append(math.inf if path is None else path.cost)
+        budget = int(part * (whole.saved_bytes + whole.working_bytes))
+        path = fastest_path(chain, budget)
+        costs.append(math.inf if path is None else path.seconds)
         assert costs[-1] == pytest.approx(cheapest_of_all(chain, budget), rel=1e-12)
-    assert costs[0] <= whole.cost and costs == sorted(costs) and len(set(costs)) > 3
+    assert costs[0] <= whole.seconds and costs == sorted(costs) and len(set(costs)) > 3
 
 
-def test_pixels_that_were_made_images_are_not_stored():
-    """A dilated convolution reads such. Those of the images of a turn do not lie together."""
+def test_space_to_batch_tensors_are_not_checkpointed():
+    """Space-to-batch folding of dilated convolutions scatters the images of an iteration."""
     image = x = keras.Input((48, 40, 3))
     for _ in range(4):
         x = layers.Conv2D(8, 3, dilation_rate=2, padding="same", activation="silu")(x)
@@ -163,19 +164,19 @@ def test_pixels_that_were_made_images_are_not_stored():
     assert stored
 
 
-def test_a_search_keeps_the_loops_of_its_plan_only():
-    """What a step of training has left is also what planning it leaves behind in memory."""
+def test_training_search_keeps_loops_of_its_plan_only():
+    """Loops of rejected plans would stay in memory during training."""
     traced = analyse_step(step_of(128, 128).get_concrete_function(tf.TensorSpec((1, 128, 128, 3))))
     gc.collect()
-    before = {id(found) for found in gc.get_objects() if isinstance(found, TileLoop)}
-    search = TileSearch(traced)
+    before = {id(one) for one in gc.get_objects() if isinstance(one, TileLoop)}
+    search = TrainingSearch(traced)
     plan = search.cheapest(predict(traced, [])[0].peak_bytes // 2)
     gc.collect()
-    kept = [found for found in gc.get_objects() if isinstance(found, TileLoop) and id(found) not in before]
-    assert plan.plans and len(kept) == sum(len(segment.loops) for segment in plan.plans)
+    loops = [one for one in gc.get_objects() if isinstance(one, TileLoop) and id(one) not in before]
+    assert plan.plans and len(loops) == sum(len(segment.loops) for segment in plan.plans)
 
 
-def test_a_smaller_budget_takes_more_work_and_is_kept():
+def test_smaller_budget_is_met_and_slower():
     step = step_of(128, 128)
     images = np.zeros((1, 128, 128, 3), "float32")
     plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
@@ -185,7 +186,7 @@ def test_a_smaller_budget_takes_more_work_and_is_kept():
     assert 1 <= ratios[0] < ratios[1] < ratios[2]
 
 
-def test_the_forward_loop_has_no_more_tiles_than_the_backward_loop():
+def test_forward_loop_has_at_most_tiles_of_backward_loop():
     step = step_of(128, 128)
     images = np.zeros((1, 128, 128, 3), "float32")
     plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
@@ -195,7 +196,7 @@ def test_the_forward_loop_has_no_more_tiles_than_the_backward_loop():
     assert any(forward < backward for forward, backward in tiles)
 
 
-def test_batches_are_split_before_images():
+def test_budget_splits_batch_before_image():
     step = step_of(64, 64, batch=8)
     images = np.zeros((8, 64, 64, 3), "float32")
     plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
@@ -209,7 +210,7 @@ def test_batches_are_split_before_images():
 @pytest.mark.parametrize(
     ("size", "batch", "depth"), [(64, 1, 3), pytest.param(64, 8, 3, marks=pytest.mark.slow), (33, 3, 1)]
 )
-def test_the_smallest_budget_is_below_the_plain_step_and_can_be_met(size, batch, depth):
+def test_smallest_budget_is_below_original_peak_and_met(size, batch, depth):
     step = step_of(size, size, depth, batch=batch)
     images = np.zeros((batch, size, size, 3), "float32")
     plain = tflms_sft.rewrite(step, AutoParams("1GiB"), images).plan.original.peak_bytes
@@ -223,28 +224,28 @@ def test_the_smallest_budget_is_below_the_plain_step_and_can_be_met(size, batch,
     assert 0.9 * smallest < caught.value.smallest_bytes <= smallest
 
 
-def test_loops_in_other_tiles_are_predicted_by_the_schedule_of_the_same_outline():
-    """What a search has found before does not change what it predicts."""
+def test_predict_with_cached_skeleton_equals_fresh_one():
+    """Compare the prediction with that of a step without cached skeletons."""
     traced = analyse_step(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
     barriers = Barriers(traced)
     segments = [barriers.segment("segment1", way) for family in barriers.families for way in family]
-    kept = []
+    counts = []
     for segment in (segments[0], segments[-1]):
         for halo, grid in ((h, Grid(1, (n, 1))) for h in Halo for n in (1, 2, 3, 6)):
             plan = plan_segment(traced.analysis, segment, grid, Grid(1, (2 * grid.spatial[0], 1)), halo)
-            found = predict(traced, [plan])
-            assert found == predict(dataclasses.replace(traced), [plan])
-            kept.append(len(traced.outlines))
-    assert kept == [1] * 8 + [2] * 8, "one for each way to have what the backward phase needs"
+            prediction = predict(traced, [plan])
+            assert prediction == predict(dataclasses.replace(traced), [plan])
+            counts.append(len(traced.skeletons))
+    assert counts == [1] * 8 + [2] * 8, "one for each set of checkpoints"
 
 
-def test_few_outlines_are_kept():
+def test_predict_caches_limited_number_of_skeletons():
     traced = analyse_step(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
     barriers = Barriers(traced)
-    for _ in range(MOST_OUTLINES + 2):
+    for _ in range(MAX_SKELETONS + 2):
         segment = barriers.segment("segment1", barriers.fewest)
         predict(traced, [plan_segment(traced.analysis, segment, Grid(1, (2, 1)))])
-    assert len(traced.outlines) == MOST_OUTLINES
+    assert len(traced.skeletons) == MAX_SKELETONS
 
 
 def equal_blocks():
@@ -252,15 +253,15 @@ def equal_blocks():
     return step, analyse_step(step.get_concrete_function(tf.TensorSpec((1, 48, 48, 3))))
 
 
-def test_a_chain_of_equal_blocks_is_cut_between_them():
-    (found,) = TileSearch(equal_blocks()[1])._chains
-    inner = [b - a for a, b in itertools.pairwise(found.bounds[1:-2])]
+def test_bounds_of_equal_blocks_have_equal_distance():
+    (chain,) = TrainingSearch(equal_blocks()[1])._chains
+    inner = [b - a for a, b in itertools.pairwise(chain.bounds[1:-2])]
     assert len(inner) > 3 and len(set(inner[:-1])) == 1, "as many blocks each, so that one is planned for all"
 
 
-def test_checkpoints_in_a_chain_of_equal_blocks():
+def test_training_search_of_equal_blocks_keeps_several_checkpoints():
     (step, traced), images = equal_blocks(), np.random.default_rng(0).normal(size=(1, 48, 48, 3))
-    search = TileSearch(traced)
+    search = TrainingSearch(traced)
     limit = traced.fixed_bytes + (traced.plain.peak.peak_bytes - traced.fixed_bytes) * 2 // 5
     plan = search.cheapest(limit)
     assert plan is not None and len(plan.plans) > 2, "a checkpoint here and there is enough"
@@ -269,14 +270,14 @@ def test_checkpoints_in_a_chain_of_equal_blocks():
     assert same and len(same.plan.segments) > 2, same.summary()
 
 
-@pytest.mark.parametrize("taken", [lambda rows: 10**9, lambda rows: 10**9 + rows * 10**8])
-def test_tiles_that_save_nothing_are_not_taken(taken, monkeypatch):
-    """Where kernels take more for themselves than anything that is cut into tiles."""
+@pytest.mark.parametrize("scratch_bytes", [lambda rows: 10**9, lambda rows: 10**9 + rows * 10**8])
+def test_default_tiles_are_few_where_more_save_nothing(scratch_bytes, monkeypatch):
+    """Assume kernels whose scratch memory exceeds all tensors that tiles split."""
 
     def scratch(tile_loop, batch):
-        return taken(64 // math.prod(tile_loop.grid.spatial))
+        return scratch_bytes(64 // math.prod(tile_loop.grid.spatial))
 
     monkeypatch.setattr("tflms_sft._planner.requested_tiles.iteration_peak_bytes", scratch)
     plan = tflms_sft.rewrite(step_of(32, 32, 1), tflms_sft.SFTParams(), tf.TensorSpec((1, 32, 32, 3))).plan
     tiles = {math.prod(segment.num_tiles[-2:]) for segment in plan.segments}
-    assert tiles <= ({1} if taken(64) == taken(1) else set(range(32, 64)))
+    assert tiles <= ({1} if scratch_bytes(64) == scratch_bytes(1) else set(range(32, 64)))

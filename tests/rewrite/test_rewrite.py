@@ -398,7 +398,7 @@ def test_auto_params_headroom_stays_free(headroom):
 
 
 def test_budget_error_names_untileable_layers():
-    with pytest.raises(BudgetError, match=r"Left as they are: layer 'norm' \(LayerNormalization\)"):
+    with pytest.raises(BudgetError, match=r"Not tiled: layer 'norm' \(LayerNormalization\)"):
         tflms_sft.rewrite(gradients(net(normed_body)), AutoParams("1kB"), *BATCH)
 
 
@@ -476,7 +476,7 @@ def test_segment_spec_stored_tensors_are_saved():
 @pytest.mark.parametrize("name", ["photo", "head"])
 def test_segment_spec_stored_outside_segment_is_refused(name):
     spec = SegmentSpec("photo", "pool", stored=("one", name))
-    with pytest.raises(SegmentError, match=rf"`stored` names \['{name}'\], which the segment does not make"):
+    with pytest.raises(SegmentError, match=rf"`stored` names \['{name}'\], which the segment does not compute"):
         tflms_sft.rewrite(gradients(), segments(spec), *BATCH)
 
 

@@ -98,7 +98,7 @@ class PlannableStep:
             UsageError: For parameters that do not fit the model.
         """
         try:
-            self.traced.go_by(machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: "))))
+            self.traced.use_rates(machine_rates(lambda line: progress.say(line.removeprefix("tflms-sft: "))))
             with collector_paused():
                 return rewrite_traced(self.traced, parse_request(params), advise)[1]
         except ValueError as error:  # For example tiles along axes that the images lack.

@@ -433,7 +433,7 @@ class StepPatch:
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as stopwatch:
             mode = CanonicalMode.EXACT if self._params.tiles is None else CanonicalMode.TILING
             analysed = analyse_step(traced, record, shape[0] if shape else None, mode)
-            analysed.go_by(self._rates())
+            analysed.use_rates(self._rates())
             analysed.correction = self._corrections.get(self._correction_key, 1.0)
             analysed.variables += self._untouched_variable_bytes(traced)
             importer, plan = rewrite_traced(analysed, self._params)

@@ -196,8 +196,8 @@ def plan_of(planned: Planned) -> Plan:
     traces, traced, schedule = planned.traces, planned.traced, planned.schedule
     one = schedule.micro_batches == 1
     whole = traced if one else analyse_step(traces.whole, None, traces.batch, CanonicalMode.EXACT)
-    whole.go_by(kept_rates())
-    traced.go_by(kept_rates())
+    whole.use_rates(kept_rates())
+    traced.use_rates(kept_rates())
     stages = [_Stage(planned, number) for number in range(planned.stages.count)]
     held = _held(planned)
     told = tuple(_described(planned, number, stage, held[number]) for number, stage in enumerate(stages))

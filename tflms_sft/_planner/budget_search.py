@@ -1,12 +1,11 @@
-"""How a memory budget is met: tiles, swaps, or both, whichever is predicted to be fastest.
+"""Plans within a memory budget: tiles, swaps, or both, whichever is predicted to be fastest.
 
-A step that fits as it is is left as it is. Otherwise the candidates are tiles alone, swaps
-alone, and, where none of these fits or all would take more than `MOST_ALONE` times as
-long, tiles together with swaps of what they leave. If nothing fits, what needs least is
-tried, small tensors swapped too.
+A step that fits is not rewritten. Otherwise the candidates are tiles alone and swaps alone. Where neither fits, or both
+take more than `MAX_TIME_RATIO_ALONE` times as long as the original step, tiles together with swaps are candidates, too.
+If nothing fits, the plan that needs least is tried, with small tensors swapped as well.
 
-Each of these finds with a larger budget nothing that is slower, and so does the fastest of
-them; no plan counts as faster than the step as it was.
+With a larger budget no candidate gets slower, and so neither does the fastest of them. No plan counts as faster than
+the original step.
 """
 
 from __future__ import annotations
@@ -24,153 +23,151 @@ from rewriters.tiling.ft_segments import SkippedOps
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.barrier_search import Barriers, BarrierSearch
-from tflms_sft._planner.inference_search import ForwardSearch
 from tflms_sft._planner.swap_search import SwapSearch
-from tflms_sft._planner.tile_search import TileSearch
+from tflms_sft._planner.tile_search import InferenceSearch, TrainingSearch
 from tflms_sft._planner.traced_step import Candidate, TracedStep, at_peak, unsupported_layers
 from tflms_sft._report.summary import transient_memory
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import shortened
 
-MOST_ALONE = 1.5
-"""Time, over that of the plain step, above which tiles and swaps together are tried."""
+MAX_TIME_RATIO_ALONE = 1.5
+"""Time, over that of the original step, above which tiles and swaps together are tried."""
 
-TOGETHER = (0.7, 0.5, 0.35, 0.25, 0.17, 0.12)
-"""Parts of the plain step's peak that tiles alone may need, swaps taking the rest: from few tiles to many."""
+TILE_PEAK_FRACTIONS = (0.7, 0.5, 0.35, 0.25, 0.17, 0.12)
+"""Fractions of the original step's peak that tiles leave for swaps to reduce further: from few tiles to many."""
 
 SMALLEST_SWAP, LARGEST_SWAP = 2**16, 2**20
-"""Tensors below are never worth a transfer; above always."""
+"""Limits of `min_bytes`: smaller tensors are never worth a transfer, larger ones always."""
 
-SLOW = 2.0
-"""Time, over that of the plain step, above which a plan says what larger budgets would give."""
+SLOW_TIME_RATIO = 2.0
+"""Time, over that of the original step, above which a plan notes the time with larger budgets."""
 
-MORE = ((1.25, "a quarter more"), (2.0, "twice as much"))
-"""Those budgets, over the one that is given; the second only if the step is slow with the first as well."""
+LARGER_BUDGETS = ((1.25, "a quarter more"), (2.0, "twice as much"))
+"""Ratios of larger budgets to the given one, with names; the next if the step is slow with the one before."""
 
-FASTER_BY = 0.9
-"""Time, over that of the plan for less memory, that is worth to be told."""
+MAX_NOTED_TIME_RATIO = 0.9
+"""Time with a larger budget, over that of the plan, that is worth a note."""
 
-MOST_NAMES = 6
+MAX_NAMES = 6
 """Layers after which the list in an error is cut short."""
 
 
 BOTH = "tiles and swaps, because neither fit alone"
 LESS = "a larger budget is faster: less is swapped"
 FASTER = "tiles and swaps, because either alone would take longer"
-NO_SWAPS = "nothing is swapped: without a backward phase nothing waits for one"
+NO_SWAPS = "nothing is swapped: without a backward pass no tensor is saved for one"
 
 
-class TilingSearch(Protocol):
-    """Finds tiles.
+class TileSearch(Protocol):
+    """A search for tile plans of one step.
 
     Attributes:
-        left: What cannot be tiled.
+        left: Ops that cannot be tiled, with reasons.
     """
 
     left: list[SkippedOps]
 
     @property
     def smallest(self) -> Candidate:
-        """The plan with the lowest peak that is found."""
+        """Plan with the lowest peak found."""
 
     def cheapest(self, limit: int) -> Candidate | None:
-        """The plan with the least work found whose step stays below `limit` bytes."""
+        """Return the fastest plan found whose step stays within `limit` bytes."""
 
     def proposed(self, target: int) -> Candidate | None:
-        """What is proposed for a target, whether its step meets it or not."""
+        """Return the plan for a target, whether its step meets it or not."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BudgetPlan:
-    """What to do with a step.
+    """Tiles and swaps of a step.
 
     Attributes:
         plans: Segments to tile.
-        left: What cannot be tiled.
-        swaps: What to swap then, if anything.
-        why: The part of the rule that applied.
-        more: What larger budgets would give, if it is slow.
+        left: Ops that cannot be tiled, with reasons.
+        swaps: Tensors to swap in the tiled step, if any.
+        why: Reason for this kind of plan, as a note.
+        advice: Note of the time with larger budgets, if the step is slow.
     """
 
     plans: list[SegmentPlan]
     left: list[SkippedOps]
     swaps: SwapParams | None = None
     why: str = ""
-    more: str = ""
+    advice: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class FeasiblePlan:
-    """A choice that fits.
+    """A plan that fits.
 
     Attributes:
-        choice: What to do.
+        plan: Tiles and swaps.
         seconds: Time of the step.
-        peak_bytes: Its peak.
+        peak_bytes: Peak of the step.
     """
 
-    choice: BudgetPlan
+    plan: BudgetPlan
     seconds: float
     peak_bytes: int
 
 
 def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = False) -> Iterator[BudgetPlan]:
-    """What fits, the fastest first: there are others if that cannot be carried out.
+    """Yield the plans that fit, the fastest first; the next one is for a caller who cannot carry out the one before.
 
-    Tiles with swaps are weighed by an outline of the tiled graph, which may have tensors to swap where the graph itself
-    has none.
+    That happens with tiles and swaps: they are weighed by a skeleton of the tiled graph, which may have tensors to
+    swap where the graph itself has none.
 
     Args:
         traced: A step.
         params: The budget.
-        advise: Whether to look, for one that is slow, for what larger budgets would give.
+        advise: Whether to note for a slow plan the time with larger budgets.
 
     Raises:
-        BudgetError: After the last one; it names the smallest budget that can be met and what takes most then.
+        BudgetError: After the last plan, with the smallest budget that can be met and the largest tensor then.
     """
     why = ""
     if not traced.analysis.backward:
         why = NO_SWAPS if isinstance(params.swap, SwapParams) else ""
         params = dataclasses.replace(params, swap=False)
     search = _search(traced)
-    for found in itertools.chain(_fitting(traced, search, params), _least(traced, search, params)):
-        more = _larger_budgets(traced, search, params, found) if advise else ""
-        yield dataclasses.replace(found.choice, why=found.choice.why or why, more=more)
-        if found.choice.swaps is not None:  # There is nothing to swap after all.
+    for feasible in itertools.chain(_fitting(traced, search, params), _least(traced, search, params)):
+        advice = _larger_budgets(traced, search, params, feasible) if advise else ""
+        yield dataclasses.replace(feasible.plan, why=feasible.plan.why or why, advice=advice)
+        if feasible.plan.swaps is not None:  # The graph has nothing to swap after all.
             params = dataclasses.replace(params, swap=False)
     raise _too_small(traced, params, search)
 
 
-def _larger_budgets(traced: TracedStep, search: TilingSearch, params: AutoParams, option: FeasiblePlan) -> str:
-    """How long a step would take at most with more memory; empty if it is not slow, or would be as slow.
+def _larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, option: FeasiblePlan) -> str:
+    """Return a note of the time with more memory; empty if the step is not slow, or would be as slow.
 
-    Near the smallest budget that can be met a little more memory is worth much. Tiles alone are looked for, of which
-    the search has made most already: swaps would take several times as long to find, and are taken where they are
-    faster.
+    Near the smallest budget that can be met a little more memory saves much time. The note is an upper bound: it
+    considers tiles alone, which the search has mostly planned already, while swaps take several times as long to plan.
     """
-    told: list[str] = []
+    texts: list[str] = []
     seconds = option.seconds
-    for factor, words in MORE:
-        if seconds <= SLOW * traced.seconds:
+    for factor, words in LARGER_BUDGETS:
+        if seconds <= SLOW_TIME_RATIO * traced.seconds:
             break
         limit = limit_of(traced, dataclasses.replace(params, memory_budget=int(factor * params.memory_budget)))
         tiles = traced.plain if traced.plain.peak.peak_bytes <= limit else search.cheapest(limit)
-        if tiles is not None and tiles.time_ratio * traced.seconds <= FASTER_BY * seconds:
+        if tiles is not None and tiles.time_ratio * traced.seconds <= MAX_NOTED_TIME_RATIO * seconds:
             seconds = max(tiles.time_ratio, 1.0) * traced.seconds
             ratio = f"{seconds / traced.seconds:.2f}x"
-            told.append(f"{words} {ratio}" if told else f"{words} takes {ratio} the time or less")
-    if told:
-        return f"a larger budget is much faster: {', '.join(told)}"
-    return LESS if seconds > SLOW * traced.seconds and option.choice.swaps is not None else ""
+            texts.append(f"{words} {ratio}" if texts else f"{words} takes {ratio} the time or less")
+    if texts:
+        return f"a larger budget is much faster: {', '.join(texts)}"
+    return LESS if seconds > SLOW_TIME_RATIO * traced.seconds and option.plan.swaps is not None else ""
 
 
 def limit_of(traced: TracedStep, params: AutoParams) -> int:
-    """Most that a predicted peak may be."""
+    """Return the largest predicted peak, in bytes, that a budget allows."""
     return int(params.memory_budget * (1 - params.headroom) / traced.correction)
 
 
-def _fitting(traced: TracedStep, search: TilingSearch, params: AutoParams) -> list[FeasiblePlan]:
-    """What fits of the step as it is, tiles, swaps, and both, the fastest first."""
+def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams) -> list[FeasiblePlan]:
+    """Return the plans that fit of the original step, tiles, swaps, and both, the fastest first."""
     limit, plain = limit_of(traced, params), traced.plain.peak.peak_bytes
     if plain <= limit:
         return [FeasiblePlan(BudgetPlan([], search.left), traced.seconds, plain)]
@@ -184,131 +181,134 @@ def _fitting(traced: TracedStep, search: TilingSearch, params: AutoParams) -> li
     return sorted(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes))
 
 
-def _search(traced: TracedStep) -> TilingSearch:
-    """What finds tiles for a step."""
+def _search(traced: TracedStep) -> TileSearch:
+    """Return the search for tile plans of a step."""
     if not traced.analysis.backward:
-        return ForwardSearch(traced)
+        return InferenceSearch(traced)
     barriers = Barriers(traced)
-    return BarrierSearch(traced, barriers) if barriers.present else TileSearch(traced)
+    return BarrierSearch(traced, barriers) if barriers.present else TrainingSearch(traced)
 
 
 def swaps_within(params: AutoParams, least: bool = False) -> SwapParams:
-    """What may be swapped for a budget: small tensors only if it is small, or where the `least` memory is wanted."""
+    """Return the swaps that a budget allows: of small tensors only if it is small, or if `least` memory is wanted."""
     if isinstance(params.swap, SwapParams):
         return params.swap
-    smallest = SMALLEST_SWAP if least else max(SMALLEST_SWAP, min(LARGEST_SWAP, params.memory_budget // 256))
-    return SwapParams(ctrld_strategy="direct_order", fuse_swapins=True, max_in_flight=1, min_bytes=smallest)
+    min_bytes = SMALLEST_SWAP if least else max(SMALLEST_SWAP, min(LARGEST_SWAP, params.memory_budget // 256))
+    return SwapParams(ctrld_strategy="direct_order", fuse_swapins=True, max_in_flight=1, min_bytes=min_bytes)
 
 
 def _swapped(
-    traced: TracedStep, search: TilingSearch, wanted: SwapParams, tiles: Candidate | None, plain: int, limit: int
+    traced: TracedStep, search: TileSearch, swap: SwapParams, tiles: Candidate | None, plain: int, limit: int
 ) -> list[FeasiblePlan]:
-    """Swaps alone, and with tiles if they are worth trying."""
+    """Return plans with swaps alone, and with tiles where these may be faster."""
     tiled = math.inf if tiles is None else max(tiles.time_ratio, 1.0) * traced.seconds
-    # What is over the limit has to leave and come back at least.
+    # Lower bound: the bytes over the limit leave and come back.
     if tiled <= traced.rates.swapped(traced.seconds, plain - limit, plain - limit, to_disk=False):
         return []
     options = []
-    swaps = SwapSearch(traced, [], wanted)
+    swaps = SwapSearch(traced, [], swap)
     alone = swaps.tuned(limit)
     if alone is not None and swaps.has_room(alone):
         why = "no tiles fit" if tiles is None else f"tiles would take {tiled / traced.seconds:.2f} times as long"
         seconds = swaps.seconds(alone, traced.seconds)
         options.append(FeasiblePlan(BudgetPlan([], search.left, alone, f"swaps, because {why}"), seconds, limit))
     fastest = min([tiled, *(option.seconds for option in options)])
-    if fastest > MOST_ALONE * traced.seconds:
+    if fastest > MAX_TIME_RATIO_ALONE * traced.seconds:
         why = BOTH if fastest == math.inf else FASTER
-        targets = [part * plain for part in TOGETHER if part * plain > limit]
-        options += _together(traced, search, wanted, why, [*targets, limit], limit)
+        targets = [fraction * plain for fraction in TILE_PEAK_FRACTIONS if fraction * plain > limit]
+        options += _together(traced, search, swap, why, [*targets, limit], limit)
     return [option for option in options if option.seconds < tiled]
 
 
 def _together(
-    traced: TracedStep, search: TilingSearch, wanted: SwapParams, why: str, targets: Iterable[float], limit: int
+    traced: TracedStep, search: TileSearch, swap: SwapParams, why: str, targets: Iterable[float], limit: int
 ) -> Iterator[FeasiblePlan]:
-    """Tiles that need more than there is, and swaps."""
+    """Yield plans of tiles that need more than the limit, and swaps that reduce them to it."""
     for target in targets:
         candidate = search.proposed(int(target))
         if candidate is not None and candidate.plans:
-            swaps = SwapSearch(traced, candidate.plans, wanted)
-            rest = swaps.tuned(limit)
-            if rest is not None and swaps.has_room(rest):
-                seconds = swaps.seconds(rest, candidate.time_ratio * traced.seconds)
-                yield FeasiblePlan(BudgetPlan(candidate.plans, search.left, rest, why), seconds, limit)
+            swaps = SwapSearch(traced, candidate.plans, swap)
+            tuned = swaps.tuned(limit)
+            if tuned is not None and swaps.has_room(tuned):
+                seconds = swaps.seconds(tuned, candidate.time_ratio * traced.seconds)
+                yield FeasiblePlan(BudgetPlan(candidate.plans, search.left, tuned, why), seconds, limit)
 
 
-def _least(traced: TracedStep, search: TilingSearch, params: AutoParams) -> Iterator[FeasiblePlan]:
-    """The plans of `_smallest`: whatever it tells is the smallest budget has to be met, and any above."""
+def _least(traced: TracedStep, search: TileSearch, params: AutoParams) -> Iterator[FeasiblePlan]:
+    """Yield the plans of `_smallest`, so that the smallest budget that an error names can be met, and any above."""
     if params.swap is False:
         return
     limit = limit_of(traced, params)
     for candidate in (traced.plain, search.smallest):
         swaps = SwapSearch(traced, candidate.plans, swaps_within(params, least=True))
-        found = swaps.tuned(limit)
-        if found is not None:
+        tuned = swaps.tuned(limit)
+        if tuned is not None:
             why = BOTH if candidate.plans else "swaps, because no tiles fit"
-            seconds = swaps.seconds(found, candidate.time_ratio * traced.seconds)
-            yield FeasiblePlan(BudgetPlan(candidate.plans, search.left, found, why), seconds, limit)
+            seconds = swaps.seconds(tuned, candidate.time_ratio * traced.seconds)
+            yield FeasiblePlan(BudgetPlan(candidate.plans, search.left, tuned, why), seconds, limit)
 
 
-def _too_small(traced: TracedStep, params: AutoParams, search: TilingSearch) -> BudgetError:
+def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch) -> BudgetError:
     peak, plans = _smallest(traced, params, search)
     smallest = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
     corrected = ""
     if traced.correction != 1:
-        corrected = (
-            f" An earlier plan was measured to take {traced.correction:.2f} times what was predicted. "
-            + fragmentation_hint(traced.correction, int(params.memory_budget), peak.peak_bytes)
+        corrected = f" An earlier plan took {traced.correction:.2f} times its predicted memory. " + fragmentation_hint(
+            traced.correction, int(params.memory_budget), peak.peak_bytes
         )
     parts, name = takes_most(traced, plans, peak)
     layers = unsupported_layers(traced, search.left)
-    stuck = f" Left as they are: {shortened(layers, MOST_NAMES)}." if layers else ""
+    untiled = f" Not tiled: {shortened(layers, MAX_NAMES)}." if layers else ""
     error = BudgetError(
         "`memory_budget` is too small for this step. Received: memory_budget="
         f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes). The smallest plan found needs "
         f"{format_bytes(smallest)} ({smallest} bytes, headroom of {params.headroom:.0%} included), of which {parts} "
         f"and variables are {format_bytes(traced.fixed_bytes)}. Raise the budget, or shrink the batch or the "
-        f"image.{corrected}{stuck}"
+        f"image.{corrected}{untiled}"
     )
     error.smallest_bytes = smallest
     error.tensor = name
     return error
 
 
-def fragmentation_hint(off: float, budget: int, least: int = 0) -> str:
-    """Why a step may take more than was predicted, and what to do.
+def fragmentation_hint(ratio: float, budget: int, least: int = 0) -> str:
+    """Return the usual reason why a step exceeds its predicted memory, with the remedy.
 
     Args:
-        off: What it was measured to take, over what was predicted.
+        ratio: Measured over predicted memory.
         budget: Bytes.
-        least: What is predicted of the plan that needs least, if that is known.
+        least: Predicted bytes of the plan that needs least, if known.
     """
     text = (
-        "In a process that has trained before, and be it a training that was interrupted, memory is in more pieces: "
+        "In a process that has trained before, even if that training was interrupted, memory is more fragmented: "
         "train in a fresh process"
     )
-    if least * off > budget:
+    if least * ratio > budget:
         return f"{text}; no plan is so small that more `headroom` would do."
-    headroom = min(math.ceil((1 - 1 / off) * 100) / 100, 0.99)
+    headroom = min(math.ceil((1 - 1 / ratio) * 100) / 100, 0.99)
     return f"{text}, or leave more of the budget free, such as `headroom={headroom:g}`."
 
 
 def takes_most(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[str, str]:
-    """What takes most at a peak, for an error, and the name of the largest tensor.
+    """Return a text about the largest users of memory at a peak, for an error, and the name of the largest tensor.
 
-    What is taken only while something runs is told if no tensor is as large: then that sets the peak.
+    Memory of running ops is part of the text if it exceeds the largest tensor, as it sets the peak then.
     """
-    tensors, own = at_peak(traced, plans, peak)
+    tensors, running_sizes = at_peak(traced, plans, peak)
     name, size = tensors[0] if tensors else ("the variables", traced.fixed_bytes)
-    running = [f"{format_bytes(taken)} are {what}, " for what, taken in transient_memory(own) if taken > size]
+    running = [
+        f"{format_bytes(num_bytes)} are {what}, "
+        for what, num_bytes in transient_memory(running_sizes)
+        if num_bytes > size
+    ]
     return f"{''.join(running)}`{name}` is {format_bytes(size)}", name
 
 
-def _smallest(traced: TracedStep, params: AutoParams, search: TilingSearch) -> tuple[Peak, list[SegmentPlan]]:
-    """The lowest peak of tiles, of swaps, and of both, and the tiles."""
+def _smallest(traced: TracedStep, params: AutoParams, search: TileSearch) -> tuple[Peak, list[SegmentPlan]]:
+    """Return the lowest peak of tiles, of swaps, and of both, and the tiles."""
     peaks = [(search.smallest.peak, search.smallest.plans)]
     if params.swap is not False:
         for plans in ([], search.smallest.plans):
-            found = SwapSearch(traced, plans, swaps_within(params, least=True)).smallest()
-            peaks.extend([] if found is None else [(found[1], plans)])
-    return min(peaks, key=lambda one: one[0].peak_bytes)
+            smallest = SwapSearch(traced, plans, swaps_within(params, least=True)).smallest()
+            peaks.extend([] if smallest is None else [(smallest[1], plans)])
+    return min(peaks, key=lambda pair: pair[0].peak_bytes)

@@ -1,8 +1,8 @@
-"""The numbers of tiles that a stretch of a network may run in: what each needs, and how long it takes.
+"""Estimates of loops in numbers of tiles: their memory, their time, and the fewest tiles of a segment that fit.
 
-Planning loops is what a search spends its time on, so few are planned: of the numbers of tiles that may be chosen only
-some (the rest is interpolated), and of stretches that are alike, as the blocks of a deep network are, only one. What
-is chosen in the end is planned itself, and modelled with the whole step.
+A search spends its time on planning loops, so few are planned. Of long segments only some grids are planned, and the
+rest is interpolated. Segments and loops that differ in names only, as the blocks of a deep network do, share their
+estimates. The chosen loops are planned themselves, and modelled with the whole step.
 """
 
 from __future__ import annotations
@@ -12,46 +12,133 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 
-from rewriters.emission.loop_signature import segment_signature
+from rewriters.emission.loop_signature import loop_signature, segment_signature
 from rewriters.emission.tile_pass import planner_for
+from rewriters.errors import NotTileableError
+from rewriters.estimates.loop_memory import Results
 from rewriters.estimates.op_cost import CostModel
 from rewriters.ir.graph import Node, Tensor
+from rewriters.tiling.checkpoint_selection import LoopSpec
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
-from tflms_sft._planner.tile_grids import auto_grids, fastest, thinned
+from tflms_sft._planner.block_search import BlockChoice
+from tflms_sft._planner.tile_grids import auto_grids, fastest, fewest, thinned
 from tflms_sft._planner.traced_step import TracedStep
 
-MORE = 1.4
+GRID_GROWTH = 1.4
 """Tiles of a grid that is tried, over those of the one before."""
 
-PLANNED = 3
-"""Of so many grids one is planned, where planning takes its time."""
+PLANNED_STRIDE = 3
+"""Grids of a long segment of which one is planned, and the others are interpolated."""
 
-RISEN = 1.1
-"""What tiles and the borders that they save need, over the least in fewer tiles, from which on more tiles need more."""
+MAX_SPLIT_BYTES_GROWTH = 1.1
+"""Bytes of a tile and of the saved borders, over the least with fewer tiles, beyond which more tiles need more."""
 
-FEW_OPERATIONS = 40
-"""Operations of a segment of which every grid is planned."""
+MAX_OPS_ALL_PLANNED = 40
+"""Ops of a segment of which every grid is planned."""
 
-FORWARD = (4, 2, 1)
-"""Backward tiles along each axis over forward ones that are tried: a forward turn keeps less."""
+FORWARD_COARSENING = (4, 2, 1)
+"""Ratios of backward to forward tiles along each axis that are tried: a forward iteration keeps less alive."""
 
-MOST_STORED = 8
-"""Inner tensors of a segment that may be stored."""
+MAX_CHECKPOINTS = 8
+"""Inner tensors of a segment that may be checkpointed."""
 
-LEAST_SAVED = 0.005
-"""Part of a step's time below which a tensor is not worth storing."""
+MIN_SAVED_TIME_FRACTION = 0.005
+"""Fraction of a step's time that checkpointing a tensor has to save."""
+
+
+# Loops ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Storable:
-    """An inner tensor of a segment that is worth storing.
+class LoopEstimate:
+    """Memory and time of a loop in some number of tiles.
+
+    Attributes:
+        num_bytes: Peak of an iteration.
+        saved_bytes: Rows that are saved for another loop.
+        seconds: Time of all iterations.
+        least_seconds: Lower bound of the time in as many tiles or more.
+    """
+
+    num_bytes: int
+    saved_bytes: int
+    seconds: float
+    least_seconds: float
+
+
+UNTILEABLE = LoopEstimate(num_bytes=2**62, saved_bytes=0, seconds=math.inf, least_seconds=0.0)
+"""Estimate of a loop that cannot run in its grid."""
+
+
+class LoopEstimates:
+    """Estimates of loops by number of tiles; loops that differ in names only share them.
+
+    Args:
+        traced: The step.
+    """
+
+    def __init__(self, traced: TracedStep) -> None:
+        self.traced = traced
+        self._programs: dict[Hashable, int] = {}
+        self._estimates: dict[Hashable, LoopEstimate] = {}
+        self._results: dict[Hashable, Results] = {}
+
+    def programs(self, segment: Segment) -> list[int]:
+        """Return for each loop of a segment with barriers a number that equal loops share."""
+        return [self._program(segment, loop) for loop in segment.loop_specs]
+
+    def _program(self, segment: Segment, loop: LoopSpec) -> int:
+        key = loop_signature(self.traced.analysis, segment.kinds, loop)
+        return self._programs.setdefault(key, len(self._programs))
+
+    def of(self, key: Hashable, plan: Callable[[], TileLoop]) -> LoopEstimate:
+        """Return the estimate of a program with its halo and grid, for which `plan` plans the loop."""
+        if key not in self._estimates:
+            try:
+                loop = self.shared(key, plan())
+            except NotTileableError:  # Such as more tiles than rows that can be carried.
+                return self._estimates.setdefault(key, UNTILEABLE)
+            batch, costs = self.traced.batch, self.traced.costs
+            saved_bytes = sum(save.saved.num_bytes(batch) for save in loop.saves)
+            seconds, least_seconds = costs.tile_loop(loop), costs.lower_bound.tile_loop(loop)
+            self._estimates[key] = LoopEstimate(
+                self.traced.loop_memory.peak_bytes(loop, batch), saved_bytes, seconds, least_seconds
+            )
+        return self._estimates[key]
+
+    def shared(self, key: Hashable, loop: TileLoop) -> TileLoop:
+        """Return a loop, bound to the memory estimates of equal loops in the same grid."""
+        self.traced.loop_memory.bind(loop, self._results.setdefault(key, {}))
+        return loop
+
+
+def fewest_tiles(grids: Sequence[Grid], limit: float, estimate: Callable[[Grid], LoopEstimate]) -> Grid | None:
+    """Return the fewest tiles of which an iteration takes at most `limit` bytes, or more tiles where those are faster.
+
+    Args:
+        grids: Each with more tiles than the one before.
+        limit: Bytes.
+        estimate: Returns the estimate of the loop in a grid.
+    """
+    grid = fewest(grids, lambda grid: estimate(grid).num_bytes <= limit)
+    if grid is None:
+        return None
+    return fastest(grids, grid, lambda grid: (estimate(grid).seconds, estimate(grid).least_seconds))
+
+
+# Segments ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointCandidate:
+    """An inner tensor of a segment that is worth checkpointing.
 
     Attributes:
         tensor: The tensor.
-        spared: Operations that are not to be run again once it is stored, too, after those that come before it.
+        spared: Ops that its checkpoint spares from recomputation, given those of the candidates before it.
     """
 
     tensor: Tensor
@@ -59,121 +146,93 @@ class Storable:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockChoice:
-    """What to do with the blocks from one cut to another.
-
-    Attributes:
-        first: First position in the component.
-        last: One past the last position.
-        grid: Tiles, or `None` to leave the blocks as they are.
-        forward: Tiles of the forward loop, if they are others.
-        waits: Bytes that it leaves waiting for the backward pass.
-        needs: Bytes that it needs on top while it runs.
-        cost: Seconds (`rewriters/estimates/op_cost.py`).
-        halo: Where tiles have the rows from that they share.
-        stored: Inner tensors that wait, too, instead of being recomputed.
-    """
-
-    first: int
-    last: int
-    grid: Grid | None
-    waits: int
-    needs: int
-    cost: float
-    halo: Halo = Halo.RECOMPUTE
-    stored: frozenset[Tensor] = frozenset()
-    forward: Grid | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class TilingEstimate:
-    """What a segment takes in some number of tiles, nothing stored.
+    """Memory and time of a segment in some number of tiles, without checkpoints of inner tensors.
 
     Attributes:
-        scratch: Bytes of a turn of its backward loop.
-        saved: Bytes of rows that one loop saves for the other.
-        seconds: Of both loops.
-        part: Backward tiles along each axis over forward ones.
-        savings: Seconds that storing each of the storable tensors saves, after those before it.
-        least: Seconds that both loops do not fall below in that number of tiles, nor in more, with none of these
-            tensors stored, with one, and so on.
+        iteration_bytes: Peak of an iteration of the backward loop.
+        saved_bytes: Rows that one loop saves for the other.
+        seconds: Time of both loops.
+        coarsening: Backward tiles along each axis over forward ones.
+        savings: Seconds that the checkpoint of each candidate saves, given those before it.
+        least: Lower bounds of the time in as many tiles or more, by the number of checkpoints.
     """
 
-    scratch: float
-    saved: float
+    iteration_bytes: float
+    saved_bytes: float
     seconds: float
-    part: int
+    coarsening: int
     savings: tuple[float, ...]
     least: tuple[float, ...]
 
-    def towards(self, other: TilingEstimate, tiles: float, own: int, others: int) -> TilingEstimate:
-        """In a number of tiles between its `own` and those of the `other`.
+    def towards(self, other: TilingEstimate, tiles: float, first: int, last: int) -> TilingEstimate:
+        """Interpolate between this estimate, for `first` tiles, and the other one, for `last` tiles.
 
-        A turn takes about a part of the whole. Time and borders grow with the number of turns.
+        The bytes of an iteration scale with the size of a tile. Time and borders grow with the number of tiles.
         """
-        share = (tiles - own) / (others - own)
-        logarithmic = math.log(tiles / own) / math.log(others / own)
+        linear = (tiles - first) / (last - first)
+        logarithmic = math.log(tiles / first) / math.log(last / first)
 
-        def between(first: float, second: float) -> float:
-            return first + share * (second - first)
+        def between(low: float, high: float) -> float:
+            return low + linear * (high - low)
 
         return TilingEstimate(
-            self.scratch ** (1 - logarithmic) * other.scratch**logarithmic,
-            between(self.saved, other.saved),
+            self.iteration_bytes ** (1 - logarithmic) * other.iteration_bytes**logarithmic,
+            between(self.saved_bytes, other.saved_bytes),
             between(self.seconds, other.seconds),
-            min(self.part, other.part),
+            min(self.coarsening, other.coarsening),
             tuple(map(between, self.savings, other.savings)),
             tuple(map(between, self.least, other.least)),
         )
 
 
 class EstimateCache:
-    """What is known of stretches; those that differ in their names alone are one."""
+    """Estimates of segments; those that differ in names only share them."""
 
     def __init__(self) -> None:
-        self._samples: dict[Hashable, dict[Grid, TilingEstimate]] = {}
-        self._storable: dict[Hashable, list[tuple[int, int, list[int]]]] = {}
+        self._tilings: dict[Hashable, dict[Grid, TilingEstimate]] = {}
+        self._candidates: dict[Hashable, list[tuple[int, int, list[int]]]] = {}
 
-    def samples(self, key: Hashable) -> dict[Grid, TilingEstimate]:
-        """Of a stretch and its halo, by numbers of tiles."""
-        return self._samples.setdefault(key, {})
+    def tilings(self, key: Hashable) -> dict[Grid, TilingEstimate]:
+        """Return the estimates by grid of a segment with its halo."""
+        return self._tilings.setdefault(key, {})
 
-    def storable(self, traced: TracedStep, key: Hashable, segment: Segment) -> list[Storable]:
-        """What is worth storing of a segment."""
+    def candidates(self, traced: TracedStep, key: Hashable, segment: Segment) -> list[CheckpointCandidate]:
+        """Return the tensors of a segment that are worth checkpointing, the best first."""
         nodes = [*segment.forward, *segment.backward]
-        if key not in self._storable:
+        if key not in self._candidates:
             number = {node: position for position, node in enumerate(nodes)}
-            self._storable[key] = [
+            self._candidates[key] = [
                 (number[one.tensor.node], one.tensor.index, sorted(number[node] for node in one.spared))
-                for one in _worth_storing(traced, segment)
+                for one in _checkpoint_candidates(traced, segment)
             ]
         return [
-            Storable(nodes[position].out(index), frozenset(nodes[other] for other in spared))
-            for position, index, spared in self._storable[key]
+            CheckpointCandidate(nodes[position].out(index), frozenset(nodes[other] for other in spared))
+            for position, index, spared in self._candidates[key]
         ]
 
 
 def tilings(
-    traced: TracedStep, segment: Segment, blocks: tuple[int, int], known: EstimateCache
+    traced: TracedStep, segment: Segment, blocks: tuple[int, int], estimates: EstimateCache
 ) -> list[SegmentTilings]:
-    """A segment in tiles, for each of the ways to have the rows that tiles share."""
-    key = segment_signature(traced.analysis, segment)
-    stored = known.storable(traced, key, segment)
-    return [SegmentTilings(traced, segment, blocks, halo, stored, known.samples((key, halo))) for halo in Halo]
-
-
-class SegmentTilings:
-    """A segment in any number of tiles, with any of its inner tensors stored.
-
-    Only the numbers of tiles that are asked for are looked at: more tiles need less, and cost more.
+    """Return the tilings of a segment for each way to get halos.
 
     Args:
         traced: The step.
         segment: The segment.
         blocks: First position in its component, and one past the last.
-        halo: Where tiles have the rows from that they share.
-        stored: What may be stored, in this order.
-        samples: What is known of such segments; it is added to.
+        estimates: Estimates of such segments, which this one adds to.
+    """
+    key = segment_signature(traced.analysis, segment)
+    candidates = estimates.candidates(traced, key, segment)
+    return [SegmentTilings(traced, segment, blocks, halo, candidates, estimates.tilings((key, halo))) for halo in Halo]
+
+
+class SegmentTilings:
+    """A segment in any number of tiles, with any of the candidates checkpointed.
+
+    More tiles need less memory and more time, so only the numbers of tiles that budgets call for are estimated. The
+    arguments are those of `tilings`.
     """
 
     def __init__(
@@ -182,174 +241,181 @@ class SegmentTilings:
         segment: Segment,
         blocks: tuple[int, int],
         halo: Halo,
-        stored: Sequence[Storable],
-        samples: dict[Grid, TilingEstimate],
+        candidates: Sequence[CheckpointCandidate],
+        estimates: dict[Grid, TilingEstimate],
     ) -> None:
+        batch = traced.batch
         self._traced = traced
-        self._segment = segment
         self._blocks = blocks
         self._halo = halo
         self._planner = planner_for(traced.analysis, segment, halo)
-        self._grids = thinned(auto_grids(traced.analysis, segment, traced.batch, halo is Halo.CARRY), MORE)
-        self._exits = sum(tensor.num_bytes(traced.batch) for tensor in segment.exits)
-        grads = (*segment.grad_entries, *segment.grad_exits, *segment.reductions)
-        self._gradients = sum(tensor.num_bytes(traced.batch) for tensor in grads)
+        self._grids = thinned(auto_grids(traced.analysis, segment, batch, halo is Halo.CARRY), GRID_GROWTH)
+        self._exit_bytes = sum(tensor.num_bytes(batch) for tensor in segment.exits)
+        gradients = (*segment.grad_entries, *segment.grad_exits, *segment.reductions)
+        self._gradient_bytes = sum(tensor.num_bytes(batch) for tensor in gradients)
         self._choices: dict[Grid, BlockChoice] = {}
-        self._samples = samples
-        self._stored = stored
-        self._every = 1 if len(segment.forward) + len(segment.backward) <= FEW_OPERATIONS else PLANNED
+        self._estimates = estimates
+        self._candidates = candidates
+        sizes = (candidate.tensor.num_bytes(batch) for candidate in candidates)
+        self._checkpoint_bytes = list(itertools.accumulate(sizes, initial=0))
+        short = len(segment.forward) + len(segment.backward) <= MAX_OPS_ALL_PLANNED
+        self._stride = 1 if short else PLANNED_STRIDE
 
     def fitting(self, budget: int) -> Iterator[BlockChoice]:
-        """The fewest tiles that fit; and the fewest with the tensors stored that save most for their size.
+        """Yield the fewest tiles that fit without checkpoints, and with one candidate after the other checkpointed.
 
-        More tiles where those are faster.
+        Where more tiles are faster, these are yielded.
         """
-        sizes = [storable.tensor.num_bytes(self._traced.batch) for storable in self._stored]
-        for number, taken in enumerate(itertools.accumulate(sizes, initial=0)):
-            grid = self._fewest(budget - taken)
+        for count, num_bytes in enumerate(self._checkpoint_bytes):
+            grid = self._fewest(budget - num_bytes)
             if grid is None:
                 return
-            grid = fastest(self._grids, grid, functools.partial(self._seconds, number))
-            yield self._storing(self._choice(grid), number)
+            grid = fastest(self._grids, grid, functools.partial(self._seconds, count))
+            yield self._with_checkpoints(self._choice(grid), count)
 
-    def _seconds(self, number: int, grid: Grid) -> tuple[float, float]:
-        """In some number of tiles, and at least in these and more, with the first so many tensors stored."""
-        return self._storing(self._choice(grid), number).cost, self._sample(grid).least[number]
+    def _seconds(self, count: int, grid: Grid) -> tuple[float, float]:
+        """Return the time in a grid with `count` checkpoints, and a lower bound for it and all later grids."""
+        return self._with_checkpoints(self._choice(grid), count).seconds, self._estimate(grid).least[count]
 
-    def least_cost(self, budget: int) -> float:
-        """What any number of tiles costs at least, with as much stored as fits."""
-        choice, batch = self._choice(self._grids[0]), self._traced.batch
-        sizes = itertools.accumulate(storable.tensor.num_bytes(batch) for storable in self._stored)
-        fitting = sum(size <= budget - choice.waits for size in sizes)
-        return self._planned(self._grids[0]).least[fitting]
+    def least_seconds(self, budget: int) -> float:
+        """Return a lower bound of the time in any number of tiles, with as many checkpoints as fit."""
+        available = budget - self._choice(self._grids[0]).saved_bytes
+        count = sum(num_bytes <= available for num_bytes in self._checkpoint_bytes[1:])
+        return self._planned(self._grids[0]).least[count]
 
-    def _storing(self, choice: BlockChoice, number: int) -> BlockChoice:
-        """A choice with the first so many tensors stored."""
+    def _with_checkpoints(self, choice: BlockChoice, count: int) -> BlockChoice:
+        """Return a choice with the first `count` candidates checkpointed."""
         assert choice.grid is not None
-        stored = self._stored[:number]
         return dataclasses.replace(
             choice,
-            waits=choice.waits + sum(storable.tensor.num_bytes(self._traced.batch) for storable in stored),
-            cost=choice.cost - sum(self._sample(choice.grid).savings[:number]),
-            stored=frozenset(storable.tensor for storable in stored),
+            saved_bytes=choice.saved_bytes + self._checkpoint_bytes[count],
+            seconds=choice.seconds - sum(self._estimate(choice.grid).savings[:count]),
+            checkpoints=frozenset(candidate.tensor for candidate in self._candidates[:count]),
         )
 
     def _fewest(self, budget: int) -> Grid | None:
-        """The fewest tiles that fit; from few to many, as planning many takes its time.
+        """Return the fewest tiles that fit.
 
-        More tiles need less, but more rows save more borders: what both come to falls first and rises then.
+        The grids are tried from few tiles to many, which take longer to plan. With more tiles an iteration needs less
+        and the borders between tiles need more, so that their sum falls first and rises then.
         """
         lowest = math.inf
         for grid in self._grids:
             choice = self._choice(grid)
-            if choice.waits + choice.needs <= budget:
+            if choice.fits(budget):
                 return grid
-            split = choice.waits + choice.needs - self._exits - self._gradients  # The rest is there in any case.
-            if choice.waits > budget or split > RISEN * lowest:
+            split_bytes = choice.saved_bytes + choice.working_bytes - self._exit_bytes - self._gradient_bytes
+            if choice.saved_bytes > budget or split_bytes > MAX_SPLIT_BYTES_GROWTH * lowest:
                 return None
-            lowest = min(lowest, split)
+            lowest = min(lowest, split_bytes)
         return None
 
     def _choice(self, grid: Grid) -> BlockChoice:
         if grid not in self._choices:
-            sample = self._sample(grid)
-            waits, needs = self._exits + math.ceil(sample.saved), math.ceil(sample.scratch) + self._gradients
-            forward = _coarser(grid, sample.part)
+            estimate = self._estimate(grid)
+            first, last = self._blocks
             self._choices[grid] = BlockChoice(
-                *self._blocks, grid, waits, needs, sample.seconds, self._halo, forward=forward
+                first=first,
+                last=last,
+                grid=grid,
+                forward_grid=_coarser(grid, estimate.coarsening),
+                halo=self._halo,
+                saved_bytes=self._exit_bytes + math.ceil(estimate.saved_bytes),
+                working_bytes=math.ceil(estimate.iteration_bytes) + self._gradient_bytes,
+                seconds=estimate.seconds,
             )
         return self._choices[grid]
 
-    def _sample(self, grid: Grid) -> TilingEstimate:
-        """Planned, or between two that are."""
+    def _estimate(self, grid: Grid) -> TilingEstimate:
+        """Return the estimate of a planned grid, or interpolate between the two planned ones around it."""
         index = self._grids.index(grid)
-        before = index - index % self._every
-        after = min(before + self._every, len(self._grids) - 1)
+        before = index - index % self._stride
+        after = min(before + self._stride, len(self._grids) - 1)
         if index in (before, after):
             return self._planned(grid)
         first, last = self._grids[before], self._grids[after]
         return self._planned(first).towards(self._planned(last), grid.num_tiles, first.num_tiles, last.num_tiles)
 
     def _planned(self, grid: Grid) -> TilingEstimate:
-        if grid not in self._samples:
+        """Return the estimate of a grid from its planned loops, which are large and not cached."""
+        if grid not in self._estimates:
             batch, costs = self._traced.batch, self._traced.costs
-            part, tile_loops = self._loops(grid)  # Not kept: they are large, and a search plans hundreds.
-            saved = sum(save.saved.num_bytes(batch) for tile_loop in tile_loops for save in tile_loop.saves)
-            savings = [self._saving(costs, tile_loops[-1], storable) for storable in self._stored]
-            less = [self._saving(costs.lower_bound, tile_loops[-1], storable) for storable in self._stored]
-            seconds, least = (sum(map(own.tile_loop, tile_loops)) for own in (costs, costs.lower_bound))
-            without = itertools.accumulate(less, operator.sub, initial=least)
-            scratch = self._traced.loop_memory.peak_bytes(tile_loops[-1], batch)
-            self._samples[grid] = TilingEstimate(scratch, saved, seconds, part, tuple(savings), tuple(without))
-        return self._samples[grid]
+            coarsening, loops = self._loops(grid)
+            saved_bytes = sum(save.saved.num_bytes(batch) for loop in loops for save in loop.saves)
+            savings = [self._saving(costs, loops[-1], candidate) for candidate in self._candidates]
+            least_savings = [self._saving(costs.lower_bound, loops[-1], candidate) for candidate in self._candidates]
+            seconds, least = (sum(map(model.tile_loop, loops)) for model in (costs, costs.lower_bound))
+            bounds = itertools.accumulate(least_savings, operator.sub, initial=least)
+            iteration_bytes = self._traced.loop_memory.peak_bytes(loops[-1], batch)
+            self._estimates[grid] = TilingEstimate(
+                iteration_bytes, saved_bytes, seconds, coarsening, tuple(savings), tuple(bounds)
+            )
+        return self._estimates[grid]
 
-    def _saving(self, costs: CostModel, backward: TileLoop, storable: Storable) -> float:
-        """Seconds that a loop does not take once a tensor is stored, too, after those that come before it."""
-        return sum(costs.op_in_loop(backward, node) for node in storable.spared.intersection(backward.body))
+    def _saving(self, costs: CostModel, backward: TileLoop, candidate: CheckpointCandidate) -> float:
+        """Return the seconds that a checkpoint saves in the backward loop, given those of the candidates before."""
+        return sum(costs.op_in_loop(backward, node) for node in candidate.spared.intersection(backward.body))
 
     def _loops(self, grid: Grid) -> tuple[int, list[TileLoop]]:
-        """Loops with as few forward tiles, of some numbers, as need no more memory than the backward ones.
+        """Plan the loops with the coarsest forward grid that needs no more memory than the backward loop.
 
-        Each tile has halos and reads the weights once more.
+        Each tile costs halos, and one more read of the weights.
         """
-        batch = self._traced.batch
-        for part in FORWARD:
-            forward = _coarser(grid, part)
-            tile_loops = self._planner.tile_loops(forward, grid)
-            if forward == grid or len(tile_loops) == 1:
+        memory, batch = self._traced.loop_memory, self._traced.batch
+        for coarsening in FORWARD_COARSENING:
+            forward = _coarser(grid, coarsening)
+            loops = self._planner.tile_loops(forward, grid)
+            if forward == grid or len(loops) == 1:
                 break
-            if self._traced.loop_memory.peak_bytes(tile_loops[0], batch) <= self._traced.loop_memory.peak_bytes(
-                tile_loops[-1], batch
-            ):
+            if memory.peak_bytes(loops[0], batch) <= memory.peak_bytes(loops[-1], batch):
                 break
-        return part, tile_loops
+        return coarsening, loops
 
 
-def _coarser(grid: Grid, part: int) -> Grid:
-    """A grid with so many times fewer tiles along each axis."""
-    return Grid(grid.batch, tuple(-(-count // part) for count in grid.spatial))
+def _coarser(grid: Grid, ratio: int) -> Grid:
+    """Return a grid with `ratio` times fewer tiles along each axis."""
+    return Grid(grid.batch, tuple(-(-count // ratio) for count in grid.spatial))
 
 
-def _worth_storing(traced: TracedStep, segment: Segment) -> list[Storable]:
-    """Inner tensors to store, one after the other: those first that save most work for their size, in one tile."""
+def _checkpoint_candidates(traced: TracedStep, segment: Segment) -> list[CheckpointCandidate]:
+    """Return inner tensors to checkpoint, greedily by the time that they save for their size, in one tile."""
     analysis, batch = traced.analysis, traced.batch
     grid = auto_grids(analysis, segment, batch)[0]
     backward = planner_for(analysis, segment, Halo.RECOMPUTE).tile_loops(grid, grid)[-1]
-    cost = {n: traced.costs.op_in_loop(backward, n) for n in backward.body if n not in analysis.backward}
-    wanted = [t for n in backward.body if n in analysis.backward for t in n.inputs if t.node in cost]
-    available, left = set(segment.available), _recomputed(wanted, segment.available, cost)
-    found: list[Storable] = []
-    while len(found) < MOST_STORED:
-        options, before = [], _cost_of(left, cost)
-        for tensor in (node.out(index) for node in left for index in range(len(node.outputs))):
+    seconds = {n: traced.costs.op_in_loop(backward, n) for n in backward.body if n not in analysis.backward}
+    wanted = [t for n in backward.body if n in analysis.backward for t in n.inputs if t.node in seconds]
+    available, recomputed = set(segment.available), _recomputed(wanted, segment.available, seconds)
+    candidates: list[CheckpointCandidate] = []
+    while len(candidates) < MAX_CHECKPOINTS:
+        options, before = [], _sum_of(recomputed, seconds)
+        for tensor in (node.out(index) for node in recomputed for index in range(len(node.outputs))):
             if analysis.entries_per_image(tensor) != 1:
-                continue  # Where pixels have been made images, the images of a turn do not lie together.
-            rest = _recomputed(wanted, available | {tensor}, cost)
-            saved = before - _cost_of(rest, cost)
-            if saved > LEAST_SAVED * traced.seconds:
+                continue  # Space-to-batch folding scatters the images of an iteration.
+            saved = before - _sum_of(_recomputed(wanted, available | {tensor}, seconds), seconds)
+            if saved > MIN_SAVED_TIME_FRACTION * traced.seconds:
                 options.append((saved / tensor.num_bytes(batch), tensor.name, saved, tensor))
         if not options:
             break
         _, _, _, tensor = max(options)
         available.add(tensor)
-        rest = _recomputed(wanted, available, cost)
-        found.append(Storable(tensor, frozenset(left - rest)))
-        left = rest
-    return found
+        remaining = _recomputed(wanted, available, seconds)
+        candidates.append(CheckpointCandidate(tensor, frozenset(recomputed - remaining)))
+        recomputed = remaining
+    return candidates
 
 
-def _cost_of(nodes: Iterable[Node], cost: Mapping[Node, float]) -> float:
-    """Work of those that have a cost."""
-    return sum(cost.get(node, 0.0) for node in nodes)
+def _sum_of(nodes: Iterable[Node], seconds: Mapping[Node, float]) -> float:
+    """Return the time of the ops that have one."""
+    return sum(seconds.get(node, 0.0) for node in nodes)
 
 
 def _recomputed(wanted: Iterable[Tensor], available: Container[Tensor], within: Container[Node]) -> set[Node]:
-    """Operations of some that have to run for the wanted tensors."""
-    found: set[Node] = set()
+    """Return the ops of `within` that have to run for the wanted tensors."""
+    nodes: set[Node] = set()
     stack = list(wanted)
     while stack:
         tensor = stack.pop()
-        if tensor not in available and tensor.node in within and tensor.node not in found:
-            found.add(tensor.node)
+        if tensor not in available and tensor.node in within and tensor.node not in nodes:
+            nodes.add(tensor.node)
             stack.extend(tensor.node.inputs)
-    return found
+    return nodes

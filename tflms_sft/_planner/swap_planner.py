@@ -1,4 +1,4 @@
-"""From swap parameters to a graph with swaps, and what the plan says of them."""
+"""Application of swap parameters: tier, graph with swaps, predicted time, and records for the plan."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tflms_sft._report.plan_records import PlannedSwap
 from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import nearest, shortened
 
-MOST_CACHED = 0.5
-"""Part of the machine's free memory that a disk's cache may take without writing at once."""
+MAX_PAGE_CACHE_FRACTION = 0.5
+"""Fraction of the machine's free memory that the page cache may take before writes reach the disk."""
 
-DELAYED = 4.0
-"""How many times longer than measured a swap-out may take beside what else runs, for all that is said of memory."""
+SWAP_OUT_SLOWDOWN = 4.0
+"""Time of a swap-out beside other ops, over the measured one, that predicted peaks allow for."""
 
-MOST_REASONS = 4
+MAX_REASONS = 4
 """Reasons after which an error is cut short."""
 
 
@@ -46,11 +46,11 @@ class Swapped:
 
     Attributes:
         graph: The graph.
-        swaps: What is swapped.
-        left: (tensor, why it stays).
-        tier: Where to; it has to live as long as the graph may run.
-        outs: Swap-outs, and for how many seconds each may go on.
-        away: Those whose results are not in the device's memory.
+        swaps: The swaps.
+        left: Names of tensors that stay, with reasons.
+        tier: Destination of the swapped tensors; it has to live as long as the graph may run.
+        outs: Swap-outs, each with the seconds that it may last.
+        away: Swap-outs whose results are not in the device's memory.
     """
 
     graph: Graph
@@ -62,20 +62,20 @@ class Swapped:
 
 
 class NothingToSwapError(SwapError):
-    """There is nothing in the graph that could be swapped as asked for; another one of the same step may have some."""
+    """The graph has no tensor that the parameters allow to swap; another graph of the same step may have some."""
 
 
 def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams) -> Swapped:
-    """Swap as the parameters say.
+    """Insert swaps into a graph.
 
     Args:
         traced: The step.
         graph: Its graph, tiled or not.
-        params: What to swap.
+        params: Tensors to swap, and where to.
 
     Raises:
         NothingToSwapError: If nothing can be swapped.
-        SwapError: For names that are not in the graph, a tier that is not there, and a step on other machines.
+        SwapError: For names that are not in the graph, a tier that is not available, and a step on other machines.
     """
     check_here(traced)
     batch, tier = traced.batch, make_tier(params)
@@ -84,143 +84,158 @@ def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams) -> Swapped
     plan = plan_swaps(analysis, params.options(), batch)
     if not plan.swaps:
         raise NothingToSwapError(_nothing(analysis, params, plan, batch))
-    refused = no_room(tier, plan.swaps, batch)
-    if refused:
-        raise SwapError(refused)
-    new, outs = insert_swaps(analysis, plan.swaps, tier, params.max_in_flight)
-    # A swap-out to disk makes the number of a file, which the device may well have.
+    problem = no_room(tier, plan.swaps, batch)
+    if problem:
+        raise SwapError(problem)
+    with_outs, outs = insert_swaps(analysis, plan.swaps, tier, params.max_in_flight)
+    # A swap-out to disk returns the number of a file, which lies in the device's memory.
     away = frozenset(outs) if isinstance(tier, HostTier) else frozenset[Node]()
-    return Swapped(new, plan.swaps, plan.left, tier, out_seconds(traced, outs, params), away)
+    return Swapped(with_outs, plan.swaps, plan.left, tier, out_seconds(traced, outs, params), away)
 
 
 def swap_in_stages(
     traced: TracedStep, staged: StagedStep, params: SwapParams, devices: Sequence[str], micro_batches: int
 ) -> tuple[StagedStep, HostTier | DiskTier]:
-    """Swap inside of the stages of a pipeline.
+    """Insert swaps into the stages of a pipeline.
 
     Args:
         traced: The step of a micro-batch.
-        staged: The same in stages, tiled or not.
-        params: What to swap.
-        devices: Of the stages.
-        micro_batches: How many a step has.
+        staged: Its stages, tiled or not.
+        params: Tensors to swap, and where to.
+        devices: Devices of the stages.
+        micro_batches: Number of micro-batches of a step.
 
     Raises:
-        SwapError: As for `apply_swaps`; for stages on other machines too.
+        SwapError: As `apply_swaps` raises it, and for stages on other machines.
     """
     check_here(traced, devices)
     tier = make_tier(params)
     check_names(traced, staged.analysis.graph, params)
-    found = with_swaps(staged, params.options(), tier, traced.batch, params.max_in_flight, params.optimizer_scopes)
-    if not found.swaps:
-        raise SwapError(_nothing(found.analysis, params, SwapPlan([], list(found.left)), traced.batch))
-    refused = no_room(tier, found.swaps, traced.batch, micro_batches)
-    if refused:
-        raise SwapError(refused)
-    return found, tier
+    swapped = with_swaps(staged, params.options(), tier, traced.batch, params.max_in_flight, params.optimizer_scopes)
+    if not swapped.swaps:
+        raise SwapError(_nothing(swapped.analysis, params, SwapPlan([], list(swapped.left)), traced.batch))
+    problem = no_room(tier, swapped.swaps, traced.batch, micro_batches)
+    if problem:
+        raise SwapError(problem)
+    return swapped, tier
 
 
 def prepared(traced: TracedStep, graph: Graph, params: SwapParams) -> GraphAnalysis:
-    """The graph as swaps are planned for it; without tiles that is what they were chosen by."""
+    """Return the analysis of a graph that is prepared for swaps, cached for the graph of the original step."""
     loops = [name for (_, phase), name in loop_nodes(graph).items() if phase.startswith("backward")]
-    scopes = (*params.optimizer_scopes, *(name.rpartition("/")[0] for name in loops))  # with what a loop begins with
-    known = traced.prepared if graph is traced.analysis.graph else {}
+    scopes = (*params.optimizer_scopes, *(name.rpartition("/")[0] for name in loops))  # The initial buffers, too.
+    cache = traced.prepared if graph is traced.analysis.graph else {}
     key = params.min_bytes, scopes
-    if key not in known:
-        known[key] = prepare_for_swapping(graph, params.min_bytes, traced.batch, scopes, traced.forward)
-    return known[key]
+    if key not in cache:
+        cache[key] = prepare_for_swapping(graph, params.min_bytes, traced.batch, scopes, traced.forward)
+    return cache[key]
 
 
 def check_here(traced: TracedStep, devices: Iterable[str] = ()) -> None:
     """Refuse a step on several machines.
 
-    Functions in Python that a graph calls run in the program that made them, wherever they are placed: what a worker
-    swaps to disk would be sent here and back. And the host is this one's.
+    A Python function that a graph calls runs in the program that created it, wherever the op is placed. The swapped
+    tensors of a worker would cross the network to this machine and back.
 
     Args:
         traced: The step.
-        devices: Others that it is to run on.
+        devices: Further devices that it is to run on.
 
     Raises:
         SwapError: With the devices.
     """
-    afar = sorted({*remote_devices(traced.concrete_fn), *filter(machine_of, devices)})
-    if afar:
+    remote = sorted({*remote_devices(traced.concrete_fn), *filter(machine_of, devices)})
+    if remote:
         raise SwapError(
-            f"The step is also on other machines, {shortened(afar, MOST_REASONS)}, and what is swapped goes to the "
-            "disk or the host memory of this one, through the network. Swap in programs whose devices are their own."
+            f"The step is also on other machines, {shortened(remote, MAX_REASONS)}. Their tensors would be swapped to "
+            "the disk or host memory of this one, through the network. Swap in programs that use local devices only."
         )
 
 
 def make_tier(params: SwapParams) -> HostTier | DiskTier:
-    """The tier that was asked for.
+    """Return the tier of the parameters.
 
     Raises:
-        SwapError: For the host tier without an accelerator: what is swapped out would stay in the same memory.
+        SwapError: For the host tier without an accelerator, where swapped tensors would stay in the same memory.
     """
-    beside = properties.name().startswith("GPU") or len(tf.config.list_logical_devices("CPU")) > 1
-    if params.tier == "host" and not beside:
+    has_host = properties.name().startswith("GPU") or len(tf.config.list_logical_devices("CPU")) > 1
+    if params.tier == "host" and not has_host:
         raise SwapError(
             '`tier="host"` needs an accelerator: on a machine without one host memory is the device\'s own. '
             'Use `tier="disk"`.'
         )
-    if params.tier == "host" or (params.tier == "auto" and properties.name().startswith("GPU")):
-        return HostTier()
-    return DiskTier(SpillStore(params.directory, params.page_cache))
+    return HostTier() if _is_host_tier(params) else DiskTier(SpillStore(params.directory, params.page_cache))
+
+
+def _is_host_tier(params: SwapParams) -> bool:
+    """Return whether tensors are swapped to host memory, as they are by default from a GPU."""
+    return params.tier == "host" or (params.tier == "auto" and properties.name().startswith("GPU"))
 
 
 def swapped_seconds(
     traced: TracedStep, graph: Graph, swaps: Iterable[Swap], params: SwapParams, seconds: float
 ) -> float:
-    """Time of a step with these swaps, which takes `seconds` without; `graph` was prepared for swaps."""
-    seconds += _one_by_one(traced, graph) + _made_again(traced, graph)
+    """Return the time of a step with swaps.
+
+    Args:
+        traced: The step.
+        graph: Its graph, prepared for swaps.
+        swaps: The swaps.
+        params: Their parameters.
+        seconds: Time without swaps.
+    """
+    seconds += _serialisation_seconds(traced, graph) + _recomputation_seconds(traced, graph)
     sizes = [(swap.tensor.num_bytes(traced.batch), len(swap.swap_ins)) for swap in swaps]
     out, back = sum(size for size, _ in sizes), sum(size * times for size, times in sizes)
     return traced.rates.swapped(seconds, out, back, _to_disk(params, out))
 
 
 def _to_disk(params: SwapParams, out: int) -> bool:
-    """Whether so many bytes that leave go to the disk itself, and not to its cache in memory alone."""
-    return isinstance(make_tier(params), DiskTier) and (not params.page_cache or out > free_memory() * MOST_CACHED)
+    """Return whether `out` swapped bytes reach the disk itself, not its page cache alone."""
+    if _is_host_tier(params):
+        return False
+    return not params.page_cache or out > free_memory() * MAX_PAGE_CACHE_FRACTION
 
 
 def out_seconds(traced: TracedStep, outs: Iterable[Node], params: SwapParams) -> dict[Node, float]:
-    """For how many seconds each swap-out may go on, what it takes away being still there."""
+    """Return the seconds that each swap-out may last, while its tensor stays in memory."""
     sizes = {out: sum(tensor.num_bytes(traced.batch) for tensor in out.inputs) for out in outs}
     rates = traced.rates
     rate = min(rates.copied, rates.disk_write) if _to_disk(params, sum(sizes.values())) else rates.copied
-    return {out: DELAYED * size / rate for out, size in sizes.items()}
+    return {out: SWAP_OUT_SLOWDOWN * size / rate for out, size in sizes.items()}
 
 
-def _one_by_one(traced: TracedStep, graph: Graph) -> float:
-    """Seconds that a step takes longer because gradients that ran at once wait for one another in a graph for swaps."""
+def _serialisation_seconds(traced: TracedStep, graph: Graph) -> float:
+    """Return the seconds lost because gradients that ran concurrently are serialised in a graph for swaps."""
     order = graph.execution_order()
     position = {node.name: number for number, node in enumerate(order)}
-    apart: list[Node] = []
+    serialised: list[Node] = []
     for pair in traced.costs.gradient_pairs.items():
         numbers = sorted(position[node.name] for node in pair if node.name in position)
         if len(numbers) == len(pair) and waits(order, *numbers):
-            apart.extend(pair)
-    return traced.costs.concurrency_savings(apart)
+            serialised.extend(pair)
+    return traced.costs.concurrency_savings(serialised)
 
 
-def _made_again(traced: TracedStep, graph: Graph) -> float:
-    """Seconds for poolings that are made again for their gradients."""
+def _recomputation_seconds(traced: TracedStep, graph: Graph) -> float:
+    """Return the seconds of poolings that are recomputed for their gradients."""
     nodes = traced.analysis.graph.nodes.values()
     pools = [pooled_for(node) for node in nodes if again_name(node) in graph.nodes]
     return sum(traced.costs.op(pool) for pool in pools if pool is not None)
 
 
 def notes(tier: HostTier | DiskTier) -> tuple[str, ...]:
-    """What a user should know of where tensors go."""
+    """Return notes for the user about the tier."""
     if isinstance(tier, DiskTier) and is_in_memory(tier.store.directory):
-        where = tier.store.directory
-        return (f"{where!r} is in memory, so that swapping there saves none: give a disk as `spill_dir`",)
+        directory = repr(tier.store.directory)
+        return (
+            f"{directory} is in memory, so that swapping there saves none: pass a directory on disk as `spill_dir`",
+        )
     return ()
 
 
 def no_room(tier: HostTier | DiskTier, swaps: Sequence[Swap], batch: int, times: int = 1) -> str:
-    """Why so much cannot be swapped there now, so many times over, with the remedy; empty if it can."""
+    """Return the reason why a tier lacks room for `times` copies of the swaps now, with the remedy; empty if it has."""
     if not isinstance(tier, DiskTier):
         return ""
     needed = times * sum(swap.tensor.num_bytes(batch) for swap in swaps)
@@ -232,45 +247,45 @@ def _no_space(store: SpillStore, needed: int) -> str:
     if needed <= free:
         return ""
     return (
-        f"`spill_dir` has too little space: a step swaps {format_bytes(needed)} ({needed} bytes) to "
-        f"{store.directory!r}, {format_bytes(free)} are free. Give another directory, or swap fewer tensors "
+        f"`spill_dir` has too little space. A step swaps {format_bytes(needed)} ({needed} bytes) to "
+        f"{store.directory!r}, where {format_bytes(free)} are free. Pass another directory, or swap fewer tensors "
         "(`n_tensors`)."
     )
 
 
 def _no_files(needed: int) -> str:
-    """A process may have so many files open and no more."""
+    """Return the reason why the process may not open `needed` more files; empty if it may."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = 0
-    with contextlib.suppress(OSError):  # Not every system tells what is open.
+    with contextlib.suppress(OSError):  # Not every system has it.
         opened = len(os.listdir("/proc/self/fd"))
     if limit == resource.RLIM_INFINITY or opened + needed <= limit:
         return ""
     return (
-        f"A step swaps {needed} tensors to disk, each to a file of its own; this process may have {limit} files "
+        f"A step swaps {needed} tensors to disk, each to a file of its own. This process may have {limit} files "
         f"open, and has {opened}. Raise the limit (`ulimit -n {2 * (opened + needed)}` in the shell), or swap "
         "fewer tensors (`n_tensors`, or a larger `min_bytes`)."
     )
 
 
 def check_names(traced: TracedStep, graph: Graph, params: SwapParams) -> None:
-    """Refuse scopes, operations and types that the step has neither as it was nor tiled, with the nearest it has.
+    """Refuse scopes, ops and op types that neither the original step nor its tiled graph has.
 
     Raises:
-        SwapError: For the first of them.
+        SwapError: For the first of them, with the nearest name that exists.
     """
     nodes = {**traced.analysis.graph.nodes, **graph.nodes}
     names = list(nodes)
     scopes = list(dict.fromkeys(part for name in names for part in _prefixes(name)))
     types = list(dict.fromkeys(node.op for node in nodes.values()))
     single = () if params.starting_scope is None else (params.starting_scope,)
-    for argument, wanted in (
+    for argument, values in (
         ("optimizer_scopes", params.optimizer_scopes),
         ("starting_scope", single),
         ("excl_scopes", params.excl_scopes),
         ("incl_scopes", params.incl_scopes),
     ):
-        _require(argument, wanted, lambda scope: any(in_scope(name, scope) for name in names), scopes)
+        _require(argument, values, lambda scope: any(in_scope(name, scope) for name in names), scopes)
     _require("starting_op_names", params.starting_op_names, nodes.__contains__, names)
     for argument in ("excl_types", "incl_types"):
         _require(argument, getattr(params, argument), types.__contains__, types)
@@ -281,38 +296,39 @@ def _prefixes(name: str) -> list[str]:
     return ["/".join(parts[: count + 1]) for count in range(len(parts))] + parts
 
 
-def _require(argument: str, wanted: Iterable[str], known: Callable[[str], bool], names: list[str]) -> None:
-    for name in wanted:
-        if not known(name):
+def _require(argument: str, values: Iterable[str], exists: Callable[[str], bool], names: list[str]) -> None:
+    for name in values:
+        if not exists(name):
             raise SwapError(f"`{argument}` names nothing in the step. Received: {name!r}. {nearest(name, names)}")
 
 
 def _nothing(analysis: GraphAnalysis, params: SwapParams, plan: SwapPlan, batch: int) -> str:
-    """Why nothing is swapped."""
+    """Return the reason why nothing is swapped, with the remedy."""
     everything = dataclasses.replace(params.options(), min_bytes=0, excl_scopes=(), excl_types=(), incl_scopes=())
     everything = dataclasses.replace(everything, incl_types=(), starting_scope=None, starting_op_names=(), n_tensors=-1)
-    found = plan_swaps(analysis, everything, batch).swaps
+    candidates = plan_swaps(analysis, everything, batch).swaps
     if plan.left:
-        shown = "; ".join(f"`{name}`: {reason}" for name, reason in plan.left[:MOST_REASONS])
+        shown = "; ".join(f"`{name}`: {reason}" for name, reason in plan.left[:MAX_REASONS])
         return (
-            f"Nothing can be swapped. {shown}. Lower `lb` or raise `ub`; what loops keep inside, such as recurrent "
-            "layers, is not swapped."
+            f"Nothing can be swapped. {shown}. Lower `lb` or raise `ub`; tensors inside of loops, such as those of "
+            "recurrent layers, are not swapped."
         )
-    if not found:
+    if not candidates:
         return (
-            "Nothing can be swapped: no forward operation makes a tensor that the backward phase reads much later. "
-            "Pass a step that computes gradients, with layers between a tensor and its last reader; what loops keep "
-            "inside, such as recurrent layers, is not swapped."
+            "Nothing can be swapped: no forward op has a result that the backward pass reads much later. Pass a step "
+            "that computes gradients, with layers between a tensor and its last consumer. Tensors inside of loops, "
+            "such as those of recurrent layers, are not swapped."
         )
-    largest = max(swap.tensor.num_bytes(batch) for swap in found)
+    largest = max(swap.tensor.num_bytes(batch) for swap in candidates)
     return (
-        f"Nothing is swapped: {len(found)} tensor(s) could be, the largest of {format_bytes(largest)}, and scopes, "
-        f"types, the starting point or `min_bytes` ({format_bytes(params.options().min_bytes)}) leave none. Widen them."
+        f"Nothing is swapped: {len(candidates)} tensor(s) could be, the largest of {format_bytes(largest)}, but "
+        f"scopes, types, the starting point or `min_bytes` ({format_bytes(params.options().min_bytes)}) exclude all."
+        " Widen them."
     )
 
 
 def described(swaps: Iterable[Swap], batch: int, names: Mapping[Tensor, str]) -> tuple[PlannedSwap, ...]:
-    """What the plan says of each swap."""
+    """Return the records of swaps in a plan."""
     return tuple(
         PlannedSwap(
             tensor=names.get(s.tensor, s.tensor.name),

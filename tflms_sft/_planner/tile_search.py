@@ -1,156 +1,220 @@
-"""The fewest tiles that fit: which segments, how many tiles, what stays as it is.
+"""Tile plans of a whole step within a budget: which segments, how many tiles, which blocks stay untiled.
 
-The network is a chain of blocks (`chain_search.py`), whose sums of bytes are an estimate. A plan
-is accepted when the liveness model of the whole rewritten step agrees; what the chain
-aims at is found by bisection.
+The sums of bytes along a chain of blocks (`block_search.py`) are estimates. A plan is accepted when the liveness model
+of the whole rewritten step agrees, so a search tries targets for the chains, from a ladder that all budgets share.
 """
 
 from __future__ import annotations
 
+import abc
+import bisect
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
 
-from rewriters.emission.tile_pass import SegmentPlan, planner_for
+from rewriters.emission.tile_pass import SegmentPlan, plan_segment
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node
-from rewriters.tiling.ft_segments import find_components, try_segment
-from rewriters.tiling.segment import Segment
-from rewriters.tiling.tile_planner import Grid, Halo
-from tflms_sft._planner.chain_search import Chain
-from tflms_sft._planner.segment_tilings import BlockChoice
-from tflms_sft._planner.target_ladder import RUNG, rung
+from rewriters.tiling.ft_segments import SkippedOps, TileableComponent, find_components, try_segment
+from tflms_sft._planner.block_search import BlockChoice, ComponentBlocks, fastest_path, rung, target_bytes
+from tflms_sft._planner.inference_blocks import InferenceBlocks, LiveTensors
+from tflms_sft._planner.segment_tilings import LoopEstimates
 from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
+from tflms_sft._planner.training_blocks import TrainingBlocks
 
-MOST_SMALLEST = 3
-"""Plans among which the smallest is looked for first."""
+MAX_LOWER_ROUNDS = 4
+"""Attempts to go below the smallest plan of a training step, before an error names it."""
 
-LOWER_ROUNDS = 4
-"""Attempts to go below the smallest plan found, before an error names it."""
+LOWER_RATIO = 0.95
+"""Limit of such an attempt, over the smallest peak so far."""
+
+SMALLEST_TRAINING_PLANS, SMALLEST_INFERENCE_PLANS = 3, 6
+"""Plans for the lowest targets, of which the smallest is taken."""
+
+RUNGS_BETWEEN_SMALLEST = 3
+"""Steps on the ladder between the targets of such plans of a training step."""
+
+MAX_OVERESTIMATE = 1.2
+"""Bytes that the chains of a step without gradients may sum up to, over what the liveness model says of the step."""
+
+Segmentation = tuple[tuple[int, BlockChoice], ...]
+"""Blocks to run in tiles, each choice with the number of its component."""
 
 
-class TileSearch:
-    """Tile plans of one step.
+class ChainSearch(abc.ABC):
+    """Tile plans of one step without barriers, each made for a target that its chains of blocks meet.
 
-    Attributes:
-        left: What cannot be tiled.
+    Args:
+        traced: The step.
+        chains: Its components.
+        left: Ops that cannot be tiled, with reasons.
     """
 
-    def __init__(self, traced: TracedStep) -> None:
+    def __init__(self, traced: TracedStep, chains: Sequence[ComponentBlocks], left: list[SkippedOps]) -> None:
+        self.left = left
         self._traced = traced
-        components, self.left = find_components(traced.analysis)
-        self._chains = [Chain(traced, component) for component in components]
+        self._chains = chains
+        self._held_bytes = traced.fixed_bytes + sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
+        self._highest = rung(2 * traced.plain.peak.peak_bytes)  # A target that the original step meets.
+
+    @abc.abstractmethod
+    def cheapest(self, limit: int) -> Candidate | None:
+        """Return the fastest plan found whose step stays within `limit` bytes."""
+
+    @property
+    @abc.abstractmethod
+    def smallest(self) -> Candidate:
+        """Plan with the lowest peak found."""
+
+    def proposed(self, target: int) -> Candidate | None:
+        """Return the plan for a target, whether its step meets it or not."""
+        return self._candidate(target, {}) if self._chains else None
+
+    @functools.cached_property
+    def _lowest(self) -> int:
+        """Lowest target that all chains can meet."""
+        return bisect.bisect_left(
+            range(self._highest), True, key=lambda step: self._segmentation(target_bytes(step)) is not None
+        )
+
+    def _candidate(
+        self, target: int, modelled: dict[Segmentation, Candidate], limit: int | None = None
+    ) -> Candidate | None:
+        """Return the plan for a target; `None` if the chains cannot meet it.
+
+        Args:
+            target: Bytes.
+            modelled: Plans of this search, which are modelled once.
+            limit: Bytes; a peak above it need not be the worst.
+        """
+        segmentation = self._segmentation(target)
+        if segmentation is None:
+            return None
+        if not segmentation:
+            return self._traced.plain
+        if segmentation not in modelled:
+            plans = segment_plans(self._traced, [(self._chains[n].component, choice) for n, choice in segmentation])
+            modelled[segmentation] = Candidate(plans, *predict(self._traced, plans, limit))
+        return modelled[segmentation]
+
+    def _segmentation(self, target: int) -> Segmentation | None:
+        """Return the fastest choices of all chains for a target; bytes saved by one chain are there for the next."""
+        available = target - self._held_bytes
+        tiled: list[tuple[int, BlockChoice]] = []
+        for number, chain in enumerate(self._chains):
+            path = fastest_path(chain, available)
+            if path is None:
+                return None
+            available -= path.saved_bytes
+            tiled += [(number, choice) for choice in path.choices if choice.grid is not None]
+        return tuple(tiled)
+
+
+class TrainingSearch(ChainSearch):
+    """Tile plans of one training step without barriers."""
+
+    def __init__(self, traced: TracedStep) -> None:
+        components, left = find_components(traced.analysis)
+        super().__init__(traced, [TrainingBlocks(traced, component) for component in components], left)
 
     def cheapest(self, limit: int) -> Candidate | None:
-        """The plan with the least work found whose step stays below `limit` bytes."""
+        """Return the fastest plan found whose step stays within `limit` bytes."""
         if not self._chains:
             return None
-        found = _fitting(self._traced, self._chains, limit)
-        if found is None and self.smallest.peak.peak_bytes <= limit:
+        best = self._highest_target(limit)
+        if best is None and self.smallest.peak.peak_bytes <= limit:
             return self.smallest
-        return found
+        return best
+
+    def _highest_target(self, limit: int) -> Candidate | None:
+        """Return the plan for the highest target found that fits.
+
+        The chains' sums may be too low or too high. Bisection over the ladder ends where the model of the whole step
+        accepts one target and rejects the next. With a higher limit it tries the same targets until one fits that did
+        not before, so that its result aims no lower.
+        """
+        low, high = rung(self._held_bytes), self._highest + 1
+        modelled: dict[Segmentation, Candidate] = {}
+        best: Candidate | None = None
+        while high - low > 1:
+            middle = (low + high) // 2
+            candidate = self._candidate(target_bytes(middle), modelled, limit)
+            if candidate is not None and candidate.peak.peak_bytes > limit:
+                high = middle
+            else:
+                low, best = middle, candidate
+        return best
 
     @functools.cached_property
     def smallest(self) -> Candidate:
-        """The plan with the lowest peak that is found."""
-        return _smallest(self._traced, self._chains)
+        """Plan with the lowest peak found: of those for the lowest targets, and then below."""
+        modelled: dict[Segmentation, Candidate] = {}
+        for step in range(self._lowest, self._highest, RUNGS_BETWEEN_SMALLEST):
+            candidate = self._candidate(target_bytes(step), modelled)
+            if candidate is self._traced.plain or len(modelled) == SMALLEST_TRAINING_PLANS:
+                break
+        smallest = min([*modelled.values(), self._traced.plain], key=_peak_bytes)
+        for _ in range(MAX_LOWER_ROUNDS if self._chains else 0):
+            lower = self._highest_target(int(smallest.peak.peak_bytes * LOWER_RATIO))
+            if lower is None:
+                break
+            smallest = lower
+        return smallest
 
-    def proposed(self, target: int) -> Candidate | None:
-        """What is proposed for a target, whether its step meets it or not."""
-        return _candidate(self._traced, self._chains, target, {}) if self._chains else None
 
+class InferenceSearch(ChainSearch):
+    """Tile plans of one step without gradients.
 
-def _fitting(traced: TracedStep, chains: list[Chain], limit: int) -> Candidate | None:
-    """The cheapest plan for the whole step that is found to fit.
-
-    The chains' sums may be too low or too high, so what they aim at is found by bisection, until the model of the
-    whole step says that one target fits and the next one does not. The targets are the same for all limits, and with
-    a higher limit the same are tried until one fits that did not before: what is found aims no lower.
+    A budget takes the plan for the highest target that the model of the whole step accepts. A larger budget meets that
+    target no later, so that it gets no slower plan.
     """
-    low, high = rung(_held(traced)), rung(2 * traced.plain.peak.peak_bytes) + 1
-    seen: dict[Any, Candidate] = {}
-    found: Candidate | None = None
-    while high - low > 1:
-        middle = (low + high) // 2
-        candidate = _candidate(traced, chains, int(RUNG**middle), seen, limit)
-        if candidate is not None and candidate.peak.peak_bytes > limit:
-            high = middle
-        else:
-            low, found = middle, candidate
-    return found
 
+    def __init__(self, traced: TracedStep) -> None:
+        components, left = find_components(traced.analysis)
+        live, estimates = LiveTensors(traced), LoopEstimates(traced)
+        super().__init__(traced, [InferenceBlocks(estimates, component, live) for component in components], left)
 
-def _candidate(
-    traced: TracedStep, chains: list[Chain], target: int, seen: dict[Any, Candidate], budget: int | None = None
-) -> Candidate | None:
-    """What the chains propose for a target; `seen` has what was modelled before."""
-    plans = _plans(traced, chains, target)
-    if plans is None:
+    def cheapest(self, limit: int) -> Candidate | None:
+        """Return the fastest plan found whose step stays within `limit` bytes."""
+        modelled: dict[Segmentation, Candidate] = {}
+        for step in range(min(rung(int(MAX_OVERESTIMATE * limit)), self._highest), 0, -1):
+            candidate = self._candidate(target_bytes(step), modelled, limit)
+            if candidate is None or candidate.peak.peak_bytes <= limit:
+                return candidate
         return None
-    key = tuple(
-        (plan.segment.forward[0], plan.segment.forward[-1], plan.segment.stored, plan.halo)
-        + tuple(tile_loop.grid for tile_loop in plan.loops)
-        for plan in plans
-    )
-    if key not in seen:
-        seen[key] = _modelled(traced, plans, budget)
-    return seen[key]
+
+    @functools.cached_property
+    def smallest(self) -> Candidate:
+        """Plan with the lowest peak found, one that `cheapest` finds for a limit of as much."""
+        modelled: dict[Segmentation, Candidate] = {}
+        peaks = {self._traced.plain.peak.peak_bytes: self._traced.plain}
+        for step in range(self._lowest, self._highest):
+            candidate = self._candidate(target_bytes(step), modelled)
+            if candidate is not None and target_bytes(step) <= MAX_OVERESTIMATE * candidate.peak.peak_bytes:
+                peaks.setdefault(candidate.peak.peak_bytes, candidate)
+            if candidate is self._traced.plain or len(peaks) > SMALLEST_INFERENCE_PLANS:
+                break
+        return peaks[min(peaks)]
 
 
-def _modelled(traced: TracedStep, plans: list[SegmentPlan], budget: int | None = None) -> Candidate:
-    return Candidate(plans, *predict(traced, plans, budget))
+def _peak_bytes(candidate: Candidate) -> int:
+    return candidate.peak.peak_bytes
 
 
-def _smallest(traced: TracedStep, chains: list[Chain]) -> Candidate:
-    """The plan with the lowest peak that is found: from the first targets that can be met, then below."""
-    seen: dict[Any, Candidate] = {}
-    target = _held(traced) + max((chain.lowest() for chain in chains), default=0)
-    while chains and len(seen) < MOST_SMALLEST and target < 2**62:
-        _candidate(traced, chains, target, seen)
-        target = int(target * 1.1) + 1
-    smallest = min([*seen.values(), _modelled(traced, [])], key=lambda candidate: candidate.peak.peak_bytes)
-    for _ in range(LOWER_ROUNDS):
-        lower = _fitting(traced, chains, int(smallest.peak.peak_bytes * 0.95))
-        if lower is None:
-            break
-        smallest = lower
-    return smallest
-
-
-def _held(traced: TracedStep) -> int:
-    """Bytes that are there throughout a step: variables and arguments."""
-    return traced.fixed_bytes + sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
-
-
-def _plans(traced: TracedStep, chains: list[Chain], target: int) -> list[SegmentPlan] | None:
-    """The cheapest plan whose chains fit, or `None`."""
-    waiting = _held(traced)
-    chosen: list[tuple[Chain, BlockChoice]] = []
-    for chain in chains:
-        path = chain.cheapest(target - waiting)
-        if path is None:
-            return None
-        waiting += path.waits
-        chosen.extend((chain, choice) for choice in path.choices if choice.grid is not None)
-    return built(traced, chosen)
-
-
-def built(traced: TracedStep, chosen: list[tuple[Chain, BlockChoice]]) -> list[SegmentPlan]:
-    """The segments of choices that tile."""
-    taken: set[Node] = set()
+def segment_plans(traced: TracedStep, choices: Sequence[tuple[TileableComponent, BlockChoice]]) -> list[SegmentPlan]:
+    """Plan the loops of all choices that tile, each with its component."""
+    backward_ops: set[Node] = set()
     plans = []
-    for number, (chain, choice) in enumerate(chosen, 1):
-        assert choice.grid is not None
-        name = f"segment{number}"
+    for number, (component, choice) in enumerate(choices, 1):
+        positions = range(choice.first, choice.last)
         try:
-            segment = try_segment(traced.analysis, chain.component, range(choice.first, choice.last), taken, name)
+            segment = try_segment(traced.analysis, component, positions, backward_ops, f"segment{number}")
         except NotTileableError:
-            continue  # A neighbour took its backward ops: it stays as it is, and the model counts it so.
-        taken.update(segment.backward)
-        segment = dataclasses.replace(segment, stored=choice.stored - set(segment.exits))
-        plans.append(_planned(traced, segment, (choice.forward or choice.grid, choice.grid), choice.halo))
+            continue  # A neighbour took its backward ops. It stays untiled, and is modelled so.
+        backward_ops.update(segment.backward)
+        segment = dataclasses.replace(segment, stored=choice.checkpoints - set(segment.exits))
+        assert choice.grid is not None
+        plans.append(
+            plan_segment(traced.analysis, segment, choice.forward_grid or choice.grid, choice.grid, choice.halo)
+        )
     return plans
-
-
-def _planned(traced: TracedStep, segment: Segment, grids: tuple[Grid, Grid], halo: Halo) -> SegmentPlan:
-    return SegmentPlan(segment, planner_for(traced.analysis, segment, halo).tile_loops(*grids), halo)

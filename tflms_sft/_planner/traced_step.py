@@ -1,4 +1,4 @@
-"""From a traced step and parameters to a rewritten graph and its plan."""
+"""The traced step that planners work on, the prediction of its peak and time, and the report of a plan."""
 
 from __future__ import annotations
 
@@ -31,16 +31,22 @@ from tflms_sft._report.segment_report import describe_segment, shares
 from tflms_sft._trace.layer_names import LayerRecord, display_names, part_name
 from tflms_sft._util.text import shortened
 
-MOST_OUTLINES = 8
-"""Schedules of outlines that are kept, of a megabyte or so each."""
+MAX_SKELETONS = 8
+"""Traces of skeletons that are cached, of about a megabyte each."""
 
-MOST_NAMES = 3
+MAX_NAMES = 3
 """Names after which a list in a note is cut short."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A plan for the whole step with what the model says of it."""
+    """A plan for the whole step with its prediction.
+
+    Attributes:
+        plans: Segments to tile.
+        peak: Predicted peak.
+        time_ratio: Predicted time over that of the original step.
+    """
 
     plans: list[SegmentPlan]
     peak: Peak
@@ -53,17 +59,17 @@ class TracedStep:
 
     Attributes:
         concrete_fn: The step.
-        analysis: Of its normalised graph.
+        analysis: Analysis of its canonical graph.
         record: Keras layers seen while it was traced.
         batch: Batch size to plan for.
-        batch_is_fixed: Whether the graph knows it.
+        batch_is_fixed: Whether the graph fixes the batch size.
         variables: Bytes of each variable.
-        forward: Names of ops that are forward for sure, where a layer's name misleads.
-        rates: Of the machine.
-        correction: What an earlier plan was measured to take, over what was predicted.
-        outlines: Schedules of outlines, and names of their loops, by what the loops read and make.
+        forward: Names of ops that are forward in spite of the misleading name of their layer.
+        rates: Rates of the machine.
+        correction: Measured over predicted memory of an earlier plan.
+        skeletons: Traces of skeletons, and names of their loops, by the reads and results of the loops.
         loop_memory: Memory estimates of planned tile loops.
-        prepared: Its graph as swaps are planned for it, by the bytes from which on results are large, and scopes.
+        prepared: Analyses of its graph prepared for swaps, by the minimum bytes of large results, and scopes.
     """
 
     concrete_fn: Any
@@ -75,14 +81,14 @@ class TracedStep:
     forward: Container[str] = ()
     rates: MachineRates = NOMINAL
     correction: float = 1.0
-    outlines: dict[Hashable, tuple[AllocationTrace, dict[tuple[str, str], str]]] = dataclasses.field(
+    skeletons: dict[Hashable, tuple[AllocationTrace, dict[tuple[str, str], str]]] = dataclasses.field(
         init=False, default_factory=dict, repr=False
     )
     loop_memory: IterationModelCache = dataclasses.field(init=False, default_factory=IterationModelCache, repr=False)
     prepared: dict[Hashable, GraphAnalysis] = dataclasses.field(init=False, default_factory=dict, repr=False)
 
-    def go_by(self, rates: MachineRates) -> None:
-        """Take these rates, and forget the times that went by others."""
+    def use_rates(self, rates: MachineRates) -> None:
+        """Set the rates of the machine, and drop the cached times that depend on them."""
         self.rates = rates
         for name in ("costs", "seconds"):
             self.__dict__.pop(name, None)
@@ -94,25 +100,25 @@ class TracedStep:
 
     @functools.cached_property
     def costs(self) -> CostModel:
-        """Times of operations."""
+        """Cost model of the ops."""
         return CostModel(self.analysis, self.batch, self.rates)
 
     @functools.cached_property
     def seconds(self) -> float:
-        """Time of the step as it was."""
+        """Time of the original step."""
         return self.costs.step(self.analysis.order)
 
     @functools.cached_property
     def plain(self) -> Candidate:
-        """The step as it was, which searches compare with again and again."""
+        """Prediction of the original step."""
         return Candidate([], *predict(self, []))
 
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Without Python's cyclic garbage collector: a graph is a hundred thousand objects that are all in use.
+    """Pause Python's cyclic garbage collector while a graph of a hundred thousand objects is built.
 
-    The collector walks them again and again while they are made, for a third of the time.
+    All of them stay in use, and the collector's walks over them take a third of the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -147,22 +153,22 @@ def analyse_step(
     analysis = GraphAnalysis(graph, forward=forward)
     if mode is CanonicalMode.TILING:
         analysis.refuse_hidden_gradients()
-    else:  # What leaves the device comes back for the backward phase.
+    else:  # A swapped tensor, or one sent to a stage, returns for the backward pass.
         analysis.require_backward()
-    known = _static_batch(graph, len(concrete_fn.inputs) - len(concrete_fn.captured_inputs))
+    fixed_batch = _static_batch(graph, len(concrete_fn.inputs) - len(concrete_fn.captured_inputs))
     return TracedStep(
         concrete_fn,
         analysis,
         record,
-        known or batch or 1,
-        known is not None,
+        fixed_batch or batch or 1,
+        fixed_batch is not None,
         tf_internals.variable_sizes(concrete_fn),
         forward,
     )
 
 
 def _static_batch(graph: Graph, num_arguments: int) -> int | None:
-    """The leading size of the first image argument, or of the first argument that has one."""
+    """Return the leading size of the first argument of the highest rank; `None` if it is open."""
     shapes = [t.shape for t in graph.inputs[:num_arguments] if t.shape]
     ranked = sorted(shapes, key=lambda shape: -len(shape))
     return ranked[0][0] if ranked else 1
@@ -176,62 +182,62 @@ def predict(
     away: Container[Node] = (),
     slow: Mapping[Node, float] | None = None,
 ) -> tuple[Peak, float]:
-    """Peak and relative cost of the step with these tile loops.
+    """Return the peak of the step with tile loops, and its time over that of the original step.
 
     Args:
         traced: The step.
         plans: Its segments.
-        limit: A peak above it need not be the worst.
-        graph: The rewritten graph if it exists already; an outline of it gives the same to a few bytes.
+        limit: Bytes; modelling stops at a peak above it, which need not be the highest.
+        graph: The rewritten graph if it exists already; by default its skeleton, which agrees to a few bytes.
         away: Ops of that graph whose results are not in the device's memory.
-        slow: Ops of that graph that go on beside others, and for how many seconds.
+        slow: Ops of that graph that run concurrently with others, with their seconds.
     """
     if graph is None:
-        found, loops = _outlined(traced, plans)
+        trace, loops = _skeleton_trace(traced, plans)
     else:
         loops = loop_nodes(graph)
         of = op_times(traced, plans, loops)
         names = set(loops.values())
-        found = graph_schedule(
+        trace = graph_schedule(
             graph, names, traced.batch, traced.variables, away=away, slow=slow, seconds=lambda node: of(node.name)
         )
-    turns = {
+    iterations = {
         loops[plan.segment.name, tile_loop.name]: traced.loop_memory.iterations(tile_loop, traced.batch)
         for plan in plans
         for tile_loop in plan.loops
     }
-    peak = graph_peak(found, turns, limit)
+    peak = graph_peak(trace, iterations, limit)
     return peak, seconds_of(traced, plans) / traced.seconds
 
 
 def op_times(
     traced: TracedStep, plans: list[SegmentPlan], loops: Mapping[tuple[str, str], str]
 ) -> Callable[[str], float]:
-    """What each op of a rewritten graph takes, by its name; nothing, if neither the step nor a loop is known by it."""
-    costs, known = traced.costs, traced.analysis.graph.nodes
-    taken = {
+    """Return a function from the name of an op of a rewritten graph to its seconds; 0 for unknown ops."""
+    costs, nodes = traced.costs, traced.analysis.graph.nodes
+    loop_seconds = {
         loops[plan.segment.name, tile_loop.name]: costs.tile_loop(tile_loop)
         for plan in plans
         for tile_loop in plan.loops
     }
-    return lambda name: taken.get(name) or (costs.op(known[name]) if name in known else 0.0)
+    return lambda name: loop_seconds.get(name) or (costs.op(nodes[name]) if name in nodes else 0.0)
 
 
-def _outlined(traced: TracedStep, plans: list[SegmentPlan]) -> tuple[AllocationTrace, dict[tuple[str, str], str]]:
-    """The schedule of an outline, and names of its loops; searches ask for loops in other tiles again and again."""
-    own = traced.outlines
+def _skeleton_trace(traced: TracedStep, plans: list[SegmentPlan]) -> tuple[AllocationTrace, dict[tuple[str, str], str]]:
+    """Return the trace of a skeleton, and names of its loops; plans that differ in the number of tiles share it."""
+    skeletons = traced.skeletons
     key = tuple((plan.segment, tuple(_borders(plan.segment, tile_loop) for tile_loop in plan.loops)) for plan in plans)
-    if key not in own:
-        while len(own) >= MOST_OUTLINES:
-            del own[next(iter(own))]
+    if key not in skeletons:
+        while len(skeletons) >= MAX_SKELETONS:
+            del skeletons[next(iter(skeletons))]
         graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
         loops = loop_nodes(graph)
-        own[key] = graph_schedule(graph, set(loops.values()), traced.batch, traced.variables), loops
-    return own[key]
+        skeletons[key] = graph_schedule(graph, set(loops.values()), traced.batch, traced.variables), loops
+    return skeletons[key]
 
 
 def _borders(segment: Segment, tile_loop: TileLoop) -> Hashable:
-    """All that an outline shows of a loop: what it reads, waits for, and makes."""
+    """Return all that a skeleton shows of a loop: its inputs, reads and outputs."""
     return (
         tile_loop.name,
         tuple(loop_input_tensors(tile_loop, segment)),
@@ -241,7 +247,7 @@ def _borders(segment: Segment, tile_loop: TileLoop) -> Hashable:
 
 
 def seconds_of(traced: TracedStep, plans: list[SegmentPlan]) -> float:
-    """Time of the step with these tile loops."""
+    """Return the time of the step with tile loops."""
     costs = traced.costs
     tiled = costs.step({n for plan in plans for n in (*plan.segment.forward, *plan.segment.backward)})
     return traced.seconds - tiled + sum(costs.tile_loop(tile_loop) for plan in plans for tile_loop in plan.loops)
@@ -250,15 +256,22 @@ def seconds_of(traced: TracedStep, plans: list[SegmentPlan]) -> float:
 def emit_and_describe(
     traced: TracedStep, plans: list[SegmentPlan], left: Sequence[SkippedOps], budget: int | None
 ) -> tuple[Graph, Plan]:
-    """Emit the graph and describe it."""
+    """Emit the graph, and return it with its plan.
+
+    Args:
+        traced: The step.
+        plans: Its segments.
+        left: Ops that cannot be tiled, with reasons.
+        budget: Bytes, if the plan was made for a budget.
+    """
     analysis = traced.analysis
     graph = tile_segments(analysis, plans) if plans else analysis.graph
     names = display_names(analysis.graph, traced.record)
     original = prediction(traced, [], analysis.graph, names, predict(traced, [], limit=0))
     predicted = original
     if plans:
-        # A budget has to be kept in every state of the device's memory, as the search saw to, by an outline;
-        # otherwise a fresh one tells enough.
+        # For a budget, predict as the search did: by a skeleton, and for every state of the device's memory.
+        # Otherwise memory is assumed to be fresh.
         seen, limit = (tile_skeleton(analysis, plans), None) if budget else (graph, 0)
         predicted = prediction(traced, plans, seen, names, predict(traced, plans, limit, seen))
     *parts, rest = shares(traced.costs, plans, traced.seconds)
@@ -282,28 +295,32 @@ def emit_and_describe(
 
 
 def _notes(traced: TracedStep) -> tuple[str, ...]:
-    """What the prediction leaves out, by layer."""
+    """Return a note of the layers whose memory the prediction leaves out."""
     ops = [node.name for node in unmodelled(traced.analysis)]
     if not ops:
         return ()
     names = dict.fromkeys(part_name(traced.record, op) or op for op in ops)
-    shown = shortened(list(names), MOST_NAMES)
-    return (f"not in the predicted peak, because only a run tells: what is kept inside of {shown}",)
+    shown = shortened(list(names), MAX_NAMES)
+    return (f"not in the predicted peak: memory inside of {shown}, which only a run shows",)
 
 
 def prediction(
-    traced: TracedStep, plans: list[SegmentPlan], graph: Graph, names: Mapping[Tensor, str], found: tuple[Peak, float]
+    traced: TracedStep,
+    plans: list[SegmentPlan],
+    graph: Graph,
+    names: Mapping[Tensor, str],
+    predicted: tuple[Peak, float],
 ) -> Prediction:
-    """As a plan reports it.
+    """Return a prediction as a plan reports it.
 
     Args:
         traced: The step.
         plans: Its segments.
-        graph: The rewritten graph, or an outline of it, that was predicted.
-        names: Layers of tensors of the original.
-        found: What `predict` told.
+        graph: The rewritten graph, or its skeleton, that was predicted.
+        names: Layers of tensors of the original graph.
+        predicted: Peak and time ratio from `predict`.
     """
-    peak, ratio = found
+    peak, ratio = predicted
     shown = PeakNames(traced.analysis, traced.record, names)
     return Prediction(
         peak_bytes=peak.peak_bytes,
@@ -318,7 +335,7 @@ def prediction(
 
 
 def at_peak(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[NamedSizes, NamedSizes]:
-    """What is largest at a predicted peak, and what is taken only while something runs, as a plan reports them."""
+    """Return the largest tensors at a predicted peak, and the memory of running ops, as a plan reports them."""
     graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
     shown = PeakNames(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
     transient = transient_memory(shown, plans, graph, peak, traced.loop_memory, traced.batch)
@@ -328,14 +345,14 @@ def at_peak(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[N
 def _progress(
     traced: TracedStep, plans: list[SegmentPlan], graph: Graph, timeline: Sequence[tuple[str, int]]
 ) -> tuple[float, ...]:
-    """Time gone, over that of the original step, when each op begins."""
+    """Return the time at which each op begins, over that of the original step."""
     seconds = op_times(traced, plans, loop_nodes(graph))
     *begins, _ = itertools.accumulate((seconds(name) for name, _ in timeline), initial=0.0)
     return tuple(round(done / traced.seconds, 6) for done in begins)
 
 
 def reasons(traced: TracedStep, left: Sequence[SkippedOps]) -> tuple[tuple[str, str], ...]:
-    """(what, why), each layer once with its first reason."""
+    """Return pairs of a layer and the first reason why it cannot be tiled."""
     reasons: dict[str, str] = {}
     for item in left:
         names = list(dict.fromkeys(_layer_name(traced, op) for op in (item.name, item.last) if op))
@@ -349,5 +366,5 @@ def _layer_name(traced: TracedStep, op: str) -> str:
 
 
 def unsupported_layers(traced: TracedStep, left: Sequence[SkippedOps]) -> list[str]:
-    """Layers that this version cannot tile, by name."""
+    """Return the names of layers that cannot be tiled."""
     return [name for name, _ in reasons(traced, left)]

@@ -108,7 +108,7 @@ def _within_budget(traced: TracedStep, params: AutoParams, advise: bool) -> tupl
 def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tuple[StepImporter, Plan]:
     """Emit the loops and swaps of a choice, and describe them in a plan."""
     graph, plan = emit_and_describe(traced, choice.plans, choice.left, budget)
-    plan = amend_plan(plan, choice.why, choice.more)
+    plan = amend_plan(plan, choice.why, choice.advice)
     if choice.swaps is None:
         return StepImporter(graph, traced.concrete_fn), plan
     swapped = apply_swaps(traced, graph, choice.swaps)
@@ -145,7 +145,7 @@ def rewrite_concrete(
         mode = CanonicalMode.EXACT if request.tiles is None else CanonicalMode.TILING
         traced = analyse_step(concrete_fn, record, batch, mode)
         traced.correction = correction
-        traced.go_by(machine_rates(_print_to_stderr) if request.has_budget else kept_rates())
+        traced.use_rates(machine_rates(_print_to_stderr) if request.has_budget else kept_rates())
         if request.has_budget:
             require_batch(traced, batch)
         importer, plan = rewrite_traced(traced, request)

@@ -70,7 +70,7 @@ def _tuned(step: Any, memory_budget: Any, example_args: Any, headroom: float, ba
     with collector_paused():
         traced = analyse_step(concrete_fn, record, batch)
         traced.analysis.require_backward()
-        traced.go_by(machine_rates())
+        traced.use_rates(machine_rates())
         require_batch(traced, batch)
         budget = int(auto.resolved(traced.fixed_bytes).memory_budget)
         apply_swaps(traced, traced.analysis.graph, base)  # Raises the errors of `base` before the search.

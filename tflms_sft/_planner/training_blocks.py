@@ -1,0 +1,149 @@
+"""Blocks of a component in a training step: what they save for the backward pass, and the ways to tile them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+
+import numpy as np
+
+from rewriters.analysis.autodiff_roles import reads_shape_only
+from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.device.kernel_scratch import op_scratch
+from rewriters.device.peak_memory import concurrent_scratch
+from rewriters.errors import NotTileableError
+from rewriters.ir.graph import Node, Tensor
+from rewriters.rules.registry import TileKind, find_rule
+from rewriters.tiling.ft_segments import TileableComponent, try_segment
+from tflms_sft._planner.block_search import BlockChoice, BlockOptions, ComponentBlocks, select_cuts
+from tflms_sft._planner.segment_tilings import EstimateCache, SegmentTilings, tilings
+from tflms_sft._planner.traced_step import TracedStep
+
+MAX_CUTS = 8
+"""Places in a component where a segment may end; a longer network has them spread over the bytes that it saves."""
+
+MAX_OPS_ACROSS_CUTS = 80
+"""Forward ops of a segment that goes past a cut. With more ops longer halos cost much, and one saved tensor less saves
+little.
+"""
+
+
+class TrainingBlocks(ComponentBlocks):
+    """A component of a training step as a chain of blocks.
+
+    Args:
+        traced: The step.
+        component: The component.
+    """
+
+    def __init__(self, traced: TracedStep, component: TileableComponent) -> None:
+        super().__init__(traced, component, _bounds(traced, component))
+        self._estimates = EstimateCache()
+
+    def _options_between(self, first: int, last: int) -> BlockOptions:
+        return BlockOptions(self._untiled(first, last), self._tilings(first, last))
+
+    def _ops(self, first: int, last: int) -> list[Node]:
+        return [*super()._ops(first, last), *self._backward(first, last)]
+
+    def _untiled(self, first: int, last: int) -> BlockChoice:
+        analysis, batch = self._traced.analysis, self._traced.batch
+        nodes = self.component.nodes[first:last]
+        backward = self._backward(first, last)
+        saved_bytes = sum(tensor.num_bytes(batch) for node in nodes for tensor in _saved(analysis, node))
+        results = [node.out(index) for node in (*nodes, *backward) for index in range(len(node.outputs))]
+        gradients = [tensor for node in backward for tensor in node.inputs if tensor.node in analysis.backward]
+        pairs = concurrent_scratch({node: op_scratch(node, batch) for node in backward}, backward)
+        scratch = max((*map(sum, pairs.values()), *(op_scratch(node, batch) for node in nodes)))
+        # Two gradients are alive concurrently, and both gradient kernels of a convolution run.
+        working_bytes = 2 * max(tensor.num_bytes(batch) for tensor in (*results, *gradients)) + scratch
+        seconds = self._traced.costs.step(self._ops(first, last))
+        return BlockChoice(
+            first=first, last=last, saved_bytes=saved_bytes, working_bytes=working_bytes, seconds=seconds
+        )
+
+    @functools.cached_property
+    def _positions(self) -> dict[Node, float]:
+        return backward_positions(self._traced.analysis, self.component)
+
+    def _backward(self, first: int, last: int) -> list[Node]:
+        """Return the backward ops of blocks."""
+        return [node for node, position in self._positions.items() if first <= position < last]
+
+    def _tilings(self, first: int, last: int) -> list[SegmentTilings]:
+        """Return the ways to tile the blocks; none if they are no segment, or too long a one."""
+        if last - first > MAX_OPS_ACROSS_CUTS and self.bounds.index(last) > self.bounds.index(first) + 1:
+            return []
+        with contextlib.suppress(NotTileableError):
+            segment = try_segment(self._traced.analysis, self.component, range(first, last), set(), "candidate")
+            return tilings(self._traced, segment, (first, last), self._estimates)
+        return []
+
+
+def _bounds(traced: TracedStep, component: TileableComponent) -> list[int]:
+    """Return the ends of the component, and up to `MAX_CUTS` of its cuts.
+
+    A stretch of the network, of which the smallest cut is taken, saves about as much as each other.
+    """
+    analysis, batch = traced.analysis, traced.batch
+    size = len(component.nodes)
+    inner = [cut for cut in component.cuts if cut < size - 1]
+    # A tensor that is not saved, such as a convolution before its bias, would be as the entry of a segment.
+    inner = [cut for cut in inner if _saved(analysis, component.cut_tensor(analysis, cut).node)] or inner
+    num_bytes = {cut: component.cut_tensor(analysis, cut).num_bytes(batch) for cut in inner}
+    # Of neighbours of equal size the first and the last are mostly enough: the last leaves more to recompute, the
+    # first fewer rows to carry. A network of blocks of one size needs the others.
+    ends = [
+        cut
+        for i, cut in enumerate(inner)
+        if 0 in (i, i + 1 - len(inner)) or not num_bytes[inner[i - 1]] == num_bytes[cut] == num_bytes[inner[i + 1]]
+    ]
+    saved = np.array([sum(t.num_bytes(batch) for t in _saved(analysis, node)) for node in component.nodes])
+    saved_before = np.cumsum(saved) - saved
+    # Stretches of equal blocks get the same number of blocks, so that the estimates of one serve all.
+    block = max(int(np.median(np.diff(saved_before[inner]))), 1) if len(inner) > 1 else 1
+    stretch_bytes = -(-int(saved_before[-1] + 1) // (MAX_CUTS * block)) * block
+    cuts = select_cuts(ends, (*ends, *inner), lambda cut: int(saved_before[cut] // stretch_bytes), num_bytes, MAX_CUTS)
+    return [0, *(cut + 1 for cut in cuts), size]
+
+
+def _saved(analysis: GraphAnalysis, node: Node) -> list[Tensor]:
+    """Return the outputs of a forward op that the backward pass reads."""
+    outputs = [node.out(index) for index in range(len(node.outputs))]
+    return [t for t in outputs if any(r in analysis.backward for r, _ in analysis.consumers.get(t, ()))]
+
+
+def backward_positions(analysis: GraphAnalysis, component: TileableComponent) -> dict[Node, float]:
+    """Return for each backward op the position in the component of its forward op.
+
+    A gradient passes the positions whose results it reads, from infinity (behind the component) down to -1 (before
+    it). A reduction over the image, such as the gradient of a filter, reads the input of its forward op, which lies
+    before that op; it gets the position of the gradient that it reads.
+    """
+    position = {node: index for index, node in enumerate(component.nodes)}
+    start = analysis.position[component.nodes[0]]
+    positions: dict[Node, float] = {}
+    for node in analysis.order:
+        if node not in analysis.backward or reads_shape_only(node):
+            continue
+        operands = [tensor.node for tensor in node.inputs]
+        gradient_position = min((positions[n] for n in operands if n in positions), default=math.inf)
+        forward = [n for n in operands if n in analysis.data and n not in analysis.backward]
+        if not forward or _is_reduction(analysis, node):
+            positions[node] = gradient_position
+        else:
+            outside = {n: -1 if analysis.position[n] < start else math.inf for n in forward if n not in position}
+            positions[node] = min(gradient_position, max(outside.get(n, position.get(n, 0)) for n in forward))
+    return positions
+
+
+def _is_reduction(analysis: GraphAnalysis, node: Node) -> bool:
+    """Return whether a backward op reduces over images, as the gradient of a filter does."""
+    view = analysis.view(node)
+    with contextlib.suppress(NotTileableError):
+        data = find_rule(node).data(view)
+        operands = [TileKind.PARTIAL if tensor.node in analysis.backward else TileKind.FULL for tensor in node.inputs]
+        kinds = [kind if position in data else TileKind.INVARIANT for position, kind in enumerate(operands)]
+        return find_rule(node).result_kind(view, kinds) is TileKind.REDUCED
+    return False
