@@ -188,7 +188,7 @@ def test_folded_images_with_full_size_consumer_are_not_tiled():
     roles = assign_levels(analysis)
     assert any(node.op == "Conv2D" for node in roles.tiled)
     assert not any(analysis.entries_per_image(node.out()) != 1 for node in roles.tiled)
-    assert any("made of pixels" in reason for reason in roles.refused.values())
+    assert any("folded into the batch" in reason for reason in roles.refused.values())
 
 
 def test_tiles_along_missing_axis_are_refused():
