@@ -75,7 +75,13 @@ class EquivalenceReport:
 
 
 def analyse_equivalence(
-    analysis: GraphAnalysis, parts: StepPartition, sizes: TraceComparison, metrics: Container[str] = ()
+    analysis: GraphAnalysis,
+    parts: StepPartition,
+    sizes: TraceComparison,
+    *,
+    metrics: Container[str] = (),
+    per_sample: Container[Node] = (),
+    declared_outputs: Container[int] = (),
 ) -> EquivalenceReport:
     """Report what keeps a step in micro-batches from computing what the step for the batch computes.
 
@@ -84,19 +90,22 @@ def analyse_equivalence(
         parts: Partition of the step.
         sizes: Comparison of the traces for the batch and for a micro-batch.
         metrics: Names of the ops of metrics.
+        per_sample: Ops that the user declares to keep samples apart.
+        declared_outputs: Positions of the outputs whose reduction the user declares, which are not checked.
     """
-    return _EquivalenceCheck(analysis, parts, sizes, metrics).run()
+    interpreter = BatchInterpreter(analysis, parts, sizes, per_sample)
+    outputs = [t for position, t in enumerate(analysis.graph.outputs) if position not in declared_outputs]
+    return _EquivalenceCheck(interpreter, metrics, outputs).run()
 
 
 class _EquivalenceCheck:
-    def __init__(
-        self, analysis: GraphAnalysis, parts: StepPartition, sizes: TraceComparison, metrics: Container[str]
-    ) -> None:
-        self.analysis = analysis
-        self.parts = parts
-        self.sizes = sizes
+    def __init__(self, interpreter: BatchInterpreter, metrics: Container[str], outputs: Sequence[Tensor]) -> None:
+        self.analysis = interpreter.analysis
+        self.parts = interpreter.parts
+        self.sizes = interpreter.sizes
         self.metrics = metrics
-        self.interpreter = BatchInterpreter(analysis, parts, sizes)
+        self.outputs = outputs
+        self.interpreter = interpreter
         self.values = self.interpreter.values
         self.writers = self._writers()
         self.inexact_variables: dict[Tensor, Node] = {}
@@ -110,7 +119,7 @@ class _EquivalenceCheck:
         read = [t for t in dict.fromkeys((*parts.gradients, *operands)) if t.node in parts.per_micro_batch]
         added, added_to_metrics = self._check_writes()
         needed = self._ancestors([*read, *added])
-        results = self._ancestors(self.analysis.graph.outputs) | needed
+        results = self._ancestors(self.outputs) | needed
         cross_sample = [n for n in inside.cross_sample if n in results]
         forward = [n for n in cross_sample if n not in self.analysis.backward]
         self._check_reads([t for t in read if not self._is_read_after_writes(t)] + added)
@@ -122,7 +131,7 @@ class _EquivalenceCheck:
             for t in read
             if t.node in parts.batch_dependent and is_inexact(t.dtype) and not self.values[t].is_zero
         }
-        leaving = [t for t in dict.fromkeys((*self.analysis.graph.outputs, *read)) if self._is_state(t)]
+        leaving = [t for t in dict.fromkeys((*self.outputs, *read)) if self._is_state(t)]
         unknown = [n for n in inside.unknown if n in results]
         unknown += [
             v.unknown_since for v in exponents.values() if v.exponent is None and v.unknown_since and not v.is_mixed
@@ -210,7 +219,7 @@ class _EquivalenceCheck:
         for node in dict.fromkeys(state for t in leaving if (state := self.values[t].state) is not None):
             for handle in variable_handles(node):
                 self.inexact_variables.setdefault(handle, node)
-        for result in self.analysis.graph.outputs:
+        for result in self.outputs:
             if result.node not in self.parts.per_micro_batch:
                 continue
             depends_on_batch = result.node in self.parts.batch_dependent

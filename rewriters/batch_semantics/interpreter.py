@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 from fractions import Fraction
 
 import numpy as np
@@ -55,6 +56,7 @@ class BatchInterpreter:
         analysis: Analysis of the step as traced for one micro-batch.
         parts: Partition of the step.
         sizes: Comparison of the traces for the batch and for a micro-batch.
+        per_sample: Ops that the user declares to keep samples apart.
 
     Attributes:
         values: Abstract value of each tensor.
@@ -67,8 +69,15 @@ class BatchInterpreter:
         batch_sized: Uses of data-independent tensors that are as long as the batch.
     """
 
-    def __init__(self, analysis: GraphAnalysis, parts: StepPartition, sizes: TraceComparison) -> None:
+    def __init__(
+        self,
+        analysis: GraphAnalysis,
+        parts: StepPartition,
+        sizes: TraceComparison,
+        per_sample: Container[Node] = (),
+    ) -> None:
         self.analysis = analysis
+        self.per_sample = per_sample
         self.parts = parts
         self.sizes = sizes
         self.values: dict[Tensor, AbstractValue] = {}
@@ -268,28 +277,34 @@ class BatchInterpreter:
 
     def _layouts(self, op: BatchOp, is_exact: bool) -> tuple[list[BatchLayout], bool]:
         """Return the layouts of the results, and whether these are exact; `is_exact` tells whether the operands are."""
-        node = op.node
         try:
             layouts = infer_layouts(op)
             for layout, tensor in zip(layouts, op.outs, strict=True):
                 self._check_sizes(layout, tensor)
-        except CrossSampleError:
-            if node.op in _DECISIONS:
-                self.unknown[node] = None
-                return [BatchLayout() for _ in op.outs], is_exact
+        except (CrossSampleError, UnsupportedUseError) as error:
+            return self._layouts_without_rule(op, is_exact, isinstance(error, CrossSampleError))
+        return layouts, is_exact
+
+    def _layouts_without_rule(self, op: BatchOp, is_exact: bool, mixes_samples: bool) -> tuple[list[BatchLayout], bool]:
+        """Return the layouts of an op that mixes samples, or that no rule covers."""
+        node = op.node
+        layouts = [self._layout_by_size(t, BatchKind.SUMMED) for t in op.outs]
+        is_sum = [layout.kind is BatchKind.SUMMED for layout in layouts]
+        if node in self.per_sample and not any(is_sum):
+            return layouts, is_exact
+        if mixes_samples and node.op not in _DECISIONS:
             return self._mixing_layouts(op, is_exact)
-        except UnsupportedUseError:
-            if all(value.kind in DATA_INDEPENDENT for value in op.values):
-                return [BatchLayout() for _ in op.outs], is_exact
-            layouts = [self._layout_by_size(t, BatchKind.SUMMED) for t in op.outs]
-            is_sum = [layout.kind is BatchKind.SUMMED for layout in layouts]
-            has_lists = any(t.dtype.name == "variant" for t in op.outs)
-            if any(is_sum) and not has_lists and node not in self.analysis.backward:
-                return self._mixing_layouts(op, is_exact)
-            self.unknown[node] = None
-            if has_lists or node.op in LOOPS:
-                sums = BatchLayout(BatchKind.SUMMED, adds_samples=True)
-                layouts = [sums if adds else layout for adds, layout in zip(is_sum, layouts, strict=True)]
+        if mixes_samples or all(value.kind in DATA_INDEPENDENT for value in op.values):
+            if mixes_samples:
+                self.unknown[node] = None
+            return [BatchLayout() for _ in op.outs], is_exact
+        has_lists = any(t.dtype.name == "variant" for t in op.outs)
+        if any(is_sum) and not has_lists and node not in self.analysis.backward:
+            return self._mixing_layouts(op, is_exact)
+        self.unknown[node] = None
+        if has_lists or node.op in LOOPS:
+            sums = BatchLayout(BatchKind.SUMMED, adds_samples=True)
+            layouts = [sums if adds else layout for adds, layout in zip(is_sum, layouts, strict=True)]
         return layouts, is_exact
 
     def _mixing_layouts(self, op: BatchOp, is_exact: bool) -> tuple[list[BatchLayout], bool]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
@@ -56,6 +56,7 @@ class ReductionChooser:
         is_mean: See `UnrollSpec`.
         growth: See `UnrollSpec`.
         gradients_are_means: See `UnrollSpec`.
+        declared: Reductions that the user declares.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class ReductionChooser:
         is_mean: Callable[[Tensor], bool | None],
         growth: Callable[[Tensor], BatchGrowth | None],
         gradients_are_means: bool,
+        declared: Mapping[Tensor, MicroBatchReduction] | None = None,
     ) -> None:
+        self._declared = declared or {}
         self._parts = parts
         self._is_mean = is_mean
         self._growth = growth
@@ -82,6 +85,8 @@ class ReductionChooser:
         """
         if tensor.node not in self._parts.batch_dependent:
             return MicroBatchReduction.LAST
+        if tensor in self._declared:
+            return self._declared[tensor]
         growth = self._growth(tensor)
         # Rows of sparse gradients go with their indices; how many there are, and in which order, does not matter.
         sparse = tensor.node in self._backward and tensor not in self._results

@@ -70,6 +70,7 @@ class UnrollSpec:
         order: Returns the order in which micro-batches compute a tensor.
         factors: Factor of an operand in each micro-batch, by op name and position, such as its fraction of a total.
         gradients_are_means: Whether gradients of unknown reduction are means.
+        reductions: Reductions that the user declares, by output position.
     """
 
     micro_batches: int
@@ -80,6 +81,7 @@ class UnrollSpec:
     order: Callable[[Tensor], Sequence[int]] = dataclasses.field(default=lambda tensor: ())
     factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     gradients_are_means: bool = True
+    reductions: Mapping[int, Combination] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +136,9 @@ class _Cloner:
         self.shared_pieces: dict[Tensor, list[Tensor]] = {}
         self.combined: dict[Tensor, tuple[Tensor, Combination]] = {}
         self.sizes = shape_computations(analysis.order)
+        declared = {analysis.graph.outputs[position]: how for position, how in request.reductions.items()}
         self.combinations = ReductionChooser(
-            analysis, self.parts, request.is_mean, request.growth, request.gradients_are_means
+            analysis, self.parts, request.is_mean, request.growth, request.gradients_are_means, declared
         )
         self.of_whole: dict[Node, Node] = {}
         self.unlike: dict[Node, bool] = {}

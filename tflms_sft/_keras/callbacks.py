@@ -189,6 +189,9 @@ class Pipeline(RewritingCallback):
             `"refuse"` raises an error, `"micro"` computes their statistics per micro-batch. Defaults to `"refuse"`.
         placement: `"check"` requires variables on the device of their stage; `"copy"` sends them there in each step.
             Defaults to `"check"`.
+        per_sample: Names of layers or ops that keep samples apart although no rule shows it; see `PipelineParams`.
+            Defaults to `None`.
+        reductions: Reductions of outputs by name; see `PipelineParams`. Defaults to `None`.
         tiles: `SFTParams` for tile loops inside the stages. Defaults to `None`.
         swaps: `LMSParams` for tensors that are swapped out between the forward and the backward pass of their stage.
             Defaults to `None`.
@@ -228,6 +231,8 @@ class Pipeline(RewritingCallback):
         loss_reduction: str = "mean",
         batch_norm: str = "refuse",
         placement: str = "check",
+        per_sample: Any = None,
+        reductions: Any = None,
         tiles: SFTParams | None = None,
         swaps: SwapParams | None = None,
         verbose: int = 1,
@@ -238,7 +243,16 @@ class Pipeline(RewritingCallback):
         if not isinstance(swaps, SwapParams | None):
             raise TypeError(f"`swaps` must be `LMSParams(...)` or None. Received: swaps={swaps!r}.")
         params = PipelineParams(
-            stages, schedule, micro_batches, devices, data_replicas, loss_reduction, batch_norm, placement
+            stages,
+            schedule,
+            micro_batches,
+            devices,
+            data_replicas,
+            loss_reduction,
+            batch_norm,
+            placement,
+            per_sample=per_sample,
+            reductions=reductions,
         )
         super().__init__([item for item in (tiles, swaps, params) if item is not None], None, verbose, log_dir)
         self._backup_guard: BackupGuard | None = None

@@ -17,6 +17,10 @@ _CHOICES = {
 }
 
 
+REDUCTIONS = ("mean", "sum", "rows")
+"""Ways to combine an output of several micro-batches."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PipelineParams:
     """Parameters of a pipeline: stages of a network on several devices, and a schedule of micro-batches.
@@ -50,6 +54,11 @@ class PipelineParams:
         batched: Arguments of the step whose first axis is the batch, as names or as positions among its tensors; all
             others are the same for every micro-batch. Only used with several micro-batches. Defaults to `None`: the
             arguments whose first axis is as long as the batch, or is open if the batch size is.
+        per_sample: With more than one micro-batch, names of layers or ops that keep samples apart although no rule
+            shows it. Before training a step on random data checks the declaration. Defaults to `None`.
+        reductions: With more than one micro-batch, how outputs of the step are combined: a `dict` from the name of an
+            output to `"mean"`, `"sum"` or `"rows"`. Names are keys or positions in what the step returns, joined by
+            `"/"`. Checked like `per_sample`. Defaults to `None`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -69,6 +78,8 @@ class PipelineParams:
     batch_norm: str = "refuse"
     placement: str = "check"
     batched: Any = None
+    per_sample: Any = None
+    reductions: Any = None
 
     def __post_init__(self) -> None:
         """Check every argument as far as possible without a graph."""
@@ -79,6 +90,7 @@ class PipelineParams:
                 shown = " or ".join(f'"{choice}"' for choice in choices)
                 raise ValueError(f"`{argument}` must be {shown}. Received: {argument}={value!r}.")
         self._check_batched()
+        self._check_declared()
         if self.devices is not None:
             devices = self.devices
             if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
@@ -125,6 +137,31 @@ class PipelineParams:
             if not position and not (isinstance(item, str) and item):
                 raise TypeError(f"`batched` must be a list of names or positions. Received: batched={batched!r}.")
         object.__setattr__(self, "batched", tuple(i if isinstance(i, str) else int(i) for i in batched))
+
+    def _check_declared(self) -> None:
+        names = self.per_sample
+        if names is not None:
+            if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
+                raise TypeError(
+                    f"`per_sample` must be a list of names of layers or ops. Received: per_sample={names!r}."
+                )
+            object.__setattr__(self, "per_sample", tuple(names) or None)
+        reductions = self.reductions
+        if reductions is not None:
+            if not isinstance(reductions, dict) or not all(isinstance(name, str) for name in reductions):
+                raise TypeError(
+                    f"`reductions` must be a dict by names of outputs. Received: reductions={reductions!r}."
+                )
+            if not {*reductions.values()} <= {*REDUCTIONS}:
+                raise ValueError(
+                    f'`reductions` must map to "mean", "sum" or "rows". Received: reductions={reductions!r}.'
+                )
+            object.__setattr__(self, "reductions", dict(reductions) or None)
+
+    @property
+    def has_declarations(self) -> bool:
+        """Whether the user declares facts about the step that a run has to confirm."""
+        return self.per_sample is not None or self.reductions is not None
 
     @property
     def num_stages(self) -> int | None:

@@ -27,6 +27,7 @@ from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import SFTParams
 from tflms_sft._pipeline import device_selection
 from tflms_sft._pipeline.batch_scaling import BatchScaling
+from tflms_sft._pipeline.declarations import check_declarations
 from tflms_sft._pipeline.micro_batch_check import check_micro_batches
 from tflms_sft._pipeline.report import Inside, Planned, plan_of
 from tflms_sft._planner.requested_tiles import StageBounds, plan_sft
@@ -44,30 +45,39 @@ _MOST_NAMES = 4
 def build_pipeline(
     step: Any, chosen: RewriteRequest, args: Any, kwargs: Any, batch: int | None = None
 ) -> tuple[Any, StepImporter, Plan]:
-    """Rewrite a step.
+    """Rewrite a step as a pipeline, and confirm what the user declares about it by a run.
 
     Args:
-        step: As for `rewrite`.
-        chosen: The pipeline, and what to do inside of its stages.
+        step: See `rewrite`.
+        chosen: Parameters of the pipeline, and of tiles and swaps in its stages.
         args: Example arguments.
-        kwargs: The same by keyword.
-        batch: Samples of a batch, where the arguments leave it open: of most, for which the pipeline is made.
+        kwargs: Example arguments by keyword.
+        batch: Samples of a full batch, where the arguments leave the size open.
 
     Returns:
-        The step as a concrete function, what imports the pipeline, and the plan.
+        The step as a concrete function, the importer of the pipeline, and the plan.
 
     Raises:
-        PipelineError: If the step cannot be cut or put together again as asked for.
-        ValueError: If a batch whose size is known cannot be cut evenly.
+        PipelineError: If the step cannot be split into stages or micro-batches as requested.
+        ValueError: If micro-batches do not divide a known batch size.
     """
     assert chosen.pipeline is not None
     traces = trace(step, chosen.pipeline, args, kwargs, batch)
+    importer, plan = _build(traces, chosen, batch)
+    if chosen.pipeline.has_declarations and chosen.pipeline.total_micro_batches > 1:
+        sizes = traces.known.sizes if traces.known is not None else {}
+        plan = amend_plan(plan, *check_declarations(traces.whole, importer, sizes))
+    return traces.whole, importer, plan
+
+
+def _build(traces: BatchTraces, chosen: RewriteRequest, batch: int | None) -> tuple[StepImporter, Plan]:
+    assert chosen.pipeline is not None
     if not traces.is_open:
         traces.batch = traces.batch or batch
         if traces.batch:
             require_even(chosen.pipeline, traces.batch)
         planned, plan = _planned(traces, chosen, chosen.pipeline)
-        return traces.whole, _importer(planned), plan
+        return _importer(planned), plan
     if traces.batch is None:
         planned, plan = _planned(traces, chosen, chosen.pipeline)
         importer = _importer(planned)
@@ -81,7 +91,7 @@ def build_pipeline(
         others = f"of another size than {traces.batch}"
     importer.graph.divided.update(dict.fromkeys(traces.batched, traces.count))
     note = f"a batch {others}, such as the last one of an epoch, runs as one micro-batch"
-    return traces.whole, importer, amend_plan(plan, note, batch_is_fixed=False)
+    return importer, amend_plan(plan, note, batch_is_fixed=False)
 
 
 def _planned(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) -> tuple[Planned, Plan]:
@@ -149,6 +159,7 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
         counterpart=sizes.counterpart,
         factors=judgement.factors,
         gradients_are_means=params.loss_reduction == "mean",
+        reductions=judgement.reductions,
     )
     places = pipeline_pass.Devices(devices, where)
     built = pipeline_pass.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)

@@ -15,9 +15,11 @@ from rewriters.errors import PipelineError
 from rewriters.ir.graph import LOOPS, Node, Tensor, ancestors
 from rewriters.ir.inlining import is_xla_call
 from rewriters.ir.static_values import is_inexact
+from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction
 from rewriters.pipelining.step_partition import MicroBatchUse, StepPartition, split_step
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._pipeline.batch_scaling import BatchScaling
+from tflms_sft._pipeline.declarations import declared_ops, declared_reductions
 from tflms_sft._planner.traced_step import analyse_step
 from tflms_sft._trace.batch_traces import BatchTraces, settled
 from tflms_sft._trace.layer_names import part_name, variable_names
@@ -42,12 +44,14 @@ class MicroBatchContract:
         is_mean: Tells whether a value is a mean over the batch rather than a sum; `None` if unknown.
         factors: Factor of what a micro-batch adds to a variable, by op name and operand position.
         use: Returns how micro-batches read a value that does not depend on data.
+        reductions: Reductions that the user declares, by output position.
     """
 
     notes: tuple[str, ...]
     is_mean: Callable[[Tensor], bool | None]
     factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     use: Callable[[Tensor], MicroBatchUse] = dataclasses.field(default=lambda tensor: MicroBatchUse.SAME)
+    reductions: Mapping[int, MicroBatchReduction] = dataclasses.field(default_factory=dict)
 
 
 def check_micro_batches(
@@ -84,7 +88,9 @@ def check_micro_batches(
     # A step that has one trace for any batch size shows no reduction. The parameters decide in both cases.
     unknown = is_mean if check.report.cross_sample or checked.micro is checked.whole else None
     contract = _ContractByName(check, emitted or check.analysis, unknown, traces.known is not None)
-    return MicroBatchContract(notes + check.unknown_notes(), contract.is_mean, contract.factors(), contract.use)
+    return MicroBatchContract(
+        notes + check.unknown_notes(), contract.is_mean, contract.factors(), contract.use, check.reductions
+    )
 
 
 def _refuse_other_sizes(other: BatchTraces, params: PipelineParams, when: str, remedy: str) -> None:
@@ -208,8 +214,14 @@ class _Check:
         self._refuse_bodies()
         self.parts: StepPartition = split_step(self.analysis, traces.batched, traces.hints)
         self.sizes = BatchScaling(traces, self.analysis)
+        self.reductions = declared_reductions(traces.micro, params.reductions or {})
         self.report: EquivalenceReport = analyse_equivalence(
-            self.analysis, self.parts, self.sizes.comparison(), traces.hints.per_micro_batch
+            self.analysis,
+            self.parts,
+            self.sizes.comparison(),
+            metrics=traces.hints.per_micro_batch,
+            per_sample=declared_ops(self.analysis, traces.record, params.per_sample or ()),
+            declared_outputs=self.reductions,
         )
 
     def _refuse_bodies(self) -> None:
@@ -361,7 +373,8 @@ class _Check:
                 "from the batch size, which is another one in each of them. Return both, or write the size to a "
                 "variable too, or use `micro_batches=1`."
             )
-        before = ancestors(t.node for t in graph.outputs) if report.adds_invariant else set()
+        outputs = [t for position, t in enumerate(graph.outputs) if position not in self.reductions]
+        before = ancestors(t.node for t in outputs) if report.adds_invariant else set()
         for node in report.adds_invariant:
             if node in before and node not in self.analysis.backward and is_inexact(node.out().dtype):
                 raise _adds_invariant(node)

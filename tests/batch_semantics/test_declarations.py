@@ -1,0 +1,90 @@
+"""Declared facts about a step (`per_sample`, `reductions`): accepted if a run confirms them, else refused."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_coupling import X, mean, net, same, step_of
+
+import tflms_sft
+from rewriters.errors import PipelineError
+from tflms_sft import PipelineParams
+
+
+def params(**options):
+    return PipelineParams(1, "basic", 2, ["CPU:0"], **options)
+
+
+def reversed_twice(x, w, _):
+    """Keeps samples apart, which no rule shows."""
+    z = tf.reverse(net(x, w), [0], name="turn")
+    return mean(tf.square(tf.reverse(z, [0], name="back")))
+
+
+def test_per_sample_of_ops_that_undo_each_other_equals_original_step():
+    with pytest.raises(PipelineError, match="mix samples of the batch"):
+        tflms_sft.rewrite(step_of(reversed_twice)[0], params(), X)
+    step, variables = step_of(reversed_twice)
+    ops = step.get_concrete_function(tf.TensorSpec(X.shape, "float64")).graph.get_operations()
+    names = [op.name for op in ops if op.type == "ReverseV2"]
+    assert same(step, variables, per_sample=names) == ()
+
+
+def test_per_sample_of_an_op_that_mixes_samples_is_refused_with_the_difference():
+    step, variables = step_of(lambda x, w, _: mean(net(x, w) * tf.reverse(x, [0], name="turn")))
+    start = [variable.numpy() for variable in variables]
+    with pytest.raises(PipelineError, match=r"on random data .* differs by .* Correct `per_sample` or `reductions`"):
+        tflms_sft.rewrite(step, params(per_sample=["turn"]), X)
+    for variable, value in zip(variables, start, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_reductions_of_outputs_without_a_rule_are_confirmed_or_refused():
+    w = tf.Variable(np.eye(3))
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            rows = tf.tanh(x @ w)
+            loss = mean(rows)
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        apart = tf.reverse(tf.reverse(rows, [0]), [0])
+        return {"apart": apart, "mean": mean(apart)}
+
+    with pytest.raises(PipelineError, match="mix samples of the batch"):
+        tflms_sft.rewrite(step, params(), X)
+    assert same(step, [w], reductions={"apart": "rows", "mean": "mean"}) == ()
+    with pytest.raises(PipelineError, match="on random data output 1 differs by"):
+        tflms_sft.rewrite(step, params(reductions={"apart": "rows", "mean": "sum"}), X)
+
+
+def test_declarations_of_an_open_batch_are_confirmed():
+    step, variables = step_of(lambda x, w, _: mean(net(x, w)), lambda x, w: tf.reverse(tf.reverse(x, [0]), [0]))
+    notes = same(step, variables, example=(tf.TensorSpec((None, 3), "float64"),), reductions={"0": "rows"})
+    assert len(notes) == 1 and "runs as one micro-batch" in notes[0]
+
+
+def test_declarations_of_a_step_that_draws_random_numbers_are_noted_as_unchecked():
+    step, _ = step_of(lambda x, w, _: mean(net(x, w) * tf.random.uniform(tf.shape(x), dtype="float64")))
+    rewritten = tflms_sft.rewrite(step, params(reductions={"0": "mean"}), X)
+    assert "not checked, because the step draws random numbers" in rewritten.plan.notes[-1]
+
+
+def test_declared_names_that_do_not_exist_are_refused():
+    step, _ = step_of(lambda x, w, _: mean(net(x, w)))
+    with pytest.raises(PipelineError, match="`per_sample` names 'nowhere', which is no layer or op"):
+        tflms_sft.rewrite(step, params(per_sample=["nowhere"]), X)
+    with pytest.raises(PipelineError, match=r"`reductions` names \['loss'\], and the outputs of the step are \['0'\]"):
+        tflms_sft.rewrite(step, params(reductions={"loss": "mean"}), X)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"per_sample": "layer"}, TypeError, "`per_sample` must be a list of names"),
+        ({"reductions": ["loss"]}, TypeError, "`reductions` must be a dict"),
+        ({"reductions": {"loss": "max"}}, ValueError, '`reductions` must map to "mean", "sum" or "rows"'),
+    ],
+)
+def test_declarations_of_wrong_type_are_refused(options, error, text):
+    with pytest.raises(error, match=text):
+        params(**options)
