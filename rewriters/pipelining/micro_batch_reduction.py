@@ -1,7 +1,6 @@
-"""How what each micro-batch makes becomes one value, where the update or the caller of a step asks for it.
+"""Reductions: how the values of micro-batches become one value for the update or the caller of a step.
 
-What has a row for each sample is put one after another, sums are added up, means are averaged. What is none of these,
-or is not known to be, has no one value, and is refused.
+Rows are concatenated, sums are added, means are averaged. Other values, and those of unknown reduction, are refused.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ _REMEDY = "Return a row for each sample, a sum or a mean over the batch, or use 
 
 
 class MicroBatchReduction(enum.Enum):
-    """What becomes of a value that each micro-batch has."""
+    """Ways to combine the values of micro-batches."""
 
     MEAN = "mean"
     SUM = "sum"
     CONCAT = "concatenated"
-    SCALED_CONCAT = "concatenated, times their part of the batch"
+    SCALED_CONCAT = "concatenated, times their fraction of the batch"
     LAST = "value after the last one"
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchGrowth:
-    """How much larger a tensor is in the step for the batch than in that for a micro-batch.
+    """Growth of a tensor from the step for a micro-batch to the step for the batch.
 
     Attributes:
-        axes: Those along which it is as many times as long as there are micro-batches.
-        rows: Entries of its first axis for each sample; 0 if that is no whole number, or not known.
+        axes: Axes whose size is multiplied by the number of micro-batches.
+        rows: Entries of the first axis for each sample; 0 if that is no integer, or unknown.
     """
 
     axes: tuple[int, ...]
@@ -48,11 +47,11 @@ class BatchGrowth:
 
 
 class ReductionChooser:
-    """Decides how values become one.
+    """Chooses the reduction of each value that leaves micro-batches.
 
     Args:
-        analysis: Of the step as traced for one micro-batch.
-        parts: Its parts.
+        analysis: Analysis of the step as traced for one micro-batch.
+        parts: Partition of the step.
         is_mean: See `UnrollSpec`.
         growth: See `UnrollSpec`.
         gradients_are_means: See `UnrollSpec`.
@@ -78,52 +77,51 @@ class ReductionChooser:
         self._gradients_are_means = gradients_are_means
 
     def of(self, tensor: Tensor) -> MicroBatchReduction:
-        """How a tensor becomes one.
+        """Return the reduction of a tensor.
 
         Raises:
-            PipelineError: If it has no one value, or none that is known.
+            PipelineError: If it has none, or an unknown one.
         """
         if tensor.node not in self._parts.batch_dependent:
             return MicroBatchReduction.LAST
         if tensor in self._declared:
             return self._declared[tensor]
         growth = self._growth(tensor)
-        # Rows of sparse gradients go with their indices; how many there are, and in which order, does not matter.
+        # Sparse gradients pair rows with indices, so that number and order of the rows do not matter.
         sparse = tensor.node in self._backward and tensor not in self._results
         if growth is None and sparse and tensor.shape and tensor.shape[0] is None:
             growth = BatchGrowth((0,), 1)
         if growth is None:
             raise PipelineError(
-                f"{_shown(tensor)} is read or returned, and its size is not known to go with that of the batch: of "
-                f"several micro-batches there is no one value. Give the step a batch of known size. {_REMEDY}"
+                f"{_shown(tensor)} is read or returned, and how its size depends on the batch size is unknown, so that "
+                f"micro-batches cannot be combined. Give the step a batch of known size. {_REMEDY}"
             )
         if not growth.axes:
             return self._of_one_value(tensor)
         if growth.axes != (0,):
             axes = " and ".join(map(str, growth.axes))
             raise PipelineError(
-                f"{_shown(tensor)} is read or returned, and has the batch along axis {axes}: micro-batches are put "
-                "together along the first. Transpose it, leave it out, or use `micro_batches=1`."
+                f"{_shown(tensor)} is read or returned, and has the batch along axis {axes}: micro-batches are "
+                "concatenated along the first. Transpose it, leave it out, or use `micro_batches=1`."
             )
         if not sparse and not self._in_order(tensor):
             raise PipelineError(
-                f"{_shown(tensor)} is read or returned, and has several rows for each sample, of which it is not known "
-                "that those of a sample follow each other. Return it with the batch as its first axis, or use "
-                "`micro_batches=1`."
+                f"{_shown(tensor)} is read or returned, and has several rows for each sample, which may not follow "
+                "each other. Return it with the batch as its first axis, or use `micro_batches=1`."
             )
         scaled = tensor in self._gradients and self._mean(tensor)
         return MicroBatchReduction.SCALED_CONCAT if scaled else MicroBatchReduction.CONCAT
 
     def _of_one_value(self, tensor: Tensor) -> MicroBatchReduction:
-        """Of what has no batch axis."""
+        """Return the reduction of a tensor without a batch axis."""
         if is_inexact(tensor.dtype):
             return MicroBatchReduction.MEAN if self._mean(tensor) else MicroBatchReduction.SUM
         if tensor.dtype.is_integer and self._adds_up(tensor):
             return MicroBatchReduction.SUM
         kind = "is no sum over the batch" if tensor.dtype.is_integer else "has no batch axis"
         raise PipelineError(
-            f"{_shown(tensor)} is of type {tensor.dtype.name}, {kind}, and is read or returned: of several "
-            f"micro-batches there is no one value. Leave it out. {_REMEDY}"
+            f"{_shown(tensor)} is of type {tensor.dtype.name}, {kind}, and is read or returned, so that micro-batches "
+            f"cannot be combined. Leave it out. {_REMEDY}"
         )
 
     def _mean(self, tensor: Tensor) -> bool:
@@ -133,12 +131,12 @@ class ReductionChooser:
         if tensor in self._gradients or tensor.node in self._backward:
             return self._gradients_are_means
         raise PipelineError(
-            f"{_shown(tensor)} is read or returned, and is not known to be a sum or a mean over the batch: of several "
-            f"micro-batches there is no one value. Leave it out. {_REMEDY}"
+            f"{_shown(tensor)} is read or returned, and whether it is a sum or a mean over the batch is unknown. Leave "
+            f"it out, or declare it in `reductions`. {_REMEDY}"
         )
 
     def _adds_up(self, tensor: Tensor) -> bool:
-        """Whether an integer is a sum over the batch, or made of such sums alone."""
+        """Return whether an integer is a sum over the batch, or computed from such sums alone."""
         node = tensor.node
         if node.op == "Sum":
             growth = self._growth(node.inputs[0])
@@ -149,7 +147,7 @@ class ReductionChooser:
         return (whole or node.op in ops_with(Trait.KEEPS_MAGNITUDE)) and self._adds_up(node.inputs[0])
 
     def _in_order(self, tensor: Tensor) -> bool:
-        """Whether the first axis has the samples in their order, all rows of one after another."""
+        """Return whether the first axis has the samples in their order, with consecutive rows of each."""
         growth = self._growth(tensor)
         if growth is None or growth.axes != (0,):
             return False
@@ -158,11 +156,13 @@ class ReductionChooser:
             return True
         if not (node.op in ops_with(Trait.KEEPS_ROW_ORDER) or _is_pointwise(node) or _multiplies_rows(node)):
             return False
-        return all(self._in_order(t) for t in node.inputs if (found := self._growth(t)) is None or found.axes)
+        return all(
+            self._in_order(t) for t in node.inputs if (operand_growth := self._growth(t)) is None or operand_growth.axes
+        )
 
 
 def _is_pointwise(node: Node) -> bool:
-    """Of a `ConcatV2`, which counts as such for what has no rows to add, rows may follow others."""
+    """Return whether an op is pointwise; `ConcatV2`, which the registry lists as pointwise, may reorder rows."""
     return isinstance(registered().get(node.op), Pointwise) and node.op != "ConcatV2"
 
 

@@ -1,7 +1,7 @@
-"""The graph of a step that runs in micro-batches: its gradient part once for each, its update once.
+"""Unrolls micro-batches: copies the gradient part of a step once per micro-batch, and its update once.
 
-Gradients are added up one by one, so that no two of them wait for the others, in the order in which they are made.
-A variable that micro-batches change is handed from one to the next. What the step returns is put together again.
+Gradients are added one by one in the order in which they are computed, so that at most two exist at a time. A variable
+that micro-batches change is carried from one to the next. Results are combined by `micro_batch_reduction.py`.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ __all__: list[str] = []
 
 
 class Role(enum.Enum):
-    """What an operation of the new graph is for."""
+    """Purposes of the ops of the new graph."""
 
     MICRO_BATCH = "runs for one micro-batch"
     SHARED = "runs once"
-    SPLIT = "cuts an argument"
+    SPLIT = "splits an argument"
     ADD = "adds a micro-batch's value to those before"
     COMBINE = "finishes a combined value"
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where an operation of the new graph comes from.
+    """Origin of an op of the new graph.
 
     Attributes:
-        role: What it is for.
-        source: The operation that it is a copy of, or whose result it combines.
-        micro_batch: Which one it belongs to, if to one.
+        role: Purpose of the op.
+        source: Op that it is a copy of, or whose result it combines.
+        micro_batch: Number of its micro-batch, if it has one.
     """
 
     role: Role
@@ -59,7 +59,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class UnrollSpec:
-    """How a step is to be run in micro-batches.
+    """Specification of the micro-batches of a step.
 
     Attributes:
         micro_batches: Number of micro-batches.
@@ -86,13 +86,13 @@ class UnrollSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Cloned:
-    """A step in micro-batches.
+    """Graph of a step in micro-batches.
 
     Attributes:
         graph: The new graph.
-        origin: Where each of its operations comes from.
-        clones: The copies of an operation that runs for each micro-batch, in their order.
-        combined: How each tensor was put together that is needed outside of micro-batches.
+        origin: Origin of each of its ops.
+        clones: Copies of each per-micro-batch op, in order.
+        combined: Reduction of each tensor that leaves micro-batches.
     """
 
     graph: Graph
@@ -102,15 +102,15 @@ class Cloned:
 
 
 def unroll_micro_batches(analysis: GraphAnalysis, parts: StepPartition, request: UnrollSpec) -> Cloned:
-    """Build the graph.
+    """Return the graph of a step in micro-batches.
 
     Args:
-        analysis: Of the step as traced for one micro-batch.
-        parts: Its parts.
-        request: What to do.
+        analysis: Analysis of the step as traced for one micro-batch.
+        parts: Partition of the step.
+        request: Specification of the micro-batches.
 
     Raises:
-        PipelineError: If a value cannot be put together again, or a variable is changed by both parts.
+        PipelineError: If a value cannot be combined, or if both micro-batches and the update write a variable.
     """
     return _Cloner(analysis, parts, request).run()
 
@@ -152,8 +152,8 @@ class _Cloner:
             self._add(node, node.name, None)
         early = self._read_by_micro_batches(shared)
         for node in shared:
-            own = (self.once[t.node].out(t.index) if node in early else self._shared(t) for t in node.inputs)
-            self.once[node].inputs = list(own)
+            operands = (self.once[t.node].out(t.index) if node in early else self._shared(t) for t in node.inputs)
+            self.once[node].inputs = list(operands)
         self._cut_arguments()
         self._cut_shared()
         for number in range(self.count):
@@ -175,7 +175,7 @@ class _Cloner:
         return Cloned(self.graph, self.origin, self.clones, combined)
 
     def _keep_names(self) -> None:
-        """Names of the original for what there is one of: for who compares gradients, say."""
+        """Keep the original names of tensors that exist once, by which `verify` compares gradients."""
         known = {tensor: whole for tensor, (whole, _) in self.combined.items()}
         self.graph.aliases = {tensor.name: whole for tensor, whole in known.items()}
         for name, tensor in self.analysis.graph.aliases.items():
@@ -222,7 +222,7 @@ class _Cloner:
         return new
 
     def _of(self, tensor: Tensor, number: int, of_whole: bool = True) -> Tensor:
-        """A tensor as one micro-batch sees it: `of_whole`, its part if it is cut."""
+        """Return a tensor as one micro-batch reads it; with `of_whole`, its slice if it is split."""
         if of_whole and tensor in self.shared_pieces:
             return self.shared_pieces[tensor][number]
         if tensor.node in self.pieces:
@@ -232,9 +232,9 @@ class _Cloner:
         return self.once[tensor.node].out(tensor.index)
 
     def _operand(self, node: Node, position: int, number: int) -> Tensor:
-        """An operand as one micro-batch sees it, times its factor if it has one.
+        """Return an operand as one micro-batch reads it, times its factor if it has one.
 
-        What does not depend on data either is computed for the micro-batch alone, so that it is what its size tells.
+        A data-independent op reads values computed for the micro-batch alone, with its size.
         """
         value = self._of(node.inputs[position], number, node not in self.inner and not reads_shape_only(node))
         factor = self.request.factors.get((node.name, position))
@@ -261,19 +261,19 @@ class _Cloner:
         return self.clones[node] if node in self.clones else [self.once[node]]
 
     def _read_by_micro_batches(self, shared: Iterable[Node]) -> set[Node]:
-        """What of the shared operations micro-batches depend on."""
-        own = set(shared)
-        found: set[Node] = set()
-        stack = [t.node for node in self.parts.per_micro_batch for t in node.inputs if t.node in own]
+        """Return the shared ops that micro-batches depend on."""
+        inside = set(shared)
+        ancestors: set[Node] = set()
+        stack = [t.node for node in self.parts.per_micro_batch for t in node.inputs if t.node in inside]
         while stack:
             node = stack.pop()
-            if node not in found:
-                found.add(node)
+            if node not in ancestors:
+                ancestors.add(node)
                 stack.extend(t.node for t in node.inputs)
-        return found
+        return ancestors
 
     def _cut_arguments(self) -> None:
-        """Cut arguments along the batch, whose size has to be one that can be cut evenly."""
+        """Split arguments along the batch axis, which the number of micro-batches has to divide."""
         arguments = (t.node for t in self.analysis.graph.inputs if t.node in self.parts.sources)
         for argument in arguments if self.count > 1 else ():
             whole = self.once[argument]
@@ -283,7 +283,7 @@ class _Cloner:
             whole.outputs = [(dtype, None if shape is None else (None, *shape[1:]))]
 
     def _cut_shared(self) -> None:
-        """Cut what is as long as the batch and not made of its data."""
+        """Split data-independent values that are as long as the batch."""
         for tensor in self.cut:
             whole = self._copy_for_whole(tensor.node).out(tensor.index)
             self.shared_pieces[tensor] = self._split(tensor, whole)
@@ -306,7 +306,7 @@ class _Cloner:
     # Edges that order effects -----------------------------------------------------------------------------------
 
     def _keep_control_edges(self) -> None:
-        """Edges between copies; what is shared waits for micro-batches only if it has an effect."""
+        """Copy control edges; a shared op waits for micro-batches only if it has an effect."""
         for node in self.analysis.order:
             for before in dict.fromkeys(node.control_inputs):
                 if node.op == "Const" or before.op == "Const":
@@ -321,7 +321,7 @@ class _Cloner:
                     self.once[node].control_inputs.extend(self.clones[before])
 
     def _chain_variables(self) -> None:
-        """A micro-batch touches a variable after the one before it has, where one of them changes it."""
+        """Order the micro-batches that touch a carried variable."""
         for handle in self.parts.carried_variables if self.count > 1 else ():
             readers = dict.fromkeys(n for n, _ in self.analysis.consumers[handle] if n in self.parts.per_micro_batch)
             touching = sorted(readers, key=self.analysis.position.__getitem__)
@@ -333,42 +333,42 @@ class _Cloner:
                     self.clones[node][number].control_inputs.extend(self.clones[o][number - 1] for o in last)
 
     def _above(self, nodes: Sequence[Node]) -> dict[Node, set[Node]]:
-        """Which of some operations, in order, must run before each of them.
+        """Return for each of some ops, given in order, those that must run before it.
 
-        Only what lies between the first and the last is looked at: counters have few operations between them.
+        Only ops between the first and the last are visited: counters have few ops between them.
         """
         inside = set(nodes)
         begin = self.analysis.position[nodes[0]]
-        found: dict[Node, set[Node]] = {}
+        before_each: dict[Node, set[Node]] = {}
         for node in nodes:
             seen = {node}
             stack = [node]
-            found[node] = set()
+            before_each[node] = set()
             while stack:
                 for before in predecessors(stack.pop()):
                     if before in seen or self.analysis.position[before] < begin:
                         continue
                     seen.add(before)
-                    if before in found:  # With all that runs before it.
-                        found[node] |= {before, *found[before]}
+                    if before in before_each:  # With all that runs before it.
+                        before_each[node] |= {before, *before_each[before]}
                     else:
                         stack.append(before)
-            assert found[node] <= inside
-        return found
+            assert before_each[node] <= inside
+        return before_each
 
     def _refuse_shared_state(self) -> None:
         written = {h: n for n in self.parts.update if may_write_variable(n) for h in variable_handles(n)}
         for handle in self.parts.carried_variables:
             if handle in written:
                 raise PipelineError(
-                    f"A variable is written by the forward phase and by the update (`{written[handle].name}`), so that "
-                    "micro-batches would see each other's. Use `micro_batches=1`."
+                    f"Both the forward phase and the update (`{written[handle].name}`) write a variable, so that "
+                    "micro-batches would read each other's values. Use `micro_batches=1`."
                 )
 
     # What leaves micro-batches ----------------------------------------------------------------------------------
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        """A tensor as what runs once sees it."""
+        """Return a tensor as ops that run once read it."""
         if tensor.node in self.pieces or tensor.node not in self.parts.per_micro_batch:
             return self._shared(tensor)
         if self.count == 1:
@@ -381,13 +381,13 @@ class _Cloner:
         return self.combined[tensor][0]
 
     def _shared(self, tensor: Tensor) -> Tensor:
-        """What is shared, as what runs once sees it: a number of samples, say, is another one for the batch."""
+        """Return a shared tensor as ops that run once read it: with the sizes of the batch."""
         if self.count > 1 and tensor.node not in self.parts.update and self._is_unlike(tensor.node):
             return self._copy_for_whole(tensor.node).out(tensor.index)
         return self.once[tensor.node].out(tensor.index)
 
     def _is_unlike(self, node: Node) -> bool:
-        """Whether something that is shared is another value in the step for the batch."""
+        """Return whether a shared op has another value in the step for the batch."""
         if node not in self.unlike:
             if node.op == "Const":
                 self.unlike[node] = self._value_for_whole(node) != node.attrs["value"]
@@ -399,13 +399,13 @@ class _Cloner:
         other = self.request.counterpart(node)
         if other is None or other.op != node.op:
             raise PipelineError(
-                f"The step is another one for a part of the batch: the constant `{node.name}`, which is read once, is "
-                "not there for the whole. Use `micro_batches=1`."
+                f"The constant `{node.name}` of the step for a micro-batch does not exist in the step for the batch, "
+                "which is another one. Use `micro_batches=1`."
             )
         return other.attrs["value"]
 
     def _copy_for_whole(self, node: Node) -> Node:
-        """A copy, for the batch, of something that is computed without its data."""
+        """Return a copy, with the sizes of the batch, of an op that does not depend on data."""
         if (
             node.op == "Placeholder"
             or node.stateful
@@ -413,8 +413,8 @@ class _Cloner:
         ):
             if node.stateful and any(self._is_unlike(t.node) for t in node.inputs):
                 raise PipelineError(
-                    f"`{node.name}` ({node.op}) is run once, with what goes with the size of the batch, and has an "
-                    "effect or reads a variable. Pass what it gives as an argument, or use `micro_batches=1`."
+                    f"`{node.name}` ({node.op}) runs once, depends on the batch size, and has an effect or reads a "
+                    "variable. Pass its result as an argument, or use `micro_batches=1`."
                 )
             return self.once[node]
         if node not in self.of_whole:
@@ -425,8 +425,8 @@ class _Cloner:
             measured = (t.node for t in node.inputs if reads_shape_only(node) and t.node.op != "Placeholder")
             if node not in self.without or any(before not in self.without for before in measured):
                 raise PipelineError(
-                    f"The size of a tensor that micro-batches make is read once for all, by `{node.name}` ({node.op}). "
-                    "Trace the step with a known batch, or use `micro_batches=1`."
+                    f"`{node.name}` ({node.op}), which runs once, reads the unknown size of a tensor of a micro-batch. "
+                    "Trace the step with a known batch size, or use `micro_batches=1`."
                 )
             inputs = [self._copy_for_whole(t.node).out(t.index) for t in node.inputs]
             attrs = dict(node.attrs)
@@ -440,13 +440,13 @@ class _Cloner:
         return self.of_whole[node]
 
     def _size_of_whole(self, node: Node) -> Node | None:
-        """The sizes for the batch of a tensor that micro-batches make, by those of the first one."""
+        """Return the shape for the batch of a per-micro-batch tensor, computed from that of the first micro-batch."""
         if node.op != "Shape":
             return None
         measured = node.inputs[0]
-        # What is cut is cut before there are micro-batches.
-        made = node in self.clones and measured.node in self.clones and measured.node not in self.without
-        if measured.shape is None or not made:
+        # Split values exist before micro-batches.
+        is_per_micro_batch = node in self.clones and measured.node in self.clones and measured.node not in self.without
+        if measured.shape is None or not is_per_micro_batch:
             return None
         growth, (dtype, shape) = self.request.growth(measured), node.outputs[0]
         if growth is None:
@@ -496,7 +496,7 @@ class _Cloner:
         return node.out()
 
     def _scaled(self, tensor: Tensor, value: Tensor) -> Tensor:
-        """Times one over the number of micro-batches."""
+        """Return a value divided by the number of micro-batches."""
         part = self._number(f"micro/{tensor.node.name}/part", 1 / self.count, value.dtype)
         self._helper(part.node, tensor.node)
         attrs = {"T": type_attr(value.dtype)}

@@ -1,4 +1,4 @@
-"""The pipeline pass: a step in stages on several devices, micro-batches in the order of a schedule.
+"""Pipeline pass: places a step in stages on several devices and orders its micro-batches by a schedule.
 
 Jain et al., "GEMS: GPU-Enabled Memory-Aware Model-Parallelism System for Distributed DNN Training" (2020), and Seal et
 al., "Toward Large-Scale Image Segmentation on Summit" (2020), run pipelines by programs of their own with explicit
@@ -29,16 +29,16 @@ from rewriters.scheduling.serialize_ops import serialize_layer_gradients
 __all__: list[str] = []
 
 HOST = "/device:CPU:0"
-"""Where arguments are cut: only parts of them are sent on."""
+"""Device that splits arguments, so that only slices of them are sent."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Where things are.
+    """Devices of the schedule and of variables.
 
     Attributes:
-        names: Of the devices of the schedule, in its order.
-        of_variable: Of each variable of which it is known, by its handle.
+        names: Names of the devices of the schedule, in its order.
+        of_variable: Device of each variable whose place is known, by its handle.
     """
 
     names: Sequence[str]
@@ -47,13 +47,13 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True)
 class Pipelined:
-    """A step as a pipeline.
+    """Graph of a pipeline, with its slots.
 
     Attributes:
         graph: The new graph.
-        slots: Operations of each slot, in an order in which they can run.
-        ends: The `NoOp` that each slot ends in.
-        combined: How each tensor was put together that is needed outside of micro-batches.
+        slots: Ops of each slot, in execution order.
+        ends: Final `NoOp` of each slot.
+        combined: Reduction of each tensor that leaves micro-batches.
     """
 
     graph: Graph
@@ -70,18 +70,18 @@ def pipeline(
     schedule: Schedule,
     devices: Devices,
 ) -> Pipelined:
-    """Rewrite a step.
+    """Rewrite a step as a pipeline.
 
     Args:
-        analysis: Of the step as traced for one micro-batch.
-        parts: Its parts.
-        stages: Its stages.
-        request: How it is cut into micro-batches; in which order they make values is taken from the schedule.
-        schedule: What each device runs, in order.
-        devices: Where things are.
+        analysis: Analysis of the step as traced for one micro-batch.
+        parts: Partition of the step.
+        stages: Stages of the step.
+        request: Specification of the micro-batches; the schedule gives their order.
+        schedule: Slots of each device, in order.
+        devices: Devices of the schedule and of variables.
 
     Raises:
-        PipelineError: If slots wait for each other, or a value cannot be put together again.
+        PipelineError: If slots wait for each other, or a value cannot be combined.
     """
     ordered = dataclasses.replace(request, order=lambda tensor: _order(analysis, stages, schedule, tensor))
     cloned = unroll_micro_batches(analysis, parts, ordered)
@@ -106,12 +106,12 @@ def pipeline(
 
 
 def owner_device(schedule: Schedule, stage: int) -> int:
-    """The device that keeps the weights of a stage: the one on which the first micro-batch runs it."""
+    """Return the index of the device that keeps the weights of a stage: that of the first micro-batch."""
     return schedule.device_of(Slot(Direction.FORWARD, 0, stage))
 
 
 def _order(analysis: GraphAnalysis, stages: Stages, schedule: Schedule, tensor: Tensor) -> list[int]:
-    """In which order micro-batches make a tensor: by their positions in the lists of their devices."""
+    """Return micro-batches in the order in which they compute a tensor, by their positions on their devices."""
     kind = Direction.BACKWARD if tensor.node in analysis.backward else Direction.FORWARD
     stage = stages.of.get(tensor.node, stages.count - 1)
     positions = {
@@ -124,7 +124,7 @@ def _order(analysis: GraphAnalysis, stages: Stages, schedule: Schedule, tensor: 
 
 
 class _Placement:
-    """Gives every operation of the new graph its device."""
+    """Assigns a device to every op of the new graph."""
 
     def __init__(
         self, analysis: GraphAnalysis, stages: Stages, schedule: Schedule, devices: Devices, cloned: Cloned
@@ -148,17 +148,17 @@ class _Placement:
             else:
                 node.device = device
         reading = self._readers() if late else {}
-        for node in reversed(late):  # What has neither a stage nor operands on a device goes to who reads it.
+        for node in reversed(late):  # Ops without a stage, and without placed operands, follow their consumers.
             readers = reading.get(node, ())
             node.device = next((reader.device for reader in readers if reader.device), HOST)
         self._spread_constants()
         self._bring_to_loops()
 
     def _readers(self) -> dict[Node, list[Node]]:
-        found: dict[Node, list[Node]] = {}
+        readers_of: dict[Node, list[Node]] = {}
         for tensor, readers in self.graph.consumers().items():
-            found.setdefault(tensor.node, []).extend(reader for reader, _ in readers)
-        return found
+            readers_of.setdefault(tensor.node, []).extend(reader for reader, _ in readers)
+        return readers_of
 
     def _device(self, node: Node, origin: Origin) -> str | None:
         if node.op == "Placeholder":
@@ -183,7 +183,7 @@ class _Placement:
         return max(placed, key=lambda tensor: tensor.num_bytes()).node.device
 
     def _spread_constants(self) -> None:
-        """A constant for each device that reads it: none is sent."""
+        """Copy constants to each device that reads them, so that none is sent."""
         readers = self.graph.consumers()
         results = set(self.graph.outputs)
         for node in [node for node in self.graph.nodes.values() if node.op == "Const"]:
@@ -201,10 +201,10 @@ class _Placement:
             assert node.out() not in results or node.device
 
     def _bring_to_loops(self) -> None:
-        """What a loop reads is brought to its device before it begins.
+        """Copy the operands of each loop to its device before the loop begins.
 
-        TensorFlow keeps each variable of a loop where its first value comes from, and would send what does not change
-        to the loop in every turn.
+        TensorFlow keeps each loop variable on the device of its initial value, and would send loop invariants in every
+        iteration.
         """
         brought: dict[tuple[Tensor, str], Tensor] = {}
         for loop in [node for node in self.graph.nodes.values() if node.op in LOOPS]:
@@ -225,7 +225,7 @@ class _Placement:
 def _slots(
     analysis: GraphAnalysis, parts: StepPartition, stages: Stages, schedule: Schedule, cloned: Cloned
 ) -> dict[Slot, list[Node]]:
-    """What each slot runs, with the sums of gradients that its device makes."""
+    """Return the ops of each slot, with the gradient sums that its device computes."""
     slots: dict[Slot, list[Node]] = {slot: [] for slot in schedule.slots()}
     slotted = scheduled_ops(analysis, parts, stages)
     for node in slotted:
@@ -243,7 +243,7 @@ def _slots(
 
 
 def _merged(analysis: GraphAnalysis, cloned: Cloned) -> set[Node]:
-    """Sums that TensorFlow makes one with others unless an edge prevents it, which would round them otherwise."""
+    """Return the sums that TensorFlow flattens into others: a control edge would prevent that and change rounding."""
     merged = summation_order.flattenable_sums(analysis)
     return {n for n, origin in cloned.origin.items() if origin.role is Role.MICRO_BATCH and origin.source in merged}
 
@@ -251,11 +251,11 @@ def _merged(analysis: GraphAnalysis, cloned: Cloned) -> set[Node]:
 def _hold_to(
     schedule: Schedule, devices: Devices, graph: Graph, slots: Mapping[Slot, Sequence[Node]], merged: set[Node]
 ) -> dict[Slot, Node]:
-    """Edges by which each device runs its slots one after another; the `NoOp` in which each ends."""
+    """Add edges by which each device runs its slots in order; return the final `NoOp` of each slot."""
     ends: dict[Slot, Node] = {}
-    for name, own in zip(devices.names, schedule.devices, strict=True):
+    for name, device_slots in zip(devices.names, schedule.devices, strict=True):
         before: Node | None = None
-        for slot in own:
+        for slot in device_slots:
             nodes = slots[slot]
             serialize_layer_gradients(nodes)
             inside = set(nodes)

@@ -1,4 +1,4 @@
-"""What a schedule takes: it is executed with seconds in place of work.
+"""Simulator of schedules: executes a schedule with durations in place of work.
 
 Each device runs its list in order, as it will when the graph runs; nothing else is decided here. A slot starts when its
 device is free and its input is there:
@@ -10,8 +10,7 @@ and `transfer` seconds later where the input comes from another device; sending 
 backward of a stage that lies on several devices (MAST, MASTER, data replicas) is over, its gradients are exchanged,
 `reduce` seconds beside what the devices compute, a device in one exchange at a time.
 
-What is not modelled: the update, tensors that skip stages (they are there before the chain is), links that several
-transfers share.
+Not modelled: the update, tensors that skip stages (they arrive before the chain does), links that transfers share.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from rewriters.pipelining.schedules import Direction, Schedule, Slot
 
 __all__: list[str] = []
 
-MOST_COLUMNS = 64
-"""Of a drawing, about; what lasts longer is drawn coarser."""
+MAX_COLUMNS = 64
+"""Approximate width of a drawing; longer schedules are drawn coarser."""
 
 
 class Exchange(NamedTuple):
-    """The gradients of a stage become those of all its devices.
+    """Exchange of a stage's gradients between its devices.
 
     Attributes:
-        stage: Which stage.
-        devices: Those that have it.
-        begin: Seconds from the start of the step.
-        end: The same.
+        stage: Number of the stage.
+        devices: Devices that run it.
+        begin: Begin in seconds from the start of the step.
+        end: End in seconds from the start of the step.
     """
 
     stage: int
@@ -49,15 +48,15 @@ class Exchange(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """A schedule with its times and its memory.
+    """Times and memory of an executed schedule.
 
     Attributes:
-        schedule: What was executed.
-        seconds: From the start of the step to the end of the last slot or exchange.
-        begins: When each slot starts, in seconds from the start of the step.
-        ends: When each slot ends.
-        busy: For each device the seconds in which it computes.
-        peak_bytes: For each device the weights of its stages and the most activations that it holds at once.
+        schedule: The schedule.
+        seconds: Duration from the start of the step to the end of the last slot or exchange.
+        begins: Begin of each slot, in seconds from the start of the step.
+        ends: End of each slot.
+        busy: Seconds in which each device computes.
+        peak_bytes: Weights of its stages plus the peak of activations, for each device.
         critical_path: Slots that follow each other without a pause but for transfers, from the start of the step to
             what ends last; the step becomes shorter only if one of them does, or starts from something else.
         exchanges: Of the gradients, in the order of their beginning; none where every stage has one device.
@@ -74,12 +73,12 @@ class Simulation:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """For each device the seconds in which it does not compute."""
+        """Seconds in which each device does not compute."""
         return tuple(self.seconds - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """Part of all devices' time that is idle, from 0 to 1."""
+        """Idle fraction of the time of all devices, from 0 to 1."""
         total = self.seconds * len(self.busy)
         return sum(self.idle) / total if total else 0.0
 
@@ -94,7 +93,7 @@ def simulate(
     weights: Sequence[int] | None = None,
     activations: Sequence[int] | None = None,
 ) -> Simulation:
-    """Execute a schedule.
+    """Simulate a schedule.
 
     Args:
         schedule: What each device runs, in order. It is checked.
@@ -119,7 +118,7 @@ def simulate(
     }
     transfers = _numbers("transfer", transfer, n - 1, "border between stages")
     reduces = _numbers("reduce", reduce, n, "stage")
-    kept = _numbers("weights", 0 if weights is None else weights, n, "stage")
+    weight_bytes = _numbers("weights", 0 if weights is None else weights, n, "stage")
     held = _numbers("activations", 0 if activations is None else activations, n, "stage")
 
     begins, ends, causes = _executed(schedule, times, transfers)
@@ -130,23 +129,23 @@ def simulate(
         if exchange.end > seconds:
             seconds, last = exchange.end, slot
     busy = tuple(sum(times[slot.kind][slot.stage] for slot in slots) for slots in schedule.devices)
-    peaks = tuple(_peak(schedule, device, kept, held) for device in range(schedule.num_devices))
+    peaks = tuple(_peak(schedule, device, weight_bytes, held) for device in range(schedule.num_devices))
     path = _path(last, causes)
     exchanges.sort(key=lambda exchange: (exchange.begin, exchange.stage))
     return Simulation(schedule, seconds, begins, ends, busy, peaks, path, tuple(exchanges))
 
 
 def _numbers(argument: str, given: float | Sequence[float], count: int, of: str) -> tuple:
-    found = (given,) * count if isinstance(given, (int, float)) else tuple(given)
-    if len(found) != count:
+    values = (given,) * count if isinstance(given, (int, float)) else tuple(given)
+    if len(values) != count:
         raise ValueError(f"`{argument}` needs {count} numbers, one for each {of}. Received: {argument}={given!r}.")
-    if any(not number >= 0 or math.isinf(number) for number in found):
+    if any(not number >= 0 or math.isinf(number) for number in values):
         raise ValueError(f"`{argument}` must be finite and not negative. Received: {argument}={given!r}.")
-    return found
+    return values
 
 
 def _input(slot: Slot, num_stages: int) -> Slot | None:
-    """What a slot waits for, besides its device."""
+    """Return the slot that another one waits for, besides its device."""
     if slot.kind is Direction.FORWARD:
         return slot._replace(stage=slot.stage - 1) if slot.stage else None
     if slot.stage == num_stages - 1:
@@ -157,7 +156,7 @@ def _input(slot: Slot, num_stages: int) -> Slot | None:
 def _executed(
     schedule: Schedule, times: Mapping[Direction, Sequence[float]], transfers: Sequence[float]
 ) -> tuple[dict[Slot, float], dict[Slot, float], dict[Slot, Slot | None]]:
-    """When each slot begins and ends, and which one it waited for last.
+    """Return begin and end of each slot, and the slot that it waited for last.
 
     Devices take turns as their inputs come; since each has its order, the order of the turns changes nothing.
     """
@@ -195,7 +194,7 @@ def _executed(
 
 
 def _deadlock(schedule: Schedule, sources: Mapping[int, Slot], done: Sequence[int]) -> ScheduleError:
-    """The slots of one circle of waiting.
+    """Return the slots of one cycle of waiting.
 
     Every device that is not done waits for something that another one, or itself, has not come to; following that
     leads round a circle.
@@ -223,8 +222,8 @@ def _deadlock(schedule: Schedule, sources: Mapping[int, Slot], done: Sequence[in
 def _exchanged(
     schedule: Schedule, ends: Mapping[Slot, float], reduces: Sequence[float]
 ) -> tuple[list[Exchange], list[Slot]]:
-    """Exchanges in the order in which their gradients are there, and the slot that each has waited for."""
-    found, waited = [], []
+    """Return exchanges in the order in which their gradients exist, each with the slot that it waited for."""
+    exchanges, waited = [], []
     last: dict[int, Slot] = {}
     for slot in schedule.slots():
         if slot.kind is Direction.BACKWARD and (slot.stage not in last or ends[slot] > ends[last[slot.stage]]):
@@ -236,9 +235,9 @@ def _exchanged(
             begin, slot = max([(ends[slot], slot), *(free[d] for d in devices if d in free)], key=lambda one: one[0])
             end = begin + reduces[stage]
             free.update(dict.fromkeys(devices, (end, slot)))
-            found.append(Exchange(stage, devices, begin, end))
+            exchanges.append(Exchange(stage, devices, begin, end))
             waited.append(slot)
-    return found, waited
+    return exchanges, waited
 
 
 def _peak(schedule: Schedule, device: int, weights: Sequence[int], activations: Sequence[int]) -> int:
@@ -259,7 +258,7 @@ def _path(last: Slot, causes: Mapping[Slot, Slot | None]) -> tuple[Slot, ...]:
 
 
 def draw(simulation: Simulation) -> str:
-    """Devices over time, as in the docstring of `schedules`.
+    """Draw devices over time, like the docstring of `schedules`.
 
     A column is the shortest slot, or more where that would make too many; `F1---` lasts two or more of them, dots are
     idle. The last line has the seconds and the part of them that is idle.
@@ -267,7 +266,7 @@ def draw(simulation: Simulation) -> str:
     schedule, ends = simulation.schedule, simulation.ends
     lengths = [ends[slot] - begin for slot, begin in simulation.begins.items()]
     shortest = min((length for length in lengths if length > 0), default=1.0)
-    unit = max(shortest, simulation.seconds / MOST_COLUMNS)
+    unit = max(shortest, simulation.seconds / MAX_COLUMNS)
     width = len(f"F{schedule.micro_batches - 1} ")
     idle = "." * (width - 1) + " "
 

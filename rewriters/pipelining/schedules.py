@@ -1,4 +1,4 @@
-"""In which order devices run the stages of a pipeline: schedules, as data.
+"""Schedules: the order in which each device runs the stages of a pipeline, as data.
 
 A training step is cut into n *stages* and run for m *micro-batches*. Each micro-batch goes forward through stages 0 to
 n-1 and backward through n-1 to 0; which of these slots a device runs, and in which order, is a schedule. TensorFlow's
@@ -65,19 +65,19 @@ __all__: list[str] = []
 
 
 class Direction(enum.Enum):
-    """Which way a micro-batch goes through a stage."""
+    """Directions of a micro-batch through a stage."""
 
     FORWARD = "F"
     BACKWARD = "B"
 
 
 class Slot(NamedTuple):
-    """What a device runs in one go: a micro-batch through a stage, forward or backward.
+    """Unit of work of a device: one micro-batch through one stage, forward or backward.
 
     Attributes:
         kind: Forward or backward.
-        micro_batch: Which part of the batch, from 0.
-        stage: Which part of the step, from 0, in the order of the forward pass.
+        micro_batch: Number of the micro-batch, from 0.
+        stage: Number of the stage, from 0, in the order of the forward pass.
     """
 
     kind: Direction
@@ -90,14 +90,14 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Which slots each device runs, and in which order.
+    """Slots of each device, in their order.
 
     Attributes:
-        name: What made it, such as `"gpipe"`.
+        name: Name of its rule, such as `"gpipe"`.
         num_stages: Stages of the step, at least 1. Each data replica has all of them.
         micro_batches: Micro-batches of all data replicas together, at least 1. Replica r of R has the contiguous run of
             `micro_batches // R` that starts at `r * micro_batches // R`.
-        devices: For each device its slots, in the order in which it runs them.
+        devices: Slots of each device, in the order in which it runs them.
         data_replicas: Copies of a pipeline that stand beside each other, at least 1, each on its own contiguous run of
             `num_devices // data_replicas` devices. The replications of MAST and MASTER, which share devices, do not
             count.
@@ -111,11 +111,11 @@ class Schedule:
 
     @property
     def num_devices(self) -> int:
-        """How many devices the schedule is for."""
+        """Number of devices."""
         return len(self.devices)
 
     def slots(self) -> Iterator[Slot]:
-        """All slots, device by device, in the order of each."""
+        """Yield all slots, device by device, in the order of each."""
         for slots in self.devices:
             yield from slots
 
@@ -124,7 +124,7 @@ class Schedule:
         return {slot: device for device, slots in enumerate(self.devices) for slot in slots}
 
     def device_of(self, slot: Slot) -> int:
-        """Index of the device that runs a slot.
+        """Return the index of the device that runs a slot.
 
         Raises:
             KeyError: If none does.
@@ -132,18 +132,18 @@ class Schedule:
         return self._devices_of_slots[slot]
 
     def devices_of(self, stage: int) -> tuple[int, ...]:
-        """Devices that run a stage for any micro-batch, ascending: each reads its weights and makes gradients.
+        """Return the devices that run a stage for any micro-batch, ascending: each reads its weights.
 
         The first holds the weights where only one copy is kept.
         """
         return tuple(d for d, slots in enumerate(self.devices) if any(slot.stage == stage for slot in slots))
 
     def stages_on(self, device: int) -> tuple[int, ...]:
-        """Stages of which a device runs any micro-batch, ascending."""
+        """Return the stages of which a device runs any micro-batch, ascending."""
         return tuple(sorted({slot.stage for slot in self.devices[device]}))
 
     def check(self) -> None:
-        """See that each slot is there once, and the backward of each on the device of its forward.
+        """Check that each slot exists once, with its backward on the device of its forward.
 
         Whether the orders fit together is not checked: a cycle of waiting is found by `simulator.simulate`.
 
@@ -187,19 +187,19 @@ class Schedule:
 
 
 def basic(num_stages: int, micro_batches: int = 1) -> Schedule:
-    """Micro-batches one after another, each forward through all stages and then backward."""
+    """Return a schedule that runs micro-batches one after another, each forward through all stages, then backward."""
     turns = [slot for j in range(micro_batches) for slot in ((Direction.FORWARD, j), (Direction.BACKWARD, j))]
     return _upright("basic", micro_batches, [turns] * num_stages)
 
 
 def gpipe(num_stages: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards from the last micro-batch to the first."""
+    """Return a schedule of all forwards, then all backwards from the last micro-batch to the first."""
     turns = _filled_and_drained(range(micro_batches))
     return _upright("gpipe", micro_batches, [turns] * num_stages)
 
 
 def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
-    """Stage s runs n - s forwards, then a backward and a forward in turn, then the backwards that are left."""
+    """Return a schedule in which stage s runs n - s forwards, then backwards and forwards alternately."""
 
     def turns(stage: int) -> list[tuple[Direction, int]]:
         warm_up = min(micro_batches, num_stages - stage)
@@ -214,7 +214,7 @@ def one_f_one_b(num_stages: int, micro_batches: int) -> Schedule:
 
 
 def mast(num_stages: int, micro_batches: int = 2) -> Schedule:
-    """GEMS-MAST: two replications, the second one inverted and after the first.
+    """Return GEMS-MAST: two replications, the second one inverted and after the first.
 
     GEMS gives each replication one micro-batch. With more, an even number, each gets half of them and runs it as
     `gpipe` does; GEMS says in VIII-A and X that it pipelines where the batch allows it. (`master` instead keeps to one
@@ -230,7 +230,7 @@ def mast(num_stages: int, micro_batches: int = 2) -> Schedule:
 
 
 def master(num_stages: int, eta: int) -> Schedule:
-    """GEMS-MASTER: eta replications of a micro-batch each, odd ones inverted, devices forward and backward in turn."""
+    """Return GEMS-MASTER: eta replications of a micro-batch each, odd ones with the devices in reverse order."""
     devices = [
         [Slot(kind, j, num_stages - 1 - d if j % 2 else d) for j in range(eta) for kind in Direction]
         for d in range(num_stages)
@@ -239,7 +239,7 @@ def master(num_stages: int, eta: int) -> Schedule:
 
 
 def hybrid(schedule: Schedule, data_replicas: int) -> Schedule:
-    """Copies of a schedule on devices of their own, for data parallelism.
+    """Return copies of a schedule on devices of their own, for data parallelism.
 
     Replica r runs the schedule on devices r*n to (r+1)*n - 1 for micro-batches r*m to (r+1)*m - 1, where n and m are
     the devices and micro-batches that it has; `Schedule.micro_batches` of the result counts those of all replicas.
@@ -264,7 +264,7 @@ SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = types.MappingProxyType
 
 
 def make(name: str, num_stages: int, micro_batches: int, data_replicas: int = 1) -> Schedule:
-    """The schedule of that name.
+    """Return the schedule of a name.
 
     Args:
         name: A key of `SCHEDULES`.
@@ -298,11 +298,11 @@ def _check_count(argument: str, value: int) -> None:
 
 
 def _filled_and_drained(micro_batches: range) -> list[tuple[Direction, int]]:
-    """All forwards, then all backwards in reverse."""
+    """Return all forwards, then all backwards in reverse."""
     return [(Direction.FORWARD, j) for j in micro_batches] + [(Direction.BACKWARD, j) for j in reversed(micro_batches)]
 
 
 def _upright(name: str, micro_batches: int, turns: list[list[tuple[Direction, int]]]) -> Schedule:
-    """Stage s on device s."""
+    """Return the device of stage s: s."""
     devices = tuple(tuple(Slot(kind, j, stage) for kind, j in order) for stage, order in enumerate(turns))
     return Schedule(name, len(turns), micro_batches, devices)

@@ -1,4 +1,4 @@
-"""Which stage of a pipeline every operation of a joint graph belongs to.
+"""Assignment of the ops of a joint graph to the stages of a pipeline.
 
 A model is cut at tensors. Forward, an operation is in the highest stage of what it reads, one more for a tensor that
 is cut. Backward, it is in the stage of the forward tensors and weights that it reads, and never above the gradients
@@ -29,16 +29,16 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A model in stages.
+    """Stages of a step.
 
     Attributes:
         count: Number of stages.
-        of: Stage of each operation that has one: forward and backward ones, and what they compute from weights alone.
-            Constants, arguments and the update have none.
+        of: Stage of each forward and backward op, and of ops that depend on weights alone. Constants, arguments and
+            the update have none.
         owner: Stage of each weight, by its handle.
-        beside: The same for variables that are updated together with a weight, such as an optimizer's slots.
-        shape_only: Operations that compute sizes, which hold nothing back.
-        fixed: Operations that are where they say, whatever stage they belong to: those that swaps have on the host.
+        beside: Stage of each variable that is updated with a weight, such as an optimizer slot, by its handle.
+        shape_only: Ops that compute shapes, which slots do not order.
+        fixed: Ops with a device of their own, such as the host ops of swaps.
     """
 
     count: int
@@ -50,11 +50,11 @@ class Stages:
 
 
 def assign_stages(analysis: GraphAnalysis, cuts: Sequence[Sequence[Tensor]]) -> Stages:
-    """Find the stage of every operation.
+    """Return the stage of every op.
 
     Args:
-        analysis: Of the joint graph.
-        cuts: For each stage but the last the tensors that it ends with.
+        analysis: Analysis of the joint graph.
+        cuts: Tensors that each stage but the last ends with.
 
     Raises:
         PipelineError: If a cut is no forward tensor, or does not follow the one before it.
@@ -89,35 +89,37 @@ class _Assignment:
         return Stages(self.last + 1, self.of, self.owner, self.beside, frozenset(self.shape_only))
 
     def _weights(self) -> set[Node]:
-        """Operations that compute from weights and constants alone, reads included; seeds are no weights."""
-        found: set[Node] = set()
+        """Return the ops that depend on weights and constants alone, reads included; seeds are no weights."""
+        nodes: set[Node] = set()
         for node in self.forward:
             if node in self.analysis.data or node in self.shape_only:
                 continue
             read = node.op == "ReadVariableOp" and node.outputs[0][0].is_floating
-            if read or any(t.node in found for t in node.inputs):
-                found.add(node)
-        return found
+            if read or any(t.node in nodes for t in node.inputs):
+                nodes.add(node)
+        return nodes
 
     def _place_forward(self, weights: set[Node]) -> None:
-        """The highest stage of its inputs, or the first one if it is the first that reads a weight."""
+        """Place forward ops in the highest stage of their operands, the first readers of weights in the first stage."""
         after = {t: stage + 1 for stage, cut in enumerate(self.cuts) for t in cut}
         for node in self.forward:
             if node not in self.analysis.data or node.op == "Placeholder" or node in self.shape_only:
                 continue
-            found = [after.get(t, self.of.get(t.node, -1)) for t in node.inputs if t.node in self.analysis.data]
-            stage = max(found, default=-1)
+            operand_stages = [
+                after.get(t, self.of.get(t.node, -1)) for t in node.inputs if t.node in self.analysis.data
+            ]
+            stage = max(operand_stages, default=-1)
             reads_weight = any(t.node in weights for t in node.inputs) or bool(variable_handles(node))
             if stage >= 0 or reads_weight or any(node.out(i) in after for i in range(len(node.outputs))):
                 self.of[node] = max(stage, 0)
 
     def _place_what_waits(self) -> None:
-        """What comes from arguments alone, such as labels made ready, waits for who reads it first."""
+        """Place ops that depend on arguments alone, such as preprocessing of labels, with their first consumer."""
         for node in reversed(self.forward):
             known = node in self.analysis.data and node.op != "Placeholder" and node not in self.shape_only
             if known and node not in self.of:
-                found = [self.of[r] for r in self._readers(node) if r in self.of]
-                self.of[node] = min(found, default=self.last)
+                consumer_stages = [self.of[r] for r in self._readers(node) if r in self.of]
+                self.of[node] = min(consumer_stages, default=self.last)
 
     def _readers(self, node: Node) -> Iterable[Node]:
         for index in range(len(node.outputs)):
@@ -130,7 +132,7 @@ class _Assignment:
                 self._check_cut(number, tensor)
 
     def _check_last(self, weights: Container[Node]) -> None:
-        """Where a last stage is linear, and so is the loss, the gradients of its weights read nothing that it makes."""
+        """Check the last cut: gradients of a linear last stage with a linear loss read none of its results."""
         changed = {handle for gradient in self.gradients for handle in self._touched(gradient)}
         reached = self._stages_of_the_loss() if changed.isdisjoint(self._weights_of_last(weights)) else self.last
         if self.cuts and reached < self.last:
@@ -141,7 +143,7 @@ class _Assignment:
             )
 
     def _weights_of_last(self, weights: Container[Node]) -> set[Tensor]:
-        """Handles of the weights that the last stage reads, also those of an earlier one."""
+        """Return the handles of the weights that the last stage reads, those of earlier stages included."""
         last = [node for node, stage in self.of.items() if stage == self.last]
         read = ancestors(last, lambda node: [before for before in producers(node) if before in weights])
         return {handle for node in read for handle in variable_handles(node)}
@@ -171,7 +173,7 @@ class _Assignment:
             )
 
     def _stages_of_the_loss(self) -> int:
-        """The highest stage that a gradient depends on."""
+        """Return the highest stage that a gradient depends on."""
         seen: set[Node] = set()
         stack = [t.node for t in self.gradients]
         highest = 0
@@ -185,7 +187,7 @@ class _Assignment:
         return highest
 
     def _place_weights(self, weights: set[Node]) -> None:
-        """A weight belongs to the first stage that reads it; what is computed from several, to the last of theirs."""
+        """Place each weight in the first stage that reads it, values of several weights in the last of their stages."""
         users: dict[Node, int] = {}
         for node in reversed(self.forward):
             if node in weights:
@@ -208,22 +210,22 @@ class _Assignment:
         return node in self.analysis.data and node not in self.analysis.backward and node not in self.update
 
     def _place_backward(self) -> None:
-        """By what an operation reads, where its gradients go, and where they come from."""
+        """Place backward ops by their operands, and by the producers and consumers of their gradients."""
         inner = set(self.backward)
         owners = {t: self._owner(t) for t in self.gradients}
         least: dict[Node, int] = {}
         fixed: set[Node] = set()
         for node in reversed(self.backward):
-            found = [self.of[t.node] for t in node.inputs if t.node not in inner and t.node in self.of]
-            found += [self.owner[h] for h in variable_handles(node) if h in self.owner]
+            operand_stages = [self.of[t.node] for t in node.inputs if t.node not in inner and t.node in self.of]
+            operand_stages += [self.owner[h] for h in variable_handles(node) if h in self.owner]
             for index in range(len(node.outputs)):
                 owner = owners.get(node.out(index))
-                found += [] if owner is None else [owner]
-            if found and node not in self.shape_only:
+                operand_stages += [] if owner is None else [owner]
+            if operand_stages and node not in self.shape_only:
                 fixed.add(node)
-            found += [least[r] for r in self._readers(node) if r in least and node not in self.shape_only]
-            if found:
-                least[node] = max(found)
+            operand_stages += [least[r] for r in self._readers(node) if r in least and node not in self.shape_only]
+            if operand_stages:
+                least[node] = max(operand_stages)
         for node in self.backward:
             if node in self.shape_only or node.op == "Const":
                 continue
@@ -234,7 +236,7 @@ class _Assignment:
                 self.of[node] = min(above)
 
     def _owner(self, gradient: Tensor) -> int | None:
-        """The stage of the weight that a gradient changes, if it is one: that of what it changes beside it, too."""
+        """Return the stage of the weight that a gradient updates; the variables updated with it get that stage too."""
         touched = self._touched(gradient)
         stages = {self.owner[handle] for handle in touched if handle in self.owner}
         if len(stages) != 1:
@@ -245,7 +247,7 @@ class _Assignment:
         return stage
 
     def _touched(self, gradient: Tensor) -> list[Tensor]:
-        """Variables that a gradient reaches in its own shape, by their handles.
+        """Return the handles of the variables that a gradient reaches in its own shape.
 
         Through variables too: of Adam's slots, which it changes first, the weight's change is computed.
         """
@@ -271,7 +273,7 @@ class _Assignment:
         return list(touched)
 
     def _place_shapes(self) -> None:
-        """Sizes are computed where they are asked for, but an operand is not sent elsewhere for its size alone."""
+        """Place shape ops in the stage of their consumers, unless an operand would be sent for its shape alone."""
         for node in reversed(self.analysis.order):
             if node not in self.shape_only:
                 continue
@@ -286,25 +288,25 @@ class _Assignment:
 
 
 def _gathers(node: Node) -> bool:
-    """Whether an operation reads a part of a weight, which an embedding does."""
+    """Return whether an op reads some rows of a weight, as an embedding does."""
     return node.op.startswith("ResourceGather")
 
 
 def stage_transfers(analysis: GraphAnalysis, stages: Stages) -> list[tuple[Tensor, int, int]]:
-    """(tensor, stage that makes it, stage that reads it) of all that goes from one stage to another, sizes left out."""
-    found: dict[tuple[Tensor, int, int], None] = {}
+    """Return (tensor, producing stage, consuming stage) for each tensor sent between stages, shapes left out."""
+    transfers: dict[tuple[Tensor, int, int], None] = {}
     for node in analysis.order:
         if node not in stages.of or node in stages.shape_only:
             continue
         for tensor in node.inputs:
             source = tensor.node
             if source in stages.of and source not in stages.shape_only and stages.of[source] != stages.of[node]:
-                found[tensor, stages.of[source], stages.of[node]] = None
-    return list(found)
+                transfers[tensor, stages.of[source], stages.of[node]] = None
+    return list(transfers)
 
 
 def scheduled_ops(analysis: GraphAnalysis, parts: StepPartition, stages: Stages) -> list[Node]:
-    """What the slots of a schedule bring into an order, in one in which it can run.
+    """Return the ops that slots order, in execution order.
 
     What gradients depend on of what runs for each micro-batch, but for sizes, constants and variables; and what ends a
     swap, on which nothing depends.
@@ -322,7 +324,7 @@ def scheduled_ops(analysis: GraphAnalysis, parts: StepPartition, stages: Stages)
 
 @dataclasses.dataclass(frozen=True)
 class Separators:
-    """Tensors that alone separate what comes before them from the loss, in order.
+    """Tensors, in order, each of which alone separates the ops before it from the loss.
 
     Attributes:
         tensors: The tensors.
@@ -337,7 +339,7 @@ class Separators:
     total: int
 
     def only(self, tensors: Container[Tensor]) -> Separators:
-        """Some of them."""
+        """Return the separators of some tensors."""
         kept = [index for index, tensor in enumerate(self.tensors) if tensor in tensors]
         return Separators(
             [self.tensors[index] for index in kept],
@@ -348,7 +350,7 @@ class Separators:
 
 
 def separators(analysis: GraphAnalysis, batch: int) -> Separators:
-    """Find where a network can be cut so that one tensor crosses.
+    """Return the cuts of a network that a single tensor crosses.
 
     Args:
         analysis: Of the joint graph.
@@ -384,7 +386,7 @@ def separators(analysis: GraphAnalysis, batch: int) -> Separators:
 
 
 def _needed_forward(analysis: GraphAnalysis, stages: Stages) -> set[Node]:
-    """Forward operations that gradients depend on."""
+    """Return the forward ops that gradients depend on."""
     found: set[Node] = set()
     seen: set[Node] = set()
     stack = [t.node for t in gradients(analysis.graph, analysis.order, analysis.backward)]
@@ -401,7 +403,7 @@ def _needed_forward(analysis: GraphAnalysis, stages: Stages) -> set[Node]:
 
 
 def _after_weights(analysis: GraphAnalysis, wanted: set[Node]) -> set[Node]:
-    """Those of them that depend on a weight: what is only made ready is no layer."""
+    """Return the ops that depend on a weight; preprocessing is no layer."""
     found: set[Node] = set()
     weights: set[Node] = set()
     for node in analysis.order:

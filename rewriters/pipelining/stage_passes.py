@@ -1,11 +1,10 @@
-"""Tile loops and swaps inside of the stages of a pipeline.
+"""Tiling and swapping inside the stages of a pipeline.
 
-Both are made in the step of one micro-batch, which is put into slots and copied afterwards: so a loop is planned and
-traced once for all micro-batches, and what is swapped for one is for each. Which part of the step an operation belongs
-to, and which stage, is decided in the step as it was traced and goes with it. A loop has the stage of the operations
-that it runs, a swap-out that of what makes the tensor, a swap-in that of what reads it. No edge that a pass adds to
-bring operations into an order leads from one stage to another: a device would wait for another one that has nothing
-for it.
+Both passes rewrite the step of one micro-batch, which is unrolled and scheduled afterwards: a loop is planned and
+traced once for all micro-batches, and each micro-batch swaps the same tensors. The traced step decides partition and
+stages, which are carried over to rewritten ops. A loop has the stage of the ops that it replaces, a swap-out that of
+the producer, a swap-in that of the consumer. No ordering edge of a pass leads from one stage to another: a device would
+wait for another device without need.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ __all__: list[str] = []
 
 @dataclasses.dataclass(frozen=True)
 class StagedStep:
-    """The step of a micro-batch with all that a pipeline is made from.
+    """Step of a micro-batch with its partition, stages, tile loops and swaps.
 
     Attributes:
-        analysis: Of the step.
-        parts: What runs for each micro-batch, and what once.
-        stages: Its stages.
+        analysis: Analysis of the step.
+        parts: Partition of the step.
+        stages: Stages of the step.
         batched: Positions of the arguments that have the batch axis.
-        origin: What its tensors were called in the step as traced, those that passes have replaced.
-        tile_loops: Operations of tile loops, each with its loop.
-        swaps: What is swapped.
-        left: (tensor, why it stays on its device).
-        outs: Swap-outs.
+        origin: Traced tensor of each tensor that a pass has replaced.
+        tile_loops: Tile loop of each op that belongs to one.
+        swaps: Planned swaps.
+        left: (tensor, reason why it is not swapped).
+        outs: Swap-out ops.
     """
 
     analysis: GraphAnalysis
@@ -56,19 +55,19 @@ class StagedStep:
     outs: frozenset[Node] = frozenset()
 
     def traced(self, tensor: Tensor) -> Tensor:
-        """The tensor of the step as traced that a tensor stands for; itself if it is new."""
+        """Return the traced tensor that a tensor replaces; a new tensor itself."""
         return self.origin.get(tensor, tensor)
 
 
 class _Place(NamedTuple):
-    """Where a new operation belongs."""
+    """Stage and phase of a new op."""
 
     stage: int
     backward: bool
 
 
 def with_tiles(staged: StagedStep, plans: list[SegmentPlan]) -> StagedStep:
-    """Replace segments, each of one stage, by tile loops.
+    """Return the step with segments, each of one stage, replaced by tile loops.
 
     Args:
         staged: The step.
@@ -92,7 +91,7 @@ def with_swaps(
     max_in_flight: int,
     backward_scopes: tuple[str, ...] = (),
 ) -> StagedStep:
-    """Swap tensors that wait; nothing changes if there are none.
+    """Return the step with swaps of tensors that are saved for the backward pass.
 
     Args:
         staged: The step, tiled or not.
@@ -124,21 +123,21 @@ def _swapped(staged: StagedStep, plan: SwapPlan, outs: Iterable[Node]) -> Staged
 
 
 def _in_order(staged: StagedStep, min_bytes: int, batch: int) -> StagedStep:
-    """Large operations of a stage one after another, as wherever something is swapped (`serialize_ops.py`)."""
+    """Serialise the large ops of each stage, as swapping requires (`serialize_ops.py`)."""
     analysis, stages = staged.analysis, staged.stages
     graph = analysis.graph.copy()
     backward = {node.name for node in analysis.backward}
     merged = {node.name for node in summation_order.flattenable_sums(analysis)}
-    own = scheduled_ops(analysis, staged.parts, stages)
+    ordered = scheduled_ops(analysis, staged.parts, stages)
     for stage in range(stages.count):
-        inside = {node.name for node in own if stages.of[node] == stage}
+        inside = {node.name for node in ordered if stages.of[node] == stage}
         others = graph.nodes.keys() - inside
         serialize_large_ops(graph, backward, others | merged, min_bytes, batch)
     return _transfer_metadata(staged, graph, {}, {})
 
 
 def _places_of_swaps(staged: StagedStep, graph: Graph, outs: set[Node]) -> dict[Node, _Place]:
-    """A swap-out is where its tensor is made; the way back, and what ends it, where it is read."""
+    """Return the place of each swap op: swap-outs with the producer, swap-ins and releases with the consumers."""
     known = staged.analysis.graph.nodes
     places: dict[str, _Place] = {}
 
@@ -159,14 +158,16 @@ def _places_of_swaps(staged: StagedStep, graph: Graph, outs: set[Node]) -> dict[
             around = reading or node.control_inputs
         else:
             continue
-        found = [there for there in map(place, around) if there is not None]
-        if found:  # The first that runs: forward before backward, where stages run from the last one down.
-            places[node.name] = min(found, key=lambda there: (there.backward, -there.stage if there.backward else 0))
+        candidates = [there for there in map(place, around) if there is not None]
+        if candidates:  # The first that runs: forward before backward, where stages run from the last one down.
+            places[node.name] = min(
+                candidates, key=lambda there: (there.backward, -there.stage if there.backward else 0)
+            )
     return {node: places[node.name] for node in new if node.name in places}
 
 
 def _drop_edges_between_stages(staged: StagedStep, graph: Graph, places: Mapping[Node, _Place]) -> None:
-    """Of the edges that swaps have brought those that lead elsewhere, and those that hold counters and metrics back."""
+    """Remove the control edges of swaps that lead to other stages, or that delay counters and metrics."""
     known = staged.analysis.graph.nodes
     slotted = {node.name for node in scheduled_ops(staged.analysis, staged.parts, staged.stages)}
     update = {node.name for node in staged.parts.update}
@@ -192,7 +193,7 @@ def _drop_edges_between_stages(staged: StagedStep, graph: Graph, places: Mapping
 def _transfer_metadata(
     staged: StagedStep, graph: Graph, places: Mapping[Node, _Place], tile_loops: Mapping[Node, TileLoop]
 ) -> StagedStep:
-    """What is known of a step, for the graph that a pass has made of it.
+    """Return the step with its partition and stages carried over to the graph of a pass.
 
     Args:
         staged: The step before.
@@ -215,9 +216,9 @@ def _transfer_metadata(
         return graph.aliases[tensor.name] if node is None else node.out(tensor.index)
 
     repeated = kept(staged.parts.per_micro_batch)
-    own = {graph.inputs[position].node for position in staged.batched}
+    sources = {graph.inputs[position].node for position in staged.batched}
     for node in new:
-        if node in places or any(before.node in repeated or before.node in own for before in node.inputs):
+        if node in places or any(before.node in repeated or before.node in sources for before in node.inputs):
             repeated.add(node)
         elif node.op == "NoOp" and any(before in repeated for before in node.control_inputs):
             repeated.add(node)
@@ -227,7 +228,7 @@ def _transfer_metadata(
         frozenset(kept(staged.parts.update)),
         tuple(dict.fromkeys(map(moved, staged.parts.gradients))),
         tuple(map(moved, staged.parts.carried_variables)),
-        frozenset(own),
+        frozenset(sources),
     )
     of = {nodes[n.name]: stage for n, stage in staged.stages.of.items() if n.name in nodes}
     of.update((node, place.stage) for node, place in places.items())
@@ -235,9 +236,9 @@ def _transfer_metadata(
     for node in reversed(new):  # Sizes that loops read are computed where they are read.
         if node in sizes and node not in of:
             reading = [r for index in range(len(node.outputs)) for r, _ in analysis.consumers.get(node.out(index), ())]
-            found = [of[reader] for reader in reading if reader in of]
-            if found:
-                of[node] = min(found)
+            consumer_stages = [of[reader] for reader in reading if reader in of]
+            if consumer_stages:
+                of[node] = min(consumer_stages)
     stages = Stages(
         staged.stages.count,
         of,

@@ -101,9 +101,9 @@ def test_results_are_those_of_the_batch(result, how, example):
         (lambda h: h > mean(h), r"mix samples of the batch: .* \(Greater\)"),
         (lambda h: tf.argsort(tf.argsort(h[:, 0])), r"mix samples of the batch: .* \(TopKV2\)"),
         (lambda h: tf.reduce_sum(whole(h[:, :1] == tf.transpose(h[:, :1]))), r"mix samples of the batch: .*\(Equal\)"),
-        (lambda h: tf.where(h[:, 0] > 0), "its size is not known to go with that of the batch"),
+        (lambda h: tf.where(h[:, 0] > 0), "how its size depends on the batch size is unknown"),
         (lambda h: tf.unique(whole(h[:, 0]))[0], r"mix samples of the batch: .* \(Unique\)"),
-        (lambda h: tf.reduce_sum(h) + mean(h), "not known to be a sum or a mean over the batch"),
+        (lambda h: tf.reduce_sum(h) + mean(h), "whether it is a sum or a mean over the batch is unknown"),
         (lambda h: 1 + tf.reduce_sum(h), "adds a value that does not depend on the batch, .* to a sum over the batch"),
     ],
 )
@@ -328,7 +328,7 @@ def test_what_is_as_long_as_the_batch_along_two_axes_is_refused():
         features = tf.tanh(x @ w)
         return mean(tf.linalg.band_part(tf.eye(x.shape[0], dtype="float64") + 1, 1, 0) @ features), mean(features)
 
-    with pytest.raises(PipelineError, match="does not depend on data and is as long as the batch|mix samples"):
+    with pytest.raises(PipelineError, match="is as long as the batch and does not depend on its data|mix samples"):
         compared(descending(loss_and_result), X)
 
 

@@ -1,4 +1,4 @@
-"""From a step and `PipelineParams` to a pipeline and its plan."""
+"""Builds a pipeline and its plan from a step and `PipelineParams`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tflms_sft._trace.batch_traces import BatchTraces, require_even, trace
 from tflms_sft._trace.layer_names import captured, display_names, variable_names
 from tflms_sft._util.text import shortened
 
-_MOST_NAMES = 4
+_MAX_NAMES = 4
 
 
 def build_pipeline(
@@ -95,7 +95,7 @@ def _build(traces: BatchTraces, chosen: RewriteRequest, batch: int | None) -> tu
 
 
 def _planned(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) -> tuple[Planned, Plan]:
-    """The pipeline, and the plan that tells of it."""
+    """Return the pipeline and its plan."""
     planned, notes = _built(traces, chosen, params)
     return planned, amend_plan(plan_of(planned), *notes)
 
@@ -105,7 +105,7 @@ def _importer(planned: Planned) -> StepImporter:
 
 
 def _as_one(planned: Planned) -> Graph:
-    """The stages of a step for any batch, as one micro-batch on the devices of the first replica."""
+    """Return the graph of a step for any batch as one micro-batch, on the devices of the first replica."""
     staged, count = planned.inside.staged, planned.stages.count
     request = dataclasses.replace(planned.request, micro_batches=1)
     places = pipeline_pass.Devices(planned.devices[:count], planned.where)
@@ -114,7 +114,7 @@ def _as_one(planned: Planned) -> Graph:
 
 
 def _for_any_batch(traces: BatchTraces, chosen: RewriteRequest, like: Planned) -> StepImporter:
-    """The same of a step whose pipeline is made for batches of one size."""
+    """Return an importer that runs other batch sizes as one micro-batch, in the stages of a pipeline."""
     assert chosen.pipeline is not None
     named = chosen.pipeline.stages
     params = dataclasses.replace(
@@ -130,7 +130,7 @@ def _for_any_batch(traces: BatchTraces, chosen: RewriteRequest, like: Planned) -
 
 
 def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) -> tuple[Planned, tuple[str, ...]]:
-    """The pipeline, and what a plan says of it."""
+    """Return the pipeline and notes for its plan."""
     samples = max(traces.batch // params.total_micro_batches, 1) if traces.batch else None
     mode = CanonicalMode.BATCH_ANALYSIS if chosen.tiles is None else CanonicalMode.TILING
     traced = analyse_step(traces.micro, traces.record, samples, mode)
@@ -174,7 +174,7 @@ def _inside_of_stages(
     devices: Sequence[str],
     schedule: Schedule,
 ) -> Inside:
-    """Tile loops in the step of a micro-batch, and swaps of what is left between them."""
+    """Tile the step of a micro-batch, and swap tensors that remain between tile loops."""
     for node in traced.analysis.graph.nodes.values():
         node.device = ""  # Stages have devices, and what the step was traced with would stay in the bodies of loops.
     plans: list[SegmentPlan] = []
@@ -201,9 +201,9 @@ def _cuts(traced: TracedStep, params: PipelineParams) -> list[list[Tensor]]:
 
 
 def _variable_devices(concrete_fn: Any, analysis: GraphAnalysis) -> dict[Tensor, str]:
-    """Where each variable lies, by its handle."""
-    found = captured(concrete_fn, analysis.graph)
-    places = {handle: getattr(tensor, "device", "") for handle, tensor in found if handle.dtype == tf.resource}
+    """Return the device of each variable, by its handle."""
+    captures = captured(concrete_fn, analysis.graph)
+    places = {handle: getattr(tensor, "device", "") for handle, tensor in captures if handle.dtype == tf.resource}
     return {handle: name for handle, name in places.items() if name}
 
 
@@ -216,7 +216,7 @@ def _check_placement(
     devices: Sequence[str],
     where: dict[Tensor, str],
 ) -> None:
-    """Refuse weights and slots that lie elsewhere than their stage; metrics and such are changed where they are.
+    """Refuse weights and optimizer slots that are not on the device of their stage; metrics may be anywhere.
 
     Raises:
         PipelineError: With all of them, and what to do.
@@ -233,7 +233,7 @@ def _check_placement(
             name = names.get(handle, handle.node.name)
             wrong.append(f"{name!r} of stage {stage} is on {where[handle]} and should be on {wanted}")
     if wrong:
-        shown = shortened(wrong, _MOST_NAMES)
+        shown = shortened(wrong, _MAX_NAMES)
         raise PipelineError(
             f"{len(wrong)} variable(s) are not on the device of their stage: {shown}. Call "
             "`tflms_sft.stage_devices(model, cuts, devices)` before the optimizer is built, make layers inside of "

@@ -1,4 +1,4 @@
-"""The devices that a pipeline runs on: those named, or those that there are."""
+"""Selection of the devices of a pipeline: those named by the user, or those of the machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tflms_sft._params.pipeline_params import PipelineParams
 
 
 def available_devices() -> list[str]:
-    """Devices that a pipeline takes if none are named: accelerators, or else logical CPUs."""
+    """Return the devices of a pipeline if none are named: accelerators, or else logical CPUs."""
     found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     return [device.name for device in found]
 
 
 def find_devices(names: Sequence[str]) -> list[str]:
-    """The names as TensorFlow writes them.
+    """Return device names in TensorFlow's spelling.
 
     Raises:
         ValueError: If there is no such device.
@@ -37,7 +37,7 @@ def find_devices(names: Sequence[str]) -> list[str]:
 
 
 def select_devices(params: PipelineParams, num_stages: int) -> list[str]:
-    """The devices of a pipeline: those named, or the first ones.
+    """Return the devices of a pipeline: those named, or the first available ones.
 
     Raises:
         ValueError: If there are too few of them, or one does not exist.

@@ -1,4 +1,4 @@
-"""What a pipeline takes: times and bytes of its stages, and the plan that says so."""
+"""Report of a pipeline: times and bytes of its stages, and the plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WITH_THE_SLOT = "the slot before"
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """What is done inside of stages.
+    """Tile loops and swaps inside of stages.
 
     Attributes:
         staged: The step of a micro-batch after it.
@@ -65,7 +65,7 @@ class Inside:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """All that a plan is made of.
+    """Inputs of a pipeline's plan.
 
     Attributes:
         traces: The step.
@@ -91,22 +91,22 @@ class Planned:
 
     @property
     def staged(self) -> StagedStep:
-        """The step that the pipeline was made from."""
+        """Staged step of a micro-batch."""
         return self.inside.staged
 
     @property
     def stages(self) -> Stages:
-        """Its stages."""
+        """Stages of the step."""
         return self.staged.stages
 
     @property
     def analysis(self) -> GraphAnalysis:
-        """Its analysis, with loops and swaps."""
+        """Analysis of the step, with tile loops and swaps."""
         return self.staged.analysis
 
     @functools.cached_property
     def crossings(self) -> list[tuple[Tensor, int, int]]:
-        """What goes from stage to stage; what is swapped goes by way of the tier, under a number."""
+        """Tensors sent between stages; a swapped tensor is sent as a key of its tier."""
         return [found for found in stage_transfers(self.analysis, self.stages) if found[0].node not in self.staged.outs]
 
     @property
@@ -117,13 +117,13 @@ class Planned:
 
     @functools.cached_property
     def names(self) -> Mapping[Tensor, str]:
-        """Layers of its tensors."""
+        """Layer names of tensors."""
         return display_names(self.analysis.graph, self.traced.record)
 
 
 @dataclasses.dataclass(frozen=True)
 class _ResidentBytes:
-    """Bytes of a stage that are on its device all the time.
+    """Bytes of a stage that its device holds during the whole step.
 
     Attributes:
         weights: Of its weights.
@@ -135,7 +135,7 @@ class _ResidentBytes:
 
 
 class _Stage:
-    """Operations of a stage for one micro-batch, in order."""
+    """Ops of a stage for one micro-batch, in order."""
 
     def __init__(self, planned: Planned, number: int) -> None:
         analysis, parts, outs = planned.analysis, planned.staged.parts, planned.staged.outs
@@ -152,7 +152,7 @@ class _Stage:
         self.waiting_bytes = sum(t.num_bytes(self.batch) for t in read)
 
     def working(self, nodes: Sequence[Node]) -> int:
-        """The most that is alive of what some of its operations make."""
+        """Return the peak bytes of the results of some ops."""
         inside, away = set(nodes), self.planned.staged.outs
         made = (node.out(index) for node in nodes for index in range(len(node.outputs)))
         outside = [t for t in made if any(reader not in inside for reader, _ in self.readers.get(t, ()))]
@@ -162,7 +162,7 @@ class _Stage:
         )
 
     def _own_bytes(self, node: Node) -> int:
-        """What an operation takes only while it runs: of a loop, a turn."""
+        """Return the bytes that an op needs while it runs; for a loop, those of an iteration."""
         if node in self.tile_loops:
             return (
                 self.planned.traced.loop_memory.peak_bytes(self.tile_loops[node], self.batch) if node.op in LOOPS else 0
@@ -170,15 +170,15 @@ class _Stage:
         return op_scratch(node, self.batch)
 
     def seconds(self, nodes: Sequence[Node]) -> float:
-        """Predicted time of some of its operations, swaps beside them."""
+        """Return the predicted time of some ops, with swaps running concurrently."""
         planned, costs = self.planned, self.planned.traced.costs
         known = planned.traced.analysis.graph.nodes
-        found = costs.step([known[node.name] for node in nodes if node.name in known])
-        found += sum(
+        step_seconds = costs.step([known[node.name] for node in nodes if node.name in known])
+        step_seconds += sum(
             costs.tile_loop(self.tile_loops[node]) for node in nodes if node in self.tile_loops and node.op in LOOPS
         )
         if planned.inside.swaps is None:
-            return found
+            return step_seconds
         inside = {node.name for node in nodes}
         out = sum(node.inputs[0].num_bytes(self.batch) for node in nodes if node in planned.staged.outs)
         back = sum(
@@ -188,11 +188,11 @@ class _Stage:
             if any(reader.name in inside for reader in way.readers)
         )
         to_disk = isinstance(planned.inside.tier, DiskTier) and not planned.inside.swaps.page_cache
-        return planned.traced.rates.swapped(found, out, back, to_disk)
+        return planned.traced.rates.swapped(step_seconds, out, back, to_disk)
 
 
 def plan_of(planned: Planned) -> Plan:
-    """Describe a pipeline."""
+    """Return the plan of a pipeline."""
     traces, traced, schedule = planned.traces, planned.traced, planned.schedule
     one = schedule.micro_batches == 1
     whole = traced if one else analyse_step(traces.whole, None, traces.batch, CanonicalMode.EXACT)
@@ -248,7 +248,7 @@ def plan_of(planned: Planned) -> Plan:
 
 
 def _with_swaps(planned: Planned, tier: HostTier | DiskTier, plan: Plan) -> Plan:
-    """What it says of swaps, of one micro-batch."""
+    """Return the plan with the swaps of one micro-batch."""
     staged, batch = planned.staged, planned.traced.batch
     by_name = {tensor.name: name for tensor, name in planned.names.items()}
     names = {s.tensor: by_name[s.tensor.name] for s in staged.swaps if s.tensor.name in by_name}
@@ -264,7 +264,7 @@ def _with_swaps(planned: Planned, tier: HostTier | DiskTier, plan: Plan) -> Plan
 
 
 def _in_stages(planned: Planned, slotted: Container[Node], swap: Swap, told: PlannedSwap) -> PlannedSwap:
-    """A swap-in that another stage would trigger begins with the slot of its readers."""
+    """Move swap-ins that another stage would trigger to the slot of their consumers."""
     nodes, of = planned.analysis.graph.nodes, planned.stages.of
     controls = []
     for way, name in zip(swap.swap_ins, told.controls, strict=True):
@@ -298,7 +298,7 @@ def _described(planned: Planned, number: int, stage: _Stage, held: _ResidentByte
 
 
 def _names_in(planned: Planned, number: int) -> tuple[str, ...]:
-    """Segments of a stage."""
+    """Return the names of the segments of a stage."""
     by_name = {node.name: stage for node, stage in planned.stages.of.items()}
     loops = {
         segment: by_name[name] for (segment, _), name in loop_nodes(planned.analysis.graph).items() if name in by_name
@@ -307,7 +307,7 @@ def _names_in(planned: Planned, number: int) -> tuple[str, ...]:
 
 
 def _devices_of(schedule: Schedule, stage: int) -> list[int]:
-    """Devices that run a stage, the one that keeps its weights first."""
+    """Return the devices that run a stage, the owner of its weights first."""
     first = owner_device(schedule, stage)
     return [first, *(other for other in schedule.devices_of(stage) if other != first)]
 
@@ -319,19 +319,19 @@ def _crossing(planned: Planned) -> tuple[tuple[str, int, int, int], ...]:
 
 
 def _held(planned: Planned) -> list[_ResidentBytes]:
-    """Bytes of the variables of each stage; counters and metrics, which have none, are few."""
+    """Return the bytes of the variables of each stage; counters and metrics belong to no stage."""
     stages = planned.stages
-    own, beside = [0] * stages.count, [0] * stages.count
+    weight_bytes, slot_bytes = [0] * stages.count, [0] * stages.count
     for handle, size in planned.sizes_of_variables:
         if handle in stages.owner:
-            own[stages.owner[handle]] += size
+            weight_bytes[stages.owner[handle]] += size
         else:
-            beside[stages.beside.get(handle, 0)] += size
-    return [_ResidentBytes(*both) for both in zip(own, beside, strict=True)]
+            slot_bytes[stages.beside.get(handle, 0)] += size
+    return [_ResidentBytes(*both) for both in zip(weight_bytes, slot_bytes, strict=True)]
 
 
 def _peaks(planned: Planned, held: Sequence[_ResidentBytes], stages: Sequence[_Stage]) -> tuple[int, ...]:
-    """Of each device: variables, copies of those that are elsewhere, gradients that are added up, and more.
+    """Return the predicted peak of each device: variables and their copies, accumulated gradients, activations.
 
     That is what waits of micro-batches and what a slot makes, or at the end what the update makes.
     """
@@ -358,7 +358,7 @@ def _peaks(planned: Planned, held: Sequence[_ResidentBytes], stages: Sequence[_S
 
 
 def _variables_on(planned: Planned) -> tuple[list[int], list[int]]:
-    """Bytes of the variables on each device, and of those of them that are weights of its own stages.
+    """Return the bytes of variables on each device, and those of the weights of its own stages.
 
     One of which it is not known where it is counts as on the device of its stage.
     """
@@ -377,7 +377,7 @@ def _variables_on(planned: Planned) -> tuple[list[int], list[int]]:
 
 
 def _of_update(planned: Planned, number: int) -> int:
-    """Bytes on a device while the update runs: of gradients, and of what is made of them or comes from elsewhere."""
+    """Return the bytes of a device during the update: gradients, values computed from them, and received tensors."""
     batch = planned.traced.batch
     graph = planned.built.graph
     names = {node.name for node in planned.staged.parts.update}
@@ -393,6 +393,6 @@ def _of_update(planned: Planned, number: int) -> int:
 
 
 def _results(planned: Planned) -> tuple[tuple[str, str], ...]:
-    """How each result that micro-batches make was put together."""
+    """Return the reduction of each result of micro-batches."""
     outputs, combined = planned.analysis.graph.outputs, planned.built.combined
     return tuple((planned.staged.traced(t).name, combined[t].value) for t in dict.fromkeys(outputs) if t in combined)

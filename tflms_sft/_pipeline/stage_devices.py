@@ -1,4 +1,4 @@
-"""Put the variables of a model on the devices of their stages.
+"""Placement of a model's variables on the devices of their stages.
 
 A variable stays where it was made, and Keras makes all of them in one place. An optimizer makes its slots beside the
 weights, so that it is enough to move those before.
@@ -91,7 +91,7 @@ def _specs(model: Any, inputs: Any) -> Any:
 
 
 def _probe(model: Any, specs: Any) -> TracedStep:
-    """The model with some loss: where its layers are in a graph and which tensors wait, its own would not change."""
+    """Return a step of the model with a placeholder loss, which leaves layers and saved tensors as they are."""
 
     def step(data: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -119,7 +119,7 @@ def _stage_of_variables(model: Any, traced: TracedStep, stages: Stages) -> list[
 
 
 def _move(variable: Any, device: str) -> bool:
-    """Put another TensorFlow variable into a Keras one, for which there is no public way; whether it was elsewhere."""
+    """Replace the TensorFlow variable of a Keras variable (no public API); return whether it was on another device."""
     old = variable.value
     if device_names.is_same_device(old.device, device):
         return False
@@ -137,7 +137,7 @@ def _move(variable: Any, device: str) -> bool:
 
 
 def _forget_traces(model: Any) -> None:
-    """Functions that Keras has made hold the variables that were there; it makes them again when they are asked for."""
+    """Reset the functions of a Keras model, which hold the old variables; Keras rebuilds them on demand."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.Model):
             layer.train_function = layer.test_function = layer.predict_function = None

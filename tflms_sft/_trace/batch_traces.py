@@ -1,4 +1,4 @@
-"""A step traced for a batch and for a part of it."""
+"""Traces of a step for a batch and for a micro-batch."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from tflms_sft._trace.layer_names import LayerRecord
 from tflms_sft._trace.step_tracing import batch_of, is_concrete, spec_of, trace_step
 
 _PRIME_PARTS = 509
-"""Parts of a large batch, by which numbers are seen that go with the size of small ones in another way: a prime, so
-that no quotient of sizes comes out even by chance."""
+"""Number of micro-batches of a large batch, for which numbers may depend on the size in another way. It is prime, so
+that no quotient of sizes is an integer by chance."""
 
 _EVEN_PARTS = 510
-"""The same, even, for what asks whether the number of samples is odd."""
+"""Even number of micro-batches, for steps that depend on the parity of the batch size."""
 
-_SIZES = ops_with(Trait.SHAPE_QUERY) - {"Rank"}
-_TURNS = ops_with(Trait.THRESHOLD)
+_SHAPE_OPS = ops_with(Trait.SHAPE_QUERY) - {"Rank"}
+_SIZE_COMPARISONS = ops_with(Trait.THRESHOLD)
+"""Ops whose result may change where a size passes, meets or divides a number."""
 
-_LARGEST, _MOST_NUMBERS = 1 << 20, 4
-"""Numbers that a step compares sizes with: below which it is traced for them, and for how many."""
+_MAX_COMPARED_NUMBER, _MAX_COMPARED_NUMBERS = 1 << 20, 4
+"""Limits of the numbers, compared with sizes, for which a step is traced too: their value and their count."""
 
 
 @dataclasses.dataclass
 class BatchTraces:
-    """A step as it is and as it is for one micro-batch.
+    """Traces of a step for the batch and for one micro-batch.
 
     Attributes:
-        whole: The step.
-        micro: The same for a micro-batch; the step itself if there is one only, or if its batch is unknown.
+        whole: Trace for the batch.
+        micro: Trace for a micro-batch; `whole` if there is one micro-batch, or if the batch size is open.
         record: Layers of `micro`.
-        hints: What is known of its counters.
+        hints: Owners of its counters.
         batched: Positions of the arguments that have the batch axis.
-        batch: Samples of a batch, if that is known.
-        sizes: Leading sizes that an open step was given, by position: of batches, and of what else is open.
-        known: The same for a batch of a known size, if that of the step is open: of `batch` if that is known. Their
-            operations have the same names.
-        others: The same for batches of `_PRIME_PARTS` and `_EVEN_PARTS`, if the size is open and not known.
+        batch: Samples of the batch, if known.
+        sizes: Leading sizes of the open arguments of a specialised step, by position.
+        known: Traces for a known batch size (`batch`, if known), if that of the step is open. Ops keep their names.
+        others: Traces for batches of `_PRIME_PARTS` and `_EVEN_PARTS` micro-batches, if the size is open and unknown.
         count: Number of micro-batches.
     """
 
@@ -65,34 +65,40 @@ class BatchTraces:
 
     @property
     def is_open(self) -> bool:
-        """Whether there are several micro-batches, and batches that they do not cut evenly may come too."""
+        """Whether there are several micro-batches, and later batches may have another size."""
         return self.count > 1 and self.micro is self.whole
 
 
 def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int | None = None) -> BatchTraces:
-    """Trace a step for the whole batch, and for a micro-batch.
+    """Trace a step for the batch and for a micro-batch.
 
     Args:
-        step: As for `rewrite`.
-        params: What is to be done with it.
+        step: See `rewrite`.
+        params: Parameters of the pipeline.
         args: Example arguments.
-        kwargs: The same by keyword.
-        batch: Samples of a batch, where the arguments leave it open.
+        kwargs: Example arguments by keyword.
+        batch: Samples of the batch, where the arguments leave the size open.
 
     Raises:
-        PipelineError: If there is no batch to cut.
-        ValueError: If it cannot be cut evenly.
+        PipelineError: If no argument has a batch axis.
+        ValueError: If the number of micro-batches does not divide the batch size.
     """
     count = params.total_micro_batches
     with watched_effects() as hints:
         whole, record = trace_step(step, args, kwargs)
     arguments = _arguments(whole)
     leading = [t.shape[0] if t.shape.rank else 0 for t in arguments]
-    told = None if params.batched is None else _positions(params.batched, arguments)
-    unknown = [p for p, size in enumerate(leading) if size is None and (told is None or p in told)]
+    declared = None if params.batched is None else _positions(params.batched, arguments)
+    unknown = [p for p, size in enumerate(leading) if size is None and (declared is None or p in declared)]
     if count == 1:
-        size = batch_of((args, kwargs)) or max((found for found in leading if found is not None), default=0)
-        batched = unknown or [p for p, found in enumerate(leading) if found == size] or list(range(len(arguments)))
+        size = batch_of((args, kwargs)) or max(
+            (leading_size for leading_size in leading if leading_size is not None), default=0
+        )
+        batched = (
+            unknown
+            or [p for p, leading_size in enumerate(leading) if leading_size == size]
+            or list(range(len(arguments)))
+        )
         return BatchTraces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
     if unknown:
         open_step = BatchTraces(whole, whole, record, hints.of(whole.graph), unknown, count=count)
@@ -111,15 +117,15 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
             "`tf.function` with example arguments and no `input_signature`, or trace it with a batch of `None`."
         )
     specs = tf.nest.map_structure(spec_of, (args, kwargs))
-    batch = batch_of(specs) if told is None else _size_of(told, leading)
+    batch = batch_of(specs) if declared is None else _size_of(declared, leading)
     if batch is None:
         raise PipelineError("No argument of the step has a batch axis, so there are no micro-batches. Use 1.")
     require_even(params, batch)
-    return _with_part(step, whole, params, _of_size(whole, specs, batch, batch // count, told), told, batch)
+    return _with_part(step, whole, params, _of_size(whole, specs, batch, batch // count, declared), declared, batch)
 
 
 def require_even(params: PipelineParams, batch: int) -> None:
-    """Refuse a batch that micro-batches do not cut evenly where it is the one that a plan is made for.
+    """Refuse a batch size, of the batch that the plan is made for, that the number of micro-batches does not divide.
 
     Raises:
         ValueError: With both numbers.
@@ -127,7 +133,7 @@ def require_even(params: PipelineParams, batch: int) -> None:
     count = params.total_micro_batches
     if batch % count:
         raise ValueError(
-            f"`micro_batches` must cut the batch evenly: {batch} samples do not make {count} micro-batches. "
+            f"`micro_batches` must divide the batch size: {batch} samples do not make {count} micro-batches. "
             f"Received: micro_batches={params.micro_batches}, data_replicas={params.data_replicas}. Use batches whose "
             f"size is a multiple of {count}; under `fit` a `batch_size` that is one, and no larger than the number of "
             "samples. Only a later batch may have another size, if the step is traced for any (`None`), as by `fit`."
@@ -135,12 +141,12 @@ def require_even(params: PipelineParams, batch: int) -> None:
 
 
 def _arguments(concrete_fn: Any) -> Any:
-    """What it is called with."""
+    """Return the arguments of a concrete function, without captured tensors."""
     return concrete_fn.inputs[: len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)]
 
 
 def _of_size(concrete_fn: Any, specs: Any, batch: int | None, size: int, told: Sequence[int] | None) -> Any:
-    """Specifications with another size in the place of that of the batch, or of an open one, of arguments that have it.
+    """Return specifications in which the first axis of batches has another size.
 
     With `told` it is that of those alone.
     """
@@ -160,68 +166,70 @@ def _of_size(concrete_fn: Any, specs: Any, batch: int | None, size: int, told: S
 
 
 def _given(examples: Sequence[int | None], positions: Sequence[int]) -> int | None:
-    """The size of the batch of example arguments for a step that takes any, if they have one."""
+    """Return the batch size of example arguments for a step of any batch size, `None` if they disagree."""
     sizes = {examples[p] if p < len(examples) else None for p in positions}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def _given_beside(examples: Sequence[int | None], leading: Sequence[Any], batched: Sequence[int]) -> dict[int, int]:
-    """The sizes of example arguments that are open and no batches, such as tables."""
+    """Return the leading sizes of example arguments, by position, that are open and no batches, such as tables."""
     pairs = enumerate(zip(leading, examples, strict=False))
     return {p: size for p, (traced, size) in pairs if traced is None and p not in batched and size is not None}
 
 
 def _leading(concrete_fn: Any, args: Any, kwargs: Any) -> list[int | None]:
-    """The leading sizes of example arguments, in the order in which it takes them; `None` of what has none."""
+    """Return the leading sizes of example arguments in the order of the step's parameters; `None` for scalars."""
     named = [kwargs[name] for name in _in_order(concrete_fn, kwargs)]
     shapes = [tf.TensorShape(leaf.shape) for leaf in tf.nest.flatten((args, named)) if hasattr(leaf, "shape")]
     return [shape[0] if shape.rank else None for shape in shapes]
 
 
 def _in_order(concrete_fn: Any, kwargs: Any) -> list[str]:
-    """Names of arguments in the order in which a function takes them."""
+    """Return the names of keyword arguments in the order of the function's parameters."""
     order = [name for name in concrete_fn.function_type.parameters if name in kwargs]
     return [*order, *sorted(kwargs.keys() - order)]
 
 
 def _some_samples(count: int, leading: Sequence[Any]) -> int:
-    """Samples of a micro-batch of a size that no other argument has, nor the batch: what they tell goes for any."""
+    """Return a micro-batch size that differs, as does the batch size, from the sizes of all arguments."""
     return next(size for size in itertools.count(2) if size not in leading and size * count not in leading)
 
 
 def _of_known_batch(traces: BatchTraces, samples: int, beside: Mapping[int, int]) -> BatchTraces:
-    """An open step for so many samples in a micro-batch.
+    """Specialise an open step to a number of samples per micro-batch.
 
-    It is not traced again: where Python code knows the size of the batch it may do something else, as Keras weighs the
-    losses of several outputs by it.
+    It is not traced again, because Python code may do something else for a known batch size: Keras weighs the losses of
+    several outputs by it.
 
     Args:
         traces: The open step.
         samples: Samples of a micro-batch.
-        beside: Sizes of what is open and no batch; what has none there is taken to be as long as the batch.
+        beside: Leading sizes of open arguments without a batch axis; others get that of the batch.
     """
     leading = [t.shape[0] if t.shape.rank else 0 for t in _arguments(traces.whole)]
     whole = {p: samples * traces.count for p, size in enumerate(leading) if size is None} | dict(beside)
     micro = {**whole, **dict.fromkeys(traces.batched, samples)}
-    made = []
+    specialised = []
     arguments = _arguments(traces.whole)
     for sizes, number in ((whole, samples * traces.count), (micro, samples)):
-        with _told_if_for_another(number):
-            made.append(
+        with _explain_retrace_errors(number):
+            specialised.append(
                 specialise_shapes(traces.whole, {p: (size, *arguments[p].shape[1:]) for p, size in sizes.items()})
             )
-    return dataclasses.replace(traces, whole=made[0], micro=made[1], batch=samples * traces.count, sizes=whole)
+    return dataclasses.replace(
+        traces, whole=specialised[0], micro=specialised[1], batch=samples * traces.count, sizes=whole
+    )
 
 
 def _of_other_batches(traces: BatchTraces, samples: int, beside: Mapping[int, int]) -> tuple[BatchTraces, ...]:
-    """The step for batches by which numbers are told that go with the size of others in another way.
+    """Specialise an open step to further batch sizes, in which numbers may depend on the size in another way.
 
-    A large one, and one of single samples and of numbers that the step itself compares sizes with, if it is a step for
-    such: what squeezes axes of size 1 may be none for these.
+    These are a large batch, one of micro-batches of one sample, and those by the numbers that the step compares sizes
+    with. A size for which the step is invalid, as one that squeezes axes may be, is left out.
 
     Args:
         traces: The open step.
-        samples: Samples of a micro-batch that it is traced for.
+        samples: Samples of a micro-batch in the main traces.
         beside: As for `_of_known_batch`.
     """
     prime_to_it = next(size for size in itertools.count(samples + 1) if math.gcd(size, samples) == 1)
@@ -229,25 +237,25 @@ def _of_other_batches(traces: BatchTraces, samples: int, beside: Mapping[int, in
     tables = [p for p, size in enumerate(leading) if size is None and p not in {*traces.batched, *beside}]
 
     def of_batch(count: int, size: int) -> BatchTraces:
-        """With tables that are longer than a micro-batch and not as long as the batch."""
+        """Specialise to tables that are longer than a micro-batch and differ from the batch."""
         between = dict.fromkeys(tables, size + 2) | dict(beside)
         return _of_known_batch(dataclasses.replace(traces, count=count), size, between)
 
-    found = [of_batch(_PRIME_PARTS, prime_to_it)]
+    others = [of_batch(_PRIME_PARTS, prime_to_it)]
     named = _named_numbers(traces.whole.graph)
     pairs = [(_EVEN_PARTS, 1), *((_PRIME_PARTS, n) for n in named), *((_EVEN_PARTS, n // 2) for n in named)]
     for count, size in pairs:
         with contextlib.suppress(PipelineError):
-            found.append(of_batch(count, size))
-    return tuple(found)
+            others.append(of_batch(count, size))
+    return tuple(others)
 
 
 def settled(traces: BatchTraces, least: int = 24) -> BatchTraces:
-    """A step with a size for each axis that is open beside that of the batch, to know what is computed with it.
+    """Specialise the open axes of a step, except the batch axis, so that numbers computed from them are known.
 
     Args:
-        traces: The step; it is returned as it is, if it is none for these sizes.
-        least: The least of them; by default one that several poolings halve.
+        traces: Traces of the step; returned unchanged if the step is invalid for these sizes.
+        least: Least of these sizes; the default can be halved by several poolings.
     """
     arguments = [t for t in _arguments(traces.micro) if t.shape.rank]
     if not any(None in t.shape[1:] for t in arguments):
@@ -255,7 +263,7 @@ def settled(traces: BatchTraces, least: int = 24) -> BatchTraces:
     of_batch = {t.shape[0] for t in (*arguments, *_arguments(traces.whole)) if t.shape.rank}
     lengths = (size for size in itertools.count(least, 8) if size not in of_batch)
     sizes = list(itertools.islice(lengths, max(t.shape.rank for t in arguments)))
-    made = []
+    specialised = []
     for function in (traces.whole, traces.micro):
         shapes = {}
         for position, tensor in enumerate(_arguments(function)):
@@ -263,31 +271,31 @@ def settled(traces: BatchTraces, least: int = 24) -> BatchTraces:
                 pairs = zip(tensor.shape[1:], sizes, strict=False)
                 shapes[position] = [tensor.shape[0], *(own or size for own, size in pairs)]
         with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):
-            made.append(specialise_shapes(function, shapes))
-    return dataclasses.replace(traces, whole=made[0], micro=made[1]) if len(made) == 2 else traces
+            specialised.append(specialise_shapes(function, shapes))
+    return dataclasses.replace(traces, whole=specialised[0], micro=specialised[1]) if len(specialised) == 2 else traces
 
 
 def _named_numbers(graph: Any) -> list[int]:
-    """Whole numbers that a graph compares sizes with, or divides them by, the least ones first."""
+    """Return the integers that a graph compares sizes with, or divides them by, in ascending order."""
     sizes: set[str] = set()
-    found: set[int] = set()
+    integers: set[int] = set()
     for operation in graph.get_operations():
         of_sizes = [t for t in operation.inputs if t.name in sizes]
         constants = [t for t in operation.inputs if t.op.type == "Const"]
-        if operation.type in _SIZES or (of_sizes and len(of_sizes) + len(constants) == len(operation.inputs)):
+        if operation.type in _SHAPE_OPS or (of_sizes and len(of_sizes) + len(constants) == len(operation.inputs)):
             sizes.update(t.name for t in operation.outputs)
-            numbers = map(tf.get_static_value, constants if operation.type in _TURNS else ())
+            numbers = map(tf.get_static_value, constants if operation.type in _SIZE_COMPARISONS else ())
             single = (value for value in numbers if value is not None and value.ndim == 0 and value.dtype.kind in "iuf")
-            found.update(int(value) for value in single if 2 <= value < _LARGEST and value == int(value))
-    return sorted(found)[:_MOST_NUMBERS]
+            integers.update(int(value) for value in single if 2 <= value < _MAX_COMPARED_NUMBER and value == int(value))
+    return sorted(integers)[:_MAX_COMPARED_NUMBERS]
 
 
 @contextlib.contextmanager
-def _told_if_for_another(samples: int) -> Iterator[None]:
-    """Say what it is if a step is for another number of samples only.
+def _explain_retrace_errors(samples: int) -> Iterator[None]:
+    """Explain errors of a step that cannot be traced for another number of samples.
 
     Raises:
-        PipelineError: If it cannot be traced for these.
+        PipelineError: If tracing fails.
     """
     try:
         yield
@@ -295,26 +303,26 @@ def _told_if_for_another(samples: int) -> Iterator[None]:
         raise
     except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
         raise PipelineError(
-            f"To see what goes with the size of the batch, the step is traced for {samples} samples as well, and that "
-            "fails. If it reads a tensor from outside that is as long as the batch, pass that as an argument, so that "
-            f"it is cut too; or use `micro_batches=1`. TensorFlow says: {error}"
+            f"To find values that depend on the batch size, the step is traced for {samples} samples as well, and that "
+            "fails. If it reads a tensor from outside that is as long as the batch, pass that as an argument, or use "
+            f"`micro_batches=1`. TensorFlow says: {error}"
         ) from error
 
 
 def _traced_again(step: Any, specs: Any, samples: int) -> Any:
-    """The step for so many samples, with its layers.
+    """Trace the step for a number of samples, with its layers.
 
     Raises:
-        PipelineError: If it is for another number only.
+        PipelineError: If the step is valid for another number only.
     """
-    with _told_if_for_another(samples):
+    with _explain_retrace_errors(samples):
         return trace_step(step, *specs)
 
 
 def _with_part(
     step: Any, whole: Any, params: PipelineParams, part: Any, told: Sequence[int] | None, batch: int
 ) -> BatchTraces:
-    """With the step as traced for a micro-batch, of which `part` are the specifications."""
+    """Return traces for the batch and, by the specifications `part`, for a micro-batch."""
     count = params.total_micro_batches
     with watched_effects() as hints:
         micro, record = _traced_again(step, part, batch // count)
@@ -329,24 +337,24 @@ def _with_part(
 
 
 def _positions(batched: Sequence[Any], inputs: Sequence[Any]) -> list[int]:
-    """Positions of the arguments that a user names.
+    """Return the positions of the arguments that the user names.
 
     Raises:
         ValueError: If there is no such argument, or it has no axes.
     """
     names = [t.op.name for t in inputs]
-    found = {names.index(item) if item in names else item for item in batched}
-    for item in found:
+    positions = {names.index(item) if item in names else item for item in batched}
+    for item in positions:
         if not isinstance(item, int) or not 0 <= item < len(names) or not inputs[item].shape.rank:
             raise ValueError(
                 f"`batched` names {item!r}, which is no argument of the step that has axes. Received: "
                 f"batched={list(batched)!r}. Its arguments are {names}, at the positions 0 to {len(names) - 1}."
             )
-    return sorted(found)
+    return sorted(positions)
 
 
 def _size_of(positions: Sequence[int], leading: Sequence[Any]) -> Any:
-    """The batch of arguments of which it is known which have one.
+    """Return the batch size of the arguments at some positions.
 
     Raises:
         ValueError: If their sizes differ.

@@ -1,7 +1,7 @@
-"""What optimizers and metrics do while a step is traced.
+"""Recorder of the ops that optimizers and metrics add while a step is traced.
 
-A counter that neither data nor gradients reach, `iterations` or the number of samples that a metric has seen, looks the
-same in a graph. Which of them counts steps and which counts micro-batches, only who calls it tells.
+A graph does not distinguish counters that depend neither on data nor on gradients: `iterations` counts steps, and the
+number of samples that a metric has seen counts micro-batches. The calls of optimizers and metrics do.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rewriters.pipelining.step_partition import EffectHints
 
 
 class EffectRecorder:
-    """Ranges of operations by graph, as optimizers and metrics made them."""
+    """Ranges of ops that optimizers and metrics added, by graph."""
 
     def __init__(self) -> None:
         self._once: list[tuple[Any, int, int]] = []
         self._repeated: list[tuple[Any, int, int]] = []
 
     def of(self, graph: Any) -> EffectHints:
-        """Names of operations of one graph."""
+        """Return the names of recorded ops of one graph."""
         names = [operation.name for operation in graph.get_operations()]
 
         def within(ranges: list[tuple[Any, int, int]]) -> frozenset[str]:
@@ -34,7 +34,7 @@ class EffectRecorder:
         return EffectHints(within(self._once), within(self._repeated))
 
     def watching(self, method: Callable[..., Any], repeated: bool) -> Callable[..., Any]:
-        """A method that also tells which operations it made."""
+        """Wrap a method so that the ops which it adds are recorded."""
 
         @functools.wraps(method)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ class EffectRecorder:
 
 @contextlib.contextmanager
 def watched_effects() -> Iterator[EffectRecorder]:
-    """Watch every optimizer and metric."""
+    """Record the ops of every optimizer and metric."""
     effects = EffectRecorder()
     changed: list[tuple[type, str, Any]] = []
     for base, name, repeated in (
@@ -71,8 +71,8 @@ def watched_effects() -> Iterator[EffectRecorder]:
 
 
 def _with_subclasses(cls: type) -> list[type]:
-    found: list[type] = [cls]
-    for other in found:
+    classes: list[type] = [cls]
+    for other in classes:
         subclasses: list[type] = other.__subclasses__()
-        found.extend(sub for sub in subclasses if sub not in found)
-    return found
+        classes.extend(sub for sub in subclasses if sub not in classes)
+    return classes
