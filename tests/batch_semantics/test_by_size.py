@@ -89,14 +89,14 @@ SIZES = {
 
 @pytest.mark.parametrize("told", ["example", "known"])
 @pytest.mark.parametrize("number", SIZES.values(), ids=SIZES)
-def test_a_size_that_meets_what_is_not_known_is_refused(number, told):
+def test_batch_size_combined_with_variable_is_refused(number, told):
     step = Step(lambda s, rows, x: mean(rows) * number(s, tf.shape(x)[0]))
     with pytest.raises(PipelineError, match=f"{NO_POWER}|mix samples"):
         step.rewritten([batch(8)], told)
 
 
 @pytest.mark.parametrize("told", ["example", "open", "known"])
-def test_whole_numbers_are_multiplied_as_others(told):
+def test_integer_product_of_size_and_variable_equals_original_step(told):
     """What was refused as a sum was right, and what it was to be changed to was not."""
     step = Step(lambda s, rows, x: tf.reduce_sum(rows) / real(tf.shape(x)[0] * s.five))
     assert step.error(step.rewritten([batch(8)], told), [[batch(8)]]) < TOLERANCE
@@ -117,7 +117,7 @@ DECIDED = {
 
 @pytest.mark.parametrize("told", ["example", "known"])
 @pytest.mark.parametrize("rows_of", DECIDED.values(), ids=DECIDED)
-def test_what_sizes_decide_of_rows_is_refused(rows_of, told):
+def test_rows_decided_by_batch_size_are_refused(rows_of, told):
     step = Step(lambda s, rows, x: mean(rows_of(rows, x, tf.shape(x)[0])))
     with pytest.raises(PipelineError, match=f"{NO_POWER}|mix samples of the batch: `gradient_tape/TanhGrad`"):
         step.rewritten([batch(8)], told)
@@ -130,13 +130,13 @@ def test_what_sizes_decide_of_rows_is_refused(rows_of, told):
         (lambda rows, n: tf.cumsum(rows, 1, reverse=n > 4)[:, :1], "reverse"),
     ],
 )
-def test_operations_that_python_makes_others_by_size_are_refused(rows_of, name):
+def test_op_attributes_set_by_batch_size_are_refused(rows_of, name):
     step = Step(lambda s, rows, x: mean(rows_of(rows, x.shape[0])))
     with pytest.raises(PipelineError, match=f"has another `{name}` for a micro-batch than for the batch"):
         step.rewritten([batch(8)], "known")
 
 
-def test_a_layer_that_branches_by_size_is_refused_under_fit():
+def test_layer_that_branches_on_batch_size_under_fit_is_refused():
     class Layer(keras.layers.Layer):
         def call(self, x):
             return tf.cond(tf.shape(x)[0] > 4, lambda: x, lambda: 2 * x)
@@ -164,7 +164,7 @@ def test_a_layer_that_branches_by_size_is_refused_under_fit():
     ],
     ids=["at one", "at another", "multiples", "above two thousand", "thousands"],
 )
-def test_sizes_that_a_step_names_are_asked_for(number):
+def test_open_batch_compared_with_constants_is_refused(number):
     step = Step(lambda s, rows, x: mean(rows) * number(tf.shape(x)[0]))
     with pytest.raises(PipelineError, match=NO_POWER):
         step.rewritten([], "open")
@@ -173,7 +173,7 @@ def test_sizes_that_a_step_names_are_asked_for(number):
 @pytest.mark.parametrize(
     "number", [lambda n, k: real(tf.minimum(n, k)) / real(n), lambda n, k: tf.where(n > k, real(2), real(1))]
 )
-def test_a_table_that_is_no_longer_than_the_batch_is_asked_for(number):
+def test_open_table_compared_with_batch_size_is_refused(number):
     step = Step(lambda s, rows, x, k: mean(rows) * number(tf.shape(x)[0], tf.shape(k)[0]), (ROWS, ROWS))
     with pytest.raises(PipelineError, match=NO_POWER):
         step.rewritten([], "open", batched=[0])
@@ -192,7 +192,7 @@ def test_a_table_that_is_no_longer_than_the_batch_is_asked_for(number):
     ],
     ids=["mean", "mean of means", "size", "sizes", "dense", "joined"],
 )
-def test_means_over_an_axis_that_is_open_are_means(loss, told):
+def test_means_over_an_open_axis_equal_original_step(loss, told):
     step, data = Step(loss, (LONG,)), [[batch(8, 5)], [batch(12, 7)], [batch(6, 1)]]
     assert step.error(step.rewritten(data[0], told), data) < TOLERANCE
 
@@ -209,7 +209,7 @@ def test_means_over_an_axis_that_is_open_are_means(loss, told):
     ],
     ids=["above", "longer", "branch", "least", "rest"],
 )
-def test_a_size_that_meets_an_open_axis_is_refused(number, told):
+def test_batch_size_combined_with_open_axis_is_refused(number, told):
     step = Step(lambda s, rows, x: mean(rows) * number(tf.shape(x)[0], tf.shape(x)[1]), (LONG,))
     with pytest.raises(PipelineError, match=NO_POWER):
         step.rewritten([batch(8, 5)], told)
@@ -244,7 +244,7 @@ ALLOWED = {
 
 @pytest.mark.parametrize("told", ["example", "open"])
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_goes_with_the_size_as_it_should_is_the_same(name, told):
+def test_sizes_that_scale_as_a_power_equal_original_step(name, told):
     step, data = Step(ALLOWED[name]), [[batch(size)] for size in (8, 12, 6)]
     if told == "open" and name in ("rows by place", "noise of a hidden size"):  # No longer than the table is.
         with pytest.raises(PipelineError, match="traced for 1527 samples as well|reads the unknown size"):
@@ -253,7 +253,7 @@ def test_what_goes_with_the_size_as_it_should_is_the_same(name, told):
     assert step.error(step.rewritten(data[0], told), data) < TOLERANCE
 
 
-def test_a_generator_draws_in_micro_batches_of_any_size():
+def test_generator_draws_per_micro_batch_of_any_size():
     """Other numbers than the plain step, as dropout does, and it goes on."""
     generator = tf.random.Generator.from_seed(1)
     step = Step(lambda s, rows, x: mean(rows * generator.uniform(tf.shape(rows), dtype="float64")))
@@ -271,7 +271,7 @@ def test_a_generator_draws_in_micro_batches_of_any_size():
         lambda s, n: tf.pow(s.seen, 1 / n),
     ],
 )
-def test_results_of_what_was_written_and_of_the_size_are_refused(result):
+def test_results_of_written_variable_and_size_are_refused(result):
     """Each micro-batch would make one with its own size; the plan took the last."""
 
     def loss(s, rows, x):
@@ -288,7 +288,7 @@ def test_results_of_what_was_written_and_of_the_size_are_refused(result):
 # Arguments --------------------------------------------------------------------------------------------------
 
 
-def test_batches_may_be_given_by_keyword():
+def test_batches_given_by_keyword_equal_original_step():
     """In no order of their names."""
     w = tf.Variable(np.eye(3) + 0.1)
 
@@ -308,7 +308,7 @@ def test_batches_may_be_given_by_keyword():
     assert largest_error(*found) < TOLERANCE
 
 
-def test_a_signature_of_a_known_batch_is_refused_with_what_helps():
+def test_input_signature_of_known_batch_is_refused_with_remedy():
     step = Step(lambda s, rows, x: mean(rows), (tf.TensorSpec((8, 3), "float64"),))
     for told in ("open", "example"):
         with pytest.raises(PipelineError, match="no `input_signature`, or trace it with a batch of `None`"):

@@ -158,13 +158,13 @@ JOINED = {
 
 
 @pytest.mark.parametrize("name", JOINED)
-def test_what_joins_samples_is_refused_by_name(name):
+def test_ops_that_mix_samples_are_refused_by_name(name):
     loss, op = JOINED[name]
     with pytest.raises(PipelineError, match=rf"they mix samples of the batch: `[\w/]+` \({op}\)"):
         judge(step_of(loss)[0])
 
 
-def test_operations_that_keep_samples_apart_are_the_same():
+def test_ops_that_keep_samples_apart_equal_original_step():
     """Transposed and back, folded into other axes, two batches behind each other, chosen by a mask and summed up."""
 
     def loss(x, w, _):
@@ -180,7 +180,7 @@ def test_operations_that_keep_samples_apart_are_the_same():
     assert same(*step_of(loss), loss_reduction="sum") == ()
 
 
-def test_of_an_operation_without_a_rule_a_note_tells():
+def test_op_without_rule_is_noted():
     def loss(x, w, _):
         weights = tf.numpy_function(np.abs, [x], "float64", stateful=False)
         return mean(net(x, w) * tf.ensure_shape(weights, x.shape))
@@ -189,13 +189,13 @@ def test_of_an_operation_without_a_rule_a_note_tells():
     assert any("without a rule: `PyFuncStateless` (PyFuncStateless)" in note for note in notes)
 
 
-def test_a_check_of_all_samples_is_said_and_not_refused():
+def test_check_of_all_samples_is_noted():
     """As Keras's hinge loss looks whether all labels are 0 or 1."""
     notes = judge(step_of(lambda x, w, _: mean(tf.where(tf.reduce_all(x > -9), net(x, w), x)))[0]).notes
     assert notes == ("assumed to keep samples apart, without a rule: `All` (All)",)
 
 
-def test_resized_images_are_apart():
+def test_resized_images_are_per_sample():
     def loss(x, w, _):
         image = tf.reshape(net(x, w), [-1, 3, 1, 1])
         return mean(tf.image.resize(tf.cast(image, "float32"), [6, 2]))
@@ -223,7 +223,7 @@ def test_resized_images_are_apart():
     ],
 )
 @pytest.mark.filterwarnings("error::numpy.exceptions.ComplexWarning")
-def test_whether_a_loss_is_a_mean_is_found_out(loss, reduction):
+def test_loss_reduction_is_inferred(loss, reduction):
     step, variables = step_of(loss, state=2.0)
     assert same(step, variables, loss_reduction=reduction) == ()
     other = "sum" if reduction == "mean" else "mean"
@@ -231,7 +231,7 @@ def test_whether_a_loss_is_a_mean_is_found_out(loss, reduction):
         judge(step, loss_reduction=other)
 
 
-def test_micro_batches_of_one_sample_are_the_same():
+def test_micro_batches_of_one_sample_equal_original_step():
     """For one sample autodiff makes another graph than for several."""
     step, variables = step_of(lambda x, w, own: mean(tf.square(net(x, w) * w[0][0, 0])))
     assert same(step, variables, count=8) == ()
@@ -245,7 +245,7 @@ def test_micro_batches_of_one_sample_are_the_same():
     ],
 )
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_what_is_neither_a_sum_nor_a_mean_is_refused(loss, power, reduction):
+def test_loss_of_another_power_is_refused(loss, power, reduction):
     with pytest.raises(PipelineError, match=f"is neither a sum nor a mean over the batch, .* the power of {power}"):
         judge(step_of(loss)[0], loss_reduction=reduction)
 
@@ -265,13 +265,13 @@ def test_what_is_neither_a_sum_nor_a_mean_is_refused(loss, power, reduction):
     ],
 )
 @pytest.mark.parametrize("returned", [True, False])
-def test_a_number_that_goes_with_the_size_by_no_power_is_refused(loss, number, returned):
+def test_number_without_scaling_exponent_is_refused(loss, number, returned):
     with pytest.raises(PipelineError, match=f"computes with .*{number}.* that micro-batches cannot reproduce"):
         judge(step_of(loss, None if returned else lambda x, w: ())[0])
 
 
 @pytest.mark.parametrize(("axis", "reduction"), [(0, "mean"), (1, "sum")])
-def test_a_size_out_of_several_is_known(axis, reduction):
+def test_unstacked_shape_yields_loss_reduction(axis, reduction):
     def loss(x, w, _):
         return tf.reduce_sum(net(x, w)) / tf.cast(tf.unstack(tf.shape(x))[axis], "float64")
 
@@ -281,7 +281,7 @@ def test_a_size_out_of_several_is_known(axis, reduction):
         judge(step, loss_reduction=other)
 
 
-def test_sums_and_means_in_one_gradient_are_refused():
+def test_gradient_of_sum_and_mean_is_refused():
     def loss(x, w, _):
         return mean(net(x, w)) + 0.1 * tf.reduce_sum(tf.square(first(x, w)))
 
@@ -313,14 +313,14 @@ def penalised(x, w, _):
 
 
 @pytest.mark.parametrize("loss", [discriminated, probable, penalised])
-def test_losses_of_adversaries_are_means(loss):
+def test_adversarial_losses_equal_original_step(loss):
     step, variables = step_of(loss)
     assert same(step, variables, steps=4) == ()
     with pytest.raises(PipelineError, match="Gradients are a mean"):
         judge(step, loss_reduction="sum")
 
 
-def test_gradients_that_are_all_zero_are_as_good_as_sums():
+def test_zero_gradients_are_accepted_as_sums():
     step, variables = step_of(lambda x, w, _: tf.reduce_sum(net(x, w)) + mean(tf.zeros_like(x) * first(x, w)))
     assert same(step, variables, loss_reduction="sum") == ()
 
@@ -336,7 +336,7 @@ def test_gradients_that_are_all_zero_are_as_good_as_sums():
         (lambda dy: 0.01 * tf.sign(dy), "Some gradients are sums over the batch and some are means"),
     ],
 )
-def test_gradients_that_are_changed_on_their_way_are_refused(function, message):
+def test_gradients_changed_in_backward_pass_are_refused(function, message):
     @tf.custom_gradient
     def changed(z):
         return tf.identity(z), function
@@ -348,7 +348,7 @@ def test_gradients_that_are_changed_on_their_way_are_refused(function, message):
         judge(step_of(loss)[0])
 
 
-def test_a_gradient_by_hand_of_the_first_layer_is_refused():
+def test_custom_gradient_of_first_layer_is_refused():
     @tf.custom_gradient
     def dense(x, w):
         return x @ w, lambda dy: (dy @ tf.transpose(w), tf.transpose(x) @ dy)
@@ -364,12 +364,12 @@ def test_a_gradient_by_hand_of_the_first_layer_is_refused():
         (lambda g, x, value, w: [a * tf.reduce_max(x) for a in g], "Max"),
     ],
 )
-def test_what_an_update_reads_besides_gradients_must_not_join_samples(update, op):
+def test_update_operand_that_mixes_samples_is_refused(update, op):
     with pytest.raises(PipelineError, match=rf"they mix samples of the batch: `[\w/]+` \({op}\)"):
         judge(step_of(lambda x, w, _: mean(net(x, w)), update=update)[0])
 
 
-def test_what_xla_compiles_is_refused_by_name():
+def test_xla_call_is_refused_by_name():
     @tf.function(jit_compile=True)
     def twice(z):
         return 2 * tf.tanh(z)
@@ -379,7 +379,7 @@ def test_what_xla_compiles_is_refused_by_name():
         judge(step)
 
 
-def test_a_loop_that_gradients_go_through_is_refused_by_name():
+def test_differentiated_loop_is_refused_by_name():
     image = keras.Input((4, 2))
     model = keras.Model(image, layers.Dense(1)(layers.LSTM(2, name="words")(image)))
 
@@ -436,12 +436,12 @@ def totals_and(write):
         (lambda own, other, total: [own.assign_add(total), other.assign(tf.maximum(other, own))], "other"),
     ],
 )
-def test_writes_that_go_by_an_earlier_write_are_refused_by_name(write, name):
+def test_writes_that_depend_on_another_write_are_refused_by_name(write, name):
     with pytest.raises(PipelineError, match=f"they mix samples of the batch: variable '{name}:0'"):
         judge(totals_and(write)[0])
 
 
-def test_several_sums_that_are_added_are_one():
+def test_several_added_sums_equal_original_step():
     step, variables = totals_and(lambda own, other, total: [own.assign_add(total), own.assign_add(2 * total)])
     assert same(step, variables, steps=3) == ()
 
@@ -456,7 +456,7 @@ def test_several_sums_that_are_added_are_one():
         {"after": lambda x, value, own: own.assign(own + size(x))},
     ],
 )
-def test_counters_and_totals_are_the_same(effects):
+def test_counters_and_totals_equal_original_step(effects):
     """One that counts steps is written once; the loss of a micro-batch counts as its part of the batch."""
     after = effects.get("after")
     anneals = after is None or "1.0" in str(after.__code__.co_consts)
@@ -468,7 +468,7 @@ def test_counters_and_totals_are_the_same(effects):
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-def test_an_update_reads_a_total_when_all_has_been_added(chosen):
+def test_update_that_reads_a_total_equals_original_step_or_is_refused(chosen):
     """Of what data chooses of it, each micro-batch would read a part before the others have written."""
     w, total = tf.Variable(np.eye(3)), tf.Variable(np.zeros(3), name="total")
 
@@ -489,7 +489,7 @@ def test_an_update_reads_a_total_when_all_has_been_added(chosen):
         judge(step)
 
 
-def test_a_counter_that_noise_is_drawn_by_counts_steps():
+def test_counter_that_seeds_noise_counts_steps():
     """And the noise of a step is that of the plain one, for all samples and for each."""
     w, counter = tf.Variable(np.eye(3)), tf.Variable(3, dtype="int64", name="counter")
 
@@ -521,7 +521,7 @@ TOTALS = {
 
 
 @pytest.mark.parametrize("name", TOTALS)
-def test_results_read_a_total_when_all_has_been_added_or_are_refused(name):
+def test_results_of_a_total_equal_original_step_or_are_refused(name):
     result, right = TOTALS[name]
     w, own = tf.Variable(np.eye(3)), tf.Variable(np.float64(1), name="own")
 
@@ -549,13 +549,13 @@ def fitted(metrics, callbacks, reduction="sum_over_batch_size"):
     return model.fit(X, X[:, :2] ** 2, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks).history
 
 
-def test_losses_that_are_sums_are_reported_by_fit_as_they_are():
+def test_sum_loss_under_fit_equals_original_history():
     want = fitted([], [], "sum")["loss"]
     callback = Pipeline(1, "basic", 2, ["CPU:0"], loss_reduction="sum", verbose=0)
     np.testing.assert_allclose(fitted([], [callback], "sum")["loss"], want, rtol=1e-6)
 
 
-def test_a_metric_that_does_not_add_up_is_named():
+def test_metric_that_does_not_add_up_is_noted():
     def furthest(y, predicted):
         return keras.ops.max(keras.ops.abs(y - predicted))
 
@@ -568,7 +568,7 @@ def test_a_metric_that_does_not_add_up_is_named():
 # Arguments --------------------------------------------------------------------------------------------------
 
 
-def test_an_argument_that_is_no_batch_is_noticed():
+def test_argument_without_batch_axis_is_refused():
     w = tf.Variable(np.eye(3))
 
     def step_with(use):

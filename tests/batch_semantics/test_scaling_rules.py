@@ -71,13 +71,13 @@ def answers(op_type):
 
 
 @pytest.mark.parametrize("op_type", sorted({*CASES, *OTHERS} - set(CROSS_ENTROPIES)))
-def test_what_is_said_to_be_all_zeros_is(op_type):
+def test_is_structurally_zero_implies_zero_results(op_type):
     for told, results in answers(op_type):
         rounded = [result for result in results if result.dtype.kind in "fc"]
         assert not told or not any(result.any() for result in rounded)
 
 
-def test_it_is_said_of_those_that_gradients_go_through():
+def test_is_structurally_zero_holds_for_gradient_ops():
     for op_type in ("Mul", "Conv2DBackpropInput", "ReluGrad", "AddV2", "MaxPoolGrad", "Sum", "Reshape", "TopKV2"):
         *_, (told, _) = answers(op_type)
         assert told, op_type

@@ -62,7 +62,7 @@ def any_size(step, *params, count=4, **options):
     [("gpipe", 22, 1), ("1f1b", 19, 2), ("mast", 22, 1)],
     ids=["gpipe", "fewer samples than micro-batches, several steps at once", "mast"],
 )
-def test_fit_is_the_same_with_a_last_batch_of_any_size(schedule, size, steps, capsys):
+def test_fit_with_uneven_last_batch_equals_plain_fit(schedule, size, steps, capsys):
     """Losses, metrics, weights and slots after two epochs."""
     callback = Pipeline(CUTS, schedule, 4, HERE)
     assert largest_error(fitted([callback], size=size, steps=steps), plain(size, steps)) < TOLERANCE
@@ -71,7 +71,7 @@ def test_fit_is_the_same_with_a_last_batch_of_any_size(schedule, size, steps, ca
     assert callback.plan.pipeline.micro_batches == 4
 
 
-def test_losses_of_several_outputs_count_batches_as_keras_does():
+def test_fit_with_several_outputs_weighs_losses_as_keras():
     """It weighs them by the size of a batch where it knows that when it traces, and not where it does not."""
     x, y = of_sizes(8)[0][0].reshape(8, -1)[:7], np.arange(21.0).reshape(7, 3)
     found = []
@@ -87,13 +87,13 @@ def test_losses_of_several_outputs_count_batches_as_keras_does():
     assert largest_error(*found) < TOLERANCE and len(found[0]) > 10
 
 
-def test_data_replicas_count_too():
+def test_data_replicas_with_uneven_batch_equal_plain_fit():
     callback = Pipeline(CUTS, "1f1b", 2, ["CPU:0"] * 8, 2, verbose=0)
     assert largest_error(fitted([callback], size=22), plain(22)) < TOLERANCE
     assert "another size than 8" in callback.plan.notes[-1]
 
 
-def test_a_first_batch_that_cannot_be_cut_is_refused_before_it_runs():
+def test_first_batch_of_uneven_size_is_refused_before_it_runs():
     """And the model is as it was."""
     callback = Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)
     text = "6 samples do not make 4 micro-batches. .* a `batch_size` that is one, and no larger than the number of"
@@ -104,7 +104,7 @@ def test_a_first_batch_that_cannot_be_cut_is_refused_before_it_runs():
         fitted([Pipeline(CUTS, "gpipe", 3, HERE, verbose=0)], size=22)
 
 
-def test_nothing_is_said_of_what_cannot_come():
+def test_plan_of_known_batch_has_no_notes():
     """Of one micro-batch, and of a batch of known size."""
     step = train_step(compiled(net(HERE), "momentum"))
     for count, data in ((1, OPEN), (4, of_sizes(8)[0])):
@@ -114,7 +114,7 @@ def test_nothing_is_said_of_what_cannot_come():
 # Steps of one's own -----------------------------------------------------------------------------------------
 
 
-def test_a_step_takes_batches_of_any_size():
+def test_open_step_with_any_batch_size_equals_original_step():
     """Its loss, gradients and logits too, in their structure."""
     model = compiled(net(HERE, skip=True), "adam")
     step = hand_step(model)
@@ -126,7 +126,7 @@ def test_a_step_takes_batches_of_any_size():
         assert [t.shape for t in tf.nest.flatten(got)] == [t.shape for t in tf.nest.flatten(want)]
 
 
-def test_tiles_and_swaps_in_stages():
+def test_tiles_and_swaps_in_stages_with_uneven_batches_equal_original_step():
     """Nothing is left to be read, whichever way a batch goes, and no file after a step that fails."""
     model = compiled(net(HERE, deep=True), "adam")
     step = train_step(model)
@@ -143,7 +143,7 @@ def test_tiles_and_swaps_in_stages():
     assert not held and not free
 
 
-def test_a_step_with_a_signature_of_its_own():
+def test_step_with_input_signature_equals_original_step():
     """And one that is traced already: neither can be traced for other sizes."""
     w = tf.Variable(np.eye(3) + 0.1)
 
@@ -172,7 +172,7 @@ def test_a_step_with_a_signature_of_its_own():
 
 @pytest.mark.parametrize("example", ["array", "spec", "keyword"])
 @pytest.mark.parametrize("rows", [8, 10])
-def test_a_table_of_any_size_beside_the_batch(rows, example):
+def test_open_table_of_any_size_equals_original_step(rows, example):
     """What divides by its size divides by that, whatever the pipeline was made for."""
     w = tf.Variable(np.eye(3) + 0.1)
 
@@ -212,7 +212,7 @@ def test_a_table_of_any_size_beside_the_batch(rows, example):
     ],
     ids=["least", "steps", "large", "branch", "half", "single", "odd"],
 )
-def test_sizes_that_matter_otherwise_in_other_batches_are_refused(number):
+def test_sizes_that_scale_differently_in_other_batches_are_refused(number):
     """Two small batches alone would not tell. With example arguments it is theirs that count."""
     w = tf.Variable(np.eye(3) + 0.1)
 
@@ -248,7 +248,7 @@ def test_sizes_that_matter_otherwise_in_other_batches_are_refused(number):
     ids=["total", "last", "largest", "halves", "inverse", "decay", "branch"],
 )
 @pytest.mark.parametrize("stages", [1, 2])
-def test_what_is_written_of_sizes_is_that_of_the_batch(write, dtype, stages):
+def test_variable_written_from_batch_size_equals_original_step(write, dtype, stages):
     """And not that of a micro-batch, or as often as there are micro-batches."""
     w, own = [tf.Variable(np.eye(3) + 0.1 * number) for number in range(2)], tf.Variable(1, dtype=dtype)
 
@@ -272,7 +272,7 @@ def test_what_is_written_of_sizes_is_that_of_the_batch(write, dtype, stages):
     assert largest_error(found[1], found[0]) < TOLERANCE
 
 
-def test_gradients_of_what_is_written_of_sizes_need_a_known_batch():
+def test_gradients_of_variable_written_from_open_size_are_refused():
     """Each micro-batch would need what all of them write before it begins."""
     w, own = tf.Variable(np.eye(3) + 0.1), tf.Variable(1.0, dtype="float64")
 
@@ -303,7 +303,7 @@ def test_gradients_of_what_is_written_of_sizes_need_a_known_batch():
     ids=["weight of zero", "zeros"],
 )
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_gradients_that_are_all_zero_are_both_sums_and_means(extra, reduction):
+def test_zero_gradients_are_accepted_with_any_reduction(extra, reduction):
     """Which nobody needs to know."""
     w, u = tf.Variable(np.eye(3) + 0.1), tf.Variable(np.ones(3))
 
@@ -326,7 +326,7 @@ def test_gradients_that_are_all_zero_are_both_sums_and_means(extra, reduction):
 
 
 @pytest.mark.parametrize("asked", ["is_mean", "use", "factors"])
-def test_nothing_is_told_of_what_the_step_for_a_known_batch_has_not(asked):
+def test_contract_of_op_without_counterpart_is_refused(asked):
     """It would be taken for something that it is not."""
     w, own = tf.Variable(np.eye(3) + 0.1), tf.Variable(np.zeros(3))
 
@@ -358,7 +358,7 @@ def test_nothing_is_told_of_what_the_step_for_a_known_batch_has_not(asked):
             getattr(told, asked)(tensor)
 
 
-def test_sizes_in_the_branch_for_one_size_are_not_taken_for_those_of_all_batches():
+def test_shapes_in_branch_for_one_size_do_not_hold_for_other_sizes():
     """TensorFlow's optimizer would, of an update that adds the whole batch to what is of a known size there."""
     w = tf.Variable(np.eye(3) + 0.1)
 
@@ -380,7 +380,7 @@ def test_sizes_in_the_branch_for_one_size_are_not_taken_for_those_of_all_batches
     assert largest_error(found[1], found[0]) < TOLERANCE
 
 
-def test_a_loss_that_is_a_sum():
+def test_sum_loss_with_uneven_batches_equals_original_step():
     model = compiled(net(HERE), "momentum")
     model.loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
     model.optimizer.learning_rate = 0.01
@@ -389,7 +389,7 @@ def test_a_loss_that_is_a_sum():
     assert largest_error(run(model, rewritten, data), run(model, whole, data)) < TOLERANCE
 
 
-def test_batch_norm_has_the_statistics_of_the_whole_of_such_a_batch():
+def test_batch_norm_of_uneven_batch_has_its_whole_statistics():
     model = compiled(net(HERE, norm=True), "momentum")
     step = hand_step(model)
     rewritten, whole = any_size(step, batch_norm="micro"), step.get_concrete_function(*OPEN)
@@ -398,7 +398,7 @@ def test_batch_norm_has_the_statistics_of_the_whole_of_such_a_batch():
 
 
 @pytest.mark.parametrize("result", ["nothing", "argument", "slices"])
-def test_results_of_all_kinds(result):
+def test_results_of_all_structures_equal_original_step(result):
     """Of a step that reads a table from outside, too large to be a constant of the trace."""
     w, table = tf.Variable(np.eye(3) + 0.1), tf.constant(np.arange(300.0).reshape(100, 3))
 
@@ -434,7 +434,7 @@ def test_arguments_of_different_sizes_are_refused():
             rewritten(x[:images], y[:labels])
 
 
-def test_verify_proves_how_such_a_batch_was_trained():
+def test_verify_of_uneven_batch_passes():
     """Its gradients too, which are those of one micro-batch."""
     model = compiled(net(HERE), "momentum")
     callback = Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)
@@ -444,7 +444,7 @@ def test_verify_proves_how_such_a_batch_was_trained():
     assert proof.ok and not proof.not_compared and "10 gradient(s)" in proof.summary()
 
 
-def test_verify_finds_a_mistake_in_what_such_a_batch_runs(monkeypatch):
+def test_verify_of_broken_uneven_batch_fails(monkeypatch):
     init = StepImporter.__init__
 
     def broken(self, graph, *args):

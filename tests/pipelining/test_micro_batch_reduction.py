@@ -79,7 +79,7 @@ def whole(x):
     ],
     ids=["bools", "argmax", "flat", "mean of classes", "scaled mean", "largest two", "sum", "counts"],
 )
-def test_results_are_those_of_the_batch(result, how, example):
+def test_results_equal_those_of_the_batch(result, how, example):
     error, found = compared(returning(result), X, example=example)
     assert error < TOLERANCE and found == ["mean", how]
 
@@ -107,17 +107,17 @@ def test_results_are_those_of_the_batch(result, how, example):
         (lambda h: 1 + tf.reduce_sum(h), "adds a value that does not depend on the batch, .* to a sum over the batch"),
     ],
 )
-def test_results_without_one_value_are_refused(result, text):
+def test_results_without_reduction_are_refused(result, text):
     with pytest.raises(PipelineError, match=text):
         compared(returning(result), X)
 
 
-def test_what_has_an_axis_less_for_one_sample_is_refused():
+def test_squeezed_batch_of_one_sample_is_refused():
     with pytest.raises(PipelineError, match=r"mix samples of the batch: `Squeeze` \(Squeeze\)"):
         compared(returning(lambda h: tf.squeeze(h[:, :1])), X, count=8)
 
 
-def test_results_of_an_open_batch_are_judged_alike():
+def test_results_of_open_batch_are_refused_likewise():
     with pytest.raises(PipelineError, match="has the batch along axis 1"):
         compared(returning(tf.transpose), X, example=(OPEN,))
     step, w = returning(lambda h: (h, tf.transpose(h)), tf.reduce_sum)
@@ -151,13 +151,13 @@ def noise(x):
 
 @pytest.mark.parametrize("example", [None, (OPEN,)], ids=["known", "open"])
 @pytest.mark.parametrize("rows", [numbers, noise, lambda x: tf.ones(tf.shape(x), "float64")])
-def test_each_sample_has_its_own_number_and_noise(rows, example):
+def test_sample_numbers_and_noise_equal_original_step(rows, example):
     error, _ = compared(by_position(rows), X, example=example)
     assert error < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", [tf.constant, tf.Variable])
-def test_each_sample_has_its_own_row_of_what_is_not_of_the_batch(kind):
+def test_table_rows_by_sample_number_equal_original_step(kind):
     bank = kind(ROWS)
     error, _ = compared(by_position(lambda x: bank[: x.shape[0]]), X, count=4)
     assert error < TOLERANCE
@@ -196,7 +196,7 @@ WEIGHTED = {
 }
 
 
-def test_a_discriminator_as_keras_has_it_trains_as_in_the_plain_step():
+def test_keras_discriminator_equals_original_step():
     class Discriminator(keras.Model):
         def __init__(self):
             super().__init__()
@@ -228,7 +228,7 @@ def test_a_discriminator_as_keras_has_it_trains_as_in_the_plain_step():
 
 @pytest.mark.parametrize("returned", [True, False], ids=["loss", "no loss"])
 @pytest.mark.parametrize("name", WEIGHTED)
-def test_weights_of_samples_are_those_of_the_batch(name, returned):
+def test_sample_weights_equal_original_step(name, returned):
     """Whether or not the step returns its loss: without it the forward product is not there, its gradient is."""
     loss, reduction = WEIGHTED[name]
     w = tf.Variable(np.eye(3) + 0.1)
@@ -257,12 +257,12 @@ def test_weights_of_samples_are_those_of_the_batch(name, returned):
     ],
     ids=["noise", "numbers", "labels of each sample", "and spread"],
 )
-def test_what_two_batches_do_not_lie_like_is_refused(rows, op):
+def test_values_laid_out_unlike_two_batches_are_refused(rows, op):
     with pytest.raises(PipelineError, match=rf"mix samples of the batch: `\w+` \({op}\)"):
         compared(descending(lambda w, x: (mean(two(tf.tanh(x @ w)) * rows(x)), mean(x))), X)
 
 
-def test_noise_that_data_look_up_is_refused():
+def test_noise_looked_up_by_data_is_refused():
     index = np.array([1, 0, 3, 2, 1, 0, 3, 2])
 
     def loss_and_result(w, x, index):
@@ -272,7 +272,7 @@ def test_noise_that_data_look_up_is_refused():
         compared(descending(loss_and_result), X, index)
 
 
-def test_rows_of_a_micro_batch_are_counted_from_its_first():
+def test_row_indices_count_from_first_sample_of_micro_batch():
     """The score of each sample's own class, which `tf.gather_nd` finds by numbers of samples."""
     labels = np.arange(8) % 3
 
@@ -291,7 +291,7 @@ def test_rows_of_a_micro_batch_are_counted_from_its_first():
 
 @pytest.mark.parametrize("turned", [lambda rows: rows[::-1], lambda rows: (rows + 1) % tf.size(rows)])
 @pytest.mark.parametrize("returned", [True, False])
-def test_rows_that_are_those_of_others_are_refused(turned, returned):
+def test_row_indices_of_other_samples_are_refused(turned, returned):
     w = tf.Variable(np.eye(3))
 
     @tf.function(autograph=False)
@@ -308,7 +308,7 @@ def test_rows_that_are_those_of_others_are_refused(turned, returned):
 
 @pytest.mark.parametrize("samples", [slice(4), slice(3), slice(None, None, 2)])
 @pytest.mark.parametrize("returned", [True, False])
-def test_a_part_of_the_samples_is_refused(samples, returned):
+def test_subset_of_samples_is_refused(samples, returned):
     w = tf.Variable(np.eye(3))
 
     @tf.function(autograph=False)
@@ -323,7 +323,7 @@ def test_a_part_of_the_samples_is_refused(samples, returned):
         compared((step, w), X)
 
 
-def test_what_is_as_long_as_the_batch_along_two_axes_is_refused():
+def test_value_with_two_batch_axes_is_refused():
     def loss_and_result(w, x):
         features = tf.tanh(x @ w)
         return mean(tf.linalg.band_part(tf.eye(x.shape[0], dtype="float64") + 1, 1, 0) @ features), mean(features)
@@ -345,14 +345,14 @@ def to_codes(w, x, codes):
 
 @pytest.mark.parametrize("batched", [["args_0"], [0]])
 @pytest.mark.parametrize("example", [None, (OPEN, OPEN)], ids=["known", "open"])
-def test_arguments_that_are_no_batch_are_left_whole(batched, example):
+def test_arguments_without_batch_axis_are_not_split(batched, example):
     error, _ = compared(descending(to_codes), X, CODES, example=example, batched=batched)
     assert error < TOLERANCE
 
 
 @pytest.mark.parametrize("number", [4, 5])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_how_many_codes_there_are_does_not_matter(number, reduction):
+def test_number_of_codes_does_not_affect_reduction(number, reduction):
     """For an open batch the step is traced for some known one, of which no other argument may be taken to be a part."""
 
     def loss_and_result(w, x, codes):
@@ -368,7 +368,7 @@ def test_how_many_codes_there_are_does_not_matter(number, reduction):
             compared(step, X, CODES[:number], example=(OPEN, codes), loss_reduction="sum")
 
 
-def test_an_open_batch_may_come_by_keyword():
+def test_open_batch_by_keyword_equals_original_step():
     w = tf.Variable(np.eye(3) + 0.1)
 
     @tf.function(autograph=False)
@@ -386,13 +386,13 @@ def test_an_open_batch_may_come_by_keyword():
 
 
 @pytest.mark.parametrize("example", [None, (OPEN,)], ids=["known", "open"])
-def test_a_tensor_from_outside_that_is_as_long_as_the_batch_has_to_be_an_argument(example):
+def test_captured_tensor_as_long_as_batch_is_refused(example):
     outside = tf.constant(ROWS)
     with pytest.raises(PipelineError, match="traced for 4 samples as well, and that fails.* pass that as an argument"):
         compared(returning(mean, lambda h: mean(h * outside)), X, example=example)
 
 
-def test_arguments_of_different_open_sizes_are_not_cut_alike():
+def test_arguments_of_different_open_sizes_are_refused():
     step, _ = descending(lambda w, x, codes: (mean(tf.tanh(x @ w)), mean(codes)))
     rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"]), OPEN, OPEN)
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"different leading sizes.*PipelineParams\(batched="):
@@ -410,7 +410,7 @@ def test_arguments_of_different_open_sizes_are_not_cut_alike():
         ([0, 1], ValueError, "arguments of different leading sizes"),
     ],
 )
-def test_arguments_that_do_not_exist_are_refused(batched, error, text):
+def test_batched_names_that_do_not_exist_are_refused(batched, error, text):
     step, _ = descending(to_codes)
     with pytest.raises(error, match=text):
         tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"], batched=batched), X, CODES[:6])

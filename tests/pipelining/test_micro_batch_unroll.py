@@ -56,7 +56,7 @@ def specs(batch=4):
 # Parts ------------------------------------------------------------------------------------------------------
 
 
-def test_parts_of_a_training_step():
+def test_split_step_of_training_step_partitions_ops():
     analysis = analysed(train_step(compiled(net(HERE), "adam")), *specs())
     parts = split_step(analysis, [0, 1])
     kinds = {"Conv2D", "Conv2DBackpropFilter", "TanhGrad", "SparseSoftmaxCrossEntropyWithLogits"}
@@ -79,7 +79,7 @@ def test_parts_of_a_training_step():
     )
 
 
-def test_micro_batches_hand_state_on_and_gradients_are_added_in_the_order_asked_for():
+def test_unroll_carries_state_and_adds_gradients_in_order():
     analysis = analysed(train_step(compiled(net(HERE), "momentum")), *specs())
     parts = split_step(analysis, [0, 1])
     order = [2, 0, 1]
@@ -102,7 +102,7 @@ def test_micro_batches_hand_state_on_and_gradients_are_added_in_the_order_asked_
     assert not any(n.op == "AddN" and len(n.inputs) == 3 for n in made.graph.nodes.values())
 
 
-def test_one_micro_batch_is_the_same_graph():
+def test_unroll_of_one_micro_batch_equals_original_graph():
     step = hand_step(compiled(net(HERE), "momentum"))
     analysis = analysed(step, *specs())
     made = unroll_micro_batches(
@@ -116,7 +116,7 @@ def test_one_micro_batch_is_the_same_graph():
 
 @pytest.mark.parametrize(("optimizer", "count"), [("adam", 4), ("momentum", 2), ("momentum", 8)])
 @pytest.mark.parametrize("make", [train_step, hand_step])
-def test_steps_are_the_same(make, optimizer, count):
+def test_steps_in_micro_batches_equal_original_steps(make, optimizer, count):
     """Loss, metrics, logits, gradients, and after five steps every weight, slot and counter."""
     model = compiled(net(HERE), optimizer)
     step = make(model)
@@ -125,7 +125,7 @@ def test_steps_are_the_same(make, optimizer, count):
 
 
 @pytest.mark.parametrize("options", [{"groups": 2}, {"groups": 4, "dilation_rate": 2}])
-def test_convolutions_in_groups_are_the_same(options):
+def test_grouped_convolutions_equal_original_step(options):
     """On CPUs XLA compiles them, each with the handle of its weight: they are made of convolutions that can be seen."""
     keras.utils.set_random_seed(1)
     image = keras.Input((8, 8, 3))
@@ -138,7 +138,7 @@ def test_convolutions_in_groups_are_the_same(options):
     assert largest_error(run(model, rewritten, batches()), run(model, step, batches())) < TOLERANCE
 
 
-def test_a_step_with_an_unknown_batch_takes_any_multiple():
+def test_open_step_takes_any_multiple():
     model = compiled(net(HERE), "momentum")
     step = hand_step(model)
     traced = step.get_concrete_function(*OPEN)
@@ -147,7 +147,7 @@ def test_a_step_with_an_unknown_batch_takes_any_multiple():
     assert largest_error(run(model, rewritten, data), run(model, step, data)) < TOLERANCE
 
 
-def test_a_loss_that_is_a_sum():
+def test_sum_loss_equals_original_step():
     w = tf.Variable(np.eye(3))
 
     @tf.function
@@ -171,7 +171,7 @@ def test_a_loss_that_is_a_sum():
         in_parts(step, 3, x)
 
 
-def test_a_mean_is_no_sum_and_penalties_belong_to_means():
+def test_penalty_with_sum_loss_is_refused():
     w = tf.Variable(np.eye(3))
 
     def step(reduce, penalty):
@@ -198,7 +198,7 @@ def test_a_mean_is_no_sum_and_penalties_belong_to_means():
         in_parts(step(tf.reduce_sum, 0.1), 3, x, loss_reduction="sum")
 
 
-def test_batch_norm_is_refused_or_that_of_a_loop_that_accumulates():
+def test_batch_norm_is_refused_or_equals_accumulation_loop():
     model = compiled(net(HERE, norm=True), "momentum")
     step = hand_step(model)
     with pytest.raises(PipelineError, match=r"mix samples of the batch: layer 'norm0' \(BatchNormalization\), .*"
@@ -218,7 +218,7 @@ def len_of(model):
     return len(model.variables) + len(model.optimizer.variables) + len(model.metrics_variables)
 
 
-def test_metrics_that_a_loop_updates_and_nobody_reads_in_the_graph():
+def test_metrics_without_consumers_equal_original_step():
     """Nothing in the graph tells the number of losses from a number of steps but who counts."""
     model = compiled(net(HERE), "momentum")
     mean, steps = keras.metrics.Mean(), tf.Variable(0, dtype="int64")
@@ -248,7 +248,7 @@ def test_metrics_that_a_loop_updates_and_nobody_reads_in_the_graph():
     np.testing.assert_allclose(found[1], found[0], rtol=TOLERANCE)
 
 
-def test_clipping_and_a_learning_rate_that_falls_are_the_same():
+def test_clipping_and_learning_rate_schedule_equal_original_step():
     model = net(HERE)
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
     model.compile(keras.optimizers.SGD(rate, momentum=0.9, global_clipnorm=0.05), "mse", jit_compile=False)
@@ -259,7 +259,7 @@ def test_clipping_and_a_learning_rate_that_falls_are_the_same():
     assert largest_error(run(model, rewritten, batches()), run(model, step, batches())) < TOLERANCE
 
 
-def test_dropout_draws_anew_for_each_micro_batch():
+def test_dropout_draws_per_micro_batch():
     image = keras.Input((400,))
     drop = layers.Dropout(0.5, seed=3)
     model = keras.Model(image, layers.Dense(3)(drop(image)))
@@ -288,7 +288,7 @@ def test_dropout_draws_anew_for_each_micro_batch():
 # Refusals ---------------------------------------------------------------------------------------------------
 
 
-def test_batches_that_cannot_be_cut_evenly_are_refused():
+def test_uneven_known_batch_is_refused():
     step = hand_step(compiled(net(HERE), "momentum"))
     with pytest.raises(ValueError, match="8 samples do not make 3 micro-batches. Received: micro_batches=3"):
         in_parts(step, 3, *batches(1)[0])
@@ -296,7 +296,7 @@ def test_batches_that_cannot_be_cut_evenly_are_refused():
         in_parts(step.get_concrete_function(*specs()), 2)
 
 
-def test_a_loss_over_a_sum_of_weights_is_refused():
+def test_loss_over_sum_of_weights_is_refused():
     w = tf.Variable(np.eye(3))
 
     @tf.function
@@ -311,7 +311,7 @@ def test_a_loss_over_a_sum_of_weights_is_refused():
         in_parts(step, 2, np.ones((4, 3)), np.ones(4))
 
 
-def test_two_updates_in_a_step_and_state_of_both_phases_are_refused():
+def test_two_updates_and_shared_state_are_refused():
     w = tf.Variable(np.eye(3))
 
     def descend(x):
@@ -334,7 +334,7 @@ def test_two_updates_in_a_step_and_state_of_both_phases_are_refused():
         in_parts(normed, 2, np.ones((4, 3)))
 
 
-def test_results_without_one_value_are_refused():
+def test_bool_results_are_refused():
     w = tf.Variable(np.eye(3))
 
     @tf.function
@@ -365,7 +365,7 @@ def compared(step, variables, *args, count=2, **options):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_an_update_that_divides_by_the_size_of_the_batch(known):
+def test_update_that_divides_by_batch_size_equals_original_step(known):
     """As it is traced for a part of the batch, it would divide by the size of that."""
     w = tf.Variable(np.eye(3))
 
@@ -388,7 +388,7 @@ def test_an_update_that_divides_by_the_size_of_the_batch(known):
     assert largest_error([np.array(value) for value in rewritten(x)] + [w.numpy()], want) < TOLERANCE
 
 
-def test_an_update_that_reads_a_loss():
+def test_update_that_reads_a_loss_equals_original_step():
     w = tf.Variable(np.eye(3))
 
     @tf.function
@@ -401,7 +401,7 @@ def test_an_update_that_reads_a_loss():
     assert compared(step, [w], np.random.default_rng(0).normal(size=(6, 3)), count=3) < TOLERANCE
 
 
-def test_sparse_gradients_of_an_embedding_are_put_together():
+def test_sparse_embedding_gradients_equal_original_step():
     words = keras.Input((5,), dtype="int32")
     x = layers.Dense(4, activation="tanh")(layers.Embedding(11, 6)(words))
     model = keras.Model(words, layers.Dense(3)(layers.Flatten()(x)))
@@ -420,7 +420,7 @@ def test_sparse_gradients_of_an_embedding_are_put_together():
     assert compared(step, own, *data, count=4) < TOLERANCE
 
 
-def test_several_losses_and_results():
+def test_several_losses_and_results_equal_original_step():
     image = keras.Input((6,))
     x = layers.Dense(6, activation="gelu")(image)
     model = keras.Model(image, [layers.Dense(3)(x), layers.Dense(1)(x)])
@@ -434,7 +434,7 @@ def test_several_losses_and_results():
     assert compared(step, own, x, y, x[:, :1], count=4) < TOLERANCE
 
 
-def test_mixed_precision_with_loss_scaling():
+def test_mixed_precision_with_loss_scaling_equals_original_step():
     """Gradients are unscaled, and looked at for infinities, once they are those of the whole batch."""
     keras.config.set_floatx("float32")
     policy = keras.mixed_precision.Policy("mixed_float16")
@@ -459,7 +459,7 @@ def test_mixed_precision_with_loss_scaling():
     assert optimizer.inner_optimizer.iterations.numpy() == 0, "put back"
 
 
-def test_losses_of_a_step_that_are_sums_and_means_are_refused():
+def test_losses_of_different_reductions_are_refused():
     w, v = tf.Variable(np.eye(3)), tf.Variable(np.eye(3))
 
     @tf.function
@@ -474,7 +474,7 @@ def test_losses_of_a_step_that_are_sums_and_means_are_refused():
         in_parts(step, 2, np.ones((4, 3)))
 
 
-def test_whether_a_loss_is_a_mean_is_found_out_for_an_open_batch_too():
+def test_loss_reduction_of_open_batch_is_inferred():
     w = tf.Variable(np.eye(3))
 
     @tf.function
