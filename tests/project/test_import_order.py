@@ -97,6 +97,8 @@ def test_packages_with_one_entrance_are_imported_by_nothing_else():
     for package, users in ENTRANCES.items():
         importers = {package_of(m) for m, targets in IMPORTS.items() if any(package_of(t) == package for t in targets)}
         assert importers - {package} == users
+        outside = {t for m, targets in IMPORTS.items() if package_of(m) != package for t in targets}
+        assert {t for t in outside if package_of(t) == package} == {package}, "import what its `__init__` exports"
 
 
 def test_packages_and_files_are_small():
