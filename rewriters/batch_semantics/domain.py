@@ -109,7 +109,7 @@ class AbstractValue:
 
     @property
     def depends_on_size(self) -> bool:
-        """Whether the tensor is independent of data and has another value for the batch."""
+        """Return whether the tensor is independent of data and has another value for the batch."""
         return self.kind in DATA_INDEPENDENT and bool(self.is_irregular or self.exponent)
 
     @property

@@ -20,8 +20,7 @@ from rewriters.errors import PipelineError
 from rewriters.ir.graph import Graph, Node, Tensor, predecessors
 from rewriters.ir.static_values import int_constant, type_attr
 from rewriters.ir.variables import may_write_variable, variable_handles
-from rewriters.pipelining.micro_batch_reduction import BatchGrowth, ReductionChooser
-from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction as Combination
+from rewriters.pipelining.micro_batch_reduction import BatchGrowth, MicroBatchReduction, ReductionChooser
 from rewriters.pipelining.step_partition import (
     MicroBatchUse,
     StepPartition,
@@ -81,11 +80,11 @@ class UnrollSpec:
     order: Callable[[Tensor], Sequence[int]] = dataclasses.field(default=lambda tensor: ())
     factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
     gradients_are_means: bool = True
-    reductions: Mapping[int, Combination] = dataclasses.field(default_factory=dict)
+    reductions: Mapping[int, MicroBatchReduction] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Cloned:
+class UnrolledStep:
     """Graph of a step in micro-batches.
 
     Attributes:
@@ -98,33 +97,33 @@ class Cloned:
     graph: Graph
     origin: dict[Node, Origin]
     clones: dict[Node, list[Node]]
-    combined: dict[Tensor, Combination]
+    combined: dict[Tensor, MicroBatchReduction]
 
 
-def unroll_micro_batches(analysis: GraphAnalysis, parts: StepPartition, request: UnrollSpec) -> Cloned:
+def unroll_micro_batches(analysis: GraphAnalysis, parts: StepPartition, spec: UnrollSpec) -> UnrolledStep:
     """Return the graph of a step in micro-batches.
 
     Args:
         analysis: Analysis of the step as traced for one micro-batch.
         parts: Partition of the step.
-        request: Specification of the micro-batches.
+        spec: Specification of the micro-batches.
 
     Raises:
         PipelineError: If a value cannot be combined, or if both micro-batches and the update write a variable.
     """
-    return _Cloner(analysis, parts, request).run()
+    return _Unroller(analysis, parts, spec).run()
 
 
-class _Cloner:
-    def __init__(self, analysis: GraphAnalysis, parts: StepPartition, request: UnrollSpec) -> None:
+class _Unroller:
+    def __init__(self, analysis: GraphAnalysis, parts: StepPartition, spec: UnrollSpec) -> None:
         self.analysis = analysis
-        self.request = request
+        self.spec = spec
         self.without = data_independent_ops(analysis, parts)
         self.inner = self.without - analysis.backward
         self.parts = parts
-        self.cut = self._sliced_values() if request.micro_batches > 1 else []
+        self.cut = self._sliced_values() if spec.micro_batches > 1 else []
         self.parts = with_sliced_values(analysis, parts, self.cut)
-        self.count = request.micro_batches
+        self.count = spec.micro_batches
         old = analysis.graph
         library = type(old.library)()
         library.CopyFrom(old.library)
@@ -134,16 +133,16 @@ class _Cloner:
         self.clones: dict[Node, list[Node]] = {}
         self.pieces: dict[Node, list[Tensor]] = {}
         self.shared_pieces: dict[Tensor, list[Tensor]] = {}
-        self.combined: dict[Tensor, tuple[Tensor, Combination]] = {}
+        self.combined: dict[Tensor, tuple[Tensor, MicroBatchReduction]] = {}
         self.sizes = shape_computations(analysis.order)
-        declared = {analysis.graph.outputs[position]: how for position, how in request.reductions.items()}
-        self.combinations = ReductionChooser(
-            analysis, self.parts, request.is_mean, request.growth, request.gradients_are_means, declared
+        declared = {analysis.graph.outputs[position]: how for position, how in spec.reductions.items()}
+        self.chooser = ReductionChooser(
+            analysis, self.parts, spec.is_mean, spec.growth, spec.gradients_are_means, declared
         )
-        self.of_whole: dict[Node, Node] = {}
-        self.unlike: dict[Node, bool] = {}
+        self.copies_for_batch: dict[Node, Node] = {}
+        self.differs: dict[Node, bool] = {}
 
-    def run(self) -> Cloned:
+    def run(self) -> UnrolledStep:
         if self.count > 1:
             self._refuse_shared_state()
         order = self.analysis.order
@@ -172,7 +171,7 @@ class _Cloner:
         self.graph.keep = [copy for node in old.keep for copy in self._copies(node)]
         self._keep_names()
         combined = {t: how for t, (_, how) in self.combined.items()}
-        return Cloned(self.graph, self.origin, self.clones, combined)
+        return UnrolledStep(self.graph, self.origin, self.clones, combined)
 
     def _keep_names(self) -> None:
         """Keep the original names of tensors that exist once, by which `verify` compares gradients."""
@@ -194,13 +193,13 @@ class _Cloner:
         source = tensor.node
         if source not in self.inner or source.op == "Placeholder" or not tensor.shape:
             return False
-        growth = self.request.growth(tensor)
+        growth = self.spec.growth(tensor)
         if growth is None:
             if source not in self.parts.per_micro_batch or None not in tensor.shape:
                 return False
         elif not growth.axes:
             return False
-        if self.request.use(tensor) is not MicroBatchUse.SLICE:
+        if self.spec.use(tensor) is not MicroBatchUse.SLICE:
             return False
         if growth is None:
             raise PipelineError(
@@ -237,7 +236,7 @@ class _Cloner:
         A data-independent op reads values computed for the micro-batch alone, with its size.
         """
         value = self._of(node.inputs[position], number, node not in self.inner and not reads_shape_only(node))
-        factor = self.request.factors.get((node.name, position))
+        factor = self.spec.factors.get((node.name, position))
         if factor is None or self.count == 1:
             return value
         part = self._number(f"micro_{number}/{node.name}/part", factor, value.dtype)
@@ -376,27 +375,27 @@ class _Cloner:
         if tensor.node in self.sizes or (tensor.node in self.without and tensor.node not in self.analysis.backward):
             return self._copy_for_whole(tensor.node).out(tensor.index)
         if tensor not in self.combined:
-            how = self.combinations.of(tensor)
+            how = self.chooser.of(tensor)
             self.combined[tensor] = self._combine(tensor, how), how
         return self.combined[tensor][0]
 
     def _shared(self, tensor: Tensor) -> Tensor:
         """Return a shared tensor as ops that run once read it: with the sizes of the batch."""
-        if self.count > 1 and tensor.node not in self.parts.update and self._is_unlike(tensor.node):
+        if self.count > 1 and tensor.node not in self.parts.update and self._differs_for_batch(tensor.node):
             return self._copy_for_whole(tensor.node).out(tensor.index)
         return self.once[tensor.node].out(tensor.index)
 
-    def _is_unlike(self, node: Node) -> bool:
+    def _differs_for_batch(self, node: Node) -> bool:
         """Return whether a shared op has another value in the step for the batch."""
-        if node not in self.unlike:
+        if node not in self.differs:
             if node.op == "Const":
-                self.unlike[node] = self._value_for_whole(node) != node.attrs["value"]
+                self.differs[node] = self._value_for_whole(node) != node.attrs["value"]
             else:
-                self.unlike[node] = not node.stateful and any(self._is_unlike(t.node) for t in node.inputs)
-        return self.unlike[node]
+                self.differs[node] = not node.stateful and any(self._differs_for_batch(t.node) for t in node.inputs)
+        return self.differs[node]
 
     def _value_for_whole(self, node: Node) -> Any:
-        other = self.request.counterpart(node)
+        other = self.spec.counterpart(node)
         if other is None or other.op != node.op:
             raise PipelineError(
                 f"The constant `{node.name}` of the step for a micro-batch does not exist in the step for the batch, "
@@ -409,18 +408,18 @@ class _Cloner:
         if (
             node.op == "Placeholder"
             or node.stateful
-            or (node not in self.parts.per_micro_batch and not self._is_unlike(node))
+            or (node not in self.parts.per_micro_batch and not self._differs_for_batch(node))
         ):
-            if node.stateful and any(self._is_unlike(t.node) for t in node.inputs):
+            if node.stateful and any(self._differs_for_batch(t.node) for t in node.inputs):
                 raise PipelineError(
                     f"`{node.name}` ({node.op}) runs once, depends on the batch size, and has an effect or reads a "
                     "variable. Pass its result as an argument, or use `micro_batches=1`."
                 )
             return self.once[node]
-        if node not in self.of_whole:
+        if node not in self.copies_for_batch:
             size = self._size_of_whole(node)
             if size is not None:
-                self.of_whole[node] = size
+                self.copies_for_batch[node] = size
                 return size
             measured = (t.node for t in node.inputs if reads_shape_only(node) and t.node.op != "Placeholder")
             if node not in self.without or any(before not in self.without for before in measured):
@@ -430,14 +429,14 @@ class _Cloner:
                 )
             inputs = [self._copy_for_whole(t.node).out(t.index) for t in node.inputs]
             attrs = dict(node.attrs)
-            other = self.request.counterpart(node)
+            other = self.spec.counterpart(node)
             if node.op == "Const":
                 attrs["value"] = self._value_for_whole(node)
             outputs = other.outputs if other is not None and other.op == node.op else node.outputs
             name = self.graph.unique_name(f"micro/{node.name}/whole")
-            self.of_whole[node] = self.graph.add(Node(name, node.op, inputs, (), attrs, "", outputs))
-            self._helper(self.of_whole[node], node)
-        return self.of_whole[node]
+            self.copies_for_batch[node] = self.graph.add(Node(name, node.op, inputs, (), attrs, "", outputs))
+            self._helper(self.copies_for_batch[node], node)
+        return self.copies_for_batch[node]
 
     def _size_of_whole(self, node: Node) -> Node | None:
         """Return the shape for the batch of a per-micro-batch tensor, computed from that of the first micro-batch."""
@@ -448,7 +447,7 @@ class _Cloner:
         is_per_micro_batch = node in self.clones and measured.node in self.clones and measured.node not in self.without
         if measured.shape is None or not is_per_micro_batch:
             return None
-        growth, (dtype, shape) = self.request.growth(measured), node.outputs[0]
+        growth, (dtype, shape) = self.spec.growth(measured), node.outputs[0]
         if growth is None:
             return None
         times = np.ones(len(measured.shape), dtype.as_numpy_dtype)
@@ -459,14 +458,14 @@ class _Cloner:
         new.inputs = [self.clones[node][0].out(), number.out()]
         return self._helper(self.graph.add(new), node)
 
-    def _combine(self, tensor: Tensor, how: Combination) -> Tensor:
-        order = list(self.request.order(tensor)) or list(range(self.count))
+    def _combine(self, tensor: Tensor, how: MicroBatchReduction) -> Tensor:
+        order = list(self.spec.order(tensor)) or list(range(self.count))
         values = {number: self._of(tensor, number) for number in order}
-        if how is Combination.LAST:
+        if how is MicroBatchReduction.LAST:
             return values[self.count - 1]
-        if how in (Combination.CONCAT, Combination.SCALED_CONCAT):
+        if how in (MicroBatchReduction.CONCAT, MicroBatchReduction.SCALED_CONCAT):
             joined = self._concat(tensor, [values[number] for number in range(self.count)])
-            return self._scaled(tensor, joined) if how is Combination.SCALED_CONCAT else joined
+            return self._scaled(tensor, joined) if how is MicroBatchReduction.SCALED_CONCAT else joined
         half = tensor.dtype in (tf.float16, tf.bfloat16)
         wide = tf.float32 if half else tensor.dtype
         total: Tensor | None = None
@@ -479,7 +478,7 @@ class _Cloner:
             node = self._new(tensor, f"add_{number}", "AddV2", [total, value], attrs, wide, Role.ADD, number)
             total = node.out()
         assert total is not None
-        if how is Combination.MEAN:
+        if how is MicroBatchReduction.MEAN:
             total = self._scaled(tensor, total)
         return self._cast(tensor, total, tensor.dtype) if half else total
 

@@ -20,7 +20,8 @@ from rewriters.errors import PipelineError, RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
 from rewriters.ir.static_values import type_attr
 from rewriters.ir.variables import variable_handles
-from rewriters.pipelining.micro_batch_unroll import Cloned, Combination, Origin, Role, UnrollSpec, unroll_micro_batches
+from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction
+from rewriters.pipelining.micro_batch_unroll import Origin, Role, UnrolledStep, UnrollSpec, unroll_micro_batches
 from rewriters.pipelining.schedules import Direction, Schedule, Slot
 from rewriters.pipelining.stage_assignment import Stages, scheduled_ops
 from rewriters.pipelining.step_partition import StepPartition
@@ -59,7 +60,7 @@ class Pipelined:
     graph: Graph
     slots: Mapping[Slot, list[Node]]
     ends: Mapping[Slot, Node]
-    combined: Mapping[Tensor, Combination]
+    combined: Mapping[Tensor, MicroBatchReduction]
 
 
 def pipeline(
@@ -84,25 +85,25 @@ def pipeline(
         PipelineError: If slots wait for each other, or a value cannot be combined.
     """
     ordered = dataclasses.replace(request, order=lambda tensor: _order(analysis, stages, schedule, tensor))
-    cloned = unroll_micro_batches(analysis, parts, ordered)
-    _Placement(analysis, stages, schedule, devices, cloned).run()
-    slots = _slots(analysis, parts, stages, schedule, cloned)
-    ends = _hold_to(schedule, devices, cloned.graph, slots, _merged(analysis, cloned))
+    unrolled = unroll_micro_batches(analysis, parts, ordered)
+    _Placement(analysis, stages, schedule, devices, unrolled).run()
+    slots = _slots(analysis, parts, stages, schedule, unrolled)
+    ends = _hold_to(schedule, devices, unrolled.graph, slots, _merged(analysis, unrolled))
     try:
-        cloned.graph.execution_order()
+        unrolled.graph.execution_order()
     except RewriteError as error:
         raise PipelineError(
             f"The stages of this step cannot run in the order of the schedule {schedule.name!r}: {error} Use another "
             "schedule, or other cuts."
         ) from None
     # Automatic control dependencies would bring all effects into one line, of micro-batches one after another too.
-    graph = cloned.graph
+    graph = unrolled.graph
     graph.unordered = {
         n.name
         for n in graph.nodes.values()
         if n.stateful and (n.inputs or n.control_inputs) and not variable_handles(n)
     }
-    return Pipelined(graph, slots, ends, cloned.combined)
+    return Pipelined(graph, slots, ends, unrolled.combined)
 
 
 def owner_device(schedule: Schedule, stage: int) -> int:
@@ -127,14 +128,14 @@ class _Placement:
     """Assigns a device to every op of the new graph."""
 
     def __init__(
-        self, analysis: GraphAnalysis, stages: Stages, schedule: Schedule, devices: Devices, cloned: Cloned
+        self, analysis: GraphAnalysis, stages: Stages, schedule: Schedule, devices: Devices, unrolled: UnrolledStep
     ) -> None:
         self.analysis = analysis
         self.stages = stages
         self.schedule = schedule
         self.devices = devices
-        self.graph = cloned.graph
-        self.origin = cloned.origin
+        self.graph = unrolled.graph
+        self.origin = unrolled.origin
 
     def run(self) -> None:
         order = self.graph.execution_order()
@@ -223,17 +224,17 @@ class _Placement:
 
 
 def _slots(
-    analysis: GraphAnalysis, parts: StepPartition, stages: Stages, schedule: Schedule, cloned: Cloned
+    analysis: GraphAnalysis, parts: StepPartition, stages: Stages, schedule: Schedule, unrolled: UnrolledStep
 ) -> dict[Slot, list[Node]]:
     """Return the ops of each slot, with the gradient sums that its device computes."""
     slots: dict[Slot, list[Node]] = {slot: [] for slot in schedule.slots()}
     slotted = scheduled_ops(analysis, parts, stages)
     for node in slotted:
         kind = Direction.BACKWARD if node in analysis.backward else Direction.FORWARD
-        for number, copy in enumerate(cloned.clones[node]):
+        for number, copy in enumerate(unrolled.clones[node]):
             slots[Slot(kind, number, stages.of[node])].append(copy)
     needed = {t.node for t in parts.gradients if t.node in parts.per_micro_batch}.union(slotted)
-    for node, origin in cloned.origin.items():
+    for node, origin in unrolled.origin.items():
         if origin.role is Role.ADD and origin.micro_batch is not None and origin.source in needed:
             kind = Direction.BACKWARD if origin.source in analysis.backward else Direction.FORWARD
             slot = Slot(kind, origin.micro_batch, stages.of.get(origin.source, stages.count - 1))
@@ -242,10 +243,10 @@ def _slots(
     return slots
 
 
-def _merged(analysis: GraphAnalysis, cloned: Cloned) -> set[Node]:
+def _merged(analysis: GraphAnalysis, unrolled: UnrolledStep) -> set[Node]:
     """Return the sums that TensorFlow flattens into others: a control edge would prevent that and change rounding."""
     merged = summation_order.flattenable_sums(analysis)
-    return {n for n, origin in cloned.origin.items() if origin.role is Role.MICRO_BATCH and origin.source in merged}
+    return {n for n, origin in unrolled.origin.items() if origin.role is Role.MICRO_BATCH and origin.source in merged}
 
 
 def _hold_to(

@@ -80,7 +80,7 @@ class _Assignment:
     def run(self) -> Stages:
         weights = self._weights()
         self._place_forward(weights)
-        self._place_what_waits()
+        self._place_preprocessing()
         self._check_cuts()
         self._place_weights(weights)
         self._check_last(weights)
@@ -113,18 +113,18 @@ class _Assignment:
             if stage >= 0 or reads_weight or any(node.out(i) in after for i in range(len(node.outputs))):
                 self.of[node] = max(stage, 0)
 
-    def _place_what_waits(self) -> None:
+    def _place_preprocessing(self) -> None:
         """Place ops that depend on arguments alone, such as preprocessing of labels, with their first consumer."""
         for node in reversed(self.forward):
             known = node in self.analysis.data and node.op != "Placeholder" and node not in self.shape_only
             if known and node not in self.of:
-                consumer_stages = [self.of[r] for r in self._readers(node) if r in self.of]
+                consumer_stages = [self.of[r] for r in self._consumers(node) if r in self.of]
                 self.of[node] = min(consumer_stages, default=self.last)
 
-    def _readers(self, node: Node) -> Iterable[Node]:
+    def _consumers(self, node: Node) -> Iterable[Node]:
         for index in range(len(node.outputs)):
-            for reader, _ in self.analysis.consumers.get(node.out(index), ()):
-                yield reader
+            for consumer, _ in self.analysis.consumers.get(node.out(index), ()):
+                yield consumer
 
     def _check_cuts(self) -> None:
         for number, cut in enumerate(self.cuts):
@@ -191,10 +191,12 @@ class _Assignment:
         users: dict[Node, int] = {}
         for node in reversed(self.forward):
             if node in weights:
-                found = [users[r] for r in self._readers(node) if r in users]
-                found += [self.of[r] for r in self._readers(node) if self._is_forward_data(r) and r in self.of]
-                if found:
-                    users[node] = min(found)
+                consumer_stages = [users[r] for r in self._consumers(node) if r in users]
+                consumer_stages += [
+                    self.of[r] for r in self._consumers(node) if self._is_forward_data(r) and r in self.of
+                ]
+                if consumer_stages:
+                    users[node] = min(consumer_stages)
         for node in self.forward:
             for handle in variable_handles(node):
                 stage = users.get(node) if node in weights else self.of.get(node) if _gathers(node) else None
@@ -202,9 +204,9 @@ class _Assignment:
                     self.owner[handle] = min(stage, self.owner.get(handle, stage))
         for node in self.forward:
             if node in weights and node in users:
-                own = [self.owner[h] for h in variable_handles(node) if h in self.owner]
-                own += [self.of[t.node] for t in node.inputs if t.node in weights and t.node in self.of]
-                self.of[node] = max(own, default=users[node])
+                weight_stages = [self.owner[h] for h in variable_handles(node) if h in self.owner]
+                weight_stages += [self.of[t.node] for t in node.inputs if t.node in weights and t.node in self.of]
+                self.of[node] = max(weight_stages, default=users[node])
 
     def _is_forward_data(self, node: Node) -> bool:
         return node in self.analysis.data and node not in self.analysis.backward and node not in self.update
@@ -223,7 +225,7 @@ class _Assignment:
                 operand_stages += [] if owner is None else [owner]
             if operand_stages and node not in self.shape_only:
                 fixed.add(node)
-            operand_stages += [least[r] for r in self._readers(node) if r in least and node not in self.shape_only]
+            operand_stages += [least[r] for r in self._consumers(node) if r in least and node not in self.shape_only]
             if operand_stages:
                 least[node] = max(operand_stages)
         for node in self.backward:
@@ -255,19 +257,19 @@ class _Assignment:
         queue = [gradient]
         touched: dict[Tensor, None] = {}
         for tensor in queue:
-            for reader, _ in self.analysis.consumers.get(tensor, ()):
-                if reader not in self.update:
+            for consumer, _ in self.analysis.consumers.get(tensor, ()):
+                if consumer not in self.update:
                     continue
-                for handle in variable_handles(reader):
+                for handle in variable_handles(consumer):
                     touched[handle] = None
                     again = (node for node, _ in self.analysis.consumers[handle] if node in self.update)
                     seen_again = [node.out(i) for node in again for i in range(len(node.outputs))]
                     queue += [t for t in seen_again if t not in seen and t.shape == tensor.shape]
                     seen.update(seen_again)
-                for index in range(len(reader.outputs)):
-                    out = reader.out(index)
+                for index in range(len(consumer.outputs)):
+                    out = consumer.out(index)
                     # A sparse gradient is the only one of another shape than its weight, before it is summed up.
-                    if out not in seen and (out.shape == tensor.shape or reader.op == "UnsortedSegmentSum"):
+                    if out not in seen and (out.shape == tensor.shape or consumer.op == "UnsortedSegmentSum"):
                         seen.add(out)
                         queue.append(out)
         return list(touched)
@@ -277,7 +279,7 @@ class _Assignment:
         for node in reversed(self.analysis.order):
             if node not in self.shape_only:
                 continue
-            stage = min((self.of[r] for r in self._readers(node) if r in self.of), default=None)
+            stage = min((self.of[r] for r in self._consumers(node) if r in self.of), default=None)
             if reads_shape_only(node):
                 source = node.inputs[0]
                 there = {self.of[r] for r, _ in self.analysis.consumers[source] if r in self.of and r != node}
@@ -340,11 +342,11 @@ class Separators:
 
     def only(self, tensors: Container[Tensor]) -> Separators:
         """Return the separators of some tensors."""
-        kept = [index for index, tensor in enumerate(self.tensors) if tensor in tensors]
+        indices = [index for index, tensor in enumerate(self.tensors) if tensor in tensors]
         return Separators(
-            [self.tensors[index] for index in kept],
-            [self.num_bytes[index] for index in kept],
-            [self.before[index] for index in kept],
+            [self.tensors[index] for index in indices],
+            [self.num_bytes[index] for index in indices],
+            [self.before[index] for index in indices],
             self.total,
         )
 
@@ -371,9 +373,9 @@ def separators(analysis: GraphAnalysis, batch: int) -> Separators:
         for index in range(len(node.outputs)):
             out = node.out(index)
             readers = analysis.consumers.get(out, ())
-            if any(reader in analysis.backward for reader, _ in readers):
+            if any(consumer in analysis.backward for consumer, _ in readers):
                 waiting += out.num_bytes(batch)
-            count = sum(reader in weighted for reader, _ in readers)
+            count = sum(consumer in weighted for consumer, _ in readers)
             if count:
                 open_readers[out] = count
         if len(open_readers) == 1:
@@ -387,7 +389,7 @@ def separators(analysis: GraphAnalysis, batch: int) -> Separators:
 
 def _needed_forward(analysis: GraphAnalysis, stages: Stages) -> set[Node]:
     """Return the forward ops that gradients depend on."""
-    found: set[Node] = set()
+    nodes: set[Node] = set()
     seen: set[Node] = set()
     stack = [t.node for t in gradients(analysis.graph, analysis.order, analysis.backward)]
     while stack:
@@ -397,18 +399,18 @@ def _needed_forward(analysis: GraphAnalysis, stages: Stages) -> set[Node]:
         seen.add(node)
         if node in analysis.data and node in stages.of and node not in analysis.backward:
             if node not in stages.shape_only:
-                found.add(node)
+                nodes.add(node)
         stack.extend(t.node for t in node.inputs)
-    return found
+    return nodes
 
 
 def _after_weights(analysis: GraphAnalysis, wanted: set[Node]) -> set[Node]:
     """Return the ops that depend on a weight; preprocessing is no layer."""
-    found: set[Node] = set()
+    nodes: set[Node] = set()
     weights: set[Node] = set()
     for node in analysis.order:
         if node.op == "ReadVariableOp" or (node not in analysis.data and any(t.node in weights for t in node.inputs)):
             weights.add(node)
-        elif node in wanted and any(t.node in found or t.node in weights for t in node.inputs):
-            found.add(node)
-    return found
+        elif node in wanted and any(t.node in nodes or t.node in weights for t in node.inputs):
+            nodes.add(node)
+    return nodes

@@ -178,10 +178,10 @@ def _drop_edges_between_stages(staged: StagedStep, graph: Graph, places: Mapping
         return staged.stages.of.get(known[node.name]) if node.name in slotted else None
 
     for node in graph.nodes.values():
-        own = known.get(node.name)
-        if node.name in update or (own is None and node.op == "NoOp"):
+        original = known.get(node.name)
+        if node.name in update or (original is None and node.op == "NoOp"):
             continue
-        old = set() if own is None else {before.name for before in own.control_inputs}
+        old = set() if original is None else {before.name for before in original.control_inputs}
         mine = stage(node)
         node.control_inputs = [
             before

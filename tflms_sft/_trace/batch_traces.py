@@ -65,7 +65,7 @@ class BatchTraces:
 
     @property
     def is_open(self) -> bool:
-        """Whether there are several micro-batches, and later batches may have another size."""
+        """Return whether there are several micro-batches, and later batches may have another size."""
         return self.count > 1 and self.micro is self.whole
 
 
