@@ -245,8 +245,10 @@ def _slots(
 
 def _merged(analysis: GraphAnalysis, unrolled: UnrolledStep) -> set[Node]:
     """Return the sums that TensorFlow flattens into others: a control edge would prevent that and change rounding."""
-    merged = summation_order.flattenable_sums(analysis)
-    return {n for n, origin in unrolled.origin.items() if origin.role is Role.MICRO_BATCH and origin.source in merged}
+    flattened = summation_order.flattenable_sums(analysis)
+    return {
+        n for n, origin in unrolled.origin.items() if origin.role is Role.MICRO_BATCH and origin.source in flattened
+    }
 
 
 def _hold_to(

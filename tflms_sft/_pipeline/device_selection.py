@@ -12,8 +12,8 @@ from tflms_sft._params.pipeline_params import PipelineParams
 
 def available_devices() -> list[str]:
     """Return the devices of a pipeline if none are named: accelerators, or else logical CPUs."""
-    found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
-    return [device.name for device in found]
+    devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    return [device.name for device in devices]
 
 
 def find_devices(names: Sequence[str]) -> list[str]:
@@ -26,11 +26,11 @@ def find_devices(names: Sequence[str]) -> list[str]:
     missing = [name for name in names if parse_device(name) not in known]
     if missing:
         afar = any(parse_device(name).job != "localhost" for name in missing)
-        made = "Logical devices are made by `tf.config.set_logical_device_configuration`"
+        hint = "Logical devices are made by `tf.config.set_logical_device_configuration`"
         if afar:
-            made = "Those of other machines are there after `tflms_sft.connect(...)`"
+            hint = "Those of other machines are there after `tflms_sft.connect(...)`"
         raise ValueError(
-            f"`devices` names {missing}, which this program does not have. It has: {list(known.values())}. {made}, "
+            f"`devices` names {missing}, which this program does not have. It has: {list(known.values())}. {hint}, "
             "before anything else is done."
         )
     return [known[parse_device(name)] for name in names]

@@ -252,11 +252,13 @@ def _with_swaps(planned: Planned, tier: HostTier | DiskTier, plan: Plan) -> Plan
     staged, batch = planned.staged, planned.traced.batch
     by_name = {tensor.name: name for tensor, name in planned.names.items()}
     names = {s.tensor: by_name[s.tensor.name] for s in staged.swaps if s.tensor.name in by_name}
-    told = swap_planner.described(staged.swaps, batch, names)
+    planned_swaps = swap_planner.described(staged.swaps, batch, names)
     slotted = set(scheduled_ops(staged.analysis, staged.parts, staged.stages))
     return dataclasses.replace(
         plan,
-        swaps=tuple(_in_stages(planned, slotted, swap, one) for swap, one in zip(staged.swaps, told, strict=True)),
+        swaps=tuple(
+            _in_stages(planned, slotted, swap, one) for swap, one in zip(staged.swaps, planned_swaps, strict=True)
+        ),
         swap_tier="host" if isinstance(tier, HostTier) else "disk",
         not_swapped=tuple(staged.left),
         notes=swap_planner.notes(tier),
@@ -314,8 +316,8 @@ def _devices_of(schedule: Schedule, stage: int) -> list[int]:
 
 def _crossing(planned: Planned) -> tuple[tuple[str, int, int, int], ...]:
     traced, names = planned.traced, planned.names
-    found = planned.crossings
-    return tuple((names.get(t, t.name), a, b, t.num_bytes(traced.batch)) for t, a, b in found)
+    transfers = planned.crossings
+    return tuple((names.get(t, t.name), a, b, t.num_bytes(traced.batch)) for t, a, b in transfers)
 
 
 def _held(planned: Planned) -> list[_ResidentBytes]:
@@ -340,12 +342,12 @@ def _peaks(planned: Planned, held: Sequence[_ResidentBytes], stages: Sequence[_S
         {Direction.FORWARD: stage.working(stage.forward), Direction.BACKWARD: stage.working(stage.backward)}
         for stage in stages
     ]
-    own, owned = _variables_on(planned)
+    variable_bytes, weight_bytes = _variables_on(planned)
     result = []
     for number, slots in enumerate(schedule.devices):
         read = sum(held[stage].weights for stage in schedule.stages_on(number))
         homes = [stage for stage in schedule.stages_on(number) if owner_device(schedule, stage) == number]
-        copies = read - owned[number]
+        copies = read - weight_bytes[number]
         added = sum(held[stage].weights for stage in homes) if schedule.micro_batches > 1 else 0
         alive, most = 0, 0
         for slot in slots:
@@ -353,7 +355,7 @@ def _peaks(planned: Planned, held: Sequence[_ResidentBytes], stages: Sequence[_S
             waiting = stages[slot.stage].waiting_bytes
             alive += waiting if slot.kind is Direction.FORWARD else -waiting
             most = max(most, alive)
-        result.append(own[number] + max(copies + added + most, _of_update(planned, number)))
+        result.append(variable_bytes[number] + max(copies + added + most, _of_update(planned, number)))
     return tuple(result)
 
 
@@ -363,7 +365,7 @@ def _variables_on(planned: Planned) -> tuple[list[int], list[int]]:
     One of which it is not known where it is counts as on the device of its stage.
     """
     stages, schedule = planned.stages, planned.schedule
-    own, owned = [0] * len(planned.devices), [0] * len(planned.devices)
+    variable_bytes, weight_bytes = [0] * len(planned.devices), [0] * len(planned.devices)
     for handle, size in planned.sizes_of_variables:
         stage = stages.owner.get(handle, stages.beside.get(handle))
         number = owner_device(schedule, stage or 0)
@@ -371,9 +373,9 @@ def _variables_on(planned: Planned) -> tuple[list[int], list[int]]:
         if not device_names.is_same_device(planned.devices[number], place):
             number = next((n for n, name in enumerate(planned.devices) if device_names.is_same_device(name, place)), -1)
         if number >= 0:  # Or on a device that runs nothing.
-            own[number] += size
-            owned[number] += size if handle in stages.owner and stage in schedule.stages_on(number) else 0
-    return own, owned
+            variable_bytes[number] += size
+            weight_bytes[number] += size if handle in stages.owner and stage in schedule.stages_on(number) else 0
+    return variable_bytes, weight_bytes
 
 
 def _of_update(planned: Planned, number: int) -> int:
@@ -384,9 +386,9 @@ def _of_update(planned: Planned, number: int) -> int:
     update = [n for n in graph.execution_order() if n.name in names]
     here = [n for n in update if n.device and device_names.is_same_device(n.device, planned.devices[number])]
     here = [n for n in here if n.op != "ReadVariableOp"]  # What reads a variable where it is makes nothing.
-    made, local = set(update), set(here)
+    computed, local = set(update), set(here)
     inputs = {t for node in here for t in node.inputs if t.node not in local and t.dtype != tf.resource}
-    gradients = {t for t in inputs if t.node not in made and t.node.op != "ReadVariableOp"}
+    gradients = {t for t in inputs if t.node not in computed and t.node.op != "ReadVariableOp"}
     come = [t for t in inputs - gradients if not device_names.is_same_device(t.node.device, planned.devices[number])]
     largest = max((t.num_bytes(batch) for t in come), default=0)  # Each is read as soon as it is there.
     return sum(t.num_bytes(batch) for t in gradients) + largest + most_alive(here, batch)
