@@ -15,6 +15,7 @@ import tensorflow as tf
 from long_tests import mark_long
 
 from rewriters.device import kernel_scratch
+from rewriters.ir import graph_pass
 from tflms_sft._util import progress
 
 # On a busy machine a progress line would appear among the lines that tests compare.
@@ -24,6 +25,9 @@ progress.SLOW_SECONDS = 600.0
 # small that neither tiles nor swaps could then lower its peak. `CACHES` has the real values.
 CACHES = kernel_scratch.L3_BYTES, kernel_scratch.last_level_cache
 kernel_scratch.L3_BYTES, kernel_scratch.last_level_cache = 0, lambda: 0
+
+# Checks of passes that are too slow for users: that no pass edits its input, and the order of stateful ops.
+graph_pass.FULL_CHECKS = True
 
 # The mantissa of TF32 has 10 bits, too few for comparisons.
 tf.config.experimental.enable_tensor_float_32_execution(False)

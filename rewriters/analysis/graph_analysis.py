@@ -14,6 +14,7 @@ from rewriters.analysis.autodiff_roles import (
 )
 from rewriters.errors import NotTileableError, RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, ancestors
+from rewriters.ir.graph_pass import PassError
 from rewriters.ir.inlining import is_xla_call
 from rewriters.ir.static_values import StaticEvaluator
 from rewriters.ir.symbolic_dims import SymbolicDim
@@ -211,3 +212,13 @@ def check_forward(analysis: GraphAnalysis, node: Node) -> None:
         out = node.out(index)
         if not analysis.has_known_size(out):
             raise NotTileableError(f"its output of shape {out.shape} is no image of known size")
+
+
+def require_analysed(graph: Graph, analysis: GraphAnalysis) -> None:
+    """Check that an analysis, which a pass was constructed with, is that of the graph that it runs on.
+
+    Raises:
+        PassError: If it is the analysis of another graph.
+    """
+    if analysis.graph is not graph:
+        raise PassError("its analysis is that of another graph")

@@ -29,14 +29,15 @@ from rewriters.canonicalize import add_batch_axis, expand_fused_batch_norm, expa
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Node, Tensor, from_concrete_function, predecessors
+from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass
 from rewriters.ir.inlining import inline_calls, is_call, is_xla_call
 from rewriters.ir.static_values import StaticEvaluator, constant, int_constant, type_attr
 from rewriters.rules.reduction import REDUCTIONS
 
 __all__: list[str] = []
 
-MOST_PASSES = 1000
-"""More than any chain of operations needs of which each pass finds out about one more."""
+MAX_ROUNDS = 1000
+"""More rounds than any chain of ops needs, if each round finds the shape of one more."""
 
 
 class CanonicalMode(enum.Enum):
@@ -77,35 +78,66 @@ def read_canonical(concrete_fn: Any, mode: CanonicalMode = CanonicalMode.TILING)
 
 
 def canonicalize_graph(graph: Graph, mode: CanonicalMode = CanonicalMode.TILING) -> Graph:
-    """Return a copy of `graph` after steps 2 to 7, and step 8 in mode `TILING`."""
-    graph = graph.copy()
-    graph.prune()
-    _bypass_identity_n(graph)
-    for _ in range(MOST_PASSES):  # What is found of shapes may tell of more operations that they change nothing.
+    """Return `graph` after steps 2 to 7, and step 8 in mode `TILING`."""
+    return run_pass(Canonicalization(mode), graph).graph
+
+
+class Canonicalization(GraphPass[PassResult]):
+    """Runs steps 2 to 8 on a copy of a graph until none of them changes it.
+
+    The steps edit the copy in place: each of them runs several times, and a copy for each takes longer than the step.
+    """
+
+    def __init__(self, mode: CanonicalMode) -> None:
+        """Prepare the pass; `mode` selects the steps."""
+        self.mode = mode
+
+    def call(self, graph: Graph) -> PassResult:
+        """Run the steps until the graph is stable.
+
+        Raises:
+            RewriteError: If the graph still changes after `MAX_ROUNDS` rounds.
+        """
+        new = graph.copy()
+        changed = new.prune() > 0
+        changed |= _bypass_identity_n(new)
+        for _ in range(MAX_ROUNDS):  # A shape found in one round may show that more ops have no effect.
+            again, round_changed = self._round(new)
+            changed |= round_changed
+            if not again:
+                return PassResult(new if changed else graph, changed)
+        raise RewriteError(f"Canonicalization is not stable after {MAX_ROUNDS} rounds. Please report it.")
+
+    def _round(self, graph: Graph) -> tuple[bool, bool]:
+        """Run each step once, in place.
+
+        Returns:
+            Whether another round may change more, and whether this round changed the graph.
+        """
         evaluate = StaticEvaluator(graph)
-        _bypass_no_ops(graph, evaluate)
-        graph.prune()
-        found = _find_shapes_of_sums(graph, evaluate)
-        found |= _find_shapes_of_reshapes(graph, evaluate)
-        found |= _infer_shapes(graph)
-        found |= _sum_repetitions(graph, evaluate)
-        if mode is CanonicalMode.TILING:
-            found |= matrices_to_images.fold_matrices_into_images(graph, evaluate) | add_batch_axis.add_batch_axis(
-                graph, evaluate
-            )
-        _split_shapes(graph)
-        _freeze_shapes(graph, evaluate)
-        graph.prune()
-        if not found:
-            return graph
-    raise RewriteError(f"The step did not come to rest in {MOST_PASSES} passes of normalisation. Please report it.")
+        changed = _bypass_no_ops(graph, evaluate)
+        changed |= graph.prune() > 0
+        again = _find_shapes_of_sums(graph, evaluate)
+        again |= _find_shapes_of_reshapes(graph, evaluate)
+        again |= _infer_shapes(graph)
+        again |= _sum_repetitions(graph, evaluate)
+        if self.mode is CanonicalMode.TILING:
+            again |= matrices_to_images.fold_matrices_into_images(graph, evaluate)
+            again |= add_batch_axis.add_batch_axis(graph, evaluate)
+        changed |= _split_shapes(graph)
+        changed |= _freeze_shapes(graph, evaluate)
+        changed |= graph.prune() > 0
+        return again, changed or again
 
 
-def _bypass(graph: Graph, mapping: dict[Tensor, Tensor]) -> None:
-    """Hand readers on, and those who waited for the bypassed node: they wait for what it passed on.
+def _bypass(graph: Graph, mapping: dict[Tensor, Tensor]) -> bool:
+    """Let consumers of the keys read the values, and ops that wait for a bypassed node wait for its source.
 
-    A node that waits for an effect for which what it passes on does not wait is no such node: its readers wait
-    for an assertion through it, maybe.
+    Callers bypass no node that waits for an effect which its source does not wait for: its consumers may rely on an
+    assertion through it.
+
+    Returns:
+        Whether any tensor was bypassed.
     """
     sources: dict[Node, list[Node]] = {}
     for old, new in mapping.items():
@@ -115,9 +147,10 @@ def _bypass(graph: Graph, mapping: dict[Tensor, Tensor]) -> None:
             waits = [s for c in node.control_inputs for s in sources.get(c, [c])]
             node.control_inputs = list(dict.fromkeys(waits))
     graph.replace_tensors(mapping)
+    return bool(mapping)
 
 
-def _bypass_identity_n(graph: Graph) -> None:
+def _bypass_identity_n(graph: Graph) -> bool:
     order, mapping = graph.topological(), dict[Tensor, Tensor]()
     effects = _effects(order)
     for node in order:
@@ -125,7 +158,7 @@ def _bypass_identity_n(graph: Graph) -> None:
             continue
         for index, source in enumerate(node.inputs):
             mapping[node.out(index)] = mapping.get(source, source)
-    _bypass(graph, mapping)
+    return _bypass(graph, mapping)
 
 
 def _effects(order: Iterable[Node]) -> dict[Node, int]:
@@ -143,7 +176,7 @@ def _effects(order: Iterable[Node]) -> dict[Node, int]:
     return result
 
 
-def _bypass_no_ops(graph: Graph, evaluate: StaticEvaluator) -> None:
+def _bypass_no_ops(graph: Graph, evaluate: StaticEvaluator) -> bool:
     order, mapping = graph.topological(), dict[Tensor, Tensor]()
     effects = _effects(order)
     for node in order:
@@ -152,7 +185,7 @@ def _bypass_no_ops(graph: Graph, evaluate: StaticEvaluator) -> None:
             continue
         if _changes_nothing(node, source, evaluate):
             mapping[node.out()] = source
-    _bypass(graph, mapping)
+    return _bypass(graph, mapping)
 
 
 def _changes_nothing(node: Node, source: Tensor, evaluate: StaticEvaluator) -> bool:
@@ -311,11 +344,14 @@ def _sum_over(graph: Graph, node: Node, source: Tensor, axes: tuple[int, ...]) -
     return graph.add(new).out()
 
 
-def _split_shapes(graph: Graph) -> None:
-    """`Shape` is the only op left that asks for sizes: one per operand of `ShapeN`, a product of it for `Size`.
+def _split_shapes(graph: Graph) -> bool:
+    """Replace all ops that read sizes by `Shape`: one per operand of `ShapeN`, and a product over it for `Size`.
 
-    `Rank` is known; what waited through it for an assertion waits through the constant.
-    `ShapeN` keeps all of its operands for the sake of one.
+    `ShapeN` would keep all of its operands alive for the sake of one. `Rank` becomes a constant; ops that wait for an
+    assertion through it wait through the constant.
+
+    Returns:
+        Whether there were any.
     """
     mapping: dict[Tensor, Tensor] = {}
     for node in list(graph.nodes.values()):
@@ -329,6 +365,7 @@ def _split_shapes(graph: Graph) -> None:
             rank.control_inputs = list(node.control_inputs)
             mapping[node.out()] = rank.out()
     graph.replace_tensors(mapping)
+    return bool(mapping)
 
 
 def _shape_of(graph: Graph, node: Node, index: int = 0) -> Node:
@@ -355,8 +392,12 @@ def _number_of_elements(graph: Graph, node: Node) -> Node:
     return graph.add(Node(name, "Prod", operands, (), attrs, node.device, [(dtype, shape)]))
 
 
-def _freeze_shapes(graph: Graph, evaluate: StaticEvaluator) -> None:
-    """Replace readers of known integer vectors by constants; what waited through them waits through these."""
+def _freeze_shapes(graph: Graph, evaluate: StaticEvaluator) -> bool:
+    """Replace known integer vectors by constants; ops that wait for an effect through them wait through the constants.
+
+    Returns:
+        Whether there were any.
+    """
     readers = graph.consumers()
     mapping: dict[Tensor, Tensor] = {}
     for node in list(graph.nodes.values()):
@@ -370,3 +411,4 @@ def _freeze_shapes(graph: Graph, evaluate: StaticEvaluator) -> None:
                 known.control_inputs = list(node.control_inputs)
                 mapping[tensor] = known.out()
     graph.replace_tensors(mapping)
+    return bool(mapping)

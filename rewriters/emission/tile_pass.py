@@ -14,14 +14,15 @@ from collections.abc import Hashable, Mapping
 import tensorflow as tf
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
-from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.emission.loop_emitter import loop_input_tensors, loop_output_tensors, trace_loop
 from rewriters.emission.loop_signature import program_signature
 from rewriters.errors import RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, from_tf_graph
+from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
 from rewriters.ir.static_values import int_constant, type_attr
-from rewriters.scheduling.delay_early_ops import delay_optimizer_ops, run_updates_before_loops
-from rewriters.scheduling.serialize_ops import serialize_scratch_groups
+from rewriters.scheduling.delay_early_ops import DelayOptimizerOps, EmittedLoop, RunUpdatesBeforeLoops
+from rewriters.scheduling.serialize_ops import SerializeScratchGroups
 from rewriters.tiling.barrier_planner import BarrierPlanner
 from rewriters.tiling.row_frontiers import SAVED
 from rewriters.tiling.row_planner import RowBarrierPlanner, RowPlanner
@@ -88,20 +89,55 @@ def tile_segments(analysis: GraphAnalysis, plans: list[SegmentPlan]) -> Graph:
     Raises:
         RewriteError: If an op outside of a segment needs an op inside that has no full-size result.
     """
-    return TilePass(analysis, plans).run()
+    return run_pass(TilePass(analysis, plans), analysis.graph).graph
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiled:
-    """A step with tile loops, each in a stage.
+class Tiled(PassResult):
+    """A step with tile loops.
 
     Attributes:
-        graph: The new graph.
-        tile_loops: The tile loop of each new op that belongs to one.
+        tile_loops: Ops that were added for loops in stages, each with the loop that it belongs to.
     """
 
-    graph: Graph
-    tile_loops: Mapping[Node, TileLoop]
+    tile_loops: Mapping[Node, TileLoop] = dataclasses.field(default_factory=dict)
+
+
+class TilePass(GraphPass[Tiled]):
+    """Replaces planned segments by tile loops."""
+
+    new_stateful_ops = frozenset((*LOOPS, "Empty"))
+
+    def __init__(
+        self,
+        analysis: GraphAnalysis,
+        plans: list[SegmentPlan],
+        bodies: bool = True,
+        stages: Mapping[Node, int] | None = None,
+    ) -> None:
+        """Prepare the pass.
+
+        Args:
+            analysis: Analysis of the graph that the plans refer to.
+            plans: Segments that share no op.
+            bodies: Whether to trace the bodies of loops.
+            stages: Stage of each op that has one, for a pipeline.
+        """
+        self.analysis = analysis
+        self.plans = plans
+        self.bodies = bodies
+        self.stages = stages
+
+    def requires(self, graph: Graph) -> None:
+        """Check that the analysis belongs to the graph."""
+        require_analysed(graph, self.analysis)
+
+    def call(self, graph: Graph) -> Tiled:
+        """Splice the loops in; without stages, order the update with them."""
+        if not self.plans:
+            return Tiled(graph, changed=False)
+        splicer = _LoopSplicer(self.analysis, self.plans, self.bodies, self.stages)
+        return Tiled(splicer.run(), changed=True) if self.stages is None else splicer.in_stages()
 
 
 def tile_stages(analysis: GraphAnalysis, plans: list[SegmentPlan], stages: Mapping[Node, int]) -> Tiled:
@@ -114,7 +150,7 @@ def tile_stages(analysis: GraphAnalysis, plans: list[SegmentPlan], stages: Mappi
         plans: Plans of segments that share no op.
         stages: Stage of each op that has one.
     """
-    return TilePass(analysis, plans, stages=stages).in_stages()
+    return run_pass(TilePass(analysis, plans, stages=stages), analysis.graph)
 
 
 def tile_skeleton(analysis: GraphAnalysis, plans: list[SegmentPlan]) -> Graph:
@@ -122,11 +158,11 @@ def tile_skeleton(analysis: GraphAnalysis, plans: list[SegmentPlan]) -> Graph:
 
     The memory model needs no more. It takes a fraction of the time, because TensorFlow traces no loop bodies.
     """
-    return TilePass(analysis, plans, bodies=False).run()
+    return run_pass(TilePass(analysis, plans, bodies=False), analysis.graph).graph
 
 
-class TilePass:
-    """Replaces the planned segments of one graph by tile loops.
+class _LoopSplicer:
+    """Replaces the planned segments in a copy of one graph by tile loops.
 
     Args:
         analysis: Analysis of the graph that the plans refer to.
@@ -158,18 +194,22 @@ class TilePass:
     def run(self) -> Graph:
         """Insert the loops, and order the optimizer update with respect to them."""
         order = self._with_loops()
-        update = delay_optimizer_ops(self.graph, self.analysis)
-        backward = [(loop, self.starts[loop], self.devices[loop]) for loop in order if loop in self.backward]
-        run_updates_before_loops(self.graph, update, order, backward)
-        serialize_scratch_groups(self.graph)
-        return self.graph
+        loops = [
+            EmittedLoop(loop.name, self.starts[loop].name, self.devices[loop], loop in self.backward) for loop in order
+        ]
+        scheduling = [
+            DelayOptimizerOps(self.analysis),
+            RunUpdatesBeforeLoops(self.analysis, loops),
+            SerializeScratchGroups(),
+        ]
+        return run_passes(self.graph, scheduling).graph
 
     def in_stages(self) -> Tiled:
         """Insert the loops alone."""
         self._with_loops()
         nodes = self.graph.nodes
         tile_loops = {node: loop for node, loop in self.tile_loops.items() if nodes.get(node.name) is node}
-        return Tiled(self.graph, tile_loops)
+        return Tiled(self.graph, changed=True, tile_loops=tile_loops)
 
     def _with_loops(self) -> list[Node]:
         """Insert all loops, redirect the consumers of replaced ops and remove these; return the loops in order."""

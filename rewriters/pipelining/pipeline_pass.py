@@ -15,17 +15,18 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from rewriters.analysis import summation_order
-from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.errors import PipelineError, RewriteError
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
+from rewriters.ir.graph_pass import GraphPass, PassError, PassResult, check_interface, run_pass
 from rewriters.ir.static_values import type_attr
-from rewriters.ir.variables import variable_handles
+from rewriters.ir.variables import may_write_variable, variable_handles
 from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction
 from rewriters.pipelining.micro_batch_unroll import Origin, Role, UnrolledStep, UnrollSpec, unroll_micro_batches
 from rewriters.pipelining.schedules import Direction, Schedule, Slot
 from rewriters.pipelining.stage_assignment import Stages, scheduled_ops
 from rewriters.pipelining.step_partition import StepPartition
-from rewriters.scheduling.serialize_ops import serialize_layer_gradients
+from rewriters.scheduling.serialize_ops import layer_gradient_edges
 
 __all__: list[str] = []
 
@@ -46,21 +47,65 @@ class Devices:
     of_variable: Mapping[Tensor, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Pipelined:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pipelined(PassResult):
     """Graph of a pipeline, with its slots.
 
     Attributes:
-        graph: The new graph.
         slots: Ops of each slot, in execution order.
         ends: Final `NoOp` of each slot.
         combined: Reduction of each tensor that leaves micro-batches.
     """
 
-    graph: Graph
     slots: Mapping[Slot, list[Node]]
     ends: Mapping[Slot, Node]
     combined: Mapping[Tensor, MicroBatchReduction]
+
+
+class PipelinePass(GraphPass[Pipelined]):
+    """Rewrites a step into a pipeline.
+
+    Arguments take the whole batch, so that their shapes differ from those of the step for one micro-batch. An effect
+    may run once for each micro-batch.
+    """
+
+    def __init__(
+        self,
+        analysis: GraphAnalysis,
+        parts: StepPartition,
+        stages: Stages,
+        request: UnrollSpec,
+        schedule: Schedule,
+        devices: Devices,
+    ) -> None:
+        """Prepare the pass; arguments as for `pipeline`."""
+        self.analysis = analysis
+        self.parts = parts
+        self.stages = stages
+        self.request = request
+        self.schedule = schedule
+        self.devices = devices
+
+    def requires(self, graph: Graph) -> None:
+        """Check that the analysis belongs to the graph."""
+        require_analysed(graph, self.analysis)
+
+    def call(self, graph: Graph) -> Pipelined:
+        """Unroll micro-batches, place ops, and add the edges of the schedule."""
+        del graph
+        return _pipeline(self.analysis, self.parts, self.stages, self.request, self.schedule, self.devices)
+
+    def ensures(self, before: Graph, after: Graph) -> None:
+        """Check that arguments, captured variables and results are the same, and every written variable still is."""
+        check_interface(before, after, same_shapes=False)
+        missing = _written_variables(before) - _written_variables(after)
+        if missing:
+            raise PassError(f"variables are no longer written: {sorted(missing)[:5]}")
+
+
+def _written_variables(graph: Graph) -> set[str]:
+    nodes = (node for node in graph.nodes.values() if may_write_variable(node))
+    return {handle.name for node in nodes for handle in variable_handles(node)}
 
 
 def pipeline(
@@ -84,6 +129,17 @@ def pipeline(
     Raises:
         PipelineError: If slots wait for each other, or a value cannot be combined.
     """
+    return run_pass(PipelinePass(analysis, parts, stages, request, schedule, devices), analysis.graph)
+
+
+def _pipeline(
+    analysis: GraphAnalysis,
+    parts: StepPartition,
+    stages: Stages,
+    request: UnrollSpec,
+    schedule: Schedule,
+    devices: Devices,
+) -> Pipelined:
     ordered = dataclasses.replace(request, order=lambda tensor: _order(analysis, stages, schedule, tensor))
     unrolled = unroll_micro_batches(analysis, parts, ordered)
     _Placement(analysis, stages, schedule, devices, unrolled).run()
@@ -103,7 +159,7 @@ def pipeline(
         for n in graph.nodes.values()
         if n.stateful and (n.inputs or n.control_inputs) and not variable_handles(n)
     }
-    return Pipelined(graph, slots, ends, unrolled.combined)
+    return Pipelined(graph=graph, changed=True, slots=slots, ends=ends, combined=unrolled.combined)
 
 
 def owner_device(schedule: Schedule, stage: int) -> int:
@@ -260,7 +316,8 @@ def _hold_to(
         before: Node | None = None
         for slot in device_slots:
             nodes = slots[slot]
-            serialize_layer_gradients(nodes)
+            for node, other in list(layer_gradient_edges(nodes)):
+                node.control_inputs.append(other)
             inside = set(nodes)
             end = Node(_name(slot), "NoOp", device=name)
             followed = {t.node for node in nodes for t in node.inputs}

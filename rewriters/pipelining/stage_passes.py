@@ -18,9 +18,10 @@ from rewriters.analysis.autodiff_roles import in_scope, shape_computations
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.emission.tile_pass import SegmentPlan, tile_stages
 from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.graph_pass import run_passes
 from rewriters.pipelining.stage_assignment import Stages, scheduled_ops
 from rewriters.pipelining.step_partition import StepPartition
-from rewriters.scheduling.serialize_ops import serialize_large_ops
+from rewriters.scheduling.serialize_ops import SerializeLargeOps
 from rewriters.swapping.swap_pass import Swap, SwapOptions, SwapPlan, insert_swaps, plan_swaps
 from rewriters.swapping.tiers import Tier
 from rewriters.tiling.tile_planner import TileLoop
@@ -108,7 +109,8 @@ def with_swaps(
     plan = plan_swaps(analysis, options, batch)
     if not plan.swaps:
         return dataclasses.replace(staged, left=plan.left)
-    graph, outs = insert_swaps(analysis, plan.swaps, tier, max_in_flight)
+    result = insert_swaps(analysis, plan.swaps, tier, max_in_flight)
+    graph, outs = result.graph, result.swap_outs
     places = _places_of_swaps(staged, graph, set(outs))
     _drop_edges_between_stages(staged, graph, places)
     return _swapped(_transfer_metadata(staged, graph, places, {}), plan, outs)
@@ -125,15 +127,15 @@ def _swapped(staged: StagedStep, plan: SwapPlan, outs: Iterable[Node]) -> Staged
 def _in_order(staged: StagedStep, min_bytes: int, batch: int) -> StagedStep:
     """Serialise the large ops of each stage, as swapping requires (`serialize_ops.py`)."""
     analysis, stages = staged.analysis, staged.stages
-    graph = analysis.graph.copy()
     backward = {node.name for node in analysis.backward}
     merged = {node.name for node in summation_order.flattenable_sums(analysis)}
     ordered = scheduled_ops(analysis, staged.parts, stages)
+    passes = []
     for stage in range(stages.count):
         inside = {node.name for node in ordered if stages.of[node] == stage}
-        others = graph.nodes.keys() - inside
-        serialize_large_ops(graph, backward, others | merged, min_bytes, batch)
-    return _transfer_metadata(staged, graph, {}, {})
+        fixed = (analysis.graph.nodes.keys() - inside) | merged
+        passes.append(SerializeLargeOps(backward=backward, fixed=fixed, min_bytes=min_bytes, batch=batch))
+    return _transfer_metadata(staged, run_passes(analysis.graph, passes).graph, {}, {})
 
 
 def _places_of_swaps(staged: StagedStep, graph: Graph, outs: set[Node]) -> dict[Node, _Place]:

@@ -1,188 +1,258 @@
-"""When operations can run, and those held back that could run long before anybody needs them.
+"""Delays ops that TensorFlow's executor would start early, so that their results do not occupy memory while they wait.
 
-The executor runs what is ready. An optimizer's `momentum * velocity` is ready when a step begins: without an edge that
-holds it back, a copy of all weights waits through the forward and the backward phase for the gradients to come. So it
-is with what a gradient is multiplied with, where that depends on activations alone.
+The executor runs every op whose operands exist. An optimizer's `momentum * velocity` can run when a step begins:
+without a control edge, a copy of all weights waits for the gradients through the forward and the backward phase.
+Factors of a gradient that depend on activations alone wait in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import data_dependent_nodes, reads_shape_only
-from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor, predecessors
+from rewriters.ir.graph_pass import GraphPass, PassResult
+from rewriters.scheduling.control_edges import ControlEdge, add_control_edges
 
 __all__: list[str] = []
 
-FROM_THE_START = -1
-"""Of operations that depend on no data."""
+NO_LEVEL = -1
+"""Level of ops that depend on no data, and position of ops that wait for no loop."""
 
-LEAST = 4 * 2**10
-"""Bytes below which a copy of a variable may wait."""
+MIN_DELAYED_BYTES = 4 * 2**10
+"""Smallest result of an op on variables alone that is delayed."""
 
 
 def earliest_forward_level(analysis: GraphAnalysis) -> dict[Node, int]:
-    """How far the forward phase has to have come before an operation can run.
+    """Return for each op how far the forward phase must have come before the op can run.
 
-    The level γ of the last forward operation that it depends on. Gradients have that of the loss; the shape of an
-    activation, which autodiff asks for, has that of the activation, though it belongs to the backward phase.
+    The level is γ of the last forward op that the op depends on. Gradients have the level of the loss. The shape of an
+    activation, which autodiff reads, belongs to the backward phase and has the level of the activation.
     """
-    level = analysis.level
-    found: dict[Node, int] = {}
+    levels: dict[Node, int] = {}
     for node in analysis.order:
         if node in analysis.data and node not in analysis.backward:
-            found[node] = level[node]
+            levels[node] = analysis.level[node]
         else:
-            found[node] = max((found[before] for before in predecessors(node)), default=FROM_THE_START)
-    return found
+            levels[node] = max((levels[before] for before in predecessors(node)), default=NO_LEVEL)
+    return levels
 
 
-def delay_early_ops(analysis: GraphAnalysis, min_bytes: int, batch: int) -> Graph:
-    """A new graph in which large values that could be there early wait for what they are combined with.
+class DelayEarlyOps(GraphPass[PassResult]):
+    """Lets each large value that could exist early wait for the value that it is combined with."""
+
+    def __init__(self, analysis: GraphAnalysis, min_bytes: int, batch: int) -> None:
+        """Prepare the pass.
+
+        Args:
+            analysis: Analysis of the graph that the pass is run on.
+            min_bytes: Size from which on results are delayed. Results that depend on variables alone are delayed from
+                `MIN_DELAYED_BYTES` on: a network has one for each weight, and all of them together are large.
+            batch: Batch size, where the graph leaves it open.
+        """
+        self.analysis = analysis
+        self.min_bytes = min_bytes
+        self.batch = batch
+
+    def requires(self, graph: Graph) -> None:
+        """Check that the analysis belongs to the graph."""
+        require_analysed(graph, self.analysis)
+
+    def call(self, graph: Graph) -> PassResult:
+        """Add one control edge for each op that is delayed."""
+        return add_control_edges(graph, _DelayPlanner(self.analysis, self.min_bytes, self.batch).edges())
+
+
+class DelayOptimizerOps(GraphPass[PassResult]):
+    """Lets each large value of the update that depends on variables alone wait for its gradient.
+
+    Does what `DelayEarlyOps` does, for the update alone and in one walk: the planner runs it for every plan it tries.
+    """
+
+    def __init__(self, analysis: GraphAnalysis) -> None:
+        """Prepare the pass; `analysis` is that of the step without tile loops."""
+        self.analysis = analysis
+
+    def call(self, graph: Graph) -> PassResult:
+        """Add one control edge for each op that is delayed."""
+        return add_control_edges(graph, self._edges(graph))
+
+    def _edges(self, graph: Graph) -> Iterator[ControlEdge]:
+        order = graph.topological()
+        position = {node: index for index, node in enumerate(order)}
+        data, consumers, successors = data_dependent_nodes(order), graph.consumers(), _successors(order)
+        fixed = {node.name for node in summation_order.flattenable_sums(self.analysis)}
+        early = [
+            node
+            for node in _update_ops(order, successors, self.analysis)
+            if node not in data and node.inputs and _is_large_value(node) and node.name not in fixed
+        ]
+        descendants = _descendants(early, successors)
+        waits: dict[Node, Node] = {}
+        for node in early:  # A delayed op delays its operands as well.
+            readers = {reader for reader, _ in consumers.get(node.out(), ())}
+            if not readers or set(successors[node]) - readers:
+                continue
+            first = min(readers, key=position.__getitem__)
+            control = waits.get(first) or _last_data_operand(first, data, position)
+            while control is not None and (
+                control in descendants or may_fuse_with_consumer(control) or control.name in fixed
+            ):
+                control = _last_data_operand(control, data, position)
+            if control is not None:
+                waits[node] = control
+                yield ControlEdge(node, control)
+
+
+class EmittedLoop(NamedTuple):
+    """A tile loop in a graph.
+
+    Attributes:
+        loop: Name of the loop's node.
+        start: Name of the `NoOp` that the loop begins after.
+        device: Device of the loop.
+        backward: Whether the loop belongs to the backward phase.
+    """
+
+    loop: str
+    start: str
+    device: str
+    backward: bool
+
+
+class RunUpdatesBeforeLoops(GraphPass[PassResult]):
+    """Lets each backward loop wait for the updates of variables whose gradients exist before the loop.
+
+    Otherwise gradients and the optimizer's intermediate values occupy memory beside the loop, in some runs.
+    """
+
+    def __init__(self, analysis: GraphAnalysis, loops: Sequence[EmittedLoop]) -> None:
+        """Prepare the pass.
+
+        Args:
+            analysis: Analysis of the step without tile loops.
+            loops: All tile loops in the order in which they run.
+        """
+        self.analysis = analysis
+        self.loops = loops
+
+    def call(self, graph: Graph) -> PassResult:
+        """Add control edges from updates to the starts of loops."""
+        return add_control_edges(graph, self._edges(graph))
+
+    def _edges(self, graph: Graph) -> Iterator[ControlEdge]:
+        order = graph.topological()
+        update = set(_update_ops(order, _successors(order), self.analysis))
+        number = {graph.nodes[loop.loop]: position for position, loop in enumerate(self.loops)}
+        starts = {
+            graph.nodes[loop.start]: (position, loop.device)
+            for position, loop in enumerate(self.loops)
+            if loop.backward
+        }
+        # Edges lead to later loops alone, so that they close no cycles.
+        last_loop: dict[Node, int] = {}
+        for node in graph.execution_order():
+            loop = number.get(node, starts[node][0] if node in starts else NO_LEVEL)
+            last_loop[node] = max((last_loop[before] for before in predecessors(node)), default=NO_LEVEL)
+            last_loop[node] = max(last_loop[node], loop)
+        for node, last in last_loop.items():
+            if last != NO_LEVEL and node.stateful and not node.outputs and node in update:
+                later = [
+                    start for start, (position, device) in starts.items() if position > last and device == node.device
+                ]
+                if later:
+                    yield ControlEdge(later[0], node)
+
+
+def _update_ops(order: Sequence[Node], successors: Mapping[Node, list[Node]], analysis: GraphAnalysis) -> list[Node]:
+    """Return the ops whose results reach variables and results of the step alone, last one first.
 
     Args:
-        analysis: Of a step.
-        min_bytes: Results below are left alone, but for those that depend on variables alone: of each weight there is
-            one, so that many small ones are as much as a large one.
-        batch: Size of an unknown batch.
+        order: Nodes of a graph with tile loops, in topological order.
+        successors: Nodes that wait for each node.
+        analysis: Analysis of the step without tile loops.
     """
-    return _DelayPlanner(analysis, min_bytes, batch).run()
-
-
-def delay_optimizer_ops(graph: Graph, analysis: GraphAnalysis) -> set[Node]:
-    """Let large values that depend on variables alone wait for the gradients that they are combined with.
-
-    What `delay_early_ops` does, for the update alone and in one walk, as it is done for every plan that is tried.
-
-    Args:
-        graph: Of a step with tile loops; it is edited.
-        analysis: Of the graph without loops.
-
-    Returns:
-        The operations of the update: their results go nowhere but into variables, or out of the step.
-    """
-    order = graph.topological()
-    position = {node: index for index, node in enumerate(order)}
-    data, readers, successors = data_dependent_nodes(order), graph.consumers(), _successors(order)
     forward = {node.name for node in analysis.data if node not in analysis.backward}
-    untouched = {node.name for node in summation_order.flattenable_sums(analysis)}
-    update: set[Node] = set()
-    found: list[Node] = []
+    update: dict[Node, None] = {}
     for node in reversed(order):
-        if node.op not in LOOPS and node.name not in forward and update.issuperset(successors[node]):
-            update.add(node)
-            if node not in data and node.inputs and _is_large_value(node) and node.name not in untouched:
-                found.append(node)
-    behind = _descendants(found, successors)
-    waits: dict[Node, Node] = {}
-    for node in found:  # Who waits lets what it reads wait as well.
-        reading = {reader for reader, _ in readers.get(node.out(), ())}
-        if not reading or set(successors[node]) - reading:
-            continue
-        first = min(reading, key=position.__getitem__)
-        control = waits.get(first) or _last_of(first, data, position)
-        while control is not None and (
-            control in behind or may_fuse_with_consumer(control) or control.name in untouched
-        ):
-            control = _last_of(control, data, position)
-        if control is not None:
-            waits[node] = control
-            node.control_inputs.append(control)
-    return update
+        if node.op not in LOOPS and node.name not in forward and all(after in update for after in successors[node]):
+            update[node] = None
+    return list(update)
 
 
-def run_updates_before_loops(
-    graph: Graph, update: Container[Node], loops: Sequence[Node], backward: Sequence[tuple[Node, Node, str]]
-) -> None:
-    """Let each backward loop wait until the variables are updated whose gradients are there before it.
-
-    Gradients and what an optimizer makes of them would wait beside the loop otherwise, or not, as it happens.
-
-    Args:
-        graph: Of a step with tile loops; it is edited.
-        update: Operations whose results go nowhere but into variables.
-        loops: All tile loops, in the order in which they run.
-        backward: Of those of the backward phase, in that order, the loop, what it waits with, and its device.
-    """
-    number = {loop: position for position, loop in enumerate(loops)}
-    begins = {start: (number[loop], device) for loop, start, device in backward}
-    # The last loop that an operation waits for. Edges lead to later loops alone, so that they close no cycles.
-    behind: dict[Node, int] = {}
-    for node in graph.execution_order():
-        own = number.get(node, begins[node][0] if node in begins else FROM_THE_START)
-        behind[node] = max((behind[before] for before in predecessors(node)), default=FROM_THE_START)
-        behind[node] = max(behind[node], own)
-    for node, last in behind.items():
-        if last != FROM_THE_START and node.stateful and not node.outputs and node in update:
-            later = [start for start, (position, device) in begins.items() if position > last and device == node.device]
-            if later:
-                later[0].control_inputs.append(node)
-
-
-def _successors(order: list[Node]) -> dict[Node, list[Node]]:
+def _successors(order: Iterable[Node]) -> dict[Node, list[Node]]:
     result: dict[Node, list[Node]] = {node: [] for node in order}
-    for node in order:
+    for node in result:
         for before in predecessors(node):
             result[before].append(node)
     return result
 
 
 def _descendants(nodes: list[Node], successors: Mapping[Node, list[Node]]) -> set[Node]:
-    """Nodes and all that wait for them: an edge from anything else to one of them closes no cycle."""
-    found, stack = set(nodes), list(nodes)
+    """Return nodes and all that wait for them: an edge from any other node to one of them closes no cycle."""
+    descendants, stack = set(nodes), list(nodes)
     while stack:
-        new = [node for node in successors[stack.pop()] if node not in found]
-        found.update(new)
+        new = [node for node in successors[stack.pop()] if node not in descendants]
+        descendants.update(new)
         stack.extend(new)
-    return found
+    return descendants
 
 
 def _is_large_value(node: Node) -> bool:
-    """Whether an operation makes a single, large value without any effect."""
+    """Return whether an op makes a single, large value and has no effect."""
     if node.stateful or len(node.outputs) != 1 or reads_shape_only(node):
         return False
-    return not forwards_input_buffer(node) and node.out().num_bytes() >= LEAST
+    return not forwards_input_buffer(node) and node.out().num_bytes() >= MIN_DELAYED_BYTES
 
 
-def _last_of(node: Node, data: Container[Node], position: Mapping[Node, int]) -> Node | None:
-    """Of the operations before a node that depend on data the one that runs last."""
+def _last_data_operand(node: Node, data: Container[Node], position: Mapping[Node, int]) -> Node | None:
+    """Return the last of the predecessors that depend on data."""
     before = [other for other in predecessors(node) if other in data and other.op != "Placeholder"]
     return max(before, key=position.__getitem__, default=None)
 
 
 class _DelayPlanner:
+    """Selects for each op of a step the op that it should wait for.
+
+    Attributes:
+        ready: Earliest level of each op, with the edges added so far.
+        waits: Op that each delayed op waits for.
+        fixed: Sums that TensorFlow may flatten, which must get no more edges.
+        successors: Nodes that wait for each node, with the edges added so far.
+    """
+
     def __init__(self, analysis: GraphAnalysis, min_bytes: int, batch: int) -> None:
         self.analysis = analysis
         self.min_bytes = min_bytes
         self.batch = batch
         self.ready = earliest_forward_level(analysis)
         self.waits: dict[Node, Node] = {}
-        self.untouched = summation_order.flattenable_sums(analysis)
+        self.fixed = summation_order.flattenable_sums(analysis)
         self.successors = _successors(analysis.order)
 
-    def run(self) -> Graph:
-        graph = self.analysis.graph.copy()
-        for node in reversed(self.analysis.order):  # Who waits lets what it reads wait as well.
+    def edges(self) -> Iterator[ControlEdge]:
+        """Yield the edges to add."""
+        for node in reversed(self.analysis.order):  # A delayed op delays its operands as well.
             control = self._control(node)
             if control is not None:
                 self.waits[node] = control
                 self.successors[control].append(node)
                 self.ready[node] = self.ready[control]
-                graph.nodes[node.name].control_inputs.append(graph.nodes[control.name])
-        return graph
+                yield ControlEdge(node, control)
 
     def _control(self, node: Node) -> Node | None:
-        """The operation that a node should wait for; `None` if it may run at once."""
+        """Return the op that a node should wait for; `None` if the node is not delayed."""
         forward = node in self.analysis.data and node not in self.analysis.backward
-        if forward or node.stateful or not node.inputs or reads_shape_only(node) or node in self.untouched:
+        if forward or node.stateful or not node.inputs or reads_shape_only(node) or node in self.fixed:
             return None
         outputs = [node.out(index) for index in range(len(node.outputs))]
         readers = {reader for tensor in outputs for reader, _ in self.analysis.consumers.get(tensor, ())}
-        least = LEAST if self.ready[node] == FROM_THE_START else self.min_bytes
-        if not readers or self._num_bytes(outputs) < min(least, self.min_bytes):
+        min_bytes = MIN_DELAYED_BYTES if self.ready[node] == NO_LEVEL else self.min_bytes
+        if not readers or self._num_bytes(outputs) < min(min_bytes, self.min_bytes):
             return None
         if set(self.analysis.successors[node]) - readers:
             return None
@@ -192,26 +262,26 @@ class _DelayPlanner:
         others = [tensor.node for tensor in first.inputs] + ([self.waits[first]] if first in self.waits else [])
         control = self._last(others)
         while control is not None and may_fuse_with_consumer(control):
-            # Made one with what reads both, it would wait for a node that waits for it.
+            # Fused with a consumer of both, the control op would wait for a node that waits for it.
             control = self._last(predecessors(control))
         if control is None or self.ready[control] <= self.ready[node]:
             return None
-        if control.op == "Placeholder" or control in self.untouched or self._reaches(node, control):
+        if control.op == "Placeholder" or control in self.fixed or self._reaches(node, control):
             return None
         return control
 
     def _last(self, nodes: list[Node]) -> Node | None:
-        """The one that can run last."""
+        """Return the node that can run last."""
         return max(nodes, key=lambda node: (self.ready[node], self.analysis.position[node]), default=None)
 
     def _num_bytes(self, outputs: list[Tensor]) -> int:
         return sum(tensor.num_bytes(self.batch) for tensor in outputs)
 
     def _reaches(self, node: Node, target: Node) -> bool:
-        """Whether there is a path from a node to another, by the edges added so far too.
+        """Return whether a path, added edges included, leads from one node to another.
 
-        What is held back mostly goes nowhere but into an update, so that little comes after it. An edge that was added
-        may lead from a later to an earlier position, so that positions limit nothing.
+        Most delayed ops reach the update alone, so that the search is short. An added edge may lead from a later to an
+        earlier position, so that positions cannot bound it.
         """
         stack, seen = [node], {node}
         while stack:

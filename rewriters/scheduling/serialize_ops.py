@@ -1,8 +1,8 @@
-"""Large operations one after another, in an order that frees memory before it takes more.
+"""Runs large ops one after another, in an order that frees memory before it takes more.
 
-TensorFlow's executor runs what is ready, on several threads: both branches of a block at once, whose gradients are
-then all there at once, and differently from run to run. Operations use all cores by themselves, and a GPU computes in
-one stream, so that nothing is lost if the large ones wait for each other; the peak is lower, and can be predicted.
+TensorFlow's executor runs every op that is ready, on several threads. Both branches of a block then run concurrently
+and their gradients exist concurrently, in an order that differs from run to run. An op uses all cores by itself, and a
+GPU computes in one stream, so that serial execution costs no time. It lowers the peak and makes it predictable.
 """
 
 from __future__ import annotations
@@ -15,124 +15,150 @@ from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.device.kernel_scratch import ConcurrencyGroup, is_conv_or_pool_grad, takes_memory
 from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer, may_run_in_place
 from rewriters.ir.graph import Graph, Node, Tensor, predecessors
+from rewriters.ir.graph_pass import GraphPass, PassResult
+from rewriters.scheduling.control_edges import ControlEdge, add_control_edges
 
 __all__: list[str] = []
 
-MOST_LOOKED_AT = 100
-"""Operations that are looked at to find out what operands need."""
+MAX_VISITED_OPS = 100
+"""Ops visited at most to estimate the memory that operands need."""
 
 
-def serialize_large_ops(
-    graph: Graph, backward: Container[str], untouched: Container[str], min_bytes: int, batch: int
-) -> None:
-    """Add control edges that bring operations which take or free much memory into one order.
+class SerializeLargeOps(GraphPass[PassResult]):
+    """Brings ops that take or free much memory into one order.
 
-    The forward phase never waits for the backward phase, of which the shapes of activations are a part.
-
-    Args:
-        graph: A step; it is edited.
-        backward: Names of the operations of the backward phase and the update.
-        untouched: Names of operations that must have no more control edges.
-        min_bytes: What is much.
-        batch: Size of an unknown batch.
+    The forward phase never waits for the backward phase. Shapes of activations that autodiff reads belong to the
+    backward phase here.
     """
-    lines = {True: _OpChain(), False: _OpChain()}  # of the backward phase, of the forward phase alone
-    readers = graph.consumers()
-    done: set[Node] = set()
-    at_once: set[Node] = set()
-    for node, moved, read in _Order(graph, batch).run():
-        done.add(node)
-        at_once |= _fusion_group(node, readers, done)
-        free = forwards_input_buffer(node) or not node.inputs or node.op == "ReadVariableOp" or reads_shape_only(node)
-        if free or node.name in untouched:
-            continue
-        phases = (True,) if node.name in backward else (True, False)
-        if moved >= max(min_bytes, 1):
-            line = lines[phases[-1]]
-            before = [*line.readers, *([line.last] if line.last is not None else [])]
-            if node not in at_once:
-                node.control_inputs.extend(other for other in before if other not in predecessors(node))
-            for phase in phases:
-                lines[phase] = _OpChain(node, list(before) if node in at_once else [])
-        elif read >= max(min_bytes, 1):
-            for phase in phases:
-                lines[phase].readers.append(node)
+
+    def __init__(self, *, backward: Container[str], fixed: Container[str], min_bytes: int, batch: int) -> None:
+        """Prepare the pass.
+
+        Args:
+            backward: Names of the ops of the backward phase and the update.
+            fixed: Names of ops that must get no more control edges.
+            min_bytes: Bytes from which on an op is large.
+            batch: Batch size, where the graph leaves it open.
+        """
+        self.backward = backward
+        self.fixed = fixed
+        self.min_bytes = max(min_bytes, 1)
+        self.batch = batch
+
+    def call(self, graph: Graph) -> PassResult:
+        """Add control edges between large ops."""
+        return add_control_edges(graph, self._edges(graph))
+
+    def _edges(self, graph: Graph) -> Iterator[ControlEdge]:
+        chains = {True: _OpChain(), False: _OpChain()}  # of the backward phase, of the forward phase alone
+        consumers = graph.consumers()
+        done: set[Node] = set()
+        unordered: set[Node] = set()
+        for node, moved_bytes, read_bytes in _MemoryOrder(graph, self.batch).run():
+            done.add(node)
+            unordered |= _fusion_group(node, consumers, done)
+            if _takes_no_memory(node) or node.name in self.fixed:
+                continue
+            phases = (True,) if node.name in self.backward else (True, False)
+            if moved_bytes >= self.min_bytes:
+                chain = chains[phases[-1]]
+                before = [*chain.consumers, *([chain.last] if chain.last is not None else [])]
+                if node not in unordered:
+                    yield from (ControlEdge(node, other) for other in before if other not in predecessors(node))
+                for phase in phases:
+                    chains[phase] = _OpChain(node, list(before) if node in unordered else [])
+            elif read_bytes >= self.min_bytes:
+                for phase in phases:
+                    chains[phase].consumers.append(node)
 
 
-def serialize_scratch_groups(graph: Graph) -> None:
-    """Add control edges between operations whose kernels take much memory while they run, in the executor's order.
+def _takes_no_memory(node: Node) -> bool:
+    return forwards_input_buffer(node) or not node.inputs or node.op == "ReadVariableOp" or reads_shape_only(node)
+
+
+class SerializeScratchGroups(GraphPass[PassResult]):
+    """Runs ops whose kernels take much scratch memory one after another, in the executor's order on each device."""
+
+    def call(self, graph: Graph) -> PassResult:
+        """Add control edges between those ops."""
+        return add_control_edges(graph, self._edges(graph))
+
+    def _edges(self, graph: Graph) -> Iterator[ControlEdge]:
+        if not any(map(takes_memory, graph.nodes.values())):
+            return
+        groups: dict[str, ConcurrencyGroup[Node]] = {}
+        for node in filter(takes_memory, graph.execution_order()):
+            yield from _join(groups.setdefault(node.device, ConcurrencyGroup()), node)
+
+
+def layer_gradient_edges(nodes: Iterable[Node]) -> Iterator[ControlEdge]:
+    """Yield edges by which the gradients of each layer wait for those of the layer differentiated before it.
+
+    Otherwise gradients of inputs run ahead of gradients of filters, whose operands then occupy memory.
 
     Args:
-        graph: A rewritten step; it is edited.
-    """
-    if not any(map(takes_memory, graph.nodes.values())):
-        return
-    groups: dict[str, ConcurrencyGroup[Node]] = {}
-    for node in filter(takes_memory, graph.execution_order()):
-        _join(groups.setdefault(node.device, ConcurrencyGroup()), node)
-
-
-def serialize_layer_gradients(nodes: Iterable[Node]) -> None:
-    """Have the gradients of each layer wait for those of the layer that is gone back through before it.
-
-    Gradients of inputs would run ahead of those of filters, and what these read wait for them.
-
-    Args:
-        nodes: What a device does one after another, in an order in which it can.
+        nodes: Ops that a device runs one after another, in a possible order.
     """
     group: ConcurrencyGroup[Node] = ConcurrencyGroup(is_conv_or_pool_grad)
     for node in nodes:
-        _join(group, node)
+        yield from _join(group, node)
 
 
-def _join(group: ConcurrencyGroup[Node], node: Node) -> None:
-    node.control_inputs.extend(other for other in group.before(node) if other not in predecessors(node))
+def _join(group: ConcurrencyGroup[Node], node: Node) -> Iterator[ControlEdge]:
+    yield from [ControlEdge(node, other) for other in group.before(node) if other not in predecessors(node)]
     group.add(node, node)
 
 
-def _fusion_group(node: Node, readers: Mapping[Tensor, Sequence[tuple[Node, int]]], done: Container[Node]) -> set[Node]:
-    """What must not wait for what runs after a node: a reader that it may be made one with, and its other operands.
+def _fusion_group(
+    node: Node, consumers: Mapping[Tensor, Sequence[tuple[Node, int]]], done: Container[Node]
+) -> set[Node]:
+    """Return ops that must not wait for any op that runs after a node: a consumer it may be fused with, and operands.
 
-    The two would be one operation then, which waits for itself.
+    An op fused of both would wait for itself.
     """
-    found: set[Node] = set()
-    while len(reading := readers.get(node.out(), ()) if len(node.outputs) == 1 else ()) == 1:
-        reader = reading[0][0]
-        if not may_fuse_with_consumer(node, reader):
+    group: set[Node] = set()
+    while len(reads := consumers.get(node.out(), ()) if len(node.outputs) == 1 else ()) == 1:
+        consumer = reads[0][0]
+        if not may_fuse_with_consumer(node, consumer):
             break
-        stack = [reader]
+        stack = [consumer]
         while stack:
             current = stack.pop()
-            if current not in found and current not in done:
-                found.add(current)
+            if current not in group and current not in done:
+                group.add(current)
                 stack.extend(predecessors(current))
-        node = reader
-    return found
+        node = consumer
+    return group
 
 
 @dataclasses.dataclass
 class _OpChain:
-    """What the next large operation waits for.
+    """Ops that the next large op waits for.
 
     Attributes:
-        last: The one before it.
-        readers: What has read large tensors since, for something small, such as a filter's gradient: what they read
-            is not free before they have ended.
+        last: Large op before it.
+        consumers: Later ops that read large tensors and return small ones, such as a filter's gradient. They keep
+            the tensors alive until they end.
     """
 
     last: Node | None = None
-    readers: list[Node] = dataclasses.field(default_factory=list)
+    consumers: list[Node] = dataclasses.field(default_factory=list)
 
 
 class _Need(NamedTuple):
-    """Bytes that it takes to make something at the worst moment, and those that stay of it."""
+    """Memory to compute an op's results.
+
+    Attributes:
+        peak: Most bytes at a time.
+        remaining: Bytes that stay allocated afterwards.
+    """
 
     peak: int
-    kept: int
+    remaining: int
 
 
-class _Order:
-    """Depth first from what has to be done in the end, except that what frees memory runs as soon as it can."""
+class _MemoryOrder:
+    """Order of ops: depth first from the last ops; an op that frees memory runs as soon as it can."""
 
     def __init__(self, graph: Graph, batch: int) -> None:
         self._graph = graph
@@ -152,7 +178,7 @@ class _Order:
         self._find_buffers()
 
     def _find_buffers(self) -> None:
-        """Which tensor's memory each tensor is, and who reads that memory."""
+        """Find the buffer of each tensor, and the ops that read each buffer."""
         for node in self._rank:
             for tensor in node.inputs:
                 self._readers.setdefault(self._root.setdefault(tensor, tensor), set()).add(node)
@@ -161,7 +187,7 @@ class _Order:
                 self._root[node.out(index)] = self._root[node.inputs[0]] if shared else node.out(index)
 
     def run(self) -> Iterator[tuple[Node, int, int]]:
-        """Nodes in order, with the bytes that each takes or, if that is more, frees; and those that it reads."""
+        """Yield nodes in order, with the bytes that each takes or, if more, frees, and the bytes that it reads."""
         for goal in sorted((node for node in self._rank if not self._after[node]), key=self._rank.__getitem__):
             stack = [goal]
             while stack:
@@ -175,13 +201,13 @@ class _Order:
                     yield from self._do(node)
 
     def _first(self, node: Node) -> Node:
-        """Which operation before a node to do first: of its operands the one that needs most beyond what stays of it.
+        """Return the predecessor to run first: the operand with the largest peak beyond the bytes that remain of it.
 
         The order of R. Sethi and J. D. Ullman, "The Generation of Optimal Code for Arithmetic Expressions" (1970), with
-        bytes for registers. It is best for trees, which a few operations may be, but not a whole phase: there, and
-        among operations that a node only waits for, the one that is ready first is done first.
+        bytes for registers. It is optimal for trees. A few ops may be a tree, a whole phase is not: there, and among
+        ops that a node only waits for, the op that is ready first runs first.
         """
-        if len(predecessors(node)) > MOST_LOOKED_AT:  # Looked at once, not again after each of them.
+        if len(predecessors(node)) > MAX_VISITED_OPS:  # Sorted once, not again after each of them.
             if node not in self._by_rank:
                 self._by_rank[node] = iter(sorted(predecessors(node), key=self._rank.__getitem__))
             return next(other for other in self._by_rank[node] if other not in self._done)
@@ -190,60 +216,61 @@ class _Order:
         if len(missing) > 1 and operands.issuperset(missing):
             known: dict[Node, _Need] = {}
             needs = {other: self._need(other, known) for other in missing}
-            if len(known) <= MOST_LOOKED_AT:
-                return min(missing, key=lambda other: (needs[other].kept - needs[other].peak, self._rank[other]))
+            if len(known) <= MAX_VISITED_OPS:
+                return min(missing, key=lambda other: (needs[other].remaining - needs[other].peak, self._rank[other]))
         return min(missing, key=self._rank.__getitem__)
 
     def _need(self, node: Node, known: dict[Node, _Need]) -> _Need:
-        """What it takes to make a node's results, operands that are not there yet included."""
-        if node in known or len(known) > MOST_LOOKED_AT:
+        """Return the memory to compute a node's results, including operands that do not exist yet."""
+        if node in known or len(known) > MAX_VISITED_OPS:
             return known.get(node, _Need(0, 0))
-        known[node] = _Need(0, 0)  # counts as looked at
+        known[node] = _Need(0, 0)  # counts as visited
         missing = [other for other in dict.fromkeys(predecessors(node)) if other not in self._done]
         peak = held = 0
-        for need in sorted((self._need(other, known) for other in missing), key=lambda need: need.kept - need.peak):
+        needs = [self._need(other, known) for other in missing]
+        for need in sorted(needs, key=lambda need: need.remaining - need.peak):
             peak = max(peak, held + need.peak)
-            held += need.kept
-        taken, freed = self._moves(node)
-        made = [buffer for buffer in self._made(node) if buffer.node in missing]
-        in_place = may_run_in_place(node) and any(buffer.num_bytes(self._batch) == taken for buffer in made)
+            held += need.remaining
+        allocated, freed = self._allocated_and_freed(node)
+        new_buffers = [buffer for buffer in self._read_buffers(node) if buffer.node in missing]
+        in_place = may_run_in_place(node) and any(b.num_bytes(self._batch) == allocated for b in new_buffers)
         known[node] = _Need(
-            max(peak, held + (0 if in_place else taken)),
-            held + taken - freed - sum(buffer.num_bytes(self._batch) for buffer in made),
+            max(peak, held + (0 if in_place else allocated)),
+            held + allocated - freed - sum(buffer.num_bytes(self._batch) for buffer in new_buffers),
         )
         return known[node]
 
     def _do(self, node: Node) -> Iterator[tuple[Node, int, int]]:
-        """A node, and all that then can run and frees more than it takes."""
+        """Yield a node, and all ops that can then run and free more than they take."""
         pending = [node]
         while pending:
             current = pending.pop()
             if current in self._done:
                 continue
-            taken, freed = self._moves(current)
+            allocated, freed = self._allocated_and_freed(current)
             self._done.add(current)
             for tensor in current.inputs:
                 self._readers[self._root[tensor]].discard(current)
-            yield current, max(taken, freed), sum(b.num_bytes(self._batch) for b in self._made(current))
+            yield current, max(allocated, freed), sum(b.num_bytes(self._batch) for b in self._read_buffers(current))
             for other in self._after[current]:
                 self._waiting[other] -= 1
             ready = set(self._after[current])
-            for buffer in self._made(current):
-                if len(self._readers[buffer]) == 1:  # It would free the buffer; of several none would.
+            for buffer in self._read_buffers(current):
+                if len(self._readers[buffer]) == 1:  # The last reader frees the buffer.
                     ready |= self._readers[buffer]
             for other in sorted(ready, key=self._rank.__getitem__, reverse=True):
                 if other not in self._done and not self._waiting[other]:
-                    takes, frees = self._moves(other)
-                    if frees > takes:
+                    allocated, freed = self._allocated_and_freed(other)
+                    if freed > allocated:
                         pending.append(other)
 
-    def _moves(self, node: Node) -> tuple[int, int]:
-        """Bytes that a node takes, and that nobody needs after it."""
+    def _allocated_and_freed(self, node: Node) -> tuple[int, int]:
+        """Return the bytes that a node allocates, and the bytes that no op reads after it."""
         results = (node.out(index) for index in range(len(node.outputs)))
-        taken = sum(t.num_bytes(self._batch) for t in results if self._root[t] == t)
-        last = [buffer for buffer in self._made(node) if self._readers[buffer] == {node}]
-        return taken, sum(buffer.num_bytes(self._batch) for buffer in last)
+        allocated = sum(t.num_bytes(self._batch) for t in results if self._root[t] == t)
+        last = [buffer for buffer in self._read_buffers(node) if self._readers[buffer] == {node}]
+        return allocated, sum(buffer.num_bytes(self._batch) for buffer in last)
 
-    def _made(self, node: Node) -> list[Tensor]:
-        """The memory that a node reads, except that of arguments, variables and constants."""
+    def _read_buffers(self, node: Node) -> list[Tensor]:
+        """Return the buffers that a node reads, except those of arguments, variables and constants."""
         return [buffer for buffer in dict.fromkeys(self._root[t] for t in node.inputs) if buffer.node.inputs]

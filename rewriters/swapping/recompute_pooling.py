@@ -1,18 +1,20 @@
-"""The maximum of a pooling is made again for its gradient, where both have a kernel in common.
+"""Recomputes a max-pooling for its gradient, where both kernels share a workspace.
 
-oneDNN's kernel for the gradient takes from the forward kernel where each maximum was found. TensorFlow gives it that
-only if the gradient reads the output of a pooling as it is: one that was swapped out, and in again, leaves TensorFlow's
-own kernel, which takes ten times as long, in volumes fifty times. A tile loop makes the maximum again in any case
-(`rules.pooling.MaxPoolGrad`); here it is done in a whole graph, before swaps are planned for it. The output then waits
-for nobody but other readers, and what oneDNN notes beside it for nobody.
+oneDNN's forward kernel records the position of each maximum, and its gradient kernel reads that workspace. TensorFlow
+passes the workspace on only if the gradient reads the output of a pooling directly. With the output swapped out and in,
+TensorFlow's own kernel runs, which takes ten times as long, and fifty times in volumes. A tile loop always recomputes
+the maximum (`rules.pooling.MaxPoolGrad`). This pass does it in the whole graph, before swaps are planned. The output is
+then saved for its other consumers alone, and the workspace for none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable
 
+from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device import properties
 from rewriters.ir.graph import Graph, Node
+from rewriters.ir.graph_pass import GraphPass, PassResult
 from rewriters.ir.op_traits import traits_of
 
 __all__: list[str] = []
@@ -20,27 +22,43 @@ __all__: list[str] = []
 _INPUT, _OUTPUT, _GRADIENT = range(3)
 
 
-def recompute_pooling(graph: Graph, backward: Container[Node]) -> None:
-    """Let each gradient of a pooling have a pooling of its own, which waits for the gradient that comes in.
+class RecomputePooling(GraphPass[PassResult]):
+    """Gives each gradient of a max-pooling a pooling of its own, which waits for the incoming gradient."""
 
-    Args:
-        graph: A step; it is edited.
-        backward: Its backward operations.
-    """
-    if not properties.pool_grad_needs_forward_workspace():
-        return
-    for node in list(graph.nodes.values()):
-        pool = pooled_for(node)
-        if pool is None or node not in backward or pool in backward:
-            continue
-        waits = [*pool.control_inputs, node.inputs[_GRADIENT].node]
-        again = Node(graph.unique_name(again_name(node)), pool.op, [node.inputs[_INPUT]], waits, pool.attrs)
-        again.device, again.outputs = node.device, list(pool.outputs)
-        node.inputs = [*node.inputs[:_OUTPUT], graph.add(again).out(), *node.inputs[_OUTPUT + 1 :]]
+    def __init__(self, analyse: Callable[[Graph], GraphAnalysis]) -> None:
+        """Prepare the pass; `analyse` returns the analysis of a graph."""
+        self.analyse = analyse
+
+    def call(self, graph: Graph) -> PassResult:
+        """Add the poolings."""
+        if not properties.pool_grad_needs_forward_workspace():
+            return PassResult(graph, changed=False)
+        backward = self.analyse(graph).backward
+        gradients = [
+            node
+            for node in graph.nodes.values()
+            if (pool := forward_pool_of(node)) is not None and node in backward and pool not in backward
+        ]
+        if not gradients:
+            return PassResult(graph, changed=False)
+        new = graph.copy()
+        for node in gradients:
+            _recompute(new, new.nodes[node.name])
+        return PassResult(new, changed=True)
 
 
-def pooled_for(node: Node) -> Node | None:
-    """The pooling whose output a gradient reads, of the same input; `None` for all else."""
+def _recompute(graph: Graph, gradient: Node) -> None:
+    """Let a gradient read a pooling of its own, in place."""
+    pool = forward_pool_of(gradient)
+    assert pool is not None
+    waits = [*pool.control_inputs, gradient.inputs[_GRADIENT].node]
+    name = graph.unique_name(recomputed_pool_name(gradient))
+    copy = Node(name, pool.op, [gradient.inputs[_INPUT]], waits, pool.attrs, gradient.device, list(pool.outputs))
+    gradient.inputs = [*gradient.inputs[:_OUTPUT], graph.add(copy).out(), *gradient.inputs[_OUTPUT + 1 :]]
+
+
+def forward_pool_of(node: Node) -> Node | None:
+    """Return the pooling whose output a gradient reads, if both have the same input; `None` for all other ops."""
     forward_op = traits_of(node.op).gradient_of
     if forward_op is None:
         return None
@@ -49,6 +67,6 @@ def pooled_for(node: Node) -> Node | None:
     return pool if same else None
 
 
-def again_name(node: Node) -> str:
-    """What the pooling that is made for a gradient is called."""
-    return f"{node.name}/pool"
+def recomputed_pool_name(gradient: Node) -> str:
+    """Return the name of the pooling that is added for a gradient."""
+    return f"{gradient.name}/pool"

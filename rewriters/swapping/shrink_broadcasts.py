@@ -1,16 +1,17 @@
-"""Small values that are repeated to the size of an image only to meet one: they stay small, and give the same bits.
+"""Lets elementwise ops read small operands directly, without a copy that is broadcast to the size of an image.
 
-The gradient of a mean is a few numbers, repeated over the image, divided by a count and added to another gradient;
-normalisation in training mode has two of them in each layer. Elementwise operations repeat their operands themselves,
-so that the copies are not needed: less memory at the worst moment of a step, and fewer passes over it.
+The gradient of a mean is a few numbers that are broadcast over the image, divided by a count and added to another
+gradient. Normalisation in training mode has two of them in each layer. Elementwise ops broadcast their operands
+themselves, so that the copies are not needed. That lowers the peak and saves passes over the image.
 
-Additions have to be made in the same order (`summation_order.py`). Those that follow one another are left alone; an
-`AddN` of several is taken apart, so that its order no longer depends on who else reads its operands, and when.
+The pass keeps every bit, so additions must stay in their order (`summation_order.py`). Additions that TensorFlow may
+flatten are not rewritten. An `AddN` of several operands becomes a chain of additions, whose order does not depend on
+other readers of the operands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -18,52 +19,70 @@ import tensorflow as tf
 from rewriters.analysis import summation_order
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.graph_pass import GraphPass, PassResult
 from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
 
 class _Small(NamedTuple):
-    """What a tensor is repeated from.
+    """Source of a broadcast tensor.
 
     Attributes:
-        tensor: Of the new graph.
-        shape: Its sizes, symbols for unknown ones.
+        tensor: Tensor of the new graph.
+        shape: Sizes, with symbols for unknown ones.
     """
 
     tensor: Tensor
     shape: tuple[Any, ...]
 
 
-def shrink_broadcasts(analysis: GraphAnalysis) -> Graph:
-    """A new graph in which elementwise operations read small operands as they are."""
-    return _BroadcastShrinker(analysis).run()
+class ShrinkBroadcasts(GraphPass[PassResult]):
+    """Lets elementwise ops read the sources of broadcast operands."""
+
+    def __init__(self, analyse: Callable[[Graph], GraphAnalysis]) -> None:
+        """Prepare the pass; `analyse` returns the analysis of a graph."""
+        self.analyse = analyse
+
+    def call(self, graph: Graph) -> PassResult:
+        """Rewrite elementwise ops, and drop the copies that no op reads any more."""
+        shrinker = _BroadcastShrinker(self.analyse(graph))
+        new = shrinker.run()
+        return PassResult(new if shrinker.changed else graph, shrinker.changed)
 
 
 class _BroadcastShrinker:
+    """Rewrites a copy of an analysed graph.
+
+    Attributes:
+        graph: The copy.
+        small: Sources of broadcast tensors, by tensor of the original graph.
+        changed: Whether the copy differs from the original.
+    """
+
     def __init__(self, analysis: GraphAnalysis) -> None:
         self.analysis = analysis
         self.evaluate = analysis.evaluate
         self.graph = analysis.graph.copy()
         self.small: dict[Tensor, _Small] = {}
-        """By tensor of the original graph."""
+        self.changed = False
 
     def run(self) -> Graph:
         for node in self.analysis.order:
             if len(node.outputs) != 1 or node.outputs[0][1] is None:
                 continue
-            source = self._repeated(node)
+            source = self._broadcast_source(node)
             if source is not None:
                 self.small[node.out()] = self._operand(source)
             elif any(tensor in self.small for tensor in node.inputs) or (node.op == "AddN" and len(node.inputs) > 2):
-                self._through(node)
-        self._wait_for_small()
+                self._shrink_operands(node)
+        self._redirect_controls()
         self.graph.same_size |= self.analysis.graph.same_size
-        self.graph.prune()
+        self.changed |= self.graph.prune() > 0
         return self.graph
 
-    def _repeated(self, node: Node) -> Tensor | None:
-        """What an operation repeats, if it does nothing else, such as to wait for others."""
+    def _broadcast_source(self, node: Node) -> Tensor | None:
+        """Return the operand that an op broadcasts; `None` for other ops, and for those that wait for an effect."""
         if node.control_inputs:
             return None
         if node.op == "Fill":
@@ -80,29 +99,31 @@ class _BroadcastShrinker:
         return source if all(d == 1 or n == 1 for d, n in zip(source.shape, counts, strict=True)) else None
 
     def _operand(self, tensor: Tensor) -> _Small:
-        """The tensor, or what it is repeated from."""
+        """Return the source that a tensor is broadcast from, or else the tensor."""
         if tensor in self.small:
             return self.small[tensor]
         return _Small(Tensor(self.graph.nodes[tensor.node.name], tensor.index), self._sizes(tensor))
 
-    def _wait_for_small(self) -> None:
-        """Who waits for a repeated value, without reading it, waits for what it is repeated from."""
-        instead = {self.graph.nodes[whole.node.name]: small.tensor.node for whole, small in self.small.items()}
+    def _redirect_controls(self) -> None:
+        """Let ops that wait for a broadcast value without reading it wait for its source."""
+        sources = {self.graph.nodes[full.node.name]: small.tensor.node for full, small in self.small.items()}
         for node in self.graph.nodes.values():
-            if any(before in instead for before in node.control_inputs):
-                node.control_inputs = [instead.get(before, before) for before in node.control_inputs]
+            if any(before in sources for before in node.control_inputs):
+                node.control_inputs = [sources.get(before, before) for before in node.control_inputs]
+                self.changed = True
 
     def _sizes(self, tensor: Tensor) -> tuple[Any, ...]:
-        """Sizes of a tensor: an integer, a symbol, or `None`."""
+        """Return the sizes of a tensor, each an integer, a symbol, or `None`."""
         return self.evaluate.shape(tensor) or ()
 
-    def _through(self, node: Node) -> None:
-        """Let an elementwise operation read what its operands are repeated from.
+    def _shrink_operands(self, node: Node) -> None:
+        """Let an elementwise op read the sources of its operands.
 
-        Its result is then as large as before, or small as well; in between it is left as it was.
+        The result has the size it had before, or is small as well. An op whose result would have a size in between
+        is not rewritten.
         """
         if node.op not in ops_with(Trait.SHRINKABLE) | summation_order.SUMS or node.outputs[0][0] == tf.variant:
-            return  # Lists of tensors are added up too, and by `AddN` alone.
+            return  # `AddN` also adds lists of tensors, which no other op does.
         if any(tensor.shape is None for tensor in node.inputs):
             return
         if (
@@ -112,31 +133,33 @@ class _BroadcastShrinker:
             return
         ordered = summation_order.summation_order(self.analysis, node) if node.op == "AddN" else node.inputs
         operands = [self._operand(tensor) for tensor in ordered]
-        shape, wanted = self._together(operands), self._sizes(node.out())
-        if shape is None or None in wanted:
+        shape, full_shape = self._broadcast_shape(operands), self._sizes(node.out())
+        if shape is None or None in full_shape:
             return
-        mine = self.graph.nodes[node.name]
-        if not self._is(shape, wanted):
+        copy = self.graph.nodes[node.name]
+        self.changed = True
+        if not self._same_shape(shape, full_shape):
             self.small[node.out()] = self._apply(node, operands)
         elif node.op != "AddN":
-            mine.inputs = [operand.tensor for operand in operands]
+            copy.inputs = [operand.tensor for operand in operands]
         else:
             first = self._apply(node, operands[:-1])
-            mine.op, mine.attrs, mine.inputs = "AddV2", {"T": mine.attrs["T"]}, [first.tensor, operands[-1].tensor]
+            copy.op, copy.attrs, copy.inputs = "AddV2", {"T": copy.attrs["T"]}, [first.tensor, operands[-1].tensor]
 
     def _apply(self, node: Node, operands: Sequence[_Small]) -> _Small:
-        """The operation on small operands. `AddN` takes equal shapes only: it becomes additions in the same order."""
+        """Add the op on small operands. `AddN` needs equal shapes, so it becomes additions in the same order."""
         if node.op != "AddN":
-            return self._added(node, node.op, operands, node.attrs)
+            return self._add_small_op(node, node.op, operands, node.attrs)
         total = operands[0]
         for operand in operands[1:]:
             attrs = {"T": node.attrs["T"]}
-            # A snapshot is no copy; between additions it keeps them from being made one sum.
-            total = self._added(node, "Snapshot", [self._added(node, "AddV2", [total, operand], attrs)], attrs)
+            # A snapshot copies nothing; between additions it keeps TensorFlow from flattening them into one sum.
+            addition = self._add_small_op(node, "AddV2", [total, operand], attrs)
+            total = self._add_small_op(node, "Snapshot", [addition], attrs)
         return total
 
-    def _added(self, node: Node, op: str, operands: Sequence[_Small], attrs: Mapping[str, Any]) -> _Small:
-        shape = self._together(operands)
+    def _add_small_op(self, node: Node, op: str, operands: Sequence[_Small], attrs: Mapping[str, Any]) -> _Small:
+        shape = self._broadcast_shape(operands)
         assert shape is not None
         static = tuple(size if isinstance(size, int) else None for size in shape)
         controls = [self.graph.nodes[before.name] for before in node.control_inputs]
@@ -145,8 +168,8 @@ class _BroadcastShrinker:
         new = Node(name, op, inputs, controls, attrs, node.device, [(node.outputs[0][0], static)])
         return _Small(self.graph.add(new).out(), shape)
 
-    def _together(self, operands: Sequence[_Small]) -> tuple[Any, ...] | None:
-        """The shape that operands are repeated to; `None` if that is not known."""
+    def _broadcast_shape(self, operands: Sequence[_Small]) -> tuple[Any, ...] | None:
+        """Return the shape that operands broadcast to; `None` if it is unknown."""
         rank = max(len(operand.shape) for operand in operands)
         padded = [(1,) * (rank - len(operand.shape)) + operand.shape for operand in operands]
         shape: list[Any] = []
@@ -157,6 +180,6 @@ class _BroadcastShrinker:
             shape.append(others[0] if others else 1)
         return tuple(shape)
 
-    def _is(self, shape: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
+    def _same_shape(self, shape: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
         same = self.evaluate.sizes.assume_equal
-        return len(shape) == len(wanted) and all(same(a, b) for a, b in zip(shape, wanted, strict=True))
+        return len(shape) == len(other) and all(same(a, b) for a, b in zip(shape, other, strict=True))

@@ -1,39 +1,40 @@
-"""The LMS pass: swap tensors that wait long out of the device's memory, and in again.
+"""The LMS pass: swaps tensors with a long reuse distance out of the device's memory, and in again.
 
 Le et al., "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (2018). An edge from f1 to f2 becomes
-f2 . si . so . f1 (Eq. 5 and 6): a swap-out that runs when the tensor is made, and a swap-in that a control edge holds
-back until the tensor is soon needed. All swap-outs of a tensor are one (4.2.2), swap-ins are one where their readers
-are close (4.2.3). Where the tensor is meanwhile is a matter of the tier (`tiers.py`).
+f2 . si . so . f1 (Eq. 5 and 6). The swap-out runs when the tensor has been computed; a control edge delays the swap-in
+until shortly before the tensor is read. All swap-outs of a tensor are one op (4.2.2). Swap-ins are one op where their
+consumers are close to each other (4.2.3). The tier (`tiers.py`) defines the place of swapped tensors.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import in_scope, reads_shape_only
-from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.errors import RewriteError
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors
+from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
 from rewriters.ir.op_traits import Trait, ops_with
-from rewriters.scheduling.delay_early_ops import delay_early_ops, earliest_forward_level
-from rewriters.scheduling.serialize_ops import serialize_large_ops, serialize_scratch_groups
-from rewriters.swapping.recompute_pooling import recompute_pooling
-from rewriters.swapping.shrink_broadcasts import shrink_broadcasts
+from rewriters.scheduling.delay_early_ops import DelayEarlyOps, earliest_forward_level
+from rewriters.scheduling.serialize_ops import SerializeLargeOps, SerializeScratchGroups
+from rewriters.swapping.recompute_pooling import RecomputePooling
+from rewriters.swapping.shrink_broadcasts import ShrinkBroadcasts
 from rewriters.swapping.tiers import Tier
 from rewriters.swapping.trigger_search import TriggerSearch
 
 __all__: list[str] = []
 
 _SOURCES = ops_with(Trait.SOURCE) | {"ReadVariableOp"}
-"""What makes tensors that are there anyway: arguments, constants, and parameters, which are never swapped."""
+"""Ops whose results are never swapped: arguments, constants and parameters stay on the device anyway."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SwapOptions:
-    """Table 2 of the paper, checked and without defaults; see `LMSParams` for the meanings."""
+    """Parameters of table 2 of the paper, after their checks; `LMSParams` documents each."""
 
     starting_scope: str | None = None
     starting_op_names: tuple[str, ...] = ()
@@ -54,11 +55,11 @@ class SwapOptions:
 
 @dataclasses.dataclass
 class SwapIn:
-    """One way back onto the device.
+    """One copy of a tensor back onto the device.
 
     Attributes:
-        readers: Operations that read this copy.
-        control: Operation after which it starts.
+        readers: Ops that read this copy.
+        control: Op after which the swap-in starts.
     """
 
     readers: list[Node]
@@ -70,9 +71,9 @@ class Swap:
     """A tensor that leaves the device.
 
     Attributes:
-        tensor: What is swapped.
-        swap_ins: Its copies on the way back, in γ.
-        merged: Whether what makes it may be made one with other sums, and must have no more control edges.
+        tensor: Tensor that is swapped.
+        swap_ins: Copies back onto the device, in γ.
+        merged: Whether TensorFlow may flatten its producer with other sums, which then must get no more control edges.
     """
 
     tensor: Tensor
@@ -82,11 +83,11 @@ class Swap:
 
 @dataclasses.dataclass
 class SwapPlan:
-    """What is swapped and what is not.
+    """Selection of the tensors to swap.
 
     Attributes:
-        swaps: In the order in which the search meets the tensors.
-        left: (name of a tensor, why it stays).
+        swaps: Swaps, in the order in which the search visits the tensors.
+        left: (name of a tensor, reason why it stays).
     """
 
     swaps: list[Swap]
@@ -96,46 +97,53 @@ class SwapPlan:
 def prepare_for_swapping(
     graph: Graph, min_bytes: int, batch: int, scopes: tuple[str, ...] = (), forward: Container[str] = ()
 ) -> GraphAnalysis:
-    """The graph without what is large, early, or there at once for nothing: what swapping alone cannot help.
+    """Return the analysis of a graph whose peak swapping can lower: no broadcast copies, early or concurrent large ops.
 
     Args:
-        graph: As it is, loops of an earlier pass included.
-        min_bytes: Results below may be early, and made in any order.
-        batch: Size of an unknown batch.
-        scopes: Of operations that belong to the backward phase, as for `GraphAnalysis`.
-        forward: Names of operations that belong to the forward phase, as for `GraphAnalysis`.
+        graph: Graph of the step, which may contain tile loops.
+        min_bytes: Size from which on results are delayed and brought into one order.
+        batch: Batch size, where the graph leaves it open.
+        scopes: Scopes of ops that belong to the backward phase, as for `GraphAnalysis`.
+        forward: Names of ops that belong to the forward phase, as for `GraphAnalysis`.
     """
-    small = GraphAnalysis(shrink_broadcasts(GraphAnalysis(graph, scopes, forward)), scopes, forward)
-    recompute_pooling(small.graph, small.backward)
-    small = GraphAnalysis(small.graph, scopes, forward)
-    late = delay_early_ops(small, min_bytes, batch)
-    backward, untouched = (
-        {node.name for node in nodes} for nodes in (small.backward, summation_order.flattenable_sums(small))
-    )
-    serialize_large_ops(late, backward, untouched, min_bytes, batch)
-    serialize_scratch_groups(late)
-    return GraphAnalysis(late, scopes, forward)
+    latest: GraphAnalysis | None = None
+
+    def analyse(graph: Graph) -> GraphAnalysis:
+        nonlocal latest
+        if latest is None or latest.graph is not graph:
+            latest = GraphAnalysis(graph, scopes, forward)
+        return latest
+
+    analysis = analyse(run_passes(graph, [ShrinkBroadcasts(analyse), RecomputePooling(analyse)]).graph)
+    backward = {node.name for node in analysis.backward}
+    fixed = {node.name for node in summation_order.flattenable_sums(analysis)}
+    scheduling = [
+        DelayEarlyOps(analysis, min_bytes, batch),
+        SerializeLargeOps(backward=backward, fixed=fixed, min_bytes=min_bytes, batch=batch),
+        SerializeScratchGroups(),
+    ]
+    return analyse(run_passes(analysis.graph, scheduling).graph)
 
 
 def plan_swaps(analysis: GraphAnalysis, options: SwapOptions, batch: int) -> SwapPlan:
-    """Choose tensors, their swap-ins and the control operations.
+    """Select tensors to swap, their swap-ins and control ops.
 
     Args:
-        analysis: Of the graph, prepared.
-        options: What to swap.
-        batch: Size of an unknown batch.
+        analysis: Analysis that `prepare_for_swapping` returned.
+        options: Parameters of the selection.
+        batch: Batch size, where the graph leaves it open.
     """
-    return _Planner(analysis, options, batch).run()
+    return _SwapSelector(analysis, options, batch).run()
 
 
-class _Planner:
+class _SwapSelector:
     def __init__(self, analysis: GraphAnalysis, options: SwapOptions, batch: int) -> None:
         self.analysis = analysis
         self.options = options
         self.batch = batch
-        self.untouched = summation_order.flattenable_sums(analysis)
+        self.fixed = summation_order.flattenable_sums(analysis)
         ready = earliest_forward_level(analysis)
-        self.search = TriggerSearch(analysis.graph, analysis.backward, analysis.level, ready, self.untouched)
+        self.search = TriggerSearch(analysis.graph, analysis.backward, analysis.level, ready, self.fixed)
         self.left: list[tuple[str, str]] = []
 
     def run(self) -> SwapPlan:
@@ -149,7 +157,7 @@ class _Planner:
         return SwapPlan(swaps, self.left)
 
     def _reachable(self) -> Iterable[Tensor]:
-        """Tensors of forward operations, breadth first from the starting operations (5.1)."""
+        """Yield the tensors of forward ops, breadth first from the starting ops (5.1)."""
         queue = collections.deque(self._starts())
         seen = set(queue)
         while queue:
@@ -169,9 +177,9 @@ class _Planner:
         return [n for n in forward if n.name in names or (scope is not None and in_scope(n.name, scope))]
 
     def _swap(self, tensor: Tensor) -> Swap | None:
-        """The swap of a tensor, `None` if it stays."""
+        """Return the swap of a tensor, `None` if it stays."""
         edges = self._long_edges(tensor)
-        if not edges or not self._wanted(tensor):
+        if not edges or not self._is_selected(tensor):
             return None
         if tensor.num_bytes(self.batch) < max(self.options.min_bytes, 1):
             return None
@@ -194,26 +202,26 @@ class _Planner:
                 self.left.append((tensor.name, f"nothing is found that could trigger its way back to `{reader.name}`"))
             else:
                 swap_ins.append(SwapIn([reader], control))
-        return Swap(tensor, swap_ins, tensor.node in self.untouched) if swap_ins else None
+        return Swap(tensor, swap_ins, tensor.node in self.fixed) if swap_ins else None
 
     def _long_edges(self, tensor: Tensor) -> list[Node]:
-        """Readers that come much later, in γ: backward ones, and those at the end of a long branch (4.1)."""
+        """Return consumers much later in γ, in that order: backward ops, and forward ops after a long branch (4.1)."""
         if tensor.node.op in _SOURCES or tensor.node not in self.analysis.data or not _is_data(tensor):
             return []
         level, backward = self.search.level, self.analysis.backward
         readers = [reader for reader, _ in self.analysis.consumers.get(tensor, ()) if not reads_shape_only(reader)]
         last_forward = max((level[reader] for reader in readers if reader not in backward), default=level[tensor.node])
-        found: dict[Node, None] = {}
-        for reader in readers:
+        late_readers: list[Node] = []
+        for reader in dict.fromkeys(readers):
             distance = level[reader] - level[tensor.node]
             branch = self.options.swap_branches and distance > self.options.branch_threshold
             late = self.search.ready[reader] > last_forward if reader in backward else branch
-            if distance > 1 and late and not _updates(reader):
-                found[reader] = None
-        return sorted(found, key=level.__getitem__)
+            if distance > 1 and late and not _writes_variable(reader):
+                late_readers.append(reader)
+        return sorted(late_readers, key=level.__getitem__)
 
-    def _wanted(self, tensor: Tensor) -> bool:
-        """Whether scopes and types let it go; what is excluded stays even if it is included."""
+    def _is_selected(self, tensor: Tensor) -> bool:
+        """Return whether scopes and types select a tensor; exclusion overrides inclusion."""
         node, options = tensor.node, self.options
         if any(in_scope(node.name, scope) for scope in options.excl_scopes) or node.op in options.excl_types:
             return False
@@ -233,58 +241,108 @@ def _is_data(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool or tensor.dtype.is_complex
 
 
-def _updates(node: Node) -> bool:
-    """Whether an operation writes a variable: edges next to variables are left alone (5.1)."""
+def _writes_variable(node: Node) -> bool:
+    """Return whether an op writes a variable: edges next to variables are not swapped (5.1)."""
     return node.op.startswith(("Assign", "Resource")) and not node.op.startswith("ResourceGather")
 
 
-def insert_swaps(
-    analysis: GraphAnalysis, swaps: list[Swap], tier: Tier, max_in_flight: int
-) -> tuple[Graph, list[Node]]:
-    """A new graph with swap-outs and swap-ins, and the swap-outs.
+@dataclasses.dataclass(frozen=True)
+class SwapResult(PassResult):
+    """A graph with swaps.
 
-    Args:
-        analysis: Of the graph that the swaps were planned for.
-        swaps: What to swap.
-        tier: Where to.
-        max_in_flight: Swap-outs that may be under way at a time; further tensors are not made before one has ended.
-
-    Raises:
-        RewriteError: If the graph had a cycle then, which is a mistake in a strategy.
+    Attributes:
+        swap_outs: Swap-outs, in the order of the swaps.
     """
-    level = analysis.level
-    new = analysis.graph.copy()
-    outs: list[_Out] = []
-    ways: list[_SwapInChain] = []
-    for swap in swaps:
+
+    swap_outs: tuple[Node, ...] = ()
+
+
+class InsertSwaps(GraphPass[SwapResult]):
+    """Adds swap-outs and swap-ins to a graph."""
+
+    new_stateful_ops = frozenset(("PyFunc",))
+
+    def __init__(self, analysis: GraphAnalysis, swaps: Sequence[Swap], tier: Tier, max_in_flight: int) -> None:
+        """Prepare the pass.
+
+        Args:
+            analysis: Analysis of the graph, for which the swaps were planned.
+            swaps: Swaps to add.
+            tier: Place of the swapped tensors.
+            max_in_flight: Swap-outs that may be under way at a time. Further tensors are not computed before one of
+                them has ended.
+        """
+        self.analysis = analysis
+        self.swaps = swaps
+        self.tier = tier
+        self.max_in_flight = max_in_flight
+
+    def requires(self, graph: Graph) -> None:
+        """Check that the swaps were planned for the graph."""
+        require_analysed(graph, self.analysis)
+
+    def call(self, graph: Graph) -> SwapResult:
+        """Add the swaps and the edges that order them.
+
+        Raises:
+            RewriteError: If an edge closes a cycle, which is a mistake in the search for control ops.
+        """
+        if not self.swaps:
+            return SwapResult(graph, changed=False)
+        level = self.analysis.level
+        new = graph.copy()
+        outs: list[_SwapOut] = []
+        chains: list[_SwapInChain] = []
+        for swap in self.swaps:
+            out, swap_ins = self._insert(new, swap)
+            outs.append(out)
+            chains.extend(swap_ins)
+        _limit_in_flight(outs, self.max_in_flight)
+        _wait_for_releases(chains, level)
+        needed = ancestors(out.done for out in outs)  # by the new edges too
+        last = max(level.values()) + 1
+        updates = {new.nodes[node.name]: level[node] for node in level if _writes_variable(node)}
+        _run_updates_last(new, outs, {node: at if node in needed else last for node, at in updates.items()})
+        try:
+            new.execution_order()
+        except RewriteError as error:
+            raise RewriteError(f"Swapping would make the step wait for itself: {error}") from None
+        return SwapResult(new, changed=True, swap_outs=tuple(out.done for out in outs))
+
+    def _insert(self, new: Graph, swap: Swap) -> tuple[_SwapOut, list[_SwapInChain]]:
+        """Add the ops of one swap to the new graph."""
+        tier = self.tier
         source = Tensor(new.nodes[swap.tensor.node.name], swap.tensor.index)
         prefix = f"lms/{source.node.name}" + (f"_{source.index}" if source.index else "")
-        held = tier.swap_out(new, source, new.unique_name(f"{prefix}/swap_out"), len(swap.swap_ins))
-        outs.append(_Out(level[swap.tensor.node], source.node, held.node, swap.merged))
+        swapped = tier.swap_out(new, source, new.unique_name(f"{prefix}/swap_out"), len(swap.swap_ins))
+        out = _SwapOut(self.analysis.level[swap.tensor.node], source.node, swapped.node, swap.merged)
+        chains: list[_SwapInChain] = []
         for number, swap_in in enumerate(swap.swap_ins):
             name = new.unique_name(f"{prefix}/swap_in_{number}")
-            back = tier.swap_in(new, held, source, new.nodes[swap_in.control.name], name)
+            copy = tier.swap_in(new, swapped, source, new.nodes[swap_in.control.name], name)
             readers = [new.nodes[reader.name] for reader in swap_in.readers]
             for node in readers:
-                node.inputs = [back if t == source else t for t in node.inputs]
-            given = tier.give_back(new, new.unique_name(f"{prefix}/given_back_{number}"), readers)
-            ways.append(_SwapInChain(new.nodes[name], swap_in, given))
-    _bound(outs, max_in_flight)
-    _one_by_one(ways, level)
-    needed = ancestors(out.done for out in outs)  # by the new edges too
-    last = max(level.values()) + 1
-    updates = {new.nodes[node.name]: level[node] for node in level if _updates(node)}
-    _updates_last(new, outs, {node: at if node in needed else last for node, at in updates.items()})
-    try:
-        new.execution_order()
-    except RewriteError as error:
-        raise RewriteError(f"Swapping would make the step wait for itself: {error}") from None
-    return new, [out.done for out in outs]
+                node.inputs = [copy if t == source else t for t in node.inputs]
+            release = tier.release(new, new.unique_name(f"{prefix}/release_{number}"), readers)
+            chains.append(_SwapInChain(new.nodes[name], swap_in, release))
+        return out, chains
+
+
+def insert_swaps(analysis: GraphAnalysis, swaps: Sequence[Swap], tier: Tier, max_in_flight: int) -> SwapResult:
+    """Run `InsertSwaps` on the analysed graph."""
+    return run_pass(InsertSwaps(analysis, swaps, tier, max_in_flight), analysis.graph)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Out:
-    """A swap-out: γ of what makes the tensor, that operation, the one that takes the tensor away; see `Swap.merged`."""
+class _SwapOut:
+    """A swap-out.
+
+    Attributes:
+        level: γ of the tensor's producer.
+        producer: Op that computes the tensor.
+        done: Op that takes the tensor away.
+        merged: See `Swap.merged`.
+    """
 
     level: int
     producer: Node
@@ -292,11 +350,26 @@ class _Out:
     merged: bool
 
 
-def _bound(outs: list[_Out], max_in_flight: int) -> None:
-    """Let the producer of a tensor wait for the swap-out of one `max_in_flight` before it.
+@dataclasses.dataclass(frozen=True)
+class _SwapInChain:
+    """A swap-in.
 
-    Otherwise, where writing is slower than computing, tensors queue up on the device. Like every edge that
-    swapping adds, it leads from a lower to a higher γ, so that no cycle comes about.
+    Attributes:
+        start: Op that the swap-in begins with.
+        plan: Swap-in as planned.
+        release: Op that frees the copy, if the tier needs one.
+    """
+
+    start: Node
+    plan: SwapIn
+    release: Node | None
+
+
+def _limit_in_flight(outs: list[_SwapOut], max_in_flight: int) -> None:
+    """Let the producer of a tensor wait for the swap-out `max_in_flight` before it.
+
+    Otherwise tensors queue up on the device where writing is slower than computing. Like every edge that swapping
+    adds, the edge leads from a lower to a higher γ, so that it closes no cycle.
     """
     outs = sorted(outs, key=lambda out: out.level)
     for before, after in zip(outs, outs[max_in_flight:], strict=False):
@@ -304,59 +377,50 @@ def _bound(outs: list[_Out], max_in_flight: int) -> None:
             after.producer.control_inputs.append(before.done)
 
 
-@dataclasses.dataclass(frozen=True)
-class _SwapInChain:
-    """The operation that a swap-in starts with, what was planned, and the operation that gives its tensor back."""
+def _wait_for_releases(chains: list[_SwapInChain], level: Mapping[Node, int]) -> None:
+    """Let a swap-in wait until the copies are freed whose consumers ran before its control op.
 
-    start: Node
-    plan: SwapIn
-    given: Node | None
-
-
-def _one_by_one(ways: list[_SwapInChain], level: Mapping[Node, int]) -> None:
-    """Let a swap-in wait until the tensors are given back whose readers ran before its control operation.
-
-    Both become ready at the same time, and what is given back last is at the worst moment still there.
+    Both become ready at the same time; without the edge both copies may exist at the peak.
     """
     starts: dict[Node, list[Node]] = {}
-    for way in ways:
-        starts.setdefault(way.plan.control, []).append(way.start)
-    waiting = {way.given: way.plan.readers for way in ways if way.given is not None}
+    for chain in chains:
+        starts.setdefault(chain.plan.control, []).append(chain.start)
+    waiting = {chain.release: chain.plan.readers for chain in chains if chain.release is not None}
     for control in sorted(starts, key=level.__getitem__):
-        ended = {given: readers for given, readers in waiting.items() if _last(readers, level) <= level[control]}
+        ended = {
+            release: readers
+            for release, readers in waiting.items()
+            if max(level[reader] for reader in readers) <= level[control]
+        }
         lowest = min((level[reader] for readers in ended.values() for reader in readers), default=0)
         passed = _ancestors(control, level, lowest) if ended else set()
-        for given in [given for given, readers in ended.items() if passed.issuperset(readers)]:
-            del waiting[given]
+        for release in [release for release, readers in ended.items() if passed.issuperset(readers)]:
+            del waiting[release]
             for start in starts[control]:
-                start.control_inputs.append(given)
-
-
-def _last(readers: Iterable[Node], level: Mapping[Node, int]) -> int:
-    return max(level[reader] for reader in readers)
+                start.control_inputs.append(release)
 
 
 def _ancestors(node: Node, level: Mapping[Node, int], lowest: int) -> set[Node]:
-    """A node and those before it that are not below a level."""
-    found, stack = {node}, [node]
+    """Return a node and its ancestors from a level on."""
+    result, stack = {node}, [node]
     while stack:
         for before in predecessors(stack.pop()):
-            if before not in found and level[before] >= lowest:
-                found.add(before)
+            if before not in result and level[before] >= lowest:
+                result.add(before)
                 stack.append(before)
-    return found
+    return result
 
 
-def _updates_last(graph: Graph, outs: list[_Out], updates: Mapping[Node, int]) -> None:
-    """Variables change after the swap-outs have ended, so that a failed one leaves them as they were.
+def _run_updates_last(graph: Graph, outs: list[_SwapOut], updates: Mapping[Node, int]) -> None:
+    """Let variables change after the swap-outs have ended, so that a failed swap-out leaves them unchanged.
 
-    An operation stands for all swap-outs up to a level: edges from each of them to each update would be too many.
+    One op stands for all swap-outs up to a level: edges from each swap-out to each update would be too many.
 
     Args:
         graph: The new graph; it is edited.
-        outs: Its swap-outs.
-        updates: What writes a variable, with the level γ below which swap-outs come first: its own if a swapped tensor
-            is computed from what it does, such as the state of a generator that is drawn from again.
+        outs: Swap-outs of the graph.
+        updates: Ops that write a variable, each with the level γ below which swap-outs run first. That is the op's own
+            level if a swapped tensor depends on its effect, such as the state of a random generator.
     """
     outs = sorted(outs, key=lambda out: out.level)
     passed, ended = 0, list[Node]()

@@ -33,7 +33,7 @@ class Tier(Protocol):
     def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
         """Add the operation that brings it back, after `control`; its result is the tensor `like`."""
 
-    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> Node | None:
+    def release(self, graph: Graph, name: str, readers: list[Node]) -> Node | None:
         """Have what was brought back for these readers freed at once after them, by an operation if that takes one."""
 
     def clear(self) -> None:
@@ -64,7 +64,7 @@ class HostTier:
         """Another one, from which the readers copy."""
         return graph.add(_identity(held, like, name, [control])).out()
 
-    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> None:
+    def release(self, graph: Graph, name: str, readers: list[Node]) -> None:
         """No operation: it is freed at once."""
 
     def clear(self) -> None:
@@ -95,7 +95,7 @@ class SkeletonTier:
         made = graph.add(Node(name, "PyFunc", [held], [control], {}, HOST, outputs))
         return graph.add(Node(f"{name}/EnsureShape", "EnsureShape", [made.out()], (), {}, "", outputs)).out()
 
-    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> Node:
+    def release(self, graph: Graph, name: str, readers: list[Node]) -> Node:
         """One that makes a number."""
         node = graph.add(Node(name, "PyFunc", (), readers, {}, HOST, [(tf.int64, ())]))
         graph.keep.append(node)
@@ -149,7 +149,7 @@ class DiskTier:
         (value,) = self._spliced(graph, name, call, [held], [(like.shape, dtype)], [control])
         return value
 
-    def give_back(self, graph: Graph, name: str, readers: list[Node]) -> Node:
+    def release(self, graph: Graph, name: str, readers: list[Node]) -> Node:
         """Let TensorFlow give back an array that it has no use for any more.
 
         Its own threads must not do so. It does the next time that it calls Python, which may be long after: without

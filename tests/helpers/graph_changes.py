@@ -5,12 +5,14 @@ import tensorflow as tf
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
+from rewriters.ir.graph_pass import run_pass
 from rewriters.step_importer import StepImporter
 
 
-def changed(step, change):
-    """The graph after a change, and whether it computes the same bits."""
-    graph = change(GraphAnalysis(canonicalize.read_canonical(step.concrete_fn)))
+def changed(step, pass_for):
+    """Return the graph after the pass that `pass_for` makes for an analysis, and whether it computes the same bits."""
+    analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
+    graph = run_pass(pass_for(analysis), analysis.graph).graph
     importer = StepImporter(graph, step.concrete_fn)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]
     function = tf.function(lambda *args: importer(args), input_signature=specs).get_concrete_function()

@@ -30,7 +30,7 @@ def swapped(step, tier=None, max_in_flight=2, cuts=(), **options):
     analysis = prepare_for_swapping(analysis.graph, 1, 2)
     tier = tier or HostTier()
     found = plan_swaps(analysis, SwapOptions(**options), 2)
-    graph, _ = insert_swaps(analysis, found.swaps, tier, max_in_flight)
+    graph = insert_swaps(analysis, found.swaps, tier, max_in_flight).graph
     importer = StepImporter(graph, step.concrete_fn, tier)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]
     function = tf.function(lambda *args: importer(args), input_signature=specs).get_concrete_function()

@@ -8,7 +8,7 @@ from nets import conv
 from rewriters.analysis.autodiff_roles import is_seed
 from rewriters.canonicalize import canonicalize
 from rewriters.ir.graph import ancestors
-from rewriters.scheduling.delay_early_ops import LEAST
+from rewriters.scheduling.delay_early_ops import MIN_DELAYED_BYTES
 from rewriters.swapping import swap_pass
 
 
@@ -21,7 +21,7 @@ def test_copies_of_weights_that_an_update_makes_wait_for_gradients_however_small
         for node in graph.nodes.values()
         if node.op == "Mul"
         and "sgd" in node.name
-        and node.out().num_bytes() >= LEAST
+        and node.out().num_bytes() >= MIN_DELAYED_BYTES
         and not any(is_seed(before) for before in ancestors([node]))
     ]
     assert len(early) >= 2, "momentum times velocity is ready when the step begins"

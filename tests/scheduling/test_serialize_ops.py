@@ -12,18 +12,23 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.device.peak_memory import graph_peak, graph_schedule
 from rewriters.ir.graph import Graph, Node, ancestors, predecessors
+from rewriters.ir.graph_pass import run_pass
 from rewriters.scheduling.delay_early_ops import earliest_forward_level
-from rewriters.scheduling.serialize_ops import serialize_large_ops
+from rewriters.scheduling.serialize_ops import SerializeLargeOps
 from rewriters.swapping.swap_pass import prepare_for_swapping
+
+LIBRARY = tf.compat.v1.GraphDef().library
+
+
+def serialising(analysis, min_bytes=1):
+    backward, fixed = (
+        {n.name for n in nodes} for nodes in (analysis.backward, summation_order.flattenable_sums(analysis))
+    )
+    return SerializeLargeOps(backward=backward, fixed=fixed, min_bytes=min_bytes, batch=2)
 
 
 def serialised(analysis, min_bytes=1):
-    graph = analysis.graph.copy()
-    backward, untouched = (
-        {n.name for n in nodes} for nodes in (analysis.backward, summation_order.flattenable_sums(analysis))
-    )
-    serialize_large_ops(graph, backward, untouched, min_bytes, 2)
-    return graph
+    return run_pass(serialising(analysis, min_bytes), analysis.graph).graph
 
 
 def forked(x):
@@ -37,7 +42,7 @@ def forked(x):
 def test_the_same_bits_and_no_higher_peak(known):
     step = keras_step(forked, (16, 16), 2, known, keras.optimizers.Adam(), steps=4)
     before = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
-    graph, same = changed(step, serialised)
+    graph, same = changed(step, serialising)
     assert same
     peaks = [graph_peak(graph_schedule(g, (), 2, []), {}, limit=0).peak_bytes for g in (before.graph, graph)]
     assert peaks[1] <= peaks[0]
@@ -77,7 +82,7 @@ def test_small_operations_stay_free():
 
 def by_hand():
     """A tensor `x` that two branches read; each makes two more of its size, and something small of them."""
-    graph = Graph({}, [], [], [], None, None)
+    graph = Graph({}, [], [], [], LIBRARY, None)
 
     def add(name, op, inputs, size):
         return graph.add(Node(name, op, [n.out() for n in inputs], outputs=[(tf.float64, (size,))]))
@@ -94,7 +99,7 @@ def by_hand():
 
 def test_a_branch_ends_before_another_begins():
     graph = by_hand()
-    serialize_large_ops(graph, (), (), 800, 1)
+    graph = run_pass(SerializeLargeOps(backward=(), fixed=(), min_bytes=800, batch=1), graph).graph
     order = [node.name for node in graph.topological() if node.name[0] in "ab"]
     assert order in (["a1", "a2", "a3", "b1", "b2", "b3"], ["a2", "a1", "a3", "b1", "b2", "b3"])
     assert [c.name for c in graph.nodes["b1"].control_inputs] == ["a3"]
@@ -105,7 +110,7 @@ def test_a_branch_ends_before_another_begins():
 
 def test_what_reads_much_for_something_small_ends_before_more_is_made():
     """A filter's gradient holds the gradient that it reads; the other reader of that may end first."""
-    graph = Graph({}, [], [], [], None, None)
+    graph = Graph({}, [], [], [], LIBRARY, None)
 
     def add(name, inputs, size):
         return graph.add(Node(name, "Roll", [n.out() for n in inputs], outputs=[(tf.float64, (size,))]))
@@ -116,14 +121,15 @@ def test_what_reads_much_for_something_small_ends_before_more_is_made():
     first = add("first", [gradient], 100)
     second = add("second", [first], 100)
     graph.outputs = [small.out(), second.out()]
-    serialize_large_ops(graph, (), (), 800, 1)
+    graph = run_pass(SerializeLargeOps(backward=(), fixed=(), min_bytes=800, batch=1), graph).graph
+    first, second, small = (graph.nodes[name] for name in ("first", "second", "small"))
     assert small in first.control_inputs + second.control_inputs
-    assert gradient not in small.control_inputs, "both readers may run at once"
+    assert graph.nodes["gradient"] not in small.control_inputs, "both readers may run at once"
 
 
 def test_the_operand_that_needs_most_is_made_first():
     """As in a normalisation's gradient: `scaled` could be there early, and would wait while the other part is made."""
-    graph = Graph({}, [], [], [], None, None)
+    graph = Graph({}, [], [], [], LIBRARY, None)
 
     def add(name, op, inputs, size):
         return graph.add(Node(name, op, [n.out() for n in inputs], outputs=[(tf.float64, (size,))]))
@@ -135,7 +141,7 @@ def test_the_operand_that_needs_most_is_made_first():
     narrow = add("narrow", "Roll", [wide], 100)
     end = add("end", "Roll", [scaled, narrow], 100)
     graph.outputs = [end.out()]
-    serialize_large_ops(graph, (), (), 800, 1)
+    graph = run_pass(SerializeLargeOps(backward=(), fixed=(), min_bytes=800, batch=1), graph).graph
     order = [node.name for node in graph.topological()]
     assert order.index("narrow") < order.index("scaled")
     assert graph_peak(graph_schedule(graph, (), 1, []), {}, limit=0).peak_bytes < 8 * (100 + 300 + 100) + 8 * 50

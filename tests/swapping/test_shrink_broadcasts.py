@@ -11,8 +11,8 @@ from keras import layers
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.ir.graph import ancestors
-from rewriters.scheduling.delay_early_ops import delay_early_ops, earliest_forward_level
-from rewriters.swapping.shrink_broadcasts import shrink_broadcasts
+from rewriters.scheduling.delay_early_ops import DelayEarlyOps, earliest_forward_level
+from rewriters.swapping.shrink_broadcasts import ShrinkBroadcasts
 
 RNG = np.random.default_rng(0)
 
@@ -40,7 +40,7 @@ def test_normalisation_in_training_mode_repeats_nothing(known, dtype):
     keras.config.set_floatx(dtype)
     step = keras_step(net, (12, 16), 2, known, keras.optimizers.Adam(), steps=4)
     before = canonicalize.read_canonical(step.concrete_fn)
-    graph, same = changed(step, shrink_broadcasts)
+    graph, same = changed(step, lambda analysis: ShrinkBroadcasts(lambda _: analysis))
     assert same
     for op, fewer in (("Tile" if known else "BroadcastTo", 2), ("RealDiv", 2), ("AddN", 1)):
         assert len(whole(before, op)) - len(whole(graph, op)) >= fewer, op
@@ -61,7 +61,7 @@ def test_normalisation_in_training_mode_repeats_nothing(known, dtype):
 )
 def test_an_operation_that_repeats_its_operands_reads_them_small(function, known):
     step = of(function, (3, 4, 5, 2), (3, 4, 5, 2), known=known)
-    graph, same = changed(step, shrink_broadcasts)
+    graph, same = changed(step, lambda analysis: ShrinkBroadcasts(lambda _: analysis))
     assert same
     assert not any(node.op in ("Fill", "Tile", "BroadcastTo", "AddN") for node in graph.nodes.values())
 
@@ -81,14 +81,14 @@ def test_an_operation_that_repeats_its_operands_reads_them_small(function, known
 )
 def test_who_needs_the_whole_has_it(function):
     step = of(function, (2, 4, 4, 1))
-    graph, same = changed(step, shrink_broadcasts)
+    graph, same = changed(step, lambda analysis: ShrinkBroadcasts(lambda _: analysis))
     assert same and any(node.op in ("Tile", "Fill") for node in graph.nodes.values())
 
 
 def test_sizes_that_may_differ_are_not_taken_for_equal():
     """One row of a gather is repeated to all rows of the other: what is small then is known only when it runs."""
     step = of(lambda x: (tf.gather(x, [1]) + tf.fill((1, 2), x[0, 0])) * x, (3, 2), known=False)
-    _, same = changed(step, shrink_broadcasts)
+    _, same = changed(step, lambda analysis: ShrinkBroadcasts(lambda _: analysis))
     assert same
 
 
@@ -105,7 +105,7 @@ def test_order_is_kept():
 
     step = of(function, (2, 3))
     step = Step(step.concrete_fn, [variable], step.batches)
-    graph, same = changed(step, shrink_broadcasts)
+    graph, same = changed(step, lambda analysis: ShrinkBroadcasts(lambda _: analysis))
     assign = next(node for node in graph.nodes.values() if node.op == "AssignAddVariableOp")
     assert same and any(n.op == "ReadVariableOp" for n in ancestors(assign.control_inputs))
 
@@ -129,7 +129,7 @@ def test_lists_of_tensors_are_added_up_as_they_were():
 
     step = of(function, (2, 4, 4, 2))
     step = Step(step.concrete_fn, [weight], step.batches)
-    graph, same = changed(step, shrink_broadcasts)
+    graph, same = changed(step, lambda analysis: ShrinkBroadcasts(lambda _: analysis))
     assert same and any(n.op == "AddN" and n.outputs[0][0] == tf.variant for n in graph.nodes.values())
 
 
@@ -142,13 +142,13 @@ def test_momentum_waits_for_the_gradient():
 
     step = keras_step(net, (12, 16), 2, True, keras.optimizers.SGD(0.1, momentum=0.9), steps=4)
     before = canonicalize.read_canonical(step.concrete_fn)
-    graph, same = changed(step, lambda analysis: delay_early_ops(analysis, 1, 2))
+    graph, same = changed(step, lambda analysis: DelayEarlyOps(analysis, 1, 2))
     assert same
     waiting = [n for n in graph.nodes.values() if len(n.control_inputs) > len(before.nodes[n.name].control_inputs)]
     assert len([n for n in waiting if n.name.startswith("sgd/")]) >= 4
     backward = GraphAnalysis(before).backward
     assert all(before.nodes[n.control_inputs[-1].name] in backward for n in waiting if n.name.startswith("sgd/"))
-    large, _ = changed(step, lambda analysis: delay_early_ops(analysis, 2000, 2))
+    large, _ = changed(step, lambda analysis: DelayEarlyOps(analysis, 2000, 2))
     assert sum(len(n.control_inputs) for n in large.nodes.values()) < sum(
         len(n.control_inputs) for n in graph.nodes.values()
     )
@@ -165,7 +165,7 @@ def test_what_a_gradient_is_multiplied_with_waits_for_it():
     step = keras_step(net, (16, 16), 2, steps=4)
     before = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     early = [n.name for n in before.forward_derived if n.outputs[0][1] and len(n.outputs[0][1]) == 4]
-    graph, same = changed(step, lambda analysis: delay_early_ops(analysis, 1, 2))
+    graph, same = changed(step, lambda analysis: DelayEarlyOps(analysis, 1, 2))
     after = GraphAnalysis(graph)
     ready, was = earliest_forward_level(after), earliest_forward_level(before)
     (last,) = {ready[node] for node in after.backward if node.op == "Conv2DBackpropInput"}
@@ -187,7 +187,7 @@ def test_what_is_computed_for_something_that_waits_waits_too():
 
     step = of(function, (2, 4, 4, 2))
     step = Step(step.concrete_fn, [weight], step.batches)
-    graph, same = changed(step, lambda analysis: delay_early_ops(analysis, 1, 2))
+    graph, same = changed(step, lambda analysis: DelayEarlyOps(analysis, 1, 2))
     assert same and all(graph.nodes[name].control_inputs for name in ("first", "second"))
 
 
@@ -201,7 +201,7 @@ def test_waiting_makes_no_cycle():
         return tape.gradient(y, x)
 
     step = of(function, (2, 4, 4, 1))
-    graph, same = changed(step, lambda analysis: delay_early_ops(analysis, 1, 2))
+    graph, same = changed(step, lambda analysis: DelayEarlyOps(analysis, 1, 2))
     assert same and graph.levels()
 
 
@@ -212,7 +212,7 @@ def test_what_is_added_to_a_convolution_does_not_wait_for_it():
         return layers.Conv2D(4, 3)(keras.ops.relu(layers.Conv2D(4, 3)(x)))
 
     step = keras_step(net, (12, 16), 2)
-    graph, same = changed(step, lambda analysis: delay_early_ops(analysis, 1, 2))
+    graph, same = changed(step, lambda analysis: DelayEarlyOps(analysis, 1, 2))
     assert same
     found = [node for node in graph.nodes.values() if node.op == "BiasAdd" and node.inputs[0].node.op == "Conv2D"]
     assert len(found) == 2
@@ -231,7 +231,7 @@ def test_a_value_that_others_wait_for_or_that_is_returned_starts_at_once():
 
     step = of(function, (2, 3))
     step = Step(step.concrete_fn, [weight], step.batches)
-    graph, same = changed(step, lambda analysis: delay_early_ops(analysis, 1, 2))
+    graph, same = changed(step, lambda analysis: DelayEarlyOps(analysis, 1, 2))
     assert same and not any(n.control_inputs for n in graph.nodes.values() if n.op == "Mul")
 
 

@@ -151,12 +151,12 @@ def test_a_swap_in_waits_until_earlier_tensors_are_given_back(tmp_path):
             swap_ins[f"lms/{swap.tensor.node.name}/swap_in_{number}"] = swap_in
     for name, swap_in in swap_ins.items():
         for before in found.graph.nodes[name].control_inputs:
-            if "/given_back_" in before.name:
+            if "/release_" in before.name:
                 waited.add(before)
                 ran = {node.name for node in ancestors([found.graph.nodes[swap_in.control.name]])}
-                readers = swap_ins[before.name.replace("given_back", "swap_in")].readers
+                readers = swap_ins[before.name.replace("release", "swap_in")].readers
                 assert {reader.name for reader in readers} <= ran
-    given = [node for node in found.graph.nodes.values() if "/given_back_" in node.name and node.op == "PyFunc"]
+    given = [node for node in found.graph.nodes.values() if "/release_" in node.name and node.op == "PyFunc"]
     assert 0.5 * len(given) <= len(waited) < len(given)
 
 
@@ -334,7 +334,8 @@ def test_an_update_that_a_swap_in_waits_for_does_not_wait_for_what_is_computed_f
     end = add("end", "AddV2", [reader, second])
     graph.outputs, graph.keep = [end.out()], [update]
     swaps = [Swap(first.out(), [SwapIn([reader, other], control)]), Swap(second.out(), [SwapIn([end], reader)])]
-    new, outs = insert_swaps(GraphAnalysis(graph), swaps, HostTier(), 2)
+    result = insert_swaps(GraphAnalysis(graph), swaps, HostTier(), 2)
+    new, outs = result.graph, result.swap_outs
     waited = ancestors([new.nodes["update"]])
     assert {out.name for out in outs} - {node.name for node in waited} == {"lms/second/swap_out"}
 

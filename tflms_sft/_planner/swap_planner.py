@@ -18,7 +18,7 @@ from rewriters.emission.tile_pass import loop_nodes
 from rewriters.errors import SwapError
 from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.pipelining.stage_passes import StagedStep, with_swaps
-from rewriters.swapping.recompute_pooling import again_name, pooled_for
+from rewriters.swapping.recompute_pooling import forward_pool_of, recomputed_pool_name
 from rewriters.swapping.spill_store import SpillStore, is_in_memory
 from rewriters.swapping.swap_pass import Swap, SwapPlan, insert_swaps, plan_swaps, prepare_for_swapping
 from rewriters.swapping.tiers import DiskTier, HostTier
@@ -87,10 +87,10 @@ def apply_swaps(traced: TracedStep, graph: Graph, params: SwapParams) -> Swapped
     problem = no_room(tier, plan.swaps, batch)
     if problem:
         raise SwapError(problem)
-    with_outs, outs = insert_swaps(analysis, plan.swaps, tier, params.max_in_flight)
+    result = insert_swaps(analysis, plan.swaps, tier, params.max_in_flight)
     # A swap-out to disk returns the number of a file, which lies in the device's memory.
-    away = frozenset(outs) if isinstance(tier, HostTier) else frozenset[Node]()
-    return Swapped(with_outs, plan.swaps, plan.left, tier, out_seconds(traced, outs, params), away)
+    away = frozenset(result.swap_outs) if isinstance(tier, HostTier) else frozenset[Node]()
+    return Swapped(result.graph, plan.swaps, plan.left, tier, out_seconds(traced, result.swap_outs, params), away)
 
 
 def swap_in_stages(
@@ -220,7 +220,7 @@ def _serialisation_seconds(traced: TracedStep, graph: Graph) -> float:
 def _recomputation_seconds(traced: TracedStep, graph: Graph) -> float:
     """Return the seconds of poolings that are recomputed for their gradients."""
     nodes = traced.analysis.graph.nodes.values()
-    pools = [pooled_for(node) for node in nodes if again_name(node) in graph.nodes]
+    pools = [forward_pool_of(node) for node in nodes if recomputed_pool_name(node) in graph.nodes]
     return sum(traced.costs.op(pool) for pool in pools if pool is not None)
 
 

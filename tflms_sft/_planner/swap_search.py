@@ -51,10 +51,10 @@ class SwapSearch:
     def peak(self, count: int, lb: int, limit: int | None = None) -> Peak:
         """Return the predicted peak with the first `count` swaps; one above `limit` need not be the worst."""
         tier = HostTier() if self._on_host else SkeletonTier()
-        graph, outs = insert_swaps(self._analysis, self.swaps(lb)[:count], tier, self.params.max_in_flight)
-        away: frozenset[Node] = frozenset(outs if self._on_host else ())
-        slow = out_seconds(self._traced, outs, self.params)
-        return predict(self._traced, self._plans, limit, graph, away, slow)[0]
+        result = insert_swaps(self._analysis, self.swaps(lb)[:count], tier, self.params.max_in_flight)
+        away: frozenset[Node] = frozenset(result.swap_outs if self._on_host else ())
+        slow = out_seconds(self._traced, result.swap_outs, self.params)
+        return predict(self._traced, self._plans, limit, result.graph, away, slow)[0]
 
     def tuned(self, limit: int) -> SwapParams | None:
         """Return the fewest tensors, and for them the largest `lb`, with which the step fits; `None` if none do."""
