@@ -1,4 +1,4 @@
-"""Tensors in files that have no name: nobody else can open them, and nothing is left of them when the process ends."""
+"""Spill files of swapped tensors. They have no name: no other process can open them, and none outlives the process."""
 
 from __future__ import annotations
 
@@ -21,30 +21,39 @@ __all__: list[str] = []
 
 
 def is_in_memory(directory: str, mounts: str = "/proc/self/mounts") -> bool:
-    """Whether files in a directory lie in memory themselves; `False` where the system does not tell.
+    """Return whether the file system of a directory lies in memory; `False` where the system does not report it.
 
     Args:
         directory: Any path.
-        mounts: The system's table of file systems.
+        mounts: Path of the system's table of file systems.
     """
     path = os.path.join(os.path.realpath(directory), "")
-    found, kind = "", ""
+    mount, file_system = "", ""
     with contextlib.suppress(OSError), open(mounts, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             _, point, type_ = (*line.split(" "), "", "", "")[:3]
             point = os.path.join(point.replace("\\040", " "), "")
-            if path.startswith(point) and len(point) >= len(found):
-                found, kind = point, type_
-    return kind in ("tmpfs", "ramfs")
+            if path.startswith(point) and len(point) >= len(mount):
+                mount, file_system = point, type_
+    return file_system in ("tmpfs", "ramfs")
 
 
 class SpillError(OSError):
-    """A tensor could not be written to disk, or read back."""
+    """A tensor that could not be written to disk or read back."""
 
 
 @dataclasses.dataclass
 class _SpilledTensor:
-    """A tensor in a file, with how often it is still read, and the arrays that were made of the file's pages."""
+    """A tensor in a file.
+
+    Attributes:
+        file: The file.
+        num_bytes: Size of the tensor.
+        dtype: Element type.
+        shape: Shape.
+        reads: Number of reads to come.
+        pages: Mappings of the file that were returned as arrays.
+    """
 
     file: IO[bytes]
     num_bytes: int
@@ -55,20 +64,20 @@ class _SpilledTensor:
 
     @property
     def in_use(self) -> int:
-        """Arrays of its pages that are alive."""
+        """Number of arrays over the file's pages that are alive."""
         return sum(pages() is not None for pages in self.pages)
 
 
 class SpillStore:
     """Writes arrays to files in a directory and reads them back.
 
-    The files are made without a name where the file system can do that, and lose it at once elsewhere; the operating
-    system takes them away when they are closed or when the process ends in whatever way. A file is written again by
-    the next step, which is several times faster than to write a new one.
+    The files are created without a name, or are unlinked at once where the file system cannot do that. The operating
+    system deletes them when they are closed or when the process ends. The next step overwrites a file, which is several
+    times faster than to write a new one.
 
     Args:
-        directory: Where.
-        page_cache: Whether written pages may stay in memory that the operating system can take back. Without,
+        directory: Directory of the files.
+        page_cache: Whether written pages may stay in the page cache, which the operating system can reclaim. Otherwise
             every write waits for the disk.
     """
 
@@ -84,10 +93,11 @@ class SpillStore:
         self._allocated: Callable[[], int] = _nothing
 
     def write(self, array: np.ndarray, reads: int, name: str) -> int:
-        """Put an array away, to be read `reads` times; returns the number by which it is read.
+        """Write an array that will be read `reads` times, and return its number.
 
         Raises:
-            SpillError: Naming the directory, the bytes needed, and the bytes free.
+            SpillError: If the disk is full or fails. The message names the directory, the bytes needed and the bytes
+                free.
         """
         file: IO[bytes] | None = None
         try:
@@ -106,11 +116,11 @@ class SpillStore:
         return number
 
     def _file(self, size: int) -> IO[bytes]:
-        """A file of an earlier array that nobody reads any more, of that size if there is one, or a new one."""
+        """Return a file whose array is no longer read, preferably of the given size, or else a new file."""
         with self._lock:
-            self._look()
+            self._record_peak()
             self._collect()
-            # Batches of many sizes would leave files of each.
+            # A file of another size is better than none: batches of many sizes would leave files of each size.
             free = next((files for files in (self._free.get(size), *self._free.values()) if files), None)
             if free:
                 file = free.pop()
@@ -119,10 +129,10 @@ class SpillStore:
         return tempfile.TemporaryFile(dir=self.directory, buffering=0)
 
     def read(self, number: Any) -> np.ndarray:
-        """The array of that number; after its last read the file is gone.
+        """Return the array with a number; after its last read the file may be overwritten.
 
-        It lies in memory pages of its own, which TensorFlow takes over as they are: other memory, which need not
-        begin at a multiple of 64 bytes, it copies.
+        The array lies in memory pages of its own, which TensorFlow uses without a copy. It copies arrays that do not
+        begin at a multiple of 64 bytes.
 
         Raises:
             SpillError: If the disk fails.
@@ -136,16 +146,16 @@ class SpillStore:
         except OSError as error:
             raise SpillError(f"Swapping in from {self.directory!r} failed: {error}") from None
         with self._lock:
-            self._look()
+            self._record_peak()
             held.reads -= 1
             held.pages.append(weakref.ref(pages))
         return np.frombuffer(pages, np.uint8).view(held.dtype).reshape(held.shape)
 
     def _pages(self, descriptor: int, size: int) -> mmap.mmap:
-        """Memory with the contents of a file.
+        """Return memory with the contents of a file.
 
-        With the page cache it is the cache's own pages, copied only if TensorFlow computes in place; without it
-        they are read past it.
+        With the page cache these are the cache's own pages, copied on write. Without it the file is read into anonymous
+        memory.
         """
         if self.page_cache:
             return mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -158,58 +168,58 @@ class SpillStore:
         return sum(held.num_bytes * held.in_use for held in self._held.values())
 
     def _collect(self) -> None:
-        """Let files be written again that nobody will read and whose pages nobody has.
+        """Free the files that will not be read again and whose pages no array uses.
 
-        They are looked for. To be called when an array's life ends would be simpler, but an interrupt that arrives
-        in such a call is lost.
+        The method polls. A finalizer on each array would be simpler, but an interrupt that arrives inside of a
+        finalizer is lost.
         """
         for number, held in list(self._held.items()):
             if held.reads == 0 and not held.in_use:
                 del self._held[number]
                 self._free.setdefault(held.num_bytes, []).append(held.file)
 
-    def look(self) -> None:
-        """Note how much is in memory, before some of it is given back."""
+    def record_peak(self) -> None:
+        """Record how many bytes are in memory, before some of them are freed."""
         with self._lock:
-            self._look()
+            self._record_peak()
 
-    def _look(self) -> None:
-        """Note how much is in memory, whenever that is about to change."""
+    def _record_peak(self) -> None:
+        """Record how many bytes are in memory; the caller holds the lock and is about to change that number."""
         self._peak = max(self._peak, self._in_memory() + self._allocated())
 
     def reset_peak(self, allocated: Callable[[], int] | None = None) -> None:
-        """Start to look for the most bytes that are in memory at a time.
+        """Start a new measurement of `peak_bytes`.
 
         Args:
-            allocated: Most bytes that the device's allocator had given out since it was asked last.
+            allocated: Function that returns the peak of the device's allocator since its last call.
         """
         with self._lock:
             self._allocated = allocated or _nothing
             self._peak = 0
-            self._look()
+            self._record_peak()
 
     def peak_bytes(self) -> int:
-        """Most bytes that were in memory at a time: arrays that had been read, and what was allocated meanwhile."""
+        """Return the peak of the bytes of arrays that were read plus the bytes of the allocator."""
         with self._lock:
-            self._look()
+            self._record_peak()
             return self._peak
 
     def clear(self) -> None:
-        """Close all files: those of a step that did not end, and those kept for the next one."""
+        """Close all files: those of a step that failed, and those that the next step would overwrite."""
         with self._lock:
             _close_all(self._held, self._free)
 
     def free_bytes(self) -> int:
-        """Bytes that the directory's file system has free."""
+        """Return the free bytes of the directory's file system."""
         return shutil.disk_usage(self.directory).free
 
     def _failure(self, name: str, needed: int, error: OSError) -> SpillError:
         free = "unknown"
         with contextlib.suppress(OSError):
             free = str(self.free_bytes())
-        what = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"cannot be written: {error.strerror}"
+        problem = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"cannot be written: {error.strerror}"
         return SpillError(
-            f"The disk of {self.directory!r} {what}. Swapping out `{name}` needs {needed} bytes, {free} are free. "
+            f"The disk of {self.directory!r} {problem}. Swapping out `{name}` needs {needed} bytes, {free} are free. "
             "Give another directory as `spill_dir=`, or swap fewer tensors."
         )
 
@@ -219,7 +229,7 @@ def _nothing() -> int:
 
 
 def _close_all(held: dict[int, _SpilledTensor], free: dict[int, list[IO[bytes]]]) -> None:
-    for file in (*(one.file for one in held.values()), *itertools.chain(*free.values())):
+    for file in (*(tensor.file for tensor in held.values()), *itertools.chain(*free.values())):
         file.close()
     held.clear()
     free.clear()

@@ -1,4 +1,4 @@
-"""Where swapped tensors are: the codec pair f and its inverse of TFLMS, section 4.2.1, as operations."""
+"""Tiers: places of swapped tensors, with the codec pair f and f⁻¹ of TFLMS (section 4.2.1) as ops."""
 
 from __future__ import annotations
 
@@ -22,103 +22,103 @@ class Tier(Protocol):
     """A place outside of the device's memory.
 
     Attributes:
-        operations: Names of the stateful operations that it added.
+        operations: Names of the stateful ops that the tier has added to graphs.
     """
 
     operations: list[str]
 
     def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
-        """Add the operation that takes a tensor away, to be brought back `times`; its result stands for it there."""
+        """Add the swap-out of a tensor that is swapped in `times` times; return the handle for swap-ins."""
 
     def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
-        """Add the operation that brings it back, after `control`; its result is the tensor `like`."""
+        """Add a swap-in that runs after `control`; return the copy, with the type and shape of `like`."""
 
     def release(self, graph: Graph, name: str, readers: list[Node]) -> Node | None:
-        """Have what was brought back for these readers freed at once after them, by an operation if that takes one."""
+        """Free a copy right after its readers; return the op that does it, `None` if the runtime does it by itself."""
 
     def clear(self) -> None:
-        """Give up what a step that failed has left."""
+        """Discard the tensors that a failed step has left in the tier."""
 
     def reset_peak(self, allocated: Callable[[], int]) -> None:
-        """Start a new measurement of `peak_bytes`; `allocated` tells the allocator's peak since it was asked last."""
+        """Start a new measurement of `peak_bytes`; `allocated` returns the allocator's peak since its last call."""
 
     def peak_bytes(self) -> int:
-        """Most bytes at a time on the device: the allocator's, and what the tier has there unseen by it; or 0."""
+        """Return the peak of the allocator's bytes plus the tier's bytes that no allocator counts; or 0."""
 
 
 class HostTier:
-    """Host memory beside an accelerator.
+    """Host memory of an accelerator.
 
-    Both operations are identities placed on the host; TensorFlow copies at the border (section 3.4).
+    Both ops are identities placed on the host; TensorFlow copies between devices (section 3.4).
     """
 
     def __init__(self) -> None:
         self.operations: list[str] = []
 
     def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
-        """An identity on the host."""
+        """Add an identity on the host."""
         del times
         return graph.add(_identity(tensor, tensor, name, [])).out()
 
     def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
-        """Another one, from which the readers copy."""
+        """Add another identity on the host, from which TensorFlow copies for the readers."""
         return graph.add(_identity(held, like, name, [control])).out()
 
     def release(self, graph: Graph, name: str, readers: list[Node]) -> None:
-        """No operation: it is freed at once."""
+        """Add nothing: the runtime frees the copy after its last reader."""
 
     def clear(self) -> None:
-        """Nothing is left."""
+        """Do nothing: a failed step leaves no tensors."""
 
     def reset_peak(self, allocated: Callable[[], int]) -> None:
-        """Nothing is held."""
+        """Do nothing: the allocator counts all copies."""
 
     def peak_bytes(self) -> int:
-        """Copies on the device are the allocator's."""
+        """Return 0: the allocator counts all copies."""
         return 0
 
 
 class SkeletonTier:
-    """Stands for the disk tier where a graph is only looked at: the operations, without functions behind them."""
+    """Stand-in for the disk tier in graphs for the memory model: the same ops without Python functions."""
 
     def __init__(self) -> None:
         self.operations: list[str] = []
 
     def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
-        """One that makes a number."""
+        """Add an op that returns the number of a file."""
         del times
         return graph.add(Node(name, "PyFunc", [tensor], (), {}, HOST, [(tf.int64, ())])).out()
 
     def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
-        """One that makes the tensor, and one that checks its shape: the order of all others depends on how many."""
+        """Add the ops of `DiskTier`, both of them: the execution order of all others depends on their number."""
         outputs = [(like.dtype, like.shape)]
-        made = graph.add(Node(name, "PyFunc", [held], [control], {}, HOST, outputs))
-        return graph.add(Node(f"{name}/EnsureShape", "EnsureShape", [made.out()], (), {}, "", outputs)).out()
+        copy = graph.add(Node(name, "PyFunc", [held], [control], {}, HOST, outputs))
+        return graph.add(Node(f"{name}/EnsureShape", "EnsureShape", [copy.out()], (), {}, "", outputs)).out()
 
     def release(self, graph: Graph, name: str, readers: list[Node]) -> Node:
-        """One that makes a number."""
+        """Add an op that runs after the readers."""
         node = graph.add(Node(name, "PyFunc", (), readers, {}, HOST, [(tf.int64, ())]))
         graph.keep.append(node)
         return node
 
     def clear(self) -> None:
-        """Nothing is left."""
+        """Do nothing: a failed step leaves no tensors."""
 
     def reset_peak(self, allocated: Callable[[], int]) -> None:
-        """Nothing is held."""
+        """Do nothing: the graph never runs."""
 
     def peak_bytes(self) -> int:
-        """Nothing is held."""
+        """Return 0: the graph never runs."""
         return 0
 
 
 class DiskTier:
-    """Files without a name, read and written by Python functions that the graph calls.
+    """Unnamed files that Python functions write and read; the graph calls the functions.
 
     Attributes:
         store: The files.
-        operations: Names of those that call a Python function.
-        references: What has to stay alive as long as the graph may run.
+        operations: Names of the ops that call a Python function.
+        references: Objects that must stay alive as long as the graph may run.
     """
 
     def __init__(self, store: SpillStore) -> None:
@@ -127,7 +127,7 @@ class DiskTier:
         self.references: list[Any] = []
 
     def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
-        """Write a file; the result is its number."""
+        """Add an op that writes a file and returns its number."""
         store = self.store
 
         def write(array: np.ndarray) -> np.int64:
@@ -140,7 +140,7 @@ class DiskTier:
         return number
 
     def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
-        """Read the file with that number."""
+        """Add an op that reads the file with a number, and one that sets the static shape."""
         store, dtype = self.store, like.dtype
 
         def call(number: Any) -> Any:
@@ -150,40 +150,40 @@ class DiskTier:
         return value
 
     def release(self, graph: Graph, name: str, readers: list[Node]) -> Node:
-        """Let TensorFlow give back an array that it has no use for any more.
+        """Add a call into Python, so that TensorFlow releases arrays that it no longer uses.
 
-        Its own threads must not do so. It does the next time that it calls Python, which may be long after: without
-        this a tensor or two wait at the worst moment of a step.
+        TensorFlow's own threads must not release NumPy arrays. It does so at its next call into Python, which may be
+        long after the last reader: without this op one or two tensors stay allocated at the peak.
         """
         store = self.store
 
-        def give() -> np.int64:
-            store.look()
+        def release() -> np.int64:
+            store.record_peak()
             return np.int64(0)
 
         def call() -> Any:
-            return tf.numpy_function(give, [], tf.int64, stateful=True)
+            return tf.numpy_function(release, [], tf.int64, stateful=True)
 
         (done,) = self._spliced(graph, name, call, [], [((), tf.int64)], readers)
         graph.keep.append(done.node)
         return done.node
 
     def clear(self) -> None:
-        """Close files that nobody will read any more."""
+        """Close all files of the store."""
         self.store.clear()
 
     def reset_peak(self, allocated: Callable[[], int]) -> None:
-        """Of the arrays that are read, and the allocator's meanwhile."""
+        """Start a new measurement in the store."""
         self.store.reset_peak(allocated)
 
     def peak_bytes(self) -> int:
-        """Arrays that were read lie in pages of their own."""
+        """Return the peak of the store: arrays that were read lie in pages that no allocator counts."""
         return self.store.peak_bytes()
 
     def _spliced(
         self, graph: Graph, name: str, call: Any, operands: list[Tensor], results: list[Any], controls: list[Node]
     ) -> list[Tensor]:
-        """Trace `call`, and put its operations into the graph, on the host."""
+        """Trace `call` and splice its ops into the graph, with the Python function on the host."""
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in operands]
         traced = tf_internals.trace_func_graph(name.replace("/", "_"), call, specs)
         self.references.append(traced)  # It keeps the Python function.

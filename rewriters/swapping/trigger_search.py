@@ -1,13 +1,13 @@
-"""When a swapped tensor comes back: TFLMS's search for control operations.
+"""Searches the control op that triggers a swap-in (TFLMS).
 
-Le et al., "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (2018), section 4.3. A swap-in has no operand
-that is not there early; without a control edge the runtime reads a tensor back as soon as it was written. Where the
-paper takes one candidate at random, here it is the one that comes first in the graph's order, so that the same graph
-is always rewritten the same way.
+Le et al., "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (2018), section 4.3. All operands of a swap-in
+exist early: without a control edge the runtime reads a tensor back as soon as it has been written. Where the paper
+takes one of several candidates at random, this module takes the first in the graph's order, so that rewriting is
+deterministic.
 
-One thing is added. Not all of the backward phase runs late: the shape of an activation, which autodiff asks for, is
-known as soon as the activation is, and what it triggered would be back at once. So a control operation must not be
-ready before the operation that reads the tensor is (`late.readiness`).
+One condition is added. Not all backward ops run late: autodiff reads the shape of an activation, which exists as soon
+as the activation does, and a swap-in triggered by it would run at once. So a control op must not be ready earlier than
+the op that reads the tensor (`delay_early_ops.earliest_forward_level`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ __all__: list[str] = []
 
 
 class TriggerSearch:
-    """Both strategies over one graph.
+    """Both strategies of TFLMS over one graph.
 
     Args:
-        graph: As it is before swapping.
-        backward: Operations of the backward phase and the update.
-        levels: The topological order γ; that of `graph.levels()` if it is not given.
-        ready: How far the forward phase has to have come before an operation can run; the same for all if it is not
-            given.
-        untouched: Operations that must not be control operations.
+        graph: Graph before swapping.
+        backward: Ops of the backward phase and the update.
+        levels: Topological order γ, by default `graph.levels()`.
+        ready: Level of the forward phase at which each op can run, by default the same for all.
+        fixed: Ops that must not be control ops.
     """
 
     def __init__(
@@ -39,12 +38,12 @@ class TriggerSearch:
         backward: Container[Node],
         levels: Mapping[Node, int] | None = None,
         ready: Mapping[Node, int] | None = None,
-        untouched: Container[Node] = (),
+        fixed: Container[Node] = (),
     ) -> None:
         self.level = dict(levels if levels is not None else graph.levels())
         self.ready = dict.fromkeys(self.level, 0) if ready is None else ready
         self._backward = backward
-        self._untouched = untouched
+        self._fixed = fixed
         self._order = {node: index for index, node in enumerate(self.level)}
         self._successors: dict[Node, list[Node]] = {node: [] for node in self.level}
         for node in self.level:
@@ -56,30 +55,30 @@ class TriggerSearch:
                 self._readers[before].append(node)
 
     def direct_order(self, source: Node, target: Node, lb: int, ub: int) -> Node | None:
-        """Algorithm 1: an operation that comes `lb` to `ub` before the target in γ and from which it is reached.
+        """Algorithm 1: return an ancestor of the target that precedes it by `lb` to `ub` in γ; `None` without one.
 
         Args:
-            source: What makes the tensor (f1).
-            target: What reads it (f2).
+            source: Producer of the tensor (f1).
+            target: Consumer of the tensor (f2).
             lb: Lower bound of the distance to the target (σ_l).
             ub: Upper bound (σ_u).
         """
         lowest = max(self.level[target] - ub + 1, self.level[source])
         for level, ancestors in self._ancestors_by_level(target, lowest):
             if level <= self.level[target] - lb:
-                found = [node for node in ancestors if self._may_trigger(node, target)]
-                if found:
-                    return self._first(found)
+                candidates = [node for node in ancestors if self._may_trigger(node, target)]
+                if candidates:
+                    return self._first(candidates)
         return None
 
     def _may_trigger(self, node: Node, target: Node) -> bool:
-        """Whether a node may be a control operation: it runs as late as the target, not as soon as some activation."""
-        if node in self._untouched:
+        """Return whether a node may be a control op: it can run no earlier than the target."""
+        if node in self._fixed:
             return False
         return target not in self._backward or self.ready[node] >= self.ready[target]
 
     def _ancestors_by_level(self, target: Node, lowest: int) -> Iterator[tuple[int, list[Node]]]:
-        """Ancestors above a level, those that come latest first."""
+        """Yield the ancestors above a level, by level, highest level first."""
         seen = {target}
         heap: list[tuple[int, int, Node]] = []
 
@@ -91,23 +90,22 @@ class TriggerSearch:
 
         push(target)
         while heap:
-            level, found = -heap[0][0], list[Node]()
+            level, nodes = -heap[0][0], list[Node]()
             while heap and -heap[0][0] == level:
-                found.append(heapq.heappop(heap)[2])
-            yield level, found
-            for node in found:
+                nodes.append(heapq.heappop(heap)[2])
+            yield level, nodes
+            for node in nodes:
                 push(node)
 
     def chain_rule(self, source: Node, target: Node, lb: int, ub: int) -> Node | None:
-        """Algorithm 2: a backward reader of a forward operation that comes `lb` to `ub` after the source.
+        """Algorithm 2: return a backward consumer of a forward op `lb` to `ub` after the source; `None` without one.
 
-        The gradient of an operation reads what the operation reads or makes, so the backward phase passes by there
-        shortly before it arrives at the target.
+        The gradient of an op reads operands and results of the op, so that it runs shortly before the target does.
 
         Args:
-            source: What makes the tensor (f1).
-            target: What reads it (f2).
-            lb: Lower bound of the distance from the source, in forward operations (σ_l).
+            source: Producer of the tensor (f1).
+            target: Consumer of the tensor (f2).
+            lb: Lower bound of the distance from the source, in forward ops (σ_l).
             ub: Upper bound (σ_u).
         """
         current, following = collections.deque([source]), dict[Node, None]()
@@ -118,9 +116,9 @@ class TriggerSearch:
             node = current.popleft()
             readers = self._readers[node]
             if lb <= 0:
-                found = [r for r in readers if r in self._backward and self._between(source, r, target)]
-                if found:
-                    return self._first(found)
+                candidates = [r for r in readers if r in self._backward and self._between(source, r, target)]
+                if candidates:
+                    return self._first(candidates)
             following.update(dict.fromkeys(r for r in readers if r not in self._backward and r not in closed))
             closed.add(node)
             if not current:
@@ -129,12 +127,12 @@ class TriggerSearch:
         return None
 
     def _between(self, source: Node, node: Node, target: Node) -> bool:
-        """Whether a node comes after the source, and the target after it and because of it."""
+        """Return whether a node lies above the source in γ and is an ancestor of the target."""
         low, high = self.level[source], self.level[target]
         return low < self.level[node] < high and self._may_trigger(node, target) and self._reaches(node, target)
 
     def _reaches(self, node: Node, target: Node) -> bool:
-        """Whether there is a path; only nodes below the target in γ can lie on it."""
+        """Return whether a path leads to the target; only nodes below the target in γ can lie on it."""
         stack, seen, limit = [node], {node}, self.level[target]
         while stack:
             for after in self._successors[stack.pop()]:
