@@ -1,8 +1,7 @@
-"""What has a value for each pixel, but no batch, becomes one image: weights, positions, masks.
+"""Adds a batch axis of size 1 to tensors with a value for each pixel but no batch: weights, positions, masks.
 
-An elementwise operation spreads it over the batch by itself, whether it has a first dimension of one or none. With
-one its axes are those of the images, so that tiles are cut from it as from them. Its gradient, a sum over the batch, is
-one image, too.
+An elementwise op broadcasts such a tensor over the batch, with or without that axis. With it the axes are those of
+images, so that tiles are cut from the tensor as from images. The gradient, a sum over the batch, becomes one image too.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from rewriters.rules.reduction import REDUCTIONS
 
 __all__: list[str] = []
 
-RANKS = (3, 4, 5)
-"""Dimensions of a batch of images."""
+IMAGE_RANKS = (3, 4, 5)
+"""Ranks of a batch of images."""
 
 
 def add_batch_axis(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Give what has no batch one of one image, in place.
+    """Add the axis to operands of elementwise ops, and to results of reductions over the batch, in place.
 
     Returns:
-        Whether there was any.
+        Whether there were any.
     """
     images: dict[tuple[Tensor, str], Tensor] = {}
     mapping: dict[Tensor, Tensor] = {}
@@ -32,46 +31,46 @@ def add_batch_axis(graph: Graph, evaluate: StaticEvaluator) -> bool:
         if node.op in ELEMENTWISE:
             rank = len(node.out().shape or ())
             for position, tensor in enumerate(node.inputs):
-                if rank in RANKS and len(tensor.shape or ()) == rank - 1 and _is_image(tensor):
+                if rank in IMAGE_RANKS and len(tensor.shape or ()) == rank - 1 and _is_image(tensor):
                     if (tensor, node.device) not in images:
-                        images[tensor, node.device] = _expanded(graph, node, tensor)
+                        images[tensor, node.device] = _expand(graph, node, tensor)
                     node.inputs[position] = images[tensor, node.device]
         elif node.op in REDUCTIONS and not node.attrs["keep_dims"].b and not node.control_inputs:
             axes = evaluate.reduction_axes(node) or set()
-            if 0 in axes and len(node.inputs[0].shape or ()) in RANKS and _has_pixels(node.out()):
-                mapping[node.out()] = _kept(graph, node, axes)
+            if 0 in axes and len(node.inputs[0].shape or ()) in IMAGE_RANKS and _has_pixels(node.out()):
+                mapping[node.out()] = _reduce_to_image(graph, node, axes)
     graph.replace_tensors(mapping)
     graph.prune()
     return bool(images or mapping)
 
 
 def _has_pixels(tensor: Tensor) -> bool:
-    """More than a value for each channel."""
+    """Return whether a tensor has more than one value for each channel."""
     shape = tensor.shape
     return shape is not None and None not in shape and any(size != 1 for size in shape[:-1])
 
 
 def _is_image(tensor: Tensor) -> bool:
-    """Whether pixels may have other values; a value that is repeated is read as it is (`shrink_broadcasts.py`)."""
+    """Return whether pixels may differ; sources of broadcast values are read directly (`shrink_broadcasts.py`)."""
     source = tensor
     while source.node.op in ("Cast", "Identity"):
         source = source.node.inputs[0]
     return _has_pixels(tensor) and source.node.op not in ("Fill", "BroadcastTo")
 
 
-def _expanded(graph: Graph, node: Node, tensor: Tensor) -> Tensor:
+def _expand(graph: Graph, node: Node, tensor: Tensor) -> Tensor:
     first = int_constant(graph, f"{tensor.node.name}/batch", 0, tf.int32).out()
     attrs = {"T": type_attr(tensor.dtype), "Tdim": type_attr(tf.int32)}
     outputs = [(tensor.dtype, (1, *(tensor.shape or ())))]
     return graph.add_beside(node, "ExpandDims", [tensor, first], attrs, outputs).out()
 
 
-def _kept(graph: Graph, node: Node, axes: set[int]) -> Tensor:
-    """The same reduction that keeps its dimensions, and a reshape."""
+def _reduce_to_image(graph: Graph, node: Node, axes: set[int]) -> Tensor:
+    """Add a copy of a reduction that keeps its dimensions, and a reshape to the original result."""
     dtype, source = node.outputs[0][0], node.inputs[0].shape or ()
-    kept = tuple(1 if dim in axes else size for dim, size in enumerate(source))
+    image_shape = tuple(1 if dim in axes else size for dim, size in enumerate(source))
     attrs = dict(node.attrs) | {"keep_dims": tf.compat.v1.AttrValue(b=True)}
-    image = graph.add_beside(node, node.op, list(node.inputs), attrs, [(dtype, kept)])
+    image = graph.add_beside(node, node.op, list(node.inputs), attrs, [(dtype, image_shape)])
     shape = tuple(int(size or 0) for size in node.out().shape or ())
     sizes = int_constant(graph, f"{node.name}/pixels", shape, tf.int32).out()
     attrs = {"T": type_attr(dtype), "Tshape": type_attr(tf.int32)}

@@ -1,20 +1,21 @@
-"""Clean-up before analysis: the graph computes the same with less in it.
+"""Canonicalization: makes a traced graph uniform and small before it is analysed.
 
-1. Called functions are inlined (`inlining.py`), so that rules see operations; of those that XLA compiles only
-   convolutions in groups, by other kernels (`expand_grouped_conv.py`). Fused normalisation is written out
+1. Inlines called functions (`inlining.py`), so that rules see ops. Of functions that XLA compiles, inlines those with
+   grouped convolutions alone, and expands these (`expand_grouped_conv.py`). Expands fused batch normalisation
    (`expand_fused_batch_norm.py`).
-2. Dead nodes go: traces hold gradients that nobody asked for.
-3. `IdentityN` (the wrapper of every `custom_gradient`) is bypassed.
-4. `Sum` over no axes, `Reshape` to the same shape and `Transpose` to the same order are bypassed; with an unknown
-   batch autodiff leaves one of each behind every broadcasting operation.
-5. `Shape` of a tensor whose sizes are known becomes a constant, so that no shape
-   op keeps an activation alive; `ShapeN`, which keeps several alive, becomes one
-   `Shape` each, `Size` a product over a `Shape`, and `Rank` a constant.
-6. Shapes that TensorFlow does not know when it traces (of sums, by their axes, of reshapes, and what follows from
-   them) are found, and 4 is done once more.
-7. The gradient of a repetition, a sum over a reshape to (times, size, times, size, ...), becomes a sum over the axes
-   that were repeated.
-8. For tiles, matrices of pixels become images (`pixels.py`), and so does what has no batch (`add_batch_axis.py`).
+2. Drops dead nodes: traces contain gradients that no op reads.
+3. Bypasses `IdentityN`, the wrapper of every `custom_gradient`.
+4. Bypasses `Sum` over no axes, `Reshape` to the same shape and `Transpose` to the same order. With an unknown batch
+   size autodiff emits one of each behind every broadcasting op.
+5. Replaces `Shape` of a tensor with a static shape by a constant, so that no shape op keeps an activation alive.
+   Replaces `ShapeN`, which keeps several tensors alive, by one `Shape` each, `Size` by a product over a `Shape`, and
+   `Rank` by a constant.
+6. Infers shapes that TensorFlow does not know when it traces: of sums by their axes, of reshapes, and of their
+   consumers. Then repeats step 4.
+7. Replaces the gradient of `Tile`, a sum over a reshape to (times, size, times, size, ...), by a sum over the tiled
+   axes.
+8. For tiling, folds matrices of pixels into images (`matrices_to_images.py`), and adds a batch axis to images without
+   one (`add_batch_axis.py`).
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _bypass_identity_n(graph: Graph) -> bool:
 
 
 def _effects(order: Iterable[Node]) -> dict[Node, int]:
-    """For every node the effects (assignments, assertions) that come before it, as a set of bits."""
+    """Return for each node the effects (assignments, assertions) that precede it, as a set of bits."""
     result: dict[Node, int] = {}
     number = 0
     for node in order:
@@ -206,12 +207,12 @@ def _changes_nothing(node: Node, source: Tensor, evaluate: StaticEvaluator) -> b
 
 
 def _find_shapes_of_sums(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Shapes that TensorFlow does not infer, because it does not know the axes before the step runs.
+    """Set the shapes of sums whose axes TensorFlow does not know before the step runs.
 
     Returns:
-        Whether there were any.
+        Whether any shape changed.
     """
-    found = False
+    changed = False
     for node in graph.nodes.values():
         if node.op not in REDUCTIONS:
             continue
@@ -220,72 +221,72 @@ def _find_shapes_of_sums(graph: Graph, evaluate: StaticEvaluator) -> bool:
         if summed is None or dims is None or (shape is not None and None not in shape[1:]):
             continue
         keep = node.attrs["keep_dims"].b
-        left = [1 if i in summed else dim for i, dim in enumerate(dims) if keep or i not in summed]
-        found |= tuple(left) != shape
-        node.outputs[0] = (dtype, tuple(left))
-    return found
+        new = tuple(1 if i in summed else dim for i, dim in enumerate(dims) if keep or i not in summed)
+        changed |= new != shape
+        node.outputs[0] = (dtype, new)
+    return changed
 
 
 def _find_shapes_of_reshapes(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """By the shape that they are told. Of two unknown sizes it would not be known which is which.
+    """Set the shapes of reshapes by their shape operand, if at most one size is unknown.
 
     Returns:
-        Whether there were any.
+        Whether any shape changed.
     """
-    found = False
+    changed = False
     for node in graph.nodes.values():
         if node.op != "Reshape":
             continue
         dtype, shape = node.outputs[0]
-        told = evaluate(node.inputs[1])
-        if not isinstance(told, tuple) or (shape is not None and None not in shape[1:]):
+        target = evaluate(node.inputs[1])
+        if not isinstance(target, tuple) or (shape is not None and None not in shape[1:]):
             continue
-        new = tuple(size if isinstance(size, int) and size >= 0 else None for size in told)
+        new = tuple(size if isinstance(size, int) and size >= 0 else None for size in target)
         if None not in new[1:]:
             node.outputs[0] = (dtype, new)
-            found = True
-    return found
+            changed = True
+    return changed
 
 
 def _infer_shapes(graph: Graph) -> bool:
-    """Let TensorFlow infer once more what follows from shapes that have been found.
+    """Let TensorFlow infer again the shapes of ops whose operands have got a known shape.
 
     Returns:
-        Whether there were any.
+        Whether any shape changed.
     """
-    found = False
+    changed = False
     with tf.Graph().as_default():
         for node in graph.topological():
             if not any(_is_open(shape) for _, shape in node.outputs) or not node.inputs:
                 continue
             if any(_is_open(tensor.shape) or tensor.dtype in (tf.resource, tf.variant) for tensor in node.inputs):
                 continue
-            better = [_joined(old, new) for (_, old), new in zip(node.outputs, _inferred(node), strict=True)]
-            found |= better != [shape for _, shape in node.outputs]
-            node.outputs = [(dtype, shape) for (dtype, _), shape in zip(node.outputs, better, strict=True)]
-    return found
+            merged = [_merged_shape(old, new) for (_, old), new in zip(node.outputs, _inferred(node), strict=True)]
+            changed |= merged != [shape for _, shape in node.outputs]
+            node.outputs = [(dtype, shape) for (dtype, _), shape in zip(node.outputs, merged, strict=True)]
+    return changed
 
 
-def _joined(old: Any, new: Any) -> Any:
-    """What is found, with the first size as it was if that was known."""
+def _merged_shape(old: Any, new: Any) -> Any:
+    """Return the new shape, with the first size of the old one if that was known."""
     if not old or not new or old[0] is None:
         return old if new is None else new
     return (old[0], *new[1:])
 
 
 def _is_open(shape: Any) -> bool:
-    """Whether more than the first size is not known."""
+    """Return whether a size beside the first is unknown."""
     return shape is None or None in shape[1:]
 
 
 def _inferred(node: Node) -> list[Any]:
-    """Shapes that follow from those of the operands, where they say more; the default graph is of no other use."""
+    """Return the shapes that TensorFlow infers, `None` where a size stays unknown. Adds an op to the default graph."""
     operands = [_stand_in(tensor) for tensor in node.inputs]
     dtypes = [dtype for dtype, _ in node.outputs]
     try:
         results = tf_internals.create_op(node.op, operands, dtypes, node.attrs, "inferred", "")
     except (ValueError, TypeError, tf.errors.OpError):
-        return [None] * len(node.outputs)  # It calls a function, say, that this graph does not have.
+        return [None] * len(node.outputs)  # For example, it calls a function that this graph does not have.
     shapes = [None if result.shape.rank is None else tuple(result.shape) for result in results]
     return [shape if shape is not None and not _is_open(shape) else None for shape in shapes]
 
@@ -296,7 +297,7 @@ def _stand_in(tensor: Tensor) -> Any:
 
 
 def _sum_repetitions(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """What autodiff makes of `Tile`, without the reshape that takes every axis apart.
+    """Replace gradients of `Tile`, a sum over a reshape that splits every axis, by a sum over the tiled axes.
 
     Returns:
         Whether there were any.
@@ -307,30 +308,29 @@ def _sum_repetitions(graph: Graph, evaluate: StaticEvaluator) -> bool:
         if node.op != "Sum" or node.attrs["keep_dims"].b:
             continue
         if not readers.get(node.out()) and node.out() not in graph.outputs:
-            continue  # What waits for it keeps it.
+            continue  # Ops that wait for it keep it in the graph after an earlier round.
         before = node.inputs[0].node
         if before.op != "Reshape" or node.control_inputs or before.control_inputs:
             continue
-        source, told = before.inputs[0], evaluate(before.inputs[1])
+        source, target = before.inputs[0], evaluate(before.inputs[1])
         shape, axes = evaluate.shape(source), evaluate.ints(node.inputs[1])
-        if shape is None or not isinstance(told, tuple) or axes != tuple(range(0, 2 * len(shape), 2)):
+        if shape is None or not isinstance(target, tuple) or axes != tuple(range(0, 2 * len(shape), 2)):
             continue
-        if len(told) != 2 * len(shape):
+        if len(target) != 2 * len(shape):
             continue
-        times, sizes = told[::2], told[1::2]
-        kept = [
-            a == 1 and (evaluate.sizes.assume_equal(b, c) or b == -1)
-            for a, b, c in zip(times, sizes, shape, strict=True)
+        times, sizes = target[::2], target[1::2]
+        unchanged = [
+            a == 1 and (evaluate.sizes.assume_equal(b, c) or b == -1) for a, b, c in zip(times, sizes, shape, strict=True)
         ]
         summed = [b == 1 and evaluate.sizes.assume_equal(a, c) for a, b, c in zip(times, sizes, shape, strict=True)]
-        if all(k or s for k, s in zip(kept, summed, strict=True)):
-            mapping[node.out()] = _sum_over(graph, node, source, tuple(i for i, k in enumerate(kept) if not k))
+        if all(u or s for u, s in zip(unchanged, summed, strict=True)):
+            mapping[node.out()] = _sum_over(graph, node, source, tuple(i for i, u in enumerate(unchanged) if not u))
     graph.replace_tensors(mapping)
     return bool(mapping)
 
 
 def _sum_over(graph: Graph, node: Node, source: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """`source` summed over axes that stay, in the place of another sum."""
+    """Add a sum of `source` over axes that stay with size 1, to replace another sum."""
     assert source.shape is not None
     operand = int_constant(graph, f"{node.name}/axes", axes, tf.int32)
     attrs = {
@@ -369,7 +369,7 @@ def _split_shapes(graph: Graph) -> bool:
 
 
 def _shape_of(graph: Graph, node: Node, index: int = 0) -> Node:
-    """A `Shape` of an operand of a node that asks for sizes."""
+    """Add a `Shape` of an operand of a node that reads sizes."""
     source = node.inputs[index]
     attrs = {key: node.attrs[key] for key in ("T", "out_type")}
     rank = None if source.shape is None else (len(source.shape),)
@@ -379,7 +379,7 @@ def _shape_of(graph: Graph, node: Node, index: int = 0) -> Node:
 
 
 def _number_of_elements(graph: Graph, node: Node) -> Node:
-    """`Size` as a product over the shape."""
+    """Add a product over the shape, to replace `Size`."""
     dtype, shape = node.outputs[0]
     axes = int_constant(graph, f"{node.name}/axes", (0,), tf.int32)
     attrs = {

@@ -1,8 +1,8 @@
-"""Fused batch normalisation, written out.
+"""Expands fused batch normalisation into elementary ops.
 
-`FusedBatchNormV3` and its gradient do in one kernel what takes sums over all images between two passes over them. Each
-becomes a call of a function that does the same by elementary operations, to be inlined; the sums are barriers then,
-as those of Keras's own normalisation. Formulas: S. Ioffe and C. Szegedy, "Batch Normalization: Accelerating Deep
+`FusedBatchNormV3` and its gradient reduce over all images between two passes over them, in one kernel. Each becomes a
+call of a function of elementary ops, which is inlined afterwards. The reductions are then barriers, as those of Keras's
+own normalisation. Formulas: S. Ioffe and C. Szegedy, "Batch Normalization: Accelerating Deep
 Network Training by Reducing Internal Covariate Shift", 2015, section 3.
 """
 
@@ -21,21 +21,22 @@ OPS = (_FORWARD, _BACKWARD)
 
 
 def is_fused(node: Any) -> bool:
-    """Whether a node (or node definition) is one of them."""
+    """Return whether a node (or node definition) is a fused batch normalisation or its gradient."""
     return node.op in OPS
 
 
 def outline_fused_batch_norm(graph_def: Any) -> bool:
-    """Turn them into calls, in place.
+    """Turn fused normalisations into calls, in place.
 
-    All are left if a gradient in training mode takes what was kept for it from elsewhere: kernels keep other things.
+    Does nothing if a gradient in training mode reads reserved outputs (mean and variance of the batch) of another op,
+    or if another op reads them: kernels store other values there.
 
     Returns:
         Whether there were any.
     """
     nodes = {node.name: node for node in graph_def.node}
-    kept = {_kept_by(node, nodes) for node in graph_def.node if node.op == _BACKWARD and node.attr["is_training"].b}
-    if None in kept or _kept_elsewhere(graph_def, nodes):
+    gradients = [node for node in graph_def.node if node.op == _BACKWARD and node.attr["is_training"].b]
+    if any(_forward_of(node, nodes) is None for node in gradients) or _has_other_readers(graph_def, nodes):
         return False
     changed = False
     for node in graph_def.node:
@@ -46,8 +47,8 @@ def outline_fused_batch_norm(graph_def: Any) -> bool:
     return changed
 
 
-def _kept_by(node: Any, nodes: Mapping[str, Any]) -> str | None:
-    """Name of the normalisation whose results operands 3 to 5 are, in that order."""
+def _forward_of(node: Any, nodes: Mapping[str, Any]) -> str | None:
+    """Return the name of the normalisation whose outputs 3 to 5 are the operands 3 to 5 of a gradient."""
     names = [name.partition(":") for name in node.input[3:6]]
     sources = {name for name, _, _ in names}
     if len(sources) > 1 or [index for _, _, index in names] != ["3", "4", "5"]:
@@ -56,10 +57,10 @@ def _kept_by(node: Any, nodes: Mapping[str, Any]) -> str | None:
     return source if source in nodes and nodes[source].op == _FORWARD else None
 
 
-def _kept_elsewhere(graph_def: Any, nodes: Mapping[str, Any]) -> bool:
-    """Whether something else takes what is kept for the gradient, such as a branch with the gradient in it."""
-    asks_shape = ("ZerosLike", "Shape", "ShapeN", "OnesLike")  # As gradient tapes do.
-    for node in (node for node in graph_def.node if node.op not in (_BACKWARD, *asks_shape)):
+def _has_other_readers(graph_def: Any, nodes: Mapping[str, Any]) -> bool:
+    """Return whether an op beside the gradient reads outputs 3 to 5, such as a branch that contains the gradient."""
+    shape_readers = ("ZerosLike", "Shape", "ShapeN", "OnesLike")  # Emitted by gradient tapes.
+    for node in (node for node in graph_def.node if node.op not in (_BACKWARD, *shape_readers)):
         for source, _, index in (name.partition(":") for name in node.input):
             if index in ("3", "4", "5") and source in nodes and nodes[source].op == _FORWARD:
                 return True
@@ -81,11 +82,16 @@ def _become_call(graph_def: Any, node: Any, function: Any) -> None:
 
 
 class _ImageFormat:
-    """What the attributes say of the images.
+    """Format of the images, from the attributes of a fused op.
 
     Attributes:
-        rank: Dimensions.
-        axes: All but the channels.
+        dtype: Type of the images.
+        sums: Type of statistics.
+        rank: Rank of the images.
+        axes: All axes but the channels.
+        epsilon: Number that is added to the variance.
+        training: Whether statistics are those of the batch.
+        factor: Weight of the batch in moving averages.
     """
 
     def __init__(self, attr: Any) -> None:
@@ -99,55 +105,55 @@ class _ImageFormat:
         self.factor = attr["exponential_avg_factor"].f if "exponential_avg_factor" in attr else 1.0
 
     def over_channels(self, vector: Any) -> Any:
-        """Shaped to broadcast against images."""
+        """Reshape a vector over channels, so that it broadcasts against images."""
         if self.rank - 1 not in self.axes:
             return vector
         return tf.reshape(vector, [1 if dim in self.axes else -1 for dim in range(self.rank)])
 
     def moments(self, x: Any) -> tuple[Any, Any]:
-        """Mean and biased variance, a number for each channel."""
+        """Return the mean and the biased variance, shape (channels,)."""
         mean = tf.reduce_mean(x, self.axes, keepdims=True)
         variance = tf.reduce_mean(tf.math.squared_difference(x, mean), self.axes, keepdims=True)
         return tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
 
     def number(self, x: Any) -> Any:
-        """Pixels of all images."""
+        """Return the number of pixels of all images."""
         return tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), self.axes)), self.sums)
 
     def averaged(self, new: Any, old: Any) -> Any:
-        """A moving average, as far as the op is told to keep one."""
+        """Return the moving average, or the new value if the op keeps none."""
         return new if self.factor == 1.0 else (1.0 - self.factor) * old + self.factor * new
 
     def spec(self) -> tf.TensorSpec:
-        """Of an argument that is images."""
+        """Return the spec of images."""
         return tf.TensorSpec([None] * self.rank, self.dtype)
 
     def vector(self) -> tf.TensorSpec:
-        """Of an argument with a number for each channel."""
+        """Return the spec of a vector over channels."""
         return tf.TensorSpec([None], self.sums)
 
 
 def _forward(attr: Any) -> Any:
-    """Operands: images, scale, offset, mean and variance; results also what the gradient takes."""
+    """Return a function of images, scale, offset, mean and variance with the six results of the fused op."""
     images = _ImageFormat(attr)
 
     def run(x: Any, scale: Any, offset: Any, given_mean: Any, given_variance: Any) -> Any:
         x = tf.cast(x, images.sums)
-        mean, variance = told = given_mean, given_variance
+        mean, variance = statistics = given_mean, given_variance
         if images.training:
             mean, variance = images.moments(x)
             number = images.number(x)
-            found = mean, variance * (number / tf.maximum(number - 1.0, 1.0))
-            told = tuple(images.averaged(new, old) for new, old in zip(found, told, strict=True))
+            batch_statistics = mean, variance * (number / tf.maximum(number - 1.0, 1.0))
+            statistics = tuple(images.averaged(new, old) for new, old in zip(batch_statistics, statistics, strict=True))
         scaled = tf.math.rsqrt(variance + images.epsilon) * scale
         y = (x - images.over_channels(mean)) * images.over_channels(scaled) + images.over_channels(offset)
-        return tf.cast(y, images.dtype), *told, mean, variance, tf.zeros([0], images.sums)
+        return tf.cast(y, images.dtype), *statistics, mean, variance, tf.zeros([0], images.sums)
 
     return tf.function(run, input_signature=[images.spec(), *[images.vector()] * 4], autograph=False)
 
 
 def _backward(attr: Any) -> Any:
-    """Operands: gradient, images, scale, and what `_forward` kept: mean, variance and nothing."""
+    """Return a function of gradient, images, scale, and the mean and variance that `_forward` reserved."""
     images = _ImageFormat(attr)
 
     def run(dy: Any, x: Any, scale: Any, mean: Any, variance: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Convolutions in groups, by kernels that TensorFlow has on a CPU.
+"""Expands grouped convolutions into ops that have CPU kernels.
 
 TensorFlow's own CPU kernels have no gradients of grouped convolutions, so Keras lets XLA compile each of them, on any
-device. XLA's CPU code for them is slow (about 5 to 100 times slower than what is made here, see
-`docs/decisions.md`), its memory is in nobody's plan, and a call cannot be tiled. Here the call becomes its body; on a
-CPU a convolution with one input channel per group then becomes a depthwise one, any other one convolution per group.
-On a GPU it stays what it is: cuDNN knows groups.
+device. XLA's CPU code for them is 5 to 100 times slower than the ops of this module (`docs/decisions.md`). No model
+covers its memory, and a call cannot be tiled. This module inlines the call. On a CPU it then replaces a convolution
+with one input channel per group by a depthwise convolution, and any other by one convolution per group. On a GPU the
+grouped convolution stays: cuDNN supports groups.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ _WRAPPERS = ops_with(Trait.CONV_WRAPPER)
 
 
 def expand_grouped_convolutions(concrete_fn: Any, as_calls: Callable[[Any], bool] | None) -> Graph:
-    """The graph of `concrete_fn` without calls, but for those in which the device has no kernels for a convolution.
+    """Return the graph of a function without calls, except calls of convolutions for which the device has no kernels.
 
     Args:
         concrete_fn: A traced function.
-        as_calls: That of `inline_calls`.
+        as_calls: As for `inline_calls`.
     """
-    left: set[str] = set()
-    opened: set[str] = set()
+    skipped: set[str] = set()
+    inlined: set[str] = set()
 
-    def opens(call: str, function_def: Any) -> bool:
-        possible = call not in left and _is_only_convolution(function_def)
+    def may_inline(call: str, function_def: Any) -> bool:
+        possible = call not in skipped and _is_only_convolution(function_def)
         if possible:
-            opened.add(call)
+            inlined.add(call)
         return possible
 
     while True:
-        opened.clear()
-        graph = inline_calls(concrete_fn, opens, as_calls)
-        without = _replace_grouped(graph)
-        failed = {call for call in opened if any(name.startswith(f"{call}/") for name in without)}
+        inlined.clear()
+        graph = inline_calls(concrete_fn, may_inline, as_calls)
+        remaining = _replace_grouped(graph)
+        failed = {call for call in inlined if any(name.startswith(f"{call}/") for name in remaining)}
         if not failed:
             return graph
-        left |= failed
+        skipped |= failed
 
 
 def _is_only_convolution(function_def: Any) -> bool:
-    """Whether a function is one convolution or its gradients, such that its body can stand for it.
+    """Return whether a function is one convolution or its gradients, and its body may replace the call.
 
-    Channels first and dilations, beside those that are written as `SpaceToBatchND`, have no CPU kernels; those for half
-    precision sum a filter's gradient up in half precision. All of these are left to XLA, on any device.
+    There are no CPU kernels for channels first and for dilations other than those written as `SpaceToBatchND`. Kernels
+    for half precision add up a filter's gradient in half precision. All of these stay compiled by XLA, on any device.
     """
     nodes = [node for node in function_def.node_def if node.op in _CONVOLUTIONS]
     return bool(nodes) and all(
@@ -76,11 +76,11 @@ def _is_plain(attrs: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Groups:
-    """Channels of one convolution.
+    """Channels of one grouped convolution.
 
     Attributes:
-        image: Channels of the large side.
-        filter: Sizes of the filter: taps, channels of the large side per group, channels of the small side.
+        image: Channels of the input.
+        filter: Shape of the filter: taps, input channels per group, output channels.
     """
 
     image: int
@@ -88,17 +88,17 @@ class _Groups:
 
     @property
     def number(self) -> int:
-        """Groups."""
+        """Number of groups."""
         return self.image // self.filter[-2]
 
     @property
     def depthwise(self) -> tuple[int, ...]:
-        """Sizes of the same filter in the layout of a depthwise convolution: taps, channels, multiplier."""
+        """Shape of the filter in the layout of a depthwise convolution: taps, channels, multiplier."""
         return (*self.filter[:-2], self.image, self.filter[-1] // self.image)
 
 
 def _groups(node: Node) -> _Groups | None:
-    """`None` if sizes are not known."""
+    """Return the groups of a convolution; `None` if sizes are unknown."""
     image = node.out().shape if node.op in _TO_INPUT else node.inputs[0].shape
     taps = node.out().shape if node.op in _TO_FILTER else node.inputs[1].shape
     if not image or not taps or image[-1] is None or None in taps:
@@ -110,7 +110,7 @@ def _replace_grouped(graph: Graph) -> list[str]:
     """Replace grouped convolutions that would run on a CPU, in place.
 
     Returns:
-        Names of convolutions of which it is not known whether they are in groups, or that could not go.
+        Names of convolutions with unknown groups, and of those that other ops still need.
     """
     on_cpu = properties.name().startswith("CPU")
     mapping: dict[Tensor, Tensor] = {}
@@ -122,9 +122,9 @@ def _replace_grouped(graph: Graph) -> list[str]:
         if groups is None:
             unknown.append(node.name)
         elif groups.number > 1:
-            maker = _Maker(graph, node)
-            made = _depthwise(maker, groups) if _has_depthwise_kernel(node, groups) else _one_by_one(maker, groups)
-            mapping[node.out()] = made
+            builder = _NodeBuilder(graph, node)
+            expand = _depthwise if _has_depthwise_kernel(node, groups) else _one_by_one
+            mapping[node.out()] = expand(builder, groups)
     graph.replace_tensors(mapping)
     graph.prune()
     return unknown + [tensor.node.name for tensor in mapping if tensor.node.name in graph.nodes]
@@ -135,8 +135,8 @@ def _has_depthwise_kernel(node: Node, groups: _Groups) -> bool:
     return len(groups.filter) == 4 and groups.filter[-2] == 1 and strides[1] == strides[2]
 
 
-class _Maker:
-    """Adds nodes in the place of one."""
+class _NodeBuilder:
+    """Adds the nodes that replace one node."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.graph = graph
@@ -147,16 +147,16 @@ class _Maker:
         return self.graph.add_beside(self.node, op, inputs, attrs, outputs)
 
     def ints(self, value: int | tuple[int, ...]) -> Tensor:
-        """A constant."""
+        """Add a constant of integers."""
         return int_constant(self.graph, f"{self.node.name}/sizes", value, tf.int32).out()
 
     def reshape(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The same numbers in order."""
+        """Add a reshape."""
         attrs = {"T": type_attr(self.dtype), "Tshape": type_attr(tf.int32)}
         return self._add("Reshape", [tensor, self.ints(shape)], attrs, [(self.dtype, shape)]).out()
 
     def split(self, tensor: Tensor, number: int) -> list[Tensor]:
-        """Over the last dimension."""
+        """Add a split of the last dimension."""
         assert tensor.shape is not None and tensor.shape[-1] is not None
         shape = (*tensor.shape[:-1], tensor.shape[-1] // number)
         attrs = {"T": type_attr(self.dtype), "num_split": tf.compat.v1.AttrValue(i=number)}
@@ -164,19 +164,19 @@ class _Maker:
         return [node.out(index) for index in range(number)]
 
     def concat(self, tensors: Sequence[Tensor], shape: Any) -> Tensor:
-        """Over the last dimension."""
+        """Add a concatenation over the last dimension."""
         attrs = {"T": type_attr(self.dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=len(tensors))}
         return self._add("ConcatV2", [*tensors, self.ints(len(shape) - 1)], attrs, [(self.dtype, shape)]).out()
 
     def convolution(self, op: str, inputs: Sequence[Tensor], shape: Any) -> Tensor:
-        """With the attributes of the node, as far as the op knows them."""
+        """Add a convolution with the attributes of the node, as far as the op has them."""
         attrs = dict(self.node.attrs)
         if op.startswith("Depthwise"):
             attrs.pop("use_cudnn_on_gpu", None)
         return self._add(op, inputs, attrs, [(self.dtype, shape)]).out()
 
     def sizes_of_group(self, sizes: Tensor, channels: int) -> Tensor:
-        """Sizes of the image of one group. A batch that is unknown stays the one that it is."""
+        """Add the sizes of the image of one group; an unknown batch size is read from `sizes`."""
         rank = len(self.node.out().shape or ())
         attrs = {"T": type_attr(sizes.dtype), "Index": type_attr(tf.int32)}
         begin, number = self.ints((0,)), self.ints((rank - 1,))
@@ -186,34 +186,34 @@ class _Maker:
         return self._add("ConcatV2", [others.out(), last, self.ints(0)], attrs, [(sizes.dtype, (rank,))]).out()
 
 
-def _depthwise(maker: _Maker, groups: _Groups) -> Tensor:
-    """One channel per group."""
-    node, shape = maker.node, maker.node.out().shape
+def _depthwise(builder: _NodeBuilder, groups: _Groups) -> Tensor:
+    """Add a depthwise convolution, for one input channel per group."""
+    node, shape = builder.node, builder.node.out().shape
     if node.op in _FORWARD:
-        taps = maker.reshape(node.inputs[1], groups.depthwise)
-        return maker.convolution("DepthwiseConv2dNative", [node.inputs[0], taps], shape)
+        taps = builder.reshape(node.inputs[1], groups.depthwise)
+        return builder.convolution("DepthwiseConv2dNative", [node.inputs[0], taps], shape)
     if node.op in _TO_INPUT:
-        taps = maker.reshape(node.inputs[1], groups.depthwise)
+        taps = builder.reshape(node.inputs[1], groups.depthwise)
         operands = [node.inputs[0], taps, node.inputs[2]]
-        return maker.convolution("DepthwiseConv2dNativeBackpropInput", operands, shape)
-    operands = [node.inputs[0], maker.ints(groups.depthwise), node.inputs[2]]
-    gradient = maker.convolution("DepthwiseConv2dNativeBackpropFilter", operands, groups.depthwise)
-    return maker.reshape(gradient, groups.filter)
+        return builder.convolution("DepthwiseConv2dNativeBackpropInput", operands, shape)
+    operands = [node.inputs[0], builder.ints(groups.depthwise), node.inputs[2]]
+    gradient = builder.convolution("DepthwiseConv2dNativeBackpropFilter", operands, groups.depthwise)
+    return builder.reshape(gradient, groups.filter)
 
 
-def _one_by_one(maker: _Maker, groups: _Groups) -> Tensor:
-    """One convolution per group."""
-    node, shape, number = maker.node, maker.node.out().shape, groups.number
+def _one_by_one(builder: _NodeBuilder, groups: _Groups) -> Tensor:
+    """Add one convolution per group."""
+    node, shape, number = builder.node, builder.node.out().shape, groups.number
     assert shape is not None and shape[-1] is not None
     part = (*shape[:-1], shape[-1] // number)
     operands: list[Sequence[Tensor]]
     if node.op in _FORWARD:
-        operands = [maker.split(tensor, number) for tensor in node.inputs]
+        operands = [builder.split(tensor, number) for tensor in node.inputs]
     elif node.op in _TO_INPUT:
-        sizes = maker.sizes_of_group(node.inputs[0], shape[-1] // number)
-        operands = [[sizes] * number, *(maker.split(tensor, number) for tensor in node.inputs[1:])]
+        sizes = builder.sizes_of_group(node.inputs[0], shape[-1] // number)
+        operands = [[sizes] * number, *(builder.split(tensor, number) for tensor in node.inputs[1:])]
     else:
-        images, gradients = maker.split(node.inputs[0], number), maker.split(node.inputs[2], number)
-        taps = maker.ints((*groups.filter[:-1], groups.filter[-1] // number))
+        images, gradients = builder.split(node.inputs[0], number), builder.split(node.inputs[2], number)
+        taps = builder.ints((*groups.filter[:-1], groups.filter[-1] // number))
         operands = [images, [taps] * number, gradients]
-    return maker.concat([maker.convolution(node.op, each, part) for each in zip(*operands, strict=True)], shape)
+    return builder.concat([builder.convolution(node.op, each, part) for each in zip(*operands, strict=True)], shape)

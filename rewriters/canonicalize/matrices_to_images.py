@@ -1,10 +1,9 @@
-"""Matrices of pixels become images again.
+"""Folds matrices of pixels into images.
 
-TensorFlow multiplies matrices and takes cross-entropies of matrices, so images pass through a reshape to one row per
-pixel and another one back. Tiles can be cut from images only. Here operations between such reshapes are made anew on
-the image: a product with a matrix becomes an `Einsum`, elementwise operations stay what they are, and a
-cross-entropy becomes a call of a function that does the reshapes itself, whatever the size of its image. What is left
-at the end is made a matrix there.
+TensorFlow's matrix product and cross-entropy take matrices, so images pass through a reshape to one row per pixel and
+another one back. Tiles can be cut from images alone. This module rewrites the ops between such reshapes to ops on the
+image. A product with a matrix becomes an `Einsum`; elementwise ops keep their type. A cross-entropy becomes a call of a
+function that reshapes images of any size itself. Consumers that need the matrix read a reshape of the image.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ __all__: list[str] = []
 
 
 def fold_matrices_into_images(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Make operations on matrices of pixels anew on images, in place.
+    """Rewrite ops on matrices of pixels to ops on images, in place.
 
     Returns:
         Whether there were any.
     """
-    return _Unfolding(graph, evaluate).run()
+    return _MatrixFolder(graph, evaluate).run()
 
 
-class _Unfolding:
-    """One pass over a graph.
+class _MatrixFolder:
+    """One walk over a graph.
 
     Attributes:
-        images: For matrices of pixels the image that holds the same numbers.
+        images: Image with the same numbers, for each matrix of pixels.
     """
 
     def __init__(self, graph: Graph, evaluate: StaticEvaluator) -> None:
@@ -46,25 +45,24 @@ class _Unfolding:
         self.images: dict[Tensor, Tensor] = {}
 
     def run(self) -> bool:
-        """Go through the graph once."""
-        made: dict[Tensor, Tensor] = {}
+        """Walk over the graph once, and return whether it changed."""
+        replaced: dict[Tensor, Tensor] = {}
         changed = False
         readers = self.graph.consumers()
         read = {tensor.node for tensor in (*readers, *self.graph.outputs) if readers.get(tensor, True)}
         for node in self.graph.topological():
-            if node not in read or node.control_inputs:  # What is kept for its effect alone was made anew before.
+            if node not in read or node.control_inputs:  # Unread nodes were replaced in an earlier round.
                 continue
             if node.op == "Reshape":
                 changed |= self._reshape(node)
                 continue
-            results = self._made_anew(node)
-            for index, result in enumerate(results):
-                made[node.out(index)] = result
-        self.graph.replace_tensors({old: self._folded(old, new) for old, new in made.items()})
-        return changed or bool(made)
+            for index, result in enumerate(self._rewritten(node)):
+                replaced[node.out(index)] = result
+        self.graph.replace_tensors({old: self._as_original(old, new) for old, new in replaced.items()})
+        return changed or bool(replaced)
 
     def _reshape(self, node: Node) -> bool:
-        """One of a matrix of pixels is one of the image."""
+        """Let a reshape read the image of a matrix, and record the image of its result; return whether it changed."""
         changed = node.inputs[0] in self.images
         if changed:
             node.inputs[0] = self.images[node.inputs[0]]
@@ -72,40 +70,41 @@ class _Unfolding:
         if source.shape is None or len(source.shape) < 2 or None in source.shape[1:] or out is None:
             return changed
         matrix = len(out) == 2 and self._channels(node) == source.shape[-1]
-        # A vector has no channels, but where all other sizes are one it has nothing else: the gradient of a bias.
+        # A vector of one value per pixel has no channels; the gradient of a bias is a vector over channels.
         pixels = source.shape[1:-1] if matrix or len(source.shape) > 2 else source.shape[1:]
         if (matrix or len(out) == 1) and math.prod(size or 0 for size in pixels) > 1:
             self.images[node.out()] = source
         return changed
 
     def _channels(self, node: Node) -> Any:
-        """Columns that a reshape is told, if need be by what its shape is packed of."""
-        told = node.inputs[1]
+        """Return the number of columns of a reshape, if need be from the operands of the `Pack` that is its shape."""
+        shape = node.inputs[1]
         if (size := node.outputs[0][1][1]) is not None:  # type: ignore[index]
             return size
-        if told.node.op == "Pack":
-            return self.evaluate(told.node.inputs[-1])
-        value = self.evaluate(told)
+        if shape.node.op == "Pack":
+            return self.evaluate(shape.node.inputs[-1])
+        value = self.evaluate(shape)
         return value[-1] if isinstance(value, tuple) else None
 
-    def _made_anew(self, node: Node) -> Sequence[Tensor]:
+    def _rewritten(self, node: Node) -> Sequence[Tensor]:
+        """Add the ops on images that replace a node; return their results, none if the node stays."""
         if not any(tensor in self.images for tensor in node.inputs):
             return ()
         replace = _REPLACEMENTS.get(node.op)
         return replace(self, node) if replace is not None else ()
 
-    def _folded(self, old: Tensor, new: Tensor) -> Tensor:
-        """The result as it was, for those that read it so."""
+    def _as_original(self, old: Tensor, new: Tensor) -> Tensor:
+        """Return the new result in the shape of the old one."""
         if old not in self.images:
             return new
         assert new.shape is not None and old.shape is not None
         shape = (-1, int(new.shape[-1] or 0)) if len(old.shape) == 2 else (-1,)
-        told = int_constant(self.graph, f"{old.node.name}/pixels", shape, tf.int32).out()
+        sizes = int_constant(self.graph, f"{old.node.name}/pixels", shape, tf.int32).out()
         attrs = {"T": type_attr(old.dtype), "Tshape": type_attr(tf.int32)}
-        return self.graph.add_beside(old.node, "Reshape", [new, told], attrs, [(old.dtype, old.shape)]).out()
+        return self.graph.add_beside(old.node, "Reshape", [new, sizes], attrs, [(old.dtype, old.shape)]).out()
 
-    def alike(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether images have as many pixels along every axis, and as many axes."""
+    def have_equal_pixels(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether the images of matrices have the same numbers of pixels along all axes."""
         first, *others = (self.pixels(tensor) for tensor in tensors)
         same = self.evaluate.sizes.assume_equal
         return first is not None and all(
@@ -113,30 +112,30 @@ class _Unfolding:
         )
 
     def pixels(self, matrix: Tensor) -> tuple[Any, ...] | None:
-        """Sizes of the image of a matrix of pixels, without channels."""
+        """Return the sizes of the image of a matrix, without channels."""
         image, rank = self.images[matrix], len(matrix.shape or ())
         shape = self.evaluate.shape(image)
         return None if shape is None or None in shape else shape[:-1] if rank == 2 else shape
 
     def matrices(self, node: Node) -> list[Tensor]:
-        """The operands that are matrices of pixels."""
+        """Return the operands that are matrices of pixels."""
         return [tensor for tensor in node.inputs if tensor in self.images]
 
 
-def _product(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
-    """Pixels times a matrix; or both sides pixels, summed over them: the gradient of that matrix."""
+def _product(folder: _MatrixFolder, node: Node) -> Sequence[Tensor]:
+    """Rewrite a product of pixels and a matrix, or of two matrices of pixels: the gradient of that matrix."""
     a, b = node.inputs
     transposed_a, transposed_b = node.attrs["transpose_a"].b, node.attrs["transpose_b"].b
-    if a in unfolding.images and b not in unfolding.images and not transposed_a:
-        image = unfolding.images[a]
+    if a in folder.images and b not in folder.images and not transposed_a:
+        image = folder.images[a]
         assert image.shape is not None
         pixels, operands = string.ascii_lowercase[: len(image.shape) - 1], [image, b]
         equation = f"{pixels}y,{'zy' if transposed_b else 'yz'}->{pixels}z"
         shape = None if b.shape is None else (*image.shape[:-1], b.shape[0 if transposed_b else 1])
-    elif a in unfolding.images and b in unfolding.images and transposed_a and not transposed_b:
-        if not unfolding.alike([a, b]):
+    elif a in folder.images and b in folder.images and transposed_a and not transposed_b:
+        if not folder.have_equal_pixels([a, b]):
             return ()
-        operands = [unfolding.images[a], unfolding.images[b]]
+        operands = [folder.images[a], folder.images[b]]
         pixels = string.ascii_lowercase[: len(operands[0].shape or ()) - 1]
         equation, shape = f"{pixels}y,{pixels}z->yz", tuple((t.shape or ())[-1] for t in operands)
     else:
@@ -148,72 +147,74 @@ def _product(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
         "N": tf.compat.v1.AttrValue(i=2),
         "T": type_attr(node.outputs[0][0]),
     }
-    made = unfolding.graph.add_beside(node, "Einsum", operands, attrs, [(node.outputs[0][0], shape)]).out()
-    if b not in unfolding.images:
-        unfolding.images[node.out()] = made
-    return [made]
+    product = folder.graph.add_beside(node, "Einsum", operands, attrs, [(node.outputs[0][0], shape)]).out()
+    if b not in folder.images:
+        folder.images[node.out()] = product
+    return [product]
 
 
-def _elementwise(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
-    """The same on the image."""
-    matrices = unfolding.matrices(node)
+def _elementwise(folder: _MatrixFolder, node: Node) -> Sequence[Tensor]:
+    """Rewrite an elementwise op, or one over channels."""
+    matrices = folder.matrices(node)
     ranks = {len(tensor.shape or ()) for tensor in matrices}
-    others = [tensor.shape for tensor in node.inputs if tensor not in unfolding.images]
-    if ranks == {1} and "Softmax" in node.op:  # Over all pixels.
+    others = [tensor.shape for tensor in node.inputs if tensor not in folder.images]
+    if ranks == {1} and "Softmax" in node.op:  # It would reduce over all pixels.
         return ()
     if len(ranks) != 1 or any(shape is None or len(shape) >= max(ranks) for shape in others):
         return ()
-    if not unfolding.alike(matrices) or ("data_format" in node.attrs and node.attrs["data_format"].s != b"NHWC"):
+    if not folder.have_equal_pixels(matrices) or (
+        "data_format" in node.attrs and node.attrs["data_format"].s != b"NHWC"
+    ):
         return ()
-    operands = [unfolding.images.get(tensor, tensor) for tensor in node.inputs]
-    shape = unfolding.images[matrices[0]].shape
+    operands = [folder.images.get(tensor, tensor) for tensor in node.inputs]
+    shape = folder.images[matrices[0]].shape
     assert shape is not None
     if ranks == {2}:
         last = [1 if not t.shape else t.shape[-1] for t in operands]
         shape = (*shape[:-1], next((size for size in last if size != 1), 1))
     if None in shape[1:]:
         return ()
-    made = unfolding.graph.add_beside(node, node.op, operands, dict(node.attrs), [(node.outputs[0][0], shape)]).out()
-    unfolding.images[node.out()] = made
-    return [made]
+    image = folder.graph.add_beside(node, node.op, operands, dict(node.attrs), [(node.outputs[0][0], shape)]).out()
+    folder.images[node.out()] = image
+    return [image]
 
 
-def _bias_gradient(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
-    """The sum over all pixels."""
-    image = unfolding.images[node.inputs[0]]
+def _bias_gradient(folder: _MatrixFolder, node: Node) -> Sequence[Tensor]:
+    """Rewrite the gradient of a bias: a sum over all pixels."""
+    image = folder.images[node.inputs[0]]
     if node.attrs["data_format"].s != b"NHWC" or len(node.inputs[0].shape or ()) != 2:
         return ()
-    return [unfolding.graph.add_beside(node, node.op, [image], dict(node.attrs), node.outputs).out()]
+    return [folder.graph.add_beside(node, node.op, [image], dict(node.attrs), node.outputs).out()]
 
 
-def _expand(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
-    """A dimension for channels."""
-    image = unfolding.images.get(node.inputs[0])
-    if image is None or len(node.inputs[0].shape or ()) != 1 or unfolding.evaluate(node.inputs[1]) not in (-1, 1):
+def _expand(folder: _MatrixFolder, node: Node) -> Sequence[Tensor]:
+    """Rewrite the op that adds a dimension for channels."""
+    image = folder.images.get(node.inputs[0])
+    if image is None or len(node.inputs[0].shape or ()) != 1 or folder.evaluate(node.inputs[1]) not in (-1, 1):
         return ()
     assert image.shape is not None
-    last = int_constant(unfolding.graph, f"{node.name}/channels", -1, tf.int32).out()
+    last = int_constant(folder.graph, f"{node.name}/channels", -1, tf.int32).out()
     attrs = dict(node.attrs) | {"Tdim": type_attr(tf.int32)}
     outputs = [(image.dtype, (*image.shape, 1))]
-    made = unfolding.graph.add_beside(node, "ExpandDims", [image, last], attrs, outputs).out()
-    unfolding.images[node.out()] = made
-    return [made]
+    expanded = folder.graph.add_beside(node, "ExpandDims", [image, last], attrs, outputs).out()
+    folder.images[node.out()] = expanded
+    return [expanded]
 
 
-def _cross_entropy(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
-    """A call of a function that makes matrices of images."""
-    if not all(tensor in unfolding.images for tensor in node.inputs) or not unfolding.alike(node.inputs):
+def _cross_entropy(folder: _MatrixFolder, node: Node) -> Sequence[Tensor]:
+    """Replace a cross-entropy by a call of a function that reshapes images to matrices."""
+    if not all(tensor in folder.images for tensor in node.inputs) or not folder.have_equal_pixels(node.inputs):
         return ()
-    features, labels = (unfolding.images[tensor] for tensor in node.inputs)
+    features, labels = (folder.images[tensor] for tensor in node.inputs)
     assert features.shape and labels.shape
     classes = () if node.op.startswith("Sparse") else features.shape[-1:]
-    if labels.shape[1:] != (*features.shape[1:-1], *classes):  # The kernel spreads one label over all classes.
+    if labels.shape[1:] != (*features.shape[1:-1], *classes):  # The kernel broadcasts one label over all classes.
         return ()
     function = tf.function(lambda *images: run_per_pixel(node.op, *images), autograph=False)
     shapes = [(*[None] * (len(shape) - 1), shape[-1]) for shape in (features.shape, labels.shape)]
     specs = [tf.TensorSpec(shape, t.dtype) for shape, t in zip(shapes, (features, labels), strict=True)]
     definition = function.get_concrete_function(*specs).function_def
-    unfolding.graph.library.function.append(definition)
+    folder.graph.library.function.append(definition)
     values = tf.compat.v1.AttrValue.ListValue
     attrs = {
         "Tin": tf.compat.v1.AttrValue(list=values(type=[t.dtype.as_datatype_enum for t in (features, labels)])),
@@ -222,13 +223,13 @@ def _cross_entropy(unfolding: _Unfolding, node: Node) -> Sequence[Tensor]:
         PER_PIXEL: tf.compat.v1.AttrValue(s=node.op.encode()),
     }
     outputs = [(features.dtype, features.shape[:-1]), (features.dtype, features.shape)]
-    made = unfolding.graph.add_beside(node, "PartitionedCall", [features, labels], attrs, outputs)
+    call = folder.graph.add_beside(node, "PartitionedCall", [features, labels], attrs, outputs)
     for index in range(2):
-        unfolding.images[node.out(index)] = made.out(index)
-    return [made.out(0), made.out(1)]
+        folder.images[node.out(index)] = call.out(index)
+    return [call.out(0), call.out(1)]
 
 
-_Replacement = Callable[[_Unfolding, Node], Sequence[Tensor]]
+_Replacement = Callable[[_MatrixFolder, Node], Sequence[Tensor]]
 _REPLACEMENTS: dict[str, _Replacement] = {
     "MatMul": _product,
     "BiasAddGrad": _bias_gradient,
