@@ -187,7 +187,7 @@ class _SwapSelector:
             summation_order.is_order_sensitive(self.analysis, reader, tensor)
             for reader, _ in self.analysis.consumers[tensor]
         ):
-            self.left.append((tensor.name, "it is added up with others, in an order that swapping might change"))
+            self.left.append((tensor.name, "a sum reads it, whose order of additions swapping might change"))
             return None
         swap_ins: list[SwapIn] = []
         for reader in edges:
@@ -199,7 +199,7 @@ class _SwapSelector:
                     continue
             control = self._control(tensor.node, reader)
             if control is None:
-                self.left.append((tensor.name, f"nothing is found that could trigger its way back to `{reader.name}`"))
+                self.left.append((tensor.name, f"no op can trigger its swap-in for `{reader.name}`"))
             else:
                 swap_ins.append(SwapIn([reader], control))
         return Swap(tensor, swap_ins, tensor.node in self.fixed) if swap_ins else None
