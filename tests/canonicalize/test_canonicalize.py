@@ -37,13 +37,13 @@ def step(request):
     return keras_step(net, (9, 10), 3, request.param, keras.optimizers.Adam(global_clipnorm=1.0))
 
 
-def test_the_step_computes_the_same(step):
+def test_read_canonical_step_computes_same_values(step):
     want = step.run(step.concrete_fn)
     got = step.run(imported(step.concrete_fn, canonicalize.read_canonical(step.concrete_fn)))
     assert not {name: error(got[name], want[name]) for name in want if error(got[name], want[name]) > 1e-12}
 
 
-def test_nothing_is_left_that_does_nothing(step):
+def test_read_canonical_step_has_no_ops_without_effect(step):
     graph = canonicalize.read_canonical(step.concrete_fn)
     evaluate = StaticEvaluator(graph)
     before = from_concrete_function(step.concrete_fn)
@@ -60,7 +60,7 @@ def test_nothing_is_left_that_does_nothing(step):
             assert all(evaluate.ints(out) is None or out not in readers for out in outs)
 
 
-def test_an_unknown_batch_leaves_sums_over_nothing_that_go():
+def test_canonicalize_graph_sum_over_no_axes_is_bypassed():
     step = keras_step(lambda x: keras.layers.Conv2D(2, 3)(x) * x[:, 2:, 2:, :2], (9, 9), 3, known_batch=False)
     graph = from_concrete_function(step.concrete_fn)
     evaluate = StaticEvaluator(graph)
@@ -69,14 +69,14 @@ def test_an_unknown_batch_leaves_sums_over_nothing_that_go():
     assert not any(n.op == "Sum" and evaluate(n.inputs[1]) == () for n in after.nodes.values())
 
 
-def test_the_graph_that_is_given_stays_as_it_was(step):
+def test_canonicalize_graph_given_graph_is_not_edited(step):
     graph = from_concrete_function(step.concrete_fn)
     before = graph.to_graph_def().SerializeToString(deterministic=True)
     canonicalize.canonicalize_graph(graph)
     assert graph.to_graph_def().SerializeToString(deterministic=True) == before
 
 
-def test_dead_operations_go():
+def test_read_canonical_dead_ops_are_dropped():
     v = tf.Variable(1.0)
 
     @tf.function(autograph=False)
@@ -92,8 +92,8 @@ def test_dead_operations_go():
     assert "Cos" not in ops(canonicalize.read_canonical(concrete_fn))
 
 
-def test_who_waited_for_a_bypassed_node_waits_for_what_it_passed_on():
-    """Also through a chain of them."""
+def test_canonicalize_graph_control_edges_of_bypassed_node_move_to_source():
+    """The bypassed nodes form a chain."""
     spec = [(tf.float32, (2,))]
     source, other = (Node(name, "Placeholder", outputs=spec) for name in ("source", "other"))
     first = Node("first", "IdentityN", [source.out(), other.out()], outputs=spec * 2)
@@ -111,8 +111,8 @@ def test_who_waited_for_a_bypassed_node_waits_for_what_it_passed_on():
     assert graph.outputs[2].name == "source:0"
 
 
-def test_a_check_on_the_way_stays_before_what_follows():
-    """What waits for an assertion does so through an op that changes nothing."""
+def test_read_canonical_assertion_stays_before_consumers():
+    """Consumers wait for an assertion through an op that changes nothing."""
     variable = tf.Variable(tf.ones((2, 3)))
 
     @tf.function(autograph=False)
@@ -127,7 +127,7 @@ def test_a_check_on_the_way_stays_before_what_follows():
     assert "If" in {node.op for node in ancestors([update])}  # The guard around the assertion.
 
 
-def test_one_shape_does_not_keep_the_others_alive():
+def test_read_canonical_shape_n_becomes_one_shape_per_operand():
     @tf.function(autograph=False)
     def body(x, y):
         return tf.raw_ops.ShapeN(input=[x, tf.exp(y)])[0]
@@ -137,7 +137,7 @@ def test_one_shape_does_not_keep_the_others_alive():
     assert "Exp" not in ops(graph) and "Shape" in ops(graph)
 
 
-def test_a_rank_is_known_and_waits_for_what_it_waited_for():
+def test_read_canonical_rank_becomes_constant_with_control_edges():
     @tf.function(autograph=False)
     def body(x):
         hidden = tf.exp(x)
@@ -155,7 +155,7 @@ def test_a_rank_is_known_and_waits_for_what_it_waited_for():
 
 
 def checked(body, variables, *specs):
-    """The inlined step against the plain one, over two steps."""
+    """Compare the inlined step with the original one, over two steps."""
     concrete_fn = tf.function(body, autograph=False).get_concrete_function(*specs)
     graph = canonicalize.read_canonical(concrete_fn)
     assert not any(is_call(node) for node in graph.nodes.values())
@@ -171,7 +171,7 @@ def checked(body, variables, *specs):
 VECTOR = tf.TensorSpec((4,), tf.float64)
 
 
-def test_calls_within_calls_are_inlined():
+def test_read_canonical_nested_calls_are_inlined():
     @tf.function
     def inner(x):
         return tf.sin(x), x
@@ -194,7 +194,7 @@ def test_calls_within_calls_are_inlined():
     assert ops(graph).count("Sin") > 2
 
 
-def test_a_function_with_effects_alone_keeps_them():
+def test_read_canonical_function_without_results_keeps_effects():
     v = tf.Variable([1.0] * 4, dtype="float64")
 
     @tf.function
@@ -213,7 +213,7 @@ def test_a_function_with_effects_alone_keeps_them():
 
 
 class Machine:
-    """Effects on two variables, each directly or in a call (in a call)."""
+    """Draw effects on two variables, each directly or in a call, which may be nested."""
 
     def __init__(self):
         self.v = [tf.Variable(1.0, dtype="float64"), tf.Variable(2.0, dtype="float64")]
@@ -244,12 +244,12 @@ programs = st.lists(
 
 @settings(deadline=None, max_examples=40, derandomize=True)
 @given(programs)
-def test_effects_stay_in_order_whatever_is_inlined(program):
+def test_read_canonical_inlined_effects_keep_order(program):
     machine = Machine()
     checked(lambda: [machine.run(*line) for line in program], machine.v)
 
 
-def test_prints_and_assertions_in_calls_stay(capfd):
+def test_read_canonical_prints_and_assertions_in_calls_stay(capfd):
     @tf.function
     def speak(x):
         tf.print("sum is", tf.reduce_sum(x))
@@ -264,7 +264,7 @@ def test_prints_and_assertions_in_calls_stay(capfd):
         function(tf.fill([4], tf.constant(1e4, tf.float64)))
 
 
-def test_a_call_that_must_be_compiled_stays_a_call():
+def test_read_canonical_xla_call_is_not_inlined():
     @tf.function(jit_compile=True)
     def compiled(x):
         return x * 2.0
@@ -297,7 +297,7 @@ def compiled_groups(image_shape, strides=1, dilations=1):
     return step.get_concrete_function(tf.TensorSpec(image_shape), tf.TensorSpec((3, 3, 2, 6)))
 
 
-def test_a_compiled_convolution_in_groups_becomes_one_per_group():
+def test_expand_grouped_conv_compiled_becomes_one_conv_per_group():
     graph = canonicalize.read_canonical(compiled_groups((None, 8, 7, 4)))
     ops = [node.op for node in graph.nodes.values()]
     assert not any("Call" in op for op in ops)
@@ -305,14 +305,14 @@ def test_a_compiled_convolution_in_groups_becomes_one_per_group():
 
 
 @pytest.mark.parametrize(("shape", "dilations"), [((None, 8, 7, None), 1), ((1, 8, 7, 4), 2)])
-def test_without_known_channels_or_kernels_it_stays_with_xla(shape, dilations):
+def test_expand_grouped_conv_unknown_channels_or_no_kernel_stays_compiled(shape, dilations):
     graph = canonicalize.read_canonical(compiled_groups(shape, dilations=dilations))
     calls = [node for node in graph.nodes.values() if "Call" in node.op]
     assert len(calls) == 2 and all(node.attrs["_XlaMustCompile"].b for node in calls)
     assert not any(node.op.startswith("Conv") for node in graph.nodes.values())
 
 
-def test_one_call_of_unknown_channels_does_not_keep_the_others_with_xla():
+def test_expand_grouped_conv_call_of_unknown_channels_does_not_affect_others():
     @tf.function(jit_compile=True)
     def convolved(image, taps):
         return tf.nn.conv2d(image, taps, 1, "SAME")
@@ -324,8 +324,8 @@ def test_one_call_of_unknown_channels_does_not_keep_the_others_with_xla():
     assert ops.count("Conv2D") == 2 and sum("Call" in op for op in ops) == 1
 
 
-def test_channels_first_are_not_taken_for_groups():
-    """Where something else has the calls of a step inlined."""
+def test_expand_grouped_conv_channels_first_is_not_grouped():
+    """Another call causes the calls of the step to be inlined."""
 
     @tf.function(jit_compile=True)
     def convolved(image, taps):
@@ -340,7 +340,7 @@ def test_channels_first_are_not_taken_for_groups():
     assert sorted(formats) == [b"NCHW", b"NHWC", b"NHWC"]
 
 
-def test_calls_without_effects_stand_for_what_they_wait_for():
+def test_read_canonical_inlined_call_keeps_control_edges():
     @tf.function
     def check(x):
         tf.debugging.assert_greater(tf.reduce_sum(tf.abs(x)), 0.0, "only zeros")
@@ -357,14 +357,14 @@ def test_calls_without_effects_stand_for_what_they_wait_for():
         return x * 2.0
 
     concrete_fn = step.get_concrete_function(tf.TensorSpec((2, 8)))
-    found = imported(concrete_fn, canonicalize.read_canonical(concrete_fn))
-    assert np.all(np.array(found(tf.ones((2, 8)))) == 2.0)
+    rewritten = imported(concrete_fn, canonicalize.read_canonical(concrete_fn))
+    assert np.all(np.array(rewritten(tf.ones((2, 8)))) == 2.0)
     for number, words in ((0.0, "only zeros"), (50.0, "too much")):
         with pytest.raises(tf.errors.InvalidArgumentError, match=words):
-            found(tf.fill((2, 8), number))
+            rewritten(tf.fill((2, 8), number))
 
 
-def test_what_else_the_user_lets_xla_compile_stays_compiled():
+def test_expand_grouped_conv_other_compiled_functions_stay_compiled():
     compiled = tf.function(lambda x, y: tf.nn.conv2d(tf.tanh(x), y, 1, "SAME"), jit_compile=True)
     step = tf.function(lambda x, y: compiled(x, y) + 1.0, autograph=False)
     specs = tf.TensorSpec((1, 8, 7, 4)), tf.TensorSpec((3, 3, 2, 6))
@@ -372,8 +372,8 @@ def test_what_else_the_user_lets_xla_compile_stays_compiled():
     assert any("Call" in node.op for node in graph.nodes.values())
 
 
-def test_half_precision_stays_with_xla():
-    """TensorFlow's own kernels sum a filter's gradient up in half precision."""
+def test_expand_grouped_conv_half_precision_stays_compiled():
+    """TensorFlow's own kernels add up a filter's gradient in half precision."""
     step = tf.function(
         lambda x, w: tf.function(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), jit_compile=True)(x, w), autograph=False
     )
@@ -384,13 +384,13 @@ def test_half_precision_stays_with_xla():
 # Coming to rest ------------------------------------------------------------------------------------------
 
 
-def test_pairs_of_a_batch_of_unknown_size_come_to_rest():
+def test_read_canonical_pairs_of_unknown_batch_is_stable():
     step = tf.function(lambda y: tf.expand_dims(y, 1) * y, autograph=False)
     graph = canonicalize.read_canonical(step.get_concrete_function(tf.TensorSpec((None,))))
     assert graph.outputs[0].shape == (None, None)
 
 
-def test_a_sum_that_something_waits_for_comes_to_rest():
+def test_read_canonical_sum_with_control_consumer_is_stable():
     def step(x):
         with tf.GradientTape() as tape:
             tape.watch(x)

@@ -60,8 +60,8 @@ class Fused:
 @pytest.mark.parametrize("factor", (1.0, 0.3))
 @pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
 @pytest.mark.parametrize("layout", ("NHWC", "NCHW"))
-def test_it_runs_on_tiles_and_is_the_same(is_training, factor, known_batch, layout):
-    """The gradient has no CPU kernel for channels first; written out it needs none."""
+def test_fused_batch_norm_on_tiles_equals_original(is_training, factor, known_batch, layout):
+    """The gradient has no CPU kernel for channels first; expanded it needs none."""
     fused = Fused(is_training, factor, layout)
     images = tf.constant(np.random.RandomState(1).normal(size=(3, 14, 11, 2)), tf.float32)
     spec = images if known_batch else tf.TensorSpec((None, 14, 11, 2))
@@ -74,7 +74,7 @@ def test_it_runs_on_tiles_and_is_the_same(is_training, factor, known_batch, layo
     assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 2e-5
 
 
-def test_a_gradient_that_takes_from_elsewhere_what_was_kept_is_left():
+def test_fused_batch_norm_gradient_of_other_statistics_stays_fused():
     def step(x, dy, kept):
         scale = tf.ones([CHANNELS])
         y = tf.raw_ops.FusedBatchNormV3(x=x, scale=scale, offset=scale, mean=scale, variance=scale)[0]
@@ -89,7 +89,7 @@ def test_a_gradient_that_takes_from_elsewhere_what_was_kept_is_left():
     assert {"FusedBatchNormV3", "FusedBatchNormGradV3"} <= set(ops)
 
 
-def test_without_tiles_it_stays_fused():
+def test_fused_batch_norm_exact_mode_stays_fused():
     concrete_fn = Fused(True, 1.0).step.get_concrete_function(tf.TensorSpec((2, 8, 7, 2)))
     ops = [
         node.op for node in canonicalize.read_canonical(concrete_fn, canonicalize.CanonicalMode.EXACT).nodes.values()
@@ -97,8 +97,8 @@ def test_without_tiles_it_stays_fused():
     assert {"FusedBatchNormV3", "FusedBatchNormGradV3"} <= set(ops)
 
 
-def test_what_a_branch_keeps_stays_fused():
-    """A gradient inside of a branch is not seen, and kernels keep other things than is written out."""
+def test_fused_batch_norm_gradient_in_branch_stays_fused():
+    """A gradient inside of a branch is not expanded, and kernels store other values than the expansion."""
 
     def step(x, dy, flag):
         scale = tf.ones([CHANNELS])
@@ -119,7 +119,7 @@ def test_what_a_branch_keeps_stays_fused():
     assert "FusedBatchNormV3" in ops
 
 
-def test_what_is_colocated_with_it_is_imported():
+def test_fused_batch_norm_colocated_op_is_imported():
     def step(x):
         scale = tf.ones([CHANNELS])
         y = tf.raw_ops.FusedBatchNormV3(x=x, scale=scale, offset=scale, mean=scale, variance=scale)[0]

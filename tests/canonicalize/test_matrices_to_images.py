@@ -20,7 +20,7 @@ def numbers(*shape):
 
 
 def normalised(function, *arrays, known=True):
-    """The function after normalisation, and the types of its operations."""
+    """Return the canonical function, and the types of its ops."""
     specs = [tf.TensorSpec(a.shape if known else (None, *a.shape[1:]), a.dtype) for a in arrays]
     concrete_fn = tf.function(function, autograph=False).get_concrete_function(*specs)
     graph = canonicalize.read_canonical(concrete_fn)
@@ -33,7 +33,7 @@ def twice(x):
 
 
 def with_its_transpose(x):
-    """Matrices of as many pixels, of images of other sides."""
+    """Multiply matrices of the same number of pixels, of images with other sides."""
     one, other = tf.reshape(x, [-1, 3]), tf.reshape(tf.transpose(x, (0, 2, 1, 3)), [-1, 3])
     return tf.reshape(one + other, [-1, 20, 3]), tf.matmul(one, other, transpose_a=True)
 
@@ -59,14 +59,14 @@ SAME = {
 
 @pytest.mark.parametrize("what", SAME)
 @pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
-def test_the_same_comes_out(what, known):
+def test_fold_matrices_step_computes_same_values(what, known):
     x = numbers(2, 4, 5, 3)
     function, _ = normalised(SAME[what], x, known=known)
     pairs = zip(tf.nest.flatten(function(x)), tf.nest.flatten(SAME[what](x)), strict=True)
     assert max(error(got, want) for got, want in pairs) < TOLERANCE
 
 
-def test_products_and_cross_entropies_leave_no_matrix():
+def test_fold_matrices_products_and_cross_entropies_leave_no_matrix():
     _, ops = normalised(twice, numbers(2, 4, 5, 3), known=False)
     assert ops.count("Einsum") == 2 and "MatMul" not in ops and "Reshape" not in ops
     _, ops = normalised(SAME["sparse labels"], numbers(2, 4, 5, 3))
@@ -91,7 +91,7 @@ def gate_by_einsum(w, x):
 
 @pytest.mark.parametrize("loss_of", (transposed_labels, gate_by_einsum))
 @pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
-def test_what_does_not_line_up_stays_exact(loss_of, known):
+def test_fold_matrices_images_of_different_sizes_stay_exact(loss_of, known):
     w = weights((3, 3, 2, 4), (3, 3, 4, 3), (3, 3, 2, 3))
 
     @tf.function(autograph=False)
@@ -109,8 +109,8 @@ def test_what_does_not_line_up_stays_exact(loss_of, known):
 
 
 @pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
-def test_blocks_of_grouped_convolutions_and_dense_layers(known):
-    """As those of ConvNeXt, with residual connections around them."""
+def test_fold_matrices_convnext_blocks_run_in_tiles(known):
+    """Blocks of ConvNeXt, with residual connections."""
     keras.config.set_floatx("float64")
     x = image = keras.Input((14, 12, 2), batch_size=3 if known else None)
     x = layers.Conv2D(4, 2, 2)(x)
@@ -128,8 +128,8 @@ def test_blocks_of_grouped_convolutions_and_dense_layers(known):
 
 
 @pytest.mark.parametrize("op", CROSS_ENTROPIES)
-def test_a_cross_entropy_of_images_whose_sizes_only_the_run_tells(op):
-    """Where tiles take rows from their neighbours what is put together may have lost its shape."""
+def test_fold_matrices_cross_entropy_of_images_of_unknown_size_equals_original(op):
+    """Tiles that take rows from their neighbours may lose their static shape."""
     features = numbers(2, 3, 4, 5)
     labels = tf.constant(RANDOM.randint(0, 5, (2, 3, 4))) if op.startswith("Sparse") else tf.nn.softmax(features + 1)
     specs = [tf.TensorSpec([None] * t.shape.rank, t.dtype) for t in (features, labels)]

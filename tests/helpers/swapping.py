@@ -1,4 +1,4 @@
-"""A step with swaps and without, and whether the two give the same bits; a helper, no test."""
+"""Steps with swaps, and a comparison of their bits with those of the original step; a helper, no test."""
 
 import dataclasses
 
@@ -29,12 +29,12 @@ def swapped(step, tier=None, max_in_flight=2, cuts=(), **options):
         analysis = GraphAnalysis(tile_pass.tile_segments(analysis, plan(analysis, cuts)))
     analysis = prepare_for_swapping(analysis.graph, 1, 2)
     tier = tier or HostTier()
-    found = plan_swaps(analysis, SwapOptions(**options), 2)
-    graph = insert_swaps(analysis, found.swaps, tier, max_in_flight).graph
+    swap_plan = plan_swaps(analysis, SwapOptions(**options), 2)
+    graph = insert_swaps(analysis, swap_plan.swaps, tier, max_in_flight).graph
     importer = StepImporter(graph, step.concrete_fn, tier)
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in step.concrete_fn.inputs[: importer.num_arguments]]
     function = tf.function(lambda *args: importer(args), input_signature=specs).get_concrete_function()
-    return Swapped(found, graph, function)
+    return Swapped(swap_plan, graph, function)
 
 
 def same_bits(step, function):

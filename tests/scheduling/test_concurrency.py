@@ -1,4 +1,4 @@
-"""What may run at once in a rewritten step: no loop beside earlier updates, no two convolutions' gradients."""
+"""Ops of a tiled step that must not run concurrently: loops and earlier updates, gradients of two convolutions."""
 
 import itertools
 
@@ -22,61 +22,61 @@ def net(x):
 
 
 def rewritten(cuts, optimizer=None):
-    """In float64, whose convolutions unfold with oneDNN too."""
+    """Return the graph of a tiled step in float64, whose convolutions unfold images with oneDNN too."""
     step = keras_step(net, (12, 10), 2, optimizer=optimizer, steps=1)
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     return tile_pass.tile_segments(analysis, plan(analysis, cuts))
 
 
 def updates_before_the_last_loop(optimizer):
-    """Of the variables of the second segment, and of those the ones that the first segment's loop waits for."""
+    """Return the updates of the second segment's variables, and those of them that the first segment's loop awaits."""
     graph = rewritten(LOOPS, optimizer)
     loops = tile_pass.loop_nodes(graph)
     first, second = (graph.nodes[loops[name, "backward"]] for name in ("segment0", "segment1"))
     assigns = [node for node in graph.nodes.values() if node.op.startswith("Assign") and second in ancestors([node])]
-    mine = [node for node in assigns if first not in ancestors([node])]
-    return mine, [node for node in mine if node in ancestors([first])]
+    updates = [node for node in assigns if first not in ancestors([node])]
+    return updates, [node for node in updates if node in ancestors([first])]
 
 
 @pytest.mark.parametrize("make", [keras.optimizers.SGD, keras.optimizers.Adam])
-def test_a_loop_waits_for_the_updates_of_the_layers_behind_it(make):
-    mine, awaited = updates_before_the_last_loop(make())
-    assert len(mine) >= 4 and awaited == mine  # Two filters and their biases.
+def test_run_updates_before_loops_loop_waits_for_updates_of_earlier_loops(make):
+    updates, awaited = updates_before_the_last_loop(make())
+    assert len(updates) >= 4 and awaited == updates  # Two filters and their biases.
 
 
-def test_updates_that_need_all_gradients_are_not_waited_for():
-    mine, awaited = updates_before_the_last_loop(keras.optimizers.SGD(global_clipnorm=1.0))
-    assert not mine and not awaited
+def test_run_updates_before_loops_clipped_updates_are_not_awaited():
+    updates, awaited = updates_before_the_last_loop(keras.optimizers.SGD(global_clipnorm=1.0))
+    assert not updates and not awaited
 
 
-def at_once(nodes, before):
-    """Pairs neither of which waits for the other."""
+def concurrent_pairs(nodes, before):
+    """Return the pairs of nodes that may run concurrently."""
     return [pair for pair in itertools.combinations(nodes, 2) if not any(a in before(b) for a, b in (pair, pair[::-1]))]
 
 
-def test_gradients_of_different_convolutions_run_one_after_another():
-    """Where they are whole; the two of one convolution may run at once."""
+def test_serialize_scratch_groups_gradients_of_different_convs_run_serially():
+    """Outside of loops; the two gradients of one convolution may run concurrently."""
     graph = rewritten([Cut("middle", "out", (1, 2))])
     nodes = [node for node in graph.nodes.values() if takes_memory(node)]
     assert len(nodes) == 3
-    pairs = at_once(nodes, lambda node: ancestors([node]))
+    pairs = concurrent_pairs(nodes, lambda node: ancestors([node]))
     assert all(a.inputs[-1] == b.inputs[-1] for a, b in pairs) and len(pairs) == 1
 
 
 @pytest.mark.parametrize("halo", ["recompute", "carry"])
-def test_gradients_in_a_turn_run_one_after_another(halo):
+def test_loop_body_gradients_of_different_convs_run_serially(halo):
     graph = rewritten([Cut("input", "out", (2, 1), halo=halo)])
-    found = [_unfolding(function) for function in graph.library.function]
-    (nodes, before), *others = (pair for pair in found if pair[0])
+    bodies = [_unfolding(function) for function in graph.library.function]
+    (nodes, before), *others = (pair for pair in bodies if pair[0])
     assert not others and len(nodes) == 2 * LAYERS - 1
-    pairs = at_once(nodes, before.get)
+    pairs = concurrent_pairs(nodes, before.get)
     assert len(pairs) == LAYERS - 1
     for pair in pairs:
         assert {"BackpropFilter", "BackpropInput"} == {name.split("Conv2D")[-1] for name in pair}
 
 
 def _unfolding(function):
-    """Gradients of convolutions in a function's body, and what each node of it waits for."""
+    """Return the gradients of convolutions in a function, and the ancestors of each of its nodes."""
     direct = {n.name: {i.lstrip("^").partition(":")[0] for i in n.input} for n in function.node_def}
     before = {}
 

@@ -1,4 +1,4 @@
-"""Large operations one after another: the same bits, a lower peak, and an order that memory is the reason for."""
+"""Large ops run one after another: the step computes the same bits with a lower peak."""
 
 import keras
 import pytest
@@ -32,14 +32,14 @@ def serialised(analysis, min_bytes=1):
 
 
 def forked(x):
-    """Two branches, each of which needs much for a while."""
+    """Two branches, each with large temporary tensors."""
     x = layers.Conv2D(8, 3, padding="same")(x)
     a, b = (layers.BatchNormalization()(layers.Conv2D(8, 1)(x)) for _ in range(2))
     return layers.ReLU()(a * b)
 
 
 @pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
-def test_the_same_bits_and_no_higher_peak(known):
+def test_serialize_large_ops_computes_same_bits_with_no_higher_peak(known):
     step = keras_step(forked, (16, 16), 2, known, keras.optimizers.Adam(), steps=4)
     before = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     graph, same = changed(step, serialising)
@@ -48,8 +48,8 @@ def test_the_same_bits_and_no_higher_peak(known):
     assert peaks[1] <= peaks[0]
 
 
-def test_the_forward_phase_waits_for_nothing_of_the_backward_phase():
-    """With an unknown batch the backward phase has operations that run early."""
+def test_serialize_large_ops_forward_does_not_wait_for_backward():
+    """With an unknown batch the backward phase has ops that run early."""
     step = keras_step(forked, (16, 16), 2, known_batch=False)
     before = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     graph = serialised(before)
@@ -59,7 +59,7 @@ def test_the_forward_phase_waits_for_nothing_of_the_backward_phase():
     assert all(ready[n] == after.graph.levels()[n] for n in after.order if n in after.data - after.backward)
 
 
-def test_sums_that_may_be_merged_are_not_touched():
+def test_serialize_large_ops_flattenable_sums_get_no_edges():
     def net(x):
         return layers.Conv2D(4, 1)(x) + layers.Conv2D(4, 1)(x) + layers.Conv2D(4, 1)(x)
 
@@ -71,7 +71,7 @@ def test_sums_that_may_be_merged_are_not_touched():
     assert not any(before.name in names for node in graph.nodes.values() for before in node.control_inputs)
 
 
-def test_small_operations_stay_free():
+def test_serialize_large_ops_small_ops_get_no_edges():
     step = keras_step(forked, (16, 16), 2)
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     large = 2 * 16 * 16 * 8 * 8
@@ -81,7 +81,7 @@ def test_small_operations_stay_free():
 
 
 def by_hand():
-    """A tensor `x` that two branches read; each makes two more of its size, and something small of them."""
+    """Build a graph of a large tensor and two branches, each with two more large tensors and a small result."""
     graph = Graph({}, [], [], [], LIBRARY, None)
 
     def add(name, op, inputs, size):
@@ -97,7 +97,7 @@ def by_hand():
     return graph
 
 
-def test_a_branch_ends_before_another_begins():
+def test_serialize_large_ops_branch_ends_before_next():
     graph = by_hand()
     graph = run_pass(SerializeLargeOps(backward=(), fixed=(), min_bytes=800, batch=1), graph).graph
     order = [node.name for node in graph.topological() if node.name[0] in "ab"]
@@ -108,8 +108,8 @@ def test_a_branch_ends_before_another_begins():
     assert all(len(set(predecessors(node))) == len(predecessors(node)) for node in graph.nodes.values())
 
 
-def test_what_reads_much_for_something_small_ends_before_more_is_made():
-    """A filter's gradient holds the gradient that it reads; the other reader of that may end first."""
+def test_serialize_large_ops_small_consumer_ends_before_next_large_op():
+    """A filter's gradient keeps the gradient that it reads alive; the other consumer of that may end first."""
     graph = Graph({}, [], [], [], LIBRARY, None)
 
     def add(name, inputs, size):
@@ -127,8 +127,8 @@ def test_what_reads_much_for_something_small_ends_before_more_is_made():
     assert graph.nodes["gradient"] not in small.control_inputs, "both readers may run at once"
 
 
-def test_the_operand_that_needs_most_is_made_first():
-    """As in a normalisation's gradient: `scaled` could be there early, and would wait while the other part is made."""
+def test_serialize_large_ops_operand_with_largest_peak_runs_first():
+    """The gradient of a normalisation: `scaled` could run early, and would stay allocated beside the other operand."""
     graph = Graph({}, [], [], [], LIBRARY, None)
 
     def add(name, op, inputs, size):
@@ -147,8 +147,8 @@ def test_the_operand_that_needs_most_is_made_first():
     assert graph_peak(graph_schedule(graph, (), 1, []), {}, limit=0).peak_bytes < 8 * (100 + 300 + 100) + 8 * 50
 
 
-def test_nothing_comes_between_what_onednn_makes_one():
-    """A padding and its convolution, a convolution and its bias: as one operation they would wait for themselves."""
+def test_prepare_for_swapping_ops_fused_by_onednn_stay_adjacent():
+    """A padding and its convolution, a convolution and its bias: the fused op would wait for itself."""
     kernel, bias = tf.Variable(tf.ones((3, 3, 4, 4))), tf.Variable(tf.ones((4,)))
 
     def function(x):

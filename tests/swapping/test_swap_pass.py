@@ -1,4 +1,4 @@
-"""Swapping: the step computes the same bits, and the graph has what the parameters say."""
+"""The swap pass: the step computes the same bits, and parameters select tensors and triggers."""
 
 import functools
 import operator
@@ -42,7 +42,7 @@ def normed(x):
 
 
 def branches(x):
-    """A U-Net's: what the first level makes is read at its end."""
+    """A small U-Net: the result of the first level is read at the end."""
     first = layers.Conv2D(4, 3, padding="same", activation="relu")(x)
     low = layers.Conv2D(8, 3, padding="same", activation="relu")(layers.MaxPooling2D(2)(first))
     low = layers.Conv2D(8, 3, padding="same", activation="relu")(low)
@@ -55,23 +55,23 @@ NETS = {"plain": plain, "normed": normed, "branches": branches}
 @pytest.mark.parametrize("strategy", ("chain_rule", "direct_order"))
 @pytest.mark.parametrize("known_batch", (True, False), ids=("known", "unknown"))
 @pytest.mark.parametrize("net", NETS)
-def test_the_same_bits(net, known_batch, strategy, tier):
+def test_swapped_step_any_tier_and_strategy_computes_same_bits(net, known_batch, strategy, tier):
     step = keras_step(NETS[net], (16, 24), 2, known_batch, keras.optimizers.Adam(), steps=4)
-    found = swapped(step, tier, ctrld_strategy=strategy, swap_branches=True)
-    assert len(found.plan.swaps) >= 4
-    assert same_bits(step, found.function)
+    result = swapped(step, tier, ctrld_strategy=strategy, swap_branches=True)
+    assert len(result.plan.swaps) >= 4
+    assert same_bits(step, result.function)
     if isinstance(tier, DiskTier):
-        assert all(held.reads == 0 for held in tier.store._held.values()), "everything that was written was read"
+        assert all(held.reads == 0 for held in tier.store._held.values()), "each written tensor has been read"
         assert os.listdir(tier.store.directory) == []
 
 
-def test_tiles_first_then_swaps_of_what_is_between(tier):
+def test_swapped_step_with_tile_loops_swaps_tensors_between_segments(tier):
     step = keras_step(plain, (16, 24), 2)
     cuts = (Cut("input", "max_pooling2d", (2, 2)),)
-    found = swapped(step, tier, cuts=cuts)
-    assert any(swap.tensor.node.name.startswith("sft/") for swap in found.plan.swaps)
+    result = swapped(step, tier, cuts=cuts)
+    assert any(swap.tensor.node.name.startswith("sft/") for swap in result.plan.swaps)
     tiled = swapped(step, tier, cuts=cuts, n_tensors=0)
-    assert same_bits(Step(tiled.function, step.variables, step.batches), found.function)
+    assert same_bits(Step(tiled.function, step.variables, step.batches), result.function)
 
 
 def one_by_one(tensors):
@@ -79,11 +79,11 @@ def one_by_one(tensors):
 
 
 @pytest.mark.parametrize("add", (tf.add_n, one_by_one))
-def test_sums_of_swapped_tensors_are_added_up_in_the_same_order(add):
+def test_swapped_step_sums_of_swapped_tensors_keep_order(add):
     weights = [tf.Variable(np.random.default_rng(n).normal(size=(3, 3, 4, 4))) for n in range(4)]
 
     def function(x):
-        """Three tensors that a sum reads, which waits for a fourth one, and so do their own gradients."""
+        """A sum of three tensors and a fourth, late one; the gradients of the three are late too."""
         with tf.GradientTape() as tape:
             held = [tf.exp(tf.nn.conv2d(x, w, 1, "SAME")) for w in weights[:3]]
             y = x
@@ -97,13 +97,13 @@ def test_sums_of_swapped_tensors_are_added_up_in_the_same_order(add):
 
     x = 0.1 * np.random.default_rng(9).normal(size=(2, 8, 8, 4))
     step = Step(tf.function(function).get_concrete_function(tf.constant(x)), weights, [(x,)] * 4)
-    found = swapped(step, swap_branches=True, branch_threshold=3)
-    assert len(found.plan.swaps) >= 3 and same_bits(step, found.function)
-    left = [reason for _, reason in found.plan.left if "whose order of additions swapping might change" in reason]
+    result = swapped(step, swap_branches=True, branch_threshold=3)
+    assert len(result.plan.swaps) >= 3 and same_bits(step, result.function)
+    left = [reason for _, reason in result.plan.left if "whose order of additions swapping might change" in reason]
     assert bool(left) == (add is one_by_one)
 
 
-def test_sums_with_other_readers_in_between_are_swapped():
+def test_plan_swaps_sums_with_other_consumers_are_swapped():
     """Pre-activation blocks: each sum is read by the next one and by a normalisation."""
 
     def net(x):
@@ -114,56 +114,56 @@ def test_sums_with_other_readers_in_between_are_swapped():
         return x
 
     step = keras_step(net, (12, 16), 2, steps=4)
-    found = swapped(step)
-    assert len([swap for swap in found.plan.swaps if swap.tensor.node.name.split("/")[1].startswith("Add")]) == 2
-    assert same_bits(step, found.function)
+    result = swapped(step)
+    assert len([swap for swap in result.plan.swaps if swap.tensor.node.name.split("/")[1].startswith("Add")]) == 2
+    assert same_bits(step, result.function)
 
 
-def test_every_swap_in_waits_for_its_control_operation():
+def test_insert_swaps_swap_in_waits_for_control_op():
     step = keras_step(plain, (16, 24), 2)
-    found = swapped(step)
-    for swap in found.plan.swaps:
+    result = swapped(step)
+    for swap in result.plan.swaps:
         for swap_in in swap.swap_ins:
-            reader = found.graph.nodes[swap_in.readers[0].name]
+            reader = result.graph.nodes[swap_in.readers[0].name]
             (copy,) = (t.node for t in reader.inputs if t.node.name.startswith(f"lms/{swap.tensor.node.name}/swap_in"))
             assert [c.name for c in copy.control_inputs] == [swap_in.control.name]
             assert copy.inputs[0].node.name.endswith("swap_out")
-            assert found.graph.nodes[swap_in.control.name] in ancestors([reader])
+            assert result.graph.nodes[swap_in.control.name] in ancestors([reader])
 
 
-def test_swaps_wait_for_nothing_but_what_their_edges_say(tmp_path):
-    """Automatic control dependencies would bring them into one line: a tensor would come back after a later one."""
+def test_insert_swaps_imported_swaps_wait_for_their_edges_alone(tmp_path):
+    """Automatic control dependencies would run swaps serially, so that a tensor is swapped in after a later one."""
     step = keras_step(plain, (16, 16), 2)
-    found = swapped(step, DiskTier(SpillStore(str(tmp_path))))
-    imported = {operation.name: operation for operation in found.function.graph.get_operations()}
-    calls = [node for node in found.graph.nodes.values() if node.op == "PyFunc"]
-    assert len(calls) >= 3 * len(found.plan.swaps) >= 15
+    result = swapped(step, DiskTier(SpillStore(str(tmp_path))))
+    imported = {operation.name: operation for operation in result.function.graph.get_operations()}
+    calls = [node for node in result.graph.nodes.values() if node.op == "PyFunc"]
+    assert len(calls) >= 3 * len(result.plan.swaps) >= 15
     for node in calls:
         assert {c.name for c in imported[node.name].control_inputs} == {c.name for c in node.control_inputs}
 
 
-def test_a_swap_in_waits_until_earlier_tensors_are_given_back(tmp_path):
+def test_insert_swaps_swap_in_waits_for_releases_before(tmp_path):
     step = keras_step(plain, (16, 16), 2)
-    found = swapped(step, DiskTier(SpillStore(str(tmp_path))), ctrld_strategy="direct_order", fuse_swapins=True)
+    result = swapped(step, DiskTier(SpillStore(str(tmp_path))), ctrld_strategy="direct_order", fuse_swapins=True)
     swap_ins, waited = {}, set()
-    for swap in found.plan.swaps:
+    for swap in result.plan.swaps:
         for number, swap_in in enumerate(swap.swap_ins):
             swap_ins[f"lms/{swap.tensor.node.name}/swap_in_{number}"] = swap_in
     for name, swap_in in swap_ins.items():
-        for before in found.graph.nodes[name].control_inputs:
+        for before in result.graph.nodes[name].control_inputs:
             if "/release_" in before.name:
                 waited.add(before)
-                ran = {node.name for node in ancestors([found.graph.nodes[swap_in.control.name]])}
+                ran = {node.name for node in ancestors([result.graph.nodes[swap_in.control.name]])}
                 readers = swap_ins[before.name.replace("release", "swap_in")].readers
                 assert {reader.name for reader in readers} <= ran
-    given = [node for node in found.graph.nodes.values() if "/release_" in node.name and node.op == "PyFunc"]
+    given = [node for node in result.graph.nodes.values() if "/release_" in node.name and node.op == "PyFunc"]
     assert 0.5 * len(given) <= len(waited) < len(given)
 
 
 @pytest.mark.parametrize("strategy", ("chain_rule", "direct_order"))
 @pytest.mark.parametrize("net", NETS)
-def test_nothing_comes_back_during_the_forward_phase(net, strategy, monkeypatch):
-    """With an unknown batch the gradients ask for shapes of activations, which are known at once."""
+def test_swapped_step_forward_phase_has_no_swap_in(net, strategy, monkeypatch):
+    """With an unknown batch gradients read shapes of activations, which exist as soon as the activations do."""
     monkeypatch.setattr(
         "rewriters.device.peak_memory.op_scratch", lambda node, batch: 0
     )  # Other gradients run at once then.
@@ -171,13 +171,13 @@ def test_nothing_comes_back_during_the_forward_phase(net, strategy, monkeypatch)
     for known in (True, False):
         keras.backend.clear_session()
         step = keras_step(NETS[net], (16, 24), 2, known)
-        found = swapped(step, ctrld_strategy=strategy)
-        graph = found.graph
+        result = swapped(step, ctrld_strategy=strategy)
+        graph = result.graph
         analysis = GraphAnalysis(graph)
         ready = earliest_forward_level(analysis)
         outs = [node for node in graph.nodes.values() if node.name.endswith("swap_out")]
-        ways = [graph.nodes[way.control.name] for swap in found.plan.swaps for way in swap.swap_ins]
-        deepest = max(ready[graph.nodes[swap.tensor.node.name]] for swap in found.plan.swaps)
+        ways = [graph.nodes[way.control.name] for swap in result.plan.swaps for way in swap.swap_ins]
+        deepest = max(ready[graph.nodes[swap.tensor.node.name]] for swap in result.plan.swaps)
         assert len(outs) >= 4 and all(ready[node] >= deepest for node in ways)
         peaks[known] = graph_peak(graph_schedule(graph, (), 2, [], away=outs), {}, limit=0).peak_bytes
     assert peaks[False] <= 1.3 * peaks[True]
@@ -196,13 +196,13 @@ def swapped_tensors(step, **options):
     return [swap.tensor.name for swap in swapped(step, **options).plan.swaps]
 
 
-def test_all_reachable_tensors_by_default_and_the_first_n(traced):
+def test_plan_swaps_n_tensors_limits_reachable_tensors(traced):
     everything = swapped_tensors(traced)
     assert len(everything) >= 5
     assert swapped_tensors(traced, n_tensors=3) == everything[:3]
 
 
-def test_scopes_and_types(traced):
+def test_plan_swaps_scopes_and_types_select_tensors(traced):
     everything = swapped_tensors(traced)
     relus = [name for name in everything if "Relu" in name]
     assert 0 < len(relus) < len(everything)
@@ -220,7 +220,7 @@ def test_scopes_and_types(traced):
     ]
 
 
-def test_the_search_starts_where_it_is_told(traced):
+def test_plan_swaps_starting_ops_limit_search(traced):
     everything = swapped_tensors(traced)
     (start,) = (name.split(":")[0] for name in everything if name.endswith("max_pooling2d_1/MaxPool2d:0"))
     later = swapped_tensors(traced, starting_op_names=(start,))
@@ -228,7 +228,7 @@ def test_the_search_starts_where_it_is_told(traced):
     assert swapped_tensors(traced, starting_scope=start.rpartition("/")[0]) == later
 
 
-def test_scopes_that_belong_to_the_backward_phase_are_found_or_given():
+def test_plan_swaps_backward_scopes_are_inferred_or_given():
     weight = tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 4, 4)))
 
     def by_hand(x):
@@ -251,48 +251,48 @@ def test_scopes_that_belong_to_the_backward_phase_are_found_or_given():
 
 
 def controls(step, **options):
-    found = swapped(step, **options)
-    search = TriggerSearch(found.graph, ())
+    result = swapped(step, **options)
+    search = TriggerSearch(result.graph, ())
     return [
-        search.level[found.graph.nodes[way.readers[0].name]] - search.level[found.graph.nodes[way.control.name]]
-        for swap in found.plan.swaps
+        search.level[result.graph.nodes[way.readers[0].name]] - search.level[result.graph.nodes[way.control.name]]
+        for swap in result.plan.swaps
         for way in swap.swap_ins
     ]
 
 
 @pytest.mark.parametrize("strategy", ("chain_rule", "direct_order"))
-def test_a_larger_lb_fetches_earlier(traced, strategy):
+def test_plan_swaps_larger_lb_triggers_earlier(traced, strategy):
     near, far = (controls(traced, ctrld_strategy=strategy, lb=lb) for lb in (1, 4))
     assert np.mean(far) > np.mean(near) + 1
 
 
-def test_the_upper_bound_limits_the_search_and_what_finds_nothing_is_listed(traced):
-    found = swapped(traced, ctrld_strategy="direct_order", lb=5, ub=6).plan
-    assert not found.swaps and all("no op can trigger its swap-in" in reason for _, reason in found.left)
-    assert {name for name, _ in found.left} >= set(swapped_tensors(traced, ctrld_strategy="direct_order"))
+def test_plan_swaps_small_ub_lists_tensors_without_trigger(traced):
+    result = swapped(traced, ctrld_strategy="direct_order", lb=5, ub=6).plan
+    assert not result.swaps and all("no op can trigger its swap-in" in reason for _, reason in result.left)
+    assert {name for name, _ in result.left} >= set(swapped_tensors(traced, ctrld_strategy="direct_order"))
 
 
-def test_strategies_differ(traced):
+def test_plan_swaps_strategies_select_different_triggers(traced):
     by = {s: swapped(traced, ctrld_strategy=s).plan.swaps for s in ("chain_rule", "direct_order")}
     names = {s: [way.control.name for swap in swaps for way in swap.swap_ins] for s, swaps in by.items()}
     assert names["chain_rule"] != names["direct_order"]
 
 
-def test_swap_ins_are_fused_where_readers_are_close(traced):
+def test_plan_swaps_close_consumers_share_swap_in(traced):
     def ways(**options):
         return [len(swap.swap_ins) for swap in swapped(traced, **options).plan.swaps]
 
     alone, fused = ways(), ways(fuse_swapins=True, fuse_distance=100)
     assert max(alone) > 1 and set(fused) == {1} and len(alone) == len(fused)
     assert ways(fuse_swapins=True, fuse_distance=0) != fused
-    found = swapped(traced, fuse_swapins=True, fuse_distance=100)
-    assert same_bits(traced, found.function)
+    result = swapped(traced, fuse_swapins=True, fuse_distance=100)
+    assert same_bits(traced, result.function)
 
 
-def test_long_branches_are_swapped_if_asked_for(traced):
+def test_plan_swaps_swap_branches_adds_long_branches(traced):
     def forward_readers(**options):
-        found = swapped(traced, **options)
-        ways = [way for swap in found.plan.swaps for way in swap.swap_ins]
+        result = swapped(traced, **options)
+        ways = [way for swap in result.plan.swaps for way in swap.swap_ins]
         return [r.op for way in ways for r in way.readers if not r.name.startswith("gradient_tape")]
 
     assert "ConcatV2" not in forward_readers()
@@ -300,14 +300,14 @@ def test_long_branches_are_swapped_if_asked_for(traced):
     assert "ConcatV2" not in forward_readers(swap_branches=True, branch_threshold=50)
 
 
-def test_small_tensors_stay(traced):
+def test_plan_swaps_tensors_below_min_bytes_stay(traced):
     sizes = [swap.tensor.num_bytes(2) for swap in swapped(traced).plan.swaps]
     limit = sorted(sizes)[len(sizes) // 2]
     large = swapped(traced, min_bytes=limit).plan.swaps
     assert len(large) == sum(size >= limit for size in sizes) < len(sizes)
 
 
-def test_what_is_made_next_waits_for_swap_outs_before(traced):
+def test_insert_swaps_producer_waits_for_swap_outs_in_flight(traced):
     def waiting(max_in_flight):
         nodes = swapped(traced, max_in_flight=max_in_flight).graph.nodes.values()
         others = [node for node in nodes if not node.op.startswith(("Assign", "NoOp"))]
@@ -316,8 +316,8 @@ def test_what_is_made_next_waits_for_swap_outs_before(traced):
     assert waiting(1) > waiting(4) > waiting(100) == 0
 
 
-def test_an_update_that_a_swap_in_waits_for_does_not_wait_for_what_is_computed_from_it():
-    """Only by the edge of the swap-in: of two readers that share one, the control operation comes before the first."""
+def test_insert_swaps_update_before_swap_in_does_not_wait_for_its_swap_out():
+    """The second consumer of the swap-in depends on the update through the control edge of the swap-in alone."""
     empty = tf.compat.v1.GraphDef()
     graph = Graph({}, [], [], [], empty.library, empty.versions)
 
@@ -340,24 +340,24 @@ def test_an_update_that_a_swap_in_waits_for_does_not_wait_for_what_is_computed_f
     assert {out.name for out in outs} - {node.name for node in waited} == {"lms/second/swap_out"}
 
 
-def test_parameters_are_never_swapped(traced):
-    found = swapped(traced)
-    assert all(swap.tensor.node.op not in ("ReadVariableOp", "Placeholder", "Const") for swap in found.plan.swaps)
-    kept = [node for node in found.graph.keep if node.name.startswith("sgd/Assign")]
-    outs = {node.name for node in found.graph.nodes.values() if node.name.endswith("swap_out")}
+def test_plan_swaps_parameters_stay(traced):
+    result = swapped(traced)
+    assert all(swap.tensor.node.op not in ("ReadVariableOp", "Placeholder", "Const") for swap in result.plan.swaps)
+    kept = [node for node in result.graph.keep if node.name.startswith("sgd/Assign")]
+    outs = {node.name for node in result.graph.nodes.values() if node.name.endswith("swap_out")}
     assert kept and all(outs <= {before.name for before in ancestors([node])} for node in kept), "updates come last"
 
 
-def test_edges_that_bring_updates_last_are_few(traced):
-    found = swapped(traced)
-    edges = sum(c.name.startswith("lms/") for node in found.graph.keep for c in node.control_inputs)
-    swaps, updates = len(found.plan.swaps), sum(node.op.startswith("Assign") for node in found.graph.keep)
+def test_insert_swaps_updates_wait_for_few_ops(traced):
+    result = swapped(traced)
+    edges = sum(c.name.startswith("lms/") for node in result.graph.keep for c in node.control_inputs)
+    swaps, updates = len(result.plan.swaps), sum(node.op.startswith("Assign") for node in result.graph.keep)
     assert 0 < edges <= swaps + 2 * updates < swaps * updates
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-def test_poolings_that_are_made_again_for_their_gradients_change_no_bit(rank, monkeypatch):
-    """As with oneDNN, whose kernels this is for; in float64 where TensorFlow has a kernel for that."""
+def test_recompute_pooling_swapped_step_computes_same_bits(rank, monkeypatch):
+    """The pass is for oneDNN's kernels; the test runs it with TensorFlow's, in float64 where there is one."""
     monkeypatch.setattr("rewriters.device.properties.pool_grad_needs_forward_workspace", lambda: True)
     convolve, pool = {2: (layers.Conv2D, layers.MaxPooling2D), 3: (layers.Conv3D, layers.MaxPooling3D)}[rank]
 
@@ -368,7 +368,7 @@ def test_poolings_that_are_made_again_for_their_gradients_change_no_bit(rank, mo
         return x if rank == 2 else layers.Reshape((4, 3, -1))(x)
 
     step = keras_step(pooled, (16, 24), 2, floatx="float64" if rank == 2 else "float32")
-    found = swapped(step)
-    again = [node for node in found.graph.nodes.values() if node.name.endswith("Grad/pool")]
-    assert len(again) == 2 and len(found.plan.swaps) >= 3
-    assert same_bits(step, found.function)
+    result = swapped(step)
+    again = [node for node in result.graph.nodes.values() if node.name.endswith("Grad/pool")]
+    assert len(again) == 2 and len(result.plan.swaps) >= 3
+    assert same_bits(step, result.function)

@@ -15,11 +15,11 @@ EDGE = [(tf.float32, (1,))]
 
 @pytest.fixture(autouse=True)
 def fresh_keras():
-    """Nothing here touches Keras, and resetting it takes longer than the tests."""
+    """Replace the reset of Keras, which takes longer than these tests and is not needed."""
 
 
 def graph_of(edges, controls=()):
-    """A graph from `"name": "operand operand"`, in topological order."""
+    """Build a graph from `"name": "operand operand"`, in topological order."""
     nodes = {}
     for name, operands in edges.items():
         nodes[name] = Node(name, "AddN", [nodes[operand].out() for operand in operands.split()], outputs=EDGE)
@@ -37,7 +37,7 @@ def search(edges=CHAIN, controls=(), backward=None):
     return graph.nodes, TriggerSearch(graph, {graph.nodes[n] for n in (backward or [n for n in edges if n[0] == "d"])})
 
 
-def found(strategy, source, target, lb, ub, **options):
+def trigger(strategy, source, target, lb, ub, **options):
     nodes, both = search(**options)
     control = getattr(both, strategy)(nodes[source], nodes[target], lb, ub)
     return None if control is None else control.name
@@ -58,8 +58,8 @@ def found(strategy, source, target, lb, ub, **options):
         (7, 6, None),
     ],
 )
-def test_direct_order_by_hand(lb, ub, control):
-    assert found("direct_order", "a", "da", lb, ub) == control
+def test_direct_order_small_graph_returns_expected_trigger(lb, ub, control):
+    assert trigger("direct_order", "a", "da", lb, ub) == control
 
 
 @pytest.mark.parametrize(
@@ -71,57 +71,57 @@ def test_direct_order_by_hand(lb, ub, control):
         (3, 10000, "dc"),  # The gradient of the loss reads the loss.
         (4, 10000, None),
         (1, 2, "db"),
-        (1, 1, None),  # σ_u is 0 when b's turn comes.
+        (1, 1, None),  # σ_u is 0 when the search reaches b.
         (2, 3, "dc"),
         (3, 2, None),
         (1, 0, None),
     ],
 )
-def test_chain_rule_by_hand(lb, ub, control):
-    assert found("chain_rule", "a", "da", lb, ub) == control
+def test_chain_rule_small_graph_returns_expected_trigger(lb, ub, control):
+    assert trigger("chain_rule", "a", "da", lb, ub) == control
 
 
 FIGURE = {
     **{"f1": "", "g1": "f1", "g2": "g1", "g3": "g2", "g4": "g3", "fi": "g4"},
     **{"f2": "fi f1", "g7": "f2", "fj": "g7", "f3": "fj f1"},
 }
-"""As Figure 4: edges from f1 to f2 and f3 are longer than 5; γ: f1 0, ..., fi 5, f2 6, g7 7, fj 8, f3 9."""
+"""Graph of Figure 4: edges from f1 to f2 and f3 are longer than 5; γ: f1 0, ..., fi 5, f2 6, g7 7, fj 8, f3 9."""
 
 
 @pytest.mark.parametrize(("target", "lb", "control"), [("f2", 1, "fi"), ("f3", 1, "fj"), ("f3", 4, "fi")])
-def test_the_example_of_figure_4(target, lb, control):
-    assert found("direct_order", "f1", target, lb, 10000, edges=FIGURE, backward=["fi"]) == control
+def test_direct_order_figure_4_returns_trigger_of_paper(target, lb, control):
+    assert trigger("direct_order", "f1", target, lb, 10000, edges=FIGURE, backward=["fi"]) == control
 
 
-def test_only_operations_that_the_target_waits_for_control_it():
-    """`e` is as close in γ, and nothing leads from it to the target."""
+def test_trigger_search_op_without_path_to_target_is_no_trigger():
+    """`e` has the same level γ, and no path leads from it to the target."""
     edges = {**CHAIN, "e": "dc", "de": "e a"}
-    assert found("direct_order", "a", "da", 1, 10000, edges=edges) == "db"
+    assert trigger("direct_order", "a", "da", 1, 10000, edges=edges) == "db"
     edges = {"x": "", "a": "x", "e": "a", "loss": "a", "de": "loss e", "dl": "loss", "d2": "dl", "da": "d2 a"}
-    assert found("chain_rule", "a", "da", 1, 10000, edges=edges) == "dl"
+    assert trigger("chain_rule", "a", "da", 1, 10000, edges=edges) == "dl"
 
 
-def test_a_path_may_go_over_control_edges():
+def test_direct_order_path_of_control_edges_is_followed():
     edges = {"x": "", "a": "x", "loss": "a", "dl": "loss", "de": "loss", "df": "de", "da": "dl a"}
-    assert found("direct_order", "a", "da", 1, 10000, edges=edges) == "dl"
-    assert found("direct_order", "a", "da", 1, 10000, edges=edges, controls=[("df", "da")]) == "df"
+    assert trigger("direct_order", "a", "da", 1, 10000, edges=edges) == "dl"
+    assert trigger("direct_order", "a", "da", 1, 10000, edges=edges, controls=[("df", "da")]) == "df"
 
 
-def test_branches_are_visited_once():
-    """Between the source and the far end are 2**20 paths."""
+def test_trigger_search_many_paths_visits_each_op_once():
+    """From the source to the last op lead 2**20 paths."""
     edges = {"s": ""}
     last = "s"
     for number in range(20):
         edges |= {f"l{number}": last, f"r{number}": last, f"m{number}": f"l{number} r{number}"}
         last = f"m{number}"
     edges |= {"d1": last, "d2": "d1 s"}
-    assert found("chain_rule", "s", "d2", 1, 10000, edges=edges) == "d1"
-    assert found("direct_order", "s", "d2", 3, 10000, edges=edges) in ("l19", "r19")
+    assert trigger("chain_rule", "s", "d2", 1, 10000, edges=edges) == "d1"
+    assert trigger("direct_order", "s", "d2", 3, 10000, edges=edges) in ("l19", "r19")
 
 
 @st.composite
 def training_graphs(draw):
-    """Random forward operations, and for each a backward one that reads what it made."""
+    """Draw random forward ops, and for each a backward op that reads its result."""
     size = draw(st.integers(2, 9))
     edges = {"f0": ""}
     for number in range(1, size):
@@ -136,7 +136,7 @@ def training_graphs(draw):
 
 @settings(deadline=None, max_examples=200, derandomize=True)
 @given(training_graphs())
-def test_the_control_operation_comes_after_the_source_and_before_the_target(case):
+def test_trigger_search_random_graph_trigger_lies_between_source_and_target(case):
     edges, lb, ub = case
     nodes, both = search(edges)
     again, other = search(edges)
