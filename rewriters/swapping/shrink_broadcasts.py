@@ -78,7 +78,8 @@ class _BroadcastShrinker:
                 self._shrink_operands(node)
         self._redirect_controls()
         self.graph.same_size |= self.analysis.graph.same_size
-        self.changed |= self.graph.prune() > 0
+        self.graph.prune()  # Small results that no op reads go, and the graph may be equal to the original again.
+        self.changed |= any(name not in self.graph.nodes for name in self.analysis.graph.nodes)
         return self.graph
 
     def _broadcast_source(self, node: Node) -> Tensor | None:
@@ -137,10 +138,11 @@ class _BroadcastShrinker:
         if shape is None or None in full_shape:
             return
         copy = self.graph.nodes[node.name]
-        self.changed = True
         if not self._same_shape(shape, full_shape):
             self.small[node.out()] = self._apply(node, operands)
-        elif node.op != "AddN":
+            return
+        self.changed = True
+        if node.op != "AddN":
             copy.inputs = [operand.tensor for operand in operands]
         else:
             first = self._apply(node, operands[:-1])
