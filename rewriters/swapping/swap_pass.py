@@ -323,7 +323,7 @@ class InsertSwaps(GraphPass[SwapResult]):
             readers = [new.nodes[reader.name] for reader in swap_in.readers]
             for node in readers:
                 node.inputs = [copy if t == source else t for t in node.inputs]
-            release = tier.release(new, new.unique_name(f"{prefix}/release_{number}"), readers)
+            release = tier.release(new, new.unique_name(f"{prefix}/given_back_{number}"), readers)
             chains.append(_SwapInChain(new.nodes[name], swap_in, release))
         return out, chains
 

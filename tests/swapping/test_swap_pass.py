@@ -151,12 +151,12 @@ def test_insert_swaps_swap_in_waits_for_releases_before(tmp_path):
             swap_ins[f"lms/{swap.tensor.node.name}/swap_in_{number}"] = swap_in
     for name, swap_in in swap_ins.items():
         for before in result.graph.nodes[name].control_inputs:
-            if "/release_" in before.name:
+            if "/given_back_" in before.name:
                 waited.add(before)
                 ran = {node.name for node in ancestors([result.graph.nodes[swap_in.control.name]])}
-                readers = swap_ins[before.name.replace("release", "swap_in")].readers
+                readers = swap_ins[before.name.replace("given_back", "swap_in")].readers
                 assert {reader.name for reader in readers} <= ran
-    given = [node for node in result.graph.nodes.values() if "/release_" in node.name and node.op == "PyFunc"]
+    given = [node for node in result.graph.nodes.values() if "/given_back_" in node.name and node.op == "PyFunc"]
     assert 0.5 * len(given) <= len(waited) < len(given)
 
 
