@@ -320,7 +320,8 @@ def _sum_repetitions(graph: Graph, evaluate: StaticEvaluator) -> bool:
             continue
         times, sizes = target[::2], target[1::2]
         unchanged = [
-            a == 1 and (evaluate.sizes.assume_equal(b, c) or b == -1) for a, b, c in zip(times, sizes, shape, strict=True)
+            a == 1 and (evaluate.sizes.assume_equal(b, c) or b == -1)
+            for a, b, c in zip(times, sizes, shape, strict=True)
         ]
         summed = [b == 1 and evaluate.sizes.assume_equal(a, c) for a, b, c in zip(times, sizes, shape, strict=True)]
         if all(u or s for u, s in zip(unchanged, summed, strict=True)):

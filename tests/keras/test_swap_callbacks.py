@@ -104,7 +104,10 @@ def test_swap_params_defaults_equal_tflms_table_2():
         ({"starting_scope": "fuctional"}, "`starting_scope` names nothing in the step. .* Nearest: 'functional"),
         ({"optimizer_scopes": "sgd"}, "`optimizer_scopes` names nothing in the step"),
         ({"min_bytes": "1GiB"}, "Nothing is swapped: .* tensor.s. could be, .* `min_bytes` .1.00 GiB. exclude all"),
-        ({"ctrld_strategy": "direct_order", "lb": 9000}, "no op can trigger its swap-in for .* Lower `lb` or raise `ub`"),
+        (
+            {"ctrld_strategy": "direct_order", "lb": 9000},
+            "no op can trigger its swap-in for .* Lower `lb` or raise `ub`",
+        ),
     ],
 )
 def test_lms_infeasible_parameters_raise_before_first_step(tmp_path, options, text):
