@@ -1,6 +1,6 @@
-"""How long GEMS' schedules take, by formula: Jain et al., "GEMS", SC '20, section VI, equations 1 to 11.
+"""Formulas for the durations of GEMS' schedules: Jain et al., "GEMS", SC '20, section VI, equations 1 to 11.
 
-A network is cut into n partitions, one for each GPU: stages, in the words of this package. The paper's symbols are
+A network is cut into n partitions, one for each GPU; this package calls them stages. The paper's symbols are
 
 | paper | here | |
 |---|---|---|
@@ -9,12 +9,11 @@ A network is cut into n partitions, one for each GPU: stages, in the words of th
 | N, η | `eta` | micro-batches of a step: delayed synchronisation's N, MASTER's replications η; 2 for MAST |
 | T_allreduce | `allreduce` | seconds of one exchange of gradients |
 
-Executing the schedules (`rewriters.pipelining.schedule_simulator`) shows which of the equations are what they take.
-Where one is not, the function with the plain name is what is right, and the one that ends in `_printed` is the paper's.
-"Level" stands for
-FP_1 + ... + FP_(n-1) = BP_1 + ... + BP_(n-1).
+Simulations of the schedules (`rewriters.pipelining.schedule_simulator`) show which equations are correct. For an
+incorrect equation, the function with the plain name is correct, and the function whose name ends in `_printed` is the
+paper's. "Level" stands for FP_1 + ... + FP_(n-1) = BP_1 + ... + BP_(n-1).
 
-| equation | is right |
+| equation | correct |
 |---|---|
 | 1, 2, 3, 5: basic and delayed synchronisation | always |
 | 4: idle time | without communication |
@@ -22,15 +21,15 @@ FP_1 + ... + FP_(n-1) = BP_1 + ... + BP_(n-1).
 | 7: MAST's communication | as an amount, with a sum to n - 1; a step takes 3 Σlat and at least one exchange longer |
 | 8: idle time of MAST | with the time of `mast` in place of equation 6 |
 | 9: MASTER, odd η | if `mast_holds` and level; always for η = 1 |
-| 9: MASTER, even η | never: it lacks a ΣBP, besides what odd η need |
+| 9: MASTER, even η | never: it lacks a ΣBP, apart from the conditions for odd η |
 | 10: improvement by MASTER | for even η, if `mast_holds` and level; level or not for η = 2 |
-| 11: the same from two measurements | always, since the improvement is linear in η |
+| 11: improvement from two measurements | always, since the improvement is linear in η |
 
-MASTER is at most 2η / (η + 1) times as fast as delayed synchronisation, and so MAST 4/3 times, whatever the stages.
-With memory for several micro-batches at once a pipeline (GPipe, 1F1B) is faster than both; these are for a micro-batch
-of one image that barely fits.
+MASTER is at most 2η / (η + 1) times as fast as delayed synchronisation, and MAST 4/3 times, for any stages. With memory
+for several micro-batches a pipeline (GPipe, 1F1B) is faster than both; MAST and MASTER suit a micro-batch of one image
+that barely fits.
 
-`ring_all_reduce`, `hybrid` and `scaling` are about many devices, for which the paper has measurements and no equation.
+`ring_all_reduce`, `hybrid` and `scaling` model many devices, for which the paper has measurements but no equation.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ __all__ = [
 
 
 def compute(forward: Sequence[float], backward: Sequence[float]) -> float:
-    """Equation 1: basic model parallelism, where one GPU computes at a time.
+    """Return the seconds of basic model parallelism, where one GPU computes at a time (equation 1).
 
     Args:
         forward: Seconds of each stage.
@@ -73,7 +72,7 @@ def compute(forward: Sequence[float], backward: Sequence[float]) -> float:
 
 
 def communication(transfer: Sequence[float]) -> float:
-    """Equation 2: every border once forward and once backward.
+    """Return the seconds of communication: each border once forward and once backward (equation 2).
 
     Args:
         transfer: Seconds of each border between stages.
@@ -82,7 +81,7 @@ def communication(transfer: Sequence[float]) -> float:
 
 
 def total(forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float], eta: int = 1) -> float:
-    """Equation 3, with equation 5 for more than one micro-batch: all of it, one after another.
+    """Return the seconds of computation and communication in sequence (equation 3; equation 5 for micro-batches).
 
     Args:
         forward: Seconds of each stage.
@@ -94,9 +93,7 @@ def total(forward: Sequence[float], backward: Sequence[float], transfer: Sequenc
 
 
 def underutilized(forward: Sequence[float], backward: Sequence[float]) -> tuple[float, ...]:
-    """Equation 4: for each GPU the part of a step in which it is idle, in percent.
-
-    Communication is left out of the step.
+    """Return the idle time of each GPU in percent of a step without communication (equation 4).
 
     Args:
         forward: Seconds of each stage.
@@ -107,7 +104,7 @@ def underutilized(forward: Sequence[float], backward: Sequence[float]) -> tuple[
 
 
 def delayed(forward: Sequence[float], backward: Sequence[float], eta: int) -> float:
-    """Equation 5: delayed synchronisation, micro-batches one after another and one update.
+    """Return the seconds of delayed synchronisation: micro-batches in sequence, and one update (equation 5).
 
     Args:
         forward: Seconds of each stage.
@@ -119,7 +116,7 @@ def delayed(forward: Sequence[float], backward: Sequence[float], eta: int) -> fl
 
 
 def mast_printed(forward: Sequence[float], backward: Sequence[float]) -> float:
-    """Equation 6, as printed: ΣFP + 2 ΣBP + FP_n. Too little unless `mast_holds`.
+    """Return equation 6 as printed: ΣFP + 2 ΣBP + FP_n. Too low unless `mast_holds`.
 
     Args:
         forward: Seconds of each stage.
@@ -130,11 +127,11 @@ def mast_printed(forward: Sequence[float], backward: Sequence[float]) -> float:
 
 
 def mast_holds(forward: Sequence[float], backward: Sequence[float]) -> bool:
-    """Whether MAST, and MASTER's `master_bound`, take no longer than that: the inverted forward never falls behind.
+    """Return whether the inverted forward never falls behind, so that equation 6 and `master_bound` are exact.
 
-    It follows the backward of the replication before from the last GPU to the first, and ends right behind it if BP_1 +
-    ... + BP_(n-i) is at least FP_i + ... + FP_(n-1) for each i from 1 to n - 1. Each BP_(n-i) >= FP_i is enough, which
-    equal stages have where a backward takes no less than a forward. Transfers are not counted.
+    The forward follows the backward of the previous replication from the last GPU to the first. It ends right behind it
+    if BP_1 + ... + BP_(n-i) >= FP_i + ... + FP_(n-1) for each i from 1 to n - 1. BP_(n-i) >= FP_i for each i is
+    sufficient; equal stages satisfy it if a backward takes no less than a forward. Transfers are ignored.
 
     Args:
         forward: Seconds of each stage.
@@ -146,7 +143,7 @@ def mast_holds(forward: Sequence[float], backward: Sequence[float]) -> bool:
 
 
 def mast(forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float] | None = None) -> float:
-    """What MAST takes: `master` with two replications.
+    """Return the seconds of MAST, which is `master` with two replications.
 
     Args:
         forward: Seconds of each stage.
@@ -157,11 +154,11 @@ def mast(forward: Sequence[float], backward: Sequence[float], transfer: Sequence
 
 
 def mast_communication(transfer: Sequence[float], allreduce: float) -> float:
-    """Equation 7: what MAST communicates, with the sum over the n - 1 borders that there are (printed: n).
+    """Return MAST's seconds of communication (equation 7), with the sum over n - 1 borders (printed: n).
 
-    An amount, not an addition to the time of a step. The forwards of the second replication, and their transfers, run
-    beside the backwards of the first, so that three of the four Σlat are time where they do not fall behind. Exchanges
-    run beside the backwards of other stages, but for that of the first stage: see `exchange`.
+    The step is longer by less than that. The forwards of the second replication and their transfers run concurrently
+    with the backwards of the first, so three of the four Σlat add to the step if no forward falls behind. Exchanges run
+    concurrently with the backwards of other stages, except that of the first stage: see `exchange`.
 
     Args:
         transfer: Seconds of each border between stages.
@@ -171,9 +168,7 @@ def mast_communication(transfer: Sequence[float], allreduce: float) -> float:
 
 
 def mast_underutilized(forward: Sequence[float], backward: Sequence[float]) -> tuple[float, ...]:
-    """Equation 8: for each GPU the part of MAST's step in which it is idle, in percent, with the time of `mast`.
-
-    Communication is left out of the step.
+    """Return the idle time of each GPU in percent of MAST's step without communication (equation 8, with `mast`).
 
     Args:
         forward: Seconds of each stage.
@@ -181,11 +176,11 @@ def mast_underutilized(forward: Sequence[float], backward: Sequence[float]) -> t
     """
     seconds = mast(forward, backward)
     work = [f + b for f, b in zip(forward, backward, strict=True)]
-    return tuple(100 * (1 - (own + other) / seconds) for own, other in zip(work, reversed(work), strict=True))
+    return tuple(100 * (1 - (first + second) / seconds) for first, second in zip(work, reversed(work), strict=True))
 
 
 def master_printed(forward: Sequence[float], backward: Sequence[float], eta: int) -> float:
-    """Equation 9, as printed. See the top of this module; `master` is what it takes.
+    """Return equation 9 as printed. The module docstring tells when it is correct; `master` always is.
 
     Args:
         forward: Seconds of each stage.
@@ -202,14 +197,14 @@ def master_printed(forward: Sequence[float], backward: Sequence[float], eta: int
 def master(
     forward: Sequence[float], backward: Sequence[float], eta: int, transfer: Sequence[float] | None = None
 ) -> float:
-    """What MASTER takes: ΣFP + (η - 1) X + ΣBP, and the transfers of that.
+    """Return the seconds of MASTER: ΣFP + (η - 1) X + ΣBP, and the transfers of these passes.
 
-    X is what passes between the ends of two forwards that follow each other. On the GPU of stage i the inverted forward
-    waits for the backwards of stages n to n - i + 1, and from there it has stages i to n to go:
+    X is the time between the ends of two consecutive forwards. On the GPU of stage i the inverted forward waits for the
+    backwards of stages n to n - i + 1, and then passes stages i to n:
 
         X = max over i of  BP_n + ... + BP_(n-i+1) + FP_i + ... + FP_n
 
-    At i = n that is ΣBP + FP_n, which makes `master_bound` of it, and equation 6 for η = 2.
+    If i = n attains the maximum, X is ΣBP + FP_n, and the result is `master_bound`, or equation 6 for η = 2.
 
     Args:
         forward: Seconds of each stage.
@@ -229,10 +224,10 @@ def master(
 def master_bound(
     forward: Sequence[float], backward: Sequence[float], eta: int, transfer: Sequence[float] | None = None
 ) -> float:
-    """ΣFP + η ΣBP + (η - 1) FP_n + (η + 1) Σlat: the least that MASTER takes, and all of it where `mast_holds`.
+    """Return the lower bound ΣFP + η ΣBP + (η - 1) FP_n + (η + 1) Σlat of MASTER, exact if `mast_holds`.
 
-    Every backward waits for the last stage's forward, which waits for the backward before. Where FP_1 + ... + FP_(n-1)
-    = BP_1 + ... + BP_(n-1) this is equation 9 for odd η, and for even η equation 9 with the ΣBP that it lacks.
+    Every backward waits for the last stage's forward, which waits for the previous backward. If FP_1 + ... + FP_(n-1) =
+    BP_1 + ... + BP_(n-1), this is equation 9 for odd η, and equation 9 plus the missing ΣBP for even η.
 
     Args:
         forward: Seconds of each stage.
@@ -245,9 +240,9 @@ def master_bound(
 
 
 def improved_printed(forward: Sequence[float], backward: Sequence[float], eta: int, allreduce: float = 0.0) -> float:
-    """Equation 10, as printed: what MASTER saves of equation 5, for even η. See the top of this module.
+    """Return equation 10 as printed: the seconds that MASTER saves of equation 5, for even η.
 
-    It is equation 5 minus an equation 9 that has the ΣBP it lacks.
+    It is equation 5 minus the corrected equation 9. The module docstring tells when it is correct.
 
     Args:
         forward: Seconds of each stage.
@@ -260,7 +255,7 @@ def improved_printed(forward: Sequence[float], backward: Sequence[float], eta: i
 
 
 def improved(forward: Sequence[float], backward: Sequence[float], eta: int, allreduce: float = 0.0) -> float:
-    """What MASTER saves of equation 5: η - 1 times the same, at most (η - 1) (FP_1 + ... + FP_(n-1)).
+    """Return the seconds that MASTER saves of equation 5: linear in η - 1, at most (η - 1) (FP_1 + ... + FP_(n-1)).
 
     Args:
         forward: Seconds of each stage.
@@ -272,11 +267,11 @@ def improved(forward: Sequence[float], backward: Sequence[float], eta: int, allr
 
 
 def improved_from_measured(two: float, four: float, eta: int) -> float:
-    """Equation 11: what MASTER saves, by what it saves with two and with four replications.
+    """Return the seconds that MASTER saves, extrapolated from measurements with η = 2 and η = 4 (equation 11).
 
     Args:
-        two: Seconds that are saved with η = 2, as measured.
-        four: Seconds that are saved with η = 4, as measured.
+        two: Measured savings in seconds with η = 2.
+        four: Measured savings in seconds with η = 4.
         eta: Replications.
     """
     _at_least_one(eta=eta)
@@ -292,10 +287,11 @@ def exchange(
     transfer: Sequence[float] | None = None,
     inverted: bool = True,
 ) -> float:
-    """Seconds by which the exchanges of gradients make a step longer.
+    """Return the seconds by which the exchanges of gradients lengthen a step.
 
-    The last backward goes from stage n to stage 1. Each stage's exchange starts when it has passed, beside the
-    backwards that are left; a device takes part in one exchange at a time. So at least that of stage 1 is seen.
+    The last backward goes from stage n to stage 1. Each stage's exchange starts when the backward has passed it, and
+    runs concurrently with the remaining backwards. A device takes part in one exchange at a time. So at least the
+    exchange of stage 1 lengthens the step.
 
     Args:
         backward: Seconds of each stage.
@@ -305,27 +301,27 @@ def exchange(
     """
     n = len(backward)
     borders = _borders(n, transfer)
-    left = [sum(backward[:stage]) + sum(borders[:stage]) for stage in range(n)]
-    """Seconds from the end of each stage's last backward to the end of all."""
+    remaining = [sum(backward[:stage]) + sum(borders[:stage]) for stage in range(n)]
+    """Seconds from the end of each stage's last backward to the end of the last backward of all."""
     ends = [0.0]
     for stage in range(n):
-        other, begin = n - 1 - stage, -left[stage]
+        other, begin = n - 1 - stage, -remaining[stage]
         if inverted and stage < other:
-            begin = max(begin, reduce[other] - left[other])
+            begin = max(begin, reduce[other] - remaining[other])
         ends.append(begin + reduce[stage])
     return max(ends)
 
 
 def ring_all_reduce(amount: float, devices: int, bytes_per_second: float, latency: float = 0.0) -> float:
-    """Seconds in which devices in a ring add up and share an amount, in 2 (p - 1) rounds of 1/p of it each.
+    """Return the seconds of a ring all-reduce: 2 (p - 1) rounds, each with 1/p of the bytes.
 
-    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. It is assumed that
-    each device sends and receives at once, that no two links of the ring share a wire, and that adding is for free.
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. Assumes that each
+    device sends and receives concurrently, that no two links of the ring share a wire, and that additions take no time.
 
     Args:
         amount: Bytes of gradients.
-        devices: How many have them, p.
-        bytes_per_second: Of each link.
+        devices: Number of devices, p.
+        bytes_per_second: Rate of each link.
         latency: Seconds of a message besides its bytes.
     """
     _at_least_one(devices=devices)
@@ -342,10 +338,10 @@ def hybrid(
     latency: float = 0.0,
     transfer: Sequence[float] | None = None,
 ) -> float:
-    """Seconds of a step of GEMS-Hybrid (V-C): pipelines of η replications beside each other, and their exchanges.
+    """Return the seconds of a step of GEMS-Hybrid (V-C): parallel pipelines of η replications, and their exchanges.
 
-    Besides what `ring_all_reduce` assumes: devices are all alike, pipelines do not wait for each other before their
-    gradients are there, transfers between stages are not slowed down by exchanges, and reading data takes no time.
+    Assumptions besides those of `ring_all_reduce`: all devices are equal, pipelines wait for each other only in their
+    exchanges, exchanges do not slow down transfers between stages, and reading data takes no time.
 
     Args:
         forward: Seconds of each stage.
@@ -353,8 +349,8 @@ def hybrid(
         eta: Replications of each pipeline: 1 is GEMS-HY Basic, 2 GEMS-HY MAST.
         replicas: Data-parallel copies, on n devices each.
         gradients: Bytes of each stage's gradients.
-        bytes_per_second: Of the links that exchanges go through.
-        latency: Seconds of one of their messages, besides its bytes.
+        bytes_per_second: Rate of the links between the devices of an exchange.
+        latency: Seconds of a message of an exchange, besides its bytes.
         transfer: Seconds of each border between stages. Defaults to 0.
     """
     _checked(forward, backward, transfer, eta=eta, replicas=replicas)
@@ -377,16 +373,16 @@ def scaling(
     latency: float = 0.0,
     transfer: Sequence[float] | None = None,
 ) -> float:
-    """How many times as many images a second that many replicas train as one; `replicas` at best.
+    """Return the throughput of several replicas over that of one replica; at most `replicas`.
 
     Args:
         forward: Seconds of each stage.
         backward: Seconds of each stage.
         eta: Replications of each pipeline.
-        replicas: Data-parallel copies, each with as many images as the one.
+        replicas: Data-parallel copies, each with as many images as a single replica.
         gradients: Bytes of each stage's gradients.
-        bytes_per_second: Of the links that exchanges go through.
-        latency: Seconds of one of their messages, besides its bytes.
+        bytes_per_second: Rate of the links between the devices of an exchange.
+        latency: Seconds of a message of an exchange, besides its bytes.
         transfer: Seconds of each border between stages. Defaults to 0.
     """
     one, many = (
@@ -398,7 +394,7 @@ def scaling(
 def _checked(
     forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float] | None = None, **counts: int
 ) -> Sequence[float]:
-    """The seconds of each border, 0 if they were not given, once it is seen that all numbers go together."""
+    """Check that all sequences have matching lengths, and return the seconds of each border, 0 by default."""
     _at_least_one(**counts)
     if not len(forward) or len(forward) != len(backward):
         raise ValueError(

@@ -20,7 +20,7 @@ from tflms_sft._cluster.spec import split_address
 @pytest.fixture
 def one_worker(monkeypatch):
     """As if this program were connected to one, which answers."""
-    monkeypatch.setattr(worker_watch.GUARD, "lost", {})
+    monkeypatch.setattr(worker_watch.WATCH, "lost", {})
     with listener(SETTINGS) as address:
         monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": address})
         yield address
@@ -40,7 +40,7 @@ def test_errors_that_have_nothing_to_do_with_workers_stay(one_worker):
 
 def test_a_worker_that_was_started_again_is_lost(one_worker):
     text = "Unable to find a context_id matching the specified one (7). Perhaps the worker was restarted?"
-    with pytest.raises(tflms_sft.WorkerError, match=f"task:0 at {one_worker} .started again meanwhile"):
+    with pytest.raises(tflms_sft.WorkerError, match=f"task:0 at {one_worker} .restarted during training"):
         raised(tf.errors.InvalidArgumentError(None, None, text))
 
 
@@ -68,10 +68,10 @@ def test_nothing_is_begun_once_a_worker_was_lost(one_worker):
 
 def test_connections_to_a_worker_that_is_silent_are_closed(monkeypatch):
     """Whoever waits for it goes on; others are left alone."""
-    monkeypatch.setattr(worker_watch, "ASKED_EVERY_SECONDS", 0.1)
+    monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(worker_watch, "ANSWER_SECONDS", 0.2)
     guard = worker_watch.WorkerWatch()
-    monkeypatch.setattr(worker_watch, "GUARD", guard)
+    monkeypatch.setattr(worker_watch, "WATCH", guard)
     with listener() as silent, listener(SETTINGS) as good:
         asked = {"/job:worker/task:0": good, "/job:worker/task:1": silent}
         monkeypatch.setattr(tf_internals, "workers", lambda: asked)
@@ -110,7 +110,7 @@ def test_connections_are_found_among_all_that_is_open_and_nothing_is_left_open()
 
 
 def test_whoever_asks_goes_on_after_an_error_and_is_replaced_if_dead(monkeypatch, capsys):
-    monkeypatch.setattr(worker_watch, "ASKED_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.01)
     asked, done = [], threading.Event()
 
     def fail(addresses, seconds):
@@ -126,7 +126,7 @@ def test_whoever_asks_goes_on_after_an_error_and_is_replaced_if_dead(monkeypatch
     guard.begin()
     assert guard._thread.is_alive() and done.wait(10)
     workers = {}
-    assert "could not be found out: ValueError('no such thing')" in capsys.readouterr().err
+    assert "polling the workers failed: ValueError('no such thing')" in capsys.readouterr().err
 
 
 class Gone(keras.callbacks.Callback):
@@ -157,7 +157,7 @@ def fitted(model, callbacks):
 
 def test_at_the_end_of_an_epoch_workers_are_looked_for(monkeypatch):
     gone, model = free(), dense()
-    monkeypatch.setattr(worker_watch.GUARD, "lost", {})
+    monkeypatch.setattr(worker_watch.WATCH, "lost", {})
 
     def lose(model):
         monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": gone})
@@ -189,7 +189,7 @@ def test_a_backup_that_is_not_whole_does_not_take_the_place_of_the_last(one_work
     model = dense()
     model.load_weights(tmp_path / "latest.weights.h5")
     assert int(model.optimizer.iterations) == 1
-    monkeypatch.setattr(worker_watch.GUARD, "lost", {})  # As in the new process that it takes.
+    monkeypatch.setattr(worker_watch.WATCH, "lost", {})  # As in the new process that it takes.
     fitted(model, callbacks(-1))
     assert int(model.optimizer.iterations) == 3
     assert "save_weights" not in model.__dict__

@@ -162,7 +162,7 @@ def test_sizes_and_arguments_that_do_not_go_are_refused():
 
 
 def test_models_that_cannot_take_tiles_are_refused():
-    refused("`model` must take tiles of 20 x 20 rows; leave its size open", described(LEAST, 30))
+    refused("`model` must take tiles of 20 x 20 rows. Received: .* Leave its size open", described(LEAST, 30))
     image = keras.Input((None, None, 1))
     refused("pads its image", keras.Model(image, layers.Conv2D(1, 9, padding="same")(image)), error=RewriteError)
     normal = layers.BatchNormalization()(layers.Conv2D(1, 9)(image))
@@ -195,9 +195,9 @@ def test_losses_of_other_kinds_are_refused():
         refused("a value for each pixel, .* values of shape .* of results of 12 x 12 pixels of 2 images", model)
     model.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
     sample_parallel(model, of_arrays(), (2, 2), "sum")
-    refused('is of a loss with reduction="mean" or "sum_over_batch_size".*reduction=.sum.', model)
+    refused('needs a loss with reduction="mean" or "sum_over_batch_size".*reduction=.sum.', model)
     model.compile("sgd", "mse")
-    refused('`loss_reduction="sum"` is of a loss with reduction="sum". Received: .*.mse.', model, loss_reduction="sum")
+    refused('`loss_reduction="sum"` needs a loss with reduction="sum". Received: .*.mse.', model, loss_reduction="sum")
     model.compile("sgd", keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
     refused("reduction='mean_with_sample_weight'", model)
 
@@ -234,12 +234,12 @@ def test_losses_that_leave_pixels_out_are_refused_but_as_sums():
     data = of_arrays(results=(22, 22)).map(lambda images, labels: (images, tf.cast(3 * labels, tf.int64)[..., 0]))
     sample_parallel(classes(cross_entropy()), data, (2, 2))
     for loss in (cross_entropy(ignore_class=0), of_two):
-        refused("leaves pixels out .`ignore_class`, a mask., and means over what is left .* sums", classes(loss), data)
+        refused("must not mask pixels .`ignore_class`, a mask., because the mean .* sums", classes(loss), data)
     sample_parallel(classes(cross_entropy(ignore_class=0, reduction="sum")), data, (2, 2), "sum")
     image = keras.Input((None, None, 1))
     masked = keras.Model(image, Marked()(layers.Conv2D(1, 9)(image)))
     masked.compile("sgd", "mse")
-    refused("leaves pixels out .* a model whose result has a mask", masked)
+    refused("must not mask pixels .* a model whose result has a mask", masked)
 
 
 def test_layers_that_draw_for_each_tile_are_named():

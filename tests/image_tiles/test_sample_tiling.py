@@ -375,5 +375,5 @@ def test_arguments_that_make_no_sense_are_refused():
     image, other = keras.Input((None, None, 1)), keras.Input((None, None, 1))
     with pytest.raises(ValueError, match="one image and one result. A subclassed one becomes that with keras.Model"):
         sample_tiling(keras.Model([image, other], layers.Add()([image, other])))
-    with pytest.raises(ValueError, match="`size` needs 2 numbers, one for each .* left open. Received: size=.100"):
+    with pytest.raises(ValueError, match="`size` needs 2 numbers, one for each free dimension. Received: size=.100"):
         sample_tiling(keras.Model(image, layers.Conv2D(1, 3)(image)), size=[100])

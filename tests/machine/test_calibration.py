@@ -28,8 +28,8 @@ def cache(monkeypatch, tmp_path):
     times = []
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibration, "_known", {})
-    monkeypatch.setattr(calibration, "_measured_apart", lambda: times.append("apart") or SLOW)
+    monkeypatch.setattr(calibration, "_rates_by_path", {})
+    monkeypatch.setattr(calibration, "_measure_in_child", lambda: times.append("apart") or SLOW)
     monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.0)  # Other tests may run meanwhile.
     return tmp_path, times
 
@@ -40,14 +40,14 @@ def test_rates_are_measured_once_and_kept(cache, monkeypatch):
     assert machine_rates(told.append) == machine_rates(told.append) == SLOW
     (file,) = (folder / "tflms-sft").iterdir()
     assert times == ["apart"] and len(told) == 1 and str(file) in told[0]
-    monkeypatch.setattr(calibration, "_known", {})
+    monkeypatch.setattr(calibration, "_rates_by_path", {})
     assert machine_rates() == SLOW and times == ["apart"], "another process reads them"
 
 
 def test_infinite_rates_are_kept_too(cache, monkeypatch):
-    monkeypatch.setattr(calibration, "_measured_apart", lambda: NOMINAL)
+    monkeypatch.setattr(calibration, "_measure_in_child", lambda: NOMINAL)
     assert math.isinf(machine_rates().first_touch)
-    monkeypatch.setattr(calibration, "_known", {})
+    monkeypatch.setattr(calibration, "_rates_by_path", {})
     assert machine_rates() == NOMINAL
 
 
@@ -57,7 +57,7 @@ def test_a_file_that_cannot_be_read_is_measured_anew(cache, text, monkeypatch):
     machine_rates()
     (file,) = (folder / "tflms-sft").iterdir()
     file.write_text(text)
-    monkeypatch.setattr(calibration, "_known", {})
+    monkeypatch.setattr(calibration, "_rates_by_path", {})
     assert machine_rates() == SLOW and len(times) == 2
     assert json.loads(file.read_text())["version"] == calibration.VERSION
 
@@ -85,22 +85,22 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again_later(cache, monk
     told = []
     monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.375)
     assert machine_rates(told.append) == SLOW
-    assert "other processes kept 38% of the machine busy" in told[1] and len(told) == 2
+    assert "other processes used 38% of the machine" in told[1] and len(told) == 2
     (file,) = (folder / "tflms-sft").iterdir()
     assert calibration.busy_when_measured(file) == 0.38
-    aged(file, calibration.DOUBTED + 60)
-    monkeypatch.setattr(calibration, "_known", {})
-    assert calibration.kept_rates() == SLOW and times == ["apart"], "nothing is chosen by them"
-    for age, measured in ((0, 1), (calibration.DOUBTED - 60, 1), (calibration.DOUBTED + 60, 2)):
+    aged(file, calibration.BUSY_RATES_SECONDS + 60)
+    monkeypatch.setattr(calibration, "_rates_by_path", {})
+    assert calibration.stored_rates() == SLOW and times == ["apart"], "nothing is chosen by them"
+    for age, measured in ((0, 1), (calibration.BUSY_RATES_SECONDS - 60, 1), (calibration.BUSY_RATES_SECONDS + 60, 2)):
         aged(file, age)
-        monkeypatch.setattr(calibration, "_known", {})
+        monkeypatch.setattr(calibration, "_rates_by_path", {})
         assert machine_rates() == SLOW and len(times) == measured
     monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.1)
-    aged(file, calibration.DOUBTED + 60)
-    monkeypatch.setattr(calibration, "_known", {})
+    aged(file, calibration.BUSY_RATES_SECONDS + 60)
+    monkeypatch.setattr(calibration, "_rates_by_path", {})
     assert machine_rates(told.append) == SLOW and len(times) == 3 and len(told) == 3, "nothing more to say"
-    aged(file, 10 * calibration.DOUBTED)
-    monkeypatch.setattr(calibration, "_known", {})
+    aged(file, 10 * calibration.BUSY_RATES_SECONDS)
+    monkeypatch.setattr(calibration, "_rates_by_path", {})
     assert machine_rates() == SLOW and len(times) == 3, "measured while the machine was idle"
 
 
@@ -108,8 +108,8 @@ def test_a_named_file_is_taken_as_it_is(cache, monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
     monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.9)
     machine_rates()
-    aged(tmp_path / "mine.json", 10 * calibration.DOUBTED)
-    monkeypatch.setattr(calibration, "_known", {})
+    aged(tmp_path / "mine.json", 10 * calibration.BUSY_RATES_SECONDS)
+    monkeypatch.setattr(calibration, "_rates_by_path", {})
     assert machine_rates() == SLOW and cache[1] == ["apart"]
 
 
@@ -119,7 +119,7 @@ def test_others_are_those_that_are_not_this_process():
     others = OtherProcesses()
     with subprocess.Popen(command) as another:
         time.sleep(0.7)
-        beside = others.part()
+        beside = others.busy_fraction()
         another.wait()
     assert beside > 0.3 / os.cpu_count(), "a process that has not ended yet"
 
@@ -129,13 +129,13 @@ def test_what_others_take_is_what_this_process_does_not(now, part, monkeypatch):
     """Of ten seconds of all cores, two are this process's."""
     found = iter([(100, 30, 10), now])
     monkeypatch.setattr("tflms_sft._machine.cpu_load._seconds", lambda: next(found))
-    assert OtherProcesses().part() == pytest.approx(part)
+    assert OtherProcesses().busy_fraction() == pytest.approx(part)
 
 
 @pytest.mark.parametrize("text", ["", "cpu 1 2\n", "cpus 1 2 3 4 5 6 7 8 9\n"])
 def test_where_the_system_does_not_tell_nobody_else_is_busy(text, monkeypatch):
     monkeypatch.setattr("builtins.open", lambda *args, **options: io.StringIO(text))
-    assert OtherProcesses().part() == 0
+    assert OtherProcesses().busy_fraction() == 0
 
 
 def test_a_file_of_rates_may_be_named(cache, monkeypatch, tmp_path):
@@ -144,11 +144,11 @@ def test_a_file_of_rates_may_be_named(cache, monkeypatch, tmp_path):
     values = json.loads((tmp_path / "mine.json").read_text())
     values["flops"][""] = 5e11
     (tmp_path / "mine.json").write_text(json.dumps(values))
-    monkeypatch.setattr(calibration, "_known", {})
+    monkeypatch.setattr(calibration, "_rates_by_path", {})
     assert machine_rates().flops == {"": 5e11}
     (tmp_path / "mine.json").write_text("no rates")
-    monkeypatch.setattr(calibration, "_known", {})
-    with pytest.raises(ValueError, match=f"{VARIABLE} names holds no rates.*mine.json.*{VARIABLE}=nominal"):
+    monkeypatch.setattr(calibration, "_rates_by_path", {})
+    with pytest.raises(ValueError, match=f"{VARIABLE} must name a file with rates.*mine.json.*{VARIABLE}=nominal"):
         machine_rates()
     monkeypatch.setenv(VARIABLE, "nominal")
     assert machine_rates() is NOMINAL
@@ -159,13 +159,13 @@ def test_where_no_other_process_can_measure_this_one_does(monkeypatch):
         raise subprocess.CalledProcessError(1, args)
 
     monkeypatch.setattr(calibration.subprocess, "run", failing)
-    assert calibration._measured_apart() is None
+    assert calibration._measure_in_child() is None
 
 
 @pytest.mark.slow
 def test_a_machine_is_measured_by_another_process(cache, monkeypatch):
     monkeypatch.undo()
-    found = calibration._measured_apart()
+    found = calibration._measure_in_child()
     assert found is not None and found.call < 1e-3 and found.flops["Conv2D"] > 1e8
 
 
@@ -197,7 +197,7 @@ def test_another_process_measures_with_the_threads_of_this_one(monkeypatch, tmp_
 
     monkeypatch.setattr(calibration.subprocess, "run", run)
     monkeypatch.setattr(calibration, "_threads", lambda: (3, 2))
-    assert calibration._measured_apart() == NOMINAL
+    assert calibration._measure_in_child() == NOMINAL
     ((command, visible),) = commands
     assert command[4:] == ["3", "2"] and visible == "-1"
 
@@ -206,6 +206,6 @@ def test_another_process_measures_with_the_threads_of_this_one(monkeypatch, tmp_
 def test_files_that_hold_something_else_are_measured_anew(text, monkeypatch, tmp_path):
     path = tmp_path / "rates.json"
     path.write_text(text)
-    assert calibration._kept(path, "") is None
-    with pytest.raises(ValueError, match="holds no rates of this version"):
-        calibration._kept(path, "rates.json")
+    assert calibration._stored(path, "") is None
+    with pytest.raises(ValueError, match="must name a file with rates of this version"):
+        calibration._stored(path, "rates.json")

@@ -54,7 +54,7 @@ def test_strings_that_are_not_a_number_with_a_known_unit_are_refused(value):
 
 @pytest.mark.parametrize("value", [2**63, "9" * 400 + "GiB", "9000000 TiB"])
 def test_more_than_64_bits_count_is_refused(value):
-    with pytest.raises(ValueError, match="`memory_budget` is more than any memory has. Received: memory_budget=9"):
+    with pytest.raises(ValueError, match="`memory_budget` must be less than 2^63 bytes. Received: memory_budget=9"):
         parse_bytes(value, "memory_budget")
 
 

@@ -176,7 +176,7 @@ def _tensorflow() -> Iterator[Finding]:
 
 def _budget() -> Iterator[Finding]:
     from rewriters.device import properties
-    from tflms_sft._machine.calibration import BUSY, busy_when_measured, rates_path
+    from tflms_sft._machine.calibration import MAX_BUSY_FRACTION, busy_when_measured, rates_path
     from tflms_sft._machine.memory_info import free_device_memory
     from tflms_sft._params.tile_params import AUTO_BUDGET_FRACTION
 
@@ -187,7 +187,7 @@ def _budget() -> Iterator[Finding]:
     path = rates_path()
     if path is None:
         yield Finding(NOTE, "rates", "nominal rates instead of measured rates (TFLMS_SFT_RATES=nominal)")
-    elif (busy := busy_when_measured(path)) > BUSY:
+    elif (busy := busy_when_measured(path)) > MAX_BUSY_FRACTION:
         yield Finding(NOTE, "rates", f"in {path}; measured while other processes used {busy:.0%} of the machine")
     else:
         yield Finding(FINE, "rates", f"in {path}" if path.exists() else f"to be measured for the first plan, in {path}")

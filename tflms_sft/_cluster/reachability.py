@@ -1,7 +1,7 @@
-"""Whether a worker answers, without TensorFlow, which waits for one that does not as long as it takes.
+"""Checks whether workers answer, without TensorFlow, which would wait forever for a worker that does not.
 
-A server of gRPC speaks HTTP/2, and is the first to: it sends its settings when a connection begins (RFC 9113, section
-3.4). One that was stopped, or whose machine is gone, does not, although the operating system may take the connection.
+A gRPC server speaks HTTP/2 and sends its settings first when a connection begins (RFC 9113, section 3.4). A stopped
+process does not, although the operating system may still accept the connection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from tflms_sft._cluster.spec import is_loopback, split_address
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""With empty settings of our own."""
+"""Client preface of HTTP/2, with empty settings."""
 
 _HEADER_BYTES = 9
 _SETTINGS = 4
@@ -26,24 +26,24 @@ _PAUSE_SECONDS = 0.2
 
 
 def missing(addresses: Mapping[str, str], seconds: float) -> dict[str, str]:
-    """Those that do not answer.
+    """Return the workers that do not answer, with reasons.
 
     Args:
-        addresses: Of workers, by their names.
-        seconds: How long each may take.
+        addresses: Addresses of workers by name.
+        seconds: Time limit of each worker.
 
     Returns:
-        Why not, by name.
+        Reasons by name.
     """
     if not addresses:
         return {}
     with concurrent.futures.ThreadPoolExecutor(min(len(addresses), 32)) as pool:
-        reasons = pool.map(lambda address: _why_not(address, seconds), addresses.values())
-        return {name: why for name, why in zip(addresses, reasons, strict=True) if why}
+        reasons = pool.map(lambda address: _failure(address, seconds), addresses.values())
+        return {name: reason for name, reason in zip(addresses, reasons, strict=True) if reason}
 
 
 def wait_for(addresses: Mapping[str, str], seconds: float) -> dict[str, str]:
-    """Wait until all of them answer; those that have not after that many seconds, with the reasons."""
+    """Wait until all workers answer; return the workers that do not within a time limit, with reasons."""
     end = time.monotonic() + seconds
     left = dict(addresses)
     while True:
@@ -54,7 +54,8 @@ def wait_for(addresses: Mapping[str, str], seconds: float) -> dict[str, str]:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _why_not(address: str, seconds: float) -> str:
+def _failure(address: str, seconds: float) -> str:
+    """Return why no worker answers at an address; empty if one does."""
     end = time.monotonic() + seconds
     try:
         with socket.create_connection(split_address(address), timeout=seconds) as connection:
@@ -64,47 +65,47 @@ def _why_not(address: str, seconds: float) -> str:
                 connection.settimeout(max(end - time.monotonic(), 0.01))
                 part = connection.recv(_HEADER_BYTES - len(header))
                 if not part:
-                    return "something that is no worker answers there"
+                    return "another program than a worker answers there"
                 header += part
     except TimeoutError:
         return f"no answer within {seconds:.2g} s"
     except OSError as error:
         return error.strerror or type(error).__name__
-    return "" if header[3] == _SETTINGS else "something that is no worker answers there"
+    return "" if header[3] == _SETTINGS else "another program than a worker answers there"
 
 
 def fail_fast() -> None:
-    """Have TensorFlow's calls to a machine that is gone fail; by default they wait for it to come back.
+    """Make TensorFlow's calls to a lost machine fail at once instead of waiting for its return.
 
-    It reads the variable at each call.
+    TensorFlow reads the variable at each call.
     """
     os.environ.setdefault("GRPC_FAIL_FAST", "true")
 
 
 def break_connections(address: str) -> int:
-    """End this program's connections to an address for all who wait for something to come; how many there were.
+    """Shut down this process's connections to an address, and return their number.
 
-    They are TensorFlow's, and it has no way to be told.
+    The connections belong to TensorFlow, which has no function for this. Its pending calls then fail.
     """
     try:
-        found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)
     except OSError:
         return 0
-    peers: set[tuple[Any, ...]] = {target[:2] for *_, target in found}
+    peers: set[tuple[Any, ...]] = {target[:2] for *_, target in infos}
     broken = 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # Closed meanwhile, or not connected.
+        with contextlib.suppress(OSError):  # The descriptor was closed meanwhile, or is not connected.
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 broken += _end_connection(os.dup(int(name)), peers)
     return broken
 
 
 def _end_connection(descriptor: int, peers: set[tuple[Any, ...]]) -> bool:
-    """End a connection if it is to one of some peers; the descriptor, which is a copy, is closed."""
+    """Shut down a connection if it leads to one of the peers. Closes the descriptor, which must be a copy."""
     try:
         connection = socket.socket(fileno=descriptor)
     except BaseException:
-        os.close(descriptor)  # What could not become a socket object does not own it.
+        os.close(descriptor)  # A failed constructor does not own the descriptor.
         raise
     with connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
@@ -117,9 +118,9 @@ def _end_connection(descriptor: int, peers: set[tuple[Any, ...]]) -> bool:
 
 
 def own_address(workers: list[str]) -> str:
-    """The address under which workers reach this machine, with a port that is free.
+    """Return the address under which workers reach this machine, with a free port.
 
-    It is that of the interface by which a worker is reached; sending nothing finds that out.
+    It is the address of the interface that leads to a worker. Connecting a UDP socket finds it without a message.
     """
     host = "127.0.0.1"
     for worker in workers:
@@ -136,7 +137,7 @@ def own_address(workers: list[str]) -> str:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
+    """Return a port of an interface that no process uses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         listener.bind((host, 0))
@@ -144,9 +145,9 @@ def free_port(host: str) -> int:
 
 
 def why_not_bound(address: str) -> str:
-    """Why this machine cannot serve at an address; empty if it can.
+    """Return why this machine cannot serve at an address; empty if it can.
 
-    TensorFlow shares a port with others that do so, and listens on all addresses, whatever it is told.
+    TensorFlow itself would share a used port, and would listen on all addresses instead of a wrong one.
     """
     host, port = split_address(address)
     try:

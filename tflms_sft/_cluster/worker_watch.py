@@ -1,9 +1,8 @@
-"""Workers that are lost while a step runs.
+"""Detects workers that are lost while a step runs.
 
-A process that ends closes its connections, and TensorFlow's calls fail at once, with one of several errors. A process
-that is stopped and a machine that is cut off close nothing, and whoever waits for them waits without end. A step could
-be cancelled, but not a weight that is read; so somebody asks the workers all the time, and closes the connections to
-one that does not answer.
+A process that ends closes its connections, and TensorFlow's calls fail at once, with one of several errors. A stopped
+process or a disconnected machine closes nothing, and calls to it block forever. TensorFlow can cancel a step, but not
+the reading of a weight. So a thread polls the workers and shuts down the connections to a worker that does not answer.
 """
 
 from __future__ import annotations
@@ -21,33 +20,33 @@ from rewriters.errors import WorkerError
 from rewriters.ir import tf_internals
 from tflms_sft._cluster.reachability import break_connections, missing
 
-ASKED_EVERY_SECONDS = 5.0
-"""From an answer to the next question."""
+POLL_SECONDS = 5.0
+"""Time from an answer to the next poll."""
 
 ANSWER_SECONDS = 5.0
-"""How long a worker may take."""
+"""Time limit of an answer."""
 
 _PAUSE_SECONDS = 1.0
-"""The same once it did not answer."""
+"""Time to the next poll after a missing answer."""
 
-_MISSED = 2
-"""So many times in a row, because a machine that works hard may be slow once."""
+_MAX_MISSED = 2
+"""Number of missing answers in a row that counts as silence; a busy machine may miss one."""
 
 _WORKER = re.compile(r"/job:(\w+)/replica:0/task:(\d+)")
-_STARTED_AGAIN = "Unable to find a context_id"
+_RESTARTED = "Unable to find a context_id"
 _REMEDY = (
-    "The weights and the optimizer's slots that were on it are gone. Start it again (`tflms-sft worker --cluster ... "
-    "--task K`), and run this program again, in a new process: with `keras.callbacks.BackupAndRestore` among the "
-    "callbacks of `fit` training goes on from the last backup."
+    "The weights and optimizer slots on it are lost. Restart it (`tflms-sft worker --cluster ... --task K`), and run "
+    "this program again in a new process. With the callback `keras.callbacks.BackupAndRestore`, `fit` continues from "
+    "the last backup."
 )
 
 
 class WorkerWatch:
-    """Asks the workers, as long as the program is connected to any.
+    """Polls the workers in a thread while the program is connected to any.
 
     Attributes:
-        silent: Those that do not answer, with the reasons.
-        lost: Those without which a step has failed. What was on them is gone, so that they stay lost.
+        silent: Workers that do not answer, with reasons.
+        lost: Workers whose loss made a step fail, with reasons. They stay lost, because their weights are lost.
     """
 
     def __init__(self) -> None:
@@ -56,36 +55,36 @@ class WorkerWatch:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Begin to ask, if nobody does."""
+        """Start the thread unless it runs."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._ask, name="tflms_sft workers", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="tflms_sft workers", daemon=True)
             self._thread.start()
 
-    def _ask(self) -> None:
+    def _run(self) -> None:
         missed: dict[str, int] = {}
         while True:
             if not missed or self.silent:
-                time.sleep(_PAUSE_SECONDS if self.silent else ASKED_EVERY_SECONDS)
+                time.sleep(_PAUSE_SECONDS if self.silent else POLL_SECONDS)
             addresses = tf_internals.workers()
             if not addresses:
                 self._thread = None
                 return
             try:
-                missed = self._asked(addresses, missed)
-            except RuntimeError:  # The interpreter ends, and there are no new threads.
+                missed = self._poll(addresses, missed)
+            except RuntimeError:  # The interpreter is shutting down and starts no threads.
                 return
-            except Exception as error:  # Without somebody who asks, a step might wait without end.
-                print(f"tflms-sft: whether workers answer could not be found out: {error!r}", file=sys.stderr)
+            except Exception as error:  # Without polls a step might block forever, so the loop must go on.
+                print(f"tflms-sft: polling the workers failed: {error!r}", file=sys.stderr)
                 missed = {}
 
-    def _asked(self, addresses: Mapping[str, str], missed: Mapping[str, int]) -> dict[str, int]:
-        """Ask once; how often each worker that does not answer has missed in a row."""
-        self._break(addresses)  # TensorFlow connects again, and waits again.
+    def _poll(self, addresses: Mapping[str, str], missed: Mapping[str, int]) -> dict[str, int]:
+        """Poll once, and return the number of missing answers in a row of each worker that does not answer."""
+        self._break(addresses)  # TensorFlow reconnects and blocks again.
         reasons = missing(addresses, ANSWER_SECONDS)
-        found = {name: missed.get(name, 0) + 1 for name in reasons}
-        self.silent = {name: why for name, why in reasons.items() if found[name] >= _MISSED}
+        counts = {name: missed.get(name, 0) + 1 for name in reasons}
+        self.silent = {name: reason for name, reason in reasons.items() if counts[name] >= _MAX_MISSED}
         self._break(addresses)
-        return found
+        return counts
 
     def _break(self, addresses: Mapping[str, str]) -> None:
         for name in self.silent:
@@ -93,84 +92,84 @@ class WorkerWatch:
                 break_connections(addresses[name])
 
 
-GUARD = WorkerWatch()
+WATCH = WorkerWatch()
 
 
 @contextlib.contextmanager
 def workers_watched() -> Iterator[None]:
-    """A block that runs a step: ends with an error that names the workers that were lost meanwhile.
+    """Run a step in a block, and turn its failure into an error that names the lost workers.
 
-    Without a cluster it does nothing.
+    Without a cluster the block runs unchanged.
 
     Raises:
-        WorkerError: If some were, or are since a step before.
+        WorkerError: If a worker was lost in this step or before.
     """
     addresses = tf_internals.workers() if tf.executing_eagerly() else {}
     if not addresses:
         yield
         return
     refuse_lost()
-    GUARD.begin()
+    WATCH.begin()
     try:
         yield
     except (StopIteration, tf.errors.OutOfRangeError):
         raise
     except tf.errors.OpError as error:
-        lost = GUARD.silent or _lost(addresses, error)
+        lost = WATCH.silent or _lost(addresses, error)
         if lost:
-            raise _found_lost(addresses, lost) from error
+            raise _record_lost(addresses, lost) from error
         raise
 
 
 def refuse_lost() -> None:
-    """Begin nothing more once a worker was lost: TensorFlow would wait for it, or for what it no longer has.
+    """Refuse further steps after the loss of a worker, because TensorFlow would block on it.
 
     Raises:
-        WorkerError: If one was.
+        WorkerError: If a worker was lost.
     """
-    if GUARD.lost:
-        raise lost_error(tf_internals.workers(), GUARD.lost)
+    if WATCH.lost:
+        raise lost_error(tf_internals.workers(), WATCH.lost)
 
 
 def check_workers() -> None:
-    """See whether all workers answer now.
+    """Check that all workers answer.
 
     Raises:
-        WorkerError: If some do not.
+        WorkerError: If a worker does not answer.
     """
     addresses = tf_internals.workers()
     reasons = missing(addresses, ANSWER_SECONDS)
     if reasons:
-        raise _found_lost(addresses, reasons)
+        raise _record_lost(addresses, reasons)
 
 
-def _found_lost(addresses: Mapping[str, str], reasons: Mapping[str, str]) -> WorkerError:
-    GUARD.lost = dict(reasons)
+def _record_lost(addresses: Mapping[str, str], reasons: Mapping[str, str]) -> WorkerError:
+    WATCH.lost = dict(reasons)
     return lost_error(addresses, reasons)
 
 
 def _lost(addresses: Mapping[str, str], error: tf.errors.OpError) -> dict[str, str]:
-    """Workers without which a step has failed, with reasons.
+    """Return the workers whose loss made a step fail, with reasons.
 
-    TensorFlow has a question for whether a worker still knows this program, which holds up all of Python while it is
-    not answered. So what it says in errors has to do.
+    TensorFlow can check whether a worker still knows this program, but that call blocks the whole interpreter until it
+    is answered. So the text of the error decides.
     """
     reasons = missing(addresses, ANSWER_SECONDS)
     if reasons:
         return reasons
     text = str(error)
     named = sorted({f"/job:{job}/task:{task}" for job, task in _WORKER.findall(text)} & addresses.keys())
-    if _STARTED_AGAIN in text:
-        return dict.fromkeys(named or addresses, "started again meanwhile")
+    if _RESTARTED in text:
+        return dict.fromkeys(named or addresses, "restarted during training")
     if isinstance(error, tf.errors.UnavailableError):
         return dict.fromkeys(named, "the connection broke")
     return {}
 
 
 def lost_error(addresses: Mapping[str, str], reasons: Mapping[str, str]) -> WorkerError:
-    """The error for workers, with reasons."""
+    """Return the error for lost workers with reasons."""
     names = tuple(f"{name} at {addresses[name]}" for name in reasons)
-    told = "; ".join(f"{name} ({why})" for name, why in zip(names, reasons.values(), strict=True))
-    error = WorkerError(f"Lost {len(names)} worker(s) of {len(addresses)} during training: {told}. {_REMEDY}")
+    details = "; ".join(f"{name} ({reason})" for name, reason in zip(names, reasons.values(), strict=True))
+    error = WorkerError(f"Lost {len(names)} worker(s) of {len(addresses)} during training: {details}. {_REMEDY}")
     error.workers = names
     return error

@@ -1,6 +1,6 @@
-"""Parts of an image of any Keras model without padding: what a part needs, and where it may begin.
+"""Image tiles for any Keras model without padding: their halos, their sizes, and where they may begin.
 
-The rules by which this package cuts tiles tell it, asked of the model's graph (`rewriters.analysis.receptive_field`).
+All three follow from the op rules, applied to the graph of the model (`rewriters.analysis.receptive_field`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from tflms_sft._image_tiles.valid_sizes import ImageSizes
 
 __all__: list[str] = []
 
-PROBED = 1024
-"""Rows of the smallest image for which a model that takes any is looked at."""
+FIRST_PROBED_ROWS = 1024
+"""Rows of the first image for which a model with free sizes is traced."""
 
-MOST_PROBED = 128
-"""Sizes that are tried, one after the other, until a model runs."""
+MAX_PROBED_SIZES = 128
+"""Number of consecutive sizes that are tried until the model can be traced."""
 
 
 class SampleTile(NamedTuple):
-    """A part of an image, and what of its result is for the whole.
+    """A tile of an image along one axis, and the rows of the whole result that it contributes.
 
     Attributes:
-        begin: First row of the image.
-        end: One past its last.
+        begin: First row of the tile in the image.
+        end: One past the last row of the tile.
         first: First row of the whole result that is taken from this tile.
-        last: One past the last of them.
-        skip: Rows of the tile's own result before `first`.
+        last: One past the last row of the whole result that is taken from this tile.
+        skip: Rows of the tile's result before `first`.
     """
 
     begin: int
@@ -42,23 +42,23 @@ class SampleTile(NamedTuple):
 
     @property
     def keep(self) -> slice:
-        """Of the tile's own result the rows that count; its neighbours make the others as well."""
+        """Rows of the tile's result that are taken; adjacent tiles compute the other rows as well."""
         return slice(self.skip, self.skip + self.last - self.first)
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisTiling(ImageSizes):
-    """How a network can be run on parts of its image, along one axis.
+    """Tiling of the images of a network along one axis.
 
     Attributes:
-        axis: Which one, from 0: height and width, or depth, height and width.
-        halo_before: Rows before those that the result has rows for; the paper's ε.
-        halo_after: The same behind them.
-        alignment: Tiles begin at multiples of so many rows of the image, and their sizes differ by multiples of it.
-        scale: Rows of the image for each row of the result; a fraction where there are more in the result.
-        smallest: Rows of the smallest image.
-        smallest_result: Rows of the result that it has.
-        dim: Dimension of the image that it is, where the batch is 0.
+        axis: Index of the axis: height and width, or depth, height and width.
+        halo_before: Rows of the image before the rows that correspond to the result; the paper's ε.
+        halo_after: Rows of the image behind the rows that correspond to the result.
+        alignment: Divisor, in rows of the image, of the beginnings of tiles and of differences between their sizes.
+        scale: Rows of the image per row of the result; a fraction if the result has more rows.
+        smallest: Rows of the smallest valid image.
+        smallest_result: Rows of the result of the smallest image.
+        dim: Dimension of the axis in the image tensor, where the batch is dimension 0.
     """
 
     axis: int
@@ -71,14 +71,14 @@ class AxisTiling(ImageSizes):
     dim: int
 
     def check(self, begin: int, end: int) -> None:
-        """See that the network makes of a tile what it makes of these rows in the whole image.
+        """Check that the network computes for a tile what it computes for these rows of the whole image.
 
         Args:
             begin: First row of the tile.
-            end: One past its last.
+            end: One past the last row.
 
         Raises:
-            ValueError: With all faults, and what would go instead.
+            ValueError: For a wrong tile, with all faults and the nearest valid values.
         """
         faults = []
         if begin % self.alignment or begin < 0:
@@ -97,14 +97,14 @@ class AxisTiling(ImageSizes):
             )
 
     def tiles(self, rows: int, tile_rows: int) -> tuple[SampleTile, ...]:
-        """An image cut into tiles of one size that together make its result, each row taken from one of them.
+        """Return tiles of a given size that cover the result of an image, each row taken from one tile.
 
         Args:
-            rows: Of the image.
-            tile_rows: Of each tile, its halo included.
+            rows: Rows of the image.
+            tile_rows: Rows of each tile, with its halo.
 
         Raises:
-            ValueError: If one of them leaves something over, or tiles are too small to go on from one to the next.
+            ValueError: If a size is not valid, or the tiles are too small to be adjacent.
         """
         self.check_rows(rows)
         if tile_rows > rows:
@@ -119,16 +119,16 @@ class AxisTiling(ImageSizes):
         return self._beginning_at([*range(0, last, step * self.alignment or 1), last], tile_rows)
 
     def split(self, rows: int, parts: int) -> tuple[SampleTile, ...]:
-        """An image cut into so many tiles of one size, as small as they can be, about as far from each other.
+        """Return a given number of equal tiles of the smallest size, at nearly equal distances.
 
-        Where they do not go evenly into the image they overlap further; each row is taken from one of them still.
+        Tiles overlap further if the image is not divisible; each row of the result is still taken from one tile.
 
         Args:
-            rows: Of the image.
-            parts: How many.
+            rows: Rows of the image.
+            parts: Number of tiles.
 
         Raises:
-            ValueError: If the image leaves something over, or is too small for so many.
+            ValueError: If the size of the image is not valid, or too small for so many tiles.
         """
         self.check_rows(rows)
         if parts == 1:
@@ -145,64 +145,64 @@ class AxisTiling(ImageSizes):
         )
 
     def result_of(self, tile: SampleTile) -> tuple[int, int]:
-        """Rows of the whole result that a tile makes, those that its neighbours make as well among them.
+        """Return the rows of the whole result that a tile computes, with those that adjacent tiles compute as well.
 
         Args:
-            tile: One of this axis.
+            tile: A tile along this axis.
         """
         begin = tile.first - tile.skip
         return begin, begin + self.result_rows(tile.end - tile.begin)
 
     @property
     def _every(self) -> int:
-        """Rows of the result between beginnings that are next to each other."""
+        """Rows of the result between adjacent possible beginnings."""
         return int(self.alignment / self.scale)
 
     @property
     def _smallest_tile(self) -> int:
-        """Rows of the smallest tile that reaches to where the next one can begin."""
+        """Rows of the smallest tile whose result reaches the next possible beginning."""
         sizes = itertools.count(self.smallest, self.alignment)
         return next(rows for rows in sizes if self.result_rows(rows) >= self._every)
 
     def _beginning_at(self, begins: Iterable[int], tile_rows: int) -> tuple[SampleTile, ...]:
-        found: list[SampleTile] = []
+        tiles: list[SampleTile] = []
         for begin in begins:
-            own = int(begin / self.scale)
-            first = found[-1].last if found else 0
-            found.append(SampleTile(begin, begin + tile_rows, first, own + self.result_rows(tile_rows), first - own))
-        return tuple(found)
+            result_begin = int(begin / self.scale)
+            first, last = tiles[-1].last if tiles else 0, result_begin + self.result_rows(tile_rows)
+            tiles.append(SampleTile(begin, begin + tile_rows, first, last, first - result_begin))
+        return tuple(tiles)
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleTiling:
-    """How a network can be run on parts of its image.
+    """Tiling of the images of a network.
 
     Attributes:
-        axes: Along each axis that has more than one row.
-        draws: What draws random numbers, which are others for each part: layers, with their classes.
+        axes: Tiling along each axis with more than one row.
+        draws: Layers, with their classes, that draw random numbers, which differ between tiles.
     """
 
     axes: tuple[AxisTiling, ...]
     draws: tuple[str, ...] = ()
 
     def check(self, *bounds: tuple[int, int]) -> None:
-        """See that the network makes of a part of an image what it makes of it in the whole.
+        """Check that the network computes for a tile what it computes for that part of the whole image.
 
         Args:
-            *bounds: First row, and one past the last, along each axis.
+            *bounds: First row, and one past the last row, along each axis.
 
         Raises:
-            ValueError: With the first axis along which it does not, and what would go instead.
+            ValueError: For a wrong tile, with the first wrong axis and the nearest valid values.
         """
         for axis, (begin, end) in zip(self.axes, bounds, strict=True):
             axis.check(begin, end)
 
     def tiles(self, sizes: Sequence[int], tile_sizes: Sequence[int]) -> tuple[tuple[SampleTile, ...], ...]:
-        """All tiles of an image, each as its rows along each axis; the last axis varies first.
+        """Return all tiles of an image, each as a tuple of tiles along the axes, in row-major order.
 
         Args:
-            sizes: Of the image, along each axis.
-            tile_sizes: Of each tile, its halo included.
+            sizes: Size of the image along each axis.
+            tile_sizes: Size of each tile along each axis, with its halo.
 
         Raises:
             ValueError: As `AxisTiling.tiles`.
@@ -211,11 +211,11 @@ class SampleTiling:
         return tuple(itertools.product(*along))
 
     def split(self, sizes: Sequence[int], parts: Sequence[int]) -> tuple[tuple[SampleTile, ...], ...]:
-        """So many tiles of an image, as small as they can be; the last axis varies first.
+        """Return a given number of tiles of the smallest size, in row-major order.
 
         Args:
-            sizes: Of the image, along each axis.
-            parts: How many tiles, along each axis.
+            sizes: Size of the image along each axis.
+            parts: Number of tiles along each axis.
 
         Raises:
             ValueError: As `AxisTiling.split`.
@@ -225,22 +225,23 @@ class SampleTiling:
 
 
 def sample_tiling(model: Any, size: int | Sequence[int] | None = None, training: bool = False) -> SampleTiling:
-    """How a model can be run on parts of its image, each as an image of its own.
+    """Return the tiling with which a model can run on tiles of an image as images of their own.
 
-    The model is traced, not run, and each of its operations asked which rows it needs.
+    The model is traced, not run. The op rules then tell which rows each operation needs.
 
     Args:
-        model: A Keras model of one image and one result, without padding.
-        size: Rows, or the rows along each axis that the model leaves open, of an image to trace it for: large enough
-            that its smallest tensor has some ten rows. Defaults to the first size from 1024 on that the model takes.
-        training: Whether it is looked at as in training, where normalisation and dropout do something else.
+        model: A Keras model with one image and one result, without padding.
+        size: Rows of an image to trace the model for: one number for all free axes, or one per axis. The smallest
+            tensor of the model should have ten rows or more. Defaults to the first size from 1024 on that the model
+            accepts.
+        training: Whether to trace the model in training mode, which changes normalisation and dropout.
 
     Returns:
-        The halo, the alignment and the sizes along each axis.
+        The halo, the alignment and the valid sizes along each axis.
 
     Raises:
         RewriteError: If an operation pads, mixes rows of the whole image, or has no rule.
-        ValueError: If the model is of one size alone, of which something is left over, or does not run on `size`.
+        ValueError: If the model has a fixed size that is not valid, or does not run on `size`.
     """
     if len(getattr(model, "inputs", None) or ()) != 1 or len(model.outputs) != 1:
         raise ValueError(
@@ -266,38 +267,39 @@ def sample_tiling(model: Any, size: int | Sequence[int] | None = None, training:
 def _axis_tiling(axis: int, dim: int, view: Any) -> AxisTiling:
     halo = math.ceil(view.extent - view.scale * view.out_extent)
     first, end = view.needs
-    before = first + (halo - first - (view.extent - end)) // 2  # What is cropped, and half of what lies around.
+    before = first + (halo - first - (view.extent - end)) // 2  # The cropped rows, and half of the remaining halo.
     smallest_result = view.out_extent - int((view.extent - view.smallest) / view.scale)
     return AxisTiling(axis, before, halo - before, view.alignment, view.scale, view.smallest, smallest_result, dim)
 
 
 def _open_dimensions(model: Any) -> list[int]:
-    """Dimensions of the image, the batch aside, that the model leaves open."""
+    """Return the free dimensions of the image, without the batch."""
     return [dim for dim, rows in enumerate(model.inputs[0].shape) if dim and rows is None]
 
 
 def _first_that_runs(model: Any, size: int | Sequence[int] | None, training: bool) -> tuple[Any, tuple[str, ...]]:
-    """What `_field` gives, for the size that was asked for or the first that the model takes."""
+    """Return the result of `_field` for the given size, or for the first size that the model accepts."""
     left_open = _open_dimensions(model)
     if size is None:
-        sizes = [[PROBED + more] * len(left_open) for more in range(MOST_PROBED if left_open else 1)]
-        asked = f"Tried: {PROBED} to {PROBED + MOST_PROBED - 1} rows. Give a `size` that it runs on."
+        last_rows = FIRST_PROBED_ROWS + (MAX_PROBED_SIZES if left_open else 1)
+        sizes = [[rows] * len(left_open) for rows in range(FIRST_PROBED_ROWS, last_rows)]
+        tried = f"Tried: {FIRST_PROBED_ROWS} to {FIRST_PROBED_ROWS + MAX_PROBED_SIZES - 1} rows. Give a valid `size`."
     else:
-        sizes = [[int(own) for own in size] if isinstance(size, Sequence) else [int(size)] * len(left_open)]
-        asked = f"Received: size={size!r}."
+        sizes = [[int(rows) for rows in size] if isinstance(size, Sequence) else [int(size)] * len(left_open)]
+        tried = f"Received: size={size!r}."
         if len(sizes[0]) != len(left_open):
-            raise ValueError(f"`size` needs {len(left_open)} numbers, one for each dimension left open. {asked}")
+            raise ValueError(f"`size` needs {len(left_open)} numbers, one for each free dimension. {tried}")
     for rows in sizes:
         try:
             return _field(model, rows, training)
-        except ValueError as error:  # Keras, of layers whose shapes do not go together.
+        except ValueError as error:  # Keras raises it for shapes that do not fit together.
             last = error
-    raise ValueError(f"`model` does not run. {asked} It says: {' '.join(str(last).split())}") from last
+    raise ValueError(f"`model` does not run. {tried} Keras's error: {' '.join(str(last).split())}") from last
 
 
 def _field(model: Any, rows: Sequence[int], training: bool) -> tuple[Any, tuple[str, ...]]:
-    """A `ReceptiveField` of the model for an image, and what draws random numbers in it."""
-    # Imported here: formulas need no TensorFlow, which takes seconds.
+    """Return the `ReceptiveField` of the model for an image, and the layers that draw random numbers."""
+    # Imported here, because the formulas of `unets` need no TensorFlow, whose import takes seconds.
     import tensorflow as tf
 
     from rewriters.analysis.autodiff_roles import is_random
@@ -308,8 +310,8 @@ def _field(model: Any, rows: Sequence[int], training: bool) -> tuple[Any, tuple[
 
     image = model.inputs[0]
     shape = [1, *image.shape[1:]]
-    for dim, own in zip(_open_dimensions(model), rows, strict=True):
-        shape[dim] = own
+    for dim, length in zip(_open_dimensions(model), rows, strict=True):
+        shape[dim] = length
     step = tf.function(lambda images: model(images, training=training), autograph=False)
     with recorded_layers() as record:
         traced = step.get_concrete_function(tf.TensorSpec(shape, image.dtype))

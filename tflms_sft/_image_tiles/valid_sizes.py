@@ -1,7 +1,7 @@
-"""Which sizes of images a network takes that does not pad: the smallest of them, and multiples of so many rows more.
+"""Valid image sizes of a network without padding: a smallest size, plus multiples of an alignment.
 
-The same few numbers are known of a network from two sources, the formulas of a paper and the rules by which this
-package cuts tiles. What follows from them is here.
+Two sources yield the parameters of this lattice: the formulas of a paper (`tflms_sft.unets.Architecture`), and the
+rules by which this package cuts tiles (`AxisTiling`).
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Protocol
 __all__: list[str] = []
 
 
-class _Known(Protocol):
-    """What there is to know of the sizes along one axis."""
+class _SizeLattice(Protocol):
+    """Parameters of the valid sizes along one axis."""
 
     @property
     def smallest(self) -> int:
-        """Rows of the smallest image of which nothing is left over."""
+        """Rows of the smallest valid image."""
 
     @property
     def smallest_result(self) -> int:
-        """Rows of the result that it has."""
+        """Rows of the result of the smallest image."""
 
     @property
     def alignment(self) -> int:
-        """Rows by which sizes may differ."""
+        """Difference between adjacent valid sizes, in rows."""
 
     @property
     def scale(self) -> Fraction:
-        """Rows of the image for each row of the result."""
+        """Rows of the image per row of the result."""
 
     def admits(self, rows: int) -> bool: ...
 
@@ -37,45 +37,45 @@ class _Known(Protocol):
 
 
 class ImageSizes:
-    """Which sizes go, for a class that knows what `_Known` has."""
+    """Mixin of methods for valid sizes. Subclasses have the attributes of `_SizeLattice`."""
 
-    def admits(self: _Known, rows: int) -> bool:
-        """Whether an image, or a tile, of so many rows leaves nothing over.
+    def admits(self: _SizeLattice, rows: int) -> bool:
+        """Return whether the size of an image or tile is valid, so that no pooling or stride leaves rows over.
 
         Args:
-            rows: Of the image.
+            rows: Rows of the image or tile.
         """
         return rows >= self.smallest and (rows - self.smallest) % self.alignment == 0
 
-    def nearest(self: _Known, rows: int) -> tuple[int, ...]:
-        """The size itself if it goes; otherwise those next to it that do.
+    def nearest(self: _SizeLattice, rows: int) -> tuple[int, ...]:
+        """Return the size itself if it is valid, otherwise the adjacent valid sizes.
 
         Args:
-            rows: Of an image.
+            rows: Rows of the image or tile.
         """
         return _nearest(self, rows)
 
-    def result_rows(self: _Known, rows: int) -> int:
-        """Rows of the result of an image, or a tile; without strides N - 2 ε.
+    def result_rows(self: _SizeLattice, rows: int) -> int:
+        """Return the rows of the result of an image or tile; N - 2 ε without strides.
 
         Args:
-            rows: Of the image.
+            rows: Rows of the image or tile.
 
         Raises:
-            ValueError: If it leaves something over, with the nearest sizes that do not.
+            ValueError: If the size is not valid, with the nearest valid sizes.
         """
         self.check_rows(rows)
         return self.smallest_result + int((rows - self.smallest) / self.scale)
 
-    def check_rows(self: _Known, rows: int, argument: str = "rows") -> None:
-        """See that an image, or a tile, of so many rows leaves nothing over.
+    def check_rows(self: _SizeLattice, rows: int, argument: str = "rows") -> None:
+        """Check that the size of an image or tile is valid.
 
         Args:
-            rows: Of the image.
-            argument: What an error calls them.
+            rows: Rows of the image or tile.
+            argument: Name of the argument in the error.
 
         Raises:
-            ValueError: If it does, with the nearest sizes that do not.
+            ValueError: If the size is not valid, with the nearest valid sizes.
         """
         if not self.admits(rows):
             nearest = " or ".join(map(str, _nearest(self, rows)))
@@ -85,8 +85,8 @@ class ImageSizes:
             )
 
 
-def _nearest(known: _Known, rows: int) -> tuple[int, ...]:
-    if rows <= known.smallest:
-        return (known.smallest,)
-    below = rows - (rows - known.smallest) % known.alignment
-    return (rows,) if below == rows else (below, below + known.alignment)
+def _nearest(lattice: _SizeLattice, rows: int) -> tuple[int, ...]:
+    if rows <= lattice.smallest:
+        return (lattice.smallest,)
+    below = rows - (rows - lattice.smallest) % lattice.alignment
+    return (rows,) if below == rows else (below, below + lattice.alignment)

@@ -1,7 +1,8 @@
-"""What this machine does in a second: measured once, kept in a file, read by every later process.
+"""Rates of this machine: measured once, stored in a file, and read by later processes.
 
-On a CPU another process measures, so that the memory that it takes is not this one's; an accelerator's memory may be
-all in this one's hands. What is measured while other processes work is doubted, and measured again some time later.
+On a CPU a child process measures, so that its memory does not count as memory of this process. On an accelerator this
+process measures, because it may hold all of the memory. Rates that were measured while other processes worked are
+measured again 10 minutes later.
 """
 
 from __future__ import annotations
@@ -31,108 +32,116 @@ VARIABLE = "TFLMS_SFT_RATES"
 """Environment variable: `nominal`, or a file of rates to read, and to write if there is none."""
 
 VERSION = 6
-"""Of the file: others are measured anew."""
+"""Version of the file format. Files of other versions are replaced."""
 
-PATIENCE = 120
-"""Seconds after which another process that measures is given up."""
+MEASURING_TIMEOUT_SECONDS = 120
+"""Time limit of the child process that measures."""
 
-BUSY = 0.2
-"""Part of all cores that other processes may keep busy while rates are measured."""
+MAX_BUSY_FRACTION = 0.2
+"""Fraction of all cores that other processes may use during a measurement."""
 
-DOUBTED = 600
-"""Seconds after which rates that were measured while the machine was busier are measured again."""
+BUSY_RATES_SECONDS = 600
+"""Time after which rates that were measured on a busy machine are measured again."""
 
-_known: dict[str, MachineRates] = {}
+_rates_by_path: dict[str, MachineRates] = {}
 
 
 def machine_rates(tell: Callable[[str], None] | None = None) -> MachineRates:
-    """The rates of this machine and device.
+    """Return the rates of this machine and device, and measure them if there are none.
 
     Args:
-        tell: Is given a line of text before they are measured.
+        tell: Printer of a line before the measurement.
 
     Raises:
-        ValueError: If the environment names a file that holds something else.
+        ValueError: If the environment names a file without rates.
     """
     path = rates_path()
     if path is None:
         return NOMINAL
-    if str(path) not in _known:
-        _known[str(path)] = _kept(path, os.environ.get(VARIABLE, "")) or _found(path, tell)
-    return _known[str(path)]
+    if str(path) not in _rates_by_path:
+        _rates_by_path[str(path)] = _stored(path, os.environ.get(VARIABLE, "")) or _measure(path, tell)
+    return _rates_by_path[str(path)]
 
 
-def kept_rates() -> MachineRates:
-    """The rates of this machine if they have been measured, for what nothing is chosen by; otherwise nominal ones."""
+def stored_rates() -> MachineRates:
+    """Return the rates of this machine without measuring: stored rates, otherwise nominal rates.
+
+    For times that are printed and decide nothing.
+    """
     path = rates_path()
     if path is None:
         return NOMINAL
-    return _known.get(str(path)) or _kept(path, os.environ.get(VARIABLE, ""), doubted=True) or NOMINAL
+    return _rates_by_path.get(str(path)) or _stored(path, os.environ.get(VARIABLE, ""), accept_busy=True) or NOMINAL
 
 
 def rates_path() -> Path | None:
-    """The file that rates are kept in; `None` for those of no machine in particular."""
+    """Return the file of the rates; `None` for nominal rates."""
     named = os.environ.get(VARIABLE, "")
     if named == "nominal":
         return None
     return Path(named) if named else _cache_directory() / f"rates-{_key()}.json"
 
 
-def _kept(path: Path, named: str, doubted: bool = False) -> MachineRates | None:
-    """What is in a file; `None` if there is none, or nothing of use, and if it is time to measure doubted rates again.
+def _stored(path: Path, named: str, accept_busy: bool = False) -> MachineRates | None:
+    """Return the rates in a file; `None` if there are none, or if rates of a busy machine have expired.
 
     Args:
         path: The file.
-        named: How a user has named it, if so: then it is taken as it is, and has to be one of rates.
-        doubted: Whether rates will do that were measured on a busy machine some time ago.
+        named: Name of the file in the environment, or empty. A named file never expires and must hold rates.
+        accept_busy: Whether to accept expired rates of a busy machine.
     """
     if path.exists():
         try:
             rates, busy = _read(path)
-            good = named or doubted or busy <= BUSY or time.time() < path.stat().st_mtime + DOUBTED
-            return rates if good else None
+            is_recent = time.time() < path.stat().st_mtime + BUSY_RATES_SECONDS
+            return rates if named or accept_busy or busy <= MAX_BUSY_FRACTION or is_recent else None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             if named:
                 raise ValueError(
-                    f"The file that {VARIABLE} names holds no rates of this version: {error}. Received: {named!r}. "
-                    f"Remove it to have them measured, or set {VARIABLE}=nominal."
+                    f"{VARIABLE} must name a file with rates of this version: {error}. Received: {named!r}. Remove the "
+                    f"file to measure again, or set {VARIABLE}=nominal."
                 ) from error
     return None
 
 
-def _found(path: Path, tell: Callable[[str], None] | None) -> MachineRates:
-    """Measured, and kept for the next process."""
+def _measure(path: Path, tell: Callable[[str], None] | None) -> MachineRates:
+    """Measure the rates, and store them for later processes."""
     if tell is not None:
-        tell(f"tflms-sft: measuring how fast this machine is, once; kept in {path}")
+        tell(f"tflms-sft: measuring the speed of this machine once; the result is stored in {path}")
     others = OtherProcesses()
-    rates = None if properties.name().startswith("GPU") else _measured_apart()
+    rates = None if properties.name().startswith("GPU") else _measure_in_child()
     try:
         rates = rates or measured_rates()
-    except (tf.errors.OpError, MemoryError):  # No memory to measure in.
+    except (tf.errors.OpError, MemoryError):  # Not enough memory for a measurement.
         return NOMINAL
-    busy = others.part()
-    if busy > BUSY and tell is not None:
+    busy = others.busy_fraction()
+    if busy > MAX_BUSY_FRACTION and tell is not None:
         tell(
-            f"tflms-sft: other processes kept {busy:.0%} of the machine busy meanwhile: predicted times may be wrong. "
-            f"The first plan made more than {DOUBTED // 60} minutes from now measures again"
+            f"tflms-sft: other processes used {busy:.0%} of the machine during the measurement, so predicted times may "
+            f"be wrong. The first plan after {BUSY_RATES_SECONDS // 60} minutes measures again"
         )
-    with contextlib.suppress(OSError):  # They are measured again next time.
+    with contextlib.suppress(OSError):  # The next process measures again.
         _write(path, rates, busy)
     return rates
 
 
-def _measured_apart() -> MachineRates | None:
-    """Measured by another process with the same environment; `None` if there cannot be one."""
+def _measure_in_child() -> MachineRates | None:
+    """Measure in a child process with the same environment; return `None` if it fails."""
     if not sys.executable:
         return None
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rates.json"
         command = [sys.executable, "-m", __name__, str(path), *map(str, _threads())]
-        # Where this package is may be known to this process alone; and an accelerator that it hides is not to be used.
+        # `sys.path` may have been changed in this process, which may also hide its accelerators.
         paths = os.pathsep.join(filter(None, sys.path))
         environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "-1"}
         subprocess.run(
-            command, check=True, capture_output=True, stdin=subprocess.DEVNULL, env=environment, timeout=PATIENCE
+            command,
+            check=True,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            timeout=MEASURING_TIMEOUT_SECONDS,
         )
         return _read(path)[0]
     return None
@@ -144,7 +153,7 @@ def _cache_directory() -> Path:
 
 
 def _key() -> str:
-    """What rates depend on."""
+    """Return a hash of everything that rates depend on."""
     gpus = tf.config.get_visible_devices("GPU") if properties.name().startswith("GPU") else []
     chip = str(tf.config.experimental.get_device_details(gpus[0]).get("device_name")) if gpus else _processor()
     parts = (VERSION, tf.__version__, chip, _threads(), num_cores(), properties.has_allocator_stats())
@@ -152,7 +161,7 @@ def _key() -> str:
 
 
 def _threads() -> tuple[int, int]:
-    """Within an operation, and for several; 0 is what TensorFlow takes by itself."""
+    """Return the numbers of intra-op and inter-op threads; 0 is TensorFlow's default."""
     threading = tf.config.threading
     return threading.get_intra_op_parallelism_threads(), threading.get_inter_op_parallelism_threads()
 
@@ -166,30 +175,30 @@ def _processor() -> str:
 
 
 def busy_when_measured(path: Path) -> float:
-    """Part of all cores that other processes kept busy when the rates in a file were measured; 0 if it holds none."""
+    """Return the fraction of all cores that other processes used when a file of rates was written; 0 without a file."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         return _read(path)[1]
     return 0.0
 
 
 def _read(path: Path) -> tuple[MachineRates, float]:
-    """Rates, and what part of all cores others kept busy when they were measured."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found.pop("version") != VERSION:
-        raise ValueError("they are of another version")
-    found["first_touch"] = found["first_touch"] or math.inf
-    busy = float(found.pop("busy", 0.0))
-    rates = MachineRates(**found)
+    """Return the rates in a file, and the fraction of all cores that other processes used during the measurement."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if values.pop("version") != VERSION:
+        raise ValueError("the version differs")
+    values["first_touch"] = values["first_touch"] or math.inf
+    busy = float(values.pop("busy", 0.0))
+    rates = MachineRates(**values)
     numbers = [rates.weights, rates.first_touch, rates.copied, rates.disk_write, rates.disk_read]
-    for own in (rates.flops, rates.touched, rates.unfolded):
-        numbers += own.values()
+    for rates_by_op in (rates.flops, rates.touched, rates.unfolded):
+        numbers += rates_by_op.values()
     if "" not in rates.flops or "" not in rates.touched or not all(number > 0 for number in numbers):
-        raise ValueError("some are missing, or not above zero")
+        raise ValueError("a rate is missing or not above zero")
     return rates, busy
 
 
 def _write(path: Path, rates: MachineRates, busy: float = 0.0) -> None:
-    """All of it or nothing: other processes may write at the same time."""
+    """Write a file of rates atomically, because other processes may write it concurrently."""
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"version": VERSION, "busy": round(busy, 2), **dataclasses.asdict(rates)}
     values["first_touch"] = None if math.isinf(rates.first_touch) else rates.first_touch
@@ -203,12 +212,12 @@ def _write(path: Path, rates: MachineRates, busy: float = 0.0) -> None:
             raise
 
 
-def _measure_for_another(path: str, within: str, among: str) -> None:
-    """What the other process does: takes the threads that the first one has, measures, and writes."""
-    tf.config.threading.set_intra_op_parallelism_threads(int(within))
-    tf.config.threading.set_inter_op_parallelism_threads(int(among))
+def _measure_for_parent(path: str, intra_op_threads: str, inter_op_threads: str) -> None:
+    """Measure with the thread counts of the parent process, and write the rates to a file."""
+    tf.config.threading.set_intra_op_parallelism_threads(int(intra_op_threads))
+    tf.config.threading.set_inter_op_parallelism_threads(int(inter_op_threads))
     _write(Path(path), measured_rates())
 
 
 if __name__ == "__main__":
-    _measure_for_another(*sys.argv[1:])
+    _measure_for_parent(*sys.argv[1:])

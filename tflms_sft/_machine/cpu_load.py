@@ -1,4 +1,4 @@
-"""How much of the machine other processes keep busy, as Linux tells it."""
+"""CPU load by other processes, from `/proc/stat`."""
 
 from __future__ import annotations
 
@@ -6,34 +6,33 @@ import os
 
 __all__: list[str] = []
 
-_IDLE, _WAITING, _FIELDS = 3, 4, 8
-"""Where `/proc/stat` has the time without work and the time spent waiting for disks, and how many of its fields add up
-to all there is."""
+_IDLE, _WAITING, _NUM_FIELDS = 3, 4, 8
+"""Columns of idle time and of time waiting for disks in `/proc/stat`, and number of columns that make up all time."""
 
 
 class OtherProcesses:
-    """What other processes take, from now on."""
+    """Measures the CPU time of other processes since its construction."""
 
     def __init__(self) -> None:
-        self._begun = _seconds()
+        self._start = _seconds()
 
-    def part(self) -> float:
-        """Part of all cores since then; 0 where the system does not tell."""
-        now = _seconds()
-        if now is None or self._begun is None:
+    def busy_fraction(self) -> float:
+        """Return the fraction of all cores that other processes used; 0 on systems without `/proc/stat`."""
+        end = _seconds()
+        if end is None or self._start is None:
             return 0.0
-        total, worked, own = (after - before for before, after in zip(self._begun, now, strict=True))
-        return max(worked - own, 0.0) / total if total > 0 else 0.0
+        total, busy, by_this = (after - before for before, after in zip(self._start, end, strict=True))
+        return max(busy - by_this, 0.0) / total if total > 0 else 0.0
 
 
 def _seconds() -> tuple[float, float, float] | None:
-    """Of all cores, those that they worked, and those for this process and for the ones whose end it has seen."""
+    """Return the seconds of all cores, their busy seconds, and those of this process and its finished children."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             fields = file.readline().split()
     except OSError:
         return None
-    if fields[:1] != ["cpu"] or len(fields) <= _FIELDS:
+    if fields[:1] != ["cpu"] or len(fields) <= _NUM_FIELDS:
         return None
-    each = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields[1 : _FIELDS + 1]]
-    return sum(each), sum(each) - each[_IDLE] - each[_WAITING], sum(os.times()[:4])
+    seconds = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields[1 : _NUM_FIELDS + 1]]
+    return sum(seconds), sum(seconds) - seconds[_IDLE] - seconds[_WAITING], sum(os.times()[:4])

@@ -1,4 +1,4 @@
-"""How much memory there is."""
+"""Free memory of the machine and of the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USAGES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_
 
 
 def free_memory() -> int:
-    """Bytes of the machine's memory that a process may still take, a container's limit included."""
+    """Return the free host memory in bytes, within the limit of a container."""
     free = _available()
     for limit, used, statistics in zip(map(_number, _LIMITS), map(_number, _USAGES), _STATISTICS, strict=True):
         if limit is not None and used is not None:
@@ -25,16 +25,16 @@ def free_memory() -> int:
 
 
 def _cached(statistics: str) -> int:
-    """Bytes of files that a container counts as used, and that give way to what a process needs."""
-    found = 0
+    """Return the bytes of the page cache, which a container counts as used although they can be reclaimed."""
+    size = 0
     with contextlib.suppress(OSError, ValueError), open(statistics, encoding="ascii") as lines:
         for name, value in map(str.split, lines):
-            found += int(value) if name in ("inactive_file", "active_file") else 0
-    return found
+            size += int(value) if name in ("inactive_file", "active_file") else 0
+    return size
 
 
 def free_device_memory() -> int:
-    """Bytes that are free on the device whose memory counts."""
+    """Return the free bytes of the device whose memory is planned."""
     if properties.name().startswith("CPU"):
         return free_memory()
     in_use = int(tf.config.experimental.get_memory_info(properties.name())["current"])

@@ -1,6 +1,6 @@
-"""How fast single operations run, and memory and disk are, at a size at which their time is not that of starting them.
+"""Benchmarks of single ops, memory and disk, at sizes at which the time to start an op does not matter.
 
-A few seconds of them, whatever graph is being traced.
+They take a few seconds, and run outside of any graph that is being traced.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from rewriters.swapping.spill_store import SpillStore
 __all__: list[str] = []
 
 RUNS = 3
-"""Runs of each operation, of which the fastest counts: whatever else the machine does makes others slower."""
+"""Runs of each op. The fastest counts, because other load only makes runs slower."""
 
 PASSES = 2
-"""Times that all of them are run: the heap and other processes differ from one to the other."""
+"""Passes over all ops: the state of the heap and other load differ between passes."""
 
-LEAST = 2e-3
-"""Seconds that a run should take at least; a device that is faster gets more images."""
+MIN_RUN_SECONDS = 2e-3
+"""Minimum duration of a run. Faster devices get more images."""
 
-MOST_IMAGES = 64
+MAX_IMAGES = 64
 
-MOST_VOLUMES = 64
+MAX_VOLUMES = 64
 
-MEDIUM, LARGE = 2**24, 6 * 2**24
-"""Bytes of a result that a C library takes from its heap, and of one that it asks the system for: more than the 64 MiB
-that its heap may keep free."""
+HEAP_BYTES, MAPPED_BYTES = 2**24, 6 * 2**24
+"""Size of a result that the C library takes from its heap, and of one that it maps newly: more than the 64 MiB that its
+heap may keep free."""
 
-WRITTEN = 3 * 2**24
+DISK_BYTES = 3 * 2**24
 """Bytes that are written to a disk and read again."""
 
-SETTLING = 31 * 2**20
-"""The largest piece that the GNU C library takes from its heap."""
+MAX_HEAP_BLOCK_BYTES = 31 * 2**20
+"""The largest block that the GNU C library takes from its heap."""
 
-MARKED = 1.2
-"""How much longer than a part of it a large result has to take for its memory to count as new."""
+MIN_FIRST_TOUCH_RATIO = 1.2
+"""Time of a mapped result over that of heap blocks of the same total size, from which page faults are counted."""
 
-SLOWER = 3
-"""How many times as long a gradient for volumes takes without unfolding, where that cannot be measured."""
+DIRECT_SLOWDOWN = 3
+"""Assumed time ratio of a volume gradient without unfolding to one with unfolding, where it cannot be measured."""
 
 
 def measured_rates() -> MachineRates:
-    """Measure, whatever graph is being traced."""
+    """Measure all rates of the device, outside of any graph that is being traced."""
     with tf.init_scope(), tf.device(f"/{properties.name()}"):
-        tf.fill([SETTLING // 4], 1.0)  # When it is given back, a C library's heap keeps pieces of that size.
+        tf.fill([MAX_HEAP_BLOCK_BYTES // 4], 1.0)  # Freeing it makes the C library keep blocks of that size.
         touched: dict[str, float] = {}
         for _ in range(PASSES):
             for op, size, seconds in _memory_bound():
@@ -80,15 +80,15 @@ def measured_rates() -> MachineRates:
 
 
 def _seconds(run: Callable[[], Any], runs: int = RUNS) -> float:
-    """The fastest of some runs, after one that is not counted."""
+    """Return the seconds of the fastest run, after a warm-up run."""
     best = math.inf
     for number in range(runs + 1):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         result = run()
         tf.test.experimental.sync_devices()
-        taken = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         del result
-        best = min(best, taken) if number else best
+        best = min(best, seconds) if number else best
     return best
 
 
@@ -97,9 +97,9 @@ def _num_bytes(tensors: Sequence[Any]) -> int:
 
 
 def _memory_bound() -> Iterator[tuple[str, int, float]]:
-    """(op type, bytes touched, seconds) of operations whose time is that of moving memory; `""` is for all others."""
+    """Yield (op type, bytes touched, seconds) of memory-bound ops; the type `""` stands for all others."""
     raw = tf.raw_ops
-    side = math.isqrt(MEDIUM // 4 // 64)
+    side = math.isqrt(HEAP_BYTES // 4 // 64)
     x, y = (tf.random.uniform((1, side, side, 64)) for _ in range(2))
     pool = {"ksize": [1, 2, 2, 1], "strides": [1, 2, 2, 1], "padding": "VALID"}
     bias, none = tf.ones(64), tf.zeros(0)
@@ -135,13 +135,16 @@ def _memory_bound() -> Iterator[tuple[str, int, float]]:
     }
     for op, (run, tensors) in cases.items():
         yield op, _num_bytes(tensors), _seconds(run)
-    side = round((MEDIUM // 4 // 64) ** (1 / 3))
-    yield from _maxima("MaxPool", x)
-    yield from _maxima("MaxPool3D", tf.random.uniform((1, side, side, side, 64)))
+    side = round((HEAP_BYTES // 4 // 64) ** (1 / 3))
+    yield from _max_pooling("MaxPool", x)
+    yield from _max_pooling("MaxPool3D", tf.random.uniform((1, side, side, side, 64)))
 
 
-def _maxima(op: str, x: Any) -> Iterator[tuple[str, int, float]]:
-    """The same of a pooling and its gradient, which oneDNN has a kernel for where both are in one graph."""
+def _max_pooling(op: str, x: Any) -> Iterator[tuple[str, int, float]]:
+    """Yield (op type, bytes touched, seconds) of a max-pooling and its gradient.
+
+    Both are in one graph, because oneDNN has a kernel for the gradient only then.
+    """
     window = [1, *[2] * (x.shape.rank - 2), 1]
     pool: dict[str, Any] = {"ksize": window, "strides": window, "padding": "VALID"}
     forward, gradient = getattr(tf.raw_ops, op), getattr(tf.raw_ops, f"{op}Grad")
@@ -162,7 +165,16 @@ def _maxima(op: str, x: Any) -> Iterator[tuple[str, int, float]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Contraction:
-    """One convolution, one of its two gradients, or a product, on some images."""
+    """A convolution, one of its two gradients, or a matrix product, on a batch of images.
+
+    Attributes:
+        op: Key of its rate.
+        run: Function that runs it once.
+        flops: Floating-point operations.
+        touched: Bytes of operands and result.
+        windows: Bytes of unfolded windows.
+        fresh: Bytes of newly mapped memory.
+    """
 
     op: str
     run: Callable[[], Any]
@@ -173,46 +185,46 @@ class _Contraction:
 
 
 def _arithmetic(touched: dict[str, float], fresh: float) -> tuple[dict[str, float], dict[str, float], float]:
-    """Rates of arithmetic, of windows that convolutions copy, and of weights."""
+    """Return the rates of arithmetic by op, of unfolded windows by op, and of weights."""
     images = _enough_images()
     flops: dict[str, float] = {}
     unfolded: dict[str, float] = {}
 
-    def beside(found: _Contraction, taken: float) -> float:
-        """Seconds of a contraction without those of its operands and result."""
-        return max(taken - found.touched / touched[""] - found.fresh / fresh, 0.2 * taken)
+    def without_memory(contraction: _Contraction, seconds: float) -> float:
+        """Return the seconds of a contraction without the time to touch its operands and result."""
+        return max(seconds - contraction.touched / touched[""] - contraction.fresh / fresh, 0.2 * seconds)
 
     for (thin, fast), (thick, slow) in _timed(list(_pairs(images))):
-        fast, slow = beside(thin, fast), beside(thick, slow)
-        if thin.op == DIRECT:  # Its windows are those of the other side, whose channels are all that counts.
+        fast, slow = without_memory(thin, fast), without_memory(thick, slow)
+        if thin.op == DIRECT:  # The kernel copies windows of the other side, so its channels alone matter.
             unfolded[thin.op] = (thick.windows - thin.windows) / max(slow - fast, 0.2 * slow)
             continue
-        # What is copied does not depend on the other side's channels.
+        # The copied bytes do not depend on the channels of the other side, so the difference is arithmetic.
         rate = (thick.flops - thin.flops) / max(slow - fast, 0.2 * slow)
         flops[thin.op] = rate
-        rest = fast - thin.flops / rate
-        if properties.unfolds_convolutions() and rest > 0:
-            unfolded[thin.op] = thin.windows / rest
+        copy_seconds = fast - thin.flops / rate
+        if properties.unfolds_convolutions() and copy_seconds > 0:
+            unfolded[thin.op] = thin.windows / copy_seconds
         elif not thin.windows:
             flops[thin.op] = thick.flops / slow
-    if properties.unfolds_convolutions():  # Where caches are small, those volumes are unfolded one by one.
-        unfolded.setdefault(DIRECT, unfolded.get("Conv3DBackpropFilterV2", touched[""]) / SLOWER)
-    for found in (*_depthwise(images), _product()):
-        flops[found.op] = found.flops / beside(found, _seconds(found.run))
-    few = _few_pixels()
-    left = _seconds(few.run) - few.flops / flops["Conv2D"]
-    return flops, unfolded, few.touched / max(left, few.touched / touched[""])
+    if properties.unfolds_convolutions():  # With small caches even such volumes are unfolded, one by one.
+        unfolded.setdefault(DIRECT, unfolded.get("Conv3DBackpropFilterV2", touched[""]) / DIRECT_SLOWDOWN)
+    for contraction in (*_depthwise(images), _product()):
+        flops[contraction.op] = contraction.flops / without_memory(contraction, _seconds(contraction.run))
+    small = _few_pixels()
+    weight_seconds = _seconds(small.run) - small.flops / flops["Conv2D"]
+    return flops, unfolded, small.touched / max(weight_seconds, small.touched / touched[""])
 
 
 def _pairs(images: int) -> Iterator[tuple[_Contraction, _Contraction]]:
-    """Convolutions and their gradients, each with few channels on one side, and with many."""
+    """Yield convolutions and their gradients in pairs, with few and with many channels on one side."""
     yield from zip(_convolutions(images, 16), _convolutions(images, 256), strict=True)
     if not properties.unfolds_convolutions():
         yield from zip(_volumes(images, THIN), _volumes(images, THICK), strict=True)
         return
     for volumes in dict.fromkeys((_many_volumes(), 1)):
         for thin, thick in zip(_volumes(volumes, THIN), _volumes(volumes, THICK), strict=True):
-            # Gradients of inputs unfold one volume, however many there are.
+            # Input gradients unfold one volume at a time, so their time needs one volume only.
             if thin.op == thick.op and (volumes == 1 or "Filter" in thin.op):
                 yield thin, thick
 
@@ -220,7 +232,10 @@ def _pairs(images: int) -> Iterator[tuple[_Contraction, _Contraction]]:
 def _timed(
     pairs: Sequence[tuple[_Contraction, _Contraction]],
 ) -> list[tuple[tuple[_Contraction, float], tuple[_Contraction, float]]]:
-    """Each of them with its seconds, the fastest of some passes: differences are taken, which doubles all errors."""
+    """Return each contraction with its seconds, the fastest of some passes.
+
+    Several passes, because rates follow from differences of times, in which errors add up.
+    """
     best = [(math.inf, math.inf)] * len(pairs)
     for _ in range(PASSES):
         for number, (thin, thick) in enumerate(pairs):
@@ -230,15 +245,15 @@ def _timed(
 
 
 def _enough_images() -> int:
-    """Images with which an operation takes long enough to be timed."""
+    """Return a batch size with which a convolution takes long enough for timing."""
     images = 1
-    while images < MOST_IMAGES and _seconds(_convolutions(images, 64)[0].run, 2) < LEAST:
+    while images < MAX_IMAGES and _seconds(_convolutions(images, 64)[0].run, 2) < MIN_RUN_SECONDS:
         images *= 2
     return images
 
 
 def _convolutions(images: int, channels: int) -> list[_Contraction]:
-    """A convolution of images from 64 channels, and its gradients, which unfold less than would be new memory."""
+    """Return a convolution of images with 64 channels, and its gradients. None unfolds enough to map new memory."""
     raw, size, taps = tf.raw_ops, 32, 9
     x, y = tf.random.uniform((images, size, size, 64)), tf.random.uniform((images, size, size, channels))
     filters = tf.random.uniform((3, 3, 64, channels))
@@ -272,7 +287,7 @@ def _convolutions(images: int, channels: int) -> list[_Contraction]:
 
 
 def _depthwise(images: int) -> Iterator[_Contraction]:
-    """A depthwise convolution and its gradients."""
+    """Yield a depthwise convolution and its gradients."""
     raw = tf.raw_ops
     x, filters = tf.random.uniform((images, 128, 128, 64)), tf.random.uniform((3, 3, 64, 1))
     options: dict[str, Any] = {"strides": [1, 1, 1, 1], "padding": "SAME"}
@@ -294,33 +309,33 @@ def _depthwise(images: int) -> Iterator[_Contraction]:
 
 
 SIDE, TAPS, VOLUME_CHANNELS = 16, 27, 8
-"""Voxels along each side of a volume, of a window, and channels that windows slide over."""
+"""Side of a volume in voxels, voxels of a window, and channels of the side that windows slide over."""
 
 THIN, THICK = 16, 128
-"""Channels on the other side."""
+"""Channels of the other side."""
 
 
 def _many_volumes() -> int:
-    """Volumes in a batch of which the kernel for the gradient of a filter unfolds them."""
-    found = 1
-    while found < MOST_VOLUMES and _kernel("Conv3DBackpropFilterV2", found, THIN) == DIRECT:
-        found *= 2
-    return found
+    """Return a batch size for which the kernel of the filter gradient unfolds volumes."""
+    volumes = 1
+    while volumes < MAX_VOLUMES and _kernel("Conv3DBackpropFilterV2", volumes, THIN) == DIRECT:
+        volumes *= 2
+    return volumes
 
 
 def _kernel(op: str, volumes: int, channels: int) -> str:
-    """The name that rates of a volume's gradient go by."""
+    """Return the key of the rate of a volume gradient."""
     return op if _unfolded(op, volumes, channels) else DIRECT
 
 
 def _unfolded(op: str, volumes: int, channels: int) -> int:
-    """Bytes of its own memory that the kernel of a volume's gradient takes."""
+    """Return the scratch memory in bytes of the kernel of a volume gradient."""
     call, sizes = KernelShape(volumes, SIDE**3, SIDE**3), (TAPS, VOLUME_CHANNELS, channels)
     return unfolded_at_once(op, tf.float32, call, sizes) * tf.float32.size
 
 
 def _volumes(volumes: int, channels: int) -> list[_Contraction]:
-    """A convolution of volumes and its gradients."""
+    """Return a convolution of volumes and its gradients."""
     raw, side = tf.raw_ops, (volumes, SIDE, SIDE, SIDE)
     x, y = tf.random.uniform((*side, VOLUME_CHANNELS)), tf.random.uniform((*side, channels))
     cube = tf.random.uniform((3, 3, 3, VOLUME_CHANNELS, channels))
@@ -332,25 +347,26 @@ def _volumes(volumes: int, channels: int) -> list[_Contraction]:
         into: lambda: raw.Conv3DBackpropInputV2(input_sizes=x.shape, filter=cube, out_backprop=y, **options),
         out: lambda: raw.Conv3DBackpropFilterV2(input=x, filter_sizes=cube.shape, out_backprop=y, **options),
     }
-    own = properties.unfolds_convolutions()
-    found = []
+    unfolds = properties.unfolds_convolutions()
+    contractions = []
     for op, run in runs.items():
-        kernel = _kernel(op, volumes, channels) if own and op != "Conv3D" else op
+        kernel = _kernel(op, volumes, channels) if unfolds and op != "Conv3D" else op
         windows = TAPS * _num_bytes([y if kernel == DIRECT else x])
         unfolded = _unfolded(op, volumes, channels)
-        new = min(unfolded, windows) if own and unfolded > SETTLING else 0
-        found.append(_Contraction(kernel, run, flops, moved, windows if own or op != "Conv3D" else 0, new))
-    return found
+        mapped = min(unfolded, windows) if unfolds and unfolded > MAX_HEAP_BLOCK_BYTES else 0
+        copied = windows if unfolds or op != "Conv3D" else 0
+        contractions.append(_Contraction(kernel, run, flops, moved, copied, mapped))
+    return contractions
 
 
 def _product() -> _Contraction:
-    """A product of matrices, for which dense layers and everything without a rate of its own stand."""
+    """Return a matrix product, whose rate stands for dense layers and all ops without a rate."""
     a = tf.random.uniform((1024, 1024))
     return _Contraction("", lambda: tf.raw_ops.MatMul(a=a, b=a), 2.0 * 1024**3, _num_bytes([a, a, a]))
 
 
 def _few_pixels() -> _Contraction:
-    """A convolution of so few pixels that its time is that of its weights, which `touched` tells here."""
+    """Return a convolution of so few pixels that its weights dominate the time; `touched` is their size."""
     x, filters = tf.random.uniform((1, 4, 4, 512)), tf.random.uniform((3, 3, 512, 512))
     options = {"strides": [1, 1, 1, 1], "padding": "SAME"}
     flops = 2.0 * 16 * float(tf.size(filters))
@@ -359,18 +375,18 @@ def _few_pixels() -> _Contraction:
 
 
 def _fresh() -> float:
-    """Bytes a second of new memory that are touched for the first time; infinite where memory is kept."""
-    medium = large = math.inf
-    for _ in range(RUNS):  # The heap may give back what it kept: then it takes a while to keep that again.
-        tf.fill([SETTLING // 4], 1.0)  # When it is given back, a C library's heap keeps pieces of that size.
-        medium = min(medium, _seconds(functools.partial(tf.fill, [MEDIUM // 4], 1.0)))
-        large = min(large, _seconds(functools.partial(tf.fill, [LARGE // 4], 1.0)))
-    expected = medium * LARGE / MEDIUM
-    return LARGE / (large - expected) if large > MARKED * expected else math.inf
+    """Return the rate of first touches of newly mapped memory in bytes/s; infinite if the allocator keeps memory."""
+    heap = mapped = math.inf
+    for _ in range(RUNS):  # The heap may have been trimmed, and needs some runs to grow again.
+        tf.fill([MAX_HEAP_BLOCK_BYTES // 4], 1.0)  # Freeing it makes the C library keep blocks of that size.
+        heap = min(heap, _seconds(functools.partial(tf.fill, [HEAP_BYTES // 4], 1.0)))
+        mapped = min(mapped, _seconds(functools.partial(tf.fill, [MAPPED_BYTES // 4], 1.0)))
+    expected = heap * MAPPED_BYTES / HEAP_BYTES
+    return MAPPED_BYTES / (mapped - expected) if mapped > MIN_FIRST_TOUCH_RATIO * expected else math.inf
 
 
 def _call() -> float:
-    """Seconds to start an operation of a graph: a chain of small ones."""
+    """Return the seconds to start an op of a graph, measured on a chain of small ops."""
     number = 300
 
     @tf.function(autograph=False)
@@ -384,50 +400,51 @@ def _call() -> float:
 
 
 def _host() -> float:
-    """Bytes a second between an accelerator and host memory."""
-    x = tf.ones(MEDIUM // 4)
-    return MEDIUM / _seconds(x.numpy)
+    """Return the rate of transfers between an accelerator and host memory in bytes/s."""
+    x = tf.ones(HEAP_BYTES // 4)
+    return HEAP_BYTES / _seconds(x.numpy)
 
 
 def _disk() -> tuple[float, float]:
-    """Bytes a second that a disk writes and reads."""
-    size, data = WRITTEN, os.urandom(2**20)
+    """Return the rates of disk writes and disk reads in bytes/s."""
+    size, data = DISK_BYTES, os.urandom(2**20)
     try:
         with tempfile.TemporaryFile(buffering=0) as file:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(size // len(data)):
                 file.write(data)
             os.fsync(file.fileno())
-            written = time.perf_counter() - begun
+            write_seconds = time.perf_counter() - start
             file.seek(0)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             while file.read(len(data)):
                 pass
-            read = time.perf_counter() - begun
-    except OSError:  # No place for temporary files: nothing will be swapped there.
+            read_seconds = time.perf_counter() - start
+    except OSError:  # Without a place for temporary files nothing is swapped to disk.
         return NOMINAL.disk_write, NOMINAL.disk_read
-    return size / written, size / read
+    return size / write_seconds, size / read_seconds
 
 
 def _cache() -> float:
-    """Bytes a second that are swapped to a disk's cache, or back: into files of the step before, as all but the first.
+    """Return the rate of swaps to and from the page cache of a disk in bytes/s.
 
-    To make new ones takes several times as long.
+    Swaps reuse the files of the previous step, as in every step but the first; new files take several times as long.
     """
-    array = np.frombuffer(os.urandom(LARGE), np.uint8)
+    array = np.frombuffer(os.urandom(MAPPED_BYTES), np.uint8)
     try:
-        store = SpillStore(tempfile.gettempdir())  # Its files go with it.
-        return 2 * LARGE / _seconds(functools.partial(_swap, store, array))
-    except OSError:  # As for a disk.
+        store = SpillStore(tempfile.gettempdir())  # The store deletes its files.
+        return 2 * MAPPED_BYTES / _seconds(functools.partial(_swap, store, array))
+    except OSError:  # Without a place for temporary files nothing is swapped to disk.
         return NOMINAL.copied
 
 
 def _swap(store: SpillStore, array: np.ndarray) -> None:
     pages = store.read(store.write(array, 1, "rates"))
-    pages.view(np.int64).max()  # Whoever reads the tensor has the system map its pages, and finds none in a cache.
+    pages.view(np.int64).max()  # Reading maps the pages, and finds none in a CPU cache, as the consumer of a tensor.
 
 
 def num_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -25,7 +25,7 @@ from rewriters.pipelining.stage_passes import StagedStep
 from rewriters.swapping.swap_pass import Swap
 from rewriters.swapping.tiers import DiskTier, HostTier
 from rewriters.tiling.ft_segments import SkippedOps
-from tflms_sft._machine.calibration import kept_rates
+from tflms_sft._machine.calibration import stored_rates
 from tflms_sft._params import device_names
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner import swap_planner
@@ -196,8 +196,8 @@ def plan_of(planned: Planned) -> Plan:
     traces, traced, schedule = planned.traces, planned.traced, planned.schedule
     one = schedule.micro_batches == 1
     whole = traced if one else analyse_step(traces.whole, None, traces.batch, CanonicalMode.EXACT)
-    whole.use_rates(kept_rates())
-    traced.use_rates(kept_rates())
+    whole.use_rates(stored_rates())
+    traced.use_rates(stored_rates())
     stages = [_Stage(planned, number) for number in range(planned.stages.count)]
     held = _held(planned)
     told = tuple(_described(planned, number, stage, held[number]) for number, stage in enumerate(stages))

@@ -11,7 +11,7 @@ from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.step_importer import StepImporter
 from rewriters.swapping.tiers import HostTier
-from tflms_sft._machine.calibration import kept_rates, machine_rates
+from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest, parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline

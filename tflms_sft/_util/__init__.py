@@ -1,1 +1,1 @@
-"""Text, byte sizes, progress lines and a search, free of TensorFlow and of the project's own terms."""
+"""Text, byte sizes, progress lines and bisection, without TensorFlow and without terms of the project."""

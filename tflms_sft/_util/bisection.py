@@ -1,4 +1,4 @@
-"""Finds the largest number that fits: of images in a batch, of rows in an image."""
+"""Bisection for the largest number that fits, such as a batch size or the rows of an image."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from collections.abc import Callable
 
 
 def largest(fits: Callable[[int], bool], guess: int, part: float = 0.0, most: int | None = None) -> int:
-    """Finds the largest number that fits by bisection, where all smaller ones do as well.
+    """Return the largest number that fits, found by bisection. All smaller numbers must fit as well.
 
     Args:
-        fits: Asked for numbers from 1 up, as seldom as may be.
-        guess: Where to begin; the better, the fewer are asked.
-        part: The result may be too small by this part of it.
-        most: Larger ones are not asked for; `None` for no such limit.
+        fits: Predicate of a number from 1 up; expensive, so it is called rarely.
+        guess: First number to try.
+        part: Relative precision: the result may be this fraction below the largest number.
+        most: Largest number to try; `None` for no limit.
 
     Returns:
         The number, 0 if not even 1 fits.
     """
     low, high, stride = 0, None, max(guess // 16, 1)
-    asked = max(guess, 1)
+    trial = max(guess, 1)
     while low != most and (high is None or high - low > max(1, int(part * low))):
-        asked = asked if most is None else min(asked, most)
-        if fits(asked):
-            low = asked
+        trial = trial if most is None else min(trial, most)
+        if fits(trial):
+            low = trial
         else:
-            high = asked
-        if high is None or (low == 0 and high > 1 and stride < high):  # one side is open: further away
-            asked = low + stride if high is None else high - stride
+            high = trial
+        if high is None or (low == 0 and high > 1 and stride < high):  # No bound on one side yet: double the stride.
+            trial = low + stride if high is None else high - stride
             stride *= 2
         else:
-            asked = (low + high) // 2
+            trial = (low + high) // 2
     return low
 
 
 def extrapolated(peak: Callable[[int], int], memory: int, few: int, more: int, power: int = 1) -> int:
-    """Guesses the number with that peak from the peaks of two, and once more from that of the guess.
+    """Return a number whose peak is about `memory`, by two steps of the secant method.
 
     Args:
-        peak: Bytes of a number.
-        memory: Bytes that are looked for.
-        few: A number.
-        more: Another one.
-        power: Of the number, with which bytes grow: 2 for rows of a square image.
+        peak: Function from a number to its peak in bytes.
+        memory: Wanted peak in bytes.
+        few: First number.
+        more: Second number.
+        power: Exponent with which the peak grows: 2 for the rows of a square image.
     """
     for _ in range(2):
         per_image = max((peak(more) - peak(few)) / (more**power - few**power), 1.0)

@@ -1,4 +1,4 @@
-"""Bytes: read from what a user writes, printed so that a user can read them."""
+"""Parse and format sizes in bytes, such as `"8GiB"`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _UNITS = {
     **{"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
     **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
 }
-_MOST = 2**63
-"""TensorFlow counts bytes in 64 bits."""
+_MAX_BYTES = 2**63
+"""Exclusive limit, because TensorFlow counts bytes in signed 64-bit integers."""
 
 _PATTERN = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*$")
 
 
 def parse_bytes(value: object, argument: str) -> int:
-    """Bytes from an int or a string such as `"8GiB"` or `"1.5 GB"`.
+    """Return the bytes of an int or of a string such as `"8GiB"` or `"1.5 GB"`.
 
     Raises:
-        TypeError: For anything that is neither, `bool` and `float` included.
-        ValueError: For a string without a known unit, and for less than one byte.
+        TypeError: For other types, `bool` and `float` included.
+        ValueError: For a string without a known unit, for less than one byte, and for 2^63 bytes or more.
     """
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, str)):
         raise TypeError(
@@ -36,16 +36,16 @@ def parse_bytes(value: object, argument: str) -> int:
                 f'`{argument}` must be a positive number followed by one of {", ".join(_UNITS)}, such as "8GiB". '
                 f"Received: {argument}={value!r}."
             )
-        amount = int(min(float(match.group(1)) * _UNITS[match.group(2)], float(_MOST)))
-    if amount >= _MOST:
-        raise ValueError(f"`{argument}` is more than any memory has. Received: {argument}={str(value):.40}.")
+        amount = int(min(float(match.group(1)) * _UNITS[match.group(2)], float(_MAX_BYTES)))
+    if amount >= _MAX_BYTES:
+        raise ValueError(f"`{argument}` must be less than 2^63 bytes. Received: {argument}={str(value):.40}.")
     if amount < 1:
         raise ValueError(f"`{argument}` must be at least one byte. Received: {argument}={value!r}.")
     return amount
 
 
 def format_bytes(amount: float) -> str:
-    """`"3.4 GiB"`, `"512 MiB"`, `"17 B"`."""
+    """Return a size as text, such as `"3.4 GiB"`, `"512 MiB"` or `"17 B"`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(amount) >= _UNITS[unit]:
             number = amount / _UNITS[unit]

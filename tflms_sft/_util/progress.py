@@ -1,4 +1,4 @@
-"""A line for those who wait: only when it takes long."""
+"""Progress lines that appear only for slow work."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import time
 from collections.abc import Callable, Iterator
 
 SLOW_SECONDS = 2.0
-"""From then on a user wonders what is going on."""
+"""Duration after which a progress line is printed."""
 
 
 class Stopwatch:
-    """How long something took.
+    """Duration of a block.
 
     Attributes:
-        seconds: 0 until it has ended.
+        seconds: The duration; 0 until the block has ended.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def text(self) -> str:
-        """Such as `"planned in 12 s"`; empty if it was not slow."""
+        """Return a text such as `"planned in 12 s"`; empty for a fast block."""
         return f"planned in {self.seconds:.0f} s" if self.seconds > SLOW_SECONDS else ""
 
 
 @contextlib.contextmanager
 def told_if_slow(text: str, say: Callable[[str], None] | None) -> Iterator[Stopwatch]:
-    """Say `text` if what is inside takes longer than `SLOW_SECONDS`; nobody hears it without `say`."""
-    watch, begun = Stopwatch(), time.monotonic()
+    """Measure a block, and print `text` if it takes longer than `SLOW_SECONDS` and `say` is not `None`."""
+    watch, start = Stopwatch(), time.monotonic()
     timer = None
     if say is not None:
         timer = threading.Timer(SLOW_SECONDS, say, [text])
-        timer.daemon = True  # It keeps no process alive.
+        timer.daemon = True  # The timer must not keep the process alive.
         timer.start()
     try:
         yield watch
     finally:
         if timer is not None:
             timer.cancel()
-        watch.seconds = time.monotonic() - begun
+        watch.seconds = time.monotonic() - start

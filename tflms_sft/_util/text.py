@@ -1,42 +1,42 @@
-"""Lists of names in errors and reports, kept short."""
+"""Short lists of names and tables for errors and reports."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Container, Sequence
 
-_MOST_NEAREST = 4
+_MAX_SUGGESTIONS = 4
 
 
 def nearest(name: str, known: Sequence[str], otherwise: Sequence[str] = ()) -> str:
-    """The known names that are most like a name that is not known, as the end of an error.
+    """Return the known names that are most similar to an unknown name, as the last sentence of an error.
 
     Args:
-        name: What was written.
-        known: What was most likely meant; the first of it is offered if nothing at all is like the name.
-        otherwise: What else could have been meant: it is offered if nothing of `known` is like the name.
+        name: The unknown name.
+        known: Likely names. The first names of it are suggested if no name is similar.
+        otherwise: Less likely names, used if no name of `known` is similar.
     """
-    near = alike(name, known) or alike(name, otherwise) or list(known or otherwise)[:_MOST_NEAREST]
-    return f"Nearest: {', '.join(map(repr, near))}."
+    suggestions = alike(name, known) or alike(name, otherwise) or list(known or otherwise)[:_MAX_SUGGESTIONS]
+    return f"Nearest: {', '.join(map(repr, suggestions))}."
 
 
 def alike(name: str, known: Sequence[str], cutoff: float = 0.4) -> list[str]:
-    """A few of the known names, those that are most like a name, from 0 (not at all) to 1 (the same)."""
-    return difflib.get_close_matches(name, known, n=_MOST_NEAREST, cutoff=cutoff)
+    """Return up to four known names whose similarity to a name, from 0 to 1, is at least `cutoff`."""
+    return difflib.get_close_matches(name, known, n=_MAX_SUGGESTIONS, cutoff=cutoff)
 
 
 def shortened(names: Sequence[str], most: int) -> str:
-    """`"a, b, c"`, or `"a, b and 3 more"`."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    """Return a list of names as `"a, b, c"`, or `"a, b and 3 more"`."""
+    num_omitted = len(names) - most
+    return ", ".join(names[:most]) + (f" and {num_omitted} more" if num_omitted > 0 else "")
 
 
 def table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Lines of a table with a rule below its headings.
+    """Return the lines of a table with a rule below its headings.
 
     Args:
-        rows: Cells, the headings first.
-        right: Columns that are flush right.
+        rows: Cells of each row, headings first.
+        right: Indices of right-aligned columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
@@ -44,5 +44,5 @@ def table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str
         fitted = (c.rjust(w) if n in right else c.ljust(w) for n, (c, w) in enumerate(zip(cells, widths, strict=True)))
         return ("  " + "  ".join(fitted)).rstrip()
 
-    headings, *rest = map(line, rows)
-    return [headings, "  " + "  ".join("-" * width for width in widths), *rest]
+    headings, *lines = map(line, rows)
+    return [headings, "  " + "  ".join("-" * width for width in widths), *lines]
