@@ -1,4 +1,4 @@
-"""What command lines of benchmarks and demo have in common."""
+"""Command line options that benchmarks and demo share."""
 
 import argparse
 import re
@@ -6,14 +6,14 @@ from fractions import Fraction
 
 
 def parser(program: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser for `python -m program`, whose help shows a module's text as it is written."""
+    """Return a parser for `python -m program` whose help shows the module's docstring verbatim."""
     return argparse.ArgumentParser(
         prog=f"python -m {program}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def positive(text: str) -> int:
-    """An argument that is an integer of at least 1."""
+    """Parse an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1. Received: {number}")
@@ -33,7 +33,7 @@ def parse_size(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """An argument that is a size of at least one byte."""
+    """Parse a size of at least one byte."""
     try:
         number = parse_size(text)
     except ValueError as error:
@@ -63,7 +63,7 @@ def budget_bytes(text: str, plain_bytes: int) -> int:
 
 
 def is_part(text: str) -> bool:
-    """Whether a `budget` is a part of what the plain step needs."""
+    """Return whether a `budget` is a fraction of the plain step's memory."""
     return "/" in text
 
 
@@ -74,7 +74,7 @@ def _fraction(text: str) -> Fraction:
 
 
 def part(text: str) -> float:
-    """An argument that is a number from 0 to below 1."""
+    """Parse a number from 0 to below 1."""
     number = float(text)
     if not 0 <= number < 1:
         raise argparse.ArgumentTypeError(f"must be from 0 to below 1. Received: {number}")

@@ -45,7 +45,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Sample(NamedTuple):
-    """The memory of a process at one moment.
+    """Memory of a process at one moment.
 
     Attributes:
         seconds: Since the process was started.
@@ -62,7 +62,7 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass
 class Outcome:
-    """How a child ended and what it sent.
+    """Exit status and output of a child process.
 
     Attributes:
         returncode: As `subprocess` has it: below zero is a signal.
@@ -82,7 +82,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the function returned."""
+        """Return whether the function returned."""
         return self.returncode == 0 and self.error is None
 
     def how_it_ended(self) -> str:

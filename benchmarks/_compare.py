@@ -17,7 +17,7 @@ from benchmarks import _arguments, _child, _meter, _nets
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What all children have to build and run.
+    """Model, data and step that all child processes build and run.
 
     Attributes:
         net: Key of `_nets.TASKS`.
@@ -253,7 +253,7 @@ def _why_failed(outcome: _child.Outcome) -> str:
 
 
 def _told(outcome: _child.Outcome) -> str:
-    """One line on how a child went, for the progress."""
+    """Return a progress line about a finished child."""
     if not outcome.ok:
         return outcome.how_it_ended()
     figures = outcome.result

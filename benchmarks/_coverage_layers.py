@@ -33,7 +33,7 @@ NOT_FOR_IMAGES = {
 
 
 def uses() -> dict[str, list[Use]]:
-    """By the name of the layer's class."""
+    """Return the uses of each layer by the name of its class."""
     from keras import layers
 
     found = _of_several(layers) | _normalising(layers) | _by_pixel(layers) | _moving(layers)

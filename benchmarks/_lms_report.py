@@ -35,7 +35,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """For the table and for `--cells`."""
+        """Return the name of the cell in the table and for `--cells`."""
         return ", ".join(self._parts(bound=True))
 
     @property
@@ -50,7 +50,7 @@ class Cell:
 
     @property
     def past_cache(self) -> bool:
-        """Whether all that it swaps goes through the disk."""
+        """Return whether all swapped bytes go through the disk."""
         return self.params is not None and not self.params.get("page_cache", True)
 
     def _parts(self, bound: bool) -> Iterable[str]:

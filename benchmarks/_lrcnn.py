@@ -1,4 +1,4 @@
-"""What the program `lrcnn` runs in its children: the ways to train that it compares, predicted and measured.
+"""Child processes of `benchmarks.lrcnn`: the training methods that it compares, predicted and measured.
 
 An *option* is one setting of a way, as JSON: `{}` is the plain step, `{"swaps": ...}` offloads, `{"budget": bytes}`
 leaves the choice to the budget search, and `{"halo": ..., "segments": [[entry, exit, rows], ...]}` says which rows, or
@@ -34,7 +34,7 @@ WAYS = ("plain", "checkpoint", "offload", "OverL", "2PS", "OverL-H", "2PS-H", "M
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where a network can be cut.
+    """Positions at which a network can be cut.
 
     Attributes:
         entry: Layer of the images.

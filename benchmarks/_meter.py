@@ -1,4 +1,4 @@
-"""What a benchmark's child measures around each training step."""
+"""Measurements of a benchmark's child process around each training step."""
 
 from __future__ import annotations
 

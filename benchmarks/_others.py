@@ -1,4 +1,4 @@
-"""What a user would pick instead of `tflms_sft`, as a training loop of one network each, in a child process.
+"""Alternatives to `tflms_sft`: a training loop of one network for each, in a child process.
 
 Every way gets what its documentation asks for: blocks to wrap are those between pools or residual sums, `RematScope`
 surrounds the building of the network, and nothing is compiled by XLA, as in the plain step.

@@ -1,4 +1,4 @@
-"""What pipelines of the papers' networks are predicted to take, from the plan of one image in stages.
+"""Predictions for pipelines of the papers' networks, from the plan of one image in stages.
 
 Times of stages are those of the machine's rates, so that only their ratios say something of other machines. Where
 seconds are needed, for what many devices do to each other, they are scaled to a time that the paper has measured.
@@ -171,7 +171,7 @@ def images_per_second(stages: Sequence[Stage], seconds: float, eta: int, replica
 
 
 def speedup(stages: Sequence[Stage], seconds: float, eta: int, replicas: int) -> float:
-    """How many times as many images as one pipeline so many train, by `gems.scaling`."""
+    """Return the throughput of several pipelines over that of one pipeline, by `gems.scaling`."""
     forward, backward, transfer = scaled(stages, seconds)
     gradients = [stage["weight_bytes"] for stage in stages]
     return gems.scaling(

@@ -1,4 +1,4 @@
-"""What the time of steps goes into, by TensorFlow's own profiler."""
+"""Time of steps by kind of work, from TensorFlow's profiler."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _spans(profile: bytes) -> Iterator[Span]:
-    """Of every operation in a profile."""
+    """Yield the time span of every operation in a profile."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     space: Any = xplane_pb2.XSpace.FromString(profile)

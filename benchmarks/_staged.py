@@ -1,4 +1,4 @@
-"""What `benchmarks.pipeline` runs in child processes: stages that sleep, a small network, and those of the papers.
+"""Child processes of `benchmarks.pipeline`: stages that sleep, a small network, and the papers' networks.
 
 A child has as many logical CPU devices as it needs. They have to be made before anything else is done with
 TensorFlow, so that each is a process of its own.

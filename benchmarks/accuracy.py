@@ -29,7 +29,7 @@ STORED = {**ROWS, "stored": [["conv1_2", "conv2_2"], []]}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A network and what is done to its step.
+    """A network and the rewriting of its step.
 
     Attributes:
         net: Key of `NETS`.
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In the table, and on the command line."""
+        """Return the name of the case in the table and on the command line."""
         return f"{self.net}, {self.how}"
 
 
@@ -109,7 +109,7 @@ def examine(
 
 
 def row(case: Case, found: list[dict[str, Any]], within: float) -> tuple[list[str], bool]:
-    """A line of the table, and whether the prediction is near."""
+    """Return a line of the table, and whether the prediction is accurate."""
     predicted = found[0]["predicted"]
     measured = [one["measured"] for one in found]
     median = statistics.median(measured)

@@ -52,7 +52,7 @@ class Way:
 
 
 def ways(budgets: Sequence[str]) -> list[Way]:
-    """All of them; the plain one of a framework comes first."""
+    """Return all training methods; the plain method of each framework comes first."""
     return [
         Way("Keras, plain", "plain"),
         *(Way(f"{GIVEN}, {budget}", "budget", budget=budget) for budget in budgets),
@@ -116,7 +116,7 @@ def _told(what: str, outcome: _child.Outcome) -> str:
 
 
 def _merged(parts: Sequence[Figures]) -> Figures:
-    """Of all runs of a way: the largest memory, the median time."""
+    """Return the largest memory and the median time of all runs of a method."""
     memory = [part for part in parts if part["what"] == "memory"]
     seconds = [second for part in parts if part["what"] == "time" for second in part["step_seconds"]]
     return {

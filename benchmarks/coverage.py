@@ -157,7 +157,7 @@ def measure_network(*, network: str, part: float | None, emit: _child.Emit) -> d
 
 
 def outcome_of(found: dict[str, Any]) -> str:
-    """In words: on tiles, with sums over the image, or left alone and why."""
+    """Return the outcome as text: on tiles, with sums over the image, or not rewritten, with the reason."""
     told = dict.fromkeys(found["reasons"])
     sums = [why for why in told if "everything after it waits" in why]
     reasons = [why for why in told if why not in sums and not any(usual in why for usual in USUAL)]
@@ -269,7 +269,7 @@ def _table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def versions(*, emit: _child.Emit) -> dict[str, str]:
-    """Of what the page was written with."""
+    """Return the versions of the packages that the page was written with."""
     del emit
     import keras
     import tensorflow as tf

@@ -32,7 +32,7 @@ GRID_BOUNDS = (1, 5, 20)
 
 @dataclasses.dataclass(frozen=True)
 class Variation:
-    """What is worth trying with a network.
+    """Parameter variations that suit a network.
 
     Attributes:
         some: How many tensors the cell with fewer than all of them swaps.
@@ -56,7 +56,7 @@ VARIATIONS = {
 
 
 def usual_cells(net: str) -> list[Cell]:
-    """What is measured if nothing else is asked for."""
+    """Return the cells that are measured by default."""
     variation = VARIATIONS[net]
     enough = {"n_tensors": variation.enough, "ctrld_strategy": "direct_order", "fuse_swapins": True}
     return [

@@ -1,4 +1,4 @@
-"""The experiments of LR-CNN: how far rows get, and what they cost.
+"""The experiments of LR-CNN: the largest batches and images with rows, and their time.
 
     python -m benchmarks.lrcnn largest --net vgg16 --vary batch --memory 1GiB      its Figures 6 and 8
     python -m benchmarks.lrcnn largest --net vgg16 --vary image --memory 1GiB      its Figure 7
@@ -74,7 +74,7 @@ def scale(options: argparse.Namespace) -> Found:
 
 
 def where(options: argparse.Namespace) -> Found:
-    """What a step's time goes into, plain and within a budget, in the child with the median time of several."""
+    """Measure a step's time by kind of work, plain and within a budget, in the child with the median time."""
     kwargs = {"net": options.net, "image_size": options.image_size, "batch": options.batch, "steps": options.steps}
     ways = {"plain": {}, "rewritten": {"budget": options.memory}}
     target = "benchmarks._lrcnn:where_time_goes"

@@ -170,7 +170,7 @@ def reason(outcome: _child.Outcome, capped: bool) -> str | None:
 
 
 def told(trial: Trial) -> str:
-    """One trial in words."""
+    """Return a trial as text."""
     if not trial["fits"]:
         return f"out of memory ({trial['why']})"
     return f"fits, took {trial['taken_bytes'] / MIB:.0f} MiB, {statistics.median(trial['step_seconds']):.2f} s a step"

@@ -55,7 +55,7 @@ Figures = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """What should hold.
+    """An expectation that the measurements must meet.
 
     Attributes:
         text: What it is, and what was found.
@@ -66,7 +66,7 @@ class Promise:
     kept: bool | None
 
     def line(self) -> str:
-        """As it is printed."""
+        """Return the expectation as a line of text."""
         return f"{'not measured' if self.kept is None else 'kept' if self.kept else 'BROKEN'}: {self.text}"
 
 
@@ -98,7 +98,7 @@ def timed(options: argparse.Namespace) -> list[Figures]:
 
 
 def over_basic(found: Sequence[Figures], name: str, stages: int, micro_batches: int, key: str) -> float | None:
-    """How many times as fast as the basic schedule another one is, with as many micro-batches; `None` if not run."""
+    """Return the speedup of a schedule over the basic schedule with as many micro-batches; `None` if not run."""
     by_name = {(own["schedule"], own["stages"], own["micro_batches"]): own for own in found}
     basic, other = (by_name.get((which, stages, micro_batches)) for which in ("basic", name))
     return basic[key] / other[key] if basic and other else None
@@ -128,7 +128,7 @@ def schedules_table(found: Sequence[Figures]) -> str:
 
 
 def schedule_promises(found: Sequence[Figures]) -> list[Promise]:
-    """What is promised of times, and what the steps computed."""
+    """Return the expectations about times and about the results of the steps."""
     far = [own for own in found if abs(own["median"] / own["simulated"] - 1) > NEAR]
     worst = max((abs(own["median"] / own["simulated"] - 1) for own in found), default=0.0)
     near = f"{len(found) - len(far)} of {len(found)}"
@@ -181,7 +181,7 @@ def memory_table(found: Sequence[Figures]) -> str:
 
 
 def memory_promises(found: Sequence[Figures]) -> list[Promise]:
-    """What is promised of memory."""
+    """Return the expectations about memory."""
     peaks = {(own["schedule"], own["micro_batches"]): max(own["measured_bytes"]) for own in found}
     basic, mast = peaks.get(("basic", 1)), peaks.get(("mast", 2))
     text = f"MAST holds twice the samples of basic in at most {TWICE_IN} times the bytes of its fullest device"
@@ -262,7 +262,7 @@ def scaling_tables(found: Figures) -> str:
 
 
 def assumptions() -> str:
-    """What the prediction for many devices takes for granted."""
+    """Return the assumptions of the prediction for many devices."""
     return (
         f"Assumed: an image takes as long as {_pipeline_models.PATHOLOGY['basic']} images a second by the basic "
         "schedule say, shared out among stages as the plan does; links between nodes of "

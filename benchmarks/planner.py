@@ -1,4 +1,4 @@
-"""What plans for a budget promise, and what they keep: peaks and times of eight networks under three budgets each.
+"""Predicted and measured peaks and times of plans for eight networks under three budgets each.
 
     python -m benchmarks.planner [--runs 2] [--peaks 3] [--cases NAME ...] [--parts 4/5 3/5 ...] [--json planner.json]
 
@@ -38,7 +38,7 @@ ENOUGH_PEAKS, ENOUGH_TIMES = 11 / 12, 5 / 6
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A network, and what it is trained on.
+    """A network and its training data.
 
     Attributes:
         name: In the table, and on the command line.
@@ -140,7 +140,7 @@ def plain_peak(*, case: str, emit: _child.Emit) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What one plan kept.
+    """Comparison of a plan's predictions with its measurements.
 
     Attributes:
         within: Whether the largest measured peak is within the budget.
@@ -158,7 +158,7 @@ Found = Sequence[dict[str, Any]]
 
 
 def row(name: str, budget: int, found: Found) -> tuple[list[str], Verdict]:
-    """A line of the table, and what the plan kept."""
+    """Return a line of the table, and the verdict on the plan."""
     predicted, ratio = found[0]["predicted_bytes"], found[0]["predicted_ratio"]
     peaks = [peak for one in found for peak in one["peaks"]]
     median = statistics.median(peaks)
@@ -196,7 +196,7 @@ HEADINGS = [
 
 
 def totals(verdicts: Sequence[Verdict]) -> tuple[str, bool]:
-    """A line that counts, and whether that is enough."""
+    """Return a line with totals, and whether they suffice."""
     number = len(verdicts)
     within, peaks, times = (
         sum(getattr(verdict, name) for verdict in verdicts) for name in ("within", "near_peak", "near_time")

@@ -1,4 +1,4 @@
-"""What the training examples share: their options, the run and its comparison, errors as one line."""
+"""Shared code of the training examples: options, the run and its comparison, errors as one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UserError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What came of one training.
+    """Result of one training.
 
     Attributes:
         losses: Of each epoch.

@@ -224,7 +224,7 @@ class _Progress:
 
 @dataclasses.dataclass
 class Run:
-    """One child: how it ended and what it emitted.
+    """A child process, with its exit status and its output.
 
     Attributes:
         title: For the table and the picture.
@@ -323,7 +323,7 @@ def differences(plain: Path, rewritten: Path) -> tuple[float, float]:
 
 
 class Claims:
-    """What the demo says will happen, and whether it did."""
+    """Claims of the demo, and whether they hold."""
 
     def __init__(self) -> None:
         self.all_held = True

@@ -41,7 +41,7 @@ LOOPS = ("#e8effb", "#f6eaf6")
 
 
 def traced_small() -> tuple[GraphAnalysis, Segment]:
-    """The network of the page, and its segment."""
+    """Return the analysis of the page's network, and its segment."""
     image = keras.Input((12, 12, 3), batch_size=1, name="image")
     x = keras.layers.Conv2D(4, 3, padding="same", activation="relu", name="a")(image)
     x = keras.layers.Conv2D(4, 3, padding="same", activation="relu", name="b")(x)
@@ -59,7 +59,7 @@ def traced_small() -> tuple[GraphAnalysis, Segment]:
 
 
 def places(segment: Segment) -> dict[Node, tuple[float, float]]:
-    """Forward operations from top to bottom, and each backward one beside that whose gradient it is."""
+    """Return positions: forward ops from top to bottom, and each backward op beside the op that it differentiates."""
     found = {node: (0.0, -float(row)) for row, node in enumerate(segment.forward)}
     rows = {node.name.split("/", 1)[1]: place[1] for node, place in found.items()}
     for node in segment.backward:
@@ -73,7 +73,7 @@ def places(segment: Segment) -> dict[Node, tuple[float, float]]:
 
 
 def draw_graph(analysis: GraphAnalysis, segment: Segment) -> None:
-    """The forward and the backward part of the segment, with what waits between them."""
+    """Draw the forward and the backward part of the segment, and the tensors saved for the backward pass."""
     figure = Figure(figsize=(9.2, 6.4), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlim(-0.6, 3.7)
@@ -129,7 +129,7 @@ def draw_graph(analysis: GraphAnalysis, segment: Segment) -> None:
 
 
 def arrow(axes: Any, begin: Any, end: Any, color: str, dashed: bool, bend: float = 0) -> None:
-    """From one box to another, ending at its border."""
+    """Draw an arrow from one box to the border of another."""
     style = {"arrowstyle": "-|>", "color": color, "lw": 1.3, "ls": "--" if dashed else "-"}
     style |= {"patchA": begin.get_bbox_patch(), "patchB": end.get_bbox_patch(), "shrinkA": 1, "shrinkB": 2}
     axes.annotate(
@@ -138,7 +138,7 @@ def arrow(axes: Any, begin: Any, end: Any, color: str, dashed: bool, bend: float
 
 
 def label(axes: Any, place: tuple[float, float], text: str, color: str) -> Any:
-    """A box with the name of an operation, and the shape of what it makes."""
+    """Draw a box with the name of an op and the shape of its output."""
     box = {"boxstyle": "round,pad=0.3", "fc": "white", "ec": color, "lw": 1.2}
     return axes.text(*place, text, ha="center", va="center", fontsize=8.5, bbox=box, zorder=3)
 
@@ -147,7 +147,7 @@ def label(axes: Any, place: tuple[float, float], text: str, color: str) -> Any:
 
 
 def draw_tiles(analysis: GraphAnalysis, segment: Segment) -> None:
-    """What one tile of the exit needs of every tensor above it."""
+    """Draw the region of every tensor that one tile of the exit needs."""
     grid = Grid(1, (3, 3))
     tile_loop = tile_pass.plan_segment(analysis, segment, grid).loops[0]
     (entry,), (leaving,) = segment.entries, segment.exits
@@ -191,7 +191,7 @@ def draw_tiles(analysis: GraphAnalysis, segment: Segment) -> None:
 
 
 def draw_memory() -> None:
-    """A network of six convolutions, plain and within a budget."""
+    """Draw the memory of a network of six convolutions, plain and within a budget."""
     image = x = keras.Input((768, 768, 3), batch_size=1, name="image")
     for block, filters in enumerate((32, 64, 128), 1):
         for part in "ab":
@@ -215,7 +215,7 @@ SCHEDULES = (("basic", 2), ("gpipe", 4), ("1f1b", 4), ("mast", 2), ("master", 4)
 
 
 def draw_schedules() -> None:
-    """Four even stages, backward twice as long as forward, whose activations take a GiB for each micro-batch."""
+    """Draw schedules of four equal stages, backward twice as long as forward, with 1 GiB of activations per micro-batch."""
     for name, micro_batches in SCHEDULES:
         times = [0.04] * 4, [0.08] * 4
         simulation = simulate(make(name, 4, micro_batches), *times, activations=[2**30] * 4)
@@ -223,7 +223,7 @@ def draw_schedules() -> None:
 
 
 def save(figure: Any, name: str) -> None:
-    """Small enough for a page."""
+    """Write a picture that is small enough for a page."""
     figure.savefig(FOLDER / name, dpi=110, pil_kwargs={"optimize": True})
     print(name, os.path.getsize(FOLDER / name) // 1000, "kB")
 

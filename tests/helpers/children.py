@@ -8,7 +8,7 @@ import sys
 
 
 def printed(program, *arguments):
-    """What one of them prints: lines of a name and a value."""
+    """Return the output of a child process as names and values, one pair a line."""
     path = pathlib.Path(__file__).parent
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(path), *sys.path]), "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, str(path / program), *arguments]

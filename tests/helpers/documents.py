@@ -37,7 +37,7 @@ _COMMANDS = {"tflms-sft": [sys.executable, "-m", "tflms_sft"], "python": [sys.ex
 
 
 class Block(NamedTuple):
-    """Some lines between two fences.
+    """A fenced block of a page.
 
     Attributes:
         line: Number of the first of them.
@@ -53,17 +53,17 @@ class Block(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """Whether running the page does something with it."""
+        """Return whether running the page executes the block."""
         return (self.language, self.mark) == ("python", "") or self.language == "console" or bool(self.file)
 
     @property
     def file(self) -> str:
-        """Name of the file that it is."""
+        """Return the name of the file that the block is written to, or an empty string."""
         return self.mark if self.language == "python" and self.mark.endswith(".py") else ""
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks of a page."""
+    """Yield the fenced blocks of a page."""
     inside: Block | None = None
     lines: list[str] = []
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
@@ -79,7 +79,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def names_of(text: str) -> tuple[set[str], set[str]]:
-    """Names that some code reads and never sets, and those that it sets."""
+    """Return the names that code reads but never sets, and the names that it sets."""
     nodes = list(ast.walk(ast.parse(text)))
     found = [node for node in nodes if isinstance(node, ast.Name)]
     makers = (ast.FunctionDef, ast.ClassDef)
@@ -120,7 +120,7 @@ def run(page: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Of the command line."""
+    """Run the page that the command line names."""
     page, folder = Path(sys.argv[1]).resolve(), Path(*sys.argv[2:] or ".").resolve()
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

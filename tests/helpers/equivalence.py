@@ -123,7 +123,7 @@ def rewrite(concrete_fn: Any, *cuts: Cut) -> Rewritten:
 
 
 def differing(step: Step, *cuts: Cut, tolerance: float = TOLERANCE, needs_backward: bool = True) -> dict[str, float]:
-    """What the rewritten step computes differently, with its error."""
+    """Return the results that differ in the rewritten step, with their errors."""
     rewritten = rewrite(step.concrete_fn, *cuts)
     for segment in rewritten.segments:
         if needs_backward and not segment.backward:

@@ -317,7 +317,7 @@ def cases(draw: Any) -> str:
 
 
 def _head(d: Drawing) -> list[str]:
-    """What nothing reads goes into the classes, or the last of it into pixels."""
+    """Feed unused tensors into the classifier, or the last of them into a loss over pixels."""
     last = d.tensors[-1]
     ends = [name for name in d.ends if name != last] or [last]
     kind = d.choice("classes", "probabilities", "logits")
@@ -415,9 +415,9 @@ def step_for(model: Any, optimizer: Any, known_batch: bool, linear: bool = False
 
 
 def _off(name: str, got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> float:
-    """How far one result is off; gradients that are zero but for rounding are held against the largest of the step.
+    """Return the relative error of a result; gradients that are zero but for rounding are scaled by the largest one.
 
-    Such are those of a bias before BatchNorm.
+    An example is the gradient of a bias before BatchNorm.
     """
     off = error(got[name], want[name])
     step, _, kind = name.partition(": ")
@@ -428,7 +428,7 @@ def _off(name: str, got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray
 
 
 def _critic(target: Any, score: Any) -> Any:
-    """As of Wasserstein critics: the gradients of a loss linear in the scores read no image."""
+    """Return a step of a Wasserstein critic: the gradients of a loss linear in the scores read no image."""
     sign = keras.ops.cast(target, score.dtype) - 0.5
     return keras.ops.mean(score * (sign[..., None] if len(target.shape) < len(score.shape) else sign))
 

@@ -1,4 +1,4 @@
-"""The smallest training step: a loss of a model's outputs and its gradients, no update; a helper, no test."""
+"""The smallest training step: a loss of a model's outputs and its gradients, without an update."""
 
 import keras
 import tensorflow as tf

@@ -34,7 +34,7 @@ def mark_long(session, items, path):
 
 
 def is_whole(session, folder):
-    """Whether all tests of a folder were collected, and none of its files was left out or failed to be read."""
+    """Return whether all tests of a folder were collected, without deselected or unreadable files."""
     config = session.config
     if session.testsfailed or any(config.getoption(option, None) for option in PARTIAL):
         return False

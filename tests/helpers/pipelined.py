@@ -96,7 +96,7 @@ def hand_step(model):
 
 
 def accumulating_step(model, parts):
-    """The same by hand: gradients of parts of the batch added up, then one update."""
+    """Return a hand-written step that accumulates gradients over parts of the batch before one update."""
 
     def function(x, y):
         totals, losses = None, []
@@ -148,7 +148,7 @@ def compare(kind, optimizer):
 
 
 def where_and_when(rewritten, name, count, data=None):
-    """Where operations are and ran, and when; of what a batch of that size runs, if any may come."""
+    """Return the devices of ops, and where and when they ran; a step for any batch runs those for the batch's size."""
     from rewriters.ir import tf_internals
     from rewriters.pipelining.schedules import Direction, Slot, make
 
@@ -329,7 +329,7 @@ def tiles(number=2):
 
 
 def insides():
-    """What is done inside of stages, by name: each is a list for `rewrite`, without the pipeline."""
+    """Return the rewritings inside stages by name, each as a list for `rewrite` without the pipeline."""
     from tflms_sft import LMSParams, SFTParams
 
     swaps = LMSParams(tier="disk", min_bytes=1)
@@ -430,7 +430,7 @@ def fitted_inside():
 
 
 def recorded_bytes():
-    """What each device holds at most by its allocation records, plain and with tiles; and as predicted."""
+    """Return the peak of each device by its allocation records, plain and with tiles, and the predicted peak."""
     import tflms_sft
     from tflms_sft import PipelineParams
 

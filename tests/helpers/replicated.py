@@ -62,7 +62,7 @@ def fitted(model, data, callbacks=()):
 
 
 def looped(model, data):
-    """The same in a custom loop: losses of each step."""
+    """Return the losses of each step of a custom loop."""
     strategy = model.distribute_strategy
 
     def replica_step(x, y, weights=None):
@@ -99,7 +99,7 @@ def momentum_of_sums():
 
 @dataclasses.dataclass
 class Case:
-    """How one trains."""
+    """A way to train, by `fit` or by a custom loop."""
 
     parts: tuple[int, int]
     optimizer: Callable = adam
@@ -157,7 +157,7 @@ def compare(case, strategy):
 
 
 def refusal(case, data, strategy):
-    """What is said of a model of the strategy."""
+    """Return the error for a model of the strategy."""
     with strategy.scope():
         model = net(case)
     try:
@@ -168,7 +168,7 @@ def refusal(case, data, strategy):
 
 
 def clipped(strategy):
-    """By how much clipping is off, and that it is refused."""
+    """Return the error of clipped gradients, and check that clipping is refused."""
     case = Case((2, 2), lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.01), images=2)
     plain = net(case)
     with strategy.scope():

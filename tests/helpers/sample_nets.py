@@ -6,7 +6,7 @@ from keras import layers
 
 
 class Beside(layers.Layer):
-    """What came up beside the middle of what is there, whatever the sizes."""
+    """Concatenates the upsampled tensor with the centre crop of the skip tensor, for any sizes."""
 
     def call(self, pair):
         wide, up = pair

@@ -1,4 +1,4 @@
-"""A small classifier trained with a callback and without, and whether the two came out the same; a helper, no test."""
+"""Trains a small classifier with and without a callback, and compares the results."""
 
 import keras
 import numpy as np
@@ -53,7 +53,7 @@ each_slowly = pytest.mark.parametrize(
 
 
 def state(model):
-    """Every variable: weights, optimizer slots, seeds, states of metrics."""
+    """Return every variable: weights, optimizer slots, seeds, states of metrics."""
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     return [np.array(variable) for variable in variables]
 
