@@ -103,7 +103,7 @@ def cli(capsys):
 # plan -------------------------------------------------------------------------------------------------------
 
 
-def test_plan_is_that_of_fit(cli):
+def test_plan_of_compiled_model_equals_plan_of_fit(cli):
     code, out, err = cli("plan", "zoo.py:build", "--arg", "size=64", "--arg", "compiled=True", "--budget", "2MiB")
     assert code == 0
     assert "noise" not in out and "noise of the user's" in err and "tracing the training step" in err
@@ -117,7 +117,7 @@ def test_plan_is_that_of_fit(cli):
     assert callback.plan.changed and callback.plan.headline() in out
 
 
-def test_plan_as_json_tells_what_was_assumed(cli):
+def test_plan_json_lists_assumptions(cli):
     arguments = ("--arg", "top='sigmoid'", "--input-shape", "48x32x3", "--batch", 2, "--budget", "1GiB")
     code, out, err = cli("plan", "zoo:build", *arguments, "--json", "--quiet")
     found = json.loads(out)
@@ -129,7 +129,7 @@ def test_plan_as_json_tells_what_was_assumed(cli):
     assert found["plan"]["changed"] is False and found["plan"]["memory_budget"] == 2**30
 
 
-def test_plans_go_by_the_rates_of_the_machine(cli, monkeypatch):
+def test_plan_uses_measured_rates(cli, monkeypatch):
     arguments = ("plan", "zoo:build", "--arg", "size=32", "--budget", "1GiB", "--json")
     usual = json.loads(cli(*arguments)[1])["plan"]["predicted"]["seconds"]
 
@@ -143,7 +143,7 @@ def test_plans_go_by_the_rates_of_the_machine(cli, monkeypatch):
     assert json.loads(out)["plan"]["predicted"]["seconds"] > usual + 1
 
 
-def test_a_budget_may_be_what_is_free(cli):
+def test_budget_auto_uses_free_memory(cli):
     options = ("--budget", "auto", "--headroom", 0, "--max-size", 2, "--json")
     code, out, _ = cli("max-batch", "zoo:build", "--arg", "size=32", *options)
     found = json.loads(out)
@@ -151,14 +151,14 @@ def test_a_budget_may_be_what_is_free(cli):
     assert found["plain"]["size"] == found["rewritten"]["size"] == 2 and found["plain"]["is_limit"]
 
 
-def test_no_batch_is_made(cli):
+def test_plan_of_huge_image_creates_no_batch(cli):
     """One image alone would be 48 GiB."""
     shape = ("--input-shape", "65536,65536,3")
     code, out, _ = cli("plan", "zoo:build", *shape, "--num-tiles", "height=2,width=1", "--halo", "carry")
     assert code == 0 and re.search(r"2x1 tiles, predicted peak .* TiB instead of .* TiB", out)
 
 
-def test_files_of_keras_are_planned_as_they_were_compiled(cli, directory):
+def test_plan_of_keras_file_keeps_compiled_optimizer(cli, directory):
     sys.path.insert(0, str(directory))
     import zoo
 
@@ -183,7 +183,7 @@ def test_files_of_keras_are_planned_as_they_were_compiled(cli, directory):
         ("flat", ["--target-shape", "3", "--target-dtype", "float64"], "targets 1x3 float64"),
     ],
 )
-def test_targets_are_found(cli, model, options, assumed):
+def test_plan_of_model_infers_targets(cli, model, options, assumed):
     code, out, err = cli("plan", f"zoo:{model}", *options, "--budget", "1GiB")
     assert code == 0, err
     assert re.search(assumed, out)
@@ -250,13 +250,13 @@ def test_wrong_arguments(cli, arguments, text):
         (["run", "--budget", "1GiB", "none.py"], "SCRIPT must be a file that exists. Received: 'none.py'."),
     ],
 )
-def test_wrong_command_lines(cli, arguments, text):
+def test_command_line_with_wrong_options_exits_with_2(cli, arguments, text):
     code, out, err = cli(*arguments)
     assert code == 2 and text in err
     assert out == "" and "Traceback" not in err
 
 
-def test_a_budget_that_cannot_be_met(cli):
+def test_budget_too_small_exits_with_1(cli):
     arguments = ("plan", "zoo:build", "--input-shape", "64,64,3", "--budget", "20kB", "--json")
     code, out, err = cli(*arguments)
     assert code == 1
@@ -267,7 +267,7 @@ def test_a_budget_that_cannot_be_met(cli):
     assert cli(*arguments[:5], f"{smallest}B")[0] == 0
 
 
-def test_ctrl_c(cli, monkeypatch):
+def test_interrupt_exits_with_130(cli, monkeypatch):
     def stopped(*arguments):
         raise KeyboardInterrupt
 
@@ -276,7 +276,7 @@ def test_ctrl_c(cli, monkeypatch):
     assert (code, out) == (130, "") and err.endswith("tflms-sft: interrupted\n")
 
 
-def test_an_error_of_our_own_is_told_and_where_it_was_raised_if_asked_for(cli, monkeypatch):
+def test_unexpected_error_prints_traceback_on_request(cli, monkeypatch):
     def wrong(*arguments):
         raise LookupError("something that nobody thought of")
 
@@ -297,7 +297,7 @@ def fits(cli, model, size, batch, budget):
     return found[0] == 0, found[0] == 0 and not json.loads(found[1])["plan"]["changed"]
 
 
-def test_the_largest_image_is_the_largest_that_plan_accepts(cli):
+def test_max_input_equals_largest_plannable_image(cli):
     options = ("--budget", "1MiB", "--multiple-of", 8, "--within", 0, "--max-size", 56)
     code, out, err = cli("max-input", "zoo:build", *options, "--json")
     found = json.loads(out)
@@ -310,7 +310,7 @@ def test_the_largest_image_is_the_largest_that_plan_accepts(cli):
         assert fits(cli, "zoo:build", ("--input-shape", f"{size},{size},3"), 1, "1MiB") == (True, unchanged)
 
 
-def test_what_larger_budgets_give_is_not_looked_for_in_a_search_of_sizes(cli, monkeypatch):
+def test_size_search_skips_larger_budgets(cli, monkeypatch):
     looked = []
     monkeypatch.setattr(
         "tflms_sft._planner.budget_search._larger_budgets", lambda *arguments: looked.append(1) or "more is faster"
@@ -322,7 +322,7 @@ def test_what_larger_budgets_give_is_not_looked_for_in_a_search_of_sizes(cli, mo
 
 
 @pytest.mark.slow
-def test_the_largest_batch_is_the_largest_that_plan_accepts(cli):
+def test_max_batch_equals_largest_plannable_batch(cli):
     """The loss has a number for each pixel of the largest tensor, so that tiles help little."""
     options = ("--input-shape", "64,64,3", "--budget", "1MiB", "--no-swap", "--within", 0)
     code, out, err = cli("max-batch", "zoo:Subclassed", *options)
@@ -333,7 +333,7 @@ def test_the_largest_batch_is_the_largest_that_plan_accepts(cli):
         assert fits(cli, "zoo:Subclassed", (*options[:2], "--no-swap"), batch, "1MiB") == expected
 
 
-def test_a_model_of_fixed_size_is_planned_for_another(cli):
+def test_plan_of_fixed_size_model_for_other_size_equals_free_model(cli):
     found = [
         cli("plan", "zoo:build", *size, "--input-shape", "64,64,3", "--budget", "2MiB", "--json")
         for size in ((), ("--arg", "size=32"))
@@ -345,7 +345,7 @@ def test_a_model_of_fixed_size_is_planned_for_another(cli):
 
 
 @pytest.mark.slow
-def test_models_of_fixed_size_are_built_again(cli):
+def test_max_input_of_fixed_size_model_equals_free_model(cli):
     options = ("--budget", "1MiB", "--within", 0.3, "--max-size", 64, "--json")
     found = [cli("max-input", "zoo:build", *size, *options) for size in ((), ("--arg", "size=32"))]
     assert [code for code, _, _ in found] == [0, 0]
@@ -355,7 +355,7 @@ def test_models_of_fixed_size_are_built_again(cli):
         assert abs(free[way]["peak_bytes"] - fixed[way]["peak_bytes"]) < 100  # Names of layers differ.
 
 
-def test_a_copy_for_another_size_computes_the_same_and_is_frozen_where_the_model_is():
+def test_resized_model_computes_same_and_keeps_frozen_layers():
     from tflms_sft._cli import model_loading
 
     model = model_loading.load("zoo:nested", {})
@@ -382,7 +382,7 @@ def test_a_copy_for_another_size_computes_the_same_and_is_frozen_where_the_model
         ("max-batch", ["zoo:build", "--arg", "size=32", "--budget", "1kB", "--max-size", 1], 1, ""),
     ],
 )
-def test_what_has_no_largest(cli, command, arguments, code, text):
+def test_size_search_without_result_reports_reason(cli, command, arguments, code, text):
     found = cli(command, *arguments[:1], "--budget", "4MiB", "--max-size", 256, *arguments[1:])
     assert found[0] == code and text in found[2]
     assert ("none fits" in found[1]) == (code == 1)
@@ -448,7 +448,7 @@ def script(directory):
     return path
 
 
-def test_every_fit_of_a_script_is_under_the_budget(cli, script):
+def test_run_script_puts_every_fit_under_budget(cli, script):
     ways = ("none", "list", "single", "container", "own")
     before = keras.Model.fit, list(sys.argv), list(sys.path)
     given = os.path.relpath(script)  # As `python` has it in `sys.argv`.
@@ -463,7 +463,7 @@ def test_every_fit_of_a_script_is_under_the_budget(cli, script):
     assert all(plan["changed"] and plan["memory_budget"] == 2 * 2**20 for plan in report["fits"])
 
 
-def test_models_that_fit_would_build_train_the_same(cli, capsys, directory):
+def test_run_unbuilt_model_trains_as_plain(cli, capsys, directory):
     def losses(text):
         return [float(number) for line in re.findall("^loss (.*)", text, re.MULTILINE) for number in json.loads(line)]
 
@@ -478,7 +478,7 @@ def test_models_that_fit_would_build_train_the_same(cli, capsys, directory):
     np.testing.assert_allclose(losses(out), plain, rtol=1e-5)
 
 
-def test_a_script_is_run_as_a_module(cli, directory):
+def test_run_module_sets_main_and_arguments(cli, directory):
     package = directory / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -488,7 +488,7 @@ def test_a_script_is_run_as_a_module(cli, directory):
     assert err == "tflms-sft run: no `fit` of a Keras model ran under the budget\n"
 
 
-def test_a_script_has_the_annotations_that_python_gives_it(cli, directory):
+def test_run_script_keeps_evaluated_annotations(cli, directory):
     """Not as text, as a module has them that asks for it."""
     text = "import dataclasses\n@dataclasses.dataclass\nclass C:\n    a: int\nprint(dataclasses.fields(C)[0].type)"
     (directory / "annotated.py").write_text(text)
@@ -499,12 +499,12 @@ EXITS = [("exit", 7, ""), ("text", 1, "this went wrong"), ("stop", 130, "Keyboar
 
 
 @pytest.mark.parametrize(("how", "code", "text"), EXITS)
-def test_exit_codes_are_those_of_the_script(cli, script, how, code, text):
+def test_run_returns_exit_code_of_script(cli, script, how, code, text):
     found = cli("run", "--budget", "3MiB", "--quiet", script, how)
     assert found[0] == code and text in found[2]
 
 
-def test_tracebacks_are_those_of_the_script(cli, script):
+def test_run_prints_traceback_of_script_alone(cli, script):
     code, _, err = cli("run", "--budget", "3MiB", "--quiet", script, "raise")
     assert code == 1 and "fit" not in vars(keras.Model)
     lines = err.splitlines()
@@ -519,7 +519,7 @@ def test_tracebacks_are_those_of_the_script(cli, script):
 # doctor -----------------------------------------------------------------------------------------------------
 
 
-def test_doctor_looks_and_tries(cli):
+def test_doctor_on_supported_machine_is_ok(cli):
     code, out, _ = cli("doctor", "--json")
     found = json.loads(out)
     lines = {line["name"]: line for line in found["lines"]}
@@ -530,7 +530,7 @@ def test_doctor_looks_and_tries(cli):
     assert lines["tensorflow"]["text"] == tf.__version__
 
 
-def test_doctor_fails_for_what_is_needed(cli, monkeypatch):
+def test_doctor_without_requirements_fails(cli, monkeypatch):
     supported = {"tensorflow": ((2, 3), (2, 4)), "nonesuch": ((1, 0), (2, 0))}
     monkeypatch.setattr("tflms_sft._cli.doctor.SUPPORTED", supported)
     monkeypatch.setattr("tflms_sft._cli.doctor.MAX_RELATIVE_ERROR", -1.0)
@@ -545,7 +545,7 @@ def test_doctor_fails_for_what_is_needed(cli, monkeypatch):
 # Documentation ----------------------------------------------------------------------------------------------
 
 
-def test_every_option_is_documented():
+def test_options_of_all_commands_are_documented():
     (commands,) = (action for action in make()._actions if isinstance(action, argparse._SubParsersAction))
     text = (ROOT / "docs" / "command-line.md").read_text()
     assert set(commands.choices) == {"plan", "max-input", "max-batch", "run", "worker", "doctor"}
@@ -564,7 +564,7 @@ def child(*command, **environment):
     return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=environment)
 
 
-def test_help_needs_no_tensorflow():
+def test_help_imports_no_tensorflow():
     program = "import sys, tflms_sft._cli.main as m\ntry:\n    m.main(sys.argv[1:])\nfinally:\n    " + (
         "print(sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
     )
@@ -575,7 +575,7 @@ def test_help_needs_no_tensorflow():
     assert (done.returncode, done.stdout) == (0, f"tflms-sft {tflms_sft.__version__}\n")
 
 
-def test_a_script_may_set_what_tensorflow_reads_when_it_is_imported(directory):
+def test_run_script_sets_variables_before_tensorflow_import(directory):
     first = """
 import os, sys
 assert not {"tensorflow", "keras"} & set(sys.modules)
@@ -594,6 +594,6 @@ tf.config.threading.set_inter_op_parallelism_threads(2)  # Only before the first
 
 
 @pytest.mark.slow
-def test_json_is_all_that_a_process_prints():
+def test_plan_process_prints_json_alone():
     done = child("-m", "tflms_sft", "plan", "zoo.py:build", "--arg", "size=32", "--budget", "1GiB", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["command"] == "plan"

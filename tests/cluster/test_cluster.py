@@ -157,31 +157,31 @@ def found(start, workers, addresses):
     return values
 
 
-def test_connect_gives_the_devices_of_the_workers_in_order(found):
+def test_connect_returns_worker_devices_in_order(found):
     assert found["devices"] == [f"/job:worker/replica:0/task:{task}/device:CPU:0" for task in range(4)]
 
 
-def test_variables_are_moved_to_the_workers(found):
+def test_stage_devices_moves_variables_to_workers(found):
     assert {*found["devices"]} <= {*found["variables"]}
 
 
 @pytest.mark.parametrize("schedule", ["basic", "1f1b"])
-def test_a_step_on_four_machines_is_the_same(found, schedule):
+def test_step_on_four_machines_equals_plain(found, schedule):
     result = found[f"rewrite {schedule}"]
     assert result["error"] < TOLERANCE
     assert result["devices"] == found["devices"]
 
 
-def test_fit_on_four_machines_is_the_same(found):
+def test_fit_on_four_machines_equals_plain(found):
     assert found["fit"] < TOLERANCE
 
 
-def test_last_batches_on_two_machines_are_the_same(found):
+def test_last_batch_on_two_machines_equals_plain(found):
     """Which four micro-batches do not cut evenly."""
     assert found["uneven"] < TOLERANCE
 
 
-def test_what_does_not_work_on_other_machines_is_refused(found):
+def test_swaps_and_measurements_on_other_machines_are_refused(found):
     kind, text = found["disk"]
     assert kind == "SwapError" and "The step is also on other machines, /job:worker/replica:0/task:0" in text
     kind, text = found["disk in stages"]
@@ -196,7 +196,7 @@ def test_what_does_not_work_on_other_machines_is_refused(found):
 
 
 @pytest.mark.parametrize("when", ["step", pytest.param("save", marks=pytest.mark.slow)])
-def test_a_worker_that_is_killed_and_training_that_goes_on(start, workers, addresses, tmp_path, when):
+def test_killed_worker_is_reported_and_training_resumes(start, workers, addresses, tmp_path, when):
     """In the middle of a step, or of a backup: either waits for a worker that was stopped, until it is killed."""
     two = addresses[:2]
     backup = tmp_path / "backup"
@@ -226,7 +226,7 @@ def test_a_worker_that_is_killed_and_training_that_goes_on(start, workers, addre
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["step", "save"])
-def test_a_worker_that_does_not_answer_ends_the_training(start, workers, addresses, tmp_path, when):
+def test_silent_worker_ends_training(start, workers, addresses, tmp_path, when):
     """As when its machine is cut off: nothing is closed. A backup reads weights one by one."""
     two = addresses[2:]
     program = chief(start, "train", two, tmp_path / "backup", when)
@@ -263,7 +263,7 @@ def replaced(start, workers, addresses, task):
     }
 
 
-def test_a_worker_ends_with_ctrl_c_and_shares_its_port_with_nobody(start, workers, addresses):
+def test_worker_exits_on_interrupt_and_does_not_share_port(start, workers, addresses):
     """The last one that was started: it has other lines on stderr."""
     other = worker(start, addresses, 2)
     assert other.end(STARTS) == 1
@@ -278,7 +278,7 @@ def test_a_worker_ends_with_ctrl_c_and_shares_its_port_with_nobody(start, worker
 # Without workers --------------------------------------------------------------------------------------------
 
 
-def test_who_answers_is_told_by_what_they_say():
+def test_missing_of_various_servers_gives_reasons():
     with listener(SETTINGS) as good, listener() as silent, listener(b"220 mail ready\r\n") as other:
         asked = {"good": good, "silent": silent, "other": other, "nobody": free(), "unknown": "nowhere.invalid:1"}
         found = reachability.missing(asked, 0.5)
@@ -287,7 +287,7 @@ def test_who_answers_is_told_by_what_they_say():
     assert found["other"] == "another program than a worker answers there"
 
 
-def test_who_comes_late_is_waited_for():
+def test_wait_for_late_worker_returns_nothing():
     address = free()
     host, port = address.split(":")
 
@@ -306,7 +306,7 @@ def test_who_comes_late_is_waited_for():
     thread.join()
 
 
-def test_workers_that_cannot_be_reached_are_named_before_anything_is_done(monkeypatch):
+def test_connect_to_unreachable_workers_names_them(monkeypatch):
     """Here TensorFlow has begun long ago, and would not be asked for anything."""
     monkeypatch.setattr(tf_internals, "has_begun", lambda: False)
     with listener(SETTINGS) as good, listener() as silent:
@@ -322,7 +322,7 @@ def test_workers_that_cannot_be_reached_are_named_before_anything_is_done(monkey
     assert not tf_internals.workers()
 
 
-def test_connect_comes_first():
+def test_connect_after_tensorflow_use_is_refused():
     tf.constant(0)
     with pytest.raises(RuntimeError, match="must be called once, before any other use of TensorFlow"):
         tflms_sft.connect(["127.0.0.1:1"])
@@ -337,7 +337,7 @@ def test_connect_comes_first():
         ({"address": "192.0.2.1:2222"}, ValueError, "`address` cannot be used on this machine: Cannot assign"),
     ],
 )
-def test_wrong_arguments_of_connect(arguments, error, text, monkeypatch):
+def test_connect_with_wrong_arguments_is_refused(arguments, error, text, monkeypatch):
     monkeypatch.setattr(tf_internals, "has_begun", lambda: False)
     with pytest.raises(error, match=text):
         tflms_sft.connect(["127.0.0.1:1"], **arguments)
@@ -346,7 +346,7 @@ def test_wrong_arguments_of_connect(arguments, error, text, monkeypatch):
 TWO = ("10.0.0.2:2222", "10.0.0.3:2222")
 
 
-def test_forms_of_a_cluster(tmp_path):
+def test_read_cluster_accepts_all_forms(tmp_path):
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps({"cluster": {"worker": TWO, "chief": ["10.0.0.1:2222"]}, "task": {"type": "chief"}}))
     for form in (list(TWO), TWO, ", ".join(TWO), {"worker": TWO}, tf.train.ClusterSpec({"worker": list(TWO)})):
@@ -372,7 +372,7 @@ def test_forms_of_a_cluster(tmp_path):
         ([TWO[0], "127.0.0.1:2222"], ValueError, "must not mix loopback addresses with other addresses"),
     ],
 )
-def test_wrong_clusters(cluster, error, text):
+def test_read_cluster_of_wrong_value_is_refused(cluster, error, text):
     with pytest.raises(error, match=text):
         read_cluster(cluster)
 
@@ -386,7 +386,7 @@ def test_wrong_clusters(cluster, error, text):
         ("192.0.2.1:2222", "0", 1, "Task 0 cannot serve at 192.0.2.1:2222: Cannot assign requested address"),
     ],
 )
-def test_a_worker_that_cannot_begin_says_why(cluster, task, code, text, capsys):
+def test_worker_command_with_wrong_address_reports_reason(cluster, task, code, text, capsys):
     assert main(["worker", "--cluster", cluster, "--task", task]) == code
     out = capsys.readouterr()
     assert text in " ".join(out.err.split()) and not out.out
@@ -395,13 +395,13 @@ def test_a_worker_that_cannot_begin_says_why(cluster, task, code, text, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--task", "0"], ["--cluster", "a:1"], ["--cluster", "a:1", "--task", "-1"]])
-def test_arguments_of_a_worker_that_cannot_be_read(arguments, capsys):
+def test_worker_command_with_unreadable_arguments_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["worker", *arguments])
     assert stop.value.code == 2 and "usage" in capsys.readouterr().err
 
 
-def test_devices_of_machines_that_nobody_connected_to():
+def test_stage_devices_of_unconnected_machine_is_refused():
     with pytest.raises(ValueError, match="Those of other machines are there after `tflms_sft.connect"):
         tflms_sft.stage_devices(_small(), 2, ["CPU:0", "/job:worker/task:0/device:CPU:0"])
     assert PipelineParams(CUTS, devices=[f"/job:worker/task:{n}/device:CPU:0" for n in range(4)]).num_stages == 4

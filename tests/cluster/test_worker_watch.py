@@ -31,26 +31,26 @@ def raised(error):
         raise error
 
 
-def test_errors_that_have_nothing_to_do_with_workers_stay(one_worker):
+def test_workers_watched_keeps_unrelated_error(one_worker):
     with pytest.raises(tf.errors.InvalidArgumentError, match="a wrong batch"):
         raised(tf.errors.InvalidArgumentError(None, None, "a wrong batch"))
     with pytest.raises(tf.errors.OutOfRangeError):
         raised(tf.errors.OutOfRangeError(None, None, "the end"))
 
 
-def test_a_worker_that_was_started_again_is_lost(one_worker):
+def test_restarted_worker_is_lost(one_worker):
     text = "Unable to find a context_id matching the specified one (7). Perhaps the worker was restarted?"
     with pytest.raises(tflms_sft.WorkerError, match=f"task:0 at {one_worker} .restarted during training"):
         raised(tf.errors.InvalidArgumentError(None, None, text))
 
 
-def test_a_connection_that_broke_is_one_that_is_lost(one_worker):
+def test_broken_connection_is_lost(one_worker):
     text = "Socket closed. Additional GRPC error information from remote target /job:worker/replica:0/task:0"
     with pytest.raises(tflms_sft.WorkerError, match=f"task:0 at {one_worker} .the connection broke"):
         raised(tf.errors.UnavailableError(None, None, text))
 
 
-def test_nothing_is_begun_once_a_worker_was_lost(one_worker):
+def test_step_after_lost_worker_is_refused(one_worker):
     """TensorFlow might wait without end for what was on it."""
     text = "Socket closed. Additional GRPC error information from remote target /job:worker/replica:0/task:0"
     with pytest.raises(tflms_sft.WorkerError):
@@ -66,7 +66,7 @@ def test_nothing_is_begun_once_a_worker_was_lost(one_worker):
     assert not begun and "train_step" not in model.__dict__
 
 
-def test_connections_to_a_worker_that_is_silent_are_closed(monkeypatch):
+def test_connections_to_silent_worker_are_shut_down(monkeypatch):
     """Whoever waits for it goes on; others are left alone."""
     monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(worker_watch, "ANSWER_SECONDS", 0.2)
@@ -91,7 +91,7 @@ def test_connections_to_a_worker_that_is_silent_are_closed(monkeypatch):
     assert reachability.break_connections("nowhere.invalid:1") == 0
 
 
-def test_connections_are_found_among_all_that_is_open_and_nothing_is_left_open():
+def test_break_connections_leaves_no_descriptor_open():
     with contextlib.ExitStack() as open_things:
         address = open_things.enter_context(listener(SETTINGS))
         ours = open_things.enter_context(socket.create_connection(split_address(address), timeout=10))
@@ -109,7 +109,7 @@ def test_connections_are_found_among_all_that_is_open_and_nothing_is_left_open()
         assert ours.recv(1) == b"", "it ends"
 
 
-def test_whoever_asks_goes_on_after_an_error_and_is_replaced_if_dead(monkeypatch, capsys):
+def test_worker_watch_survives_error_and_restarts(monkeypatch, capsys):
     monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.01)
     asked, done = [], threading.Event()
 
@@ -155,7 +155,7 @@ def fitted(model, callbacks):
     model.fit(tf.zeros((2, 2)), tf.zeros((2, 1)), epochs=3, verbose=0, callbacks=callbacks)
 
 
-def test_at_the_end_of_an_epoch_workers_are_looked_for(monkeypatch):
+def test_epoch_end_checks_workers(monkeypatch):
     gone, model = free(), dense()
     monkeypatch.setattr(worker_watch.WATCH, "lost", {})
 
@@ -169,7 +169,7 @@ def test_at_the_end_of_an_epoch_workers_are_looked_for(monkeypatch):
     assert model.__dict__.get("train_step") is plain, "the model is as it was"
 
 
-def test_a_backup_that_is_not_whole_does_not_take_the_place_of_the_last(one_worker, tmp_path, monkeypatch):
+def test_incomplete_backup_does_not_replace_last(one_worker, tmp_path, monkeypatch):
     """Keras would go on from it, without what the optimizer has."""
     model = dense()
 

@@ -127,7 +127,7 @@ def same(step, variables, cuts, *arguments, schedule="1f1b"):
 
 
 @pytest.mark.parametrize("loss", [discriminated, wasserstein, hinge, gradient_penalty, penalty_at_data])
-def test_a_critic_trains_the_same(loss):
+def test_critic_step_equals_plain(loss):
     rewritten = same(*critic_step(loss), ["first", "pool"], REAL, FAKE, PART)
     assert rewritten.plan.notes == ()
 
@@ -168,14 +168,14 @@ def fitted(loss, callbacks):
 
 
 @pytest.mark.parametrize("loss", [discriminated, gradient_penalty, penalty_at_data])
-def test_a_critic_trains_the_same_under_fit(loss):
+def test_critic_fit_equals_plain(loss):
     pipeline = tflms_sft.Pipeline(["first", "pool"], "gpipe", 4, ["CPU:0"] * 3, verbose=0)
     got, want = fitted(loss, [pipeline]), fitted(loss, [])
     assert max(error(value, other) for value, other in zip(got, want, strict=True)) < 1e-11
     assert [stage.exit for stage in pipeline.plan.pipeline.stages][0].startswith("first/1, first/2")
 
 
-def test_what_cannot_be_told_of_any_batch_is_refused():
+def test_steps_undecidable_for_any_batch_are_refused():
     """The steps for a known and for any batch make penalties by operations of other names."""
     step, _ = critic_step(gradient_penalty)
     specs = [tf.TensorSpec((None, *array.shape[1:]), "float64") for array in (REAL, FAKE, PART)]
@@ -184,15 +184,15 @@ def test_what_cannot_be_told_of_any_batch_is_refused():
         tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"]), *specs)
 
 
-def test_a_linear_last_stage_trains_the_same():
+def test_linear_last_stage_equals_plain():
     same(*critic_step(wasserstein), ["first", "flat"], REAL, FAKE, PART, schedule="mast")
 
 
-def test_two_updates_of_gradients_that_were_there_before_are_the_same():
+def test_two_updates_of_earlier_gradients_equal_plain():
     same(*joint_step(), ["pool"], REAL, CODES)
 
 
-def test_a_layer_is_cut_at_each_of_its_calls():
+def test_cut_at_shared_layer_applies_to_each_call():
     step, _ = critic_step(discriminated)
     plan = tflms_sft.rewrite(step, PipelineParams(["first"], devices=["CPU:0"] * 2), REAL, FAKE, PART).plan
     assert plan.pipeline.stages[0].exit == "first/1, first/2"
@@ -201,7 +201,7 @@ def test_a_layer_is_cut_at_each_of_its_calls():
     assert 3 * first <= told[0] < 3 * first + 32 and told[1] == 3 * rest, "with Adam's slots, and a counter"
 
 
-def test_a_call_after_the_update_is_no_cut():
+def test_cut_ignores_call_after_update():
     """It reads what has been changed, and is a part of the update, which runs once for the batch."""
     net, optimizer = critic(), keras.optimizers.Adam(1e-3)
     optimizer.build(net.trainable_variables)
@@ -217,7 +217,7 @@ def test_a_call_after_the_update_is_no_cut():
     same(step, [*net.variables, *optimizer.variables], ["first", "pool"], REAL)
 
 
-def test_a_layer_that_is_called_on_what_it_made_is_ambiguous():
+def test_cut_at_recursive_layer_is_ambiguous():
     again = layers.Conv2D(3, 3, padding="same", name="again")
     again.build((None, 8, 8, 3))
 

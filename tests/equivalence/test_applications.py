@@ -36,7 +36,7 @@ def _frozen(name: str) -> keras.Model:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["VGG16", "VGG19", "ResNet50", "MobileNetV2", "DenseNet121", "Xception"])
-def test_gradients_of_one_float32_step_are_those_of_the_plain_step(name: str) -> None:
+def test_applications_float32_gradients_equal_plain(name: str) -> None:
     model = _frozen(name)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -125,7 +125,7 @@ def _apart(got: Any, want: Any) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
-def test_one_float32_step_is_as_near_to_the_exact_one_as_the_plain_one(name: str) -> None:
+def test_applications_float32_error_equals_plain_error(name: str) -> None:
     """Gradients within 5e-5 and moving statistics within 1e-6, or as far as float32 itself is off.
 
     As they are initialised many of these networks magnify a difference in the last digit of an image a hundred thousand
@@ -154,7 +154,7 @@ def test_one_float32_step_is_as_near_to_the_exact_one_as_the_plain_one(name: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
-def test_three_steps_in_float64(name: str) -> None:
+def test_applications_three_float64_steps_equal_plain(name: str) -> None:
     """Every weight, slot and moving statistic, where rounding can hide nothing; all that works on images is tiled.
 
     To 1e-9, or a few times what other last digits of the images come to: ResNet-50 magnifies these ten million times.

@@ -121,14 +121,14 @@ def run(script, net):
 
 
 @pytest.mark.parametrize("net", ("plain", "normed"))
-def test_a_step_of_two_replicas_is_the_same(net):
+def test_step_of_two_replicas_equals_plain(net):
     segments, loops, first, off = run(REPLICAS, net).split()
     assert (segments, loops) == ("2", "4") if net == "plain" else int(loops) > 6
     assert first == "2", "one replica does not wait for the other"
     assert float(off) < 1e-10
 
 
-def test_fit_on_two_replicas_is_the_same():
+def test_fit_on_two_replicas_equals_plain():
     """Each replica has loops of its own, and a batch of its own of an unknown size."""
     tiled, budget, refused, evaluated = run(FIT, "normed").splitlines()
     for line in (tiled, budget):
@@ -141,7 +141,7 @@ def test_fit_on_two_replicas_is_the_same():
 
 
 @pytest.mark.parametrize("make", (lambda: tflms_sft.SFT(num_tiles=(2, 2)), lambda: tflms_sft.LMS(min_bytes=0)))
-def test_fit_on_a_mirrored_strategy_of_one_device_is_the_same(make, capsys):
+def test_fit_on_one_mirrored_device_equals_plain(make, capsys):
     """As on a machine with one GPU: there the update joins replicas as well."""
     numbers = np.random.default_rng(0)
     images, labels = numbers.normal(size=(4, 16, 16, 3)), np.arange(4) % 2

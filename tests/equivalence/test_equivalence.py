@@ -28,7 +28,7 @@ each_net = pytest.mark.parametrize("net", PLAIN, ids=lambda net: net.__name__)
 
 
 @each_net
-def test_tiles_compute_what_the_plain_step_computes(net):
+def test_tiled_net_equals_plain(net):
     assert not differing(keras_step(net, steps=3), Cut(grid=(2, 3)))
 
 
@@ -47,7 +47,7 @@ def test_tiles_compute_what_the_plain_step_computes(net):
         (frozen_norm, (37, 63), (4, 4)),
     ],
 )
-def test_odd_sizes_and_uneven_grids(net, size, grid):
+def test_tiled_net_of_odd_size_equals_plain(net, size, grid):
     assert not differing(keras_step(net, size, steps=1), Cut(grid=grid))
 
 
@@ -57,19 +57,19 @@ def test_odd_sizes_and_uneven_grids(net, size, grid):
     [(True, [3, 3]), (False, [3, 3]), (False, [3, 3, 2, 1])],
     ids=["known", "unknown", "partial"],
 )
-def test_batch_tiles(net, known, sizes):
+def test_batch_and_image_tiles_equal_plain(net, known, sizes):
     step = keras_step(net, (19, 22), sizes, known)
     assert not differing(step, Cut(grid=(2, 2), batch=4))
 
 
-def test_batch_tiles_alone():
+def test_batch_tiles_equal_plain():
     assert not differing(keras_step(residual, (19, 22), [4, 3], False), Cut(grid=(1, 1), batch=2))
 
 
 @pytest.mark.parametrize(
     ("net", "stored"), [(vgg, ("pool3",)), (vgg, ("conv3", "conv4")), (residual, ("stem", "block2"))]
 )
-def test_inner_tensors_can_be_stored(net, stored):
+def test_stored_inner_tensors_equal_plain(net, stored):
     step = keras_step(net)
     cut = Cut(grid=(2, 3), stored=stored)
     assert not differing(step, cut)
@@ -87,12 +87,12 @@ def test_inner_tensors_can_be_stored(net, stored):
         (vgg, [Cut("input", "conv3", (3, 3)), Cut("conv3", "conv4", (1, 4)), Cut("conv4", "out", (4, 1))]),
     ],
 )
-def test_segments_can_be_chained(net, cuts):
+def test_chained_segments_equal_plain(net, cuts):
     assert not differing(keras_step(net), *cuts)
 
 
 @pytest.mark.parametrize("backward", [(1, 1), (5, 2), (4, 4)])
-def test_the_backward_loop_may_have_a_grid_of_its_own(backward):
+def test_backward_loop_with_other_grid_equals_plain(backward):
     assert not differing(keras_step(residual), Cut(grid=(2, 3), backward_grid=backward))
 
 
@@ -107,11 +107,11 @@ def test_the_backward_loop_may_have_a_grid_of_its_own(backward):
     ],
     ids=["momentum", "adam", "clipnorm", "global_clipnorm", "clipvalue"],
 )
-def test_optimizers(optimizer):
+def test_tiled_step_with_each_optimizer_equals_plain(optimizer):
     assert not differing(keras_step(vgg, (19, 22), optimizer=optimizer()), Cut(grid=(2, 3)))
 
 
-def test_weight_regularizers_and_metrics():
+def test_tiled_step_with_regularizers_and_metrics_equals_plain():
     def net(x):
         x = conv(4, kernel_regularizer=keras.regularizers.L2(0.1), bias_regularizer="l1")(x)
         return conv(4, name="out", kernel_regularizer=keras.regularizers.L1L2(0.01, 0.1))(x)
@@ -120,13 +120,13 @@ def test_weight_regularizers_and_metrics():
     assert not differing(keras_step(net, (19, 22), compile_args=metrics), Cut(grid=(3, 2)))
 
 
-def test_float32_gradients_of_one_step():
+def test_tiled_float32_gradients_equal_plain():
     step = keras_step(residual, floatx="float32", steps=1)
     assert not differing(step, Cut(grid=(3, 3)), tolerance=2e-5)
 
 
 @pytest.mark.parametrize(("policy", "scale"), [("mixed_float16", 2.0**15), ("mixed_bfloat16", 1.0)])
-def test_half_precision_sums_are_no_worse_than_plain_ones(policy, scale):
+def test_tiled_half_precision_sums_are_no_worse(policy, scale):
     exact = keras_step(vgg, (19, 22), floatx="float32", steps=1)
     want = exact.run(exact.concrete_fn)
     fresh()
@@ -158,16 +158,16 @@ def bitwise(step, *cuts):
 
 @each_net
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
-def test_one_tile_is_the_same_to_the_last_bit(net, known, no_grappler):
+def test_single_tile_equals_plain_bitwise(net, known, no_grappler):
     assert not bitwise(keras_step(net, known_batch=known), Cut(grid=(1, 1)))
 
 
 @pytest.mark.parametrize("net", [vgg, residual], ids=lambda net: net.__name__)
-def test_one_tile_is_the_same_to_the_last_bit_after_grappler(net):
+def test_single_tile_after_grappler_equals_plain_bitwise(net):
     assert not bitwise(keras_step(net), Cut(grid=(1, 1)))
 
 
-def test_the_shape_of_an_exit_from_which_the_segment_makes_a_mask():
+def test_exit_shape_read_by_mask_in_segment_equals_plain():
     """The loop would wait for its own exit."""
 
     def net(x):
@@ -182,7 +182,7 @@ def test_the_shape_of_an_exit_from_which_the_segment_makes_a_mask():
 
 
 @pytest.mark.parametrize("layer", [layers.Dropout, layers.SpatialDropout2D, layers.GaussianNoise])
-def test_random_layers_draw_what_they_drew(layer):
+def test_tiled_random_layers_draw_same_numbers(layer):
     def net(x):
         return conv(3, name="out")(conv(3)(layer(0.4)(conv(4)(x))))
 
@@ -190,14 +190,14 @@ def test_random_layers_draw_what_they_drew(layer):
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
-def test_custom_gradients_keep_nothing_whole(known):
+def test_custom_gradient_in_segment_materialises_nothing(known):
     """silu's gradient also computes from its input alone; that is no reason to keep the input."""
     step = keras_step(separable, (19, 22), known_batch=known)
     (segment,) = rewrite(step.concrete_fn, Cut()).segments
     assert len(segment.exits) == 1 and not segment.notes
 
 
-def test_the_input_of_a_custom_gradient_may_be_stored():
+def test_stored_input_of_custom_gradient_equals_plain():
     """What the backward pass derives from it is then made outside of the loop, and is no gradient."""
 
     def net(x):
@@ -207,7 +207,7 @@ def test_the_input_of_a_custom_gradient_may_be_stored():
     assert not differing(keras_step(net, (11, 12)), Cut(grid=(2, 3), stored=("kept",)))
 
 
-def test_activity_regularizers():
+def test_tiled_activity_regularizers_equal_plain():
     def net(x):
         x = conv(4, activity_regularizer=keras.regularizers.L2(0.1))(conv(4)(x))
         return conv(3, name="out")(conv(4)(x))
@@ -231,7 +231,7 @@ ACTIVATIONS = [
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations(name):
+def test_tiled_activations_equal_plain(name):
     function = WITH_ARGUMENTS.get(name, getattr(keras.activations, name))
 
     def net(x):
@@ -245,7 +245,7 @@ def test_activations(name):
 
 
 @pytest.mark.parametrize("net", [vgg, residual, unet], ids=lambda net: net.__name__)
-def test_halo_rows_that_are_off_by_one_are_noticed(net, monkeypatch):
+def test_equivalence_notices_halo_off_by_one(net, monkeypatch):
     gather = Window.rows_covered
     monkeypatch.setattr(Window, "rows_covered", lambda self, out: gather(self, out).shift(1))
     step = keras_step(net, (19, 22), steps=1)
@@ -256,7 +256,7 @@ def test_halo_rows_that_are_off_by_one_are_noticed(net, monkeypatch):
     assert len(found) > 3
 
 
-def test_affine_ops_taken_for_linear_are_noticed(monkeypatch):
+def test_equivalence_notices_affine_op_taken_for_linear(monkeypatch):
     """The kind check is what keeps forward values from being counted once per overlapping tile."""
     w = weights(*KERNELS)
 
@@ -285,6 +285,6 @@ def test_affine_ops_taken_for_linear_are_noticed(monkeypatch):
 @pytest.mark.parametrize("grid", [(1, 1), (1, 3), (2, 2), (5, 3)], ids=str)
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, keras.optimizers.Adam], ids=["sgd", "adam"])
-def test_everything_with_everything(net, size, grid, known, optimizer):
+def test_combined_features_equal_plain(net, size, grid, known, optimizer):
     step = keras_step(net, size, [3, 3, 3 if known else 2], known, optimizer(0.01))
     assert not differing(step, Cut(grid=grid, batch=1 if known else 4))

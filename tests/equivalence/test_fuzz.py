@@ -8,13 +8,13 @@ import pytest
 from rewriters.rules.intervals import Window
 
 
-def test_random_networks_are_the_same_or_refused():
+def test_fuzz_networks_equal_plain_or_are_refused():
     outcomes = collections.Counter()
     fuzz.run(6, None, outcomes, shrink=False)
     assert outcomes.total() == 6 and outcomes["exact"] > 2, outcomes
 
 
-def test_a_broken_rule_is_found(monkeypatch, capsys):
+def test_fuzz_finds_broken_rule(monkeypatch, capsys):
     gather = Window.rows_covered
     monkeypatch.setattr(Window, "rows_covered", lambda self, rows: gather(self, rows).shift(-1))
     with pytest.raises(AssertionError, match="differs by|lacks rows|lacks the dimension"):

@@ -49,7 +49,7 @@ def results(function, weights, x):
     return found
 
 
-def test_the_same_numbers_with_half_the_memory(step, images):
+def test_gpu_swaps_halve_memory_and_equal_plain(step, images):
     fast = tflms_sft.rewrite(step, tflms_sft.LMSParams(**LEAST_MEMORY), images)
     for got, want in zip(*(results(f, step.weights, images) for f in (fast, step)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
@@ -60,7 +60,7 @@ def test_the_same_numbers_with_half_the_memory(step, images):
     assert abs(fast.plan.original.peak_bytes - plain.peak_bytes) < 0.25 * plain.peak_bytes
 
 
-def test_transfers_run_beside_kernels(step, images):
+def test_gpu_transfers_run_concurrently_with_kernels(step, images):
     fast = tflms_sft.rewrite(step, tflms_sft.LMSParams(**{**LEAST_MEMORY, "lb": 4, "max_in_flight": 2}), images)
     copies, kernels = [], []
     for found in tf_internals.step_stats(fast.concrete_function, [images]).dev_stats:
@@ -74,7 +74,7 @@ def test_transfers_run_beside_kernels(step, images):
     assert overlapping >= len(copies) // 2
 
 
-def test_timelines_are_the_gpus_and_the_hosts(step, images):
+def test_gpu_timelines_cover_gpu_and_host(step, images):
     fast = tflms_sft.rewrite(step, tflms_sft.LMSParams(**LEAST_MEMORY), images)
     found = tflms_sft.measure(fast, images, timelines=True)
     assert [line.device for line in found.timelines][:1] == ["GPU:0"]

@@ -11,7 +11,7 @@ from rewriters.errors import NotTileableError
 from tflms_sft import SFTParams
 
 
-def test_two_optimizers_that_read_variables_before_and_after_an_update():
+def test_two_optimizers_around_update_equal_plain():
     """As a GAN's step: the generator learns from a discriminator that has just been updated."""
     make = weights((3, 3, 3, 4), (3, 3, 4, 3))
     judge = weights((3, 3, 3, 4), (4,), (3, 3, 4, 2))
@@ -41,7 +41,7 @@ def test_two_optimizers_that_read_variables_before_and_after_an_update():
     assert not differing(step, Cut(("z", "made"), "again_out", (2, 2)))
 
 
-def test_two_heads_on_one_trunk():
+def test_two_heads_on_one_trunk_equal_plain():
     w = weights((3, 3, 3, 4), (3, 3, 4, 2), (5, 5, 4, 3), (1, 1, 2, 2))
 
     def body(x):
@@ -59,7 +59,7 @@ def test_two_heads_on_one_trunk():
     assert not differing(step, Cut(exit="fine", grid=(3, 4)))
 
 
-def test_an_exit_smaller_than_the_grid():
+def test_exit_smaller_than_grid_equals_plain():
     """Tiles beyond the last row of an exit must add nothing to the gradient."""
     w = weights((3, 3, 3, 4), (13, 14, 4, 2), (12, 12, 4, 2))
 
@@ -77,7 +77,7 @@ def test_an_exit_smaller_than_the_grid():
     assert not differing(step, Cut(exit=("pixel", "corner"), grid=(4, 5)))
 
 
-def test_images_of_different_batch_in_one_segment():
+def test_different_batch_sizes_in_segment_equal_plain():
     """One template beside a batch: its gradient must be counted once, not once per batch tile."""
     w = weights((3, 3, 3, 4), (3, 3, 4, 2), (3, 3, 3, 4), (3, 3, 4, 2))
 
@@ -96,7 +96,7 @@ def test_images_of_different_batch_in_one_segment():
     assert not differing(step, Cut(("x", "template"), ("many", "one"), (2, 2), batch=2))
 
 
-def test_the_gradient_of_the_input_may_be_a_result():
+def test_returned_input_gradient_equals_plain():
     w = weights(*KERNELS)
     step = one_loss(lambda x: tf.reduce_mean(three_layers(x, w) ** 2), w)
     assert not differing(step, Cut(grid=(3, 2), batch=2))
@@ -112,7 +112,7 @@ def exact_or_refused(step, *cuts):
 
 
 @pytest.mark.parametrize("activation", [tf.nn.relu, tf.nn.softplus], ids=["relu", "softplus"])
-def test_a_gradient_penalty_is_exact_or_refused(activation):
+def test_gradient_penalty_is_exact_or_refused(activation):
     w = weights(*KERNELS)
 
     def forward(x):
@@ -126,7 +126,7 @@ def test_a_gradient_penalty_is_exact_or_refused(activation):
     assert reason is None or "its backward pass goes through" in reason
 
 
-def test_functions_called_by_the_step_are_inlined():
+def test_called_functions_are_inlined():
     w = weights(*KERNELS)
     calls = tf.Variable(0, dtype="int64")
 
@@ -144,7 +144,7 @@ def test_functions_called_by_the_step_are_inlined():
     assert not differing(step, Cut(grid=(2, 3)))
 
 
-def test_a_print_inside_a_segment_prints_what_it_did(tmp_path):
+def test_print_in_segment_prints_same(tmp_path):
     w = weights(*KERNELS)
     printed = tmp_path / "printed"
 
@@ -165,7 +165,7 @@ def test_a_print_inside_a_segment_prints_what_it_did(tmp_path):
     assert not differing(step, Cut(grid=(2, 2)))
 
 
-def test_an_assertion_inside_a_segment_still_fires():
+def test_assertion_in_segment_fires():
     w = weights(*KERNELS)
 
     def forward(x):
@@ -181,7 +181,7 @@ def test_an_assertion_inside_a_segment_still_fires():
         function(tf.constant(step.batches[0][0] * 1e6))
 
 
-def test_a_check_that_the_segment_waits_for_ends_it():
+def test_failed_check_before_segment_ends_step():
     w = weights(*KERNELS)
 
     def forward(x):
@@ -193,7 +193,7 @@ def test_a_check_that_the_segment_waits_for_ends_it():
         rewrite(step.concrete_fn, Cut(grid=(2, 2)))
 
 
-def test_a_segment_waits_for_an_assertion_on_its_input():
+def test_segment_waits_for_assertion_on_input():
     w = weights(*KERNELS)
 
     def forward(x):
@@ -207,7 +207,7 @@ def test_a_segment_waits_for_an_assertion_on_its_input():
         rewrite(step.concrete_fn, Cut(grid=(2, 2))).function(tf.constant(step.batches[0][0] * 1e6))
 
 
-def test_a_size_that_waits_for_an_assertion_is_known():
+def test_size_behind_assertion_is_static():
     w = weights(*KERNELS)
 
     def body(x):
@@ -226,7 +226,7 @@ def test_a_size_that_waits_for_an_assertion_is_known():
     assert not differing(step, Cut(grid=(2, 2), stored=("Relu",)))
 
 
-def test_shapes_of_inner_tensors_stay_known():
+def test_inner_shapes_stay_static():
     w = weights(*KERNELS)
 
     def forward(x):
@@ -238,7 +238,7 @@ def test_shapes_of_inner_tensors_stay_known():
 
 
 @pytest.mark.parametrize("size", (tf.size, lambda x: tf.reduce_prod(tf.shape(x)), tf.rank, lambda x: tf.shape(x)[0]))
-def test_a_size_of_what_is_not_there_any_more(size):
+def test_size_of_removed_tensor_equals_plain(size):
     w = weights(*KERNELS)
 
     def forward(x):
@@ -248,7 +248,7 @@ def test_a_size_of_what_is_not_there_any_more(size):
     assert not differing(one_loss(forward, w), Cut(grid=(2, 2)))
 
 
-def test_a_gradient_that_is_rounded_is_cast_whole():
+def test_inexact_gradient_is_cast_outside_loop():
     """Parts of a gradient that are cast to integers do not add up to the whole one, cast."""
     w = weights(*KERNELS)
 
@@ -261,7 +261,7 @@ def test_a_gradient_that_is_rounded_is_cast_whole():
     assert not differing(hand_written(body, w, images()), Cut(grid=(2, 2)))
 
 
-def test_a_loss_that_is_not_returned_needs_no_forward_loop():
+def test_unreturned_loss_needs_no_forward_loop():
     w = weights(*KERNELS)
 
     def body(x, target):
@@ -281,7 +281,7 @@ def test_a_loss_that_is_not_returned_needs_no_forward_loop():
     assert len([n for n in rewrite(step.concrete_fn, stored).graph.nodes.values() if n.op.endswith("While")]) == 2
 
 
-def test_an_op_stays_on_the_device_that_it_was_given():
+def test_op_keeps_its_device():
     w = weights(*KERNELS)
 
     def forward(x):
@@ -295,7 +295,7 @@ def test_an_op_stays_on_the_device_that_it_was_given():
     assert not differing(step, Cut(grid=(2, 2)))
 
 
-def test_a_part_of_the_batch_is_refused():
+def test_slice_of_batch_in_segment_is_refused():
     w = weights(*KERNELS)
 
     def forward(x):
@@ -306,7 +306,7 @@ def test_a_part_of_the_batch_is_refused():
         rewrite(one_loss(forward, w).concrete_fn, Cut(grid=(2, 2)))
 
 
-def test_a_sum_inside_a_custom_gradient_is_refused():
+def test_sum_in_custom_gradient_is_refused():
     """What reads a sum over the image must not get one tile's part of it."""
     w = weights(*KERNELS)
 
@@ -323,7 +323,7 @@ def test_a_sum_inside_a_custom_gradient_is_refused():
         rewrite(step.concrete_fn, Cut(grid=(2, 2)))
 
 
-def test_one_image_taken_from_an_unknown_batch():
+def test_single_image_of_unknown_batch_equals_plain():
     """Its leading size is unknown as well, and not the batch."""
     w = weights(*KERNELS)
 
@@ -335,7 +335,7 @@ def test_one_image_taken_from_an_unknown_batch():
 
 
 @pytest.mark.parametrize("params", (SFTParams((2, 2)), tflms_sft.LMSParams(tier="disk", min_bytes=0)))
-def test_operations_that_wait_for_an_argument(params):
+def test_ops_controlled_by_argument_equal_plain(params):
     """And a number among the arguments, which has no batch."""
     weight = tf.Variable(np.random.default_rng(0).normal(size=(3, 3, 4, 4)))
 
@@ -353,7 +353,7 @@ def test_operations_that_wait_for_an_argument(params):
         assert np.allclose(got, want, rtol=1e-12, atol=0)
 
 
-def test_keyword_only_arguments_with_defaults():
+def test_keyword_only_defaults_are_kept():
     weight = tf.Variable(np.ones((3, 3, 4, 4)))
 
     @tf.function

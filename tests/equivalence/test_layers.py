@@ -157,7 +157,7 @@ def check(name, known_batch, num_tiles):
 
 @pytest.mark.parametrize("norm", (plain, normed))
 @pytest.mark.parametrize("known", (True, False), ids=("known", "unknown"))
-def test_weights_for_each_pixel_of_an_image_with_one_row(norm, known):
+def test_locally_weighted_single_row_equals_plain(norm, known):
     """Its axes lie elsewhere in between, and a sum over the batch has as many dimensions of one as it."""
     keras.config.set_floatx("float64")
     image = keras.Input((8, 1, 2), batch_size=3 if known else None)
@@ -175,7 +175,7 @@ def test_weights_for_each_pixel_of_an_image_with_one_row(norm, known):
 
 
 @pytest.mark.parametrize("name", ("Attention", "AdditiveAttention"))
-def test_attention_is_left_alone(name):
+def test_attention_is_not_rewritten(name):
     keras.config.set_floatx("float64")
     image = keras.Input((*SIZES[1], 2), batch_size=3)
     x = layers.Conv1D(4, 3, padding="same", activation="relu")(image)
@@ -192,12 +192,12 @@ def test_attention_is_left_alone(name):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if NETS[n][0] == 3 else n for n in NETS])
-def test_a_layer_between_convolutions(name):
+def test_layer_between_convolutions_equals_plain(name):
     check(name, False, GRIDS[NETS[name][0]][1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_tiles", (0, 1), ids=("one batch tile", "two"))
 @pytest.mark.parametrize("name", NETS)
-def test_a_layer_between_convolutions_with_a_known_batch(name, num_tiles):
+def test_layer_between_convolutions_with_known_batch_equals_plain(name, num_tiles):
     check(name, True, GRIDS[NETS[name][0]][num_tiles])

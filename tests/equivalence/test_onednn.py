@@ -136,7 +136,7 @@ MEASURED = """
     [(CUTS, 6), (SWAPS, 1), (HALVES, 1), (MEASURED, 3), pytest.param(BUDGETS, 4, marks=pytest.mark.slow)],
     ids=["cuts", "swaps", "halves", "measured", "budgets"],
 )
-def test_a_step_is_the_same_with_onednn(code, number):
+def test_step_with_onednn_equals_plain(code, number):
     """Edges between operations must not close a cycle when it makes them one; swaps leave it its kernels.
 
     Those for halves are mostly TensorFlow's own, which take much more memory.

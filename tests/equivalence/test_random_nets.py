@@ -228,10 +228,10 @@ def check_many(options: settings) -> None:
     assert outcomes["exact"] > 3 * outcomes["refused"]
 
 
-def test_random_nets():
+def test_random_nets_equal_plain():
     check_many(settings(deadline=None, max_examples=20, derandomize=True, phases=[Phase.generate]))
 
 
 @pytest.mark.slow
-def test_random_nets_at_length():
+def test_many_random_nets_equal_plain():
     check_many(settings(deadline=None, max_examples=300))

@@ -90,7 +90,7 @@ def lines_of(script):
     return [line.split() for line in done.stdout.splitlines()]
 
 
-def test_structure_numbers_and_times():
+def test_two_device_step_has_structure_results_and_times():
     same, placed, computed, times = lines_of(SMALL)
     assert same == ["True"]
     assert int(placed[0]) >= 4 and placed[1] == "True"
@@ -99,6 +99,6 @@ def test_structure_numbers_and_times():
 
 
 @pytest.mark.slow
-def test_the_predicted_peak_of_a_whole_network_is_a_third():
+def test_two_device_predicted_peak_is_a_third():
     ((tier, ratio),) = lines_of(RESNET)
     assert tier == "host" and float(ratio) >= 3

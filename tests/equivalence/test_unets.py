@@ -87,7 +87,7 @@ def u_net(rank, how, known_batch, target=dice):
     ],
 )
 @KNOWN_OR_NOT
-def test_a_u_net_is_the_same(rank, how, known_batch):
+def test_unet_equals_plain(rank, how, known_batch):
     step = u_net(rank, how, known_batch)
     counts = (3, 2) if rank == 2 else (2, 3, 2)
     fast = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=counts))
@@ -105,7 +105,7 @@ def same(step, fast):
 
 @pytest.mark.parametrize("target", (pytest.param(sparse, marks=pytest.mark.slow), categorical))
 @KNOWN_OR_NOT
-def test_cross_entropies_of_pixels_run_on_tiles(target, known_batch):
+def test_pixel_cross_entropies_run_in_tiles(target, known_batch):
     step = u_net(2, "nearest", known_batch, target)
     fast = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=(3, 2, 2)))
     assert not fast.plan.left_alone

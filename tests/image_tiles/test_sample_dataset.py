@@ -39,7 +39,7 @@ def the_same(results, steps):
 
 
 @pytest.mark.parametrize(("case", "steps"), [("fit", 5), ("loop", 5)])
-def test_tiles_train_as_whole_images_do(found, case, steps):
+def test_sample_parallel_training_equals_whole_images(found, case, steps):
     the_same(found[case], steps)
 
 
@@ -47,12 +47,12 @@ def test_tiles_train_as_whole_images_do(found, case, steps):
 @pytest.mark.parametrize(
     ("case", "steps"), [("row", 5), ("two for each", 5), ("half of the batch", 4), ("tiles of tiles", 2)]
 )
-def test_other_tiles_batches_and_losses_too(found_slowly, case, steps):
+def test_sample_parallel_of_other_cases_equals_whole_images(found_slowly, case, steps):
     the_same(found_slowly[case], steps)
 
 
 @pytest.mark.slow
-def test_gradients_that_each_replica_clips_are_refused_because_they_are_others(found_slowly):
+def test_clipping_per_replica_differs_and_is_refused(found_slowly):
     clipped = found_slowly["clipped"]
     assert clipped["error"] > 1e-3
     text = "`global_clipnorm` of the optimizer clips the gradients of each replica before they are added up"
@@ -60,7 +60,7 @@ def test_gradients_that_each_replica_clips_are_refused_because_they_are_others(f
     assert "Received: global_clipnorm=0.01. Leave it out, or use one replica." in clipped["refusal"]
 
 
-def test_tiles_have_to_go_evenly_to_the_replicas(found):
+def test_tiles_not_divisible_by_replicas_are_refused(found):
     start = "`parts` must make a number of tiles that goes evenly to the 4 replicas of the model's strategy"
     any_number, two = found["uneven"]
     assert any_number.startswith(start) and two.startswith(start)
@@ -83,7 +83,7 @@ def net(**options):
 
 
 @pytest.mark.parametrize("parts", [(2, 2), (1, 4), (3, 1), (1, 1)])
-def test_each_pixel_has_a_weight_once_and_its_own_label(parts):
+def test_sample_weights_count_each_pixel_once(parts):
     keras.config.set_floatx("float64")
     sizes = 34, 46
     rows = [LEAST.result_rows(own) for own in sizes]
@@ -101,14 +101,14 @@ def test_each_pixel_has_a_weight_once_and_its_own_label(parts):
     assert np.count_nonzero(weights) == numbers.size
 
 
-def test_sums_are_not_multiplied():
+def test_sample_weights_of_sum_loss_are_one():
     data = of_arrays()
     ((*_, weights),) = sample_parallel(net(), data, (2, 2), "sum")
     assert {*np.unique(weights)} == {0, 1} and np.sum(weights) == 2 * LEAST.result_rows(30) ** 2
 
 
 @pytest.mark.parametrize(("levels", "convolutions"), [(2, 1), (3, 1), (3, 2)])
-def test_images_are_split_into_any_number_of_the_smallest_tiles(levels, convolutions):
+def test_split_into_any_number_gives_smallest_tiles(levels, convolutions):
     architecture = Architecture("any", levels, convolutions)
     axis = sample_tiling(described(architecture, None)).axes[0]
     for rows in range(axis.smallest, axis.smallest + 30 * axis.alignment, axis.alignment):
@@ -143,7 +143,7 @@ def refused(text, model=None, data=None, parts=(2, 2), error=ValueError, **optio
         sample_parallel(model or net(), data or of_arrays(), parts, **options)
 
 
-def test_sizes_and_arguments_that_do_not_go_are_refused():
+def test_sample_parallel_with_wrong_sizes_is_refused():
     refused("`loss_reduction` must be .* Received: loss_reduction='none'", loss_reduction="none")
     refused(r"a tf.data.Dataset of batches; of arrays it is tf.data.Dataset.from_tensor", data=[1], error=TypeError)
     refused(r"`parts` needs 2 numbers, one for each axis. Received: parts=\(4,\)", parts=(4,))
@@ -161,7 +161,7 @@ def test_sizes_and_arguments_that_do_not_go_are_refused():
     refused(text, data=tf.data.Dataset.from_generator(lambda: iter(()), output_signature=unknown))
 
 
-def test_models_that_cannot_take_tiles_are_refused():
+def test_sample_parallel_of_unsuited_model_is_refused():
     refused("`model` must take tiles of 20 x 20 rows. Received: .* Leave its size open", described(LEAST, 30))
     image = keras.Input((None, None, 1))
     refused("pads its image", keras.Model(image, layers.Conv2D(1, 9, padding="same")(image)), error=RewriteError)
@@ -182,13 +182,13 @@ def per_pixel(labels, results):
 @pytest.mark.parametrize(
     "loss", ["mse", per_pixel, keras.losses.Huber(), "binary_crossentropy", "crossentropy", ["mse"]]
 )
-def test_losses_with_a_value_for_each_pixel_go(loss):
+def test_sample_parallel_accepts_losses_per_pixel(loss):
     model = net()
     model.compile("sgd", loss)
     sample_parallel(model, of_arrays(), (2, 2))
 
 
-def test_losses_of_other_kinds_are_refused():
+def test_sample_parallel_of_other_losses_is_refused():
     model = net()
     for loss in (dice, keras.losses.Dice(), keras.losses.Dice(axis=(1, 2))):
         model.compile("sgd", loss)
@@ -222,7 +222,7 @@ class Marked(layers.Layer):
         return x[..., 0] > 0
 
 
-def test_losses_that_leave_pixels_out_are_refused_but_as_sums():
+def test_masked_mean_losses_are_refused():
     """A mean of them divides by the pixels that are left, those of overlaps among them."""
 
     def cross_entropy(**options):
@@ -242,7 +242,7 @@ def test_losses_that_leave_pixels_out_are_refused_but_as_sums():
     refused("must not mask pixels .* a model whose result has a mask", masked)
 
 
-def test_layers_that_draw_for_each_tile_are_named():
+def test_sample_parallel_warns_of_random_layers():
     image = x = keras.Input((None, None, 1))
     for layer in (layers.Dropout(0.5, name="drop"), layers.GaussianNoise(1.0, name="noise"), layers.Dropout(0.0)):
         x = layer(layers.Conv2D(2, 3)(x))

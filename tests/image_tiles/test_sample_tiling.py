@@ -24,7 +24,7 @@ SMALL, MEDIUM_1, MEDIUM_2, LARGE = TABLE_1
 # Formulas -----------------------------------------------------------------------------------------------------------
 
 
-def test_epsilons_sizes_and_parameters_of_the_four_models():
+def test_architecture_of_table_1_matches_paper():
     assert [model.epsilon for model in TABLE_1] == [92, 230, 188, 380]
     assert [model.smallest for model in TABLE_1] == [188, 470, 380, 764]
     assert [model.alignment for model in TABLE_1] == [16, 16, 32, 64]
@@ -35,7 +35,7 @@ def test_epsilons_sizes_and_parameters_of_the_four_models():
     assert SMALL.repeated(10000, 6) == pytest.approx((10000 / 6 + 184) ** 2 / (10000 / 6) ** 2)
 
 
-def test_equation_6_is_no_bound_and_the_papers_tiles_leave_rows_over():
+def test_equation_6_is_neither_necessary_nor_sufficient():
     assert SMALL.printed_bound == 212
     assert SMALL.admits(188) and not SMALL.admits(213)
     assert [rows for rows in range(170, 240) if SMALL.admits(rows)] == [188, 204, 220, 236]
@@ -66,7 +66,7 @@ def runs(architecture, rows):
 
 @settings(deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 3))
-def test_what_is_admitted_is_what_runs_level_by_level(levels, convolutions, half):
+def test_admits_equals_level_by_level_arithmetic(levels, convolutions, half):
     architecture = Architecture("any", levels, convolutions, kernel=2 * half + 1)
     for rows in range(1, architecture.smallest + 3 * architecture.alignment):
         assert architecture.admits(rows) == (runs(architecture, rows) is not None)
@@ -74,7 +74,7 @@ def test_what_is_admitted_is_what_runs_level_by_level(levels, convolutions, half
             assert architecture.result_rows(rows) == runs(architecture, rows)
 
 
-def test_the_memory_of_each_level_is_what_its_operations_make():
+def test_architecture_memory_equals_sizes_of_tensors():
     """Equations 9 and 10, but that the image of a level counts as one channel."""
     architecture = Architecture("little", 3, 2, filters=2)
     model, rows = described(architecture, 60, filters=2), 60
@@ -106,13 +106,13 @@ def same_as(architecture, tiling):
 
 
 @pytest.mark.parametrize("architecture", TABLE_1, ids=lambda model: model.name)
-def test_the_rules_find_what_the_formulas_say(architecture):
+def test_sample_tiling_equals_formulas(architecture):
     rows = architecture.smallest + 8 * architecture.alignment
     same_as(architecture, sample_tiling(described(architecture, rows)))
 
 
 @pytest.mark.parametrize("crop", ["layers", "as it comes"])
-def test_images_of_any_size_are_looked_at_in_one_that_leaves_nothing_over(crop):
+def test_sample_tiling_of_free_model_probes_valid_size(crop):
     architecture = Architecture("little", 3, 1)
     model = described(architecture, None, crop=crop)
     same_as(architecture, sample_tiling(model))
@@ -125,7 +125,7 @@ def test_images_of_any_size_are_looked_at_in_one_that_leaves_nothing_over(crop):
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
 @settings(deadline=None)
-def test_repetitions_are_those_of_windows(kernel, stride, dilation, pad):
+def test_sample_tiling_scale_equals_window_strides(kernel, stride, dilation, pad):
     span = (kernel - 1) * dilation + 1
     large = 40 * stride + span
     small = (large + pad - span) // stride + 1
@@ -190,7 +190,7 @@ def parts(tiling, rows, more):
 @pytest.mark.parametrize(
     "body", [strided, repeated, dilated, back_and_forth, at_odds, u_net], ids=lambda body: body.__name__
 )
-def test_tiles_make_the_whole_result_and_gradients_of_it(body, float64):
+def test_tiles_compose_whole_result_and_gradients(body, float64):
     image = keras.Input((None, None, 1))
     model = keras.Model(image, body(image))
     tiling = sample_tiling(model)
@@ -232,7 +232,7 @@ def chains(draw):
 
 @settings(deadline=None, max_examples=12, derandomize=True)
 @given(chains())
-def test_any_chain_of_windows_is_the_same_in_tiles_and_its_sizes_are_counted(chain):
+def test_random_window_chains_in_tiles_equal_whole(chain):
     keras.config.set_floatx("float64")
     made = {"convolution": layers.Conv1D, "up": layers.Conv1DTranspose}
     steps = keras.Input((None, 1))
@@ -268,7 +268,7 @@ def test_any_chain_of_windows_is_the_same_in_tiles_and_its_sizes_are_counted(cha
     np.testing.assert_allclose(tf.concat(parts, 1), model(image), rtol=1e-12, atol=1e-14)
 
 
-def test_a_misaligned_tile_is_wrong_and_refused(float64):
+def test_misaligned_tile_differs_and_is_refused(float64):
     architecture = Architecture("little", 3, 1)
     model = described(architecture, None, filters=2)
     (axis, _) = sample_tiling(model).axes
@@ -292,7 +292,7 @@ def test_a_misaligned_tile_is_wrong_and_refused(float64):
         axis.check(1, rows + 2)
 
 
-def test_tiles_of_the_standard_network_overlap_and_rows_count_once():
+def test_tiles_of_standard_unet_overlap_and_count_rows_once():
     (axis, _) = sample_tiling(described(SMALL, 572)).axes
     tiles = axis.tiles(572, 236)
     assert [(t.begin, t.end) for t in tiles] == [(begin, begin + 236) for begin in range(0, 337, 48)]
@@ -307,7 +307,7 @@ def test_tiles_of_the_standard_network_overlap_and_rows_count_once():
         axis.tiles(572, 588)
 
 
-def test_sequences_and_volumes_have_their_axes():
+def test_sample_tiling_of_sequences_and_volumes_has_axes():
     steps = keras.Input((101, 2))
     (axis,) = sample_tiling(keras.Model(steps, layers.MaxPool1D(2)(layers.Conv1D(2, 4)(steps)))).axes
     assert (axis.alignment, axis.scale, axis.smallest, axis.halo_before, axis.halo_after) == (2, 2, 5, 1, 2)
@@ -317,7 +317,7 @@ def test_sequences_and_volumes_have_their_axes():
     assert [(axis.axis, axis.alignment, axis.smallest) for axis in axes] == [(0, 1, 3), (1, 1, 1), (2, 2, 5)]
 
 
-def test_a_halo_need_not_be_even():
+def test_sample_tiling_halo_may_be_asymmetric():
     """Three rows are cropped above and one below, and a convolution takes one more on either side."""
     image = keras.Input((64, 64, 1))
     x = layers.Conv2D(1, 3)(layers.Cropping2D(((3, 1), (0, 0)))(image))
@@ -335,7 +335,7 @@ def refused(body, error, text, size=64, **options):
         sample_tiling(keras.Model(image, body(image)), **options)
 
 
-def test_networks_that_pad_or_mix_all_rows_are_refused():
+def test_sample_tiling_of_padding_network_is_refused():
     text = r"conv2d.* \(Conv2D\) pads its image, and would pad a part .*padding='valid'.*`SFTParams` tiles others"
     refused(layers.Conv2D(2, 3, padding="same"), RewriteError, text)
     refused(layers.Conv2DTranspose(2, 4, strides=2), RewriteError, r"\(Conv2DBackpropInput\) pads its image")
@@ -343,7 +343,7 @@ def test_networks_that_pad_or_mix_all_rows_are_refused():
     refused(lambda x: x * layers.GlobalMaxPooling2D(keepdims=True)(x), RewriteError, "does not make rows of rows")
 
 
-def test_normalisation_is_looked_at_as_it_is_asked_for():
+def test_sample_tiling_of_normalisation_depends_on_training():
     image = keras.Input((64, 64, 2))
     model = keras.Model(image, layers.BatchNormalization()(layers.Conv2D(2, 3)(image)))
     assert [axis.halo_before for axis in sample_tiling(model).axes] == [1, 1]
@@ -351,7 +351,7 @@ def test_normalisation_is_looked_at_as_it_is_asked_for():
         sample_tiling(model, training=True)
 
 
-def test_models_that_leave_rows_over_at_their_only_size_are_refused():
+def test_sample_tiling_of_invalid_fixed_size_is_refused():
     architecture = Architecture("little", 3, 1)
     model = described(architecture, 64, crop="as it comes")
     text = (
@@ -361,7 +361,7 @@ def test_models_that_leave_rows_over_at_their_only_size_are_refused():
         sample_tiling(model)
 
 
-def test_arguments_that_make_no_sense_are_refused():
+def test_sample_tiling_with_wrong_arguments_is_refused():
     text = "of shape .* is no image of static size whose axes follow from a convolution or pool"
     steps = keras.Input((100, 2))
     with pytest.raises(RewriteError, match=text):

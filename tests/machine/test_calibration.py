@@ -34,7 +34,7 @@ def cache(monkeypatch, tmp_path):
     return tmp_path, times
 
 
-def test_rates_are_measured_once_and_kept(cache, monkeypatch):
+def test_machine_rates_are_measured_once_and_stored(cache, monkeypatch):
     folder, times = cache
     told = []
     assert machine_rates(told.append) == machine_rates(told.append) == SLOW
@@ -44,7 +44,7 @@ def test_rates_are_measured_once_and_kept(cache, monkeypatch):
     assert machine_rates() == SLOW and times == ["apart"], "another process reads them"
 
 
-def test_infinite_rates_are_kept_too(cache, monkeypatch):
+def test_infinite_rate_is_stored(cache, monkeypatch):
     monkeypatch.setattr(calibration, "_measure_in_child", lambda: NOMINAL)
     assert math.isinf(machine_rates().first_touch)
     monkeypatch.setattr(calibration, "_rates_by_path", {})
@@ -52,7 +52,7 @@ def test_infinite_rates_are_kept_too(cache, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 0}', '{"version": 1, "flops": {}}', "[1]"])
-def test_a_file_that_cannot_be_read_is_measured_anew(cache, text, monkeypatch):
+def test_unreadable_rates_file_is_measured_again(cache, text, monkeypatch):
     folder, times = cache
     machine_rates()
     (file,) = (folder / "tflms-sft").iterdir()
@@ -62,13 +62,13 @@ def test_a_file_that_cannot_be_read_is_measured_anew(cache, text, monkeypatch):
     assert json.loads(file.read_text())["version"] == calibration.VERSION
 
 
-def test_a_cache_that_cannot_be_written_costs_time_alone(cache, monkeypatch):
+def test_unwritable_cache_does_not_fail(cache, monkeypatch):
     folder, times = cache
     (folder / "tflms-sft").write_text("a file in the place of the folder")
     assert machine_rates() == machine_rates() == SLOW and times == ["apart"]
 
 
-def test_convolutions_of_volumes_have_rates_of_their_own_whatever_their_kernels_do(monkeypatch):
+def test_volume_convolutions_have_rates_for_each_kernel(monkeypatch):
     for unfolds in (False, True):
         monkeypatch.setattr(rate_benchmarks.properties, "unfolds_convolutions", lambda unfolds=unfolds: unfolds)
         monkeypatch.setattr(rate_benchmarks, "_enough_images", lambda: 2)
@@ -80,7 +80,7 @@ def aged(file, seconds):
     os.utime(file, (time.time() - seconds,) * 2)
 
 
-def test_what_was_measured_on_a_busy_machine_is_measured_again_later(cache, monkeypatch):
+def test_rates_of_busy_machine_expire(cache, monkeypatch):
     folder, times = cache
     told = []
     monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.375)
@@ -104,7 +104,7 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again_later(cache, monk
     assert machine_rates() == SLOW and len(times) == 3, "measured while the machine was idle"
 
 
-def test_a_named_file_is_taken_as_it_is(cache, monkeypatch, tmp_path):
+def test_named_rates_file_never_expires(cache, monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
     monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.9)
     machine_rates()
@@ -114,7 +114,7 @@ def test_a_named_file_is_taken_as_it_is(cache, monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="only Linux tells")
-def test_others_are_those_that_are_not_this_process():
+def test_other_processes_load_excludes_this_process():
     command = [sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"]
     others = OtherProcesses()
     with subprocess.Popen(command) as another:
@@ -125,7 +125,7 @@ def test_others_are_those_that_are_not_this_process():
 
 
 @pytest.mark.parametrize(("now", "part"), [((110, 36, 12), 0.4), ((110, 32, 12), 0.0), ((110, 31, 12), 0.0)])
-def test_what_others_take_is_what_this_process_does_not(now, part, monkeypatch):
+def test_busy_fraction_of_samples_equals_expected(now, part, monkeypatch):
     """Of ten seconds of all cores, two are this process's."""
     found = iter([(100, 30, 10), now])
     monkeypatch.setattr("tflms_sft._machine.cpu_load._seconds", lambda: next(found))
@@ -133,12 +133,12 @@ def test_what_others_take_is_what_this_process_does_not(now, part, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "cpu 1 2\n", "cpus 1 2 3 4 5 6 7 8 9\n"])
-def test_where_the_system_does_not_tell_nobody_else_is_busy(text, monkeypatch):
+def test_busy_fraction_without_proc_stat_is_zero(text, monkeypatch):
     monkeypatch.setattr("builtins.open", lambda *args, **options: io.StringIO(text))
     assert OtherProcesses().busy_fraction() == 0
 
 
-def test_a_file_of_rates_may_be_named(cache, monkeypatch, tmp_path):
+def test_rates_file_of_environment_is_used(cache, monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
     assert machine_rates() == SLOW
     values = json.loads((tmp_path / "mine.json").read_text())
@@ -154,7 +154,7 @@ def test_a_file_of_rates_may_be_named(cache, monkeypatch, tmp_path):
     assert machine_rates() is NOMINAL
 
 
-def test_where_no_other_process_can_measure_this_one_does(monkeypatch):
+def test_failed_child_measures_in_this_process(monkeypatch):
     def failing(*args, **options):
         raise subprocess.CalledProcessError(1, args)
 
@@ -163,13 +163,13 @@ def test_where_no_other_process_can_measure_this_one_does(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_machine_is_measured_by_another_process(cache, monkeypatch):
+def test_rates_are_measured_in_child_process(cache, monkeypatch):
     monkeypatch.undo()
     found = calibration._measure_in_child()
     assert found is not None and found.call < 1e-3 and found.flops["Conv2D"] > 1e8
 
 
-def test_rates_are_of_a_plausible_size(monkeypatch):
+def test_measured_rates_are_plausible(monkeypatch):
     """While a function is traced, as under `fit`; within a factor that any machine and load stays in."""
     monkeypatch.setattr(rate_benchmarks, "MEDIUM", 2**20)
     monkeypatch.setattr(rate_benchmarks, "LARGE", 3 * 2**20)
@@ -188,7 +188,7 @@ def test_rates_are_of_a_plausible_size(monkeypatch):
     assert rates.flops["Conv2D"] > rates.flops["DepthwiseConv2dNative"], "which does little with what it reads"
 
 
-def test_another_process_measures_with_the_threads_of_this_one(monkeypatch, tmp_path):
+def test_child_process_measures_with_threads_of_parent(monkeypatch, tmp_path):
     commands = []
 
     def run(command, env, **options):
@@ -203,7 +203,7 @@ def test_another_process_measures_with_the_threads_of_this_one(monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("text", ["5", "null", '"x"', "[1]", "{}"])
-def test_files_that_hold_something_else_are_measured_anew(text, monkeypatch, tmp_path):
+def test_rates_file_without_rates_is_refused_or_replaced(text, monkeypatch, tmp_path):
     path = tmp_path / "rates.json"
     path.write_text(text)
     assert calibration._stored(path, "") is None

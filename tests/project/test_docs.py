@@ -36,7 +36,7 @@ def called(page):
 @pytest.mark.parametrize(
     "page", [pytest.param(p, id=called(p), marks=[pytest.mark.slow] * (p.name in SLOW)) for p in RUNNABLE]
 )
-def test_the_snippets_of_a_page_run_in_order(page, tmp_path):
+def test_page_snippets_run_in_order(page, tmp_path):
     command = [sys.executable, str(ROOT / "tests" / "helpers" / "documents.py"), str(page), str(tmp_path)]
     environment = {**os.environ, "TFLMS_SFT_RATES": "nominal", "MPLBACKEND": "agg"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=900)
@@ -44,7 +44,7 @@ def test_the_snippets_of_a_page_run_in_order(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=called)
-def test_marks_are_known_and_fragments_could_not_run(page):
+def test_page_marks_are_known_and_fragments_cannot_run(page):
     """A snippet that could run has to: what needs nothing but the page is no fragment."""
     found = list(blocks(page))
     made = set().union(*(names_of(block.text)[1] for block in found if block.language == "python" and block.runs))
@@ -58,7 +58,7 @@ def test_marks_are_known_and_fragments_could_not_run(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=called)
-def test_what_is_called_can_be_called_like_that(page):
+def test_page_calls_match_public_signatures(page):
     """Of fragments too: public names are there, and take the arguments that they are given."""
     for block in blocks(page):
         if block.language == "python":
@@ -89,7 +89,7 @@ def _check_call(where, path, node):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=called)
-def test_links_lead_somewhere(page):
+def test_page_links_have_targets(page):
     text = CODE.sub("", page.read_text(encoding="utf-8"))
     for path, anchor in LINK.findall(text):
         target = page if not path else page.parent / path
@@ -155,14 +155,14 @@ def test_architecture_picture_shows_the_imports():
 
 
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.png")), ids=called)
-def test_pictures_are_small_and_shown(picture):
+def test_pictures_are_small_and_referenced(picture):
     assert picture.stat().st_size < 100_000
     shown = [page for page in PAGES if picture.name in page.read_text(encoding="utf-8")]
     assert shown
 
 
 @pytest.mark.slow
-def test_pictures_are_drawn_from_what_the_compiler_does(tmp_path):
+def test_pictures_program_draws_every_picture(tmp_path):
     command = [sys.executable, str(ROOT / "docs" / "pictures" / "make.py"), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=600)
@@ -211,13 +211,13 @@ CALLED_BY_USERS = ["MemoryBudget", "SFT", "LMS", "Pipeline", "budget", "rewrite"
 CALLED_BY_USERS += ["connect", "AutoParams", "SFTParams", "SegmentSpec", "LMSParams", "PipelineParams"]
 
 
-def test_the_page_of_parameters_has_every_public_name():
+def test_parameters_page_has_every_public_name():
     assert set(sections(PARAMETERS)) == {*tflms_sft.__all__} - {"__version__"}
     assert "`__version__`" in PARAMETERS.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", CALLED_BY_USERS)
-def test_the_page_of_parameters_has_all_parameters_with_their_defaults(name):
+def test_parameters_page_has_all_parameters_with_defaults(name):
     first, *others = tables(sections(PARAMETERS)[name])
     signature = inspect.signature(getattr(tflms_sft, name))
     assert [row[:2] for row in first] == [written(parameter) for parameter in signature.parameters.values()]
@@ -230,7 +230,7 @@ def test_the_page_of_parameters_has_all_parameters_with_their_defaults(name):
 
 
 @pytest.mark.parametrize("name", sorted({*tflms_sft.__all__} - {"__version__", *CALLED_BY_USERS}))
-def test_the_page_of_parameters_has_all_members_of_results_and_errors(name):
+def test_parameters_page_has_all_members_of_results_and_errors(name):
     public, text = getattr(tflms_sft, name), sections(PARAMETERS)[name]
     bases = [base for base in public.__mro__ if base.__module__.startswith(("tflms_sft", "rewriters"))]
     members = {member for base in bases for member in (*base.__dict__.get("__annotations__", ()), *vars(base))}
@@ -247,7 +247,7 @@ def test_the_page_of_parameters_has_all_members_of_results_and_errors(name):
         assert found[1] == ", ".join(f"{p.name}={p.default!r}" for p in defaults)
 
 
-def test_the_page_of_parameters_has_all_environment_variables():
+def test_parameters_page_has_all_environment_variables():
     text = PARAMETERS.read_text(encoding="utf-8")
     used = set()
     for folder in ("tflms_sft", "rewriters"):

@@ -184,7 +184,7 @@ def test_options_that_cannot_be(example, arguments, text, capsys):
 
 
 @pytest.mark.slow
-def test_a_budget_that_cannot_be_met(capsys):
+def test_budget_too_small_exits_with_1(capsys):
     line = refusal(unet3d, capsys, *TINY_CUBES, "--memory-budget", "4MiB")
     assert line.startswith("error: ") and "smallest" in line
 

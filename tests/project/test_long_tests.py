@@ -42,14 +42,14 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["one process", "several"])
-def test_a_line_that_names_no_test_is_an_error_of_the_whole_suite(run, arguments):
+def test_long_list_with_unknown_test_fails_whole_suite(run, arguments):
     code, out = run(*arguments)
     assert code != 0 and "These lines name no test; remove or rename them:\n  tests/test_one.py::test_gone\n" in out
     assert "test_one.py::test_long" not in out
 
 
 @pytest.mark.parametrize("argument", ["tests/test_one.py", "tests/test_two.py", "--ignore=tests/test_one.py"])
-def test_a_part_of_the_suite_runs_without_the_tests_of_the_list(run, argument):
+def test_long_tests_are_left_out_of_partial_suite(run, argument):
     code, out = run(argument)
     passed = "2 passed" if "two" in argument or "=" in argument else "1 passed, 1 deselected"
     assert code == 0 and passed in out

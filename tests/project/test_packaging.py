@@ -51,7 +51,7 @@ def metadata(wheel) -> Message:
     return Parser().parsestr(wheel.read(name).decode())
 
 
-def test_packages_are_whole_and_alone(tree, wheel):
+def test_wheel_contains_all_packages_and_nothing_else(tree, wheel):
     expected = {
         path.relative_to(tree).as_posix()
         for package in PACKAGES
@@ -65,13 +65,13 @@ def test_packages_are_whole_and_alone(tree, wheel):
     assert packed == expected
 
 
-def test_top_level_is_the_two_packages(wheel):
+def test_wheel_top_level_is_two_packages(wheel):
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
     assert not tops & set(NOT_SHIPPED)
 
 
-def test_licence_is_in_the_wheel(wheel):
+def test_wheel_contains_licence(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith("/LICENSE"))
     assert wheel.read(name) == (ROOT / "LICENSE").read_bytes()
 
@@ -82,12 +82,12 @@ def version() -> str:
     return found
 
 
-def test_name_and_version(metadata):
+def test_wheel_has_name_and_version(metadata):
     assert (metadata["Name"], metadata["Version"]) == ("tflms-sft", version())
     assert metadata["Requires-Python"] == ">=3.11"
 
 
-def test_the_command_is_on_the_path_of_whoever_installs_it(wheel, tmp_path):
+def test_wheel_installs_command(wheel, tmp_path):
     """From the wheel alone, unpacked by pip, and run without TensorFlow being touched."""
     (path,) = (Path(wheel.filename),)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path)]
@@ -100,7 +100,7 @@ def test_the_command_is_on_the_path_of_whoever_installs_it(wheel, tmp_path):
         assert (done.returncode, done.stdout) == (code, text), done.stderr
 
 
-def test_imports_take_less_than_a_second_besides_tensorflow():
+def test_import_takes_less_than_a_second_without_tensorflow():
     """And nothing else that is slow: no matplotlib, and no SciPy but where Keras imports it itself."""
     program = """
 import sys, time
@@ -119,7 +119,7 @@ print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
     assert set(modules.split()) - {*sys.stdlib_module_names, "tensorflow", "keras"} == {"tflms_sft", "rewriters"}
 
 
-def test_requirements_and_extras(metadata):
+def test_wheel_has_requirements_and_extras(metadata):
     # setuptools releases differ in spaces, quotes and the order of bounds.
     requires = {
         extra: {_tidy(line) for line in metadata.get_all("Requires-Dist") if _extra(line) == extra}

@@ -40,12 +40,12 @@ def files_that_import(prefix):
     }
 
 
-def test_all_is_what_is_public():
+def test_all_equals_public_names():
     public = {name for name in dir(tflms_sft) if not inspect.ismodule(getattr(tflms_sft, name))}
     assert sorted(tflms_sft.__all__) == sorted({name for name in public if name[0] != "_"} | {"__version__"})
 
 
-def test_names_are_imported_when_asked_for_as_type_checkers_read_them():
+def test_lazy_names_equal_those_of_type_checkers():
     (for_checkers,) = (n for n in ast.parse((ROOT / "tflms_sft/__init__.py").read_text()).body if isinstance(n, ast.If))
     read = {alias.name: node.module for node in for_checkers.body for alias in node.names}
     assert read == tflms_sft._HOME_OF
@@ -57,7 +57,7 @@ def test_names_are_imported_when_asked_for_as_type_checkers_read_them():
 
 
 @pytest.mark.parametrize("name", [name for name in tflms_sft.__all__ if name != "__version__"])
-def test_public_names_and_their_members_have_docstrings(name):
+def test_public_names_and_members_have_docstrings(name):
     public = getattr(tflms_sft, name)
     assert public.__doc__
     assert not public.__doc__.startswith(f"{name}("), "dataclasses write a docstring that says nothing"
@@ -71,7 +71,7 @@ SUBMODULES = ("gems", "unets")
 
 
 @pytest.mark.parametrize("module", SUBMODULES)
-def test_public_submodules_say_what_is_public_and_document_it(module):
+def test_public_submodules_have_all_and_docstrings(module):
     module = importlib.import_module(f"tflms_sft.{module}")
     own = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
     assert {name for name in own if name[0] != "_"} <= set(module.__all__) == {n for n in module.__all__ if n[0] != "_"}
@@ -80,7 +80,7 @@ def test_public_submodules_say_what_is_public_and_document_it(module):
             documents_every_parameter(getattr(module, name))
 
 
-def test_other_modules_have_nothing_public():
+def test_private_modules_have_empty_all():
     public = {"rewriters/errors.py", "tflms_sft/__init__.py", *(f"tflms_sft/{name}.py" for name in SUBMODULES)}
     paths = {str(path.relative_to(ROOT)): path for path in FILES}
     modules = {name: path for name, path in paths.items() if not any(part[0] == "_" for part in name.split("/"))}
@@ -90,7 +90,7 @@ def test_other_modules_have_nothing_public():
 
 
 @pytest.mark.parametrize("name", [name for name in tflms_sft.__all__ if name != "__version__"])
-def test_docstrings_have_every_parameter(name):
+def test_docstrings_list_every_parameter(name):
     documents_every_parameter(getattr(tflms_sft, name))
 
 
@@ -107,7 +107,7 @@ def documents_every_parameter(public):
         assert not [name for name in names if not re.search(rf"^ *(\*\*?)?{name}: ", text, flags=re.MULTILINE)]
 
 
-def test_the_callbacks_take_the_arguments_of_their_parameter_classes():
+def test_callbacks_have_arguments_of_parameter_classes():
     for callback, params in ((tflms_sft.SFT, tflms_sft.SFTParams), (tflms_sft.MemoryBudget, tflms_sft.AutoParams)):
         wanted = inspect.signature(params).parameters
         given = inspect.signature(callback).parameters
@@ -116,7 +116,7 @@ def test_the_callbacks_take_the_arguments_of_their_parameter_classes():
         assert [*given][len(wanted) :] == ["batch_shape", "verbose", "log_dir"]
 
 
-def test_errors_are_plain_classes_that_autograph_can_raise_again():
+def test_errors_can_be_raised_again_by_autograph():
     for error in (tflms_sft.SegmentError, tflms_sft.BudgetError):
         assert issubclass(error, tflms_sft.RewriteError)
     assert issubclass(tflms_sft.RewriteError, Exception)
@@ -125,17 +125,17 @@ def test_errors_are_plain_classes_that_autograph_can_raise_again():
         assert error.__init__ is Exception.__init__
 
 
-def test_the_face_imports_the_compiler_and_never_the_reverse():
+def test_compiler_never_imports_tflms_sft():
     assert files_that_import("rewriters") >= {"tflms_sft/_planner/traced_step.py", "tflms_sft/_rewrite/rewrite.py"}
     assert {path for path in files_that_import("tflms_sft") if path.startswith("rewriters/")} == set()
 
 
-def test_private_tensorflow_is_imported_in_one_module():
+def test_private_tensorflow_imports_are_in_one_module():
     assert files_that_import("tensorflow.python") == {"rewriters/ir/tf_internals.py"}
     assert files_that_import("keras.src") == set()
 
 
-def test_nothing_is_imported_that_is_not_installed_with_the_package():
+def test_imports_are_installed_requirements():
     allowed = {"tflms_sft", "rewriters", "tensorflow", "keras", "numpy", "matplotlib"}
     roots = {name.partition(".")[0] for path in FILES for name in imported(path)}
     standard = {"__future__", *__import__("sys").stdlib_module_names}
@@ -146,7 +146,7 @@ def test_nothing_is_imported_that_is_not_installed_with_the_package():
     }
 
 
-def test_no_network_is_known_by_name():
+def test_code_knows_no_network_by_name():
     assert NETWORKS.search("x == 'vgg16'") and NETWORKS.search("is_resnet")
     found = {str(p.relative_to(ROOT)): NETWORKS.findall(p.read_text().lower()) for p in FILES}
     assert {path: names for path, names in found.items() if names} == {}

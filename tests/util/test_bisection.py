@@ -15,7 +15,7 @@ def threshold(answer, asked):
 
 @pytest.mark.parametrize("guess", [1, 2, 7, 30, 500])
 @pytest.mark.parametrize("most", [None, 1, 40, 64])
-def test_the_largest_is_found_by_asking_for_each_number_once(guess, most):
+def test_largest_tries_each_number_once(guess, most):
     for answer in range(60):
         asked = []
         assert largest(threshold(answer, asked), guess, most=most) == min(answer, most or answer)
@@ -24,7 +24,7 @@ def test_the_largest_is_found_by_asking_for_each_number_once(guess, most):
 
 
 @pytest.mark.parametrize("guess", [1, 90, 5000])
-def test_a_part_may_be_missing_and_fewer_are_asked_for(guess):
+def test_largest_with_precision_tries_fewer(guess):
     exact, rough = [], []
     assert largest(threshold(1000, exact), guess) == 1000
     assert 980 <= largest(threshold(1000, rough), guess, part=0.02) <= 1000
@@ -34,7 +34,7 @@ def test_a_part_may_be_missing_and_fewer_are_asked_for(guess):
     assert len(few) <= 4
 
 
-def test_guesses_follow_the_peak():
+def test_extrapolated_of_polynomial_peak_is_near():
     assert extrapolated(lambda batch: 10 + 3 * batch, 100, 2, 8) == 30
     assert extrapolated(lambda batch: 100 + max(0, batch - 10), 150, 2, 8) in range(50, 70)
     assert extrapolated(lambda batch: 1000 * batch, 500, 2, 8) == 1

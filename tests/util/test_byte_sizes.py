@@ -31,12 +31,12 @@ def fresh_keras():
         ("0.5kB", 500),
     ],
 )
-def test_ints_are_bytes_and_strings_have_a_unit(written, amount):
+def test_parse_bytes_of_int_or_unit_string_returns_bytes(written, amount):
     assert parse_bytes(written, "memory_budget") == amount
 
 
 @pytest.mark.parametrize("value", [True, 1.5, float("nan"), None, [1], b"8GiB", np.float32(3)])
-def test_other_types_are_refused_with_argument_value_and_expectation(value):
+def test_parse_bytes_of_other_type_is_refused(value):
     with pytest.raises(TypeError, match=r"`memory_budget` must be an int \(bytes\) or a string with a unit") as error:
         parse_bytes(value, "memory_budget")
     assert f"memory_budget={value!r} of type {type(value).__name__}" in str(error.value)
@@ -45,7 +45,7 @@ def test_other_types_are_refused_with_argument_value_and_expectation(value):
 @pytest.mark.parametrize(
     "value", ["8", "8 gib", "8Gib", "8GB/s", "-8GiB", "nan GiB", "inf GiB", "1e3 MB", "GiB", "", "1,5 GiB", "8PiB"]
 )
-def test_strings_that_are_not_a_number_with_a_known_unit_are_refused(value):
+def test_parse_bytes_of_wrong_string_is_refused(value):
     with pytest.raises(ValueError, match="followed by one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB") as error:
         parse_bytes(value, "memory_capacity")
     assert "`memory_capacity` must be a positive number" in str(error.value)
@@ -53,13 +53,13 @@ def test_strings_that_are_not_a_number_with_a_known_unit_are_refused(value):
 
 
 @pytest.mark.parametrize("value", [2**63, "9" * 400 + "GiB", "9000000 TiB"])
-def test_more_than_64_bits_count_is_refused(value):
+def test_parse_bytes_of_64_bit_overflow_is_refused(value):
     with pytest.raises(ValueError, match="`memory_budget` must be less than 2^63 bytes. Received: memory_budget=9"):
         parse_bytes(value, "memory_budget")
 
 
 @pytest.mark.parametrize("value", [0, -1, "0B", "0.0 GiB", "0.4B"])
-def test_less_than_a_byte_is_refused(value):
+def test_parse_bytes_below_one_is_refused(value):
     with pytest.raises(ValueError, match="`memory_budget` must be at least one byte. Received: memory_budget="):
         parse_bytes(value, "memory_budget")
 
@@ -78,10 +78,10 @@ def test_less_than_a_byte_is_refused(value):
         (-2048, "-2.00 KiB"),
     ],
 )
-def test_bytes_are_printed_with_three_digits_or_so(amount, text):
+def test_format_bytes_prints_three_digits(amount, text):
     assert format_bytes(amount) == text
 
 
 @pytest.mark.parametrize("amount", [17, 2048, 3 * 2**20, 5 * 2**30])
-def test_what_is_printed_can_be_read_back(amount):
+def test_format_bytes_round_trips_through_parse_bytes(amount):
     assert parse_bytes(format_bytes(amount), "memory_budget") == amount

@@ -12,7 +12,7 @@ from tflms_sft._util import progress
 from tflms_sft._util.progress import told_if_slow
 
 
-def test_what_is_slow_is_told_once_and_timed(monkeypatch):
+def test_slow_block_prints_once_and_is_timed(monkeypatch):
     monkeypatch.setattr(progress, "SLOW_SECONDS", 0.05)
     said = []
     with told_if_slow("thinking", said.append) as watch:
@@ -24,7 +24,7 @@ def test_what_is_slow_is_told_once_and_timed(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError])
-def test_what_is_quick_is_not_told_after_an_error_neither(error):
+def test_fast_or_failed_block_prints_nothing(error):
     said = []
     try:
         with told_if_slow("thinking", said.append) as watch:
@@ -37,7 +37,7 @@ def test_what_is_quick_is_not_told_after_an_error_neither(error):
 
 
 @pytest.mark.parametrize("verbose", [0, 1])
-def test_a_slow_search_is_told_before_its_plan(verbose, monkeypatch, capsys):
+def test_slow_search_prints_before_plan(verbose, monkeypatch, capsys):
     monkeypatch.setattr(progress, "SLOW_SECONDS", 0.01)
     callback = tflms_sft.MemoryBudget(BUDGET, verbose=verbose)
     net().fit(X[:4], Y[:4], batch_size=4, callbacks=[callback], **SETTINGS)
@@ -52,5 +52,5 @@ def test_a_slow_search_is_told_before_its_plan(verbose, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("params", "text"), [(SFTParams(), "planning tiles"), (LMSParams(), "planning swaps")], ids=["tiles", "swaps"]
 )
-def test_what_is_planned_is_named(params, text):
+def test_planning_line_names_request(params, text):
     assert parse_request(params).aim() == text

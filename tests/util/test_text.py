@@ -14,17 +14,17 @@ def fresh_keras():
     ("names", "text"),
     [([], ""), (["a", "b"], "a, b"), (list("abc"), "a, b and 1 more"), (list("abcde"), "a, b and 3 more")],
 )
-def test_a_list_is_cut_short_and_says_by_how_much(names, text):
+def test_shortened_list_counts_omitted_names(names, text):
     assert shortened(names, 2) == text
 
 
-def test_the_nearest_names_are_offered_or_some_names_at_all():
+def test_nearest_returns_similar_or_first_names():
     known = ["block1/conv", "block1/pool", "one", "two", "three", "four"]
     assert nearest("block1/cnv", known).startswith("Nearest: 'block1/conv'")
     assert nearest("zzz", known) == "Nearest: 'block1/conv', 'block1/pool', 'one', 'two'."
 
 
-def test_what_is_less_likely_is_offered_only_where_nothing_else_is_like_the_name():
+def test_nearest_uses_otherwise_only_without_similar_name():
     layers, operations = ["conv1", "pool"], ["conv1_kernel", "pool_x", "Reshape"]
     assert nearest("conv1_kernels", layers, operations) == "Nearest: 'conv1'.", "though an operation is nearer"
     assert nearest("Reshape_1", layers, operations) == "Nearest: 'Reshape'."
@@ -32,7 +32,7 @@ def test_what_is_less_likely_is_offered_only_where_nothing_else_is_like_the_name
     assert nearest("zzz", [], operations).startswith("Nearest: 'conv1_kernel', ")
 
 
-def test_a_table_has_even_columns():
+def test_table_aligns_columns():
     assert table([("name", "size"), ("a", "12"), ("longer", "3")], right=(1,)) == [
         "  name    size",
         "  ------  ----",
