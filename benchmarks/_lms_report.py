@@ -130,7 +130,7 @@ def _loss_gap(found: dict[str, Any], plain: dict[str, Any]) -> float | None:
 
 
 def bound(plain_seconds: float, found: dict[str, Any], write: float, read: float) -> float:
-    """What a step may take that waits for the disk and for nothing else, in seconds.
+    """Return the seconds of a step that waits for the disk alone.
 
     Args:
         plain_seconds: Time of the plain step.

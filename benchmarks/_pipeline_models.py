@@ -154,7 +154,7 @@ def scaled(stages: Sequence[Stage], seconds: float) -> tuple[list[float], list[f
 
 
 def images_per_second(stages: Sequence[Stage], seconds: float, eta: int, replicas: int) -> float:
-    """Of GEMS-Hybrid: pipelines beside each other, each with η images a step, by `gems.hybrid`.
+    """Return the throughput of GEMS-Hybrid: parallel pipelines, each with η images a step, by `gems.hybrid`.
 
     Args:
         stages: Of one image.

@@ -1,4 +1,4 @@
-"""How near predicted peaks are to measured ones, for plain, tiled and swapped steps of three networks.
+"""Accuracy of predicted peaks for plain, tiled and swapped steps of three networks.
 
     python -m benchmarks.accuracy [--runs 5] [--cases NAME ...] [--json accuracy.json]
 

@@ -145,7 +145,7 @@ def compared(chosen: Sequence[Way], found: dict[str, Figures]) -> None:
 
 
 def differences(arrays: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> dict[str, float]:
-    """Of all gradients, and of all statistics if there are any: the norm of the difference over that of the others.
+    """Return the relative differences, by norm, of all gradients and of all statistics if there are any.
 
     Raises:
         ValueError: If they are not those of the same network.

@@ -1,4 +1,4 @@
-"""How long the rewriting itself takes: ResNet-50's full Keras/Adam training step.
+"""Duration of rewriting ResNet-50's full Keras/Adam training step.
 
     python -m benchmarks.compile_time [--runs 3]
 

@@ -292,7 +292,7 @@ def test_unexpected_error_prints_traceback_on_request(cli, monkeypatch):
 
 
 def fits(cli, model, size, batch, budget):
-    """Whether `plan` keeps the budget, and whether it changes anything for that."""
+    """Return whether `plan` meets the budget, and whether it does so without rewriting."""
     found = cli("plan", model, *size, "--batch", batch, "--budget", budget, "--json", "--quiet")
     return found[0] == 0, found[0] == 0 and not json.loads(found[1])["plan"]["changed"]
 
@@ -489,7 +489,7 @@ def test_run_module_sets_main_and_arguments(cli, directory):
 
 
 def test_run_script_keeps_evaluated_annotations(cli, directory):
-    """Not as text, as a module has them that asks for it."""
+    """`run` must not pass its own `from __future__ import annotations` on to the script."""
     text = "import dataclasses\n@dataclasses.dataclass\nclass C:\n    a: int\nprint(dataclasses.fields(C)[0].type)"
     (directory / "annotated.py").write_text(text)
     assert cli("run", "--budget", "2MiB", "annotated.py")[:2] == (0, "<class 'int'>\n")

@@ -65,7 +65,7 @@ class Program:
             pytest.fail(f"nothing within {seconds} s: {''.join(self.errors)[-3000:]}")
 
     def until(self, name, seconds=STARTS):
-        """What a program of `clustered.py` says of something, and of all before it."""
+        """Return the output of a program of `clustered.py` for a name, after reading all lines before it."""
         found = {}
         end = time.monotonic() + seconds
         while name not in found:
@@ -113,7 +113,7 @@ def start():
 
 @pytest.fixture(scope="module")
 def addresses():
-    """Of four workers, on ports that the system gives to nobody else: sockets that do not listen hold them.
+    """Reserve ports for four workers with bound sockets that do not listen.
 
     Such a port is shared with whoever asks to share it, as gRPC does.
     """
@@ -150,7 +150,7 @@ def chief(start, what, addresses, *more):
 
 @pytest.fixture(scope="module")
 def found(start, workers, addresses):
-    """What a program with four workers finds."""
+    """Return the output of a program with four workers."""
     program = chief(start, "equal", addresses)
     values = program.until("uneven", 120)
     assert program.end() == 0, "".join(program.errors)[-3000:]
@@ -197,7 +197,7 @@ def test_swaps_and_measurements_on_other_machines_are_refused(found):
 
 @pytest.mark.parametrize("when", ["step", pytest.param("save", marks=pytest.mark.slow)])
 def test_killed_worker_is_reported_and_training_resumes(start, workers, addresses, tmp_path, when):
-    """In the middle of a step, or of a backup: either waits for a worker that was stopped, until it is killed."""
+    """The worker is lost in a step or in a backup, which block on a stopped worker until it is killed."""
     two = addresses[:2]
     backup = tmp_path / "backup"
     program = chief(start, "train", two, backup, when)
@@ -227,7 +227,7 @@ def test_killed_worker_is_reported_and_training_resumes(start, workers, addresse
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["step", "save"])
 def test_silent_worker_ends_training(start, workers, addresses, tmp_path, when):
-    """As when its machine is cut off: nothing is closed. A backup reads weights one by one."""
+    """The connection stays open, as with a disconnected machine. A backup reads weights one by one."""
     two = addresses[2:]
     program = chief(start, "train", two, tmp_path / "backup", when)
     program.until("ready", 120)

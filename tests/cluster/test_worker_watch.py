@@ -19,7 +19,7 @@ from tflms_sft._cluster.spec import split_address
 
 @pytest.fixture
 def one_worker(monkeypatch):
-    """As if this program were connected to one, which answers."""
+    """Simulate a connection to one worker, which answers."""
     monkeypatch.setattr(worker_watch.WATCH, "lost", {})
     with listener(SETTINGS) as address:
         monkeypatch.setattr(tf_internals, "workers", lambda: {"/job:worker/task:0": address})
@@ -67,7 +67,7 @@ def test_step_after_lost_worker_is_refused(one_worker):
 
 
 def test_connections_to_silent_worker_are_shut_down(monkeypatch):
-    """Whoever waits for it goes on; others are left alone."""
+    """The pending call ends; connections to other workers stay open."""
     monkeypatch.setattr(worker_watch, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(worker_watch, "ANSWER_SECONDS", 0.2)
     guard = worker_watch.WorkerWatch()

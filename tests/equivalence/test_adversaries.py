@@ -202,7 +202,7 @@ def test_cut_at_shared_layer_applies_to_each_call():
 
 
 def test_cut_ignores_call_after_update():
-    """It reads what has been changed, and is a part of the update, which runs once for the batch."""
+    """The call reads updated variables, so it belongs to the update, which runs once per batch."""
     net, optimizer = critic(), keras.optimizers.Adam(1e-3)
     optimizer.build(net.trainable_variables)
 

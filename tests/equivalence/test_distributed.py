@@ -107,7 +107,7 @@ FIT = """
 
 
 def run(script, net):
-    """What a script prints, in a process of its own: devices are set before TensorFlow begins."""
+    """Return the output of a script in a child process, because devices must be set before TensorFlow starts."""
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(TWO_DEVICES + script), net],
@@ -142,7 +142,7 @@ def test_fit_on_two_replicas_equals_plain():
 
 @pytest.mark.parametrize("make", (lambda: tflms_sft.SFT(num_tiles=(2, 2)), lambda: tflms_sft.LMS(min_bytes=0)))
 def test_fit_on_one_mirrored_device_equals_plain(make, capsys):
-    """As on a machine with one GPU: there the update joins replicas as well."""
+    """A strategy of one device, as on a machine with one GPU, merges replicas in the update as well."""
     numbers = np.random.default_rng(0)
     images, labels = numbers.normal(size=(4, 16, 16, 3)), np.arange(4) % 2
 

@@ -18,7 +18,7 @@ from rewriters.rules.registry import TileKind
 
 
 def fresh():
-    """The same names and the same initial weights as at the start of the test."""
+    """Reset names and seeds, so that initial weights equal those at the start of the test."""
     keras.backend.clear_session(free_memory=False)
     keras.config.set_floatx("float32")
     keras.utils.set_random_seed(0)
@@ -198,7 +198,7 @@ def test_custom_gradient_in_segment_materialises_nothing(known):
 
 
 def test_stored_input_of_custom_gradient_equals_plain():
-    """What the backward pass derives from it is then made outside of the loop, and is no gradient."""
+    """Tensors that the backward pass derives from the exit are then computed outside the loop, and are no gradients."""
 
     def net(x):
         x = layers.Activation("silu")(conv(4, activation=None, name="kept")(conv(3)(x)))

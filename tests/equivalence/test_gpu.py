@@ -1,4 +1,4 @@
-"""What only a GPU shows: real device memory, and transfers beside kernels. Skipped where there is none."""
+"""Device memory and concurrent transfers on a GPU. Skipped on machines without a GPU."""
 
 import numpy as np
 import pytest

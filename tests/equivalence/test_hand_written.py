@@ -12,7 +12,7 @@ from tflms_sft import SFTParams
 
 
 def test_two_optimizers_around_update_equal_plain():
-    """As a GAN's step: the generator learns from a discriminator that has just been updated."""
+    """A GAN's step: the generator learns from a discriminator that has just been updated."""
     make = weights((3, 3, 3, 4), (3, 3, 4, 3))
     judge = weights((3, 3, 3, 4), (4,), (3, 3, 4, 2))
 
@@ -307,7 +307,7 @@ def test_slice_of_batch_in_segment_is_refused():
 
 
 def test_sum_in_custom_gradient_is_refused():
-    """What reads a sum over the image must not get one tile's part of it."""
+    """A consumer of a sum over the image must not get the sum over one tile."""
     w = weights(*KERNELS)
 
     @tf.custom_gradient

@@ -51,7 +51,7 @@ def dropped(x):
 
 
 def shared(x):
-    """What both calls add is one tensor, and TensorFlow sums it before the rest."""
+    """Both calls add one tensor, and TensorFlow sums it before the other operands."""
     conv = layers.Conv2D(4, 3, padding="same", bias_initializer="random_normal")
     return layers.Add()([conv(x), conv(layers.MaxPooling2D(3, 1, padding="same")(x))])
 

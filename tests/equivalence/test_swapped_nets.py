@@ -172,7 +172,7 @@ ONEDNN = """
 
 
 def test_with_onednn(tmp_path):
-    """It makes operations one whatever edges there are, which must not close a cycle. Other tests are without it."""
+    """oneDNN fuses ops in spite of control edges, which must not close a cycle. Other tests run without oneDNN."""
     code = textwrap.dedent(ONEDNN)
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=300)
     lines = [line.split() for line in done.stdout.splitlines()]

@@ -28,7 +28,7 @@ def down(x, filters, rank):
 
 
 def up(x, skip, filters, rank, how):
-    """To the skip's size, which may be odd."""
+    """Upsample to the size of the skip tensor, which may be odd."""
     if how == "transposed":
         x = TRANSPOSED[rank](filters, 2, strides=2)(x)
     elif how == "nearest":

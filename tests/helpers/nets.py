@@ -70,14 +70,14 @@ def frozen_norm(x):
 
 
 def cell(x):
-    """What a pool and a convolution read is padded in two ways."""
+    """A tensor that a pool and a convolution read, which pad it in two ways."""
     x = conv(4, activation=None)(conv(3)(x))
     x = layers.Add()([layers.MaxPool2D(3, 1, padding="same")(x), conv(4)(x)])
     return layers.AveragePooling2D(2, name="out")(x)
 
 
 def halves(x):
-    """Of the two parts of a tensor one is read far away, the other by nothing that is read later."""
+    """A tensor in two parts, one with a distant consumer, the other without a later consumer."""
     kept, x = keras.ops.split(conv(4)(conv(3)(x)), 2, axis=-1)
     x = conv(2, 5)(conv(2)(x))
     return conv(3, name="out")(layers.Concatenate()([kept, x]))

@@ -135,7 +135,7 @@ CASES = {
 
 
 def compare(case, strategy):
-    """On tiles, on one device or four, against whole images on one."""
+    """Compare training on tiles, on one device or four, with training on whole images on one device."""
     plain = net(case)
     want = case.train(plain, batches(case))
     found = {}

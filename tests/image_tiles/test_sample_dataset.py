@@ -20,7 +20,7 @@ LEAST = Architecture("least", 2, 1)
 
 @pytest.fixture(scope="module")
 def found():
-    """What needs several devices, which have to be made before TensorFlow begins."""
+    """Return the output of a child process with several devices, which must exist before TensorFlow starts."""
     return printed("replicated.py", "fit", "loop", "uneven")
 
 

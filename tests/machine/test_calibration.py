@@ -126,7 +126,7 @@ def test_other_processes_load_excludes_this_process():
 
 @pytest.mark.parametrize(("now", "part"), [((110, 36, 12), 0.4), ((110, 32, 12), 0.0), ((110, 31, 12), 0.0)])
 def test_busy_fraction_of_samples_equals_expected(now, part, monkeypatch):
-    """Of ten seconds of all cores, two are this process's."""
+    """This process used two of ten seconds of all cores."""
     found = iter([(100, 30, 10), now])
     monkeypatch.setattr("tflms_sft._machine.cpu_load._seconds", lambda: next(found))
     assert OtherProcesses().busy_fraction() == pytest.approx(part)

@@ -1,4 +1,4 @@
-"""What the benchmarks compute and refuse themselves; what they measure is not tested."""
+"""Computations and refusals of the benchmarks, without their measurements."""
 
 import dataclasses
 import functools

@@ -19,7 +19,7 @@ def figures_of(memory, seconds, **more):
 
 @pytest.fixture
 def trained(tmp_path):
-    """Of two ways, one of which has other statistics; what failed; and PyTorch that is not there."""
+    """`benchmarks.compare`: two methods with different statistics, failures, and missing PyTorch."""
     gradient, statistic = np.ones((3, 4)), np.full(5, 2.0)
     np.savez(tmp_path / "plain.npz", **{"gradient/0": gradient, "statistic/0": statistic})
     np.savez(tmp_path / "other.npz", **{"gradient/0": gradient, "statistic/0": 3 * statistic})

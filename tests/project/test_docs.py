@@ -59,7 +59,7 @@ def test_page_marks_are_known_and_fragments_cannot_run(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=called)
 def test_page_calls_match_public_signatures(page):
-    """Of fragments too: public names are there, and take the arguments that they are given."""
+    """Public names exist and accept the arguments on the page, also in fragments."""
     for block in blocks(page):
         if block.language == "python":
             for node in ast.walk(ast.parse(block.text)):
@@ -99,7 +99,7 @@ def test_page_links_have_targets(page):
 
 
 def _anchors(page: Path):
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub derives from headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -197,7 +197,7 @@ def tables(text):
 
 
 def written(parameter):
-    """How a parameter and its default are written on the page."""
+    """Return the cells for a parameter and its default on the page."""
     stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
     if stars:
         return [f"`{stars}{parameter.name}`", ""]

@@ -27,7 +27,7 @@ def command(example, arguments):
 
 
 def run(example, *arguments):
-    """What a user sees of an example, which has to end well."""
+    """Return the output of an example, which must succeed."""
     done = subprocess.run(
         command(example, arguments), cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
     )
@@ -229,7 +229,7 @@ def test_volumes_that_cannot_be(tmp_path, scan, labels, capsys):
 
 
 def small_model(image_size, classes):
-    """In the place of ResNet-50, where only the data matters."""
+    """Return a small model in place of ResNet-50, for tests of the data."""
     image = keras.Input((image_size, image_size, 3))
     model = keras.Model(image, keras.layers.Dense(classes)(keras.layers.GlobalAveragePooling2D()(image)))
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)

@@ -1,4 +1,4 @@
-"""What `benchmarks.pipeline` computes, refuses and builds; what it measures is not tested."""
+"""Computations, refusals and networks of `benchmarks.pipeline`, without its measurements."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_all_parts_are_run_if_none_is_named():
 
 
 def figures(slower=1.0, off_by=0.0):
-    """Of steps that take some times what is simulated."""
+    """Return results of steps whose times are a multiple of the simulated times."""
     found = []
     for name in ("basic", "mast", "master"):
         seconds = simulate(make(name, 4, 4), [0.04] * 4, [0.08] * 4).seconds

@@ -1,4 +1,4 @@
-"""What is public, what may import what, and that nothing knows a network by name."""
+"""Public names and docstrings, imports, and the absence of network names in the code."""
 
 import ast
 import importlib
@@ -95,7 +95,7 @@ def test_docstrings_list_every_parameter(name):
 
 
 def documents_every_parameter(public):
-    """In `Args`, or for results, which users do not make, in `Attributes`."""
+    """Parameters are in `Args`, or in `Attributes` for results, which users do not construct."""
     members = vars(public) if inspect.isclass(public) else {}
     methods = [getattr(public, key) for key in members if key[0] != "_" and inspect.isroutine(getattr(public, key))]
     for function in (public, *methods):
