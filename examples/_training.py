@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 TIERS = ("auto", "host", "disk")
-MOST_SEED = 2**32 - 1  # of NumPy
+MAX_SEED = 2**32 - 1  # Limit of NumPy.
 
 
 class UserError(Exception):
@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser, *, batch_size: int, epochs: int
     training("--batch-size", type=positive, default=batch_size, metavar="N", help="default: %(default)s")
     training("--epochs", type=positive, default=epochs, metavar="N", help="default: %(default)s")
     training("--steps", type=positive, default=steps, metavar="N", help=f"steps of an epoch (default: {all_data})")
-    training("--seed", type=whole_number(0, MOST_SEED), default=0, metavar="N", help="default: %(default)s")
+    training("--seed", type=whole_number(0, MAX_SEED), default=0, metavar="N", help="default: %(default)s")
     memory = parser.add_argument_group("memory, without which the step runs as it is").add_argument
     memory("--memory-budget", metavar="BYTES", help='train within this, such as "2GiB", by tiles or swaps')
     memory("--lms", action="store_true", help="swap all activations out of memory until they are read (LMS)")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LEARNING_RATE = 1e-3
 FILTERS = (8, 16, 32, 64)  # from the full size to the smallest; each level has half the size of the one above
 STRIDE = 2 ** (len(FILTERS) - 1)
-MOST_CLASSES = 100  # with more it is hardly a segmentation
+MAX_CLASSES = 100  # More classes hardly occur in a segmentation.
 PHANTOM_SHAPE = (96, 88, 80)
 PHANTOM_RADII = (0.85, 0.6, 0.3)  # of the ellipsoids, as a part of the half extent
 PHANTOM_NOISE = 0.5  # deviation; ellipsoids differ by 1
@@ -134,9 +134,9 @@ def load_scan(volume: Path, labels: Path, edge: int) -> tuple[np.ndarray, np.nda
         remedy = f"the largest that fits is {largest}" if largest else f"it needs at least {STRIDE} along each axis"
         raise _training.UserError(f"--volume-size {edge} is more than the volume has, {by(scan.shape)}: {remedy}")
     values, classes = np.unique(found, return_inverse=True)
-    if not 2 <= len(values) <= MOST_CLASSES or not np.array_equal(values, np.rint(values)):
+    if not 2 <= len(values) <= MAX_CLASSES or not np.array_equal(values, np.rint(values)):
         raise _training.UserError(
-            f"--labels: expected 2 to {MOST_CLASSES} different whole numbers. "
+            f"--labels: expected 2 to {MAX_CLASSES} different whole numbers. "
             f"Received: {len(values)} different values from {values[0]:g} to {values[-1]:g}"
         )
     scan = (scan - scan.mean()) / max(scan.std(), 1e-6)
