@@ -35,7 +35,7 @@ from tflms_sft._keras.first_batches import PeekedBatches, can_peek
 from tflms_sft._keras.messages import exceeds_budget, over_budget_error, over_budget_warning
 from tflms_sft._keras.model_checks import check_model
 from tflms_sft._keras.replicas import Replicas, StrategyProxy, merges_replicas, num_replicas
-from tflms_sft._machine.calibration import stored_rates, machine_rates
+from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline

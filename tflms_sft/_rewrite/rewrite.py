@@ -145,7 +145,7 @@ def rewrite_concrete(
         mode = CanonicalMode.EXACT if request.tiles is None else CanonicalMode.TILING
         traced = analyse_step(concrete_fn, record, batch, mode)
         traced.correction = correction
-        traced.use_rates(machine_rates(_print_to_stderr) if request.has_budget else kept_rates())
+        traced.use_rates(machine_rates(_print_to_stderr) if request.has_budget else stored_rates())
         if request.has_budget:
             require_batch(traced, batch)
         importer, plan = rewrite_traced(traced, request)
