@@ -192,7 +192,7 @@ def test_sample_parallel_of_other_losses_is_refused():
     model = net()
     for loss in (dice, keras.losses.Dice(), keras.losses.Dice(axis=(1, 2))):
         model.compile("sgd", loss)
-        refused("a value for each pixel, .* values of shape .* of results of 12 x 12 pixels of 2 images", model)
+        refused("a value for each pixel, .* the shape .* for 2 images with results of 12 x 12 pixels", model)
     model.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
     sample_parallel(model, of_arrays(), (2, 2), "sum")
     refused('needs a loss with reduction="mean" or "sum_over_batch_size".*reduction=.sum.', model)
@@ -249,6 +249,6 @@ def test_sample_parallel_warns_of_random_layers():
     model = keras.Model(image, x)
     model.compile("sgd", "mse")
     assert sample_tiling(model).draws == ()
-    text = "`model` draws random numbers for each tile, .*: layer 'drop' .Dropout., layer 'noise' .GaussianNoise.. "
+    text = "`model` draws random numbers per tile, .*: layer 'drop' .Dropout., layer 'noise' .GaussianNoise.. "
     with pytest.warns(UserWarning, match=text):
         sample_parallel(model, of_arrays(results=(24, 24), channels=2), (2, 2))

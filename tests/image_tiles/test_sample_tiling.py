@@ -117,7 +117,7 @@ def test_sample_tiling_of_free_model_probes_valid_size(crop):
     model = described(architecture, None, crop=crop)
     same_as(architecture, sample_tiling(model))
     if crop == "layers":
-        with pytest.raises(ValueError, match="`model` does not run. Received: size=101. It says: .*Concatenate"):
+        with pytest.raises(ValueError, match="`model` does not run. Received: size=101. Keras's error: .*Concatenate"):
             sample_tiling(model, size=101)
     else:
         same_as(architecture, sample_tiling(model, size=(101, 103)))
@@ -336,7 +336,7 @@ def refused(body, error, text, size=64, **options):
 
 
 def test_sample_tiling_of_padding_network_is_refused():
-    text = r"conv2d.* \(Conv2D\) pads its image, and would pad a part .*padding='valid'.*`SFTParams` tiles others"
+    text = r"conv2d.* \(Conv2D\) pads its image, and would pad a part .*padding='valid'.*`SFTParams` to tile others"
     refused(layers.Conv2D(2, 3, padding="same"), RewriteError, text)
     refused(layers.Conv2DTranspose(2, 4, strides=2), RewriteError, r"\(Conv2DBackpropInput\) pads its image")
     refused(layers.GlobalAveragePooling2D(keepdims=True), RewriteError, "is no image|does not make rows of rows")

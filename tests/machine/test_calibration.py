@@ -24,13 +24,13 @@ SLOW = dataclasses.replace(NOMINAL, first_touch=1e9, unfolded={"Conv2DBackpropFi
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """An empty cache, and how often rates were measured."""
+    """Set an empty cache folder, and return it with a list of measurements."""
     times = []
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibration, "_rates_by_path", {})
     monkeypatch.setattr(calibration, "_measure_in_child", lambda: times.append("apart") or SLOW)
-    monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.0)  # Other tests may run meanwhile.
+    monkeypatch.setattr(OtherProcesses, "busy_fraction", lambda self: 0.0)  # Other tests may run meanwhile.
     return tmp_path, times
 
 
@@ -83,7 +83,7 @@ def aged(file, seconds):
 def test_rates_of_busy_machine_expire(cache, monkeypatch):
     folder, times = cache
     told = []
-    monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.375)
+    monkeypatch.setattr(OtherProcesses, "busy_fraction", lambda self: 0.375)
     assert machine_rates(told.append) == SLOW
     assert "other processes used 38% of the machine" in told[1] and len(told) == 2
     (file,) = (folder / "tflms-sft").iterdir()
@@ -95,7 +95,7 @@ def test_rates_of_busy_machine_expire(cache, monkeypatch):
         aged(file, age)
         monkeypatch.setattr(calibration, "_rates_by_path", {})
         assert machine_rates() == SLOW and len(times) == measured
-    monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.1)
+    monkeypatch.setattr(OtherProcesses, "busy_fraction", lambda self: 0.1)
     aged(file, calibration.BUSY_RATES_SECONDS + 60)
     monkeypatch.setattr(calibration, "_rates_by_path", {})
     assert machine_rates(told.append) == SLOW and len(times) == 3 and len(told) == 3, "nothing more to say"
@@ -106,7 +106,7 @@ def test_rates_of_busy_machine_expire(cache, monkeypatch):
 
 def test_named_rates_file_never_expires(cache, monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.json"))
-    monkeypatch.setattr(OtherProcesses, "part", lambda self: 0.9)
+    monkeypatch.setattr(OtherProcesses, "busy_fraction", lambda self: 0.9)
     machine_rates()
     aged(tmp_path / "mine.json", 10 * calibration.BUSY_RATES_SECONDS)
     monkeypatch.setattr(calibration, "_rates_by_path", {})
@@ -171,8 +171,8 @@ def test_rates_are_measured_in_child_process(cache, monkeypatch):
 
 def test_measured_rates_are_plausible(monkeypatch):
     """While a function is traced, as under `fit`; within a factor that any machine and load stays in."""
-    monkeypatch.setattr(rate_benchmarks, "MEDIUM", 2**20)
-    monkeypatch.setattr(rate_benchmarks, "LARGE", 3 * 2**20)
+    monkeypatch.setattr(rate_benchmarks, "HEAP_BYTES", 2**20)
+    monkeypatch.setattr(rate_benchmarks, "MAPPED_BYTES", 3 * 2**20)
     found = []
 
     @tf.function(autograph=False)

@@ -54,7 +54,7 @@ def test_parse_bytes_of_wrong_string_is_refused(value):
 
 @pytest.mark.parametrize("value", [2**63, "9" * 400 + "GiB", "9000000 TiB"])
 def test_parse_bytes_of_64_bit_overflow_is_refused(value):
-    with pytest.raises(ValueError, match="`memory_budget` must be less than 2^63 bytes. Received: memory_budget=9"):
+    with pytest.raises(ValueError, match=r"`memory_budget` must be less than 2\^63 bytes. Received: memory_budget=9"):
         parse_bytes(value, "memory_budget")
 
 
