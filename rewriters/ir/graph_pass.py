@@ -23,13 +23,14 @@ import tensorflow as tf
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Node, Shape, Tensor, predecessors
+from rewriters.ir.op_traits import Trait, ops_with
 
 __all__: list[str] = []
 
 FULL_CHECKS = False
-"""Whether to compare all nodes and the order of stateful ops, which takes as long as a copy of the graph."""
+"""Switch for the dear checks: all nodes, and the order of stateful ops. They take as long as a copy of the graph."""
 
-_READS = frozenset(("ReadVariableOp", "Placeholder"))
+_READS = ops_with(Trait.READS_VARIABLE) | {"Placeholder"}
 """Stateful ops that a pass may drop or move: they have no effect."""
 
 

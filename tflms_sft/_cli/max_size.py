@@ -71,7 +71,7 @@ class BatchSizes:
         return f"batch {size}"
 
 
-class ImageSizes:
+class SideLengths:
     """The common length of the spatial axes of an image (height, width, depth), in pixels."""
 
     def __init__(self, options: argparse.Namespace, model: Any, why: str) -> None:
@@ -271,7 +271,7 @@ def execute(options: argparse.Namespace) -> Outcome:
         model, why = step_options.load(options)
         if options.command == "max-batch":
             model = step_options.of_given_size(model, options.input_shape)
-    axis: Callable[..., SizeAxis] = ImageSizes if options.command == "max-input" else BatchSizes
+    axis: Callable[..., SizeAxis] = SideLengths if options.command == "max-input" else BatchSizes
     search = SizeSearch(axis(options, model, why), step_options.budget_params(options), options, progress)
     with progress.doing("searching for the largest plain step"):
         plain = search.plain()
