@@ -127,7 +127,7 @@ def test_lms_host_tier_without_accelerator_is_refused():
 
 def test_lms_full_directory_is_refused_before_first_step(tmp_path, monkeypatch):
     monkeypatch.setattr(SpillStore, "free_bytes", lambda self: 1000)
-    with pytest.raises(SwapError, match=f"too little space: a step swaps .* to .{tmp_path}., 1000 B are free"):
+    with pytest.raises(SwapError, match=f"too little space. A step swaps .* to .{tmp_path}., where 1000 B are free"):
         net().fit(X, Y, callbacks=[swapping(tmp_path)], **SETTINGS)
 
 
@@ -444,8 +444,8 @@ def test_spill_store_peak_adds_allocator_peak(tmp_path):
 
 def test_spill_store_releases_arrays_at_next_transfer(tmp_path):
     store, alive = SpillStore(str(tmp_path)), []
-    look = store._look
-    store._look = lambda: (alive.append(store._in_memory()), look())[1]
+    record_peak = store._record_peak
+    store._record_peak = lambda: (alive.append(store._in_memory()), record_peak())[1]
     model = net()
     step = tf.function(lambda x, y: model.train_step((x, y)))
     params = LMSParams(tier="disk", spill_dir=tmp_path, min_bytes=0, ctrld_strategy="direct_order", fuse_swapins=True)
