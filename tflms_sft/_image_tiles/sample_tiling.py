@@ -299,7 +299,7 @@ def _first_that_runs(model: Any, size: int | Sequence[int] | None, training: boo
 
 def _field(model: Any, rows: Sequence[int], training: bool) -> tuple[Any, tuple[str, ...]]:
     """Return the `ReceptiveField` of the model for an image, and the layers that draw random numbers."""
-    # Imported here, because the formulas of `unets` need no TensorFlow, whose import takes seconds.
+    # Imported here, because the formulas of a paper need no TensorFlow, whose import takes seconds.
     import tensorflow as tf
 
     from rewriters.analysis.autodiff_roles import is_random

@@ -1,6 +1,6 @@
 """Valid image sizes of a network without padding: a smallest size, plus multiples of an alignment.
 
-Two sources yield the parameters of this lattice: the formulas of a paper (`tflms_sft.unets.Architecture`), and the
+Two sources yield the parameters of this lattice: the formulas of a paper (`Architecture`), and the
 rules by which this package cuts tiles (`AxisTiling`).
 """
 
