@@ -55,10 +55,10 @@ class PipelineParams:
             others are the same for every micro-batch. Only used with several micro-batches. Defaults to `None`: the
             arguments whose first axis is as long as the batch, or is open if the batch size is.
         per_sample: With more than one micro-batch, names of layers or ops that keep samples apart although no rule
-            shows it. Before training a step on random data checks the declaration. Defaults to `None`.
+            shows it. One run of the whole batch on random data confirms it before training. Defaults to `None`.
         reductions: With more than one micro-batch, how outputs of the step are combined: a `dict` from the name of an
             output to `"mean"`, `"sum"` or `"rows"`. Names are keys or positions in what the step returns, joined by
-            `"/"`. Checked like `per_sample`. Defaults to `None`.
+            `"/"`. Confirmed like `per_sample`. Defaults to `None`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -139,6 +139,12 @@ class PipelineParams:
         object.__setattr__(self, "batched", tuple(i if isinstance(i, str) else int(i) for i in batched))
 
     def _check_declared(self) -> None:
+        if self.has_declarations and self.batch_norm == "micro":
+            raise ValueError(
+                '`per_sample` and `reductions` are confirmed against the original step, which `batch_norm="micro"` '
+                "changes. Use one of the two. "
+                f"Received: per_sample={self.per_sample!r}, reductions={self.reductions!r}."
+            )
         names = self.per_sample
         if names is not None:
             if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
@@ -160,7 +166,7 @@ class PipelineParams:
 
     @property
     def has_declarations(self) -> bool:
-        """Whether the user declares facts about the step that a run has to confirm."""
+        """Return whether the user declares facts about the step that a run has to confirm."""
         return self.per_sample is not None or self.reductions is not None
 
     @property

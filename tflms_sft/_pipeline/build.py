@@ -66,7 +66,7 @@ def build_pipeline(
     importer, plan = _build(traces, chosen, batch)
     if chosen.pipeline.has_declarations and chosen.pipeline.total_micro_batches > 1:
         sizes = traces.known.sizes if traces.known is not None else {}
-        plan = amend_plan(plan, *check_declarations(traces.whole, importer, sizes))
+        check_declarations(traces.whole, importer, sizes)
     return traces.whole, importer, plan
 
 

@@ -77,7 +77,7 @@ def _output_names(value: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
         yield "/".join(path) or "0"
 
 
-def check_declarations(original: Any, importer: StepImporter, sizes: Mapping[int, int]) -> tuple[str, ...]:
+def check_declarations(original: Any, importer: StepImporter, sizes: Mapping[int, int]) -> None:
     """Run the original step and the pipeline once on random data, and compare outputs and variables.
 
     All variables are put back.
@@ -87,11 +87,9 @@ def check_declarations(original: Any, importer: StepImporter, sizes: Mapping[int
         importer: Importer of the pipeline.
         sizes: Leading sizes of arguments whose first axis is open, by position.
 
-    Returns:
-        A note for the plan, if the step draws random numbers, so that two runs cannot be compared.
-
     Raises:
-        PipelineError: If the results differ by more than rounding explains.
+        PipelineError: If the results differ by more than rounding explains, or if they cannot be compared: the original
+            step gives other results in a second run, or results that are not finite.
     """
     with tf.init_scope():
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in original.inputs[: importer.num_arguments]]
@@ -111,8 +109,10 @@ def check_declarations(original: Any, importer: StepImporter, sizes: Mapping[int
                 for variable, value in zip(variables, before, strict=True):
                     variable.assign(value)
     start: list[Any] = [None] * (len(runs[0]) - len(before)) + before
+    if not all(np.all(np.isfinite(value)) for value in runs[0] if value.dtype.kind in "fc"):
+        raise PipelineError(_incomparable("gives NaN or infinity on random data between 0 and 1"))
     if _largest_difference(runs[0], runs[1], start) is not None:
-        return ("`per_sample` and `reductions` are not checked, because the step draws random numbers",)
+        raise PipelineError(_incomparable("gives other results in a second run, as with random numbers"))
     difference = _largest_difference(runs[0], runs[2], start)
     if difference is not None:
         position, error = difference
@@ -123,7 +123,13 @@ def check_declarations(original: Any, importer: StepImporter, sizes: Mapping[int
             f"The step in micro-batches is not the original step: on random data {what} differs by {error:.2g} of its "
             "largest value. Correct `per_sample` or `reductions`, or use `micro_batches=1`."
         )
-    return ()
+
+
+def _incomparable(reason: str) -> str:
+    return (
+        f"`per_sample` and `reductions` cannot be confirmed, because the original step {reason}. Leave them out, or "
+        "use `micro_batches=1`."
+    )
 
 
 def _call_flat(concrete_fn: Any, data: Sequence[tf.Tensor]) -> Any:
@@ -143,12 +149,12 @@ def _flat_outputs(outputs: Any) -> list[Any]:
 
 
 def _random_data(spec: tf.TensorSpec, leading: int | None) -> tf.Tensor:
-    """Return normally distributed numbers, or zeros and ones for types that are not real."""
+    """Return numbers between 0 and 1, of which few steps make NaN; zeros and ones for types that are not real."""
     shape = [_OPEN_AXIS_SIZE if size is None else size for size in spec.shape]
     shape[:1] = [leading] if leading is not None else shape[:1]
     generator = np.random.default_rng(0)
     if spec.dtype.is_floating or spec.dtype.is_complex:
-        return tf.cast(generator.normal(size=shape), spec.dtype)
+        return tf.cast(generator.uniform(size=shape), spec.dtype)
     if spec.dtype.is_integer or spec.dtype.is_bool:
         return tf.cast(generator.integers(0, 2, size=shape), spec.dtype)
     raise PipelineError(
