@@ -326,7 +326,7 @@ class _Unroller:
             touching = sorted(readers, key=self.analysis.position.__getitem__)
             above = self._above(touching)
             first = [n for n in touching if not above[n]]
-            last = [n for n in touching if not any(n in found for found in above.values())]
+            last = [n for n in touching if not any(n in earlier for earlier in above.values())]
             for number in range(1, self.count):
                 for node in first:
                     self.clones[node][number].control_inputs.extend(self.clones[o][number - 1] for o in last)

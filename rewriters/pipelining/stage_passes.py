@@ -78,7 +78,7 @@ def with_tiles(staged: StagedStep, plans: list[SegmentPlan]) -> StagedStep:
     tiled = tile_stages(staged.analysis, plans, of)
     places = {}
     for node, tile_loop in tiled.tile_loops.items():
-        stage = next(of[own] for own in (*tile_loop.body, *tile_loop.replaces) if own in of)
+        stage = next(of[op] for op in (*tile_loop.body, *tile_loop.replaces) if op in of)
         if node.op != "Const":
             places[node] = _Place(stage, tile_loop.backward)
     return _transfer_metadata(staged, tiled.graph, places, tiled.tile_loops)
@@ -144,11 +144,11 @@ def _places_of_swaps(staged: StagedStep, graph: Graph, outs: set[Node]) -> dict[
     places: dict[str, _Place] = {}
 
     def place(node: Node) -> _Place | None:
-        own = known.get(node.name)
-        if own is None:
+        original = known.get(node.name)
+        if original is None:
             return places.get(node.name)
-        stage = staged.stages.of.get(own)
-        return None if stage is None else _Place(stage, own in staged.analysis.backward)
+        stage = staged.stages.of.get(original)
+        return None if stage is None else _Place(stage, original in staged.analysis.backward)
 
     new = [node for node in graph.topological() if node.name not in known]
     readers = graph.consumers()

@@ -107,7 +107,7 @@ class Planned:
     @functools.cached_property
     def crossings(self) -> list[tuple[Tensor, int, int]]:
         """Tensors sent between stages; a swapped tensor is sent as a key of its tier."""
-        return [found for found in stage_transfers(self.analysis, self.stages) if found[0].node not in self.staged.outs]
+        return [item for item in stage_transfers(self.analysis, self.stages) if item[0].node not in self.staged.outs]
 
     @property
     def sizes_of_variables(self) -> list[tuple[Tensor, int]]:
@@ -139,23 +139,23 @@ class _Stage:
 
     def __init__(self, planned: Planned, number: int) -> None:
         analysis, parts, outs = planned.analysis, planned.staged.parts, planned.staged.outs
-        own = [n for n in analysis.order if n in parts.per_micro_batch and planned.stages.of.get(n) == number]
+        stage_ops = [n for n in analysis.order if n in parts.per_micro_batch and planned.stages.of.get(n) == number]
         self.planned = planned
         self.batch = planned.traced.batch
         self.readers = analysis.consumers
         self.tile_loops = planned.staged.tile_loops
-        self.forward = [n for n in own if n not in analysis.backward]
-        self.backward = [n for n in own if n in analysis.backward]
-        made = {n for n in parts.per_micro_batch if n not in analysis.backward and n not in outs}
+        self.forward = [n for n in stage_ops if n not in analysis.backward]
+        self.backward = [n for n in stage_ops if n in analysis.backward]
+        forward = {n for n in parts.per_micro_batch if n not in analysis.backward and n not in outs}
         # What a later stage's backward phase sends is there only while it is read.
-        read = dict.fromkeys(t for node in self.backward for t in node.inputs if t.node in made)
+        read = dict.fromkeys(t for node in self.backward for t in node.inputs if t.node in forward)
         self.waiting_bytes = sum(t.num_bytes(self.batch) for t in read)
 
     def working(self, nodes: Sequence[Node]) -> int:
         """Return the peak bytes of the results of some ops."""
         inside, away = set(nodes), self.planned.staged.outs
-        made = (node.out(index) for node in nodes for index in range(len(node.outputs)))
-        outside = [t for t in made if any(reader not in inside for reader, _ in self.readers.get(t, ()))]
+        results = (node.out(index) for node in nodes for index in range(len(node.outputs)))
+        outside = [t for t in results if any(reader not in inside for reader, _ in self.readers.get(t, ()))]
         here = [node for node in nodes if node not in away]
         return most_alive(
             here, self.batch, outside, concurrent_scratch({node: self._own_bytes(node) for node in here}, here)
@@ -200,20 +200,20 @@ def plan_of(planned: Planned) -> Plan:
     traced.use_rates(stored_rates())
     stages = [_Stage(planned, number) for number in range(planned.stages.count)]
     held = _held(planned)
-    told = tuple(_described(planned, number, stage, held[number]) for number, stage in enumerate(stages))
+    described = tuple(_described(planned, number, stage, held[number]) for number, stage in enumerate(stages))
     simulation = simulate(
         schedule,
-        [stage.forward_seconds for stage in told],
-        [stage.backward_seconds for stage in told],
-        [stage.transfer_seconds for stage in told[:-1]],
+        [stage.forward_seconds for stage in described],
+        [stage.backward_seconds for stage in described],
+        [stage.transfer_seconds for stage in described[:-1]],
     )
     pipeline = PlannedPipeline(
         schedule=schedule.name,
         micro_batches=schedule.micro_batches,
         data_replicas=schedule.data_replicas,
-        stages=told,
+        stages=described,
         devices=tuple(planned.devices),
-        slots=tuple(tuple(f"{s.kind.value}{s.micro_batch}.{s.stage}" for s in own) for own in schedule.devices),
+        slots=tuple(tuple(f"{s.kind.value}{s.micro_batch}.{s.stage}" for s in slots) for slots in schedule.devices),
         peak_bytes=_peaks(planned, held, stages),
         seconds=simulation.seconds,
         idle=simulation.bubble,
@@ -223,22 +223,22 @@ def plan_of(planned: Planned) -> Plan:
     )
     names = display_names(whole.analysis.graph, whole.record)
     original = prediction(whole, [], whole.analysis.graph, names, predict(whole, [], limit=0))
-    fixed = max(own.weights + own.beside for own in held)
+    fixed = max(stage_bytes.weights + stage_bytes.beside for stage_bytes in held)
     ratio = simulation.seconds / whole.seconds
     after = Prediction(max(pipeline.peak_bytes), fixed, ratio, (), seconds=simulation.seconds)
     plans = planned.inside.plans
-    *parts, rest = shares(traced.costs, plans, traced.seconds)
-    own = display_names(traced.analysis.graph, traced.record)
+    *parts, outside = shares(traced.costs, plans, traced.seconds)
+    layer_names = display_names(traced.analysis.graph, traced.record)
     plan = Plan(
         changed=True,
         batch=whole.batch,
         batch_is_fixed=whole.batch_is_fixed,
         segments=tuple(
-            describe_segment(traced.costs, traced.loop_memory, tiled, share=share, names=own)
+            describe_segment(traced.costs, traced.loop_memory, tiled, share=share, names=layer_names)
             for tiled, share in zip(plans, parts, strict=True)
         ),
-        rest_waiting_bytes=rest.waiting_bytes,
-        rest_time_share=rest.time_share,
+        rest_waiting_bytes=outside.waiting_bytes,
+        rest_time_share=outside.time_share,
         left_alone=reasons(traced, planned.inside.left),
         original=original,
         predicted=after,
@@ -265,20 +265,20 @@ def _with_swaps(planned: Planned, tier: HostTier | DiskTier, plan: Plan) -> Plan
     )
 
 
-def _in_stages(planned: Planned, slotted: Container[Node], swap: Swap, told: PlannedSwap) -> PlannedSwap:
+def _in_stages(planned: Planned, slotted: Container[Node], swap: Swap, planned_swap: PlannedSwap) -> PlannedSwap:
     """Move swap-ins that another stage would trigger to the slot of their consumers."""
     nodes, of = planned.analysis.graph.nodes, planned.stages.of
     controls = []
-    for way, name in zip(swap.swap_ins, told.controls, strict=True):
+    for way, name in zip(swap.swap_ins, planned_swap.controls, strict=True):
         control, stages = nodes[way.control.name], {of.get(nodes[reader.name]) for reader in way.readers}
         controls.append(name if control in slotted and {of[control]} == stages else WITH_THE_SLOT)
-    return dataclasses.replace(told, controls=tuple(controls))
+    return dataclasses.replace(planned_swap, controls=tuple(controls))
 
 
 def _described(planned: Planned, number: int, stage: _Stage, held: _ResidentBytes) -> PlannedStage:
     traced, cuts, names = planned.traced, planned.cuts, planned.names
     analysis, batch = planned.analysis, traced.batch
-    own = display_names(traced.analysis.graph, traced.record)
+    layer_names = display_names(traced.analysis.graph, traced.record)
     forward = [(t, a, b) for t, a, b in planned.crossings if t.node not in analysis.backward]
     sent = sum(t.num_bytes(batch) for t in {t for t, source, _ in forward if source == number})
     come = dict.fromkeys(names.get(t, t.name) for t, source, target in forward if source < number == target)
@@ -286,7 +286,7 @@ def _described(planned: Planned, number: int, stage: _Stage, held: _ResidentByte
         number=number,
         devices=tuple(planned.devices[index] for index in _devices_of(planned.schedule, number)),
         entries=tuple(come),
-        exit=", ".join(own.get(t, t.name) for t in cuts[number]) if number < len(cuts) else "",
+        exit=", ".join(layer_names.get(t, t.name) for t in cuts[number]) if number < len(cuts) else "",
         forward_ops=len(stage.forward),
         backward_ops=len(stage.backward),
         weight_bytes=held.weights + held.beside,

@@ -114,8 +114,8 @@ def _stage_of_variables(model: Any, traced: TracedStep, stages: Stages) -> list[
     count = len(concrete_fn.inputs) - len(concrete_fn.captured_inputs)
     captured = zip(traced.analysis.graph.inputs[count:], concrete_fn.captured_inputs, strict=True)
     stage_of = {id(tensor): stages.owner[handle] for handle, tensor in captured if handle in stages.owner}
-    found = ((variable, stage_of.get(id(variable.value.handle))) for variable in model.variables)
-    return [(variable, stage) for variable, stage in found if stage is not None]
+    pairs = ((variable, stage_of.get(id(variable.value.handle))) for variable in model.variables)
+    return [(variable, stage) for variable, stage in pairs if stage is not None]
 
 
 def _move(variable: Any, device: str) -> bool:

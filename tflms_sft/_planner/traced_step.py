@@ -274,7 +274,7 @@ def emit_and_describe(
         # Otherwise memory is assumed to be fresh.
         seen, limit = (tile_skeleton(analysis, plans), None) if budget else (graph, 0)
         predicted = prediction(traced, plans, seen, names, predict(traced, plans, limit, seen))
-    *parts, rest = shares(traced.costs, plans, traced.seconds)
+    *parts, outside = shares(traced.costs, plans, traced.seconds)
     plan = Plan(
         changed=bool(plans),
         batch=traced.batch,
@@ -283,8 +283,8 @@ def emit_and_describe(
             describe_segment(traced.costs, traced.loop_memory, plan, share=share, names=names)
             for plan, share in zip(plans, parts, strict=True)
         ),
-        rest_waiting_bytes=rest.waiting_bytes,
-        rest_time_share=rest.time_share,
+        rest_waiting_bytes=outside.waiting_bytes,
+        rest_time_share=outside.time_share,
         left_alone=reasons(traced, left),
         original=original,
         predicted=predicted,

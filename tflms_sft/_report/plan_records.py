@@ -140,28 +140,7 @@ class PlannedSwap:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class PlanRecord:
-    """The data of a plan.
-
-    Attributes:
-        changed: Whether the step was rewritten.
-        batch: Batch size that the bytes are predicted for. Smaller batches run too. Larger ones run without a budget,
-            or if nothing was rewritten and their predicted peak keeps the budget.
-        batch_is_fixed: Whether the step was traced for this batch size alone.
-        segments: Segments that run as tile loops.
-        left_alone: (name, reason) of image ops that were not rewritten.
-        original: Prediction for the original step.
-        predicted: Prediction for the rewritten step.
-        measured: Measured memory of a step; `None` before one was measured.
-        memory_budget: Budget in bytes, or `None`.
-        notes: Remarks for the user.
-        swaps: Tensors that are swapped in every step.
-        swap_tier: Destination of swaps: `"host"` or `"disk"`; empty without swaps.
-        not_swapped: (tensor, reason) of tensors that could not be swapped.
-        rest_waiting_bytes: Bytes outside of segments that are saved for the backward pass, swapped tensors included, in
-            the original and the rewritten step.
-        rest_time_share: Predicted time of ops outside of segments over that of the original step, likewise.
-        pipeline: Stages on several devices, or `None`.
-    """
+    """Data of a plan. `Plan` documents the attributes."""
 
     changed: bool
     batch: int

@@ -269,7 +269,7 @@ def settled(traces: BatchTraces, least: int = 24) -> BatchTraces:
         for position, tensor in enumerate(_arguments(function)):
             if tensor.shape.rank:
                 pairs = zip(tensor.shape[1:], sizes, strict=False)
-                shapes[position] = [tensor.shape[0], *(own or size for own, size in pairs)]
+                shapes[position] = [tensor.shape[0], *(known or size for known, size in pairs)]
         with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):
             specialised.append(specialise_shapes(function, shapes))
     return dataclasses.replace(traces, whole=specialised[0], micro=specialised[1]) if len(specialised) == 2 else traces

@@ -29,7 +29,7 @@ class EffectRecorder:
         names = [operation.name for operation in graph.get_operations()]
 
         def within(ranges: list[tuple[Any, int, int]]) -> frozenset[str]:
-            return frozenset(name for own, begin, end in ranges if own is graph for name in names[begin:end])
+            return frozenset(name for owner, begin, end in ranges if owner is graph for name in names[begin:end])
 
         return EffectHints(within(self._once), within(self._repeated))
 
