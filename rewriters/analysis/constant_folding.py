@@ -42,7 +42,7 @@ class ConstantFolder:
         """Compute tensors in one call."""
         graph_def = tf.compat.v1.GraphDef(versions=self._graph.versions)
         name_of: dict[Tensor, str] = {}
-        for node in self._graph.topological():
+        for node in self._graph.execution_order():
             if reads_shape_only(node):
                 for index, (tensor, value) in enumerate(_sizes(node)):
                     name = f"{node.name}/known_{index}"

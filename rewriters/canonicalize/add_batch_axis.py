@@ -27,7 +27,7 @@ def add_batch_axis(graph: Graph, evaluate: StaticEvaluator) -> bool:
     """
     images: dict[tuple[Tensor, str], Tensor] = {}
     mapping: dict[Tensor, Tensor] = {}
-    for node in graph.topological():
+    for node in graph.execution_order():
         if node.op in ELEMENTWISE:
             rank = len(node.out().shape or ())
             for position, tensor in enumerate(node.inputs):

@@ -152,7 +152,7 @@ def _bypass(graph: Graph, mapping: dict[Tensor, Tensor]) -> bool:
 
 
 def _bypass_identity_n(graph: Graph) -> bool:
-    order, mapping = graph.topological(), dict[Tensor, Tensor]()
+    order, mapping = graph.execution_order(), dict[Tensor, Tensor]()
     effects = _effects(order)
     for node in order:
         if node.op != "IdentityN" or any(effects[node] & ~effects[source.node] for source in node.inputs):
@@ -178,7 +178,7 @@ def _effects(order: Iterable[Node]) -> dict[Node, int]:
 
 
 def _bypass_no_ops(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    order, mapping = graph.topological(), dict[Tensor, Tensor]()
+    order, mapping = graph.execution_order(), dict[Tensor, Tensor]()
     effects = _effects(order)
     for node in order:
         source = mapping.get(node.inputs[0], node.inputs[0]) if node.inputs else None
@@ -256,7 +256,7 @@ def _infer_shapes(graph: Graph) -> bool:
     """
     changed = False
     with tf.Graph().as_default():
-        for node in graph.topological():
+        for node in graph.execution_order():
             if not any(_is_open(shape) for _, shape in node.outputs) or not node.inputs:
                 continue
             if any(_is_open(tensor.shape) or tensor.dtype in (tf.resource, tf.variant) for tensor in node.inputs):

@@ -50,7 +50,7 @@ class _MatrixFolder:
         changed = False
         readers = self.graph.consumers()
         read = {tensor.node for tensor in (*readers, *self.graph.outputs) if readers.get(tensor, True)}
-        for node in self.graph.topological():
+        for node in self.graph.execution_order():
             if node not in read or node.control_inputs:  # Unread nodes were replaced in an earlier round.
                 continue
             if node.op == "Reshape":

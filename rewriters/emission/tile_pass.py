@@ -399,7 +399,7 @@ class _LoopSplicer:
         """Run one loop at a time, those of a segment in their order, because the peaks of concurrent loops add up."""
         for segment_loops in loops:
             self._one_after_another(segment_loops)
-        position = {node: index for index, node in enumerate(self.graph.topological())}
+        position = {node: index for index, node in enumerate(self.graph.execution_order())}
         order = sorted(itertools.chain(*loops), key=position.__getitem__)
         self._one_after_another(order)
         return order

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import graphlib
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -201,7 +200,7 @@ class Graph:
     def levels(self) -> dict[Node, int]:
         """Return the topological order γ of TFLMS (Le et al., 2018, section 3): the longest distance from a source.
 
-        Data and control edges count alike.
+        Data and control edges count alike. Nodes of a lower level come first.
 
         Raises:
             RewriteError: If the graph has a cycle.
@@ -214,18 +213,14 @@ class Graph:
             for before in node.control_inputs:
                 highest = max(highest, level[before])
             level[node] = highest + 1
-        return dict(sorted(level.items(), key=operator.itemgetter(1)))
-
-    def topological(self) -> list[Node]:
-        """Return the nodes in an order that respects data and control edges, by level."""
-        return list(self.levels())
+        return level
 
     def execution_order(
         self, slow: Mapping[Node, float] | None = None, seconds: Callable[[Node], float] | None = None
     ) -> list[Node]:
-        """Return an order like that of TensorFlow's executor: first ready, first run.
+        """Return the order of TensorFlow's executor: the op that is ready first runs first.
 
-        Levels would put every variable's update at the very end, after all gradients.
+        Without `slow` it is the order by level, as in `levels`.
 
         Args:
             slow: Seconds of nodes that run concurrently with others, one of them at a time.
@@ -243,7 +238,7 @@ class Graph:
             for other in node.control_inputs:
                 after[other].append(node)
         ready = collections.deque(node for node, count in waiting.items() if not count)
-        concurrent, duration = slow or {}, seconds or (lambda _: 0.0)
+        concurrent = slow or {}
         running = collections.deque[tuple[float, Node]]()  # (end time, node)
         now = 0.0
         order: list[Node] = []
@@ -253,7 +248,7 @@ class Graph:
                 now = max(now, ended)
             else:
                 node = ready.popleft()
-                now += duration(node)
+                now += seconds(node) if seconds else 0.0
             order.append(node)
             for other in after[node]:
                 waiting[other] -= 1
@@ -296,7 +291,7 @@ class Graph:
         """
         fed = {tensor.node for tensor in self.inputs}
         graph_def = tf.compat.v1.GraphDef(library=self.library, versions=self.versions)
-        for node in self.topological():
+        for node in self.execution_order():
             node_def = graph_def.node.add(name=node.name, op=node.op, device=node.device)
             for tensor in node.inputs:
                 suffix = f":{tensor.index}" if tensor.index else ""

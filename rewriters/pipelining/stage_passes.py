@@ -150,7 +150,7 @@ def _places_of_swaps(staged: StagedStep, graph: Graph, outs: set[Node]) -> dict[
         stage = staged.stages.of.get(original)
         return None if stage is None else _Place(stage, original in staged.analysis.backward)
 
-    new = [node for node in graph.topological() if node.name not in known]
+    new = [node for node in graph.execution_order() if node.name not in known]
     readers = graph.consumers()
     for node in reversed(new):
         if node in outs:

@@ -82,7 +82,7 @@ class DelayOptimizerOps(GraphPass[PassResult]):
         return add_control_edges(graph, self._edges(graph))
 
     def _edges(self, graph: Graph) -> Iterator[ControlEdge]:
-        order = graph.topological()
+        order = graph.execution_order()
         position = {node: index for index, node in enumerate(order)}
         data, consumers, successors = data_dependent_nodes(order), graph.consumers(), _successors(order)
         fixed = {node.name for node in summation_order.flattenable_sums(self.analysis)}
@@ -145,7 +145,7 @@ class RunUpdatesBeforeLoops(GraphPass[PassResult]):
         return add_control_edges(graph, self._edges(graph))
 
     def _edges(self, graph: Graph) -> Iterator[ControlEdge]:
-        order = graph.topological()
+        order = graph.execution_order()
         update = set(_update_ops(order, _successors(order), self.analysis))
         number = {graph.nodes[loop.loop]: position for position, loop in enumerate(self.loops)}
         starts = {
@@ -155,7 +155,7 @@ class RunUpdatesBeforeLoops(GraphPass[PassResult]):
         }
         # Edges lead to later loops alone, so that they close no cycles.
         last_loop: dict[Node, int] = {}
-        for node in graph.execution_order():
+        for node in order:
             loop = number.get(node, starts[node][0] if node in starts else NO_LEVEL)
             last_loop[node] = max((last_loop[before] for before in predecessors(node)), default=NO_LEVEL)
             last_loop[node] = max(last_loop[node], loop)

@@ -57,12 +57,14 @@ def test_levels_of_training_step_equal_toposort():
 
 @settings(deadline=None)
 @given(dags())
-def test_topological_and_execution_order_respect_edges(nodes):
+def test_execution_order_respects_edges_and_is_by_level(nodes):
     graph = graph_of(reversed(nodes))
-    for order in (graph.topological(), graph.execution_order()):
-        position = {node: index for index, node in enumerate(order)}
-        assert len(position) == len(nodes)
-        assert all(position[p] < position[n] for n in nodes for p in predecessors(n))
+    order = graph.execution_order()
+    position = {node: index for index, node in enumerate(order)}
+    assert len(position) == len(nodes)
+    assert all(position[p] < position[n] for n in nodes for p in predecessors(n))
+    assert list(graph.levels()) == order
+    assert list(graph.levels().values()) == sorted(graph.levels().values())
 
 
 def test_execution_order_slow_nodes_end_in_sequence():
@@ -120,7 +122,7 @@ def test_nodes_between_equals_all_paths_out_and_back(nodes, data):
     inside = data.draw(st.sets(st.sampled_from(nodes)))
     graph = graph_of(nodes)
     successors = {n: [m for m in nodes for p in predecessors(m) if p is n] for n in nodes}
-    order = {node: index for index, node in enumerate(graph.topological())}
+    order = {node: index for index, node in enumerate(graph.execution_order())}
     after = set().union(*(reachable(nodes, node) for node in inside))
     expected = {n for n in after - inside if reachable(nodes, n) & inside}
     found = nodes_between(inside, successors, order)
