@@ -21,8 +21,7 @@ class StepImporter:
         graph: The graph.
         concrete_fn: The function that it was read from; it holds the captured tensors.
         tier: Target of the graph's swaps, if it has any.
-        sizes: Leading sizes of the arguments that the graph is for, by position; empty if it is for all divisible
-            sizes.
+        sizes: Leading sizes of the arguments that the graph is for, by position, if there is an `other`.
         other: Importer of the step for all other batch sizes, if these may occur.
     """
 
@@ -53,11 +52,10 @@ class StepImporter:
         if other is None:
             flat = self.values(arguments, self.graph.outputs)
         else:  # Only one branch runs. TensorFlow inlines both, so that operations keep their devices.
-            checked = arguments if self.sizes else self._checked(arguments)
             flat = tf.cond(
-                self._is_for(checked),
-                lambda: self.values(checked, self.graph.outputs),
-                lambda: other.values(checked, other.graph.outputs),
+                self._is_for(arguments),
+                lambda: self.values(arguments, self.graph.outputs),
+                lambda: other.values(arguments, other.graph.outputs),
             )
         return tf_internals.pack_outputs(self.concrete_fn, flat)
 
@@ -101,11 +99,8 @@ class StepImporter:
 
     def _is_for(self, arguments: Sequence[Any]) -> Any:
         """Return whether the graph is for arguments of these sizes."""
-        if self.sizes:
-            sizes = [tf.shape(arguments[position])[0] for position in self.sizes]
-            return tf.reduce_all(tf.equal(tf.stack(sizes), list(self.sizes.values())))
-        position, parts = min(self.graph.divided.items())
-        return tf.equal(tf.shape(arguments[position])[0] % parts, 0)
+        sizes = [tf.shape(arguments[position])[0] for position in self.sizes]
+        return tf.reduce_all(tf.equal(tf.stack(sizes), list(self.sizes.values())))
 
     def _checked(self, arguments: Sequence[Any]) -> list[Any]:
         """Return the arguments, behind a check of those that are assumed to have equal leading sizes.
@@ -116,7 +111,7 @@ class StepImporter:
             raise TypeError(f"expected {self.num_arguments} tensors. Received: {len(arguments)}.")
         if self.sizes:
             return [_apart(t) if p in self.sizes else t for p, t in enumerate(arguments)]
-        checks = self._checks_of_batches(arguments)
+        checks = []
         for pair in sorted(self.graph.same_size):
             names = [self.graph.inputs[position].node.name for position in pair]
             text = (
@@ -125,27 +120,12 @@ class StepImporter:
             )
             sizes = [tf.shape(arguments[position])[0] for position in pair]
             checks.append(tf.debugging.assert_equal(*sizes, message=text))
-        checked = {position for pair in self.graph.same_size for position in pair}.union(self.graph.divided)
+        checked = {position for pair in self.graph.same_size for position in pair}
         arguments = list(arguments)
         with tf.control_dependencies(checks):
             for position in checked if checks else ():
                 arguments[position] = tf.identity(arguments[position])
         return arguments
-
-    def _checks_of_batches(self, arguments: Sequence[Any]) -> list[Any]:
-        """Return checks that all arguments that are split have one length: others have no row per sample."""
-        first, *others = sorted(self.graph.divided) or [0]
-        checks = []
-        for other in others:
-            if None in (arguments[first].shape[0], arguments[other].shape[0]):
-                names = [self.graph.inputs[position].node.name for position in (first, other)]
-                text = (
-                    f"The inputs {names[0]!r} and {names[1]!r} of the step have different leading sizes, and both were "
-                    "taken for batches. Tell which arguments are: `PipelineParams(batched=[...])`."
-                )
-                sizes = (tf.shape(arguments[position])[0] for position in (first, other))
-                checks.append(tf.debugging.assert_equal(*sizes, message=text))
-        return checks
 
     def _used(self, tensor_name: str) -> bool:
         return tensor_name.removesuffix(":0") in self.graph.nodes

@@ -128,7 +128,6 @@ class Graph:
         versions: Producer versions, needed for import.
         aliases: Tensors that canonicalization replaced, by their old name.
         same_size: Pairs of positions in `inputs` whose unknown leading sizes are assumed to be equal.
-        divided: Number of equal parts into which an input of unknown leading size is split, by position in `inputs`.
         unordered: Names of stateful nodes that are ordered by their edges alone.
     """
 
@@ -140,7 +139,6 @@ class Graph:
     versions: Any
     aliases: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     same_size: set[tuple[int, int]] = dataclasses.field(default_factory=set)
-    divided: dict[int, int] = dataclasses.field(default_factory=dict)
     unordered: set[str] = dataclasses.field(default_factory=set)
 
     def copy(self) -> Graph:
@@ -164,7 +162,6 @@ class Graph:
             self.versions,
             {old: Tensor(new[t.node.name], t.index) for old, t in self.aliases.items() if t.node.name in new},
             set(self.same_size),
-            dict(self.divided),
             set(self.unordered),
         )
 

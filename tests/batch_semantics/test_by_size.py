@@ -46,11 +46,11 @@ class Step:
         self.open = tf.function(step, autograph=False, input_signature=specs)
 
     def rewritten(self, data, told, **options):
-        """By example arguments for a step of any batch, by specifications of any, or by arguments of known sizes."""
+        """By example arguments for a step of any batch, or by arguments of known sizes."""
         params = PipelineParams(1, "basic", 4, ["CPU:0"], **options)
         if told == "known":
             return tflms_sft.rewrite(self.function, params, *data)
-        return tflms_sft.rewrite(self.open, params, *(data if told == "example" else ()))
+        return tflms_sft.rewrite(self.open, params, *data)
 
     def error(self, rewritten, data):
         """How far results and variables are off."""
@@ -95,7 +95,7 @@ def test_batch_size_combined_with_variable_is_refused(number, told):
         step.rewritten([batch(8)], told)
 
 
-@pytest.mark.parametrize("told", ["example", "open", "known"])
+@pytest.mark.parametrize("told", ["example", "known"])
 def test_integer_product_of_size_and_variable_equals_original_step(told):
     """What was refused as a sum was right, and what it was to be changed to was not."""
     step = Step(lambda s, rows, x: tf.reduce_sum(rows) / real(tf.shape(x)[0] * s.five))
@@ -153,21 +153,12 @@ def test_layer_that_branches_on_batch_size_under_fit_is_refused():
 # By other sizes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        lambda n: tf.where(n == 16, real(1), real(2)),
-        lambda n: tf.where(n == 7, real(1), real(2)),
-        lambda n: tf.where(n % 4 == 0, real(1), real(2)),
-        lambda n: real(tf.minimum(n, 2000)) / real(n),
-        lambda n: real(1 + n // 2500),
-    ],
-    ids=["at one", "at another", "multiples", "above two thousand", "thousands"],
-)
-def test_open_batch_compared_with_constants_is_refused(number):
-    step = Step(lambda s, rows, x: mean(rows) * number(tf.shape(x)[0]))
-    with pytest.raises(PipelineError, match=NO_POWER):
-        step.rewritten([], "open")
+@pytest.mark.parametrize("as_concrete", [True, False])
+def test_open_batch_without_example_is_refused_with_remedy(as_concrete):
+    step = Step(lambda s, rows, x: mean(rows)).open
+    function = step.get_concrete_function() if as_concrete else step
+    with pytest.raises(PipelineError, match="batch size of the step is open, and 4 micro-batches .* example arguments"):
+        tflms_sft.rewrite(function, PipelineParams(1, "basic", 4, ["CPU:0"]))
 
 
 @pytest.mark.parametrize(
@@ -176,10 +167,9 @@ def test_open_batch_compared_with_constants_is_refused(number):
 def test_open_table_compared_with_batch_size_is_refused(number):
     step = Step(lambda s, rows, x, k: mean(rows) * number(tf.shape(x)[0], tf.shape(k)[0]), (ROWS, ROWS))
     with pytest.raises(PipelineError, match=NO_POWER):
-        step.rewritten([], "open", batched=[0])
+        step.rewritten([batch(8), batch(5)], "example", batched=[0])
 
 
-@pytest.mark.parametrize("told", ["example", "open"])
 @pytest.mark.parametrize(
     "loss",
     [
@@ -192,12 +182,11 @@ def test_open_table_compared_with_batch_size_is_refused(number):
     ],
     ids=["mean", "mean of means", "size", "sizes", "dense", "joined"],
 )
-def test_means_over_an_open_axis_equal_original_step(loss, told):
+def test_means_over_an_open_axis_equal_original_step(loss):
     step, data = Step(loss, (LONG,)), [[batch(8, 5)], [batch(12, 7)], [batch(6, 1)]]
-    assert step.error(step.rewritten(data[0], told), data) < TOLERANCE
+    assert step.error(step.rewritten(data[0], "example"), data) < TOLERANCE
 
 
-@pytest.mark.parametrize("told", ["example", "open"])
 @pytest.mark.parametrize(
     "number",
     [
@@ -209,10 +198,10 @@ def test_means_over_an_open_axis_equal_original_step(loss, told):
     ],
     ids=["above", "longer", "branch", "least", "rest"],
 )
-def test_batch_size_combined_with_open_axis_is_refused(number, told):
+def test_batch_size_combined_with_open_axis_is_refused(number):
     step = Step(lambda s, rows, x: mean(rows) * number(tf.shape(x)[0], tf.shape(x)[1]), (LONG,))
     with pytest.raises(PipelineError, match=NO_POWER):
-        step.rewritten([batch(8, 5)], told)
+        step.rewritten([batch(8, 5)], "example")
 
 
 # Not refused ------------------------------------------------------------------------------------------------
@@ -242,22 +231,17 @@ ALLOWED = {
 }
 
 
-@pytest.mark.parametrize("told", ["example", "open"])
 @pytest.mark.parametrize("name", ALLOWED)
-def test_sizes_that_scale_as_a_power_equal_original_step(name, told):
+def test_sizes_that_scale_as_a_power_equal_original_step(name):
     step, data = Step(ALLOWED[name]), [[batch(size)] for size in (8, 12, 6)]
-    if told == "open" and name in ("rows by place", "noise of a hidden size"):  # No longer than the table is.
-        with pytest.raises(PipelineError, match="traced for 1527 samples as well|reads the unknown size"):
-            step.rewritten([], told)
-        return
-    assert step.error(step.rewritten(data[0], told), data) < TOLERANCE
+    assert step.error(step.rewritten(data[0], "example"), data) < TOLERANCE
 
 
 def test_generator_draws_per_micro_batch_of_any_size():
     """Other numbers than the plain step, as dropout does, and it goes on."""
     generator = tf.random.Generator.from_seed(1)
     step = Step(lambda s, rows, x: mean(rows * generator.uniform(tf.shape(rows), dtype="float64")))
-    rewritten, start = step.rewritten([], "open"), generator.state.numpy()
+    rewritten, start = step.rewritten([batch(8)], "example"), generator.state.numpy()
     first, second = (rewritten(tf.constant(batch(8)))[0].numpy() for _ in range(2))
     assert first != second and (generator.state.numpy() != start).any()
 
@@ -310,6 +294,6 @@ def test_batches_given_by_keyword_equal_original_step():
 
 def test_input_signature_of_known_batch_is_refused_with_remedy():
     step = Step(lambda s, rows, x: mean(rows), (tf.TensorSpec((8, 3), "float64"),))
-    for told in ("open", "example"):
+    for data in ([], [batch(8)]):
         with pytest.raises(PipelineError, match="no `input_signature`, or trace it with a batch of `None`"):
-            step.rewritten([batch(8)], told)
+            step.rewritten(data, "example")

@@ -8,7 +8,7 @@ from keras import layers
 from pipelined import error
 
 import tflms_sft
-from rewriters.errors import PipelineError, SegmentError
+from rewriters.errors import SegmentError
 from tflms_sft import PipelineParams
 
 RANDOM = np.random.default_rng(0)
@@ -173,15 +173,6 @@ def test_critic_fit_equals_plain(loss):
     got, want = fitted(loss, [pipeline]), fitted(loss, [])
     assert max(error(value, other) for value, other in zip(got, want, strict=True)) < 1e-11
     assert [stage.exit for stage in pipeline.plan.pipeline.stages][0].startswith("first/1, first/2")
-
-
-def test_steps_undecidable_for_any_batch_are_refused():
-    """The steps for a known and for any batch make penalties by operations of other names."""
-    step, _ = critic_step(gradient_penalty)
-    specs = [tf.TensorSpec((None, *array.shape[1:]), "float64") for array in (REAL, FAKE, PART)]
-    text = "of the step for any batch size has no counterpart.* Pass example arguments"
-    with pytest.raises(PipelineError, match=text):
-        tflms_sft.rewrite(step, PipelineParams(1, "basic", 4, ["CPU:0"]), *specs)
 
 
 def test_linear_last_stage_equals_plain():

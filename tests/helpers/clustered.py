@@ -10,6 +10,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 import keras
 import numpy as np
+import tensorflow as tf
 from children import say
 from pipelined import CUTS, OPEN, batches, compiled, largest_error, net, run, train_step, variables
 
@@ -53,7 +54,8 @@ def equal(devices):
     say("tiles in stages", tiled(devices))
     say("measure", refusal(lambda: tflms_sft.measure(rewritten, *batches(1)[0])))
     copied = tflms_sft.PipelineParams(CUTS, "gpipe", 2, devices, placement="copy")
-    rewritten = tflms_sft.rewrite(train_step(here), copied, *OPEN)
+    open_step = tf.function(train_step(here).python_function, input_signature=OPEN, autograph=False)
+    rewritten = tflms_sft.rewrite(open_step, copied, *batches(1)[0])
     say("measure any size", refusal(lambda: tflms_sft.measure(rewritten, *batches(1)[0])))
     say("twice", refusal(lambda: tflms_sft.connect(["127.0.0.1:1"])))
     numbers = "1f1b", 4, devices

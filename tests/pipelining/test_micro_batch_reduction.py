@@ -46,7 +46,9 @@ def returning(result, loss=mean):
 def compared(made, *args, count=2, example=None, **options):
     """The largest difference of results and weight after two steps, and how results were put together."""
     step, w = made
-    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", count, ["CPU:0"], **options), *(example or args))
+    if example is not None:
+        step = tf.function(step.python_function, input_signature=example, autograph=False)
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", count, ["CPU:0"], **options), *args)
     start, found = w.numpy(), []
     for function in (step, rewritten):
         results = [np.array(v) for _ in range(2) for v in tf.nest.flatten(function(*map(tf.constant, args)))]
@@ -122,8 +124,7 @@ def test_results_of_open_batch_are_refused_likewise():
         compared(returning(tf.transpose), X, example=(OPEN,))
     step, w = returning(lambda h: (h, tf.transpose(h)), tf.reduce_sum)
     with pytest.raises(PipelineError, match="has the batch along axis 1"):
-        params = PipelineParams(1, "basic", 2, ["CPU:0"], loss_reduction="sum")
-        tflms_sft.rewrite(step.get_concrete_function(OPEN), params)
+        compared((step, w), X, example=(OPEN,), loss_reduction="sum")
 
 
 # As long as the batch, but not made of its data --------------------------------------------------------------
@@ -353,8 +354,6 @@ def test_arguments_without_batch_axis_are_not_split(batched, example):
 @pytest.mark.parametrize("number", [4, 5])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_number_of_codes_does_not_affect_reduction(number, reduction):
-    """For an open batch the step is traced for some known one, of which no other argument may be taken to be a part."""
-
     def loss_and_result(w, x, codes):
         reduce = mean if reduction == "mean" else tf.reduce_sum
         return reduce(tf.tanh(x @ w)) + tf.reduce_sum(tf.square(codes @ w)), mean(x)
@@ -378,8 +377,10 @@ def test_open_batch_by_keyword_equals_original_step():
         w.assign_sub(0.1 * tape.gradient(loss, w))
         return loss
 
-    specs = {"x": OPEN, "codes": tf.TensorSpec((4, 3), "float64")}
-    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"]), tf.TensorSpec((), "float64"), **specs)
+    specs = [tf.TensorSpec((), "float64"), OPEN, tf.TensorSpec((4, 3), "float64")]
+    open_step = tf.function(step.python_function, input_signature=specs, autograph=False)
+    scale = tf.TensorSpec((), "float64")
+    rewritten = tflms_sft.rewrite(open_step, PipelineParams(1, "basic", 2, ["CPU:0"]), scale, x=X, codes=CODES[:4])
     got = rewritten(tf.constant(2.0, "float64"), x=X, codes=CODES[:4])
     w.assign(np.eye(3) + 0.1)
     np.testing.assert_allclose(got, step(tf.constant(2.0, "float64"), x=X, codes=CODES[:4]), rtol=1e-12)
@@ -392,11 +393,15 @@ def test_captured_tensor_as_long_as_batch_is_refused(example):
         compared(returning(mean, lambda h: mean(h * outside)), X, example=example)
 
 
-def test_arguments_of_different_open_sizes_are_refused():
-    step, _ = descending(lambda w, x, codes: (mean(tf.tanh(x @ w)), mean(codes)))
-    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"]), OPEN, OPEN)
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"different leading sizes.*PipelineParams\(batched="):
-        rewritten(X, CODES[:6])
+def test_arguments_of_different_open_sizes_equal_original_step():
+    """They run as one micro-batch."""
+    step, w = descending(lambda w, x, codes: (mean(tf.tanh(x @ w)), mean(codes)))
+    step = tf.function(step.python_function, input_signature=[OPEN, OPEN], autograph=False)
+    rewritten = tflms_sft.rewrite(step, PipelineParams(1, "basic", 2, ["CPU:0"]), X, CODES)
+    start = w.numpy()
+    got = [np.array(value) for value in rewritten(X, CODES[:6])]
+    w.assign(start)
+    assert largest_error(got, [np.array(value) for value in step(tf.constant(X), tf.constant(CODES[:6]))]) < TOLERANCE
 
 
 @pytest.mark.parametrize(

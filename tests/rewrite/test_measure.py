@@ -89,10 +89,13 @@ def piped(params, open_batch):
     model.compile("sgd", "mse", jit_compile=False)
     images, labels = np.concatenate([IMAGES, IMAGES]), np.ones((2 * len(IMAGES), 8), "float32")
     model._symbolic_build(data_batch=(images, labels))
-    size = None if open_batch else len(images)
-    specs = tf.TensorSpec((size, *images.shape[1:])), tf.TensorSpec((size, 8))
+    specs = [tf.TensorSpec((len(images), *images.shape[1:])), tf.TensorSpec((len(images), 8))]
     pipeline = PipelineParams(["layer1"], "gpipe", 2, ["CPU:0"] * 2)
-    step = tflms_sft.rewrite(train_step(model), [params, pipeline], *specs)
+    step = train_step(model)
+    if open_batch:
+        signature = [tf.TensorSpec((None, *spec.shape[1:])) for spec in specs]
+        step = tf.function(step.python_function, input_signature=signature, autograph=False)
+    step = tflms_sft.rewrite(step, [params, pipeline], *specs)
     assert (step._importer.other is not None) == open_batch
     return tflms_sft.measure(step, images, labels)
 

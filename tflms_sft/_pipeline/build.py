@@ -12,10 +12,10 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import PipelineError
-from rewriters.ir.graph import Graph, Tensor
+from rewriters.ir.graph import Tensor
 from rewriters.pipelining import pipeline_pass
 from rewriters.pipelining.micro_batch_unroll import UnrollSpec
-from rewriters.pipelining.schedules import Schedule, make
+from rewriters.pipelining.schedules import Schedule
 from rewriters.pipelining.stage_assignment import Stages, assign_stages
 from rewriters.pipelining.stage_passes import StagedStep, with_tiles
 from rewriters.pipelining.step_partition import StepPartition, split_step
@@ -78,19 +78,11 @@ def _build(traces: BatchTraces, chosen: RewriteRequest, batch: int | None) -> tu
             require_even(chosen.pipeline, traces.batch)
         planned, plan = _planned(traces, chosen, chosen.pipeline)
         return _importer(planned), plan
-    if traces.batch is None:
-        planned, plan = _planned(traces, chosen, chosen.pipeline)
-        importer = _importer(planned)
-        importer.other = StepImporter(_as_one(planned), traces.whole, importer.tier)
-        others = f"whose size is no multiple of {traces.count}"
-    else:
-        assert traces.known is not None
-        planned, plan = _planned(traces.known, chosen, chosen.pipeline)
-        importer = _importer(planned)
-        importer.sizes, importer.other = traces.known.sizes, _for_any_batch(traces, chosen, planned)
-        others = f"of another size than {traces.batch}"
-    importer.graph.divided.update(dict.fromkeys(traces.batched, traces.count))
-    note = f"a batch {others}, such as the last one of an epoch, runs as one micro-batch"
+    assert traces.known is not None
+    planned, plan = _planned(traces.known, chosen, chosen.pipeline)
+    importer = _importer(planned)
+    importer.sizes, importer.other = traces.known.sizes, _for_any_batch(traces, chosen, planned)
+    note = f"a batch of another size than {traces.batch}, such as the last one of an epoch, runs as one micro-batch"
     return importer, amend_plan(plan, note, batch_is_fixed=False)
 
 
@@ -102,15 +94,6 @@ def _planned(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams
 
 def _importer(planned: Planned) -> StepImporter:
     return StepImporter(planned.built.graph, planned.traces.micro, planned.inside.tier)
-
-
-def _as_one(planned: Planned) -> Graph:
-    """Return the graph of a step for any batch as one micro-batch, on the devices of the first replica."""
-    staged, count = planned.inside.staged, planned.stages.count
-    request = dataclasses.replace(planned.request, micro_batches=1)
-    places = pipeline_pass.Devices(planned.devices[:count], planned.where)
-    schedule = make("basic", count, 1)
-    return pipeline_pass.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places).graph
 
 
 def _for_any_batch(traces: BatchTraces, chosen: RewriteRequest, like: Planned) -> StepImporter:

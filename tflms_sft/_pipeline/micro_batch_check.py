@@ -62,8 +62,8 @@ def check_micro_batches(
     Args:
         traces: Traces of the step.
         params: Parameters of the pipeline.
-        emitted: Analysis whose tensors the contract is asked about: that of the step for any batch size, or of one
-            whose matrices are folded into images. Defaults to the analysis of the check.
+        emitted: Analysis whose tensors the contract is asked about: that of a step with open axes, or of one whose
+            matrices are folded into images. Defaults to the analysis of the check.
 
     Raises:
         PipelineError: If micro-batches cannot compute the step.
@@ -71,46 +71,38 @@ def check_micro_batches(
     is_mean = params.loss_reduction == "mean"
     if params.total_micro_batches == 1:
         return MicroBatchContract((), lambda tensor: is_mean)
-    original = traces.known or traces
-    checked = settled(original)
+    checked = settled(traces)
     check = _Check(checked, params)
     notes = check.refuse_cross_sample()
     check.refuse_sizes()
     check.refuse_gradients()
     check.refuse_results()
     check.refuse_attributes()
-    for other in traces.others:
-        _refuse_other_sizes(settled(other), params, "For a batch of any size", " Or pass example arguments.")
-    axis = checked.batch // checked.count + 1 if checked.batch else 0
-    if checked is not original and not traces.others and axis < (checked.batch or 0):
-        _refuse_other_sizes(settled(original, axis), params, f"For an open axis of size {axis}", "")
+    axis = (checked.batch or 0) // checked.count + 1
+    if checked is not traces and axis < (checked.batch or 0):
+        _refuse_other_sizes(settled(traces, axis), params, f"For an open axis of size {axis}")
     # With `batch_norm="micro"` a value after an op that mixes samples is that of a loop that accumulates gradients.
-    # A step that has one trace for any batch size shows no reduction. The parameters decide in both cases.
-    unknown = is_mean if check.report.cross_sample or checked.micro is checked.whole else None
-    contract = _ContractByName(check, emitted or check.analysis, unknown, traces.known is not None)
+    contract = _ContractByName(check, emitted or check.analysis, is_mean if check.report.cross_sample else None)
     return MicroBatchContract(
-        notes + check.unknown_notes(), contract.is_mean, contract.factors(), contract.use, check.reductions
+        notes + check.unknown_notes(), contract.is_mean, check.factors(), contract.use, check.reductions
     )
 
 
-def _refuse_other_sizes(other: BatchTraces, params: PipelineParams, when: str, remedy: str) -> None:
+def _refuse_other_sizes(other: BatchTraces, params: PipelineParams, when: str) -> None:
     """Refuse numbers that depend on other sizes in another way than on those of the check.
 
     Args:
         other: Traces for other sizes.
         params: Parameters of the pipeline.
         when: Beginning of the error.
-        remedy: End of the error.
 
     Raises:
         PipelineError: With one of the numbers.
     """
-    assert other.batch is not None
     try:
         _Check(other, params).refuse_sizes()
     except PipelineError as error:
-        sizes = f"compared by {other.batch // other.count} and {other.batch} samples"
-        raise PipelineError(f"{when}, {sizes}: {error}{remedy}") from None
+        raise PipelineError(f"{when}: {error}") from None
 
 
 class _ContractByName:
@@ -120,61 +112,27 @@ class _ContractByName:
         check: The check.
         emitted: Analysis of the step that is emitted.
         unknown: Whether values of unknown reduction are means; `None` if that remains unknown.
-        is_open: Whether the emitted step takes batches of any size, and the checked one those of one size.
-
-    Raises:
-        PipelineError: By each method, if the emitted step contains an op that the checked step does not.
     """
 
-    def __init__(self, check: _Check, emitted: GraphAnalysis, unknown: bool | None, is_open: bool) -> None:
+    def __init__(self, check: _Check, emitted: GraphAnalysis, unknown: bool | None) -> None:
         report, graph = check.report, check.analysis.graph
         self._checked = graph.nodes
-        self._emitted = emitted.graph.nodes
         self._report = report
         self._by_name = {tensor.name: is_mean for tensor, is_mean in report.is_mean.items()}
-        unscaled = {tensor for tensor, exponent in report.exponents.items() if exponent is None}
-        self._undecided = {tensor.name for tensor in unscaled | report.zero_gradients}
         self._unknown = unknown
         results = zip(emitted.graph.outputs, graph.outputs, strict=True)
         self._results = {tensor: report.is_mean.get(checked, unknown) for tensor, checked in results}
-        self._is_open = is_open
 
     def is_mean(self, tensor: Tensor) -> bool | None:
         """Return whether a value is a mean over the batch rather than a sum; `None` if unknown or irrelevant."""
-        if tensor in self._results:
-            return self._results[tensor]
-        is_mean = self._by_name.get(tensor.name, self._unknown)
-        if is_mean is None and tensor.name not in self._undecided:
-            self._refuse(tensor.node)
-        self._require(tensor.node, self._checked)
-        return is_mean
+        return self._results[tensor] if tensor in self._results else self._by_name.get(tensor.name, self._unknown)
 
     def use(self, tensor: Tensor) -> MicroBatchUse:
         """Return how micro-batches read a value that does not depend on data."""
-        self._require(tensor.node, self._checked)
         node = self._checked.get(tensor.node.name)
         if node is None or tensor.index >= len(node.outputs):
             return MicroBatchUse.SAME
         return self._report.use(node.out(tensor.index))
-
-    def factors(self) -> dict[tuple[str, int], float]:
-        """Return the factors of operands, by op name and operand position."""
-        for node, _ in self._report.factors:
-            self._require(node, self._emitted)
-        return {(node.name, position): value for (node, position), value in self._report.factors.items()}
-
-    def _require(self, node: Node, nodes: Mapping[str, Node]) -> None:
-        other = nodes.get(node.name)
-        if other is None or other.op != node.op:
-            self._refuse(node)
-
-    def _refuse(self, node: Node) -> None:
-        if self._is_open:
-            raise PipelineError(
-                f"`{node.name}` ({node.op}) of the step for any batch size has no counterpart in the step for a known "
-                "one, so that its reduction is unknown. Pass example arguments or specifications of a known batch, or "
-                "use `micro_batches=1`."
-            )
 
 
 class _UserNames:
@@ -378,6 +336,10 @@ class _Check:
         for node in report.adds_invariant:
             if node in before and node not in self.analysis.backward and is_inexact(node.out().dtype):
                 raise _adds_invariant(node)
+
+    def factors(self) -> dict[tuple[str, int], float]:
+        """Return the factors of operands, by op name and operand position."""
+        return {(node.name, position): value for (node, position), value in self.report.factors.items()}
 
     def unknown_notes(self) -> tuple[str, ...]:
         """Return notes about ops and reductions that are unknown."""

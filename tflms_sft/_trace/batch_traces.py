@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from rewriters.errors import PipelineError, RewriteError
-from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.pipelining.step_partition import EffectHints
 from rewriters.step_importer import specialise_shapes
 from tflms_sft._params.pipeline_params import PipelineParams
@@ -20,19 +18,10 @@ from tflms_sft._trace.effect_recorder import watched_effects
 from tflms_sft._trace.layer_names import LayerRecord
 from tflms_sft._trace.step_tracing import batch_of, is_concrete, spec_of, trace_step
 
-_PRIME_PARTS = 509
-"""Number of micro-batches of a large batch, for which numbers may depend on the size in another way. It is prime, so
-that no quotient of sizes is an integer by chance."""
-
-_EVEN_PARTS = 510
-"""Even number of micro-batches, for steps that depend on the parity of the batch size."""
-
-_SHAPE_OPS = ops_with(Trait.SHAPE_QUERY) - {"Rank"}
-_SIZE_COMPARISONS = ops_with(Trait.THRESHOLD)
-"""Ops whose result may change where a size passes, meets or divides a number."""
-
-_MAX_COMPARED_NUMBER, _MAX_COMPARED_NUMBERS = 1 << 20, 4
-"""Limits of the numbers, compared with sizes, for which a step is traced too: their value and their count."""
+_OPEN_BATCH = (
+    "The batch size of the step is open, and {} micro-batches need one that is known. Pass the "
+    "`tf.function` with example arguments to `rewrite`, or use `micro_batches=1`."
+)
 
 
 @dataclasses.dataclass
@@ -47,8 +36,7 @@ class BatchTraces:
         batched: Positions of the arguments that have the batch axis.
         batch: Samples of the batch, if known.
         sizes: Leading sizes of the open arguments of a specialised step, by position.
-        known: Traces for a known batch size (`batch`, if known), if that of the step is open. Ops keep their names.
-        others: Traces for batches of `_PRIME_PARTS` and `_EVEN_PARTS` micro-batches, if the size is open and unknown.
+        known: Traces for the batch that the plan is made for, if that of the step is open. Ops keep their names.
         count: Number of micro-batches.
     """
 
@@ -60,7 +48,6 @@ class BatchTraces:
     batch: int | None = None
     sizes: Mapping[int, int] = dataclasses.field(default_factory=dict)
     known: BatchTraces | None = None
-    others: tuple[BatchTraces, ...] = ()
     count: int = 1
 
     @property
@@ -101,16 +88,14 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
         )
         return BatchTraces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
     if unknown:
-        open_step = BatchTraces(whole, whole, record, hints.of(whole.graph), unknown, count=count)
         examples = _leading(whole, args, kwargs)
-        open_step.batch = batch = batch or _given(examples, unknown)
-        if batch is not None:
-            require_even(params, batch)
-        samples = batch // count if batch is not None else _some_samples(count, leading)
-        beside = _given_beside(examples, leading, unknown)
-        known = _of_known_batch(open_step, samples, beside)
-        others = _of_other_batches(open_step, samples, beside) if batch is None else ()
-        return dataclasses.replace(open_step, known=known, others=others)
+        batch = batch or _given(examples, unknown)
+        if batch is None:
+            raise PipelineError(_OPEN_BATCH.format(count))
+        require_even(params, batch)
+        open_step = BatchTraces(whole, whole, record, hints.of(whole.graph), unknown, batch, count=count)
+        known = _of_known_batch(open_step, _given_beside(examples, leading, unknown))
+        return dataclasses.replace(open_step, known=known)
     if is_concrete(step) or getattr(step, "input_signature", None) is not None:
         raise PipelineError(
             f"`step` is traced for a fixed batch, and {count} micro-batches need it traced for a part of one. Pass the "
@@ -190,64 +175,27 @@ def _in_order(concrete_fn: Any, kwargs: Any) -> list[str]:
     return [*order, *sorted(kwargs.keys() - order)]
 
 
-def _some_samples(count: int, leading: Sequence[Any]) -> int:
-    """Return a micro-batch size that differs, as does the batch size, from the sizes of all arguments."""
-    return next(size for size in itertools.count(2) if size not in leading and size * count not in leading)
-
-
-def _of_known_batch(traces: BatchTraces, samples: int, beside: Mapping[int, int]) -> BatchTraces:
-    """Specialise an open step to a number of samples per micro-batch.
+def _of_known_batch(traces: BatchTraces, beside: Mapping[int, int]) -> BatchTraces:
+    """Specialise an open step to the batch that the plan is made for.
 
     It is not traced again, because Python code may do something else for a known batch size: Keras weighs the losses of
     several outputs by it.
 
     Args:
         traces: The open step.
-        samples: Samples of a micro-batch.
         beside: Leading sizes of open arguments without a batch axis; others get that of the batch.
     """
-    leading = [t.shape[0] if t.shape.rank else 0 for t in _arguments(traces.whole)]
-    whole = {p: samples * traces.count for p, size in enumerate(leading) if size is None} | dict(beside)
+    assert traces.batch is not None
+    arguments, samples = _arguments(traces.whole), traces.batch // traces.count
+    whole = {p: traces.batch for p, t in enumerate(arguments) if t.shape.rank and t.shape[0] is None} | dict(beside)
     micro = {**whole, **dict.fromkeys(traces.batched, samples)}
     specialised = []
-    arguments = _arguments(traces.whole)
-    for sizes, number in ((whole, samples * traces.count), (micro, samples)):
+    for sizes, number in ((whole, traces.batch), (micro, samples)):
         with _explain_retrace_errors(number):
             specialised.append(
                 specialise_shapes(traces.whole, {p: (size, *arguments[p].shape[1:]) for p, size in sizes.items()})
             )
-    return dataclasses.replace(
-        traces, whole=specialised[0], micro=specialised[1], batch=samples * traces.count, sizes=whole
-    )
-
-
-def _of_other_batches(traces: BatchTraces, samples: int, beside: Mapping[int, int]) -> tuple[BatchTraces, ...]:
-    """Specialise an open step to further batch sizes, in which numbers may depend on the size in another way.
-
-    These are a large batch, one of micro-batches of one sample, and those by the numbers that the step compares sizes
-    with. A size for which the step is invalid, as one that squeezes axes may be, is left out.
-
-    Args:
-        traces: The open step.
-        samples: Samples of a micro-batch in the main traces.
-        beside: As for `_of_known_batch`.
-    """
-    prime_to_it = next(size for size in itertools.count(samples + 1) if math.gcd(size, samples) == 1)
-    leading = [t.shape[0] if t.shape.rank else 0 for t in _arguments(traces.whole)]
-    tables = [p for p, size in enumerate(leading) if size is None and p not in {*traces.batched, *beside}]
-
-    def of_batch(count: int, size: int) -> BatchTraces:
-        """Specialise to tables that are longer than a micro-batch and differ from the batch."""
-        between = dict.fromkeys(tables, size + 2) | dict(beside)
-        return _of_known_batch(dataclasses.replace(traces, count=count), size, between)
-
-    others = [of_batch(_PRIME_PARTS, prime_to_it)]
-    named = _named_numbers(traces.whole.graph)
-    pairs = [(_EVEN_PARTS, 1), *((_PRIME_PARTS, n) for n in named), *((_EVEN_PARTS, n // 2) for n in named)]
-    for count, size in pairs:
-        with contextlib.suppress(PipelineError):
-            others.append(of_batch(count, size))
-    return tuple(others)
+    return dataclasses.replace(traces, whole=specialised[0], micro=specialised[1], sizes=whole)
 
 
 def settled(traces: BatchTraces, least: int = 24) -> BatchTraces:
@@ -273,21 +221,6 @@ def settled(traces: BatchTraces, least: int = 24) -> BatchTraces:
         with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):
             specialised.append(specialise_shapes(function, shapes))
     return dataclasses.replace(traces, whole=specialised[0], micro=specialised[1]) if len(specialised) == 2 else traces
-
-
-def _named_numbers(graph: Any) -> list[int]:
-    """Return the integers that a graph compares sizes with, or divides them by, in ascending order."""
-    sizes: set[str] = set()
-    integers: set[int] = set()
-    for operation in graph.get_operations():
-        of_sizes = [t for t in operation.inputs if t.name in sizes]
-        constants = [t for t in operation.inputs if t.op.type == "Const"]
-        if operation.type in _SHAPE_OPS or (of_sizes and len(of_sizes) + len(constants) == len(operation.inputs)):
-            sizes.update(t.name for t in operation.outputs)
-            numbers = map(tf.get_static_value, constants if operation.type in _SIZE_COMPARISONS else ())
-            single = (value for value in numbers if value is not None and value.ndim == 0 and value.dtype.kind in "iuf")
-            integers.update(int(value) for value in single if 2 <= value < _MAX_COMPARED_NUMBER and value == int(value))
-    return sorted(integers)[:_MAX_COMPARED_NUMBERS]
 
 
 @contextlib.contextmanager
