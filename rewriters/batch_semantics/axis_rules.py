@@ -90,8 +90,6 @@ def infer_layouts(op: BatchOp) -> list[BatchLayout]:
     """
     if all(value.kind in DATA_INDEPENDENT for value in op.values) and not op.node.stateful:
         return _data_independent(op)
-    if op.of_kind(BatchKind.INDEXED):
-        raise CrossSampleError  # The value is not split, so each micro-batch would have that of the first one.
     return _apply_rule(op)
 
 

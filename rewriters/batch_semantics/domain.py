@@ -87,7 +87,6 @@ class AbstractValue:
         unknown_since: First op after which the exponent is unknown.
         is_mixed: Whether that op added values of different exponents.
         is_irregular: Whether the tensor depends on the batch size by no power of it.
-        is_slice: Whether the tensor is a micro-batch's slice of a data-independent value for the batch.
         is_zero: Whether all entries are zero for all data, as gradients of labels that are all zero. Every exponent is
             right for such a tensor.
     """
@@ -99,7 +98,6 @@ class AbstractValue:
     unknown_since: Node | None = None
     is_mixed: bool = False
     is_irregular: bool = False
-    is_slice: bool = False
     is_zero: bool = False
 
     @property

@@ -12,7 +12,7 @@ operands of the update, results, and what is written to variables.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from fractions import Fraction
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
@@ -22,7 +22,7 @@ from rewriters.batch_semantics.interpreter import BatchInterpreter, draws
 from rewriters.ir.graph import Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.static_values import is_inexact
 from rewriters.ir.variables import may_write_variable, variable_handles
-from rewriters.pipelining.step_partition import MicroBatchUse, StepPartition
+from rewriters.pipelining.step_partition import StepPartition
 
 __all__: list[str] = []
 
@@ -50,7 +50,7 @@ class EquivalenceReport:
         transposed: Per-sample operands of the update whose batch axis is not the first.
         factors: Factor by which each micro-batch multiplies an operand that it adds to a variable.
         irregular: Ops that compute with a number which depends on the batch size by no power, each with that number.
-        use: Returns how micro-batches read a data-independent value; raises `PipelineError` if it cannot be split.
+        indexed: Ops that read a data-independent value which differs between samples, each with that value.
         summed: Sums over samples.
         zero_gradients: Gradients whose entries are all zero.
         size_dependent_state: Results of what micro-batches have written and of a size that each of them has for itself.
@@ -68,7 +68,7 @@ class EquivalenceReport:
     transposed: list[Tensor]
     factors: dict[tuple[Node, int], float]
     irregular: dict[Node, Tensor]
-    use: Callable[[Tensor], MicroBatchUse]
+    indexed: dict[Node, Tensor]
     summed: set[Tensor]
     zero_gradients: set[Tensor]
     size_dependent_state: list[Tensor]
@@ -149,7 +149,7 @@ class _EquivalenceCheck:
             transposed=[t for t in read if (axis := self.values[t].layout.axis) is not None and axis.dim],
             factors=self.factors,
             irregular={n: t for n, t in inside.irregular.items() if n in results},
-            use=inside.batch_sized.use,
+            indexed={n: t for n, t in inside.indexed.items() if n in results},
             summed={t for t, v in self.values.items() if v.kind is BatchKind.SUMMED},
             zero_gradients={t for t, v in self.values.items() if self._is_zero_gradient(t, v)},
             size_dependent_state=[t for t in leaving if self.values[t].exponent != 0],

@@ -12,7 +12,7 @@ from rewriters.analysis.autodiff_roles import is_random, is_seed, reads_shape_on
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.batch_semantics import movement_rules
 from rewriters.batch_semantics.axis_rules import LENGTH_OPERANDS, SHAPE_OPERANDS, infer_layouts
-from rewriters.batch_semantics.batch_sized_values import BatchSizedValues, is_offset_by_micro_batch
+from rewriters.batch_semantics.batch_indices import are_batch_indices
 from rewriters.batch_semantics.domain import (
     DATA_INDEPENDENT,
     AbstractValue,
@@ -33,12 +33,11 @@ from rewriters.batch_semantics.scaling_rules import (
     scaled_operands,
     scaling_exponent,
 )
-from rewriters.errors import PipelineError
 from rewriters.ir.graph import BRANCHES, LOOPS, Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import is_inexact
 from rewriters.ir.variables import variable_handles
-from rewriters.pipelining.step_partition import MicroBatchUse, StepPartition
+from rewriters.pipelining.step_partition import StepPartition, data_independent_ops
 from rewriters.rules.elementwise import ELEMENTWISE
 
 __all__: list[str] = []
@@ -66,7 +65,7 @@ class BatchInterpreter:
         nonlinear: Ops whose result for a micro-batch does not scale as their operand does.
         unknown: Ops without a rule.
         irregular: Ops that compute with a number which depends on the batch size by no power, each with that number.
-        batch_sized: Uses of data-independent tensors that are as long as the batch.
+        indexed: Ops that read a data-independent tensor which differs between samples, each with that tensor.
     """
 
     def __init__(
@@ -87,9 +86,9 @@ class BatchInterpreter:
         self.nonlinear: dict[Node, None] = {}
         self.unknown: dict[Node, None] = {}
         self.irregular: dict[Node, Tensor] = {}
-        self.batch_sized = BatchSizedValues(
-            analysis, parts, sizes.growth, lambda t: self.values[t].kind is not BatchKind.INDEXED
-        )
+        self.indexed: dict[Node, Tensor] = {}
+        # Autodiff's values belong to one micro-batch, such as one over the number of its samples.
+        self._independent = data_independent_ops(analysis, parts) - analysis.backward
         self._carried = set(parts.carried_variables)
         self._batches = {t for t in analysis.graph.inputs if t.node in parts.sources}
         for node in analysis.order:
@@ -193,27 +192,17 @@ class BatchInterpreter:
         return tensor.dtype.name == "bool" or (is_inexact(tensor.dtype) and (is_scalar or op.node.op in ELEMENTWISE))
 
     def _operand(self, node: Node, tensor: Tensor) -> AbstractValue:
-        """Return the value that a micro-batch reads: its slice of one that differs between samples."""
+        """Return the value that a micro-batch reads; note one that differs between samples and is no index."""
         value = self.values[tensor]
-        if value.kind is not BatchKind.INDEXED or node in self.batch_sized.forward or reads_shape_only(node):
+        if value.kind is not BatchKind.INDEXED or node in self._independent or reads_shape_only(node):
             return value
-        uniform = AbstractValue(dataclasses.replace(value.layout, kind=BatchKind.UNIFORM))
-        try:
-            use = self.batch_sized.use(tensor)
-        except PipelineError:  # The emitter raises it again, unless a check before it explains more.
-            return uniform
-        if use is MicroBatchUse.INDEX and is_offset_by_micro_batch(*self.sizes.values(tensor), self.sizes.count):
-            return uniform
-        if use is MicroBatchUse.SLICE:
-            growth = self.sizes.growth(tensor)
-            rows = growth.rows if growth is not None else 0
-            axis = BatchAxis(0, 1, rows) if rows else BatchAxis(0)
-            return AbstractValue(BatchLayout(BatchKind.PER_SAMPLE, axis), is_slice=True)
-        return value
+        if not are_batch_indices(self.analysis, self.sizes, tensor, self.parts.update):
+            self.indexed.setdefault(node, tensor)
+        return AbstractValue(dataclasses.replace(value.layout, kind=BatchKind.UNIFORM))
 
     def _random_layout(self, node: Node, tensor: Tensor) -> BatchLayout:
         """Return the layout of random numbers: data-independent with a fixed seed, else drawn by each micro-batch."""
-        if node not in self.batch_sized.forward:
+        if node not in self._independent:
             return self._layout_by_size(tensor, BatchKind.INVARIANT)
         axis = self.sizes.axis(tensor)
         return BatchLayout(BatchKind.INDEXED, axis) if axis else BatchLayout()

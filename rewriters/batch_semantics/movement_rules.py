@@ -318,8 +318,8 @@ def _gather_weights(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
 @rule("GatherNd")
 def _gather_nd(op: BatchOp) -> list[BatchLayout]:
     table, index = op.values[0], op.values[1]
-    if table.is_slice or table.kind is BatchKind.SUMMED:
-        raise CrossSampleError  # The index may name a row of another slice.
+    if table.kind is BatchKind.SUMMED:
+        raise CrossSampleError
     if table.kind is not BatchKind.INVARIANT or index.kind is not BatchKind.PER_SAMPLE or index.layout.axis is None:
         raise UnsupportedUseError
     if index.layout.axis.dim == len(op.shape(1)) - 1:

@@ -21,12 +21,7 @@ from rewriters.ir.graph import Graph, Node, Tensor, predecessors
 from rewriters.ir.static_values import int_constant, type_attr
 from rewriters.ir.variables import may_write_variable, variable_handles
 from rewriters.pipelining.micro_batch_reduction import BatchGrowth, MicroBatchReduction, ReductionChooser
-from rewriters.pipelining.step_partition import (
-    MicroBatchUse,
-    StepPartition,
-    data_independent_ops,
-    with_sliced_values,
-)
+from rewriters.pipelining.step_partition import StepPartition, data_independent_ops
 
 __all__: list[str] = []
 
@@ -64,7 +59,6 @@ class UnrollSpec:
         micro_batches: Number of micro-batches.
         growth: Returns how much larger a tensor is for the batch; `None` if it does not grow along some axes only.
         is_mean: Tells whether a gradient or a loss is a mean over the batch rather than a sum; `None` if unknown.
-        use: Returns how micro-batches read a value that does not depend on data.
         counterpart: Returns the op of the step as traced for the batch that a constant corresponds to, or `None`.
         order: Returns the order in which micro-batches compute a tensor.
         factors: Factor of an operand in each micro-batch, by op name and position, such as its fraction of a total.
@@ -75,7 +69,6 @@ class UnrollSpec:
     micro_batches: int
     growth: Callable[[Tensor], BatchGrowth | None]
     is_mean: Callable[[Tensor], bool | None]
-    use: Callable[[Tensor], MicroBatchUse] = dataclasses.field(default=lambda tensor: MicroBatchUse.SAME)
     counterpart: Callable[[Node], Node | None] = dataclasses.field(default=lambda node: node)
     order: Callable[[Tensor], Sequence[int]] = dataclasses.field(default=lambda tensor: ())
     factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
@@ -119,10 +112,7 @@ class _Unroller:
         self.analysis = analysis
         self.spec = spec
         self.without = data_independent_ops(analysis, parts)
-        self.inner = self.without - analysis.backward
         self.parts = parts
-        self.cut = self._sliced_values() if spec.micro_batches > 1 else []
-        self.parts = with_sliced_values(analysis, parts, self.cut)
         self.count = spec.micro_batches
         old = analysis.graph
         library = type(old.library)()
@@ -132,7 +122,6 @@ class _Unroller:
         self.once: dict[Node, Node] = {}
         self.clones: dict[Node, list[Node]] = {}
         self.pieces: dict[Node, list[Tensor]] = {}
-        self.shared_pieces: dict[Tensor, list[Tensor]] = {}
         self.combined: dict[Tensor, tuple[Tensor, MicroBatchReduction]] = {}
         self.sizes = shape_computations(analysis.order)
         declared = {analysis.graph.outputs[position]: how for position, how in spec.reductions.items()}
@@ -154,7 +143,6 @@ class _Unroller:
             operands = (self.once[t.node].out(t.index) if node in early else self._shared(t) for t in node.inputs)
             self.once[node].inputs = list(operands)
         self._cut_arguments()
-        self._cut_shared()
         for number in range(self.count):
             for node in (node for node in order if node in self.parts.per_micro_batch):
                 name = node.name if self.count == 1 else f"micro_{number}/{node.name}"
@@ -183,31 +171,6 @@ class _Unroller:
             elif tensor.node in self.once or self.count == 1:
                 self.graph.aliases[name] = self._copies(tensor.node)[0].out(tensor.index)
 
-    def _sliced_values(self) -> list[Tensor]:
-        """Return the values that are computed for the batch and split, although they do not depend on its data."""
-        crossing = (n for n in self.analysis.order if n not in self.inner and n not in self.parts.update)
-        read = dict.fromkeys(t for node in crossing if not reads_shape_only(node) for t in node.inputs)
-        return [tensor for tensor in read if self._is_sliced(tensor)]
-
-    def _is_sliced(self, tensor: Tensor) -> bool:
-        source = tensor.node
-        if source not in self.inner or source.op == "Placeholder" or not tensor.shape:
-            return False
-        growth = self.spec.growth(tensor)
-        if growth is None:
-            if source not in self.parts.per_micro_batch or None not in tensor.shape:
-                return False
-        elif not growth.axes:
-            return False
-        if self.spec.use(tensor) is not MicroBatchUse.SLICE:
-            return False
-        if growth is None:
-            raise PipelineError(
-                f"`{tensor.name}` ({source.op}) has to be split between micro-batches, and its size is unknown. Pass "
-                "it as an argument of the step, trace the step with a known batch size, or use `micro_batches=1`."
-            )
-        return True
-
     # Copies ---------------------------------------------------------------------------------------------------
 
     def _add(self, node: Node, name: str, number: int | None) -> Node:
@@ -220,10 +183,8 @@ class _Unroller:
             self.clones.setdefault(node, []).append(new)
         return new
 
-    def _of(self, tensor: Tensor, number: int, of_whole: bool = True) -> Tensor:
-        """Return a tensor as one micro-batch reads it; with `of_whole`, its slice if it is split."""
-        if of_whole and tensor in self.shared_pieces:
-            return self.shared_pieces[tensor][number]
+    def _of(self, tensor: Tensor, number: int) -> Tensor:
+        """Return a tensor as one micro-batch reads it."""
         if tensor.node in self.pieces:
             return self.pieces[tensor.node][number]
         if tensor.node in self.parts.per_micro_batch:
@@ -231,11 +192,8 @@ class _Unroller:
         return self.once[tensor.node].out(tensor.index)
 
     def _operand(self, node: Node, position: int, number: int) -> Tensor:
-        """Return an operand as one micro-batch reads it, times its factor if it has one.
-
-        A data-independent op reads values computed for the micro-batch alone, with its size.
-        """
-        value = self._of(node.inputs[position], number, node not in self.inner and not reads_shape_only(node))
+        """Return an operand as one micro-batch reads it, times its factor if it has one."""
+        value = self._of(node.inputs[position], number)
         factor = self.spec.factors.get((node.name, position))
         if factor is None or self.count == 1:
             return value
@@ -277,26 +235,15 @@ class _Unroller:
         for argument in arguments if self.count > 1 else ():
             whole = self.once[argument]
             dtype, shape = argument.outputs[0]
-            self.pieces[argument] = self._split(argument.out(), whole.out())
+            axis = self._helper(int_constant(self.graph, f"micro/{argument.name}/axis", 0, tf.int32), argument)
+            attrs = {"T": type_attr(dtype), "num_split": tf.compat.v1.AttrValue(i=self.count)}
+            name = self.graph.unique_name(f"micro/{argument.name}/split")
+            outputs = [(dtype, shape)] * self.count
+            node = self.graph.add(Node(name, "Split", [axis.out(), whole.out()], (), attrs, "", outputs))
+            self._helper(node, argument, Role.SPLIT)
+            self.pieces[argument] = [node.out(number) for number in range(self.count)]
             whole.attrs = {key: value for key, value in whole.attrs.items() if key != "shape"}
             whole.outputs = [(dtype, None if shape is None else (None, *shape[1:]))]
-
-    def _cut_shared(self) -> None:
-        """Split data-independent values that are as long as the batch."""
-        for tensor in self.cut:
-            whole = self._copy_for_whole(tensor.node).out(tensor.index)
-            self.shared_pieces[tensor] = self._split(tensor, whole)
-
-    def _split(self, tensor: Tensor, whole: Tensor) -> list[Tensor]:
-        source = tensor.node
-        suffix = f"_{tensor.index}" if tensor.index else ""
-        axis = self._helper(int_constant(self.graph, f"micro/{source.name}/axis", 0, tf.int32), source)
-        attrs = {"T": type_attr(tensor.dtype), "num_split": tf.compat.v1.AttrValue(i=self.count)}
-        outputs = [(tensor.dtype, tensor.shape)] * self.count
-        name = self.graph.unique_name(f"micro/{source.name}{suffix}/split")
-        node = self.graph.add(Node(name, "Split", [axis.out(), whole], (), attrs, "", outputs))
-        self._helper(node, source, Role.SPLIT)
-        return [node.out(number) for number in range(self.count)]
 
     def _helper(self, node: Node, source: Node, role: Role = Role.COMBINE, number: int | None = None) -> Node:
         self.origin[node] = Origin(role, source, number)

@@ -12,7 +12,6 @@ metrics (`EffectHints`).
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Container, Iterable, Sequence
 
 from rewriters.analysis.autodiff_roles import gradients, is_seed, reads_shape_only, update_descendants, update_nodes
@@ -28,14 +27,6 @@ _COUNTS = ops_with(Trait.COUNTS)
 """Ops that increment. They run per micro-batch only if their operand depends on the batch: a step counter that seeds
 random numbers stays a step counter."""
 _SOURCES = ops_with(Trait.SOURCE)
-
-
-class MicroBatchUse(enum.Enum):
-    """Ways in which a micro-batch reads a value that does not depend on the data of the batch."""
-
-    SAME = "all micro-batches read one value, or each computes it from its own size"
-    SLICE = "each micro-batch reads its slice of the value for the batch"
-    INDEX = "the value indexes a tensor of the micro-batch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,19 +61,6 @@ def data_independent_ops(analysis: GraphAnalysis, parts: StepPartition) -> set[N
         if is_shared or reads_shape_only(node) or (is_pure and all(t.node in result for t in node.inputs)):
             result.add(node)
     return result
-
-
-def with_sliced_values(analysis: GraphAnalysis, parts: StepPartition, sliced: Iterable[Tensor]) -> StepPartition:
-    """Return the partition in which all consumers of sliced values, direct or not, run for each micro-batch."""
-    values = set(sliced)
-    consumers: set[Node] = set()
-    for node in analysis.order if values else ():
-        if node not in parts.update and not reads_shape_only(node):
-            if any(t in values or t.node in consumers for t in node.inputs):
-                consumers.add(node)
-    return dataclasses.replace(
-        parts, per_micro_batch=parts.per_micro_batch | consumers, batch_dependent=parts.batch_dependent | consumers
-    )
 
 
 @dataclasses.dataclass(frozen=True)

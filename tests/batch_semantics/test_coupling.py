@@ -489,22 +489,27 @@ def test_update_that_reads_a_total_equals_original_step_or_is_refused(chosen):
         judge(step)
 
 
-def test_counter_that_seeds_noise_counts_steps():
-    """And the noise of a step is that of the plain one, for all samples and for each."""
+@pytest.mark.parametrize("is_per_sample", [False, True])
+def test_counter_that_seeds_noise_counts_steps(is_per_sample):
+    """The noise of a step is that of the original one; other noise for each sample is refused."""
     w, counter = tf.Variable(np.eye(3)), tf.Variable(3, dtype="int64", name="counter")
 
     @tf.function(autograph=False)
     def step(x):
         seed = tf.stack([counter.read_value(), tf.constant(0, "int64")])
         flip = tf.sign(tf.random.stateless_uniform([], seed, -1, 1, "float64"))
-        own = tf.random.stateless_normal(tf.shape(x), seed, dtype="float64")
+        own = tf.random.stateless_normal(tf.shape(x)[:1] if is_per_sample else [], seed, dtype="float64")
         with tf.GradientTape() as tape:
-            value = mean(tf.square((flip * x + own) @ w))
+            value = mean(tf.square((flip * x + own[..., None]) @ w))
         w.assign_sub(0.1 * tape.gradient(value, w))
         counter.assign_add(1)
         return value, counter.read_value(), flip
 
-    assert same(step, [w, counter], steps=3) == ()
+    if is_per_sample:
+        with pytest.raises(PipelineError, match="does not depend on its data and differs between samples"):
+            judge(step)
+    else:
+        assert same(step, [w, counter], steps=3) == ()
 
 
 TOTALS = {

@@ -129,6 +129,7 @@ def test_results_of_open_batch_are_refused_likewise():
 
 # As long as the batch, but not made of its data --------------------------------------------------------------
 
+INDEXED = "does not depend on its data and differs between samples"
 ROWS = np.random.default_rng(1).normal(size=(8, 3))
 
 
@@ -151,17 +152,34 @@ def noise(x):
 
 
 @pytest.mark.parametrize("example", [None, (OPEN,)], ids=["known", "open"])
-@pytest.mark.parametrize("rows", [numbers, noise, lambda x: tf.ones(tf.shape(x), "float64")])
-def test_sample_numbers_and_noise_equal_original_step(rows, example):
-    error, _ = compared(by_position(rows), X, example=example)
+@pytest.mark.parametrize("rows", [numbers, noise])
+def test_sample_numbers_and_noise_are_refused(rows, example):
+    with pytest.raises(PipelineError, match=INDEXED):
+        compared(by_position(rows), X, example=example)
+
+
+def test_values_that_are_equal_for_all_samples_equal_original_step():
+    error, _ = compared(by_position(lambda x: tf.ones(tf.shape(x), "float64")), X, example=(OPEN,))
     assert error < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", [tf.constant, tf.Variable])
-def test_table_rows_by_sample_number_equal_original_step(kind):
+def test_table_rows_by_sample_number_are_refused(kind):
     bank = kind(ROWS)
-    error, _ = compared(by_position(lambda x: bank[: x.shape[0]]), X, count=4)
-    assert error < TOLERANCE
+    with pytest.raises(PipelineError, match=INDEXED):
+        compared(by_position(lambda x: bank[: x.shape[0]]), X, count=4)
+
+
+@pytest.mark.parametrize("example", [None, (OPEN, tf.TensorSpec((None,), "int64"))], ids=["known", "open"])
+def test_column_of_each_sample_equals_original_step(example):
+    """The gradient of `tf.gather` with `batch_dims` scatters by sample numbers."""
+
+    def loss_and_result(w, x, y):
+        chosen = tf.gather(tf.tanh(x @ w), y, batch_dims=1)
+        return mean(chosen), chosen
+
+    error, found = compared(descending(loss_and_result), X, np.arange(8) % 3, example=example)
+    assert error < TOLERANCE and found == ["mean", "concatenated"]
 
 
 def sized(x):
@@ -188,12 +206,13 @@ WEIGHTED = {
     "labels of two on an axis": (lambda h, x: mean(tf.stack([h, -h]) * tf.reshape(half(x), [2, -1, 1])), "mean"),
     "ones over the size": (lambda h, x: tf.reduce_sum(h * (tf.ones_like(x) / sized(x))), "mean"),
     "a constant of one over the size": (lambda h, x: tf.reduce_sum(h * np.full(x.shape, 1 / x.shape[0])), "mean"),
-    "numbers over the size": (lambda h, x: tf.reduce_sum(h * numbers(x) / sized(x)), "mean"),
-    "numbers over it, on their own": (lambda h, x: tf.reduce_sum(h * (numbers(x) / sized(x))), "sum"),
-    "mean by numbers over it": (lambda h, x: mean(h * (numbers(x) / sized(x))), "mean"),
-    "numbers from the middle": (lambda h, x: mean(h * (numbers(x) - tf.cast(tf.shape(x)[0] // 2, "float64"))), "mean"),
-    "each number twice": (lambda h, x: mean(tf.repeat(h, 2, 0) * tf.repeat(numbers(x), 2, 0)), "mean"),
-    "the first is heavier": (lambda h, x: mean(h * (0.5 + tf.cast(numbers(x) < 1, "float64"))), "mean"),
+}
+NUMBERED = {
+    "numbers over the size": lambda h, x: tf.reduce_sum(h * numbers(x) / sized(x)),
+    "numbers over it, on their own": lambda h, x: tf.reduce_sum(h * (numbers(x) / sized(x))),
+    "numbers from the middle": lambda h, x: mean(h * (numbers(x) - tf.cast(tf.shape(x)[0] // 2, "float64"))),
+    "each number twice": lambda h, x: mean(tf.repeat(h, 2, 0) * tf.repeat(numbers(x), 2, 0)),
+    "the first is heavier": lambda h, x: mean(h * (0.5 + tf.cast(numbers(x) < 1, "float64"))),
 }
 
 
@@ -248,6 +267,23 @@ def test_sample_weights_equal_original_step(name, returned):
         compared((step, w), X, loss_reduction=other)
 
 
+@pytest.mark.parametrize("returned", [True, False], ids=["loss", "no loss"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", NUMBERED)
+def test_weights_by_sample_numbers_are_refused(name, reduction, returned):
+    w = tf.Variable(np.eye(3) + 0.1)
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            value = NUMBERED[name](x @ w, x)
+        w.assign_sub(0.1 * tape.gradient(value, w))
+        return (value, value) if returned else ()
+
+    with pytest.raises(PipelineError, match=INDEXED):
+        compared((step, w), X, loss_reduction=reduction)
+
+
 @pytest.mark.parametrize(
     ("rows", "op"),
     [
@@ -259,7 +295,7 @@ def test_sample_weights_equal_original_step(name, returned):
     ids=["noise", "numbers", "labels of each sample", "and spread"],
 )
 def test_values_laid_out_unlike_two_batches_are_refused(rows, op):
-    with pytest.raises(PipelineError, match=rf"mix samples of the batch: `\w+` \({op}\)"):
+    with pytest.raises(PipelineError, match=rf"mix samples of the batch: `\w+` \({op}\)|{INDEXED}"):
         compared(descending(lambda w, x: (mean(two(tf.tanh(x @ w)) * rows(x)), mean(x))), X)
 
 
@@ -269,7 +305,7 @@ def test_noise_looked_up_by_data_is_refused():
     def loss_and_result(w, x, index):
         return mean(x @ w + tf.gather_nd(noise(x), index[:, None])), mean(x)
 
-    with pytest.raises(PipelineError, match=r"mix samples of the batch: `GatherNd` \(GatherNd\)"):
+    with pytest.raises(PipelineError, match=INDEXED):
         compared(descending(loss_and_result), X, index)
 
 
@@ -303,7 +339,7 @@ def test_row_indices_of_other_samples_are_refused(turned, returned):
         w.assign_sub(0.1 * tape.gradient(value, w))
         return (value, value) if returned else ()
 
-    with pytest.raises(PipelineError, match=r"mix samples of the batch: `[\w/]+` \((GatherNd|UnsortedSegmentSum)\)"):
+    with pytest.raises(PipelineError, match=INDEXED):
         compared((step, w), X)
 
 
@@ -320,7 +356,7 @@ def test_subset_of_samples_is_refused(samples, returned):
         w.assign_sub(0.1 * tape.gradient(value, w))
         return (value, value) if returned else ()
 
-    with pytest.raises(PipelineError, match=r"mix samples of the batch: `[\w/]+` \((StridedSlice|MatMul)\)"):
+    with pytest.raises(PipelineError, match=rf"mix samples of the batch: `[\w/]+` \((StridedSlice|MatMul)\)|{INDEXED}"):
         compared((step, w), X)
 
 

@@ -138,7 +138,6 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
         params.total_micro_batches,
         growth=lambda tensor: sizes.growth(staged.traced(tensor)),
         is_mean=lambda tensor: judgement.is_mean(staged.traced(tensor)),
-        use=lambda tensor: judgement.use(staged.traced(tensor)),
         counterpart=sizes.counterpart,
         factors=judgement.factors,
         gradients_are_means=params.loss_reduction == "mean",

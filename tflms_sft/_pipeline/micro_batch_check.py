@@ -16,7 +16,7 @@ from rewriters.ir.graph import LOOPS, Node, Tensor, ancestors
 from rewriters.ir.inlining import is_xla_call
 from rewriters.ir.static_values import is_inexact
 from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction
-from rewriters.pipelining.step_partition import MicroBatchUse, StepPartition, split_step
+from rewriters.pipelining.step_partition import StepPartition, split_step
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._pipeline.batch_scaling import BatchScaling
 from tflms_sft._pipeline.declarations import declared_ops, declared_reductions
@@ -43,14 +43,12 @@ class MicroBatchContract:
         notes: Notes for the plan.
         is_mean: Tells whether a value is a mean over the batch rather than a sum; `None` if unknown.
         factors: Factor of what a micro-batch adds to a variable, by op name and operand position.
-        use: Returns how micro-batches read a value that does not depend on data.
         reductions: Reductions that the user declares, by output position.
     """
 
     notes: tuple[str, ...]
     is_mean: Callable[[Tensor], bool | None]
     factors: Mapping[tuple[str, int], float] = dataclasses.field(default_factory=dict)
-    use: Callable[[Tensor], MicroBatchUse] = dataclasses.field(default=lambda tensor: MicroBatchUse.SAME)
     reductions: Mapping[int, MicroBatchReduction] = dataclasses.field(default_factory=dict)
 
 
@@ -74,6 +72,7 @@ def check_micro_batches(
     checked = settled(traces)
     check = _Check(checked, params)
     notes = check.refuse_cross_sample()
+    check.refuse_indexed()
     check.refuse_sizes()
     check.refuse_gradients()
     check.refuse_results()
@@ -83,9 +82,7 @@ def check_micro_batches(
         _refuse_other_sizes(settled(traces, axis), params, f"For an open axis of size {axis}")
     # With `batch_norm="micro"` a value after an op that mixes samples is that of a loop that accumulates gradients.
     contract = _ContractByName(check, emitted or check.analysis, is_mean if check.report.cross_sample else None)
-    return MicroBatchContract(
-        notes + check.unknown_notes(), contract.is_mean, check.factors(), contract.use, check.reductions
-    )
+    return MicroBatchContract(notes + check.unknown_notes(), contract.is_mean, check.factors(), check.reductions)
 
 
 def _refuse_other_sizes(other: BatchTraces, params: PipelineParams, when: str) -> None:
@@ -116,8 +113,6 @@ class _ContractByName:
 
     def __init__(self, check: _Check, emitted: GraphAnalysis, unknown: bool | None) -> None:
         report, graph = check.report, check.analysis.graph
-        self._checked = graph.nodes
-        self._report = report
         self._by_name = {tensor.name: is_mean for tensor, is_mean in report.is_mean.items()}
         self._unknown = unknown
         results = zip(emitted.graph.outputs, graph.outputs, strict=True)
@@ -126,13 +121,6 @@ class _ContractByName:
     def is_mean(self, tensor: Tensor) -> bool | None:
         """Return whether a value is a mean over the batch rather than a sum; `None` if unknown or irrelevant."""
         return self._results[tensor] if tensor in self._results else self._by_name.get(tensor.name, self._unknown)
-
-    def use(self, tensor: Tensor) -> MicroBatchUse:
-        """Return how micro-batches read a value that does not depend on data."""
-        node = self._checked.get(tensor.node.name)
-        if node is None or tensor.index >= len(node.outputs):
-            return MicroBatchUse.SAME
-        return self._report.use(node.out(tensor.index))
 
 
 class _UserNames:
@@ -230,6 +218,19 @@ class _Check:
             metrics = names.all(report.inexact_metrics)
             notes += (f"a metric may differ, because it does not add up over micro-batches: {metrics}",)
         return notes
+
+    def refuse_indexed(self) -> None:
+        """Refuse values that do not depend on data and differ between samples, such as sample numbers.
+
+        Raises:
+            PipelineError: With one of them.
+        """
+        for node, tensor in self.report.indexed.items():
+            raise PipelineError(
+                f"{self.names.of(node)} reads `{tensor.name}` ({tensor.node.op}), which is as long as the batch, "
+                "does not depend on its data and differs between samples, such as sample numbers or noise of a fixed "
+                "seed. Pass it as an argument of the step, or use `micro_batches=1`."
+            )
 
     def refuse_sizes(self) -> None:
         """Refuse numbers that depend on the batch size by no power of it.
