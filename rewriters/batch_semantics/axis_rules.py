@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.batch_semantics.domain import (
     DATA_INDEPENDENT,
     BatchAxis,
@@ -20,11 +21,13 @@ from rewriters.batch_semantics.domain import (
     UnsupportedUseError,
     common_axis,
 )
+from rewriters.batch_semantics.scaling_rules import ADDITIVE, linear_operands
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node
+from rewriters.ir.op_traits import OP_TRAITS, Trait, ops_with
 from rewriters.ir.static_values import is_inexact
 from rewriters.rules.contraction import Einsum
-from rewriters.rules.elementwise import ELEMENTWISE, LinearIn, channel_dim
+from rewriters.rules.elementwise import ELEMENTWISE, channel_dim
 from rewriters.rules.registry import find_rule
 
 __all__: list[str] = []
@@ -34,34 +37,22 @@ Rule = Callable[[BatchOp], list[BatchLayout]]
 _RULES: dict[str, Rule] = {}
 
 SHAPE_OPERANDS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Reshape", "BroadcastTo", "Tile", "ExpandDims", "ArgMax", "ArgMin", "Transpose"), (1,)),
-    **dict.fromkeys(("Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm", "Cumsum"), (1,)),
-    **dict.fromkeys(("Fill", "RandomUniform", "RandomStandardNormal", "StatelessRandomUniformV2"), (0,)),
-    **dict.fromkeys(("StatelessRandomNormalV2", "StatelessRandomGetKeyCounter", "TruncatedNormal"), (0,)),
-    **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"), (0,)),
-    **dict.fromkeys(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter"), (1,)),
-    **dict.fromkeys(("AvgPoolGrad", "AvgPool3DGrad"), (0,)),
+    **{op_type: (t.shape_operand,) for op_type, t in OP_TRAITS.items() if t.shape_operand is not None},
+    **dict.fromkeys(ops_with(Trait.REDUCTION) | ops_with(Trait.CONV_FILTER_GRADIENT), (1,)),
+    **dict.fromkeys(
+        ("Cumsum", "DepthwiseConv2dNativeBackpropFilter", "EuclideanNorm", "ExpandDims", "Transpose"), (1,)
+    ),
     **dict.fromkeys(("ResizeBilinearGrad", "ResizeBicubicGrad", "ResizeNearestNeighborGrad"), (1,)),
     **dict.fromkeys(("ResizeBilinear", "ResizeBicubic", "ResizeArea", "ResizeNearestNeighbor"), (1,)),
+    **dict.fromkeys(("AvgPoolGrad", "AvgPool3DGrad", "DepthwiseConv2dNativeBackpropInput"), (0,)),
+    **dict.fromkeys(("RandomUniform", "RandomStandardNormal", "StatelessRandomUniformV2"), (0,)),
+    **dict.fromkeys(("StatelessRandomNormalV2", "StatelessRandomGetKeyCounter", "TruncatedNormal"), (0,)),
+    **dict.fromkeys(("GatherV2", "ScatterNd", "SparseTensorDenseMatMul", "UnsortedSegmentSum"), (2,)),
+    "Slice": (1, 2),
     "StridedSlice": (1, 2, 3),
     "StridedSliceGrad": (0, 1, 2, 3),
-    "Slice": (1, 2),
-    "UnsortedSegmentSum": (2,),
-    "ScatterNd": (2,),
-    "GatherV2": (2,),
-    "SparseTensorDenseMatMul": (2,),
 }
 """Operands that are sizes or axes: no value of the result depends on what they are computed from."""
-
-LENGTH_OPERANDS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Pad", "PadV2", "MirrorPad", "OneHot", "SplitV", "SparseToDense", "TopKV2"), (1,)),
-    **dict.fromkeys(("Bincount", "DenseBincount", "Multinomial", "StatelessMultinomial"), (1,)),
-    **dict.fromkeys(("UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"), (2,)),
-    "MatrixDiagV3": (1, 2, 3),
-    "LinSpace": (2,),
-    "Range": (0, 1, 2),
-}
-"""Operands that determine the length of a result, but no value of it, if it is as long as the batch."""
 
 
 def rule(*op_types: str) -> Callable[[Rule], Rule]:
@@ -90,17 +81,30 @@ def infer_layouts(op: BatchOp) -> list[BatchLayout]:
     """
     if all(value.kind in DATA_INDEPENDENT for value in op.values) and not op.node.stateful:
         return _data_independent(op)
+    sums, linear = op.of_kind(BatchKind.SUMMED), linear_operands(op)
+    if sums and op.node.op in ("OnesLike", "ZerosLike"):
+        return [BatchLayout()]
+    if sums and set(sums) <= set(linear) and (len(sums) == 1 or op.node.op in ADDITIVE):
+        if op.of_kind(BatchKind.PER_SAMPLE):
+            raise CrossSampleError
+        return sum_of(op, adds_samples=False)
     return _apply_rule(op)
 
 
 def _apply_rule(op: BatchOp) -> list[BatchLayout]:
+    """Return the layouts by rule; all rules but that of sizes are for samples, and not for sums over them."""
+    has_sums = bool(op.of_kind(BatchKind.SUMMED)) and not reads_shape_only(op.node)
     registered = _RULES.get(op.node.op)
     if registered is not None:
+        if has_sums:
+            raise CrossSampleError
         return registered(op)
     try:
         data = find_rule(op.node).data(op.analysis.view(op.node))
     except NotTileableError:
         raise UnsupportedUseError from None
+    if has_sums:
+        raise CrossSampleError
     return _images(op, data)
 
 
@@ -187,29 +191,8 @@ def _elementwise(op: BatchOp) -> list[BatchLayout]:
         if value.kind is not BatchKind.SUMMED and axis is not None:
             is_condition = has_row_condition and position == 0
             axes.append(axis if is_condition else axis.moved(axis.dim + rank - len(op.shape(position))))
-    if not samples:
-        return _linear(op)
-    if op.of_kind(BatchKind.SUMMED):
-        raise CrossSampleError
     row_index = op.values[0].layout.row_index if op.node.op in ("Cast", "Identity") else None
     return rows_at(op, common_axis(axes), op.is_ragged(samples), row_index)
-
-
-_LINEAR = frozenset("Add AddN AddV2 BiasAdd CheckNumerics Complex Conj EnsureShape Imag Real Sub".split())
-
-
-def _linear(op: BatchOp) -> list[BatchLayout]:
-    """Return the sums that an elementwise op makes of sums over samples, if it is linear in them."""
-    sums = op.of_kind(BatchKind.SUMMED)
-    if op.node.op in ("ZerosLike", "OnesLike"):
-        return [BatchLayout()] * len(op.outs)
-    if op.node.op == "Cast" and is_inexact(op.node.inputs[0].dtype) and not is_inexact(op.outs[0].dtype):
-        raise CrossSampleError
-    registered = registered_rule(op.node)
-    is_linear = isinstance(registered, LinearIn) and len(sums) == 1 and sums[0] in registered.positions
-    if is_linear or op.node.op in _LINEAR or (op.node.op in ("Select", "SelectV2") and 0 not in sums):
-        return sum_of(op, adds_samples=False)
-    raise CrossSampleError
 
 
 def registered_rule(node: Node) -> object:
@@ -222,7 +205,7 @@ def registered_rule(node: Node) -> object:
 
 def _images(op: BatchOp, data: Sequence[int]) -> list[BatchLayout]:
     """Return layouts of an op on images along the first dimension of the `data` operands."""
-    if op.of_kind(BatchKind.SUMMED) or any(position not in data for position in op.of_kind(BatchKind.PER_SAMPLE)):
+    if any(position not in data for position in op.of_kind(BatchKind.PER_SAMPLE)):
         raise CrossSampleError
     axis = common_axis(axis for position in data if (axis := op.axis(position)) is not None)
     if axis.dim != 0:
@@ -253,8 +236,6 @@ _TRAILING = {
 @rule(*_TRAILING)
 def _trailing(op: BatchOp) -> list[BatchLayout]:
     samples = op.of_kind(BatchKind.PER_SAMPLE)
-    if op.of_kind(BatchKind.SUMMED):
-        raise CrossSampleError
     axis = common_axis(axis for p in samples if (axis := op.axis(p)) is not None)
     if axis.dim >= len(op.shape(0)) - _TRAILING[op.node.op]:
         raise CrossSampleError
@@ -278,10 +259,6 @@ def _reduction(op: BatchOp) -> list[BatchLayout]:
     is_mean, is_inexact_result = op.node.op == "Mean", is_inexact(op.outs[0].dtype)
     is_linear = op.node.op == "Sum" or (is_mean and is_inexact_result)
     layout = op.values[0].layout
-    if layout.kind is BatchKind.SUMMED:
-        if not is_linear:
-            raise CrossSampleError
-        return sum_of(op, adds_samples=False)
     axis, rank = layout.axis, len(op.shape(0))
     assert axis is not None
     axes = {number % rank for number in op.ints(1)}
@@ -298,16 +275,12 @@ def _reduction(op: BatchOp) -> list[BatchLayout]:
 
 @rule("L2Loss")
 def _l2_loss(op: BatchOp) -> list[BatchLayout]:
-    if op.of_kind(BatchKind.SUMMED):
-        raise CrossSampleError
     return sum_of(op)
 
 
 @rule("BiasAddGrad")
 def _bias_grad(op: BatchOp) -> list[BatchLayout]:
     axis = op.axis(0)
-    if op.of_kind(BatchKind.SUMMED):
-        return sum_of(op, adds_samples=False)
     if axis is None or axis.dim == channel_dim(op.node, len(op.shape(0))):
         raise CrossSampleError
     return sum_of(op)
@@ -344,11 +317,6 @@ def _labels(op: BatchOp) -> list[str]:
 def _product(op: BatchOp) -> list[BatchLayout]:
     """Keep samples as rows, or contract over them."""
     *operands, out = _labels(op)
-    sums, samples = op.of_kind(BatchKind.SUMMED), op.of_kind(BatchKind.PER_SAMPLE)
-    if sums:
-        if samples or len(sums) > 1:
-            raise CrossSampleError
-        return sum_of(op, adds_samples=False)
     axes = {p: axis for p in range(len(operands)) if (axis := op.axis(p)) is not None}
     letters = {operands[p][axis.dim] for p, axis in axes.items()}
     if len(letters) != 1:
@@ -359,16 +327,14 @@ def _product(op: BatchOp) -> list[BatchLayout]:
         if position not in axes and letter in labels and op.shape(position)[labels.index(letter)] != 1:
             raise CrossSampleError
     if letter in out:
-        return rows_at(op, axis.moved(out.index(letter)), op.is_ragged(samples))
+        return rows_at(op, axis.moved(out.index(letter)), op.is_ragged(op.of_kind(BatchKind.PER_SAMPLE)))
     return sum_of(op)
 
 
 @rule("UnsortedSegmentSum", "SegmentSum")
 def _segments(op: BatchOp) -> list[BatchLayout]:
     """Put rows back to their row numbers, sum each sample's segments, or sum over samples."""
-    data, ids = op.values[0], op.values[1]
-    if data.kind is BatchKind.SUMMED or ids.kind is BatchKind.SUMMED:
-        raise CrossSampleError
+    ids = op.values[1]
     if ids.layout.row_index is not None:
         return rows_at(op, ids.layout.row_index.moved(0))
     if op.may_grow():
@@ -379,18 +345,9 @@ def _segments(op: BatchOp) -> list[BatchLayout]:
     return sum_of(op)
 
 
-@rule("ScatterNd")
+@rule("ScatterNd", "DenseBincount", "Bincount", "HistogramFixedWidth")
 def _scatter(op: BatchOp) -> list[BatchLayout]:
-    if op.of_kind(BatchKind.SUMMED):
-        raise CrossSampleError
     if op.may_grow():
-        raise UnsupportedUseError
-    return sum_of(op)
-
-
-@rule("DenseBincount", "Bincount", "HistogramFixedWidth")
-def _count(op: BatchOp) -> list[BatchLayout]:
-    if op.may_grow() or op.of_kind(BatchKind.SUMMED):
         raise UnsupportedUseError
     return sum_of(op)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
@@ -32,6 +33,8 @@ class BatchKind(enum.Enum):
     PER_SAMPLE = "has rows for each sample that depend on that sample alone"
     SUMMED = "is a sum over samples"
 
+
+Exponent = Fraction | float | None
 
 DATA_INDEPENDENT = frozenset((BatchKind.INVARIANT, BatchKind.UNIFORM, BatchKind.INDEXED))
 """Kinds that depend on the batch by its size at most."""
@@ -81,24 +84,17 @@ class AbstractValue:
 
     Attributes:
         layout: Kind and batch axis.
-        exponent: Scaling exponent; `None` if unknown.
+        exponent: Scaling exponent; `None` if unknown, infinity if all entries are zero for all data.
         is_exact: Whether concatenating or adding the values of micro-batches reproduces that of the batch.
         state: Op that read a variable which earlier micro-batches have written, if the tensor depends on one.
         unknown_since: First op after which the exponent is unknown.
-        is_mixed: Whether that op added values of different exponents.
-        is_irregular: Whether the tensor depends on the batch size by no power of it.
-        is_zero: Whether all entries are zero for all data, as gradients of labels that are all zero. Every exponent is
-            right for such a tensor.
     """
 
     layout: BatchLayout = BatchLayout()
-    exponent: Fraction | None = Fraction(0)
+    exponent: Exponent = Fraction(0)
     is_exact: bool = True
     state: Node | None = None
     unknown_since: Node | None = None
-    is_mixed: bool = False
-    is_irregular: bool = False
-    is_zero: bool = False
 
     @property
     def kind(self) -> BatchKind:
@@ -106,12 +102,17 @@ class AbstractValue:
         return self.layout.kind
 
     @property
-    def depends_on_size(self) -> bool:
-        """Return whether the tensor is independent of data and has another value for the batch."""
-        return self.kind in DATA_INDEPENDENT and bool(self.is_irregular or self.exponent)
+    def is_irregular(self) -> bool:
+        """Return whether the tensor is independent of data, and its dependence on the batch size is no known power."""
+        return self.kind in DATA_INDEPENDENT and self.exponent is None
 
     @property
-    def combining_exponent(self) -> Fraction | None:
+    def is_zero(self) -> bool:
+        """Return whether all entries are zero for all data."""
+        return self.exponent == math.inf
+
+    @property
+    def combining_exponent(self) -> Exponent:
         """Exponent of the factor that the added or concatenated values of micro-batches need."""
         is_sum = self.kind in (BatchKind.INVARIANT, BatchKind.SUMMED)
         return self.exponent - 1 if is_sum and self.exponent is not None else self.exponent

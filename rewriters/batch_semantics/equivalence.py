@@ -12,12 +12,13 @@ operands of the update, results, and what is written to variables.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Container, Iterable, Sequence
 from fractions import Fraction
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.batch_semantics.axis_rules import SHAPE_OPERANDS
-from rewriters.batch_semantics.domain import AbstractValue, BatchKind, TraceComparison
+from rewriters.batch_semantics.domain import AbstractValue, BatchKind, Exponent, TraceComparison
 from rewriters.batch_semantics.interpreter import BatchInterpreter, draws
 from rewriters.ir.graph import Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.static_values import is_inexact
@@ -52,7 +53,6 @@ class EquivalenceReport:
         irregular: Ops that compute with a number which depends on the batch size by no power, each with that number.
         indexed: Ops that read a data-independent value which differs between samples, each with that value.
         summed: Sums over samples.
-        zero_gradients: Gradients whose entries are all zero.
         size_dependent_state: Results of what micro-batches have written and of a size that each of them has for itself.
     """
 
@@ -63,14 +63,13 @@ class EquivalenceReport:
     adds_invariant: list[Node]
     mixed: list[Node]
     nonlinear: list[Node]
-    exponents: dict[Tensor, Fraction | None]
+    exponents: dict[Tensor, Exponent]
     unknown: list[Node]
     transposed: list[Tensor]
     factors: dict[tuple[Node, int], float]
     irregular: dict[Node, Tensor]
     indexed: dict[Node, Tensor]
     summed: set[Tensor]
-    zero_gradients: set[Tensor]
     size_dependent_state: list[Tensor]
 
 
@@ -133,9 +132,7 @@ class _EquivalenceCheck:
         }
         leaving = [t for t in dict.fromkeys((*self.outputs, *read)) if self._is_state(t)]
         unknown = [n for n in inside.unknown if n in results]
-        unknown += [
-            v.unknown_since for v in exponents.values() if v.exponent is None and v.unknown_since and not v.is_mixed
-        ]
+        unknown += [v.unknown_since for v in exponents.values() if v.exponent is None and v.unknown_since]
         return EquivalenceReport(
             cross_sample=forward or cross_sample,
             inexact_variables=[(h, node) for h, node in self.inexact_variables.items() if h not in rewritten],
@@ -151,16 +148,12 @@ class _EquivalenceCheck:
             irregular={n: t for n, t in inside.irregular.items() if n in results},
             indexed={n: t for n, t in inside.indexed.items() if n in results},
             summed={t for t, v in self.values.items() if v.kind is BatchKind.SUMMED},
-            zero_gradients={t for t, v in self.values.items() if self._is_zero_gradient(t, v)},
-            size_dependent_state=[t for t in leaving if self.values[t].exponent != 0],
+            size_dependent_state=[t for t in leaving if self.values[t].exponent not in (0, math.inf)],
         )
 
     def _is_sum_or_mean(self, tensor: Tensor, value: AbstractValue) -> bool:
-        is_either = tensor.node in self.parts.batch_dependent and value.combining_exponent in SUM_OR_MEAN
-        return is_either and not self._is_zero_gradient(tensor, value)
-
-    def _is_zero_gradient(self, tensor: Tensor, value: AbstractValue) -> bool:
-        return value.is_zero and tensor.node in self.analysis.backward
+        is_zero_result = value.is_zero and tensor.node not in self.analysis.backward
+        return tensor.node in self.parts.batch_dependent and (value.combining_exponent in SUM_OR_MEAN or is_zero_result)
 
     def _is_state(self, tensor: Tensor) -> bool:
         """Return whether a tensor depends on what micro-batches have written, and not on the batch itself."""
@@ -302,7 +295,7 @@ class _EquivalenceCheck:
         if is_per_sample and not node.op.startswith("ResourceScatter"):
             return False
         exponent = value.exponent if is_per_sample else value.exponent - 1
-        if exponent:
+        if exponent not in (0, math.inf):
             if not is_inexact(tensor.dtype):
                 return False
             self.factors[place] = float(self.sizes.count) ** float(exponent)

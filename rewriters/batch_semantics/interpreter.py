@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Container
 from fractions import Fraction
 
@@ -11,7 +12,7 @@ import numpy as np
 from rewriters.analysis.autodiff_roles import is_random, is_seed, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.batch_semantics import movement_rules
-from rewriters.batch_semantics.axis_rules import LENGTH_OPERANDS, SHAPE_OPERANDS, infer_layouts
+from rewriters.batch_semantics.axis_rules import SHAPE_OPERANDS, infer_layouts
 from rewriters.batch_semantics.batch_indices import are_batch_indices
 from rewriters.batch_semantics.domain import (
     DATA_INDEPENDENT,
@@ -21,18 +22,14 @@ from rewriters.batch_semantics.domain import (
     BatchLayout,
     BatchOp,
     CrossSampleError,
+    Exponent,
     IrregularScalingError,
     MixedScalingError,
     NonlinearError,
     TraceComparison,
     UnsupportedUseError,
 )
-from rewriters.batch_semantics.scaling_rules import (
-    exponent_between,
-    is_structurally_zero,
-    scaled_operands,
-    scaling_exponent,
-)
+from rewriters.batch_semantics.scaling_rules import exponent_between, linear_operands, scaling_exponent
 from rewriters.ir.graph import BRANCHES, LOOPS, Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import is_inexact
@@ -115,34 +112,22 @@ class BatchInterpreter:
         if all(static) and not reads_shape_only(op.node) and not any(map(self.sizes.axis, op.outs)):
             return [value for value in static if value is not None]
         layouts, is_exact = self._layouts(op, all(v.is_exact for v in op.values))
-        is_zero = is_structurally_zero(op)
-        exponent, unknown_since, is_mixed = (Fraction(0), None, False) if is_zero else self._exponent(op, is_exact)
+        exponent = self._exponent(op, is_exact)
+        if not all(static) and any(layout.kind is not BatchKind.INDEXED for layout in layouts):
+            number = self._irregular_number(op)
+            if number is not None:
+                self.irregular.setdefault(op.node, number)
+                exponent = None
+        unknown = (v for v in op.values if v.exponent is None and v.unknown_since is not None)
+        since = next((v.unknown_since for v in unknown), op.node) if exponent is None else None
         state = next((v.state for v in op.values if v.state is not None), None)
-        decider = self._deciding_size(op)
-        irregular_since = self._irregular_since(op, exponent, decider)
         results: list[AbstractValue] = []
-        for tensor, layout, value in zip(op.outs, layouts, static, strict=True):
+        for layout, value in zip(layouts, static, strict=True):
             if value is not None and layout.kind in DATA_INDEPENDENT:
                 results.append(dataclasses.replace(value, layout=layout, is_exact=is_exact))
-                continue
-            results.append(
-                AbstractValue(
-                    layout,
-                    exponent if exponent is None or not layout.adds_samples else exponent + 1,
-                    is_exact,
-                    state,
-                    unknown_since or irregular_since,
-                    is_mixed,
-                    is_irregular=irregular_since is not None and layout.kind in DATA_INDEPENDENT,
-                    is_zero=is_zero and is_inexact(tensor.dtype),
-                )
-            )
-        if any(value.kind is not BatchKind.INDEXED for value in results):
-            self._note_irregular_operands(op)
-        # Integers may be sizes or indices, so their consumers are checked instead.
-        has_integers_only = all(v.is_irregular and t.dtype.is_integer for v, t in zip(results, op.outs, strict=True))
-        if decider is not None and not has_integers_only:
-            self.irregular.setdefault(op.node, decider)
+            else:
+                scale = exponent if exponent is None or not layout.adds_samples else exponent + 1
+                results.append(AbstractValue(layout, scale, is_exact, state, since))
         return results
 
     # Data-independent values ------------------------------------------------------------------------------------
@@ -166,10 +151,8 @@ class BatchInterpreter:
         try:
             exponent = exponent_between(*self.sizes.values(tensor), self.sizes.count)
         except IrregularScalingError:
-            return AbstractValue(exponent=None, unknown_since=tensor.node, is_irregular=True)
-        if exponent is None:
-            return None
-        return AbstractValue(exponent=exponent, is_zero=not np.any(self.sizes.values(tensor)[0]))
+            return AbstractValue(exponent=None, unknown_since=tensor.node)
+        return None if exponent is None else AbstractValue(exponent=exponent)
 
     def _static_values(self, op: BatchOp) -> list[AbstractValue | None]:
         """Return the values of results that depend on sizes and constants alone, `None` for others."""
@@ -177,19 +160,9 @@ class BatchInterpreter:
             return [self._static_value(t) or AbstractValue(exponent=None, unknown_since=op.node) for t in op.outs]
         if op.node.stateful or any(value.kind not in DATA_INDEPENDENT for value in op.values):
             return [None] * len(op.outs)
+        first = next((value.unknown_since for value in op.values if value.is_irregular), None)
         results = [self._static_value(tensor) for tensor in op.outs]
-        if any(v.is_irregular and self._is_number(op, t) for v, t in zip(op.values, op.node.inputs, strict=True)):
-            # An exponent of the result would be a coincidence.
-            results = [
-                dataclasses.replace(v, exponent=None, is_irregular=True) if v and v.exponent else v for v in results
-            ]
-        first = next((v.unknown_since for v in op.values if v.is_irregular), None)
         return [dataclasses.replace(v, unknown_since=first) if first and v and v.is_irregular else v for v in results]
-
-    def _is_number(self, op: BatchOp, tensor: Tensor) -> bool:
-        """Return whether an operand is used as a number or a condition, and not as a part of a shape."""
-        is_scalar = np.size(self.sizes.values(tensor)[0]) == 1
-        return tensor.dtype.name == "bool" or (is_inexact(tensor.dtype) and (is_scalar or op.node.op in ELEMENTWISE))
 
     def _operand(self, node: Node, tensor: Tensor) -> AbstractValue:
         """Return the value that a micro-batch reads; note one that differs between samples and is no index."""
@@ -209,44 +182,26 @@ class BatchInterpreter:
 
     # Numbers that depend on the batch size by no power ----------------------------------------------------------
 
-    def _irregular_since(self, op: BatchOp, exponent: Fraction | None, decider: Tensor | None) -> Node | None:
-        """Return the first op after which a data-independent value depends on the batch size by an unknown power."""
-        if any(value.kind not in DATA_INDEPENDENT for value in op.values):
-            return None
-        for value in op.values:
-            if value.is_irregular:
-                return value.unknown_since or op.node
-        is_first = exponent is None and all(value.exponent is not None for value in op.values)
-        return op.node if is_first or decider is not None else None
+    def _irregular_number(self, op: BatchOp) -> Tensor | None:
+        """Return a number which the op computes with and that depends on the batch size in an unknown way.
 
-    def _note_irregular_operands(self, op: BatchOp) -> None:
-        for value, tensor in zip(op.values, op.node.inputs, strict=True):
-            if value.is_irregular and value.unknown_since and (is_inexact(tensor.dtype) or op.node.op in ELEMENTWISE):
-                self.irregular.setdefault(op.node, value.unknown_since.out())
-
-    def _deciding_size(self, op: BatchOp) -> Tensor | None:
-        """Return an operand that depends on the batch size and decides which values the results have.
-
-        Examples are the condition of a branch, the iterations of a loop or an index. The length of a result decides no
-        value.
+        That includes an operand that depends on the batch size and decides which values the results have, such as the
+        condition of a branch, the iterations of a loop or an index. The length of a result decides no value.
         """
-        node, inputs = op.node, op.node.inputs
-        if node.op in ELEMENTWISE or reads_shape_only(node) or not op.outs:
-            return None
-        if node.op not in BRANCHES and any(t.dtype.name == "variant" for t in op.outs):
-            return None
-        has_batch_axis = any(map(self.sizes.axis, op.outs))
-        harmless = {*scaled_operands(op), *(LENGTH_OPERANDS.get(node.op, ()) if has_batch_axis else ())}
-        if node.op in BRANCHES and any(value.kind not in DATA_INDEPENDENT for value in op.values):
-            harmless.update(range(1, len(inputs)))  # A note covers what the branch does with samples.
-        shapes = SHAPE_OPERANDS.get(node.op, ())
-        for position, tensor in enumerate(inputs):
-            value = self.values[tensor]
-            if position in shapes:
+        node, is_elementwise = op.node, op.node.op in ELEMENTWISE
+        has_samples = any(value.kind not in DATA_INDEPENDENT for value in op.values)
+        # A note covers what a branch does with samples. A list of tensors has the length of the batch.
+        harmless = {*linear_operands(op), *(range(1, len(op.values)) if node.op in BRANCHES and has_samples else ())}
+        if is_elementwise or (node.op not in BRANCHES and any(t.dtype.name == "variant" for t in op.outs)):
+            harmless.update(range(len(op.values)))
+        for position, (value, tensor) in enumerate(zip(op.values, node.inputs, strict=True)):
+            if position in SHAPE_OPERANDS.get(node.op, ()):
                 decides = node.op in ("Slice", "StridedSlice") and self._moves_slice(op, position)
+            elif is_elementwise or is_inexact(tensor.dtype):
+                decides = value.is_irregular
             else:
-                depends = value.depends_on_size or (value.kind is BatchKind.PER_SAMPLE and bool(value.exponent))
-                decides = depends and position not in harmless and not is_inexact(tensor.dtype)
+                depends = value.exponent not in (0, math.inf, *(() if value.kind in DATA_INDEPENDENT else (None,)))
+                decides = depends and value.kind is not BatchKind.SUMMED and position not in harmless
             if decides:
                 return tensor if value.unknown_since is None else value.unknown_since.out()
         return None
@@ -257,7 +212,7 @@ class BatchInterpreter:
         here, whole = self.sizes.values(tensor)
         axes = [axis for axis in (op.axis(0), self.sizes.axis(op.node.inputs[0]), self.sizes.axis(op.outs[0])) if axis]
         if any(op.node.attrs[mask].i for mask in ("ellipsis_mask", "new_axis_mask") if mask in op.node.attrs):
-            return not axes and self.values[tensor].depends_on_size
+            return not axes and self.values[tensor].exponent not in (0, math.inf)
         if not isinstance(here, np.ndarray) or not isinstance(whole, np.ndarray) or here.shape != whole.shape:
             return self.values[tensor].is_irregular
         return not set(np.flatnonzero(here != whole)) <= {axis.dim for axis in axes}
@@ -327,33 +282,27 @@ class BatchInterpreter:
 
     # Exponents --------------------------------------------------------------------------------------------------
 
-    def _exponent(self, op: BatchOp, is_exact: bool) -> tuple[Fraction | None, Node | None, bool]:
-        """Return the exponent, or the op after which it is unknown, and whether that op added sums to means."""
-        node = op.node
-        invariants = [p for p in op.of_kind(BatchKind.INVARIANT) if not op.values[p].is_zero]
-        sums = {op.values[p].exponent for p in op.of_kind(BatchKind.SUMMED) if not op.values[p].is_zero}
+    def _exponent(self, op: BatchOp, is_exact: bool) -> Exponent:
+        """Return the exponent of the results, not counting samples that the op adds; `None` if unknown."""
+        node, invariants = op.node, [op.values[p].exponent for p in op.of_kind(BatchKind.INVARIANT)]
+        sums = {op.values[p].exponent for p in op.of_kind(BatchKind.SUMMED)} - {math.inf}
         if node.op in ops_with(Trait.ADDITIVE) and sums == {1} and not op.of_kind(BatchKind.PER_SAMPLE):
-            if any(op.values[p].exponent == 0 for p in invariants):
+            if 0 in invariants:
                 self.adds_invariant[node] = None
-                return Fraction(1), None, False
+                return Fraction(1)
         try:
-            exponent = self._gradient_exponent(op) if node in self.unknown else scaling_exponent(op)
+            return self._gradient_exponent(op) if node in self.unknown else scaling_exponent(op)
         except MixedScalingError:
             self.mixed[node] = None
-            return None, node, True
         except NonlinearError:
             if any(v.kind not in DATA_INDEPENDENT for v in op.values) and is_exact and node not in self.cross_sample:
                 self.nonlinear[node] = None
-            return None, node, False
-        if exponent is not None:
-            return exponent, None, False
-        before = next((v for v in op.values if v.exponent is None and v.unknown_since is not None), None)
-        return None, node if before is None else before.unknown_since, before is not None and before.is_mixed
+        return None
 
-    def _gradient_exponent(self, op: BatchOp) -> Fraction | None:
+    def _gradient_exponent(self, op: BatchOp) -> Exponent:
         """Return the exponent of an op without a rule, which is taken to be linear in gradients if autodiff made it."""
         operands = zip(op.values, op.node.inputs, strict=True)
-        exponents = {v.exponent for v, t in operands if is_inexact(t.dtype) or v.exponent} - {Fraction(0)}
+        exponents = {v.exponent for v, t in operands if is_inexact(t.dtype) or v.exponent} - {Fraction(0), math.inf}
         if not exponents:
             return Fraction(0)
         return exponents.pop() if len(exponents) == 1 and is_seed(op.node) else None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rewriters.batch_semantics.axis_rules import registered_rule, rows_at, rule, sum_of
+from rewriters.batch_semantics.axis_rules import registered_rule, rows_at, rule
 from rewriters.batch_semantics.domain import (
     BatchAxis,
     BatchKind,
@@ -25,32 +25,25 @@ __all__: list[str] = []
 _MovementRule = Callable[[BatchOp, BatchAxis], list[BatchLayout]]
 
 
-def _movement(*op_types: str, data: int = 0, is_linear: bool = True) -> Callable[[_MovementRule], _MovementRule]:
+def _movement(*op_types: str, data: int = 0) -> Callable[[_MovementRule], _MovementRule]:
     """Register a rule for ops that move the rows of one operand.
 
     Args:
         op_types: Types of the ops.
         data: Position of the operand; samples in another operand are mixed with it.
-        is_linear: Whether the op maps a sum over samples to a sum over samples.
     """
 
     def add(function: _MovementRule) -> _MovementRule:
         @rule(*op_types)
         def apply(op: BatchOp) -> list[BatchLayout]:
-            if is_linear and _is_only_sum(op, data):
-                return sum_of(op, adds_samples=False)
             axis = op.axis(data)
-            if axis is None or any(p != data for p in op.of_kind(BatchKind.PER_SAMPLE) + op.of_kind(BatchKind.SUMMED)):
+            if axis is None or any(p != data for p in op.of_kind(BatchKind.PER_SAMPLE)):
                 raise CrossSampleError
             return function(op, axis)
 
         return function
 
     return add
-
-
-def _is_only_sum(op: BatchOp, position: int) -> bool:
-    return op.of_kind(BatchKind.SUMMED) == [position] and not op.of_kind(BatchKind.PER_SAMPLE)
 
 
 @_movement("Reshape", "ExpandDims", "Squeeze")
@@ -157,8 +150,6 @@ def _concat(op: BatchOp) -> list[BatchLayout]:
     """Concatenate features of samples, or whole batches."""
     data = range(len(op.values) - 1)
     (dim,) = (number % len(op.out_shape()) for number in op.ints(len(op.values) - 1))
-    if op.of_kind(BatchKind.SUMMED):
-        return _sum_without_rows(op)
     axes = [op.axis(p) for p in data]
     axis = common_axis(axis for axis in axes if axis is not None)
     if axis.dim != dim:
@@ -173,16 +164,8 @@ def _concat(op: BatchOp) -> list[BatchLayout]:
     return rows_at(op, BatchAxis(dim, sum(repeats for repeats, _ in extents), extents[0][1]))
 
 
-def _sum_without_rows(op: BatchOp) -> list[BatchLayout]:
-    if op.of_kind(BatchKind.PER_SAMPLE):
-        raise CrossSampleError
-    return sum_of(op, adds_samples=False)
-
-
 @rule("Pack")
 def _pack(op: BatchOp) -> list[BatchLayout]:
-    if op.of_kind(BatchKind.SUMMED):
-        return _sum_without_rows(op)
     axis = common_axis(axis for p in range(len(op.values)) if (axis := op.axis(p)) is not None)
     new_dim = op.node.attrs["axis"].i % len(op.out_shape())
     return rows_at(op, axis.moved(axis.dim + (new_dim <= axis.dim)), op.is_ragged(op.of_kind(BatchKind.PER_SAMPLE)))
@@ -213,7 +196,7 @@ def _split(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
 
 
 @_movement("ReverseV2", "Roll", "Cumsum")
-@_movement("Cumprod", "CumulativeLogsumexp", is_linear=False)
+@_movement("Cumprod", "CumulativeLogsumexp")
 def _along_axes(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     if axis.dim in {number % len(op.shape(0)) for number in op.ints(2 if op.node.op == "Roll" else 1)}:
         raise CrossSampleError
@@ -221,7 +204,7 @@ def _along_axes(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
 
 
 @_movement("Pad", "MirrorPad", "MirrorPadGrad")
-@_movement("PadV2", is_linear=False)
+@_movement("PadV2")
 def _pad(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     paddings, _ = op.sizes.values(op.node.inputs[1])
     if not isinstance(paddings, np.ndarray):
@@ -234,10 +217,8 @@ def _pad(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
 @rule("Tile", "BroadcastTo")
 def _repeat(op: BatchOp) -> list[BatchLayout]:
     """Repeat whole batches; a sum that is repeated for each sample mixes samples."""
-    if _is_only_sum(op, 0) and not op.may_grow():
-        return sum_of(op, adds_samples=False)
     axis, old, new = op.axis(0), op.shape(0), op.out_shape()
-    if axis is None or any(p for p in op.of_kind(BatchKind.PER_SAMPLE) + op.of_kind(BatchKind.SUMMED)):
+    if axis is None or any(p for p in op.of_kind(BatchKind.PER_SAMPLE)):
         raise CrossSampleError
     dim = axis.dim + len(new) - len(old)
     if op.values[0].layout.is_ragged or old[axis.dim] is None or new[dim] == old[axis.dim]:
@@ -248,7 +229,7 @@ def _repeat(op: BatchOp) -> list[BatchLayout]:
     return rows_at(op, BatchAxis(dim, times * (axis.repeats or 1), axis.entries))
 
 
-@_movement("SpaceToBatchND", "BatchToSpaceND", is_linear=False)
+@_movement("SpaceToBatchND", "BatchToSpaceND")
 def _space_to_batch(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     if axis.dim:
         raise CrossSampleError
@@ -263,13 +244,13 @@ def _space_to_batch(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
 # Lookups ----------------------------------------------------------------------------------------------------
 
 
-@_movement("OneHot", is_linear=False)
+@_movement("OneHot")
 def _one_hot(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     new_dim = op.node.attrs["axis"].i % len(op.out_shape())
     return rows_at(op, axis.moved(axis.dim + (new_dim <= axis.dim)), op.values[0].layout.is_ragged)
 
 
-@_movement("Where", is_linear=False)
+@_movement("Where")
 def _where(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     """Return ragged row numbers."""
     if axis.dim:
@@ -283,10 +264,6 @@ def _gather(op: BatchOp) -> list[BatchLayout]:
     table, index = op.values[0], op.values[1]
     along = 0 if op.node.op == "Gather" else op.ints(2)[0] % len(op.shape(0))
     batch_dims = op.node.attrs["batch_dims"].i if "batch_dims" in op.node.attrs else 0
-    if index.kind is BatchKind.SUMMED:
-        raise CrossSampleError
-    if table.kind is BatchKind.SUMMED:
-        return _sum_without_rows(op)
     table_axis, index_axis = op.axis(0), index.layout.axis
     if table.kind is BatchKind.PER_SAMPLE and table_axis is not None and table_axis.dim == along:
         row_index = index.layout.row_index
@@ -303,14 +280,14 @@ def _gather(op: BatchOp) -> list[BatchLayout]:
     return rows_at(op, common_axis(axes), index.layout.is_ragged or table.layout.is_ragged)
 
 
-@_movement("RandomShuffle", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", is_linear=False)
+@_movement("RandomShuffle", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2")
 def _mixes(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     if axis.dim == 0 or op.node.op != "RandomShuffle":
         raise CrossSampleError
     return rows_at(op, axis)
 
 
-@_movement("ResourceGather", data=1, is_linear=False)
+@_movement("ResourceGather", data=1)
 def _gather_weights(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     return rows_at(op, axis, op.values[1].layout.is_ragged)
 
@@ -318,8 +295,6 @@ def _gather_weights(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
 @rule("GatherNd")
 def _gather_nd(op: BatchOp) -> list[BatchLayout]:
     table, index = op.values[0], op.values[1]
-    if table.kind is BatchKind.SUMMED:
-        raise CrossSampleError
     if table.kind is not BatchKind.INVARIANT or index.kind is not BatchKind.PER_SAMPLE or index.layout.axis is None:
         raise UnsupportedUseError
     if index.layout.axis.dim == len(op.shape(1)) - 1:

@@ -167,7 +167,7 @@ def test_open_batch_without_example_is_refused_with_remedy(as_concrete):
 )
 def test_open_table_compared_with_batch_size_is_refused(number):
     step = Step(lambda s, rows, x, k: mean(rows) * number(tf.shape(x)[0], tf.shape(k)[0]), (ROWS, ROWS))
-    with pytest.raises(PipelineError, match=NO_POWER):
+    with pytest.raises(PipelineError, match=f"{NO_POWER}|neither a sum nor a mean"):
         step.rewritten([batch(8), batch(5)], "example", batched=[0])
 
 
@@ -201,8 +201,17 @@ def test_means_over_an_open_axis_equal_original_step(loss):
 )
 def test_batch_size_combined_with_open_axis_is_refused(number):
     step = Step(lambda s, rows, x: mean(rows) * number(tf.shape(x)[0], tf.shape(x)[1]), (LONG,))
-    with pytest.raises(PipelineError, match=NO_POWER):
+    with pytest.raises(PipelineError, match=f"{NO_POWER}|neither a sum nor a mean"):
         step.rewritten([batch(8, 5)], "example")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_open_axis_that_decides_how_losses_are_combined_is_refused(reduction):
+    """With two micro-batches a factor of 2 is a power of their number, so that a mean looks like a sum."""
+    step = Step(lambda s, rows, x: mean(rows) * tf.where(tf.shape(x)[0] > tf.shape(x)[1], real(2), real(1)), (LONG,))
+    params = PipelineParams(1, "basic", 2, ["CPU:0"], loss_reduction=reduction)
+    with pytest.raises(PipelineError, match="Gradients are a"):
+        tflms_sft.rewrite(step.open, params, batch(8, 5))
 
 
 # Not refused ------------------------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def test_resized_images_are_per_sample():
         (lambda x, w, own: tf.reduce_sum(net(x, w)) * (own / size(x)), "mean"),
         (lambda x, w, own: tf.reduce_sum(net(x, w)) * (own / (8.0 if x.shape[0] == 8 else 4.0)), "mean"),
         (lambda x, w, _: mean(net(x, w)) * tf.cast(tf.size(x), "float64"), "sum"),
-        (lambda x, w, _: tf.reduce_sum(tf.abs(spectrum(x, w) * tf.complex(np.float64(0), 1 / size(x)))), "mean"),
+        (lambda x, w, _: tf.reduce_sum(tf.math.imag(spectrum(x, w) * tf.complex(np.float64(0), 1 / size(x)))), "mean"),
         (lambda x, w, _: mean(tf.abs(spectrum(x, w) * (1 + 2j))), "mean"),
         (lambda x, w, _: tf.math.real(mean(spectrum(x, w) * tf.math.conj(spectrum(x, w)))), "mean"),
         (lambda x, w, _: tf.reduce_sum(tf.abs(tf.signal.irfft(spectrum(x, w)))), "sum"),
@@ -333,7 +333,9 @@ def test_zero_gradients_are_accepted_as_sums():
     [
         (lambda dy: tf.clip_by_value(dy, -0.01, 0.01), r"Minimum\) reads a value that scales with the batch size"),
         (lambda dy: tf.clip_by_norm(dy, 0.1), r"they mix samples of the batch: `clip_by_norm"),
-        (lambda dy: 0.01 * tf.sign(dy), "Some gradients are sums over the batch and some are means"),
+        (lambda dy: 0.01 * tf.sign(dy), r"Sign\) reads a value that scales with the batch size"),
+        (lambda dy: tf.abs(dy), r"Abs\) reads a value that scales with the batch size"),
+        (lambda dy: tf.square(dy), r"Square\) reads a value that scales with the batch size"),
     ],
 )
 def test_gradients_changed_in_backward_pass_are_refused(function, message):

@@ -1,6 +1,8 @@
-"""What is said to be all zeros is: each operation is run with operands of zeros."""
+"""Scaling exponents hold: each op runs with zeros, and with operands times 2."""
 
+import math
 import types
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -8,8 +10,8 @@ import tensorflow as tf
 from one_op import Const, image
 from rule_cases import CASES
 
-from rewriters.batch_semantics.domain import AbstractValue
-from rewriters.batch_semantics.scaling_rules import is_structurally_zero
+from rewriters.batch_semantics.domain import AbstractValue, MixedScalingError, NonlinearError
+from rewriters.batch_semantics.scaling_rules import scaling_exponent
 from rewriters.ir.graph import from_concrete_function
 from rewriters.rules.contraction import CROSS_ENTROPIES
 from rewriters.rules.elementwise import is_zero
@@ -55,29 +57,48 @@ def runner(op_type, operands):
     return run
 
 
-def answers(op_type):
-    """With each operand zero, and with all: whether the result is said to be, and what comes out."""
+def exponents_and_results(op_type, exponent, factor):
+    """With each real operand, and with all, times a factor: the exponent by rule, results before and after."""
     operands = (OTHERS.get(op_type) or CASES[op_type])()
     arrays = [leaf for leaf in tf.nest.flatten(operands) if isinstance(leaf, np.ndarray)]
     run = runner(op_type, operands)
     node, arguments = node_of(run, arrays)
     floats = [number for number, array in enumerate(arrays) if array.dtype.kind == "f"]
     for chosen in [*({number} for number in floats), set(floats)]:
-        zeros = [np.zeros_like(array) if number in chosen else array for number, array in enumerate(arrays)]
+        scaled = [array * array.dtype.type(factor) if n in chosen else array for n, array in enumerate(arrays)]
         given = {arguments[number] for number in chosen}
-        values = [AbstractValue(is_zero=t in given or is_zero(t)) for t in node.inputs]
-        told = is_structurally_zero(types.SimpleNamespace(node=node, values=values))
-        yield told, [np.asarray(t) for t in tf.nest.flatten(run(*map(tf.constant, zeros)))]
+        values = [AbstractValue(exponent=exponent) if t in given else zero_or_any(t) for t in node.inputs]
+        outs = [node.out(index) for index in range(len(node.outputs))]
+        op = types.SimpleNamespace(node=node, values=values, outs=outs)
+        try:
+            found = scaling_exponent(op)
+        except (MixedScalingError, NonlinearError):
+            continue
+        results = [[np.asarray(t) for t in tf.nest.flatten(run(*map(tf.constant, d)))] for d in (arrays, scaled)]
+        yield found, [pair for pair in zip(*results, strict=True) if pair[0].dtype.kind in "fc"]
+
+
+def zero_or_any(tensor):
+    return AbstractValue(exponent=math.inf) if is_zero(tensor) else AbstractValue()
 
 
 @pytest.mark.parametrize("op_type", sorted({*CASES, *OTHERS} - set(CROSS_ENTROPIES)))
-def test_is_structurally_zero_implies_zero_results(op_type):
-    for told, results in answers(op_type):
-        rounded = [result for result in results if result.dtype.kind in "fc"]
-        assert not told or not any(result.any() for result in rounded)
+def test_zeros_by_rule_are_zeros(op_type):
+    for exponent, results in exponents_and_results(op_type, math.inf, 0):
+        assert exponent != math.inf or not any(zeros.any() for _, zeros in results)
 
 
-def test_is_structurally_zero_holds_for_gradient_ops():
-    for op_type in ("Mul", "Conv2DBackpropInput", "ReluGrad", "AddV2", "MaxPoolGrad", "Sum", "Reshape", "TopKV2"):
-        *_, (told, _) = answers(op_type)
-        assert told, op_type
+@pytest.mark.parametrize("op_type", sorted({*CASES, *OTHERS} - set(CROSS_ENTROPIES)))
+def test_results_scale_by_their_exponent(op_type):
+    for exponent, results in exponents_and_results(op_type, Fraction(1), 2):
+        if exponent is None:  # It adds values of different exponents.
+            continue
+        factor = 1 if exponent == math.inf else 2.0 ** float(exponent)
+        for before, after in results:
+            np.testing.assert_allclose(after, before * factor, rtol=1e-4, atol=1e-5)
+
+
+def test_rules_find_zeros_of_gradient_ops():
+    for op_type in ("Mul", "Conv2DBackpropInput", "ReluGrad", "AddV2", "MaxPoolGrad", "Sum", "Reshape"):
+        *_, (exponent, _) = exponents_and_results(op_type, math.inf, 0)
+        assert exponent == math.inf, op_type

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -71,35 +72,13 @@ def check_micro_batches(
         return MicroBatchContract((), lambda tensor: is_mean)
     checked = settled(traces)
     check = _Check(checked, params)
-    notes = check.refuse_cross_sample()
-    check.refuse_indexed()
-    check.refuse_sizes()
-    check.refuse_gradients()
-    check.refuse_results()
-    check.refuse_attributes()
-    axis = (checked.batch or 0) // checked.count + 1
-    if checked is not traces and axis < (checked.batch or 0):
-        _refuse_other_sizes(settled(traces, axis), params, f"For an open axis of size {axis}")
+    notes = check.refuse()
+    axis = (traces.batch or 0) // traces.count + 1
+    if checked is not traces and axis < (traces.batch or 0):
+        check.refuse_difference(settled(traces, axis), axis)
     # With `batch_norm="micro"` a value after an op that mixes samples is that of a loop that accumulates gradients.
     contract = _ContractByName(check, emitted or check.analysis, is_mean if check.report.cross_sample else None)
     return MicroBatchContract(notes + check.unknown_notes(), contract.is_mean, check.factors(), check.reductions)
-
-
-def _refuse_other_sizes(other: BatchTraces, params: PipelineParams, when: str) -> None:
-    """Refuse numbers that depend on other sizes in another way than on those of the check.
-
-    Args:
-        other: Traces for other sizes.
-        params: Parameters of the pipeline.
-        when: Beginning of the error.
-
-    Raises:
-        PipelineError: With one of the numbers.
-    """
-    try:
-        _Check(other, params).refuse_sizes()
-    except PipelineError as error:
-        raise PipelineError(f"{when}: {error}") from None
 
 
 class _ContractByName:
@@ -192,6 +171,45 @@ class _Check:
                 "out `jit_compile=True` (convolutions in groups in half precision have no other kernel on CPUs), or "
                 "use `micro_batches=1`."
             )
+
+    def refuse(self) -> tuple[str, ...]:
+        """Refuse a step that micro-batches cannot compute; return notes about ops that mix samples.
+
+        Raises:
+            PipelineError: With the op or variable.
+        """
+        notes = self.refuse_cross_sample()
+        self.refuse_indexed()
+        self.refuse_sizes()
+        self.refuse_gradients()
+        self.refuse_results()
+        self.refuse_attributes()
+        return notes
+
+    def refuse_difference(self, traces: BatchTraces, size: int) -> None:
+        """Refuse a step that micro-batches cannot compute, or combine otherwise, if an open axis has another size.
+
+        Args:
+            traces: Traces for that size.
+            size: The size.
+
+        Raises:
+            PipelineError: With the reason.
+        """
+        try:
+            other = _Check(traces, self.params)
+            other.refuse()
+        except PipelineError as error:
+            raise PipelineError(f"For an open axis of size {size}: {error}") from None
+        if self._reductions_by_position() != other._reductions_by_position():
+            raise PipelineError(
+                f"For an open axis of size {size}, values of micro-batches are combined in another way than for a "
+                "larger one. Trace the step with known sizes, or use `micro_batches=1`."
+            )
+
+    def _reductions_by_position(self) -> list[Any]:
+        leaving = (*self.analysis.graph.outputs, *self.parts.gradients)
+        return [*(self.report.is_mean.get(tensor) for tensor in leaving), *self.report.factors.values()]
 
     def refuse_cross_sample(self) -> tuple[str, ...]:
         """Refuse ops that mix samples, or return notes about them.
