@@ -364,10 +364,6 @@ class _Unroller:
                 )
             return self.once[node]
         if node not in self.copies_for_batch:
-            size = self._size_of_whole(node)
-            if size is not None:
-                self.copies_for_batch[node] = size
-                return size
             measured = (t.node for t in node.inputs if reads_shape_only(node) and t.node.op != "Placeholder")
             if node not in self.without or any(before not in self.without for before in measured):
                 raise PipelineError(
@@ -384,26 +380,6 @@ class _Unroller:
             self.copies_for_batch[node] = self.graph.add(Node(name, node.op, inputs, (), attrs, "", outputs))
             self._helper(self.copies_for_batch[node], node)
         return self.copies_for_batch[node]
-
-    def _size_of_whole(self, node: Node) -> Node | None:
-        """Return the shape for the batch of a per-micro-batch tensor, computed from that of the first micro-batch."""
-        if node.op != "Shape":
-            return None
-        measured = node.inputs[0]
-        # Split values exist before micro-batches.
-        is_per_micro_batch = node in self.clones and measured.node in self.clones and measured.node not in self.without
-        if measured.shape is None or not is_per_micro_batch:
-            return None
-        growth, (dtype, shape) = self.spec.growth(measured), node.outputs[0]
-        if growth is None:
-            return None
-        times = np.ones(len(measured.shape), dtype.as_numpy_dtype)
-        times[list(growth.axes)] = self.count
-        name = f"micro/{node.name}/whole"
-        number = self._helper(self._number(f"{name}/times", times, dtype).node, node)
-        new = Node(self.graph.unique_name(name), "Mul", (), (), {"T": type_attr(dtype)}, "", [(dtype, shape)])
-        new.inputs = [self.clones[node][0].out(), number.out()]
-        return self._helper(self.graph.add(new), node)
 
     def _combine(self, tensor: Tensor, how: MicroBatchReduction) -> Tensor:
         order = list(self.spec.order(tensor)) or list(range(self.count))

@@ -18,7 +18,7 @@ from rewriters.analysis.autodiff_roles import gradients, is_seed, reads_shape_on
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import BRANCHES, LOOPS, Node, Tensor
-from rewriters.ir.op_traits import Trait, draws_from_variable, ops_with
+from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.variables import may_write_variable, variable_handles
 
 __all__: list[str] = []
@@ -76,24 +76,18 @@ class EffectHints:
     per_micro_batch: Container[str] = ()
 
 
-def split_step(
-    analysis: GraphAnalysis, batched: Sequence[int], hints: EffectHints | None = None, several: bool = True
-) -> StepPartition:
+def split_step(analysis: GraphAnalysis, batched: Sequence[int], hints: EffectHints | None = None) -> StepPartition:
     """Return the partition of a step.
 
     Args:
         analysis: Analysis of the joint graph of a micro-batch.
         batched: Positions of the arguments that have the batch axis.
         hints: Owners of counters that depend neither on data nor on gradients.
-        several: Whether there are several micro-batches.
 
     Raises:
         PipelineError: If gradients depend on what the update has changed.
     """
-    splitter = _StepSplitter(analysis, batched, hints or EffectHints())
-    if several:
-        splitter.move_size_writes_to_update()
-    return splitter.run()
+    return _StepSplitter(analysis, batched, hints or EffectHints()).run()
 
 
 class _StepSplitter:
@@ -119,35 +113,6 @@ class _StepSplitter:
                 "phase. Make each phase a step of its own."
             )
         self.update_handles = {h for node in self.update for h in variable_handles(node)}
-
-    def move_size_writes_to_update(self) -> None:
-        """Move writes that depend on the batch by its size alone to the update.
-
-        Otherwise each micro-batch would write its own size. For a batch of known size the value is a constant.
-
-        Raises:
-            PipelineError: If gradients depend on such a write.
-        """
-        order = [node for node in self.analysis.order if node not in self.update]
-        size_dependent = self._descendants(order, self.sources)
-        data_dependent = self._descendants((node for node in order if not reads_shape_only(node)), self.sources)
-        writes = [
-            node
-            for node in order
-            if node in size_dependent
-            and node not in data_dependent
-            and may_write_variable(node)
-            and not draws_from_variable(node.op)
-            and node.name not in self.hints.per_micro_batch
-        ]
-        seed = next((node for node in update_descendants(order, set(writes)) if is_seed(node)), None)
-        if seed is not None:
-            names = " or ".join(f"`{node.name}`" for node in writes)
-            raise PipelineError(
-                f"`{seed.name}` computes gradients of a variable that {names} may write, and that depends on the batch "
-                "size. Pass example arguments, or specifications, of a known batch, or use `micro_batches=1`."
-            )
-        self._set_update(self.update | set(writes))
 
     def run(self) -> StepPartition:
         """Find the carried variables, and the ops that depend on them, until neither grows."""

@@ -120,7 +120,7 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     analysis = traced.analysis
     analysis.require_backward()
     sizes = BatchScaling(traces, analysis, mode)
-    parts = split_step(analysis, traces.batched, traces.hints, params.total_micro_batches > 1)
+    parts = split_step(analysis, traces.batched, traces.hints)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
     judgement = check_micro_batches(traces, params, analysis)
