@@ -1,10 +1,10 @@
 """Proof that a step in micro-batches computes what the step for the batch computes.
 
-Abstract interpretation of how each tensor relates to the samples of the batch. Its one function is
-`analyse_equivalence`, which `tflms_sft._pipeline` alone calls. Modules here may import every package of `rewriters`.
+Abstract interpretation of how each tensor relates to the samples of the batch. Its result is
+the `EquivalenceReport`, which `tflms_sft._pipeline` alone reads. Modules here may import every package of `rewriters`.
 """
 
 from rewriters.batch_semantics.domain import TraceComparison
-from rewriters.batch_semantics.equivalence import SUM_OR_MEAN, EquivalenceReport, analyse_equivalence
+from rewriters.batch_semantics.equivalence import SUM_OR_MEAN, EquivalenceReport
 
-__all__ = ["SUM_OR_MEAN", "EquivalenceReport", "TraceComparison", "analyse_equivalence"]
+__all__ = ["SUM_OR_MEAN", "EquivalenceReport", "TraceComparison"]

@@ -86,14 +86,12 @@ class AbstractValue:
         layout: Kind and batch axis.
         exponent: Scaling exponent; `None` if unknown, infinity if all entries are zero for all data.
         is_exact: Whether concatenating or adding the values of micro-batches reproduces that of the batch.
-        state: Op that read a variable which earlier micro-batches have written, if the tensor depends on one.
         unknown_since: First op after which the exponent is unknown.
     """
 
     layout: BatchLayout = BatchLayout()
     exponent: Exponent = Fraction(0)
     is_exact: bool = True
-    state: Node | None = None
     unknown_since: Node | None = None
 
     @property

@@ -11,14 +11,13 @@ operands of the update, results, and what is written to variables.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Container, Iterable, Sequence
 from fractions import Fraction
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.batch_semantics.axis_rules import SHAPE_OPERANDS
-from rewriters.batch_semantics.domain import AbstractValue, BatchKind, Exponent, TraceComparison
+from rewriters.batch_semantics.domain import AbstractValue, BatchKind, TraceComparison
 from rewriters.batch_semantics.interpreter import BatchInterpreter, draws
 from rewriters.ir.graph import Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.static_values import is_inexact
@@ -31,9 +30,16 @@ SUM_OR_MEAN = Fraction(0), Fraction(-1)
 """Combining exponents of a sum and of a mean."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EquivalenceReport:
-    """Findings about a step in micro-batches.
+    """What keeps a step in micro-batches from computing what the step for the batch computes.
+
+    Args:
+        analysis: Analysis of the step as traced for one micro-batch.
+        parts: Partition of the step.
+        sizes: Comparison of the traces for the batch and for a micro-batch.
+        metrics: Names of the ops of metrics.
+        per_sample: Ops that the user declares to keep samples apart.
+        declared_outputs: Positions of the outputs whose reduction the user declares, which are not checked.
 
     Attributes:
         cross_sample: Ops, in order, that mix samples and that gradients, the update, variables or results depend on.
@@ -41,6 +47,7 @@ class EquivalenceReport:
             op that writes or reads it. Variables that the update writes too are left out: no pipeline can have them.
         inexact_metrics: Such handles of metrics, and ops that mix samples on the way to metrics alone.
         is_mean: Whether a value that is summed over samples is a mean; without values of unknown reduction.
+        gradient_reductions: Values of `is_mean` for gradients that are sums over samples.
         adds_invariant: Ops that add a data-independent value to a sum over samples; adding micro-batches would count it
             several times.
         mixed: Ops that add a mean to a sum, on the way to a gradient or the update.
@@ -52,113 +59,63 @@ class EquivalenceReport:
         factors: Factor by which each micro-batch multiplies an operand that it adds to a variable.
         irregular: Ops that compute with a number which depends on the batch size by no power, each with that number.
         indexed: Ops that read a data-independent value which differs between samples, each with that value.
-        summed: Sums over samples.
         size_dependent_state: Results of what micro-batches have written and of a size that each of them has for itself.
     """
 
-    cross_sample: list[Node]
-    inexact_variables: list[tuple[Tensor, Node]]
-    inexact_metrics: list[Node | Tensor]
-    is_mean: dict[Tensor, bool]
-    adds_invariant: list[Node]
-    mixed: list[Node]
-    nonlinear: list[Node]
-    exponents: dict[Tensor, Exponent]
-    unknown: list[Node]
-    transposed: list[Tensor]
-    factors: dict[tuple[Node, int], float]
-    irregular: dict[Node, Tensor]
-    indexed: dict[Node, Tensor]
-    summed: set[Tensor]
-    size_dependent_state: list[Tensor]
-
-
-def analyse_equivalence(
-    analysis: GraphAnalysis,
-    parts: StepPartition,
-    sizes: TraceComparison,
-    *,
-    metrics: Container[str] = (),
-    per_sample: Container[Node] = (),
-    declared_outputs: Container[int] = (),
-) -> EquivalenceReport:
-    """Report what keeps a step in micro-batches from computing what the step for the batch computes.
-
-    Args:
-        analysis: Analysis of the step as traced for one micro-batch.
-        parts: Partition of the step.
-        sizes: Comparison of the traces for the batch and for a micro-batch.
-        metrics: Names of the ops of metrics.
-        per_sample: Ops that the user declares to keep samples apart.
-        declared_outputs: Positions of the outputs whose reduction the user declares, which are not checked.
-    """
-    interpreter = BatchInterpreter(analysis, parts, sizes, per_sample)
-    outputs = [t for position, t in enumerate(analysis.graph.outputs) if position not in declared_outputs]
-    return _EquivalenceCheck(interpreter, metrics, outputs).run()
-
-
-class _EquivalenceCheck:
-    def __init__(self, interpreter: BatchInterpreter, metrics: Container[str], outputs: Sequence[Tensor]) -> None:
-        self.analysis = interpreter.analysis
-        self.parts = interpreter.parts
-        self.sizes = interpreter.sizes
-        self.metrics = metrics
-        self.outputs = outputs
-        self.interpreter = interpreter
-        self.values = self.interpreter.values
-        self.writers = self._writers()
-        self.inexact_variables: dict[Tensor, Node] = {}
-        self.inexact_metrics: dict[Node | Tensor, None] = {}
+    def __init__(
+        self,
+        analysis: GraphAnalysis,
+        parts: StepPartition,
+        sizes: TraceComparison,
+        *,
+        metrics: Container[str] = (),
+        per_sample: Container[Node] = (),
+        declared_outputs: Container[int] = (),
+    ) -> None:
+        interpreter = BatchInterpreter(analysis, parts, sizes, per_sample)
+        self._analysis, self._parts, self._count = analysis, parts, sizes.count
+        self._metrics = metrics
+        self._values = values = interpreter.values
+        self._writers = self._find_writers()
         self.factors: dict[tuple[Node, int], float] = {}
-
-    def run(self) -> EquivalenceReport:
-        """Check all that leaves a micro-batch."""
-        inside, parts = self.interpreter, self.parts
-        operands = [t for node in self.analysis.order if node in parts.update for t in node.inputs]
+        self._inexact: dict[Tensor, Node] = {}
+        inexact_metrics: dict[Node | Tensor, None] = {}
+        outputs = [t for position, t in enumerate(analysis.graph.outputs) if position not in declared_outputs]
+        operands = [t for node in analysis.order if node in parts.update for t in node.inputs]
         read = [t for t in dict.fromkeys((*parts.gradients, *operands)) if t.node in parts.per_micro_batch]
-        added, added_to_metrics = self._check_writes()
+        added, added_to_metrics = self._check_writes(inexact_metrics)
+        self._check_reads([*read, *added, *(t for t in outputs if t.node in parts.per_micro_batch)])
         needed = self._ancestors([*read, *added])
-        results = self._ancestors(self.outputs) | needed
-        cross_sample = [n for n in inside.cross_sample if n in results]
-        forward = [n for n in cross_sample if n not in self.analysis.backward]
-        self._check_reads([t for t in read if not self._is_read_after_writes(t)] + added)
-        self._check_order()
-        rewritten = {h for node in parts.update if may_write_variable(node) for h in variable_handles(node)}
+        results = self._ancestors(outputs) | needed
         for_metrics = self._ancestors(added_to_metrics) - results
-        exponents = {
-            t: self.values[t]
-            for t in read
-            if t.node in parts.batch_dependent and is_inexact(t.dtype) and not self.values[t].is_zero
-        }
-        leaving = [t for t in dict.fromkeys((*self.outputs, *read)) if self._is_state(t)]
-        unknown = [n for n in inside.unknown if n in results]
-        unknown += [v.unknown_since for v in exponents.values() if v.exponent is None and v.unknown_since]
-        return EquivalenceReport(
-            cross_sample=forward or cross_sample,
-            inexact_variables=[(h, node) for h, node in self.inexact_variables.items() if h not in rewritten],
-            inexact_metrics=[*(n for n in inside.cross_sample if n in for_metrics), *self.inexact_metrics],
-            is_mean={t: v.combining_exponent == -1 for t, v in self.values.items() if self._is_sum_or_mean(t, v)},
-            adds_invariant=[n for n in inside.adds_invariant if n in results],
-            mixed=[n for n in inside.mixed if n in needed],
-            nonlinear=[n for n in inside.nonlinear if n in needed],
-            exponents={t: v.combining_exponent for t, v in exponents.items()},
-            unknown=list(dict.fromkeys(unknown)),
-            transposed=[t for t in read if (axis := self.values[t].layout.axis) is not None and axis.dim],
-            factors=self.factors,
-            irregular={n: t for n, t in inside.irregular.items() if n in results},
-            indexed={n: t for n, t in inside.indexed.items() if n in results},
-            summed={t for t, v in self.values.items() if v.kind is BatchKind.SUMMED},
-            size_dependent_state=[t for t in leaving if self.values[t].exponent not in (0, math.inf)],
-        )
+        cross_sample = [n for n in interpreter.cross_sample if n in results]
+        updated = {h for node in parts.update if may_write_variable(node) for h in variable_handles(node)}
+        self.cross_sample = [n for n in cross_sample if n not in analysis.backward] or cross_sample
+        self.inexact_variables = [(h, node) for h, node in self._inexact.items() if h not in updated]
+        self.inexact_metrics = [*(n for n in interpreter.cross_sample if n in for_metrics), *inexact_metrics]
+        self.is_mean = {t: v.combining_exponent == -1 for t, v in values.items() if self._is_sum_or_mean(t, v)}
+        sums = (t for t in parts.gradients if t in self.is_mean and values[t].kind is BatchKind.SUMMED)
+        self.gradient_reductions = {self.is_mean[t] for t in sums}
+        self.adds_invariant = [n for n in interpreter.adds_invariant if n in results]
+        self.mixed = [n for n in interpreter.mixed if n in needed]
+        self.nonlinear = [n for n in interpreter.nonlinear if n in needed]
+        scaled = [t for t in read if t.node in parts.batch_dependent and is_inexact(t.dtype) and not values[t].is_zero]
+        self.exponents = {t: values[t].combining_exponent for t in scaled}
+        since = (values[t].unknown_since for t in scaled if values[t].exponent is None)
+        unknown = (*(n for n in interpreter.unknown if n in results), *(n for n in since if n is not None))
+        self.unknown = list(dict.fromkeys(unknown))
+        self.transposed = [t for t in read if (axis := values[t].layout.axis) is not None and axis.dim]
+        self.irregular = {n: t for n, t in interpreter.irregular.items() if n in results}
+        self.indexed = {n: t for n, t in interpreter.indexed.items() if n in results}
+        counted = parts.per_micro_batch - parts.batch_dependent
+        state = [t for t in dict.fromkeys((*outputs, *read)) if t.node in counted and t.dtype.size]
+        self.size_dependent_state = [t for t in state if values[t].exponent not in (0, math.inf)]
 
     def _is_sum_or_mean(self, tensor: Tensor, value: AbstractValue) -> bool:
-        is_zero_result = value.is_zero and tensor.node not in self.analysis.backward
-        return tensor.node in self.parts.batch_dependent and (value.combining_exponent in SUM_OR_MEAN or is_zero_result)
-
-    def _is_state(self, tensor: Tensor) -> bool:
-        """Return whether a tensor depends on what micro-batches have written, and not on the batch itself."""
-        is_counted = tensor.node in self.parts.per_micro_batch and tensor.node not in self.parts.batch_dependent
-        return is_counted and bool(tensor.dtype.size)
+        is_zero_result = value.is_zero and tensor.node not in self._analysis.backward
+        return tensor.node in self._parts.batch_dependent and (
+            value.combining_exponent in SUM_OR_MEAN or is_zero_result
+        )
 
     def _ancestors(self, tensors: Iterable[Tensor], through_draws: bool = True) -> set[Node]:
         """Return the ops that values depend on, shape operands left out, and seeds too unless `through_draws`."""
@@ -171,98 +128,70 @@ class _EquivalenceCheck:
 
         return ancestors((t.node for t in tensors), operands)
 
-    # Variables ------------------------------------------------------------------------------------------------
-
-    def _writers(self) -> dict[Tensor, list[Node]]:
+    def _find_writers(self) -> dict[Tensor, list[Node]]:
         """Return the ops that write each carried variable, by its handle."""
         writers: dict[Tensor, list[Node]] = {}
-        for node in self.analysis.order:
-            if node in self.parts.per_micro_batch and may_write_variable(node):
+        for node in self._analysis.order:
+            if node in self._parts.per_micro_batch and may_write_variable(node):
                 for handle in variable_handles(node):
-                    if handle in self.parts.carried_variables:
+                    if handle in self._parts.carried_variables:
                         writers.setdefault(handle, []).append(node)
         return writers
 
-    def _check_writes(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Check that writes add up; return the values added to variables, and those written to metrics."""
+    def _check_writes(self, inexact_metrics: dict[Node | Tensor, None]) -> tuple[list[Tensor], list[Tensor]]:
+        """Check that writes add up; return the values added to variables, and those written to metrics.
+
+        A variable that is written twice starts from another value in later micro-batches, unless all writes add sums. A
+        seed, which does not depend on data, is not checked: each micro-batch draws its own numbers.
+        """
         added: list[Tensor] = []
         added_to_metrics: list[Tensor] = []
-        writes = ((node, handle) for handle, nodes in self.writers.items() for node in nodes)
-        for node, handle in sorted(writes, key=lambda write: self.analysis.position[write[0]]):
-            is_metric = node.name in self.metrics
-            if not is_metric and node not in self.parts.batch_dependent:
-                continue  # A seed: each micro-batch draws its own numbers.
-            addend = self._addend(node, handle)
-            if addend is None or not self._adds_up(node, *addend):
-                self._report(handle, node)
-            (added_to_metrics if is_metric else added).extend([addend[1]] if addend is not None else node.inputs[1:])
+        of_data = {h for h, nodes in self._writers.items() if any(map(self._is_counted, nodes))}
+        for handle, nodes in self._writers.items():
+            addends = [self._addend(node, handle) for node in nodes]
+            sums = [addend is not None and self._values[addend[1]].kind is BatchKind.SUMMED for addend in addends]
+            is_single = len(nodes) == 1 or all(sums) or handle not in of_data
+            for node, addend in zip(nodes, addends, strict=True):
+                written = [addend[1]] if addend is not None else node.inputs[1:]
+                reads_total = any(other in of_data for _, other in self._reads(written))
+                if not self._is_counted(node) and not reads_total and is_single:
+                    continue
+                is_exact = is_single and not reads_total and addend is not None and self._adds_up(node, *addend)
+                if node.name in self._metrics:
+                    added_to_metrics += written
+                    inexact_metrics.update({} if is_exact else {handle: None})
+                else:
+                    added += written
+                    self._inexact.update({} if is_exact else {handle: node})
         return added, added_to_metrics
 
-    def _report(self, handle: Tensor, node: Node) -> None:
-        if node.name in self.metrics:
-            self.inexact_metrics[handle] = None
-        else:
-            self.inexact_variables.setdefault(handle, node)
+    def _is_counted(self, node: Node) -> bool:
+        """Return whether a write depends on data, or belongs to a metric."""
+        return node in self._parts.batch_dependent or node.name in self._metrics
+
+    def _reads(self, tensors: Sequence[Tensor]) -> list[tuple[Node, Tensor]]:
+        """Return the ops, with handles, that read carried variables which values depend on, other than by draws."""
+        before = self._analysis.sorted(self._ancestors(tensors, through_draws=False))
+        return [(n, h) for n in before if n.outputs for h in variable_handles(n) if h in self._writers]
 
     def _check_reads(self, leaving: Sequence[Tensor]) -> None:
-        """Check that no value depends on a variable between the writes of two micro-batches.
+        """Check that no value that leaves micro-batches depends on a variable between the writes of two of them.
 
-        A result that depends on the batch itself is computed by each micro-batch, with its own value of the variable.
+        A value that depends on the batch itself is computed by each micro-batch, with its own value of the variable.
         """
-        for node in dict.fromkeys(state for t in leaving if (state := self.values[t].state) is not None):
-            for handle in variable_handles(node):
-                self.inexact_variables.setdefault(handle, node)
-        for result in self.outputs:
-            if result.node not in self.parts.per_micro_batch:
-                continue
-            depends_on_batch = result.node in self.parts.batch_dependent
-            for node in self.analysis.sorted(self._ancestors([result], through_draws=False)):
-                for handle in variable_handles(node) if node.outputs else ():
-                    writers = self.writers.get(handle)
-                    if writers and (depends_on_batch or not self._runs_after(node, writers)):
-                        self.inexact_variables.setdefault(handle, node)
-
-    def _check_order(self) -> None:
-        """Check that a variable is not written twice, nor from another one that changes in the step.
-
-        Each of two writes may add up, as that of a sum after that of zero does not: micro-batches start from another
-        value than the batch. Several sums that are added count as one write.
-        """
-        counted = {
-            *self.parts.batch_dependent,
-            *(node for node in self.parts.per_micro_batch if node.name in self.metrics),
-        }
-        of_data = {handle for handle, nodes in self.writers.items() if not counted.isdisjoint(nodes)}  # Others: seeds.
-        for handle, nodes in self.writers.items():
-            if handle in of_data and len(nodes) > 1 and not all(self._adds_samples(node, handle) for node in nodes):
-                self._report(handle, nodes[-1])
-            for node in nodes:
-                addend = self._addend(node, handle)
-                before = self._ancestors([addend[1]] if addend is not None else node.inputs[1:], through_draws=False)
-                if any(other in of_data and other != handle for n in before for other in variable_handles(n)):
-                    self._report(handle, node)
-
-    def _adds_samples(self, node: Node, handle: Tensor) -> bool:
-        addend = self._addend(node, handle)
-        return addend is not None and self.values[addend[1]].kind is BatchKind.SUMMED and self._adds_up(node, *addend)
-
-    def _is_read_after_writes(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a variable after all writes, so that the last micro-batch has the batch's value.
-
-        Entries that data choose are read by each micro-batch before later ones have written.
-        """
-        handles = variable_handles(tensor.node)
-        if not handles or tensor.node in self.parts.batch_dependent:
-            return False
-        return all(self._runs_after(tensor.node, self.writers[h]) for h in handles if h in self.writers)
+        for tensor in leaving:
+            depends_on_batch = tensor.node in self._parts.batch_dependent
+            for node, handle in self._reads([tensor]):
+                if depends_on_batch or not self._runs_after(node, self._writers[handle]):
+                    self._inexact.setdefault(handle, node)
 
     def _runs_after(self, node: Node, others: Sequence[Node]) -> bool:
         """Return whether an op is one of some others, or runs after all of them."""
-        begin = min(self.analysis.position[other] for other in others)
+        begin = min(self._analysis.position[other] for other in others)
         seen, stack = {node}, [node]
         while stack:
             for before in predecessors(stack.pop()):
-                if before not in seen and self.analysis.position[before] >= begin:
+                if before not in seen and self._analysis.position[before] >= begin:
                     seen.add(before)
                     stack.append(before)
         return seen.issuperset(others)
@@ -288,9 +217,9 @@ class _EquivalenceCheck:
 
     def _adds_up(self, node: Node, place: tuple[Node, int], tensor: Tensor) -> bool:
         """Return whether what micro-batches add makes what the batch adds, each times a factor where needed."""
-        value = self.values[tensor]
+        value = self._values[tensor]
         is_per_sample = value.kind is BatchKind.PER_SAMPLE
-        if value.state is not None or value.exponent is None:
+        if value.exponent is None:
             return False
         if is_per_sample and not node.op.startswith("ResourceScatter"):
             return False
@@ -298,7 +227,7 @@ class _EquivalenceCheck:
         if exponent not in (0, math.inf):
             if not is_inexact(tensor.dtype):
                 return False
-            self.factors[place] = float(self.sizes.count) ** float(exponent)
+            self.factors[place] = float(self._count) ** float(exponent)
         return value.is_exact
 
 

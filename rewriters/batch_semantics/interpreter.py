@@ -99,7 +99,7 @@ class BatchInterpreter:
             rows = BatchLayout(BatchKind.PER_SAMPLE, BatchAxis(0, 1, 1))
             return [AbstractValue(rows) if t in self._batches else self._source(t) for t in outs]
         if any(h in self._carried for h in variable_handles(node)):
-            return [AbstractValue(state=node) for _ in outs]
+            return [AbstractValue() for _ in outs]
         if draws(node):
             return [AbstractValue(self._random_layout(node, t)) for t in outs]
         shapes = SHAPE_OPERANDS.get(node.op, ())
@@ -120,14 +120,13 @@ class BatchInterpreter:
                 exponent = None
         unknown = (v for v in op.values if v.exponent is None and v.unknown_since is not None)
         since = next((v.unknown_since for v in unknown), op.node) if exponent is None else None
-        state = next((v.state for v in op.values if v.state is not None), None)
         results: list[AbstractValue] = []
         for layout, value in zip(layouts, static, strict=True):
             if value is not None and layout.kind in DATA_INDEPENDENT:
                 results.append(dataclasses.replace(value, layout=layout, is_exact=is_exact))
             else:
                 scale = exponent if exponent is None or not layout.adds_samples else exponent + 1
-                results.append(AbstractValue(layout, scale, is_exact, state, since))
+                results.append(AbstractValue(layout, scale, is_exact, since))
         return results
 
     # Data-independent values ------------------------------------------------------------------------------------

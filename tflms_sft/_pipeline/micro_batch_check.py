@@ -10,7 +10,7 @@ import numpy as np
 
 from rewriters.analysis.autodiff_roles import is_seed
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.batch_semantics import SUM_OR_MEAN, EquivalenceReport, analyse_equivalence
+from rewriters.batch_semantics import SUM_OR_MEAN, EquivalenceReport
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import LOOPS, Node, Tensor, ancestors
@@ -140,7 +140,7 @@ class _Check:
         self.parts: StepPartition = split_step(self.analysis, traces.batched, traces.hints)
         self.sizes = BatchScaling(traces, self.analysis)
         self.reductions = declared_reductions(traces.micro, params.reductions or {})
-        self.report: EquivalenceReport = analyse_equivalence(
+        self.report = EquivalenceReport(
             self.analysis,
             self.parts,
             self.sizes.comparison(),
@@ -323,9 +323,7 @@ class _Check:
 
         Rows, as of sparse gradients and of penalties on gradients, are left out: each is combined by what it is.
         """
-        report = self.report
-        gradients = (t for t in self.parts.gradients if t.node in self.parts.batch_dependent)
-        reductions = {report.is_mean[t] for t in gradients if t in report.is_mean and t in report.summed}
+        reductions = self.report.gradient_reductions
         if len(reductions) > 1:
             raise PipelineError(_MIXED.format(""))
         if reductions == {not is_mean}:
