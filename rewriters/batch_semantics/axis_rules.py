@@ -164,11 +164,9 @@ def sum_of(op: BatchOp, adds_samples: bool = True) -> list[BatchLayout]:
     return [BatchLayout(BatchKind.SUMMED, adds_samples=adds_samples)] * len(op.outs)
 
 
-def rows_at(
-    op: BatchOp, axis: BatchAxis, is_ragged: bool = False, row_index: BatchAxis | None = None
-) -> list[BatchLayout]:
+def rows_at(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     """Return layouts of rows for samples along an axis."""
-    return [BatchLayout(BatchKind.PER_SAMPLE, axis, is_ragged, row_index)] * len(op.outs)
+    return [BatchLayout(BatchKind.PER_SAMPLE, axis)] * len(op.outs)
 
 
 # Row by row -------------------------------------------------------------------------------------------------
@@ -184,15 +182,14 @@ _ELEMENTWISE = (
 @rule(*ELEMENTWISE, *_ELEMENTWISE.split())
 def _elementwise(op: BatchOp) -> list[BatchLayout]:
     """Broadcast."""
-    rank, axes, samples = len(op.out_shape()), [], op.of_kind(BatchKind.PER_SAMPLE)
+    rank, axes = len(op.out_shape()), []
     has_row_condition = op.node.op == "Select" and len(op.shape(0)) < rank  # One entry for each row.
     for position, value in enumerate(op.values):
         axis = op.axis(position)
         if value.kind is not BatchKind.SUMMED and axis is not None:
             is_condition = has_row_condition and position == 0
             axes.append(axis if is_condition else axis.moved(axis.dim + rank - len(op.shape(position))))
-    row_index = op.values[0].layout.row_index if op.node.op in ("Cast", "Identity") else None
-    return rows_at(op, common_axis(axes), op.is_ragged(samples), row_index)
+    return rows_at(op, common_axis(axes))
 
 
 def registered_rule(node: Node) -> object:
@@ -210,7 +207,7 @@ def _images(op: BatchOp, data: Sequence[int]) -> list[BatchLayout]:
     axis = common_axis(axis for position in data if (axis := op.axis(position)) is not None)
     if axis.dim != 0:
         raise CrossSampleError
-    return rows_at(op, axis, op.is_ragged(data))
+    return rows_at(op, axis)
 
 
 @rule("ExtractImagePatches", "ImageProjectiveTransformV3", "AdjustContrastv2", "SpaceToDepth", "DepthToSpace",
@@ -239,7 +236,7 @@ def _trailing(op: BatchOp) -> list[BatchLayout]:
     axis = common_axis(axis for p in samples if (axis := op.axis(p)) is not None)
     if axis.dim >= len(op.shape(0)) - _TRAILING[op.node.op]:
         raise CrossSampleError
-    return rows_at(op, axis, op.is_ragged(samples))
+    return rows_at(op, axis)
 
 
 # Sizes ------------------------------------------------------------------------------------------------------
@@ -247,8 +244,7 @@ def _trailing(op: BatchOp) -> list[BatchLayout]:
 
 @rule("Shape", "ShapeN", "Size", "Rank")
 def _sizes(op: BatchOp) -> list[BatchLayout]:
-    is_ragged = op.is_ragged(op.of_kind(BatchKind.PER_SAMPLE))
-    return sum_of(op) if is_ragged and op.node.op != "Rank" else [BatchLayout()] * len(op.outs)
+    return [BatchLayout()] * len(op.outs)
 
 
 # Reductions -------------------------------------------------------------------------------------------------
@@ -265,12 +261,12 @@ def _reduction(op: BatchOp) -> list[BatchLayout]:
     if op.node.op == "Sum" and op.shape(0)[axis.dim] == 1 and not op.sizes.batch_dims(op.outs[0])[0]:
         axes.add(axis.dim)  # Autodiff omits the sum over a single sample, as the trace for the batch shows.
     if axis.dim in axes:
-        if not is_linear or (is_mean and layout.is_ragged):
+        if not is_linear:
             raise CrossSampleError
         return sum_of(op, adds_samples=not is_mean)
     keeps_dims = "keep_dims" in op.node.attrs and op.node.attrs["keep_dims"].b
     removed = 0 if keeps_dims else sum(number < axis.dim for number in axes)
-    return rows_at(op, axis.moved(axis.dim - removed), layout.is_ragged)
+    return rows_at(op, axis.moved(axis.dim - removed))
 
 
 @rule("L2Loss")
@@ -327,16 +323,13 @@ def _product(op: BatchOp) -> list[BatchLayout]:
         if position not in axes and letter in labels and op.shape(position)[labels.index(letter)] != 1:
             raise CrossSampleError
     if letter in out:
-        return rows_at(op, axis.moved(out.index(letter)), op.is_ragged(op.of_kind(BatchKind.PER_SAMPLE)))
+        return rows_at(op, axis.moved(out.index(letter)))
     return sum_of(op)
 
 
 @rule("UnsortedSegmentSum", "SegmentSum")
 def _segments(op: BatchOp) -> list[BatchLayout]:
-    """Put rows back to their row numbers, sum each sample's segments, or sum over samples."""
-    ids = op.values[1]
-    if ids.layout.row_index is not None:
-        return rows_at(op, ids.layout.row_index.moved(0))
+    """Sum each sample's segments, or sum over samples."""
     if op.may_grow():
         raise UnsupportedUseError
     axis = common_axis(axis for p in (0, 1) if (axis := op.axis(p)) is not None)

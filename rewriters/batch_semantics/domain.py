@@ -66,15 +66,11 @@ class BatchLayout:
     Attributes:
         kind: Relation to the samples.
         axis: Batch axis.
-        is_ragged: Whether the number of rows depends on data.
-        row_index: Axis into which the tensor holds row numbers, such as the result of `tf.where`.
         adds_samples: Whether the op that computes the tensor sums over samples.
     """
 
     kind: BatchKind = BatchKind.INVARIANT
     axis: BatchAxis | None = None
-    is_ragged: bool = False
-    row_index: BatchAxis | None = None
     adds_samples: bool = False
 
 
@@ -214,10 +210,6 @@ class BatchOp:
     def of_kind(self, kind: BatchKind) -> list[int]:
         """Return the positions of the operands of a kind."""
         return [position for position, value in enumerate(self.values) if value.kind is kind]
-
-    def is_ragged(self, positions: Iterable[int]) -> bool:
-        """Return whether the number of rows of any of the operands depends on data."""
-        return any(self.values[position].layout.is_ragged for position in positions)
 
     def ints(self, position: int) -> tuple[int, ...]:
         """Return the value of an integer operand.

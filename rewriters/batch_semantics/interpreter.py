@@ -267,7 +267,7 @@ class BatchInterpreter:
         grown, unknown = self.sizes.batch_dims(tensor)
         if layout.kind is BatchKind.SUMMED and grown:
             raise CrossSampleError
-        if layout.kind is BatchKind.PER_SAMPLE and layout.axis is not None and not layout.is_ragged:
+        if layout.kind is BatchKind.PER_SAMPLE and layout.axis is not None:
             if not grown <= {layout.axis.dim} or layout.axis.dim not in grown | unknown:
                 raise CrossSampleError
 

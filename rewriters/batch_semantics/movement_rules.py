@@ -49,21 +49,17 @@ def _movement(*op_types: str, data: int = 0) -> Callable[[_MovementRule], _Movem
 @_movement("Reshape", "ExpandDims", "Squeeze")
 def _reshape(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     """Locate samples by the number of elements before and after the batch axis."""
-    layout, old, new = op.values[0].layout, op.shape(0), op.out_shape()
-    if layout.is_ragged:
-        if axis.dim or math.prod(_static(old[1:])) != math.prod(_static(new[1:])):
-            raise UnsupportedUseError
-        return rows_at(op, axis, True, layout.row_index)
+    old, new = op.shape(0), op.out_shape()
     before, after = math.prod(_static(old[: axis.dim])), math.prod(_static(old[axis.dim + 1 :]))
     repeats, entries = _split_extent(op, axis, old)
     grown, unknown = op.sizes.batch_dims(op.outs[0])
     for dim in sorted(grown or unknown):
         new_before, new_after = math.prod(_static(new[:dim])), math.prod(_static(new[dim + 1 :]))
         if axis.entries is None and (new_before, new[dim]) == (before, old[axis.dim]):
-            return rows_at(op, axis.moved(dim), row_index=layout.row_index)  # The axis is unchanged.
+            return rows_at(op, axis.moved(dim))  # The axis is unchanged.
         if not before * repeats % new_before and not after * entries % new_after:
             new_axis = BatchAxis(dim, before * repeats // new_before, after * entries // new_after)
-            return rows_at(op, new_axis, row_index=layout.row_index)
+            return rows_at(op, new_axis)
     raise CrossSampleError
 
 
@@ -90,7 +86,7 @@ def _split_extent(
 
 @_movement("Transpose")
 def _transpose(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
-    return rows_at(op, axis.moved(op.ints(1).index(axis.dim)), op.values[0].layout.is_ragged)
+    return rows_at(op, axis.moved(op.ints(1).index(axis.dim)))
 
 
 def _slices(op: BatchOp) -> list[AxisSlice]:
@@ -104,17 +100,7 @@ def _slices(op: BatchOp) -> list[AxisSlice]:
 
 @_movement("StridedSlice", "Slice")
 def _slice(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
-    layout = op.values[0].layout
-    try:
-        cut = next(cut for cut in _slices(op) if cut.dim == axis.dim)
-    except UnsupportedUseError:
-        if layout.is_ragged:  # The slice may leave out rows.
-            raise CrossSampleError from None
-        raise
-    if layout.is_ragged:
-        if cut.out is None or cut.size is not None:
-            raise CrossSampleError
-        return rows_at(op, axis.moved(cut.out), True, layout.row_index)
+    cut = next(cut for cut in _slices(op) if cut.dim == axis.dim)
     if cut.out is None or cut.stride != 1:
         raise CrossSampleError
     size = op.out_shape()[cut.out]
@@ -153,8 +139,8 @@ def _concat(op: BatchOp) -> list[BatchLayout]:
     axes = [op.axis(p) for p in data]
     axis = common_axis(axis for axis in axes if axis is not None)
     if axis.dim != dim:
-        return rows_at(op, axis, op.is_ragged(data))
-    if None in axes or op.is_ragged(data):
+        return rows_at(op, axis)
+    if None in axes:
         raise CrossSampleError
     if op.sizes.samples is None:
         raise UnsupportedUseError
@@ -168,7 +154,7 @@ def _concat(op: BatchOp) -> list[BatchLayout]:
 def _pack(op: BatchOp) -> list[BatchLayout]:
     axis = common_axis(axis for p in range(len(op.values)) if (axis := op.axis(p)) is not None)
     new_dim = op.node.attrs["axis"].i % len(op.out_shape())
-    return rows_at(op, axis.moved(axis.dim + (new_dim <= axis.dim)), op.is_ragged(op.of_kind(BatchKind.PER_SAMPLE)))
+    return rows_at(op, axis.moved(axis.dim + (new_dim <= axis.dim)))
 
 
 @_movement("Unpack")
@@ -216,17 +202,14 @@ def _pad(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
 
 @rule("Tile", "BroadcastTo")
 def _repeat(op: BatchOp) -> list[BatchLayout]:
-    """Repeat whole batches; a sum that is repeated for each sample mixes samples."""
+    """Repeat along other axes than that of the batch."""
     axis, old, new = op.axis(0), op.shape(0), op.out_shape()
     if axis is None or any(p for p in op.of_kind(BatchKind.PER_SAMPLE)):
         raise CrossSampleError
     dim = axis.dim + len(new) - len(old)
-    if op.values[0].layout.is_ragged or old[axis.dim] is None or new[dim] == old[axis.dim]:
-        return rows_at(op, axis.moved(dim), op.values[0].layout.is_ragged)
-    if op.node.op == "BroadcastTo":
+    if new[dim] != old[axis.dim]:
         raise CrossSampleError
-    times = (new[dim] or 0) // (old[axis.dim] or 1)
-    return rows_at(op, BatchAxis(dim, times * (axis.repeats or 1), axis.entries))
+    return rows_at(op, axis.moved(dim))
 
 
 @_movement("SpaceToBatchND", "BatchToSpaceND")
@@ -247,29 +230,18 @@ def _space_to_batch(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
 @_movement("OneHot")
 def _one_hot(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
     new_dim = op.node.attrs["axis"].i % len(op.out_shape())
-    return rows_at(op, axis.moved(axis.dim + (new_dim <= axis.dim)), op.values[0].layout.is_ragged)
-
-
-@_movement("Where")
-def _where(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
-    """Return ragged row numbers."""
-    if axis.dim:
-        raise UnsupportedUseError
-    return rows_at(op, BatchAxis(0), True, axis if len(op.shape(0)) == 1 else None)
+    return rows_at(op, axis.moved(axis.dim + (new_dim <= axis.dim)))
 
 
 @rule("Gather", "GatherV2")
 def _gather(op: BatchOp) -> list[BatchLayout]:
-    """Look up rows of a table; rows of samples only by the row numbers of a mask."""
+    """Look up rows of a table."""
     table, index = op.values[0], op.values[1]
     along = 0 if op.node.op == "Gather" else op.ints(2)[0] % len(op.shape(0))
     batch_dims = op.node.attrs["batch_dims"].i if "batch_dims" in op.node.attrs else 0
     table_axis, index_axis = op.axis(0), index.layout.axis
     if table.kind is BatchKind.PER_SAMPLE and table_axis is not None and table_axis.dim == along:
-        row_index = index.layout.row_index
-        if row_index is None or row_index.moved(along) != table_axis or batch_dims:
-            raise CrossSampleError
-        return rows_at(op, BatchAxis(along), True)
+        raise CrossSampleError
     axes = []
     if table_axis is not None:
         is_before = table_axis.dim < along
@@ -277,19 +249,17 @@ def _gather(op: BatchOp) -> list[BatchLayout]:
     if index_axis is not None:
         is_before = index_axis.dim < batch_dims
         axes.append(index_axis.moved(index_axis.dim + (0 if is_before else along - batch_dims)))
-    return rows_at(op, common_axis(axes), index.layout.is_ragged or table.layout.is_ragged)
+    return rows_at(op, common_axis(axes))
 
 
-@_movement("RandomShuffle", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2")
-def _mixes(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
-    if axis.dim == 0 or op.node.op != "RandomShuffle":
-        raise CrossSampleError
-    return rows_at(op, axis)
+@rule("RandomShuffle", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "Where")
+def _mixes(op: BatchOp) -> list[BatchLayout]:
+    raise CrossSampleError
 
 
 @_movement("ResourceGather", data=1)
 def _gather_weights(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
-    return rows_at(op, axis, op.values[1].layout.is_ragged)
+    return rows_at(op, axis)
 
 
 @rule("GatherNd")
@@ -299,4 +269,4 @@ def _gather_nd(op: BatchOp) -> list[BatchLayout]:
         raise UnsupportedUseError
     if index.layout.axis.dim == len(op.shape(1)) - 1:
         raise CrossSampleError
-    return rows_at(op, index.layout.axis, index.layout.is_ragged)
+    return rows_at(op, index.layout.axis)

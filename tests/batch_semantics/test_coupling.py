@@ -108,8 +108,12 @@ def few(x, w, _):
     return tf.reduce_sum(tf.gather(net(x, w), tf.where(x[:, 0] > 0)[:2, 0])) / size(x)
 
 
+def masked(x, w):
+    return tf.boolean_mask(net(x, w)[:, 0], x[:, 0] > 0)
+
+
 def chosen(x, w, _):
-    return mean(tf.boolean_mask(net(x, w)[:, 0], x[:, 0] > 0))
+    return mean(masked(x, w))
 
 
 def turns(number):
@@ -151,8 +155,10 @@ JOINED = {
     "one that is looked up": (lambda x, w, _: mean(net(x, w) * tf.gather(x, [0])), "GatherV2"),
     "centred": (lambda x, w, _: mean(tf.square(net(x, w) - tf.stop_gradient(mean(net(x, w), 0)))), "Sub"),
     "a square of a mean": (lambda x, w, _: tf.square(mean(net(x, w))), "Square"),
-    "a mean of those that a mask chooses": (chosen, "Mean"),
-    "the first that a mask chooses": (few, "StridedSlice"),
+    "a mean of those that a mask chooses": (chosen, "Where"),
+    "the first that a mask chooses": (few, "Where"),
+    "a sum of those that a mask chooses": (lambda x, w, _: 0.1 * tf.reduce_sum(masked(x, w)), "Where"),
+    "a batch tiled behind itself": (lambda x, w, _: mean(tf.tile(net(x, w), [2, 1])), "Tile"),
     "a decision": (lambda x, w, _: mean(tf.where(tf.reduce_max(x) > 1, net(x, w), x @ w[1])), "Max"),
 }
 
@@ -165,7 +171,7 @@ def test_ops_that_mix_samples_are_refused_by_name(name):
 
 
 def test_ops_that_keep_samples_apart_equal_original_step():
-    """Transposed and back, folded into other axes, two batches behind each other, chosen by a mask and summed up."""
+    """Transposed and back, folded into other axes, two batches behind each other, weighted by a mask and summed up."""
 
     def loss(x, w, _):
         h = tf.transpose(tf.transpose(first(x, w)) * 2.0)
@@ -175,7 +181,7 @@ def test_ops_that_keep_samples_apart_equal_original_step():
         h = tf.stack([one, tf.tile(other, [1, 1])], axis=1)
         h = tf.einsum("bki,ij->bkj", h, w[1])
         h = tf.linalg.matmul(h, h, transpose_b=True)
-        return tf.reduce_sum(tf.boolean_mask(h[:, 0, 1], x[:, 0] > 0)) + tf.reduce_sum(tf.cumsum(h, axis=1))
+        return tf.reduce_sum(h[:, 0, 1] * tf.cast(x[:, 0] > 0, "float64")) + tf.reduce_sum(tf.cumsum(h, axis=1))
 
     assert same(*step_of(loss), loss_reduction="sum") == ()
 
