@@ -29,9 +29,6 @@ class Trait(enum.Flag):
     COMPARISON = enum.auto()
     """Compares two operands."""
 
-    THRESHOLD = enum.auto()
-    """Of integers, changes its behaviour at a threshold or with a period: a comparison, an extreme, a remainder."""
-
     REDUCTION = enum.auto()
     """Reduces operand 0 over the axes in operand 1."""
 
@@ -85,12 +82,6 @@ class Trait(enum.Flag):
 
     INDEX_ARITHMETIC = enum.auto()
     """Appears in the computation of indices from sample numbers, and passes an offset on."""
-
-    KEEPS_ROW_ORDER = enum.auto()
-    """Not a pointwise rule, and leaves the rows of the leading dimension in their order."""
-
-    KEEPS_MAGNITUDE = enum.auto()
-    """The entries of the result are those of operand 0, up to their sign and place."""
 
     SOURCE = enum.auto()
     """Has no data operand that it computes with: an argument, a constant, a handle."""
@@ -187,8 +178,8 @@ OP_TRAITS: dict[str, OpTraits] = {
     "Atan": OpTraits(T.ELEMENTWISE),
     "Atan2": OpTraits(T.ELEMENTWISE),
     "Atanh": OpTraits(T.ELEMENTWISE),
-    "BitwiseAnd": OpTraits(T.ELEMENTWISE | T.THRESHOLD),
-    "Cast": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE | T.INDEX_ARITHMETIC | T.KEEPS_ROW_ORDER),
+    "BitwiseAnd": OpTraits(T.ELEMENTWISE),
+    "Cast": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE | T.INDEX_ARITHMETIC),
     "Ceil": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
     "ClipByValue": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
     "Cos": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
@@ -197,25 +188,19 @@ OP_TRAITS: dict[str, OpTraits] = {
     "DivNoNan": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE, linear_in=(0,)),
     "Elu": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.FUSION_EPILOGUE),
     "EluGrad": OpTraits(T.ELEMENTWISE | T.IN_PLACE, linear_in=(0,)),
-    "Equal": OpTraits(T.ELEMENTWISE | T.COMPARISON | T.THRESHOLD),
+    "Equal": OpTraits(T.ELEMENTWISE | T.COMPARISON),
     "Erf": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
     "Erfc": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
     "Erfinv": OpTraits(T.ELEMENTWISE),
     "Exp": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE),
     "Expm1": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
     "Floor": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
-    "FloorDiv": OpTraits(T.ELEMENTWISE | T.THRESHOLD),
-    "FloorMod": OpTraits(T.ELEMENTWISE | T.THRESHOLD),
-    "Greater": OpTraits(T.ELEMENTWISE | T.COMPARISON | T.THRESHOLD),
-    "GreaterEqual": OpTraits(T.ELEMENTWISE | T.COMPARISON | T.THRESHOLD),
+    "FloorDiv": OpTraits(T.ELEMENTWISE),
+    "FloorMod": OpTraits(T.ELEMENTWISE),
+    "Greater": OpTraits(T.ELEMENTWISE | T.COMPARISON),
+    "GreaterEqual": OpTraits(T.ELEMENTWISE | T.COMPARISON),
     "Identity": OpTraits(
-        T.ELEMENTWISE
-        | T.CONV_WRAPPER
-        | T.FORWARDS_BUFFER
-        | T.SHRINKABLE
-        | T.INDEX_ARITHMETIC
-        | T.KEEPS_ROW_ORDER
-        | T.KEEPS_MAGNITUDE,
+        T.ELEMENTWISE | T.CONV_WRAPPER | T.FORWARDS_BUFFER | T.SHRINKABLE | T.INDEX_ARITHMETIC,
         linear_in=(0,),
     ),
     "Inv": OpTraits(T.ELEMENTWISE),
@@ -225,22 +210,22 @@ OP_TRAITS: dict[str, OpTraits] = {
     "IsNan": OpTraits(T.ELEMENTWISE),
     "LeakyRelu": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.FUSION_EPILOGUE),
     "LeakyReluGrad": OpTraits(T.ELEMENTWISE | T.IN_PLACE, linear_in=(0,)),
-    "Less": OpTraits(T.ELEMENTWISE | T.COMPARISON | T.THRESHOLD),
-    "LessEqual": OpTraits(T.ELEMENTWISE | T.COMPARISON | T.THRESHOLD),
+    "Less": OpTraits(T.ELEMENTWISE | T.COMPARISON),
+    "LessEqual": OpTraits(T.ELEMENTWISE | T.COMPARISON),
     "Lgamma": OpTraits(T.ELEMENTWISE),
     "Log": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE),
     "Log1p": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
     "LogicalAnd": OpTraits(T.ELEMENTWISE),
     "LogicalNot": OpTraits(T.ELEMENTWISE),
     "LogicalOr": OpTraits(T.ELEMENTWISE),
-    "Maximum": OpTraits(T.ELEMENTWISE | T.THRESHOLD | T.IN_PLACE | T.SHRINKABLE),
-    "Minimum": OpTraits(T.ELEMENTWISE | T.THRESHOLD | T.IN_PLACE | T.SHRINKABLE),
+    "Maximum": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE),
+    "Minimum": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE),
     "Mod": OpTraits(T.ELEMENTWISE),
     "Mul": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE | T.INDEX_ARITHMETIC, linear_in=(0, 1)),
     "MulNoNan": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE, linear_in=(0, 1)),
     "Ndtri": OpTraits(T.ELEMENTWISE),
-    "Neg": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE | T.KEEPS_MAGNITUDE, linear_in=(0,)),
-    "NotEqual": OpTraits(T.ELEMENTWISE | T.COMPARISON | T.THRESHOLD),
+    "Neg": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE, linear_in=(0,)),
+    "NotEqual": OpTraits(T.ELEMENTWISE | T.COMPARISON),
     "OnesLike": OpTraits(T.ELEMENTWISE),
     "Pow": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE),
     "PreventGradient": OpTraits(T.ELEMENTWISE | T.FORWARDS_BUFFER | T.SHRINKABLE, linear_in=(0,)),
@@ -263,7 +248,7 @@ OP_TRAITS: dict[str, OpTraits] = {
     "Sign": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE),
     "Sin": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
     "Sinh": OpTraits(T.ELEMENTWISE),
-    "Snapshot": OpTraits(T.ELEMENTWISE | T.FORWARDS_BUFFER | T.KEEPS_MAGNITUDE, linear_in=(0,)),
+    "Snapshot": OpTraits(T.ELEMENTWISE | T.FORWARDS_BUFFER, linear_in=(0,)),
     "Softplus": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
     "SoftplusGrad": OpTraits(T.ELEMENTWISE | T.IN_PLACE, linear_in=(0,)),
     "Softsign": OpTraits(T.ELEMENTWISE | T.IN_PLACE),
@@ -272,7 +257,7 @@ OP_TRAITS: dict[str, OpTraits] = {
     "SqrtGrad": OpTraits(T.ELEMENTWISE | T.IN_PLACE, linear_in=(1,)),
     "Square": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE),
     "SquaredDifference": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.SHRINKABLE),
-    "StopGradient": OpTraits(T.ELEMENTWISE | T.FORWARDS_BUFFER | T.SHRINKABLE | T.KEEPS_MAGNITUDE, linear_in=(0,)),
+    "StopGradient": OpTraits(T.ELEMENTWISE | T.FORWARDS_BUFFER | T.SHRINKABLE, linear_in=(0,)),
     "Sub": OpTraits(T.ELEMENTWISE | T.ADDITIVE | T.IN_PLACE | T.SHRINKABLE | T.INDEX_ARITHMETIC),
     "Tan": OpTraits(T.ELEMENTWISE),
     "Tanh": OpTraits(T.ELEMENTWISE | T.IN_PLACE | T.FUSION_EPILOGUE),
@@ -306,37 +291,29 @@ OP_TRAITS: dict[str, OpTraits] = {
     "Sum": OpTraits(T.REDUCTION),
     # Shapes, layout and data movement.
     "BatchToSpaceND": OpTraits(T.CONV_WRAPPER),
-    "BiasAdd": OpTraits(T.IN_PLACE | T.FUSION_EPILOGUE | T.KEEPS_ROW_ORDER),
+    "BiasAdd": OpTraits(T.IN_PLACE | T.FUSION_EPILOGUE),
     "Bitcast": OpTraits(T.FORWARDS_BUFFER),
     "BroadcastTo": OpTraits(T.INDEX_ARITHMETIC, shape_operand=1),
     "ConcatV2": OpTraits(T.INDEX_ARITHMETIC),
     "CropAndResize": OpTraits(T.OWN_LEADING_SIZE),
     "EnsureShape": OpTraits(T.FORWARDS_BUFFER),
-    "ExpandDims": OpTraits(
-        T.CONV_WRAPPER | T.FORWARDS_BUFFER | T.INDEX_ARITHMETIC | T.KEEPS_ROW_ORDER | T.KEEPS_MAGNITUDE
-    ),
+    "ExpandDims": OpTraits(T.CONV_WRAPPER | T.FORWARDS_BUFFER | T.INDEX_ARITHMETIC),
     "Fill": OpTraits(shape_operand=0),
     "IdentityN": OpTraits(T.FORWARDS_BUFFER),
-    "LogSoftmax": OpTraits(T.KEEPS_ROW_ORDER),
     "MirrorPad": OpTraits(T.PADDING),
     "Pack": OpTraits(T.INDEX_ARITHMETIC),
     "Pad": OpTraits(T.FUSED_PADDING | T.PADDING),
     "PadV2": OpTraits(T.FUSED_PADDING | T.PADDING),
     "Range": OpTraits(T.OWN_LEADING_SIZE),
     "Rank": OpTraits(T.SHAPE_QUERY),
-    "Reshape": OpTraits(
-        T.CONV_WRAPPER | T.FORWARDS_BUFFER | T.INDEX_ARITHMETIC | T.KEEPS_ROW_ORDER | T.KEEPS_MAGNITUDE, shape_operand=1
-    ),
+    "Reshape": OpTraits(T.CONV_WRAPPER | T.FORWARDS_BUFFER | T.INDEX_ARITHMETIC, shape_operand=1),
     "Select": OpTraits(T.IN_PLACE),
     "Shape": OpTraits(T.CONV_WRAPPER | T.SHAPE_QUERY),
     "ShapeN": OpTraits(T.CONV_WRAPPER | T.SHAPE_QUERY),
     "Size": OpTraits(T.SHAPE_QUERY),
     "Slice": OpTraits(shape_operand=2),
-    "Softmax": OpTraits(T.KEEPS_ROW_ORDER),
     "SpaceToBatchND": OpTraits(T.CONV_WRAPPER),
-    "Squeeze": OpTraits(
-        T.CONV_WRAPPER | T.FORWARDS_BUFFER | T.INDEX_ARITHMETIC | T.KEEPS_ROW_ORDER | T.KEEPS_MAGNITUDE
-    ),
+    "Squeeze": OpTraits(T.CONV_WRAPPER | T.FORWARDS_BUFFER | T.INDEX_ARITHMETIC),
     "StridedSlice": OpTraits(T.INDEX_ARITHMETIC),
     "StridedSliceGrad": OpTraits(shape_operand=0),
     "Tile": OpTraits(T.INDEX_ARITHMETIC, shape_operand=1),
@@ -367,8 +344,6 @@ OP_TRAITS: dict[str, OpTraits] = {
     "StatelessCase": OpTraits(T.CONDITIONAL),
     "StatelessIf": OpTraits(T.OWN_LEADING_SIZE | T.CONDITIONAL),
     "StatelessWhile": OpTraits(T.OWN_LEADING_SIZE | T.LOOP),
-    "TruncateDiv": OpTraits(T.THRESHOLD),
-    "TruncateMod": OpTraits(T.THRESHOLD),
     "While": OpTraits(T.OWN_LEADING_SIZE | T.LOOP),
 }
 """Every op type that some module outside of the rules needs a fact about."""

@@ -11,12 +11,9 @@ from collections.abc import Callable, Mapping
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
-from rewriters.ir.graph import Node, Tensor
-from rewriters.ir.op_traits import Trait, ops_with
+from rewriters.ir.graph import Tensor
 from rewriters.ir.static_values import is_inexact
 from rewriters.pipelining.step_partition import StepPartition
-from rewriters.rules.elementwise import Pointwise
-from rewriters.rules.registry import registered
 
 __all__: list[str] = []
 
@@ -104,10 +101,10 @@ class ReductionChooser:
                 f"{_shown(tensor)} is read or returned, and has the batch along axis {axes}: micro-batches are "
                 "concatenated along the first. Transpose it, leave it out, or use `micro_batches=1`."
             )
-        if not sparse and not self._in_order(tensor):
+        if not sparse and growth.rows != 1:
             raise PipelineError(
-                f"{_shown(tensor)} is read or returned, and has several rows for each sample, which may not follow "
-                "each other. Return it with the batch as its first axis, or use `micro_batches=1`."
+                f"{_shown(tensor)} is read or returned, and has several rows for each sample, whose order is "
+                "unknown. Return it with the batch as its first axis, or use `micro_batches=1`."
             )
         scaled = tensor in self._gradients and self._mean(tensor)
         return MicroBatchReduction.SCALED_CONCAT if scaled else MicroBatchReduction.CONCAT
@@ -116,7 +113,7 @@ class ReductionChooser:
         """Return the reduction of a tensor without a batch axis."""
         if is_inexact(tensor.dtype):
             return MicroBatchReduction.MEAN if self._mean(tensor) else MicroBatchReduction.SUM
-        if tensor.dtype.is_integer and self._adds_up(tensor):
+        if tensor.dtype.is_integer and self._is_mean(tensor) is False:
             return MicroBatchReduction.SUM
         kind = "is no sum over the batch" if tensor.dtype.is_integer else "has no batch axis"
         raise PipelineError(
@@ -134,40 +131,6 @@ class ReductionChooser:
             f"{_shown(tensor)} is read or returned, and whether it is a sum or a mean over the batch is unknown. Leave "
             f"it out, or declare it in `reductions`. {_REMEDY}"
         )
-
-    def _adds_up(self, tensor: Tensor) -> bool:
-        """Return whether an integer is a sum over the batch, or computed from such sums alone."""
-        node = tensor.node
-        if node.op == "Sum":
-            growth = self._growth(node.inputs[0])
-            return growth is None or bool(growth.axes)
-        if node.op in ops_with(Trait.ADDITIVE):
-            return all(map(self._adds_up, node.inputs))
-        whole = node.op == "Cast" and node.inputs[0].dtype.is_integer
-        return (whole or node.op in ops_with(Trait.KEEPS_MAGNITUDE)) and self._adds_up(node.inputs[0])
-
-    def _in_order(self, tensor: Tensor) -> bool:
-        """Return whether the first axis has the samples in their order, with consecutive rows of each."""
-        growth = self._growth(tensor)
-        if growth is None or growth.axes != (0,):
-            return False
-        node = tensor.node
-        if growth.rows == 1 or node.op == "Placeholder":
-            return True
-        if not (node.op in ops_with(Trait.KEEPS_ROW_ORDER) or _is_pointwise(node) or _multiplies_rows(node)):
-            return False
-        return all(
-            self._in_order(t) for t in node.inputs if (operand_growth := self._growth(t)) is None or operand_growth.axes
-        )
-
-
-def _is_pointwise(node: Node) -> bool:
-    """Return whether an op is pointwise; `ConcatV2`, which the registry lists as pointwise, may reorder rows."""
-    return isinstance(registered().get(node.op), Pointwise) and node.op != "ConcatV2"
-
-
-def _multiplies_rows(node: Node) -> bool:
-    return node.op == "MatMul" and not node.attrs["transpose_a"].b
 
 
 def _shown(tensor: Tensor) -> str:

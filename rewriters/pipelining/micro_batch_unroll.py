@@ -17,7 +17,7 @@ import tensorflow as tf
 from rewriters.analysis.autodiff_roles import reads_shape_only, shape_computations
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import PipelineError
-from rewriters.ir.graph import Graph, Node, Tensor, predecessors
+from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.ir.static_values import int_constant, type_attr
 from rewriters.ir.variables import may_write_variable, variable_handles
 from rewriters.pipelining.micro_batch_reduction import BatchGrowth, MicroBatchReduction, ReductionChooser
@@ -269,38 +269,10 @@ class _Unroller:
     def _chain_variables(self) -> None:
         """Order the micro-batches that touch a carried variable."""
         for handle in self.parts.carried_variables if self.count > 1 else ():
-            readers = dict.fromkeys(n for n, _ in self.analysis.consumers[handle] if n in self.parts.per_micro_batch)
-            touching = sorted(readers, key=self.analysis.position.__getitem__)
-            above = self._above(touching)
-            first = [n for n in touching if not above[n]]
-            last = [n for n in touching if not any(n in earlier for earlier in above.values())]
+            touching = dict.fromkeys(n for n, _ in self.analysis.consumers[handle] if n in self.parts.per_micro_batch)
             for number in range(1, self.count):
-                for node in first:
-                    self.clones[node][number].control_inputs.extend(self.clones[o][number - 1] for o in last)
-
-    def _above(self, nodes: Sequence[Node]) -> dict[Node, set[Node]]:
-        """Return for each of some ops, given in order, those that must run before it.
-
-        Only ops between the first and the last are visited: counters have few ops between them.
-        """
-        inside = set(nodes)
-        begin = self.analysis.position[nodes[0]]
-        before_each: dict[Node, set[Node]] = {}
-        for node in nodes:
-            seen = {node}
-            stack = [node]
-            before_each[node] = set()
-            while stack:
-                for before in predecessors(stack.pop()):
-                    if before in seen or self.analysis.position[before] < begin:
-                        continue
-                    seen.add(before)
-                    if before in before_each:  # With all that runs before it.
-                        before_each[node] |= {before, *before_each[before]}
-                    else:
-                        stack.append(before)
-            assert before_each[node] <= inside
-        return before_each
+                for node in touching:
+                    self.clones[node][number].control_inputs.extend(self.clones[o][number - 1] for o in touching)
 
     def _refuse_shared_state(self) -> None:
         written = {h: n for n in self.parts.update if may_write_variable(n) for h in variable_handles(n)}

@@ -115,7 +115,6 @@ def test_linear_and_additive_rules_agree_with_traits():
 def test_traits_that_imply_each_other():
     assert ops_with(Trait.SUM) <= ops_with(Trait.ADDITIVE) <= ops_with(Trait.ELEMENTWISE)
     assert ops_with(Trait.SHRINKABLE) <= ops_with(Trait.ELEMENTWISE)
-    assert ops_with(Trait.COMPARISON) <= ops_with(Trait.THRESHOLD)
     assert ops_with(Trait.FUSED_PADDING) <= ops_with(Trait.PADDING)
     assert ops_with(Trait.IN_PLACE).isdisjoint(ops_with(Trait.FORWARDS_BUFFER))
     assert ops_with(Trait.LOOP).isdisjoint(ops_with(Trait.CONDITIONAL) | ops_with(Trait.CALL))

@@ -15,7 +15,6 @@ from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import LOOPS, Node, Tensor, ancestors
 from rewriters.ir.inlining import is_xla_call
-from rewriters.ir.static_values import is_inexact
 from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction
 from rewriters.pipelining.step_partition import StepPartition, split_step
 from tflms_sft._params.pipeline_params import PipelineParams
@@ -351,7 +350,7 @@ class _Check:
         outputs = [t for position, t in enumerate(graph.outputs) if position not in self.reductions]
         before = ancestors(t.node for t in outputs) if report.adds_invariant else set()
         for node in report.adds_invariant:
-            if node in before and node not in self.analysis.backward and is_inexact(node.out().dtype):
+            if node in before and node not in self.analysis.backward:
                 raise _adds_invariant(node)
 
     def factors(self) -> dict[tuple[str, int], float]:
