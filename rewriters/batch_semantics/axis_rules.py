@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.batch_semantics.domain import (
     DATA_INDEPENDENT,
-    BatchAxis,
     BatchKind,
     BatchLayout,
     BatchOp,
@@ -22,6 +21,7 @@ from rewriters.batch_semantics.domain import (
     common_axis,
 )
 from rewriters.batch_semantics.scaling_rules import ADDITIVE, linear_operands
+from rewriters.batch_semantics.trace_comparison import BatchAxis
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node
 from rewriters.ir.op_traits import OP_TRAITS, Trait, ops_with
@@ -48,6 +48,7 @@ SHAPE_OPERANDS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("RandomUniform", "RandomStandardNormal", "StatelessRandomUniformV2"), (0,)),
     **dict.fromkeys(("StatelessRandomNormalV2", "StatelessRandomGetKeyCounter", "TruncatedNormal"), (0,)),
     **dict.fromkeys(("GatherV2", "ScatterNd", "SparseTensorDenseMatMul", "UnsortedSegmentSum"), (2,)),
+    "MatrixDiagV3": (2, 3),
     "Slice": (1, 2),
     "StridedSlice": (1, 2, 3),
     "StridedSliceGrad": (0, 1, 2, 3),

@@ -13,7 +13,7 @@ import numpy as np
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.batch_semantics.domain import TraceComparison
+from rewriters.batch_semantics.trace_comparison import TraceComparison
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 

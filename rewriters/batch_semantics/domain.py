@@ -13,13 +13,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.batch_semantics.trace_comparison import BatchAxis, TraceComparison
 from rewriters.ir.graph import Node, Tensor
-from rewriters.pipelining.micro_batch_reduction import BatchGrowth
 
 __all__: list[str] = []
 
@@ -38,25 +37,6 @@ Exponent = Fraction | float | None
 
 DATA_INDEPENDENT = frozenset((BatchKind.INVARIANT, BatchKind.UNIFORM, BatchKind.INDEXED))
 """Kinds that depend on the batch by its size at most."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchAxis:
-    """Position of the samples in a tensor.
-
-    Attributes:
-        dim: Dimension.
-        repeats: Number of whole batches that follow each other along it; `None` if that does not matter.
-        entries: Number of consecutive entries of one sample in it.
-    """
-
-    dim: int
-    repeats: int | None = None
-    entries: int | None = None
-
-    def moved(self, dim: int) -> BatchAxis:
-        """Return this axis in another dimension."""
-        return dataclasses.replace(self, dim=dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,42 +110,6 @@ class IrregularScalingError(Exception):
 
 class MixedScalingError(Exception):
     """Raised for an op that adds values of different exponents."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TraceComparison:
-    """Comparison of the trace for the batch with the trace for a micro-batch.
-
-    Attributes:
-        whole_shape: Returns the shape of a tensor in the trace for the batch.
-        values: Returns the values of a tensor that depends on constants and sizes alone, in the trace for a micro-batch
-            and in that for the batch; `None` for an unknown one.
-        growth: Returns how much larger a tensor is for the batch; `None` if it does not grow along some axes only.
-        count: Number of micro-batches.
-        samples: Samples of a micro-batch; `None` if unknown.
-    """
-
-    whole_shape: Callable[[Tensor], Any]
-    values: Callable[[Tensor], tuple[Any, Any]]
-    growth: Callable[[Tensor], BatchGrowth | None]
-    count: int
-    samples: int | None
-
-    def batch_dims(self, tensor: Tensor) -> tuple[set[int], set[int]]:
-        """Return the dimensions that grow with the batch, and those of unknown size."""
-        if tensor.shape is None:
-            return set(), set()
-        whole = self.whole_shape(tensor)
-        if whole is None or len(whole) != len(tensor.shape):
-            whole = tensor.shape
-        pairs = list(enumerate(zip(tensor.shape, whole, strict=True)))
-        return {d for d, (a, b) in pairs if a is not None and a != b}, {d for d, (a, _) in pairs if a is None}
-
-    def axis(self, tensor: Tensor) -> BatchAxis | None:
-        """Return the axis along which a tensor grows with the batch, by sizes alone; `None` if none is known."""
-        grown, unknown = self.batch_dims(tensor)
-        dims = grown or (unknown if len(unknown) == 1 else set())
-        return BatchAxis(min(dims)) if dims else None
 
 
 class BatchOp:

@@ -17,8 +17,9 @@ from fractions import Fraction
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.batch_semantics.axis_rules import SHAPE_OPERANDS
-from rewriters.batch_semantics.domain import AbstractValue, BatchKind, TraceComparison
+from rewriters.batch_semantics.domain import AbstractValue, BatchKind
 from rewriters.batch_semantics.interpreter import BatchInterpreter, draws
+from rewriters.batch_semantics.trace_comparison import TraceComparison
 from rewriters.ir.graph import Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.static_values import is_inexact
 from rewriters.ir.variables import may_write_variable, variable_handles

@@ -17,7 +17,6 @@ from rewriters.batch_semantics.batch_indices import are_batch_indices
 from rewriters.batch_semantics.domain import (
     DATA_INDEPENDENT,
     AbstractValue,
-    BatchAxis,
     BatchKind,
     BatchLayout,
     BatchOp,
@@ -26,10 +25,10 @@ from rewriters.batch_semantics.domain import (
     IrregularScalingError,
     MixedScalingError,
     NonlinearError,
-    TraceComparison,
     UnsupportedUseError,
 )
 from rewriters.batch_semantics.scaling_rules import exponent_between, linear_operands, scaling_exponent
+from rewriters.batch_semantics.trace_comparison import BatchAxis, TraceComparison
 from rewriters.ir.graph import BRANCHES, LOOPS, Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import is_inexact

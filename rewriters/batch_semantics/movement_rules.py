@@ -9,7 +9,6 @@ import numpy as np
 
 from rewriters.batch_semantics.axis_rules import registered_rule, rows_at, rule
 from rewriters.batch_semantics.domain import (
-    BatchAxis,
     BatchKind,
     BatchLayout,
     BatchOp,
@@ -17,6 +16,7 @@ from rewriters.batch_semantics.domain import (
     UnsupportedUseError,
     common_axis,
 )
+from rewriters.batch_semantics.trace_comparison import BatchAxis
 from rewriters.errors import NotTileableError
 from rewriters.rules.slicing import AxisSlice, Sliced
 

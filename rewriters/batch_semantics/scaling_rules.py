@@ -30,7 +30,7 @@ from rewriters.rules.elementwise import ELEMENTWISE
 __all__: list[str] = []
 
 ADDITIVE = ops_with(Trait.ADDITIVE) | frozenset(
-    ("BiasAdd", "Complex", "ConcatV2", "Pack", "PadV2", "Select", "SelectV2")
+    "BiasAdd Complex ConcatV2 MatrixDiagPartV3 MatrixDiagV3 Pack PadV2 Select SelectV2".split()
 )
 """Ops that add, concatenate or select their operands."""
 
@@ -153,8 +153,11 @@ def _total(exponents: Sequence[Exponent]) -> Exponent:
 
 def _terms(op: BatchOp) -> list[int]:
     """Return the positions of the operands that an op adds or selects from."""
-    positions = {"Select": [1, 2], "SelectV2": [1, 2], "PadV2": [0, 2], "ConcatV2": list(range(len(op.values) - 1))}
-    return positions.get(op.node.op, list(range(len(op.values))))
+    last = len(op.values) - 1
+    if op.node.op in ("MatrixDiagPartV3", "MatrixDiagV3", "PadV2"):
+        return [0, last]
+    positions = {"Select": [1, 2], "SelectV2": [1, 2], "ConcatV2": list(range(last))}
+    return positions.get(op.node.op, list(range(last + 1)))
 
 
 def _factors(op: BatchOp) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.batch_semantics import TraceComparison
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import PipelineError
@@ -26,7 +27,6 @@ from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import SFTParams
 from tflms_sft._pipeline import device_selection
-from tflms_sft._pipeline.batch_scaling import BatchScaling
 from tflms_sft._pipeline.declarations import check_declarations
 from tflms_sft._pipeline.micro_batch_check import check_micro_batches
 from tflms_sft._pipeline.report import Inside, Planned, plan_of
@@ -119,7 +119,7 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     traced = analyse_step(traces.micro, traces.record, samples, mode)
     analysis = traced.analysis
     analysis.require_backward()
-    sizes = BatchScaling(traces, analysis, mode)
+    sizes = TraceComparison(analysis, traces.micro, traces.whole, traces.batched, traces.count, mode)
     parts = split_step(analysis, traces.batched, traces.hints)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)

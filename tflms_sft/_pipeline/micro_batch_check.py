@@ -10,7 +10,7 @@ import numpy as np
 
 from rewriters.analysis.autodiff_roles import is_seed
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.batch_semantics import SUM_OR_MEAN, EquivalenceReport
+from rewriters.batch_semantics import SUM_OR_MEAN, EquivalenceReport, TraceComparison
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.errors import PipelineError
 from rewriters.ir.graph import LOOPS, Node, Tensor, ancestors
@@ -18,7 +18,6 @@ from rewriters.ir.inlining import is_xla_call
 from rewriters.pipelining.micro_batch_reduction import MicroBatchReduction
 from rewriters.pipelining.step_partition import StepPartition, split_step
 from tflms_sft._params.pipeline_params import PipelineParams
-from tflms_sft._pipeline.batch_scaling import BatchScaling
 from tflms_sft._pipeline.declarations import declared_ops, declared_reductions
 from tflms_sft._planner.traced_step import analyse_step
 from tflms_sft._trace.batch_traces import BatchTraces, settled
@@ -76,29 +75,17 @@ def check_micro_batches(
     if checked is not traces and axis < (traces.batch or 0):
         check.refuse_difference(settled(traces, axis), axis)
     # With `batch_norm="micro"` a value after an op that mixes samples is that of a loop that accumulates gradients.
-    contract = _ContractByName(check, emitted or check.analysis, is_mean if check.report.cross_sample else None)
-    return MicroBatchContract(notes + check.unknown_notes(), contract.is_mean, check.factors(), check.reductions)
-
-
-class _ContractByName:
-    """Translates findings about the checked analysis to tensors of the emitted one.
-
-    Args:
-        check: The check.
-        emitted: Analysis of the step that is emitted.
-        unknown: Whether values of unknown reduction are means; `None` if that remains unknown.
-    """
-
-    def __init__(self, check: _Check, emitted: GraphAnalysis, unknown: bool | None) -> None:
-        report, graph = check.report, check.analysis.graph
-        self._by_name = {tensor.name: is_mean for tensor, is_mean in report.is_mean.items()}
-        self._unknown = unknown
-        results = zip(emitted.graph.outputs, graph.outputs, strict=True)
-        self._results = {tensor: report.is_mean.get(checked, unknown) for tensor, checked in results}
-
-    def is_mean(self, tensor: Tensor) -> bool | None:
-        """Return whether a value is a mean over the batch rather than a sum; `None` if unknown or irrelevant."""
-        return self._results[tensor] if tensor in self._results else self._by_name.get(tensor.name, self._unknown)
+    unknown = is_mean if check.report.cross_sample else None
+    by_name = {tensor.name: is_mean for tensor, is_mean in check.report.is_mean.items()}
+    results = zip((emitted or check.analysis).graph.outputs, check.analysis.graph.outputs, strict=True)
+    of_result = {tensor: check.report.is_mean.get(checked, unknown) for tensor, checked in results}
+    factors = {(node.name, position): value for (node, position), value in check.report.factors.items()}
+    return MicroBatchContract(
+        notes + check.unknown_notes(),
+        lambda tensor: of_result[tensor] if tensor in of_result else by_name.get(tensor.name, unknown),
+        factors,
+        check.reductions,
+    )
 
 
 class _UserNames:
@@ -137,12 +124,12 @@ class _Check:
         self.names = _UserNames(traces, self.analysis)
         self._refuse_bodies()
         self.parts: StepPartition = split_step(self.analysis, traces.batched, traces.hints)
-        self.sizes = BatchScaling(traces, self.analysis)
+        self.sizes = TraceComparison(self.analysis, traces.micro, traces.whole, traces.batched, traces.count)
         self.reductions = declared_reductions(traces.micro, params.reductions or {})
         self.report = EquivalenceReport(
             self.analysis,
             self.parts,
-            self.sizes.comparison(),
+            self.sizes,
             metrics=traces.hints.per_micro_batch,
             per_sample=declared_ops(self.analysis, traces.record, params.per_sample or ()),
             declared_outputs=self.reductions,
@@ -352,10 +339,6 @@ class _Check:
         for node in report.adds_invariant:
             if node in before and node not in self.analysis.backward:
                 raise _adds_invariant(node)
-
-    def factors(self) -> dict[tuple[str, int], float]:
-        """Return the factors of operands, by op name and operand position."""
-        return {(node.name, position): value for (node, position), value in self.report.factors.items()}
 
     def unknown_notes(self) -> tuple[str, ...]:
         """Return notes about ops and reductions that are unknown."""

@@ -2,50 +2,79 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from rewriters.analysis.constant_folding import ConstantFolder
 from rewriters.analysis.graph_analysis import GraphAnalysis
-from rewriters.batch_semantics import TraceComparison
 from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
 from rewriters.ir.graph import Node, Tensor
 from rewriters.ir.static_values import StaticEvaluator
 from rewriters.pipelining.micro_batch_reduction import BatchGrowth
-from tflms_sft._trace.batch_traces import BatchTraces
+
+__all__: list[str] = []
 
 
-class BatchScaling:
+@dataclasses.dataclass(frozen=True)
+class BatchAxis:
+    """Position of the samples in a tensor.
+
+    Attributes:
+        dim: Dimension.
+        repeats: Number of whole batches that follow each other along it; `None` if that does not matter.
+        entries: Number of consecutive entries of one sample in it.
+    """
+
+    dim: int
+    repeats: int | None = None
+    entries: int | None = None
+
+    def moved(self, dim: int) -> BatchAxis:
+        """Return this axis in another dimension."""
+        return dataclasses.replace(self, dim=dim)
+
+
+class TraceComparison:
     """Compares a step for the batch with the step for a micro-batch.
 
     Two traces of one function give an op one name, by which sizes and values are compared.
 
     Args:
-        traces: Traces of the step.
         analysis: Analysis of the step for a micro-batch.
+        micro: Trace for a micro-batch.
+        whole: Trace for the batch.
+        batched: Positions of the arguments that have the batch axis.
+        count: Number of micro-batches.
         mode: Canonicalization that the analysis was read with.
+
+    Attributes:
+        count: Number of micro-batches.
+        samples: Samples of a micro-batch; `None` if unknown.
     """
 
     def __init__(
-        self, traces: BatchTraces, analysis: GraphAnalysis, mode: CanonicalMode = CanonicalMode.BATCH_ANALYSIS
+        self,
+        analysis: GraphAnalysis,
+        micro: Any,
+        whole: Any,
+        batched: Sequence[int],
+        count: int,
+        mode: CanonicalMode = CanonicalMode.BATCH_ANALYSIS,
     ) -> None:
-        self._traces = traces
+        self.count = count
+        self.samples = next((micro.inputs[p].shape[0] for p in batched if micro.inputs[p].shape.rank), None)
         self._whole = analysis.graph.nodes
         self._evaluate = self._evaluate_whole = analysis.evaluate
         self._fold = self._fold_whole = ConstantFolder(analysis.graph)
-        if traces.micro is not traces.whole:
-            graph = read_canonical(traces.whole, mode)
+        if micro is not whole:
+            graph = read_canonical(whole, mode)
             self._whole = graph.nodes
             self._evaluate_whole = StaticEvaluator(graph)
             self._fold_whole = ConstantFolder(graph)
-        pairs = zip(traces.micro.outputs, traces.whole.outputs, strict=True)
+        pairs = zip(micro.outputs, whole.outputs, strict=True)
         shapes = [tuple(tuple(t.shape) if t.shape.rank is not None else None for t in pair) for pair in pairs]
         self._outputs = dict(zip(analysis.graph.outputs, shapes, strict=True))
-        inputs = traces.micro.inputs
-        self._samples = next((inputs[p].shape[0] for p in traces.batched if inputs[p].shape.rank), None)
-
-    def comparison(self) -> TraceComparison:
-        """Return the comparison that batch semantics reads."""
-        return TraceComparison(self.whole_shape, self.values, self.growth, self._traces.count, self._samples)
 
     def counterpart(self, node: Node) -> Node | None:
         """Return the op of the step for the batch that corresponds to an op; `None` if there is none.
@@ -85,12 +114,28 @@ class BatchScaling:
             return None
         axes = []
         for axis, (size, batch_size) in enumerate(zip(here, whole, strict=True)):
-            if size is None or batch_size is None or batch_size not in (size, size * self._traces.count):
+            if size is None or batch_size is None or batch_size not in (size, size * self.count):
                 return None
             if batch_size != size:
                 axes.append(axis)
-        has_rows = axes[:1] == [0] and self._samples and here[0] % self._samples == 0
-        return BatchGrowth(tuple(axes), here[0] // self._samples if has_rows else 0)
+        has_rows = axes[:1] == [0] and self.samples and here[0] % self.samples == 0
+        return BatchGrowth(tuple(axes), here[0] // self.samples if has_rows else 0)
+
+    def batch_dims(self, tensor: Tensor) -> tuple[set[int], set[int]]:
+        """Return the dimensions that grow with the batch, and those of unknown size."""
+        if tensor.shape is None:
+            return set(), set()
+        whole = self.whole_shape(tensor)
+        if whole is None or len(whole) != len(tensor.shape):
+            whole = tensor.shape
+        pairs = list(enumerate(zip(tensor.shape, whole, strict=True)))
+        return {d for d, (a, b) in pairs if a is not None and a != b}, {d for d, (a, _) in pairs if a is None}
+
+    def axis(self, tensor: Tensor) -> BatchAxis | None:
+        """Return the axis along which a tensor grows with the batch, by sizes alone; `None` if none is known."""
+        grown, unknown = self.batch_dims(tensor)
+        dims = grown or (unknown if len(unknown) == 1 else set())
+        return BatchAxis(min(dims)) if dims else None
 
 
 def _static_value(tensor: Tensor, fold: ConstantFolder, evaluate: StaticEvaluator) -> Any:
