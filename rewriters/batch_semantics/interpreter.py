@@ -29,7 +29,7 @@ from rewriters.batch_semantics.domain import (
 )
 from rewriters.batch_semantics.scaling_rules import exponent_between, linear_operands, scaling_exponent
 from rewriters.batch_semantics.trace_comparison import BatchAxis, TraceComparison
-from rewriters.ir.graph import BRANCHES, LOOPS, Node, Tensor
+from rewriters.ir.graph import BRANCHES, Node, Tensor
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import is_inexact
 from rewriters.ir.variables import variable_handles
@@ -188,10 +188,8 @@ class BatchInterpreter:
         """
         node, is_elementwise = op.node, op.node.op in ELEMENTWISE
         has_samples = any(value.kind not in DATA_INDEPENDENT for value in op.values)
-        # A note covers what a branch does with samples. A list of tensors has the length of the batch.
+        # A note covers what a branch does with samples.
         harmless = {*linear_operands(op), *(range(1, len(op.values)) if node.op in BRANCHES and has_samples else ())}
-        if is_elementwise or (node.op not in BRANCHES and any(t.dtype.name == "variant" for t in op.outs)):
-            harmless.update(range(len(op.values)))
         for position, (value, tensor) in enumerate(zip(op.values, node.inputs, strict=True)):
             if position in SHAPE_OPERANDS.get(node.op, ()):
                 decides = node.op in ("Slice", "StridedSlice") and self._moves_slice(op, position)
@@ -219,41 +217,30 @@ class BatchInterpreter:
 
     def _layouts(self, op: BatchOp, is_exact: bool) -> tuple[list[BatchLayout], bool]:
         """Return the layouts of the results, and whether these are exact; `is_exact` tells whether the operands are."""
+        node, mixes_samples = op.node, False
         try:
             layouts = infer_layouts(op)
             for layout, tensor in zip(layouts, op.outs, strict=True):
                 self._check_sizes(layout, tensor)
-        except (CrossSampleError, UnsupportedUseError) as error:
-            return self._layouts_without_rule(op, is_exact, isinstance(error, CrossSampleError))
-        return layouts, is_exact
-
-    def _layouts_without_rule(self, op: BatchOp, is_exact: bool, mixes_samples: bool) -> tuple[list[BatchLayout], bool]:
-        """Return the layouts of an op that mixes samples, or that no rule covers."""
-        node = op.node
-        layouts = [self._layout_by_size(t, BatchKind.SUMMED) for t in op.outs]
-        is_sum = [layout.kind is BatchKind.SUMMED for layout in layouts]
-        if node in self.per_sample and not any(is_sum):
             return layouts, is_exact
-        if mixes_samples and node.op not in _DECISIONS:
-            return self._mixing_layouts(op, is_exact)
-        if mixes_samples or all(value.kind in DATA_INDEPENDENT for value in op.values):
-            if mixes_samples:
-                self.unknown[node] = None
+        except CrossSampleError:
+            mixes_samples = True
+        except UnsupportedUseError:
+            if all(value.kind in DATA_INDEPENDENT for value in op.values):
+                return [BatchLayout() for _ in op.outs], is_exact
+        layouts = [self._layout_by_size(t, BatchKind.SUMMED) for t in op.outs]
+        has_sums = any(layout.kind is BatchKind.SUMMED for layout in layouts)
+        if node in self.per_sample and not has_sums:
+            return layouts, is_exact
+        if mixes_samples and node.op in _DECISIONS:
+            self.unknown[node] = None
             return [BatchLayout() for _ in op.outs], is_exact
-        has_lists = any(t.dtype.name == "variant" for t in op.outs)
-        if any(is_sum) and not has_lists and node not in self.analysis.backward:
-            return self._mixing_layouts(op, is_exact)
+        if mixes_samples or (has_sums and node not in self.analysis.backward):
+            if is_exact:  # The first one on its path.
+                self.cross_sample[node] = None
+            return layouts, False
         self.unknown[node] = None
-        if has_lists or node.op in LOOPS:
-            sums = BatchLayout(BatchKind.SUMMED, adds_samples=True)
-            layouts = [sums if adds else layout for adds, layout in zip(is_sum, layouts, strict=True)]
         return layouts, is_exact
-
-    def _mixing_layouts(self, op: BatchOp, is_exact: bool) -> tuple[list[BatchLayout], bool]:
-        """Note an op that mixes samples, if it is the first one on its path."""
-        if is_exact:
-            self.cross_sample[op.node] = None
-        return [self._layout_by_size(t, BatchKind.SUMMED) for t in op.outs], False
 
     def _check_sizes(self, layout: BatchLayout, tensor: Tensor) -> None:
         """Check a layout by rule against the sizes in both traces.

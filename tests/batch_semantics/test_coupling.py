@@ -159,6 +159,7 @@ JOINED = {
     "the first that a mask chooses": (few, "Where"),
     "a sum of those that a mask chooses": (lambda x, w, _: 0.1 * tf.reduce_sum(masked(x, w)), "Where"),
     "a batch tiled behind itself": (lambda x, w, _: mean(tf.tile(net(x, w), [2, 1])), "Tile"),
+    "a list of samples": (lambda x, w, _: mean(net(x, w) * tf.map_fn(tf.tanh, x)), "TensorListFromTensor"),
     "a decision": (lambda x, w, _: mean(tf.where(tf.reduce_max(x) > 1, net(x, w), x @ w[1])), "Max"),
 }
 

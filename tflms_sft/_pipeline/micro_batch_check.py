@@ -139,9 +139,6 @@ class _Check:
         """Refuse forward loops that gradients go through, and functions that XLA compiles.
 
         Autodiff makes lists for its own loop, which the forward loop fills. The body of a compiled function is hidden.
-
-        Raises:
-            PipelineError: With its layer.
         """
         order, backward = self.analysis.order, self.analysis.backward
         node = next((n for n in order if n.op in LOOPS and not is_seed(n) and n in backward), None)
@@ -198,11 +195,7 @@ class _Check:
         return [*(self.report.is_mean.get(tensor) for tensor in leaving), *self.report.factors.values()]
 
     def refuse_cross_sample(self) -> tuple[str, ...]:
-        """Refuse ops that mix samples, or return notes about them.
-
-        Raises:
-            PipelineError: With the ops.
-        """
+        """Refuse ops that mix samples, or return notes about them."""
         report, names = self.report, self.names
         variables = [node if names.has_layer(node) else handle for handle, node in report.inexact_variables]
         mixing: list[Node | Tensor] = [*report.cross_sample, *variables]
@@ -224,11 +217,7 @@ class _Check:
         return notes
 
     def refuse_indexed(self) -> None:
-        """Refuse values that do not depend on data and differ between samples, such as sample numbers.
-
-        Raises:
-            PipelineError: With one of them.
-        """
+        """Refuse values that do not depend on data and differ between samples, such as sample numbers."""
         for node, tensor in self.report.indexed.items():
             raise PipelineError(
                 f"{self.names.of(node)} reads `{tensor.name}` ({tensor.node.op}), which is as long as the batch, "
@@ -237,11 +226,7 @@ class _Check:
             )
 
     def refuse_sizes(self) -> None:
-        """Refuse numbers that depend on the batch size by no power of it.
-
-        Raises:
-            PipelineError: With one of them.
-        """
+        """Refuse numbers that depend on the batch size by no power of it."""
         for node, number in self.report.irregular.items():
             here, whole = (np.asarray(value).ravel() for value in self.sizes.values(number))
             is_number = here.size == whole.size == 1 and here.dtype.kind in "biuf"
@@ -252,11 +237,7 @@ class _Check:
             )
 
     def refuse_attributes(self) -> None:
-        """Refuse ops whose attributes Python code sets by the batch size.
-
-        Raises:
-            PipelineError: With one of them.
-        """
+        """Refuse ops whose attributes Python code sets by the batch size."""
         for node in self.analysis.order:
             other = self.sizes.counterpart(node)
             if other is None or other.op != node.op:
@@ -271,11 +252,7 @@ class _Check:
                     )
 
     def refuse_gradients(self) -> None:
-        """Refuse gradients that are no sums over samples, or have another reduction than the parameters say.
-
-        Raises:
-            PipelineError: With the op.
-        """
+        """Refuse gradients that are no sums over samples, or have another reduction than the parameters say."""
         report, is_mean = self.report, self.params.loss_reduction == "mean"
         if report.transposed:
             tensor = report.transposed[0]
@@ -323,9 +300,6 @@ class _Check:
         """Refuse results that add a data-independent value to a sum over samples, or depend on variables and sizes.
 
         Gradients may do so: where they are means, those of a penalty are the same for a micro-batch.
-
-        Raises:
-            PipelineError: With the op.
         """
         report, graph = self.report, self.analysis.graph
         if report.size_dependent_state:

@@ -78,14 +78,9 @@ def trace(step: Any, params: PipelineParams, args: Any, kwargs: Any, batch: int 
     declared = None if params.batched is None else _positions(params.batched, arguments)
     unknown = [p for p, size in enumerate(leading) if size is None and (declared is None or p in declared)]
     if count == 1:
-        size = batch_of((args, kwargs)) or max(
-            (leading_size for leading_size in leading if leading_size is not None), default=0
-        )
-        batched = (
-            unknown
-            or [p for p, leading_size in enumerate(leading) if leading_size == size]
-            or list(range(len(arguments)))
-        )
+        size = batch_of((args, kwargs)) or max((size for size in leading if size is not None), default=0)
+        batched = unknown or [p for p, leading_size in enumerate(leading) if leading_size == size]
+        batched = batched or list(range(len(arguments)))
         return BatchTraces(whole, whole, record, hints.of(whole.graph), batched, batch_of((args, kwargs)))
     if unknown:
         examples = _leading(whole, args, kwargs)
@@ -242,23 +237,13 @@ def _explain_retrace_errors(samples: int) -> Iterator[None]:
         ) from error
 
 
-def _traced_again(step: Any, specs: Any, samples: int) -> Any:
-    """Trace the step for a number of samples, with its layers.
-
-    Raises:
-        PipelineError: If the step is valid for another number only.
-    """
-    with _explain_retrace_errors(samples):
-        return trace_step(step, *specs)
-
-
 def _with_part(
     step: Any, whole: Any, params: PipelineParams, part: Any, told: Sequence[int] | None, batch: int
 ) -> BatchTraces:
     """Return traces for the batch and, by the specifications `part`, for a micro-batch."""
     count = params.total_micro_batches
-    with watched_effects() as hints:
-        micro, record = _traced_again(step, part, batch // count)
+    with watched_effects() as hints, _explain_retrace_errors(batch // count):
+        micro, record = trace_step(step, *part)
     pairs = zip(_arguments(whole), _arguments(micro), strict=True)
     batched = [p for p, (a, b) in enumerate(pairs) if b.shape.rank and a.shape[0] != b.shape[0]]
     if told is not None and batched != list(told):
