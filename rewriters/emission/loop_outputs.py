@@ -171,7 +171,7 @@ class ReductionOutput:
     """
 
     def __init__(
-        self, tensor: Tensor, combination: Combination, per_image: bool = False, cell: Region | None = None
+        self, tensor: Tensor, *, combination: Combination, per_image: bool = False, cell: Region | None = None
     ) -> None:
         self.tensors = [tensor]
         self._combine, self._neutral = _COMBINE[combination]

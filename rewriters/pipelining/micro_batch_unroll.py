@@ -211,7 +211,7 @@ class _Unroller:
     # Copies ---------------------------------------------------------------------------------------------------
 
     def _add(self, node: Node, name: str, number: int | None) -> Node:
-        new = Node(self.graph.unique_name(name), node.op, (), (), node.attrs, "", node.outputs)
+        new = Node(self.graph.unique_name(name), node.op, (), attrs=node.attrs, outputs=node.outputs)
         self.graph.add(new)
         self.origin[new] = Origin(Role.SHARED if number is None else Role.MICRO_BATCH, node, number)
         if number is None:
@@ -242,7 +242,7 @@ class _Unroller:
         part = self._number(f"micro_{number}/{node.name}/part", factor, value.dtype)
         name = self.graph.unique_name(f"micro_{number}/{node.name}/scaled")
         attrs = {"T": type_attr(value.dtype)}
-        scaled = Node(name, "Mul", [value, part], (), attrs, "", [(value.dtype, value.shape)])
+        scaled = Node(name, "Mul", [value, part], attrs=attrs, outputs=[(value.dtype, value.shape)])
         for new in (part.node, self.graph.add(scaled)):
             self.origin[new] = Origin(Role.MICRO_BATCH, node, number)
         return scaled.out()
@@ -254,7 +254,7 @@ class _Unroller:
             "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
         }
         outputs = [(dtype, array.shape)]
-        return self.graph.add(Node(self.graph.unique_name(name), "Const", (), (), attrs, "", outputs)).out()
+        return self.graph.add(Node(self.graph.unique_name(name), "Const", (), attrs=attrs, outputs=outputs)).out()
 
     def _copies(self, node: Node) -> list[Node]:
         return self.clones[node] if node in self.clones else [self.once[node]]
@@ -294,7 +294,7 @@ class _Unroller:
         attrs = {"T": type_attr(tensor.dtype), "num_split": tf.compat.v1.AttrValue(i=self.count)}
         outputs = [(tensor.dtype, tensor.shape)] * self.count
         name = self.graph.unique_name(f"micro/{source.name}{suffix}/split")
-        node = self.graph.add(Node(name, "Split", [axis.out(), whole], (), attrs, "", outputs))
+        node = self.graph.add(Node(name, "Split", [axis.out(), whole], attrs=attrs, outputs=outputs))
         self._helper(node, source, Role.SPLIT)
         return [node.out(number) for number in range(self.count)]
 
@@ -434,7 +434,7 @@ class _Unroller:
                 attrs["value"] = self._value_for_whole(node)
             outputs = other.outputs if other is not None and other.op == node.op else node.outputs
             name = self.graph.unique_name(f"micro/{node.name}/whole")
-            self.copies_for_batch[node] = self.graph.add(Node(name, node.op, inputs, (), attrs, "", outputs))
+            self.copies_for_batch[node] = self.graph.add(Node(name, node.op, inputs, attrs=attrs, outputs=outputs))
             self._helper(self.copies_for_batch[node], node)
         return self.copies_for_batch[node]
 
@@ -454,7 +454,7 @@ class _Unroller:
         times[list(growth.axes)] = self.count
         name = f"micro/{node.name}/whole"
         number = self._helper(self._number(f"{name}/times", times, dtype).node, node)
-        new = Node(self.graph.unique_name(name), "Mul", (), (), {"T": type_attr(dtype)}, "", [(dtype, shape)])
+        new = Node(self.graph.unique_name(name), "Mul", (), attrs={"T": type_attr(dtype)}, outputs=[(dtype, shape)])
         new.inputs = [self.clones[node][0].out(), number.out()]
         return self._helper(self.graph.add(new), node)
 
@@ -524,5 +524,5 @@ class _Unroller:
     ) -> Node:
         suffix = f"_{tensor.index}" if tensor.index else ""
         full = self.graph.unique_name(f"micro/{tensor.node.name}{suffix}/{name}")
-        node = self.graph.add(Node(full, op, list(inputs), (), attrs, "", [(dtype, tensor.shape)]))
+        node = self.graph.add(Node(full, op, list(inputs), attrs=attrs, outputs=[(dtype, tensor.shape)]))
         return self._helper(node, tensor.node, role, number)

@@ -87,6 +87,7 @@ def with_tiles(staged: StagedStep, plans: list[SegmentPlan]) -> StagedStep:
 def with_swaps(
     staged: StagedStep,
     options: SwapOptions,
+    *,
     tier: Tier,
     batch: int,
     max_in_flight: int,

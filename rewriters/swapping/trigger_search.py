@@ -36,6 +36,7 @@ class TriggerSearch:
         self,
         graph: Graph,
         backward: Container[Node],
+        *,
         levels: Mapping[Node, int] | None = None,
         ready: Mapping[Node, int] | None = None,
         fixed: Container[Node] = (),

@@ -89,7 +89,7 @@ def assign_levels(analysis: GraphAnalysis, allowed: Container[Node] | None = Non
     """
     excluded: set[Node] = set()
     while True:
-        roles = _Sorter(analysis, allowed, merge, excluded).run()
+        roles = _Sorter(analysis, allowed=allowed, merge=merge, excluded=excluded).run()
         folded = _folded_results(analysis, roles)
         if not folded:
             return roles
@@ -123,7 +123,7 @@ class _Sorter:
     """
 
     def __init__(
-        self, analysis: GraphAnalysis, allowed: Container[Node] | None, merge: bool, excluded: Container[Node]
+        self, analysis: GraphAnalysis, *, allowed: Container[Node] | None, merge: bool, excluded: Container[Node]
     ) -> None:
         self.analysis = analysis
         self.allowed = allowed

@@ -123,7 +123,7 @@ def build_segment(
     exits = _exits(analysis, ops)
     notes: list[str] = []
     for _ in range(len(ops) + 1):
-        region = BackwardRegion(analysis, ops, set(exits) | stored, excluded)
+        region = BackwardRegion(analysis, ops, materialised=set(exits) | stored, excluded=excluded)
         region.build()
         if not region.must_materialise:
             break
@@ -181,7 +181,9 @@ class BackwardRegion:
         forward_operands: Operands of the forward ops.
     """
 
-    def __init__(self, analysis: GraphAnalysis, ops: set[Node], materialised: set[Tensor], excluded: set[Node]) -> None:
+    def __init__(
+        self, analysis: GraphAnalysis, ops: set[Node], *, materialised: set[Tensor], excluded: set[Node]
+    ) -> None:
         self.analysis = analysis
         self.ops = ops
         self.materialised = materialised

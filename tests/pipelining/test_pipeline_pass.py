@@ -136,7 +136,9 @@ def piped(schedule, skip=False, optimizer="momentum", deep=False):
     growth = lambda tensor: rows if tensor.shape[:1] == (2,) else one  # noqa: E731
     request = UnrollSpec(schedule.micro_batches, growth, lambda tensor: True)
     devices = pipeline_pass.Devices([f"/device:CPU:{number}" for number in range(schedule.num_devices)], {})
-    return pipeline_pass.pipeline(analysis, split_step(analysis, [0, 1]), stages, request, schedule, devices)
+    return pipeline_pass.pipeline(
+        analysis, split_step(analysis, [0, 1]), stages=stages, request=request, schedule=schedule, devices=devices
+    )
 
 
 @pytest.mark.parametrize("skip", [False, True])

@@ -139,7 +139,7 @@ def edges_between_stages(staged):
 def test_pass_edges_stay_in_their_stage(staged):
     plain, plans = staged
     tiled = with_tiles(plain, plans)
-    swapped = with_swaps(tiled, SwapOptions(), SkeletonTier(), 2, 2)
+    swapped = with_swaps(tiled, SwapOptions(), tier=SkeletonTier(), batch=2, max_in_flight=2)
     assert not edges_between_stages(plain) and not edges_between_stages(tiled) and not edges_between_stages(swapped)
     assert len(swapped.swaps) >= 4 and len(swapped.outs) == len(swapped.swaps)
     names = [node.name for node in scheduled_ops(swapped.analysis, swapped.parts, swapped.stages)]

@@ -110,7 +110,9 @@ def _as_one(planned: Planned) -> Graph:
     request = dataclasses.replace(planned.request, micro_batches=1)
     places = pipeline_pass.Devices(planned.devices[:count], planned.where)
     schedule = make("basic", count, 1)
-    return pipeline_pass.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places).graph
+    return pipeline_pass.pipeline(
+        staged.analysis, staged.parts, stages=staged.stages, request=request, schedule=schedule, devices=places
+    ).graph
 
 
 def _for_any_batch(traces: BatchTraces, chosen: RewriteRequest, like: Planned) -> StepImporter:
@@ -145,7 +147,9 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     schedule = params.schedule_for(stages.count)
     where = _variable_devices(traces.micro, analysis)
     if params.placement == "check":
-        _check_placement(traces.micro, analysis, parts, stages, schedule, devices, where)
+        _check_placement(
+            traces.micro, analysis, parts=parts, stages=stages, schedule=schedule, devices=devices, where=where
+        )
     inside = Inside(StagedStep(analysis, parts, stages, traces.batched))
     if chosen.tiles is not None or chosen.swaps is not None:
         inside = _inside_of_stages(traced, inside.staged, chosen, cuts, devices, schedule)
@@ -162,7 +166,9 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
         reductions=judgement.reductions,
     )
     places = pipeline_pass.Devices(devices, where)
-    built = pipeline_pass.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)
+    built = pipeline_pass.pipeline(
+        staged.analysis, staged.parts, stages=staged.stages, request=request, schedule=schedule, devices=places
+    )
     return Planned(traces, traced, inside, cuts, schedule, devices, built, where, request), judgement.notes
 
 
@@ -210,6 +216,7 @@ def _variable_devices(concrete_fn: Any, analysis: GraphAnalysis) -> dict[Tensor,
 def _check_placement(
     concrete_fn: Any,
     analysis: GraphAnalysis,
+    *,
     parts: StepPartition,
     stages: Stages,
     schedule: Schedule,

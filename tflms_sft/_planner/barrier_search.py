@@ -74,7 +74,9 @@ class Barriers:
         self._levels = assign_levels(traced.analysis, allowed)
         self.left = [refused(traced.analysis, node, why) for node, why in self._levels.refused.items()]
         first, *others = [
-            CheckpointSelection(traced.analysis, self._levels, traced.batch, frozenset(stored), flops)
+            CheckpointSelection(
+                traced.analysis, self._levels, batch=traced.batch, extra=frozenset(stored), cheap_flops=flops
+            )
             for flops in CHEAP_FLOPS_PER_BYTE
         ]
         self._selection = first
@@ -126,6 +128,7 @@ class TiledLoops:
         self,
         estimates: LoopEstimates,
         segment: Segment,
+        *,
         halo: Halo = Halo.RECOMPUTE,
         programs: Sequence[int] | None = None,
     ) -> None:
@@ -181,7 +184,7 @@ def plan_for_capacity(traced: TracedStep, segment: Segment, capacity: int | None
 
     Without a capacity an iteration may take as much as the largest tensor that a loop writes.
     """
-    loops = TiledLoops(LoopEstimates(traced), segment, halo)
+    loops = TiledLoops(LoopEstimates(traced), segment, halo=halo)
     return loops.planned(loops.small_iterations(capacity or _largest_result(traced, segment)))
 
 
@@ -201,7 +204,7 @@ class CheckpointPlan:
     def __init__(self, estimates: LoopEstimates, segment: Segment) -> None:
         self._traced = estimates.traced
         programs = estimates.programs(segment)
-        self._loops = {halo: TiledLoops(estimates, segment, halo, programs) for halo in Halo}
+        self._loops = {halo: TiledLoops(estimates, segment, halo=halo, programs=programs) for halo in Halo}
         self._targets: dict[tuple[Halo, int], tuple[int, list[Grid]]] = {}
         self._smallest: Candidate | None = None
         self._partial_peak = 0
@@ -231,7 +234,7 @@ class CheckpointPlan:
 
     def _candidate(self, loops: TiledLoops, grids: Sequence[Grid], limit: int | None = None) -> Candidate:
         plan = loops.planned(grids)
-        return Candidate([plan], *predict(self._traced, [plan], limit))
+        return Candidate([plan], *predict(self._traced, [plan], limit=limit))
 
     @functools.cached_property
     def _bytes_beside(self) -> tuple[list[int], int]:

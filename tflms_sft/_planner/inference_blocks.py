@@ -87,7 +87,7 @@ class InferenceTilings:
         whole_bytes: Bytes alive while a loop runs, without its iterations.
     """
 
-    def __init__(self, estimates: LoopEstimates, segment: Segment, untiled: BlockChoice, whole_bytes: int) -> None:
+    def __init__(self, estimates: LoopEstimates, segment: Segment, *, untiled: BlockChoice, whole_bytes: int) -> None:
         analysis, batch, costs = estimates.traced.analysis, estimates.traced.batch, estimates.traced.costs
         self._estimates = estimates
         self._segment = segment
@@ -154,7 +154,9 @@ class InferenceBlocks(ComponentBlocks):
         seconds = traced.costs.step(segment.forward)
         untiled = BlockChoice(first=first, last=last, working_bytes=bytes_across + peak, seconds=seconds)
         end_bytes = sum(t.num_bytes(batch) for t in (*entries, *segment.exits))
-        return BlockOptions(untiled, [InferenceTilings(self._estimates, segment, untiled, bytes_across + end_bytes)])
+        return BlockOptions(
+            untiled, [InferenceTilings(self._estimates, segment, untiled=untiled, whole_bytes=bytes_across + end_bytes)]
+        )
 
 
 def _bounds(traced: TracedStep, component: TileableComponent) -> list[int]:

@@ -136,7 +136,9 @@ def _explicit(
     used: dict[Node, SegmentSpec] = {}
     plans = []
     for number, spec in enumerate(params.segments, 1):
-        segment = _named_segment(traced, spec, f"segment{number}", backward_ops, used, staging)
+        segment = _named_segment(
+            traced, spec, name=f"segment{number}", backward_ops=backward_ops, used=used, staging=staging
+        )
         backward_ops.update(segment.backward)
         used.update(dict.fromkeys(segment.forward, spec))
         of_spec = RequestedTiles(
@@ -158,6 +160,7 @@ def _text_of(spec: SegmentSpec) -> str:
 def _named_segment(
     traced: TracedStep,
     spec: SegmentSpec,
+    *,
     name: str,
     backward_ops: set[Node],
     used: Mapping[Node, SegmentSpec],

@@ -225,7 +225,12 @@ def tilings(
     """
     key = segment_signature(traced.analysis, segment)
     candidates = estimates.candidates(traced, key, segment)
-    return [SegmentTilings(traced, segment, blocks, halo, candidates, estimates.tilings((key, halo))) for halo in Halo]
+    return [
+        SegmentTilings(
+            traced, segment, blocks=blocks, halo=halo, candidates=candidates, estimates=estimates.tilings((key, halo))
+        )
+        for halo in Halo
+    ]
 
 
 class SegmentTilings:
@@ -239,6 +244,7 @@ class SegmentTilings:
         self,
         traced: TracedStep,
         segment: Segment,
+        *,
         blocks: tuple[int, int],
         halo: Halo,
         candidates: Sequence[CheckpointCandidate],

@@ -54,7 +54,7 @@ class SwapSearch:
         result = insert_swaps(self._analysis, self.swaps(lb)[:count], tier, self.params.max_in_flight)
         away: frozenset[Node] = frozenset(result.swap_outs if self._on_host else ())
         slow = out_seconds(self._traced, result.swap_outs, self.params)
-        return predict(self._traced, self._plans, limit, result.graph, away, slow)[0]
+        return predict(self._traced, self._plans, limit=limit, graph=result.graph, away=away, slow=slow)[0]
 
     def tuned(self, limit: int) -> SwapParams | None:
         """Return the fewest tensors, and for them the largest `lb`, with which the step fits; `None` if none do."""

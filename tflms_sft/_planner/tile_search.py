@@ -94,7 +94,7 @@ class ChainSearch(abc.ABC):
             return self._traced.plain
         if segmentation not in modelled:
             plans = segment_plans(self._traced, [(self._chains[n].component, choice) for n, choice in segmentation])
-            modelled[segmentation] = Candidate(plans, *predict(self._traced, plans, limit))
+            modelled[segmentation] = Candidate(plans, *predict(self._traced, plans, limit=limit))
         return modelled[segmentation]
 
     def _segmentation(self, target: int) -> Segmentation | None:
