@@ -505,7 +505,7 @@ class IterationEmitter:
         return part - self.lookup(held.lo, axis)
 
     def has_all_images(self) -> bool:
-        """Return whether the batch is not split."""
+        """Return whether each iteration holds the full batch."""
         return self._batch_span is None
 
     def whole_batch(self) -> Any:

@@ -1,4 +1,4 @@
-"""Recomputes a max-pooling for its gradient, where both kernels share a workspace.
+"""Recomputes a max-pooling for its gradient, so that swapping its output does not lose oneDNN's fast gradient kernel.
 
 oneDNN's forward kernel records the position of each maximum, and its gradient kernel reads that workspace. TensorFlow
 passes the workspace on only if the gradient reads the output of a pooling directly. With the output swapped out and in,

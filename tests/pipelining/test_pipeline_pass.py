@@ -350,7 +350,7 @@ def test_unsupported_pipelines_are_refused(params, error, text):
         ({"micro_batches": 0}, ValueError, "`micro_batches` must be at least 1"),
         ({"micro_batches": 1.5}, TypeError, "`micro_batches` must be an integer"),
         ({"data_replicas": 0}, ValueError, "`data_replicas` must be at least 1"),
-        ({"devices": "GPU:0"}, TypeError, "`devices` must be a list of device names"),
+        ({"devices": "GPU:0"}, TypeError, "`devices` must be a list of at least one device name"),
         ({"devices": ["the fast one"]}, ValueError, '`devices` must have names such as "GPU:0"'),
         ({"devices": ["GPU:0"], "stages": 2}, ValueError, r"each of 2 stage\(s\): 2 in total\. Received: 1 in devices"),
         ({"loss_reduction": "max"}, ValueError, '`loss_reduction` must be "mean" or "sum"'),

@@ -105,7 +105,7 @@ def _importer(planned: Planned) -> StepImporter:
 
 
 def _as_one(planned: Planned) -> Graph:
-    """Return the graph of a step for any batch as one micro-batch, on the devices of the first replica."""
+    """Return a pipeline that runs a batch of any size as a single micro-batch, on the devices of the first replica."""
     staged, count = planned.inside.staged, planned.stages.count
     request = dataclasses.replace(planned.request, micro_batches=1)
     places = pipeline_pass.Devices(planned.devices[:count], planned.where)

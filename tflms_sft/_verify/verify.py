@@ -271,11 +271,11 @@ Values = dict[str, Any]
 
 
 class _Run(NamedTuple):
-    """The outcome of a run.
+    """Values that a run of the original or of the rewritten step leaves behind.
 
     Attributes:
         results: Results of the step.
-        gradients: Gradients that are tensors of both graphs.
+        gradients: Gradients that both graphs hold as tensors, by name.
         variables: Values of the variables after the run, by name.
         state: Values of the variables after the run, as tensors.
     """
