@@ -37,10 +37,14 @@ def outcome(returncode=0, error=None, log=""):
 # Arguments.
 
 
-def test_sizes():
+def test_sizes_have_the_units_of_the_library_or_none():
     assert _arguments.parse_size("1.5GiB") == 3 * 2**29
     assert _arguments.parse_size(" 900 MiB") == 900 * 2**20
-    with pytest.raises(ValueError, match=r'expected a size such as "1.5GiB". Received: \'much\''):
+    assert _arguments.parse_size("0.65GB") == 650_000_000
+    assert _arguments.parse_size("1024") == 1024
+    with pytest.raises(
+        ValueError, match="`size` must be a positive number followed by one of .* Received: size='much'"
+    ):
         _arguments.parse_size("much")
 
 
@@ -50,8 +54,12 @@ def test_sizes():
         (lms.parse_arguments, ["--net", "alexnet"], "--net: invalid choice"),
         (lms.parse_arguments, ["--runs", "0"], "--runs: must be at least 1. Received: 0"),
         (lms.parse_arguments, ["--cells", "all, lb=3"], "--cells names ['all, lb=3']; known are ['plain',"),
-        (max_batch.parse_arguments, ["--memory", "2 bananas"], "--memory: expected a size"),
-        (max_batch.parse_arguments, ["--memory", "0GiB"], "--memory: must be at least one byte"),
+        (
+            max_batch.parse_arguments,
+            ["--memory", "2 bananas"],
+            "--memory: `size` must be a positive number followed by",
+        ),
+        (max_batch.parse_arguments, ["--memory", "0GiB"], "--memory: `size` must be at least one byte"),
         (max_batch.parse_arguments, ["--search", "guess"], "--search: invalid choice"),
         (accuracy.parse_arguments, ["--cases", "vgg16"], "--cases: invalid choice: 'vgg16'"),
         (accuracy.parse_arguments, ["--within", "2"], "--within: must be from 0 to below 1. Received: 2"),
@@ -73,7 +81,7 @@ def test_sizes():
         (parse_resnet50, ["--tile-budget", "4/3"], "--tile-budget: must be more than 0 and less than 1"),
         (parse_resnet50, ["--tile-budget", "0/3"], "must be more than 0 and less than 1. Received: '0/3'"),
         (parse_resnet50, ["--swap-budget", "1/0"], "--swap-budget: expected a part such as \"1/3\". Received: '1/0'"),
-        (parse_resnet50, ["--swap-budget", "much"], "--swap-budget: expected a size"),
+        (parse_resnet50, ["--swap-budget", "much"], "--swap-budget: `size` must be a positive number"),
     ],
 )
 def test_wrong_arguments_are_refused(parse, arguments, message, capsys):
