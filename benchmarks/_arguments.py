@@ -4,6 +4,8 @@ import argparse
 import re
 from fractions import Fraction
 
+from tflms_sft._util.byte_sizes import parse_bytes
+
 
 def parser(program: str, description: str | None) -> argparse.ArgumentParser:
     """Return a parser for `python -m program` whose help shows the module's docstring verbatim."""
@@ -21,26 +23,21 @@ def positive(text: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Returns the bytes of a text such as "1.5GiB" or "900MiB".
+    """Return the bytes of a text such as "1.5GiB", "900 MB" or "1048576".
 
     Raises:
-        ValueError: The text is no such size.
+        ValueError: If the text is no such size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i)?B?", text.strip())
-    if not found:
-        raise ValueError(f'expected a size such as "1.5GiB". Received: {text!r}')
-    return int(float(found.group(1)) * 1024 ** " KMGT".index((found.group(2) or " ")[0]))
+    text = text.strip()
+    return parse_bytes(int(text) if text.isdecimal() else text, "size")
 
 
 def size(text: str) -> int:
     """Parse a size of at least one byte."""
     try:
-        number = parse_size(text)
+        return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least one byte. Received: {text!r}")
-    return number
 
 
 def budget(text: str) -> str:

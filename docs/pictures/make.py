@@ -1,9 +1,9 @@
-"""Draws the pictures of docs/how-it-works.md, docs/several-devices.md and CONTRIBUTING.md.
+"""Draws the pictures of docs/how-it-works.md, docs/reports.md, docs/several-devices.md and CONTRIBUTING.md.
 
     python docs/pictures/make.py [FOLDER]
 
-They are of real graphs and plans, with rates of no machine in particular, so that they come out the same everywhere
-but for what the device is like (on a CPU, with or without oneDNN).
+The pictures show real graphs and plans at nominal rates. They come out the same on every CPU with the same kernels
+(with or without oneDNN), except the measurements in plan.png.
 """
 
 from __future__ import annotations
@@ -208,6 +208,25 @@ def draw_memory() -> None:
     save(plan.plot(), "memory.png")
 
 
+def draw_measured() -> None:
+    """Draw predicted and measured memory of six convolutions on an image of 256 x 256 pixels."""
+    layers: list[Any] = [keras.Input((256, 256, 3), batch_size=1)]
+    for number, filters in enumerate((16, 16, 32, 32, 64, 64)):
+        name = f"conv{number // 2 + 1}{'ab'[number % 2]}"
+        layers.append(keras.layers.Conv2D(filters, 3, padding="same", activation="relu", name=name))
+        if number % 2:
+            layers.append(keras.layers.MaxPool2D(2, name=f"pool{number // 2 + 1}"))
+    model = keras.Sequential([*layers, keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.optimizer.build(model.trainable_variables)
+    batch = tf.random.stateless_normal((1, 256, 256, 3), (1, 2)), tf.zeros(1, tf.int32)
+    step = tf.function(lambda images, labels: model.train_step((images, labels))["loss"], autograph=False)
+    rewritten = tflms_sft.rewrite(step, tflms_sft.AutoParams("16MiB"), *batch)
+    print(rewritten.plan.headline())
+    before, after = (tflms_sft.measure(function, *batch, timelines=True) for function in (step, rewritten))
+    save(rewritten.plan.plot(None, before, after), "plan.png", dpi=80)
+
+
 # Schedules ----------------------------------------------------------------------------------------------------------
 
 SCHEDULES = (("basic", 2), ("gpipe", 4), ("1f1b", 4), ("mast", 2), ("master", 4))
@@ -215,16 +234,16 @@ SCHEDULES = (("basic", 2), ("gpipe", 4), ("1f1b", 4), ("mast", 2), ("master", 4)
 
 
 def draw_schedules() -> None:
-    """Draw schedules of four equal stages, backward twice as long as forward, with 1 GiB of activations per micro-batch."""
+    """Draw schedules of four equal stages: backward takes twice as long as forward, a micro-batch holds 1 GiB."""
     for name, micro_batches in SCHEDULES:
         times = [0.04] * 4, [0.08] * 4
         simulation = simulate(make(name, 4, micro_batches), *times, activations=[2**30] * 4)
         save(draw_schedule(simulation), f"schedule-{name}.png")
 
 
-def save(figure: Any, name: str) -> None:
+def save(figure: Any, name: str, dpi: int = 110) -> None:
     """Write a picture that is small enough for a page."""
-    figure.savefig(FOLDER / name, dpi=110, pil_kwargs={"optimize": True})
+    figure.savefig(FOLDER / name, dpi=dpi, pil_kwargs={"optimize": True})
     print(name, os.path.getsize(FOLDER / name) // 1000, "kB")
 
 
@@ -233,5 +252,6 @@ if __name__ == "__main__":
     draw_graph(*small)
     draw_tiles(*small)
     draw_memory()
+    draw_measured()
     draw_schedules()
     print(architecture.draw(FOLDER).name)

@@ -143,7 +143,7 @@ def _uniform(op: BatchOp) -> list[BatchLayout]:
 
     values = [dataclasses.replace(value, layout=as_samples(value.layout)) for value in op.values]
     try:
-        layouts = _apply_rule(BatchOp(op.analysis, op.sizes, op.node, values))
+        layouts = _apply_rule(BatchOp(op.analysis, op.sizes, node=op.node, values=values))
     except (CrossSampleError, UnsupportedUseError):
         return []
     kinds = {BatchKind.PER_SAMPLE: BatchKind.UNIFORM}

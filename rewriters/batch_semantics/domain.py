@@ -123,7 +123,7 @@ class BatchOp:
     """
 
     def __init__(
-        self, analysis: GraphAnalysis, sizes: TraceComparison, node: Node, values: list[AbstractValue]
+        self, analysis: GraphAnalysis, sizes: TraceComparison, *, node: Node, values: list[AbstractValue]
     ) -> None:
         self.node = node
         self.values = values

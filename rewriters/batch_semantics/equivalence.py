@@ -73,7 +73,7 @@ class EquivalenceReport:
         per_sample: Container[Node] = (),
         declared_outputs: Container[int] = (),
     ) -> None:
-        interpreter = BatchInterpreter(analysis, parts, sizes, per_sample)
+        interpreter = BatchInterpreter(analysis, parts, sizes=sizes, per_sample=per_sample)
         self._analysis, self._parts, self._count = analysis, parts, sizes.count
         self._metrics = metrics
         self._values = values = interpreter.values

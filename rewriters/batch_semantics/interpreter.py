@@ -68,6 +68,7 @@ class BatchInterpreter:
         self,
         analysis: GraphAnalysis,
         parts: StepPartition,
+        *,
         sizes: TraceComparison,
         per_sample: Container[Node] = (),
     ) -> None:
@@ -103,7 +104,7 @@ class BatchInterpreter:
             return [AbstractValue(self._random_layout(node, t)) for t in outs]
         shapes = SHAPE_OPERANDS.get(node.op, ())
         operands = [AbstractValue() if p in shapes else self._operand(node, t) for p, t in enumerate(node.inputs)]
-        return self._transfer(BatchOp(self.analysis, self.sizes, node, operands))
+        return self._transfer(BatchOp(self.analysis, self.sizes, node=node, values=operands))
 
     def _transfer(self, op: BatchOp) -> list[AbstractValue]:
         """Return the abstract values of an op's results."""

@@ -57,6 +57,7 @@ class TraceComparison:
         self,
         analysis: GraphAnalysis,
         micro: Any,
+        *,
         whole: Any,
         batched: Sequence[int],
         count: int,

@@ -341,7 +341,7 @@ def _sum_over(graph: Graph, node: Node, source: Tensor, axes: tuple[int, ...]) -
     }
     shape = tuple(1 if dim in axes else size for dim, size in enumerate(source.shape))
     name = graph.unique_name(f"{node.name}/repeated")
-    new = Node(name, "Sum", [source, operand.out()], (), attrs, node.device, [(source.dtype, shape)])
+    new = Node(name, "Sum", [source, operand.out()], attrs=attrs, device=node.device, outputs=[(source.dtype, shape)])
     return graph.add(new).out()
 
 
@@ -376,7 +376,17 @@ def _shape_of(graph: Graph, node: Node, index: int = 0) -> Node:
     rank = None if source.shape is None else (len(source.shape),)
     name = graph.unique_name(f"{node.name}/shape_{index}")
     dtype = node.outputs[index][0]
-    return graph.add(Node(name, "Shape", [source], node.control_inputs, attrs, node.device, [(dtype, rank)]))
+    return graph.add(
+        Node(
+            name,
+            "Shape",
+            [source],
+            control_inputs=node.control_inputs,
+            attrs=attrs,
+            device=node.device,
+            outputs=[(dtype, rank)],
+        )
+    )
 
 
 def _number_of_elements(graph: Graph, node: Node) -> Node:
@@ -390,7 +400,7 @@ def _number_of_elements(graph: Graph, node: Node) -> Node:
     }
     operands = [_shape_of(graph, node).out(), axes.out()]
     name = graph.unique_name(f"{node.name}/product")
-    return graph.add(Node(name, "Prod", operands, (), attrs, node.device, [(dtype, shape)]))
+    return graph.add(Node(name, "Prod", operands, attrs=attrs, device=node.device, outputs=[(dtype, shape)]))
 
 
 def _freeze_shapes(graph: Graph, evaluate: StaticEvaluator) -> bool:

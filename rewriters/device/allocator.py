@@ -122,7 +122,7 @@ class BestFitAllocator:
         return chunk
 
     def map(self, num_bytes: int) -> int:
-        """Count memory that lies elsewhere."""
+        """Count bytes outside of the pool, such as mapped pages of a file, and return a handle for `free`."""
         self.in_use += num_bytes
         return num_bytes
 

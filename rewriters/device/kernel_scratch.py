@@ -118,7 +118,7 @@ class ConcurrencyGroup(Generic[T]):
 
 
 def takes_memory(node: Node) -> bool:
-    """Return whether an operation runs a kernel of TensorFlow's own with large scratch memory."""
+    """Return whether a gradient runs on a CPU by a kernel of TensorFlow, not oneDNN, with large scratch memory."""
     return bool(node.outputs) and node.op in _UNFOLDING and properties.name().startswith("CPU") and _own(node)
 
 

@@ -101,6 +101,7 @@ class _Scheduler:
         self,
         order: Sequence[Node],
         num_bytes: Callable[[Tensor], int],
+        *,
         keep: Iterable[Tensor],
         alias: Callable[[Node], bool],
     ) -> None:
@@ -201,7 +202,7 @@ def schedule(
         keep: Tensors that are freed only at the end.
         alias: Whether an op forwards its operand's buffer.
     """
-    scheduler = _Scheduler(order, num_bytes, keep, alias)
+    scheduler = _Scheduler(order, num_bytes, keep=keep, alias=alias)
     for node in order:
         scheduler.run(node, scratch.get(node, ()))
     return scheduler.end()

@@ -60,7 +60,7 @@ def trace_loop(analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop) -
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in inputs]
 
     def build(*args: Any) -> list[Any]:
-        return LoopEmitter(analysis, segment, tile_loop, dict(zip(inputs, args, strict=True))).run()
+        return LoopEmitter(analysis, segment, tile_loop=tile_loop, outer=dict(zip(inputs, args, strict=True))).run()
 
     return tf_internals.trace_func_graph(f"{segment.name}_{tile_loop.name}", build, specs)
 
@@ -80,7 +80,7 @@ class LoopEmitter:
     """
 
     def __init__(
-        self, analysis: GraphAnalysis, segment: Segment, tile_loop: TileLoop, outer: dict[Tensor, Any]
+        self, analysis: GraphAnalysis, segment: Segment, *, tile_loop: TileLoop, outer: dict[Tensor, Any]
     ) -> None:
         self.analysis = analysis
         self.segment = segment
@@ -135,13 +135,17 @@ def outputs_of(analysis: GraphAnalysis, tile_loop: TileLoop) -> list[LoopOutput]
         if tensor not in merged:
             rule, view = find_rule(tensor.node), analysis.view(tensor.node)
             cell = tile_loop.cells[tensor.node.inputs[rule.summed(view)]] if rule.per_pixel(view) else None
-            outputs.append(ReductionOutput(tensor, rule.combined(view), rule.per_image(view), cell))
+            outputs.append(
+                ReductionOutput(tensor, combination=rule.combined(view), per_image=rule.per_image(view), cell=cell)
+            )
     outputs += [SavedState(save) for save in tile_loop.saves]
     for tensor, carry in tile_loop.carries.items():
         layout = analysis.layouts.of(tensor)
         assert layout is not None
         if carry.saved is None:
-            outputs.append(CarriedState(tensor, layout.dims, tile_loop.regions[tensor], tile_loop.row_axis))
+            outputs.append(
+                CarriedState(tensor, dims=layout.dims, region=tile_loop.regions[tensor], axis=tile_loop.row_axis)
+            )
     return outputs
 
 
@@ -501,7 +505,7 @@ class IterationEmitter:
         return part - self.lookup(held.lo, axis)
 
     def has_all_images(self) -> bool:
-        """Return whether the batch is not split."""
+        """Return whether each iteration holds the full batch."""
         return self._batch_span is None
 
     def whole_batch(self) -> Any:

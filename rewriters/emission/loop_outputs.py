@@ -56,7 +56,7 @@ class Iteration(Protocol):
         """Return the span of the batch that the iteration covers; `None` for the full batch."""
 
     def lookup(self, values: np.ndarray, axis: int) -> Any:
-        """Return the element of this iteration's tile in a vector over the tiles of an axis."""
+        """Return the entry of `values`, which has one for each tile along an axis, for the tile of this iteration."""
 
     def crop_and_pad(
         self, value: Any, have: Region, need: Region, fill: float | str, tensor: Tensor, shared: bool = True
@@ -171,7 +171,7 @@ class ReductionOutput:
     """
 
     def __init__(
-        self, tensor: Tensor, combination: Combination, per_image: bool = False, cell: Region | None = None
+        self, tensor: Tensor, *, combination: Combination, per_image: bool = False, cell: Region | None = None
     ) -> None:
         self.tensors = [tensor]
         self._combine, self._neutral = _COMBINE[combination]

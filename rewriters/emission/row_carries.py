@@ -140,7 +140,7 @@ def finish_gradient_rows(
 class CarriedState:
     """State variable with rows that one iteration passes to the next."""
 
-    def __init__(self, tensor: Tensor, dims: Sequence[int | None], region: Region, axis: int) -> None:
+    def __init__(self, tensor: Tensor, *, dims: Sequence[int | None], region: Region, axis: int) -> None:
         self.tensors: list[Tensor] = []
         self.tensor = tensor
         sizes = [None if other == axis else int(rows.size[0]) for other, rows in enumerate(region)]

@@ -112,6 +112,7 @@ class TilePass(GraphPass[Tiled]):
         self,
         analysis: GraphAnalysis,
         plans: list[SegmentPlan],
+        *,
         bodies: bool = True,
         stages: Mapping[Node, int] | None = None,
     ) -> None:
@@ -136,7 +137,7 @@ class TilePass(GraphPass[Tiled]):
         """Splice the loops in; without stages, order the update with them."""
         if not self.plans:
             return Tiled(graph, changed=False)
-        splicer = _LoopSplicer(self.analysis, self.plans, self.bodies, self.stages)
+        splicer = _LoopSplicer(self.analysis, self.plans, bodies=self.bodies, stages=self.stages)
         return Tiled(splicer.run(), changed=True) if self.stages is None else splicer.in_stages()
 
 
@@ -175,6 +176,7 @@ class _LoopSplicer:
         self,
         analysis: GraphAnalysis,
         plans: list[SegmentPlan],
+        *,
         bodies: bool = True,
         stages: Mapping[Node, int] | None = None,
     ) -> None:
@@ -276,12 +278,12 @@ class _LoopSplicer:
         graph, name = self.graph, f"{consumer.name}/of_tile"
         attrs = {"T": type_attr(source.dtype), "out_type": type_attr(dtype)}
         outputs = [(dtype, (len(source.shape),))]
-        size = graph.add(Node(graph.unique_name(name), "Shape", [self._tensor(source)], (), attrs, "", outputs))
+        size = graph.add(Node(graph.unique_name(name), "Shape", [self._tensor(source)], attrs=attrs, outputs=outputs))
         begin = int_constant(graph, f"{name}/begin", (0,), tf.int32)
         count = int_constant(graph, f"{name}/size", (1,), tf.int32)
         attrs = {"T": type_attr(dtype), "Index": type_attr(tf.int32)}
         operands = [size.out(), begin.out(), count.out()]
-        batch = graph.add(Node(graph.unique_name(name), "Slice", operands, (), attrs, "", [(dtype, (1,))]))
+        batch = graph.add(Node(graph.unique_name(name), "Slice", operands, attrs=attrs, outputs=[(dtype, (1,))]))
         entries = self.analysis.entries_per_image(tensor)
         if entries != 1:
             operands = [batch.out(), int_constant(graph, f"{name}/entries", entries, dtype).out()]
@@ -290,7 +292,7 @@ class _LoopSplicer:
         axis = int_constant(graph, f"{name}/axis", 0, tf.int32)
         attrs = {"T": type_attr(dtype), "Tidx": type_attr(tf.int32), "N": tf.compat.v1.AttrValue(i=2)}
         operands = [batch.out(), inner_sizes.out(), axis.out()]
-        concat = Node(graph.unique_name(name), "ConcatV2", operands, (), attrs, "", [(dtype, (len(shape),))])
+        concat = Node(graph.unique_name(name), "ConcatV2", operands, attrs=attrs, outputs=[(dtype, (len(shape),))])
         self.replaced[self._copied(consumer).out()] = graph.add(concat).out()
 
     def _splice_all(self, plan: SegmentPlan) -> list[Node]:
@@ -337,7 +339,7 @@ class _LoopSplicer:
     ) -> tuple[Node, list[Tensor]]:
         """Insert a loop as one op without a body; return it with its results."""
         outputs = [tensor.node.outputs[tensor.index] for tensor in loop_output_tensors(tile_loop)]
-        loop = self.graph.add(Node(f"{prefix}/while", "While", inputs, [start], outputs=outputs))
+        loop = self.graph.add(Node(f"{prefix}/while", "While", inputs, control_inputs=[start], outputs=outputs))
         return loop, [loop.out(index) for index in range(len(outputs))]
 
     def _traced(

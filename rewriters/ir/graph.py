@@ -57,6 +57,7 @@ class Node:
         name: str,
         op: str,
         inputs: Sequence[Tensor] = (),
+        *,
         control_inputs: Sequence[Node] = (),
         attrs: Mapping[str, Any] | None = None,
         device: str = "",
@@ -143,7 +144,10 @@ class Graph:
 
     def copy(self) -> Graph:
         """Return a copy with its own nodes, so that edits do not reach this graph."""
-        new = {name: Node(name, n.op, (), (), n.attrs, n.device, n.outputs) for name, n in self.nodes.items()}
+        new = {
+            name: Node(name, n.op, (), attrs=n.attrs, device=n.device, outputs=n.outputs)
+            for name, n in self.nodes.items()
+        }
         for name, node in self.nodes.items():
             new[name].inputs = [Tensor(new[t.node.name], t.index) for t in node.inputs]
             new[name].control_inputs = [new[c.name] for c in node.control_inputs]
@@ -176,7 +180,9 @@ class Graph:
         self, near: Node, op: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any], outputs: Sequence[Any]
     ) -> Node:
         """Add a node with a name derived from `near`, on the same device."""
-        return self.add(Node(self.unique_name(f"{near.name}/{op}"), op, inputs, (), attrs, near.device, outputs))
+        return self.add(
+            Node(self.unique_name(f"{near.name}/{op}"), op, inputs, attrs=attrs, device=near.device, outputs=outputs)
+        )
 
     def unique_name(self, name: str) -> str:
         """Return `name`, or `name_1`, `name_2`, ... if it is taken."""
@@ -347,7 +353,9 @@ def from_tf_graph(tf_graph: Any, inputs: Sequence[Any], outputs: Sequence[Any], 
         node_def = node_defs[operation.name]
         specs = [(t.dtype, tuple(t.shape) if t.shape.rank is not None else None) for t in operation.outputs]
         attrs = {key: value for key, value in node_def.attr.items() if key not in _DROPPED_ATTRS}
-        nodes[operation.name] = Node(operation.name, operation.type, (), (), attrs, node_def.device, specs)
+        nodes[operation.name] = Node(
+            operation.name, operation.type, (), attrs=attrs, device=node_def.device, outputs=specs
+        )
     for operation in operations:
         node = nodes[operation.name]
         node.inputs = [Tensor(nodes[t.op.name], t.value_index) for t in operation.inputs]

@@ -117,7 +117,7 @@ def int_constant(graph: Graph, name: str, value: int | tuple[int, ...], dtype: t
         "dtype": type_attr(dtype),
         "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
     }
-    return graph.add(Node(graph.unique_name(name), "Const", (), (), attrs, "", [(dtype, array.shape)]))
+    return graph.add(Node(graph.unique_name(name), "Const", (), attrs=attrs, outputs=[(dtype, array.shape)]))
 
 
 def _const(node: Node, _index: int, _operands: list[Any]) -> Value:

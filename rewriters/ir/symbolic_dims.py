@@ -74,7 +74,7 @@ class LeadingSizes:
         return self._divided.get((size, entries), size) if isinstance(size, SymbolicDim) else size
 
     def provably_equal(self, a: Any, b: Any) -> bool:
-        """Return whether two sizes are equal, by their values or by an assumption recorded before. Records nothing."""
+        """Return whether two sizes are equal by value or by assumptions recorded before. Records nothing."""
         if not isinstance(a, SymbolicDim) or not isinstance(b, SymbolicDim):
             return not isinstance(a, SymbolicDim) and not isinstance(b, SymbolicDim) and a == b
         if a is b:
@@ -85,12 +85,12 @@ class LeadingSizes:
         return len(arguments) == 1 or any(arguments <= group for group in self._groups)
 
     def assume_equal(self, a: Any, b: Any) -> bool:
-        """Let two sizes be equal, by an assumption about arguments if necessary.
+        """Return whether two sizes are equal, or record the assumption that they are.
 
-        The assumption is recorded in `Graph.same_size`, and checked when the step runs.
+        The assumption concerns arguments. `Graph.same_size` holds it, and the rewritten step checks it when it runs.
 
         Returns:
-            Whether they are equal. Two different numbers are not; nor are sizes of which one is not an argument's.
+            Whether the sizes are equal or now assumed to be. Different numbers, and sizes of no argument, are not.
         """
         if self.provably_equal(a, b):
             return True

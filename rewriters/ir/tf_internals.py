@@ -208,7 +208,7 @@ def variable_places(concrete_fn: Any) -> list[tuple[str, int]]:
 
 
 def sizes_of_variables(concrete_fn: Any) -> list[int]:
-    """Return the bytes of the variable behind each captured tensor; 0 for one that is not a variable."""
+    """Return the bytes of the variable of each captured handle; 0 for other tensors and for unknown shapes."""
     sizes = []
     for tensor in concrete_fn.captured_inputs:
         data = _handle_data(tensor) if tensor.dtype == tf.resource else None

@@ -59,6 +59,7 @@ class ReductionChooser:
         self,
         analysis: GraphAnalysis,
         parts: StepPartition,
+        *,
         is_mean: Callable[[Tensor], bool | None],
         growth: Callable[[Tensor], BatchGrowth | None],
         gradients_are_means: bool,

@@ -126,7 +126,12 @@ class _Unroller:
         self.sizes = shape_computations(analysis.order)
         declared = {analysis.graph.outputs[position]: how for position, how in spec.reductions.items()}
         self.chooser = ReductionChooser(
-            analysis, self.parts, spec.is_mean, spec.growth, spec.gradients_are_means, declared
+            analysis,
+            self.parts,
+            is_mean=spec.is_mean,
+            growth=spec.growth,
+            gradients_are_means=spec.gradients_are_means,
+            declared=declared,
         )
         self.copies_for_batch: dict[Node, Node] = {}
         self.differs: dict[Node, bool] = {}
@@ -174,7 +179,7 @@ class _Unroller:
     # Copies ---------------------------------------------------------------------------------------------------
 
     def _add(self, node: Node, name: str, number: int | None) -> Node:
-        new = Node(self.graph.unique_name(name), node.op, (), (), node.attrs, "", node.outputs)
+        new = Node(self.graph.unique_name(name), node.op, (), attrs=node.attrs, outputs=node.outputs)
         self.graph.add(new)
         self.origin[new] = Origin(Role.SHARED if number is None else Role.MICRO_BATCH, node, number)
         if number is None:
@@ -200,7 +205,7 @@ class _Unroller:
         part = self._number(f"micro_{number}/{node.name}/part", factor, value.dtype)
         name = self.graph.unique_name(f"micro_{number}/{node.name}/scaled")
         attrs = {"T": type_attr(value.dtype)}
-        scaled = Node(name, "Mul", [value, part], (), attrs, "", [(value.dtype, value.shape)])
+        scaled = Node(name, "Mul", [value, part], attrs=attrs, outputs=[(value.dtype, value.shape)])
         for new in (part.node, self.graph.add(scaled)):
             self.origin[new] = Origin(Role.MICRO_BATCH, node, number)
         return scaled.out()
@@ -212,7 +217,7 @@ class _Unroller:
             "value": tf.compat.v1.AttrValue(tensor=tf.make_tensor_proto(array)),
         }
         outputs = [(dtype, array.shape)]
-        return self.graph.add(Node(self.graph.unique_name(name), "Const", (), (), attrs, "", outputs)).out()
+        return self.graph.add(Node(self.graph.unique_name(name), "Const", (), attrs=attrs, outputs=outputs)).out()
 
     def _copies(self, node: Node) -> list[Node]:
         return self.clones[node] if node in self.clones else [self.once[node]]
@@ -239,7 +244,7 @@ class _Unroller:
             attrs = {"T": type_attr(dtype), "num_split": tf.compat.v1.AttrValue(i=self.count)}
             name = self.graph.unique_name(f"micro/{argument.name}/split")
             outputs = [(dtype, shape)] * self.count
-            node = self.graph.add(Node(name, "Split", [axis.out(), whole.out()], (), attrs, "", outputs))
+            node = self.graph.add(Node(name, "Split", [axis.out(), whole.out()], attrs=attrs, outputs=outputs))
             self._helper(node, argument, Role.SPLIT)
             self.pieces[argument] = [node.out(number) for number in range(self.count)]
             whole.attrs = {key: value for key, value in whole.attrs.items() if key != "shape"}
@@ -349,7 +354,7 @@ class _Unroller:
                 attrs["value"] = self._value_for_whole(node)
             outputs = other.outputs if other is not None and other.op == node.op else node.outputs
             name = self.graph.unique_name(f"micro/{node.name}/whole")
-            self.copies_for_batch[node] = self.graph.add(Node(name, node.op, inputs, (), attrs, "", outputs))
+            self.copies_for_batch[node] = self.graph.add(Node(name, node.op, inputs, attrs=attrs, outputs=outputs))
             self._helper(self.copies_for_batch[node], node)
         return self.copies_for_batch[node]
 
@@ -419,5 +424,5 @@ class _Unroller:
     ) -> Node:
         suffix = f"_{tensor.index}" if tensor.index else ""
         full = self.graph.unique_name(f"micro/{tensor.node.name}{suffix}/{name}")
-        node = self.graph.add(Node(full, op, list(inputs), (), attrs, "", [(dtype, tensor.shape)]))
+        node = self.graph.add(Node(full, op, list(inputs), attrs=attrs, outputs=[(dtype, tensor.shape)]))
         return self._helper(node, tensor.node, role, number)

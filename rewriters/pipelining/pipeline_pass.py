@@ -73,6 +73,7 @@ class PipelinePass(GraphPass[Pipelined]):
         self,
         analysis: GraphAnalysis,
         parts: StepPartition,
+        *,
         stages: Stages,
         request: UnrollSpec,
         schedule: Schedule,
@@ -93,7 +94,14 @@ class PipelinePass(GraphPass[Pipelined]):
     def call(self, graph: Graph) -> Pipelined:
         """Unroll micro-batches, place ops, and add the edges of the schedule."""
         del graph
-        return _pipeline(self.analysis, self.parts, self.stages, self.request, self.schedule, self.devices)
+        return _pipeline(
+            self.analysis,
+            self.parts,
+            stages=self.stages,
+            request=self.request,
+            schedule=self.schedule,
+            devices=self.devices,
+        )
 
     def ensures(self, before: Graph, after: Graph) -> None:
         """Check that arguments, captured variables and results are the same, and every written variable still is."""
@@ -111,6 +119,7 @@ def _written_variables(graph: Graph) -> set[str]:
 def pipeline(
     analysis: GraphAnalysis,
     parts: StepPartition,
+    *,
     stages: Stages,
     request: UnrollSpec,
     schedule: Schedule,
@@ -129,12 +138,16 @@ def pipeline(
     Raises:
         PipelineError: If slots wait for each other, or a value cannot be combined.
     """
-    return run_pass(PipelinePass(analysis, parts, stages, request, schedule, devices), analysis.graph)
+    return run_pass(
+        PipelinePass(analysis, parts, stages=stages, request=request, schedule=schedule, devices=devices),
+        analysis.graph,
+    )
 
 
 def _pipeline(
     analysis: GraphAnalysis,
     parts: StepPartition,
+    *,
     stages: Stages,
     request: UnrollSpec,
     schedule: Schedule,
@@ -142,7 +155,7 @@ def _pipeline(
 ) -> Pipelined:
     ordered = dataclasses.replace(request, order=lambda tensor: _order(analysis, stages, schedule, tensor))
     unrolled = unroll_micro_batches(analysis, parts, ordered)
-    _Placement(analysis, stages, schedule, devices, unrolled).run()
+    _Placement(analysis, stages, schedule=schedule, devices=devices, unrolled=unrolled).run()
     slots = _slots(analysis, parts, stages, schedule, unrolled)
     ends = _hold_to(schedule, devices, unrolled.graph, slots, _merged(analysis, unrolled))
     try:
@@ -184,7 +197,7 @@ class _Placement:
     """Assigns a device to every op of the new graph."""
 
     def __init__(
-        self, analysis: GraphAnalysis, stages: Stages, schedule: Schedule, devices: Devices, unrolled: UnrolledStep
+        self, analysis: GraphAnalysis, stages: Stages, *, schedule: Schedule, devices: Devices, unrolled: UnrolledStep
     ) -> None:
         self.analysis = analysis
         self.stages = stages
@@ -251,7 +264,7 @@ class _Placement:
             node.device = first
             for number, device in enumerate(others, 1):
                 name = self.graph.unique_name(f"{node.name}/on_device_{number}")
-                new = self.graph.add(Node(name, "Const", (), (), node.attrs, device, node.outputs))
+                new = self.graph.add(Node(name, "Const", (), attrs=node.attrs, device=device, outputs=node.outputs))
                 self.origin[new] = self.origin[node]
                 for reader in by_device[device]:
                     reader.inputs = [new.out() if t == node.out() else t for t in reader.inputs]
@@ -273,7 +286,9 @@ class _Placement:
                     name = self.graph.unique_name(f"{tensor.node.name}/for_loop")
                     attrs = {"T": type_attr(tensor.dtype)}
                     outputs = [(tensor.dtype, tensor.shape)]
-                    node = self.graph.add(Node(name, "Identity", [tensor], (), attrs, loop.device, outputs))
+                    node = self.graph.add(
+                        Node(name, "Identity", [tensor], attrs=attrs, device=loop.device, outputs=outputs)
+                    )
                     self.origin[node] = Origin(Role.COMBINE, loop)
                     brought[key] = node.out()
                 loop.inputs[position] = brought[key]

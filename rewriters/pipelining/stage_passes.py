@@ -18,7 +18,7 @@ from rewriters.analysis.autodiff_roles import in_scope, shape_computations
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.emission.tile_pass import SegmentPlan, tile_stages
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.graph_pass import run_passes
+from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
 from rewriters.pipelining.stage_assignment import Stages, scheduled_ops
 from rewriters.pipelining.step_partition import StepPartition
 from rewriters.scheduling.serialize_ops import SerializeLargeOps
@@ -87,6 +87,7 @@ def with_tiles(staged: StagedStep, plans: list[SegmentPlan]) -> StagedStep:
 def with_swaps(
     staged: StagedStep,
     options: SwapOptions,
+    *,
     tier: Tier,
     batch: int,
     max_in_flight: int,
@@ -110,9 +111,11 @@ def with_swaps(
     if not plan.swaps:
         return dataclasses.replace(staged, left=plan.left)
     result = insert_swaps(analysis, plan.swaps, tier, max_in_flight)
-    graph, outs = result.graph, result.swap_outs
-    places = _places_of_swaps(staged, graph, set(outs))
-    _drop_edges_between_stages(staged, graph, places)
+    places = _places_of_swaps(staged, result.graph, set(result.swap_outs))
+    stages = {node.name: place.stage for node, place in places.items()}
+    graph = run_pass(_DropEdgesBetweenStages(staged, stages), result.graph).graph
+    places = {graph.nodes[node.name]: place for node, place in places.items()}
+    outs = [graph.nodes[node.name] for node in result.swap_outs]
     return _swapped(_transfer_metadata(staged, graph, places, {}), plan, outs)
 
 
@@ -168,28 +171,38 @@ def _places_of_swaps(staged: StagedStep, graph: Graph, outs: set[Node]) -> dict[
     return {node: places[node.name] for node in new if node.name in places}
 
 
-def _drop_edges_between_stages(staged: StagedStep, graph: Graph, places: Mapping[Node, _Place]) -> None:
-    """Remove the control edges of swaps that lead to other stages, or that delay counters and metrics."""
-    known = staged.analysis.graph.nodes
-    slotted = {node.name for node in scheduled_ops(staged.analysis, staged.parts, staged.stages)}
-    update = {node.name for node in staged.parts.update}
+class _DropEdgesBetweenStages(GraphPass[PassResult]):
+    """Removes the control edges of swaps that lead to other stages, or that delay counters and metrics.
 
-    def stage(node: Node) -> int | None:
-        if node in places:
-            return places[node].stage
-        return staged.stages.of.get(known[node.name]) if node.name in slotted else None
+    Args:
+        staged: The step before swaps were inserted.
+        stages: Stage of each op of the swaps, by name.
+    """
 
-    for node in graph.nodes.values():
-        original = known.get(node.name)
-        if node.name in update or (original is None and node.op == "NoOp"):
-            continue
-        old = set() if original is None else {before.name for before in original.control_inputs}
-        mine = stage(node)
-        node.control_inputs = [
-            before
-            for before in node.control_inputs
-            if before.name in old or (mine is not None and stage(before) == mine)
-        ]
+    def __init__(self, staged: StagedStep, stages: Mapping[str, int]) -> None:
+        slotted = scheduled_ops(staged.analysis, staged.parts, staged.stages)
+        self._original = staged.analysis.graph.nodes
+        self._update = {node.name for node in staged.parts.update}
+        self._stages = {node.name: staged.stages.of[node] for node in slotted} | dict(stages)
+
+    def call(self, graph: Graph) -> PassResult:
+        """Return a copy of the graph without these edges."""
+        new = graph.copy()
+        for node in new.nodes.values():
+            node.control_inputs = [before for before in node.control_inputs if self._keeps(node, before)]
+        changed = any(
+            len(node.control_inputs) < len(graph.nodes[node.name].control_inputs) for node in new.nodes.values()
+        )
+        return PassResult(new, changed=True) if changed else PassResult(graph, changed=False)
+
+    def _keeps(self, node: Node, before: Node) -> bool:
+        original = self._original.get(node.name)
+        if node.name in self._update or (original is None and node.op == "NoOp"):
+            return True
+        if original is not None and any(before.name == other.name for other in original.control_inputs):
+            return True
+        stage = self._stages.get(node.name)
+        return stage is not None and self._stages.get(before.name) == stage
 
 
 def _transfer_metadata(

@@ -178,7 +178,9 @@ class Select(Pointwise):
             raise NotTileableError("a selection by a gradient is not linear in it")
         for position, kind in branches.items():
             if kind is not TileKind.PARTIAL and not is_zero(op.node.inputs[position]):
-                raise NotTileableError("a selection between a gradient and forward values is not linear")
+                raise NotTileableError(
+                    "it selects between a gradient and forward values, so its result is not linear in the gradient"
+                )
             if kind is TileKind.PARTIAL and spreads(op, position):
                 raise NotTileableError("a selection spreads a gradient over the image or the batch")
         return TileKind.PARTIAL

@@ -231,7 +231,7 @@ class Rule:
         return AxisPlan(None, None, needs)
 
     def combined(self, op: OpView) -> Combination:
-        """Return the combination of the parts of a reduction."""
+        """Return how partial results of a reduction are combined: by default they are added."""
         del op
         return Combination.ADD
 

@@ -1,4 +1,4 @@
-"""Recomputes a max-pooling for its gradient, where both kernels share a workspace.
+"""Recomputes a max-pooling for its gradient, so that swapping its output does not lose oneDNN's fast gradient kernel.
 
 oneDNN's forward kernel records the position of each maximum, and its gradient kernel reads that workspace. TensorFlow
 passes the workspace on only if the gradient reads the output of a pooling directly. With the output swapped out and in,
@@ -53,7 +53,15 @@ def _recompute(graph: Graph, gradient: Node) -> None:
     assert pool is not None
     waits = [*pool.control_inputs, gradient.inputs[_GRADIENT].node]
     name = graph.unique_name(recomputed_pool_name(gradient))
-    copy = Node(name, pool.op, [gradient.inputs[_INPUT]], waits, pool.attrs, gradient.device, list(pool.outputs))
+    copy = Node(
+        name,
+        pool.op,
+        [gradient.inputs[_INPUT]],
+        control_inputs=waits,
+        attrs=pool.attrs,
+        device=gradient.device,
+        outputs=list(pool.outputs),
+    )
     gradient.inputs = [*gradient.inputs[:_OUTPUT], graph.add(copy).out(), *gradient.inputs[_OUTPUT + 1 :]]
 
 

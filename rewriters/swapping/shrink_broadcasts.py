@@ -167,7 +167,15 @@ class _BroadcastShrinker:
         controls = [self.graph.nodes[before.name] for before in node.control_inputs]
         name = self.graph.unique_name(f"{node.name}/small")
         inputs = [operand.tensor for operand in operands]
-        new = Node(name, op, inputs, controls, attrs, node.device, [(node.outputs[0][0], static)])
+        new = Node(
+            name,
+            op,
+            inputs,
+            control_inputs=controls,
+            attrs=attrs,
+            device=node.device,
+            outputs=[(node.outputs[0][0], static)],
+        )
         return _Small(self.graph.add(new).out(), shape)
 
     def _broadcast_shape(self, operands: Sequence[_Small]) -> tuple[Any, ...] | None:

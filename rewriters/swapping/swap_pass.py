@@ -143,7 +143,9 @@ class _SwapSelector:
         self.batch = batch
         self.fixed = summation_order.flattenable_sums(analysis)
         ready = earliest_forward_level(analysis)
-        self.search = TriggerSearch(analysis.graph, analysis.backward, analysis.level, ready, self.fixed)
+        self.search = TriggerSearch(
+            analysis.graph, analysis.backward, levels=analysis.level, ready=ready, fixed=self.fixed
+        )
         self.left: list[tuple[str, str]] = []
 
     def run(self) -> SwapPlan:
@@ -262,7 +264,7 @@ class InsertSwaps(GraphPass[SwapResult]):
 
     new_stateful_ops = frozenset(("PyFunc",))
 
-    def __init__(self, analysis: GraphAnalysis, swaps: Sequence[Swap], tier: Tier, max_in_flight: int) -> None:
+    def __init__(self, analysis: GraphAnalysis, swaps: Sequence[Swap], *, tier: Tier, max_in_flight: int) -> None:
         """Prepare the pass.
 
         Args:
@@ -330,7 +332,7 @@ class InsertSwaps(GraphPass[SwapResult]):
 
 def insert_swaps(analysis: GraphAnalysis, swaps: Sequence[Swap], tier: Tier, max_in_flight: int) -> SwapResult:
     """Run `InsertSwaps` on the analysed graph."""
-    return run_pass(InsertSwaps(analysis, swaps, tier, max_in_flight), analysis.graph)
+    return run_pass(InsertSwaps(analysis, swaps, tier=tier, max_in_flight=max_in_flight), analysis.graph)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -430,5 +432,5 @@ def _run_updates_last(graph: Graph, outs: list[_SwapOut], updates: Mapping[Node,
             passed += 1
         if passed > before:
             done = [out.done for out in outs[before:passed]]
-            ended = [graph.add(Node(graph.unique_name("lms/swapped_out"), "NoOp", (), [*ended, *done]))]
+            ended = [graph.add(Node(graph.unique_name("lms/swapped_out"), "NoOp", (), control_inputs=[*ended, *done]))]
         node.control_inputs.extend(ended)

@@ -87,17 +87,19 @@ class SkeletonTier:
     def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
         """Add an op that returns the number of a file."""
         del times
-        return graph.add(Node(name, "PyFunc", [tensor], (), {}, HOST, [(tf.int64, ())])).out()
+        return graph.add(Node(name, "PyFunc", [tensor], attrs={}, device=HOST, outputs=[(tf.int64, ())])).out()
 
     def swap_in(self, graph: Graph, held: Tensor, like: Tensor, control: Node, name: str) -> Tensor:
         """Add the ops of `DiskTier`, both of them: the execution order of all others depends on their number."""
         outputs = [(like.dtype, like.shape)]
-        copy = graph.add(Node(name, "PyFunc", [held], [control], {}, HOST, outputs))
-        return graph.add(Node(f"{name}/EnsureShape", "EnsureShape", [copy.out()], (), {}, "", outputs)).out()
+        copy = graph.add(Node(name, "PyFunc", [held], control_inputs=[control], attrs={}, device=HOST, outputs=outputs))
+        return graph.add(Node(f"{name}/EnsureShape", "EnsureShape", [copy.out()], attrs={}, outputs=outputs)).out()
 
     def release(self, graph: Graph, name: str, readers: list[Node]) -> Node:
         """Add an op that runs after the readers."""
-        node = graph.add(Node(name, "PyFunc", (), readers, {}, HOST, [(tf.int64, ())]))
+        node = graph.add(
+            Node(name, "PyFunc", (), control_inputs=readers, attrs={}, device=HOST, outputs=[(tf.int64, ())])
+        )
         graph.keep.append(node)
         return node
 
@@ -205,4 +207,12 @@ class DiskTier:
 
 def _identity(operand: Tensor, like: Tensor, name: str, controls: list[Node]) -> Node:
     attrs = {"T": type_attr(like.dtype)}
-    return Node(name, "Identity", [operand], controls, attrs, HOST, [(like.dtype, like.shape)])
+    return Node(
+        name,
+        "Identity",
+        [operand],
+        control_inputs=controls,
+        attrs=attrs,
+        device=HOST,
+        outputs=[(like.dtype, like.shape)],
+    )

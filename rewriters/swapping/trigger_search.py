@@ -1,4 +1,4 @@
-"""Searches the control op that triggers a swap-in (TFLMS).
+"""Finds the op that triggers a swap-in: early enough to overlap the transfer, late enough to save memory (TFLMS).
 
 Le et al., "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (2018), section 4.3. All operands of a swap-in
 exist early: without a control edge the runtime reads a tensor back as soon as it has been written. Where the paper
@@ -36,6 +36,7 @@ class TriggerSearch:
         self,
         graph: Graph,
         backward: Container[Node],
+        *,
         levels: Mapping[Node, int] | None = None,
         ready: Mapping[Node, int] | None = None,
         fixed: Container[Node] = (),
@@ -55,13 +56,13 @@ class TriggerSearch:
                 self._readers[before].append(node)
 
     def direct_order(self, source: Node, target: Node, lb: int, ub: int) -> Node | None:
-        """Algorithm 1: return an ancestor of the target that precedes it by `lb` to `ub` in γ; `None` without one.
+        """Algorithm 1: return an ancestor of the target that precedes it by `lb` to `ub - 2` in γ; `None` without one.
 
         Args:
             source: Producer of the tensor (f1).
             target: Consumer of the tensor (f2).
             lb: Lower bound of the distance to the target (σ_l).
-            ub: Upper bound (σ_u).
+            ub: Upper bound (σ_u); as printed in the paper, distances of `ub` and `ub - 1` are not tried.
         """
         lowest = max(self.level[target] - ub + 1, self.level[source])
         for level, ancestors in self._ancestors_by_level(target, lowest):

@@ -50,7 +50,7 @@ class MomentPair:
 
 @dataclasses.dataclass
 class BarrierLevels:
-    """Sorts and levels of the ops of a graph.
+    """Kinds and levels of the ops of a graph.
 
     Attributes:
         analysis: Analysis of the graph.
@@ -89,7 +89,7 @@ def assign_levels(analysis: GraphAnalysis, allowed: Container[Node] | None = Non
     """
     excluded: set[Node] = set()
     while True:
-        roles = _Sorter(analysis, allowed, merge, excluded).run()
+        roles = _KindAssigner(analysis, allowed=allowed, merge=merge, excluded=excluded).run()
         folded = _folded_results(analysis, roles)
         if not folded:
             return roles
@@ -109,8 +109,8 @@ def _folded_results(analysis: GraphAnalysis, roles: BarrierLevels) -> set[Node]:
     return nodes
 
 
-class _Sorter:
-    """Sorts ops in topological order.
+class _KindAssigner:
+    """Assigns kinds and levels to ops, in topological order.
 
     Attributes:
         kinds: Kinds of the operands of tiled ops and reductions, and of the results of tiled ops.
@@ -123,7 +123,7 @@ class _Sorter:
     """
 
     def __init__(
-        self, analysis: GraphAnalysis, allowed: Container[Node] | None, merge: bool, excluded: Container[Node]
+        self, analysis: GraphAnalysis, *, allowed: Container[Node] | None, merge: bool, excluded: Container[Node]
     ) -> None:
         self.analysis = analysis
         self.allowed = allowed

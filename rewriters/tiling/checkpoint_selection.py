@@ -101,6 +101,7 @@ class CheckpointSelection:
         self,
         analysis: GraphAnalysis,
         roles: BarrierLevels,
+        *,
         batch: int,
         extra: frozenset[Tensor] = frozenset(),
         cheap_flops: float = 0.0,

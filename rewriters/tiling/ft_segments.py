@@ -257,7 +257,7 @@ def auto_segments(
     components, skipped = find_components(analysis, allowed)
     segments: list[Segment] = []
     excluded: set[Node] = set() if allowed is None else {node for node in analysis.backward if node not in allowed}
-    splitter = _RangeSplitter(analysis, batch, name_of, skipped)
+    splitter = _RangeSplitter(analysis, batch=batch, name_of=name_of, skipped=skipped)
     for component in components:
         for positions in find_segments(analysis, component, memory_capacity, batch):
             for segment in splitter.split(component, positions, excluded):
@@ -323,7 +323,9 @@ class _RangeSplitter:
         skipped: Gets the ranges that are not rewritten.
     """
 
-    def __init__(self, analysis: GraphAnalysis, batch: int, name_of: dict[str, int], skipped: list[SkippedOps]) -> None:
+    def __init__(
+        self, analysis: GraphAnalysis, *, batch: int, name_of: dict[str, int], skipped: list[SkippedOps]
+    ) -> None:
         self._analysis = analysis
         self._batch = batch
         self._name_of = name_of

@@ -123,7 +123,7 @@ def build_segment(
     exits = _exits(analysis, ops)
     notes: list[str] = []
     for _ in range(len(ops) + 1):
-        region = BackwardRegion(analysis, ops, set(exits) | stored, excluded)
+        region = BackwardRegion(analysis, ops, materialised=set(exits) | stored, excluded=excluded)
         region.build()
         if not region.must_materialise:
             break
@@ -165,23 +165,25 @@ def _exits(analysis: GraphAnalysis, ops: set[Node]) -> list[Tensor]:
 
 
 class BackwardRegion:
-    """Grows the backward region of one segment.
+    """Finds the backward ops that run in the tile loops of one segment.
 
     Args:
         analysis: Analysis of the graph.
         ops: Forward ops of the segment.
         materialised: Forward tensors of the segment that exist in full size.
-        excluded: Backward ops that must not join.
+        excluded: Backward ops to leave outside.
 
     Attributes:
         nodes: Backward ops of the region.
         results: Kinds of their results.
-        must_materialise: Forward tensors that must exist in full size, each with the reason. If there are any, the
-            region is not complete.
+        must_materialise: Forward tensors that must exist in full size, each with the reason. If there are any, `build`
+            stops early.
         forward_operands: Operands of the forward ops.
     """
 
-    def __init__(self, analysis: GraphAnalysis, ops: set[Node], materialised: set[Tensor], excluded: set[Node]) -> None:
+    def __init__(
+        self, analysis: GraphAnalysis, ops: set[Node], *, materialised: set[Tensor], excluded: set[Node]
+    ) -> None:
         self.analysis = analysis
         self.ops = ops
         self.materialised = materialised

@@ -98,8 +98,8 @@ def test_canonicalize_graph_control_edges_of_bypassed_node_move_to_source():
     source, other = (Node(name, "Placeholder", outputs=spec) for name in ("source", "other"))
     first = Node("first", "IdentityN", [source.out(), other.out()], outputs=spec * 2)
     second = Node("second", "IdentityN", [first.out(1)], outputs=spec)
-    reader = Node("reader", "Neg", [second.out()], [second], outputs=spec)
-    late = Node("late", "Neg", [source.out()], [first], outputs=spec)
+    reader = Node("reader", "Neg", [second.out()], control_inputs=[second], outputs=spec)
+    late = Node("late", "Neg", [source.out()], control_inputs=[first], outputs=spec)
     nodes = {n.name: n for n in (source, other, first, second, reader, late)}
     library = tf.compat.v1.GraphDef().library
     outputs = [reader.out(), late.out(), first.out(0)]

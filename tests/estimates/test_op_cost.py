@@ -189,7 +189,7 @@ def test_cost_of_loop_includes_merged_moments(count):
     step = keras_step(lambda x: conv(4)(layers.BatchNormalization()(conv(4)(x))), (12, 10), IMAGES, steps=1)
     analysis = GraphAnalysis(canonicalize.read_canonical(step.concrete_fn))
     roles = assign_levels(analysis)
-    segment = barrier_segment(analysis, "segment1", roles, CheckpointSelection(analysis, roles, IMAGES))
+    segment = barrier_segment(analysis, "segment1", roles, CheckpointSelection(analysis, roles, batch=IMAGES))
     loops = BarrierPlanner(analysis, segment).tile_loops(lambda loop: Grid(1, (count, 1)))
     (tile_loop,) = (tile_loop for tile_loop in loops if tile_loop.moments)
     ((pair, *others),) = [[pair.image for pair in tile_loop.moments]]

@@ -37,7 +37,9 @@ def dags(draw):
         before = draw(st.sets(st.sampled_from(range(number)))) if number else set()
         control = draw(st.sets(st.sampled_from(range(number)), max_size=2)) if number else set()
         inputs = [nodes[n].out() for n in sorted(before)]
-        nodes.append(Node(f"n{number}", "AddN", inputs, [nodes[n] for n in sorted(control)], outputs=FLOAT))
+        nodes.append(
+            Node(f"n{number}", "AddN", inputs, control_inputs=[nodes[n] for n in sorted(control)], outputs=FLOAT)
+        )
     return nodes
 
 

@@ -16,9 +16,11 @@ def step_graph():
     image = graph.add(Node("image", "Placeholder", outputs=[(tf.float32, (None, 4))]))
     handle = graph.add(Node("variable", "Placeholder", outputs=[(tf.resource, ())]))
     attrs = {"T": type_attr(tf.float32)}
-    double = graph.add(Node("double", "AddV2", [image.out(), image.out()], (), attrs, "", [(tf.float32, (None, 4))]))
+    double = graph.add(
+        Node("double", "AddV2", [image.out(), image.out()], attrs=attrs, outputs=[(tf.float32, (None, 4))])
+    )
     assign = graph.add(Node("assign", "AssignVariableOp", [handle.out(), double.out()]))
-    count = graph.add(Node("count", "AssignAddVariableOp", [handle.out(), image.out()], [assign]))
+    count = graph.add(Node("count", "AssignAddVariableOp", [handle.out(), image.out()], control_inputs=[assign]))
     graph.inputs, graph.outputs, graph.keep = [image.out(), handle.out()], [double.out()], [assign, count]
     return graph
 
@@ -183,7 +185,7 @@ def test_run_pass_missing_stateful_op_is_refused():
 def test_run_pass_repeated_stateful_op_is_refused():
     def edit(graph):
         assign = graph.nodes["assign"]
-        graph.add(Node("again", assign.op, assign.inputs, [assign]))
+        graph.add(Node("again", assign.op, assign.inputs, control_inputs=[assign]))
 
     assert "stateful ops are new: ['again']" in refused(edit)
 

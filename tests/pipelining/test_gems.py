@@ -32,7 +32,7 @@ ETA = st.integers(1, 7)
 
 @settings(deadline=None)
 @given(stages(), ETA)
-def test_equations_1_to_5_are_what_basic_schedules_take(case, eta):
+def test_equations_1_to_5_equal_simulated_basic_schedules(case, eta):
     forward, backward, borders = case
     alone = simulate(make("basic", len(forward), 1), forward, backward)
     assert alone.seconds == gems.compute(forward, backward)
@@ -47,7 +47,7 @@ def test_equations_1_to_5_are_what_basic_schedules_take(case, eta):
 
 @settings(deadline=None)
 @given(stages(), ETA)
-def test_master_takes_what_its_formula_says_and_never_less_than_the_bound(case, eta):
+def test_master_takes_its_formula_and_at_least_the_bound(case, eta):
     forward, backward, borders = case
     schedule = make("master", len(forward), eta)
     assert simulate(schedule, forward, backward).seconds == gems.master(forward, backward, eta)
@@ -60,7 +60,7 @@ def test_master_takes_what_its_formula_says_and_never_less_than_the_bound(case, 
 @settings(deadline=None)
 @given(stages(), st.integers(2, 7))
 @example(([1, 1, 5, 1], [5, 1, 1, 1], [0] * 3), 2)  # Sums are enough: BP_2 < FP_2 there.
-def test_equation_6_and_the_bound_are_exact_where_it_is_said_and_only_there(case, eta):
+def test_equation_6_and_bound_are_exact_as_documented(case, eta):
     forward, backward, _ = case
     n = len(forward)
     took = simulate(make("mast", n, 2), forward, backward).seconds
@@ -74,7 +74,7 @@ def test_equation_6_and_the_bound_are_exact_where_it_is_said_and_only_there(case
 
 @settings(deadline=None)
 @given(stages())
-def test_equation_8_is_the_idle_time_of_mast_with_its_real_time(case):
+def test_equation_8_with_the_simulated_time_is_the_idle_time_of_mast(case):
     forward, backward, _ = case
     found = simulate(make("mast", len(forward), 2), forward, backward)
     idle = [100 * seconds / found.seconds for seconds in found.idle]
@@ -83,7 +83,7 @@ def test_equation_8_is_the_idle_time_of_mast_with_its_real_time(case):
 
 @settings(deadline=None)
 @given(stages(), ETA, st.booleans())
-def test_equations_9_and_10_are_right_for_level_stages_but_for_a_backward(case, eta, leveled):
+def test_equations_9_and_10_for_level_stages_lack_one_backward(case, eta, leveled):
     forward, backward, _ = case
     if leveled:
         backward = forward[:-1] + backward[-1:]
@@ -99,7 +99,7 @@ def test_equations_9_and_10_are_right_for_level_stages_but_for_a_backward(case, 
 
 @settings(deadline=None)
 @given(stages(), ETA, st.integers(0, 3))
-def test_what_master_saves_is_linear_in_eta_as_equation_11_has_it(case, eta, allreduce):
+def test_saving_of_master_is_linear_in_eta_as_in_equation_11(case, eta, allreduce):
     forward, backward, _ = case
 
     def saved(eta):
@@ -121,14 +121,14 @@ def test_equation_9_lacks_a_backward_of_all_stages():
     assert gems.improved_printed(ones, ones, 4) == gems.improved(ones, ones, 4) == 4 * 8 - 23
 
 
-def test_forwards_that_are_longer_than_backwards_make_mast_longer_than_equation_6():
+def test_longer_forwards_than_backwards_exceed_equation_6():
     assert gems.mast_printed([2] * 4, [1] * 4) == 18
     assert gems.mast([2] * 4, [1] * 4) == 21 == simulate(make("mast", 4, 2), [2] * 4, [1] * 4).seconds
 
 
 @settings(deadline=None)
 @given(stages(), st.integers(1, 4), st.integers(1, 3), st.data())
-def test_exchanges_are_seen_as_far_as_no_backward_hides_them(case, eta, replicas, data):
+def test_gradient_exchanges_add_their_unhidden_time(case, eta, replicas, data):
     forward, backward, borders = case
     n = len(forward)
     schedule = make("master", n, eta, replicas)
@@ -142,7 +142,7 @@ def test_exchanges_are_seen_as_far_as_no_backward_hides_them(case, eta, replicas
 
 @settings(deadline=None)
 @given(stages(), st.integers(1, 4), st.integers(1, 3))
-def test_hybrids_take_what_their_schedules_take(case, eta, replicas):
+def test_hybrid_formulas_equal_simulated_schedules(case, eta, replicas):
     forward, backward, borders = case
     gradients = [100.0 * (stage + 1) for stage in range(len(forward))]
     schedule = make("master", len(forward), eta, replicas)
@@ -157,7 +157,7 @@ def test_hybrids_take_what_their_schedules_take(case, eta, replicas):
     assert gems.scaling(*given) == pytest.approx(replicas * alone / took)
 
 
-def test_a_ring_moves_almost_twice_the_gradients_however_many_devices():
+def test_ring_allreduce_moves_almost_twice_the_gradients():
     assert gems.ring_all_reduce(1e9, 1, 1e9) == 0
     assert gems.ring_all_reduce(1e9, 2, 1e9) == 1
     assert gems.ring_all_reduce(1e9, 1000, 1e9) == pytest.approx(2, rel=2e-3)
@@ -176,20 +176,20 @@ def faster(n, eta, ratio=1.0, overhead=0.0):
 
 @settings(deadline=None)
 @given(stages(), st.integers(1, 64))
-def test_no_stages_at_all_are_faster_by_more_than_the_ceiling(case, eta):
+def test_speedup_is_at_most_the_ceiling(case, eta):
     forward, backward, borders = case
     took = gems.master(forward, backward, eta, borders)
     assert gems.total(forward, backward, borders, eta) / took <= 2 * eta / (eta + 1)
 
 
-def test_mast_on_16_gpus_is_measured_faster_than_the_schedule_can_be():
+def test_published_mast_time_on_16_gpus_is_below_the_schedule_bound():
     """1.36 in figure 11 (n = 16): the text says less than 1.5, the schedule less than 4/3; with equal stages 1.31."""
     assert faster(16, 2) == pytest.approx(1.306, abs=1e-3) == max(faster(16, 2, r / 8) for r in range(1, 33))
     # A step for each image, as basic takes, has its overhead each time: an eighth of a micro-batch explains it.
     assert faster(16, 2, overhead=0.128) == pytest.approx(1.36, abs=1e-3)
 
 
-def test_master_on_4_gpus_is_measured_faster_than_equal_stages_allow():
+def test_published_master_time_on_4_gpus_is_below_equal_stages():
     """1.83 in figure 12 (n = 4). Equal stages: less than 1.6 for any η; it takes a light last stage."""
     assert faster(4, 64) == pytest.approx(1.585, abs=1e-3)
     assert 1.599 < faster(4, 10**6) < 1.6
@@ -198,7 +198,7 @@ def test_master_on_4_gpus_is_measured_faster_than_equal_stages_allow():
     assert gems.delayed(light, light, 64) / gems.master(light, light, 64) == pytest.approx(1.80, abs=0.01)
 
 
-def test_what_table_2_measures_is_between_equal_backwards_and_twice_as_long_ones():
+def test_table_2_lies_between_equal_and_doubled_backwards():
     """A residual network of 110 layers on 4 GPUs: 1.16 with MAST, 1.51 with MASTER and η = 16 (IX-B)."""
     for eta, measured, longer, equal in ((2, 1.16, 1.143, 1.231), (16, 1.51, 1.306, 1.542)):
         assert faster(4, eta, ratio=2) == pytest.approx(longer, abs=1e-3)
@@ -207,7 +207,7 @@ def test_what_table_2_measures_is_between_equal_backwards_and_twice_as_long_ones
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0])
-def test_one_figure_of_1024_gpus_gives_the_other(ratio):
+def test_figure_of_1024_gpus_implies_the_other(ratio):
     """128 pipelines of 8 GPUs are 89 times one with MAST and 124.58 times with η = 64 (VII-F)."""
     forward, backward = [1.0] * 8, [ratio] * 8
     seen = (128 / 89 - 1) * gems.master(forward, backward, 2)
@@ -230,6 +230,6 @@ def test_one_figure_of_1024_gpus_gives_the_other(ratio):
         (lambda: gems.ring_all_reduce(1, 0, 1), "`devices` must be at least 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(call, text):
+def test_invalid_formula_arguments_are_refused(call, text):
     with pytest.raises(ValueError, match=text):
         call()

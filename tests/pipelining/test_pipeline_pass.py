@@ -47,7 +47,7 @@ def in_float64(fresh_keras):
 
 @pytest.mark.parametrize(("schedule", "count"), SCHEDULES)
 @pytest.mark.parametrize("kind", ["sequential", "skip"])
-def test_five_steps_are_the_same(found, kind, schedule, count):
+def test_pipeline_five_steps_equal_plain(found, kind, schedule, count):
     """Logs, and then all weights, slots, counters and states of metrics."""
     result = found[f"{kind} {schedule} {count}"]
     assert result["error"] < TOLERANCE
@@ -57,7 +57,7 @@ def test_five_steps_are_the_same(found, kind, schedule, count):
 
 @pytest.mark.parametrize(("schedule", "count"), SCHEDULES)
 @pytest.mark.parametrize("kind", ["sequential", "skip"])
-def test_every_operation_runs_on_the_device_of_its_slot(found, kind, schedule, count):
+def test_ops_run_on_the_device_of_their_slot(found, kind, schedule, count):
     result = found[f"{kind} {schedule} {count}"]
     assert result["placed"] > 50 * count and not result["misplaced"]
     assert result["layers"] >= 4 * 2 * count and not result["strayed"]
@@ -65,20 +65,20 @@ def test_every_operation_runs_on_the_device_of_its_slot(found, kind, schedule, c
 
 @pytest.mark.parametrize(("schedule", "count"), SCHEDULES)
 @pytest.mark.parametrize("kind", ["sequential", "skip"])
-def test_devices_run_one_slot_after_another(found, kind, schedule, count):
+def test_devices_run_slots_sequentially(found, kind, schedule, count):
     """As recorded in a run: nothing of a slot begins before what is in the slot before has ended."""
     result = found[f"{kind} {schedule} {count}"]
     assert result["slots"] == 2 * 4 * count
     assert not result["early"]
 
 
-def test_replicas_of_a_pipeline_beside_each_other(found):
+def test_pipeline_replicas_equal_plain(found):
     result = found["hybrid"]
     assert result["error"] < TOLERANCE
     assert result["devices"] == 8
 
 
-def test_variables_are_moved_or_read_from_afar(found):
+def test_variables_are_placed_or_read_remotely(found):
     result = found["placement"]
     assert "variable(s) are not on the device of their stage" in result["refused"]
     assert "tflms_sft.stage_devices(model, cuts, devices)" in result["refused"]
@@ -92,13 +92,13 @@ def test_variables_are_moved_or_read_from_afar(found):
     assert "The optimizer of `model` is built" in result["too late"]
 
 
-def test_updates_that_may_be_left_out_are_the_same(found):
+def test_conditional_updates_equal_plain(found):
     assert found["bodies"].keys() == {"loss scale", "accumulation"}
     assert max(found["bodies"].values()) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", ["gpipe 4 1", "1f1b 4 1", "1f1b 2 2"])
-def test_batches_that_cannot_be_cut_evenly_run_in_their_stages(found, case):
+def test_uneven_batches_run_in_their_stages(found, case):
     """Even ones run in their slots, in a step that takes both."""
     result = found[f"uneven {case}"]
     assert result["error"] < TOLERANCE
@@ -111,7 +111,7 @@ def test_batches_that_cannot_be_cut_evenly_run_in_their_stages(found, case):
 
 
 @pytest.mark.parametrize("placement", ["check", "copy"])
-def test_predicted_peaks_have_the_update_and_weights_are_counted_where_they_are(found, placement):
+def test_predicted_peaks_count_update_and_weights_per_device(found, placement):
     predicted, measured = found["peaks"][placement]
     assert all(got > 0 for got in measured)
     # Logical CPUs make no copies, and run a part of the update after another or at once.
@@ -136,12 +136,14 @@ def piped(schedule, skip=False, optimizer="momentum", deep=False):
     growth = lambda tensor: rows if tensor.shape[:1] == (2,) else one  # noqa: E731
     request = UnrollSpec(schedule.micro_batches, growth, lambda tensor: True)
     devices = pipeline_pass.Devices([f"/device:CPU:{number}" for number in range(schedule.num_devices)], {})
-    return pipeline_pass.pipeline(analysis, split_step(analysis, [0, 1]), stages, request, schedule, devices)
+    return pipeline_pass.pipeline(
+        analysis, split_step(analysis, [0, 1]), stages=stages, request=request, schedule=schedule, devices=devices
+    )
 
 
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize(("name", "count"), [*SCHEDULES, ("1f1b", 7), ("gpipe", 3), ("master", 5)])
-def test_the_longest_path_takes_what_the_simulator_says(name, count, skip):
+def test_longest_path_takes_the_simulated_time(name, count, skip):
     """A slot's time is counted where its operations begin, so that each path through it has it once."""
     schedule = make(name, 4, count)
     built = piped(schedule, skip)
@@ -165,7 +167,7 @@ def test_the_longest_path_takes_what_the_simulator_says(name, count, skip):
             assert ends[end] == pytest.approx(want.ends[slot])
 
 
-def test_slots_hold_what_gradients_depend_on_and_end_in_their_order():
+def test_slots_keep_gradient_operands_and_end_in_order():
     schedule = make("1f1b", 4, 3)
     built = piped(schedule, skip=True)
     for device, slots in enumerate(schedule.devices):
@@ -186,7 +188,7 @@ def test_slots_hold_what_gradients_depend_on_and_end_in_their_order():
     assert "pipeline/stage_1/forward_2" in built.graph.nodes
 
 
-def test_gradients_of_a_layer_wait_for_those_of_the_layer_behind_it():
+def test_layer_gradients_wait_for_those_of_the_next_layer():
     """Else those of inputs run ahead, what gradients of filters read waits, and a device holds more than predicted."""
     schedule = make("1f1b", 4, 2)
     built = piped(schedule, deep=True)
@@ -202,7 +204,7 @@ def test_gradients_of_a_layer_wait_for_those_of_the_layer_behind_it():
     assert pairs == 2 * (3 * 4 + 2)  # Nothing goes back into the image.
 
 
-def test_no_constant_is_sent_and_only_parts_of_arguments_are():
+def test_transfers_have_no_constants_and_only_slices_of_arguments():
     built = piped(make("gpipe", 4, 2))
     readers = built.graph.consumers()
     for node in built.graph.nodes.values():
@@ -214,7 +216,7 @@ def test_no_constant_is_sent_and_only_parts_of_arguments_are():
     assert {reader.op for argument in arguments for reader, _ in readers[argument]} == {"Split"}
 
 
-def test_an_order_that_cannot_run_is_refused():
+def test_deadlocked_order_is_refused():
     backward_first = tuple(
         (Slot(Direction.BACKWARD, 0, stage), Slot(Direction.FORWARD, 0, stage)) for stage in range(4)
     )
@@ -223,7 +225,7 @@ def test_an_order_that_cannot_run_is_refused():
 
 
 @pytest.mark.parametrize("stages", [1, ["cut"]])
-def test_a_gradient_of_a_gradient_goes_down_once(stages):
+def test_second_order_gradient_crosses_stages_once(stages):
     w = [tf.Variable(np.eye(4)), tf.Variable(np.eye(4))]
 
     @tf.function
@@ -250,7 +252,7 @@ def test_a_gradient_of_a_gradient_goes_down_once(stages):
 # The face ---------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_tells_stages_slots_times_and_bytes():
+def test_plan_lists_stages_slots_times_and_bytes():
     step = train_step(compiled(net(HERE, skip=True), "adam"))
     plan = tflms_sft.rewrite(step, PipelineParams(CUTS, "1f1b", 4, HERE), *batches(1)[0]).plan
     told = plan.pipeline
@@ -274,7 +276,7 @@ def test_the_plan_tells_stages_slots_times_and_bytes():
 
 
 @pytest.mark.parametrize(("schedule", "count"), [("basic", 1), ("1f1b", 4)])
-def test_verify_proves_it(schedule, count):
+def test_verify_passes_for_a_pipeline(schedule, count):
     """Gradients too, which are put together."""
     model = compiled(net(HERE, skip=True), "momentum")
     proof = tflms_sft.verify(model, batches(1)[0], PipelineParams(CUTS, schedule, count, HERE))
@@ -282,7 +284,7 @@ def test_verify_proves_it(schedule, count):
     assert "10 gradient(s)" in proof.summary() and proof.plan.pipeline.schedule == schedule
 
 
-def test_a_pipeline_of_fewer_micro_batches_waits_for_less():
+def test_fewer_micro_batches_have_fewer_control_edges():
     step = train_step(compiled(net(HERE), "momentum"))
     data = batches(1)[0]
     plans = [tflms_sft.rewrite(step, PipelineParams(CUTS, name, 8, HERE), *data).plan for name in ("gpipe", "1f1b")]
@@ -291,7 +293,7 @@ def test_a_pipeline_of_fewer_micro_batches_waits_for_less():
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, "auto"])
-def test_stages_by_number_are_even_and_computed_alike(stages):
+def test_stages_by_number_are_balanced_and_reproducible(stages):
     model = compiled(net(HERE), "momentum")
     step = train_step(model)
     devices = HERE[: 3 if stages == "auto" else stages]
@@ -304,7 +306,7 @@ def test_stages_by_number_are_even_and_computed_alike(stages):
     assert largest_error(run(model, rewritten, batches(2)), run(model, step, batches(2))) < TOLERANCE
 
 
-def test_cuts_after_pooling_are_preferred():
+def test_stage_cuts_prefer_pooling():
     keras.utils.set_random_seed(0)
     image = x = keras.Input((16, 16, 3))
     for number in range(5):
@@ -327,7 +329,7 @@ def test_cuts_after_pooling_are_preferred():
         ({"stages": CUTS, "devices": ["CPU:0"] * 3 + ["GPU:7"]}, ValueError, "`devices` names .'GPU:7'., which this"),
     ],
 )
-def test_what_cannot_be_done_is_refused(params, error, text):
+def test_unsupported_pipelines_are_refused(params, error, text):
     step = train_step(compiled(net(HERE), "momentum"))
     devices = ["CPU:0"] * 40 if params["stages"] == 40 else HERE
     if isinstance(params["stages"], list) and len(params["stages"]) == 2:
@@ -348,7 +350,7 @@ def test_what_cannot_be_done_is_refused(params, error, text):
         ({"micro_batches": 0}, ValueError, "`micro_batches` must be at least 1"),
         ({"micro_batches": 1.5}, TypeError, "`micro_batches` must be an integer"),
         ({"data_replicas": 0}, ValueError, "`data_replicas` must be at least 1"),
-        ({"devices": "GPU:0"}, TypeError, "`devices` must be a list of device names"),
+        ({"devices": "GPU:0"}, TypeError, "`devices` must be a list of at least one device name"),
         ({"devices": ["the fast one"]}, ValueError, '`devices` must have names such as "GPU:0"'),
         ({"devices": ["GPU:0"], "stages": 2}, ValueError, r"each of 2 stage\(s\): 2 in total\. Received: 1 in devices"),
         ({"loss_reduction": "max"}, ValueError, '`loss_reduction` must be "mean" or "sum"'),
@@ -356,17 +358,17 @@ def test_what_cannot_be_done_is_refused(params, error, text):
         ({"placement": "move"}, ValueError, '`placement` must be "check" or "copy"'),
     ],
 )
-def test_wrong_arguments_are_refused_at_once(arguments, error, text):
+def test_invalid_pipeline_params_are_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         PipelineParams(**arguments)
 
 
-def test_no_cuts_are_one_stage():
+def test_params_without_cuts_have_one_stage():
     """So that what `stage_devices` returns can always be given on."""
     assert PipelineParams([]) == PipelineParams(()) == PipelineParams(1) and PipelineParams([]).num_stages == 1
 
 
-def test_parameters_are_frozen():
+def test_pipeline_params_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         PipelineParams().stages = 3
 
@@ -375,7 +377,7 @@ def test_parameters_are_frozen():
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_fit_is_the_same_with_its_metrics(steps, capsys):
+def test_pipeline_fit_and_metrics_equal_plain(steps, capsys):
     callback = Pipeline(CUTS, "1f1b", 4, HERE)
     got = fitted([callback], steps=steps, validation_split=0.0)
     assert largest_error(got, fitted([], steps=steps)) < TOLERANCE
@@ -384,7 +386,7 @@ def test_fit_is_the_same_with_its_metrics(steps, capsys):
     assert callback.plan.batch == 8
 
 
-def test_validation_runs_plain_and_says_so(capsys):
+def test_validation_runs_plain_with_a_notice(capsys):
     callback = Pipeline(CUTS, "gpipe", 2, HERE)
     x, y = batches(1)[0]
     got = fitted([callback], validation_data=(x, y))
@@ -392,7 +394,7 @@ def test_validation_runs_plain_and_says_so(capsys):
     assert "validation is not rewritten: pipelines are for training only" in capsys.readouterr().out
 
 
-def test_an_open_batch_has_the_bytes_of_the_first_one():
+def test_open_batch_is_predicted_by_the_first_batch():
     callback = Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)
     got = fitted([callback], size=20)
     assert largest_error(got, fitted([], size=20)) < TOLERANCE
@@ -401,7 +403,7 @@ def test_an_open_batch_has_the_bytes_of_the_first_one():
     assert callback.plan.pipeline.stages[0].transfer_bytes in (image, image + number), "and maybe how many there are"
 
 
-def test_batch_norm_under_fit():
+def test_batch_norm_under_fit_is_refused_or_micro():
     with pytest.raises(PipelineError, match=r"layer 'norm0' \(BatchNormalization\)"):
         fitted([Pipeline(CUTS, "gpipe", 4, HERE, verbose=0)], norm=True)
     callback = Pipeline(CUTS, "gpipe", 1, HERE, verbose=0)
@@ -409,7 +411,7 @@ def test_batch_norm_under_fit():
 
 
 @pytest.mark.parametrize("cuts", [2, 3, ["stage1"]])
-def test_stage_devices_cuts_where_a_pipeline_does(cuts):
+def test_stage_devices_cuts_like_a_pipeline(cuts):
     model = net(HERE)
     devices = HERE[: cuts if isinstance(cuts, int) else 2]
     found = tflms_sft.stage_devices(model, cuts, devices)
@@ -418,7 +420,7 @@ def test_stage_devices_cuts_where_a_pipeline_does(cuts):
     assert [stage.exit for stage in told.stages[:-1]] == list(found)
 
 
-def test_stage_devices_names_the_layer_of_several_calls():
+def test_stage_devices_names_a_layer_with_several_calls():
     """As a list of cuts has it: each of its calls is in one cut."""
     images, shared = [keras.Input((8, 8, 3)) for _ in range(2)], keras.layers.Conv2D(4, 3, name="shared")
     x = keras.layers.Conv2D(4, 3, name="top")(keras.layers.Concatenate()([shared(image) for image in images]))
@@ -447,12 +449,12 @@ def of_two_images():
         (lambda: compiled(net(HERE), "adam"), ValueError, "The optimizer of `model` is built: its slots would stay"),
     ],
 )
-def test_stage_devices_refuses_what_it_cannot_move(model, error, text):
+def test_stage_devices_refuses_unsupported_models(model, error, text):
     with pytest.raises(error, match=text):
         tflms_sft.stage_devices(model(), 2, HERE[:2])
 
 
-def test_a_model_that_does_not_tell_its_inputs_is_told_them():
+def test_stage_devices_takes_inputs_for_a_subclassed_model():
     class Own(keras.Model):
         def __init__(self):
             super().__init__()
@@ -468,6 +470,6 @@ def test_a_model_that_does_not_tell_its_inputs_is_told_them():
     assert tflms_sft.stage_devices(model, ["first"], HERE[:2], inputs=np.ones((2, 5))) == ("first",)
 
 
-def test_a_sequential_model_that_was_never_called_is_cut():
+def test_stage_devices_cuts_an_uncalled_sequential_model():
     layers = [keras.Input((5,)), keras.layers.Dense(4, name="first"), keras.layers.Dense(3, name="second")]
     assert tflms_sft.stage_devices(keras.Sequential(layers), ["first"], HERE[:2]) == ("first",)

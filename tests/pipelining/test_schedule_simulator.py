@@ -80,13 +80,13 @@ def by_the_clock(schedule, forward, backward, transfer):
 
 @settings(deadline=None)
 @given(cases())
-def test_times_are_those_of_devices_that_start_when_they_can(case):
+def test_simulated_times_equal_hand_computed_ones(case):
     assert simulate(*case).begins == by_the_clock(*case)
 
 
 @settings(deadline=None)
 @given(cases())
-def test_no_step_is_shorter_than_what_a_device_or_a_micro_batch_takes(case):
+def test_step_time_is_at_least_that_of_a_device_and_of_a_micro_batch(case):
     schedule, forward, backward, transfer = case
     found = simulate(*case)
     slots = set(schedule.slots())
@@ -103,7 +103,7 @@ def test_no_step_is_shorter_than_what_a_device_or_a_micro_batch_takes(case):
 
 @settings(deadline=None)
 @given(cases())
-def test_the_critical_path_is_all_of_the_step_without_a_gap(case):
+def test_critical_path_covers_the_step_without_a_gap(case):
     schedule, _, _, transfer = case
     found = simulate(*case)
     path = found.critical_path
@@ -117,7 +117,7 @@ def test_the_critical_path_is_all_of_the_step_without_a_gap(case):
 
 @settings(deadline=None)
 @given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
-def test_pipelines_of_equal_stages_have_closed_forms(n, m, forward, backward):
+def test_equal_stages_take_the_closed_form_time(n, m, forward, backward):
     def seconds(name):
         return simulate(make(name, n, m), [forward] * n, [backward] * n).seconds
 
@@ -130,7 +130,7 @@ def test_pipelines_of_equal_stages_have_closed_forms(n, m, forward, backward):
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 8))
-def test_how_many_activations_each_schedule_holds(n, m):
+def test_schedules_hold_the_known_number_of_activations(n, m):
     def held(name, m=m):
         peaks = []
         for stage in range(n):
@@ -145,7 +145,7 @@ def test_how_many_activations_each_schedule_holds(n, m):
     assert [max(peaks) for peaks in held("mast", m + m % 2)] == [(m + m % 2) // 2] * n
 
 
-def test_mast_holds_the_weights_of_two_stages_and_the_activations_of_one_at_a_time():
+def test_mast_holds_weights_of_two_stages_and_activations_of_one():
     """The idea of GEMS (V-A): a second micro-batch in the memory that the first one's backward has freed."""
     weights, activations = [1, 2, 4, 8], [1000, 300, 200, 500]
     alone = simulate(make("basic", 4, 1), [1] * 4, [1] * 4, weights=weights, activations=activations)
@@ -180,7 +180,7 @@ def follows(slot, last):
 
 @settings(deadline=None, max_examples=200)
 @given(shuffled())
-def test_any_order_ends_as_the_clock_says_or_its_circle_is_named(case):
+def test_random_orders_finish_or_report_their_cycle(case):
     schedule = case[0]
     graph = {slot: set() for slot in schedule.slots()}
     for slot in graph:
@@ -216,7 +216,7 @@ def _reaches(graph, slot, other):
     return other in seen
 
 
-def test_a_deadlock_names_the_slots_that_wait_for_each_other():
+def test_deadlock_names_the_slots_of_the_cycle():
     schedule = make("gpipe", 2, 2)
     first, second = schedule.devices
     turned = dataclasses.replace(schedule, name="mine", devices=(first, second[2:3] + second[:2] + second[3:]))
@@ -236,7 +236,7 @@ def test_a_deadlock_names_the_slots_that_wait_for_each_other():
     ) in str(error.value)
 
 
-def test_no_order_at_all_is_faster_than_gpipe_where_stages_are_equal():
+def test_gpipe_is_optimal_for_equal_stages():
     """All 576 orders of two micro-batches in two stages."""
     schedule = make("gpipe", 2, 2)
     found = []
@@ -249,7 +249,7 @@ def test_no_order_at_all_is_faster_than_gpipe_where_stages_are_equal():
     assert sum(seconds < float("inf") for seconds in found) > 1
 
 
-def test_transfers_count_between_devices_only():
+def test_transfers_take_time_between_devices_only():
     pair = make("basic", 3, 1)
     assert simulate(pair, [1] * 3, [1] * 3, 0.25).seconds == 7
     assert simulate(pair, [1] * 3, [1] * 3, [0.5, 0.25]).seconds == 7.5
@@ -261,7 +261,7 @@ def _as_one_device(slot):
     return (slot.kind is BACKWARD, slot.stage if slot.kind is FORWARD else -slot.stage)
 
 
-def test_gradients_are_exchanged_among_the_devices_of_a_stage_as_soon_as_they_are_there():
+def test_gradient_exchange_starts_when_the_gradients_exist():
     plain = simulate(make("basic", 2, 2), [1, 1], [1, 1], reduce=5)
     assert plain.exchanges == () and plain.seconds == 8
     copies = simulate(make("basic", 2, 1, data_replicas=3), [1, 1], [1, 1], reduce=[5, 0.5])
@@ -285,12 +285,12 @@ def test_gradients_are_exchanged_among_the_devices_of_a_stage_as_soon_as_they_ar
         ({"activations": [1, 2, 3]}, "`activations` needs 2"),
     ],
 )
-def test_lists_of_another_length_are_refused(arguments, text):
+def test_lists_of_wrong_length_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         simulate(**({"schedule": make("gpipe", 2, 2), "forward": [1, 1], "backward": [1, 1]} | arguments))
 
 
-def test_schedules_with_faults_are_not_executed():
+def test_schedules_with_faults_are_not_simulated():
     schedule = make("gpipe", 2, 2)
     with pytest.raises(ValueError, match="F0 of stage 1 is missing"):
         simulate(dataclasses.replace(schedule, devices=schedule.devices[:1]), [1, 1], [1, 1])
@@ -300,12 +300,12 @@ DRAWN = re.findall(r"^`(\w+)`.*?\n\n((?:    device [^\n]*\n)+)", schedules.__doc
 
 
 @pytest.mark.parametrize(("name", "micro_batches"), {"basic": 1, "gpipe": 4, "1f1b": 4, "mast": 2, "master": 3}.items())
-def test_the_drawings_of_the_docstring_are_what_is_simulated(name, micro_batches):
+def test_drawings_of_the_docstring_equal_the_simulation(name, micro_batches):
     drawn = draw(simulate(make(name, 4, micro_batches), [1] * 4, [1] * 4)).splitlines()
     assert dict(DRAWN)[name].replace("    device", "device").splitlines() == drawn[:-1]
 
 
-def test_a_drawing_is_to_scale_and_says_how_long_it_is():
+def test_drawing_is_to_scale_and_states_its_length():
     drawn = draw(simulate(make("mast", 2, 2), [1, 1], [2, 2.5]))
     assert drawn.splitlines() == [
         "device 0  F0 .. .. .. .. B0--- F1 B1--- .. ..",
@@ -316,7 +316,7 @@ def test_a_drawing_is_to_scale_and_says_how_long_it_is():
     assert all(len(line) < 320 for line in wide)
 
 
-def test_the_picture_has_a_box_for_each_slot_and_its_number(tmp_path):
+def test_schedule_chart_has_a_numbered_box_for_each_slot(tmp_path):
     simulation = simulate(make("mast", 2, 2, 2), [1, 1], [2, 2], reduce=0.5, weights=[2**20] * 2)
     figure = draw_schedule(simulation, tmp_path / "schedule")
     assert (tmp_path / "schedule").read_bytes()[:4] == b"\x89PNG"
@@ -339,7 +339,7 @@ def test_the_picture_has_a_box_for_each_slot_and_its_number(tmp_path):
     assert [to_hex(legend.legend_handles[n].get_facecolor()) for n in (0, 4)] == [COLORS[FORWARD], EXCHANGED]
 
 
-def test_a_plain_picture_names_one_stage_and_what_is_missing(monkeypatch):
+def test_schedule_chart_without_matplotlib_names_the_extra(monkeypatch):
     figure = draw_schedule(simulate(make("basic", 1, 1), [1], [2]))
     assert figure.axes[0].get_title(loc="left") == "basic: 1 stage, 1 micro-batch"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward", "critical path"]

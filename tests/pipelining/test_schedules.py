@@ -53,7 +53,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("case", GRIDS)
-def test_devices_run_what_the_papers_draw(case):
+def test_schedules_equal_the_figures_of_the_papers(case):
     name, num_stages, micro_batches = case
     schedule = make(name, num_stages, micro_batches)
     assert order(schedule) == GRIDS[case]
@@ -61,12 +61,12 @@ def test_devices_run_what_the_papers_draw(case):
     assert (schedule.num_devices, schedule.data_replicas) == (num_stages, 1)
 
 
-def test_mast_of_two_micro_batches_is_master_of_two_replications():
+def test_mast_with_two_micro_batches_equals_master_with_two_replications():
     for num_stages in range(1, 6):
         assert schedules.mast(num_stages).devices == schedules.master(num_stages, 2).devices
 
 
-def test_hybrid_gives_each_replica_devices_and_micro_batches_of_its_own():
+def test_hybrid_replicas_share_no_device_and_no_micro_batch():
     schedule = make("gpipe", 2, 2, data_replicas=2)
     assert order(schedule) == ["F00 F10 B10 B00", "F01 F11 B11 B01", "F20 F30 B30 B20", "F21 F31 B31 B21"]
     assert (schedule.num_stages, schedule.micro_batches, schedule.num_devices) == (2, 4, 4)
@@ -78,7 +78,7 @@ def test_hybrid_gives_each_replica_devices_and_micro_batches_of_its_own():
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
 @pytest.mark.parametrize("data_replicas", [1, 3])
-def test_every_schedule_has_each_slot_once_on_one_device(name, data_replicas):
+def test_schedules_have_each_slot_once_on_one_device(name, data_replicas):
     for num_stages in range(1, 6):
         for micro_batches in (2, 4, 6):
             schedule = make(name, num_stages, micro_batches, data_replicas)
@@ -88,7 +88,7 @@ def test_every_schedule_has_each_slot_once_on_one_device(name, data_replicas):
                 assert {schedule.device_of(slot) for slot in slots} == {device}
 
 
-def test_stages_and_devices_name_each_other():
+def test_stage_and_device_maps_are_inverse():
     schedule = make("master", 4, 2)
     assert [schedule.devices_of(stage) for stage in range(4)] == [(0, 3), (1, 2), (1, 2), (0, 3)]
     assert [schedule.stages_on(device) for device in range(4)] == [(0, 3), (1, 2), (1, 2), (0, 3)]
@@ -97,7 +97,7 @@ def test_stages_and_devices_name_each_other():
         schedule.device_of(Slot(FORWARD, 2, 0))
 
 
-def test_faults_are_all_named_at_once():
+def test_faults_are_listed_together():
     first, second = make("basic", 2, 1).devices
     broken = Schedule("mine", 2, 1, (first[:1] + second[1:] + first[:1], second[:1] + (Slot(FORWARD, 1, 0),)))
     with pytest.raises(ValueError) as error:
@@ -112,7 +112,7 @@ def test_faults_are_all_named_at_once():
         assert fault in str(error.value)
 
 
-def test_replicas_that_share_devices_or_do_not_divide_are_faults():
+def test_replicas_with_shared_devices_or_uneven_counts_are_faults():
     schedule = make("basic", 1, 1, data_replicas=2)
     swapped = dataclasses.replace(schedule, devices=schedule.devices[::-1])
     with pytest.raises(ValueError, match="F1 of stage 0 is on device 0, outside those of replica 1"):
@@ -133,6 +133,6 @@ def test_replicas_that_share_devices_or_do_not_divide_are_faults():
         (("mast", 2, 3), ValueError, 'must be even for schedule="mast".*micro_batches=3.*schedule="master"'),
     ],
 )
-def test_what_cannot_be_made_is_refused_with_a_remedy(arguments, error, text):
+def test_invalid_schedules_are_refused_with_a_remedy(arguments, error, text):
     with pytest.raises(error, match=text):
         make(*arguments)

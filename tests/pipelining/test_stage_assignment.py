@@ -52,7 +52,7 @@ def stages_by(analysis, stages, pattern, backward=None):
 
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("batch", [4, None])
-def test_each_layer_is_in_its_stage_and_so_is_its_gradient(skip, batch):
+def test_layers_and_their_gradients_are_in_one_stage(skip, batch):
     analysis = analysed(hand_step(compiled(net(HERE, skip), "adam")), (batch, 8, 8, 3))
     stages = assign_stages(analysis, stage_cuts(analysis))
     assert stages.count == 4
@@ -72,7 +72,7 @@ def test_each_layer_is_in_its_stage_and_so_is_its_gradient(skip, batch):
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_gradients_flow_down_and_what_skips_crosses_alone(skip):
+def test_transfers_are_gradients_and_skip_connections(skip):
     analysis = analysed(hand_step(compiled(net(HERE, skip), "momentum")))
     stages = assign_stages(analysis, stage_cuts(analysis))
     found = stage_transfers(analysis, stages)
@@ -89,14 +89,14 @@ def test_gradients_flow_down_and_what_skips_crosses_alone(skip):
             assert stages.of[node] <= min(above, default=3)
 
 
-def test_what_is_made_of_labels_alone_waits_where_it_is_read():
+def test_ops_of_labels_alone_are_in_the_stage_of_their_consumer():
     analysis = analysed(train_step(compiled(net(HERE), "momentum")), (4, 8, 8, 3))
     stages = assign_stages(analysis, stage_cuts(analysis))
     labels = analysis.graph.inputs[1]
     assert {stages.of[node] for node, _ in analysis.consumers[labels]} == {3}
 
 
-def test_a_weight_of_two_stages_belongs_to_the_first_and_a_penalty_to_its_weight():
+def test_shared_weight_is_in_the_first_stage_and_penalty_with_its_weight():
     w, last = tf.Variable(np.eye(4)), tf.Variable(np.ones((4, 4)))
 
     def body(x):
@@ -116,7 +116,7 @@ def test_a_weight_of_two_stages_belongs_to_the_first_and_a_penalty_to_its_weight
     assert stages.of[add] == 1
 
 
-def test_a_gradient_that_reads_an_early_tensor_keeps_its_stage():
+def test_gradient_that_reads_an_early_tensor_keeps_its_stage():
     """The gradient of a gate that reads what skipped stages: all that follows it would be pulled down with it."""
     ws = [tf.Variable(np.eye(4)) for _ in range(3)]
 
@@ -137,7 +137,7 @@ def test_a_gradient_that_reads_an_early_tensor_keeps_its_stage():
     assert sorted(stages.of[n] for n in analysis.order if n.op == "TanhGrad") == [0, 1, 2]
 
 
-def test_sizes_are_asked_for_where_they_are_read_and_send_nothing():
+def test_sizes_are_computed_where_they_are_read():
     analysis = analysed(hand_step(compiled(net(HERE), "momentum")), (None, 8, 8, 3))
     stages = assign_stages(analysis, stage_cuts(analysis))
     asked = [node for node in analysis.order if node.op == "Shape" and node in stages.of]
@@ -151,7 +151,7 @@ def test_sizes_are_asked_for_where_they_are_read_and_send_nothing():
     assert sizes.op == "Const" or stages.of[sizes] == 2
 
 
-def test_tensors_that_separate_a_network():
+def test_separating_tensors_are_the_cut_points():
     plain = analysed(hand_step(compiled(net(HERE), "momentum")))
     found = separators(plain, 4)
     cuts = [cut for (cut,) in stage_cuts(plain)]
@@ -164,7 +164,7 @@ def test_tensors_that_separate_a_network():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_last_stage_may_be_linear_and_its_loss_too(shared):
+def test_last_stage_with_linear_layer_and_loss_is_cut(shared):
     """As those of a critic are: no gradient reads what it makes. Its weight may be that of an earlier one."""
     first, last = tf.Variable(np.eye(4)), tf.Variable(np.ones((4, 4)))
     weights = [first, first] if shared else [first, last]
@@ -214,13 +214,13 @@ def two_branches():
         (["stem", "aside"], "no gradient depends on what follows"),
     ],
 )  # fmt: skip
-def test_cuts_that_make_no_stages_are_refused(names, text):
+def test_invalid_cuts_are_refused(names, text):
     analysis = two_branches()
     with pytest.raises(PipelineError, match=text):
         assign_stages(analysis, [[tensor(analysis, name)] for name in names])
 
 
-def test_dropout_and_what_it_draws_are_where_its_layer_is():
+def test_dropout_draws_in_the_stage_of_its_layer():
     keras.utils.set_random_seed(0)
     image = keras.Input((6,))
     x = layers.Dense(4, activation="relu", name="stage0")(image)

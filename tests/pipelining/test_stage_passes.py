@@ -79,28 +79,28 @@ def check(result, what, count):
 
 
 @pytest.mark.parametrize(("kind", "what", "schedule", "count"), INSIDE)
-def test_three_steps_are_the_same(found, kind, what, schedule, count):
+def test_staged_three_steps_equal_plain(found, kind, what, schedule, count):
     """Logs, and then all weights, slots, counters and states of metrics; loops run on their stage's device."""
     check(found[f"{kind} {what} {schedule} {count}"], what, count)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "what", "schedule", "count"), LONG_INSIDE)
-def test_three_steps_are_the_same_in_all_schedules(long_found, kind, what, schedule, count):
+def test_staged_three_steps_in_all_schedules_equal_plain(long_found, kind, what, schedule, count):
     check(long_found[f"{kind} {what} {schedule} {count}"], what, count)
 
 
-def test_replicas_beside_each_other(found):
+def test_staged_replicas_equal_plain(found):
     assert found["hybrid"]["error"] < TOLERANCE and found["hybrid"]["devices"] == 8
 
 
-def test_fit_is_the_same(found):
+def test_staged_fit_equals_plain(found):
     """Validation, which runs plain, included."""
     assert found["fit"]["error"] < TOLERANCE
     assert found["fit"]["segments"] == 4 and found["fit"]["swaps"] > 0
 
 
-def test_tiled_stages_hold_less(found):
+def test_tiled_stages_need_less_memory(found):
     """By allocation records, and as predicted."""
     plain, tiled = found["bytes"]["plain"], found["bytes"]["tiled"]
     for number, device in enumerate(["CPU:0", "CPU:1"]):
@@ -136,10 +136,10 @@ def edges_between_stages(staged):
     return {(c.name, n.name) for n in slotted for c in n.control_inputs if c in slotted and of[c] != of[n]}
 
 
-def test_no_edge_of_a_pass_leads_to_another_stage(staged):
+def test_pass_edges_stay_in_their_stage(staged):
     plain, plans = staged
     tiled = with_tiles(plain, plans)
-    swapped = with_swaps(tiled, SwapOptions(), SkeletonTier(), 2, 2)
+    swapped = with_swaps(tiled, SwapOptions(), tier=SkeletonTier(), batch=2, max_in_flight=2)
     assert not edges_between_stages(plain) and not edges_between_stages(tiled) and not edges_between_stages(swapped)
     assert len(swapped.swaps) >= 4 and len(swapped.outs) == len(swapped.swaps)
     names = [node.name for node in scheduled_ops(swapped.analysis, swapped.parts, swapped.stages)]
@@ -149,7 +149,7 @@ def test_no_edge_of_a_pass_leads_to_another_stage(staged):
     assert all(node.op == "PyFunc" for node in swapped.stages.fixed)
 
 
-def test_loops_have_the_parts_and_stages_of_what_they_run(staged):
+def test_loops_have_the_part_and_stage_of_their_ops(staged):
     plain, plans = staged
     tiled = with_tiles(plain, plans)
     assert [plan.segment.name for plan in plans] == [f"segment{number}" for number in range(1, 5)]
@@ -172,7 +172,7 @@ def test_loops_have_the_parts_and_stages_of_what_they_run(staged):
 # The face ---------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_shows_all_passes():
+def test_staged_plan_lists_all_passes():
     step = train_step(compiled(net(HERE, skip=True, deep=True), "adam"))
     pipeline = PipelineParams(CUTS, "1f1b", 4, HERE)
     plain = tflms_sft.rewrite(step, pipeline, *batches(1)[0]).plan
@@ -200,7 +200,7 @@ def test_the_plan_shows_all_passes():
         assert now.backward_seconds > before.backward_seconds, "computed again, and read from a disk"
 
 
-def test_verify_proves_tiles_and_swaps_with_the_stages():
+def test_verify_passes_for_tiles_and_swaps_in_stages():
     model = compiled(net(HERE, skip=True, deep=True), "momentum")
     params = [SFTParams((2, 2)), SWAPS, PipelineParams(CUTS, "1f1b", 2, HERE)]
     proof = tflms_sft.verify(model, batches(1)[0], params)
@@ -217,7 +217,7 @@ def swaps_of(plan):
     return [(swap.tensor, swap.readers, swap.controls) for swap in plan.swaps]
 
 
-def test_verify_proves_the_pipeline_that_was_trained():
+def test_verify_passes_for_the_trained_pipeline():
     """On a batch of any size."""
     callback = Pipeline(CUTS, "gpipe", 2, HERE, tiles=SFTParams((2, 2)), swaps=SWAPS, verbose=0)
     model = compiled(net(HERE, deep=True), "momentum")
@@ -248,7 +248,7 @@ def test_verify_finds_a_broken_loop_in_a_stage(monkeypatch):
     assert not proof.outputs.ok and not proof.gradients.ok
 
 
-def test_the_order_of_a_list_does_not_matter():
+def test_order_of_parameters_does_not_matter():
     pipeline, sft = PipelineParams(2), SFTParams((2, 2))
     assert (
         parse_request([pipeline, sft, SWAPS])
@@ -259,7 +259,7 @@ def test_the_order_of_a_list_does_not_matter():
         parse_request([SWAPS, pipeline, sft])
 
 
-def test_fit_on_one_device_with_an_open_batch():
+def test_staged_fit_on_one_device_with_open_batch_equals_plain():
     """The last of which is not even."""
     callback = Pipeline(CUTS, "gpipe", 2, HERE, swaps=LMSParams(tier="disk", min_bytes=1), verbose=0)
     got = fitted([callback], size=19)
@@ -278,19 +278,19 @@ def test_fit_on_one_device_with_an_open_batch():
         ([PipelineParams(2), "1GiB"], TypeError, r"For a budget: `AutoParams\('1GiB'\)`"),
     ],
 )
-def test_lists_that_make_no_sense(params, error, text):
+def test_invalid_parameter_lists_are_refused(params, error, text):
     with pytest.raises(error, match=text):
         parse_request(params)
 
 
-def test_callbacks_take_parameters_of_their_kind():
+def test_callbacks_refuse_parameters_of_another_kind():
     with pytest.raises(TypeError, match=r"`tiles` must be `SFTParams\(...\)` or None. Received: tiles=3"):
         Pipeline(2, tiles=3)
     with pytest.raises(TypeError, match=r"`swaps` must be `LMSParams\(...\)` or None. Received: swaps=True"):
         Pipeline(2, swaps=True)
 
 
-def test_a_segment_over_a_cut_is_refused_and_one_up_to_it_is_not():
+def test_segment_across_a_cut_is_refused():
     step = train_step(compiled(net(HERE, deep=True), "adam"))
     pipeline = PipelineParams(CUTS, "gpipe", 2, HERE)
 
@@ -308,7 +308,7 @@ def test_a_segment_over_a_cut_is_refused_and_one_up_to_it_is_not():
     assert largest_error(run(model, rewritten, batches(2)), run(model, step, batches(2))) < TOLERANCE
 
 
-def test_swaps_that_find_nothing_say_so():
+def test_swaps_without_candidates_are_noted():
     step = train_step(compiled(net(HERE), "momentum"))
     pipeline = PipelineParams(CUTS, "gpipe", 2, HERE)
     with pytest.raises(SwapError, match="tensor.s. could be, the largest of 4.00 KiB|largest of"):
@@ -317,7 +317,7 @@ def test_swaps_that_find_nothing_say_so():
         tflms_sft.rewrite(step, [LMSParams(tier="disk", excl_types=("Conv9D",)), pipeline], *batches(1)[0])
 
 
-def test_batch_norm_is_refused_as_without_tiles():
+def test_staged_batch_norm_is_refused_as_without_tiles():
     step = train_step(compiled(net(HERE, norm=True, deep=True), "momentum"))
     with pytest.raises(PipelineError, match=r"layer 'norm0' \(BatchNormalization\)"):
         tflms_sft.rewrite(step, [tiles(), PipelineParams(CUTS, "gpipe", 2, HERE)], *batches(1)[0])

@@ -183,6 +183,6 @@ def test_training_search_is_near_the_best_of_all_plans(filters, parts):
     for part in parts:
         limit = int((least + part * (plain - least)) * 1.03) + 1  # A rung of the ladder.
         best = min(time for peak, time in plans if peak <= limit)
-        candidate = TrainingSearch(traced).cheapest(limit)
+        candidate = TrainingSearch(traced).fastest_within(limit)
         assert candidate is not None and candidate.peak.peak_bytes <= limit
         assert candidate.time_ratio * traced.seconds <= 1.1 * best, part

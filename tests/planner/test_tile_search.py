@@ -23,7 +23,7 @@ from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft import AutoParams
 from tflms_sft._planner.barrier_search import Barriers
 from tflms_sft._planner.block_search import fastest_path
-from tflms_sft._planner.tile_grids import auto_grids, fewest
+from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting
 from tflms_sft._planner.tile_search import TrainingSearch
 from tflms_sft._planner.traced_step import MAX_SKELETONS, analyse_step, predict
 from tflms_sft._planner.training_blocks import TrainingBlocks, backward_positions
@@ -71,7 +71,7 @@ def test_auto_grids_split_batch_before_image(batch):
 @pytest.mark.parametrize("first", [0, 1, 4, 5])
 def test_fewest_returns_first_fitting_grid(first):
     grids = [Grid(1, (count, 1)) for count in range(1, 6)]
-    grid = fewest(grids, lambda grid: grid.num_tiles > first)
+    grid = coarsest_fitting(grids, lambda grid: grid.num_tiles > first)
     assert grid == (grids[first] if first < 5 else None)
 
 
@@ -170,7 +170,7 @@ def test_training_search_keeps_loops_of_its_plan_only():
     gc.collect()
     before = {id(one) for one in gc.get_objects() if isinstance(one, TileLoop)}
     search = TrainingSearch(traced)
-    plan = search.cheapest(predict(traced, [])[0].peak_bytes // 2)
+    plan = search.fastest_within(predict(traced, [])[0].peak_bytes // 2)
     gc.collect()
     loops = [one for one in gc.get_objects() if isinstance(one, TileLoop) and id(one) not in before]
     assert plan.plans and len(loops) == sum(len(segment.loops) for segment in plan.plans)
@@ -243,7 +243,7 @@ def test_predict_caches_limited_number_of_skeletons():
     traced = analyse_step(keras_step(chain, (24, 20), 2, steps=1).concrete_fn)
     barriers = Barriers(traced)
     for _ in range(MAX_SKELETONS + 2):
-        segment = barriers.segment("segment1", barriers.fewest)
+        segment = barriers.segment("segment1", barriers.smallest)
         predict(traced, [plan_segment(traced.analysis, segment, Grid(1, (2, 1)))])
     assert len(traced.skeletons) == MAX_SKELETONS
 
@@ -263,7 +263,7 @@ def test_training_search_of_equal_blocks_keeps_several_checkpoints():
     (step, traced), images = equal_blocks(), np.random.default_rng(0).normal(size=(1, 48, 48, 3))
     search = TrainingSearch(traced)
     limit = traced.fixed_bytes + (traced.plain.peak.peak_bytes - traced.fixed_bytes) * 2 // 5
-    plan = search.cheapest(limit)
+    plan = search.fastest_within(limit)
     assert plan is not None and len(plan.plans) > 2, "a checkpoint here and there is enough"
     assert plan.time_ratio < 1.6
     same = tflms_sft.verify(step, (tf.constant(images, tf.float32),), AutoParams(limit, 0, swap=False))

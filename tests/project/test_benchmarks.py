@@ -37,10 +37,14 @@ def outcome(returncode=0, error=None, log=""):
 # Arguments.
 
 
-def test_sizes():
+def test_sizes_have_the_units_of_the_library_or_none():
     assert _arguments.parse_size("1.5GiB") == 3 * 2**29
     assert _arguments.parse_size(" 900 MiB") == 900 * 2**20
-    with pytest.raises(ValueError, match=r'expected a size such as "1.5GiB". Received: \'much\''):
+    assert _arguments.parse_size("0.65GB") == 650_000_000
+    assert _arguments.parse_size("1024") == 1024
+    with pytest.raises(
+        ValueError, match="`size` must be a positive number followed by one of .* Received: size='much'"
+    ):
         _arguments.parse_size("much")
 
 
@@ -50,8 +54,12 @@ def test_sizes():
         (lms.parse_arguments, ["--net", "alexnet"], "--net: invalid choice"),
         (lms.parse_arguments, ["--runs", "0"], "--runs: must be at least 1. Received: 0"),
         (lms.parse_arguments, ["--cells", "all, lb=3"], "--cells names ['all, lb=3']; known are ['plain',"),
-        (max_batch.parse_arguments, ["--memory", "2 bananas"], "--memory: expected a size"),
-        (max_batch.parse_arguments, ["--memory", "0GiB"], "--memory: must be at least one byte"),
+        (
+            max_batch.parse_arguments,
+            ["--memory", "2 bananas"],
+            "--memory: `size` must be a positive number followed by",
+        ),
+        (max_batch.parse_arguments, ["--memory", "0GiB"], "--memory: `size` must be at least one byte"),
         (max_batch.parse_arguments, ["--search", "guess"], "--search: invalid choice"),
         (accuracy.parse_arguments, ["--cases", "vgg16"], "--cases: invalid choice: 'vgg16'"),
         (accuracy.parse_arguments, ["--within", "2"], "--within: must be from 0 to below 1. Received: 2"),
@@ -73,7 +81,7 @@ def test_sizes():
         (parse_resnet50, ["--tile-budget", "4/3"], "--tile-budget: must be more than 0 and less than 1"),
         (parse_resnet50, ["--tile-budget", "0/3"], "must be more than 0 and less than 1. Received: '0/3'"),
         (parse_resnet50, ["--swap-budget", "1/0"], "--swap-budget: expected a part such as \"1/3\". Received: '1/0'"),
-        (parse_resnet50, ["--swap-budget", "much"], "--swap-budget: expected a size"),
+        (parse_resnet50, ["--swap-budget", "much"], "--swap-budget: `size` must be a positive number"),
     ],
 )
 def test_wrong_arguments_are_refused(parse, arguments, message, capsys):
@@ -82,13 +90,13 @@ def test_wrong_arguments_are_refused(parse, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_defaults_are_those_of_the_network():
+def test_defaults_depend_on_the_network():
     options = lms.parse_arguments(["--net", "unet3d"])
     assert (options.image_size, options.batch) == (88, 1)
     assert max_batch.parse_arguments([]).memory == 2 * 2**30
 
 
-def test_budgets_are_sizes_or_parts_of_the_plain_peak():
+def test_budgets_are_sizes_or_fractions_of_the_plain_peak():
     assert _arguments.budget_bytes("1.5GiB", 0) == 3 * 2**29
     assert _arguments.budget_bytes("2/5", 10 * 2**20) == 4 * 2**20
 
@@ -96,7 +104,7 @@ def test_budgets_are_sizes_or_parts_of_the_plain_peak():
 # What `_compare` measures, from the command line of its programs.
 
 
-def test_each_budget_is_a_variant():
+def test_budgets_are_one_variant_each():
     options = parse_resnet50(["--tile-budget", "1/3", "980MiB", "1/3", "--swap-budget", "1/5"])
     assert [(v.title, v.budget, v.swap) for v in options.rewritten] == [
         ("tiles 1/3", "1/3", False),
@@ -120,20 +128,20 @@ def test_each_budget_is_a_variant():
         (["--memory-budget", "1/3"], "vgg16_2048_b1_budget1_3"),
     ],
 )
-def test_results_are_named_by_network_size_and_plan(arguments, name):
+def test_result_files_are_named_by_network_size_and_plan(arguments, name):
     options = vgg16.parse_arguments(["--image-size", "2048", *arguments])
     spec = _compare_report.spec_of(options.model, options)
     assert _compare_report.file_name(spec, options.rewritten) == name
 
 
-def test_rows_that_are_handed_on_are_asked_for_and_named():
+def test_carried_rows_are_requested_and_named():
     arguments = ["--image-size", "64", "--segments", "pool1", "--num-tiles", "4x1", "--halo", "carry"]
     options = vgg16.parse_arguments(arguments)
     assert [s["halo"] for s in options.rewritten[0].segments] == ["carry"]
     assert options.rewritten[0].slug == "pool1-4x1_carry"
 
 
-def test_what_was_measured_is_put_beside_what_was_predicted(tmp_path):
+def test_report_shows_measured_beside_predicted_memory(tmp_path):
     ratios = {"peak_bytes": 4.0, "step_seconds_median": 0.8, "cpu_seconds_median": 0.5, "net_rss_bytes": 6.0}
     spec = _compare.Spec("vgg16", 512, 1, 1, 3, "cpu")
     report = {
@@ -156,7 +164,7 @@ def test_what_was_measured_is_put_beside_what_was_predicted(tmp_path):
     assert "| 1.25x | 2.00x" in text and "1/6.00" in text
 
 
-def test_segments_follow_one_another():
+def test_segment_boundaries_are_consecutive():
     arguments = ["--image-size", "64", "--segments", "pool1,pool2", "--num-tiles", "4x4,2x1"]
     segments = vgg16.parse_arguments(arguments).rewritten[0].segments
     assert [(s["entry"], s["exit"], s["num_tiles"]) for s in segments] == [
@@ -166,17 +174,17 @@ def test_segments_follow_one_another():
 
 
 @pytest.mark.parametrize(("net", "pixels"), [("resnet50", 2 * 64**2), ("unet3d-dice", 2 * 64**3)])
-def test_pixels_are_those_of_all_axes(net, pixels):
+def test_pixels_multiply_all_axes(net, pixels):
     assert _nets.TASKS[net].pixels(64, 2) == pixels
 
 
-def test_labels_of_dice_loss_are_vectors():
+def test_dice_loss_labels_are_one_hot():
     images, labels = _nets.TASKS["unet3d-dice"].noise(8, 1)
     assert images.shape == (1, 8, 8, 8, 1) and labels.shape == (1, 8, 8, 8, _nets.CLASSES)
     assert (labels.sum(-1) == 1).all() and labels.dtype == images.dtype
 
 
-def test_dice_loss_and_cross_entropy_of_each_volume():
+def test_dice_loss_and_cross_entropy_are_per_volume():
     _, labels = _nets.TASKS["unet3d-dice"].noise(8, 2)
     loss = _nets.TASKS["unet3d-dice"].loss()
     assert np.abs(loss(labels, 100 * labels)).max() < 1e-6
@@ -202,7 +210,7 @@ def rss_figures(mib):
     return {"net_rss_bytes": mib * 2**20, "net_rss_bytes_cold": 2 * mib * 2**20}
 
 
-def test_parts_of_the_plain_peak_are_planned_once(monkeypatch):
+def test_fractions_of_the_plain_peak_are_planned_once(monkeypatch):
     asked = []
     monkeypatch.setattr(_child, "call_in_child", lambda target, kwargs, env: asked.append(target) or 3 * 2**30)
     found = _compare.with_bytes(SPEC, [_compare.PLAIN, THIRD, FIXED], print)
@@ -228,7 +236,7 @@ def with_children(monkeypatch, found):
     return ran
 
 
-def test_variants_take_turns_and_a_failure_leaves_the_others(monkeypatch):
+def test_variants_alternate_and_continue_after_a_failure(monkeypatch):
     plain = step_figures(1.0, 100), rss_figures(90)
     ran = with_children(monkeypatch, {"plain": plain, "tiles 1/3": "BudgetError", "swaps 1GiB": plain})
     found = _compare.run(SPEC, 2, [_compare.PLAIN, THIRD, FIXED], lambda line: None)
@@ -237,7 +245,7 @@ def test_variants_take_turns_and_a_failure_leaves_the_others(monkeypatch):
     assert found["plain"]["step_seconds"] == [1.0, 3.0] * 2 and found["plain"]["net_rss_bytes"] == 90 * 2**20
 
 
-def test_nothing_is_run_once_all_that_is_rewritten_failed(monkeypatch):
+def test_runs_end_once_all_rewritten_variants_failed(monkeypatch):
     ran = with_children(monkeypatch, {"plain": (step_figures(1.0, 100),), "tiles 1/3": "TypeError"})
     with pytest.raises(_child.ChildError, match="TypeError: why\nthe log"):
         _compare.run(SPEC, 3, [_compare.PLAIN, THIRD], lambda line: None)
@@ -258,7 +266,7 @@ def three_variants(monkeypatch):
     return variants, results
 
 
-def test_the_table_compares_plain_with_each_variant(monkeypatch):
+def test_table_compares_plain_with_each_variant(monkeypatch):
     variants, results = three_variants(monkeypatch)
     ratios = _compare.compare(SPEC, results)
     lines = [
@@ -277,7 +285,7 @@ def test_the_table_compares_plain_with_each_variant(monkeypatch):
     assert rows["per pixel"][0] == f"{2e6 / (2 * 64**2):.3f} µs"
 
 
-def test_without_plain_there_is_nothing_to_compare_with(monkeypatch):
+def test_table_without_plain_has_no_ratios(monkeypatch):
     variants, results = three_variants(monkeypatch)
     results["plain"] = {"failed": "killed by SIGKILL"}
     assert _compare.compare(SPEC, results) == {}
@@ -285,7 +293,7 @@ def test_without_plain_there_is_nothing_to_compare_with(monkeypatch):
     assert "plain/" not in lines[0] and "| failed " in lines[3]
 
 
-def test_the_report_is_written_and_tells_of_failures(monkeypatch, tmp_path, capsys):
+def test_report_is_written_and_lists_failures(monkeypatch, tmp_path, capsys):
     found = {"plain": (step_figures(1.0, 8), rss_figures(4)), "swaps 1GiB": (step_figures(2.0, 4), rss_figures(2))}
     with_children(monkeypatch, found | {"tiles 1MiB": "BudgetError"})
     arguments = ["--tile-budget", "1MiB", "--swap-budget", "1GiB", "--runs", "1", "--json", str(tmp_path / "r.json")]
@@ -304,26 +312,26 @@ def names(net="resnet50", wanted=(), grid=False):
     return [cell.name for cell in lms.chosen_cells(net, wanted, grid)]
 
 
-def test_names_tell_cells_apart():
+def test_cell_names_are_unique():
     for net in lms.VARIATIONS:
         for cells in (lms.usual_cells(net), lms.grid_cells(net)):
             assert len({cell.name for cell in cells}) == len(cells)
 
 
-def test_a_named_cell_brings_its_plain_one():
+def test_named_cell_adds_its_plain_cell():
     assert names(wanted=["all, lb=5"]) == ["plain", "all, lb=5"]
     alone = "all, lb=1, one inter-op thread"
     assert names(wanted=[alone]) == ["plain, one inter-op thread", alone]
 
 
-def test_the_grid_has_all_pairs_once():
+def test_grid_has_every_pair_once():
     found = names(grid=True)
     counts = ("15 tensors", "30 tensors", "60 tensors", "all")
     pairs = {f"{count}, lb={lb}" for count, lb in itertools.product(counts, (1, 5, 20))}
     assert sorted(found) == sorted({"plain", *pairs})
 
 
-def test_branches_are_cells():
+def test_branch_networks_are_cells():
     assert "all, lb=1, branches > 100" in names("unet3d")
 
 
@@ -342,19 +350,19 @@ def results(seconds):
     return {"plain": figures([1.0, 9.0, 2.0], 100), PAST_CACHE.name: figures(seconds, 50, **moved)}
 
 
-def test_medians_and_ratios():
+def test_medians_and_ratios_are_computed():
     row = _lms_report.table("Net", [PLAIN, PAST_CACHE], results([4.0])).splitlines()[-1]
     moved = "3 | 100 MiB | 200 MiB"
     assert row == f"| all, lb=1, no page cache | {moved} | 50 MiB | 0.50 | 4.00 s | 2.00 | 0.0e+00 |"
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(5.5, "; within 5.60 s"), (5.7, "; NOT within 5.60 s")])
-def test_bound_of_the_disk(seconds, verdict):
+def test_disk_bound_is_judged(seconds, verdict):
     told = _lms_report.bounds([PLAIN, PAST_CACHE], results([seconds]), write=50 * 2**20, read=200 * 2**20)
     assert verdict in told  # 2 + 1.2 * (100 / 50 + 200 / 200)
 
 
-def test_a_cell_that_failed_leaves_the_others():
+def test_failed_cell_leaves_the_others():
     found = results([4.0])
     found["plain"] = {"failed": "ValueError: why"}
     told = _lms_report.table("Net", [PLAIN, PAST_CACHE], found).splitlines()
@@ -364,7 +372,7 @@ def test_a_cell_that_failed_leaves_the_others():
     assert _lms_report.bounds([PLAIN, PAST_CACHE], found, 1.0, 1.0) == ""
 
 
-def test_runs_go_on_after_a_cell_failed(monkeypatch, capsys):
+def test_runs_continue_after_a_failed_cell(monkeypatch, capsys):
     def measured(cell, what, options):
         if cell.params is None:
             return outcome(1, {"type": "ValueError", "message": "why"}, log="the log")
@@ -380,7 +388,7 @@ def test_runs_go_on_after_a_cell_failed(monkeypatch, capsys):
     assert "the log" in capsys.readouterr().err
 
 
-def test_points_follow_the_parameter_that_varies():
+def test_chart_points_follow_the_varied_parameter():
     cells = [PLAIN, lms.Cell({"lb": 20}), lms.Cell({})]
     found = {cell.name: figures([1.0], 100, tensors=1) for cell in cells}
     lines = _lms_report.points(cells[1:], found, lambda cell: cell.lb, _lms_report.net_rss)
@@ -390,7 +398,7 @@ def test_points_follow_the_parameter_that_varies():
 # The largest batch.
 
 
-def test_no_room_is_told_from_mistakes():
+def test_out_of_memory_is_distinguished_from_errors():
     assert max_batch.reason(outcome(), True) is None
     failed = outcome(1, {"type": "ResourceExhaustedError", "message": "OOM when allocating tensor with shape[2,3] and"})
     failed.log = "OOM when allocating tensor with shape[2,3] and type float"
@@ -401,7 +409,7 @@ def test_no_room_is_told_from_mistakes():
             max_batch.reason(mistake, capped)
 
 
-def test_the_table_compares_with_plain():
+def test_experiment_table_compares_with_plain():
     def found(batch, measured):
         trial = {"batch": batch, "fits": True, "taken_bytes": 2**30, "step_seconds": [batch / 10]}
         above = {"batch": batch + 1, "fits": False, "why": "OOM"}
@@ -418,7 +426,7 @@ def test_the_table_compares_with_plain():
 # Rows.
 
 
-def test_the_ways_to_train_that_are_compared():
+def test_compared_methods_are_listed():
     (checkpoint,) = _lrcnn.options("checkpoint", "vgg16", 224)
     ends = [end for _, end, _ in checkpoint["segments"]]
     assert len(ends) == 4 and ends[-1] == "pool5"
@@ -439,13 +447,13 @@ def test_the_ways_to_train_that_are_compared():
     assert [spec.num_tiles for spec in _lrcnn.params_of(tiles).segments] == [(4, 2), (4, 2), (4, 2), (4, 2), (2, 2)]
 
 
-def test_moments_are_divided_among_what_runs():
+def test_samples_are_attributed_to_running_ops():
     spans = [("a", 1.0, 5.0), ("b", 2.0, 4.0), ("a", 3.0, 4.0), ("c", 7.0, 8.0), ("d", 7.0, 7.0)]
     want = {"a": 1 + 1 / 2 + 2 / 3 + 1, "b": 1 / 2 + 1 / 3, "c": 1.0, "d": 0.0}
     assert _profile.shared_time(spans) == pytest.approx(want)
 
 
-def test_the_time_of_a_step_is_told_by_what_was_done():
+def test_step_time_is_split_by_activity():
     weights, image = tf.ones((3, 3, 8, 8)), tf.ones((1, 64, 64, 8))
     step = tf.function(lambda x: tf.nn.max_pool2d(tf.nn.conv2d(x, weights, 1, "SAME"), 2, 2, "SAME"))
     step(image)
@@ -461,20 +469,20 @@ def test_the_time_of_a_step_is_told_by_what_was_done():
     assert _profile.group_of("loss/mean:Mean") == "others"
 
 
-def test_the_process_with_the_median_time_is_told():
+def test_process_with_the_median_time_is_reported():
     runs = [{"seconds": value} for value in (3.0, 1.0, 2.0, 4.0)]
     assert lrcnn.middle(runs[:3], lambda run: run["seconds"]) == {"seconds": 2.0}
     assert lrcnn.middle(runs, lambda run: run["seconds"]) == {"seconds": 2.0}
 
 
-def test_processes_are_for_experiments_that_repeat(capsys):
+def test_processes_option_needs_a_repeated_experiment(capsys):
     with pytest.raises(SystemExit):
         lrcnn.parse_arguments(["scale", "--runs", "3"])
     assert "--runs is for `rows` and `where`" in capsys.readouterr().err
     assert lrcnn.parse_arguments(["rows"]).runs == 1
 
 
-def test_options_that_cannot_fit_are_not_planned():
+def test_options_that_cannot_fit_are_skipped():
     options = [{"rows": n} for n in range(5)]
     tried = _lrcnn.Tried()
     assert tried.worth_trying(options, 100, 50) == [options[i] for i in (2, 1, 3, 0, 4)]
@@ -487,7 +495,7 @@ def test_options_that_cannot_fit_are_not_planned():
 PAIRS = [("image", "pool1"), ("pool1", "pool2"), ("pool2", "pool3"), ("pool3", "pool4"), ("pool4", "pool5")]
 
 
-def test_tables_of_rows():
+def test_strip_tables_have_their_rows():
     found = {"seconds": 2.0, "measured": 2**30, "predicted": 2**30, "batch": 4, "image_size": 1000, "size": 4}
     results = {"plain": {**found, "option": {}}, "2PS": {**found, "size": 12, "batch": 12, "option": OPTION}, "x": NONE}
     lines = lrcnn.table_of_largest("Net", results).splitlines()
@@ -516,7 +524,7 @@ NEAR = [((100, 90, 300), True), ((100, 130, 130), False), ((84, 84, 84), False)]
 
 
 @pytest.mark.parametrize(("measured", "near"), NEAR)
-def test_a_prediction_is_held_against_the_median(measured, near):
+def test_prediction_is_compared_with_the_median(measured, near):
     found = [{"predicted": 100 * 2**20, "measured": value * 2**20} for value in measured]
     cells, is_near = accuracy.row(accuracy.Case("vgg16", "plain"), found, 0.15)
     assert is_near is near and cells[0] == "VGG-16, plain" and cells[1] == "100 MiB"
@@ -524,7 +532,7 @@ def test_a_prediction_is_held_against_the_median(measured, near):
     assert cells[5].endswith("(too far)") is not near
 
 
-def test_every_network_is_predicted_plain_and_rewritten():
+def test_networks_are_predicted_plain_and_rewritten():
     for net in accuracy.NETS:
         how = [case.tiles is not None or case.swaps is not None for case in accuracy.CASES if case.net == net]
         assert True in how and False in how
@@ -554,7 +562,7 @@ def run_of(peak, seconds=1.0, predicted=100 * 2**20, ratio=1.2):
         ((95, 105, 109), 1.0, (True, True, False)),
     ],
 )
-def test_what_a_plan_kept(peaks, seconds, verdict):
+def test_plan_is_judged_by_peak_and_time(peaks, seconds, verdict):
     found = [run_of(peak, seconds) for peak in peaks]
     cells, kept = planner.row("net", 110 * 2**20, found)
     assert dataclasses.astuple(kept) == verdict
@@ -562,13 +570,13 @@ def test_what_a_plan_kept(peaks, seconds, verdict):
     assert ("OVER" in cells[4], "far" in cells[3], "far" in cells[6]) == tuple(not good for good in verdict)
 
 
-def test_a_budget_that_is_not_met_counts_against_the_planner():
+def test_exceeded_budget_counts_against_the_planner():
     cells, kept = planner.failed_row("net", 110 * 2**20)
     assert cells[:3] == ["net", "110 MiB", "FAILED"] and len(cells) == len(planner.HEADINGS)
     assert not any(dataclasses.astuple(kept))
 
 
-def test_enough_plans_have_to_keep_what_they_promise():
+def test_verdict_needs_enough_kept_promises():
     good, far = planner.Verdict(True, True, True), planner.Verdict(True, False, False)
     assert planner.totals([good] * 22 + [far] * 2)[1]
     assert not planner.totals([good] * 21 + [far] * 3)[1]

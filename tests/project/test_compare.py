@@ -33,7 +33,7 @@ def trained(tmp_path):
     return [plain, given, *rest], found
 
 
-def test_ways_are_compared_with_the_plain_one_of_their_framework(trained):
+def test_methods_are_compared_with_plain_training_of_their_framework(trained):
     chosen, found = trained
     own = found[chosen[1].title]
     assert own["memory_ratio"] == 0.4 and own["time_ratio"] == 1.25
@@ -47,18 +47,18 @@ def test_ways_are_compared_with_the_plain_one_of_their_framework(trained):
         compare.differences({"gradient/1": np.ones(1)}, {"gradient/0": np.ones(1)})
 
 
-def test_the_picture_of_a_comparison(trained, tmp_path):
+def test_comparison_chart_is_drawn(trained, tmp_path):
     compare.draw(tmp_path / "picture.png", "a network", *trained)
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_why_a_way_failed_is_one_line():
+def test_failure_of_a_method_is_reported_in_one_line():
     wrapped = "Exception encountered when calling Functional.call().\n\n\x1b[1mNo gradient.\x1b[0m\n\nArguments"
     assert compare.why(ended(1, {"type": "ValueError", "message": wrapped})) == "ValueError: No gradient."
     assert compare.why(ended(-9)) == "killed by SIGKILL"
 
 
-def test_without_pytorch_its_ways_are_skipped(monkeypatch, tmp_path):
+def test_pytorch_methods_without_pytorch_are_skipped(monkeypatch, tmp_path):
     ran = []
 
     def run_child(target, kwargs, env):
@@ -74,7 +74,7 @@ def test_without_pytorch_its_ways_are_skipped(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["plain", "recompute_grad", "budget"])
-def test_a_way_trains_and_saves_what_came_of_it(way, tmp_path):
+def test_method_trains_and_saves_its_result(way, tmp_path):
     spec = dataclasses.asdict(_compare.Spec("vgg16", 32, 1, 1, 1, "cpu"))
     kwargs = {"spec": spec, "way": way, "budget_bytes": 2**31, "save": str(tmp_path / "saved.npz")}
     result = _child.call_in_child("benchmarks._others:train", kwargs)

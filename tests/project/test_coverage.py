@@ -17,7 +17,7 @@ def layer_names():
     return {name for name, member in found if issubclass(member, keras.layers.Layer) and member.__name__ == name}
 
 
-def test_every_layer_is_examined_or_listed():
+def test_keras_layers_are_all_examined_or_listed():
     listed = {name for names in _coverage_layers.NOT_FOR_IMAGES.values() for name in names.split()}
     examined = set(_coverage_layers.uses())
     assert not listed & examined
@@ -25,7 +25,7 @@ def test_every_layer_is_examined_or_listed():
     assert set(RESULTS["layers"]) == examined
 
 
-def test_the_page_is_that_of_the_results():
+def test_coverage_page_equals_its_results():
     page = (_child.ROOT / "docs" / "coverage.md").read_text()
     lines = [line for lines in RESULTS["layers"].values() for line in lines] + list(RESULTS["networks"].values())
     assert len(lines) > 100
@@ -44,11 +44,11 @@ def test_the_page_is_that_of_the_results():
         ({"reasons": ["the backward pass reads no tensor inside of it"], "loops": 0, "segments": 0}, "left alone"),
     ],
 )
-def test_outcomes_in_words(found, outcome):
+def test_outcome_is_described(found, outcome):
     assert coverage.outcome_of(found).startswith(outcome)
 
 
-def test_a_layer_in_a_process_of_its_own():
+def test_layer_examined_in_a_child_process_gives_its_outcome():
     ((title, outcome, difference),) = coverage.layer_rows("AdditiveAttention")
     assert title.startswith("`AdditiveAttention`") and outcome.startswith("left alone: AddV2")
     assert float(difference) < 1e-12

@@ -76,7 +76,7 @@ def labels(tmp_path):
 # They run ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_volume_swapped_to_disk_is_plain_training_to_the_bit(tmp_path, scan, labels):
+def test_volume_example_with_disk_swaps_equals_plain_bitwise(tmp_path, scan, labels):
     arguments = ["--volume", scan, "--labels", labels, "--lms", "--tier", "disk", "--spill-dir", tmp_path, "--compare"]
     # Eight cubes, since tensors of less than 1 MiB are not swapped.
     out = run("unet3d", "--volume-size", "16", "--steps", "1", "--epochs", "2", "--batch-size", "8", *arguments)
@@ -88,13 +88,13 @@ def test_a_volume_swapped_to_disk_is_plain_training_to_the_bit(tmp_path, scan, l
     assert sorted(path.name for path in tmp_path.iterdir()) == ["labels.nii.gz", "scan.nii.gz"]
 
 
-def test_a_folder_of_pictures_within_a_budget(tmp_path):
+def test_slides_example_trains_within_budget(tmp_path):
     out = run("resnet50", *TINY_PICTURES, "--images", write_pictures(tmp_path), "--memory-budget", "2GiB")
     assert "Pictures of 2 classes: left, right" in out
     assert re.search(r"with the budget \d+ MiB predicted, ", out.splitlines()[-1])
 
 
-def test_ctrl_c_is_one_line():
+def test_interrupted_example_prints_one_line():
     child = subprocess.Popen(
         command("unet3d", [*TINY_CUBES, "--epochs", "10000"]),
         cwd=ROOT,
@@ -130,7 +130,7 @@ def wait_for(stream, text, seconds=120):
 # Data -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_phantom_is_read_back_from_its_files(tmp_path):
+def test_phantom_files_give_back_the_phantom(tmp_path):
     paths = unet3d.write_phantom(tmp_path, 0)
     assert all(path.read_bytes()[:2] == b"\x1f\x8b" for path in paths), "gzip"
     scan, classes, values = unet3d.load_scan(*paths, edge=16)
@@ -141,7 +141,7 @@ def test_the_phantom_is_read_back_from_its_files(tmp_path):
     assert (counts > 0).all() and counts.argmax() == 0
 
 
-def test_every_second_cube_holds_a_labelled_voxel(tmp_path):
+def test_every_second_crop_holds_a_labelled_voxel(tmp_path):
     classes = np.zeros((40, 32, 24), np.uint8)
     classes[-1, 0, 5] = 1
     options = unet3d.parse_arguments(["--volume-size", "8", "--steps", "20"])
@@ -152,7 +152,7 @@ def test_every_second_cube_holds_a_labelled_voxel(tmp_path):
     assert np.array_equal(corners, unet3d.draw_corners(classes, options))
 
 
-def test_crops_are_pictures_of_all_classes(tmp_path):
+def test_crops_come_from_all_classes(tmp_path):
     resnet50.write_crops(tmp_path, 0)
     options = resnet50.parse_arguments(["--image-size", "32", "--batch-size", "32"])
     batches, names = resnet50.load_pictures(tmp_path, options)
@@ -179,23 +179,23 @@ def test_crops_are_pictures_of_all_classes(tmp_path):
         (["--memory-budget", "2 potatoes"], "error: `memory_budget` must be a positive number followed by one of"),
     ],
 )
-def test_options_that_cannot_be(example, arguments, text, capsys):
+def test_invalid_options_are_refused(example, arguments, text, capsys):
     assert text in refusal(example, capsys, *arguments)
 
 
 @pytest.mark.slow
-def test_budget_too_small_exits_with_1(capsys):
+def test_example_with_too_small_budget_exits_with_1(capsys):
     line = refusal(unet3d, capsys, *TINY_CUBES, "--memory-budget", "4MiB")
     assert line.startswith("error: ") and "smallest" in line
 
 
-def test_swaps_that_cannot_be(capsys):
+def test_invalid_swap_options_are_refused(capsys):
     # Every tensor of so small a network is below the smallest that is swapped.
     line = refusal(unet3d, capsys, *TINY_CUBES, "--lms", "--tier", "disk")
     assert line.startswith("error: Nothing is swapped: ")
 
 
-def test_sizes_that_the_networks_cannot_take(scan, labels, capsys):
+def test_sizes_that_do_not_fit_the_network_are_refused(scan, labels, capsys):
     line = refusal(unet3d, capsys, "--volume-size", "30")
     assert "must be divisible by 8, since the network halves it 3 times. Received: 30; nearest: 24 and 32" in line
     assert "nearest: 8" in refusal(unet3d, capsys, "--volume-size", "3")
@@ -204,7 +204,7 @@ def test_sizes_that_the_networks_cannot_take(scan, labels, capsys):
     assert "--image-size: expected a whole number of at least 32" in refusal(resnet50, capsys, "--image-size", "31")
 
 
-def test_volumes_that_cannot_be(tmp_path, scan, labels, capsys):
+def test_invalid_volumes_are_refused(tmp_path, scan, labels, capsys):
     def line(volume, segmentation):
         return refusal(unet3d, capsys, "--volume", volume, "--labels", segmentation, "--volume-size", "8")
 
@@ -236,7 +236,7 @@ def small_model(image_size, classes):
     return model
 
 
-def test_folders_that_cannot_be(tmp_path, capsys, monkeypatch):
+def test_invalid_folders_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(resnet50, "build_model", small_model)
 
     def line(folder, *more):

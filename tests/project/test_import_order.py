@@ -71,16 +71,16 @@ def circles(imports: Mapping[str, Iterable[str]]) -> Iterator[list[str]]:
                     paths.append([*path, target])
 
 
-def test_circles_of_a_chain_and_a_ring_are_none_and_the_ring():
+def test_circles_finds_the_ring_and_none_in_a_chain():
     assert not list(circles({"a": "b", "b": "c", "c": ""}))
     assert ["a", "b", "a"] in list(circles({"a": "b", "b": "a"}))
 
 
-def test_package_of_every_module_is_in_the_order():
+def test_order_lists_the_package_of_every_module():
     assert {package_of(module) for module in FILES} == set(ORDER)
 
 
-def test_files_import_each_other_in_no_circle():
+def test_files_have_no_import_circle():
     assert [" -> ".join(circle) for circle in circles(IMPORTS)] == []
 
 

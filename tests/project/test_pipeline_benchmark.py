@@ -34,7 +34,7 @@ def test_wrong_arguments_are_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_all_parts_are_run_if_none_is_named():
+def test_parts_default_to_all():
     assert pipeline.parse_arguments([]).parts == list(pipeline.PARTS)
     assert pipeline.parse_arguments(["memory"]).parts == ["memory"]
 
@@ -56,7 +56,7 @@ def kept(promises):
     return [promise.kept for promise in promises]
 
 
-def test_promises_of_times():
+def test_time_targets_are_judged():
     assert kept(pipeline.schedule_promises(figures())) == [True] * 4
     assert kept(pipeline.schedule_promises(figures(slower=1.09))) == [True, True, False, True], "MASTER gains 1.23 only"
     assert kept(pipeline.schedule_promises(figures(slower=1.5))) == [False, False, False, True]
@@ -66,13 +66,13 @@ def test_promises_of_times():
     assert pipeline.Promise("so", False).line() == "BROKEN: so"
 
 
-def test_mast_with_two_micro_batches_cannot_keep_what_four_are_promised_to():
+def test_time_target_of_mast_needs_four_micro_batches():
     basic, mast = (simulate(make(name, 4, 2), [0.04] * 4, [0.08] * 4).seconds for name in ("basic", "mast"))
     assert basic / mast == pytest.approx(8 / 7)
     assert mast == pytest.approx(gems.mast_printed([0.04] * 4, [0.08] * 4))
 
 
-def test_promises_of_memory():
+def test_memory_targets_are_judged():
     def found(basic, mast):
         rows = (("basic", 1, basic), ("mast", 2, mast))
         return [{"schedule": name, "micro_batches": m, "measured_bytes": [50, b]} for name, m, b in rows]
@@ -82,7 +82,7 @@ def test_promises_of_memory():
     assert kept(pipeline.memory_promises(found(100, 126)[:1])) == [None]
 
 
-def test_tables_have_a_line_for_each_variant():
+def test_tables_have_a_row_for_each_variant():
     text = pipeline.schedules_table(figures(slower=1.5))
     assert len(text.splitlines()) == 2 + 3
     assert "+50.0% FAR" in text and "| 1.19 " in text
@@ -101,12 +101,12 @@ def test_tables_have_a_line_for_each_variant():
         ([2, 2, 9, 2, 2], 3, [2, 3]),
     ],
 )
-def test_runs_are_as_even_as_they_can_be(amounts, count, ends):
+def test_balanced_cuts_have_the_least_maximum(amounts, count, ends):
     assert _pipeline_models.balanced(amounts, count) == ends
 
 
 @pytest.mark.parametrize("architecture", unets.TABLE_1, ids=lambda one: one.name)
-def test_unets_are_cut_at_layers_that_they_have(architecture):
+def test_unet_cuts_name_layers_of_the_network(architecture):
     rows = architecture.nearest(1434)[0]
     cuts = _pipeline_models.level_cuts(architecture, rows, 6)
     assert len(set(cuts)) == 5
@@ -116,7 +116,7 @@ def test_unets_are_cut_at_layers_that_they_have(architecture):
     assert small.output_shape[1] == architecture.result_rows(architecture.smallest)
 
 
-def test_predictions_are_those_of_the_simulator_and_of_the_formulas():
+def test_predictions_equal_simulator_and_formulas():
     found = _pipeline_models.predicted(EVEN, "master", 4)
     assert found.seconds == pytest.approx(gems.master([1.0] * 4, [2.0] * 4, 4))
     assert found.speedup == pytest.approx(4 * 12 / found.seconds)
@@ -127,14 +127,14 @@ def test_predictions_are_those_of_the_simulator_and_of_the_formulas():
     assert _pipeline_models.predicted(EVEN, "gpipe", 4).peak_bytes == (10 + 400 + 20,) * 4
 
 
-def test_many_devices_are_at_most_as_many_times_as_fast():
+def test_speedup_is_at_most_the_number_of_devices():
     one = _pipeline_models.images_per_second(EVEN, 2.0, 1, 1)
     assert one == pytest.approx(0.5)
     assert 0.5 * 64 * 0.99 < _pipeline_models.images_per_second(EVEN, 2.0, 1, 64) < 0.5 * 64
     assert 127 < _pipeline_models.speedup(EVEN, 2.0, 16, 128) < 128
 
 
-def test_resnets_have_the_layers_that_their_name_says():
+def test_resnets_have_the_number_of_layers_of_their_name():
     model = _staged.resnet_v2(32, blocks=2)
     convolutions = [layer for layer in model.layers if isinstance(layer, keras.layers.Conv2D)]
     beside = 3  # A convolution for each group's first shortcut, which the name does not count.
@@ -143,7 +143,7 @@ def test_resnets_have_the_layers_that_their_name_says():
     assert last.output.shape == (None, 8, 8, 256)
 
 
-def test_the_picture_has_a_panel_for_each_part(tmp_path):
+def test_chart_has_a_panel_for_each_part(tmp_path):
     memory = [
         {"schedule": "mast", "micro_batches": 2, "samples": 4, "predicted_bytes": [9, 8], "measured_bytes": [7, 8]}
     ]
@@ -153,7 +153,7 @@ def test_the_picture_has_a_panel_for_each_part(tmp_path):
     assert (tmp_path / "all.png").stat().st_size > 10_000
 
 
-def test_what_was_measured_is_what_the_page_says():
+def test_pipeline_page_equals_the_stored_results():
     folder = pipeline._compare_report.RESULTS
     report = json.loads((folder / "pipeline.json").read_text(encoding="utf-8"))
     page = (folder.parent / "README.md").read_text(encoding="utf-8")
@@ -166,7 +166,7 @@ def test_what_was_measured_is_what_the_page_says():
 # Steps --------------------------------------------------------------------------------------------------------
 
 
-def test_a_sleeping_step_has_its_sleeps_in_its_stages():
+def test_sleeping_step_sleeps_in_its_stages():
     """Forward and backward, each once for a micro-batch; and it computes what it did."""
     step = _staged.sleeping_step(["CPU:0"] * 3, 0.0, 0.0)
     batch = tf.random.stateless_uniform((2, 4), (1, 2))
@@ -179,7 +179,7 @@ def test_a_sleeping_step_has_its_sleeps_in_its_stages():
     assert np.allclose(got, want, rtol=1e-6) and len(want) == 4
 
 
-def test_a_network_in_stages_is_planned_without_being_run():
+def test_staged_network_is_planned_without_a_run():
     told = _staged.stages_of(
         network="unet",
         options={"levels": 2, "convolutions": 1, "filters": 4},

@@ -146,7 +146,7 @@ def test_imports_are_installed_requirements():
     }
 
 
-def test_code_knows_no_network_by_name():
+def test_code_names_no_network():
     assert NETWORKS.search("x == 'vgg16'") and NETWORKS.search("is_resnet")
     found = {str(p.relative_to(ROOT)): NETWORKS.findall(p.read_text().lower()) for p in FILES}
     assert {path: names for path, names in found.items() if names} == {}

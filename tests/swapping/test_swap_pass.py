@@ -322,7 +322,9 @@ def test_insert_swaps_update_before_swap_in_does_not_wait_for_its_swap_out():
     graph = Graph({}, [], [], [], empty.library, empty.versions)
 
     def add(name, op, inputs, controls=()):
-        return graph.add(Node(name, op, [n.out() for n in inputs], controls, {}, "", [(tf.float64, (100,))]))
+        return graph.add(
+            Node(name, op, [n.out() for n in inputs], control_inputs=controls, attrs={}, outputs=[(tf.float64, (100,))])
+        )
 
     image = add("image", "Placeholder", [])
     first = add("first", "Roll", [image])

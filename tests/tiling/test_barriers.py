@@ -35,7 +35,7 @@ class Parts:
         self.concrete_fn = concrete_fn
         self.analysis = GraphAnalysis(canonicalize.read_canonical(concrete_fn))
         self.roles = assign_levels(self.analysis, merge=merge)
-        self.storage = CheckpointSelection(self.analysis, self.roles, batch, cheap_flops=cheap_flops)
+        self.storage = CheckpointSelection(self.analysis, self.roles, batch=batch, cheap_flops=cheap_flops)
 
     def segment(self, checkpoints=None):
         return barrier_segment(self.analysis, "segment1", self.roles, self.storage, checkpoints)
@@ -165,7 +165,7 @@ def test_max_reduction_of_minus_infinity_stays_minus_infinity():
     image = tf.constant(np.full((2, 6, 5, 1), -np.inf))
     whole = tf.function(lambda x: tf.reduce_max(x, [1, 2]), autograph=False).get_concrete_function(image)
     tensor = from_tf_graph(whole.graph, whole.inputs, [whole.graph.get_operation_by_name("Max").outputs[0]], [])
-    output = loop_outputs.ReductionOutput(tensor.outputs[0], Combination.MAXIMUM, per_image=True)
+    output = loop_outputs.ReductionOutput(tensor.outputs[0], combination=Combination.MAXIMUM, per_image=True)
     assert np.all(np.array(output.initial(FakeIteration(None))[0].initial) == -np.inf)
 
 

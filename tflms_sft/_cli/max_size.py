@@ -159,7 +159,7 @@ class SizeSearch:
         assumed: Assumptions of the latest traced step.
     """
 
-    def __init__(self, axis: SizeAxis, params: AutoParams, options: argparse.Namespace, progress: Progress) -> None:
+    def __init__(self, axis: SizeAxis, params: AutoParams, *, options: argparse.Namespace, progress: Progress) -> None:
         self._axis = axis
         self.params = params
         self._within = options.within
@@ -272,7 +272,9 @@ def execute(options: argparse.Namespace) -> Outcome:
         if options.command == "max-batch":
             model = step_options.of_given_size(model, options.input_shape)
     axis: Callable[..., SizeAxis] = SideLengths if options.command == "max-input" else BatchSizes
-    search = SizeSearch(axis(options, model, why), step_options.budget_params(options), options, progress)
+    search = SizeSearch(
+        axis(options, model, why), step_options.budget_params(options), options=options, progress=progress
+    )
     with progress.doing("searching for the largest plain step"):
         plain = search.plain()
     with progress.doing("searching for the largest rewritten step"):

@@ -46,7 +46,7 @@ def execute(options: argparse.Namespace) -> int:
     if problem:
         print(f"{_PREFIX} error: {problem}", file=sys.stderr)
         return WRONG_ARGUMENTS
-    budget = Budget(options.budget, options.headroom, not options.no_swap, not options.quiet)
+    budget = Budget(options.budget, headroom=options.headroom, swap=not options.no_swap, verbose=not options.quiet)
     with budget.in_force(), _arguments(options):
         code = _run(options)
     if options.report:
@@ -75,7 +75,7 @@ class Budget:
         num_skipped: Number of `fit` calls that had a callback of tflms_sft already.
     """
 
-    def __init__(self, memory_budget: Any, headroom: float | None, swap: bool, verbose: bool) -> None:
+    def __init__(self, memory_budget: Any, *, headroom: float | None, swap: bool, verbose: bool) -> None:
         self._budget = memory_budget
         self._options: dict[str, Any] = {"swap": swap, "verbose": int(verbose)}
         if headroom is not None:

@@ -278,7 +278,7 @@ def _open_dimensions(model: Any) -> list[int]:
 
 
 def _first_that_runs(model: Any, size: int | Sequence[int] | None, training: bool) -> tuple[Any, tuple[str, ...]]:
-    """Return the result of `_field` for the given size, or for the first size that the model accepts."""
+    """Return the receptive field and the random layers of a model, by default for the first size that it accepts."""
     left_open = _open_dimensions(model)
     if size is None:
         last_rows = FIRST_PROBED_ROWS + (MAX_PROBED_SIZES if left_open else 1)

@@ -62,7 +62,9 @@ class MemoryBudget(RewritingCallback):
         verbose: int = 1,
         log_dir: Any = None,
     ) -> None:
-        super().__init__(AutoParams(memory_budget, headroom, swap), batch_shape, verbose, log_dir)
+        super().__init__(
+            AutoParams(memory_budget, headroom, swap), batch_shape=batch_shape, verbose=verbose, log_dir=log_dir
+        )
 
 
 class SFT(RewritingCallback):
@@ -117,7 +119,7 @@ class SFT(RewritingCallback):
         log_dir: Any = None,
     ) -> None:
         params = SFTParams(num_tiles, segments, memory_capacity, halo, backward_num_tiles)
-        super().__init__(params, batch_shape, verbose, log_dir)
+        super().__init__(params, batch_shape=batch_shape, verbose=verbose, log_dir=log_dir)
 
 
 class LMS(RewritingCallback):
@@ -165,7 +167,9 @@ class LMS(RewritingCallback):
         if not isinstance(tiles, SFTParams | None):
             raise TypeError(f"`tiles` must be `SFTParams(...)` or None. Received: tiles={tiles!r}.")
         swaps = SwapParams(**params)
-        super().__init__(swaps if tiles is None else [tiles, swaps], batch_shape, verbose, log_dir)
+        super().__init__(
+            swaps if tiles is None else [tiles, swaps], batch_shape=batch_shape, verbose=verbose, log_dir=log_dir
+        )
 
 
 class Pipeline(RewritingCallback):
@@ -254,7 +258,12 @@ class Pipeline(RewritingCallback):
             per_sample=per_sample,
             reductions=reductions,
         )
-        super().__init__([item for item in (tiles, swaps, params) if item is not None], None, verbose, log_dir)
+        super().__init__(
+            [item for item in (tiles, swaps, params) if item is not None],
+            batch_shape=None,
+            verbose=verbose,
+            log_dir=log_dir,
+        )
         self._backup_guard: BackupGuard | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -43,7 +43,7 @@ class RewritingCallback(keras.callbacks.Callback):
         ValueError: If an argument is out of range.
     """
 
-    def __init__(self, params: Any, batch_shape: Sequence[int] | None, verbose: int, log_dir: Any) -> None:
+    def __init__(self, params: Any, *, batch_shape: Sequence[int] | None, verbose: int, log_dir: Any) -> None:
         super().__init__()
         self._request = parse_request(params)
         self._batch_shape = checked_shape(batch_shape)

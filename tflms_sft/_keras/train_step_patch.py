@@ -386,7 +386,7 @@ class StepPatch:
 
     @tf.autograph.experimental.do_not_convert
     def _train_replicas(self, replicas: Replicas, data: Any) -> Any:
-        """Run the step of all replicas; replaces `strategy.run`."""
+        """Run the one rewritten step that trains all replicas, where Keras calls `strategy.run`."""
         return replicas.pack_results(self.step(replicas.split(data)))
 
     def _require_tensors(self, data: Any) -> None:

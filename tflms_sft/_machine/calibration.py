@@ -184,8 +184,9 @@ def busy_when_measured(path: Path) -> float:
 def _read(path: Path) -> tuple[MachineRates, float]:
     """Return the rates in a file, and the fraction of all cores that other processes used during the measurement."""
     values = json.loads(path.read_text(encoding="utf-8"))
-    if values.pop("version") != VERSION:
-        raise ValueError("the version differs")
+    version = values.pop("version")
+    if version != VERSION:
+        raise ValueError(f"its version is {version!r} instead of {VERSION}")
     values["first_touch"] = values["first_touch"] or math.inf
     busy = float(values.pop("busy", 0.0))
     rates = MachineRates(**values)

@@ -94,7 +94,7 @@ class PipelineParams:
         if self.devices is not None:
             devices = self.devices
             if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
-                raise TypeError(f"`devices` must be a list of device names. Received: devices={devices!r}.")
+                raise TypeError(f"`devices` must be a list of at least one device name. Received: devices={devices!r}.")
             for name in devices:
                 parse_device(name)
             object.__setattr__(self, "devices", tuple(devices))

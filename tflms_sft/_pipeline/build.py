@@ -119,7 +119,9 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     traced = analyse_step(traces.micro, traces.record, samples, mode)
     analysis = traced.analysis
     analysis.require_backward()
-    sizes = TraceComparison(analysis, traces.micro, traces.whole, traces.batched, traces.count, mode)
+    sizes = TraceComparison(
+        analysis, traces.micro, whole=traces.whole, batched=traces.batched, count=traces.count, mode=mode
+    )
     parts = split_step(analysis, traces.batched, traces.hints)
     cuts = _cuts(traced, params)
     stages = assign_stages(analysis, cuts)
@@ -128,7 +130,9 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
     schedule = params.schedule_for(stages.count)
     where = _variable_devices(traces.micro, analysis)
     if params.placement == "check":
-        _check_placement(traces.micro, analysis, parts, stages, schedule, devices, where)
+        _check_placement(
+            traces.micro, analysis, parts=parts, stages=stages, schedule=schedule, devices=devices, where=where
+        )
     inside = Inside(StagedStep(analysis, parts, stages, traces.batched))
     if chosen.tiles is not None or chosen.swaps is not None:
         inside = _inside_of_stages(traced, inside.staged, chosen, cuts, devices, schedule)
@@ -144,7 +148,9 @@ def _built(traces: BatchTraces, chosen: RewriteRequest, params: PipelineParams) 
         reductions=judgement.reductions,
     )
     places = pipeline_pass.Devices(devices, where)
-    built = pipeline_pass.pipeline(staged.analysis, staged.parts, staged.stages, request, schedule, places)
+    built = pipeline_pass.pipeline(
+        staged.analysis, staged.parts, stages=staged.stages, request=request, schedule=schedule, devices=places
+    )
     return Planned(traces, traced, inside, cuts, schedule, devices, built, where, request), judgement.notes
 
 
@@ -192,6 +198,7 @@ def _variable_devices(concrete_fn: Any, analysis: GraphAnalysis) -> dict[Tensor,
 def _check_placement(
     concrete_fn: Any,
     analysis: GraphAnalysis,
+    *,
     parts: StepPartition,
     stages: Stages,
     schedule: Schedule,

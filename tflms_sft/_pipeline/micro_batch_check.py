@@ -124,7 +124,9 @@ class _Check:
         self.names = _UserNames(traces, self.analysis)
         self._refuse_bodies()
         self.parts: StepPartition = split_step(self.analysis, traces.batched, traces.hints)
-        self.sizes = TraceComparison(self.analysis, traces.micro, traces.whole, traces.batched, traces.count)
+        self.sizes = TraceComparison(
+            self.analysis, traces.micro, whole=traces.whole, batched=traces.batched, count=traces.count
+        )
         self.reductions = declared_reductions(traces.micro, params.reductions or {})
         self.report = EquivalenceReport(
             self.analysis,

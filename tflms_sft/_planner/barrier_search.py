@@ -21,7 +21,7 @@ from rewriters.tiling.row_planner import RowBarrierPlanner
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._planner.block_search import rung, target_bytes
-from tflms_sft._planner.segment_tilings import LoopEstimate, LoopEstimates, fewest_tiles
+from tflms_sft._planner.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
 from tflms_sft._planner.tile_grids import loop_grids
 from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
 
@@ -64,7 +64,7 @@ class Barriers:
     Attributes:
         left: Forward ops on images that cannot be tiled, with reasons.
         families: Sets of checkpoints in families; in each the one that saves most, and recomputes least, comes first.
-        fewest: The set with the fewest bytes of those that save every expensive tensor.
+        smallest: The set with the fewest bytes of those that save every expensive tensor.
     """
 
     def __init__(
@@ -74,7 +74,9 @@ class Barriers:
         self._levels = assign_levels(traced.analysis, allowed)
         self.left = [refused(traced.analysis, node, why) for node, why in self._levels.refused.items()]
         first, *others = [
-            CheckpointSelection(traced.analysis, self._levels, traced.batch, frozenset(stored), flops)
+            CheckpointSelection(
+                traced.analysis, self._levels, batch=traced.batch, extra=frozenset(stored), cheap_flops=flops
+            )
             for flops in CHEAP_FLOPS_PER_BYTE
         ]
         self._selection = first
@@ -83,7 +85,7 @@ class Barriers:
             [CheckpointSet(selection, frozenset(tensors)) for tensors in selection.checkpoints()]
             for selection in selections
         ]
-        self.fewest = self.families[0][-1]
+        self.smallest = self.families[0][-1]
 
     @property
     def present(self) -> bool:
@@ -126,6 +128,7 @@ class TiledLoops:
         self,
         estimates: LoopEstimates,
         segment: Segment,
+        *,
         halo: Halo = Halo.RECOMPUTE,
         programs: Sequence[int] | None = None,
     ) -> None:
@@ -151,13 +154,13 @@ class TiledLoops:
     def _key(self, number: int, grid: Grid) -> Hashable:
         return (self._programs[number], self.halo, grid)
 
-    def fewest(self, limit: Callable[[int], float]) -> list[Grid]:
+    def fitting_grids(self, limit: Callable[[int], float]) -> list[Grid]:
         """Return for each loop the fewest tiles of which an iteration takes at most `limit(number)` bytes.
 
         Where more tiles are faster, these are taken; where no grid fits, the finest one.
         """
         return [
-            fewest_tiles(grids, limit(number), functools.partial(self.estimate, number)) or grids[-1]
+            fastest_fitting(grids, limit(number), functools.partial(self.estimate, number)) or grids[-1]
             for number, grids in enumerate(self.grids)
         ]
 
@@ -166,7 +169,7 @@ class TiledLoops:
 
         Some bytes are taken in any number of tiles, such as those of filters in the layout of a kernel.
         """
-        return self.fewest(lambda number: limit + self.estimate(number, self.grids[number][-1]).num_bytes)
+        return self.fitting_grids(lambda number: limit + self.estimate(number, self.grids[number][-1]).num_bytes)
 
     def planned(self, grids: Sequence[Grid]) -> SegmentPlan:
         """Plan the loops in these grids."""
@@ -181,7 +184,7 @@ def plan_for_capacity(traced: TracedStep, segment: Segment, capacity: int | None
 
     Without a capacity an iteration may take as much as the largest tensor that a loop writes.
     """
-    loops = TiledLoops(LoopEstimates(traced), segment, halo)
+    loops = TiledLoops(LoopEstimates(traced), segment, halo=halo)
     return loops.planned(loops.small_iterations(capacity or _largest_result(traced, segment)))
 
 
@@ -201,7 +204,7 @@ class CheckpointPlan:
     def __init__(self, estimates: LoopEstimates, segment: Segment) -> None:
         self._traced = estimates.traced
         programs = estimates.programs(segment)
-        self._loops = {halo: TiledLoops(estimates, segment, halo, programs) for halo in Halo}
+        self._loops = {halo: TiledLoops(estimates, segment, halo=halo, programs=programs) for halo in Halo}
         self._targets: dict[tuple[Halo, int], tuple[int, list[Grid]]] = {}
         self._smallest: Candidate | None = None
         self._partial_peak = 0
@@ -231,7 +234,7 @@ class CheckpointPlan:
 
     def _candidate(self, loops: TiledLoops, grids: Sequence[Grid], limit: int | None = None) -> Candidate:
         plan = loops.planned(grids)
-        return Candidate([plan], *predict(self._traced, [plan], limit))
+        return Candidate([plan], *predict(self._traced, [plan], limit=limit))
 
     @functools.cached_property
     def _bytes_beside(self) -> tuple[list[int], int]:
@@ -245,7 +248,7 @@ class CheckpointPlan:
         outside = max((size for name, size in timeline if not name.startswith(tuple(prefixes))), default=0)
         return [peak - iteration for peak, iteration in zip(peaks, iterations, strict=True)], outside
 
-    def cheapest(self, halo: Halo, limit: int) -> Candidate | None:
+    def fastest_within(self, halo: Halo, limit: int) -> Candidate | None:
         """Return the plan for the highest target with which the step stays within `limit` bytes.
 
         The estimated bytes beside each loop suggest the first target. The memory model of the whole step has to agree:
@@ -290,7 +293,7 @@ class CheckpointPlan:
         """Return the estimated peak for a target, and the fewest tiles of each loop."""
         if (halo, step) not in self._targets:
             loops, (beside, outside) = self._loops[halo], self._bytes_beside
-            grids = loops.fewest(lambda number: target_bytes(step) - beside[number])
+            grids = loops.fitting_grids(lambda number: target_bytes(step) - beside[number])
             estimates = [loops.estimate(number, grid) for number, grid in enumerate(grids)]
             peak = max(other + estimate.num_bytes for other, estimate in zip(beside, estimates, strict=True))
             saved_bytes = sum(estimate.saved_bytes for estimate in estimates)
@@ -352,7 +355,7 @@ class BarrierSearch:
         self._bytes_beside = plan.least_bytes - checkpoints.num_bytes(self._traced.batch)
         return fits
 
-    def cheapest(self, limit: int) -> Candidate | None:
+    def fastest_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes.
 
         Sets of checkpoints whose lower bound is slower than the best plan are skipped. Carried halos are tried where
@@ -364,7 +367,7 @@ class BarrierSearch:
             if best is not None and best.time_ratio * self._traced.seconds <= seconds_outside + plan.least_seconds:
                 continue
             for halo in Halo:
-                candidate = plan.cheapest(halo, limit)
+                candidate = plan.fastest_within(halo, limit)
                 if candidate is not None and (best is None or _rank(candidate) < _rank(best)):
                     best = candidate
                 if candidate is None or all(max(loop.grid.spatial) == 1 for loop in candidate.plans[0].loops):
@@ -380,7 +383,7 @@ class BarrierSearch:
 
     def proposed(self, target: int) -> Candidate | None:
         """Return the plan for a target, whether its step meets it or not."""
-        return self.cheapest(target) or self.smallest
+        return self.fastest_within(target) or self.smallest
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

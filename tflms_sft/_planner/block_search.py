@@ -1,7 +1,11 @@
-"""Best-first search for the fastest way to run the blocks of a component within a budget, and its target ladder.
+"""Best-first search for the fastest way to run the blocks of a component within a budget.
 
 A component of a network is a chain of blocks between bounds. The blocks between any two bounds run untiled, or form a
 segment in tiles. Along the chain the bytes saved for the backward pass add up; inference saves none.
+
+Estimates along a chain differ from the memory of the whole step, so a search tries several *targets*: peaks that the
+estimates must meet. Targets are the rungs of one geometric ladder that all budgets share. A larger budget thus finds no
+slower plan.
 """
 
 from __future__ import annotations
@@ -20,17 +24,16 @@ from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._planner.traced_step import TracedStep
 
 RUNG_RATIO = 1.03
-"""A target of the ladder over the one below; all budgets share the ladder, so that a larger one finds nothing slower.
-"""
+"""A target over the next lower one."""
 
 
 def rung(num_bytes: int) -> int:
-    """Return the number of the highest target of at most `num_bytes`."""
+    """Return the rung of the highest target of at most `num_bytes`."""
     return int(math.log(max(num_bytes, 1), RUNG_RATIO))
 
 
 def target_bytes(rung: int) -> int:
-    """Return the bytes of a target."""
+    """Return the bytes of the target on a rung."""
     return int(RUNG_RATIO**rung)
 
 

@@ -71,7 +71,7 @@ class TileSearch(Protocol):
     def smallest(self) -> Candidate:
         """Plan with the lowest peak found."""
 
-    def cheapest(self, limit: int) -> Candidate | None:
+    def fastest_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes."""
 
     def proposed(self, target: int) -> Candidate | None:
@@ -151,7 +151,7 @@ def _larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, 
         if seconds <= SLOW_TIME_RATIO * traced.seconds:
             break
         limit = limit_of(traced, dataclasses.replace(params, memory_budget=int(factor * params.memory_budget)))
-        tiles = traced.plain if traced.plain.peak.peak_bytes <= limit else search.cheapest(limit)
+        tiles = traced.plain if traced.plain.peak.peak_bytes <= limit else search.fastest_within(limit)
         if tiles is not None and tiles.time_ratio * traced.seconds <= MAX_NOTED_TIME_RATIO * seconds:
             seconds = max(tiles.time_ratio, 1.0) * traced.seconds
             ratio = f"{seconds / traced.seconds:.2f}x"
@@ -172,7 +172,7 @@ def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams) -> list
     if plain <= limit:
         return [FeasiblePlan(BudgetPlan([], search.left), traced.seconds, plain)]
     options = []
-    tiles = search.cheapest(limit)
+    tiles = search.fastest_within(limit)
     if tiles is not None:
         seconds = tiles.time_ratio * traced.seconds
         options.append(FeasiblePlan(BudgetPlan(tiles.plans, search.left), seconds, tiles.peak.peak_bytes))

@@ -27,7 +27,7 @@ from rewriters.tiling.ft_segments import TileableComponent, try_segment
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft._planner.block_search import BlockChoice, BlockOptions, ComponentBlocks, select_cuts
-from tflms_sft._planner.segment_tilings import LoopEstimate, LoopEstimates, fewest_tiles
+from tflms_sft._planner.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
 from tflms_sft._planner.tile_grids import auto_grids, thinned
 from tflms_sft._planner.traced_step import TracedStep
 
@@ -87,7 +87,7 @@ class InferenceTilings:
         whole_bytes: Bytes alive while a loop runs, without its iterations.
     """
 
-    def __init__(self, estimates: LoopEstimates, segment: Segment, untiled: BlockChoice, whole_bytes: int) -> None:
+    def __init__(self, estimates: LoopEstimates, segment: Segment, *, untiled: BlockChoice, whole_bytes: int) -> None:
         analysis, batch, costs = estimates.traced.analysis, estimates.traced.batch, estimates.traced.costs
         self._estimates = estimates
         self._segment = segment
@@ -112,7 +112,7 @@ class InferenceTilings:
         """Yield for each way to get halos the fewest tiles that fit, or more tiles where those are faster."""
         for halo in Halo:
             estimate = functools.partial(self._estimate, halo)
-            grid = fewest_tiles(self._grids[halo], budget - self._whole_bytes, estimate)
+            grid = fastest_fitting(self._grids[halo], budget - self._whole_bytes, estimate)
             if grid is not None:
                 working_bytes, seconds = self._whole_bytes + estimate(grid).num_bytes, estimate(grid).seconds
                 yield dataclasses.replace(
@@ -154,7 +154,9 @@ class InferenceBlocks(ComponentBlocks):
         seconds = traced.costs.step(segment.forward)
         untiled = BlockChoice(first=first, last=last, working_bytes=bytes_across + peak, seconds=seconds)
         end_bytes = sum(t.num_bytes(batch) for t in (*entries, *segment.exits))
-        return BlockOptions(untiled, [InferenceTilings(self._estimates, segment, untiled, bytes_across + end_bytes)])
+        return BlockOptions(
+            untiled, [InferenceTilings(self._estimates, segment, untiled=untiled, whole_bytes=bytes_across + end_bytes)]
+        )
 
 
 def _bounds(traced: TracedStep, component: TileableComponent) -> list[int]:

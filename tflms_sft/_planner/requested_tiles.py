@@ -20,7 +20,7 @@ from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._params.tile_counts import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params.tile_params import SegmentSpec, SFTParams
 from tflms_sft._planner.barrier_search import Barriers, plan_for_capacity
-from tflms_sft._planner.tile_grids import auto_grids, fewest, first_axis
+from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, first_axis
 from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._trace.layer_names import display_names, resolve
 
@@ -115,7 +115,7 @@ def _auto(
     """Return the segments of a step, or of its `allowed` ops, and the ops without; `names` counts segments."""
     barriers = Barriers(traced, allowed)
     if barriers.present:
-        return [barriers.segment(next_name(names), barriers.fewest)], barriers.left
+        return [barriers.segment(next_name(names), barriers.smallest)], barriers.left
     return auto_segments(traced.analysis, params.memory_capacity, traced.batch, names, allowed)
 
 
@@ -136,7 +136,9 @@ def _explicit(
     used: dict[Node, SegmentSpec] = {}
     plans = []
     for number, spec in enumerate(params.segments, 1):
-        segment = _named_segment(traced, spec, f"segment{number}", backward_ops, used, staging)
+        segment = _named_segment(
+            traced, spec, name=f"segment{number}", backward_ops=backward_ops, used=used, staging=staging
+        )
         backward_ops.update(segment.backward)
         used.update(dict.fromkeys(segment.forward, spec))
         of_spec = RequestedTiles(
@@ -158,6 +160,7 @@ def _text_of(spec: SegmentSpec) -> str:
 def _named_segment(
     traced: TracedStep,
     spec: SegmentSpec,
+    *,
     name: str,
     backward_ops: set[Node],
     used: Mapping[Node, SegmentSpec],
@@ -218,7 +221,7 @@ def _named_segment(
         unknown = list(dict.fromkeys(n for t, n in named.items() if not barriers.stores(t)))
         if unknown:
             raise SegmentError(f"{_text_of(spec)}: `stored` names {unknown}, which do not run in tiles.") from None
-        segment = barriers.segment(name, barriers.fewest)
+        segment = barriers.segment(name, barriers.smallest)
     extra = [t for t in segment.exits if t not in exits]
     segment.notes.extend(f"`{t.name}` has consumers outside of the segment and is an exit, too" for t in extra)
     return segment
@@ -339,8 +342,8 @@ def _planned(
         return max(iteration_peak_bytes(tile_loop, batch) for tile_loop in plan.loops)
 
     grids = auto_grids(analysis, segment, batch, request.halo is Halo.CARRY)
-    fitting = fewest(grids, lambda grid: iteration_bytes(grid) <= limit)
+    fitting = coarsest_fitting(grids, lambda grid: iteration_bytes(grid) <= limit)
     if fitting is None:  # Some bytes are taken in any number of tiles, such as scratch of kernels.
         lowest = MAX_ITERATION_GROWTH * iteration_bytes(grids[-1])
-        fitting = fewest(grids, lambda grid: iteration_bytes(grid) <= lowest)
+        fitting = coarsest_fitting(grids, lambda grid: iteration_bytes(grid) <= lowest)
     return plan_segment(analysis, segment, fitting or grids[-1], back, request.halo)

@@ -1,4 +1,4 @@
-"""Estimates of loops in numbers of tiles: their memory, their time, and the fewest tiles of a segment that fit.
+"""Chooses the number of tiles of a segment within a budget, by estimates of the memory and time of its loops.
 
 A search spends its time on planning loops, so few are planned. Of long segments only some grids are planned, and the
 rest is interpolated. Segments and loops that differ in names only, as the blocks of a deep network do, share their
@@ -24,7 +24,7 @@ from rewriters.tiling.checkpoint_selection import LoopSpec
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
 from tflms_sft._planner.block_search import BlockChoice
-from tflms_sft._planner.tile_grids import auto_grids, fastest, fewest, thinned
+from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, fastest, thinned
 from tflms_sft._planner.traced_step import TracedStep
 
 GRID_GROWTH = 1.4
@@ -115,15 +115,15 @@ class LoopEstimates:
         return loop
 
 
-def fewest_tiles(grids: Sequence[Grid], limit: float, estimate: Callable[[Grid], LoopEstimate]) -> Grid | None:
-    """Return the fewest tiles of which an iteration takes at most `limit` bytes, or more tiles where those are faster.
+def fastest_fitting(grids: Sequence[Grid], limit: float, estimate: Callable[[Grid], LoopEstimate]) -> Grid | None:
+    """Return the fastest grid whose iterations take at most `limit` bytes each; `None` if none fits.
 
     Args:
         grids: Each with more tiles than the one before.
         limit: Bytes.
         estimate: Returns the estimate of the loop in a grid.
     """
-    grid = fewest(grids, lambda grid: estimate(grid).num_bytes <= limit)
+    grid = coarsest_fitting(grids, lambda grid: estimate(grid).num_bytes <= limit)
     if grid is None:
         return None
     return fastest(grids, grid, lambda grid: (estimate(grid).seconds, estimate(grid).least_seconds))
@@ -225,7 +225,12 @@ def tilings(
     """
     key = segment_signature(traced.analysis, segment)
     candidates = estimates.candidates(traced, key, segment)
-    return [SegmentTilings(traced, segment, blocks, halo, candidates, estimates.tilings((key, halo))) for halo in Halo]
+    return [
+        SegmentTilings(
+            traced, segment, blocks=blocks, halo=halo, candidates=candidates, estimates=estimates.tilings((key, halo))
+        )
+        for halo in Halo
+    ]
 
 
 class SegmentTilings:
@@ -239,6 +244,7 @@ class SegmentTilings:
         self,
         traced: TracedStep,
         segment: Segment,
+        *,
         blocks: tuple[int, int],
         halo: Halo,
         candidates: Sequence[CheckpointCandidate],
@@ -267,7 +273,7 @@ class SegmentTilings:
         Where more tiles are faster, these are yielded.
         """
         for count, num_bytes in enumerate(self._checkpoint_bytes):
-            grid = self._fewest(budget - num_bytes)
+            grid = self._coarsest_fitting(budget - num_bytes)
             if grid is None:
                 return
             grid = fastest(self._grids, grid, functools.partial(self._seconds, count))
@@ -293,7 +299,7 @@ class SegmentTilings:
             checkpoints=frozenset(candidate.tensor for candidate in self._candidates[:count]),
         )
 
-    def _fewest(self, budget: int) -> Grid | None:
+    def _coarsest_fitting(self, budget: int) -> Grid | None:
         """Return the fewest tiles that fit.
 
         The grids are tried from few tiles to many, which take longer to plan. With more tiles an iteration needs less

@@ -111,7 +111,14 @@ def swap_in_stages(
     check_here(traced, devices)
     tier = make_tier(params)
     check_names(traced, staged.analysis.graph, params)
-    swapped = with_swaps(staged, params.options(), tier, traced.batch, params.max_in_flight, params.optimizer_scopes)
+    swapped = with_swaps(
+        staged,
+        params.options(),
+        tier=tier,
+        batch=traced.batch,
+        max_in_flight=params.max_in_flight,
+        backward_scopes=params.optimizer_scopes,
+    )
     if not swapped.swaps:
         raise SwapError(_nothing(swapped.analysis, params, SwapPlan([], list(swapped.left)), traced.batch))
     problem = no_room(tier, swapped.swaps, traced.batch, micro_batches)

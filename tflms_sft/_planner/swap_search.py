@@ -14,8 +14,8 @@ from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.swap_planner import check_names, make_tier, no_room, out_seconds, prepared, swapped_seconds
 from tflms_sft._planner.traced_step import TracedStep, predict
 
-LOWER_BOUNDS = (1, 2, 3, 5, 8, 12, 18, 27, 40)
-"""Prefetch distances (`lb`) that are tried. A transfer that begins earlier ends early enough anyway."""
+PREFETCH_DISTANCES = (1, 2, 3, 5, 8, 12, 18, 27, 40)
+"""Values of `lb` that are tried. A transfer that begins earlier ends early enough anyway."""
 
 
 class SwapSearch:
@@ -54,7 +54,7 @@ class SwapSearch:
         result = insert_swaps(self._analysis, self.swaps(lb)[:count], tier, self.params.max_in_flight)
         away: frozenset[Node] = frozenset(result.swap_outs if self._on_host else ())
         slow = out_seconds(self._traced, result.swap_outs, self.params)
-        return predict(self._traced, self._plans, limit, result.graph, away, slow)[0]
+        return predict(self._traced, self._plans, limit=limit, graph=result.graph, away=away, slow=slow)[0]
 
     def tuned(self, limit: int) -> SwapParams | None:
         """Return the fewest tensors, and for them the largest `lb`, with which the step fits; `None` if none do."""
@@ -64,13 +64,13 @@ class SwapSearch:
             return None
         tensors = [swap.tensor for swap in self.swaps(lb)[:count]]
 
-        def is_too_early(bound: int) -> bool:
+        def is_infeasible(bound: int) -> bool:
             # A tensor without a trigger that far ahead would not be swapped.
             is_same = [swap.tensor for swap in self.swaps(bound)[:count]] == tensors
             return not is_same or self.peak(count, bound, limit).peak_bytes > limit
 
-        higher = [bound for bound in LOWER_BOUNDS if lb < bound <= self.params.ub]
-        index = bisect.bisect_left(higher, True, key=is_too_early)
+        higher = [bound for bound in PREFETCH_DISTANCES if lb < bound <= self.params.ub]
+        index = bisect.bisect_left(higher, True, key=is_infeasible)
         lb = higher[index - 1] if index else lb
         return dataclasses.replace(self.params, n_tensors=count, lb=lb)
 

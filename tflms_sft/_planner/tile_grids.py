@@ -71,8 +71,8 @@ def thinned(grids: Sequence[Grid], growth: float) -> list[Grid]:
     return thin
 
 
-def fewest(grids: Sequence[Grid], fits: Callable[[Grid], bool]) -> Grid | None:
-    """Return the first grid that fits, by bisection.
+def coarsest_fitting(grids: Sequence[Grid], fits: Callable[[Grid], bool]) -> Grid | None:
+    """Return the grid with the fewest tiles that fits, by bisection; `None` if none does.
 
     More tiles are assumed to fit where fewer do. Halos break that now and then: an earlier grid may fit as well.
     """

@@ -1,7 +1,7 @@
 """Tile plans of a whole step within a budget: which segments, how many tiles, which blocks stay untiled.
 
 The sums of bytes along a chain of blocks (`block_search.py`) are estimates. A plan is accepted when the liveness model
-of the whole rewritten step agrees, so a search tries targets for the chains, from a ladder that all budgets share.
+of the whole rewritten step agrees, so a search tries several targets for the chains.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ChainSearch(abc.ABC):
         self._highest = rung(2 * traced.plain.peak.peak_bytes)  # A target that the original step meets.
 
     @abc.abstractmethod
-    def cheapest(self, limit: int) -> Candidate | None:
+    def fastest_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes."""
 
     @property
@@ -94,7 +94,7 @@ class ChainSearch(abc.ABC):
             return self._traced.plain
         if segmentation not in modelled:
             plans = segment_plans(self._traced, [(self._chains[n].component, choice) for n, choice in segmentation])
-            modelled[segmentation] = Candidate(plans, *predict(self._traced, plans, limit))
+            modelled[segmentation] = Candidate(plans, *predict(self._traced, plans, limit=limit))
         return modelled[segmentation]
 
     def _segmentation(self, target: int) -> Segmentation | None:
@@ -117,7 +117,7 @@ class TrainingSearch(ChainSearch):
         components, left = find_components(traced.analysis)
         super().__init__(traced, [TrainingBlocks(traced, component) for component in components], left)
 
-    def cheapest(self, limit: int) -> Candidate | None:
+    def fastest_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes."""
         if not self._chains:
             return None
@@ -174,7 +174,7 @@ class InferenceSearch(ChainSearch):
         live, estimates = LiveTensors(traced), LoopEstimates(traced)
         super().__init__(traced, [InferenceBlocks(estimates, component, live) for component in components], left)
 
-    def cheapest(self, limit: int) -> Candidate | None:
+    def fastest_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes."""
         modelled: dict[Segmentation, Candidate] = {}
         for step in range(min(rung(int(MAX_OVERESTIMATE * limit)), self._highest), 0, -1):
@@ -185,7 +185,7 @@ class InferenceSearch(ChainSearch):
 
     @functools.cached_property
     def smallest(self) -> Candidate:
-        """Plan with the lowest peak found, one that `cheapest` finds for a limit of as much."""
+        """Plan with the lowest peak found, one that `fastest_within` finds for a limit of as much."""
         modelled: dict[Segmentation, Candidate] = {}
         peaks = {self._traced.plain.peak.peak_bytes: self._traced.plain}
         for step in range(self._lowest, self._highest):

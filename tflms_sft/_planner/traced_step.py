@@ -177,6 +177,7 @@ def _static_batch(graph: Graph, num_arguments: int) -> int | None:
 def predict(
     traced: TracedStep,
     plans: list[SegmentPlan],
+    *,
     limit: int | None = None,
     graph: Graph | None = None,
     away: Container[Node] = (),
@@ -273,7 +274,7 @@ def emit_and_describe(
         # For a budget, predict as the search did: by a skeleton, and for every state of the device's memory.
         # Otherwise memory is assumed to be fresh.
         seen, limit = (tile_skeleton(analysis, plans), None) if budget else (graph, 0)
-        predicted = prediction(traced, plans, seen, names, predict(traced, plans, limit, seen))
+        predicted = prediction(traced, plans, seen, names, predict(traced, plans, limit=limit, graph=seen))
     *parts, outside = shares(traced.costs, plans, traced.seconds)
     plan = Plan(
         changed=bool(plans),

@@ -114,7 +114,7 @@ def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tu
     swapped = apply_swaps(traced, graph, choice.swaps)
     # With a budget, predict for every state of the allocator, as the search did.
     limit = 0 if budget is None else None
-    peak, ratio = predict(traced, choice.plans, limit, swapped.graph, swapped.away, swapped.outs)
+    peak, ratio = predict(traced, choice.plans, limit=limit, graph=swapped.graph, away=swapped.away, slow=swapped.outs)
     ratio = swapped_seconds(traced, swapped.graph, swapped.swaps, choice.swaps, ratio * traced.seconds) / traced.seconds
     names = display_names(traced.analysis.graph, traced.record)
     plan = amend_plan(

@@ -252,7 +252,9 @@ def _compare(step: RewrittenStep, arguments: tuple[Any, ...], steps: int) -> Ver
     dtype = _coarsest(analysis)
     expected = _expected(dtype, flat)
     importer = step._importer.for_batch(flat)
-    runs = _Runs(step, importer, arguments, flat, _shared_gradients(original, analysis, importer.graph))
+    runs = _Runs(
+        step, importer, arguments=arguments, flat=flat, shared=_shared_gradients(original, analysis, importer.graph)
+    )
     worst: dict[tuple[str, str], Difference] = {}
     with _restored(runs.handles) as state:
         for _ in range(steps):
@@ -269,11 +271,11 @@ Values = dict[str, Any]
 
 
 class _Run(NamedTuple):
-    """The outcome of a run.
+    """Values that a run of the original or of the rewritten step leaves behind.
 
     Attributes:
         results: Results of the step.
-        gradients: Gradients that are tensors of both graphs.
+        gradients: Gradients that both graphs hold as tensors, by name.
         variables: Values of the variables after the run, by name.
         state: Values of the variables after the run, as tensors.
     """
@@ -303,6 +305,7 @@ class _Runs:
         self,
         step: RewrittenStep,
         rewritten: StepImporter,
+        *,
         arguments: Sequence[Any],
         flat: Sequence[Any],
         shared: _Shared,
