@@ -32,7 +32,7 @@ SUM_OR_MEAN = Fraction(0), Fraction(-1)
 
 
 class EquivalenceReport:
-    """What keeps a step in micro-batches from computing what the step for the batch computes.
+    """Obstacles to a step in micro-batches that equals the step for the batch, and factors that it needs.
 
     Args:
         analysis: Analysis of the step as traced for one micro-batch.
