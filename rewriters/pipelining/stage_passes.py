@@ -18,7 +18,7 @@ from rewriters.analysis.autodiff_roles import in_scope, shape_computations
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.emission.tile_pass import SegmentPlan, tile_stages
 from rewriters.ir.graph import Graph, Node, Tensor
-from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
+from rewriters.ir.graph_pass import GraphPass, PassResult, check_effects, check_interface, run_pass, run_passes
 from rewriters.pipelining.stage_assignment import Stages, scheduled_ops
 from rewriters.pipelining.step_partition import StepPartition
 from rewriters.scheduling.serialize_ops import SerializeLargeOps
@@ -181,7 +181,7 @@ class _DropEdgesBetweenStages(GraphPass[PassResult]):
 
     def __init__(self, staged: StagedStep, stages: Mapping[str, int]) -> None:
         slotted = scheduled_ops(staged.analysis, staged.parts, staged.stages)
-        self._original = staged.analysis.graph.nodes
+        self._graph = staged.analysis.graph
         self._update = {node.name for node in staged.parts.update}
         self._stages = {node.name: staged.stages.of[node] for node in slotted} | dict(stages)
 
@@ -195,8 +195,14 @@ class _DropEdgesBetweenStages(GraphPass[PassResult]):
         )
         return PassResult(new, changed=True) if changed else PassResult(graph, changed=False)
 
+    def ensures(self, before: Graph, after: Graph) -> None:
+        """Check the interface, and the order of the effects that the step has without swaps."""
+        check_interface(before, after)
+        swaps = frozenset(node.op for name, node in after.nodes.items() if name not in self._graph.nodes)
+        check_effects(self._graph, after, swaps)
+
     def _keeps(self, node: Node, before: Node) -> bool:
-        original = self._original.get(node.name)
+        original = self._graph.nodes.get(node.name)
         if node.name in self._update or (original is None and node.op == "NoOp"):
             return True
         if original is not None and any(before.name == other.name for other in original.control_inputs):
