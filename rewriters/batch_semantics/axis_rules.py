@@ -46,7 +46,7 @@ SHAPE_OPERANDS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("ResizeBilinear", "ResizeBicubic", "ResizeArea", "ResizeNearestNeighbor"), (1,)),
     **dict.fromkeys(("AvgPoolGrad", "AvgPool3DGrad", "DepthwiseConv2dNativeBackpropInput"), (0,)),
     **dict.fromkeys(("RandomUniform", "RandomStandardNormal", "StatelessRandomUniformV2"), (0,)),
-    **dict.fromkeys(("StatelessRandomNormalV2", "StatelessRandomGetKeyCounter", "TruncatedNormal"), (0,)),
+    **dict.fromkeys(("StatelessRandomNormalV2", "TruncatedNormal"), (0,)),
     **dict.fromkeys(("GatherV2", "ScatterNd", "SparseTensorDenseMatMul", "UnsortedSegmentSum"), (2,)),
     "MatrixDiagV3": (2, 3),
     "Slice": (1, 2),
@@ -343,6 +343,8 @@ def _segments(op: BatchOp) -> list[BatchLayout]:
 def _scatter(op: BatchOp) -> list[BatchLayout]:
     if op.may_grow():
         raise UnsupportedUseError
+    if "binary_output" in op.node.attrs and op.node.attrs["binary_output"].b:
+        raise CrossSampleError
     return sum_of(op)
 
 

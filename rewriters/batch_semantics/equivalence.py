@@ -60,6 +60,7 @@ class EquivalenceReport:
         factors: Factor by which each micro-batch multiplies an operand that it adds to a variable.
         irregular: Ops that compute with a number which depends on the batch size by no power, each with that number.
         indexed: Ops that read a data-independent value which differs between samples, each with that value.
+        scaled_rows: Results and operands of the update, other than gradients, with rows that scale with the batch size.
         size_dependent_state: Results of what micro-batches have written and of a size that each of them has for itself.
     """
 
@@ -87,8 +88,11 @@ class EquivalenceReport:
         added, added_to_metrics = self._check_writes(inexact_metrics)
         self._check_reads([*read, *added, *(t for t in outputs if t.node in parts.per_micro_batch)])
         needed = self._ancestors([*read, *added])
-        results = self._ancestors(outputs) | needed
+        writers = [node for nodes in self._writers.values() for node in nodes if self._is_counted(node)]
+        places = [node.inputs[1] for node in writers if node.op.startswith("ResourceScatter")]
+        results = self._ancestors([*outputs, *places]) | needed
         for_metrics = self._ancestors(added_to_metrics) - results
+        anywhere = {*results, *for_metrics, *writers}
         cross_sample = [n for n in interpreter.cross_sample if n in results]
         updated = {h for node in parts.update if may_write_variable(node) for h in variable_handles(node)}
         self.cross_sample = [n for n in cross_sample if n not in analysis.backward] or cross_sample
@@ -106,13 +110,23 @@ class EquivalenceReport:
         unknown = (*(n for n in interpreter.unknown if n in results), *(n for n in since if n is not None))
         self.unknown = list(dict.fromkeys(unknown))
         self.transposed = [t for t in read if (axis := values[t].layout.axis) is not None and axis.dim]
-        self.irregular = {n: t for n, t in interpreter.irregular.items() if n in results}
-        self.indexed = {n: t for n, t in interpreter.indexed.items() if n in results}
+        self.irregular = {n: t for n, t in interpreter.irregular.items() if n in anywhere}
+        self.indexed = {n: t for n, t in interpreter.indexed.items() if n in anywhere}
+        self.scaled_rows = [t for t in dict.fromkeys((*outputs, *read)) if self._has_scaled_rows(t)]
         counted = parts.per_micro_batch - parts.batch_dependent
         state = [t for t in dict.fromkeys((*outputs, *read)) if t.node in counted and t.dtype.size]
         self.size_dependent_state = [t for t in state if values[t].exponent not in (0, math.inf)]
 
+    def _has_scaled_rows(self, tensor: Tensor) -> bool:
+        """Return whether a value other than a gradient has rows for samples that depend on the batch size."""
+        value = self._values.get(tensor)  # `None` for results of the update.
+        if value is None or value.kind is not BatchKind.PER_SAMPLE or tensor in self._parts.gradients:
+            return False
+        return value.exponent not in (0, math.inf, None)
+
     def _is_sum_or_mean(self, tensor: Tensor, value: AbstractValue) -> bool:
+        if tensor.dtype.is_integer and value.kind is not BatchKind.SUMMED:
+            return False
         is_zero_result = value.is_zero and tensor.node not in self._analysis.backward
         return tensor.node in self._parts.batch_dependent and (
             value.combining_exponent in SUM_OR_MEAN or is_zero_result
@@ -219,10 +233,14 @@ class EquivalenceReport:
     def _adds_up(self, node: Node, place: tuple[Node, int], tensor: Tensor) -> bool:
         """Return whether what micro-batches add makes what the batch adds, each times a factor where needed."""
         value = self._values[tensor]
-        is_per_sample = value.kind is BatchKind.PER_SAMPLE
+        is_per_sample = value.kind in (BatchKind.PER_SAMPLE, BatchKind.UNIFORM)
         if value.exponent is None:
             return False
-        if is_per_sample and not node.op.startswith("ResourceScatter"):
+        if node.op.startswith("ResourceScatter"):
+            places = self._values[node.inputs[1]]
+            if places.kind is BatchKind.SUMMED or places.exponent not in (0, math.inf):
+                return False
+        elif is_per_sample:
             return False
         exponent = value.exponent if is_per_sample else value.exponent - 1
         if exponent not in (0, math.inf):

@@ -98,13 +98,15 @@ class BatchInterpreter:
         if not node.inputs:
             rows = BatchLayout(BatchKind.PER_SAMPLE, BatchAxis(0, 1, 1))
             return [AbstractValue(rows) if t in self._batches else self._source(t) for t in outs]
+        shapes = SHAPE_OPERANDS.get(node.op, ())
+        sizes = [node.inputs[p] for p in shapes if node.inputs[p].dtype.is_integer]
+        if any(self.values[size].kind not in DATA_INDEPENDENT for size in sizes):
+            self.cross_sample[node] = None  # Data decide a size or a position.
+        operands = [AbstractValue() if p in shapes else self._operand(node, t) for p, t in enumerate(node.inputs)]
         if any(h in self._carried for h in variable_handles(node)):
             return [AbstractValue() for _ in outs]
-        if draws(node):
-            return [AbstractValue(self._random_layout(node, t)) for t in outs]
-        shapes = SHAPE_OPERANDS.get(node.op, ())
-        operands = [AbstractValue() if p in shapes else self._operand(node, t) for p, t in enumerate(node.inputs)]
-        return self._transfer(BatchOp(self.analysis, self.sizes, node=node, values=operands))
+        op = BatchOp(self.analysis, self.sizes, node=node, values=operands)
+        return self._draw(op) if draws(node) else self._transfer(op)
 
     def _transfer(self, op: BatchOp) -> list[AbstractValue]:
         """Return the abstract values of an op's results."""
@@ -166,11 +168,22 @@ class BatchInterpreter:
     def _operand(self, node: Node, tensor: Tensor) -> AbstractValue:
         """Return the value that a micro-batch reads; note one that differs between samples and is no index."""
         value = self.values[tensor]
-        if value.kind is not BatchKind.INDEXED or node in self._independent or reads_shape_only(node):
+        is_computed_once = node in self._independent and not node.stateful
+        if value.kind is not BatchKind.INDEXED or is_computed_once or reads_shape_only(node):
             return value
         if not are_batch_indices(self.analysis, self.sizes, tensor, self.parts.update):
             self.indexed.setdefault(node, tensor)
         return AbstractValue(dataclasses.replace(value.layout, kind=BatchKind.UNIFORM))
+
+    def _draw(self, op: BatchOp) -> list[AbstractValue]:
+        """Return the values of random numbers; parameters of their distribution must not depend on the batch size."""
+        node = op.node
+        for value, tensor in zip(op.values, node.inputs, strict=True):
+            if value.kind is BatchKind.SUMMED:
+                self.cross_sample[node] = None
+            elif value.exponent not in (0, math.inf, *(() if value.kind in DATA_INDEPENDENT else (None,))):
+                self.irregular.setdefault(node, tensor)
+        return [AbstractValue(self._random_layout(node, t), is_exact=node not in self.cross_sample) for t in op.outs]
 
     def _random_layout(self, node: Node, tensor: Tensor) -> BatchLayout:
         """Return the layout of random numbers: data-independent with a fixed seed, else drawn by each micro-batch."""
@@ -228,7 +241,8 @@ class BatchInterpreter:
             mixes_samples = True
         except UnsupportedUseError:
             if all(value.kind in DATA_INDEPENDENT for value in op.values):
-                return [BatchLayout() for _ in op.outs], is_exact
+                axes = map(self.sizes.axis, op.outs)
+                return [BatchLayout(BatchKind.INDEXED, axis) if axis else BatchLayout() for axis in axes], is_exact
         layouts = [self._layout_by_size(t, BatchKind.SUMMED) for t in op.outs]
         has_sums = any(layout.kind is BatchKind.SUMMED for layout in layouts)
         if node in self.per_sample and not has_sums:
@@ -236,7 +250,10 @@ class BatchInterpreter:
         if mixes_samples and node.op in _DECISIONS:
             self.unknown[node] = None
             return [BatchLayout() for _ in op.outs], is_exact
-        if mixes_samples or (has_sums and node not in self.analysis.backward):
+        # Without a rule: pairs of samples, and an op of the step that may not be linear in a sum.
+        has_pairs = any(len(self.sizes.batch_dims(t)[0]) > 1 for t in op.outs)
+        reads_sum = bool(op.of_kind(BatchKind.SUMMED)) and not is_seed(node)
+        if mixes_samples or has_pairs or reads_sum or (has_sums and node not in self.analysis.backward):
             if is_exact:  # The first one on its path.
                 self.cross_sample[node] = None
             return layouts, False
@@ -252,7 +269,7 @@ class BatchInterpreter:
         if tensor.shape is None:
             return
         grown, unknown = self.sizes.batch_dims(tensor)
-        if layout.kind is BatchKind.SUMMED and grown:
+        if layout.kind is BatchKind.SUMMED and (grown or unknown):
             raise CrossSampleError
         if layout.kind is BatchKind.PER_SAMPLE and layout.axis is not None:
             if not grown <= {layout.axis.dim} or layout.axis.dim not in grown | unknown:

@@ -70,13 +70,15 @@ _RELATIVE_ERRORS = {2: 2e-2, 4: 1e-6}
 def linear_operands(op: BatchOp) -> Sequence[int]:
     """Return the positions of the operands in which an op is linear; in one of them at a time, unless it is additive.
 
-    A cast to integers, and the mean of integers, round.
+    A cast to integers, and means and quotients of integers, round; a cast to booleans compares.
     """
     kind = op.node.op
+    if kind in _QUOTIENTS and not is_inexact(op.outs[0].dtype):
+        return ()
     if kind == "Mean" or (kind == "Cast" and is_inexact(op.node.inputs[0].dtype)):
         return (0,) if is_inexact(op.outs[0].dtype) else ()
     if kind == "Cast":
-        return (0,)
+        return () if op.outs[0].dtype.name == "bool" else (0,)
     if kind in ADDITIVE:
         return _terms(op)
     if kind in _PRODUCTS:
@@ -99,7 +101,8 @@ def scaling_exponent(op: BatchOp) -> Exponent:
         return _common_exponent(op, positions)
     if kind in _PRODUCTS:
         return _total([exponents[p] for p in positions])
-    if kind in _QUOTIENTS and (kind != "FloorDiv" or is_seed(op.node)):  # Autodiff divides sizes by `FloorDiv`.
+    rounds = kind == "FloorDiv" or not is_inexact(op.outs[0].dtype)
+    if kind in _QUOTIENTS and (not rounds or is_seed(op.node)):  # Autodiff divides sizes by `FloorDiv`.
         divisor = exponents[1]
         return None if divisor is None or divisor == math.inf else _total([exponents[0], -divisor])
     others = _require_unscaled(op, [p for p in range(len(exponents)) if p not in positions])

@@ -146,11 +146,6 @@ def is_stateless_random(op_type: str) -> bool:
     return op_type.startswith("StatelessRandom")
 
 
-def draws_from_variable(op_type: str) -> bool:
-    """Return whether a random op takes its state from a variable, and advances it."""
-    return op_type.startswith(("Rng", "StatefulRandom", "StatefulStandard", "StatefulTruncated", "StatefulUniform"))
-
-
 def has_own_leading_size(op_type: str) -> bool:
     """Return whether the leading size of the result is not that of an operand, by trait or by op family."""
     return op_type in ops_with(Trait.OWN_LEADING_SIZE) or any(family in op_type for family in _OWN_SIZE_FAMILIES)

@@ -310,6 +310,11 @@ class _Check:
                 "from the batch size, which is another one in each of them. Return both, or write the size to a "
                 "variable too, or use `micro_batches=1`."
             )
+        if report.scaled_rows:
+            raise PipelineError(
+                f"`{report.scaled_rows[0].name}` has rows for samples that scale with the batch size, so that those of "
+                "a micro-batch differ. Return it before the size is applied, or use `micro_batches=1`."
+            )
         outputs = [t for position, t in enumerate(graph.outputs) if position not in self.reductions]
         before = ancestors(t.node for t in outputs) if report.adds_invariant else set()
         for node in report.adds_invariant:
