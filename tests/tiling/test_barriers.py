@@ -497,7 +497,7 @@ def no_waiting(self, producer, sort, level):
 
 
 BREAKS = {
-    "nothing waits for a sum": lambda m: m.setattr(barrier_levels._Sorter, "_level_after", no_waiting),
+    "nothing waits for a sum": lambda m: m.setattr(barrier_levels._KindAssigner, "_level_after", no_waiting),
     "tiles overlap where they are summed": lambda m: m.setattr(
         tile_planner.RowDemand,
         "cells_of",
