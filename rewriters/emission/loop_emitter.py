@@ -284,8 +284,8 @@ class IterationEmitter:
         computed: Region = tuple(p.computed for p in plan)  # type: ignore[misc]
         if tensor in self.tile_loop.carries and self._is_gradient(tensor):
             return self._finished(tensor, value, computed)
-        kept: Region = tuple(p.kept for p in plan)  # type: ignore[misc]
-        return self.crop_and_pad(value, computed, kept, 0.0, tensor)
+        tile_rows: Region = tuple(p.kept for p in plan)  # type: ignore[misc]
+        return self.crop_and_pad(value, computed, tile_rows, 0.0, tensor)
 
     # Rows of tensors -----------------------------------------------------------------------------------------
 

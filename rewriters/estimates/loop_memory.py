@@ -236,7 +236,7 @@ class IterationModel:
             self._append(copy, node, None)
             return
         computed: Region = tuple(p.computed for p in plan)  # type: ignore[misc]
-        kept: Region = tuple(p.kept for p in plan)  # type: ignore[misc]
+        tile_rows: Region = tuple(p.kept for p in plan)  # type: ignore[misc]
         self._append(copy, node, (i.size for i in computed))
         for index in range(len(node.outputs)):
             tensor = node.out(index)
@@ -245,7 +245,7 @@ class IterationModel:
             if tensor in self.tile_loop.carries and self._is_gradient(tensor):
                 self._values[tensor] = self._finished(tensor, copy.out(index), computed)
             else:
-                self._values[tensor] = self._crop_and_pad(copy.out(index), computed, kept)
+                self._values[tensor] = self._crop_and_pad(copy.out(index), computed, tile_rows)
 
     def _is_gradient(self, tensor: Tensor) -> bool:
         """Return whether the rows of a tensor may be partial sums."""
