@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from test_coupling import X, mean, net, same, step_of
+from micro_batched import X, mean, net, same, step_of
 
 import tflms_sft
 from rewriters.errors import PipelineError
