@@ -53,7 +53,7 @@ SHAPE_OPERANDS: dict[str, tuple[int, ...]] = {
     "StridedSlice": (1, 2, 3),
     "StridedSliceGrad": (0, 1, 2, 3),
 }
-"""Operands that are sizes or axes: no value of the result depends on what they are computed from."""
+"""Operands that are sizes, axes or positions. A step whose data decide one of them is refused."""
 
 
 def rule(*op_types: str) -> Callable[[Rule], Rule]:
@@ -110,10 +110,11 @@ def _apply_rule(op: BatchOp) -> list[BatchLayout]:
 
 
 _FILLS = frozenset(("Fill", "OnesLike", "ZerosLike"))
-_NONLINEAR_CONTRACTIONS = frozenset(
-    ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "EuclideanNorm", "Prod")
+_SUMS = frozenset(("BiasAddGrad", "L2Loss", "MatMul", "Sum"))
+_READS_ONE_ENTRY = (ops_with(Trait.REDUCTION) - {"Prod", "Sum"}) | frozenset(
+    "Gather GatherV2 Slice StridedSlice".split()
 )
-"""Ops that depend on the number of entries which they contract, and are no plain sums over them."""
+"""Ops whose result does not depend on the number of equal entries that they read."""
 
 
 def _data_independent(op: BatchOp) -> list[BatchLayout]:
@@ -121,7 +122,8 @@ def _data_independent(op: BatchOp) -> list[BatchLayout]:
     is_indexed = bool(op.of_kind(BatchKind.INDEXED))
     axes = [op.sizes.axis(tensor) for tensor in op.outs]
     if not any(axes):
-        if is_indexed or (op.of_kind(BatchKind.UNIFORM) and op.node.op in _NONLINEAR_CONTRACTIONS):
+        is_known = reads_shape_only(op.node) or op.node.op in _SUMS | _READS_ONE_ENTRY
+        if is_indexed or (op.of_kind(BatchKind.UNIFORM) and not is_known):
             raise CrossSampleError
         return [BatchLayout(adds_samples=_sums_invariant(op)) for _ in axes]
     if op.node.op in _FILLS:
@@ -155,7 +157,7 @@ def _uniform(op: BatchOp) -> list[BatchLayout]:
 
 def _sums_invariant(op: BatchOp) -> bool:
     """Return whether an op sums a data-independent operand over as many entries as there are samples."""
-    if op.node.op not in ("Sum", "BiasAddGrad", "MatMul", "L2Loss") or not op.node.inputs:
+    if op.node.op not in _SUMS:
         return False
     return op.axis(0) is not None and bool(op.sizes.batch_dims(op.node.inputs[0])[0])
 

@@ -34,32 +34,49 @@ def are_batch_indices(
         tensor: The value.
         ignored: Consumers that do not count.
     """
-    here, whole = sizes.values(tensor)
-    if not tensor.dtype.is_integer or not isinstance(here, np.ndarray) or not isinstance(whole, np.ndarray):
+    offset = _offset(sizes, tensor)
+    if offset is None:
         return False
-    if whole.shape != (sizes.count * here.shape[0], *here.shape[1:]):
-        return False
-    offsets = (whole.reshape(sizes.count, *here.shape) - here).reshape(sizes.count, -1)
-    if not (offsets == offsets[1, :1] * np.arange(sizes.count)[:, None]).all():
-        return False
-    seen, stack = {tensor}, [tensor]
+    seen, stack = {tensor}, [(tensor, offset)]
     while stack:
-        current = stack.pop()
+        current, offset = stack.pop()
         for consumer, position in analysis.consumers.get(current, ()):
-            if consumer in ignored or reads_shape_only(consumer) or _indexes_batch(consumer, position, sizes):
+            if consumer in ignored or reads_shape_only(consumer) or _indexes_batch(consumer, position, sizes, offset):
                 continue
             if consumer.op not in ops_with(Trait.INDEX_ARITHMETIC) or not consumer.out().dtype.is_integer:
                 return False
             if consumer.out() not in seen:
                 seen.add(consumer.out())
-                stack.append(consumer.out())
+                # Indices to which data add keep the offset of the part that is known.
+                known = _offset(sizes, consumer.out())
+                stack.append((consumer.out(), offset if known is None else known))
     return True
 
 
-def _indexes_batch(consumer: Node, position: int, sizes: TraceComparison) -> bool:
-    """Tell whether an operand holds indices into a tensor whose first axis is the batch."""
+def _offset(sizes: TraceComparison, tensor: Tensor) -> np.ndarray | None:
+    """Return the number by which each entry grows from one micro-batch to the next; `None` if it is unknown.
+
+    The last axis holds the coordinates of `GatherNd` and `ScatterNd`; along the others the offset is the same.
+    """
+    here, whole = sizes.values(tensor)
+    if not tensor.dtype.is_integer or not isinstance(here, np.ndarray) or not isinstance(whole, np.ndarray):
+        return None
+    if not here.shape or whole.shape != (sizes.count * here.shape[0], *here.shape[1:]):
+        return None
+    offsets = (whole.reshape(sizes.count, *here.shape) - here).reshape(sizes.count, -1, here.shape[-1])
+    is_regular = (offsets == offsets[1, :1] * np.arange(sizes.count)[:, None, None]).all()
+    return offsets[1, 0] if is_regular else None
+
+
+def _indexes_batch(consumer: Node, position: int, sizes: TraceComparison, offset: np.ndarray) -> bool:
+    """Tell whether an operand holds indices into a batch, by which each micro-batch finds its own rows."""
     if _INDEX_OPERANDS.get(consumer.op) != position:
         return False
-    is_scatter = consumer.op in ("ScatterNd", "UnsortedSegmentSum")
-    indexed = sizes.growth(consumer.out() if is_scatter else consumer.inputs[0])
-    return indexed is None or indexed.axes == (0,)
+    indexed = consumer.out() if consumer.op in ("ScatterNd", "UnsortedSegmentSum") else consumer.inputs[0]
+    growth, rows = sizes.growth(indexed), (indexed.shape or (None,))[0]
+    if growth is not None and growth.axes != (0,):
+        return False
+    shape, expected = consumer.inputs[position].shape, [rows] * len(offset)
+    if consumer.op in ("GatherNd", "ScatterNd") and shape and shape[-1] == len(offset):
+        expected[1:] = [0] * (len(offset) - 1)
+    return rows is None or offset.tolist() == expected

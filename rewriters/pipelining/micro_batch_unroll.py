@@ -315,7 +315,7 @@ class _Unroller:
             if node.op == "Const":
                 self.differs[node] = self._value_for_whole(node) != node.attrs["value"]
             else:
-                self.differs[node] = not node.stateful and any(self._differs_for_batch(t.node) for t in node.inputs)
+                self.differs[node] = any(self._differs_for_batch(t.node) for t in node.inputs)
         return self.differs[node]
 
     def _value_for_whole(self, node: Node) -> Any:

@@ -130,6 +130,21 @@ LOSSES = {
 }
 
 
+LOSSES |= {
+    "rows of every second sample": lambda out, x, s: mean(tf.square(tf.gather_nd(out, (numbers(x) % 2)[:, None]))),
+    "rows of a repeated batch": lambda out, x, s: mean(
+        tf.square(tf.gather_nd(tf.repeat(out, 2, 0), numbers(x)[:, None]))
+    ),
+    "segments of equal values": lambda out, x, s: (
+        mean(out)
+        * tf.math.unsorted_segment_sum(tf.fill([number(x)], s.bank[0, 0]), tf.zeros([number(x)], "int32"), 1)[0]
+    ),
+    "a scatter of equal values": lambda out, x, s: (
+        mean(out) * tf.scatter_nd(tf.zeros([number(x), 1], "int32"), tf.fill([number(x)], s.bank[0, 0]), [1])[0]
+    ),
+}
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_that_mix_samples_without_a_sign_in_sizes_are_refused(name):
     assert Step(LOSSES[name]).refused()
@@ -148,3 +163,21 @@ def test_class_histogram_of_ones_equals_original_step():
     tflms_sft.rewrite(step.function, PipelineParams(1, "basic", 4, ["CPU:0"]), X)(tf.constant(X))
     for variable, value in zip(variables, expected, strict=True):
         np.testing.assert_allclose(variable.numpy(), value, rtol=1e-12)
+
+
+PYTHON = {
+    "a layer is left out": lambda out, x, s: mean(tf.tanh(out) if x.shape[0] == 8 else out),
+    "another layer": lambda out, x, s: mean(tf.tanh(out) if x.shape[0] == 8 else tf.sigmoid(out)),
+    "another variable": lambda out, x, s: mean(out @ s.w[0 if x.shape[0] == 8 else 1]),
+}
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_python_that_decides_by_the_batch_size_is_refused(name):
+    assert "Python code decides by the batch size" in Step(PYTHON[name]).refused()
+
+
+def test_rows_of_a_shared_lookup_are_not_returned_for_one_micro_batch():
+    rows = lambda x, s: tf.gather(s.bank, tf.zeros([number(x)], "int32"))  # noqa: E731
+    step = Step(lambda out, x, s: mean(out * rows(x, s)), lambda out, x, s: rows(x, s))
+    assert "runs once, depends on the batch size" in step.refused()

@@ -244,6 +244,12 @@ def _with_part(
     count = params.total_micro_batches
     with watched_effects() as hints, _explain_retrace_errors(batch // count):
         micro, record = trace_step(step, *part)
+    other_op = _first_other_op(micro, whole)
+    if other_op is not None:
+        raise PipelineError(
+            f"Op `{other_op}` of the step differs for a micro-batch, so Python code decides by the batch size what the "
+            "step computes. Compute it from what does not depend on the size, or use `micro_batches=1`."
+        )
     pairs = zip(_arguments(whole), _arguments(micro), strict=True)
     batched = [p for p, (a, b) in enumerate(pairs) if b.shape.rank and a.shape[0] != b.shape[0]]
     if told is not None and batched != list(told):
@@ -281,3 +287,36 @@ def _size_of(positions: Sequence[int], leading: Sequence[Any]) -> Any:
     if len(set(sizes.values())) > 1:
         raise ValueError(f"`batched` names arguments of different leading sizes. Received, by position: {sizes}.")
     return next(iter(sizes.values()))
+
+
+def _first_other_op(one: Any, other: Any) -> str | None:
+    """Return the name of an op before the gradients that two traces do not share; `None` if there is none.
+
+    Args:
+        one: A trace of the step.
+        other: A trace for another number of samples.
+    """
+    first, second = _forward_ops(one), _forward_ops(other)
+    different = (name for name in (*first, *second) if first.get(name) != second.get(name))
+    return next(different, None)
+
+
+def _forward_ops(concrete_fn: Any) -> dict[str, tuple[Any, ...]]:
+    """Return type and operands of each op that depends on arguments or reads a variable, but no gradient, by name.
+
+    Captured tensors are told apart by identity. Other ops are left out: the type of zeros depends on their size.
+    """
+    captured = {inner.name: id(outer) for outer, inner in concrete_fn.graph.captures}
+    of_arguments = {tensor.op.name for tensor in _arguments(concrete_fn)}
+    of_gradients: set[str] = set()
+    ops: dict[str, tuple[Any, ...]] = {}
+    for operation in concrete_fn.graph.get_operations():
+        operands = {tensor.op.name for tensor in operation.inputs}
+        if "gradient_tape/" in operation.name or not operands.isdisjoint(of_gradients):
+            of_gradients.add(operation.name)
+            continue
+        if not operands.isdisjoint(of_arguments):
+            of_arguments.add(operation.name)
+        if operation.name in of_arguments or any(tensor.name in captured for tensor in operation.inputs):
+            ops[operation.name] = operation.type, tuple(captured.get(t.name, t.name) for t in operation.inputs)
+    return ops
