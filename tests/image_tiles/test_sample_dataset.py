@@ -185,7 +185,8 @@ def per_pixel(labels, results):
 def test_sample_parallel_accepts_losses_per_pixel(loss):
     model = net()
     model.compile("sgd", loss)
-    sample_parallel(model, of_arrays(), (2, 2))
+    tiles, labels, *_ = next(iter(sample_parallel(model, of_arrays(), (2, 2))))
+    assert len(tiles) == len(labels) == 8, "four tiles of each of two images"
 
 
 def test_sample_parallel_of_other_losses_is_refused():
