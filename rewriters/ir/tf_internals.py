@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
-from tensorflow.python.ops import cond_v2, handle_data_util
+from tensorflow.python.ops import cond_v2, handle_data_util, resource_variable_ops
 
 from rewriters.ir.op_traits import Trait, ops_with
 
@@ -173,6 +173,15 @@ def captured_variables(concrete_fn: Any) -> list[tuple[Any, Any]]:
         if data is not None and data.is_set and len(data.shape_and_type) == 1:
             variables.append((tensor, tf.dtypes.as_dtype(data.shape_and_type[0].dtype)))
     return variables
+
+
+def eager_variable(**creator_arguments: Any) -> Any:
+    """Create a variable outside of all traces from the arguments of a variable creator.
+
+    `tf.Variable` calls all creators again, that which calls this function included.
+    """
+    with tf.init_scope():
+        return resource_variable_ops.ResourceVariable(**creator_arguments)
 
 
 def living_variables(concrete_fn: Any) -> list[Any]:

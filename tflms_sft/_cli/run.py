@@ -110,7 +110,6 @@ class Budget:
         @functools.wraps(plain)
         def fit(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
-            _build(args[0], bound.arguments.get("x"))
             with self._with_budget(args[0], bound.arguments.get("callbacks")) as callbacks:
                 bound.arguments["callbacks"] = callbacks
                 return plain(*bound.args, **bound.kwargs)
@@ -153,33 +152,6 @@ class Budget:
             yield container
         finally:
             container.callbacks.remove(budget)
-
-
-def _build(model: Any, data: Any) -> None:
-    """Create the weights that Keras would create in the first step, because a step is rewritten before it runs.
-
-    The values are equal, since they are drawn in the same order. A generator's batches cannot be inspected without
-    consuming them: the model is then left as it is, and the callback raises an error that names what is missing.
-    """
-    import keras
-
-    if model.built and model.weights:
-        return
-    with contextlib.suppress(Exception):  # `fit` raises the model's own errors.
-        if hasattr(data, "element_spec"):
-            data = data.element_spec
-        elif isinstance(data, keras.utils.PyDataset):
-            data = data[0]
-        images = data[0] if isinstance(data, tuple) else data
-        model(keras.tree.map_structure(_symbol, images))
-
-
-def _symbol(array: Any) -> Any:
-    """Return the symbol of a batch with the dtype that `fit` passes to the model."""
-    import keras
-
-    dtype = getattr(array.dtype, "name", array.dtype)
-    return keras.KerasTensor((None, *array.shape[1:]), keras.config.floatx() if "float" in dtype else dtype)
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import BudgetError, RewriteError
-from tflms_sft._keras.model_checks import check_keras, check_runs
+from tflms_sft._keras.model_checks import check_runs_graph, check_trainer, reason_runs_eagerly
 from tflms_sft._keras.replicas import num_replicas
 from tflms_sft._keras.train_step_patch import StepKind, StepPatch
 from tflms_sft._params.request import RewriteRequest
@@ -73,8 +73,8 @@ class ForwardStepPatch(StepPatch):
             self.resume()
 
     def _check(self) -> None:
-        check_keras(self.model)
-        check_runs(self.model)
+        check_trainer(self.model)
+        check_runs_graph(self.model)
 
     def _insert(self) -> None:
         self._original_function = getattr(self.model, self.kind.function)
@@ -146,6 +146,8 @@ def reason_not_rewritten(model: Any, params: RewriteRequest) -> str:
     replicas = num_replicas(getattr(model, "distribute_strategy", None))
     if params.pipeline is not None:
         return "pipelines are for training only"
+    if params.has_budget and reason_runs_eagerly(model):
+        return reason_runs_eagerly(model)
     if params.tiles is None:
         return "without a backward pass there are no saved tensors to swap"
     if replicas > 1:

@@ -7,51 +7,76 @@ from typing import Any
 import keras
 
 from rewriters.errors import RewriteError
-from tflms_sft._trace.step_tracing import check_graphs_run
+from tflms_sft._trace.step_tracing import reason_without_graph
 
 __all__: list[str] = []
 
+_TRAINER_METHODS = ("train_step", "make_train_function", "compile", "fit")
+
 
 def check_model(model: Any) -> None:
-    """Refuse a model whose train step cannot be rewritten.
+    """Refuse a model whose steps cannot be rewritten.
+
+    A model may have no weights yet, since its first step creates them, as in a `fit` of Keras alone.
 
     Raises:
-        RewriteError: With the remedy.
+        RewriteError: If the model is not compiled, runs eagerly, or Keras uses another backend.
+        TypeError: If `model` is no Keras trainer.
     """
-    check_keras(model)
-    if not getattr(model, "compiled", False) or model.optimizer is None:
+    check_trainer(model)
+    if not model.compiled:
         raise RewriteError(f"Model {model.name!r} is not compiled with an optimizer. Call `model.compile` first.")
-    check_runs(model)
-    if not model.trainable_variables:
-        raise RewriteError(f"Model {model.name!r} has no trainable weights, so a step computes no gradients.")
+    check_runs_graph(model)
 
 
-def check_keras(model: Any) -> None:
-    """Refuse objects that are not a Keras model on the TensorFlow backend.
+def check_trainer(model: Any) -> None:
+    """Refuse objects that are no Keras trainer on the TensorFlow backend.
+
+    A trainer is a `keras.Model`, or a layer that derives from Keras's class `Trainer`, which Keras does not export.
 
     Raises:
         RewriteError: If Keras uses another backend.
-        TypeError: If `model` is not a `keras.Model`.
+        TypeError: If `model` is no trainer.
     """
     if keras.backend.backend() != "tensorflow":
         raise RewriteError(
             f"Keras runs on {keras.backend.backend()!r}; only TensorFlow graphs can be rewritten. "
             'Set the environment variable KERAS_BACKEND="tensorflow".'
         )
-    if not isinstance(model, keras.Model):
+    if not is_trainer(model):
         raise TypeError(f"`model` must be a compiled `keras.Model`. Received: {model!r}.")
 
 
-def check_runs(model: Any) -> None:
-    """Refuse a model that runs eagerly or has no weights.
+def is_trainer(model: Any) -> bool:
+    """Tell whether an object trains as a `keras.Model` does."""
+    return isinstance(model, keras.layers.Layer) and all(hasattr(model, name) for name in _TRAINER_METHODS)
+
+
+def build_optimizer(model: Any) -> None:
+    """Create the slots of the optimizer beside the weights, if the step is Keras's own, which updates all weights.
+
+    A step of the model's own may use the optimizer for some weights only, and builds it for them when it is traced.
+    """
+    has_own_step = type(model).train_step is not keras.Model.train_step
+    if model.built and not has_own_step and model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def reason_runs_eagerly(model: Any) -> str:
+    """Return why the steps of a model have no graph; empty if they have one."""
+    if model.run_eagerly:
+        return (
+            f"Model {model.name!r} runs eagerly, so there is no graph to rewrite. Compile it with `run_eagerly=False`."
+        )
+    return reason_without_graph()
+
+
+def check_runs_graph(model: Any) -> None:
+    """Refuse a model that runs eagerly.
 
     Raises:
         RewriteError: With the remedy.
     """
-    if model.run_eagerly:
-        raise RewriteError(
-            f"Model {model.name!r} runs eagerly, so there is no graph to rewrite. Compile it with `run_eagerly=False`."
-        )
-    check_graphs_run()
-    if not model.built or not model.weights:
-        raise RewriteError(f"Model {model.name!r} has no weights yet. Call it on a batch first.")
+    reason = reason_runs_eagerly(model)
+    if reason:
+        raise RewriteError(reason)

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tflms_sft._keras.eager_training import EagerTraining
 from tflms_sft._keras.forward_step_patch import (
     CALLED,
     EVALUATION,
@@ -20,6 +21,7 @@ from tflms_sft._keras.forward_step_patch import (
     reason_not_rewritten,
 )
 from tflms_sft._keras.messages import forward_line, forward_over_budget_line, peak_line, start_line
+from tflms_sft._keras.model_checks import check_trainer, reason_runs_eagerly
 from tflms_sft._keras.train_step_patch import TRAINING, StepKind, StepPatch
 from tflms_sft._params.request import parse_request
 from tflms_sft._params.tile_params import AutoParams
@@ -54,6 +56,7 @@ class RewritingCallback(keras.callbacks.Callback):
         self._bytes_in_use: int | None = None
         self._peak: Measurement | None = None
         self._patch: StepPatch | None = None
+        self._eager: EagerTraining | None = None
         self._last_plan: Plan | None = None
         self._announced = ""
         self._forward_patches: dict[StepKind, ForwardStepPatch] = {}
@@ -80,6 +83,10 @@ class RewritingCallback(keras.callbacks.Callback):
         self._last_plan = None
         self._announced = ""
         self._forward_patches.clear()
+        self._eager = self._eager_training()
+        if self._eager is not None:
+            self._print(self._eager.line())
+            return
         self._patch = StepPatch(
             self.model,
             self._request,
@@ -90,6 +97,12 @@ class RewritingCallback(keras.callbacks.Callback):
         self._patch.install()
         log = TrainingLog(self._log_dir, tensorboard_of_this_fit())
         self._log = log if log.active else None
+
+    def _eager_training(self) -> EagerTraining | None:
+        """Return the training of a model without a graph, if a budget alone is requested; else `None`."""
+        check_trainer(self.model)
+        reason, params = reason_runs_eagerly(self.model), self._request.tiles
+        return EagerTraining(self.model, params, reason) if reason and isinstance(params, AutoParams) else None
 
     def _patch_options(self) -> dict[str, Any]:
         """Return the keyword arguments that the patches of all steps share."""
@@ -115,9 +128,13 @@ class RewritingCallback(keras.callbacks.Callback):
             self._patch.resume()
         if self._log is not None:
             self._log.batch_begins()
+        if self._eager is not None:
+            self._eager.begin_batch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Log a batch for TensorBoard; the peak is read before validation, which it excludes."""
+        if self._eager is not None:
+            self._eager.end_batch()
         if self._log is not None and self._patch is not None:
             self._log.batch_ends(self._epoch, self._last_plan, self.model.steps_per_execution)
             self._peak = self._patch.peak_since(self._bytes_in_use)
@@ -135,6 +152,7 @@ class RewritingCallback(keras.callbacks.Callback):
         if self._patch is not None:
             self._patch.restore()
             self._patch = None  # Frees the graph.
+        self._eager = None
         self._forward_patches.clear()
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -200,7 +218,7 @@ class RewritingCallback(keras.callbacks.Callback):
             if patch is not None:
                 patch.restore()
         self._forward_patches.clear()
-        self._patch = None
+        self._patch = self._eager = None
 
     def _on_forward_plan(self, kind: StepKind, plan: Plan) -> None:
         self._forward_plans[kind] = plan

@@ -33,7 +33,7 @@ from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._keras.batch_limits import BatchLimit, ensure_planned_size, is_image, planned_size_error
 from tflms_sft._keras.first_batches import PeekedBatches, can_peek
 from tflms_sft._keras.messages import exceeds_budget, over_budget_error, over_budget_warning
-from tflms_sft._keras.model_checks import check_model
+from tflms_sft._keras.model_checks import build_optimizer, check_model
 from tflms_sft._keras.replicas import Replicas, StrategyProxy, merges_replicas, num_replicas
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest
@@ -45,7 +45,7 @@ from tflms_sft._report.plan_records import Measurement
 from tflms_sft._rewrite.measure import read_peak, reset_peak, watch_tier
 from tflms_sft._rewrite.rewrite import rewrite_traced
 from tflms_sft._trace.layer_names import recorded_layers
-from tflms_sft._trace.step_tracing import check_image_sizes
+from tflms_sft._trace.step_tracing import check_image_sizes, keras_function
 from tflms_sft._util.progress import Stopwatch, told_if_slow
 
 _SLOT = "_tflms_sft_patch"
@@ -156,10 +156,9 @@ class StepPatch:
         self._replace_function_with_patch()
 
     def _check(self) -> None:
-        """Refuse a model whose step cannot be rewritten; build its optimizer."""
+        """Refuse a model whose step cannot be rewritten; build its optimizer where Keras's own step does."""
         check_model(self.model)
-        if not self.model.optimizer.built:
-            self.model.optimizer.build(self.model.trainable_variables)
+        build_optimizer(self.model)
 
     def resume(self) -> None:
         """Install the patch again after a call inside this training removed it.
@@ -369,7 +368,6 @@ class StepPatch:
         """
         if tf.executing_eagerly():
             return self._original(data)
-        self._require_tensors(data)
         specs = tf.nest.pack_sequence_as(data, list(map(self._spec, tf.nest.flatten(data), itertools.count())))
         key = tuple(tf.nest.flatten(specs))
         if not self._first_batch and all(s is None or s.shape.is_fully_defined() for s in key):
@@ -382,20 +380,13 @@ class StepPatch:
                     watch_tier(tier)
         flat = self._check_batch_size([t for t in tf.nest.flatten(data) if t is not None])
         pairs = zip(flat, [s for s in key if s is not None], strict=True)
-        return self._steps[key]([ensure_planned_size(t, s.shape) for t, s in pairs])
+        checked = [ensure_planned_size(t, s.shape) if isinstance(s, tf.TensorSpec) else t for t, s in pairs]
+        return self._steps[key](tf.nest.flatten(checked, expand_composites=True))
 
     @tf.autograph.experimental.do_not_convert
     def _train_replicas(self, replicas: Replicas, data: Any) -> Any:
         """Run the one rewritten step that trains all replicas, where Keras calls `strategy.run`."""
         return replicas.pack_results(self.step(replicas.split(data)))
-
-    def _require_tensors(self, data: Any) -> None:
-        for value in tf.nest.flatten(data):
-            if value is not None and not isinstance(value, tf.Tensor):
-                raise RewriteError(
-                    f"A batch of model {self.model.name!r} contains a {type(value).__name__}; a rewritten step accepts "
-                    "dense tensors only. Convert it in the data set, with padding where it is ragged."
-                )
 
     def _check_batch_size(self, flat: list[Any]) -> list[Any]:
         """Return the tensors of a batch with a run-time check that the plan holds for its size."""
@@ -404,7 +395,7 @@ class StepPatch:
         max_rank = max((t.shape.rank or 0 for t in flat), default=0)
         has_batch = [is_image(t.shape) or max_rank > 0 and t.shape.rank == max_rank for t in flat]
         return [
-            self._batch_limit.check(t) if batched and t.shape[0] is None else t
+            self._batch_limit.check(t) if batched and t.shape[0] is None and isinstance(t, tf.Tensor) else t
             for t, batched in zip(flat, has_batch, strict=True)
         ]
 
@@ -412,6 +403,8 @@ class StepPatch:
         """Return the spec of one input, with the image size of the first batch where the data set's is unknown."""
         if tensor is None:
             return None
+        if not isinstance(tensor, tf.Tensor):
+            return tf.type_spec_from_value(tensor)
         shape = tensor.shape.as_list() if tensor.shape.rank is not None else None
         first = self._first_batch[position] if position < len(self._first_batch) else None
         known = first or self._batch_shape
@@ -420,11 +413,10 @@ class StepPatch:
         return tf.TensorSpec(shape, tensor.dtype)
 
     def _rewrite(self, specs: Any) -> StepImporter:
-        original = self._original
         if self._params.pipeline is not None:
             return self._rewrite_pipeline(specs)
         with recorded_layers() as record:
-            traced = tf.function(lambda data: original(data), autograph=False).get_concrete_function(specs)
+            traced = keras_function(self._original).get_concrete_function(specs)
         record.finish(traced.graph)
         check_image_sizes(traced)
         self._check_batch_shape(traced)
@@ -447,8 +439,7 @@ class StepPatch:
         return importer
 
     def _rewrite_pipeline(self, specs: Any) -> StepImporter:
-        original, shape = self._original, self._image_batch_shape
-        function = tf.function(lambda data: original(data), autograph=False)
+        shape, function = self._image_batch_shape, keras_function(self._original)
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as stopwatch:
             traced, importer, plan = build_pipeline(function, self._params, (specs,), {}, shape[0] if shape else None)
         if self.plan is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -35,17 +36,34 @@ def spec_of(value: Any) -> Any:
     return value
 
 
-def check_graphs_run() -> None:
-    """Refuse rewriting while TensorFlow runs functions eagerly, without a graph.
+def reason_without_graph() -> str:
+    """Return why functions have no graph: a setting of TensorFlow runs them eagerly. Empty if they have one."""
+    if not tf.config.functions_run_eagerly():
+        return ""
+    return (
+        "`tf.config.run_functions_eagerly(True)` is on, so there is no graph to rewrite. "
+        "Call `tf.config.run_functions_eagerly(False)`."
+    )
 
-    Raises:
-        RewriteError: With the remedy.
+
+def keras_function(step: Callable[[Any], Any]) -> Any:
+    """Return the `tf.function` of a step of a Keras model, which may create variables when it is first traced.
+
+    They are created eagerly. TensorFlow would create them inside the graph and lift their initial values out of it,
+    which fails where an assertion of the step precedes them.
     """
-    if tf.config.functions_run_eagerly():
-        raise RewriteError(
-            "`tf.config.run_functions_eagerly(True)` is on, so there is no graph to rewrite. "
-            "Call `tf.config.run_functions_eagerly(False)`."
-        )
+
+    def run(data: Any) -> Any:
+        with tf.variable_creator_scope(_create_eagerly):
+            return step(data)
+
+    return tf.function(run, autograph=False)
+
+
+def _create_eagerly(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+    if not callable(kwargs.get("initial_value")):  # A tensor of the graph, which only TensorFlow can lift.
+        return next_creator(**kwargs)
+    return tf_internals.eager_variable(**kwargs)
 
 
 def check_image_sizes(concrete_fn: Any) -> None:
@@ -75,7 +93,9 @@ def trace_step(step: Any, example_args: Any, example_kwargs: Any) -> tuple[Any, 
         RewriteError: If an argument is not a dense tensor, or its image size is unknown.
         TypeError: If `step` cannot be traced, or a `ConcreteFunction` comes with arguments.
     """
-    check_graphs_run()
+    reason = reason_without_graph()
+    if reason:
+        raise RewriteError(reason)
     record = LayerRecord()
     if is_concrete(step):
         if example_args or example_kwargs:

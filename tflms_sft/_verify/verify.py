@@ -30,6 +30,7 @@ from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Tensor, from_concrete_function
 from rewriters.step_importer import StepImporter
+from tflms_sft._keras.model_checks import build_optimizer, is_trainer
 from tflms_sft._keras.rewriting_callback import trained_by
 from tflms_sft._keras.train_step_patch import check_not_patched
 from tflms_sft._params.request import parse_request
@@ -39,7 +40,7 @@ from tflms_sft._planner.traced_step import collector_paused
 from tflms_sft._rewrite.rewrite import rewrite, rewrite_concrete
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.layer_names import lookup
-from tflms_sft._trace.step_tracing import batch_of, trace_step
+from tflms_sft._trace.step_tracing import batch_of, keras_function, trace_step
 from tflms_sft._verify.differences import (
     ABSOLUTE_FLOOR,
     GRADIENT,
@@ -102,7 +103,7 @@ def verify(step_or_model: Any, batch: Any, params: Any = None, *, steps: int = 1
         raise TypeError(f"`steps` must be an integer. Received: steps={steps!r}.")
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1. Received: steps={steps!r}.")
-    if isinstance(step_or_model, keras.Model):
+    if is_trainer(step_or_model):
         return _verify_model(step_or_model, batch, params, steps)
     arguments = batch if isinstance(batch, tuple) else (batch,)
     if isinstance(step_or_model, RewrittenStep):
@@ -136,12 +137,10 @@ def _verify_model(model: Any, batch: Any, params: Any, steps: int) -> Verificati
     data = tf.nest.map_structure(_as_keras_does, _data(batch))
     if trained is not None:
         trained.require_even(data)
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    step = tf.function(lambda data: model.train_step(data), autograph=False)
+    build_optimizer(model)
+    step = keras_function(model.train_step)
     examples = (data if trained is None else trained.specs(data),)
     with _missing_targets_explained(model, data):
-        model._symbolic_build(data_batch=data)  # As `train_on_batch` does: creates the variables of metrics.
         traced = trace_step(step, examples, {})
     with _restored([(v.value.handle, v.value.dtype) for v in model.metrics_variables]):  # The step may use only some.
         model.reset_metrics()  # Accumulated means would hide differences.
