@@ -31,6 +31,9 @@ from rewriters.tiling.tile_planner import Grid, Halo, TileLoop, TilePlanner
 
 __all__: list[str] = []
 
+LOOP_SCOPE = "sft/"
+"""Name scope of all tile loops."""
+
 
 @dataclasses.dataclass
 class SegmentPlan:
@@ -306,7 +309,7 @@ class _LoopSplicer:
 
     def _splice(self, segment: Segment, tile_loop: TileLoop, newest: dict[Tensor, Tensor]) -> Node:
         """Insert a loop in its name scope; return its node."""
-        prefix = self.graph.unique_name(f"sft/{segment.name}/{tile_loop.name}")
+        prefix = self.graph.unique_name(f"{LOOP_SCOPE}{segment.name}/{tile_loop.name}")
         start = self.graph.add(Node(f"{prefix}/start", "NoOp"))
         start.control_inputs = self._waits(segment, tile_loop)
         inputs = [newest[t] if t in newest else self._tensor(t) for t in loop_input_tensors(tile_loop, segment)]

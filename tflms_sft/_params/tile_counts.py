@@ -33,6 +33,10 @@ class NumTiles:
     given: tuple[int, ...] | Mapping[str, int]
     argument: str
 
+    def __str__(self) -> str:
+        counts = self.given.values() if isinstance(self.given, Mapping) else self.given
+        return "x".join(map(str, counts))
+
     def grid(self, names: Sequence[str | None]) -> Grid:
         """Return the grid for images with these axes.
 

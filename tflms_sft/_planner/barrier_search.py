@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 
-from rewriters.emission.tile_pass import SegmentPlan
+from rewriters.emission.tile_pass import LOOP_SCOPE, SegmentPlan
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.barrier_levels import assign_levels
 from rewriters.tiling.barrier_planner import BarrierPlanner, barrier_segment, has_barriers
@@ -28,11 +28,12 @@ from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
 MIN_ITERATION_FRACTION = 1 / 32
 """Bytes of the smallest iterations that are tried, over those of the largest tensor that a loop writes."""
 
-CHEAP_FLOPS_PER_BYTE = (0.0, 40.0)
+CHEAP_FLOPS_PER_BYTE = (0.0, 40.0, 500.0)
 """Work per byte of its result up to which an op is recomputed rather than checkpointed; the fastest plans first.
 
 A convolution of one tap from few channels to many is below the second, such as the last one of a bottleneck, or a
-transposed one on the way up: it reads little, and its result is large.
+transposed one on the way up: it reads little, and its result is large. A convolution of three taps along each axis
+between few channels is below the third, as those of a U-Net at full resolution, whose results fill most of the memory.
 """
 
 
@@ -240,7 +241,7 @@ class CheckpointPlan:
     def _bytes_beside(self) -> tuple[list[int], int]:
         """Bytes alive while each loop runs, without its iterations; and the peak while none runs."""
         (plan,) = self.smallest.plans
-        prefixes = [f"sft/{plan.segment.name}/{tile_loop.name}/" for tile_loop in plan.loops]
+        prefixes = [f"{LOOP_SCOPE}{plan.segment.name}/{tile_loop.name}/" for tile_loop in plan.loops]
         timeline = self.smallest.peak.timeline
         peaks = [max(size for name, size in timeline if name.startswith(prefix)) for prefix in prefixes]
         memory, batch = self._traced.loop_memory, self._traced.batch

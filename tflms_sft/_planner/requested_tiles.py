@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
@@ -14,15 +15,19 @@ from rewriters.ir.graph import Node, Tensor, nodes_between
 from rewriters.pipelining.stage_assignment import Stages
 from rewriters.tiling.barrier_planner import BarrierPlanner
 from rewriters.tiling.extents import min_rows
-from rewriters.tiling.ft_segments import SkippedOps, auto_segments, next_name
+from rewriters.tiling.ft_segments import SkippedOps, auto_segments
 from rewriters.tiling.segment import Segment, build_segment, forward_ops
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._params.tile_counts import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params.tile_params import SegmentSpec, SFTParams
+from tflms_sft._planner.automatic_segments import RequestedSearch, best_candidate
 from tflms_sft._planner.barrier_search import Barriers, plan_for_capacity
 from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, first_axis
-from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
 from tflms_sft._trace.layer_names import display_names, resolve
+
+MAX_CHECKPOINT_SETS = 4
+"""Sets of checkpoints of a family of which a step with barriers is predicted."""
 
 MAX_ITERATION_GROWTH = 1.1
 """Bytes of an iteration, over those in the finest grid, where no grid meets the capacity."""
@@ -85,38 +90,82 @@ def plan_sft(
     if params.segments != "auto":
         return _explicit(traced, params, request, staging), []
     if staging is None:
-        segments, left = _auto(traced, params, {}, None)
-    else:
-        segments, left, names = [], [], dict[str, int]()
-        for stage in range(staging.stages.count):
-            stage_segments, skipped = _auto(traced, params, names, staging.members(traced.analysis, stage))
-            segments += stage_segments
-            left += skipped
-    is_single = len(segments) == 1 and bool(segments[0].loop_specs)
-    for tiles in (request.tiles, request.backward):
-        if tiles is not None and segments and not is_single:
-            # Smaller segments get fewer tiles; the largest one has to have enough rows.
-            largest_one = max(segments, key=lambda segment: _max_tiles(traced, segment))
-            check_tiles(traced, largest_one, _grid(traced, largest_one, tiles), tiles.argument)
-    plans = []
-    for segment in segments:
-        if is_single:
-            return [_planned(traced, segment, request, params.memory_capacity, clamp=False)], left
-        try:
-            plans.append(_planned(traced, segment, request, params.memory_capacity, clamp=True))
-        except NotTileableError as error:
-            left.append(SkippedOps(segment.name, str(error)))
-    return plans, left
+        return _automatic(traced, params, request, None)
+    plans, left = [], []
+    for stage in range(staging.stages.count):
+        of_stage, skipped = _automatic(traced, params, request, staging.members(traced.analysis, stage))
+        plans += of_stage
+        left += skipped
+    return _renamed(plans), left
 
 
-def _auto(
-    traced: TracedStep, params: SFTParams, names: dict[str, int], allowed: set[Node] | None
-) -> tuple[list[Segment], list[SkippedOps]]:
-    """Return the segments of a step, or of its `allowed` ops, and the ops without; `names` counts segments."""
+def _automatic(
+    traced: TracedStep, params: SFTParams, request: RequestedTiles, allowed: set[Node] | None
+) -> tuple[list[SegmentPlan], list[SkippedOps]]:
+    """Return the planned segments of a step, or of its `allowed` ops, and the ops without."""
+
+    def planned(segment: Segment) -> SegmentPlan:
+        return _planned(traced, segment, request, params.memory_capacity, clamp=True)
+
     barriers = Barriers(traced, allowed)
     if barriers.present:
-        return [barriers.segment(next_name(names), barriers.smallest)], barriers.left
-    return auto_segments(traced.analysis, params.memory_capacity, traced.batch, names, allowed)
+        left, candidates = barriers.left, _with_barriers(traced, barriers, planned)
+    elif params.memory_capacity is not None:
+        segments, left = auto_segments(traced.analysis, params.memory_capacity, traced.batch, {}, allowed)
+        candidates = iter([_candidate(traced, segments, planned)])
+    else:
+        search = RequestedSearch(traced, planned, allowed)
+        left, candidates = search.left, search.candidates()
+    best = best_candidate(traced, candidates, allowed)
+    if best is None:
+        return [], [*left, *_unprofitable(traced, barriers, request)]
+    for plan in best.plans:
+        _note_lowered_tiles(traced, plan, request)
+    return best.plans, left
+
+
+def _with_barriers(
+    traced: TracedStep, barriers: Barriers, planned: Callable[[Segment], SegmentPlan]
+) -> Iterator[Candidate]:
+    """Yield plans with sets of checkpoints of each family, from the fewest saved bytes to the most."""
+    for family in barriers.families:
+        stride = -(-len(family) // MAX_CHECKPOINT_SETS)
+        for checkpoints in family[::-stride]:
+            yield _candidate(traced, [barriers.segment("segment1", checkpoints)], planned)
+
+
+def _candidate(traced: TracedStep, segments: Iterable[Segment], planned: Callable[[Segment], SegmentPlan]) -> Candidate:
+    """Return the plan of segments in requested tiles, without those that cannot have them, for fresh memory."""
+    plans = []
+    for segment in segments:
+        with contextlib.suppress(NotTileableError):
+            plans.append(planned(segment))
+    return Candidate(plans, *predict(traced, plans, limit=0))
+
+
+def _unprofitable(traced: TracedStep, barriers: Barriers, request: RequestedTiles) -> list[SkippedOps]:
+    """Return the record of the ops that could run in tiles, but would need as much memory as they do untiled."""
+    nodes = [node for node in traced.analysis.sorted(barriers.nodes) if node not in traced.analysis.backward]
+    if not nodes:
+        return []
+    tiles = "tiles" if request.tiles is None else f"{request.tiles} tiles"
+    return [SkippedOps(nodes[0].name, f"in {tiles} they would need as much memory as untiled", nodes[-1].name)]
+
+
+def _note_lowered_tiles(traced: TracedStep, plan: SegmentPlan, request: RequestedTiles) -> None:
+    """Note in a segment that it has fewer tiles than requested, because an exit has too few rows."""
+    for tiles, got in ((request.tiles, plan.loops[0].grid), (request.backward, plan.loops[-1].grid)):
+        asked = got if tiles is None else _grid(traced, plan.segment, tiles)
+        if got.spatial != asked.spatial:
+            plan.segment.notes.append(f"{got} tiles instead of {asked}, because tensors that are split have few rows")
+
+
+def _renamed(plans: Sequence[SegmentPlan]) -> list[SegmentPlan]:
+    """Return the plans of several stages with segments numbered through."""
+    return [
+        dataclasses.replace(plan, segment=dataclasses.replace(plan.segment, name=f"segment{number}"))
+        for number, plan in enumerate(plans, 1)
+    ]
 
 
 def _backward(value: Any) -> NumTiles | None:

@@ -6,11 +6,10 @@ of the whole rewritten step agrees, so a search tries several targets for the ch
 
 from __future__ import annotations
 
-import abc
 import bisect
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rewriters.emission.tile_pass import SegmentPlan, plan_segment
 from rewriters.errors import NotTileableError
@@ -41,30 +40,29 @@ Segmentation = tuple[tuple[int, BlockChoice], ...]
 """Blocks to run in tiles, each choice with the number of its component."""
 
 
-class ChainSearch(abc.ABC):
+class ChainSearch:
     """Tile plans of one step without barriers, each made for a target that its chains of blocks meet.
 
     Args:
         traced: The step.
         chains: Its components.
         left: Ops that cannot be tiled, with reasons.
+        excluded: Backward ops that may not run in tiles.
     """
 
-    def __init__(self, traced: TracedStep, chains: Sequence[ComponentBlocks], left: list[SkippedOps]) -> None:
+    def __init__(
+        self,
+        traced: TracedStep,
+        chains: Sequence[ComponentBlocks],
+        left: list[SkippedOps],
+        excluded: Collection[Node] = (),
+    ) -> None:
         self.left = left
+        self._excluded = excluded
         self._traced = traced
         self._chains = chains
         self._held_bytes = traced.fixed_bytes + sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
         self._highest = rung(2 * traced.plain.peak.peak_bytes)  # A target that the original step meets.
-
-    @abc.abstractmethod
-    def fastest_within(self, limit: int) -> Candidate | None:
-        """Return the fastest plan found whose step stays within `limit` bytes."""
-
-    @property
-    @abc.abstractmethod
-    def smallest(self) -> Candidate:
-        """Plan with the lowest peak found."""
 
     def proposed(self, target: int) -> Candidate | None:
         """Return the plan for a target, whether its step meets it or not."""
@@ -93,7 +91,8 @@ class ChainSearch(abc.ABC):
         if not segmentation:
             return self._traced.plain
         if segmentation not in modelled:
-            plans = segment_plans(self._traced, [(self._chains[n].component, choice) for n, choice in segmentation])
+            choices = [(self._chains[n].component, choice) for n, choice in segmentation]
+            plans = segment_plans(self._traced, choices, self._excluded)
             modelled[segmentation] = Candidate(plans, *predict(self._traced, plans, limit=limit))
         return modelled[segmentation]
 
@@ -201,9 +200,11 @@ def _peak_bytes(candidate: Candidate) -> int:
     return candidate.peak.peak_bytes
 
 
-def segment_plans(traced: TracedStep, choices: Sequence[tuple[TileableComponent, BlockChoice]]) -> list[SegmentPlan]:
-    """Plan the loops of all choices that tile, each with its component."""
-    backward_ops: set[Node] = set()
+def segment_plans(
+    traced: TracedStep, choices: Sequence[tuple[TileableComponent, BlockChoice]], excluded: Iterable[Node] = ()
+) -> list[SegmentPlan]:
+    """Plan the loops of all choices that tile, each with its component, without the excluded backward ops."""
+    backward_ops = set(excluded)
     plans = []
     for number, (component, choice) in enumerate(choices, 1):
         positions = range(choice.first, choice.last)

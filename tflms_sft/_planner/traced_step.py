@@ -268,12 +268,13 @@ def emit_and_describe(
     analysis = traced.analysis
     graph = tile_segments(analysis, plans) if plans else analysis.graph
     names = display_names(analysis.graph, traced.record)
-    original = prediction(traced, [], analysis.graph, names, predict(traced, [], limit=0))
+    # For a budget, predict as the search did: by a skeleton, and for every state of the device's memory.
+    # Otherwise memory is assumed to be fresh.
+    limit = None if budget else 0
+    original = prediction(traced, [], analysis.graph, names, predict(traced, [], limit=limit))
     predicted = original
     if plans:
-        # For a budget, predict as the search did: by a skeleton, and for every state of the device's memory.
-        # Otherwise memory is assumed to be fresh.
-        seen, limit = (tile_skeleton(analysis, plans), None) if budget else (graph, 0)
+        seen = tile_skeleton(analysis, plans) if budget else graph
         predicted = prediction(traced, plans, seen, names, predict(traced, plans, limit=limit, graph=seen))
     *parts, outside = shares(traced.costs, plans, traced.seconds)
     plan = Plan(

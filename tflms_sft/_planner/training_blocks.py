@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,12 +17,12 @@ from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor
 from rewriters.rules.registry import TileKind, find_rule
 from rewriters.tiling.ft_segments import TileableComponent, try_segment
-from tflms_sft._planner.block_search import BlockChoice, BlockOptions, ComponentBlocks, select_cuts
-from tflms_sft._planner.segment_tilings import EstimateCache, SegmentTilings, tilings
+from tflms_sft._planner.block_search import BlockChoice, BlockOptions, ComponentBlocks, Tilings, select_cuts
+from tflms_sft._planner.segment_tilings import EstimateCache, tilings
 from tflms_sft._planner.traced_step import TracedStep
 
 MAX_CUTS = 8
-"""Places in a component where a segment may end; a longer network has them spread over the bytes that it saves."""
+"""Places in a component where a segment may end, in a search for tiles as well."""
 
 MAX_OPS_ACROSS_CUTS = 80
 """Forward ops of a segment that goes past a cut. With more ops longer halos cost much, and one saved tensor less saves
@@ -35,10 +36,12 @@ class TrainingBlocks(ComponentBlocks):
     Args:
         traced: The step.
         component: The component.
+        max_cuts: Places in the component where a segment may end; a longer network has them spread over the bytes that
+            it saves.
     """
 
-    def __init__(self, traced: TracedStep, component: TileableComponent) -> None:
-        super().__init__(traced, component, _bounds(traced, component))
+    def __init__(self, traced: TracedStep, component: TileableComponent, max_cuts: int = MAX_CUTS) -> None:
+        super().__init__(traced, component, _bounds(traced, component, max_cuts))
         self._estimates = EstimateCache()
 
     def _options_between(self, first: int, last: int) -> BlockOptions:
@@ -71,9 +74,13 @@ class TrainingBlocks(ComponentBlocks):
         """Return the backward ops of blocks."""
         return [node for node, position in self._positions.items() if first <= position < last]
 
-    def _tilings(self, first: int, last: int) -> list[SegmentTilings]:
+    def _is_too_long(self, first: int, last: int) -> bool:
+        """Return whether blocks are too many for a segment that goes past a cut."""
+        return last - first > MAX_OPS_ACROSS_CUTS and self.bounds.index(last) > self.bounds.index(first) + 1
+
+    def _tilings(self, first: int, last: int) -> Sequence[Tilings]:
         """Return the ways to tile the blocks; none if they are no segment, or too long a one."""
-        if last - first > MAX_OPS_ACROSS_CUTS and self.bounds.index(last) > self.bounds.index(first) + 1:
+        if self._is_too_long(first, last):
             return []
         with contextlib.suppress(NotTileableError):
             segment = try_segment(self._traced.analysis, self.component, range(first, last), set(), "candidate")
@@ -81,8 +88,8 @@ class TrainingBlocks(ComponentBlocks):
         return []
 
 
-def _bounds(traced: TracedStep, component: TileableComponent) -> list[int]:
-    """Return the ends of the component, and up to `MAX_CUTS` of its cuts.
+def _bounds(traced: TracedStep, component: TileableComponent, max_cuts: int) -> list[int]:
+    """Return the ends of the component, and up to `max_cuts` of its cuts.
 
     A stretch of the network, of which the smallest cut is taken, saves about as much as each other.
     """
@@ -103,8 +110,8 @@ def _bounds(traced: TracedStep, component: TileableComponent) -> list[int]:
     saved_before = np.cumsum(saved) - saved
     # Stretches of equal blocks get the same number of blocks, so that the estimates of one serve all.
     block = max(int(np.median(np.diff(saved_before[inner]))), 1) if len(inner) > 1 else 1
-    stretch_bytes = -(-int(saved_before[-1] + 1) // (MAX_CUTS * block)) * block
-    cuts = select_cuts(ends, (*ends, *inner), lambda cut: int(saved_before[cut] // stretch_bytes), num_bytes, MAX_CUTS)
+    stretch_bytes = -(-int(saved_before[-1] + 1) // (max_cuts * block)) * block
+    cuts = select_cuts(ends, (*ends, *inner), lambda cut: int(saved_before[cut] // stretch_bytes), num_bytes, max_cuts)
     return [0, *(cut + 1 for cut in cuts), size]
 
 
