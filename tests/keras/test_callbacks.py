@@ -247,7 +247,7 @@ def test_budget_infeasible_raises_in_first_step():
 
 
 def test_verbose_prints_plan_and_peak(capsys, monkeypatch):
-    monkeypatch.setattr("tflms_sft._keras.train_step_patch.reset_peak", lambda: None)
+    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers: None)
     callback = SFT((2, 3))
     net().fit(X, Y, batch_size=4, epochs=2, callbacks=[callback], **SETTINGS)
     start, peak = capsys.readouterr().out.splitlines()
@@ -259,12 +259,12 @@ def test_verbose_prints_plan_and_peak(capsys, monkeypatch):
 
 @pytest.fixture
 def measured_peaks(monkeypatch):
-    """Replace the measured peaks of the next steps."""
+    """Replace the measured peaks of the next steps; the last one is that of all further steps."""
     peaks = []
-    monkeypatch.setattr("tflms_sft._keras.train_step_patch.reset_peak", lambda: 0)
+    monkeypatch.setattr("tflms_sft._keras.peak_watch.reset_peak", lambda tiers: 0)
     monkeypatch.setattr(
-        "tflms_sft._keras.train_step_patch.read_peak",
-        lambda in_use, own, tiers: tflms_sft.Measurement(peaks.pop(0), "a test"),
+        "tflms_sft._keras.peak_watch.read_peak",
+        lambda in_use, own, tiers: tflms_sft.Measurement(peaks.pop(0) if len(peaks) > 1 else peaks[0], "a test"),
     )
     return peaks
 
@@ -295,6 +295,33 @@ def test_step_over_budget_is_planned_again(capsys, measured_peaks):
     lines = [line for line in capsys.readouterr().out.splitlines() if "measured peak" in line]
     assert lines[0].endswith("OVER the budget of 700 KiB: planning again with the measured peak")
     assert len(lines) == 2 and "OVER" not in lines[1]
+
+
+def test_later_step_over_budget_is_said_once_and_next_epoch_is_planned_again(capsys, measured_peaks):
+    measured_peaks += [kib * 2**10 for kib in (600, 750, 760, 600)]
+    plans = []
+
+    class Watching(MemoryBudget):
+        def on_epoch_end(self, epoch, logs=None):
+            super().on_epoch_end(epoch, logs)
+            plans.append(self.plan)
+
+    fitted(Watching(BUDGET), lambda m, c: m.fit(X, Y, batch_size=4, epochs=3, callbacks=c, **SETTINGS))
+    first, second, third = plans
+    assert first is not second and second is third
+    assert second.predicted.peak_bytes <= 0.9 * first.memory_budget * first.predicted.peak_bytes / (750 * 2**10)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "a later step used" in line]
+    assert lines == [
+        "tflms-sft: a later step used 750 KiB, more than its budget of 700 KiB; the next epoch is planned again with "
+        "this peak."
+    ]
+
+
+def test_later_step_over_budget_without_smaller_plan_trains_on(measured_peaks):
+    measured_peaks += [600 * 2**10, 2**30]
+    callback = budgeted()
+    with pytest.warns(UserWarning, match="a later step used 1.00 GiB, more than its budget of 700 KiB"):
+        fitted(callback, lambda m, c: m.fit(X, Y, batch_size=4, epochs=3, callbacks=c, **SETTINGS))
 
 
 def test_step_over_budget_twice_raises(measured_peaks):

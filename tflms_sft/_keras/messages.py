@@ -5,6 +5,7 @@ from __future__ import annotations
 from rewriters.errors import BudgetError
 from tflms_sft._planner.budget_search import fragmentation_hint
 from tflms_sft._report.plan import Plan
+from tflms_sft._report.plan_records import Measurement
 from tflms_sft._util.byte_sizes import format_bytes
 
 
@@ -16,9 +17,9 @@ def start_line(plan: Plan, *, is_jit_off: bool, planning_time: str) -> str:
     return "; ".join(filter(None, [text, *plan.notes, planning_time]))
 
 
-def exceeds_budget(plan: Plan) -> bool:
-    """Tell whether the measured peak of the step is above the budget of its plan."""
-    budget, measured = plan.memory_budget, plan.measured
+def exceeds_budget(plan: Plan, measured: Measurement | None = None) -> bool:
+    """Tell whether a measured peak, by default that of the first step, is above the budget of a plan."""
+    budget, measured = plan.memory_budget, measured or plan.measured
     return budget is not None and measured is not None and measured.peak_bytes > budget
 
 
@@ -28,6 +29,14 @@ def over_budget_warning(plan: Plan) -> str:
     return (
         f"tflms-sft: the step used {format_bytes(plan.measured.peak_bytes)}, more than its budget of "
         f"{format_bytes(plan.memory_budget or 0)}; planning again with the measured peak."
+    )
+
+
+def later_excess_line(plan: Plan, measured: Measurement) -> str:
+    """Return the line about a later step that exceeded the budget."""
+    return (
+        f"tflms-sft: a later step used {format_bytes(measured.peak_bytes)}, more than its budget of "
+        f"{format_bytes(plan.memory_budget or 0)}; the next epoch is planned again with this peak."
     )
 
 

@@ -53,7 +53,6 @@ class RewritingCallback(keras.callbacks.Callback):
         self._log_dir = checked_log_dir(log_dir)
         self._log: TrainingLog | None = None
         self._epoch = 0
-        self._bytes_in_use: int | None = None
         self._peak: Measurement | None = None
         self._patch: StepPatch | None = None
         self._eager: EagerTraining | None = None
@@ -115,12 +114,14 @@ class RewritingCallback(keras.callbacks.Callback):
         }
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start the measurement of an epoch for TensorBoard."""
+        """Plan again if a step of the previous epoch exceeded the budget, and start the measurement of an epoch."""
         self._epoch = epoch
-        if self._log is not None and self._patch is not None:
+        if self._patch is not None:
+            self._patch.plan_again_after_excess()
+            self._patch.watch.begin_epoch()
+        if self._log is not None:
             self._log.epoch_begins()
             self._peak = None
-            self._bytes_in_use = self._patch.reset_peak()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Install the patch again if another callback ran a training of its own."""
@@ -137,7 +138,7 @@ class RewritingCallback(keras.callbacks.Callback):
             self._eager.end_batch()
         if self._log is not None and self._patch is not None:
             self._log.batch_ends(self._epoch, self._last_plan, self.model.steps_per_execution)
-            self._peak = self._patch.peak_since(self._bytes_in_use)
+            self._peak = self._patch.watch.highest
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Log an epoch for TensorBoard."""

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from rewriters.canonicalize.canonicalize import CanonicalMode
 from rewriters.device import properties
-from rewriters.errors import RewriteError
+from rewriters.errors import BudgetError, RewriteError
 from rewriters.estimates.op_cost import MachineRates
 from rewriters.ir import tf_internals
 from rewriters.step_importer import StepImporter
@@ -32,17 +32,18 @@ from rewriters.swapping.tiers import Tier
 from tflms_sft._cluster.worker_watch import workers_watched
 from tflms_sft._keras.batch_limits import BatchLimit, ensure_planned_size, is_image, planned_size_error
 from tflms_sft._keras.first_batches import PeekedBatches, can_peek
-from tflms_sft._keras.messages import exceeds_budget, over_budget_error, over_budget_warning
+from tflms_sft._keras.messages import exceeds_budget, later_excess_line, over_budget_error, over_budget_warning
 from tflms_sft._keras.model_checks import build_optimizer, check_model
+from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._keras.replicas import Replicas, StrategyProxy, merges_replicas, num_replicas
 from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline
-from tflms_sft._planner.traced_step import analyse_step, collector_paused
+from tflms_sft._planner.traced_step import TracedStep, analyse_step, collector_paused
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Measurement
-from tflms_sft._rewrite.measure import read_peak, reset_peak, watch_tier
+from tflms_sft._rewrite.measure import watch_tier
 from tflms_sft._rewrite.rewrite import rewrite_traced
 from tflms_sft._trace.layer_names import recorded_layers
 from tflms_sft._trace.step_tracing import check_image_sizes, keras_function
@@ -90,6 +91,7 @@ class StepPatch:
         plan: Plan of the first traced signature; `None` before.
         planning: Stopwatch with the time that planning took.
         kind: The model's step that is patched.
+        watch: Measured peaks of the steps.
     """
 
     kind = TRAINING
@@ -129,6 +131,10 @@ class StepPatch:
         self._num_replicas = 1
         self._corrections = {} if corrections is None else corrections
         self._is_replanned = False
+        self.watch = PeakWatch()
+        self._excess: Measurement | None = None
+        self._correction_before: float | None = None
+        self._has_smallest_plan = False
 
     def install(self) -> None:
         """Replace the step, after removing the patch that a failed training left behind.
@@ -274,18 +280,22 @@ class StepPatch:
         if first:
             self._rates()  # A calibration would allocate memory during the step.
         # The statistics are those of one device.
-        in_use = reset_peak() if first and self._params.pipeline is None else None
-        if in_use is not None and peeked is not None:
+        has_statistics = self._params.pipeline is None and self.watch.start(self._tiers)
+        if first and has_statistics and peeked is not None:
             peeked.wait_until_prefetched()
-            in_use = reset_peak()
+            self.watch.start(self._tiers)
         result = self._compiled_function(iterator)
-        if first and self.plan is not None:
+        if self.plan is None:
+            return result
+        if first:
             self._is_measured = True
             tf.nest.map_structure(lambda value: value.numpy() if hasattr(value, "numpy") else value, result)
             step_bytes = [*self._variable_bytes, *(peeked.bytes_on_device() if peeked is not None else ())]
-            self.plan.measured = None if in_use is None else read_peak(in_use, step_bytes, self._tiers)
+            self.plan.measured = self.watch.stop(step_bytes, self._tiers)
             self._on_measured(self.plan)
             self._enforce_budget(self.plan)
+        else:
+            self._report_excess(self.plan, self.watch.stop(self._variable_bytes, self._tiers))
         return result
 
     def _rates(self) -> MachineRates:
@@ -297,7 +307,7 @@ class StepPatch:
         Raises:
             BudgetError: If the plan was corrected before.
         """
-        if not exceeds_budget(plan):
+        if not exceeds_budget(plan) or self._has_smallest_plan:
             return
         if self.is_replanned:
             raise over_budget_error(plan)
@@ -306,7 +316,32 @@ class StepPatch:
             warnings.warn(over_budget_warning(plan), stacklevel=2)
         self._is_replanned = True
         self._corrections[self._correction_key] = plan.measured.peak_bytes / plan.predicted.peak_bytes
-        self.plan = None
+        self._discard_plan()
+
+    def _report_excess(self, plan: Plan, measured: Measurement | None) -> None:
+        """Say once for each plan that a later step exceeded the budget, and have the next epoch planned again."""
+        if measured is None or self._excess is not None or not exceeds_budget(plan, measured):
+            return
+        self._excess = measured
+        text = later_excess_line(plan, measured)
+        if self._say is None:
+            warnings.warn(text, stacklevel=2)
+        else:
+            self._say(text)
+
+    def plan_again_after_excess(self) -> None:
+        """Discard a plan that a later step exceeded the budget with, so that the next step is planned again.
+
+        The peak of that step corrects the memory model. If no corrected plan fits, the present one stays.
+        """
+        if self._excess is None or self.plan is None or self._has_smallest_plan:
+            return
+        self._correction_before = self._corrections.get(self._correction_key, 1.0)
+        self._corrections[self._correction_key] = self._excess.peak_bytes / self.plan.predicted.peak_bytes
+        self._discard_plan()
+
+    def _discard_plan(self) -> None:
+        self.plan = self._excess = None
         self._is_measured = self._has_peeked = False
         for importer in self._steps.values():
             importer.abandon()
@@ -337,14 +372,6 @@ class StepPatch:
         if not is_shape_known:
             self._remember_shapes(peeked.first)
         return peeked
-
-    def reset_peak(self) -> int | None:
-        """Start the measurement of several steps; return the bytes in use, or `None` without memory statistics."""
-        return reset_peak(self._tiers)
-
-    def peak_since(self, in_use: int | None) -> Measurement | None:
-        """Return the peak since `reset_peak`, which returned `in_use`; `None` without statistics or a plan."""
-        return None if in_use is None or self.plan is None else read_peak(in_use, self._variable_bytes, self._tiers)
 
     @property
     def _tiers(self) -> list[Tier]:
@@ -428,7 +455,7 @@ class StepPatch:
             analysed.use_rates(self._rates())
             analysed.correction = self._corrections.get(self._correction_key, 1.0)
             analysed.variables += self._untouched_variable_bytes(traced)
-            importer, plan = rewrite_traced(analysed, self._params)
+            importer, plan = self._planned(analysed)
         if self.plan is None:
             self.plan, self.planning = plan, stopwatch
             self._variable_bytes = analysed.variables
@@ -437,6 +464,18 @@ class StepPatch:
                 self._batch_limit = BatchLimit(plan, analysed, budget)
             self._on_plan(plan)
         return importer
+
+    def _planned(self, analysed: TracedStep) -> tuple[StepImporter, Plan]:
+        """Rewrite the step; after an excess of a later step by the plan before, if no corrected one fits."""
+        before, self._correction_before = self._correction_before, None
+        try:
+            return rewrite_traced(analysed, self._params)
+        except BudgetError:
+            if before is None:
+                raise
+        self._has_smallest_plan = True
+        self._corrections[self._correction_key] = analysed.correction = before
+        return rewrite_traced(analysed, self._params)
 
     def _rewrite_pipeline(self, specs: Any) -> StepImporter:
         shape, function = self._image_batch_shape, keras_function(self._original)

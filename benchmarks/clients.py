@@ -1,0 +1,170 @@
+"""Trains models of other packages, unmodified, in plain and under `MemoryBudget`, and runs Keras's own trainer tests.
+
+    python -m benchmarks.clients [--clients NAME ...] [--fraction 0.6] [--steps 3] [--results FILE]
+
+Each client trains in processes of its own: in plain, in plain with inputs shaken by 1e-7 of their size, and under a
+budget of a fraction of its plain peak. *Equal*: the weights under the budget differ from the plain ones by no more than
+three times what shaking the inputs does. Peaks are those of allocator statistics over all steps. A package that is
+missing is skipped. For Keras's tests, `MemoryBudget("1GiB")` is added to every `fit` without another callback list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import _arguments, _child
+from benchmarks._client_models import CLIENTS
+
+MIB = 2**20
+SHAKE = 1e-7
+TOLERANCE = 3.0
+"""Difference of weights under the budget, over that of shaken inputs."""
+
+TITLES = ("client", "version", "plain peak", "budget", "measured", "time", "equal")
+
+
+def train(
+    *, client: str, steps: int, budget: int | None, shaken: bool, weights: str, emit: _child.Emit
+) -> dict[str, Any]:
+    """Train a client for some steps on one batch; return its peak, the time of a step, and the plan's headline."""
+    del emit
+    import keras
+    import numpy as np
+
+    import tflms_sft
+    from benchmarks._client_peaks import PeakOfSteps
+
+    keras.utils.set_random_seed(0)
+    model, inputs, targets = CLIENTS[client].build()
+    if shaken:
+        inputs = keras.tree.map_structure(lambda a: a * (1 + SHAKE) if a.dtype.kind == "f" else a, inputs)
+    peaks = PeakOfSteps()
+    callback = None if budget is None else tflms_sft.MemoryBudget(budget, verbose=0)
+    batch = len(keras.tree.flatten(inputs)[0])
+    for _ in range(steps):
+        model.fit(
+            inputs, targets, batch_size=batch, shuffle=False, verbose=0, callbacks=[*filter(None, [callback]), peaks]
+        )
+    np.savez(weights, *(np.array(v) for v in model.trainable_variables))
+    plan = None if callback is None or callback.plan is None else callback.plan.headline()
+    return {"peak": peaks.peak_bytes, "seconds": peaks.step_seconds, "plan": plan, "loss": peaks.loss}
+
+
+def difference(first: Path, second: Path) -> float:
+    """Return the largest difference of two sets of weights, each relative to its largest number."""
+    import numpy as np
+
+    with np.load(first) as a, np.load(second) as b:
+        pairs = [(a[name], b[name]) for name in a.files]
+    return max(float(np.abs(x - y).max() / max(np.abs(x).max(), 1e-30)) for x, y in pairs)
+
+
+def client_row(name: str, fraction: float, steps: int) -> dict[str, Any]:
+    """Measure one client; return its line of the table."""
+    try:
+        version = importlib.metadata.version(CLIENTS[name].package)
+    except importlib.metadata.PackageNotFoundError:
+        return {"client": name, "skipped": f"{CLIENTS[name].package} is not installed"}
+    with tempfile.TemporaryDirectory() as folder:
+        files = {kind: Path(folder) / f"{kind}.npz" for kind in ("plain", "shaken", "budget")}
+
+        def run(kind: str, budget: int | None) -> _child.Outcome:
+            options = {"client": name, "steps": steps, "budget": budget, "shaken": kind == "shaken"}
+            return _child.run_child("benchmarks.clients:train", {**options, "weights": str(files[kind])})
+
+        plain = run("plain", None)
+        if not plain.ok:
+            return {"client": name, "version": version, "skipped": f"plain training fails: {plain.how_it_ended()}"}
+        run("shaken", None)
+        budget = int(fraction * plain.result["peak"])
+        row = {"client": name, "version": version, "plain": plain.result, "budget_bytes": budget}
+        rewritten = run("budget", budget)
+        if not rewritten.ok:
+            return {**row, "refused": rewritten.how_it_ended()}
+        shaken = difference(files["plain"], files["shaken"])
+        return {
+            **row,
+            "budget": rewritten.result,
+            "difference": difference(files["plain"], files["budget"]),
+            "shaken": shaken,
+        }
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a line of the table."""
+    if "skipped" in row:
+        return [row["client"], row.get("version", ""), "skipped: " + row["skipped"], "", "", "", ""]
+    plain, budget = row["plain"], f"{row['budget_bytes'] / MIB:.0f} MiB"
+    first = [row["client"], row["version"], f"{plain['peak'] / MIB:.0f} MiB", budget]
+    if "refused" in row:
+        return [*first, row["refused"], "", ""]
+    rewritten = row["budget"]
+    is_equal = row["difference"] <= TOLERANCE * max(row["shaken"], SHAKE)
+    equal = f"{'yes' if is_equal else 'NO'} ({row['difference']:.0e}, shaken {row['shaken']:.0e})"
+    time = f"{rewritten['seconds'] / plain['seconds']:.2f}x"
+    return [*first, f"{rewritten['peak'] / MIB:.0f} MiB ({rewritten['peak'] / plain['peak']:.2f})", time, equal]
+
+
+def keras_trainer_tests() -> dict[str, Any]:
+    """Run Keras's own tests of `Trainer`, in plain and with a budget in every `fit`; return the tests that pass."""
+    import keras
+
+    source = Path(keras.__file__).parent / "src" / "trainers" / "trainer_test.py"
+    if not source.exists():
+        return {"client": "Keras's trainer tests", "skipped": "this distribution of Keras has no tests"}
+    passed = {}
+    for kind in ("plain", "budget"):
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(source, folder)
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA"]
+            command += ["-p", "benchmarks._client_keras_tests", source.name]
+            env = {**_child.child_env(), "CLIENT_BUDGET": "1GiB" if kind == "budget" else ""}
+            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        passed[kind] = sorted(set(re.findall(r"^PASSED \S+::(\S+)", done.stdout, re.MULTILINE)))
+    missing = sorted(set(passed["plain"]) - set(passed["budget"]))
+    return {
+        "client": "Keras's trainer tests",
+        "version": keras.__version__,
+        "plain": len(passed["plain"]),
+        "budget": len(passed["budget"]),
+        "missing": missing,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write the figures."""
+    parser = _arguments.parser("benchmarks.clients", __doc__)
+    parser.add_argument("--clients", nargs="*", choices=[*CLIENTS, "keras"], default=[*CLIENTS, "keras"])
+    parser.add_argument("--fraction", type=_arguments.part, default=0.6)
+    parser.add_argument("--steps", type=_arguments.positive, default=3)
+    parser.add_argument("--results", type=Path)
+    options: argparse.Namespace = parser.parse_args(arguments)
+    rows = []
+    print(" | ".join(TITLES), flush=True)
+    for name in options.clients:
+        if name == "keras":
+            row = keras_trainer_tests()
+            told = row.get("skipped") or f"{row['budget']} of {row['plain']} tests that pass in plain"
+            print(f"{row['client']} | {row.get('version', '')} | {told} {row.get('missing') or ''}", flush=True)
+        else:
+            row = client_row(name, options.fraction, options.steps)
+            print(" | ".join(cells(row)), flush=True)
+        rows.append(row)
+    if options.results:
+        options.results.write_text(json.dumps({"cpus": os.cpu_count(), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    _child.leave_with(main)

@@ -1,0 +1,45 @@
+"""Measured peaks of the steps of a training, each against its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rewriters.swapping.tiers import Tier
+from tflms_sft._report.plan_records import Measurement
+from tflms_sft._rewrite.measure import read_peak, reset_peak
+
+
+class PeakWatch:
+    """Measures executions of a train function one after another, on devices with memory statistics.
+
+    Attributes:
+        highest: Highest peak since `begin_epoch`; `None` before the first one, and without statistics.
+    """
+
+    def __init__(self) -> None:
+        self.highest: Measurement | None = None
+        self._bytes_in_use: int | None = None
+
+    def begin_epoch(self) -> None:
+        """Forget the peaks of the previous epoch."""
+        self.highest = None
+
+    def start(self, tiers: Iterable[Tier]) -> bool:
+        """Start the measurement of an execution; return whether the device keeps statistics."""
+        self._bytes_in_use = reset_peak(tiers)
+        return self._bytes_in_use is not None
+
+    def stop(self, step_bytes: Sequence[int], tiers: Iterable[Tier]) -> Measurement | None:
+        """End the measurement of an execution and return its peak.
+
+        Args:
+            step_bytes: Sizes of the step's own tensors that were in memory at its start.
+            tiers: Swap tiers of the step.
+        """
+        if self._bytes_in_use is None:
+            return None
+        measured = read_peak(self._bytes_in_use, step_bytes, tiers)
+        self._bytes_in_use = None
+        if measured is not None and (self.highest is None or measured.peak_bytes > self.highest.peak_bytes):
+            self.highest = measured
+        return measured
