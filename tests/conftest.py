@@ -8,6 +8,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Plans depend on the rates of the machine: nominal rates make them equal everywhere.
 os.environ.setdefault("TFLMS_SFT_RATES", "nominal")
+os.environ.setdefault("TFLMS_SFT_PLAN_CACHE", "off")
 
 import keras
 import pytest

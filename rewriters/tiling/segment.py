@@ -43,6 +43,8 @@ class Segment:
         stored: Forward tensors that are stored in full size instead of recomputed.
         notes: Notes for the user.
         loop_specs: With barriers, the loops in the order in which they run. All kinds are `FULL` or `INVARIANT` then.
+        checkpoint_set: With barriers, the numbers of the family and of the set of checkpoints, by which a stored plan
+            is found again.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Segment:
     stored: frozenset[Tensor] = frozenset()
     notes: list[str] = dataclasses.field(default_factory=list)
     loop_specs: list[LoopSpec] = dataclasses.field(default_factory=list)
+    checkpoint_set: tuple[int, int] | None = None
 
     @property
     def available(self) -> set[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ class MemoryBudget(RewritingCallback):
             much time. A bool, or `LMSParams` that select tensors and destination. Defaults to `True`.
         batch_shape: `(batch, height, width, channels)` of the largest batch; of volumes `(batch, depth, height, width,
             channels)`, of sequences `(batch, length, channels)`. Defaults to `None`: the shape of the first batch.
+        plan: File that `Plan.save` wrote for this training; see `AutoParams`. Evaluation and prediction have plans of
+            their own. Defaults to `None`.
         verbose: 0 prints nothing. 1 prints the plan before the first step, the measured peak after it, and a line
             while planning if that takes long. Defaults to 1.
         log_dir: Directory for TensorBoard logs of peaks and step times. Defaults to `None`: the directory of a
@@ -59,11 +62,12 @@ class MemoryBudget(RewritingCallback):
         headroom: float = 0.1,
         swap: bool | SwapParams = True,
         batch_shape: Sequence[int] | None = None,
+        plan: str | os.PathLike[str] | None = None,
         verbose: int = 1,
         log_dir: Any = None,
     ) -> None:
         super().__init__(
-            AutoParams(memory_budget, headroom, swap), batch_shape=batch_shape, verbose=verbose, log_dir=log_dir
+            AutoParams(memory_budget, headroom, swap, plan), batch_shape=batch_shape, verbose=verbose, log_dir=log_dir
         )
 
 

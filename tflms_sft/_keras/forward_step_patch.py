@@ -9,6 +9,7 @@ They differ from the training patch in `train_step_patch.py` in three points:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from tflms_sft._keras.model_checks import check_runs_graph, check_trainer, reaso
 from tflms_sft._keras.replicas import num_replicas
 from tflms_sft._keras.train_step_patch import StepKind, StepPatch
 from tflms_sft._params.request import RewriteRequest
+from tflms_sft._params.tile_params import AutoParams
 
 EVALUATION = StepKind("test_step", "test_function", "make_test_function", "_tflms_sft_evaluation")
 PREDICTION = StepKind("predict_step", "predict_function", "make_predict_function", "_tflms_sft_prediction")
@@ -138,7 +140,10 @@ class ForwardStepPatch(StepPatch):
 
 def forward_request(params: RewriteRequest) -> RewriteRequest | None:
     """Return the part of a request that applies to a step without gradients: its tiles; `None` if it has none."""
-    return None if params.tiles is None else RewriteRequest(params.tiles)
+    tiles = params.tiles
+    if isinstance(tiles, AutoParams):
+        tiles = dataclasses.replace(tiles, plan=None)  # It is that of the training.
+    return None if tiles is None else RewriteRequest(tiles)
 
 
 def reason_not_rewritten(model: Any, params: RewriteRequest) -> str:

@@ -79,7 +79,7 @@ def rates_path() -> Path | None:
     named = os.environ.get(VARIABLE, "")
     if named == "nominal":
         return None
-    return Path(named) if named else _cache_directory() / f"rates-{_key()}.json"
+    return Path(named) if named else cache_directory() / f"rates-{_key()}.json"
 
 
 def _stored(path: Path, named: str, accept_busy: bool = False) -> MachineRates | None:
@@ -147,7 +147,8 @@ def _measure_in_child() -> MachineRates | None:
     return None
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
+    """Return the directory for files that later processes read."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "tflms-sft"
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import numbers
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -170,6 +173,9 @@ class AutoParams:
             ready ops, and so the peak, which varies from run to run. Defaults to 0.1.
         swap: Whether activations may be swapped to host memory or disk if tiles alone do not keep the budget or cost
             much time. A bool, or `LMSParams` that select tensors and destination. Defaults to `True`.
+        plan: File that `Plan.save` wrote for this step: its decisions are taken without a search. If `memory_budget` is
+            `"auto"`, the budget is that of the file. Defaults to `None`: a search, or the plan that an earlier process
+            found for an equal step, budget and machine.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -182,11 +188,14 @@ class AutoParams:
     memory_budget: Any = AUTO
     headroom: float = 0.1
     swap: bool | SwapParams = True
+    plan: Any = None
 
     def __post_init__(self) -> None:
         """Check and convert every argument."""
         if not isinstance(self.swap, (bool, SwapParams)):
             raise TypeError(f"`swap` must be a bool or `LMSParams(...)`. Received: swap={self.swap!r}.")
+        if self.plan is not None and not isinstance(self.plan, (str, os.PathLike)):
+            raise TypeError(f"`plan` must be a path. Received: plan={self.plan!r}.")
         if self.memory_budget != AUTO:
             object.__setattr__(self, "memory_budget", parse_bytes(self.memory_budget, "memory_budget"))
         if isinstance(self.headroom, bool) or not isinstance(self.headroom, numbers.Real):
@@ -194,6 +203,14 @@ class AutoParams:
         object.__setattr__(self, "headroom", float(self.headroom))
         if not 0 <= self.headroom < 1:
             raise ValueError(f"`headroom` must be a number from 0 to below 1. Received: headroom={self.headroom!r}.")
+
+    def _saved_budget(self) -> int | None:
+        """Return the budget of the saved plan; `None` if there is none."""
+        if self.plan is None:
+            return None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(self.plan, encoding="utf-8") as file:
+            return int(json.load(file)["memory_budget"])
+        return None
 
     def resolved(self, fixed_bytes: int) -> AutoParams:
         """Return a copy whose budget is in bytes; `"auto"` depends on the memory that is free now.
@@ -206,4 +223,7 @@ class AutoParams:
         """
         if self.memory_budget != AUTO:
             return self
+        saved = self._saved_budget()
+        if saved is not None:
+            return dataclasses.replace(self, memory_budget=saved)
         return dataclasses.replace(self, memory_budget=int(AUTO_BUDGET_FRACTION * (free_device_memory() + fixed_bytes)))

@@ -87,6 +87,7 @@ class Barriers:
             for selection in selections
         ]
         self.smallest = self.families[0][-1]
+        self._numbers = {one: (f, s) for f, family in enumerate(self.families) for s, one in enumerate(family)}
 
     @property
     def present(self) -> bool:
@@ -98,7 +99,8 @@ class Barriers:
     def segment(self, name: str, checkpoints: CheckpointSet) -> Segment:
         """Return the segment with a set of checkpoints."""
         tensors = set(checkpoints.tensors)
-        return barrier_segment(self._traced.analysis, name, self._levels, checkpoints.selection, tensors)
+        segment = barrier_segment(self._traced.analysis, name, self._levels, checkpoints.selection, tensors)
+        return dataclasses.replace(segment, checkpoint_set=self._numbers.get(checkpoints))
 
     def stores(self, tensor: Tensor) -> bool:
         """Return whether a tensor is materialised at some time."""

@@ -6,6 +6,7 @@ import dataclasses
 import html
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from tflms_sft._report.html_page import page
@@ -40,6 +41,34 @@ class Plan(PlanRecord):
         rest_time_share: Predicted time of ops outside of segments over that of the original step, likewise.
         pipeline: Stages on several devices, or `None`.
     """
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the decisions of a plan for a budget to a file, for `MemoryBudget(plan=path)` and `AutoParams`.
+
+        A training that reads the file rewrites an equal step without a search.
+
+        Args:
+            path: File to write.
+
+        Raises:
+            ValueError: If the plan is not for a budget.
+
+        Example:
+        >>> callback.plan.save("plan.json")
+        """
+        recipe = self.__dict__.get("_recipe")
+        if recipe is None:
+            raise ValueError(
+                f"Only a plan for a budget can be saved. Received: {self!r}. Explicit parameters need no search: pass "
+                "them again."
+            )
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(recipe, file, indent=1)
+
+    def with_recipe(self, recipe: Mapping[str, Any] | None) -> Plan:
+        """Set what `save` writes, and return the plan."""
+        self.__dict__["_recipe"] = recipe
+        return self
 
     def headline(self) -> str:
         """Return one line: segments, swaps, predicted peak and time."""
@@ -146,7 +175,8 @@ def amend_plan(plan: Plan, *notes: str, **changes: Any) -> Plan:
         *notes: Appended to `plan.notes`; empty ones are skipped.
         **changes: Other fields, as for `dataclasses.replace`.
     """
-    return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes)), **changes)
+    amended = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes)), **changes)
+    return amended.with_recipe(plan.__dict__.get("_recipe"))
 
 
 def _check_measurements(before: Any, after: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from pathlib import Path
 from typing import Any
 
 from rewriters.canonicalize.canonicalize import CanonicalMode
@@ -15,7 +16,8 @@ from tflms_sft._machine.calibration import machine_rates, stored_rates
 from tflms_sft._params.request import RewriteRequest, parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline
-from tflms_sft._planner.budget_search import NO_SWAPS, BudgetPlan, plans_within_budget
+from tflms_sft._planner.budget_search import NO_SWAPS, BudgetPlan, limit_of, plans_within_budget
+from tflms_sft._planner.plan_recipe import plan_from, recipe_of
 from tflms_sft._planner.requested_tiles import plan_sft
 from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps, described, notes, swapped_seconds
 from tflms_sft._planner.traced_step import (
@@ -27,6 +29,7 @@ from tflms_sft._planner.traced_step import (
     prediction,
 )
 from tflms_sft._report.plan import Plan, amend_plan
+from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.layer_names import LayerRecord, display_names
 from tflms_sft._trace.step_tracing import batch_of, trace_step
@@ -97,12 +100,42 @@ def rewrite_traced(traced: TracedStep, request: RewriteRequest, advise: bool = T
 
 
 def _within_budget(traced: TracedStep, params: AutoParams, advise: bool) -> tuple[StepImporter, Plan]:
-    """Rewrite a step by the fastest plan within the budget that has something to swap where it swaps."""
+    """Rewrite a step by a saved plan, or by the fastest within the budget that has something to swap where it swaps."""
+    stored = _stored_plan(traced, params)
+    if stored is not None:
+        return stored
     candidates = plans_within_budget(traced, params, advise)
     while True:
         choice = next(candidates)  # Raises `BudgetError` instead of ending.
         with contextlib.suppress(NothingToSwapError):
-            return _carry_out(traced, choice, params.memory_budget)
+            importer, plan = _carry_out(traced, choice, params.memory_budget)
+            recipe = recipe_of(traced, choice, params.memory_budget)
+            store_recipe(traced, params, recipe)
+            return importer, plan.with_recipe(recipe)
+
+
+def _stored_plan(traced: TracedStep, params: AutoParams) -> tuple[StepImporter, Plan] | None:
+    """Rewrite a step by the plan that a user saved, or by that of the cache; return `None` if there is none that fits.
+
+    Raises:
+        RewriteError: If the user's plan is for another step.
+    """
+    is_given = params.plan is not None and traced.correction == 1
+    recipe = read_recipe(Path(params.plan)) if is_given else cached_recipe(traced, params)
+    choice = None if recipe is None else plan_from(traced, recipe)
+    if recipe is None or choice is None:
+        if not is_given:
+            return None
+        raise RewriteError(
+            f"`plan` must name a file that `Plan.save` wrote for this step, with this batch size and this version. "
+            f"Received: plan={str(params.plan)!r}, which is for another one, or no such file. Plan again without "
+            "`plan=`, and save it."
+        )
+    with contextlib.suppress(NothingToSwapError):
+        importer, plan = _carry_out(traced, choice, params.memory_budget)
+        if is_given or plan.predicted.peak_bytes <= limit_of(traced, params):
+            return importer, plan.with_recipe(recipe)
+    return None
 
 
 def _carry_out(traced: TracedStep, choice: BudgetPlan, budget: int | None) -> tuple[StepImporter, Plan]:

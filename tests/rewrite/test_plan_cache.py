@@ -1,0 +1,112 @@
+"""Test plans in files: saved ones, and the cache of later processes."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from golden_nets import residual, train_step, unet_2d, vgg
+from training import SETTINGS, X, Y, net
+
+import tflms_sft
+from tflms_sft import AutoParams, MemoryBudget, RewriteError
+from tflms_sft._planner import budget_search
+
+FRACTIONS = {vgg: 0.5, residual: 0.85, unet_2d: 0.6}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TFLMS_SFT_PLAN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def specs_of(model):
+    images = tf.TensorSpec((4, *model.input_shape[1:]))
+    return images, tf.TensorSpec((4, *model.output_shape[1:-1]), tf.int32)
+
+
+def planned(build, params):
+    keras.config.set_floatx("float32")
+    model = build()
+    return tflms_sft.rewrite(train_step(model), params, *specs_of(model)).plan
+
+
+def budget_of(build):
+    return int(FRACTIONS[build] * planned(build, AutoParams("1GiB")).original.peak_bytes)
+
+
+def no_search(*args, **kwargs):
+    raise AssertionError("a search was started")
+
+
+@pytest.mark.parametrize("build", FRACTIONS, ids=lambda build: build.__name__)
+def test_cached_plan_of_equal_step_needs_no_search(build, cache, monkeypatch):
+    """The second model has other names of layers."""
+    params = AutoParams(budget_of(build), headroom=0)
+    first = planned(build, params)
+    assert first.changed and list(cache.iterdir())
+    monkeypatch.setattr(budget_search, "_search", no_search)
+    second = planned(build, params)
+    for field in ("predicted", "original"):
+        assert getattr(first, field).peak_bytes == getattr(second, field).peak_bytes
+        assert getattr(first, field).time_ratio == pytest.approx(getattr(second, field).time_ratio)
+    assert [s.num_tiles for s in first.segments] == [s.num_tiles for s in second.segments]
+    assert len(first.swaps) == len(second.swaps)
+
+
+def test_cache_of_other_budget_or_step_is_not_used(cache, monkeypatch):
+    budget = budget_of(vgg)
+    planned(vgg, AutoParams(budget, headroom=0))
+    monkeypatch.setattr(budget_search, "_search", no_search)
+    for build, params in ((vgg, AutoParams(budget - 1, headroom=0)), (unet_2d, AutoParams(budget, headroom=0))):
+        with pytest.raises(AssertionError, match="a search was started"):
+            planned(build, params)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 0}'])
+def test_damaged_cache_is_replaced(cache, text):
+    params = AutoParams(budget_of(vgg), headroom=0)
+    first = planned(vgg, params)
+    (path,) = [path for path in cache.iterdir() if json.loads(path.read_text())["segments"]]
+    path.write_text(text)
+    assert planned(vgg, params).headline() == first.headline()
+    assert json.loads(path.read_text())["segments"]
+
+
+def test_unwritable_cache_is_ignored(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TFLMS_SFT_PLAN_CACHE", str(tmp_path / "file"))
+    assert planned(vgg, AutoParams(budget_of(vgg), headroom=0)).changed
+
+
+def test_saved_plan_trains_without_search_as_plain(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    model, plain, callback = net(), net(), MemoryBudget("700KiB", verbose=0)
+    model.fit(X, Y, batch_size=4, callbacks=[callback], **SETTINGS)
+    assert callback.plan.changed
+    callback.plan.save(path)
+    monkeypatch.setattr(budget_search, "_search", no_search)
+    model, saved = net(), MemoryBudget(plan=path, verbose=0)
+    got = model.fit(X, Y, batch_size=4, callbacks=[saved], **SETTINGS).history
+    assert saved.plan.headline() == callback.plan.headline()
+    np.testing.assert_allclose(got["loss"], plain.fit(X, Y, batch_size=4, **SETTINGS).history["loss"], rtol=1e-10)
+    for a, b in zip(model.variables, plain.variables, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_saved_plan_of_other_step_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    planned(vgg, AutoParams(budget_of(vgg), headroom=0)).save(path)
+    for params in (AutoParams(plan=path), AutoParams("1MiB", plan=str(tmp_path / "none.json"))):
+        with pytest.raises(RewriteError, match="`plan` must name a file that `Plan.save` wrote for this step"):
+            planned(unet_2d, params)
+    with pytest.raises(TypeError, match="`plan` must be a path. Received: plan=3"):
+        AutoParams("1MiB", plan=3)
+
+
+def test_save_plan_of_explicit_parameters_is_refused(tmp_path):
+    plan = planned(vgg, tflms_sft.SFTParams((2, 2)))
+    with pytest.raises(ValueError, match="Only a plan for a budget can be saved"):
+        plan.save(tmp_path / "plan.json")

@@ -1,0 +1,117 @@
+"""Decisions of a plan as JSON, from which it is rebuilt for an equal step without a search.
+
+Ops are stored by their position in the order of the graph, not by name: Keras numbers layers through, so that the
+second model of a process has other names than the first one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rewriters.emission.tile_pass import SegmentPlan, plan_segment
+from rewriters.errors import NotTileableError
+from rewriters.ir.graph import Node, Tensor
+from rewriters.tiling.ft_segments import find_components
+from rewriters.tiling.segment import build_segment
+from rewriters.tiling.tile_planner import Grid, Halo
+from tflms_sft._params.swap_params import SwapParams
+from tflms_sft._planner.barrier_search import Barriers, TiledLoops
+from tflms_sft._planner.budget_search import BudgetPlan
+from tflms_sft._planner.segment_tilings import LoopEstimates
+from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._version import __version__
+
+FORMAT = 1
+"""Version of the JSON object."""
+
+Recipe = dict[str, Any]
+
+
+def step_key(traced: TracedStep) -> str:
+    """Return a hash of everything of a step that its plan depends on, without names."""
+    numbers: dict[Tensor, int] = {}
+    digest = hashlib.sha256(repr((FORMAT, __version__, traced.batch, traced.variables)).encode())
+    for node in traced.analysis.order:
+        attrs = sorted(
+            (key, value.SerializeToString(deterministic=True))
+            for key, value in node.attrs.items()
+            if value.WhichOneof("value") not in ("func", "list") and not key.startswith("_")
+        )
+        operands = [numbers.setdefault(tensor, len(numbers)) for tensor in node.inputs]
+        digest.update(repr((node.op, operands, node.outputs, attrs)).encode())
+    return digest.hexdigest()
+
+
+def recipe_of(traced: TracedStep, choice: BudgetPlan, memory_budget: int) -> Recipe:
+    """Return the decisions of a plan for a budget as JSON."""
+    position = traced.analysis.position
+    return {
+        "format": FORMAT,
+        "step": step_key(traced),
+        "segments": [_segment_recipe(position, plan) for plan in choice.plans],
+        "swaps": None if choice.swaps is None else dataclasses.asdict(choice.swaps),
+        "why": choice.why,
+        "advice": choice.advice,
+        "memory_budget": memory_budget,
+    }
+
+
+def _segment_recipe(position: Mapping[Node, int], plan: SegmentPlan) -> Recipe:
+    segment = plan.segment
+    return {
+        "name": segment.name,
+        "ops": sorted(position[node] for node in segment.forward),
+        "stored": _tensors(position, segment.stored),
+        "checkpoints": segment.checkpoint_set,
+        "grids": [[loop.grid.batch, *loop.grid.spatial] for loop in plan.loops],
+        "halo": plan.halo.value,
+    }
+
+
+def _tensors(position: Mapping[Node, int], tensors: Iterable[Tensor]) -> list[list[int]]:
+    return sorted([position[tensor.node], tensor.index] for tensor in tensors)
+
+
+def plan_from(traced: TracedStep, recipe: Recipe) -> BudgetPlan | None:
+    """Return the plan of a recipe for a step; `None` if the recipe is for another step or version."""
+    if recipe.get("format") != FORMAT or recipe.get("step") != step_key(traced):
+        return None
+    backward_ops: set[Node] = set()
+    plans = []
+    barriers = Barriers(traced)
+    for item in recipe["segments"]:
+        try:
+            plan = _barrier_plan(traced, barriers, item) or _chain_plan(traced, item, backward_ops)
+        except NotTileableError:
+            return None
+        backward_ops.update(plan.segment.backward)
+        plans.append(plan)
+    swaps = None if recipe["swaps"] is None else SwapParams(**recipe["swaps"])
+    has_barriers = bool(traced.analysis.backward) and barriers.present
+    left = barriers.left if has_barriers else find_components(traced.analysis)[1]
+    return BudgetPlan(plans, left, swaps, recipe["why"], recipe["advice"])
+
+
+def _grids(item: Recipe) -> list[Grid]:
+    return [Grid(batch, tuple(spatial)) for batch, *spatial in item["grids"]]
+
+
+def _barrier_plan(traced: TracedStep, barriers: Barriers, item: Recipe) -> SegmentPlan | None:
+    if item["checkpoints"] is None:
+        return None
+    family, number = item["checkpoints"]
+    segment = barriers.segment(item["name"], barriers.families[family][number])
+    return TiledLoops(LoopEstimates(traced), segment, halo=Halo(item["halo"])).planned(_grids(item))
+
+
+def _chain_plan(traced: TracedStep, item: Recipe, backward_ops: set[Node]) -> SegmentPlan:
+    order = traced.analysis.order
+    ops = {order[index] for index in item["ops"]}
+    stored = frozenset(order[index].out(output) for index, output in item["stored"])
+    segment = build_segment(traced.analysis, item["name"], ops, backward_ops)
+    segment = dataclasses.replace(segment, stored=stored)
+    forward, *others = _grids(item)
+    return plan_segment(traced.analysis, segment, forward, others[-1] if others else None, Halo(item["halo"]))

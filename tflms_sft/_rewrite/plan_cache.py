@@ -1,0 +1,68 @@
+"""Plans of budgets in files: those that users save, and a cache that later processes read.
+
+A plan is found again by its step, its budget and the rates of the machine. What a file says is checked like any other
+plan: a stored plan whose predicted peak exceeds the budget is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from tflms_sft._machine.calibration import cache_directory
+from tflms_sft._params.tile_params import AutoParams
+from tflms_sft._planner.plan_recipe import Recipe, step_key
+from tflms_sft._planner.traced_step import TracedStep
+
+VARIABLE = "TFLMS_SFT_PLAN_CACHE"
+"""Environment variable: `off`, or a directory for the cache."""
+
+
+def cached_recipe(traced: TracedStep, params: AutoParams) -> Recipe | None:
+    """Return the stored plan of a step under a budget; `None` if there is none."""
+    path = _path(traced, params)
+    return None if path is None else read_recipe(path)
+
+
+def store_recipe(traced: TracedStep, params: AutoParams, recipe: Recipe) -> None:
+    """Store the plan of a step under a budget; a cache that cannot be written is left as it is."""
+    path = _path(traced, params)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_recipe(path, recipe)
+
+
+def read_recipe(path: Path) -> Recipe | None:
+    """Return the plan in a file; `None` if the file does not exist or holds no plan."""
+    with contextlib.suppress(OSError, ValueError):
+        recipe = json.loads(path.read_text(encoding="utf-8"))
+        return recipe if isinstance(recipe, dict) else None
+    return None
+
+
+def write_recipe(path: Path, recipe: Recipe) -> None:
+    """Write a plan to a file atomically, because other processes may write it concurrently."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        try:
+            json.dump(recipe, file, indent=1)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
+
+
+def _path(traced: TracedStep, params: AutoParams) -> Path | None:
+    named = os.environ.get(VARIABLE, "")
+    if named == "off":
+        return None
+    folder = Path(named) if named else cache_directory() / "plans"
+    budget = dataclasses.replace(params, plan=None)
+    parts = (step_key(traced), budget, traced.rates, traced.correction)
+    return folder / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
