@@ -159,9 +159,12 @@ def pair(*batches):
     return [tf.constant(random.normal(size=(batch, 8, 9, 3))) for batch in batches]
 
 
+SPECS = [tflms_sft.SegmentSpec("x", "c"), tflms_sft.SegmentSpec("reference", "d")]
+
+
 def rewritten(*batches):
     specs = [tf.TensorSpec((batch, 8, 9, 3), tf.float64) for batch in batches]
-    return tflms_sft.rewrite(tf.function(difference_step), tflms_sft.SFTParams((2, 2)), *specs)
+    return tflms_sft.rewrite(tf.function(difference_step), tflms_sft.SFTParams((2, 2), SPECS), *specs)
 
 
 def test_step_with_two_equal_unknown_sizes_equals_original():

@@ -73,21 +73,6 @@ def test_automatic_segments_lower_tiles_of_small_exits_with_note():
     assert not small or "tiles instead of 12x12" in plan.summary()
 
 
-def test_forward_segments_of_equal_blocks_end_where_halos_cost_more():
-    keras.config.set_floatx("float32")
-    image = x = keras.Input((96, 96, 3), batch_size=1, name="photo")
-    for _ in range(10):
-        x = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
-    model = keras.Model(image, layers.Conv2D(3, 3, padding="same", name="last")(x))
-    step = tf.function(lambda images: model(images, training=False), autograph=False)
-    spec = tf.TensorSpec((1, 96, 96, 3))
-    longest = tflms_sft.rewrite(step, SFTParams((6, 6), [SegmentSpec("photo", "last")]), spec).plan
-    plan = tflms_sft.rewrite(step, SFTParams((6, 6)), spec).plan
-    assert len(plan.segments) >= 2
-    assert plan.predicted.time_ratio < 0.8 * longest.predicted.time_ratio
-    assert plan.predicted.peak_bytes <= plan.original.peak_bytes
-
-
 def test_budget_plan_is_compared_with_original_in_the_same_state_of_memory():
     """Both peaks are those of the worst state: a budget between the fresh and the worst peak rewrites something."""
     step, image = residual_blocks(size=64, count=3)

@@ -15,7 +15,7 @@ from tflms_sft import AutoParams, BudgetError, LMSParams, RewriteError, SegmentS
 RNG = np.random.default_rng(3)
 
 
-def built(body, size=(24, 24), classes=0):
+def built(body, size=(96, 96), classes=0):
     """Build a float64 model with changed moving statistics."""
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(2)
@@ -47,6 +47,11 @@ def checked(model, params, batch=2, spec=None):
     return fast
 
 
+def whole(model):
+    """Return the segment from the first to the last layer."""
+    return SegmentSpec(model.layers[0].name, model.layers[-1].name)
+
+
 def volumes(x):
     for filters in (2, 3):
         x = layers.Conv3D(filters, 3, padding="same", activation="relu")(x)
@@ -61,7 +66,7 @@ def volumes(x):
 @pytest.mark.parametrize("size", [(24, 24), (33, 21)], ids=["even", "odd"])
 def test_rewrite_call_without_gradients_has_forward_loops_only(body, size):
     model = built(body, size)
-    plan = checked(model, SFTParams((3, 2))).plan
+    plan = checked(model, SFTParams((3, 2), [whole(model)])).plan
     assert plan.segments and sum(segment.forward_ops for segment in plan.segments) > 8
     assert all(s.num_loops == 1 and not s.backward_num_tiles and not s.backward_ops for s in plan.segments)
     assert max(segment.num_tiles for segment in plan.segments) == (1, 3, 2)
@@ -75,7 +80,7 @@ def test_rewrite_call_large_image_has_lower_peak():
 def test_rewrite_call_batch_norm_statistics_are_unchanged():
     model = built(nets.bottlenecks)
     before = [np.array(weight) for weight in model.weights]
-    plan = checked(model, SFTParams((3, 3))).plan
+    plan = checked(model, SFTParams((3, 3), [whole(model)])).plan
     assert len(plan.segments) == 1  # With frozen statistics no sum lies in between.
     assert all(np.array_equal(a, b) for a, b in zip(before, model.weights, strict=True))
 
@@ -103,7 +108,7 @@ def test_rewrite_call_reduction_over_image_ends_segment():
 
 def test_rewrite_call_unknown_batch_accepts_any_size():
     model = built(nets.residual)
-    fast = checked(model, SFTParams((2, 2, 2)), spec=tf.TensorSpec((None, 24, 24, 3), tf.float64))
+    fast = checked(model, SFTParams((2, 2, 2)), spec=tf.TensorSpec((None, 96, 96, 3), tf.float64))
     for batch in (5, 1):
         images = images_of(model, batch)
         assert error(fast(images), model(images, training=False)) <= 1e-10

@@ -148,7 +148,7 @@ def test_measure_rewritten_step_has_lower_peak():
     step = gradient_step(net())
     plain = tflms_sft.measure(step, IMAGES).peak_bytes
     fast = tflms_sft.rewrite(step, SFTParams((4, 4)), IMAGES)
-    assert tflms_sft.measure(fast, IMAGES).peak_bytes - IMAGES.nbytes < 0.6 * (plain - IMAGES.nbytes)
+    assert tflms_sft.measure(fast, IMAGES).peak_bytes - IMAGES.nbytes < 0.75 * (plain - IMAGES.nbytes)
 
 
 def test_measure_step_types_agree():

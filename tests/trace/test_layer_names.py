@@ -206,11 +206,13 @@ def test_segment_spec_several_entries_and_exits_resolve():
 
 @pytest.mark.parametrize("body", [chain, shared, nested, two_branches], ids=lambda body: body.__name__)
 def test_plan_names_are_valid_in_segment_spec(body):
-    automatic = tflms_sft.rewrite(step_of(classifier(body)), SFTParams(num_tiles=(2, 2)), *BATCH).plan
+    step = step_of(classifier(body))
+    automatic = tflms_sft.rewrite(step, SFTParams(num_tiles=(2, 2)), *BATCH).plan
     assert automatic.segments
     for segment in automatic.segments:
         assert all(name in automatic.summary() for name in (*segment.entries, *segment.exits))
-        (again,) = rewritten(classifier(body), SegmentSpec(segment.entries, segment.exits)).plan.segments
+        spec = SegmentSpec(segment.entries, segment.exits)
+        (again,) = tflms_sft.rewrite(step, SFTParams((2, 2), [spec]), *BATCH).plan.segments
         assert (again.entries, again.exits) == (segment.entries, segment.exits)
         assert (again.forward_ops, again.backward_ops) == (segment.forward_ops, segment.backward_ops)
 

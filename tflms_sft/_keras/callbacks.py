@@ -80,7 +80,8 @@ class SFT(RewritingCallback):
     Args:
         num_tiles: Number of tiles along each axis of the exit of each segment, such as `(height, width)`, a mapping
             from axis names, or `"auto"`; see `SFTParams`. Defaults to `"auto"`.
-        segments: `"auto"` or a list of `SegmentSpec`. Defaults to `"auto"`: the longest segments that can be tiled.
+        segments: `"auto"` or a list of `SegmentSpec`. Defaults to `"auto"`: segments that end where the halos of
+            longer ones would cost more time than they save memory.
         memory_capacity: Upper bound for the bytes of one iteration of a tile loop: an int, or a string such as
             `"1GiB"`; see `SFTParams`. Defaults to `None`: no bound.
         halo: Source of the halo rows that neighbouring tiles share: `"recompute"` computes them in every tile,

@@ -479,6 +479,7 @@ class StepPatch:
 
     def _rewrite_pipeline(self, specs: Any) -> StepImporter:
         shape, function = self._image_batch_shape, keras_function(self._original)
+        function.get_concrete_function(specs)  # Creates variables, so that all traces that are compared find them.
         with collector_paused(), told_if_slow(f"tflms-sft: {self._params.aim()} ...", self._say) as stopwatch:
             traced, importer, plan = build_pipeline(function, self._params, (specs,), {}, shape[0] if shape else None)
         if self.plan is None:

@@ -118,8 +118,9 @@ class SFTParams:
             exit, or than `memory_capacity` if that is given.
         segments: `"auto"`, or a list of `SegmentSpec`. Defaults to `"auto"`.
         memory_capacity: Size in bytes, an int or a string such as `"1GiB"`. Automatic segments tile all tensors that
-            are larger, and end at smaller ones (Xu et al., Listing 3). Defaults to `None`: segments are as long as
-            possible.
+            are larger, and end at smaller ones (Xu et al., Listing 3). Defaults to `None`: segments of a training step
+            end where the halos of longer ones would cost more time than they save memory; those of other steps, and
+            those in stages of a pipeline, are as long as possible.
         halo: Source of the halo rows that a tile shares with the tile above. Defaults to `"recompute"`.
 
             - `"recompute"`: each tile computes them itself (for strips: LR-CNN's overlapping rows, OverL).

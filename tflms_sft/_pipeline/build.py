@@ -30,8 +30,8 @@ from tflms_sft._pipeline import device_selection
 from tflms_sft._pipeline.declarations import check_declarations
 from tflms_sft._pipeline.micro_batch_check import check_micro_batches
 from tflms_sft._pipeline.report import Inside, Planned, plan_of
+from tflms_sft._pipeline.stage_cuts import choose_cuts, cut_names, named_cuts
 from tflms_sft._planner.requested_tiles import StageBounds, plan_sft
-from tflms_sft._planner.stage_cuts import choose_cuts, cut_names, named_cuts
 from tflms_sft._planner.swap_planner import swap_in_stages
 from tflms_sft._planner.traced_step import TracedStep, analyse_step
 from tflms_sft._report.plan import Plan, amend_plan

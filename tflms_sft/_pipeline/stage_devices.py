@@ -16,7 +16,7 @@ from rewriters.pipelining.stage_assignment import Stages, assign_stages
 from tflms_sft._params import device_names
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._pipeline import device_selection
-from tflms_sft._planner.stage_cuts import choose_cuts, cut_names, named_cuts
+from tflms_sft._pipeline.stage_cuts import choose_cuts, cut_names, named_cuts
 from tflms_sft._planner.traced_step import TracedStep, analyse_step
 from tflms_sft._trace.step_tracing import trace_step
 

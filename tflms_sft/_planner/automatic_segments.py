@@ -11,23 +11,19 @@ import contextlib
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from rewriters.device.peak_memory import Peak
 from rewriters.emission.loop_signature import segment_signature
-from rewriters.emission.tile_pass import LOOP_SCOPE, SegmentPlan
+from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import NotTileableError
-from rewriters.ir.graph import Node
 from rewriters.tiling.ft_segments import TileableComponent, find_components, try_segment
 from rewriters.tiling.segment import Segment
-from tflms_sft._planner.block_search import BlockChoice, ComponentBlocks, target_bytes
-from tflms_sft._planner.inference_blocks import InferenceBlocks, LiveTensors
-from tflms_sft._planner.segment_tilings import LoopEstimates
+from tflms_sft._planner.block_search import BlockChoice, target_bytes
 from tflms_sft._planner.tile_search import ChainSearch, Segmentation
 from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
 from tflms_sft._planner.training_blocks import TrainingBlocks
 
-TIME_EXPONENT = 2.0
+TIME_EXPONENT = 1.5
 """Weight of time against memory: 1 % more time has to save this many per cent of memory."""
 
 MAX_PEAK_FRACTION = 0.97
@@ -46,55 +42,35 @@ PlanSegment = Callable[[Segment], SegmentPlan]
 """Plans a segment in the requested tiles; raises `NotTileableError` if they are impossible."""
 
 
-def best_candidate(
-    traced: TracedStep, candidates: Iterable[Candidate], allowed: Container[Node] | None = None
-) -> Candidate | None:
+def best_candidate(traced: TracedStep, candidates: Iterable[Candidate], max_fraction: float) -> Candidate | None:
     """Return the candidate with the lowest product of memory and weighted time; `None` if none saves memory.
 
     Args:
         traced: The step.
         candidates: Plans, predicted for fresh memory.
-        allowed: Ops that may run in tiles, such as those of a stage, whose peak counts; all if `None`.
+        max_fraction: Highest peak, over that of the original step.
     """
-    names = None
-    if allowed is not None:
-        names = {node.name for node in traced.analysis.order if node in allowed}
-    original = _peak_of(predict(traced, [], limit=0)[0], names)
+    original, _ = predict(traced, [], limit=0)
     best, lowest = None, math.inf
     for candidate in candidates:
-        fraction = _peak_of(candidate.peak, names) / original
+        fraction = candidate.peak.peak_bytes / original.peak_bytes
         score = fraction * max(candidate.time_ratio, 1.0) ** TIME_EXPONENT
-        if candidate.plans and fraction <= MAX_PEAK_FRACTION and score < lowest:
+        if candidate.plans and fraction <= max_fraction and score < lowest:
             best, lowest = candidate, score
     return best
 
 
-def _peak_of(peak: Peak, names: Container[str] | None) -> int:
-    """Return the most bytes alive while an op of these names or a tile loop runs; of all ops for `None`."""
-    if names is None:
-        return peak.peak_bytes
-    return max((size for name, size in peak.timeline if name in names or name.startswith(LOOP_SCOPE)), default=1)
-
-
 class RequestedSearch(ChainSearch):
-    """Segments of a step without barriers in requested tiles.
+    """Segments of a training step without barriers in requested tiles.
 
     Args:
         traced: The step.
         plan: Plans a segment.
-        allowed: Ops that may run in tiles; all if `None`.
     """
 
-    def __init__(self, traced: TracedStep, plan: PlanSegment, allowed: Container[Node] | None = None) -> None:
-        components, left = find_components(traced.analysis, allowed)
-        excluded = set() if allowed is None else {node for node in traced.analysis.backward if node not in allowed}
-        chains: list[ComponentBlocks]
-        if traced.analysis.backward:
-            chains = [_TrainingBlocks(traced, component, plan, excluded) for component in components]
-        else:
-            live, estimates = LiveTensors(traced), LoopEstimates(traced)
-            chains = [_InferenceBlocks(estimates, component, live, plan) for component in components]
-        super().__init__(traced, chains, left, excluded)
+    def __init__(self, traced: TracedStep, plan: PlanSegment) -> None:
+        components, left = find_components(traced.analysis)
+        super().__init__(traced, [_RequestedBlocks(traced, component, plan) for component in components], left)
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield the plans for the targets with the best estimated scores, predicted for fresh memory."""
@@ -141,23 +117,19 @@ class _RequestedTiling:
             yield self._choice
 
 
-class _TrainingBlocks(TrainingBlocks):
+class _RequestedBlocks(TrainingBlocks):
     """A component of a training step whose segments run in requested tiles."""
 
-    def __init__(
-        self, traced: TracedStep, component: TileableComponent, plan: PlanSegment, excluded: set[Node]
-    ) -> None:
+    def __init__(self, traced: TracedStep, component: TileableComponent, plan: PlanSegment) -> None:
         super().__init__(traced, component, MAX_CUTS)
         self._plan = plan
-        self._excluded = excluded
         self._choices: dict[Hashable, BlockChoice] = {}
 
     def _tilings(self, first: int, last: int) -> Sequence[_RequestedTiling]:
         if self._is_too_long(first, last):
             return []
-        positions = range(first, last)
         with contextlib.suppress(NotTileableError):
-            segment = try_segment(self._traced.analysis, self.component, positions, self._excluded, "candidate")
+            segment = try_segment(self._traced.analysis, self.component, range(first, last), set(), "candidate")
             key = segment_signature(self._traced.analysis, segment)  # Equal blocks of a deep network share it.
             if key not in self._choices:
                 self._choices[key] = self._choice(segment, first, last)
@@ -178,30 +150,6 @@ class _TrainingBlocks(TrainingBlocks):
             working_bytes=_iteration_bytes(self._traced, plan) + sum(tensor.num_bytes(batch) for tensor in gradients),
             seconds=_seconds(self._traced, plan),
         )
-
-
-class _InferenceBlocks(InferenceBlocks):
-    """A component of a step without gradients whose segments run in requested tiles."""
-
-    def __init__(
-        self, estimates: LoopEstimates, component: TileableComponent, live: LiveTensors, plan: PlanSegment
-    ) -> None:
-        super().__init__(estimates, component, live)
-        self._plan = plan
-
-    def _tilings(self, segment: Segment, untiled: BlockChoice, whole_bytes: int) -> Sequence[_RequestedTiling]:
-        with contextlib.suppress(NotTileableError):
-            plan = self._plan(segment)
-            choice = BlockChoice(
-                first=untiled.first,
-                last=untiled.last,
-                grid=plan.loops[-1].grid,
-                halo=plan.halo,
-                working_bytes=whole_bytes + _iteration_bytes(self._traced, plan),
-                seconds=_seconds(self._traced, plan),
-            )
-            return [_RequestedTiling(choice)]
-        return []
 
 
 def _iteration_bytes(traced: TracedStep, plan: SegmentPlan) -> int:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from rewriters.ir.graph import Tensor
 from rewriters.tiling.ft_segments import TileableComponent, try_segment
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
-from tflms_sft._planner.block_search import BlockChoice, BlockOptions, ComponentBlocks, Tilings, select_cuts
+from tflms_sft._planner.block_search import BlockChoice, BlockOptions, ComponentBlocks, select_cuts
 from tflms_sft._planner.segment_tilings import LoopEstimate, LoopEstimates, fastest_fitting
 from tflms_sft._planner.tile_grids import auto_grids, thinned
 from tflms_sft._planner.traced_step import TracedStep
@@ -154,11 +154,9 @@ class InferenceBlocks(ComponentBlocks):
         seconds = traced.costs.step(segment.forward)
         untiled = BlockChoice(first=first, last=last, working_bytes=bytes_across + peak, seconds=seconds)
         end_bytes = sum(t.num_bytes(batch) for t in (*entries, *segment.exits))
-        return BlockOptions(untiled, self._tilings(segment, untiled, bytes_across + end_bytes))
-
-    def _tilings(self, segment: Segment, untiled: BlockChoice, whole_bytes: int) -> Sequence[Tilings]:
-        """Return the ways to tile the blocks; `whole_bytes` are alive while a loop runs, beside its iterations."""
-        return [InferenceTilings(self._estimates, segment, untiled=untiled, whole_bytes=whole_bytes)]
+        return BlockOptions(
+            untiled, [InferenceTilings(self._estimates, segment, untiled=untiled, whole_bytes=bytes_across + end_bytes)]
+        )
 
 
 def _bounds(traced: TracedStep, component: TileableComponent) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rewriters.analysis.graph_analysis import GraphAnalysis
@@ -15,12 +15,12 @@ from rewriters.ir.graph import Node, Tensor, nodes_between
 from rewriters.pipelining.stage_assignment import Stages
 from rewriters.tiling.barrier_planner import BarrierPlanner
 from rewriters.tiling.extents import min_rows
-from rewriters.tiling.ft_segments import SkippedOps, auto_segments
+from rewriters.tiling.ft_segments import SkippedOps, auto_segments, next_name
 from rewriters.tiling.segment import Segment, build_segment, forward_ops
 from rewriters.tiling.tile_planner import Grid, Halo
 from tflms_sft._params.tile_counts import NumTiles, axis_names, parse_num_tiles
 from tflms_sft._params.tile_params import SegmentSpec, SFTParams
-from tflms_sft._planner.automatic_segments import RequestedSearch, best_candidate
+from tflms_sft._planner.automatic_segments import MAX_PEAK_FRACTION, PlanSegment, RequestedSearch, best_candidate
 from tflms_sft._planner.barrier_search import Barriers, plan_for_capacity
 from tflms_sft._planner.tile_grids import auto_grids, coarsest_fitting, first_axis
 from tflms_sft._planner.traced_step import Candidate, TracedStep, predict
@@ -90,56 +90,67 @@ def plan_sft(
     if params.segments != "auto":
         return _explicit(traced, params, request, staging), []
     if staging is None:
-        return _automatic(traced, params, request, None)
-    plans, left = [], []
+        return _automatic(traced, params, request)
+    segments, left, names = [], [], dict[str, int]()
     for stage in range(staging.stages.count):
-        of_stage, skipped = _automatic(traced, params, request, staging.members(traced.analysis, stage))
-        plans += of_stage
+        members = staging.members(traced.analysis, stage)
+        of_stage, skipped = _longest_segments(traced, params, names, members)
+        segments += of_stage
         left += skipped
-    return _renamed(plans), left
+    return _candidate(traced, segments, _planner_of(traced, request, params.memory_capacity)).plans, left
+
+
+def _planner_of(traced: TracedStep, request: RequestedTiles, capacity: int | None) -> PlanSegment:
+    """Return a function that plans a segment in the requested tiles, or in fewer where it has few rows."""
+    return lambda segment: _planned(traced, segment, request, capacity, clamp=True)
 
 
 def _automatic(
-    traced: TracedStep, params: SFTParams, request: RequestedTiles, allowed: set[Node] | None
+    traced: TracedStep, params: SFTParams, request: RequestedTiles
 ) -> tuple[list[SegmentPlan], list[SkippedOps]]:
-    """Return the planned segments of a step, or of its `allowed` ops, and the ops without."""
-
-    def planned(segment: Segment) -> SegmentPlan:
-        return _planned(traced, segment, request, params.memory_capacity, clamp=True)
-
-    barriers = Barriers(traced, allowed)
+    """Return the planned segments of a step, and the ops without."""
+    plan, max_fraction = _planner_of(traced, request, params.memory_capacity), MAX_PEAK_FRACTION
+    barriers = Barriers(traced)
     if barriers.present:
-        left, candidates = barriers.left, _with_barriers(traced, barriers, planned)
-    elif params.memory_capacity is not None:
-        segments, left = auto_segments(traced.analysis, params.memory_capacity, traced.batch, {}, allowed)
-        candidates = iter([_candidate(traced, segments, planned)])
-    else:
-        search = RequestedSearch(traced, planned, allowed)
+        left, candidates = barriers.left, _with_barriers(traced, barriers, plan)
+    elif params.memory_capacity is None and traced.analysis.backward:
+        search = RequestedSearch(traced, plan)
         left, candidates = search.left, search.candidates()
-    best = best_candidate(traced, candidates, allowed)
+    else:
+        segments, left = _longest_segments(traced, params, {}, None)
+        candidates, max_fraction = iter([_candidate(traced, segments, plan)]), 1.0
+    best = best_candidate(traced, candidates, max_fraction)
     if best is None:
         return [], [*left, *_unprofitable(traced, barriers, request)]
-    for plan in best.plans:
-        _note_lowered_tiles(traced, plan, request)
+    for segment_plan in best.plans:
+        _note_lowered_tiles(traced, segment_plan, request)
     return best.plans, left
 
 
-def _with_barriers(
-    traced: TracedStep, barriers: Barriers, planned: Callable[[Segment], SegmentPlan]
-) -> Iterator[Candidate]:
+def _longest_segments(
+    traced: TracedStep, params: SFTParams, names: dict[str, int], allowed: set[Node] | None
+) -> tuple[list[Segment], list[SkippedOps]]:
+    """Return the longest segments of a step, or of its `allowed` ops, and the ops without; `names` counts segments."""
+    barriers = Barriers(traced, allowed)
+    if barriers.present:
+        return [barriers.segment(next_name(names), barriers.smallest)], barriers.left
+    return auto_segments(traced.analysis, params.memory_capacity, traced.batch, names, allowed)
+
+
+def _with_barriers(traced: TracedStep, barriers: Barriers, plan: PlanSegment) -> Iterator[Candidate]:
     """Yield plans with sets of checkpoints of each family, from the fewest saved bytes to the most."""
     for family in barriers.families:
         stride = -(-len(family) // MAX_CHECKPOINT_SETS)
         for checkpoints in family[::-stride]:
-            yield _candidate(traced, [barriers.segment("segment1", checkpoints)], planned)
+            yield _candidate(traced, [barriers.segment("segment1", checkpoints)], plan)
 
 
-def _candidate(traced: TracedStep, segments: Iterable[Segment], planned: Callable[[Segment], SegmentPlan]) -> Candidate:
+def _candidate(traced: TracedStep, segments: Iterable[Segment], plan: PlanSegment) -> Candidate:
     """Return the plan of segments in requested tiles, without those that cannot have them, for fresh memory."""
     plans = []
     for segment in segments:
         with contextlib.suppress(NotTileableError):
-            plans.append(planned(segment))
+            plans.append(plan(segment))
     return Candidate(plans, *predict(traced, plans, limit=0))
 
 
@@ -158,14 +169,6 @@ def _note_lowered_tiles(traced: TracedStep, plan: SegmentPlan, request: Requeste
         asked = got if tiles is None else _grid(traced, plan.segment, tiles)
         if got.spatial != asked.spatial:
             plan.segment.notes.append(f"{got} tiles instead of {asked}, because tensors that are split have few rows")
-
-
-def _renamed(plans: Sequence[SegmentPlan]) -> list[SegmentPlan]:
-    """Return the plans of several stages with segments numbered through."""
-    return [
-        dataclasses.replace(plan, segment=dataclasses.replace(plan.segment, name=f"segment{number}"))
-        for number, plan in enumerate(plans, 1)
-    ]
 
 
 def _backward(value: Any) -> NumTiles | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 
 from rewriters.emission.tile_pass import SegmentPlan, plan_segment
 from rewriters.errors import NotTileableError
@@ -47,18 +47,10 @@ class ChainSearch:
         traced: The step.
         chains: Its components.
         left: Ops that cannot be tiled, with reasons.
-        excluded: Backward ops that may not run in tiles.
     """
 
-    def __init__(
-        self,
-        traced: TracedStep,
-        chains: Sequence[ComponentBlocks],
-        left: list[SkippedOps],
-        excluded: Collection[Node] = (),
-    ) -> None:
+    def __init__(self, traced: TracedStep, chains: Sequence[ComponentBlocks], left: list[SkippedOps]) -> None:
         self.left = left
-        self._excluded = excluded
         self._traced = traced
         self._chains = chains
         self._held_bytes = traced.fixed_bytes + sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
@@ -92,7 +84,7 @@ class ChainSearch:
             return self._traced.plain
         if segmentation not in modelled:
             choices = [(self._chains[n].component, choice) for n, choice in segmentation]
-            plans = segment_plans(self._traced, choices, self._excluded)
+            plans = segment_plans(self._traced, choices)
             modelled[segmentation] = Candidate(plans, *predict(self._traced, plans, limit=limit))
         return modelled[segmentation]
 
@@ -200,11 +192,9 @@ def _peak_bytes(candidate: Candidate) -> int:
     return candidate.peak.peak_bytes
 
 
-def segment_plans(
-    traced: TracedStep, choices: Sequence[tuple[TileableComponent, BlockChoice]], excluded: Iterable[Node] = ()
-) -> list[SegmentPlan]:
-    """Plan the loops of all choices that tile, each with its component, without the excluded backward ops."""
-    backward_ops = set(excluded)
+def segment_plans(traced: TracedStep, choices: Sequence[tuple[TileableComponent, BlockChoice]]) -> list[SegmentPlan]:
+    """Plan the loops of all choices that tile, each with its component."""
+    backward_ops: set[Node] = set()
     plans = []
     for number, (component, choice) in enumerate(choices, 1):
         positions = range(choice.first, choice.last)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tflms_sft._machine.calibration import cache_directory
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._planner.plan_recipe import Recipe, step_key
 from tflms_sft._planner.traced_step import TracedStep
+from tflms_sft._rewrite.plan_recipe import Recipe, step_key
 
 VARIABLE = "TFLMS_SFT_PLAN_CACHE"
 """Environment variable: `off`, or a directory for the cache."""

@@ -17,7 +17,6 @@ from tflms_sft._params.request import RewriteRequest, parse_request
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._pipeline.build import build_pipeline
 from tflms_sft._planner.budget_search import NO_SWAPS, BudgetPlan, limit_of, plans_within_budget
-from tflms_sft._planner.plan_recipe import plan_from, recipe_of
 from tflms_sft._planner.requested_tiles import plan_sft
 from tflms_sft._planner.swap_planner import NothingToSwapError, apply_swaps, described, notes, swapped_seconds
 from tflms_sft._planner.traced_step import (
@@ -30,6 +29,7 @@ from tflms_sft._planner.traced_step import (
 )
 from tflms_sft._report.plan import Plan, amend_plan
 from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
+from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
 from tflms_sft._trace.layer_names import LayerRecord, display_names
 from tflms_sft._trace.step_tracing import batch_of, trace_step
