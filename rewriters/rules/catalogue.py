@@ -5,13 +5,27 @@ from rewriters.rules import (
     convolution,
     data_movement,
     elementwise,
+    mirror,
     pooling,
     reduction,
     reshape,
     resize,
     slicing,
+    subpixel,
 )
 
 __all__: list[str] = []
 
-_ = (reshape, convolution, elementwise, contraction, pooling, reduction, resize, data_movement, slicing)
+_ = (
+    reshape,
+    convolution,
+    elementwise,
+    contraction,
+    pooling,
+    reduction,
+    resize,
+    data_movement,
+    slicing,
+    mirror,
+    subpixel,
+)

@@ -86,6 +86,18 @@ cases(
         "constant_values": Const(np.float64(0)),
     },
 )
+cases("MirrorPad", lambda: {"input": image(), "paddings": Const([[0, 0], [5, 2], [0, 13], [1, 0]]), "mode": "REFLECT"})
+cases(
+    "MirrorPadGrad",
+    lambda: {
+        "input": image(3, HEIGHT + 14, WIDTH + 4, 5),
+        "paddings": Const([[0, 0], [12, 2], [1, 3], [1, 0]]),
+        "mode": "REFLECT",
+    },
+)
+cases("ReverseV2", lambda: {"tensor": image(), "axis": Const([1, -1])})
+cases("SpaceToDepth", lambda: {"input": image(3, 14, 12, 2), "block_size": 2})
+cases("DepthToSpace", lambda: {"input": image(3, 7, 6, 8), "block_size": 2})
 cases("Slice", lambda: {"input": image(), "begin": Const([0, 2, 5, 1]), "size": Const([-1, 9, -1, 2])})
 cases("ConcatV2", lambda: {"values": [image(seed=1), image(3, HEIGHT, WIDTH, 2)], "axis": Const(-1)})
 cases("Split", lambda: {"axis": Const(3), "value": image(), "num_split": 2})

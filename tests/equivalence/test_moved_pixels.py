@@ -1,0 +1,106 @@
+"""Ops that move pixels or interpolate between them, between convolutions, as whole steps on tiles."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from between_convolutions import check_on_tiles, normed, plain, step_between
+from keras import layers
+
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Net:
+    """A network with an op in the middle.
+
+    Attributes:
+        rank: Number of axes.
+        middle: The layers between two convolutions.
+        ops: Op types that must run inside the loops alone.
+        size: Size of the images, odd where the op allows it.
+        norm: Normalisation after each convolution.
+    """
+
+    rank: int
+    middle: Callable[[Any], Any]
+    ops: str
+    size: tuple[int, ...] | None = None
+    norm: Callable[[Any], Any] = plain
+
+
+class Function(layers.Layer):
+    """A layer without weights."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def call(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def mirrored(mode: str, *paddings: tuple[int, int]) -> Callable[[Any], Any]:
+    return lambda x: Function(lambda y: tf.pad(y, [[0, 0], *paddings, [0, 0]], mode))(x)
+
+
+def cycle_gan(x: Any) -> Any:
+    """A residual block of CycleGAN."""
+    y = layers.Conv2D(4, 3, activation="relu")(mirrored("REFLECT", (1, 1), (1, 1))(x))
+    y = normed(layers.Conv2D(4, 3)(mirrored("REFLECT", (1, 1), (1, 1))(y)))
+    return mirrored("REFLECT", (3, 3), (3, 3))(layers.Add()([x, y]))
+
+
+def reversed_along(*dims: int) -> Callable[[Any], Any]:
+    return lambda x: Function(lambda y: tf.reverse(y, dims))(x)
+
+
+def sub_pixel(x: Any) -> Any:
+    x = layers.Conv2D(18, 3, padding="same", activation="relu")(Function(lambda y: tf.nn.space_to_depth(y, 2))(x))
+    return Function(lambda y: tf.nn.depth_to_space(y, 3))(x)
+
+
+MIRROR = "MirrorPad MirrorPadGrad"
+NETS = {
+    "reflection": Net(2, mirrored("REFLECT", (3, 3), (3, 3)), MIRROR),
+    "reflection, normed": Net(2, mirrored("REFLECT", (3, 3), (3, 3)), MIRROR, norm=normed),
+    "reflection wider than a tile": Net(2, mirrored("REFLECT", (12, 7), (0, 11)), MIRROR),
+    "symmetric": Net(2, mirrored("SYMMETRIC", (13, 2), (1, 12)), MIRROR),
+    "symmetric, normed": Net(2, mirrored("SYMMETRIC", (4, 0), (1, 5)), MIRROR, norm=normed),
+    "reflection 1-D": Net(1, mirrored("REFLECT", (5, 9)), MIRROR),
+    "reflection 3-D": Net(3, mirrored("REFLECT", (2, 2), (3, 1), (0, 6)), MIRROR),
+    "residual block of CycleGAN": Net(2, cycle_gan, MIRROR),
+    "sub-pixel convolution": Net(2, sub_pixel, "DepthToSpace SpaceToDepth", (14, 22)),
+    "sub-pixel convolution, normed": Net(2, sub_pixel, "DepthToSpace SpaceToDepth", (14, 22), norm=normed),
+    "reversed": Net(2, reversed_along(1), "ReverseV2"),
+    "reversed, all": Net(2, reversed_along(1, 2, 3), "ReverseV2", norm=normed),
+    "reversed channels": Net(2, reversed_along(-1), "ReverseV2"),
+    "reversed 1-D": Net(1, reversed_along(1), "ReverseV2", norm=normed),
+    "reversed 3-D": Net(3, reversed_along(1, 3), "ReverseV2"),
+    # Each tile needs rows from both ends, so that the planner leaves a part of the backward pass untiled.
+    "both directions": Net(1, lambda x: layers.Concatenate()([x, reversed_along(1)(x)]), ""),
+}
+GRIDS = {1: [(5,), (2, 4)], 2: [(3, 2), (5, 1), (2, 4, 3)], 3: [(2, 2, 3), (2, 3, 1, 2)]}
+CASES = [(name, grid) for name, net in NETS.items() for grid in range(len(GRIDS[net.rank]))]
+
+
+def check(name: str, num_tiles: tuple[int, ...], known_batch: bool, **params: Any) -> None:
+    net = NETS[name]
+    step = step_between(net.rank, net.norm, net.middle, known_batch=known_batch, size=net.size, steps=STEPS)
+    fast = check_on_tiles(step, num_tiles, **params)
+    before, after = (
+        {op.type for op in function.graph.get_operations()} for function in (step.concrete_fn, fast.concrete_function)
+    )
+    assert before.issuperset(net.ops.split()) and after.isdisjoint(net.ops.split())
+
+
+@pytest.mark.parametrize(("name", "grid"), CASES)
+def test_moved_pixels_on_tiles_equal_plain(name, grid):
+    check(name, GRIDS[NETS[name].rank][grid], known_batch=grid == 0)
+
+
+@pytest.mark.parametrize("name", [name for name, net in NETS.items() if net.rank == 2])
+def test_moved_pixels_with_carried_rows_equal_plain(name):
+    check(name, (4, 1), known_batch=False, halo="carry")
