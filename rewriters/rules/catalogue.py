@@ -5,14 +5,13 @@ from rewriters.rules import (
     convolution,
     data_movement,
     elementwise,
-    mirror,
     pooling,
     reduction,
     reshape,
     resize,
     slicing,
-    subpixel,
 )
+from rewriters.rules.pixel_maps import bicubic, mirror, subpixel
 
 __all__: list[str] = []
 
@@ -28,4 +27,5 @@ _ = (
     slicing,
     mirror,
     subpixel,
+    bicubic,
 )

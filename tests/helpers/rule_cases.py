@@ -231,3 +231,15 @@ cases(
         **HALF_PIXELS,
     },
 )
+cases(
+    "ResizeBicubic",
+    lambda: {"images": image().astype("float32"), "size": Const([2 * HEIGHT, 3 * WIDTH]), **HALF_PIXELS},
+)
+cases(
+    "ResizeBicubicGrad",
+    lambda: {
+        "grads": image(3, 2 * HEIGHT, WIDTH // 2, 4).astype("float32"),
+        "original_image": image(),
+        **HALF_PIXELS,
+    },
+)

@@ -7,10 +7,10 @@ from one_op import FULL, HEIGHT, INVARIANT, PARTIAL, WIDTH, Const, OneOp, image,
 from rule_cases import CASES
 
 from rewriters.errors import NotTileableError
-from rewriters.rules import mirror, subpixel
 from rewriters.rules.intervals import partition
-from rewriters.rules.mirror import mirror_table
-from rewriters.rules.row_tables import RowMap, RowTable
+from rewriters.rules.pixel_maps import mirror, subpixel
+from rewriters.rules.pixel_maps.mirror import mirror_table
+from rewriters.rules.pixel_maps.row_tables import RowMap, RowTable
 from rewriters.tiling.tile_planner import Grid
 
 
@@ -35,6 +35,17 @@ VARIANTS = [
     ("ReverseV2", {"tensor": image(*VOLUME), "axis": Const([-2, 1])}),
     ("SpaceToDepth", {"input": image(3, 15, 12, 2), "block_size": 3}),
     ("DepthToSpace", {"input": image(3, 7, 6, 18), "block_size": 3}),
+    ("ResizeBicubic", {"images": image().astype("f"), "size": Const([7, 40]), "half_pixel_centers": True}),
+    ("ResizeBicubic", {"images": numbers(), "size": Const([25, 9]), "align_corners": True}),
+    ("ResizeBicubic", {"images": image(3, 9, 8, 3).astype("f"), "size": Const([12, 24])}),
+    *(
+        ("ResizeBicubicGrad", {"grads": image(3, *size, 2).astype("f"), "original_image": image(3, 12, 9, 2), **flags})
+        for size, flags in (
+            ((7, 30), {"half_pixel_centers": True}),
+            ((25, 9), {"align_corners": True}),
+            ((36, 5), {}),
+        )
+    ),
 ]
 
 
@@ -69,7 +80,7 @@ def repeats_the_border(monkeypatch):
     monkeypatch.setattr(mirror, "mirror_table", lambda extent, before, after, _: mirror_table(extent, before, after, 0))
 
 
-def forgets_mirrored_rows(monkeypatch):
+def takes_first_tap_only(monkeypatch):
     def first_tap(self, emitter, op, value):
         for axis in op.axes(op.node.out()):
             rows = emitter.axis_positions(op.node, 0, self.table(op, axis).rows[0], axis)
@@ -88,8 +99,10 @@ BREAKS = [
     ("MirrorPad", reads_rows_below),
     ("MirrorPad", repeats_the_border),
     ("MirrorPadGrad", repeats_the_border),
-    ("MirrorPadGrad", forgets_mirrored_rows),
+    ("MirrorPadGrad", takes_first_tap_only),
     ("ReverseV2", reads_rows_below),
+    ("ResizeBicubic", reads_rows_below),
+    ("ResizeBicubicGrad", takes_first_tap_only),
     ("DepthToSpace", one_block_too_low),
     ("SpaceToDepth", one_block_too_low),
 ]

@@ -85,6 +85,9 @@ class RowMap(Rule):
 
     cheap = True
 
+    axes_in_order = False
+    """Whether the first axis is mapped first rather than last."""
+
     def data(self, op: OpView) -> list[int]:
         """Return the image."""
         return [0]
@@ -108,8 +111,9 @@ class RowMap(Rule):
         return self.operand_rows_for_result(op, axis, self.table(op, axis).transposed.sources(parts[0]))
 
     def mapped(self, emitter: Emitter, op: OpView, value: Any) -> Any:
-        """Apply the maps along all axes to the operand of a tile, the last axis first."""
-        for axis in reversed(op.axes(op.node.out())):
+        """Apply the maps along all axes to the operand of a tile."""
+        axes = op.axes(op.node.out())
+        for axis in axes if self.axes_in_order else reversed(axes):
             table, dim = self.table(op, axis), op.dim(op.node.out(), axis)
             if dim is None or table.is_identity:
                 continue

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from rewriters.errors import NotTileableError
 from rewriters.rules.data_movement import paddings_of, require_alike
+from rewriters.rules.pixel_maps.row_tables import RowMap, RowTable
 from rewriters.rules.registry import Emitter, OpView, TileKind, tiling_rule
-from rewriters.rules.row_tables import RowMap, RowTable
 
 __all__: list[str] = []
 
