@@ -193,7 +193,7 @@ class _KindAssigner:
         ]
         if TileKind.FULL in kinds:
             kinds = [
-                TileKind.FULL if p in data and self._is_weight_of_pixels(t) else kind
+                TileKind.FULL if p in data and self._is_image_without_data(t, node.device) else kind
                 for p, (t, kind) in enumerate(zip(node.inputs, kinds, strict=True))
             ]
         return kinds
@@ -202,6 +202,16 @@ class _KindAssigner:
         """Return whether a tensor that depends on no image has a value for each pixel."""
         has_one_entry = tensor.shape is not None and tensor.shape[:1] == (1,)
         return has_one_entry and tensor.node not in self.analysis.data and _is_spatial(self.analysis, tensor)
+
+    def _is_image_without_data(self, tensor: Tensor, device: str) -> bool:
+        """Return whether a tensor that depends on no image has a value for each pixel: a weight, or a gradient.
+
+        The gradient of a sum of scores is an example, with which a gradient of a gradient begins.
+        """
+        if self._is_weight_of_pixels(tensor):
+            return True
+        is_gradient = tensor.node in self.analysis.backward and tensor.node not in self.analysis.data
+        return is_gradient and _is_spatial(self.analysis, tensor) and self._in_batch(tensor, device)
 
     def _is_filter(self, node: Node) -> bool:
         """Return whether an untiled op reads the gradient of a filter, or a tensor computed from one."""
