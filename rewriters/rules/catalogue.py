@@ -11,7 +11,7 @@ from rewriters.rules import (
     resize,
     slicing,
 )
-from rewriters.rules.pixel_maps import bicubic, mirror, subpixel
+from rewriters.rules.pixel_maps import bicubic, channels, mirror, subpixel
 
 __all__: list[str] = []
 
@@ -28,4 +28,5 @@ _ = (
     mirror,
     subpixel,
     bicubic,
+    channels,
 )
