@@ -11,7 +11,7 @@ from rewriters.rules import (
     resize,
     slicing,
 )
-from rewriters.rules.pixel_maps import bicubic, channels, mirror, subpixel
+from rewriters.rules.pixel_maps import bicubic, channels, mirror, patches, subpixel
 
 __all__: list[str] = []
 
@@ -29,4 +29,5 @@ _ = (
     subpixel,
     bicubic,
     channels,
+    patches,
 )

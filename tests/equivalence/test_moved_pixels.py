@@ -87,6 +87,12 @@ def table_of_classes(x: Any) -> Any:
     return Function(weighted)(x)
 
 
+def patches_of_noise(x: Any) -> Any:
+    """Patches of an image that needs no gradient, as at the entry of a vision transformer."""
+    window = {"ksizes": [1, 3, 3, 1], "strides": [1, 1, 1, 1], "rates": [1, 2, 2, 1], "padding": "SAME"}
+    return Function(lambda y: tf.raw_ops.ExtractImagePatches(images=tf.stop_gradient(y), **window))(x)
+
+
 BICUBIC = "ResizeBicubic ResizeBicubicGrad"
 MIRROR = "MirrorPad MirrorPadGrad"
 NETS = {
@@ -112,6 +118,7 @@ NETS = {
     "channels": Net(2, cropped_channels, "Pack Unpack Cumsum Roll"),
     "channels, normed": Net(2, cropped_channels, "Unpack Cumsum Roll", norm=normed),
     "channels 1-D": Net(1, lambda x: Function(lambda y: tf.reverse(tf.cumsum(y, -1), [-1]))(x), "Cumsum"),
+    "patches": Net(2, lambda x: layers.Concatenate()([x, patches_of_noise(x)]), "ExtractImagePatches"),
     "lookup": Net(2, table_of_classes, "ArgMax GatherV2 OneHot"),
     "lookup, normed": Net(2, table_of_classes, "ArgMax GatherV2 OneHot", norm=normed),
     # Each tile needs rows from both ends, so that the planner leaves a part of the backward pass untiled.

@@ -271,3 +271,9 @@ cases(
 )
 cases("Bitcast", lambda: {"input": image(), "type": tf.int64})
 cases("EnsureShape", lambda: {"input": image(), "shape": [None, HEIGHT, WIDTH, 4]})
+PATCHES = {"ksizes": [1, 3, 2, 1], "strides": [1, 2, 1, 1], "rates": [1, 2, 3, 1], "padding": "SAME"}
+cases("ExtractImagePatches", lambda: {"images": image(), **PATCHES})
+cases(
+    "ExtractVolumePatches",
+    lambda: {"input": image(*VOLUME), "ksizes": [1, 2, 3, 3, 1], "strides": [1, 2, 2, 1, 1], "padding": "SAME"},
+)

@@ -23,6 +23,10 @@ def pads(*sides):
     return Const([[0, 0], *sides, [0, 0]])
 
 
+def patches(size, stride):
+    return {"ksizes": [1, size, size, 1], "strides": [1, stride, stride, 1], "rates": [1, 1, 1, 1]}
+
+
 VOLUME = (3, 5, HEIGHT, WIDTH, 2)
 VARIANTS = [
     ("MirrorPad", {"input": image(), "paddings": pads([HEIGHT, 1], [1, WIDTH]), "mode": "SYMMETRIC"}),
@@ -35,6 +39,9 @@ VARIANTS = [
     ("ReverseV2", {"tensor": image(*VOLUME), "axis": Const([-2, 1])}),
     ("SpaceToDepth", {"input": image(3, 15, 12, 2), "block_size": 3}),
     ("DepthToSpace", {"input": image(3, 7, 6, 18), "block_size": 3}),
+    ("ExtractImagePatches", {"images": image(), **patches(4, 4), "padding": "VALID"}),
+    ("ExtractImagePatches", {"images": image(), **patches(2, 5), "padding": "SAME"}),
+    ("ExtractImagePatches", {"images": image(), **patches(5, 2), "padding": "SAME"}),
     ("ResizeBicubic", {"images": image().astype("f"), "size": Const([7, 40]), "half_pixel_centers": True}),
     ("ResizeBicubic", {"images": numbers(), "size": Const([25, 9]), "align_corners": True}),
     ("ResizeBicubic", {"images": image(3, 9, 8, 3).astype("f"), "size": Const([12, 24])}),
