@@ -151,13 +151,19 @@ class _KindAssigner:
             if "BackpropFilter" in node.op or (kind is None and self._is_filter(node)):
                 self.filters.update(results)
             data = [t for t in node.inputs if t.node in self.analysis.data]
-            if kind is TileKind.REDUCED or (kind is None and data and self.summed.issuperset(data)):
+            reduced = kind is TileKind.REDUCED and not self._keeps_rows(node)
+            if reduced or (kind is None and data and self.summed.issuperset(data)):
                 self.summed.update(results)
         sums = [node for node, kind in self.sort.items() if kind is TileKind.REDUCED]
         pairs = {node: self._moments(node) for node in sums} if self.merge else {}
         moments = {node: pair for node, pair in pairs.items() if pair is not None}
         tiled = [node for node, kind in self.sort.items() if kind is TileKind.FULL]
         return BarrierLevels(self.analysis, tiled, sums, self.kinds, self._levels(moments), moments, self.refused)
+
+    def _keeps_rows(self, node: Node) -> bool:
+        """Return whether a reduction has a result for each row of each image, which iterations can split."""
+        rule, view = find_rule(node), self.analysis.view(node)
+        return rule.per_pixel(view) and rule.per_image(view)
 
     def _kind(self, node: Node) -> TileKind | None:
         """Return `FULL` for a tiled op, `REDUCED` for a reduction, `None` for other ops."""
