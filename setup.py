@@ -37,7 +37,7 @@ setup(
             f"rewriters.{name}"
             for name in (
                 *("analysis", "batch_semantics", "canonicalize", "device", "emission", "estimates", "ir"),
-                *("pipelining", "rules", "scheduling", "swapping", "tiling"),
+                *("pipelining", "rules", "rules.pixel_maps", "scheduling", "swapping", "tiling"),
             )
         ),
     ],

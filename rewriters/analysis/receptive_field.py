@@ -174,6 +174,8 @@ class ReceptiveField:
                 need = plan.needs[position]
                 extent = self._extents(node.inputs[position])[axis]
                 if need is not None and (extent > 1 or len(rows) == 1):
+                    if len(rows) > 1 and need.lo[-1] < need.lo[0]:
+                        raise self._not_of_rows(node, "it reverses its rows")
                     pattern = repetition(need, extent)
                     if pattern is None:
                         raise RewriteError(

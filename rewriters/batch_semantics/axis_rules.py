@@ -176,7 +176,7 @@ def rows_at(op: BatchOp, axis: BatchAxis) -> list[BatchLayout]:
 
 
 _ELEMENTWISE = (
-    "Angle BiasAdd BitwiseOr BitwiseXor Bucketize CheckNumerics Complex ComplexAbs Conj Digamma EnsureShape Imag "
+    "Angle BiasAdd Bucketize CheckNumerics Complex ComplexAbs Conj EnsureShape Imag "
     "Invert LeftShift LogicalXor Real RightShift Select TruncateDiv TruncateMod"
 )
 """Elementwise ops that the tile registry lacks, or lists as something else."""

@@ -134,10 +134,11 @@ def outputs_of(analysis: GraphAnalysis, tile_loop: TileLoop) -> list[LoopOutput]
     for tensor in tile_loop.reductions:
         if tensor not in merged:
             rule, view = find_rule(tensor.node), analysis.view(tensor.node)
-            cell = tile_loop.cells[tensor.node.inputs[rule.summed(view)]] if rule.per_pixel(view) else None
-            outputs.append(
-                ReductionOutput(tensor, combination=rule.combined(view), per_image=rule.per_image(view), cell=cell)
-            )
+            per_image, cell = rule.per_image(view), None
+            if rule.per_pixel(view):
+                rows = tile_loop.cells[tensor.node.inputs[rule.summed(view)]]
+                cell = list(zip(rule.result_dims(view), rows, strict=True))
+            outputs.append(ReductionOutput(tensor, combination=rule.combined(view), per_image=per_image, cell=cell))
     outputs += [SavedState(save) for save in tile_loop.saves]
     for tensor, carry in tile_loop.carries.items():
         layout = analysis.layouts.of(tensor)

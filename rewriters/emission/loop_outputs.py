@@ -16,6 +16,7 @@ import tensorflow as tf
 from rewriters.emission.buffers import DeviceBuffer, Span, empty_buffer, stacked
 from rewriters.emission.while_loop import LoopState
 from rewriters.ir.graph import Tensor
+from rewriters.rules.intervals import Interval
 from rewriters.rules.registry import Combination
 from rewriters.tiling.barrier_levels import MomentPair
 from rewriters.tiling.row_frontiers import CarriedRows
@@ -161,17 +162,23 @@ _COMBINE = {
 
 
 class ReductionOutput:
-    """A reduction over the image, for the batch or for each image, or over the batch, for each pixel.
+    """A reduction over the image, for the batch or for each image, or over the batch or some axes, for each pixel.
 
     Args:
         tensor: Result of the reduction.
         combination: Combines the results of two iterations.
         per_image: Whether each image has a result of its own.
-        cell: Pixels of an iteration, for a reduction over the batch alone.
+        cell: For each axis its dimension in the result, `None` if it is reduced, and the rows of an iteration. `None`
+            for a reduction over all axes.
     """
 
     def __init__(
-        self, tensor: Tensor, *, combination: Combination, per_image: bool = False, cell: Region | None = None
+        self,
+        tensor: Tensor,
+        *,
+        combination: Combination,
+        per_image: bool = False,
+        cell: Sequence[tuple[int | None, Interval]] | None = None,
     ) -> None:
         self.tensors = [tensor]
         self._combine, self._neutral = _COMBINE[combination]
@@ -201,9 +208,16 @@ class ReductionOutput:
 
     def _spans(self, iteration: Iteration) -> list[Span] | None:
         (tensor,) = self.tensors
-        if self._cell is not None:
-            return iteration.spans(tensor, self._cell)
-        return _image_spans(iteration, tensor) if self._per_image else None
+        if self._cell is None:
+            return _image_spans(iteration, tensor) if self._per_image else None
+        assert tensor.shape is not None
+        spans: list[Span] = [None] * len(tensor.shape)
+        if self._per_image:
+            spans = _image_spans(iteration, tensor)
+        for axis, (dim, rows) in enumerate(self._cell):
+            if dim is not None and not np.all(rows.size == tensor.shape[dim]):
+                spans[dim] = (iteration.lookup(rows.lo, axis), iteration.lookup(rows.size, axis))
+        return spans
 
     def final(self, values: Sequence[Any]) -> list[Any]:
         """Return the buffer, cast to the dtype of the tensor."""

@@ -124,9 +124,9 @@ class LeadingSizes:
         if PER_PIXEL in node.attrs:
             size = self.of(node.inputs[0])
             return size if isinstance(size, SymbolicDim) else None
-        if has_own_leading_size(node.op):
-            return None
         keeps = _KEEPS.get(node.op)
+        if keeps is None and has_own_leading_size(node.op):
+            return None
         if keeps is not None and not _holds(keeps, node, [evaluate(tensor) for tensor in node.inputs]):
             return None
         sizes = dict.fromkeys(self.of(tensor) for tensor in node.inputs if tensor.shape and tensor.shape[0] is None)
@@ -235,8 +235,16 @@ def _einsum(node: Node, _values: Sequence[Any]) -> bool:
     return "." not in out[:1] and all(letters[:1] == out[:1] for letters in unknown)
 
 
+def _gathered(node: Node, values: Sequence[Any]) -> bool:
+    """Return whether a lookup has the leading size of its indices, or else that of the image it selects from."""
+    indices_lead = _ints(values[2]) == (0,) and not node.attrs["batch_dims"].i
+    fixed = node.inputs[0 if indices_lead else 1].shape
+    return fixed is not None and fixed[:1] != (None,)
+
+
 _KEEPS: dict[str, Callable[[Node, Sequence[Any]], bool]] = {
     "Einsum": _einsum,
+    "GatherV2": _gathered,
     "StridedSlice": _strided,
     "ConcatV2": _axis_elsewhere(-1),
     "Split": _axis_elsewhere(0),

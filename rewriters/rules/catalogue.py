@@ -11,7 +11,23 @@ from rewriters.rules import (
     resize,
     slicing,
 )
+from rewriters.rules.pixel_maps import bicubic, channels, mirror, patches, subpixel
 
 __all__: list[str] = []
 
-_ = (reshape, convolution, elementwise, contraction, pooling, reduction, resize, data_movement, slicing)
+_ = (
+    reshape,
+    convolution,
+    elementwise,
+    contraction,
+    pooling,
+    reduction,
+    resize,
+    data_movement,
+    slicing,
+    mirror,
+    subpixel,
+    bicubic,
+    channels,
+    patches,
+)

@@ -37,15 +37,17 @@ def is_over_channels(op: OpView, dim: Any) -> bool:
     return isinstance(dim, int) and dim % rank in op.layout(out).others(rank)
 
 
+def paddings_of(op: OpView) -> list[list[int]]:
+    """Return the rows of padding before and after each dimension: operand 1 of a padding op."""
+    paddings = constant(op.node.inputs[1].node)
+    if paddings is None:
+        raise NotTileableError("padding computed at run time")
+    return paddings.tolist()
+
+
 @tiling_rule("Pad", "PadV2")
 class Pad(Blocks):
     """Constant padding. Over the image it is the fill value of the operand, and fitting the operand is the whole op."""
-
-    def _paddings(self, op: OpView) -> list[list[int]]:
-        paddings = constant(op.node.inputs[1].node)
-        if paddings is None:
-            raise NotTileableError("padding computed at run time")
-        return paddings.tolist()
 
     def block(self, op: OpView, axis: int) -> Fraction:
         """Return 1: each row stays one row."""
@@ -55,7 +57,7 @@ class Pad(Blocks):
     def offset(self, op: OpView, axis: int) -> int:
         """Return minus the rows of padding before the image."""
         dim = op.dim(op.node.out(), axis)
-        return 0 if dim is None else -self._paddings(op)[dim][0]
+        return 0 if dim is None else -paddings_of(op)[dim][0]
 
     def _value(self, op: OpView) -> float:
         if len(op.node.inputs) < 3:
@@ -71,7 +73,7 @@ class Pad(Blocks):
 
     def result_kind(self, op: OpView, kinds: Sequence[TileKind]) -> TileKind:
         """Return the kind of the operand; a gradient may be padded with zeros only."""
-        if self._paddings(op)[0] != [0, 0]:
+        if paddings_of(op)[0] != [0, 0]:
             raise NotTileableError("padding of the batch")
         if self._value(op) != 0.0 and kinds[0] is TileKind.PARTIAL:
             raise NotTileableError("a gradient padded with a value other than zero")
@@ -81,7 +83,7 @@ class Pad(Blocks):
     def emit(self, emitter: Emitter, op: OpView, operands: Sequence[Any]) -> list[Any]:
         """Pad the channels; the axes are padded already."""
         dims = op.layout(op.node.out()).dims
-        left = [[0, 0] if dim in dims else pair for dim, pair in enumerate(self._paddings(op))]
+        left = [[0, 0] if dim in dims else pair for dim, pair in enumerate(paddings_of(op))]
         if not any(map(any, left)):
             return identity(operands)
         value = tf.constant(self._value(op), operands[0].dtype)

@@ -106,10 +106,24 @@ class Reduce(SumOverImage):
         ):
             raise NotTileableError("its result has its axes in other dimensions than the image")
 
-    def per_pixel(self, op: OpView) -> bool:
+    def _over_batch(self, op: OpView) -> bool:
         """Return whether the op reduces over the batch, which keeps one entry, and maybe channels."""
         axes, sides = self.axes(op), self._sides(op)
         return 0 in axes and bool(sides) and axes.isdisjoint(sides) and op.node.attrs["keep_dims"].b
+
+    def per_pixel(self, op: OpView) -> bool:
+        """Return whether the op reduces over the batch, or over some axes of the image, but not over all of them."""
+        axes, sides = self.axes(op), self._sides(op)
+        keeps_batch = 0 not in axes and not axes.isdisjoint(sides)
+        return self._over_batch(op) or (keeps_batch and not axes >= sides)
+
+    def result_dims(self, op: OpView) -> tuple[int | None, ...]:
+        """Return the dimension of the result that holds each axis; `None` for a reduced axis."""
+        axes, keep = self.axes(op), op.node.attrs["keep_dims"].b
+        return tuple(
+            None if dim is None or dim in axes else dim if keep else dim - sum(a < dim for a in axes)
+            for dim in op.layout(op.node.inputs[0]).dims
+        )
 
     def _sides(self, op: OpView) -> set[int | None]:
         """Return the dimensions along which an image has more than one row."""
@@ -139,7 +153,7 @@ class Reduce(SumOverImage):
                 raise NotTileableError(f"{op.node.op} is not linear in a gradient")
             return kinds[0]
         if op.node.op == "Sum" and kinds[0] is TileKind.PARTIAL:
-            if self.per_pixel(op):
+            if self._over_batch(op):
                 self._check_dims(op)
                 return TileKind.PARTIAL
             if self._over_image(op) and 0 in self.axes(op):
@@ -155,13 +169,13 @@ class Reduce(SumOverImage):
             return TileKind.FULL
         if op.node.op == "Mean" and not op.node.inputs[0].dtype.is_floating:
             raise NotTileableError("a mean of integers: each part would be rounded")
-        if self.per_pixel(op):
+        if self._over_batch(op):
             self._check_dims(op)
         if self._over_image(op) or self.per_pixel(op):
             if self.per_image(op) and op.layout(op.node.inputs[0]).batch_fold != 1:
                 raise NotTileableError("a reduction of pixels that were made images")
             return TileKind.REDUCED
-        raise NotTileableError("it reduces over one side of the image alone")
+        raise NotTileableError("it reduces over the batch and over one side of the image alone")
 
     def combined(self, op: OpView) -> Combination:
         """Return the combination of the op type."""
@@ -178,7 +192,7 @@ class Reduce(SumOverImage):
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """Plan for the rows of the gradient, or for a reduction over them."""
         plan = super().result_rows_from_operands(op, axis, parts)
-        if self._over_channels(op) or self.per_pixel(op):
+        if self._over_channels(op) or self._over_batch(op):
             return AxisPlan(plan.needs[0], plan.needs[0], plan.needs)
         return plan
 

@@ -241,9 +241,13 @@ class Rule:
         return False
 
     def per_pixel(self, op: OpView) -> bool:
-        """Return whether a reduction is over the batch alone, with one result per pixel."""
+        """Return whether a reduction leaves some axes, with one result per pixel, row or column."""
         del op
         return False
+
+    def result_dims(self, op: OpView) -> tuple[int | None, ...]:
+        """Return the dimension of a reduction's result that holds each axis; `None` for an axis that is reduced."""
+        raise NotImplementedError
 
     def result_rows_from_operands(self, op: OpView, axis: int, parts: Sequence[Interval | None]) -> AxisPlan:
         """Return the plan for a `PARTIAL` or `REDUCED` result, given the rows `parts` of its partial operands."""

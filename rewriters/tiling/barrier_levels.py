@@ -151,13 +151,19 @@ class _KindAssigner:
             if "BackpropFilter" in node.op or (kind is None and self._is_filter(node)):
                 self.filters.update(results)
             data = [t for t in node.inputs if t.node in self.analysis.data]
-            if kind is TileKind.REDUCED or (kind is None and data and self.summed.issuperset(data)):
+            reduced = kind is TileKind.REDUCED and not self._keeps_rows(node)
+            if reduced or (kind is None and data and self.summed.issuperset(data)):
                 self.summed.update(results)
         sums = [node for node, kind in self.sort.items() if kind is TileKind.REDUCED]
         pairs = {node: self._moments(node) for node in sums} if self.merge else {}
         moments = {node: pair for node, pair in pairs.items() if pair is not None}
         tiled = [node for node, kind in self.sort.items() if kind is TileKind.FULL]
         return BarrierLevels(self.analysis, tiled, sums, self.kinds, self._levels(moments), moments, self.refused)
+
+    def _keeps_rows(self, node: Node) -> bool:
+        """Return whether a reduction has a result for each row of each image, which iterations can split."""
+        rule, view = find_rule(node), self.analysis.view(node)
+        return rule.per_pixel(view) and rule.per_image(view)
 
     def _kind(self, node: Node) -> TileKind | None:
         """Return `FULL` for a tiled op, `REDUCED` for a reduction, `None` for other ops."""
@@ -193,7 +199,7 @@ class _KindAssigner:
         ]
         if TileKind.FULL in kinds:
             kinds = [
-                TileKind.FULL if p in data and self._is_weight_of_pixels(t) else kind
+                TileKind.FULL if p in data and self._is_image_without_data(t, node.device) else kind
                 for p, (t, kind) in enumerate(zip(node.inputs, kinds, strict=True))
             ]
         return kinds
@@ -202,6 +208,16 @@ class _KindAssigner:
         """Return whether a tensor that depends on no image has a value for each pixel."""
         has_one_entry = tensor.shape is not None and tensor.shape[:1] == (1,)
         return has_one_entry and tensor.node not in self.analysis.data and _is_spatial(self.analysis, tensor)
+
+    def _is_image_without_data(self, tensor: Tensor, device: str) -> bool:
+        """Return whether a tensor that depends on no image has a value for each pixel: a weight, or a gradient.
+
+        The gradient of a sum of scores is an example, with which a gradient of a gradient begins.
+        """
+        if self._is_weight_of_pixels(tensor):
+            return True
+        is_gradient = tensor.node in self.analysis.backward and tensor.node not in self.analysis.data
+        return is_gradient and _is_spatial(self.analysis, tensor) and self._in_batch(tensor, device)
 
     def _is_filter(self, node: Node) -> bool:
         """Return whether an untiled op reads the gradient of a filter, or a tensor computed from one."""

@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
+from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor, predecessors
+from rewriters.rules.elementwise import Additive, Pointwise
 from rewriters.rules.intervals import whole
 from rewriters.rules.registry import AxisPlan, TileKind, find_rule
 from rewriters.tiling.barrier_levels import BarrierLevels
@@ -156,4 +158,37 @@ def has_barriers(analysis: GraphAnalysis, roles: BarrierLevels) -> bool:
             if node in tiled:
                 return True
             dependent.add(node)
+    return False
+
+
+def has_nonlinear_gradients(analysis: GraphAnalysis, roles: BarrierLevels) -> bool:
+    """Return whether a tiled op is nonlinear in gradients of images, as in a gradient of a gradient.
+
+    Such an op needs true values of its rows. A segment without barriers has only the part of each gradient that comes
+    from one tile.
+    """
+    gradients: set[Node] = set()
+    for node in analysis.order:
+        is_gradient = "Backprop" in node.op or node.op.endswith("Grad")
+        if node in analysis.backward and (is_gradient or any(t.node in gradients for t in node.inputs)):
+            gradients.add(node)
+    return any(_is_nonlinear(analysis, roles, node, gradients) for node in roles.tiled if node in gradients)
+
+
+def _is_nonlinear(analysis: GraphAnalysis, roles: BarrierLevels, node: Node, gradients: set[Node]) -> bool:
+    """Return whether the rule of a tiled elementwise op refuses parts of the gradients of images that it reads.
+
+    Sums are linear in all gradients together.
+    """
+    rule = find_rule(node)
+    if not isinstance(rule, Pointwise) or isinstance(rule, Additive):
+        return False
+    kinds = [
+        TileKind.PARTIAL if t.node in gradients and set(analysis.extents(t) or (1,)) != {1} else roles.kinds[t]
+        for t in node.inputs
+    ]
+    try:
+        rule.result_kind(analysis.view(node), kinds)
+    except NotTileableError:
+        return TileKind.PARTIAL in kinds
     return False

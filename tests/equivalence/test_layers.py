@@ -6,23 +6,13 @@ Everything in them that works on images has to run on tiles.
 import keras
 import numpy as np
 import pytest
+from between_convolutions import SIZES, check_on_tiles, normed, plain, step_between
 from equivalence import TOLERANCE, batches_of, error, model_step
 from keras import layers
 
 import tflms_sft
 
-SIZES = {1: (37,), 2: (13, 12), 3: (9, 8, 7)}
 GRIDS = {1: [(5,), (2, 4)], 2: [(3, 2), (2, 4, 1)], 3: [(2, 2, 3), (2, 3, 1, 2)]}
-CONV = {1: layers.Conv1D, 2: layers.Conv2D, 3: layers.Conv3D}
-POOL = {1: layers.GlobalAveragePooling1D, 2: layers.GlobalAveragePooling2D, 3: layers.GlobalAveragePooling3D}
-
-
-def plain(x):
-    return x
-
-
-def normed(x):
-    return layers.BatchNormalization()(x)
 
 
 def grouped(x):
@@ -131,28 +121,9 @@ NETS = {
 }
 
 
-def step_of(name, known_batch):
-    rank, norm, middle = NETS[name]
-    keras.config.set_floatx("float64")
-    image = keras.Input((*SIZES[rank], 2), batch_size=3 if known_batch else None)
-    x = layers.ReLU()(norm(CONV[rank](4, 3, padding="same")(image)))
-    x = layers.ReLU()(norm(CONV[rank](5, 3, padding="same")(middle(x))))
-    model = keras.Model(image, layers.Dense(3)(POOL[rank]()(x)))
-    arguments = {
-        "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
-        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    }
-    return model_step(model, batches_of([3, 3], (*SIZES[rank], 2)), known_batch, arguments)
-
-
 def check(name, known_batch, num_tiles):
-    step = step_of(name, known_batch)
-    fast = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=num_tiles))
-    left = [reason for _, reason in fast.plan.left_alone if "reduces over the image" not in reason]
-    assert fast.plan.segments and not left
-    want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
-    assert list(want) == list(got)
-    assert max(error(got[key], want[key]) for key in want) < TOLERANCE
+    rank, norm, middle = NETS[name]
+    check_on_tiles(step_between(rank, norm, middle, known_batch=known_batch), num_tiles)
 
 
 @pytest.mark.parametrize("norm", (plain, normed))

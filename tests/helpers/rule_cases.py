@@ -86,6 +86,18 @@ cases(
         "constant_values": Const(np.float64(0)),
     },
 )
+cases("MirrorPad", lambda: {"input": image(), "paddings": Const([[0, 0], [5, 2], [0, 13], [1, 0]]), "mode": "REFLECT"})
+cases(
+    "MirrorPadGrad",
+    lambda: {
+        "input": image(3, HEIGHT + 14, WIDTH + 4, 5),
+        "paddings": Const([[0, 0], [12, 2], [1, 3], [1, 0]]),
+        "mode": "REFLECT",
+    },
+)
+cases("ReverseV2", lambda: {"tensor": image(), "axis": Const([1, -1])})
+cases("SpaceToDepth", lambda: {"input": image(3, 14, 12, 2), "block_size": 2})
+cases("DepthToSpace", lambda: {"input": image(3, 7, 6, 8), "block_size": 2})
 cases("Slice", lambda: {"input": image(), "begin": Const([0, 2, 5, 1]), "size": Const([-1, 9, -1, 2])})
 cases("ConcatV2", lambda: {"values": [image(seed=1), image(3, HEIGHT, WIDTH, 2)], "axis": Const(-1)})
 cases("Split", lambda: {"axis": Const(3), "value": image(), "num_split": 2})
@@ -100,12 +112,12 @@ cases("Elu Relu Relu6 Selu Softplus Softsign LeakyRelu", lambda: {"features": im
 cases("Acos Asin Atanh Erfinv", lambda: {"x": image(low=-0.9, high=0.9)})
 cases("Ndtri", lambda: {"x": image(low=0.1, high=0.9)})
 cases("Acosh", lambda: {"x": image(low=1.1, high=3.0)})
-cases("Log Log1p Lgamma Reciprocal Inv Rsqrt Sqrt", lambda: {"x": image(low=0.1, high=3.0)})
+cases("Log Log1p Digamma Lgamma Reciprocal Inv Rsqrt Sqrt", lambda: {"x": image(low=0.1, high=3.0)})
 cases("Atan2", lambda: {"y": image(), "x": image(seed=1)})
 cases("Maximum Minimum SquaredDifference", lambda: {"x": image(), "y": image(seed=1)})
 cases("Less LessEqual Greater GreaterEqual", lambda: {"x": image(), "y": image(3, 1, 1, 4)})
 cases("Equal NotEqual", lambda: {"x": numbers(), "y": numbers(1, 1, 1, 4)})
-cases("FloorDiv FloorMod Mod BitwiseAnd", lambda: {"x": numbers(), "y": numbers(3, 1, WIDTH, 4)})
+cases("FloorDiv FloorMod Mod BitwiseAnd BitwiseOr BitwiseXor", lambda: {"x": numbers(), "y": numbers(3, 1, WIDTH, 4)})
 cases("Pow Xdivy Xlogy Xlog1py", lambda: {"x": image(low=0.1), "y": image(seed=1, low=0.1)})
 cases(
     "ClipByValue",
@@ -218,4 +230,50 @@ cases(
         "original_image": image(),
         **HALF_PIXELS,
     },
+)
+cases(
+    "ResizeBicubic",
+    lambda: {"images": image().astype("float32"), "size": Const([2 * HEIGHT, 3 * WIDTH]), **HALF_PIXELS},
+)
+cases(
+    "ResizeBicubicGrad",
+    lambda: {
+        "grads": image(3, 2 * HEIGHT, WIDTH // 2, 4).astype("float32"),
+        "original_image": image(),
+        **HALF_PIXELS,
+    },
+)
+
+# Channels ---------------------------------------------------------------------------------------------------
+
+cases("ArgMax ArgMin", lambda: {"input": image(), "dimension": Const(-1)})
+cases("All Any", lambda: {"input": image() > -1.5, "axis": Const([3]), "keep_dims": True})
+cases("Cumsum Cumprod", lambda: {"x": image(), "axis": Const(3), "exclusive": True})
+cases("Roll", lambda: {"input": image(), "shift": Const([1]), "axis": Const([-1])})
+cases(
+    "OneHot",
+    lambda: {"indices": numbers(), "depth": Const(5), "on_value": Const(2.0), "off_value": Const(-1.0), "axis": 3},
+)
+cases("Pack", lambda: {"values": [image(), image(seed=1)], "axis": -1})
+cases("Unpack", lambda: {"value": image(), "num": 4, "axis": 3})
+cases("GatherV2", lambda: {"params": image(), "indices": Const([2, 0, 2]), "axis": Const(3)})
+cases("TopKV2", lambda: {"input": image(), "k": Const(2)})
+cases("RGBToHSV HSVToRGB", lambda: {"images": image(3, HEIGHT, WIDTH, 3, low=0.0, high=1.0)})
+cases("LRN", lambda: {"input": image().astype("float32"), "depth_radius": 1})
+cases(
+    "LRNGrad",
+    lambda: {
+        "input_grads": image(seed=1).astype("float32"),
+        "input_image": image().astype("float32"),
+        "output_image": image(seed=2).astype("float32"),
+        "depth_radius": 1,
+    },
+)
+cases("Bitcast", lambda: {"input": image(), "type": tf.int64})
+cases("EnsureShape", lambda: {"input": image(), "shape": [None, HEIGHT, WIDTH, 4]})
+PATCHES = {"ksizes": [1, 3, 2, 1], "strides": [1, 2, 1, 1], "rates": [1, 2, 3, 1], "padding": "SAME"}
+cases("ExtractImagePatches", lambda: {"images": image(), **PATCHES})
+cases(
+    "ExtractVolumePatches",
+    lambda: {"input": image(*VOLUME), "ksizes": [1, 2, 3, 3, 1], "strides": [1, 2, 2, 1, 1], "padding": "SAME"},
 )

@@ -339,6 +339,8 @@ def test_sample_tiling_of_padding_network_is_refused():
     text = r"conv2d.* \(Conv2D\) pads its image, and would pad a part .*padding='valid'.*`SFTParams` to tile others"
     refused(layers.Conv2D(2, 3, padding="same"), RewriteError, text)
     refused(layers.Conv2DTranspose(2, 4, strides=2), RewriteError, r"\(Conv2DBackpropInput\) pads its image")
+    refused(lambda x: keras.ops.pad(x, [[0, 0], [1, 1], [0, 0], [0, 0]], "reflect"), RewriteError, "pads its image")
+    refused(lambda x: keras.ops.flip(x, axis=1), RewriteError, "does not make rows of rows: it reverses its rows")
     refused(layers.GlobalAveragePooling2D(keepdims=True), RewriteError, "is no image|does not make rows of rows")
     refused(lambda x: x * layers.GlobalMaxPooling2D(keepdims=True)(x), RewriteError, "does not make rows of rows")
 

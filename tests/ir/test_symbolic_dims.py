@@ -42,6 +42,8 @@ KEPT = {
     "means from the end": lambda x: tf.reduce_mean(x, [-3, -2]),
     "a product of matrices": lambda x: tf.reduce_mean(x, [1, 2]) @ tf.ones((4, 3)),
     "a squeeze": lambda x: tf.squeeze(x[:, :1], 1),
+    "a lookup": lambda x: tf.gather(tf.ones((9, 2)), tf.argmax(x, -1)),
+    "selected channels": lambda x: tf.gather(x, [1, 0, 1], axis=3),
     "a new axis": lambda x: x[:, tf.newaxis],
 }
 
@@ -53,6 +55,7 @@ CHANGED = {
     "another shape": lambda x: tf.reshape(x, [-1, 4]),
     "another batch": lambda x: tf.concat([x, x], 0),
     "a gather": lambda x: tf.gather(x, tf.range(tf.shape(x)[0] // 2)),
+    "a gather by images": lambda x: tf.gather(x, tf.cast(x[:, 0, 0, 0], tf.int32)),
     "a mask": lambda x: tf.boolean_mask(x, tf.range(tf.shape(x)[0]) > 1),
     "copies": lambda x: tf.tile(x, [2, 1, 1, 1]),
     "rows first": lambda x: tf.transpose(x, [3, 0, 1, 2]),

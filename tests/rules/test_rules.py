@@ -56,6 +56,9 @@ VARIANTS = [
             ([0, 1, 2, 3], False),
             ([0], True),
             ([0, -1], True),
+            ([1], True),
+            ([2], False),
+            ([-1, 1], True),
         )
     ),
     ("Tile", {"input": image(1, 1, 1, 4), "multiples": Const([3, HEIGHT, WIDTH, 1])}),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Iterator, S
 from rewriters.emission.tile_pass import LOOP_SCOPE, SegmentPlan
 from rewriters.ir.graph import Node, Tensor
 from rewriters.tiling.barrier_levels import assign_levels
-from rewriters.tiling.barrier_planner import BarrierPlanner, barrier_segment, has_barriers
+from rewriters.tiling.barrier_planner import BarrierPlanner, barrier_segment, has_barriers, has_nonlinear_gradients
 from rewriters.tiling.checkpoint_selection import CheckpointSelection
 from rewriters.tiling.ft_segments import refused
 from rewriters.tiling.row_planner import RowBarrierPlanner
@@ -91,10 +91,11 @@ class Barriers:
 
     @property
     def present(self) -> bool:
-        """Return whether there is a barrier, and a backward pass."""
-        return has_barriers(self._traced.analysis, self._levels) and any(
-            node in self._traced.analysis.backward for node in (*self._levels.tiled, *self._levels.sums)
-        )
+        """Return whether there is a barrier, or an op that needs true values of gradients, and a backward pass."""
+        analysis, levels = self._traced.analysis, self._levels
+        if not any(node in analysis.backward for node in (*levels.tiled, *levels.sums)):
+            return False
+        return has_barriers(analysis, levels) or has_nonlinear_gradients(analysis, levels)
 
     def segment(self, name: str, checkpoints: CheckpointSet) -> Segment:
         """Return the segment with a set of checkpoints."""
