@@ -17,6 +17,8 @@ import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
 from rewriters.device import properties
 from rewriters.device.allocator import Allocator
 from rewriters.device.kernel_scratch import op_scratch
@@ -146,16 +148,38 @@ class _Scheduler:
         source = self._buffers.get(node.inputs[0]) if node.inputs else None
         if source is not None and self._alias(node):
             return source, reusable
+        held = self._held_elsewhere(node, tensor)
+        if held is not None:
+            return held, reusable
         if reusable is not None and self._num_bytes(tensor) == reusable.num_bytes:
             return reusable, None
         silent = not properties.allocates(node) or (not self._reads.get(tensor) and node.op in LOOPS)
         foreign = node.op in _PYTHON_CALLS
+        elementwise = tensor.dtype == tf.variant  # Elements of a list are allocated one by one, and fill gaps.
         buffer = _Allocation(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
         if buffer.num_bytes:
             self._alive[buffer.key] = buffer
-            action = Action.MAP if foreign else Action.ALLOCATE
+            action = Action.MAP if foreign or elementwise else Action.ALLOCATE
             self.events.append(AllocationEvent(action, buffer.key, buffer.num_bytes, tensor.name))
         return buffer, reusable
+
+    def _held_elsewhere(self, node: Node, tensor: Tensor) -> _Allocation | None:
+        """Return the buffer of a loop's result or of a list, if it is that of an operand or of another result."""
+        facts, index = node.loop, tensor.index
+        if facts is None:
+            return None
+        if index in facts.operand_buffers:
+            return self._buffers.get(node.inputs[facts.operand_buffers[index]])
+        if index in facts.output_buffers:
+            owner = self._buffers[node.out(facts.output_buffers[index])]
+            return owner if owner.num_bytes else None
+        if facts.body is None or tensor.dtype == tf.variant:
+            return None
+        before = node.inputs[index]  # The first iteration frees it, and the last one returns as many bytes.
+        buffer = self._buffers.get(before)
+        ends = buffer is not None and buffer.uses == node.inputs.count(before) == 1 and not buffer.foreign
+        is_same = ends and buffer is not None and buffer.num_bytes == self._num_bytes(tensor)
+        return buffer if is_same and properties.allocates(before.node) else None
 
     def _reusable(self, node: Node) -> _Allocation | None:
         """Return the buffer of an operand that ends here and that the op may overwrite."""

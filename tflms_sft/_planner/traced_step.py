@@ -13,7 +13,8 @@ from typing import Any
 from rewriters.analysis.autodiff_roles import is_autodiff_name
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
-from rewriters.device.peak_memory import AllocationTrace, Peak, graph_peak, graph_schedule
+from rewriters.device.loop_lists import loop_iterations
+from rewriters.device.peak_memory import AllocationTrace, IterationTrace, Peak, graph_peak, graph_schedule
 from rewriters.emission.loop_emitter import loop_input_tensors, loop_output_tensors
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_segments, tile_skeleton
 from rewriters.estimates.loop_memory import IterationModelCache
@@ -107,6 +108,11 @@ class TracedStep:
     def seconds(self) -> float:
         """Time of the original step."""
         return self.costs.step(self.analysis.order)
+
+    @functools.cached_property
+    def loop_iterations(self) -> dict[str, list[IterationTrace]]:
+        """Allocations of an iteration of each loop of the original step, by the loop's name."""
+        return loop_iterations(self.analysis.graph, self.batch)
 
     @functools.cached_property
     def plain(self) -> Candidate:
@@ -207,7 +213,7 @@ def predict(
         for plan in plans
         for tile_loop in plan.loops
     }
-    peak = graph_peak(trace, iterations, limit)
+    peak = graph_peak(trace, {**traced.loop_iterations, **iterations}, limit)
     return peak, seconds_of(traced, plans) / traced.seconds
 
 
