@@ -88,6 +88,17 @@ def _loop_facts(graph: Graph, node: Node, evaluate: StaticEvaluator) -> LoopFact
         return None
     add_loop_facts(body)
     lengths = _lengths(node, body, condition, evaluate)
+    return loop_facts(node, body, lengths)
+
+
+def loop_facts(node: Node, body: Graph, lengths: Sequence[int | None]) -> LoopFacts:
+    """Return the facts about a loop with a body.
+
+    Args:
+        node: The loop.
+        body: Function of one iteration.
+        lengths: Largest number of iterations as the only element, `None` for the batch size; empty if unknown.
+    """
     return _LoopReader(node, body, lengths).facts()
 
 

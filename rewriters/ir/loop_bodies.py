@@ -37,6 +37,16 @@ def function_of(graph: Graph, node: Node, attr: str) -> Graph | None:
         return None
 
 
+def function_reads(graph: Graph, node: Node, attr: str, position: int) -> bool:
+    """Return whether an op in a function of a loop reads the operand at a position; `attr` as for `function_of`."""
+    name = node.attrs[attr].func.name
+    definition = next((f for f in graph.library.function if f.signature.name == name), None)
+    if definition is None:
+        return True
+    argument = definition.signature.input_arg[position].name
+    return any(argument in inner.input for inner in definition.node_def)
+
+
 def _imported(
     definition: Any,
     library: Any,

@@ -213,7 +213,8 @@ def predict(
         for plan in plans
         for tile_loop in plan.loops
     }
-    peak = graph_peak(trace, {**traced.loop_iterations, **iterations}, limit)
+    own = traced.loop_iterations if graph is None else loop_iterations(graph, traced.batch)
+    peak = graph_peak(trace, {**own, **iterations}, limit)
     return peak, seconds_of(traced, plans) / traced.seconds
 
 
