@@ -164,8 +164,10 @@ class _Scheduler:
         return buffer, reusable
 
     def _held_elsewhere(self, node: Node, tensor: Tensor) -> _Allocation | None:
-        """Return the buffer of a loop's result or of a list, if it is that of an operand or of another result."""
+        """Return the buffer of a result of a loop, or of one of several identities, that exists already."""
         facts, index = node.loop, tensor.index
+        if node.op == "IdentityN":
+            return self._buffers.get(node.inputs[index])
         if facts is None:
             return None
         if index in facts.operand_buffers:
