@@ -27,9 +27,9 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.canonicalize import add_batch_axis, expand_fused_batch_norm, expand_grouped_conv, matrices_to_images
+from rewriters.device.loop_lists import add_loop_facts
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
-from rewriters.device.loop_lists import add_loop_facts
 from rewriters.ir.graph import Graph, Node, Tensor, from_concrete_function, predecessors
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass
 from rewriters.ir.inlining import inline_calls, is_call, is_xla_call

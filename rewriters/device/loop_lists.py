@@ -71,8 +71,8 @@ def _list_facts(node: Node, evaluate: StaticEvaluator) -> LoopFacts | None:
         stacked = node.inputs[0]
         if not stacked.shape:
             return None
-        size = ListSize(((stacked.dtype, stacked.shape[1:]),), stacked.shape[0])
-        return LoopFacts({0: size}, {0: 0} if _is_aligned(size) else {})
+        slices = ListSize(((stacked.dtype, stacked.shape[1:]),), stacked.shape[0])
+        return LoopFacts({0: slices}, {0: 0} if _is_aligned(slices) else {})
     if node.op in ("ZerosLike", "AddN"):
         sizes = [size for t in node.inputs if (size := list_size(t)) is not None and size.elements]
         return LoopFacts({0: sizes[0]}) if sizes else None
@@ -162,10 +162,12 @@ class _LoopReader:
         if not self._lengths:
             return
         roots = [self._root(tensor) for tensor in appended]
-        stored = [(root, spec) for root, spec in zip(roots, specs, strict=True) if root is not None and spec is not None]
+        stored = [
+            (root, spec) for root, spec in zip(roots, specs, strict=True) if root is not None and spec is not None
+        ]
         self._lists[index] = ListSize(tuple(spec for _, spec in stored), self._lengths[0] if stored else 0)
         if len(stored) == 1:
-            (root, _), = stored
+            ((root, _),) = stored
             if isinstance(root, int):
                 self._operand_buffers[index] = root
             elif self._owner.setdefault(root, index) != index:
@@ -197,7 +199,7 @@ class _LoopReader:
         size = list_size(tensor)
         if size is None or len(size.elements) > 1:
             return None
-        (dtype, shape), = size.elements or ((tf.int32, (0,)),)
+        ((dtype, shape),) = size.elements or ((tf.int32, (0,)),)
         return dtype, None if shape is None else (size.length, *shape)
 
     def _declared_shape(self, index: int) -> Shape:

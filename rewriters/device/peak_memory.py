@@ -37,7 +37,8 @@ class Peak:
     Attributes:
         peak_bytes: Bytes that the device counts as allocated, including fixed ones.
         at: Name of the op that runs at the peak.
-        largest: (name, bytes) of the largest live tensors, largest first.
+        largest: (name, bytes) of the largest live tensors, largest first. The tensor lists that a loop fills count as
+            one, under the name of the loop.
         timeline: (op name, bytes allocated while it runs), in order.
         own_bytes: Bytes that exist only while this op runs: kernel scratch, or all memory of a loop's iteration.
     """
@@ -68,7 +69,7 @@ class AllocationEvent(NamedTuple):
         action: Kind of the event.
         key: Number of the buffer, for `ALLOCATE`, `MAP` (memory of another allocator) and `FREE`.
         num_bytes: Size of the buffer, or scratch bytes of an op.
-        name: Tensor that is allocated, or op that runs.
+        name: Tensor that is allocated, loop whose list is allocated, or op that runs.
         blocks: Scratch blocks of an op, in bytes.
     """
 
@@ -160,7 +161,8 @@ class _Scheduler:
         if buffer.num_bytes:
             self._alive[buffer.key] = buffer
             action = Action.MAP if foreign or elementwise else Action.ALLOCATE
-            self.events.append(AllocationEvent(action, buffer.key, buffer.num_bytes, tensor.name))
+            name = node.name if elementwise and node.op in LOOPS else tensor.name
+            self.events.append(AllocationEvent(action, buffer.key, buffer.num_bytes, name))
         return buffer, reusable
 
     def _held_elsewhere(self, node: Node, tensor: Tensor) -> _Allocation | None:
@@ -368,8 +370,10 @@ def _largest(events: Sequence[AllocationEvent]) -> tuple[tuple[str, int], ...]:
             alive[event.key] = event
         elif event.action is Action.FREE:
             del alive[event.key]
-    largest = sorted(alive.values(), key=lambda event: -event.num_bytes)[:10]
-    return tuple((event.name, event.num_bytes) for event in largest)
+    sizes: dict[str, int] = {}
+    for event in alive.values():
+        sizes[event.name] = sizes.get(event.name, 0) + event.num_bytes
+    return tuple(sorted(sizes.items(), key=lambda item: -item[1])[:10])
 
 
 @dataclasses.dataclass(frozen=True)

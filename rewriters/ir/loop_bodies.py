@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from rewriters.ir.static_values import Dim, StaticEvaluator, Value
 from rewriters.ir.symbolic_dims import SymbolicDim
 
 __all__: list[str] = []
+
+_NUMBERS = itertools.count(1)
+"""Numbers of new functions: TensorFlow holds those of all graphs by name."""
 
 _BOUNDS: dict[str, tuple[int, int]] = {"Less": (1, 0), "LessEqual": (1, 1), "Greater": (-1, 0), "GreaterEqual": (-1, 1)}
 """Direction in which a counter runs to its bound, and whether it reaches the bound, by the comparison."""
@@ -91,15 +95,14 @@ def source_of(tensor: Tensor) -> Tensor:
 
 
 def add_body(graph: Graph, body: Graph, name: str) -> str:
-    """Add a function to the library of a graph, and return its name.
+    """Add a function to the library of a graph, and return its name, which is unique in this process.
 
     Args:
         graph: The graph; it is edited.
         body: The function. Its inputs and outputs are those of the loop.
-        name: Wanted name.
+        name: Beginning of the name.
     """
-    taken = {function.signature.name for function in graph.library.function}
-    name = next(n for n in (name, *(f"{name}_{count}" for count in range(1, len(taken) + 2))) if n not in taken)
+    name = f"{name}_{next(_NUMBERS)}"
     fed = {tensor.node.name for tensor in body.inputs}
     graph_def = tf.compat.v1.GraphDef(library=body.library, versions=body.versions)
     graph_def.node.extend(node for node in body.to_graph_def().node if node.name not in fed)

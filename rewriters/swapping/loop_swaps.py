@@ -43,6 +43,11 @@ class SavedList:
     push: Node
     pop: Node
 
+    @property
+    def element(self) -> Tensor:
+        """Tensor of the forward body that an iteration appends."""
+        return self.push.inputs[1]
+
 
 def is_filled_by_loop(tensor: Tensor) -> bool:
     """Return whether a tensor is a list with elements that a loop has appended."""
@@ -94,7 +99,7 @@ def _push(body: Graph, index: int) -> Node | None:
 
 
 def _only_changed_by(body: Graph, index: int, change: Node) -> bool:
-    """Return whether one op alone reads a list in a body, and its result is nothing but the list after the iteration."""
+    """Return whether one op alone reads a list in a body, and nothing in the body reads its result."""
     argument, consumers = body.inputs[index], body.consumers()
     if source_of(change.inputs[0]) != argument or body.outputs.count(body.outputs[index]) != 1:
         return False
@@ -150,7 +155,9 @@ def _swapping_in(reader: Node, lists: Sequence[SavedList], tier: Tier, name: str
         outputs=[pops[0].outputs[0], (tf.int64, ())],
     )
     body.add(number)
-    copies = tier.swap_in_elements(body, number.out(1), [_element(saved, pop) for saved, pop in zip(lists, pops, strict=True)], name)
+    copies = tier.swap_in_elements(
+        body, number.out(1), [_element(saved, pop) for saved, pop in zip(lists, pops, strict=True)], name
+    )
     mapping = {pop.out(1): copy for pop, copy in zip(pops, copies, strict=True)}
     mapping.update({pop.out(0): pop.inputs[0] for pop in pops[1:]})
     _replace(body, {**mapping, pops[0].out(0): number.out(0)}, number)
@@ -160,7 +167,7 @@ def _swapping_in(reader: Node, lists: Sequence[SavedList], tier: Tier, name: str
 def _element(saved: SavedList, pop: Node) -> Tensor:
     """Return the tensor with the static shape of an element."""
     shape = pop.out(1).shape
-    return pop.out(1) if shape is not None and None not in shape else saved.push.inputs[1]
+    return pop.out(1) if shape is not None and None not in shape else saved.element
 
 
 def _replace(body: Graph, mapping: Mapping[Tensor, Tensor], instead: Node) -> None:

@@ -73,24 +73,59 @@ def loop_batches(name, steps=3):
 def loop_step(name, steps=3):
     """A step of `NETS[name]` in float64 that returns loss and gradients, and updates with Adam."""
     keras.config.set_floatx("float64")
-    return model_step(loop_model(name), loop_batches(name, steps), True, {"optimizer": keras.optimizers.Adam(0.01), "loss": "mse"})
+    return model_step(
+        loop_model(name), loop_batches(name, steps), True, {"optimizer": keras.optimizers.Adam(0.01), "loss": "mse"}
+    )
 
 
-def while_step(steps=3, **options):
-    """A step over `tf.while_loop` with a state, which returns loss and gradient and updates a weight."""
-    weight = tf.Variable(np.random.default_rng(1).random((4, 4)), dtype=tf.float64)
+def while_step(x, weight):
+    """A hand-written loop with a state."""
+    with tf.GradientTape() as tape:
+        _, y = tf.while_loop(lambda i, _: i < 6, lambda i, y: (i + 1, tf.tanh(y @ weight) + y), (0, x))
+        loss = tf.reduce_sum(y**2)
+    return loss, tape.gradient(loss, weight)
+
+
+def nested_step(x, weight):
+    """A loop inside of `tf.map_fn`: the outer loop saves the lists of the inner loop."""
+    with tf.GradientTape() as tape:
+
+        def run(sample):
+            return tf.while_loop(
+                lambda i, _: i < 3, lambda i, y: (i + 1, tf.tanh(tf.linalg.matvec(weight, y))), (0, sample)
+            )[1]
+
+        loss = tf.reduce_sum(tf.map_fn(run, x) ** 2)
+    return loss, tape.gradient(loss, weight)
+
+
+def twice_step(x, weight):
+    """A loop with two backward loops, which read the same lists."""
+    with tf.GradientTape(persistent=True) as tape:
+        _, y = tf.while_loop(lambda i, _: i < 4, lambda i, y: (i + 1, tf.tanh(y @ weight)), (0, x))
+        first, second = tf.reduce_sum(y**2), tf.reduce_sum(tf.sin(y))
+    return tape.gradient(first, weight), tape.gradient(second, weight)
+
+
+def unbounded_step(x, weight):
+    """A loop whose number of iterations depends on data."""
+    count = tf.cast(tf.reduce_sum(x), tf.int32)
+    with tf.GradientTape() as tape:
+        _, y = tf.while_loop(lambda i, _: i < count, lambda i, y: (i + 1, tf.tanh(y @ weight)), (0, x))
+        loss = tf.reduce_sum(y**2)
+    return loss, tape.gradient(loss, weight)
+
+
+def step_with_weight(function, size=4, steps=3):
+    """A step that calls `function` with a batch and a weight, and updates the weight by its last result."""
+    weight = tf.Variable(np.random.default_rng(1).random((size, size)), dtype=tf.float64)
 
     def step(x):
-        with tf.GradientTape() as tape:
-            _, y = tf.while_loop(
-                lambda i, _: i < 6, lambda i, y: (i + 1, tf.tanh(y @ weight) + y), (0, x), **options
-            )
-            loss = tf.reduce_sum(y**2)
-        gradient = tape.gradient(loss, weight)
-        weight.assign_sub(0.01 * gradient)
-        return loss, gradient
+        results = function(x, weight)
+        weight.assign_sub(0.01 * results[-1])
+        return results
 
-    batches = [(np.random.default_rng(number).random((BATCH, 4)),) for number in range(steps)]
-    specs = [tf.TensorSpec((BATCH, 4), tf.float64)]
-    function = tf.function(step, input_signature=specs)
-    return Step(function.get_concrete_function(), [weight], batches, function, specs)
+    batches = [(np.random.default_rng(number).random((BATCH, size)),) for number in range(steps)]
+    specs = [tf.TensorSpec((BATCH, size), tf.float64)]
+    traced = tf.function(step, input_signature=specs)
+    return Step(traced.get_concrete_function(), [weight], batches, traced, specs)

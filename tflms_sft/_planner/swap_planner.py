@@ -317,9 +317,7 @@ def _nothing(analysis: GraphAnalysis, params: SwapParams, plan: SwapPlan, batch:
     candidates = plan_swaps(analysis, everything, batch).swaps
     if plan.left:
         shown = "; ".join(f"`{name}`: {reason}" for name, reason in plan.left[:MAX_REASONS])
-        return (
-            f"Nothing can be swapped. {shown}. Lower `lb` or raise `ub`."
-        )
+        return f"Nothing can be swapped. {shown}. Lower `lb` or raise `ub`."
     if not candidates:
         return (
             "Nothing can be swapped: no forward op has a result that the backward pass reads much later. Pass a step "
@@ -337,7 +335,9 @@ def described(swaps: Iterable[Swap], batch: int, names: Mapping[Tensor, str]) ->
     """Return the records of swaps in a plan."""
     return tuple(
         PlannedSwap(
-            tensor=names.get(s.tensor, s.tensor.name),
+            tensor=names.get(s.tensor, s.tensor.name)
+            if s.saved is None
+            else f"{s.saved.element.name} in every iteration",
             num_bytes=s.tensor.num_bytes(batch),
             readers=tuple(tuple(reader.name for reader in way.readers) for way in s.swap_ins),
             controls=tuple(way.control.name for way in s.swap_ins),
