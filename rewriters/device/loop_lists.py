@@ -289,7 +289,7 @@ def _iteration_bytes(node: Node, batch: int) -> int:
         return 0 if tensor.dtype == tf.variant else tensor.num_bytes(batch)
 
     events = schedule(order, num_bytes, concurrent_scratch(scratch, order), [*body.outputs, *elements])
-    held = sum(size.num_bytes(batch) // max(size.length or batch, 1) for size in _own_lists(node.loop))
+    held = sum(shape_bytes(*element, batch) for size in _own_lists(node.loop) for element in size.elements)
     return max(peak_bytes_of(events, ExactAllocator()) - held, 0) + _pending_bytes(node, body, batch)
 
 
