@@ -37,9 +37,6 @@ SLICE_ALIGNMENT_BYTES = 64
 MAX_PENDING_ITERATIONS = 15
 """Iterations whose weight gradients wait to be added; measured with a GRU of 512 units on two cores."""
 
-_APPENDS = {"TensorListPushBack": 1, "TensorListSetItem": 2}
-"""Operand that an op appends to the list that is its operand 0."""
-
 _NOTHING = ListSize((), 0)
 
 
@@ -246,9 +243,9 @@ def _appended(result: Tensor, argument: Tensor) -> list[Tensor] | None:
         return []
     if node.op in ("TensorListPopBack", "TensorListResize"):
         return _appended(node.inputs[0], argument)
-    if node.op in _APPENDS:
+    if node.op in ops_with(Trait.SETS_ELEMENT):
         before = _appended(node.inputs[0], argument)
-        return None if before is None else [*before, node.inputs[_APPENDS[node.op]]]
+        return None if before is None else [*before, node.inputs[-1]]
     if node.op == "AddN":
         parts = [_appended(tensor, argument) for tensor in node.inputs]
         return None if None in parts else [tensor for part in parts if part is not None for tensor in part]

@@ -18,8 +18,18 @@ __all__: list[str] = []
 _NUMBERS = itertools.count(1)
 """Numbers of new functions: TensorFlow holds those of all graphs by name."""
 
-_BOUNDS: dict[str, tuple[int, int]] = {"Less": (1, 0), "LessEqual": (1, 1), "Greater": (-1, 0), "GreaterEqual": (-1, 1)}
-"""Direction in which a counter runs to its bound, and whether it reaches the bound, by the comparison."""
+_COUNTS: dict[str, Callable[[int, int, int], int | None]] = {
+    "Less": lambda start, limit, step: _num_steps(limit - start, step),
+    "LessEqual": lambda start, limit, step: _num_steps(limit - start + 1, step),
+    "Greater": lambda start, limit, step: _num_steps(start - limit, -step),
+    "GreaterEqual": lambda start, limit, step: _num_steps(start - limit + 1, -step),
+}
+"""Functions that return the number of steps after which a counter no longer fulfils a comparison with a limit."""
+
+
+def _num_steps(distance: int, step: int) -> int | None:
+    """Return the number of steps that cover a distance; `None` for steps in the other direction."""
+    return max(-(-distance // step), 0) if step > 0 else None
 
 
 def function_of(graph: Graph, node: Node, attr: str) -> Graph | None:
@@ -142,9 +152,9 @@ def _counts(tensor: Tensor, body: Graph, condition: Graph, initial: Sequence[Val
     node = tensor.node
     if node.op == "LogicalAnd":
         return [count for t in node.inputs for count in _counts(source_of(t), body, condition, initial)]
-    if node.op not in _BOUNDS:
+    if node.op not in _COUNTS:
         return []
-    (direction, inclusive), evaluate = _BOUNDS[node.op], StaticEvaluator(condition)
+    evaluate = StaticEvaluator(condition)
     positions = {t: position for position, t in enumerate(condition.inputs)}
 
     def value(operand: Tensor) -> Value:
@@ -155,16 +165,14 @@ def _counts(tensor: Tensor, body: Graph, condition: Graph, initial: Sequence[Val
         return initial[position] if unchanged else None
 
     for sign, (counter, bound) in ((1, node.inputs), (-1, node.inputs[::-1])):
-        position = positions.get(source_of(counter))
-        limit = value(source_of(bound))
+        position, limit = positions.get(source_of(counter)), value(source_of(bound))
         step = None if position is None else _step(body, position)
-        if position is None or not step or limit is None or (step > 0) != (sign * direction > 0):
-            continue
-        start = initial[position]
-        if isinstance(limit, SymbolicDim):
-            return [limit] if (start, step) == (0, 1) else []
-        if isinstance(start, int) and isinstance(limit, int):
-            return [max(-(-((limit - start) * sign * direction + inclusive) // abs(step)), 0)]
+        start = None if position is None else initial[position]
+        if isinstance(limit, SymbolicDim) and (sign, start, step) == (1, 0, 1):
+            return [limit]
+        if isinstance(start, int) and isinstance(limit, int) and step:
+            count = _COUNTS[node.op](sign * start, sign * limit, sign * step)
+            return [] if count is None else [count]
     return []
 
 

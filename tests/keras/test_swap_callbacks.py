@@ -202,7 +202,7 @@ def recurrent_net(layer):
     keras.config.set_floatx("float64")
     keras.utils.set_random_seed(1)
     image = keras.Input((24, 24, 3))
-    model = keras.Model(image, layers.Dense(3)(layers.Flatten()(layer(layers.Reshape((24, 72))(image)))))
+    model = keras.Model(image, layers.Dense(3)(layers.Flatten()(layer()(layers.Reshape((24, 72))(image)))))
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     return model
 
@@ -217,7 +217,7 @@ def recurrent_net(layer):
     ids=("gru", "lstm", "bidirectional"),
 )
 def test_lms_recurrent_layer_equals_original(layer, tmp_path):
-    model, plain = recurrent_net(layer()), recurrent_net(layer())
+    model, plain = recurrent_net(layer), recurrent_net(layer)
     plain.fit(X, Y, **SETTINGS)
     callback = swapping(tmp_path, incl_types=("While",))
     model.fit(X, Y, callbacks=[callback], **SETTINGS)
