@@ -42,14 +42,13 @@ _NOTHING = ListSize((), 0)
 
 def add_loop_facts(graph: Graph) -> None:
     """Set the facts about loops, and about ops that create tensor lists, in place; unknown ones stay `None`."""
-    if not any(dtype == tf.variant for node in graph.nodes.values() for dtype, _ in node.outputs) and not any(
-        node.op in LOOPS for node in graph.nodes.values()
-    ):
+    nodes = graph.nodes.values()
+    if not any(node.op in LOOPS or any(dtype == tf.variant for dtype, _ in node.outputs) for node in nodes):
         return
     evaluate = StaticEvaluator(graph)
     for node in graph.execution_order():
         if node.loop is None:
-            node.loop = _loop_facts(graph, node, evaluate) if node.op in LOOPS else _list_facts(node, evaluate)
+            node.loop = _loop_facts(graph, node, evaluate) if node.op in LOOPS else _list_facts(node)
 
 
 def list_size(tensor: Tensor) -> ListSize | None:
@@ -58,7 +57,7 @@ def list_size(tensor: Tensor) -> ListSize | None:
     return None if tensor.node.loop is None else tensor.node.loop.lists.get(tensor.index)
 
 
-def _list_facts(node: Node, evaluate: StaticEvaluator) -> LoopFacts | None:
+def _list_facts(node: Node) -> LoopFacts | None:
     """Return the facts about an op outside of loops that creates a list."""
     if not any(dtype == tf.variant for dtype, _ in node.outputs):
         return None
@@ -88,8 +87,7 @@ def _loop_facts(graph: Graph, node: Node, evaluate: StaticEvaluator) -> LoopFact
     if body is None or condition is None:
         return None
     add_loop_facts(body)
-    lengths = _lengths(node, body, condition, evaluate)
-    return loop_facts(node, body, lengths)
+    return loop_facts(node, body, _lengths(node, body, condition, evaluate))
 
 
 def loop_facts(node: Node, body: Graph, lengths: Sequence[int | None]) -> LoopFacts:
