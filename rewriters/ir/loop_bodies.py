@@ -70,8 +70,10 @@ def _imported(
     """Import a function; only TensorFlow infers the shapes."""
     body, flat_names = tf_internals.function_body(definition)
     names = [argument.name for argument in definition.signature.input_arg]
-    graph_def = tf.compat.v1.GraphDef(library=library, versions=body.versions)
+    graph_def = tf.compat.v1.GraphDef(versions=body.versions)
     graph_def.node.extend(node for node in body.node if node.name not in names)
+    if any(value.HasField("func") or value.list.func for node in graph_def.node for value in node.attr.values()):
+        graph_def.library.CopyFrom(library)
     results = [flat_names[definition.ret[output.name]] for output in definition.signature.output_arg]
     used = {name.removeprefix("^").partition(":")[0] for node in graph_def.node for name in node.input}
     outputs: list[Any] = []
