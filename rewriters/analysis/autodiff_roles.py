@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rewriters.ir import op_traits
-from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
 from rewriters.ir.static_values import constant, is_inexact
 from rewriters.ir.variables import may_write_variable, variable_handles
 from rewriters.rules.elementwise import Pointwise
@@ -81,8 +81,9 @@ def backward_nodes(
         forward: Names of ops that are certainly forward: a user may call a layer `gradients`.
     """
     result: set[Node] = set()
+    created = _created_for_forward_loops(graph)
     for node in order:
-        seed = is_seed(node) and node.name not in forward
+        seed = is_seed(node) and node.name not in forward and node not in created
         if seed or any(in_scope(node.name, scope) for scope in scopes):
             result.add(node)
         elif any(t.node in result for t in node.inputs) or (
@@ -91,6 +92,16 @@ def backward_nodes(
         ):
             result.add(node)
     return result
+
+
+def _created_for_forward_loops(graph: Graph) -> set[Node]:
+    """Return the lists that forward loops fill for their gradients, with the constants that they are created from.
+
+    Autodiff creates them, under its scope, and adds them to the operands of the forward loop.
+    """
+    loops = (node for node in graph.nodes.values() if node.op in LOOPS and not is_seed(node))
+    lists = {t.node for loop in loops for t in loop.inputs if t.node.op == "EmptyTensorList"}
+    return lists | {t.node for node in lists for t in node.inputs if t.node.op == "Const"}
 
 
 def hidden_gradients(graph: Graph, order: list[Node]) -> Node | None:

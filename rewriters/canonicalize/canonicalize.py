@@ -27,6 +27,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.canonicalize import add_batch_axis, expand_fused_batch_norm, expand_grouped_conv, matrices_to_images
+from rewriters.device.loop_lists import add_loop_facts
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
 from rewriters.ir.graph import Graph, Node, Tensor, from_concrete_function, predecessors
@@ -75,7 +76,9 @@ def read_canonical(concrete_fn: Any, mode: CanonicalMode = CanonicalMode.TILING)
             outline = expand_fused_batch_norm.outline_fused_batch_norm if mode is CanonicalMode.TILING else None
             graph = expand_grouped_conv.expand_grouped_convolutions(concrete_fn, outline)
         graph.prune()
-    return canonicalize_graph(graph, mode)
+    graph = canonicalize_graph(graph, mode)
+    add_loop_facts(graph)
+    return graph
 
 
 def canonicalize_graph(graph: Graph, mode: CanonicalMode = CanonicalMode.TILING) -> Graph:

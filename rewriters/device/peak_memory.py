@@ -17,6 +17,8 @@ import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import tensorflow as tf
+
 from rewriters.device import properties
 from rewriters.device.allocator import Allocator
 from rewriters.device.kernel_scratch import op_scratch
@@ -35,7 +37,8 @@ class Peak:
     Attributes:
         peak_bytes: Bytes that the device counts as allocated, including fixed ones.
         at: Name of the op that runs at the peak.
-        largest: (name, bytes) of the largest live tensors, largest first.
+        largest: (name, bytes) of the largest live tensors, largest first. The tensor lists that a loop fills count as
+            one, under the name of the loop.
         timeline: (op name, bytes allocated while it runs), in order.
         own_bytes: Bytes that exist only while this op runs: kernel scratch, or all memory of a loop's iteration.
     """
@@ -66,7 +69,7 @@ class AllocationEvent(NamedTuple):
         action: Kind of the event.
         key: Number of the buffer, for `ALLOCATE`, `MAP` (memory of another allocator) and `FREE`.
         num_bytes: Size of the buffer, or scratch bytes of an op.
-        name: Tensor that is allocated, or op that runs.
+        name: Tensor that is allocated, loop whose list is allocated, or op that runs.
         blocks: Scratch blocks of an op, in bytes.
     """
 
@@ -146,16 +149,41 @@ class _Scheduler:
         source = self._buffers.get(node.inputs[0]) if node.inputs else None
         if source is not None and self._alias(node):
             return source, reusable
+        held = self._held_elsewhere(node, tensor)
+        if held is not None:
+            return held, reusable
         if reusable is not None and self._num_bytes(tensor) == reusable.num_bytes:
             return reusable, None
         silent = not properties.allocates(node) or (not self._reads.get(tensor) and node.op in LOOPS)
         foreign = node.op in _PYTHON_CALLS
+        elementwise = tensor.dtype == tf.variant  # Elements of a list are allocated one by one, and fill gaps.
         buffer = _Allocation(next(self._keys), 0 if silent else self._num_bytes(tensor), foreign)
         if buffer.num_bytes:
             self._alive[buffer.key] = buffer
-            action = Action.MAP if foreign else Action.ALLOCATE
-            self.events.append(AllocationEvent(action, buffer.key, buffer.num_bytes, tensor.name))
+            action = Action.MAP if foreign or elementwise else Action.ALLOCATE
+            name = node.name if elementwise and node.op in LOOPS else tensor.name
+            self.events.append(AllocationEvent(action, buffer.key, buffer.num_bytes, name))
         return buffer, reusable
+
+    def _held_elsewhere(self, node: Node, tensor: Tensor) -> _Allocation | None:
+        """Return the buffer of a result of a loop, or of one of several identities, that exists already."""
+        facts, index = node.loop, tensor.index
+        if node.op == "IdentityN":
+            return self._buffers.get(node.inputs[index])
+        if facts is None:
+            return None
+        if index in facts.operand_buffers:
+            return self._buffers.get(node.inputs[facts.operand_buffers[index]])
+        if index in facts.output_buffers:
+            owner = self._buffers[node.out(facts.output_buffers[index])]
+            return owner if owner.num_bytes else None
+        if facts.body is None or tensor.dtype == tf.variant:
+            return None
+        before = node.inputs[index]  # The first iteration frees it, and the last one returns as many bytes.
+        buffer = self._buffers.get(before)
+        ends = buffer is not None and buffer.uses == node.inputs.count(before) == 1 and not buffer.foreign
+        is_same = ends and buffer is not None and buffer.num_bytes == self._num_bytes(tensor)
+        return buffer if is_same and properties.allocates(before.node) else None
 
     def _reusable(self, node: Node) -> _Allocation | None:
         """Return the buffer of an operand that ends here and that the op may overwrite."""
@@ -342,8 +370,10 @@ def _largest(events: Sequence[AllocationEvent]) -> tuple[tuple[str, int], ...]:
             alive[event.key] = event
         elif event.action is Action.FREE:
             del alive[event.key]
-    largest = sorted(alive.values(), key=lambda event: -event.num_bytes)[:10]
-    return tuple((event.name, event.num_bytes) for event in largest)
+    sizes: dict[str, int] = {}
+    for event in alive.values():
+        sizes[event.name] = sizes.get(event.name, 0) + event.num_bytes
+    return tuple(sorted(sizes.items(), key=lambda item: -item[1])[:10])
 
 
 @dataclasses.dataclass(frozen=True)

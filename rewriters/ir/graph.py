@@ -33,8 +33,57 @@ Shape = tuple[int | None, ...] | None
 
 _OPAQUE = frozenset(dtype.as_datatype_enum for dtype in (tf.resource, tf.variant, tf.string))
 
+ELEMENT_ALIGNMENT_BYTES = 256
+"""Multiple of the size of an allocation, as in `device/allocator.py`; elements of a list are allocated one by one."""
+
 _DROPPED_ATTRS = ("_output_shapes", "_class")
 """Attributes that `Node` does not hold: shapes are fields, and colocation with a node that moved is impossible."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ListSize:
+    """Size of a tensor list when its last element is in place.
+
+    Attributes:
+        elements: (dtype, shape) of each tensor that one iteration of a loop appends.
+        length: Number of iterations; `None` for the batch size.
+    """
+
+    elements: tuple[tuple[tf.DType, Shape], ...]
+    length: int | None
+
+    def num_bytes(self, batch: int) -> int:
+        """Return the bytes of all elements, each rounded up as an allocator does."""
+        unit = ELEMENT_ALIGNMENT_BYTES
+        rounded = sum(-(-shape_bytes(dtype, shape, batch) // unit) * unit for dtype, shape in self.elements)
+        return rounded * (batch if self.length is None else self.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopFacts:
+    """Memory of a loop's results, or of an op that creates a tensor list.
+
+    Attributes:
+        lists: Sizes of the lists among the outputs, by output index.
+        operand_buffers: Operand whose buffer an output is, or whose buffer holds the elements of a list.
+        output_buffers: Earlier output whose elements a list consists of.
+        body: Function of one iteration, without nodes that no result needs; `None` for an op that is no loop.
+    """
+
+    lists: Mapping[int, ListSize]
+    operand_buffers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    output_buffers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    body: Graph | None = None
+
+
+def shape_bytes(dtype: tf.DType, shape: Shape, batch: int) -> int:
+    """Return the bytes of a tensor, with `batch` for each unknown size; 0 for an unknown rank."""
+    if shape is None or dtype.as_datatype_enum in _OPAQUE:
+        return 0
+    size = int(dtype.size)
+    for dim in shape:
+        size *= batch if dim is None else dim
+    return size
 
 
 class Node:
@@ -48,9 +97,10 @@ class Node:
         attrs: `AttrValue` messages by name (shared between copies, never edited).
         device: Requested device, or an empty string.
         outputs: (dtype, shape) of every output.
+        loop: Memory of its results, for a loop and for an op that creates a tensor list.
     """
 
-    __slots__ = ("attrs", "control_inputs", "device", "inputs", "name", "op", "outputs")
+    __slots__ = ("attrs", "control_inputs", "device", "inputs", "loop", "name", "op", "outputs")
 
     def __init__(
         self,
@@ -70,6 +120,7 @@ class Node:
         self.attrs = dict(attrs or {})
         self.device = device
         self.outputs = list(outputs)
+        self.loop: LoopFacts | None = None
 
     def __repr__(self) -> str:
         return f"Node({self.op} {self.name!r})"
@@ -106,14 +157,14 @@ class Tensor(NamedTuple):
         return self.node.outputs[self.index][1]
 
     def num_bytes(self, batch: int = 1) -> int:
-        """Return the bytes of the tensor, with `batch` for each unknown size; 0 for an unknown rank."""
+        """Return the bytes of the tensor, with `batch` for each unknown size; 0 for an unknown rank.
+
+        The bytes of a tensor list are those of its elements.
+        """
         dtype, shape = self.node.outputs[self.index]
-        if shape is None or dtype.as_datatype_enum in _OPAQUE:
-            return 0
-        size = dtype.size
-        for dim in shape:
-            size *= batch if dim is None else dim
-        return size
+        if dtype == tf.variant and self.node.loop is not None and self.index in self.node.loop.lists:
+            return self.node.loop.lists[self.index].num_bytes(batch)
+        return shape_bytes(dtype, shape, batch)
 
 
 @dataclasses.dataclass
@@ -130,6 +181,7 @@ class Graph:
         aliases: Tensors that canonicalization replaced, by their old name.
         same_size: Pairs of positions in `inputs` whose unknown leading sizes are assumed to be equal.
         unordered: Names of stateful nodes that are ordered by their edges alone.
+        variables: (dtype, shape) of the variable behind the handle that an input is, by the input's name.
     """
 
     nodes: dict[str, Node]
@@ -141,6 +193,7 @@ class Graph:
     aliases: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     same_size: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     unordered: set[str] = dataclasses.field(default_factory=set)
+    variables: dict[str, tuple[tf.DType, Shape]] = dataclasses.field(default_factory=dict)
 
     def copy(self) -> Graph:
         """Return a copy with its own nodes, so that edits do not reach this graph."""
@@ -151,6 +204,7 @@ class Graph:
         for name, node in self.nodes.items():
             new[name].inputs = [Tensor(new[t.node.name], t.index) for t in node.inputs]
             new[name].control_inputs = [new[c.name] for c in node.control_inputs]
+            new[name].loop = node.loop
 
         def moved(tensors: Iterable[Tensor]) -> list[Tensor]:
             return [Tensor(new[t.node.name], t.index) for t in tensors]
@@ -167,6 +221,7 @@ class Graph:
             {old: Tensor(new[t.node.name], t.index) for old, t in self.aliases.items() if t.node.name in new},
             set(self.same_size),
             set(self.unordered),
+            dict(self.variables),
         )
 
     def add(self, node: Node) -> Node:
@@ -367,7 +422,12 @@ def from_tf_graph(tf_graph: Any, inputs: Sequence[Any], outputs: Sequence[Any], 
     # Automatic control dependencies order reads of variables like effects; an unused read may be dropped.
     effects = [nodes[op.name] for op in keep if op.type not in ("ReadVariableOp", "Placeholder")]
     effects = [node for node in effects if node.stateful]
-    return Graph(nodes, view(inputs), view(outputs), effects, graph_def.library, graph_def.versions)
+    graph = Graph(nodes, view(inputs), view(outputs), effects, graph_def.library, graph_def.versions)
+    for tensor, handle in zip(graph.inputs, inputs, strict=True):
+        spec = tf_internals.variable_spec(handle)
+        if spec is not None:
+            graph.variables[tensor.node.name] = spec
+    return graph
 
 
 def from_concrete_function(concrete_fn: Any) -> Graph:

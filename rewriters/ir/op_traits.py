@@ -104,6 +104,9 @@ class Trait(enum.Flag):
     CONDITIONAL = enum.auto()
     """Runs one of several branches."""
 
+    SETS_ELEMENT = enum.auto()
+    """The result is operand 0, a tensor list, with the last operand as one of its elements."""
+
 
 @dataclasses.dataclass(frozen=True)
 class OpTraits:
@@ -342,6 +345,8 @@ OP_TRAITS: dict[str, OpTraits] = {
     "StatelessCase": OpTraits(T.CONDITIONAL),
     "StatelessIf": OpTraits(T.OWN_LEADING_SIZE | T.CONDITIONAL),
     "StatelessWhile": OpTraits(T.OWN_LEADING_SIZE | T.LOOP),
+    "TensorListPushBack": OpTraits(T.SETS_ELEMENT),
+    "TensorListSetItem": OpTraits(T.SETS_ELEMENT),
     "While": OpTraits(T.OWN_LEADING_SIZE | T.LOOP),
 }
 """Every op type that some module outside of the rules needs a fact about."""

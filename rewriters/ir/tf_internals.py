@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.client import device_lib
 from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import atomic_function
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import cond_v2, handle_data_util, resource_variable_ops
 
@@ -103,6 +104,25 @@ def copy_handle_data(source: Any, target: Any) -> None:
     """Associate a resource placeholder with its variable; reads have no shape otherwise."""
     if source.dtype == tf.resource:
         handle_data_util.copy_handle_data(source, target)
+
+
+def variable_spec(tensor: Any) -> tuple[Any, tuple[int | None, ...] | None] | None:
+    """Return (dtype, shape) of the variable behind a handle; `None` for another tensor, or if it is unknown."""
+    data = _handle_data(tensor) if tensor.dtype == tf.resource else None
+    if data is None or not data.is_set or len(data.shape_and_type) != 1:
+        return None
+    shape = tf.TensorShape(data.shape_and_type[0].shape)
+    return tf.dtypes.as_dtype(data.shape_and_type[0].dtype), None if shape.rank is None else tuple(shape)
+
+
+def set_variable_spec(handle: Any, dtype: Any, shape: tuple[int | None, ...] | None) -> None:
+    """Associate a resource placeholder with a variable of a type and shape; reads have no shape otherwise."""
+    handle_data_util.set_handle_data(handle, handle_data_util.create_handle_data(tf.TensorShape(shape), dtype))
+
+
+def function_definition(name: str, graph: Any) -> Any:
+    """Return the definition of a traced function graph, as the library of a graph holds it."""
+    return atomic_function.from_func_graph(name, graph, {}).definition
 
 
 def no_cse_attrs(name: str) -> dict[str, Any]:

@@ -6,18 +6,22 @@ import contextlib
 import dataclasses
 import errno
 import itertools
+import math
 import mmap
 import os
 import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 import numpy as np
 
 __all__: list[str] = []
+
+ARRAY_ALIGNMENT_BYTES = 64
+"""Multiple at which TensorFlow uses the memory of an array without a copy."""
 
 
 def is_in_memory(directory: str, mounts: str = "/proc/self/mounts") -> bool:
@@ -42,29 +46,49 @@ class SpillError(OSError):
     """A tensor that could not be written to disk or read back."""
 
 
-@dataclasses.dataclass
-class _SpilledTensor:
-    """A tensor in a file.
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """An array of a record.
 
     Attributes:
-        file: The file.
-        num_bytes: Size of the tensor.
         dtype: Element type.
         shape: Shape.
+        begin: Position of its first byte in the record.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+
+    def view(self, pages: mmap.mmap) -> np.ndarray:
+        """Return the array in the pages of its record."""
+        count = math.prod(self.shape) * self.dtype.itemsize
+        return np.frombuffer(pages, np.uint8, count, self.begin).view(self.dtype).reshape(self.shape)
+
+
+@dataclasses.dataclass
+class _Spilled:
+    """A record: arrays that are written and read together.
+
+    Attributes:
+        file: File that the record is in.
+        begin: Position of its first byte in a file that records share; `None` for a file of its own.
+        num_bytes: Size of the record.
+        parts: The arrays.
         reads: Number of reads to come.
-        pages: Mappings of the file that were returned as arrays.
+        pages: Mappings of the record that were returned as arrays.
     """
 
     file: IO[bytes]
+    begin: int | None
     num_bytes: int
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
+    parts: tuple[_Part, ...]
     reads: int
     pages: list[weakref.ref[mmap.mmap]] = dataclasses.field(default_factory=list)
 
     @property
     def in_use(self) -> int:
-        """Number of arrays over the file's pages that are alive."""
+        """Number of mappings of the record that are alive."""
         return sum(pages() is not None for pages in self.pages)
 
 
@@ -84,36 +108,72 @@ class SpillStore:
     def __init__(self, directory: str, page_cache: bool = True) -> None:
         self.directory = directory
         self.page_cache = page_cache
-        self._held: dict[int, _SpilledTensor] = {}
+        self._held: dict[int, _Spilled] = {}
         self._free: dict[int, list[IO[bytes]]] = {}
-        weakref.finalize(self, _close_all, self._held, self._free)
+        self._shared: dict[int, list[int]] = {}
+        self._shared_file: list[IO[bytes]] = []
+        self._shared_end = 0
+        weakref.finalize(self, _close_all, self._held, self._free, self._shared_file)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._peak = 0
         self._allocated: Callable[[], int] = _nothing
 
     def write(self, array: np.ndarray, reads: int, name: str) -> int:
-        """Write an array that will be read `reads` times, and return its number.
+        """Write an array that will be read `reads` times to a file of its own, and return its number.
 
         Raises:
             SpillError: If the disk is full or fails. The message names the directory, the bytes needed and the bytes
                 free.
         """
+        return self._write([array], lambda: (self._file(array.nbytes), None), reads, name)
+
+    def write_record(self, arrays: Sequence[np.ndarray], name: str) -> int:
+        """Write arrays that will be read once, together, to a file that all records share, and return their number.
+
+        Loops write many small records, more than a process may have files open.
+
+        Raises:
+            SpillError: As `write` raises it.
+        """
+        return self._write(arrays, lambda: self._place(_layout(arrays)[1]), 1, name)
+
+    def _write(
+        self, arrays: Sequence[np.ndarray], place: Callable[[], tuple[IO[bytes], int | None]], reads: int, name: str
+    ) -> int:
         file: IO[bytes] | None = None
+        begin: int | None = None
+        parts, size = _layout(arrays)
         try:
-            file = self._file(array.nbytes)
-            _write_all(file.fileno(), np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            file, begin = place()
+            for array, part in zip(arrays, parts, strict=True):
+                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+                _write_all(file.fileno(), data, (begin or 0) + part.begin)
             if not self.page_cache:
                 os.fdatasync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(file.fileno(), begin or 0, size, os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            if file is not None:
+            if file is not None and begin is None:
                 file.close()
-            raise self._failure(name, array.nbytes, error) from None
+            raise self._failure(name, size, error) from None
         with self._lock:
             number = next(self._numbers)
-            self._held[number] = _SpilledTensor(file, array.nbytes, array.dtype, array.shape, reads)
+            self._held[number] = _Spilled(file, begin, size, parts, reads)
         return number
+
+    def _place(self, size: int) -> tuple[IO[bytes], int]:
+        """Return the shared file, and a position in it that no record uses."""
+        with self._lock:
+            self._record_peak()
+            self._collect()
+            if not self._shared_file:
+                self._shared_file.append(tempfile.TemporaryFile(dir=self.directory, buffering=0))
+                self._shared_end = 0
+            if self._shared.get(size):
+                return self._shared_file[0], self._shared[size].pop()
+            begin = self._shared_end
+            self._shared_end += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            return self._shared_file[0], begin
 
     def _file(self, size: int) -> IO[bytes]:
         """Return a file whose array is no longer read, preferably of the given size, or else a new file."""
@@ -137,31 +197,39 @@ class SpillStore:
         Raises:
             SpillError: If the disk fails.
         """
+        return self.read_record(number)[0]
+
+    def read_record(self, number: Any) -> list[np.ndarray]:
+        """Return the arrays with a number, as `read` returns one.
+
+        Raises:
+            SpillError: If the disk fails.
+        """
         held = self._held[int(number)]
         if not held.num_bytes:
             held.reads -= 1
-            return np.zeros(held.shape, held.dtype)
+            return [np.zeros(part.shape, part.dtype) for part in held.parts]
         try:
-            pages = self._pages(held.file.fileno(), held.num_bytes)
+            pages = self._pages(held.file.fileno(), held.begin or 0, held.num_bytes)
         except OSError as error:
             raise SpillError(f"Swapping in from {self.directory!r} failed: {error}") from None
         with self._lock:
             self._record_peak()
             held.reads -= 1
             held.pages.append(weakref.ref(pages))
-        return np.frombuffer(pages, np.uint8).view(held.dtype).reshape(held.shape)
+        return [part.view(pages) for part in held.parts]
 
-    def _pages(self, descriptor: int, size: int) -> mmap.mmap:
-        """Return memory with the contents of a file.
+    def _pages(self, descriptor: int, begin: int, size: int) -> mmap.mmap:
+        """Return memory with the contents of a part of a file.
 
         With the page cache these are the cache's own pages, copied on write. Without it the file is read into anonymous
         memory.
         """
         if self.page_cache:
-            return mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            return mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=begin)
         pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _read_all(descriptor, memoryview(pages))
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        _read_all(descriptor, memoryview(pages), begin)
+        os.posix_fadvise(descriptor, begin, size, os.POSIX_FADV_DONTNEED)
         return pages
 
     def _in_memory(self) -> int:
@@ -176,7 +244,10 @@ class SpillStore:
         for number, held in list(self._held.items()):
             if held.reads == 0 and not held.in_use:
                 del self._held[number]
-                self._free.setdefault(held.num_bytes, []).append(held.file)
+                if held.begin is None:
+                    self._free.setdefault(held.num_bytes, []).append(held.file)
+                else:
+                    self._shared.setdefault(held.num_bytes, []).append(held.begin)
 
     def record_peak(self) -> None:
         """Record how many bytes are in memory, before some of them are freed."""
@@ -207,7 +278,8 @@ class SpillStore:
     def clear(self) -> None:
         """Close all files: those of a step that failed, and those that the next step would overwrite."""
         with self._lock:
-            _close_all(self._held, self._free)
+            _close_all(self._held, self._free, self._shared_file)
+            self._shared.clear()
 
     def free_bytes(self) -> int:
         """Return the free bytes of the directory's file system."""
@@ -228,23 +300,35 @@ def _nothing() -> int:
     return 0
 
 
-def _close_all(held: dict[int, _SpilledTensor], free: dict[int, list[IO[bytes]]]) -> None:
-    for file in (*(tensor.file for tensor in held.values()), *itertools.chain(*free.values())):
+def _layout(arrays: Sequence[np.ndarray]) -> tuple[tuple[_Part, ...], int]:
+    """Return the arrays as parts of a record, each at a multiple of 64 bytes, and the size of the record."""
+    parts: list[_Part] = []
+    end = 0
+    for array in arrays:
+        begin = -(-end // ARRAY_ALIGNMENT_BYTES) * ARRAY_ALIGNMENT_BYTES
+        parts.append(_Part(array.dtype, array.shape, begin))
+        end = begin + array.nbytes
+    return tuple(parts), end
+
+
+def _close_all(held: dict[int, _Spilled], free: dict[int, list[IO[bytes]]], shared: list[IO[bytes]]) -> None:
+    for file in (*(record.file for record in held.values()), *itertools.chain(*free.values()), *shared):
         file.close()
     held.clear()
     free.clear()
+    shared.clear()
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
+def _write_all(descriptor: int, data: memoryview, begin: int) -> None:
     written = 0
     while written < len(data):
-        written += os.pwrite(descriptor, data[written:], written)
+        written += os.pwrite(descriptor, data[written:], begin + written)
 
 
-def _read_all(descriptor: int, into: memoryview) -> None:
+def _read_all(descriptor: int, into: memoryview, begin: int) -> None:
     done = 0
     while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], done)
+        count = os.preadv(descriptor, [into[done:]], begin + done)
         if count == 0:
             raise OSError(errno.EIO, "the file is shorter than what was written")
         done += count

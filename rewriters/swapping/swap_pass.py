@@ -21,6 +21,7 @@ from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.scheduling.delay_early_ops import DelayEarlyOps, earliest_forward_level
 from rewriters.scheduling.serialize_ops import SerializeLargeOps, SerializeScratchGroups
+from rewriters.swapping.loop_swaps import SavedList, is_filled_by_loop, saved_list, swap_lists
 from rewriters.swapping.recompute_pooling import RecomputePooling
 from rewriters.swapping.shrink_broadcasts import ShrinkBroadcasts
 from rewriters.swapping.tiers import Tier
@@ -74,11 +75,13 @@ class Swap:
         tensor: Tensor that is swapped.
         swap_ins: Copies back onto the device, in γ.
         merged: Whether TensorFlow may flatten its producer with other sums, which then must get no more control edges.
+        saved: The list, for a tensor list, which leaves the device element by element.
     """
 
     tensor: Tensor
     swap_ins: list[SwapIn]
     merged: bool = False
+    saved: SavedList | None = None
 
 
 @dataclasses.dataclass
@@ -180,6 +183,8 @@ class _SwapSelector:
 
     def _swap(self, tensor: Tensor) -> Swap | None:
         """Return the swap of a tensor, `None` if it stays."""
+        if is_filled_by_loop(tensor):
+            return self._list_swap(tensor)
         edges = self._long_edges(tensor)
         if not edges or not self._is_selected(tensor):
             return None
@@ -205,6 +210,18 @@ class _SwapSelector:
             else:
                 swap_ins.append(SwapIn([reader], control))
         return Swap(tensor, swap_ins, tensor.node in self.fixed) if swap_ins else None
+
+    def _list_swap(self, tensor: Tensor) -> Swap | None:
+        """Return the swap of a tensor list, whose elements are read in reverse order: the loops order the swap-ins."""
+        if not self._is_selected(tensor) or tensor.num_bytes(self.batch) < max(self.options.min_bytes, 1):
+            return None
+        saved = saved_list(self.analysis.graph, tensor, self.analysis.consumers)
+        if isinstance(saved, str):
+            self.left.append((tensor.name, saved))
+            return None
+        if saved.reader not in self.analysis.backward:
+            return None
+        return Swap(tensor, [SwapIn([saved.reader], saved.reader)], saved=saved)
 
     def _long_edges(self, tensor: Tensor) -> list[Node]:
         """Return consumers much later in γ, in that order: backward ops, and forward ops after a long branch (4.1)."""
@@ -253,7 +270,7 @@ class SwapResult(PassResult):
     """A graph with swaps.
 
     Attributes:
-        swap_outs: Swap-outs, in the order of the swaps.
+        swap_outs: Swap-outs, in the order of the swaps, without those inside of loops.
     """
 
     swap_outs: tuple[Node, ...] = ()
@@ -262,7 +279,7 @@ class SwapResult(PassResult):
 class InsertSwaps(GraphPass[SwapResult]):
     """Adds swap-outs and swap-ins to a graph."""
 
-    new_stateful_ops = frozenset(("PyFunc",))
+    new_stateful_ops = frozenset(("PyFunc", "While"))
 
     def __init__(self, analysis: GraphAnalysis, swaps: Sequence[Swap], *, tier: Tier, max_in_flight: int) -> None:
         """Prepare the pass.
@@ -296,10 +313,13 @@ class InsertSwaps(GraphPass[SwapResult]):
         outs: list[_SwapOut] = []
         chains: list[_SwapInChain] = []
         for swap in self.swaps:
-            out, swap_ins = self._insert(new, swap)
-            outs.append(out)
-            chains.extend(swap_ins)
+            if swap.saved is None:
+                out, swap_ins = self._insert(new, swap)
+                outs.append(out)
+                chains.extend(swap_ins)
+        done = tuple(out.done for out in outs)
         _limit_in_flight(outs, self.max_in_flight)
+        outs += self._insert_lists(new)
         _wait_for_releases(chains, level)
         needed = ancestors(out.done for out in outs)  # by the new edges too
         last = max(level.values()) + 1
@@ -309,7 +329,21 @@ class InsertSwaps(GraphPass[SwapResult]):
             new.execution_order()
         except RewriteError as error:
             raise RewriteError(f"Swapping would make the step wait for itself: {error}") from None
-        return SwapResult(new, changed=True, swap_outs=tuple(out.done for out in outs))
+        return SwapResult(new, changed=True, swap_outs=done)
+
+    def _insert_lists(self, new: Graph) -> list[_SwapOut]:
+        """Swap elements of lists, loop by loop; return the loops that swap them out."""
+        by_loop: dict[tuple[Node, Node], list[SavedList]] = {}
+        for swap in self.swaps:
+            if swap.saved is not None:
+                by_loop.setdefault((swap.tensor.node, swap.saved.reader), []).append(swap.saved)
+        outs = []
+        for (loop, reader), lists in by_loop.items():
+            swap_lists(new, lists, self.tier)
+            self.tier.release(new, new.unique_name(f"lms/{loop.name}/given_back"), [new.nodes[reader.name]])
+            producer = new.nodes[loop.name]
+            outs.append(_SwapOut(self.analysis.level[loop], producer, producer, merged=True))
+        return outs
 
     def _insert(self, new: Graph, swap: Swap) -> tuple[_SwapOut, list[_SwapInChain]]:
         """Add the ops of one swap to the new graph."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,9 +24,11 @@ class Tier(Protocol):
 
     Attributes:
         operations: Names of the stateful ops that the tier has added to graphs.
+        is_skeleton: Whether its graphs are for the memory model alone, and never run.
     """
 
     operations: list[str]
+    is_skeleton: bool
 
     def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
         """Add the swap-out of a tensor that is swapped in `times` times; return the handle for swap-ins."""
@@ -35,6 +38,12 @@ class Tier(Protocol):
 
     def release(self, graph: Graph, name: str, readers: list[Node]) -> Node | None:
         """Free a copy right after its readers; return the op that does it, `None` if the runtime does it by itself."""
+
+    def swap_out_elements(self, body: Graph, tensors: Sequence[Tensor], name: str) -> Tensor:
+        """Add the swap-out of tensors to the body of a loop; return their handle, a number, for one swap-in."""
+
+    def swap_in_elements(self, body: Graph, held: Tensor, like: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Add the swap-in of tensors to the body of a loop; return the copies, with the types and shapes of `like`."""
 
     def clear(self) -> None:
         """Discard the tensors that a failed step has left in the tier."""
@@ -46,14 +55,52 @@ class Tier(Protocol):
         """Return the peak of the allocator's bytes plus the tier's bytes that no allocator counts; or 0."""
 
 
+class RecordStore(Protocol):
+    """Arrays outside of TensorFlow's memory, by number."""
+
+    def write_record(self, arrays: Sequence[np.ndarray], name: str) -> int:
+        """Store arrays, and return their number."""
+
+    def read_record(self, number: Any) -> list[np.ndarray]:
+        """Return the arrays with a number, once."""
+
+
+class MemoryStore:
+    """Records in the memory of this process."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, list[np.ndarray]] = {}
+        self._numbers = itertools.count(1)
+
+    def write_record(self, arrays: Sequence[np.ndarray], name: str) -> int:
+        """Hold arrays, and return their number."""
+        del name
+        number = next(self._numbers)
+        self._records[number] = list(arrays)
+        return number
+
+    def read_record(self, number: Any) -> list[np.ndarray]:
+        """Return the arrays with a number, and forget them."""
+        return self._records.pop(int(number))
+
+    def clear(self) -> None:
+        """Forget all arrays."""
+        self._records.clear()
+
+
 class HostTier:
     """Host memory of an accelerator.
 
-    Both ops are identities placed on the host; TensorFlow copies between devices (section 3.4).
+    Both ops are identities placed on the host; TensorFlow copies between devices (section 3.4). It would copy a tensor
+    list with all its elements: those of a loop are held by Python instead.
     """
+
+    is_skeleton = False
 
     def __init__(self) -> None:
         self.operations: list[str] = []
+        self.references: list[Any] = []
+        self._store = MemoryStore()
 
     def swap_out(self, graph: Graph, tensor: Tensor, name: str, times: int) -> Tensor:
         """Add an identity on the host."""
@@ -67,8 +114,17 @@ class HostTier:
     def release(self, graph: Graph, name: str, readers: list[Node]) -> None:
         """Add nothing: the runtime frees the copy after its last reader."""
 
+    def swap_out_elements(self, body: Graph, tensors: Sequence[Tensor], name: str) -> Tensor:
+        """Add a call of a Python function that holds the tensors."""
+        return _write_elements(body, self._store, tensors, name, self.references)
+
+    def swap_in_elements(self, body: Graph, held: Tensor, like: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Add a call of a Python function that returns the tensors."""
+        return _read_elements(body, self._store, held, like, name, self.references)
+
     def clear(self) -> None:
-        """Do nothing: a failed step leaves no tensors."""
+        """Forget the elements of lists that a failed step has left."""
+        self._store.clear()
 
     def reset_peak(self, allocated: Callable[[], int]) -> None:
         """Do nothing: the allocator counts all copies."""
@@ -80,6 +136,8 @@ class HostTier:
 
 class SkeletonTier:
     """Stand-in for the disk tier in graphs for the memory model: the same ops without Python functions."""
+
+    is_skeleton = True
 
     def __init__(self) -> None:
         self.operations: list[str] = []
@@ -103,6 +161,14 @@ class SkeletonTier:
         graph.keep.append(node)
         return node
 
+    def swap_out_elements(self, body: Graph, tensors: Sequence[Tensor], name: str) -> Tensor:
+        """Add an op that returns the number of a record."""
+        return _write_skeleton(body, tensors, name)
+
+    def swap_in_elements(self, body: Graph, held: Tensor, like: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Add an op that returns the copies."""
+        return _read_skeleton(body, held, like, name)
+
     def clear(self) -> None:
         """Do nothing: a failed step leaves no tensors."""
 
@@ -114,6 +180,30 @@ class SkeletonTier:
         return 0
 
 
+class HostSkeletonTier(HostTier):
+    """Stand-in for the host tier in graphs for the memory model."""
+
+    is_skeleton = True
+
+    def swap_out_elements(self, body: Graph, tensors: Sequence[Tensor], name: str) -> Tensor:
+        """Add an op that returns a number."""
+        return _write_skeleton(body, tensors, name)
+
+    def swap_in_elements(self, body: Graph, held: Tensor, like: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Add an op that returns the copies."""
+        return _read_skeleton(body, held, like, name)
+
+
+def _write_skeleton(body: Graph, tensors: Sequence[Tensor], name: str) -> Tensor:
+    return body.add(Node(name, "PyFunc", list(tensors), attrs={}, device=HOST, outputs=[(tf.int64, ())])).out()
+
+
+def _read_skeleton(body: Graph, held: Tensor, like: Sequence[Tensor], name: str) -> list[Tensor]:
+    outputs = [(tensor.dtype, tensor.shape) for tensor in like]
+    node = body.add(Node(name, "PyFunc", [held], attrs={}, device=HOST, outputs=outputs))
+    return [node.out(index) for index in range(len(outputs))]
+
+
 class DiskTier:
     """Unnamed files that Python functions write and read; the graph calls the functions.
 
@@ -122,6 +212,8 @@ class DiskTier:
         operations: Names of the ops that call a Python function.
         references: Objects that must stay alive as long as the graph may run.
     """
+
+    is_skeleton = False
 
     def __init__(self, store: SpillStore) -> None:
         self.store = store
@@ -170,6 +262,14 @@ class DiskTier:
         graph.keep.append(done.node)
         return done.node
 
+    def swap_out_elements(self, body: Graph, tensors: Sequence[Tensor], name: str) -> Tensor:
+        """Add an op that writes a record and returns its number."""
+        return _write_elements(body, self.store, tensors, name, self.references)
+
+    def swap_in_elements(self, body: Graph, held: Tensor, like: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Add an op that reads the record with a number, and ops that set the static shapes."""
+        return _read_elements(body, self.store, held, like, name, self.references)
+
     def clear(self) -> None:
         """Close all files of the store."""
         self.store.clear()
@@ -185,24 +285,73 @@ class DiskTier:
     def _spliced(
         self, graph: Graph, name: str, call: Any, operands: list[Tensor], results: list[Any], controls: list[Node]
     ) -> list[Tensor]:
-        """Trace `call` and splice its ops into the graph, with the Python function on the host."""
-        specs = [tf.TensorSpec(t.shape, t.dtype) for t in operands]
-        traced = tf_internals.trace_func_graph(name.replace("/", "_"), call, specs)
-        self.references.append(traced)  # It keeps the Python function.
-        part = from_tf_graph(traced, traced.inputs, traced.outputs, [])
-        outer = dict(zip(part.inputs, operands, strict=True))
-        for node in part.nodes.values():
-            if node.op == "Placeholder":
-                continue
-            node.name = graph.unique_name(name if node.op == "PyFunc" else f"{name}/{node.name}")
-            node.inputs = [outer.get(t, t) for t in node.inputs]
-            if node.op == "PyFunc":
-                node.device = HOST
-                node.control_inputs = [*node.control_inputs, *controls]
-                self.operations.append(node.name)
-                node.outputs = [(dtype, shape) for shape, dtype in results]
-            graph.add(node)
-        return list(part.outputs)
+        """Splice `call` into the graph, and record its Python function as an op that edges alone order."""
+        tensors, calls = _spliced(graph, name, call, operands, results, controls, self.references)
+        self.operations.extend(calls)
+        return tensors
+
+
+def _write_elements(
+    body: Graph, store: RecordStore, tensors: Sequence[Tensor], name: str, references: list[Any]
+) -> Tensor:
+    """Add an op that stores tensors as a record and returns its number."""
+
+    def write(*arrays: np.ndarray) -> np.int64:
+        return np.int64(store.write_record(arrays, name))
+
+    def call(*values: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(write, list(values), tf.int64, stateful=True), ())
+
+    (number,), _ = _spliced(body, name, call, tensors, [((), tf.int64)], [], references)
+    return number
+
+
+def _read_elements(
+    body: Graph, store: RecordStore, held: Tensor, like: Sequence[Tensor], name: str, references: list[Any]
+) -> list[Tensor]:
+    """Add an op that returns the tensors of a record, and ops that set their static shapes."""
+    dtypes, shapes = [tensor.dtype for tensor in like], [tensor.shape for tensor in like]
+
+    def call(number: Any) -> Any:
+        values = tf.numpy_function(store.read_record, [number], dtypes, stateful=True)
+        return [tf.ensure_shape(value, shape) for value, shape in zip(values, shapes, strict=True)]
+
+    results = list(zip(shapes, dtypes, strict=True))
+    return _spliced(body, name, call, [held], results, [], references)[0]
+
+
+def _spliced(
+    graph: Graph,
+    name: str,
+    call: Any,
+    operands: Sequence[Tensor],
+    results: Sequence[Any],
+    controls: Sequence[Node],
+    references: list[Any],
+) -> tuple[list[Tensor], list[str]]:
+    """Trace `call` and splice its ops into a graph, with the Python function on the host.
+
+    Returns:
+        The results, and the names of the ops that call a Python function.
+    """
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in operands]
+    traced = tf_internals.trace_func_graph(name.replace("/", "_"), call, specs)
+    references.append(traced)  # It keeps the Python function.
+    part = from_tf_graph(traced, traced.inputs, traced.outputs, [])
+    outer = dict(zip(part.inputs, operands, strict=True))
+    calls: list[str] = []
+    for node in part.nodes.values():
+        if node.op == "Placeholder":
+            continue
+        node.name = graph.unique_name(name if node.op == "PyFunc" else f"{name}/{node.name}")
+        node.inputs = [outer.get(t, t) for t in node.inputs]
+        if node.op == "PyFunc":
+            node.device = HOST
+            node.control_inputs = [*node.control_inputs, *controls]
+            calls.append(node.name)
+            node.outputs = [(dtype, shape) for shape, dtype in results]
+        graph.add(node)
+    return list(part.outputs), calls
 
 
 def _identity(operand: Tensor, like: Tensor, name: str, controls: list[Node]) -> Node:

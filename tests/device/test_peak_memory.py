@@ -275,8 +275,13 @@ def test_predicted_peak_increases_with_batch():
 
 @pytest.mark.parametrize(
     ("layer", "named"),
-    ((layers.LSTM(4), True), (layers.Dense(4, name="product"), False), (layers.Dropout(0.5), False)),
-    ids=("a loop", "a product", "a mask that is drawn"),
+    (
+        (layers.Lambda(lambda x: x + tf.cast(tf.reduce_sum(tf.where(x > 0)), x.dtype), name="indices"), True),
+        (layers.LSTM(4), False),
+        (layers.Dense(4, name="product"), False),
+        (layers.Dropout(0.5), False),
+    ),
+    ids=("indices that data choose", "a loop", "a product", "a mask that is drawn"),
 )
 def test_unmodelled_names_ops_of_unknown_size(layer, named):
     image = keras.Input((16, 16, 3), batch_size=1)
@@ -292,7 +297,8 @@ def test_unmodelled_names_ops_of_unknown_size(layer, named):
 
 def test_unmodelled_names_ops_of_loss():
     def by_image(targets, outputs):
-        return tf.map_fn(lambda pair: tf.reduce_mean((pair[0] - pair[1]) ** 2), (targets, outputs), outputs.dtype)
+        errors = (targets - outputs) ** 2
+        return tf.reduce_mean(tf.gather_nd(errors, tf.where(errors >= 0)))
 
     image = keras.Input((16, 16, 3), batch_size=2)
     model = keras.Model(image, layers.Conv2D(4, 3)(image))

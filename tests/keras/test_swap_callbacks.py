@@ -198,13 +198,33 @@ def test_lms_wrong_tiles_argument_is_refused(tiles):
         LMS(tiles=tiles)
 
 
-def test_lms_recurrent_layer_is_refused():
+def recurrent_net(layer):
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(1)
     image = keras.Input((24, 24, 3))
-    x = layers.LSTM(4)(layers.Reshape((24, 72))(image))
-    model = keras.Model(image, layers.Dense(3)(x))
-    model.compile("sgd", "mse", jit_compile=False)
-    with pytest.raises(SwapError, match="ensors inside of loops, such as those of recurrent layers, are not swapped"):
-        model.fit(X[:2], np.zeros((2, 3)), verbose=0, callbacks=[swapping(None)])
+    model = keras.Model(image, layers.Dense(3)(layers.Flatten()(layer()(layers.Reshape((24, 72))(image)))))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "layer",
+    (
+        lambda: layers.GRU(4, return_sequences=True),
+        lambda: layers.LSTM(4, dropout=0.2, seed=1),
+        lambda: layers.Bidirectional(layers.LSTM(4)),
+    ),
+    ids=("gru", "lstm", "bidirectional"),
+)
+def test_lms_recurrent_layer_equals_original(layer, tmp_path):
+    model, plain = recurrent_net(layer), recurrent_net(layer)
+    plain.fit(X, Y, **SETTINGS)
+    callback = swapping(tmp_path, incl_types=("While",))
+    model.fit(X, Y, callbacks=[callback], **SETTINGS)
+    assert any("in every iteration" in swap.tensor for swap in callback.plan.swaps)
+    differences = [np.max(np.abs(a - b), initial=0) for a, b in zip(state(model), state(plain), strict=True)]
+    assert max(differences) <= 1e-10
+    assert os.listdir(tmp_path) == [] and open_files(tmp_path) == []
 
 
 def test_lms_with_tiles_equals_original(tmp_path):

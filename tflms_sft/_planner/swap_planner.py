@@ -246,7 +246,8 @@ def no_room(tier: HostTier | DiskTier, swaps: Sequence[Swap], batch: int, times:
     if not isinstance(tier, DiskTier):
         return ""
     needed = times * sum(swap.tensor.num_bytes(batch) for swap in swaps)
-    return _no_space(tier.store, needed) or _no_files(times * len(swaps))
+    lists = any(swap.saved is not None for swap in swaps)  # Their elements share a file.
+    return _no_space(tier.store, needed) or _no_files(times * sum(swap.saved is None for swap in swaps) + lists)
 
 
 def _no_space(store: SpillStore, needed: int) -> str:
@@ -316,15 +317,11 @@ def _nothing(analysis: GraphAnalysis, params: SwapParams, plan: SwapPlan, batch:
     candidates = plan_swaps(analysis, everything, batch).swaps
     if plan.left:
         shown = "; ".join(f"`{name}`: {reason}" for name, reason in plan.left[:MAX_REASONS])
-        return (
-            f"Nothing can be swapped. {shown}. Lower `lb` or raise `ub`; tensors inside of loops, such as those of "
-            "recurrent layers, are not swapped."
-        )
+        return f"Nothing can be swapped. {shown}. Lower `lb` or raise `ub`."
     if not candidates:
         return (
             "Nothing can be swapped: no forward op has a result that the backward pass reads much later. Pass a step "
-            "that computes gradients, with layers between a tensor and its last consumer. Tensors inside of loops, "
-            "such as those of recurrent layers, are not swapped."
+            "that computes gradients, with layers between a tensor and its last consumer."
         )
     largest = max(swap.tensor.num_bytes(batch) for swap in candidates)
     return (
@@ -338,7 +335,9 @@ def described(swaps: Iterable[Swap], batch: int, names: Mapping[Tensor, str]) ->
     """Return the records of swaps in a plan."""
     return tuple(
         PlannedSwap(
-            tensor=names.get(s.tensor, s.tensor.name),
+            tensor=names.get(s.tensor, s.tensor.name)
+            if s.saved is None
+            else f"{s.saved.element.name} in every iteration",
             num_bytes=s.tensor.num_bytes(batch),
             readers=tuple(tuple(reader.name for reader in way.readers) for way in s.swap_ins),
             controls=tuple(way.control.name for way in s.swap_ins),

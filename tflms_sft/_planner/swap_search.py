@@ -9,7 +9,7 @@ from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan, tile_skeleton
 from rewriters.ir.graph import Node
 from rewriters.swapping.swap_pass import Swap, insert_swaps, plan_swaps
-from rewriters.swapping.tiers import HostTier, SkeletonTier
+from rewriters.swapping.tiers import HostSkeletonTier, HostTier, SkeletonTier
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._planner.swap_planner import check_names, make_tier, no_room, out_seconds, prepared, swapped_seconds
 from tflms_sft._planner.traced_step import TracedStep, predict
@@ -50,7 +50,7 @@ class SwapSearch:
 
     def peak(self, count: int, lb: int, limit: int | None = None) -> Peak:
         """Return the predicted peak with the first `count` swaps; one above `limit` need not be the worst."""
-        tier = HostTier() if self._on_host else SkeletonTier()
+        tier = HostSkeletonTier() if self._on_host else SkeletonTier()
         result = insert_swaps(self._analysis, self.swaps(lb)[:count], tier, self.params.max_in_flight)
         away: frozenset[Node] = frozenset(result.swap_outs if self._on_host else ())
         slow = out_seconds(self._traced, result.swap_outs, self.params)

@@ -13,7 +13,8 @@ from typing import Any
 from rewriters.analysis.autodiff_roles import is_autodiff_name
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import CanonicalMode, read_canonical
-from rewriters.device.peak_memory import AllocationTrace, Peak, graph_peak, graph_schedule
+from rewriters.device.loop_lists import loop_iterations
+from rewriters.device.peak_memory import AllocationTrace, IterationTrace, Peak, graph_peak, graph_schedule
 from rewriters.emission.loop_emitter import loop_input_tensors, loop_output_tensors
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes, tile_segments, tile_skeleton
 from rewriters.estimates.loop_memory import IterationModelCache
@@ -24,11 +25,13 @@ from rewriters.ir.graph import Graph, Node, Tensor
 from rewriters.tiling.ft_segments import SkippedOps
 from rewriters.tiling.segment import Segment
 from rewriters.tiling.tile_planner import TileLoop
-from tflms_sft._report.peak_report import NamedSizes, PeakNames, largest_tensors, transient_memory
+from tflms_sft._report.peak_report import NamedSizes, PeakNames, largest_tensors, saved_in_loops, transient_memory
 from tflms_sft._report.plan import Plan
 from tflms_sft._report.plan_records import Prediction
 from tflms_sft._report.segment_report import describe_segment, shares
+from tflms_sft._report.summary import MAX_LARGEST
 from tflms_sft._trace.layer_names import LayerRecord, display_names, part_name
+from tflms_sft._util.byte_sizes import format_bytes
 from tflms_sft._util.text import shortened
 
 MAX_SKELETONS = 8
@@ -107,6 +110,11 @@ class TracedStep:
     def seconds(self) -> float:
         """Time of the original step."""
         return self.costs.step(self.analysis.order)
+
+    @functools.cached_property
+    def loop_iterations(self) -> dict[str, list[IterationTrace]]:
+        """Allocations of an iteration of each loop of the original step, by the loop's name."""
+        return loop_iterations(self.analysis.graph, self.batch)
 
     @functools.cached_property
     def plain(self) -> Candidate:
@@ -207,7 +215,8 @@ def predict(
         for plan in plans
         for tile_loop in plan.loops
     }
-    peak = graph_peak(trace, iterations, limit)
+    own = traced.loop_iterations if graph is None else loop_iterations(graph, traced.batch)
+    peak = graph_peak(trace, {**own, **iterations}, limit)
     return peak, seconds_of(traced, plans) / traced.seconds
 
 
@@ -271,7 +280,8 @@ def emit_and_describe(
     # For a budget, predict as the search did: by a skeleton, and for every state of the device's memory.
     # Otherwise memory is assumed to be fresh.
     limit = None if budget else 0
-    original = prediction(traced, [], analysis.graph, names, predict(traced, [], limit=limit))
+    original_peak, ratio = predict(traced, [], limit=limit)
+    original = prediction(traced, [], analysis.graph, names, (original_peak, ratio))
     predicted = original
     if plans:
         seen = tile_skeleton(analysis, plans) if budget else graph
@@ -291,9 +301,17 @@ def emit_and_describe(
         original=original,
         predicted=predicted,
         memory_budget=budget,
-        notes=_notes(traced),
+        notes=(*_loop_note(traced, original_peak), *_notes(traced)),
     )
     return graph, plan
+
+
+def _loop_note(traced: TracedStep, peak: Peak) -> tuple[str, ...]:
+    """Return a note of the loop whose tensor lists are among the largest tensors at the original step's peak."""
+    if not traced.loop_iterations:
+        return ()
+    _, loops, _ = at_peak(traced, [], dataclasses.replace(peak, largest=peak.largest[:MAX_LARGEST]))
+    return tuple(f"the original step saves {format_bytes(size)} inside {name}" for name, size in loops[:1])
 
 
 def _notes(traced: TracedStep) -> tuple[str, ...]:
@@ -336,12 +354,17 @@ def prediction(
     )
 
 
-def at_peak(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[NamedSizes, NamedSizes]:
-    """Return the largest tensors at a predicted peak, and the memory of running ops, as a plan reports them."""
+def at_peak(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tuple[NamedSizes, NamedSizes, NamedSizes]:
+    """Return what takes most memory at a predicted peak, as a plan reports it.
+
+    Returns:
+        The largest tensors, tensor lists excluded; the loops with the bytes of their lists; memory of running ops.
+    """
     graph = tile_skeleton(traced.analysis, plans) if plans else traced.analysis.graph
     shown = PeakNames(traced.analysis, traced.record, display_names(traced.analysis.graph, traced.record))
     transient = transient_memory(shown, plans, graph, peak, traced.loop_memory, traced.batch)
-    return largest_tensors(shown, graph, peak), transient
+    tensors = dataclasses.replace(peak, largest=tuple(item for item in peak.largest if item[0] not in graph.nodes))
+    return largest_tensors(shown, graph, tensors), saved_in_loops(shown, graph, peak), transient
 
 
 def _progress(

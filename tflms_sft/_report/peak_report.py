@@ -8,8 +8,8 @@ from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan, loop_nodes
 from rewriters.estimates.loop_memory import IterationModelCache, kernel_at_worst
-from rewriters.ir.graph import Graph, Tensor
-from tflms_sft._trace.layer_names import LayerRecord
+from rewriters.ir.graph import LOOPS, Graph, Tensor
+from tflms_sft._trace.layer_names import LayerRecord, part_name
 
 __all__: list[str] = []
 
@@ -41,10 +41,16 @@ class PeakNames:
 
     def tensor_called(self, name: str) -> str:
         """Return the display name of a tensor given by name, which may be from a rewritten graph."""
+        if name in self._analysis.graph.nodes:
+            return f"saved inside {self.loop(name)}"
         if not self.is_known(name):
             return name
         op, _, index = name.rpartition(":")
         return self.tensor(self._analysis.graph.nodes[op].out(int(index)))
+
+    def loop(self, name: str) -> str:
+        """Return a loop with the layer or the loss that it belongs to; else with its own name."""
+        return f"the loop of {part_name(self._record, name) or f'`{name}`'}"
 
     def op(self, name: str) -> str:
         """Return the layer and type of an op, such as `conv1 (Conv2DBackpropFilter, backward)`; else its name."""
@@ -67,6 +73,11 @@ def largest_tensors(names: PeakNames, graph: Graph, peak: Peak) -> NamedSizes:
     """
     replaced = {new.name: old for old, new in graph.aliases.items() if names.is_known(old)}
     return tuple((names.tensor_called(replaced.get(name, name)), size) for name, size in peak.largest)
+
+
+def saved_in_loops(names: PeakNames, graph: Graph, peak: Peak) -> NamedSizes:
+    """Return the loops whose tensor lists are among the largest tensors at a peak, with the bytes of the lists."""
+    return tuple((names.loop(name), size) for name, size in peak.largest if name in graph.nodes)
 
 
 def transient_memory(
@@ -96,6 +107,9 @@ def transient_memory(
                 iteration = f"an iteration of {plan.segment.name}/{tile_loop.name} ({ends})", peak.own_bytes
                 op, scratch_bytes = kernel_at_worst(memory.iterations(tile_loop, batch))
                 return (iteration, (_scratch(names, op), scratch_bytes)) if scratch_bytes else (iteration,)
+    node = graph.nodes.get(peak.at)
+    if node is not None and node.op in LOOPS:
+        return ((f"an iteration of {names.loop(peak.at)}", peak.own_bytes),)
     return ((_scratch(names, peak.at), peak.own_bytes),)
 
 

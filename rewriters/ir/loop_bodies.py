@@ -1,0 +1,191 @@
+"""Functions of while loops as graphs: bodies and conditions, the number of iterations, and new bodies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from rewriters.ir import tf_internals
+from rewriters.ir.graph import Graph, Node, Shape, Tensor, from_tf_graph
+from rewriters.ir.static_values import Dim, StaticEvaluator, Value
+from rewriters.ir.symbolic_dims import SymbolicDim
+
+__all__: list[str] = []
+
+_NUMBERS = itertools.count(1)
+"""Numbers of new functions: TensorFlow holds those of all graphs by name."""
+
+_COUNTS: dict[str, Callable[[int, int, int], int | None]] = {
+    "Less": lambda start, limit, step: _num_steps(limit - start, step),
+    "LessEqual": lambda start, limit, step: _num_steps(limit - start + 1, step),
+    "Greater": lambda start, limit, step: _num_steps(start - limit, -step),
+    "GreaterEqual": lambda start, limit, step: _num_steps(start - limit + 1, -step),
+}
+"""Functions that return the number of steps after which a counter no longer fulfils a comparison with a limit."""
+
+
+def _num_steps(distance: int, step: int) -> int | None:
+    """Return the number of steps that cover a distance; `None` for steps in the other direction."""
+    return max(-(-distance // step), 0) if step > 0 else None
+
+
+def function_of(graph: Graph, node: Node, attr: str) -> Graph | None:
+    """Return a function of a loop as a graph with shapes; `None` if the library lacks it or it cannot be imported.
+
+    Args:
+        graph: Graph that the loop is in.
+        node: The loop.
+        attr: Attribute that names the function: `"body"` or `"cond"`.
+    """
+    name = node.attrs[attr].func.name
+    definition = next((f for f in graph.library.function if f.signature.name == name), None)
+    if definition is None:
+        return None
+    variables = [graph.variables.get(source_of(t).node.name) for t in node.inputs]
+    try:
+        return _imported(definition, graph.library, node.outputs, variables)
+    except (ValueError, TypeError, RuntimeError, tf.errors.OpError):
+        return None
+
+
+def function_reads(graph: Graph, node: Node, attr: str, position: int) -> bool:
+    """Return whether an op in a function of a loop reads the operand at a position; `attr` as for `function_of`."""
+    name = node.attrs[attr].func.name
+    definition = next((f for f in graph.library.function if f.signature.name == name), None)
+    if definition is None:
+        return True
+    argument = definition.signature.input_arg[position].name
+    return any(argument in inner.input for inner in definition.node_def)
+
+
+def _imported(
+    definition: Any,
+    library: Any,
+    specs: Sequence[tuple[tf.DType, Shape]],
+    variables: Sequence[tuple[tf.DType, Shape] | None],
+) -> Graph:
+    """Import a function; only TensorFlow infers the shapes."""
+    body, flat_names = tf_internals.function_body(definition)
+    names = [argument.name for argument in definition.signature.input_arg]
+    graph_def = tf.compat.v1.GraphDef(versions=body.versions)
+    graph_def.node.extend(node for node in body.node if node.name not in names)
+    if any(value.HasField("func") or value.list.func for node in graph_def.node for value in node.attr.values()):
+        graph_def.library.CopyFrom(library)
+    results = [flat_names[definition.ret[output.name]] for output in definition.signature.output_arg]
+    used = {name.removeprefix("^").partition(":")[0] for node in graph_def.node for name in node.input}
+    outputs: list[Any] = []
+    kept: list[Any] = []
+
+    def build(*arguments: Any) -> list[Any]:
+        by_name = dict(zip(names, arguments, strict=True))
+        for argument, spec in zip(arguments, variables, strict=True):
+            if spec is not None:
+                tf_internals.set_variable_spec(argument, *spec)
+        computed = [name for name in results if name.partition(":")[0] not in by_name]
+        mapping = {f"{name}:0": value for name, value in by_name.items() if name in used}
+        wanted = [*computed, *definition.control_ret.values()]
+        imported = tf.graph_util.import_graph_def(graph_def, input_map=mapping, return_elements=wanted or None, name="")
+        values = dict(zip(computed, imported or (), strict=False))
+        outputs.extend(by_name[n.partition(":")[0]] if n not in values else values[n] for n in results)
+        kept.extend((imported or [])[len(computed) :])
+        return []
+
+    traced = tf_internals.trace_func_graph("function", build, [tf.TensorSpec(s, d) for d, s in specs])
+    graph = from_tf_graph(traced, traced.inputs, outputs, kept)
+    graph.prune()
+    return graph
+
+
+def source_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that identities have passed on."""
+    while tensor.node.op == "Identity":
+        tensor = tensor.node.inputs[0]
+    return tensor
+
+
+def add_body(graph: Graph, body: Graph, name: str) -> str:
+    """Add a function to the library of a graph, and return its name, which is unique in this process.
+
+    Args:
+        graph: The graph; it is edited.
+        body: The function. Its inputs and outputs are those of the loop.
+        name: Beginning of the name.
+    """
+    name = f"{name}_{next(_NUMBERS)}"
+    fed = {tensor.node.name for tensor in body.inputs}
+    graph_def = tf.compat.v1.GraphDef(library=body.library, versions=body.versions)
+    graph_def.node.extend(node for node in body.to_graph_def().node if node.name not in fed)
+    read = {tensor.node.name for node in body.nodes.values() for tensor in node.inputs}
+    positions = {tensor: position for position, tensor in enumerate(body.inputs)}
+
+    def build(*arguments: Any) -> list[Any]:
+        mapping = {t.name: a for t, a in zip(body.inputs, arguments, strict=True) if t.node.name in read}
+        computed = [t.name for t in body.outputs if t not in positions]
+        wanted = [*computed, *(node.name for node in body.keep)]
+        imported = tf.graph_util.import_graph_def(graph_def, input_map=mapping, return_elements=wanted or None, name="")
+        values = iter(imported or ())
+        results = [arguments[positions[t]] if t in positions else next(values) for t in body.outputs]
+        tf.compat.v1.get_default_graph().control_outputs.extend(values)
+        return results
+
+    traced = tf_internals.trace_func_graph(name, build, [tf.TensorSpec(t.shape, t.dtype) for t in body.inputs])
+    graph.library.function.add().CopyFrom(tf_internals.function_definition(name, traced))
+    return name
+
+
+def num_iterations(body: Graph, condition: Graph, initial: Sequence[Value]) -> Dim:
+    """Return the largest number of iterations that counters allow; `None` if no counter bounds it.
+
+    Args:
+        body: Function of one iteration.
+        condition: Function that decides whether another iteration runs.
+        initial: Static values of the loop's operands.
+    """
+    counts = _counts(source_of(condition.outputs[0]), body, condition, initial)
+    numbers = [count for count in counts if isinstance(count, int)]
+    return min(numbers) if numbers else next(iter(counts), None)
+
+
+def _counts(tensor: Tensor, body: Graph, condition: Graph, initial: Sequence[Value]) -> list[int | SymbolicDim]:
+    """Return the number of iterations after which each comparison of a condition fails."""
+    node = tensor.node
+    if node.op == "LogicalAnd":
+        return [count for t in node.inputs for count in _counts(source_of(t), body, condition, initial)]
+    if node.op not in _COUNTS:
+        return []
+    evaluate = StaticEvaluator(condition)
+    positions = {t: position for position, t in enumerate(condition.inputs)}
+
+    def value(operand: Tensor) -> Value:
+        position = positions.get(operand)
+        if position is None:
+            return evaluate(operand)
+        unchanged = source_of(body.outputs[position]) == body.inputs[position]
+        return initial[position] if unchanged else None
+
+    for sign, (counter, bound) in ((1, node.inputs), (-1, node.inputs[::-1])):
+        position, limit = positions.get(source_of(counter)), value(source_of(bound))
+        step = None if position is None else _step(body, position)
+        start = None if position is None else initial[position]
+        if isinstance(limit, SymbolicDim) and (sign, start, step) == (1, 0, 1):
+            return [limit]
+        if isinstance(start, int) and isinstance(limit, int) and step:
+            count = _COUNTS[node.op](sign * start, sign * limit, sign * step)
+            return [] if count is None else [count]
+    return []
+
+
+def _step(body: Graph, position: int) -> int | None:
+    """Return the number that an iteration adds to a counter; `None` for another state."""
+    node, argument = source_of(body.outputs[position]).node, body.inputs[position]
+    signs: dict[str, Callable[[int], int]] = {"Add": int, "AddV2": int, "Sub": lambda number: -number}
+    if node.op not in signs or argument not in map(source_of, node.inputs):
+        return None
+    if node.op == "Sub" and source_of(node.inputs[0]) != argument:
+        return None
+    other = node.inputs[1] if source_of(node.inputs[0]) == argument else node.inputs[0]
+    added = StaticEvaluator(body)(other)
+    return signs[node.op](added) if isinstance(added, int) else None

@@ -1,0 +1,137 @@
+"""Swaps of the tensor lists of loops: results are equal, lists are selected, and nothing is left behind."""
+
+import os
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from equivalence import TOLERANCE, error
+from loops import BATCH, NETS, STEPS, loop_step, nested_step, step_with_weight, twice_step, while_step
+from swapping import swapped
+
+from rewriters.ir.graph import LOOPS
+from rewriters.swapping.spill_store import SpillStore
+from rewriters.swapping.tiers import DiskTier, HostTier
+
+
+@pytest.fixture(params=["host", "disk"])
+def tier(request, tmp_path):
+    return HostTier() if request.param == "host" else DiskTier(SpillStore(str(tmp_path)))
+
+
+def largest_error(step, function):
+    """Return the largest difference of results and variables after all steps."""
+    want, got = step.run(step.concrete_fn), step.run(function)
+    assert list(want) == list(got)
+    return max(error(got[name], want[name]) for name in want)
+
+
+def swapped_lists(result):
+    return [swap for swap in result.plan.swaps if swap.saved is not None]
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_swapped_loop_any_tier_computes_same_results(net, tier):
+    step = loop_step(net)
+    result = swapped(step, tier)
+    assert swapped_lists(result)
+    assert largest_error(step, result.function) <= TOLERANCE
+
+
+@pytest.mark.parametrize("function", (while_step, nested_step, twice_step))
+def test_swapped_loop_written_by_hand_computes_same_results(function, tier):
+    step = step_with_weight(function)
+    result = swapped(step, tier)
+    assert bool(swapped_lists(result)) == (function is not twice_step)
+    assert largest_error(step, result.function) <= TOLERANCE
+
+
+def test_swapped_loop_min_bytes_selects_lists_by_size_of_all_elements():
+    step = loop_step("gru")
+    sizes = sorted(swap.tensor.num_bytes(BATCH) for swap in swapped_lists(swapped(step)))
+    assert len(set(sizes)) > 0 and sizes[0] >= STEPS
+    selected = swapped_lists(swapped(step, min_bytes=sizes[-1]))
+    assert len(selected) == sizes.count(sizes[-1])
+    assert not swapped_lists(swapped(step, min_bytes=sizes[-1] + 1))
+
+
+def test_swapped_loop_iterations_do_not_overlap():
+    result = swapped(loop_step("map_fn"))
+    loops = [node for node in result.graph.nodes.values() if node.op in LOOPS]
+    assert len(loops) == 2
+    assert all(node.op == "While" and node.attrs["parallel_iterations"].i == 1 for node in loops)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    (
+        (nested_step, "its elements are lists of an inner loop"),
+        (twice_step, "its consumer is no loop of the backward pass"),
+    ),
+)
+def test_swapped_loop_other_use_of_list_is_left_alone(function, reason):
+    assert reason in dict(swapped(step_with_weight(function)).plan.left).values()
+
+
+def test_swapped_loop_several_steps_leave_no_records(tmp_path):
+    tier = DiskTier(SpillStore(str(tmp_path)))
+    step = loop_step("stacked", steps=1)
+    result = swapped(step, tier)
+    step.run(result.function)
+    opened = len(os.listdir("/proc/self/fd"))
+    size = tier.store._shared_end
+    for _ in range(3):
+        step.run(result.function)
+    assert all(record.reads == 0 for record in tier.store._held.values())
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert tier.store._shared_end == size and os.listdir(tmp_path) == []
+
+
+def test_swapped_loop_full_disk_leaves_variables_unchanged(tmp_path, monkeypatch):
+    tier = DiskTier(SpillStore(str(tmp_path)))
+    step = loop_step("gru", steps=1)
+    result = swapped(step, tier, min_bytes=100)
+    want = step.run(result.function)
+    before = [np.array(variable) for variable in step.variables]
+    real, calls = os.pwrite, []
+
+    def full(descriptor, data, offset):
+        calls.append(offset)
+        if len(calls) == 8:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.raises(tf.errors.OpError, match=r"SpillError.*is full\. Swapping out `lms/.*/while/swap_out`"):
+        result.function(*map(tf.constant, step.batches[0]))
+    monkeypatch.setattr("os.pwrite", real)
+    assert all(np.array_equal(np.array(v), old) for v, old in zip(step.variables, before, strict=True))
+    tier.clear()
+    assert not tier.store._held and not tier.store._shared_file
+    got = step.run(result.function)
+    assert all(np.array_equal(got[name], want[name]) for name in want)
+
+
+def test_write_record_arrays_of_any_type_are_read_back(tmp_path):
+    store = SpillStore(str(tmp_path))
+    arrays = [np.arange(5, dtype="int8"), np.random.rand(3, 4), np.zeros((0, 2), "float32"), np.array(True)]
+    numbers = [store.write_record(arrays, "x") for _ in range(3)]
+    for number in numbers:
+        got = store.read_record(number)
+        assert all(np.array_equal(g, a) and g.dtype == a.dtype for g, a in zip(got, arrays, strict=True))
+        assert got[1].ctypes.data % 64 == 0
+
+
+def test_write_record_read_records_give_their_place_away(tmp_path):
+    store = SpillStore(str(tmp_path))
+    for _ in range(3):
+        for number in [store.write_record([np.ones(1000)], "x") for _ in range(4)]:
+            store.read_record(number)
+    assert store._shared_end == 4 * 8192
+
+
+def test_write_record_arrays_in_use_are_not_overwritten(tmp_path):
+    store = SpillStore(str(tmp_path))
+    (first,) = store.read_record(store.write_record([np.ones(1000)], "x"))
+    store.write_record([np.zeros(1000)], "x")
+    assert first.sum() == 1000
