@@ -6,7 +6,7 @@ Everything in them that works on images has to run on tiles.
 import keras
 import numpy as np
 import pytest
-from between_convolutions import SIZES, check_on_tiles, normed, plain, step_between
+from between_convolutions import check_on_tiles, normed, plain, step_between
 from equivalence import TOLERANCE, batches_of, error, model_step
 from keras import layers
 
