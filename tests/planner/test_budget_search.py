@@ -381,3 +381,43 @@ def test_auto_budget_equals_free_memory(monkeypatch):
 
 def test_free_memory_is_below_physical_memory():
     assert 2**20 < free_memory() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# Remedies of a budget that is too small -------------------------------------------------------------------------
+
+
+def remedy(step, budget, batch, **options):
+    with pytest.raises(BudgetError) as caught:
+        tflms_sft.rewrite(step, AutoParams(budget, **options), tf.TensorSpec((batch, 64, 64, 3)))
+    return str(caught.value), caught.value.smallest_bytes
+
+
+def small_step():
+    keras.config.set_floatx("float32")
+    image = x = keras.Input((64, 64, 3))
+    for _ in range(3):
+        x = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
+    return gradient_step(model_of_image(image, x))
+
+
+def test_budget_error_estimates_a_batch_that_fits():
+    step = small_step()
+    _, smallest = remedy(step, "100KiB", 8, swap=False)
+    text, _ = remedy(step, smallest // 2, 8, swap=False)
+    count = int(re.search(r"shrink the batch: (\d) instead of 8 is estimated to fit", text).group(1))
+    assert 2 <= count <= 5
+    assert tflms_sft.rewrite(step, AutoParams(int(0.55 * smallest), swap=False), tf.TensorSpec((count, 64, 64, 3))).plan
+
+
+def test_budget_error_of_one_image_estimates_its_pixels():
+    step = small_step()
+    _, smallest = remedy(step, "100KiB", 1, swap=False)
+    text, _ = remedy(step, int(0.7 * smallest), 1, swap=False)
+    assert re.search(r"shrink the image: one image with (6|7)\d% of the pixels is estimated to fit", text)
+
+
+def test_budget_error_below_variables_says_so():
+    image = x = keras.Input((64, 64, 3))
+    step = gradient_step(keras.Model(image, layers.Dense(50)(layers.Flatten()(layers.Conv2D(4, 3)(x)))))
+    text, _ = remedy(step, "1MiB", 1)
+    assert "weights and optimizer slots alone exceed it" in text

@@ -48,6 +48,9 @@ LARGER_BUDGETS = ((1.25, "a quarter more"), (2.0, "twice as much"))
 MAX_NOTED_TIME_RATIO = 0.9
 """Time with a larger budget, over that of the plan, that is worth a note."""
 
+MAX_HELPFUL_FRACTION = 0.95
+"""Smallest budget with swaps, over that without, that is worth a mention."""
+
 MAX_NAMES = 6
 """Layers after which the list in an error is cut short."""
 
@@ -263,12 +266,34 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch) -> Bu
         "`memory_budget` is too small for this step. Received: memory_budget="
         f"{format_bytes(params.memory_budget)} ({params.memory_budget} bytes). The smallest plan found needs "
         f"{format_bytes(smallest)} ({smallest} bytes, headroom of {params.headroom:.0%} included), of which {parts} "
-        f"and variables are {format_bytes(traced.fixed_bytes)}. Raise the budget, or shrink the batch or the "
-        f"image.{corrected}{untiled}"
+        f"and variables are {format_bytes(traced.fixed_bytes)}. {_remedy(traced, params, search, smallest)}"
+        f"{corrected}{untiled}"
     )
     error.smallest_bytes = smallest
     error.tensor = name
     return error
+
+
+def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest: int) -> str:
+    """Return what would help a budget that is too small, with estimates.
+
+    All bytes but those of variables are taken to be proportional to the batch size and to the pixels of an image.
+    """
+    budget, fixed = params.memory_budget, traced.fixed_bytes
+    if params.swap is False and traced.analysis.backward:
+        peak, _ = _smallest(traced, dataclasses.replace(params, swap=True), search)
+        with_swaps = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
+        if with_swaps <= MAX_HELPFUL_FRACTION * smallest:
+            return f"Raise the budget, or allow swaps: with `swap=True` it needs {format_bytes(with_swaps)}."
+    if fixed >= budget:
+        return "Raise the budget: weights and optimizer slots alone exceed it."
+    fraction = (budget - fixed) / max(smallest - fixed, 1)
+    images = int(traced.batch * fraction)
+    if images:
+        return f"Raise the budget, or shrink the batch: {images} instead of {traced.batch} is estimated to fit."
+    shrunk = "the image" if traced.batch == 1 else "the batch and the image"
+    pixels = f"one image with {traced.batch * fraction:.0%} of the pixels is estimated to fit"
+    return f"Raise the budget, or shrink {shrunk}: {pixels}."
 
 
 def fragmentation_hint(ratio: float, budget: int, least: int = 0) -> str:
