@@ -274,3 +274,50 @@ def test_fit_composite_input_equals_plain(kind):
     assert callback.plan.changed and is_plain(model)
     np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-10)
     assert_same(model, plain)
+
+
+# Accumulated gradients, and models that are compiled again ---------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: SFT((2, 2), verbose=0), lambda: MemoryBudget("400KiB", verbose=0)])
+def test_fit_with_accumulated_gradients_equals_plain(make):
+    def built():
+        model = convolutional_classifier()
+        optimizer = keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2)
+        model.compile(optimizer, model.loss, metrics=["accuracy"], jit_compile=False)
+        return model
+
+    model, plain, callback = built(), built(), make()
+    got = model.fit(X, Y, batch_size=2, epochs=2, callbacks=[callback], **SETTINGS).history
+    want = plain.fit(X, Y, batch_size=2, epochs=2, **SETTINGS).history
+    assert callback.plan.changed
+    np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-10)
+    assert_same(model, plain)
+
+
+def convolutional_classifier():
+    keras.utils.set_random_seed(7)
+    body = convolutions(size=24)
+    model = keras.Model(body.inputs, layers.Dense(3)(layers.GlobalAveragePooling2D()(body.outputs[0])))
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    return model
+
+
+def test_fit_frozen_then_unfrozen_plans_again_and_equals_plain():
+    callback = SFT((2, 2), verbose=0)
+
+    def trained(callbacks):
+        model, plans = convolutional_classifier(), []
+        for frozen in (True, False):
+            for layer in model.layers[:3]:
+                layer.trainable = not frozen
+            model.compile(keras.optimizers.Adam(1e-2), model.loss, metrics=["accuracy"], jit_compile=False)
+            model.fit(X, Y, batch_size=2, epochs=2, callbacks=callbacks, **SETTINGS)
+            plans.append(callback.plan)
+        return model, plans
+
+    model, (frozen, unfrozen) = trained([callback])
+    plain, _ = trained([])
+    assert frozen is not unfrozen and unfrozen.changed
+    assert unfrozen.original.seconds > frozen.original.seconds
+    assert_same(model, plain)
