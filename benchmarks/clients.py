@@ -52,10 +52,8 @@ def train(
     peaks = PeakOfSteps()
     callback = None if budget is None else tflms_sft.MemoryBudget(budget, verbose=0)
     batch = len(keras.tree.flatten(inputs)[0])
-    for _ in range(steps):
-        model.fit(
-            inputs, targets, batch_size=batch, shuffle=False, verbose=0, callbacks=[*filter(None, [callback]), peaks]
-        )
+    callbacks = [peaks] if callback is None else [callback, peaks]
+    model.fit(inputs, targets, batch_size=batch, epochs=steps, shuffle=False, verbose=0, callbacks=callbacks)
     np.savez(weights, *(np.array(v) for v in model.trainable_variables))
     plan = None if callback is None or callback.plan is None else callback.plan.headline()
     return {"peak": peaks.peak_bytes, "seconds": peaks.step_seconds, "plan": plan, "loss": peaks.loss}
