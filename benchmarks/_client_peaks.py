@@ -9,19 +9,28 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tflms_sft._keras.rewriting_callback import RewritingCallback
+
 DEVICE = "CPU:0"
 
 
 class PeakOfSteps(keras.callbacks.Callback):
-    """Measures each step by the allocator's statistics, which count all tensors of the process.
+    """Measures each step by the allocator's statistics.
+
+    Swaps reset these statistics while a step runs, so the peaks of a rewritten step are those that its callback
+    measured.
+
+    Args:
+        rewriting: Callback that rewrites the step; `None` for plain training.
 
     Attributes:
         peak_bytes: Peak of all steps so far.
         loss: Loss of the last step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rewriting: RewritingCallback | None = None) -> None:
         super().__init__()
+        self._rewriting = rewriting
         self.peak_bytes = 0
         self.loss = float("nan")
         self._seconds: list[float] = []
@@ -41,4 +50,10 @@ class PeakOfSteps(keras.callbacks.Callback):
         """End a measurement."""
         self.loss = float((logs or {}).get("loss", float("nan")))
         self._seconds.append(time.monotonic() - self._begun)
-        self.peak_bytes = max(self.peak_bytes, tf.config.experimental.get_memory_info(DEVICE)["peak"])
+        self.peak_bytes = max(self.peak_bytes, self._peak())
+
+    def _peak(self) -> int:
+        if self._rewriting is None or self._rewriting._patch is None:
+            return int(tf.config.experimental.get_memory_info(DEVICE)["peak"])
+        highest = self._rewriting._patch.watch.highest
+        return 0 if highest is None else highest.peak_bytes
