@@ -3,8 +3,8 @@
     python -m benchmarks.clients [--clients NAME ...] [--fraction 0.6] [--steps 3] [--results FILE]
 
 Each client trains in processes of its own: in plain, in plain with initial weights shaken by 1e-7 of their size, and
-under a budget of a fraction of its plain peak. *Equal*: the weights under the budget differ from the plain ones by no more
-than three times what shaking does. Peaks are those of allocator statistics over all steps. A package that is
+under a budget of a fraction of its plain peak. *Equal*: the weights under the budget differ from the plain ones by no
+more than three times what shaking does. Peaks are those of allocator statistics over all steps. A package that is
 missing is skipped. For Keras's tests, `MemoryBudget("1GiB")` is added to every `fit` without another callback list.
 """
 
