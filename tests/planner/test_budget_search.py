@@ -32,9 +32,9 @@ def tileable(x):
 
 
 def volumetric(x):
-    """Apply layers that flip the volume, so that tiles save nothing."""
+    """Apply layers that roll the volume, so that tiles save nothing."""
     for _ in range(8):
-        x = layers.ReLU()(keras.ops.flip(layers.Conv3D(8, (1, 3, 3), padding="same")(x), axis=1))
+        x = layers.ReLU()(keras.ops.roll(layers.Conv3D(8, (1, 3, 3), padding="same")(x), 1, axis=1))
     return x
 
 

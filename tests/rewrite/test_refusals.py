@@ -4,7 +4,7 @@ import keras
 import pytest
 import tensorflow as tf
 from keras import layers
-from test_rewrite import BATCH, IMAGES, TILES, close, gradients, net, normed_body, plain_body, segments
+from test_rewrite import BATCH, IMAGES, TILES, close, gradients, net, plain_body, rolled_body, segments
 
 import tflms_sft
 from tflms_sft import AutoParams, LMSParams, RewriteError, SegmentError, SegmentSpec, SFTParams
@@ -93,9 +93,9 @@ def test_segment_spec_between_branches_is_refused():
 
 
 def test_segment_spec_untileable_op_is_named_with_layer():
-    with pytest.raises(SegmentError, match="entry='photo', exit='pool' cannot be tiled: .*`.*norm") as error:
-        tflms_sft.rewrite(gradients(net(normed_body)), segments(SegmentSpec("photo", "pool")), *BATCH)
-    assert "layer 'norm', LayerNormalization" in str(error.value)
+    with pytest.raises(SegmentError, match="entry='photo', exit='pool' cannot be tiled: .*`.*rolled") as error:
+        tflms_sft.rewrite(gradients(net(rolled_body)), segments(SegmentSpec("photo", "pool")), *BATCH)
+    assert "layer 'rolled', Rolled" in str(error.value)
 
 
 def test_segment_spec_exit_without_axes_is_refused():
@@ -119,7 +119,7 @@ def test_segment_spec_as_many_tiles_as_rows_works():
 
 def test_auto_segments_with_few_rows_use_fewer_tiles():
     def body(x):
-        x = layers.Lambda(lambda t: tf.reverse(t, [1]))(plain_body(x))  # No rule tiles it.
+        x = layers.Lambda(lambda t: tf.roll(t, [1], [1]))(plain_body(x))  # No rule tiles it.
         for _ in range(2):
             x = layers.Conv2D(6, 3, padding="same", activation="relu")(x)
         return layers.MaxPool2D(2)(x)
