@@ -8,7 +8,7 @@ stacked input, and the state of the loop, which is also its output.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import tensorflow as tf
 
@@ -24,7 +24,7 @@ from rewriters.device.peak_memory import (
     schedule,
 )
 from rewriters.ir.graph import LOOPS, Graph, ListSize, LoopFacts, Node, Shape, Tensor, shape_bytes
-from rewriters.ir.loop_bodies import function_of, num_iterations, source_of
+from rewriters.ir.loop_bodies import function_of, num_iterations, readers_of, source_of
 from rewriters.ir.op_traits import Trait, ops_with
 from rewriters.ir.static_values import Dim, StaticEvaluator, Value, constant, is_inexact
 from rewriters.ir.symbolic_dims import SymbolicDim
@@ -90,19 +90,19 @@ def _loop_facts(graph: Graph, node: Node, evaluate: StaticEvaluator) -> LoopFact
     return loop_facts(node, body, _lengths(node, body, condition, evaluate))
 
 
-def loop_facts(node: Node, body: Graph, lengths: Sequence[int | None]) -> LoopFacts:
+def loop_facts(node: Node, body: Graph, lengths: tuple[int | None, ...]) -> LoopFacts:
     """Return the facts about a loop with a body.
 
     Args:
         node: The loop.
         body: Function of one iteration.
-        lengths: Largest number of iterations as the only element, `None` for the batch size; empty if unknown.
+        lengths: See `LoopFacts`.
     """
     return _LoopReader(node, body, lengths).facts()
 
 
-def _lengths(node: Node, body: Graph, condition: Graph, evaluate: StaticEvaluator) -> list[int | None]:
-    """Return the largest number of iterations as the only element, `None` for the batch size; empty if unknown.
+def _lengths(node: Node, body: Graph, condition: Graph, evaluate: StaticEvaluator) -> tuple[int | None, ...]:
+    """Return the largest number of iterations, as `LoopFacts` holds it.
 
     Where no counter bounds the loop, its lists do: one that it fills, or one that it reads.
     """
@@ -115,13 +115,13 @@ def _lengths(node: Node, body: Graph, condition: Graph, evaluate: StaticEvaluato
         elif size is not None and size.elements:
             bounds.append(SymbolicDim() if size.length is None else size.length)
     known = [bound for bound in bounds if isinstance(bound, SymbolicDim) or (isinstance(bound, int) and bound >= 0)]
-    return [bound if isinstance(bound, int) else None for bound in known[:1]]
+    return tuple(bound if isinstance(bound, int) else None for bound in known[:1])
 
 
 class _LoopReader:
     """Reads which buffers the results of a loop consist of."""
 
-    def __init__(self, node: Node, body: Graph, lengths: Sequence[int | None]) -> None:
+    def __init__(self, node: Node, body: Graph, lengths: tuple[int | None, ...]) -> None:
         self._node = node
         self._body = body
         self._lengths = lengths
@@ -143,7 +143,7 @@ class _LoopReader:
                 self._lists.update({} if size is None else {index: size})
             elif tensor.dtype == tf.variant:
                 self._read_list(index)
-        return LoopFacts(self._lists, self._operand_buffers, self._output_buffers, self._body)
+        return LoopFacts(self._lists, self._operand_buffers, self._output_buffers, self._body, self._lengths)
 
     def _read_list(self, index: int) -> None:
         """Set the size of a list that the loop changes, and the buffers of its elements."""
@@ -285,21 +285,26 @@ def _iteration_bytes(node: Node, batch: int) -> int:
 
     events = schedule(order, num_bytes, concurrent_scratch(scratch, order), [*body.outputs, *elements])
     held = sum(shape_bytes(*element, batch) for size in _own_lists(node.loop) for element in size.elements)
-    return max(peak_bytes_of(events, ExactAllocator()) - held, 0) + _pending_bytes(node, body, batch)
+    pending = min(node.attrs["parallel_iterations"].i - 1, MAX_PENDING_ITERATIONS)
+    if node.loop.lengths:
+        pending = min(pending, (node.loop.lengths[0] or batch) - 1)
+    terms = sum(tensor.num_bytes(batch) for tensor in _accumulated(body))
+    return max(peak_bytes_of(events, ExactAllocator()) - held, 0) + pending * terms
 
 
-def _pending_bytes(node: Node, body: Graph, batch: int) -> int:
-    """Return the bytes of terms, such as weight gradients, that wait to be added to sums over all iterations.
+def _accumulated(body: Graph) -> list[Tensor]:
+    """Return the states that are sums over all iterations, such as weight gradients.
 
-    Iterations overlap where only a sum depends on the iteration before, and adding takes longer than computing.
+    Nothing else depends on such a state. Iterations overlap, and their terms wait: adding takes longer than computing.
     """
-    count = min(node.attrs["parallel_iterations"].i - 1, MAX_PENDING_ITERATIONS)
-    sums = [
-        body.inputs[index]
-        for index, result in enumerate(map(source_of, body.outputs))
-        if result.node.op in ops_with(Trait.SUM) and body.inputs[index] in map(source_of, result.node.inputs)
+    consumers = body.consumers()
+    return [
+        argument
+        for argument, result in zip(body.inputs, map(source_of, body.outputs), strict=True)
+        if is_inexact(argument.dtype)
+        and result.node.op in ops_with(Trait.SUM)
+        and readers_of(argument, consumers) == [result.node]
     ]
-    return count * sum(tensor.num_bytes(batch) for tensor in sums if is_inexact(tensor.dtype))
 
 
 def _own_lists(facts: LoopFacts) -> list[ListSize]:

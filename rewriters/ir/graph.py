@@ -68,12 +68,14 @@ class LoopFacts:
         operand_buffers: Operand whose buffer an output is, or whose buffer holds the elements of a list.
         output_buffers: Earlier output whose elements a list consists of.
         body: Function of one iteration, without nodes that no result needs; `None` for an op that is no loop.
+        lengths: Largest number of iterations as the only element, `None` for the batch size; empty if unknown.
     """
 
     lists: Mapping[int, ListSize]
     operand_buffers: Mapping[int, int] = dataclasses.field(default_factory=dict)
     output_buffers: Mapping[int, int] = dataclasses.field(default_factory=dict)
     body: Graph | None = None
+    lengths: tuple[int | None, ...] = ()
 
 
 def shape_bytes(dtype: tf.DType, shape: Shape, batch: int) -> int:

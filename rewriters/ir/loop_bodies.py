@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -104,6 +104,14 @@ def source_of(tensor: Tensor) -> Tensor:
     while tensor.node.op == "Identity":
         tensor = tensor.node.inputs[0]
     return tensor
+
+
+def readers_of(tensor: Tensor, consumers: Mapping[Tensor, Sequence[tuple[Node, int]]]) -> list[Node]:
+    """Return the ops that read a tensor, directly or through identities, without these."""
+    readers: list[Node] = []
+    for node, _ in consumers.get(tensor, ()):
+        readers += readers_of(node.out(), consumers) if node.op == "Identity" else [node]
+    return readers
 
 
 def add_body(graph: Graph, body: Graph, name: str) -> str:

@@ -15,8 +15,9 @@ import tensorflow as tf
 
 from rewriters.device.loop_lists import loop_facts
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
-from rewriters.ir.loop_bodies import add_body, function_reads, source_of
+from rewriters.ir.loop_bodies import add_body, function_reads, readers_of, source_of
 from rewriters.ir.static_values import int_constant, type_attr
+from rewriters.ir.variables import variable_handles
 from rewriters.swapping.tiers import Tier
 
 __all__: list[str] = []
@@ -103,13 +104,7 @@ def _only_changed_by(body: Graph, index: int, change: Node) -> bool:
     argument, consumers = body.inputs[index], body.consumers()
     if source_of(change.inputs[0]) != argument or body.outputs.count(body.outputs[index]) != 1:
         return False
-
-    def readers(tensor: Tensor) -> list[Node]:
-        direct = [node for node, _ in consumers.get(tensor, ())]
-        passed = [node for node in direct if node.op == "Identity"]
-        return [n for n in direct if n.op != "Identity"] + [n for node in passed for n in readers(node.out())]
-
-    return readers(argument) == [change] and not readers(change.out())
+    return readers_of(argument, consumers) == [change] and not readers_of(change.out(), consumers)
 
 
 def swap_lists(new: Graph, lists: Sequence[SavedList], tier: Tier) -> None:
@@ -188,8 +183,9 @@ def _set_body(graph: Graph, loop: Node, body: Graph, tier: Tier) -> None:
         loop.attrs["body"] = _function_attr(added)
     loop.op = "While"
     loop.attrs["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
-    graph.unordered.add(loop.name)
-    loop.loop = loop_facts(loop, body, [size.length for size in loop.loop.lists.values() if size.elements][:1])
+    if not variable_handles(loop):  # A loop that reads a variable waits for earlier writes, as of the step before.
+        graph.unordered.add(loop.name)
+    loop.loop = loop_facts(loop, body, loop.loop.lengths)
 
 
 def _function_attr(name: str) -> Any:

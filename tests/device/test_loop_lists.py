@@ -106,6 +106,21 @@ def test_loop_iterations_each_loop_has_memory(net):
     assert set(loop_iterations(graph, BATCH)) == {loop.name for loop in loops}
 
 
+def test_loop_iterations_overlapping_counts_weight_gradients_that_wait():
+    graph, (_, backward) = loops_of(loop_step("gru"))
+
+    def num_bytes():
+        ((event, *_),) = [
+            traces[0].events for name, traces in loop_iterations(graph, BATCH).items() if name == backward.name
+        ]
+        return event.num_bytes
+
+    overlapping = num_bytes()
+    backward.attrs["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
+    weights = 8 * (6 * 12 + 4 * 12 + 2 * 12)
+    assert overlapping - num_bytes() == (STEPS - 1) * weights
+
+
 def test_predicted_peak_of_loop_is_near_measured_peak(tmp_path):
     """On a busy machine the executor's order, and with it the measured peak, varies by a tenth."""
     peaks = printed("loop_peaks.py", str(tmp_path))

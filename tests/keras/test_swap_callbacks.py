@@ -227,6 +227,19 @@ def test_lms_recurrent_layer_equals_original(layer, tmp_path):
     assert os.listdir(tmp_path) == [] and open_files(tmp_path) == []
 
 
+def test_lms_recurrent_layer_several_steps_per_execution_equals_original(tmp_path):
+    def compiled():
+        model = recurrent_net(lambda: layers.GRU(4))
+        model.compile("adam", model.loss, jit_compile=False, steps_per_execution=3)
+        return model
+
+    model, plain = compiled(), compiled()
+    plain.fit(X, Y, epochs=2, **SETTINGS)
+    model.fit(X, Y, epochs=2, callbacks=[swapping(tmp_path, incl_types=("While",))], **SETTINGS)
+    differences = [np.max(np.abs(a - b), initial=0) for a, b in zip(state(model), state(plain), strict=True)]
+    assert max(differences) <= 1e-10
+
+
 def test_lms_with_tiles_equals_original(tmp_path):
     model, plain = net(), net()
     for layer in (*model.layers, *plain.layers):

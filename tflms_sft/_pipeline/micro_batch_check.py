@@ -142,8 +142,11 @@ class _Check:
 
         Autodiff makes lists for its own loop, which the forward loop fills. The body of a compiled function is hidden.
         """
-        order, backward = self.analysis.order, self.analysis.backward
-        node = next((n for n in order if n.op in LOOPS and not is_seed(n) and n in backward), None)
+        order = self.analysis.order
+        loops = (node for node in order if node.op in LOOPS and not is_seed(node))
+        node = next(
+            (n for n in loops if any(t.node.op == "EmptyTensorList" and is_seed(t.node) for t in n.inputs)), None
+        )
         if node is not None:
             raise PipelineError(
                 f"Gradients go through a loop, {self.names.of(node)}, whose forward phase a pipeline cannot separate "
