@@ -6,6 +6,7 @@ from typing import Any
 import keras
 from equivalence import TOLERANCE, Step, batches_of, error, model_step
 from keras import layers
+from longest_segments import longest_segments
 
 import tflms_sft
 
@@ -57,7 +58,8 @@ def check_on_tiles(
 
     All ops on images have to run on tiles, except those with a name that contains one of `left_alone`.
     """
-    fast = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=num_tiles, **params))
+    with longest_segments():
+        fast = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=num_tiles, **params))
     left = [reason for where, reason in fast.plan.left_alone if not any(name in where for name in left_alone)]
     assert fast.plan.segments and not [reason for reason in left if "reduces over the image" not in reason]
     want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
