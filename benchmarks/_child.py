@@ -167,6 +167,7 @@ def child_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     env["TF_CPP_MIN_LOG_LEVEL"] = "1"  # warnings stay: an allocation that failed is one
     env["CUDA_VISIBLE_DEVICES"] = "-1"
     env["KERAS_BACKEND"] = "tensorflow"
+    env.setdefault("TFLMS_SFT_PLAN_CACHE", "off")  # Searches are measured, too.
     env.update(extra or {})
     return env
 
