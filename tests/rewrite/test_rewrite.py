@@ -366,7 +366,7 @@ def test_rewrite_one_tile_is_bitwise_equal():
 def test_auto_segments_one_tile_leaves_step_as_it_is_with_reason():
     plan = tflms_sft.rewrite(gradients(), SFTParams(num_tiles=(1, 1)), *BATCH).plan
     assert not plan.changed
-    assert any(reason == "in 1x1 tiles they would need as much memory as untiled" for _, reason in plan.left_alone)
+    assert any(reason == "in 1x1 tiles these ops would need as much memory as untiled" for _, reason in plan.left_alone)
 
 
 def test_segment_spec_values_override_sft_params():

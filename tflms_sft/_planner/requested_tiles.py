@@ -160,7 +160,7 @@ def _unprofitable(traced: TracedStep, barriers: Barriers, request: RequestedTile
     if not nodes:
         return []
     tiles = "tiles" if request.tiles is None else f"{request.tiles} tiles"
-    return [SkippedOps(nodes[0].name, f"in {tiles} they would need as much memory as untiled", nodes[-1].name)]
+    return [SkippedOps(nodes[0].name, f"in {tiles} these ops would need as much memory as untiled", nodes[-1].name)]
 
 
 def _note_lowered_tiles(traced: TracedStep, plan: SegmentPlan, request: RequestedTiles) -> None:
