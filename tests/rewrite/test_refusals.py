@@ -7,7 +7,7 @@ from keras import layers
 from test_rewrite import BATCH, IMAGES, TILES, close, gradients, net, plain_body, rolled_body, segments
 
 import tflms_sft
-from tflms_sft import AutoParams, LMSParams, RewriteError, SegmentError, SegmentSpec, SFTParams
+from tflms_sft import AutoParams, LMSParams, RewriteError, SegmentError, SegmentSpec
 
 
 def test_rewrite_swaps_without_gradients_are_refused():
@@ -115,17 +115,6 @@ def test_segment_spec_as_many_tiles_as_rows_works():
     fast = tflms_sft.rewrite(step, segments(SegmentSpec("photo", "pool", num_tiles=(12, 1))), *BATCH)
     assert fast.plan.segments[0].num_tiles == (1, 12, 1)
     assert close(fast(*BATCH), step(*BATCH))
-
-
-def test_auto_segments_with_few_rows_use_fewer_tiles():
-    def body(x):
-        x = layers.Lambda(lambda t: tf.roll(t, [1], [1]))(plain_body(x))  # No rule tiles it.
-        for _ in range(2):
-            x = layers.Conv2D(6, 3, padding="same", activation="relu")(x)
-        return layers.MaxPool2D(2)(x)
-
-    fast = tflms_sft.rewrite(gradients(net(body)), SFTParams(num_tiles=(12, 1)), *BATCH)
-    assert [segment.num_tiles for segment in fast.plan.segments] == [(1, 12, 1), (1, 6, 1)]
 
 
 def test_rewritten_step_inside_tape_is_refused():

@@ -29,10 +29,10 @@ class MemoryBudget(RewritingCallback):
         headroom: Fraction of the budget that the prediction leaves free, from 0 to below 1. Defaults to 0.1.
         swap: Whether activations may be swapped to host memory or disk if tiles alone do not keep the budget or cost
             much time. A bool, or `LMSParams` that select tensors and destination. Defaults to `True`.
-        batch_shape: `(batch, height, width, channels)` of the largest batch; of volumes `(batch, depth, height, width,
-            channels)`, of sequences `(batch, length, channels)`. Defaults to `None`: the shape of the first batch.
         plan: File that `Plan.save` wrote for this training; see `AutoParams`. Evaluation and prediction have plans of
             their own. Defaults to `None`.
+        batch_shape: `(batch, height, width, channels)` of the largest batch; of volumes `(batch, depth, height, width,
+            channels)`, of sequences `(batch, length, channels)`. Defaults to `None`: the shape of the first batch.
         verbose: 0 prints nothing. 1 prints the plan before the first step, the measured peak after it, and a line
             while planning if that takes long. Defaults to 1.
         log_dir: Directory for TensorBoard logs of peaks and step times. Defaults to `None`: the directory of a
@@ -61,8 +61,8 @@ class MemoryBudget(RewritingCallback):
         *,
         headroom: float = 0.1,
         swap: bool | SwapParams = True,
-        batch_shape: Sequence[int] | None = None,
         plan: str | os.PathLike[str] | None = None,
+        batch_shape: Sequence[int] | None = None,
         verbose: int = 1,
         log_dir: Any = None,
     ) -> None:

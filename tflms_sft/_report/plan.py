@@ -65,11 +65,6 @@ class Plan(PlanRecord):
         with open(path, "w", encoding="utf-8") as file:
             json.dump(recipe, file, indent=1)
 
-    def with_recipe(self, recipe: Mapping[str, Any] | None) -> Plan:
-        """Set what `save` writes, and return the plan."""
-        self.__dict__["_recipe"] = recipe
-        return self
-
     def headline(self) -> str:
         """Return one line: segments, swaps, predicted peak and time."""
         return headline(self)
@@ -176,7 +171,13 @@ def amend_plan(plan: Plan, *notes: str, **changes: Any) -> Plan:
         **changes: Other fields, as for `dataclasses.replace`.
     """
     amended = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes)), **changes)
-    return amended.with_recipe(plan.__dict__.get("_recipe"))
+    return with_recipe(amended, plan.__dict__.get("_recipe"))
+
+
+def with_recipe(plan: Plan, recipe: Mapping[str, Any] | None) -> Plan:
+    """Set what `Plan.save` writes, and return the plan."""
+    plan.__dict__["_recipe"] = recipe
+    return plan
 
 
 def _check_measurements(before: Any, after: Any) -> None:

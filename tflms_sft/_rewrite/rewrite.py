@@ -27,7 +27,7 @@ from tflms_sft._planner.traced_step import (
     predict,
     prediction,
 )
-from tflms_sft._report.plan import Plan, amend_plan
+from tflms_sft._report.plan import Plan, amend_plan, with_recipe
 from tflms_sft._rewrite.plan_cache import cached_recipe, read_recipe, store_recipe
 from tflms_sft._rewrite.plan_recipe import plan_from, recipe_of
 from tflms_sft._rewrite.rewritten_step import RewrittenStep
@@ -111,7 +111,7 @@ def _within_budget(traced: TracedStep, params: AutoParams, advise: bool) -> tupl
             importer, plan = _carry_out(traced, choice, params.memory_budget)
             recipe = recipe_of(traced, choice, params.memory_budget)
             store_recipe(traced, params, recipe)
-            return importer, plan.with_recipe(recipe)
+            return importer, with_recipe(plan, recipe)
 
 
 def _stored_plan(traced: TracedStep, params: AutoParams) -> tuple[StepImporter, Plan] | None:
@@ -134,7 +134,7 @@ def _stored_plan(traced: TracedStep, params: AutoParams) -> tuple[StepImporter, 
     with contextlib.suppress(NothingToSwapError):
         importer, plan = _carry_out(traced, choice, params.memory_budget)
         if is_given or plan.predicted.peak_bytes <= limit_of(traced, params):
-            return importer, plan.with_recipe(recipe)
+            return importer, with_recipe(plan, recipe)
     return None
 
 
