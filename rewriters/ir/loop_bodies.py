@@ -40,8 +40,7 @@ def function_of(graph: Graph, node: Node, attr: str) -> Graph | None:
         node: The loop.
         attr: Attribute that names the function: `"body"` or `"cond"`.
     """
-    name = node.attrs[attr].func.name
-    definition = next((f for f in graph.library.function if f.signature.name == name), None)
+    definition = _definition(graph, node, attr)
     if definition is None:
         return None
     variables = [graph.variables.get(source_of(t).node.name) for t in node.inputs]
@@ -51,10 +50,14 @@ def function_of(graph: Graph, node: Node, attr: str) -> Graph | None:
         return None
 
 
+def _definition(graph: Graph, node: Node, attr: str) -> Any:
+    name = node.attrs[attr].func.name
+    return next((f for f in graph.library.function if f.signature.name == name), None)
+
+
 def function_reads(graph: Graph, node: Node, attr: str, position: int) -> bool:
     """Return whether an op in a function of a loop reads the operand at a position; `attr` as for `function_of`."""
-    name = node.attrs[attr].func.name
-    definition = next((f for f in graph.library.function if f.signature.name == name), None)
+    definition = _definition(graph, node, attr)
     if definition is None:
         return True
     argument = definition.signature.input_arg[position].name
@@ -77,7 +80,7 @@ def _imported(
     results = [flat_names[definition.ret[output.name]] for output in definition.signature.output_arg]
     used = {name.removeprefix("^").partition(":")[0] for node in graph_def.node for name in node.input}
     outputs: list[Any] = []
-    kept: list[Any] = []
+    effects: list[Any] = []
 
     def build(*arguments: Any) -> list[Any]:
         by_name = dict(zip(names, arguments, strict=True))
@@ -90,11 +93,11 @@ def _imported(
         imported = tf.graph_util.import_graph_def(graph_def, input_map=mapping, return_elements=wanted or None, name="")
         values = dict(zip(computed, imported or (), strict=False))
         outputs.extend(by_name[n.partition(":")[0]] if n not in values else values[n] for n in results)
-        kept.extend((imported or [])[len(computed) :])
+        effects.extend((imported or [])[len(computed) :])
         return []
 
     traced = tf_internals.trace_func_graph("function", build, [tf.TensorSpec(s, d) for d, s in specs])
-    graph = from_tf_graph(traced, traced.inputs, outputs, kept)
+    graph = from_tf_graph(traced, traced.inputs, outputs, effects)
     graph.prune()
     return graph
 

@@ -128,6 +128,11 @@ class OpTraits:
 _NONE = OpTraits()
 
 
+def is_gradient_kernel(op_type: str) -> bool:
+    """Return whether an op type computes a gradient; TensorFlow names the kernels for gradients alike."""
+    return "Backprop" in op_type or op_type.endswith("Grad")
+
+
 def traits_of(op_type: str) -> OpTraits:
     """Return the facts about an op type; one without a row has no trait."""
     return OP_TRAITS.get(op_type, _NONE)

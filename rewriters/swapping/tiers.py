@@ -134,10 +134,24 @@ class HostTier:
         return 0
 
 
-class SkeletonTier:
-    """Stand-in for the disk tier in graphs for the memory model: the same ops without Python functions."""
+class SkeletonElements:
+    """Swaps of the elements of lists in graphs for the memory model: the same ops without Python functions."""
 
     is_skeleton = True
+
+    def swap_out_elements(self, body: Graph, tensors: Sequence[Tensor], name: str) -> Tensor:
+        """Add an op that returns the number of a record."""
+        return body.add(Node(name, "PyFunc", list(tensors), attrs={}, device=HOST, outputs=[(tf.int64, ())])).out()
+
+    def swap_in_elements(self, body: Graph, held: Tensor, like: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Add an op that returns the copies."""
+        outputs = [(tensor.dtype, tensor.shape) for tensor in like]
+        node = body.add(Node(name, "PyFunc", [held], attrs={}, device=HOST, outputs=outputs))
+        return [node.out(index) for index in range(len(outputs))]
+
+
+class SkeletonTier(SkeletonElements):
+    """Stand-in for the disk tier in graphs for the memory model: the same ops without Python functions."""
 
     def __init__(self) -> None:
         self.operations: list[str] = []
@@ -161,14 +175,6 @@ class SkeletonTier:
         graph.keep.append(node)
         return node
 
-    def swap_out_elements(self, body: Graph, tensors: Sequence[Tensor], name: str) -> Tensor:
-        """Add an op that returns the number of a record."""
-        return _write_skeleton(body, tensors, name)
-
-    def swap_in_elements(self, body: Graph, held: Tensor, like: Sequence[Tensor], name: str) -> list[Tensor]:
-        """Add an op that returns the copies."""
-        return _read_skeleton(body, held, like, name)
-
     def clear(self) -> None:
         """Do nothing: a failed step leaves no tensors."""
 
@@ -180,28 +186,8 @@ class SkeletonTier:
         return 0
 
 
-class HostSkeletonTier(HostTier):
+class HostSkeletonTier(SkeletonElements, HostTier):
     """Stand-in for the host tier in graphs for the memory model."""
-
-    is_skeleton = True
-
-    def swap_out_elements(self, body: Graph, tensors: Sequence[Tensor], name: str) -> Tensor:
-        """Add an op that returns a number."""
-        return _write_skeleton(body, tensors, name)
-
-    def swap_in_elements(self, body: Graph, held: Tensor, like: Sequence[Tensor], name: str) -> list[Tensor]:
-        """Add an op that returns the copies."""
-        return _read_skeleton(body, held, like, name)
-
-
-def _write_skeleton(body: Graph, tensors: Sequence[Tensor], name: str) -> Tensor:
-    return body.add(Node(name, "PyFunc", list(tensors), attrs={}, device=HOST, outputs=[(tf.int64, ())])).out()
-
-
-def _read_skeleton(body: Graph, held: Tensor, like: Sequence[Tensor], name: str) -> list[Tensor]:
-    outputs = [(tensor.dtype, tensor.shape) for tensor in like]
-    node = body.add(Node(name, "PyFunc", [held], attrs={}, device=HOST, outputs=outputs))
-    return [node.out(index) for index in range(len(outputs))]
 
 
 class DiskTier:

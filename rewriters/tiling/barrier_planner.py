@@ -13,6 +13,7 @@ from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor, predecessors
+from rewriters.ir.op_traits import is_gradient_kernel
 from rewriters.rules.elementwise import Additive, Pointwise
 from rewriters.rules.intervals import whole
 from rewriters.rules.registry import AxisPlan, TileKind, find_rule
@@ -169,8 +170,8 @@ def has_nonlinear_gradients(analysis: GraphAnalysis, roles: BarrierLevels) -> bo
     """
     gradients: set[Node] = set()
     for node in analysis.order:
-        is_gradient = "Backprop" in node.op or node.op.endswith("Grad")
-        if node in analysis.backward and (is_gradient or any(t.node in gradients for t in node.inputs)):
+        is_gradient = is_gradient_kernel(node.op) or any(t.node in gradients for t in node.inputs)
+        if node in analysis.backward and is_gradient:
             gradients.add(node)
     return any(_is_nonlinear(analysis, roles, node, gradients) for node in roles.tiled if node in gradients)
 

@@ -12,7 +12,7 @@ from training import SETTINGS, X, Y, is_plain
 
 import tflms_sft
 from tflms_sft import SFT, BudgetError, MemoryBudget, RewriteError
-from tflms_sft._keras import eager_training
+from tflms_sft._keras import peak_watch
 from tflms_sft._report.plan_records import Measurement
 
 pytestmark = pytest.mark.filterwarnings("ignore:`build..` was called on layer")
@@ -182,6 +182,19 @@ def test_fit_optimizer_for_a_part_has_slots_of_that_part_alone():
     assert len(slots) == 2 * len(model.head.trainable_variables)
 
 
+def test_fit_optimizer_for_a_part_of_a_built_model_equals_plain():
+    def built():
+        model = compiled(PartlyTrained)
+        model.head(model.body(X[:1]))
+        model.built = True
+        return model
+
+    model, plain = built(), built()
+    fit(model, SFT((2, 2), verbose=0))
+    fit(plain)
+    assert_same(model, plain)
+
+
 def test_budget_custom_trainer_trains_on_batches():
     model, plain = compiled(LazyLayers), compiled(LazyLayers)
     keras.utils.set_random_seed(7)
@@ -231,8 +244,8 @@ def test_fit_eager_model_within_budget_trains_plain_with_notice(capsys):
 
 
 def test_fit_eager_model_above_budget_raises(monkeypatch):
-    monkeypatch.setattr(eager_training, "reset_peak", lambda: 0)
-    monkeypatch.setattr(eager_training, "read_peak", lambda in_use, step_bytes: Measurement(3 * 2**20, "test"))
+    monkeypatch.setattr(peak_watch, "reset_peak", lambda tiers: 0)
+    monkeypatch.setattr(peak_watch, "read_peak", lambda in_use, step_bytes, tiers: Measurement(3 * 2**20, "test"))
     fit(compiled(sequential, run_eagerly=True), MemoryBudget("3MiB", verbose=0))
     with pytest.raises(BudgetError, match="The first step used 3.00 MiB, .* Received: memory_budget=2.00 MiB. Model"):
         fit(compiled(sequential, run_eagerly=True), MemoryBudget("2MiB", verbose=0))
@@ -274,6 +287,16 @@ def test_fit_composite_input_equals_plain(kind):
     assert callback.plan.changed and is_plain(model)
     np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-10)
     assert_same(model, plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*looks like it has unbuilt state")
+def test_predict_sparse_input_equals_plain():
+    words = tf.sparse.from_dense(np.eye(4, 5))
+    data = tf.data.Dataset.from_tensors(((X[:4], words),))
+    callback = SFT((2, 2), verbose=0)
+    got = compiled(Sparse).predict(data, verbose=0, callbacks=[callback])
+    np.testing.assert_allclose(got, compiled(Sparse).predict(data, verbose=0), rtol=1e-10)
+    assert callback.predict_plan is not None
 
 
 # Accumulated gradients, and models that are compiled again ---------------------------------------------------

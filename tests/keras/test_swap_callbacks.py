@@ -314,6 +314,24 @@ def test_spill_store_two_trainings_share_directory(tmp_path):
 # What goes wrong ----------------------------------------------------------------------------------------------
 
 
+def test_lms_with_data_of_known_length_counts_steps_as_plain(tmp_path):
+    """At the end of a data set of unknown length, plain Keras begins one more step, which counters may count."""
+
+    def batches():
+        for start in (0, 4):
+            yield X[start : start + 4], Y[start : start + 4]
+
+    signature = (tf.TensorSpec((None, 24, 24, 3), tf.float64), tf.TensorSpec((None,), tf.int64))
+    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    data = data.apply(tf.data.experimental.assert_cardinality(2))
+    model, plain = (net(dropout=0.3) for _ in range(2))
+    callback = swapping(tmp_path)
+    got = model.fit(data, epochs=3, callbacks=[callback], **SETTINGS).history
+    want = plain.fit(data, epochs=3, **SETTINGS).history
+    assert callback.plan.swaps and np.allclose(got["loss"], want["loss"], rtol=1e-10)
+    assert same(model, plain) and int(model.optimizer.iterations) == 6
+
+
 def open_files(directory):
     """Return the open files of this process in a directory, unnamed ones included."""
     found = []

@@ -65,6 +65,27 @@ def test_cache_of_other_budget_or_step_is_not_used(cache, monkeypatch):
             planned(build, params)
 
 
+def leaky(slope):
+    """Return a function that builds a net in which the slope is an attribute of an op alone."""
+
+    def build():
+        image = x = keras.Input((48, 48, 3), name="photo")
+        for _ in range(3):
+            x = keras.layers.LeakyReLU(negative_slope=slope)(keras.layers.Conv2D(8, 3, padding="same")(x))
+        return keras.Model(image, keras.layers.Dense(3)(keras.layers.GlobalAveragePooling2D()(x)))
+
+    return build
+
+
+def test_cache_of_step_with_other_attributes_is_not_used(cache, monkeypatch):
+    params = AutoParams(int(0.6 * planned(leaky(0.2), AutoParams("1GiB")).original.peak_bytes), headroom=0)
+    assert planned(leaky(0.2), params).changed
+    monkeypatch.setattr(budget_search, "_search", no_search)
+    planned(leaky(0.2), params)
+    with pytest.raises(AssertionError, match="a search was started"):
+        planned(leaky(0.3), params)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 0}'])
 def test_damaged_cache_is_replaced(cache, text):
     params = AutoParams(budget_of(vgg), headroom=0)

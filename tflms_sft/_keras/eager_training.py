@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rewriters.device import properties
 from rewriters.errors import BudgetError
+from tflms_sft._keras.model_checks import variable_bytes
+from tflms_sft._keras.peak_watch import PeakWatch
 from tflms_sft._params.tile_params import AutoParams
-from tflms_sft._rewrite.measure import read_peak, reset_peak
 from tflms_sft._util.byte_sizes import format_bytes
 
 
@@ -23,7 +23,7 @@ class EagerTraining:
 
     def __init__(self, model: Any, params: AutoParams, reason: str) -> None:
         self._model, self._params, self._reason = model, params, reason
-        self._bytes_in_use: int | None = None
+        self._watch = PeakWatch()
         self._is_measured = False
 
     def line(self) -> str:
@@ -34,7 +34,7 @@ class EagerTraining:
     def begin_batch(self) -> None:
         """Start the measurement of the first batch."""
         if not self._is_measured:
-            self._bytes_in_use = reset_peak()
+            self._watch.start(())
 
     def end_batch(self) -> None:
         """Compare the measured peak of the first batch with the budget.
@@ -42,20 +42,14 @@ class EagerTraining:
         Raises:
             BudgetError: If the peak is above the budget.
         """
-        if self._is_measured or self._bytes_in_use is None:
+        if self._is_measured:
             return
         self._is_measured = True
-        sizes = _variable_bytes(self._model)
+        sizes = variable_bytes(self._model)
         budget = self._params.resolved(sum(sizes)).memory_budget
-        measured = read_peak(self._bytes_in_use, sizes)
+        measured = self._watch.stop(sizes, ())
         if measured is not None and measured.peak_bytes > budget:
             raise BudgetError(
                 f"The first step used {format_bytes(measured.peak_bytes)}, which is more than `memory_budget`. "
                 f"Received: memory_budget={format_bytes(budget)}. {self._reason}"
             )
-
-
-def _variable_bytes(model: Any) -> list[int]:
-    optimizer = getattr(model, "optimizer", None)
-    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
-    return [math.prod(v.shape) * v.value.dtype.size for v in {id(v): v for v in variables}.values()]

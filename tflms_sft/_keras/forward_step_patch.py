@@ -10,7 +10,6 @@ They differ from the training patch in `train_step_patch.py` in three points:
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from rewriters.errors import BudgetError, RewriteError
-from tflms_sft._keras.model_checks import check_runs_graph, check_trainer, reason_runs_eagerly
+from tflms_sft._keras.model_checks import check_runs_graph, check_trainer, reason_runs_eagerly, variable_bytes
 from tflms_sft._keras.replicas import num_replicas
 from tflms_sft._keras.train_step_patch import StepKind, StepPatch
 from tflms_sft._params.request import RewriteRequest
@@ -121,21 +120,13 @@ class ForwardStepPatch(StepPatch):
     def _spec(self, tensor: Any, position: int) -> Any:
         """Return the spec of an input; a prediction accepts any batch size, so that its last batch needs no plan."""
         spec = super()._spec(tensor, position)
-        if self.kind is not PREDICTION or spec is None or not spec.shape.rank:
+        if self.kind is not PREDICTION or not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
             return spec
         return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
 
     def _untouched_variable_bytes(self, traced: Any) -> list[int]:
         """Return the bytes of optimizer slots and other variables that training leaves on the device."""
-        touched = {id(tensor) for tensor in traced.captured_inputs}
-        optimizer = getattr(self.model, "optimizer", None)
-        variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
-        values = {id(variable.value): variable.value for variable in variables}
-        return [
-            math.prod(value.shape) * value.dtype.size
-            for value in values.values()
-            if isinstance(value, tf.Variable) and id(value.handle) not in touched
-        ]
+        return variable_bytes(self.model, {id(tensor) for tensor in traced.captured_inputs})
 
 
 def forward_request(params: RewriteRequest) -> RewriteRequest | None:

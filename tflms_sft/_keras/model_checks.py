@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Container
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from rewriters.errors import RewriteError
 from tflms_sft._trace.step_tracing import reason_without_graph
@@ -60,6 +63,18 @@ def build_optimizer(model: Any) -> None:
     has_own_step = type(model).train_step is not keras.Model.train_step
     if model.built and not has_own_step and model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+
+
+def variable_bytes(model: Any, without: Container[int] = ()) -> list[int]:
+    """Return the bytes of each variable of a model and its optimizer, except those with a handle's id in `without`."""
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(optimizer.variables if optimizer is not None else [])]
+    values = {id(variable.value): variable.value for variable in variables}
+    return [
+        math.prod(value.shape) * value.dtype.size
+        for value in values.values()
+        if isinstance(value, tf.Variable) and id(value.handle) not in without
+    ]
 
 
 def reason_runs_eagerly(model: Any) -> str:

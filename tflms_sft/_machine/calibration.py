@@ -27,6 +27,7 @@ from rewriters.device import properties
 from rewriters.estimates.op_cost import NOMINAL, MachineRates
 from tflms_sft._machine.cpu_load import OtherProcesses
 from tflms_sft._machine.rate_benchmarks import measured_rates, num_cores
+from tflms_sft._util.files import write_json
 
 VARIABLE = "TFLMS_SFT_RATES"
 """Environment variable: `nominal`, or a file of rates to read, and to write if there is none."""
@@ -201,17 +202,9 @@ def _read(path: Path) -> tuple[MachineRates, float]:
 
 def _write(path: Path, rates: MachineRates, busy: float = 0.0) -> None:
     """Write a file of rates atomically, because other processes may write it concurrently."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     values = {"version": VERSION, "busy": round(busy, 2), **dataclasses.asdict(rates)}
     values["first_touch"] = None if math.isinf(rates.first_touch) else rates.first_touch
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        try:
-            json.dump(values, file, indent=2)
-            file.flush()
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+    write_json(path, values)
 
 
 def _measure_for_parent(path: str, intra_op_threads: str, inter_op_threads: str) -> None:

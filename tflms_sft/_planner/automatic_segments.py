@@ -91,8 +91,9 @@ class RequestedSearch(ChainSearch):
                 break
             if segmentation not in segmentations:
                 segmentations.add(segmentation)
-                more = sum(choice.seconds - self._untiled_seconds(number, choice) for number, choice in segmentation)
-                scores[target] = target * (1 + max(more, 0.0) / self._traced.seconds) ** TIME_EXPONENT
+                seconds = [choice.seconds - self._untiled_seconds(number, choice) for number, choice in segmentation]
+                slowdown = 1 + max(sum(seconds), 0.0) / self._traced.seconds
+                scores[target] = target * slowdown**TIME_EXPONENT
         return scores
 
     def _untiled_seconds(self, number: int, choice: BlockChoice) -> float:

@@ -165,10 +165,12 @@ def _unprofitable(traced: TracedStep, barriers: Barriers, request: RequestedTile
 
 def _note_lowered_tiles(traced: TracedStep, plan: SegmentPlan, request: RequestedTiles) -> None:
     """Note in a segment that it has fewer tiles than requested, because an exit has too few rows."""
-    for tiles, got in ((request.tiles, plan.loops[0].grid), (request.backward, plan.loops[-1].grid)):
-        asked = got if tiles is None else _grid(traced, plan.segment, tiles)
-        if got.spatial != asked.spatial:
-            plan.segment.notes.append(f"{got} tiles instead of {asked}, because tensors that are split have few rows")
+    for tiles, grid in ((request.tiles, plan.loops[0].grid), (request.backward, plan.loops[-1].grid)):
+        requested = grid if tiles is None else _grid(traced, plan.segment, tiles)
+        if grid.spatial != requested.spatial:
+            plan.segment.notes.append(
+                f"{grid} tiles instead of {requested}, because tensors that are split have few rows"
+            )
 
 
 def _backward(value: Any) -> NumTiles | None:

@@ -215,8 +215,8 @@ def predict(
         for plan in plans
         for tile_loop in plan.loops
     }
-    own = traced.loop_iterations if graph is None else loop_iterations(graph, traced.batch)
-    peak = graph_peak(trace, {**own, **iterations}, limit)
+    of_original = traced.loop_iterations if graph is None else loop_iterations(graph, traced.batch)
+    peak = graph_peak(trace, {**of_original, **iterations}, limit)
     return peak, seconds_of(traced, plans) / traced.seconds
 
 

@@ -11,13 +11,13 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 
 from tflms_sft._machine.calibration import cache_directory
 from tflms_sft._params.tile_params import AutoParams
 from tflms_sft._planner.traced_step import TracedStep
 from tflms_sft._rewrite.plan_recipe import Recipe, step_key
+from tflms_sft._util.files import write_json
 
 VARIABLE = "TFLMS_SFT_PLAN_CACHE"
 """Environment variable: `off`, or a directory for the cache."""
@@ -34,8 +34,7 @@ def store_recipe(traced: TracedStep, params: AutoParams, recipe: Recipe) -> None
     path = _path(traced, params)
     if path is not None:
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_recipe(path, recipe)
+            write_json(path, recipe)
 
 
 def read_recipe(path: Path) -> Recipe | None:
@@ -44,18 +43,6 @@ def read_recipe(path: Path) -> Recipe | None:
         recipe = json.loads(path.read_text(encoding="utf-8"))
         return recipe if isinstance(recipe, dict) else None
     return None
-
-
-def write_recipe(path: Path, recipe: Recipe) -> None:
-    """Write a plan to a file atomically, because other processes may write it concurrently."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        try:
-            json.dump(recipe, file, indent=1)
-            file.flush()
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
 
 
 def _path(traced: TracedStep, params: AutoParams) -> Path | None:

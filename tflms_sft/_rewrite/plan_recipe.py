@@ -33,12 +33,13 @@ Recipe = dict[str, Any]
 def step_key(traced: TracedStep) -> str:
     """Return a hash of everything of a step that its plan depends on, without names."""
     numbers: dict[Tensor, int] = {}
+    functions = {f.signature.name: [node.op for node in f.node_def] for f in traced.analysis.graph.library.function}
     digest = hashlib.sha256(repr((FORMAT, __version__, traced.batch, traced.variables)).encode())
     for node in traced.analysis.order:
         attrs = sorted(
-            (key, value.SerializeToString(deterministic=True))
+            (key, functions.get(value.func.name) or value.SerializeToString(deterministic=True))
             for key, value in node.attrs.items()
-            if value.WhichOneof("value") not in ("func", "list") and not key.startswith("_")
+            if not key.startswith("_")
         )
         operands = [numbers.setdefault(tensor, len(numbers)) for tensor in node.inputs]
         digest.update(repr((node.op, operands, node.outputs, attrs)).encode())

@@ -163,32 +163,14 @@ class Roll(AlongChannels):
         return dims_of(op, 2, rank_of(op.node.inputs[0]))
 
 
-@tiling_rule("OneHot")
-class OneHot(AlongChannels):
-    """One-hot codes. Operands: indices, depth, value of one, value of zero."""
-
-    def dims(self, op: OpView) -> set[int]:
-        """Return no dimension: the channels are new."""
-        return set()
-
-    def moves(self, op: OpView) -> Mapping[int, int]:
-        """Return the dimensions around the new one."""
-        rank = rank_of(op.node.inputs[0])
-        return inverted(without({op.node.attrs["axis"].i % (rank + 1)}, rank + 1))
-
-
 def inverted(moves: Mapping[int, int]) -> dict[int, int]:
     """Return the dimensions of the source by those of the target."""
     return {place: dim for dim, place in moves.items()}
 
 
-@tiling_rule("Pack", linear=True)
-class Pack(AlongChannels):
-    """Stack of images along new channels."""
-
-    def data(self, op: OpView) -> list[int]:
-        """Return all operands."""
-        return list(range(len(op.node.inputs)))
+@tiling_rule("OneHot")
+class NewChannels(AlongChannels):
+    """Values in new channels: one-hot codes. Operands: indices, depth, value of one, value of zero."""
 
     def dims(self, op: OpView) -> set[int]:
         """Return no dimension: the channels are new."""
@@ -198,6 +180,15 @@ class Pack(AlongChannels):
         """Return the dimensions around the new one."""
         rank = rank_of(op.node.inputs[0])
         return inverted(without({op.node.attrs["axis"].i % (rank + 1)}, rank + 1))
+
+
+@tiling_rule("Pack", linear=True)
+class Pack(NewChannels):
+    """Stack of images along new channels."""
+
+    def data(self, op: OpView) -> list[int]:
+        """Return all operands."""
+        return list(range(len(op.node.inputs)))
 
 
 @tiling_rule("Unpack", linear=True)
