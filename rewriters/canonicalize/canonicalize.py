@@ -14,7 +14,8 @@
    consumers. Then repeats step 4.
 7. Replaces the gradient of `Tile`, a sum over a reshape to (times, size, times, size, ...), by a sum over the tiled
    axes.
-8. For tiling, folds matrices of pixels into images (`matrices_to_images.py`), and adds a batch axis to images without
+8. Connects the frames of unrolled loops directly (`unstack_frames.py`).
+9. For tiling, folds matrices of pixels into images (`matrices_to_images.py`), and adds a batch axis to images without
    one (`add_batch_axis.py`).
 """
 
@@ -26,7 +27,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from rewriters.canonicalize import add_batch_axis, expand_fused_batch_norm, expand_grouped_conv, matrices_to_images
+from rewriters.canonicalize import (
+    add_batch_axis,
+    expand_fused_batch_norm,
+    expand_grouped_conv,
+    matrices_to_images,
+    unstack_frames,
+)
 from rewriters.device.loop_lists import add_loop_facts
 from rewriters.errors import RewriteError
 from rewriters.ir import tf_internals
@@ -49,7 +56,7 @@ class CanonicalMode(enum.Enum):
         EXACT: None; the graph computes the same bits. For swapping.
         BATCH_ANALYSIS: Expand grouped convolutions, so that the analysis of the batch sees their samples and weights.
             For pipelines.
-        TILING: Expand grouped convolutions and fused batch normalisation, and do step 8. Results are equal up to
+        TILING: Expand grouped convolutions and fused batch normalisation, and do step 9. Results are equal up to
             rounding.
     """
 
@@ -82,12 +89,12 @@ def read_canonical(concrete_fn: Any, mode: CanonicalMode = CanonicalMode.TILING)
 
 
 def canonicalize_graph(graph: Graph, mode: CanonicalMode = CanonicalMode.TILING) -> Graph:
-    """Return `graph` after steps 2 to 7, and step 8 in mode `TILING`."""
+    """Return `graph` after steps 2 to 8, and step 9 in mode `TILING`."""
     return run_pass(Canonicalization(mode), graph).graph
 
 
 class Canonicalization(GraphPass[PassResult]):
-    """Runs steps 2 to 8 on a copy of a graph until none of them changes it.
+    """Runs steps 2 to 9 on a copy of a graph until none of them changes it.
 
     The steps edit the copy in place: each of them runs several times, and a copy for each takes longer than the step.
     """
@@ -125,6 +132,7 @@ class Canonicalization(GraphPass[PassResult]):
         again |= _find_shapes_of_reshapes(graph, evaluate)
         again |= _infer_shapes(graph)
         again |= _sum_repetitions(graph, evaluate)
+        again |= unstack_frames.unstack_frames(graph, evaluate)
         if self.mode is CanonicalMode.TILING:
             again |= matrices_to_images.fold_matrices_into_images(graph, evaluate)
             again |= add_batch_axis.add_batch_axis(graph, evaluate)

@@ -31,6 +31,9 @@ BRANCHES = ops_with(Trait.CONDITIONAL)
 
 Shape = tuple[int | None, ...] | None
 
+_KEEP_SIZE = ops_with(Trait.FORWARDS_BUFFER) | ops_with(Trait.REORDERS)
+"""Ops whose result has the entries of operand 0."""
+
 _OPAQUE = frozenset(dtype.as_datatype_enum for dtype in (tf.resource, tf.variant, tf.string))
 
 ELEMENT_ALIGNMENT_BYTES = 256
@@ -161,9 +164,12 @@ class Tensor(NamedTuple):
     def num_bytes(self, batch: int = 1) -> int:
         """Return the bytes of the tensor, with `batch` for each unknown size; 0 for an unknown rank.
 
-        The bytes of a tensor list are those of its elements.
+        The bytes of a tensor list are those of its elements. Where several sizes are unknown, the operand of a reshape
+        or transposition may have fewer unknown ones.
         """
         dtype, shape = self.node.outputs[self.index]
+        if shape is not None and shape.count(None) > 1 and self.node.op in _KEEP_SIZE and not self.index:
+            return self.node.inputs[0].num_bytes(batch)
         if dtype == tf.variant and self.node.loop is not None and self.index in self.node.loop.lists:
             return self.node.loop.lists[self.index].num_bytes(batch)
         return shape_bytes(dtype, shape, batch)

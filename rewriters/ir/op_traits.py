@@ -53,6 +53,9 @@ class Trait(enum.Flag):
     FORWARDS_BUFFER = enum.auto()
     """With one output: the output is the buffer of operand 0 (an alias)."""
 
+    REORDERS = enum.auto()
+    """The result has the entries of operand 0 in another order."""
+
     IN_PLACE = enum.auto()
     """The kernel may write the result into an operand's buffer if nothing else reads it."""
 
@@ -323,7 +326,7 @@ OP_TRAITS: dict[str, OpTraits] = {
     "StridedSlice": OpTraits(T.INDEX_ARITHMETIC),
     "StridedSliceGrad": OpTraits(shape_operand=0),
     "Tile": OpTraits(T.INDEX_ARITHMETIC, shape_operand=1),
-    "Transpose": OpTraits(T.INDEX_ARITHMETIC),
+    "Transpose": OpTraits(T.REORDERS | T.INDEX_ARITHMETIC),
     "Where": OpTraits(T.OWN_LEADING_SIZE),
     # Sources, variables and effects.
     "AssignAddVariableOp": OpTraits(T.COUNTS),

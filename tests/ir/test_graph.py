@@ -204,3 +204,20 @@ def test_from_concrete_function_drops_colocation():
     written = concrete_fn.graph.as_graph_def()
     assert "_class" in next(n for n in written.node if n.name == "beside").attr
     assert "_class" not in from_concrete_function(concrete_fn).nodes["beside"].attrs
+
+
+def test_bytes_where_transpositions_of_open_batch_have_several_unknown_sizes():
+    """The gradient of patches moves the batch axis, and TensorFlow infers no other size of its transpositions."""
+
+    @tf.function(input_signature=[tf.TensorSpec((None, 12, 12, 3)), tf.TensorSpec((None, 4, 108))])
+    def step(images, weights):
+        with tf.GradientTape() as tape:
+            tape.watch(images)
+            patches = tf.image.extract_patches(images, [1, 6, 6, 1], [1, 6, 6, 1], [1, 1, 1, 1], "VALID")
+            loss = tf.reduce_sum(tf.reshape(patches, (-1, 4, 108)) * weights)
+        return tape.gradient(loss, images)
+
+    graph = from_concrete_function(step.get_concrete_function())
+    moved = [node.out() for node in graph.nodes.values() if node.op == "Transpose"]
+    assert any(tensor.shape.count(None) > 1 for tensor in moved)
+    assert [tensor.num_bytes(16) for tensor in moved] == [16 * 12 * 12 * 3 * 4] * 2

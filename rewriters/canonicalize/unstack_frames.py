@@ -1,0 +1,175 @@
+"""Connects the frames of an unrolled loop directly, so that they are ordinary images.
+
+`TimeDistributed` and unrolled recurrent layers slice a sequence into frames, run a layer on each, and stack the results
+for the next layer, which slices them again. Around each layer the batch and the time change places. Autodiff pads the
+gradient of each frame with zeros to the whole sequence and adds them up. The rewritten graph slices and stacks along
+the time where it is, reads frames directly where they were stacked before, and stacks gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from rewriters.errors import NotTileableError
+from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.static_values import StaticEvaluator, int_constant
+from rewriters.rules.slicing import cuts
+
+__all__: list[str] = []
+
+
+def unstack_frames(graph: Graph, evaluate: StaticEvaluator) -> bool:
+    """Rewrite slices, stacks and transpositions of sequences of frames, in place.
+
+    Returns:
+        Whether there were any.
+    """
+    return _FrameConnector(graph, evaluate).run()
+
+
+class _FrameConnector:
+    """One walk over a graph, in the order of its edges.
+
+    Attributes:
+        replaced: New tensor for each replaced one.
+    """
+
+    def __init__(self, graph: Graph, evaluate: StaticEvaluator) -> None:
+        self.graph = graph
+        self.evaluate = evaluate
+        self.replaced: dict[Tensor, Tensor] = {}
+
+    def run(self) -> bool:
+        """Walk over the graph once, and return whether it changed."""
+        readers = self.graph.consumers()
+        for node in self.graph.execution_order():
+            results = [node.out(index) for index in range(len(node.outputs))]
+            if node.control_inputs or not any(tensor in readers or tensor in self.graph.outputs for tensor in results):
+                continue  # Nodes that nothing reads were replaced in an earlier round.
+            self.replaced.update(zip(results, self._rewritten(node), strict=False))
+        self.graph.replace_tensors(self.replaced)
+        return bool(self.replaced)
+
+    def _rewritten(self, node: Node) -> Sequence[Tensor]:
+        """Return the tensors that replace the results of a node; none if the node stays."""
+        if node.op == "StridedSlice":
+            return self._slice(node)
+        if node.op == "Unpack":
+            return self._unpack(node)
+        if node.op == "Transpose":
+            return self._transpose(node)
+        return self._sum_of_frames(node) if node.op == "AddN" else ()
+
+    def _operand(self, node: Node, position: int = 0) -> Tensor:
+        return self.replaced.get(node.inputs[position], node.inputs[position])
+
+    def _slice(self, node: Node) -> Sequence[Tensor]:
+        """Read one frame: the stacked tensor itself, or a slice of the sequence before it was transposed."""
+        taken = self._frame(node, node.inputs[0].shape)
+        if taken is None:
+            return ()
+        sequence, (dim, index) = self._operand(node), taken
+        if _stacks_along(sequence.node, dim):
+            return [self.replaced.get(sequence.node.inputs[index], sequence.node.inputs[index])]
+        source = self._before_transposition(sequence, dim)
+        return () if source is None else [self._sliced(node, source[0], source[1], index)]
+
+    def _unpack(self, node: Node) -> Sequence[Tensor]:
+        """Read all frames, as `_slice` does one."""
+        sequence = self._operand(node)
+        dim = node.attrs["axis"].i % len(sequence.shape or (None,))
+        if _stacks_along(sequence.node, dim):
+            return [self.replaced.get(tensor, tensor) for tensor in sequence.node.inputs]
+        source = self._before_transposition(sequence, dim)
+        if source is None:
+            return ()
+        attrs = dict(node.attrs) | {"axis": tf.compat.v1.AttrValue(i=source[1])}
+        frames = self.graph.add_beside(node, "Unpack", [source[0]], attrs, node.outputs)
+        return [frames.out(index) for index in range(len(node.outputs))]
+
+    def _transpose(self, node: Node) -> Sequence[Tensor]:
+        """Stack frames along another dimension instead of transposing the stack."""
+        order, stack = self.evaluate.ints(node.inputs[1]), self._operand(node).node
+        if order is None or stack.op != "Pack" or stack.control_inputs:
+            return ()
+        dim = order.index(stack.attrs["axis"].i % len(order))
+        if not _keeps_order_beside(order, dim):
+            return ()
+        attrs = dict(stack.attrs) | {"axis": tf.compat.v1.AttrValue(i=dim)}
+        return [self.graph.add_beside(node, "Pack", list(stack.inputs), attrs, node.outputs).out()]
+
+    def _sum_of_frames(self, node: Node) -> Sequence[Tensor]:
+        """Stack gradients of frames instead of adding them, each padded with zeros, and at most one other gradient."""
+        frames: dict[tuple[int, int], Tensor] = {}
+        others = []
+        for position, tensor in enumerate(node.inputs):
+            padded = self._operand(node, position).node
+            taken = self._frame(padded, tensor.shape) if padded.op == "StridedSliceGrad" else None
+            if taken is None or taken in frames or padded.control_inputs:
+                others.append(tensor)
+            else:
+                frames[taken] = self.replaced.get(padded.inputs[4], padded.inputs[4])
+        dims, shape = {dim for dim, _ in frames}, node.outputs[0][1]
+        if len(dims) != 1 or len(others) > 1 or shape is None:
+            return ()
+        (dim,) = dims
+        if {index for _, index in frames} != set(range(len(frames))) or len(frames) != shape[dim]:
+            return ()
+        attrs = {"axis": tf.compat.v1.AttrValue(i=dim), "N": tf.compat.v1.AttrValue(i=len(frames))}
+        operands = [frames[dim, index] for index in range(len(frames))]
+        stack = self.graph.add_beside(node, "Pack", operands, {"T": node.attrs["T"]} | attrs, node.outputs).out()
+        if not others:
+            return [stack]
+        attrs = dict(node.attrs) | {"N": tf.compat.v1.AttrValue(i=2)}
+        return [self.graph.add_beside(node, "AddN", [stack, *others], attrs, node.outputs).out()]
+
+    def _frame(self, node: Node, shape: Sequence[int | None] | None) -> tuple[int, int] | None:
+        """Return dimension and index of the only frame that a slice takes, or that its gradient pads."""
+        bounds = [self.evaluate.ints(tensor) for tensor in node.inputs[1:4]]
+        if shape is None or None in bounds:
+            return None
+        try:
+            slices = cuts(node, shape, bounds)  # type: ignore[arg-type]
+        except NotTileableError:
+            return None
+        single = [cut for cut in slices if cut.dim is not None and cut.out is None]
+        rest = [cut for cut in slices if cut not in single]
+        whole = all(
+            cut.dim is not None and (cut.begin, cut.stride) == (0, 1) and cut.size == shape[cut.dim] for cut in rest
+        )
+        return (single[0].dim, single[0].begin) if whole and len(single) == 1 else None  # type: ignore[return-value]
+
+    def _before_transposition(self, sequence: Tensor, dim: int) -> tuple[Tensor, int] | None:
+        """Return the operand of a transposition and its dimension of frames, if all frames stay as they are."""
+        if sequence.node.op != "Transpose" or sequence.node.control_inputs:
+            return None
+        order = self.evaluate.ints(sequence.node.inputs[1])
+        if order is None or not _keeps_order_beside(order, dim):
+            return None
+        return self._operand(sequence.node), order[dim]
+
+    def _sliced(self, node: Node, source: Tensor, dim: int, index: int) -> Tensor:
+        """Add a slice of one entry of a dimension, with the type and shape of the result of `node`."""
+        bounds = [[0] * dim + [index], [0] * dim + [index + 1], [1] * (dim + 1)]
+        dtype = node.inputs[1].dtype
+        operands = [int_constant(self.graph, f"{node.name}/bound", tuple(bound), dtype).out() for bound in bounds]
+        before = (1 << dim) - 1
+        masks = {"begin_mask": before, "end_mask": before, "shrink_axis_mask": 1 << dim}
+        attrs = {key: tf.compat.v1.AttrValue(i=masks.get(key, 0)) for key in node.attrs if key.endswith("_mask")}
+        return self.graph.add_beside(
+            node, "StridedSlice", [source, *operands], dict(node.attrs) | attrs, node.outputs
+        ).out()
+
+
+def _stacks_along(node: Node, dim: int) -> bool:
+    """Return whether a node stacks frames along a dimension of its result."""
+    rank = len(node.outputs[0][1] or (None,)) if node.outputs else 1
+    return node.op == "Pack" and not node.control_inputs and node.attrs["axis"].i % rank == dim
+
+
+def _keeps_order_beside(order: Sequence[int], dim: int) -> bool:
+    """Return whether a transposition moves one dimension, to `dim`, and keeps the others in order."""
+    others = [source for place, source in enumerate(order) if place != dim]
+    return others == sorted(others)
