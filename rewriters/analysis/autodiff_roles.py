@@ -9,7 +9,7 @@ pass after an update is still forward), and control edges out of stateful ops.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,19 @@ def in_scope(name: str, scope: str) -> bool:
     return f"/{name}/".find(f"/{scope.strip('/')}/") >= 0
 
 
+def scope_test(scopes: Iterable[str]) -> Callable[[str], bool]:
+    """Return a function that tells whether an operation lies in one of many scopes, as `in_scope` does for one."""
+    starting: dict[str, list[str]] = {}
+    for scope in scopes:
+        starting.setdefault(scope.strip("/").partition("/")[0], []).append(scope)
+
+    def test(name: str) -> bool:
+        parts = starting.keys() & set(name.split("/")) if starting else ()
+        return any(in_scope(name, scope) for part in parts for scope in starting[part])
+
+    return test
+
+
 def backward_nodes(
     graph: Graph, order: list[Node], scopes: tuple[str, ...] = (), forward: Container[str] = ()
 ) -> set[Node]:
@@ -82,9 +95,10 @@ def backward_nodes(
     """
     result: set[Node] = set()
     created = _created_for_forward_loops(graph)
+    is_scoped = scope_test(scopes)
     for node in order:
         seed = is_seed(node) and node.name not in forward and node not in created
-        if seed or any(in_scope(node.name, scope) for scope in scopes):
+        if seed or is_scoped(node.name):
             result.add(node)
         elif any(t.node in result for t in node.inputs) or (
             # custom_gradient functions order their ops after the incoming gradient by control edges.

@@ -32,6 +32,11 @@ POOL_STATES = 6
 """States of a growing pool that are tried; their peaks differ by a third."""
 
 
+def device_of(node: Node) -> str:
+    """Return the device that an op runs on, such as `"GPU:1"`; the planned one if the op names none."""
+    return node.device.rpartition("/")[2].removeprefix("device:") or name()
+
+
 def forwards_input_buffer(node: Node) -> bool:
     """Return whether the output of an op is its operand's buffer (an alias)."""
     return node.op in _ALIASES and len(node.outputs) == 1

@@ -325,6 +325,8 @@ class _LoopSplicer:
             self.moved[self._copied(node)] = loop
         self.starts[loop] = start
         self.devices[loop] = self._device(tile_loop)
+        if self.stages is None:
+            loop.device = self.devices[loop]
         self.tile_loops[start] = tile_loop
         if tile_loop.backward:
             self.backward.add(loop)

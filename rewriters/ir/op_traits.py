@@ -157,6 +157,11 @@ def is_stateless_random(op_type: str) -> bool:
     return op_type.startswith("StatelessRandom")
 
 
+def is_collective(op_type: str) -> bool:
+    """Return whether an op exchanges tensors with its twins on other devices, and waits for them."""
+    return op_type.startswith(("Collective", "Nccl"))
+
+
 def has_own_leading_size(op_type: str) -> bool:
     """Return whether the leading size of the result is not that of an operand, by trait or by op family."""
     return op_type in ops_with(Trait.OWN_LEADING_SIZE) or any(family in op_type for family in _OWN_SIZE_FAMILIES)

@@ -7,13 +7,14 @@ GPU computes in one stream, so that serial execution costs no time. It lowers th
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.device.kernel_scratch import ConcurrencyGroup, is_conv_or_pool_grad, takes_memory
-from rewriters.device.properties import forwards_input_buffer, may_fuse_with_consumer, may_run_in_place
+from rewriters.device.properties import device_of, forwards_input_buffer, may_fuse_with_consumer, may_run_in_place
 from rewriters.ir.graph import Graph, Node, Tensor, predecessors
 from rewriters.ir.graph_pass import GraphPass, PassResult
 from rewriters.scheduling.control_edges import ControlEdge, add_control_edges
@@ -50,7 +51,7 @@ class SerializeLargeOps(GraphPass[PassResult]):
         return add_control_edges(graph, self._edges(graph))
 
     def _edges(self, graph: Graph) -> Iterator[ControlEdge]:
-        chains = {True: _OpChain(), False: _OpChain()}  # of the backward phase, of the forward phase alone
+        chains: dict[tuple[str, bool], _OpChain] = collections.defaultdict(_OpChain)  # by device, and whether backward
         consumers = graph.consumers()
         done: set[Node] = set()
         unordered: set[Node] = set()
@@ -59,17 +60,17 @@ class SerializeLargeOps(GraphPass[PassResult]):
             unordered |= _fusion_group(node, consumers, done)
             if _takes_no_memory(node) or node.name in self.fixed:
                 continue
-            phases = (True,) if node.name in self.backward else (True, False)
+            device, phases = device_of(node), (True,) if node.name in self.backward else (True, False)
             if moved_bytes >= self.min_bytes:
-                chain = chains[phases[-1]]
+                chain = chains[device, phases[-1]]
                 before = [*chain.consumers, *([chain.last] if chain.last is not None else [])]
                 if node not in unordered:
                     yield from (ControlEdge(node, other) for other in before if other not in predecessors(node))
                 for phase in phases:
-                    chains[phase] = _OpChain(node, list(before) if node in unordered else [])
+                    chains[device, phase] = _OpChain(node, list(before) if node in unordered else [])
             elif read_bytes >= self.min_bytes:
                 for phase in phases:
-                    chains[phase].consumers.append(node)
+                    chains[device, phase].consumers.append(node)
 
 
 def _takes_no_memory(node: Node) -> bool:

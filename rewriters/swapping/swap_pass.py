@@ -15,10 +15,11 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from rewriters.analysis import summation_order
 from rewriters.analysis.autodiff_roles import in_scope, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
+from rewriters.device.properties import device_of
 from rewriters.errors import RewriteError
 from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
-from rewriters.ir.op_traits import Trait, ops_with
+from rewriters.ir.op_traits import Trait, is_collective, ops_with
 from rewriters.scheduling.delay_early_ops import DelayEarlyOps, earliest_forward_level
 from rewriters.scheduling.serialize_ops import SerializeLargeOps, SerializeScratchGroups
 from rewriters.swapping.loop_swaps import SavedList, is_filled_by_loop, saved_list, swap_lists
@@ -119,13 +120,26 @@ def prepare_for_swapping(
 
     analysis = analyse(run_passes(graph, [ShrinkBroadcasts(analyse), RecomputePooling(analyse)]).graph)
     backward = {node.name for node in analysis.backward}
-    fixed = {node.name for node in summation_order.flattenable_sums(analysis)}
+    fixed = {node.name for node in summation_order.flattenable_sums(analysis)} | _after_exchanges(analysis)
     scheduling = [
         DelayEarlyOps(analysis, min_bytes, batch),
         SerializeLargeOps(backward=backward, fixed=fixed, min_bytes=min_bytes, batch=batch),
         SerializeScratchGroups(),
     ]
     return analyse(run_passes(analysis.graph, scheduling).graph)
+
+
+def _after_exchanges(analysis: GraphAnalysis) -> set[str]:
+    """Return the names of the ops that wait for an exchange between devices.
+
+    Two devices may come to different orders of their ops. If an op of each waited for an exchange that the other one's
+    op precedes, neither would ever run.
+    """
+    after: set[Node] = set()
+    for node in analysis.order:
+        if is_collective(node.op) or any(before in after for before in predecessors(node)):
+            after.add(node)
+    return {node.name for node in after}
 
 
 def plan_swaps(analysis: GraphAnalysis, options: SwapOptions, batch: int) -> SwapPlan:
@@ -402,15 +416,18 @@ class _SwapInChain:
 
 
 def _limit_in_flight(outs: list[_SwapOut], max_in_flight: int) -> None:
-    """Let the producer of a tensor wait for the swap-out `max_in_flight` before it.
+    """Let the producer of a tensor wait for the swap-out on its device `max_in_flight` before it.
 
     Otherwise tensors queue up on the device where writing is slower than computing. Like every edge that swapping
     adds, the edge leads from a lower to a higher γ, so that it closes no cycle.
     """
-    outs = sorted(outs, key=lambda out: out.level)
-    for before, after in zip(outs, outs[max_in_flight:], strict=False):
-        if after.level > before.level and not after.merged:
-            after.producer.control_inputs.append(before.done)
+    on_device: dict[str, list[_SwapOut]] = {}
+    for out in sorted(outs, key=lambda out: out.level):
+        on_device.setdefault(device_of(out.producer), []).append(out)
+    for ordered in on_device.values():
+        for before, after in zip(ordered, ordered[max_in_flight:], strict=False):
+            if after.level > before.level and not after.merged:
+                after.producer.control_inputs.append(before.done)
 
 
 def _wait_for_releases(chains: list[_SwapInChain], level: Mapping[Node, int]) -> None:

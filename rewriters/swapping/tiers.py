@@ -165,7 +165,9 @@ class SkeletonTier(SkeletonElements):
         """Add the ops of `DiskTier`, both of them: the execution order of all others depends on their number."""
         outputs = [(like.dtype, like.shape)]
         copy = graph.add(Node(name, "PyFunc", [held], control_inputs=[control], attrs={}, device=HOST, outputs=outputs))
-        return graph.add(Node(f"{name}/EnsureShape", "EnsureShape", [copy.out()], attrs={}, outputs=outputs)).out()
+        shaped = Node(f"{name}/EnsureShape", "EnsureShape", [copy.out()], attrs={}, outputs=outputs)
+        shaped.device = like.node.device
+        return graph.add(shaped).out()
 
     def release(self, graph: Graph, name: str, readers: list[Node]) -> Node:
         """Add an op that runs after the readers."""
@@ -227,6 +229,7 @@ class DiskTier:
             return tf.ensure_shape(tf.numpy_function(store.read, [number], dtype, stateful=True), like.shape)
 
         (value,) = self._spliced(graph, name, call, [held], [(like.shape, dtype)], [control])
+        value.node.device = like.node.device
         return value
 
     def release(self, graph: Graph, name: str, readers: list[Node]) -> Node:

@@ -96,13 +96,28 @@ FIT = """
         off = max(error(got, want) for got, want in zip(trained([callback]), plain, strict=True))
         (segment,) = callback.plan.segments
         print(callback.plan.batch, segment.num_loops, len(callback.plan.left_alone), off)
-    try:
-        trained([tflms_sft.LMS(tier="disk", verbose=0)])
-    except tflms_sft.RewriteError as error:
-        print("trains on 2 replicas, which swapping does not support yet" in str(error))
-    model, loud = new_model(), tflms_sft.SFT(num_tiles=(2, 2))
-    model.evaluate(images, labels, batch_size=4, verbose=0, callbacks=[loud])
-    assert loud.evaluate_plan is None
+    swapping = tflms_sft.LMS(tier="disk", min_bytes=2**10, verbose=0)
+    both = tflms_sft.LMS(tier="host", min_bytes=2**10, tiles=tflms_sft.SFTParams(num_tiles=(2, 2)), verbose=0)
+    for callback in (swapping, both):
+        off = max(error(got, want) for got, want in zip(trained([callback]), plain, strict=True))
+        print(len(callback.plan.swaps), off)
+    for call, callback in (
+        ("evaluate", tflms_sft.SFT(num_tiles=(2, 2), verbose=0)),
+        ("predict", tflms_sft.SFT(num_tiles=(2, 2), verbose=0)),
+        ("evaluate", tflms_sft.MemoryBudget("80KiB", batch_shape=(4, 16, 14, 3), verbose=0)),
+    ):
+        model, data = new_model(), (images,) if call == "predict" else (images, labels)
+        want = np.array(getattr(model, call)(*data, batch_size=4, verbose=0))
+        got = np.array(getattr(model, call)(*data, batch_size=4, verbose=0, callbacks=[callback]))
+        plan = getattr(callback, f"{call}_plan")
+        print(plan.segments[0].num_loops, plan.batch, error(got, want))
+    validated = tflms_sft.SFT(num_tiles=(2, 2), verbose=0)
+    for callbacks in ([], [validated]):
+        model = new_model()
+        options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0, "validation_batch_size": 6}
+        history = model.fit(images, labels, callbacks=callbacks, validation_data=(images, labels), **options).history
+        print(*(repr(float(x)) for key in ("val_loss", "val_accuracy") for x in history[key]))
+    print(validated.evaluate_plan.segments[0].num_loops)
 """
 
 
@@ -130,14 +145,20 @@ def test_step_of_two_replicas_equals_plain(net):
 
 def test_fit_on_two_replicas_equals_plain():
     """Each replica has loops of its own, and a batch of its own of an unknown size."""
-    tiled, budget, refused, evaluated = run(FIT, "normed").splitlines()
+    tiled, budget, swapped, both, *forward, plain, validated, loops = run(FIT, "normed").splitlines()
     for line in (tiled, budget):
-        _, loops, left, off = line.split()
-        assert int(loops) >= 12 and int(loops) % 2 == 0 and left == "0"
+        _, loops_in_backward, left, off = line.split()
+        assert int(loops_in_backward) >= 12 and int(loops_in_backward) % 2 == 0 and left == "0"
         assert float(off) < 1e-10
     assert budget.split()[0] == "2", "a replica has half of the batch"
-    assert refused == "True"
-    assert evaluated.endswith("evaluate is not rewritten: on 2 replicas only training is rewritten")
+    for line, fewest in ((swapped, 12), (both, 4)):
+        count, off = line.split()
+        assert int(count) >= fewest and int(count) % 2 == 0 and float(off) < 1e-10
+    for line in forward:
+        num_loops, batch, off = line.split()
+        assert int(num_loops) >= 1 and batch in ("1", "2") and float(off) < 1e-12
+    np.testing.assert_allclose(*([float(x) for x in line.split()] for line in (plain, validated)), rtol=1e-10)
+    assert int(loops) >= 1
 
 
 @pytest.mark.parametrize("make", (lambda: tflms_sft.SFT(num_tiles=(2, 2)), lambda: tflms_sft.LMS(min_bytes=0)))

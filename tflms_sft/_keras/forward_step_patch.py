@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from rewriters.errors import BudgetError, RewriteError
 from tflms_sft._keras.model_checks import check_runs_graph, check_trainer, reason_runs_eagerly, variable_bytes
-from tflms_sft._keras.replicas import num_replicas
 from tflms_sft._keras.train_step_patch import StepKind, StepPatch
 from tflms_sft._params.request import RewriteRequest
 from tflms_sft._params.tile_params import AutoParams
@@ -139,13 +138,10 @@ def forward_request(params: RewriteRequest) -> RewriteRequest | None:
 
 def reason_not_rewritten(model: Any, params: RewriteRequest) -> str:
     """Return why steps without gradients of this model are not rewritten; empty if they are."""
-    replicas = num_replicas(getattr(model, "distribute_strategy", None))
     if params.pipeline is not None:
         return "pipelines are for training only"
     if params.has_budget and reason_runs_eagerly(model):
         return reason_runs_eagerly(model)
     if params.tiles is None:
         return "without a backward pass there are no saved tensors to swap"
-    if replicas > 1:
-        return f"on {replicas} replicas only training is rewritten"
     return ""

@@ -1,8 +1,8 @@
-"""Training on several replicas: one rewritten step for all replicas together.
+"""Steps on several replicas: one rewritten step for all replicas together.
 
-Keras runs `train_step` once per replica inside `strategy.run`. Each replica stops where gradients, moving statistics
-and metrics are merged across replicas, which a function traced inside a replica cannot contain. The call of
-`strategy.run` is therefore replaced by one step whose arguments are the batches of all replicas.
+Keras runs a step once per replica inside `strategy.run`. Each replica stops where gradients, moving statistics and
+metrics are merged across replicas, which a function traced inside a replica cannot contain. The call of `strategy.run`
+is therefore replaced by one step whose arguments are the batches of all replicas.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ __all__: list[str] = []
 
 
 class StrategyProxy:
-    """A `tf.distribute.Strategy` that runs one function differently and forwards everything else.
+    """A `tf.distribute.Strategy` that runs the step of a model differently and forwards everything else.
 
     Args:
         strategy: The strategy.
-        function: The function that Keras passes to `run`.
-        replacement: Called in its place with the same arguments, outside of any replica.
+        is_step: Tells whether Keras's own function is running, which passes nothing but the step to `run`.
+        replacement: Called in place of the step with the same arguments, outside of any replica.
     """
 
-    def __init__(self, strategy: Any, function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    def __init__(self, strategy: Any, is_step: Callable[[], bool], replacement: Callable[..., Any]) -> None:
         self._strategy = strategy
-        self._function = function
+        self._is_step = is_step
         self._replacement = replacement
 
     def __getattr__(self, name: str) -> Any:
@@ -38,8 +38,8 @@ class StrategyProxy:
         return type(self._strategy)
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Run a function as `tf.distribute.Strategy.run` does, or its replacement."""
-        if fn == self._function:
+        """Run a function as `tf.distribute.Strategy.run` does, or the replacement of the step."""
+        if self._is_step():
             return self._replacement(*args, **(kwargs or {}))
         return self._strategy.run(fn, args, kwargs, options)
 

@@ -129,6 +129,8 @@ class StepPatch:
         self._batch_limit: BatchLimit | None = None
         self._variable_bytes: list[int] = []
         self._num_replicas = 1
+        self._replicas: Replicas | None = None
+        self._is_running = False
         self._corrections = {} if corrections is None else corrections
         self._is_replanned = False
         self.watch = PeakWatch()
@@ -178,7 +180,7 @@ class StepPatch:
 
     def _insert(self) -> None:
         model, kind = self.model, self.kind
-        strategy, replicas = model.distribute_strategy, None
+        strategy = model.distribute_strategy
         self._original = getattr(model, kind.step)
         if merges_replicas(strategy):
             if self._params.pipeline is not None:
@@ -186,22 +188,20 @@ class StepPatch:
                     f"Model {model.name!r} trains under a `tf.distribute` strategy, which assigns devices itself. "
                     "Create the model outside of the strategy's scope. For data parallelism, pass `data_replicas=`."
                 )
-            if num_replicas(strategy) > 1:
-                reason = f"Model {model.name!r} trains on {num_replicas(strategy)} replicas"
-                self._params = self._params.without_swaps(reason)
-            replicas = Replicas(strategy, self._original)
-            self._original = replicas.step
+            self._replicas = self._replicas or Replicas(strategy, self._original)
+            self._original = self._replicas.step
             self._num_replicas = num_replicas(strategy)
         self._make_original_function = getattr(model, kind.make)
-        names = (kind.step, kind.make, *(["_distribute_strategy"] if replicas else []))
+        names = (kind.step, kind.make, *(["_distribute_strategy"] if self._replicas else []))
         self._saved_attributes = {name: model.__dict__.get(name) for name in names}
         self._jit_compile = model.jit_compile
         object.__setattr__(model, kind.slot, self)
         model.jit_compile = False
         object.__setattr__(model, kind.step, self.step)
-        if replicas is not None:
-            replacement = functools.partial(self._train_replicas, replicas)
-            object.__setattr__(model, "_distribute_strategy", StrategyProxy(strategy, self.step, replacement))
+        if self._replicas is not None:
+            replacement = functools.partial(self._run_replicas, self._replicas)
+            proxy = StrategyProxy(strategy, lambda: self._is_running, replacement)
+            object.__setattr__(model, "_distribute_strategy", proxy)
         if self._training is not None:
             object.__setattr__(model, kind.make, self._replace_function)
 
@@ -284,7 +284,11 @@ class StepPatch:
         if first and has_statistics and peeked is not None:
             peeked.wait_until_prefetched()
             self.watch.start(self._tiers)
-        result = self._compiled_function(iterator)
+        self._is_running = True
+        try:
+            result = self._compiled_function(iterator)
+        finally:
+            self._is_running = False
         if self.plan is None:
             return result
         if first:
@@ -378,6 +382,7 @@ class StepPatch:
         return [tier for importer in self._steps.values() for tier in importer.tiers]
 
     def _remember_shapes(self, data: Any) -> None:
+        data = data if self._replicas is None else self._replicas.split(data)
         self._first_batch = [tuple(tensor.shape) for tensor in tf.nest.flatten(data)]
 
     @property
@@ -411,8 +416,8 @@ class StepPatch:
         return self._steps[key](tf.nest.flatten(checked, expand_composites=True))
 
     @tf.autograph.experimental.do_not_convert
-    def _train_replicas(self, replicas: Replicas, data: Any) -> Any:
-        """Run the one rewritten step that trains all replicas, where Keras calls `strategy.run`."""
+    def _run_replicas(self, replicas: Replicas, data: Any) -> Any:
+        """Run the one rewritten step of all replicas, where Keras calls `strategy.run`."""
         return replicas.pack_results(self.step(replicas.split(data)))
 
     def _check_batch_size(self, flat: list[Any]) -> list[Any]:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rewriters.errors import RewriteError
 from tflms_sft._params.pipeline_params import PipelineParams
 from tflms_sft._params.swap_params import SwapParams
 from tflms_sft._params.tile_params import AUTO, AutoParams, SFTParams
@@ -40,20 +39,6 @@ class RewriteRequest:
         if self.pipeline is not None:
             return "planning a pipeline"
         return "planning swaps" if self.tiles is None else "planning tiles"
-
-    def without_swaps(self, context: str) -> RewriteRequest:
-        """Return a copy that does not swap.
-
-        Args:
-            context: The reason as the beginning of a sentence, for the error.
-
-        Raises:
-            RewriteError: If the user requested swaps.
-        """
-        auto = isinstance(self.tiles, AutoParams)
-        if self.swaps is not None or (auto and isinstance(self.tiles.swap, SwapParams)):  # type: ignore[union-attr]
-            raise RewriteError(f"{context}, which swapping does not support yet. Use tiles alone: `SFT`.")
-        return RewriteRequest(dataclasses.replace(self.tiles, swap=False)) if auto else self  # type: ignore[type-var]
 
 
 def parse_request(params: Any) -> RewriteRequest:

@@ -36,6 +36,9 @@ transposed one on the way up: it reads little, and its result is large. A convol
 between few channels is below the third, as those of a U-Net at full resolution, whose results fill most of the memory.
 """
 
+MAX_FAILURES = 2
+"""Sets of checkpoints after which a family is taken to have no plan with a lower peak."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CheckpointSet:
@@ -380,10 +383,18 @@ class BarrierSearch:
 
     @functools.cached_property
     def smallest(self) -> Candidate:
-        """Plan with the lowest peak found."""
-        plans = (self._plan(checkpoints) for family in self._barriers.families for checkpoints in family)
-        candidates = [self._traced.plain, *(plan.smallest for plan in plans)]
-        return min(candidates, key=lambda candidate: candidate.peak.peak_bytes)
+        """Plan with the lowest peak found; of each family those sets are tried that save least."""
+        best = self._traced.plain
+        for family in self._barriers.families:
+            failures = 0
+            for plan in map(self._plan, reversed(family)):
+                if plan.fits(best.peak.peak_bytes - 1):
+                    best, failures = plan.smallest, 0
+                else:
+                    failures += 1
+                if failures == MAX_FAILURES:
+                    break
+        return best
 
     def proposed(self, target: int) -> Candidate | None:
         """Return the plan for a target, whether its step meets it or not."""

@@ -11,6 +11,7 @@ the original step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -134,12 +135,14 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
         why = NO_SWAPS if isinstance(params.swap, SwapParams) else ""
         params = dataclasses.replace(params, swap=False)
     search = _search(traced)
-    for feasible in itertools.chain(_fitting(traced, search, params), _least(traced, search, params)):
+    least = LeastMemory(traced, search, params)
+    for feasible in itertools.chain(_fitting(traced, search, params), least.within(limit_of(traced, params))):
         advice = _larger_budgets(traced, search, params, feasible) if advise else ""
         yield dataclasses.replace(feasible.plan, why=feasible.plan.why or why, advice=advice)
         if feasible.plan.swaps is not None:  # The graph has nothing to swap after all.
             params = dataclasses.replace(params, swap=False)
-    raise _too_small(traced, params, search)
+            least = LeastMemory(traced, search, params)
+    raise _too_small(traced, params, search, least)
 
 
 def _larger_budgets(traced: TracedStep, search: TileSearch, params: AutoParams, option: FeasiblePlan) -> str:
@@ -205,8 +208,7 @@ def _swapped(
 ) -> list[FeasiblePlan]:
     """Return plans with swaps alone, and with tiles where these may be faster."""
     tiled = math.inf if tiles is None else max(tiles.time_ratio, 1.0) * traced.seconds
-    # Lower bound: the bytes over the limit leave and come back.
-    if tiled <= traced.rates.swapped(traced.seconds, plain - limit, plain - limit, to_disk=False):
+    if tiled <= _least_swapped(traced, traced.seconds, plain - limit):
         return []
     options = []
     swaps = SwapSearch(traced, [], swap)
@@ -219,40 +221,86 @@ def _swapped(
     if fastest > MAX_TIME_RATIO_ALONE * traced.seconds:
         why = BOTH if fastest == math.inf else FASTER
         targets = [fraction * plain for fraction in TILE_PEAK_FRACTIONS if fraction * plain > limit]
-        options += _together(traced, search, swap, why, [*targets, limit], limit)
+        options += _together(traced, search, swap, why, [*targets, limit], limit, fastest)
     return [option for option in options if option.seconds < tiled]
 
 
 def _together(
-    traced: TracedStep, search: TileSearch, swap: SwapParams, why: str, targets: Iterable[float], limit: int
+    traced: TracedStep,
+    search: TileSearch,
+    swap: SwapParams,
+    why: str,
+    targets: Iterable[float],
+    limit: int,
+    fastest: float,
 ) -> Iterator[FeasiblePlan]:
-    """Yield plans of tiles that need more than the limit, and swaps that reduce them to it."""
+    """Yield plans of tiles that need more than the limit, and swaps that reduce them to it.
+
+    Tiles that take `fastest` seconds or more with the least swaps are skipped; planning swaps takes long.
+    """
+    tried: list[Candidate] = []
     for target in targets:
-        candidate = search.proposed(int(target))
-        if candidate is not None and candidate.plans:
-            swaps = SwapSearch(traced, candidate.plans, swap)
-            tuned = swaps.tuned(limit)
-            if tuned is not None and swaps.has_room(tuned):
-                seconds = swaps.seconds(tuned, candidate.time_ratio * traced.seconds)
-                yield FeasiblePlan(BudgetPlan(candidate.plans, search.left, tuned, why), seconds, limit)
-
-
-def _least(traced: TracedStep, search: TileSearch, params: AutoParams) -> Iterator[FeasiblePlan]:
-    """Yield the plans of `_smallest`, so that the smallest budget that an error names can be met, and any above."""
-    if params.swap is False:
-        return
-    limit = limit_of(traced, params)
-    for candidate in (traced.plain, search.smallest):
-        swaps = SwapSearch(traced, candidate.plans, swaps_within(params, least=True))
+        tiles = search.proposed(int(target))
+        if tiles is None or not tiles.plans or any(tiles is other for other in tried):
+            continue
+        tried.append(tiles)
+        seconds = tiles.time_ratio * traced.seconds
+        if _least_swapped(traced, seconds, tiles.peak.peak_bytes - limit) >= fastest:
+            continue
+        swaps = SwapSearch(traced, tiles.plans, swap)
         tuned = swaps.tuned(limit)
-        if tuned is not None:
-            why = BOTH if candidate.plans else "swaps, because no tiles fit"
-            seconds = swaps.seconds(tuned, candidate.time_ratio * traced.seconds)
-            yield FeasiblePlan(BudgetPlan(candidate.plans, search.left, tuned, why), seconds, limit)
+        if tuned is not None and swaps.has_room(tuned):
+            seconds = swaps.seconds(tuned, seconds)
+            fastest = min(fastest, seconds)
+            yield FeasiblePlan(BudgetPlan(tiles.plans, search.left, tuned, why), seconds, limit)
 
 
-def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch) -> BudgetError:
-    peak, plans = _smallest(traced, params, search)
+def _least_swapped(traced: TracedStep, seconds: float, excess: int) -> float:
+    """Return a lower bound of the time of a step from which `excess` bytes have to be swapped: they come and go."""
+    return traced.rates.swapped(seconds, max(excess, 0), max(excess, 0), to_disk=False)
+
+
+class LeastMemory:
+    """The plans that need least: swaps of small tensors too, alone and on top of the smallest tiles.
+
+    Args:
+        traced: The step.
+        search: Its tile plans.
+        params: The budget.
+    """
+
+    def __init__(self, traced: TracedStep, search: TileSearch, params: AutoParams) -> None:
+        self._traced = traced
+        self._search = search
+        self._params = params
+
+    @functools.cached_property
+    def _swapped(self) -> list[tuple[Candidate, SwapSearch]]:
+        if self._params.swap is False:
+            return []
+        params, candidates = swaps_within(self._params, least=True), (self._traced.plain, self._search.smallest)
+        return [(candidate, SwapSearch(self._traced, candidate.plans, params)) for candidate in candidates]
+
+    def within(self, limit: int) -> Iterator[FeasiblePlan]:
+        """Yield the plans that fit, so that the smallest budget that an error names can be met, and any above."""
+        for candidate, swaps in self._swapped:
+            tuned = swaps.tuned(limit)
+            if tuned is not None:
+                why = BOTH if candidate.plans else "swaps, because no tiles fit"
+                seconds = swaps.seconds(tuned, candidate.time_ratio * self._traced.seconds)
+                yield FeasiblePlan(BudgetPlan(candidate.plans, self._search.left, tuned, why), seconds, limit)
+
+    def peak(self) -> tuple[Peak, list[SegmentPlan]]:
+        """Return the lowest peak of tiles, of swaps, and of both, and the tiles."""
+        peaks = [(self._search.smallest.peak, self._search.smallest.plans)]
+        for candidate, swaps in self._swapped:
+            smallest = swaps.smallest()
+            peaks.extend([] if smallest is None else [(smallest[1], candidate.plans)])
+        return min(peaks, key=lambda pair: pair[0].peak_bytes)
+
+
+def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least: LeastMemory) -> BudgetError:
+    peak, plans = least.peak()
     smallest = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
     corrected = ""
     if traced.correction != 1:
@@ -281,7 +329,7 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     """
     budget, fixed = params.memory_budget, traced.fixed_bytes
     if params.swap is False and traced.analysis.backward:
-        peak, _ = _smallest(traced, dataclasses.replace(params, swap=True), search)
+        peak, _ = LeastMemory(traced, search, dataclasses.replace(params, swap=True)).peak()
         with_swaps = int(peak.peak_bytes * traced.correction / (1 - params.headroom)) + 1
         if with_swaps <= MAX_HELPFUL_FRACTION * smallest:
             return f"Raise the budget, or allow swaps: with `swap=True` it needs {format_bytes(with_swaps)}."
@@ -329,13 +377,3 @@ def takes_most(traced: TracedStep, plans: list[SegmentPlan], peak: Peak) -> tupl
         if num_bytes > size
     ]
     return f"{''.join([*saved, *running])}`{name}` is {format_bytes(size)}", name
-
-
-def _smallest(traced: TracedStep, params: AutoParams, search: TileSearch) -> tuple[Peak, list[SegmentPlan]]:
-    """Return the lowest peak of tiles, of swaps, and of both, and the tiles."""
-    peaks = [(search.smallest.peak, search.smallest.plans)]
-    if params.swap is not False:
-        for plans in ([], search.smallest.plans):
-            smallest = SwapSearch(traced, plans, swaps_within(params, least=True)).smallest()
-            peaks.extend([] if smallest is None else [(smallest[1], plans)])
-    return min(peaks, key=lambda pair: pair[0].peak_bytes)
