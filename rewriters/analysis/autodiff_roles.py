@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rewriters.ir import op_traits
+from rewriters.ir import op_traits, tf_internals
 from rewriters.ir.graph import LOOPS, Graph, Node, Tensor
 from rewriters.ir.static_values import constant, is_inexact
 from rewriters.ir.variables import may_write_variable, variable_handles
@@ -24,6 +24,13 @@ from rewriters.rules.registry import registered
 __all__: list[str] = []
 
 _SHAPE_QUERIES = op_traits.ops_with(op_traits.Trait.SHAPE_QUERY)
+
+_VARIABLE_OPS = (
+    op_traits.ops_with(op_traits.Trait.READS_VARIABLE)
+    | op_traits.ops_with(op_traits.Trait.COUNTS)
+    | frozenset(("AssignVariableOp", "VarHandleOp"))
+)
+"""Ops on variables, which are not data."""
 
 _SCOPE = re.compile(r"(^|/)(gradient_tape|gradients(_\d+)?)/")
 _TYPE = re.compile(r"(Grad|BackpropFilter|BackpropFilterV2)$")
@@ -120,18 +127,30 @@ def _created_for_forward_loops(graph: Graph) -> set[Node]:
 
 def hidden_gradients(graph: Graph, order: list[Node]) -> Node | None:
     """Return the first node with a function body, such as a loop, that contains operations created by autodiff."""
-    functions = {function.signature.name: function for function in graph.library.function}
-    guilty: dict[str, bool] = {}
-
-    def has_gradients(name: str) -> bool:
-        if name not in guilty:
-            guilty[name] = False  # A function may call itself.
-            body = functions[name].node_def if name in functions else ()
-            called = any(_made_by_autodiff(node.name, node.op) for node in body)
-            guilty[name] = called or any(has_gradients(inner) for node in body for inner in _bodies(node.attr))
-        return guilty[name]
-
+    has_gradients = _function_test(graph, lambda node: _made_by_autodiff(node.name, node.op))
     return next((node for node in order if any(map(has_gradients, _bodies(node.attrs)))), None)
+
+
+def _function_test(graph: Graph, is_sought: Callable[[Any], bool]) -> Callable[[str], bool]:
+    """Return a function that tells whether a function of the graph's library, by name, contains an op of a kind.
+
+    Args:
+        graph: The graph.
+        is_sought: Tells whether the `NodeDef` of an op is of that kind.
+    """
+    functions = {function.signature.name: function for function in graph.library.function}
+    containing: dict[str, bool] = {}
+
+    def contains(name: str) -> bool:
+        if name not in containing:
+            containing[name] = False  # A function may call itself.
+            body = functions[name].node_def if name in functions else ()
+            containing[name] = any(
+                is_sought(node) or any(contains(inner) for inner in _bodies(node.attr)) for node in body
+            )
+        return containing[name]
+
+    return contains
 
 
 def _bodies(attrs: Mapping[str, Any]) -> list[str]:
@@ -229,22 +248,36 @@ def gradients(graph: Graph, order: list[Node], backward: set[Node]) -> list[Tens
     ]
 
 
-def data_dependent_nodes(order: list[Node]) -> set[Node]:
+def data_dependent_nodes(graph: Graph, order: list[Node]) -> set[Node]:
     """Return the nodes that depend on data: arguments, captured constants fed per step, random draws, iterators.
 
     The others depend on variables and constants alone. A filter is rank 4 like an activation; only its ancestors
     distinguish them.
+
+    Args:
+        graph: The graph.
+        order: Its nodes in topological order.
     """
     result: set[Node] = set()
+    draws = _function_test(graph, _draws)
     for node in order:
         if node.op in ("Const", "ReadVariableOp", "NoOp"):
             continue
         if node.op == "Placeholder":
             if node.outputs[0][0].name != "resource":
                 result.add(node)
-        elif any(t.node in result for t in node.inputs) or is_random_source(node):
+        elif any(t.node in result for t in node.inputs):
+            result.add(node)
+        elif any(map(draws, bodies)) if (bodies := _bodies(node.attrs)) else is_random_source(node):
             result.add(node)
     return result
+
+
+def _draws(node: Any) -> bool:
+    """Return whether an op inside of a function yields a new value in each step, as `is_random_source` does outside."""
+    if _bodies(node.attr) or node.op in _VARIABLE_OPS:
+        return False
+    return tf_internals.is_stateful(node.op) or op_traits.is_stateless_random(node.op)
 
 
 def is_random_source(node: Node) -> bool:

@@ -69,7 +69,7 @@ class GraphAnalysis:
         self.backward = backward_nodes(graph, self.order, backward_scopes, forward)
         self.forward_derived = forward_derived_nodes(graph, self.order, self.backward)
         self.backward = self.backward | self.forward_derived if backward is None else set(backward)
-        self.data = data_dependent_nodes(self.order)
+        self.data = data_dependent_nodes(graph, self.order)
         self.evaluate = StaticEvaluator(graph, self.order)
         self.layouts = Layouts()
         self._views: dict[Node, OpView] = {}

@@ -84,7 +84,7 @@ class DelayOptimizerOps(GraphPass[PassResult]):
     def _edges(self, graph: Graph) -> Iterator[ControlEdge]:
         order = graph.execution_order()
         position = {node: index for index, node in enumerate(order)}
-        data, consumers, successors = data_dependent_nodes(order), graph.consumers(), _successors(order)
+        data, consumers, successors = data_dependent_nodes(graph, order), graph.consumers(), _successors(order)
         fixed = {node.name for node in summation_order.flattenable_sums(self.analysis)}
         early = [
             node

@@ -46,6 +46,11 @@ def shared(x):
     return layers.Add()([conv(x), conv(layers.MaxPooling2D(3, 1, padding="same")(x))])
 
 
+def spectral(x):
+    """A filter that is scaled, and assigned to its variable, in a branch of the step."""
+    return layers.LeakyReLU()(layers.SpectralNormalization(layers.Conv2D(4, 3, padding="same"))(x))
+
+
 class Positions(layers.Layer):
     """A weight and a number that is no weight for each pixel, with and without a first dimension."""
 
@@ -117,6 +122,8 @@ NETS = {
     "positions, no barrier": (3, plain, lambda x: Positions()(x)),
     "weights for each pixel": (1, normed, lambda x: layers.LayerNormalization(axis=(1, 2))(x)),
     "weights for each pixel, 3-D": (3, plain, lambda x: layers.PReLU("random_normal")(x)),
+    "spectral normalization": (2, plain, lambda x: spectral(spectral(x))),
+    "spectral normalization and barriers": (2, normed, lambda x: spectral(spectral(x))),
     "shared slopes": (2, normed, lambda x: layers.LayerNormalization()(layers.PReLU(shared_axes=[1, 2])(x))),
 }
 
