@@ -8,7 +8,7 @@ the time where it is, reads frames directly where they were stacked before, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -40,13 +40,14 @@ class _FrameConnector:
         self.graph = graph
         self.evaluate = evaluate
         self.replaced: dict[Tensor, Tensor] = {}
+        self._readers = graph.consumers()
 
     def run(self) -> bool:
         """Walk over the graph once, and return whether it changed."""
-        readers = self.graph.consumers()
         for node in self.graph.execution_order():
             results = [node.out(index) for index in range(len(node.outputs))]
-            if node.control_inputs or not any(tensor in readers or tensor in self.graph.outputs for tensor in results):
+            is_read = any(tensor in self._readers or tensor in self.graph.outputs for tensor in results)
+            if node.control_inputs or not is_read:
                 continue  # Nodes that nothing reads were replaced in an earlier round.
             self.replaced.update(zip(results, self._rewritten(node), strict=False))
         self.graph.replace_tensors(self.replaced)
@@ -104,8 +105,8 @@ class _FrameConnector:
         """Stack gradients of frames instead of adding them, each padded with zeros, and at most one other gradient."""
         frames: dict[tuple[int, int], Tensor] = {}
         others = []
-        for position, tensor in enumerate(node.inputs):
-            padded = self._operand(node, position).node
+        for tensor in self._terms(node):
+            padded = tensor.node
             taken = self._frame(padded, tensor.shape) if padded.op == "StridedSliceGrad" else None
             if taken is None or taken in frames or padded.control_inputs:
                 others.append(tensor)
@@ -124,6 +125,15 @@ class _FrameConnector:
             return [stack]
         attrs = dict(node.attrs) | {"N": tf.compat.v1.AttrValue(i=2)}
         return [self.graph.add_beside(node, "AddN", [stack, *others], attrs, node.outputs).out()]
+
+    def _terms(self, node: Node) -> Iterator[Tensor]:
+        """Yield the terms of a sum, and of the sums that it alone reads: autodiff adds up large gradients early."""
+        for position in range(len(node.inputs)):
+            term = self._operand(node, position)
+            if term.node.op == "AddN" and not term.node.control_inputs and len(self._readers.get(term, ())) == 1:
+                yield from self._terms(term.node)
+            else:
+                yield term
 
     def _frame(self, node: Node, shape: Sequence[int | None] | None) -> tuple[int, int] | None:
         """Return dimension and index of the only frame that a slice takes, or that its gradient pads."""
