@@ -321,6 +321,9 @@ class BarrierSearch:
         self.left = barriers.left
         self._estimates = LoopEstimates(traced)
         self._plans: dict[CheckpointSet, CheckpointPlan] = {}
+        self._fastest: dict[int, Candidate | None] = {}
+        self._too_small = 0
+        """Largest limit for which no plan was found."""
         inputs = sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
         self._held_bytes = traced.fixed_bytes + inputs
         # A first guess, as if ops ran untiled.
@@ -340,7 +343,7 @@ class BarrierSearch:
         """Return the position of the first set that fits with small iterations; those after it save less.
 
         Modelling one set takes long. The bytes beside the checkpoints of one set predict those of the next within a
-        few per cent, so the search tries that prediction; after a failure it tries the middle once.
+        few per cent, so the search tries that prediction; after a failure it tries the last set, and the middle once.
         """
 
         def predicted(beside: int) -> int:
@@ -351,6 +354,8 @@ class BarrierSearch:
         while high - low > 1:
             middle = min(max(predicted(self._bytes_beside), low + 1), high - 1) if guided else (low + high) // 2
             fits = self._fits(family[middle], limit)
+            if not fits and high == len(family) > middle + 1 and not self._fits(family[-1], limit):
+                return high
             guided = fits or not guided
             low, high = (low, middle) if fits else (middle, high)
         return high
@@ -363,6 +368,14 @@ class BarrierSearch:
         return fits
 
     def fastest_within(self, limit: int) -> Candidate | None:
+        """Return the fastest plan found whose step stays within `limit` bytes."""
+        if limit not in self._fastest and limit > self._too_small:
+            self._fastest[limit] = self._found_within(limit)
+            if self._fastest[limit] is None:
+                self._too_small = limit
+        return self._fastest.get(limit)
+
+    def _found_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes.
 
         Sets of checkpoints whose lower bound is slower than the best plan are skipped. Carried halos are tried where
