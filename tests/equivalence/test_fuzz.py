@@ -1,10 +1,15 @@
 """The first of the random networks of `fuzz.py`; `make fuzz` runs others."""
 
 import collections
+import dataclasses
 
 import fuzz
+import keras
 import pytest
+from equivalence import keras_step
+from longest_segments import longest_segments
 
+import tflms_sft
 from rewriters.rules.intervals import Window
 
 
@@ -21,3 +26,14 @@ def test_fuzz_finds_broken_rule(monkeypatch, capsys):
         fuzz.run(100, None, collections.Counter(), shrink=False)
     script = capsys.readouterr().out
     assert "compare(keras.Model(" in script and "PYTHONPATH=tests:." in script
+
+
+def test_fuzz_refuses_plan_that_needs_as_much_as_plain():
+    step = keras_step(lambda x: keras.layers.Conv2D(4, 3)(keras.layers.Conv2D(4, 3, activation="relu")(x)))
+    with longest_segments():
+        plan = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(num_tiles=(4, 4))).plan
+    fuzz.check_saves(plan)
+    with pytest.raises(AssertionError):
+        fuzz.check_saves(dataclasses.replace(plan, predicted=plan.original))
+    with pytest.raises(AssertionError):
+        fuzz.check_saves(dataclasses.replace(plan, segments=()))

@@ -32,6 +32,7 @@ import keras
 import numpy as np
 from equivalence import TOLERANCE, Step, error, model_step
 from hypothesis import strategies as st
+from longest_segments import longest_segments
 
 import tflms_sft
 from tflms_sft import AutoParams, SegmentSpec, SFTParams
@@ -374,14 +375,17 @@ def compare(
         `"exact"`, or the reason why it was refused.
 
     Raises:
-        AssertionError: If anything differs.
+        AssertionError: If anything differs, or if a plan of ours needs more memory than the plain step.
     """
     step = step_for(model, optimizer, known_batch, linear)
     try:
         if part is not None:
             plain = tflms_sft.rewrite(step.concrete_fn, AutoParams("1GiB")).plan.original.peak_bytes
             params = dataclasses.replace(params, memory_budget=int(part * plain / 0.9))
-        fast = tflms_sft.rewrite(step.function, params, *step.specs)
+        if part is not None or params.segments == "auto":
+            check_saves(tflms_sft.rewrite(step.function, params, *step.specs).plan)
+        with longest_segments():  # Networks so small are left as they are otherwise.
+            fast = tflms_sft.rewrite(step.function, params, *step.specs)
     except tuple(REFUSALS) as refused:
         reasons = [reason for kind, words in REFUSALS.items() if isinstance(refused, kind) for reason in words]
         found = [reason for reason in reasons if reason in str(refused)]
@@ -393,6 +397,16 @@ def compare(
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] < TOLERANCE, f"{worst} differs by {errors[worst]:.1e}\n{fast.plan.summary()}"
     return "exact" if fast.plan.segments else "left as it was"
+
+
+def check_saves(plan: tflms_sft.Plan) -> None:
+    """Refuse a plan that is predicted to need as much as the plain step, or more, if anything is rewritten.
+
+    Raises:
+        AssertionError: For such a plan.
+    """
+    peaks = plan.predicted.peak_bytes, plan.original.peak_bytes
+    assert peaks[0] < peaks[1] if plan.segments or plan.swaps else peaks[0] == peaks[1], plan.summary()
 
 
 def step_for(model: Any, optimizer: Any, known_batch: bool, linear: bool = False) -> Step:
