@@ -19,6 +19,7 @@ from benchmarks import (
     _nets,
     _profile,
     accuracy,
+    first_step,
     lms,
     lrcnn,
     max_batch,
@@ -582,3 +583,12 @@ def test_verdict_needs_enough_kept_promises():
     assert not planner.totals([good] * 21 + [far] * 3)[1]
     text, enough = planner.totals([good] * 23 + [planner.Verdict(False, True, True)])
     assert not enough and text.startswith("24 plans: largest peak within the budget in 23,")
+
+
+# First steps.
+
+
+def test_row_of_first_step_ends_in_rest_and_median():
+    found = {"steps": [9.0, 2.0, 1.0, 1.5], "trace": 2.0, "analyse": 0.5, "search": 3.0, "emit": 0.5}
+    expected = "| net | searched | 9.0 s | 2.0 s | 0.5 s | 3.0 s | 0.5 s | 3.0 s | 1.5 s |"
+    assert first_step.row("net", "searched", found) == expected

@@ -1,0 +1,126 @@
+"""Duration of the first step of a `fit`, and of its parts.
+
+    python -m benchmarks.first_step [--cases NAME ...] [--part 0.5]
+
+Trains for four steps: plain, with a budget and an empty cache of plans, and with the same budget again, which takes the
+plan from the cache. Every training is a process of its own. All of a plain first step is *rest*, trace included; the
+parts of the others are:
+
+- *trace*: Keras's step becomes a graph;
+- *analyse*: the graph is read, made uniform and analysed;
+- *search*: tiles and swaps are chosen;
+- *emit*: loops and swaps become a graph;
+- *rest*: that graph enters Keras's function, TensorFlow optimises it, and the step runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks import _arguments, _child, planner
+
+STEPS = 4
+PARTS = ("trace", "analyse", "search", "emit")
+DEFAULT_CASES = ("vgg16", "resnet50", "DenseNet121")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# In the child.
+
+
+def train(*, case: str, budget: int | None, emit: _child.Emit) -> dict[str, Any]:
+    """Trains; returns the seconds of each step, and those of the parts of the first one.
+
+    Args:
+        case: Name of a network of `benchmarks.planner`.
+        budget: Bytes; None trains with the plain step.
+        emit: Not used.
+    """
+    del emit
+    import keras
+    import tensorflow as tf
+
+    import tflms_sft
+
+    parts = _timed_parts()
+    chosen = planner.CASES[case]
+    model = chosen.task.compiled(chosen.image_size)
+    batch = tuple(map(tf.constant, chosen.task.noise(chosen.image_size, chosen.batch)))
+    began, steps = [0.0], list[float]()
+    clock = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda *_, **__: began.append(time.perf_counter()),
+        on_train_batch_end=lambda *_, **__: steps.append(time.perf_counter() - began[-1]),
+    )
+    budgets = [] if budget is None else [tflms_sft.MemoryBudget(budget, verbose=0)]
+    model.fit(tf.data.Dataset.from_tensors(batch).repeat(STEPS), verbose=0, callbacks=[*budgets, clock])
+    return {"steps": steps, **parts}
+
+
+def _timed_parts() -> dict[str, float]:
+    """Returns a dict that gets the seconds of each part of the first step but the rest."""
+    from tflms_sft._keras import train_step_patch
+    from tflms_sft._rewrite import rewrite
+
+    parts = dict.fromkeys(PARTS, 0.0)
+
+    def replace(owner: Any, name: str, outer: str, inner: str) -> None:
+        """Adds the seconds of a function to `inner`, and takes them away from the part that calls it."""
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds = time.perf_counter() - begin
+                parts[inner] += seconds
+                if outer:
+                    parts[outer] -= seconds
+
+        setattr(owner, name, timed)
+
+    replace(train_step_patch.StepPatch, "_rewrite", "", "trace")
+    replace(train_step_patch, "analyse_step", "trace", "analyse")
+    replace(train_step_patch, "rewrite_traced", "trace", "search")
+    replace(rewrite, "_carry_out", "search", "emit")
+    return parts
+
+
+# ----------------------------------------------------------------------------------------------------------
+# In the parent.
+
+
+def row(name: str, kind: str, found: dict[str, Any]) -> str:
+    """Returns a row of the table: the parts of the first step, and the median of the later ones."""
+    first, *later = found["steps"]
+    rest = first - sum(found[part] for part in PARTS)
+    seconds = [first, *(found[part] for part in PARTS), rest, statistics.median(later)]
+    return f"| {name} | {kind} | {' | '.join(f'{value:.1f} s' for value in seconds)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs and prints; returns the exit code."""
+    parser = _arguments.parser("benchmarks.first_step", __doc__)
+    parser.add_argument("--cases", nargs="+", choices=list(planner.CASES), default=DEFAULT_CASES)
+    parser.add_argument("--part", type=_arguments.part, default=0.5, help="budget, over what the plain step needs")
+    options: argparse.Namespace = parser.parse_args(arguments)
+    print(f"| network | training | first step | {' | '.join(PARTS)} | rest | later step |")
+    print("| --- " * (len(PARTS) + 5) + "|", flush=True)
+    for case in options.cases:
+        plain = _child.call_in_child("benchmarks.planner:plain_peak", {"case": case})
+        budget = int(options.part * plain)
+        with tempfile.TemporaryDirectory() as cache:
+            env = {"TFLMS_SFT_PLAN_CACHE": cache}
+            for kind, limit in (("plain", None), ("searched", budget), ("kept plan", budget)):
+                found = _child.call_in_child("benchmarks.first_step:train", {"case": case, "budget": limit}, env=env)
+                print(row(case, kind, found), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    _child.leave_with(main)
