@@ -8,7 +8,7 @@ parts of the others are:
 
 - *trace*: Keras's step becomes a graph;
 - *analyse*: the graph is read, made uniform and analysed;
-- *search*: tiles and swaps are chosen;
+- *search*: tiles and swaps are case_;
 - *emit*: loops and swaps become a graph;
 - *rest*: that graph enters Keras's function, TensorFlow optimises it, and the step runs.
 """
@@ -48,9 +48,9 @@ def train(*, case: str, budget: int | None, emit: _child.Emit) -> dict[str, Any]
     import tflms_sft
 
     parts = _timed_parts()
-    chosen = planner.CASES[case]
-    model = chosen.task.compiled(chosen.image_size)
-    batch = tuple(map(tf.constant, chosen.task.noise(chosen.image_size, chosen.batch)))
+    network = planner.CASES[case]
+    model = network.task.compiled(network.image_size)
+    batch = tuple(map(tf.constant, network.task.noise(network.image_size, network.batch)))
     began, steps = [0.0], list[float]()
     clock = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda *_, **__: began.append(time.perf_counter()),
@@ -68,8 +68,8 @@ def _timed_parts() -> dict[str, float]:
 
     parts = dict.fromkeys(PARTS, 0.0)
 
-    def replace(owner: Any, name: str, outer: str, inner: str) -> None:
-        """Adds the seconds of a function to `inner`, and takes them away from the part that calls it."""
+    def replace(owner: Any, name: str, caller_part: str, part: str) -> None:
+        """Adds the seconds of a function to `part`, and takes them away from the part of its caller."""
         function: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -78,9 +78,9 @@ def _timed_parts() -> dict[str, float]:
                 return function(*args, **kwargs)
             finally:
                 seconds = time.perf_counter() - begin
-                parts[inner] += seconds
-                if outer:
-                    parts[outer] -= seconds
+                parts[part] += seconds
+                if caller_part:
+                    parts[caller_part] -= seconds
 
         setattr(owner, name, timed)
 
@@ -95,11 +95,11 @@ def _timed_parts() -> dict[str, float]:
 # In the parent.
 
 
-def row(name: str, kind: str, found: dict[str, Any]) -> str:
+def row(name: str, kind: str, measured: dict[str, Any]) -> str:
     """Returns a row of the table: the parts of the first step, and the median of the later ones."""
-    first, *later = found["steps"]
-    rest = first - sum(found[part] for part in PARTS)
-    seconds = [first, *(found[part] for part in PARTS), rest, statistics.median(later)]
+    first, *later = measured["steps"]
+    rest = first - sum(measured[part] for part in PARTS)
+    seconds = [first, *(measured[part] for part in PARTS), rest, statistics.median(later)]
     return f"| {name} | {kind} | {' | '.join(f'{value:.1f} s' for value in seconds)} |"
 
 
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs and prints; returns the exit code."""
     parser = _arguments.parser("benchmarks.first_step", __doc__)
     parser.add_argument("--cases", nargs="+", choices=list(planner.CASES), default=DEFAULT_CASES)
-    parser.add_argument("--part", type=_arguments.part, default=0.5, help="budget, over what the plain step needs")
+    parser.add_argument("--part", type=_arguments.part, default=0.5, help="budget / the original step's predicted peak")
     options: argparse.Namespace = parser.parse_args(arguments)
     print(f"| network | training | first step | {' | '.join(PARTS)} | rest | later step |")
     print("| --- " * (len(PARTS) + 5) + "|", flush=True)
@@ -116,9 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         budget = int(options.part * plain)
         with tempfile.TemporaryDirectory() as cache:
             env = {"TFLMS_SFT_PLAN_CACHE": cache}
-            for kind, limit in (("plain", None), ("searched", budget), ("kept plan", budget)):
-                found = _child.call_in_child("benchmarks.first_step:train", {"case": case, "budget": limit}, env=env)
-                print(row(case, kind, found), flush=True)
+            for kind, limit in (("plain", None), ("new plan", budget), ("cached plan", budget)):
+                measured = _child.call_in_child("benchmarks.first_step:train", {"case": case, "budget": limit}, env=env)
+                print(row(case, kind, measured), flush=True)
     return 0
 
 

@@ -25,12 +25,8 @@ __all__: list[str] = []
 
 _SHAPE_QUERIES = op_traits.ops_with(op_traits.Trait.SHAPE_QUERY)
 
-_VARIABLE_OPS = (
-    op_traits.ops_with(op_traits.Trait.READS_VARIABLE)
-    | op_traits.ops_with(op_traits.Trait.COUNTS)
-    | frozenset(("AssignVariableOp", "VarHandleOp"))
-)
-"""Ops on variables, which are not data."""
+_VARIABLE_OPS = op_traits.ops_with(op_traits.Trait.READS_VARIABLE) | op_traits.ops_with(op_traits.Trait.SOURCE)
+"""Ops that return variables, their handles or constants."""
 
 _SCOPE = re.compile(r"(^|/)(gradient_tape|gradients(_\d+)?)/")
 _TYPE = re.compile(r"(Grad|BackpropFilter|BackpropFilterV2)$")
@@ -77,7 +73,7 @@ def in_scope(name: str, scope: str) -> bool:
 
 
 def scope_test(scopes: Iterable[str]) -> Callable[[str], bool]:
-    """Return a function that tells whether an operation lies in one of many scopes, as `in_scope` does for one."""
+    """Return a function that tells whether an operation lies in one of many scopes, at any depth."""
     starting: dict[str, list[str]] = {}
     for scope in scopes:
         starting.setdefault(scope.strip("/").partition("/")[0], []).append(scope)
@@ -132,7 +128,7 @@ def hidden_gradients(graph: Graph, order: list[Node]) -> Node | None:
 
 
 def _function_test(graph: Graph, is_sought: Callable[[Any], bool]) -> Callable[[str], bool]:
-    """Return a function that tells whether a function of the graph's library, by name, contains an op of a kind.
+    """Return a function that tells whether a function, by name, contains an op of a kind, or is not in the library.
 
     Args:
         graph: The graph.
@@ -143,9 +139,9 @@ def _function_test(graph: Graph, is_sought: Callable[[Any], bool]) -> Callable[[
 
     def contains(name: str) -> bool:
         if name not in containing:
-            containing[name] = False  # A function may call itself.
+            containing[name] = name not in functions  # Unknown; a function that calls itself is not.
             body = functions[name].node_def if name in functions else ()
-            containing[name] = any(
+            containing[name] |= any(
                 is_sought(node) or any(contains(inner) for inner in _bodies(node.attr)) for node in body
             )
         return containing[name]
@@ -259,7 +255,7 @@ def data_dependent_nodes(graph: Graph, order: list[Node]) -> set[Node]:
         order: Its nodes in topological order.
     """
     result: set[Node] = set()
-    draws = _function_test(graph, _draws)
+    draws = _function_test(graph, lambda node: not _bodies(node.attr) and _yields_new_value(node.op))
     for node in order:
         if node.op in ("Const", "ReadVariableOp", "NoOp"):
             continue
@@ -268,21 +264,21 @@ def data_dependent_nodes(graph: Graph, order: list[Node]) -> set[Node]:
                 result.add(node)
         elif any(t.node in result for t in node.inputs):
             result.add(node)
-        elif any(map(draws, bodies)) if (bodies := _bodies(node.attrs)) else is_random_source(node):
-            result.add(node)
+        else:
+            bodies = _bodies(node.attrs)
+            if any(map(draws, bodies)) if bodies else _yields_new_value(node.op):
+                result.add(node)
     return result
 
 
-def _draws(node: Any) -> bool:
-    """Return whether an op inside of a function yields a new value in each step, as `is_random_source` does outside."""
-    if _bodies(node.attr) or node.op in _VARIABLE_OPS:
+def _yields_new_value(op_type: str) -> bool:
+    """Return whether an op yields a new value in each step, whatever its operands, and apart from those of variables.
+
+    A stateless draw does if its seed is a variable.
+    """
+    if op_type in _VARIABLE_OPS or not tf_internals.has_outputs(op_type):
         return False
-    return tf_internals.is_stateful(node.op) or op_traits.is_stateless_random(node.op)
-
-
-def is_random_source(node: Node) -> bool:
-    """Return whether a node draws a new value in each step. A stateless draw does if its seed is a variable."""
-    return bool(node.outputs) and (node.stateful or op_traits.is_stateless_random(node.op))
+    return tf_internals.is_stateful(op_type) or op_traits.is_stateless_random(op_type)
 
 
 def is_random(node: Node) -> bool:

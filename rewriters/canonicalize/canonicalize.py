@@ -53,7 +53,7 @@ class CanonicalMode(enum.Enum):
     """Rewritings that canonicalization may do beyond those that keep every bit.
 
     Attributes:
-        EXACT: None; the graph computes the same bits. For swapping.
+        EXACT: None; the graph computes the same bits, but for the sign of a zero. For swapping.
         BATCH_ANALYSIS: Expand grouped convolutions, so that the analysis of the batch sees their samples and weights.
             For pipelines.
         TILING: Expand grouped convolutions and fused batch normalisation, and do step 9. Results are equal up to
@@ -132,7 +132,7 @@ class Canonicalization(GraphPass[PassResult]):
         again |= _find_shapes_of_reshapes(graph, evaluate)
         again |= _infer_shapes(graph)
         again |= _sum_repetitions(graph, evaluate)
-        again |= unstack_frames.unstack_frames(graph, evaluate)
+        again |= _connect_frames(graph, evaluate)
         if self.mode is CanonicalMode.TILING:
             again |= matrices_to_images.fold_matrices_into_images(graph, evaluate)
             again |= add_batch_axis.add_batch_axis(graph, evaluate)
@@ -197,6 +197,16 @@ def _bypass_no_ops(graph: Graph, evaluate: StaticEvaluator) -> bool:
             continue
         if _changes_nothing(node, source, evaluate):
             mapping[node.out()] = source
+    return _bypass(graph, mapping)
+
+
+def _connect_frames(graph: Graph, evaluate: StaticEvaluator) -> bool:
+    mapping = unstack_frames.connect_frames(graph, evaluate)
+    if not mapping:
+        return False
+    effects = _effects(graph.execution_order())
+    mapping = {old: new for old, new in mapping.items() if not effects[old.node] & ~effects[new.node]}
+    unstack_frames.wait_for_single_frames(graph, mapping)
     return _bypass(graph, mapping)
 
 

@@ -3,12 +3,13 @@
 `TimeDistributed` and unrolled recurrent layers slice a sequence into frames, run a layer on each, and stack the results
 for the next layer, which slices them again. Around each layer the batch and the time change places. Autodiff pads the
 gradient of each frame with zeros to the whole sequence and adds them up. The rewritten graph slices and stacks along
-the time where it is, reads frames directly where they were stacked before, and stacks gradients.
+the time where it is, reads frames directly where they were stacked before, and stacks gradients. Numbers are equal, but
+for the sign of a zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -20,13 +21,44 @@ from rewriters.rules.slicing import cuts
 __all__: list[str] = []
 
 
-def unstack_frames(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    """Rewrite slices, stacks and transpositions of sequences of frames, in place.
-
-    Returns:
-        Whether there were any.
-    """
+def connect_frames(graph: Graph, evaluate: StaticEvaluator) -> dict[Tensor, Tensor]:
+    """Return the tensors that may replace slices, stacks and transpositions of frames; their ops join the graph."""
     return _FrameConnector(graph, evaluate).run()
+
+
+def wait_for_single_frames(graph: Graph, mapping: Mapping[Tensor, Tensor]) -> None:
+    """Let ops that wait for all frames of an `Unpack` wait for the frame that is read behind them, in place.
+
+    Functions with a gradient of their own, such as `tf.nn.silu`, let their ops wait for the gradient of their result.
+
+    Args:
+        graph: The graph.
+        mapping: New tensors for the frames that are to be replaced.
+    """
+    consumers = graph.consumers()
+    unpacks = {tensor.node for tensor in mapping if tensor.node.op == "Unpack"}
+    for node in graph.nodes.values():
+        for before in unpacks.intersection(() if node.stateful else node.control_inputs):
+            frames = [mapping[frame].node for frame in _frames_read_behind(node, before, consumers) if frame in mapping]
+            if frames:
+                others = [other for other in node.control_inputs if other is not before]
+                node.control_inputs = list(dict.fromkeys([*others, *frames]))
+
+
+def _frames_read_behind(
+    node: Node, unpack: Node, consumers: Mapping[Tensor, Sequence[tuple[Node, int]]]
+) -> list[Tensor]:
+    """Return the results of an `Unpack` that a node reads, or the first of its descendants that read any."""
+    level, seen = [node], {node}
+    while level:
+        frames = [tensor for reader in level for tensor in reader.inputs if tensor.node is unpack]
+        if frames:
+            return frames
+        results = (reader.out(index) for reader in level for index in range(len(reader.outputs)))
+        level = list(dict.fromkeys(reader for result in results for reader, _ in consumers.get(result, ())))
+        level = [reader for reader in level if reader not in seen]
+        seen.update(level)
+    return []
 
 
 class _FrameConnector:
@@ -40,18 +72,19 @@ class _FrameConnector:
         self.graph = graph
         self.evaluate = evaluate
         self.replaced: dict[Tensor, Tensor] = {}
-        self._readers = graph.consumers()
+        self._consumers = graph.consumers()
 
-    def run(self) -> bool:
-        """Walk over the graph once, and return whether it changed."""
+    def run(self) -> dict[Tensor, Tensor]:
+        """Walk over the graph once, and return the replacements."""
         for node in self.graph.execution_order():
             results = [node.out(index) for index in range(len(node.outputs))]
-            is_read = any(tensor in self._readers or tensor in self.graph.outputs for tensor in results)
-            if node.control_inputs or not is_read:
-                continue  # Nodes that nothing reads were replaced in an earlier round.
-            self.replaced.update(zip(results, self._rewritten(node), strict=False))
-        self.graph.replace_tensors(self.replaced)
-        return bool(self.replaced)
+            is_read = any(tensor in self._consumers or tensor in self.graph.outputs for tensor in results)
+            if node.control_inputs or not is_read:  # Nodes that nothing reads were replaced in an earlier round.
+                continue
+            replacements = self._rewritten(node)
+            if all(new.shape == old.shape for old, new in zip(results, replacements, strict=False)):
+                self.replaced.update(zip(results, replacements, strict=False))
+        return self.replaced
 
     def _rewritten(self, node: Node) -> Sequence[Tensor]:
         """Return the tensors that replace the results of a node; none if the node stays."""
@@ -68,19 +101,21 @@ class _FrameConnector:
 
     def _slice(self, node: Node) -> Sequence[Tensor]:
         """Read one frame: the stacked tensor itself, or a slice of the sequence before it was transposed."""
-        taken = self._frame(node, node.inputs[0].shape)
-        if taken is None:
+        frame = self._frame(node, node.inputs[0].shape)
+        if frame is None:
             return ()
-        sequence, (dim, index) = self._operand(node), taken
+        sequence, (dim, index) = self._operand(node), frame
         if _stacks_along(sequence.node, dim):
             return [self.replaced.get(sequence.node.inputs[index], sequence.node.inputs[index])]
         source = self._before_transposition(sequence, dim)
         return () if source is None else [self._sliced(node, source[0], source[1], index)]
 
     def _unpack(self, node: Node) -> Sequence[Tensor]:
-        """Read all frames, as `_slice` does one."""
+        """Read all frames: the stacked tensors themselves, or those of the sequence before it was transposed."""
         sequence = self._operand(node)
-        dim = node.attrs["axis"].i % len(sequence.shape or (None,))
+        if sequence.shape is None:
+            return ()
+        dim = node.attrs["axis"].i % len(sequence.shape)
         if _stacks_along(sequence.node, dim):
             return [self.replaced.get(tensor, tensor) for tensor in sequence.node.inputs]
         source = self._before_transposition(sequence, dim)
@@ -106,12 +141,11 @@ class _FrameConnector:
         frames: dict[tuple[int, int], Tensor] = {}
         others = []
         for tensor in self._terms(node):
-            padded = tensor.node
-            taken = self._frame(padded, tensor.shape) if padded.op == "StridedSliceGrad" else None
-            if taken is None or taken in frames or padded.control_inputs:
+            padded, frame = tensor.node, self._padded_frame(tensor)
+            if frame is None or frame in frames:
                 others.append(tensor)
             else:
-                frames[taken] = self.replaced.get(padded.inputs[4], padded.inputs[4])
+                frames[frame] = self.replaced.get(padded.inputs[4], padded.inputs[4])
         dims, shape = {dim for dim, _ in frames}, node.outputs[0][1]
         if len(dims) != 1 or len(others) > 1 or shape is None:
             return ()
@@ -126,14 +160,22 @@ class _FrameConnector:
         attrs = dict(node.attrs) | {"N": tf.compat.v1.AttrValue(i=2)}
         return [self.graph.add_beside(node, "AddN", [stack, *others], attrs, node.outputs).out()]
 
-    def _terms(self, node: Node) -> Iterator[Tensor]:
-        """Yield the terms of a sum, and of the sums that it alone reads: autodiff adds up large gradients early."""
+    def _terms(self, node: Node) -> list[Tensor]:
+        """Return the terms of a sum, instead of a sum of padded frames its terms: autodiff adds up large ones early."""
+        terms: list[Tensor] = []
         for position in range(len(node.inputs)):
             term = self._operand(node, position)
-            if term.node.op == "AddN" and not term.node.control_inputs and len(self._readers.get(term, ())) == 1:
-                yield from self._terms(term.node)
-            else:
-                yield term
+            is_inner = term.node.op == "AddN" and not term.node.control_inputs
+            inner = self._terms(term.node) if is_inner and len(self._consumers.get(term, ())) == 1 else []
+            terms += inner if any(map(self._padded_frame, inner)) else [term]
+        return terms
+
+    def _padded_frame(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Return dimension and index of the frame that a tensor pads with zeros; `None` for other tensors."""
+        node = tensor.node
+        if node.op != "StridedSliceGrad" or node.control_inputs:
+            return None
+        return self._frame(node, tensor.shape)
 
     def _frame(self, node: Node, shape: Sequence[int | None] | None) -> tuple[int, int] | None:
         """Return dimension and index of the only frame that a slice takes, or that its gradient pads."""
@@ -145,11 +187,12 @@ class _FrameConnector:
         except NotTileableError:
             return None
         single = [cut for cut in slices if cut.dim is not None and cut.out is None]
-        rest = [cut for cut in slices if cut not in single]
-        whole = all(
-            cut.dim is not None and (cut.begin, cut.stride) == (0, 1) and cut.size == shape[cut.dim] for cut in rest
+        are_full = all(
+            cut.dim is not None and (cut.begin, cut.stride) == (0, 1) and cut.size == shape[cut.dim]
+            for cut in slices
+            if cut not in single
         )
-        return (single[0].dim, single[0].begin) if whole and len(single) == 1 else None  # type: ignore[return-value]
+        return (single[0].dim, single[0].begin) if are_full and len(single) == 1 else None  # type: ignore[return-value]
 
     def _before_transposition(self, sequence: Tensor, dim: int) -> tuple[Tensor, int] | None:
         """Return the operand of a transposition and its dimension of frames, if all frames stay as they are."""
@@ -175,8 +218,9 @@ class _FrameConnector:
 
 def _stacks_along(node: Node, dim: int) -> bool:
     """Return whether a node stacks frames along a dimension of its result."""
-    rank = len(node.outputs[0][1] or (None,)) if node.outputs else 1
-    return node.op == "Pack" and not node.control_inputs and node.attrs["axis"].i % rank == dim
+    if node.op != "Pack" or node.control_inputs or node.out().shape is None:
+        return False
+    return bool(node.attrs["axis"].i % len(node.out().shape or ()) == dim)
 
 
 def _keeps_order_beside(order: Sequence[int], dim: int) -> bool:

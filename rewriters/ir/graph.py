@@ -169,7 +169,9 @@ class Tensor(NamedTuple):
         """
         dtype, shape = self.node.outputs[self.index]
         if shape is not None and shape.count(None) > 1 and self.node.op in _KEEP_SIZE and not self.index:
-            return self.node.inputs[0].num_bytes(batch)
+            operand = self.node.inputs[0]
+            if operand.shape is not None and operand.shape.count(None) <= shape.count(None):
+                return operand.num_bytes(batch)
         if dtype == tf.variant and self.node.loop is not None and self.index in self.node.loop.lists:
             return self.node.loop.lists[self.index].num_bytes(batch)
         return shape_bytes(dtype, shape, batch)

@@ -154,7 +154,7 @@ def is_random(op_type: str) -> bool:
 
 def is_stateless_random(op_type: str) -> bool:
     """Return whether the numbers of a random op depend on its seed operand alone."""
-    return op_type.startswith("StatelessRandom")
+    return op_type.startswith("Stateless") and is_random(op_type)
 
 
 def is_collective(op_type: str) -> bool:

@@ -32,6 +32,12 @@ def is_stateful(op_type: str) -> bool:
     return True if op_def is None else bool(op_def.is_stateful)
 
 
+def has_outputs(op_type: str) -> bool:
+    """Return whether an op type has results (unknown types count as having some)."""
+    op_def = op_def_registry.get(op_type)
+    return True if op_def is None else bool(op_def.output_arg)
+
+
 def control_outputs(concrete_fn: Any) -> list[Any]:
     """Return the operations that a traced function runs for their effect alone."""
     return list(concrete_fn.graph.control_outputs)

@@ -80,6 +80,10 @@ def _takes_no_memory(node: Node) -> bool:
 class SerializeScratchGroups(GraphPass[PassResult]):
     """Runs ops whose kernels take much scratch memory one after another, in the executor's order on each device."""
 
+    def __init__(self, *, fixed: Container[str] = ()) -> None:
+        """Prepare the pass; `fixed` are names of ops that must get no more control edges."""
+        self.fixed = fixed
+
     def call(self, graph: Graph) -> PassResult:
         """Add control edges between those ops."""
         return add_control_edges(graph, self._edges(graph))
@@ -89,7 +93,8 @@ class SerializeScratchGroups(GraphPass[PassResult]):
             return
         groups: dict[str, ConcurrencyGroup[Node]] = {}
         for node in filter(takes_memory, graph.execution_order()):
-            yield from _join(groups.setdefault(node.device, ConcurrencyGroup()), node)
+            if node.name not in self.fixed:
+                yield from _join(groups.setdefault(device_of(node), ConcurrencyGroup()), node)
 
 
 def layer_gradient_edges(nodes: Iterable[Node]) -> Iterator[ControlEdge]:

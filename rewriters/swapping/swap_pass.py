@@ -120,16 +120,17 @@ def prepare_for_swapping(
 
     analysis = analyse(run_passes(graph, [ShrinkBroadcasts(analyse), RecomputePooling(analyse)]).graph)
     backward = {node.name for node in analysis.backward}
-    fixed = {node.name for node in summation_order.flattenable_sums(analysis)} | _after_exchanges(analysis)
+    exchanged = after_exchanges(analysis)
+    fixed = {node.name for node in summation_order.flattenable_sums(analysis)} | exchanged
     scheduling = [
         DelayEarlyOps(analysis, min_bytes, batch),
         SerializeLargeOps(backward=backward, fixed=fixed, min_bytes=min_bytes, batch=batch),
-        SerializeScratchGroups(),
+        SerializeScratchGroups(fixed=exchanged),
     ]
     return analyse(run_passes(analysis.graph, scheduling).graph)
 
 
-def _after_exchanges(analysis: GraphAnalysis) -> set[str]:
+def after_exchanges(analysis: GraphAnalysis) -> set[str]:
     """Return the names of the ops that wait for an exchange between devices.
 
     Two devices may come to different orders of their ops. If an op of each waited for an exchange that the other one's
@@ -332,7 +333,7 @@ class InsertSwaps(GraphPass[SwapResult]):
                 outs.append(out)
                 chains.extend(swap_ins)
         done = tuple(out.done for out in outs)
-        _limit_in_flight(outs, self.max_in_flight)
+        _limit_in_flight(outs, self.max_in_flight, after_exchanges(self.analysis))
         outs += self._insert_lists(new)
         _wait_for_releases(chains, level)
         needed = ancestors(out.done for out in outs)  # by the new edges too
@@ -415,8 +416,8 @@ class _SwapInChain:
     release: Node | None
 
 
-def _limit_in_flight(outs: list[_SwapOut], max_in_flight: int) -> None:
-    """Let the producer of a tensor wait for the swap-out on its device `max_in_flight` before it.
+def _limit_in_flight(outs: list[_SwapOut], max_in_flight: int, fixed: Container[str]) -> None:
+    """Let the producer of a tensor wait for the swap-out on its device `max_in_flight` before it, unless it is fixed.
 
     Otherwise tensors queue up on the device where writing is slower than computing. Like every edge that swapping
     adds, the edge leads from a lower to a higher γ, so that it closes no cycle.
@@ -426,7 +427,7 @@ def _limit_in_flight(outs: list[_SwapOut], max_in_flight: int) -> None:
         on_device.setdefault(device_of(out.producer), []).append(out)
     for ordered in on_device.values():
         for before, after in zip(ordered, ordered[max_in_flight:], strict=False):
-            if after.level > before.level and not after.merged:
+            if after.level > before.level and not after.merged and after.producer.name not in fixed:
                 after.producer.control_inputs.append(before.done)
 
 

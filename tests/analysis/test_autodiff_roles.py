@@ -7,7 +7,7 @@ import tensorflow as tf
 from equivalence import keras_step
 
 import tflms_sft
-from rewriters.analysis.autodiff_roles import gradients, is_seed, reads_shape_only
+from rewriters.analysis.autodiff_roles import gradients, in_scope, is_seed, reads_shape_only, scope_test
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.errors import RewriteError
@@ -189,3 +189,37 @@ def test_backward_nodes_exclude_layer_named_like_autodiff_scope():
 
     assert headline("gradients") == headline("gradient_tape") == headline("first")
     assert headline("first").startswith("1 segment(s)")
+
+
+def test_branches_that_draw_are_data_and_others_are_not():
+    """A filter that a branch normalises is no data; noise that a branch draws is."""
+    weight = tf.Variable(tf.ones((3, 3, 2, 2)))
+    seed = tf.Variable([1, 2])
+
+    def body(x):
+        normal = tf.cond(tf.reduce_all(weight == 0.0), lambda: weight + 1.0, lambda: weight / tf.norm(weight))
+        noise = tf.cond(
+            weight[0, 0, 0, 0] > 0.0,
+            lambda: tf.random.stateless_truncated_normal((1, 8, 8, 2), seed),
+            lambda: tf.zeros((1, 8, 8, 2)),
+        )
+        later = tf.cond(weight[0, 0, 0, 0] > 0.0, lambda: tf.random.normal((1, 8, 8, 2)), lambda: x * 0.0)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.nn.conv2d(x + noise + later, tf.identity(normal, "filter"), 1, "SAME"))
+        return loss, tape.gradient(loss, weight)
+
+    analysis = analysed(body, tf.TensorSpec((1, 8, 8, 2)))
+    (convolution,) = (node for node in analysis.order if node.op == "Conv2D")
+    image, filters = (tensor.node for tensor in convolution.inputs)
+    branches = [node for node in analysis.order if node.op in ("If", "StatelessIf")]
+    assert len(branches) == 3 and sum(node in analysis.data for node in branches) == 2
+    assert image in analysis.data and filters not in analysis.data
+
+
+def test_scope_test_agrees_with_in_scope():
+    scopes = ("a", "b/c", "/d/")
+    names = ("a", "x/a", "ab", "b", "b/c", "x/b/c/y", "b/x/c", "d/y", "x/d", "xd")
+    test = scope_test(scopes)
+    assert [test(name) for name in names] == [any(in_scope(name, scope) for scope in scopes) for name in names]
+    assert [name for name in names if test(name)] == ["a", "x/a", "b/c", "x/b/c/y", "d/y", "x/d"]
+    assert not scope_test(())("a")

@@ -221,3 +221,13 @@ def test_bytes_where_transpositions_of_open_batch_have_several_unknown_sizes():
     moved = [node.out() for node in graph.nodes.values() if node.op == "Transpose"]
     assert any(tensor.shape.count(None) > 1 for tensor in moved)
     assert [tensor.num_bytes(16) for tensor in moved] == [16 * 12 * 12 * 3 * 4] * 2
+
+
+def test_bytes_where_the_operand_of_a_reshape_is_less_known():
+    @tf.function(input_signature=[tf.TensorSpec((None,))])
+    def step(x):
+        (array,) = tf.numpy_function(lambda x: x, [x], [tf.float32])
+        return tf.ensure_shape(array, (None, None, 8))
+
+    graph = from_concrete_function(step.get_concrete_function())
+    assert graph.outputs[0].num_bytes(4) == 4 * 4 * 8 * 4

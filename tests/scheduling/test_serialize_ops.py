@@ -1,5 +1,7 @@
 """Large ops run one after another: the step computes the same bits with a lower peak."""
 
+import graphlib
+
 import keras
 import pytest
 import tensorflow as tf
@@ -11,6 +13,7 @@ from rewriters.analysis import summation_order
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize import canonicalize
 from rewriters.device.peak_memory import graph_peak, graph_schedule
+from rewriters.device.properties import device_of
 from rewriters.ir.graph import Graph, Node, ancestors, predecessors
 from rewriters.ir.graph_pass import run_pass
 from rewriters.scheduling.delay_early_ops import earliest_forward_level
@@ -168,3 +171,50 @@ def test_prepare_for_swapping_ops_fused_by_onednn_stay_adjacent():
 
 
 PAIRS = (("Pad", "Conv2D"), ("Conv2D", "BiasAdd"))
+
+
+def two_devices_with_exchanges():
+    """Two branches on each of two devices, each with an exchange in its middle, in opposite orders of creation."""
+    nodes, exchanged = {}, []
+
+    def add(name, op, *inputs, device=0):
+        place = f"/job:localhost/replica:0/task:0/device:CPU:{device}"
+        outputs = [(tf.float32, (64,))]
+        nodes[name] = Node(name, op, [nodes[i].out() for i in inputs], attrs={}, device=place, outputs=outputs)
+        return name
+
+    for device, branches in ((0, "ab"), (1, "ba")):
+        source = add(f"x{device}", "Placeholder", device=device)
+        for branch in branches:
+            before = add(f"{branch}{device}/before", "Exp", source, device=device)
+            middle = add(f"{branch}{device}/sum", "CollectiveReduceV2", before, device=device)
+            exchanged += [middle, add(f"{branch}{device}/after", "Exp", middle, device=device)]
+    return Graph(nodes, [], [node.out() for node in nodes.values()], [], LIBRARY, None), exchanged
+
+
+def waits_for_itself(graph):
+    """Whether some op waits for itself if each exchange waits for what its twin on the other device waits for."""
+    twins = {name: f"{name[0]}{1 - int(name[1])}/sum" for name, node in graph.nodes.items() if "Collective" in node.op}
+    edges = {node.name: {p.name for p in predecessors(node)} for node in graph.nodes.values()}
+    for name, twin in twins.items():
+        edges[name] |= {p.name for p in predecessors(graph.nodes[twin])}
+    try:
+        tuple(graphlib.TopologicalSorter(edges).static_order())
+    except graphlib.CycleError:
+        return True
+    return False
+
+
+def test_serialize_large_ops_keeps_devices_and_exchanges_apart():
+    graph, exchanged = two_devices_with_exchanges()
+    assert not waits_for_itself(graph)
+
+    def serialised(fixed):
+        serialise = SerializeLargeOps(backward=(), fixed=fixed, min_bytes=1, batch=1)
+        return run_pass(serialise, graph).graph
+
+    after = serialised(set(exchanged))
+    assert not waits_for_itself(after)
+    edges = [(node, before) for node in after.nodes.values() for before in node.control_inputs]
+    assert edges and all(device_of(node) == device_of(before) for node, before in edges)
+    assert waits_for_itself(serialised(())), "with edges behind exchanges the devices would be in a deadlock"

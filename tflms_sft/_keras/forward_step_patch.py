@@ -63,6 +63,7 @@ class ForwardStepPatch(StepPatch):
         self._on_failure = on_failure
         self._print = print_line
         self._runs_original = False
+        self._is_running = False
         self._original_function: Any = None
 
     def begin(self) -> None:
@@ -89,6 +90,7 @@ class ForwardStepPatch(StepPatch):
         """Run the model's function in a patched model; see `StepPatch.run`."""
         if self.kind is PREDICTION and not self._first_batch:
             self._remember_shapes(iterator[0])  # Keras passes a list of batches.
+        self._is_running = True
         try:
             return super().run(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
@@ -96,6 +98,12 @@ class ForwardStepPatch(StepPatch):
         except BaseException:
             self._on_failure()
             raise
+        finally:
+            self._is_running = False
+
+    def _is_step(self, function: Any) -> bool:
+        """Tell whether a function is the step; Keras wraps that of `predict`, and passes nothing else to a strategy."""
+        return self._is_running if self.kind is PREDICTION else super()._is_step(function)
 
     @tf.autograph.experimental.do_not_convert
     def step(self, data: Any) -> Any:

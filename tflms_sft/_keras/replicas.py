@@ -20,11 +20,11 @@ class StrategyProxy:
 
     Args:
         strategy: The strategy.
-        is_step: Tells whether Keras's own function is running, which passes nothing but the step to `run`.
+        is_step: Tells whether a function that is passed to `run` is the step.
         replacement: Called in place of the step with the same arguments, outside of any replica.
     """
 
-    def __init__(self, strategy: Any, is_step: Callable[[], bool], replacement: Callable[..., Any]) -> None:
+    def __init__(self, strategy: Any, is_step: Callable[[Any], bool], replacement: Callable[..., Any]) -> None:
         self._strategy = strategy
         self._is_step = is_step
         self._replacement = replacement
@@ -39,7 +39,7 @@ class StrategyProxy:
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Run a function as `tf.distribute.Strategy.run` does, or the replacement of the step."""
-        if self._is_step():
+        if self._is_step(fn):
             return self._replacement(*args, **(kwargs or {}))
         return self._strategy.run(fn, args, kwargs, options)
 
@@ -58,7 +58,7 @@ def merges_replicas(strategy: Any) -> bool:
 
 
 class Replicas:
-    """Converts between the train step per replica and one function over the tensors of all replicas.
+    """Converts between the step per replica and one function over the tensors of all replicas.
 
     Args:
         strategy: The strategy.

@@ -14,7 +14,6 @@ Evaluation and prediction work alike with another `StepKind`; see `forward_step_
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -130,7 +129,6 @@ class StepPatch:
         self._variable_bytes: list[int] = []
         self._num_replicas = 1
         self._replicas: Replicas | None = None
-        self._is_running = False
         self._corrections = {} if corrections is None else corrections
         self._is_replanned = False
         self.watch = PeakWatch()
@@ -199,8 +197,7 @@ class StepPatch:
         model.jit_compile = False
         object.__setattr__(model, kind.step, self.step)
         if self._replicas is not None:
-            replacement = functools.partial(self._run_replicas, self._replicas)
-            proxy = StrategyProxy(strategy, lambda: self._is_running, replacement)
+            proxy = StrategyProxy(strategy, self._is_step, self._run_replicas)
             object.__setattr__(model, "_distribute_strategy", proxy)
         if self._training is not None:
             object.__setattr__(model, kind.make, self._replace_function)
@@ -284,11 +281,7 @@ class StepPatch:
         if first and has_statistics and peeked is not None:
             peeked.wait_until_prefetched()
             self.watch.start(self._tiers)
-        self._is_running = True
-        try:
-            result = self._compiled_function(iterator)
-        finally:
-            self._is_running = False
+        result = self._compiled_function(iterator)
         if self.plan is None:
             return result
         if first:
@@ -416,9 +409,14 @@ class StepPatch:
         return self._steps[key](tf.nest.flatten(checked, expand_composites=True))
 
     @tf.autograph.experimental.do_not_convert
-    def _run_replicas(self, replicas: Replicas, data: Any) -> Any:
+    def _run_replicas(self, data: Any) -> Any:
         """Run the one rewritten step of all replicas, where Keras calls `strategy.run`."""
-        return replicas.pack_results(self.step(replicas.split(data)))
+        assert self._replicas is not None
+        return self._replicas.pack_results(self.step(self._replicas.split(data)))
+
+    def _is_step(self, function: Any) -> bool:
+        """Tell whether a function that is passed to `strategy.run` is the step that Keras traces."""
+        return bool(function == self.step)
 
     def _check_batch_size(self, flat: list[Any]) -> list[Any]:
         """Return the tensors of a batch with a run-time check that the plan holds for its size."""

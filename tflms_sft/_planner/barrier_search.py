@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 
 from rewriters.emission.tile_pass import LOOP_SCOPE, SegmentPlan
@@ -37,7 +38,7 @@ between few channels is below the third, as those of a U-Net at full resolution,
 """
 
 MAX_FAILURES = 2
-"""Sets of checkpoints after which a family is taken to have no plan with a lower peak."""
+"""Consecutive sets without a lower peak after which a family is given up."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -323,11 +324,16 @@ class BarrierSearch:
         self._plans: dict[CheckpointSet, CheckpointPlan] = {}
         self._fastest: dict[int, Candidate | None] = {}
         self._too_small = 0
-        """Largest limit for which no plan was found."""
+        """Largest limit for which no plan was found. The search may miss one that only `smallest` finds."""
         inputs = sum(t.num_bytes(traced.batch) for t in traced.analysis.graph.inputs)
         self._held_bytes = traced.fixed_bytes + inputs
         # A first guess, as if ops ran untiled.
         self._bytes_beside = traced.plain.peak.peak_bytes - barriers.families[0][0].num_bytes(traced.batch)
+
+    @property
+    def _seconds_outside(self) -> float:
+        """Time of the ops that never run in tiles."""
+        return self._traced.seconds - self._traced.costs.step(self._barriers.nodes)
 
     def _plan(self, checkpoints: CheckpointSet) -> CheckpointPlan:
         if checkpoints not in self._plans:
@@ -339,23 +345,35 @@ class BarrierSearch:
         for family in self._barriers.families:
             yield from map(self._plan, family[self._first_fitting(family, limit) :])
 
+    def least_seconds(self, limit: int) -> float:
+        """Return the least time of the sets whose checkpoints alone stay within `limit` bytes."""
+        seconds = []
+        for family in self._barriers.families:
+            first = self._first_within(family, limit, self._held_bytes)
+            seconds += [self._plan(checkpoints).least_seconds for checkpoints in family[first : first + 1]]
+        return self._seconds_outside + min(seconds, default=math.inf)
+
+    def _first_within(self, family: Sequence[CheckpointSet], limit: int, beside: int) -> int:
+        """Return the position of the first set with which a step stays within `limit` bytes, by the bytes beside it."""
+        batch = self._traced.batch
+        return bisect.bisect_left(family, True, key=lambda one: one.num_bytes(batch) + beside <= limit)
+
     def _first_fitting(self, family: Sequence[CheckpointSet], limit: int) -> int:
         """Return the position of the first set that fits with small iterations; those after it save less.
 
         Modelling one set takes long. The bytes beside the checkpoints of one set predict those of the next within a
         few per cent, so the search tries that prediction; after a failure it tries the last set, and the middle once.
         """
-
-        def predicted(beside: int) -> int:
-            batch = self._traced.batch
-            return bisect.bisect_left(family, True, key=lambda one: one.num_bytes(batch) + beside <= limit)
-
-        low, high, guided = predicted(self._held_bytes) - 1, len(family), True
+        low, high, guided = self._first_within(family, limit, self._held_bytes) - 1, len(family), True
         while high - low > 1:
-            middle = min(max(predicted(self._bytes_beside), low + 1), high - 1) if guided else (low + high) // 2
+            middle = (low + high) // 2
+            if guided:
+                middle = min(max(self._first_within(family, limit, self._bytes_beside), low + 1), high - 1)
             fits = self._fits(family[middle], limit)
-            if not fits and high == len(family) > middle + 1 and not self._fits(family[-1], limit):
-                return high
+            if not fits and high == len(family) > middle + 1:
+                if not self._fits(family[-1], limit):
+                    return high
+                high = len(family) - 1
             guided = fits or not guided
             low, high = (low, middle) if fits else (middle, high)
         return high
@@ -370,21 +388,23 @@ class BarrierSearch:
     def fastest_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes."""
         if limit not in self._fastest and limit > self._too_small:
-            self._fastest[limit] = self._found_within(limit)
+            self._fastest[limit] = self._search_within(limit)
             if self._fastest[limit] is None:
                 self._too_small = limit
         return self._fastest.get(limit)
 
-    def _found_within(self, limit: int) -> Candidate | None:
-        """Return the fastest plan found whose step stays within `limit` bytes.
+    def _search_within(self, limit: int) -> Candidate | None:
+        """Try the sets of each family that fit.
 
         Sets of checkpoints whose lower bound is slower than the best plan are skipped. Carried halos are tried where
         the best plan with recomputed ones splits rows at all.
         """
         best: Candidate | None = None
-        seconds_outside = self._traced.seconds - self._traced.costs.step(self._barriers.nodes)
         for plan in self._promising(limit):
-            if best is not None and best.time_ratio * self._traced.seconds <= seconds_outside + plan.least_seconds:
+            if (
+                best is not None
+                and best.time_ratio * self._traced.seconds <= self._seconds_outside + plan.least_seconds
+            ):
                 continue
             for halo in Halo:
                 candidate = plan.fastest_within(halo, limit)

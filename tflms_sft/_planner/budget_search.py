@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from rewriters.device.peak_memory import Peak
@@ -74,6 +74,9 @@ class TileSearch(Protocol):
     @property
     def smallest(self) -> Candidate:
         """Plan with the lowest peak found."""
+
+    def least_seconds(self, limit: int) -> float:
+        """Return a lower bound of the time of any plan whose step stays within `limit` bytes, 0 if none is known."""
 
     def fastest_within(self, limit: int) -> Candidate | None:
         """Return the fastest plan found whose step stays within `limit` bytes."""
@@ -178,12 +181,23 @@ def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams) -> list
     if plain <= limit:
         return [FeasiblePlan(BudgetPlan([], search.left), traced.seconds, plain)]
     options = []
-    tiles = search.fastest_within(limit)
+    swap = swaps_within(params)
+    alone = None if params.swap is False else _swaps_alone(traced, swap, limit)
+    swapped = math.inf if alone is None else alone.seconds
+    tiled = max(search.least_seconds(limit), traced.seconds)
+    tiles = search.fastest_within(limit) if tiled < swapped else None
     if tiles is not None:
-        seconds = tiles.time_ratio * traced.seconds
-        options.append(FeasiblePlan(BudgetPlan(tiles.plans, search.left), seconds, tiles.peak.peak_bytes))
-    if params.swap is not False:
-        options += _swapped(traced, search, swaps_within(params), tiles, plain, limit)
+        tiled = max(tiles.time_ratio, 1.0) * traced.seconds
+        options.append(FeasiblePlan(BudgetPlan(tiles.plans, search.left), tiled, tiles.peak.peak_bytes))
+    if alone is not None and (tiles is None or swapped < tiled):
+        ratio = f"{tiled / traced.seconds:.2f}"
+        are_slower = f"tiles would take {ratio} times as long{'' if tiles is not None else ' or longer'}"
+        why = are_slower if tiles is not None or tiled >= swapped else "no tiles fit"
+        plan = dataclasses.replace(alone.plan, left=search.left, why=f"swaps, because {why}")
+        options.append(dataclasses.replace(alone, plan=plan))
+    fastest = min((option.seconds for option in options), default=math.inf)
+    if params.swap is not False and fastest > MAX_TIME_RATIO_ALONE * traced.seconds:
+        options += _together(traced, search, swap, limit, fastest)
     return sorted(options, key=lambda option: (max(option.seconds, traced.seconds), option.peak_bytes))
 
 
@@ -203,65 +217,44 @@ def swaps_within(params: AutoParams, least: bool = False) -> SwapParams:
     return SwapParams(ctrld_strategy="direct_order", fuse_swapins=True, max_in_flight=1, min_bytes=min_bytes)
 
 
-def _swapped(
-    traced: TracedStep, search: TileSearch, swap: SwapParams, tiles: Candidate | None, plain: int, limit: int
-) -> list[FeasiblePlan]:
-    """Return plans with swaps alone, and with tiles where these may be faster."""
-    tiled = math.inf if tiles is None else max(tiles.time_ratio, 1.0) * traced.seconds
-    if tiled <= _least_swapped(traced, traced.seconds, plain - limit):
-        return []
-    options = []
+def _swaps_alone(traced: TracedStep, swap: SwapParams, limit: int) -> FeasiblePlan | None:
+    """Return the plan with swaps alone, if one fits."""
     swaps = SwapSearch(traced, [], swap)
     alone = swaps.tuned(limit)
-    if alone is not None and swaps.has_room(alone):
-        why = "no tiles fit" if tiles is None else f"tiles would take {tiled / traced.seconds:.2f} times as long"
-        seconds = swaps.seconds(alone, traced.seconds)
-        options.append(FeasiblePlan(BudgetPlan([], search.left, alone, f"swaps, because {why}"), seconds, limit))
-    fastest = min([tiled, *(option.seconds for option in options)])
-    if fastest > MAX_TIME_RATIO_ALONE * traced.seconds:
-        why = BOTH if fastest == math.inf else FASTER
-        targets = [fraction * plain for fraction in TILE_PEAK_FRACTIONS if fraction * plain > limit]
-        options += _together(traced, search, swap, why, [*targets, limit], limit, fastest)
-    return [option for option in options if option.seconds < tiled]
+    if alone is None or not swaps.has_room(alone):
+        return None
+    return FeasiblePlan(BudgetPlan([], [], alone), swaps.seconds(alone, traced.seconds), limit)
 
 
 def _together(
-    traced: TracedStep,
-    search: TileSearch,
-    swap: SwapParams,
-    why: str,
-    targets: Iterable[float],
-    limit: int,
-    fastest: float,
+    traced: TracedStep, search: TileSearch, swap: SwapParams, limit: int, fastest: float
 ) -> Iterator[FeasiblePlan]:
     """Yield plans of tiles that need more than the limit, and swaps that reduce them to it.
 
-    Tiles that take `fastest` seconds or more with the least swaps are skipped; planning swaps takes long.
+    Tiles are skipped that are estimated to take `fastest` seconds or more where only their excess over the limit leaves
+    and comes back; planning swaps takes long.
     """
-    tried: list[Candidate] = []
-    for target in targets:
+    plain, why = traced.plain.peak.peak_bytes, BOTH if fastest == math.inf else FASTER
+    tried: set[tuple[float, int]] = set()
+    for target in (*(fraction * plain for fraction in TILE_PEAK_FRACTIONS if fraction * plain > limit), limit):
         tiles = search.proposed(int(target))
-        if tiles is None or not tiles.plans or any(tiles is other for other in tried):
+        if tiles is None or not tiles.plans or (tiles.time_ratio, tiles.peak.peak_bytes) in tried:
             continue
-        tried.append(tiles)
-        seconds = tiles.time_ratio * traced.seconds
-        if _least_swapped(traced, seconds, tiles.peak.peak_bytes - limit) >= fastest:
+        tried.add((tiles.time_ratio, tiles.peak.peak_bytes))
+        seconds, excess = tiles.time_ratio * traced.seconds, max(tiles.peak.peak_bytes - limit, 0)
+        if traced.rates.swapped(seconds, excess, excess, to_disk=False) >= fastest:
             continue
         swaps = SwapSearch(traced, tiles.plans, swap)
         tuned = swaps.tuned(limit)
         if tuned is not None and swaps.has_room(tuned):
             seconds = swaps.seconds(tuned, seconds)
-            fastest = min(fastest, seconds)
-            yield FeasiblePlan(BudgetPlan(tiles.plans, search.left, tuned, why), seconds, limit)
-
-
-def _least_swapped(traced: TracedStep, seconds: float, excess: int) -> float:
-    """Return a lower bound of the time of a step from which `excess` bytes have to be swapped: they come and go."""
-    return traced.rates.swapped(seconds, max(excess, 0), max(excess, 0), to_disk=False)
+            if seconds < fastest:
+                fastest = seconds
+                yield FeasiblePlan(BudgetPlan(tiles.plans, search.left, tuned, why), seconds, limit)
 
 
 class LeastMemory:
-    """The plans that need least: swaps of small tensors too, alone and on top of the smallest tiles.
+    """The plans that need least: the smallest tiles, and swaps of small tensors too, alone and on top of these.
 
     Args:
         traced: The step.
@@ -274,16 +267,29 @@ class LeastMemory:
         self._search = search
         self._params = params
 
-    @functools.cached_property
-    def _swapped(self) -> list[tuple[Candidate, SwapSearch]]:
+    def _swapped(self) -> Iterator[tuple[Candidate, SwapSearch]]:
+        """Yield plans of tiles with the search for their swaps, each planned when it is needed."""
         if self._params.swap is False:
-            return []
-        params, candidates = swaps_within(self._params, least=True), (self._traced.plain, self._search.smallest)
-        return [(candidate, SwapSearch(self._traced, candidate.plans, params)) for candidate in candidates]
+            return
+        yield self._traced.plain, self._swaps_alone
+        if self._search.smallest.plans:
+            yield self._search.smallest, self._swaps_with_tiles
+
+    @functools.cached_property
+    def _swaps_alone(self) -> SwapSearch:
+        return SwapSearch(self._traced, [], swaps_within(self._params, least=True))
+
+    @functools.cached_property
+    def _swaps_with_tiles(self) -> SwapSearch:
+        return SwapSearch(self._traced, self._search.smallest.plans, swaps_within(self._params, least=True))
 
     def within(self, limit: int) -> Iterator[FeasiblePlan]:
         """Yield the plans that fit, so that the smallest budget that an error names can be met, and any above."""
-        for candidate, swaps in self._swapped:
+        tiles = self._search.smallest
+        if tiles.plans and tiles.peak.peak_bytes <= limit:
+            seconds = tiles.time_ratio * self._traced.seconds
+            yield FeasiblePlan(BudgetPlan(tiles.plans, self._search.left), seconds, tiles.peak.peak_bytes)
+        for candidate, swaps in self._swapped():
             tuned = swaps.tuned(limit)
             if tuned is not None:
                 why = BOTH if candidate.plans else "swaps, because no tiles fit"
@@ -293,7 +299,7 @@ class LeastMemory:
     def peak(self) -> tuple[Peak, list[SegmentPlan]]:
         """Return the lowest peak of tiles, of swaps, and of both, and the tiles."""
         peaks = [(self._search.smallest.peak, self._search.smallest.plans)]
-        for candidate, swaps in self._swapped:
+        for candidate, swaps in self._swapped():
             smallest = swaps.smallest()
             peaks.extend([] if smallest is None else [(smallest[1], candidate.plans)])
         return min(peaks, key=lambda pair: pair[0].peak_bytes)

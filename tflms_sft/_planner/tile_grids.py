@@ -72,11 +72,13 @@ def thinned(grids: Sequence[Grid], growth: float) -> list[Grid]:
 
 
 def coarsest_fitting(grids: Sequence[Grid], fits: Callable[[Grid], bool]) -> Grid | None:
-    """Return the grid with the fewest tiles that fits, by bisection; `None` if none does.
+    """Return the grid with the fewest tiles that fits, by bisection if it is not the first; `None` if none does.
 
     More tiles are assumed to fit where fewer do. Halos break that now and then: an earlier grid may fit as well.
     """
-    index = bisect.bisect_left(grids, True, key=fits)
+    if grids and fits(grids[0]):
+        return grids[0]
+    index = bisect.bisect_left(grids, True, lo=min(1, len(grids)), key=fits)
     return grids[index] if index < len(grids) else None
 
 
