@@ -123,23 +123,24 @@ def _created_for_forward_loops(graph: Graph) -> set[Node]:
 
 def hidden_gradients(graph: Graph, order: list[Node]) -> Node | None:
     """Return the first node with a function body, such as a loop, that contains operations created by autodiff."""
-    has_gradients = _function_test(graph, lambda node: _made_by_autodiff(node.name, node.op))
+    has_gradients = _function_test(graph, lambda node: _made_by_autodiff(node.name, node.op), unknown=False)
     return next((node for node in order if any(map(has_gradients, _bodies(node.attrs)))), None)
 
 
-def _function_test(graph: Graph, is_sought: Callable[[Any], bool]) -> Callable[[str], bool]:
-    """Return a function that tells whether a function, by name, contains an op of a kind, or is not in the library.
+def _function_test(graph: Graph, is_sought: Callable[[Any], bool], *, unknown: bool) -> Callable[[str], bool]:
+    """Return a function that tells whether a function of the graph's library, by name, contains an op of a kind.
 
     Args:
         graph: The graph.
         is_sought: Tells whether the `NodeDef` of an op is of that kind.
+        unknown: Result for a function that is not in the library.
     """
     functions = {function.signature.name: function for function in graph.library.function}
     containing: dict[str, bool] = {}
 
     def contains(name: str) -> bool:
         if name not in containing:
-            containing[name] = name not in functions  # Unknown; a function that calls itself is not.
+            containing[name] = unknown and name not in functions  # A function may call itself.
             body = functions[name].node_def if name in functions else ()
             containing[name] |= any(
                 is_sought(node) or any(contains(inner) for inner in _bodies(node.attr)) for node in body
@@ -255,7 +256,7 @@ def data_dependent_nodes(graph: Graph, order: list[Node]) -> set[Node]:
         order: Its nodes in topological order.
     """
     result: set[Node] = set()
-    draws = _function_test(graph, lambda node: not _bodies(node.attr) and _yields_new_value(node.op))
+    draws = _function_test(graph, lambda node: not _bodies(node.attr) and _yields_new_value(node.op), unknown=True)
     for node in order:
         if node.op in ("Const", "ReadVariableOp", "NoOp"):
             continue

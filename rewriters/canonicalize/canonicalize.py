@@ -14,7 +14,7 @@
    consumers. Then repeats step 4.
 7. Replaces the gradient of `Tile`, a sum over a reshape to (times, size, times, size, ...), by a sum over the tiled
    axes.
-8. Connects the frames of unrolled loops directly (`unstack_frames.py`).
+8. Connects the frames of unrolled loops directly (`connect_frames.py`).
 9. For tiling, folds matrices of pixels into images (`matrices_to_images.py`), and adds a batch axis to images without
    one (`add_batch_axis.py`).
 """
@@ -29,10 +29,10 @@ import tensorflow as tf
 
 from rewriters.canonicalize import (
     add_batch_axis,
+    connect_frames,
     expand_fused_batch_norm,
     expand_grouped_conv,
     matrices_to_images,
-    unstack_frames,
 )
 from rewriters.device.loop_lists import add_loop_facts
 from rewriters.errors import RewriteError
@@ -201,12 +201,12 @@ def _bypass_no_ops(graph: Graph, evaluate: StaticEvaluator) -> bool:
 
 
 def _connect_frames(graph: Graph, evaluate: StaticEvaluator) -> bool:
-    mapping = unstack_frames.connect_frames(graph, evaluate)
+    mapping = connect_frames.connect_frames(graph, evaluate)
     if not mapping:
         return False
     effects = _effects(graph.execution_order())
     mapping = {old: new for old, new in mapping.items() if not effects[old.node] & ~effects[new.node]}
-    unstack_frames.wait_for_single_frames(graph, mapping)
+    connect_frames.wait_for_single_frames(graph, mapping)
     return _bypass(graph, mapping)
 
 
