@@ -17,6 +17,7 @@
 8. Connects the frames of unrolled loops directly (`connect_frames.py`).
 9. For tiling, folds matrices of pixels into images (`matrices_to_images.py`), and adds a batch axis to images without
    one (`add_batch_axis.py`).
+10. Unless a pipeline compares two traces, merges equal constants (`merge_constants.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rewriters.canonicalize import (
     expand_fused_batch_norm,
     expand_grouped_conv,
     matrices_to_images,
+    merge_constants,
 )
 from rewriters.device.loop_lists import add_loop_facts
 from rewriters.errors import RewriteError
@@ -89,12 +91,12 @@ def read_canonical(concrete_fn: Any, mode: CanonicalMode = CanonicalMode.TILING)
 
 
 def canonicalize_graph(graph: Graph, mode: CanonicalMode = CanonicalMode.TILING) -> Graph:
-    """Return `graph` after steps 2 to 8, and step 9 in mode `TILING`."""
+    """Return `graph` after steps 2 to 8, step 9 in mode `TILING`, and step 10 in all modes but `BATCH_ANALYSIS`."""
     return run_pass(Canonicalization(mode), graph).graph
 
 
 class Canonicalization(GraphPass[PassResult]):
-    """Runs steps 2 to 9 on a copy of a graph until none of them changes it.
+    """Runs steps 2 to 9 on a copy of a graph until none of them changes it, then step 10.
 
     The steps edit the copy in place: each of them runs several times, and a copy for each takes longer than the step.
     """
@@ -116,6 +118,8 @@ class Canonicalization(GraphPass[PassResult]):
             again, round_changed = self._round(new)
             changed |= round_changed
             if not again:
+                if self.mode is not CanonicalMode.BATCH_ANALYSIS:
+                    changed |= merge_constants.merge_constants(new)
                 return PassResult(new if changed else graph, changed)
         raise RewriteError(f"Canonicalization is not stable after {MAX_ROUNDS} rounds. Please report it.")
 

@@ -147,8 +147,9 @@ def test_insert_swaps_swap_in_waits_for_releases_before(tmp_path):
     result = swapped(step, DiskTier(SpillStore(str(tmp_path))), ctrld_strategy="direct_order", fuse_swapins=True)
     swap_ins, waited = {}, set()
     for swap in result.plan.swaps:
+        index = f"_{swap.tensor.index}" if swap.tensor.index else ""
         for number, swap_in in enumerate(swap.swap_ins):
-            swap_ins[f"lms/{swap.tensor.node.name}/swap_in_{number}"] = swap_in
+            swap_ins[f"lms/{swap.tensor.node.name}{index}/swap_in_{number}"] = swap_in
     for name, swap_in in swap_ins.items():
         for before in result.graph.nodes[name].control_inputs:
             if "/given_back_" in before.name:
