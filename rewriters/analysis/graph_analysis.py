@@ -41,7 +41,6 @@ class GraphAnalysis:
         forward_derived: Backward nodes that are computed from forward values alone.
         data: Nodes that depend on data, not on variables alone.
         evaluate: Static evaluator.
-        layouts: Axis layouts of images.
     """
 
     def __init__(
@@ -71,9 +70,8 @@ class GraphAnalysis:
         self.backward = self.backward | self.forward_derived if backward is None else set(backward)
         self.data = data_dependent_nodes(graph, self.order)
         self.evaluate = StaticEvaluator(graph, self.order)
-        self.layouts = Layouts()
+        self._layouts: Layouts | None = None
         self._views: dict[Node, OpView] = {}
-        self._find_layouts()
 
     def _successors(self) -> dict[Node, list[Node]]:
         """Return successors by data and control edges, without reads of a shape: those move to the segment's entry."""
@@ -85,7 +83,15 @@ class GraphAnalysis:
                 result[before].append(node)
         return result
 
-    def _find_layouts(self) -> None:
+    @property
+    def layouts(self) -> Layouts:
+        """Axis layouts of images, found when they are first needed: the passes of a swapped step need none."""
+        if self._layouts is None:
+            self._layouts = Layouts()  # The views of the ops refer to it while it is filled.
+            self._find_layouts(self._layouts)
+        return self._layouts
+
+    def _find_layouts(self, layouts: Layouts) -> None:
         anchors, links = [], []
         for node in self.order:
             try:
@@ -95,7 +101,7 @@ class GraphAnalysis:
             except NotTileableError:
                 continue  # The node is not tiled.
         outputs = (node.out(index) for node in self.order for index in range(len(node.outputs)))
-        self.layouts.find(anchors, links, outputs)
+        layouts.find(anchors, links, outputs)
 
     def view(self, node: Node) -> OpView:
         """Return a node in the form that rules read."""

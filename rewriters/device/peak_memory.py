@@ -330,13 +330,12 @@ def replay(
         if action is maps:
             held[key] = pool.map(num_bytes)
             continue
-        before = pool.in_use
-        handles = [pool.allocate(block) for block in blocks]
-        now = pool.in_use
-        if name in inner:
-            now = max([now, *(peak_bytes_of(iteration, pool) for iteration in inner[name])])
-        for handle in handles:
-            pool.free(handle)
+        before = now = pool.in_use
+        if blocks or name in inner:  # Most ops are neither.
+            handles = [pool.allocate(block) for block in blocks]
+            now = max([pool.in_use, *(peak_bytes_of(iteration, pool) for iteration in inner.get(name, ()))])
+            for handle in handles:
+                pool.free(handle)
         timeline.append((name, now))
         if now > peak:
             peak, worst, at, own_bytes = now, number, name, now - before

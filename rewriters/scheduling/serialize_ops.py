@@ -177,20 +177,32 @@ class _MemoryOrder:
             self._waiting[node] = len(before)
             for other in before:
                 self._after[other].append(node)
-        self._root: dict[Tensor, Tensor] = {}
+        self._num_bytes: dict[Tensor, int] = {}
+        self._allocated: dict[Node, int] = {}
+        self._read_buffers: dict[Node, list[Tensor]] = {}
         self._readers: dict[Tensor, set[Node]] = {}
         self._done: set[Node] = set()
         self._by_rank: dict[Node, Iterator[Node]] = {}
         self._find_buffers()
 
     def _find_buffers(self) -> None:
-        """Find the buffer of each tensor, and the ops that read each buffer."""
+        """Find the buffers that each op allocates and reads, their sizes, and the ops that read each buffer.
+
+        Buffers of arguments, variables and constants do not count as read.
+        """
+        root: dict[Tensor, Tensor] = {}
         for node in self._rank:
-            for tensor in node.inputs:
-                self._readers.setdefault(self._root.setdefault(tensor, tensor), set()).add(node)
+            buffers = dict.fromkeys(root.setdefault(tensor, tensor) for tensor in node.inputs)
+            for buffer in buffers:
+                self._readers.setdefault(buffer, set()).add(node)
+            self._read_buffers[node] = [buffer for buffer in buffers if buffer.node.inputs]
+            shared = bool(node.inputs) and forwards_input_buffer(node)
+            self._allocated[node] = 0
             for index in range(len(node.outputs)):
-                shared = forwards_input_buffer(node) and node.inputs
-                self._root[node.out(index)] = self._root[node.inputs[0]] if shared else node.out(index)
+                tensor = node.out(index)
+                root[tensor] = root[node.inputs[0]] if shared else tensor
+                self._num_bytes[tensor] = tensor.num_bytes(self._batch)
+                self._allocated[node] += 0 if shared else self._num_bytes[tensor]
 
     def run(self) -> Iterator[tuple[Node, int, int]]:
         """Yield nodes in order, with the bytes that each takes or, if more, frees, and the bytes that it reads."""
@@ -237,12 +249,11 @@ class _MemoryOrder:
         for need in sorted(needs, key=lambda need: need.remaining - need.peak):
             peak = max(peak, held + need.peak)
             held += need.remaining
-        allocated, freed = self._allocated_and_freed(node)
-        new_buffers = [buffer for buffer in self._read_buffers(node) if buffer.node in missing]
-        in_place = may_run_in_place(node) and any(b.num_bytes(self._batch) == allocated for b in new_buffers)
+        allocated, freed = self._allocated[node], self._freed(node)
+        new_sizes = [self._num_bytes[buffer] for buffer in self._read_buffers[node] if buffer.node in missing]
+        in_place = allocated in new_sizes and may_run_in_place(node)
         known[node] = _Need(
-            max(peak, held + (0 if in_place else allocated)),
-            held + allocated - freed - sum(buffer.num_bytes(self._batch) for buffer in new_buffers),
+            max(peak, held + (0 if in_place else allocated)), held + allocated - freed - sum(new_sizes)
         )
         return known[node]
 
@@ -253,30 +264,23 @@ class _MemoryOrder:
             current = pending.pop()
             if current in self._done:
                 continue
-            allocated, freed = self._allocated_and_freed(current)
+            moved = max(self._allocated[current], self._freed(current))
+            buffers = self._read_buffers[current]
             self._done.add(current)
-            for tensor in current.inputs:
-                self._readers[self._root[tensor]].discard(current)
-            yield current, max(allocated, freed), sum(b.num_bytes(self._batch) for b in self._read_buffers(current))
+            for buffer in buffers:
+                self._readers[buffer].discard(current)
+            yield current, moved, sum(self._num_bytes[buffer] for buffer in buffers)
             for other in self._after[current]:
                 self._waiting[other] -= 1
             ready = set(self._after[current])
-            for buffer in self._read_buffers(current):
+            for buffer in buffers:
                 if len(self._readers[buffer]) == 1:  # The last reader frees the buffer.
                     ready |= self._readers[buffer]
             for other in sorted(ready, key=self._rank.__getitem__, reverse=True):
-                if other not in self._done and not self._waiting[other]:
-                    allocated, freed = self._allocated_and_freed(other)
-                    if freed > allocated:
-                        pending.append(other)
+                is_ready = other not in self._done and not self._waiting[other]
+                if is_ready and self._freed(other) > self._allocated[other]:
+                    pending.append(other)
 
-    def _allocated_and_freed(self, node: Node) -> tuple[int, int]:
-        """Return the bytes that a node allocates, and the bytes that no op reads after it."""
-        results = (node.out(index) for index in range(len(node.outputs)))
-        allocated = sum(t.num_bytes(self._batch) for t in results if self._root[t] == t)
-        last = [buffer for buffer in self._read_buffers(node) if self._readers[buffer] == {node}]
-        return allocated, sum(buffer.num_bytes(self._batch) for buffer in last)
-
-    def _read_buffers(self, node: Node) -> list[Tensor]:
-        """Return the buffers that a node reads, except those of arguments, variables and constants."""
-        return [buffer for buffer in dict.fromkeys(self._root[t] for t in node.inputs) if buffer.node.inputs]
+    def _freed(self, node: Node) -> int:
+        """Return the bytes that no op reads after a node."""
+        return sum(self._num_bytes[buffer] for buffer in self._read_buffers[node] if self._readers[buffer] == {node})

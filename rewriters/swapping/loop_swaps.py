@@ -118,7 +118,7 @@ def swap_lists(new: Graph, lists: Sequence[SavedList], tier: Tier) -> None:
     loop, reader = new.nodes[lists[0].tensor.node.name], new.nodes[lists[0].reader.name]
     name = f"lms/{loop.name}"
     created = loop.inputs[lists[0].tensor.index].node
-    created.attrs["element_dtype"] = type_attr(tf.int64)
+    created.attrs = {**created.attrs, "element_dtype": type_attr(tf.int64)}
     created.inputs[0] = int_constant(new, f"{name}/element_shape", (), tf.int32).out()
     _set_body(new, loop, _swapping_out(loop, lists, tier, f"{name}/swap_out"), tier)
     _set_body(new, reader, _swapping_in(reader, lists, tier, f"{name}/swap_in"), tier)
@@ -131,7 +131,7 @@ def _swapping_out(loop: Node, lists: Sequence[SavedList], tier: Tier, name: str)
     first, *others = (body.nodes[saved.push.name] for saved in lists)
     elements = [body.nodes[saved.push.name].inputs[1] for saved in lists]
     first.inputs[1] = tier.swap_out_elements(body, elements, name)
-    first.attrs["element_dtype"] = type_attr(tf.int64)
+    first.attrs = {**first.attrs, "element_dtype": type_attr(tf.int64)}
     _replace(body, {push.out(): push.inputs[0] for push in others}, first)
     return body
 
@@ -180,9 +180,9 @@ def _set_body(graph: Graph, loop: Node, body: Graph, tier: Tier) -> None:
     assert loop.loop is not None
     if not tier.is_skeleton:
         added = add_body(graph, body, f"{loop.attrs['body'].func.name}_swapped")
-        loop.attrs["body"] = _function_attr(added)
+        loop.attrs = {**loop.attrs, "body": _function_attr(added)}
     loop.op = "While"
-    loop.attrs["parallel_iterations"] = tf.compat.v1.AttrValue(i=1)
+    loop.attrs = {**loop.attrs, "parallel_iterations": tf.compat.v1.AttrValue(i=1)}
     if not variable_handles(loop):  # A loop that reads a variable waits for earlier writes, as of the step before.
         graph.unordered.add(loop.name)
     loop.loop = loop_facts(loop, body, loop.loop.lengths)

@@ -99,7 +99,7 @@ def test_copy_is_independent_of_original():
     assert not {id(n) for n in copy.nodes.values()} & {id(n) for n in graph.nodes.values()}
     for node in copy.nodes.values():
         node.inputs, node.control_inputs, node.op = [], [], "NoOp"
-        node.attrs.clear()
+        node.attrs = {}
         node.outputs.clear()
     copy.inputs.clear()
     copy.outputs.clear()
