@@ -330,7 +330,7 @@ class BarrierSearch:
         # A first guess, as if ops ran untiled.
         self._bytes_beside = traced.plain.peak.peak_bytes - barriers.families[0][0].num_bytes(traced.batch)
 
-    @property
+    @functools.cached_property
     def _seconds_outside(self) -> float:
         """Time of the ops that never run in tiles."""
         return self._traced.seconds - self._traced.costs.step(self._barriers.nodes)
@@ -340,18 +340,17 @@ class BarrierSearch:
             self._plans[checkpoints] = CheckpointPlan(self._estimates, self._barriers.segment("segment1", checkpoints))
         return self._plans[checkpoints]
 
-    def _promising(self, limit: int) -> Iterator[CheckpointPlan]:
-        """Yield the plans of each family that fit with small iterations; the one that recomputes least comes first."""
-        for family in self._barriers.families:
-            yield from map(self._plan, family[self._first_fitting(family, limit) :])
-
     def least_seconds(self, limit: int) -> float:
         """Return the least time of the sets whose checkpoints alone stay within `limit` bytes."""
-        seconds = []
-        for family in self._barriers.families:
-            first = self._first_within(family, limit, self._held_bytes)
-            seconds += [self._plan(checkpoints).least_seconds for checkpoints in family[first : first + 1]]
-        return self._seconds_outside + min(seconds, default=math.inf)
+        return min(self._least_seconds_of(family, limit) for family in self._barriers.families)
+
+    def _least_seconds_of(self, family: Sequence[CheckpointSet], limit: int) -> float:
+        """Return a lower bound of the time of a family's sets within `limit` bytes; later ones recompute more."""
+        first = self._first_within(family, limit, self._held_bytes)
+        return self._least_seconds(self._plan(family[first])) if first < len(family) else math.inf
+
+    def _least_seconds(self, plan: CheckpointPlan) -> float:
+        return self._seconds_outside + plan.least_seconds
 
     def _first_within(self, family: Sequence[CheckpointSet], limit: int, beside: int) -> int:
         """Return the position of the first set with which a step stays within `limit` bytes, by the bytes beside it."""
@@ -394,25 +393,18 @@ class BarrierSearch:
         return self._fastest.get(limit)
 
     def _search_within(self, limit: int) -> Candidate | None:
-        """Try the sets of each family that fit.
-
-        Sets of checkpoints whose lower bound is slower than the best plan are skipped. Carried halos are tried where
-        the best plan with recomputed ones splits rows at all.
-        """
-        best: Candidate | None = None
-        for plan in self._promising(limit):
-            if (
-                best is not None
-                and best.time_ratio * self._traced.seconds <= self._seconds_outside + plan.least_seconds
-            ):
+        """Try the sets of each family that fit, up to the first whose lower bound is slower than the best plan."""
+        candidates: list[Candidate] = []
+        fastest = math.inf
+        for family in self._barriers.families:
+            if self._least_seconds_of(family, limit) >= fastest:
                 continue
-            for halo in Halo:
-                candidate = plan.fastest_within(halo, limit)
-                if candidate is not None and (best is None or _rank(candidate) < _rank(best)):
-                    best = candidate
-                if candidate is None or all(max(loop.grid.spatial) == 1 for loop in candidate.plans[0].loops):
+            for plan in map(self._plan, family[self._first_fitting(family, limit) :]):
+                if self._least_seconds(plan) >= fastest:
                     break
-        return best
+                candidates += _with_halos(plan, limit)
+                fastest = min(candidate.time_ratio for candidate in candidates) * self._traced.seconds
+        return min(candidates, key=_rank, default=None)
 
     @functools.cached_property
     def smallest(self) -> Candidate:
@@ -432,6 +424,16 @@ class BarrierSearch:
     def proposed(self, target: int) -> Candidate | None:
         """Return the plan for a target, whether its step meets it or not."""
         return self.fastest_within(target) or self.smallest
+
+
+def _with_halos(plan: CheckpointPlan, limit: int) -> Iterator[Candidate]:
+    """Yield the plans of a set that fit; carried halos are tried where recomputed ones split rows at all."""
+    for halo in Halo:
+        candidate = plan.fastest_within(halo, limit)
+        if candidate is not None:
+            yield candidate
+        if candidate is None or all(max(loop.grid.spatial) == 1 for loop in candidate.plans[0].loops):
+            return
 
 
 def _rank(candidate: Candidate) -> tuple[float, int]:

@@ -1,8 +1,8 @@
 """Plans within a memory budget: tiles, swaps, or both, whichever is predicted to be fastest.
 
-A step that fits is not rewritten. Otherwise the candidates are tiles alone and swaps alone. Where neither fits, or both
-take more than `MAX_TIME_RATIO_ALONE` times as long as the original step, tiles together with swaps are candidates, too.
-If nothing fits, the plan that needs least is tried, with small tensors swapped as well.
+A step that fits is not rewritten. Otherwise the candidates are tiles alone and swaps alone; where neither fits, small
+tensors are swapped, too. Where nothing fits yet, or all take more than `MAX_TIME_RATIO_ALONE` times as long as the
+original step, tiles together with swaps are candidates. If nothing fits, the plan that needs least is tried.
 
 With a larger budget no candidate gets slower, and so neither does the fastest of them. No plan counts as faster than
 the original step.
@@ -139,7 +139,7 @@ def plans_within_budget(traced: TracedStep, params: AutoParams, advise: bool = F
         params = dataclasses.replace(params, swap=False)
     search = _search(traced)
     least = LeastMemory(traced, search, params)
-    for feasible in itertools.chain(_fitting(traced, search, params), least.within(limit_of(traced, params))):
+    for feasible in itertools.chain(_fitting(traced, search, params, least), least.within(limit_of(traced, params))):
         advice = _larger_budgets(traced, search, params, feasible) if advise else ""
         yield dataclasses.replace(feasible.plan, why=feasible.plan.why or why, advice=advice)
         if feasible.plan.swaps is not None:  # The graph has nothing to swap after all.
@@ -175,7 +175,7 @@ def limit_of(traced: TracedStep, params: AutoParams) -> int:
     return int(params.memory_budget * (1 - params.headroom) / traced.correction)
 
 
-def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams) -> list[FeasiblePlan]:
+def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: LeastMemory) -> list[FeasiblePlan]:
     """Return the plans that fit of the original step, tiles, swaps, and both, the fastest first."""
     limit, plain = limit_of(traced, params), traced.plain.peak.peak_bytes
     if plain <= limit:
@@ -195,6 +195,8 @@ def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams) -> list
         why = are_slower if tiles is not None or tiled >= swapped else "no tiles fit"
         plan = dataclasses.replace(alone.plan, left=search.left, why=f"swaps, because {why}")
         options.append(dataclasses.replace(alone, plan=plan))
+    if not options:
+        options += least.swaps_alone(limit)
     fastest = min((option.seconds for option in options), default=math.inf)
     if params.swap is not False and fastest > MAX_TIME_RATIO_ALONE * traced.seconds:
         options += _together(traced, search, swap, limit, fastest)
@@ -271,17 +273,21 @@ class LeastMemory:
         """Yield plans of tiles with the search for their swaps, each planned when it is needed."""
         if self._params.swap is False:
             return
-        yield self._traced.plain, self._swaps_alone
+        yield self._traced.plain, self._untiled
         if self._search.smallest.plans:
-            yield self._search.smallest, self._swaps_with_tiles
+            yield self._search.smallest, self._tiled
 
     @functools.cached_property
-    def _swaps_alone(self) -> SwapSearch:
+    def _untiled(self) -> SwapSearch:
         return SwapSearch(self._traced, [], swaps_within(self._params, least=True))
 
     @functools.cached_property
-    def _swaps_with_tiles(self) -> SwapSearch:
+    def _tiled(self) -> SwapSearch:
         return SwapSearch(self._traced, self._search.smallest.plans, swaps_within(self._params, least=True))
+
+    def swaps_alone(self, limit: int) -> list[FeasiblePlan]:
+        """Return the plan with swaps of small tensors, too, and without tiles, if it fits."""
+        return [] if self._params.swap is False else self._with_swaps(self._traced.plain, self._untiled, limit)
 
     def within(self, limit: int) -> Iterator[FeasiblePlan]:
         """Yield the plans that fit, so that the smallest budget that an error names can be met, and any above."""
@@ -290,11 +296,16 @@ class LeastMemory:
             seconds = tiles.time_ratio * self._traced.seconds
             yield FeasiblePlan(BudgetPlan(tiles.plans, self._search.left), seconds, tiles.peak.peak_bytes)
         for candidate, swaps in self._swapped():
-            tuned = swaps.tuned(limit)
-            if tuned is not None:
-                why = BOTH if candidate.plans else "swaps, because no tiles fit"
-                seconds = swaps.seconds(tuned, candidate.time_ratio * self._traced.seconds)
-                yield FeasiblePlan(BudgetPlan(candidate.plans, self._search.left, tuned, why), seconds, limit)
+            yield from self._with_swaps(candidate, swaps, limit)
+
+    def _with_swaps(self, candidate: Candidate, swaps: SwapSearch, limit: int) -> list[FeasiblePlan]:
+        """Return the plan with tiles and swaps, if it fits."""
+        tuned = swaps.tuned(limit)
+        if tuned is None or not swaps.has_room(tuned):
+            return []
+        why = BOTH if candidate.plans else "swaps, because no tiles fit"
+        seconds = swaps.seconds(tuned, candidate.time_ratio * self._traced.seconds)
+        return [FeasiblePlan(BudgetPlan(candidate.plans, self._search.left, tuned, why), seconds, limit)]
 
     def peak(self) -> tuple[Peak, list[SegmentPlan]]:
         """Return the lowest peak of tiles, of swaps, and of both, and the tiles."""
