@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from rewriters.analysis.autodiff_roles import is_seed
-from rewriters.ir.graph import Graph, Node, Tensor
+from rewriters.ir.graph import Graph, Tensor
 
 __all__: list[str] = []
 

@@ -252,9 +252,7 @@ class _MemoryOrder:
         allocated, freed = self._allocated[node], self._freed(node)
         new_sizes = [self._num_bytes[buffer] for buffer in self._read_buffers[node] if buffer.node in missing]
         in_place = allocated in new_sizes and may_run_in_place(node)
-        known[node] = _Need(
-            max(peak, held + (0 if in_place else allocated)), held + allocated - freed - sum(new_sizes)
-        )
+        known[node] = _Need(max(peak, held + (0 if in_place else allocated)), held + allocated - freed - sum(new_sizes))
         return known[node]
 
     def _do(self, node: Node) -> Iterator[tuple[Node, int, int]]:
