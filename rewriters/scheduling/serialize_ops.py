@@ -14,7 +14,13 @@ from typing import NamedTuple
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.device.kernel_scratch import ConcurrencyGroup, is_conv_or_pool_grad, takes_memory
-from rewriters.device.properties import device_of, forwards_input_buffer, may_fuse_with_consumer, may_run_in_place
+from rewriters.device.properties import (
+    allocates,
+    device_of,
+    forwards_input_buffer,
+    may_fuse_with_consumer,
+    may_run_in_place,
+)
 from rewriters.ir.graph import Graph, Node, Tensor, predecessors
 from rewriters.ir.graph_pass import GraphPass, PassResult
 from rewriters.scheduling.control_edges import ControlEdge, add_control_edges
@@ -275,9 +281,15 @@ class _MemoryOrder:
                 if len(self._readers[buffer]) == 1:  # The last reader frees the buffer.
                     ready |= self._readers[buffer]
             for other in sorted(ready, key=self._rank.__getitem__, reverse=True):
-                is_ready = other not in self._done and not self._waiting[other]
-                if is_ready and self._freed(other) > self._allocated[other]:
+                if other not in self._done and not self._waiting[other] and self._takes_nothing(other):
                     pending.append(other)
+
+    def _takes_nothing(self, node: Node) -> bool:
+        """Return whether an op frees more than it allocates, or writes its result over an operand."""
+        freed, allocated = self._freed(node), self._allocated[node]
+        if freed != allocated or not may_run_in_place(node):
+            return freed > allocated
+        return any(self._num_bytes[buffer] == freed and allocates(buffer.node) for buffer in self._read_buffers[node])
 
     def _freed(self, node: Node) -> int:
         """Return the bytes that no op reads after a node."""

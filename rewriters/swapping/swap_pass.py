@@ -17,7 +17,7 @@ from rewriters.analysis.autodiff_roles import in_scope, reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, require_analysed
 from rewriters.device.properties import device_of
 from rewriters.errors import RewriteError
-from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors
+from rewriters.ir.graph import Graph, Node, Tensor, ancestors, predecessors, producers
 from rewriters.ir.graph_pass import GraphPass, PassResult, run_pass, run_passes
 from rewriters.ir.op_traits import Trait, is_collective, ops_with
 from rewriters.scheduling.delay_early_ops import DelayEarlyOps, earliest_forward_level
@@ -190,10 +190,14 @@ class _SwapSelector:
                         queue.append(reader)
 
     def _starts(self) -> list[Node]:
+        """Return the ops that the options name; by default arguments, and then draws, such as those of dropout."""
         scope, names = self.options.starting_scope, self.options.starting_op_names
         forward = [node for node in self.analysis.order if node not in self.analysis.backward]
         if scope is None and not names:
-            return [t.node for t in self.analysis.graph.inputs if t.node in self.analysis.data]
+            data = self.analysis.data
+            arguments = [t.node for t in self.analysis.graph.inputs if t.node in data]
+            draws = [n for n in forward if n in data and not any(before in data for before in producers(n))]
+            return list(dict.fromkeys([*arguments, *draws]))
         return [n for n in forward if n.name in names or (scope is not None and in_scope(n.name, scope))]
 
     def _swap(self, tensor: Tensor) -> Swap | None:

@@ -130,6 +130,50 @@ def test_serialize_large_ops_small_consumer_ends_before_next_large_op():
     assert graph.nodes["gradient"] not in small.control_inputs, "both readers may run at once"
 
 
+def test_serialize_large_ops_updates_of_one_variable_end_before_next_gradient():
+    """The second slot's chain begins in place, so it frees the gradient before another variable's gradient exists."""
+    graph = Graph({}, [], [], [], LIBRARY, None)
+
+    def add(name, op, inputs, size=100):
+        return graph.add(Node(name, op, [n.out() for n in inputs], outputs=[(tf.float64, (size,))]))
+
+    source = graph.add(Node("source", "Const", outputs=[(tf.float64, (1,))]))
+    slots: dict[str, list[Node]] = {"mean": [], "variance": []}
+    for variable in "ab":
+        gradient = add(f"{variable}/gradient", "Roll", [source])
+        slots["mean"].append(add(f"{variable}/mean", "Roll", [gradient], 1))
+        square = add(f"{variable}/square", "Square", [gradient])
+        slots["variance"].append(add(f"{variable}/variance", "Roll", [square], 1))
+    graph.outputs = [node.out() for nodes in slots.values() for node in nodes]
+    graph = run_pass(SerializeLargeOps(backward=(), fixed=(), min_bytes=800, batch=1), graph).graph
+    order = [node.name for node in graph.execution_order()]
+    assert order.index("a/variance") < order.index("b/gradient") or order.index("b/variance") < order.index(
+        "a/gradient"
+    )
+    assert graph_peak(graph_schedule(graph, (), 1, []), {}, limit=0).peak_bytes < 2 * 800
+
+
+def test_serialize_large_ops_copies_of_variables_wait():
+    """An op never writes over a variable that it reads, so it takes memory, and runs when its result is needed."""
+    graph = Graph({}, [], [], [], LIBRARY, None)
+
+    def add(name, op, inputs, size=100):
+        return graph.add(Node(name, op, [n.out() for n in inputs], outputs=[(tf.float64, (size,))]))
+
+    handle = graph.add(Node("handle", "Placeholder", outputs=[(tf.resource, ())]))
+    source = graph.add(Node("source", "Const", outputs=[(tf.float64, (1,))]))
+    read = add("read", "ReadVariableOp", [handle])
+    early = add("early", "Roll", [read], 1)
+    root = add("root", "Sqrt", [read])
+    gradient = add("gradient", "Roll", [source])
+    small = add("small", "Roll", [gradient], 1)
+    end = add("end", "Roll", [small, root], 1)
+    graph.outputs = [early.out(), end.out()]
+    graph = run_pass(SerializeLargeOps(backward=(), fixed=(), min_bytes=800, batch=1), graph).graph
+    order = [node.name for node in graph.execution_order()]
+    assert order.index("small") < order.index("root")
+
+
 def test_serialize_large_ops_operand_with_largest_peak_runs_first():
     """The gradient of a normalisation: `scaled` could run early, and would stay allocated beside the other operand."""
     graph = Graph({}, [], [], [], LIBRARY, None)

@@ -119,6 +119,20 @@ def test_plan_swaps_sums_with_other_consumers_are_swapped():
     assert same_bits(step, result.function)
 
 
+@pytest.mark.parametrize("rate_of", (layers.Dropout, layers.SpatialDropout2D), ids=lambda layer: layer.__name__)
+def test_plan_swaps_draws_are_swapped(rate_of):
+    """A mask depends on no argument, and is saved for the backward pass like an activation."""
+
+    def net(x):
+        x = layers.Conv2D(4, 3, padding="same", activation="relu")(x)
+        return layers.Conv2D(4, 3, padding="same")(rate_of(0.5, seed=1)(x))
+
+    step = keras_step(net, (16, 24), 2, steps=3)
+    result = swapped(step)
+    assert any("dropout" in swap.tensor.node.name and swap.tensor.dtype == tf.bool for swap in result.plan.swaps)
+    assert same_bits(step, result.function)
+
+
 def test_insert_swaps_swap_in_waits_for_control_op():
     step = keras_step(plain, (16, 24), 2)
     result = swapped(step)

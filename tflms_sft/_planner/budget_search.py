@@ -180,6 +180,8 @@ def _fitting(traced: TracedStep, search: TileSearch, params: AutoParams, least: 
     limit, plain = limit_of(traced, params), traced.plain.peak.peak_bytes
     if plain <= limit:
         return [FeasiblePlan(BudgetPlan([], search.left), traced.seconds, plain)]
+    if limit <= traced.fixed_bytes:
+        return []
     options = []
     swap = swaps_within(params)
     alone = None if params.swap is False else _swaps_alone(traced, swap, limit)
