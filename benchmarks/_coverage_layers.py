@@ -28,7 +28,6 @@ NOT_FOR_IMAGES = {
         "RandomPerspective RandomPosterization RandomRotation RandomSaturation RandomSharpness RandomShear "
         "RandomTranslation RandomZoom Solarization"
     ),
-    "over sequences of images": "ConvLSTM1D ConvLSTM2D ConvLSTM3D TimeDistributed",
 }
 
 
@@ -36,7 +35,7 @@ def uses() -> dict[str, list[Use]]:
     """Return the uses of each layer by the name of its class."""
     from keras import layers
 
-    found = _of_several(layers) | _normalising(layers) | _by_pixel(layers) | _moving(layers)
+    found = _of_several(layers) | _normalising(layers) | _by_pixel(layers) | _moving(layers) | _over_frames(layers)
     for rank in (1, 2, 3):
         found |= _of_rank(layers, rank)
     return found
@@ -133,6 +132,24 @@ def _moving(kl: Any) -> dict[str, list[Use]]:
             for how in ("nearest", "bilinear", "bicubic")
         ],
     }
+
+
+def _over_frames(kl: Any) -> dict[str, list[Use]]:
+    """Layers over sequences of two images."""
+    from keras import ops
+
+    def frames(layer: Any) -> Callable[[Any], Any]:
+        return lambda x: layer(ops.stack([x, 0.5 * x], axis=1))
+
+    def recurrent(rank: int) -> list[Use]:
+        name, options = f"ConvLSTM{rank}D", {"filters": 4, "kernel_size": 3, "padding": "same"}
+        return [
+            (what, rank, lambda x, unroll=unroll: frames(getattr(kl, name)(unroll=unroll, **options))(x))
+            for what, unroll in (("unrolled", True), ("a loop", False))
+        ]
+
+    distributed = ("", 2, lambda x: ops.sum(frames(kl.TimeDistributed(kl.Conv2D(4, 3)))(x), axis=1))
+    return {"TimeDistributed": [distributed], **{f"ConvLSTM{rank}D": recurrent(rank) for rank in (1, 2, 3)}}
 
 
 def _of_rank(kl: Any, rank: int) -> dict[str, list[Use]]:

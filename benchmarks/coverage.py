@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,28 @@ def measure_network(*, network: str, part: float | None, emit: _child.Emit) -> d
     return {"peak": found.peak_bytes - fixed, "source": found.source, "cost": ratio}
 
 
+def search_network(*, network: str, emit: _child.Emit) -> float:
+    """Return the seconds of a search for tiles and swaps within half of the plain peak, without a cached plan."""
+    del emit
+    import tensorflow as tf
+
+    import tflms_sft
+    from tflms_sft._machine.calibration import machine_rates
+    from tflms_sft._planner.budget_search import plans_within_budget
+    from tflms_sft._planner.traced_step import analyse_step, collector_paused
+
+    step = _step_of(_nets.application(network, MEASURED_SIZE))
+    shape = (MEASURED_BATCH, MEASURED_SIZE, MEASURED_SIZE, 3)
+    concrete = step.get_concrete_function(tf.TensorSpec(shape), tf.TensorSpec(shape[:1], tf.int64))
+    with collector_paused():
+        traced = analyse_step(concrete)
+        traced.use_rates(machine_rates())
+        budget = traced.plain.peak.peak_bytes // 2
+        begin = time.perf_counter()
+        next(plans_within_budget(traced, tflms_sft.AutoParams(budget)))
+        return time.perf_counter() - begin
+
+
 # ----------------------------------------------------------------------------------------------------------
 # In the parent.
 
@@ -211,6 +234,8 @@ def network_row(name: str) -> list[str]:
     how = f"{compared['loops']} loops in {compared['segments']} segment(s)"
     line = [f"`{name}`", how, reasons or "nothing", f"{compared['difference']:.0e}"]
     line += [f"{plain['peak'] / MIB:.0f} MiB", memory]
+    searched = _child.run_child("benchmarks.coverage:search_network", {"network": name})
+    line.append(f"{searched.result:.0f} s" if searched.ok else f"no plan ({searched.how_it_ended()})")
     print(" | ".join(line), flush=True)
     return line
 
@@ -227,7 +252,8 @@ tables is known to the compiler: it has one rule for each operation, and sees no
 what comes after the last sum over the image. *Difference*: of loss, weights, moving statistics and momenta after that
 step to those of the plain step, in float64, relative to the largest number of each. *Peaks*: measured, of a float32
 step with {batch} images of {measured} x {measured}, plain and with a budget for tiles alone that leaves half of the
-plain peak (or 0.6, or 0.75, if there is no plan for less), without weights and momenta.
+plain peak (or 0.6, or 0.75, if there is no plan for less), without weights and momenta. *Search*: time to find tiles,
+swaps or both for half of the plain peak, weights and momenta included, on a machine with two cores.
 
 {networks}
 
@@ -248,7 +274,7 @@ goes in. A *barrier* is a sum over the whole image that the rest of the segment 
 
 def page(networks: list[list[str]], layers: list[list[str]], versions: dict[str, str]) -> str:
     """The whole page."""
-    titles = ["network", "tiled", "left alone", "difference", "plain peak", "peak with tiles"]
+    titles = ["network", "tiled", "left alone", "difference", "plain peak", "peak with tiles", "search"]
     others = [
         f"- {why}: " + ", ".join(f"`{name}`" for name in names.split())
         for why, names in _coverage_layers.NOT_FOR_IMAGES.items()
