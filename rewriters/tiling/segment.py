@@ -1,7 +1,9 @@
 """Segments: forward ops that run tile by tile, with the backward ops that belong to them.
 
 Dataflow determines the backward region of a segment. Its core are the backward ops that read an activation inside of
-the segment, which will no longer exist in full size. The core is completed to a convex set and then grows:
+the segment, which will no longer exist in full size. Without such an op, as for a single convolution, the core are the
+gradients of convolutions and pools that read an entry: their kernels take less scratch memory for a tile. The core is
+completed to a convex set and then grows:
 
 - *downward*: all consumers of an outgoing gradient join, if the gradient then need not exist in full size;
 - *upward*: the producer of an incoming gradient joins, if it reads nothing from outside of the segment.
@@ -17,6 +19,7 @@ from collections.abc import Iterable
 
 from rewriters.analysis.autodiff_roles import reads_shape_only
 from rewriters.analysis.graph_analysis import GraphAnalysis, check_forward, forward_kinds
+from rewriters.device.kernel_scratch import is_conv_or_pool_grad
 from rewriters.errors import NotTileableError
 from rewriters.ir.graph import Node, Tensor, ancestors, nodes_between
 from rewriters.rules.registry import TileKind, find_rule
@@ -205,6 +208,8 @@ class BackwardRegion:
         self._add_core()
         if self.must_materialise:
             return
+        if not self.nodes:
+            self._add_kernels()
         self._make_convex()
         self._update_kinds()
         before_growth = set(self.nodes), dict(self.results)
@@ -292,6 +297,18 @@ class BackwardRegion:
                 for other in self._backward_consumers(node) - queued:
                     queued.add(other)
                     heapq.heappush(heap, (position[other], other))
+
+    def _add_kernels(self) -> None:
+        """Add the gradients of convolutions and pools that read an entry, and those that read the same gradient."""
+        entries = self.analysis.sorted({t.node for t in self.forward_operands if self.analysis.is_image(t)} - self.ops)
+        for node in self.analysis.sorted({other for entry in entries for other in self._backward_consumers(entry)}):
+            if is_conv_or_pool_grad(node):
+                incoming = {t for t in node.inputs if self.kind(t) is TileKind.PARTIAL}
+                beside = [other for t in incoming for other in self._data_consumers(t) if is_conv_or_pool_grad(other)]
+                for other in self.analysis.sorted({node, *beside}):
+                    kind = self._absorbable(other, incoming)
+                    if kind is not None:
+                        self._add(other, kind)
 
     def _backward_consumers(self, node: Node) -> set[Node]:
         """Return the backward ops that read results of an op, and not their shapes alone."""

@@ -178,3 +178,41 @@ def test_layer_between_convolutions_equals_plain(name):
 @pytest.mark.parametrize("name", NETS)
 def test_layer_between_convolutions_with_known_batch_equals_plain(name, num_tiles):
     check(name, True, GRIDS[NETS[name][0]][num_tiles])
+
+
+class Roll(layers.Layer):
+    """An op that cannot run in tiles."""
+
+    def call(self, x):
+        return keras.ops.roll(x, 3, axis=1)
+
+
+@pytest.mark.parametrize("halo", ("recompute", "carry"))
+@pytest.mark.parametrize(
+    "layer",
+    (
+        lambda: layers.Conv2D(6, 3, padding="same", activation="relu", name="single"),
+        lambda: layers.Conv2D(6, 3, strides=2, use_bias=False, name="single"),
+        lambda: layers.DepthwiseConv2D(3, padding="same", activation="relu", name="single"),
+        lambda: layers.MaxPooling2D(3, 2, name="single"),
+    ),
+    ids=("conv", "strides", "depthwise", "pool"),
+)
+def test_single_convolution_and_its_gradients_run_in_tiles(layer, halo):
+    """No tensor inside is saved, but the kernels of the gradients take less scratch memory for a tile."""
+    keras.config.set_floatx("float64")
+    image = keras.Input((13, 12, 2))
+    x = Roll(name="before")(layers.Conv2D(4, 3, padding="same")(image))
+    x = Roll(name="after")(layer()(x))
+    model = keras.Model(image, layers.Dense(3)(layers.GlobalAveragePooling2D()(layers.Conv2D(4, 3)(x))))
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    step = model_step(model, batches_of([3, 3], (13, 12, 2)), False, {"optimizer": optimizer, "loss": loss})
+    rolls = [op for op in step.concrete_fn.graph.get_operations() if op.type == "Roll"]
+    segments = [tflms_sft.SegmentSpec(rolls[0].outputs[0].name, rolls[1].inputs[0].name)]
+    grid = (3, 2) if halo == "recompute" else (3, 1)
+    fast = tflms_sft.rewrite(step.concrete_fn, tflms_sft.SFTParams(grid, segments, halo=halo))
+    (segment,) = fast.plan.segments
+    assert segment.backward_ops and segment.num_loops == 2
+    want, got = step.run(step.concrete_fn), step.run(fast.concrete_function)
+    assert max(error(got[key], want[key]) for key in want) < TOLERANCE

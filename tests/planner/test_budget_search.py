@@ -416,6 +416,22 @@ def test_budget_error_of_one_image_estimates_its_pixels():
     assert re.search(r"shrink the image: one image with (6|7)\d% of the pixels is estimated to fit", text)
 
 
+def test_budget_error_names_half_precision_where_it_may_fit():
+    step = small_step()
+    _, smallest = remedy(step, "100KiB", 8, swap=False)
+    budget = int(0.8 * smallest)
+    assert "Half precision may fit" in remedy(step, budget, 8, swap=False)[0]
+    assert "Half precision" not in remedy(step, smallest // 2, 8, swap=False)[0]
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        half = small_step()
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert tflms_sft.rewrite(half, AutoParams(budget, swap=False), tf.TensorSpec((8, 64, 64, 3))).plan
+    assert "Half precision" not in remedy(half, budget // 2, 8, swap=False)[0]
+
+
 def test_budget_error_below_variables_says_so():
     image = x = keras.Input((64, 64, 3))
     step = gradient_step(keras.Model(image, layers.Dense(50)(layers.Flatten()(layers.Conv2D(4, 3)(x)))))

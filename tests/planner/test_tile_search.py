@@ -5,6 +5,7 @@ import gc
 import itertools
 import math
 
+import conftest
 import keras
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from nets import chain
 import tflms_sft
 from rewriters.analysis.graph_analysis import GraphAnalysis
 from rewriters.canonicalize.canonicalize import read_canonical
+from rewriters.device import kernel_scratch
 from rewriters.emission.tile_pass import plan_segment
 from rewriters.tiling import ft_segments
 from rewriters.tiling.tile_planner import Grid, Halo, TileLoop
@@ -289,3 +291,19 @@ def test_default_tiles_are_few_where_more_save_nothing(scratch_bytes, monkeypatc
     plan = tflms_sft.rewrite(step_of(32, 32, 1), tflms_sft.SFTParams(), tf.TensorSpec((1, 32, 32, 3))).plan
     tiles = {math.prod(segment.num_tiles[-2:]) for segment in plan.segments}
     assert tiles <= ({1} if scratch_bytes(64) == scratch_bytes(1) else set(range(32, 64)))
+
+
+def test_budget_tiles_a_single_convolution_for_the_scratch_of_its_gradients(monkeypatch):
+    """Between two ops that cannot run in tiles; TensorFlow's own kernels unfold the image."""
+    monkeypatch.setattr(kernel_scratch, "L3_BYTES", conftest.CACHES[0])
+    monkeypatch.setattr(kernel_scratch, "last_level_cache", conftest.CACHES[1])
+    keras.config.set_floatx("float32")
+    image = keras.Input((64, 64, 8), batch_size=4)
+    x = layers.Conv2D(32, 9, padding="same", activation="relu", name="single")(keras.ops.roll(image, 3, axis=1))
+    x = keras.ops.roll(x, 3, axis=2)
+    step = gradient_step(model_of(image, x), tf.TensorSpec(image.shape))
+    original = tflms_sft.rewrite(step, AutoParams("1TiB")).plan.original
+    assert any("kernel scratch of single" in name and "BackpropFilter" in name for name, _ in original.own)
+    plan = tflms_sft.rewrite(step, AutoParams(int(0.9 * original.peak_bytes), headroom=0, swap=False)).plan
+    (segment,) = plan.segments
+    assert segment.backward_ops and plan.predicted.peak_bytes <= 0.9 * original.peak_bytes

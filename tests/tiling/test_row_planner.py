@@ -456,7 +456,8 @@ def test_most_rows_recompute_doubles_work_beyond():
     step = conv_pair(64)
     most = segment_of(step, 4, "recompute").most_rows
     assert 4 < most < 64
-    summary = tflms_sft.rewrite(step, SFTParams(num_tiles=(4, 1))).plan.summary()
+    whole = SFTParams((4, 1), [SegmentSpec("images", "second_relu")])
+    summary = tflms_sft.rewrite(step, whole).plan.summary()
     assert f"more than {most} strips would double the work" in summary
     analysis = GraphAnalysis(canonicalize.read_canonical(step.get_concrete_function()))
     (segment_plan,) = plan(analysis, [Cut("images", "second_relu", grid=(most, 1))])

@@ -17,6 +17,8 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
+import tensorflow as tf
+
 from rewriters.device.peak_memory import Peak
 from rewriters.emission.tile_pass import SegmentPlan
 from rewriters.errors import BudgetError
@@ -51,6 +53,9 @@ MAX_NOTED_TIME_RATIO = 0.9
 
 MAX_HELPFUL_FRACTION = 0.95
 """Smallest budget with swaps, over that without, that is worth a mention."""
+
+HALF_PRECISION_FRACTION = 0.75
+"""Bytes beside variables with half precision, over those without: some gradients and sums keep their precision."""
 
 MAX_NAMES = 6
 """Layers after which the list in an error is cut short."""
@@ -344,7 +349,8 @@ def _too_small(traced: TracedStep, params: AutoParams, search: TileSearch, least
 def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest: int) -> str:
     """Return what would help a budget that is too small, with estimates.
 
-    All bytes but those of variables are taken to be proportional to the batch size and to the pixels of an image.
+    All bytes but those of variables are taken to be proportional to the batch size, to the pixels of an image, and to
+    the bytes of a number.
     """
     budget, fixed = params.memory_budget, traced.fixed_bytes
     if params.swap is False and traced.analysis.backward:
@@ -356,11 +362,20 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
         return "Raise the budget: weights and optimizer slots alone exceed it."
     fraction = (budget - fixed) / max(smallest - fixed, 1)
     images = int(traced.batch * fraction)
+    half = ""
+    if fraction >= HALF_PRECISION_FRACTION and not _is_mixed(traced):
+        half = ' Half precision may fit, too: `keras.config.set_dtype_policy("mixed_bfloat16")`.'
     if images:
-        return f"Raise the budget, or shrink the batch: {images} instead of {traced.batch} is estimated to fit."
+        return f"Raise the budget, or shrink the batch: {images} instead of {traced.batch} is estimated to fit.{half}"
     shrunk = "the image" if traced.batch == 1 else "the batch and the image"
     pixels = f"one image with {traced.batch * fraction:.0%} of the pixels is estimated to fit"
-    return f"Raise the budget, or shrink {shrunk}: {pixels}."
+    return f"Raise the budget, or shrink {shrunk}: {pixels}.{half}"
+
+
+def _is_mixed(traced: TracedStep) -> bool:
+    """Return whether a step has images of half precision already."""
+    nodes = traced.analysis.graph.nodes.values()
+    return any(dtype in (tf.float16, tf.bfloat16) for node in nodes for dtype, _ in node.outputs)
 
 
 def fragmentation_hint(ratio: float, budget: int, least: int = 0) -> str:
