@@ -75,6 +75,7 @@ def examine_layer(*, layer: str, use: int, floatx: str, emit: _child.Emit) -> di
     import tensorflow as tf
 
     import tflms_sft
+    from benchmarks._longest_segments import longest_segments
 
     keras.config.set_floatx(floatx)
     keras.utils.set_random_seed(0)
@@ -91,7 +92,8 @@ def examine_layer(*, layer: str, use: int, floatx: str, emit: _child.Emit) -> di
     step = _step_of(model)
     noise = np.random.RandomState(0)
     batches = [(noise.normal(size=(3, *SIZES[rank], 2)).astype(floatx), np.arange(3)) for _ in range(2)]
-    fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=GRIDS[rank]), *map(tf.constant, batches[0]))
+    with longest_segments():
+        fast = tflms_sft.rewrite(step, tflms_sft.SFTParams(num_tiles=GRIDS[rank]), *map(tf.constant, batches[0]))
     # What comes last in all of these networks joins the axes, which ends the segment.
     reasons = [why for where, why in fast.plan.left_alone if "flattened" not in where and "'classes'" not in where]
     return {

@@ -7,9 +7,9 @@ import fuzz
 import keras
 import pytest
 from equivalence import keras_step
-from longest_segments import longest_segments
 
 import tflms_sft
+from benchmarks._longest_segments import longest_segments
 from rewriters.rules.intervals import Window
 
 

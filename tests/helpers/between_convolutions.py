@@ -6,9 +6,9 @@ from typing import Any
 import keras
 from equivalence import TOLERANCE, Step, batches_of, error, model_step
 from keras import layers
-from longest_segments import longest_segments
 
 import tflms_sft
+from benchmarks._longest_segments import longest_segments
 
 SIZES = {1: (37,), 2: (13, 12), 3: (9, 8, 7)}
 CONV = {1: layers.Conv1D, 2: layers.Conv2D, 3: layers.Conv3D}

@@ -32,9 +32,9 @@ import keras
 import numpy as np
 from equivalence import TOLERANCE, Step, error, model_step
 from hypothesis import strategies as st
-from longest_segments import longest_segments
 
 import tflms_sft
+from benchmarks._longest_segments import longest_segments
 from tflms_sft import AutoParams, SegmentSpec, SFTParams
 
 LARGEST = 20
