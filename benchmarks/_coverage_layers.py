@@ -135,7 +135,7 @@ def _moving(kl: Any) -> dict[str, list[Use]]:
 
 
 def _over_frames(kl: Any) -> dict[str, list[Use]]:
-    """Layers over sequences of two images."""
+    """Return the uses of layers over sequences of images, of which there are two."""
     from keras import ops
 
     def frames(layer: Any) -> Callable[[Any], Any]:

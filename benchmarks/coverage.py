@@ -231,7 +231,7 @@ def network_row(name: str) -> list[str]:
     for part in BUDGETS:
         tiled = _child.call_in_child(target, {"network": name, "part": part})
         if "refused" not in tiled:
-            memory = f"{tiled['peak'] / MIB:.0f} MiB, {tiled['peak'] / plain['peak']:.2f} of it"
+            memory = f"{tiled['peak'] / MIB:.0f} MiB, {tiled['peak'] / plain['peak']:.2f} of plain"
             memory += f", {tiled['cost']:.2f}x work"
             break
     reasons = "; ".join(why for why in compared["reasons"] if "everything after it waits" not in why)
@@ -251,12 +251,12 @@ tables is known to the compiler: it has one rule for each operation, and sees no
 ## Networks
 
 `keras.applications` with untrained weights and normalisation in training mode. *Tiled*: one step of two images of
-{compared} x {compared} pixels in 3 x 2 tiles. *Left alone*: why other operations on images run on whole ones, besides
-what comes after the last sum over the image. *Difference*: of loss, weights, moving statistics and momenta after that
+{compared} x {compared} pixels in 3 x 2 tiles. *Left alone*: why other operations on images run untiled. Those after the
+last reduction over the image are not listed. *Difference*: of loss, weights, moving statistics and momenta after that
 step to those of the plain step, in float64, relative to the largest number of each. *Peaks*: measured, of a float32
-step with {batch} images of {measured} x {measured}, plain and with a budget for tiles alone that leaves half of the
-plain peak (or 0.6, or 0.75, if there is no plan for less), without weights and momenta. *Search*: time to find tiles,
-swaps or both for half of the plain peak, weights and momenta included, or to refuse it, on a machine with two cores.
+step with {batch} images of {measured} x {measured}, without weights and momenta. The budget for tiles alone is half of
+the plain peak, or 0.6 or 0.75 where no plan fits half. *Search*: time until the planner finds tiles, swaps or both for
+half of the plain peak, weights and momenta included, or raises `BudgetError`, on a machine with two cores.
 
 {networks}
 

@@ -52,14 +52,14 @@ MAX_ROUNDS = 1000
 
 
 class CanonicalMode(enum.Enum):
-    """Rewritings that canonicalization may do beyond those that keep every bit.
+    """Selection of the steps of canonicalization, as numbered at the top of this module.
 
     Attributes:
-        EXACT: None; the graph computes the same bits, but for the sign of a zero. For swapping.
-        BATCH_ANALYSIS: Expand grouped convolutions, so that the analysis of the batch sees their samples and weights.
-            For pipelines.
-        TILING: Expand grouped convolutions and fused batch normalisation, and do step 9. Results are equal up to
-            rounding.
+        EXACT: No step that may change rounding; results differ in the sign of a zero at most. For swapping.
+        BATCH_ANALYSIS: Also expands grouped convolutions, so that the analysis of the batch sees their samples and
+            weights, and skips step 10. For pipelines.
+        TILING: Also expands grouped convolutions and fused batch normalisation, and runs step 9. Results are equal up
+            to rounding.
     """
 
     EXACT = "exact"

@@ -321,7 +321,7 @@ class IterationEmitter:
         return spans
 
     def dims(self, tensor: Tensor) -> tuple[int | None, ...]:
-        """Return the dimension of each spatial axis of a tensor."""
+        """Return the index of the dimension of each spatial axis; `None` for an axis that the tensor lacks."""
         layout = self.loop.analysis.layouts.of(tensor)
         assert layout is not None
         return layout.dims

@@ -71,7 +71,7 @@ class Iteration(Protocol):
         """Return the dimension along which rows of a tensor are carried."""
 
     def dims(self, tensor: Tensor) -> tuple[int | None, ...]:
-        """Return the dimension of each spatial axis of a tensor."""
+        """Return the index of the dimension of each spatial axis; `None` for an axis that the tensor lacks."""
 
     def rows_to_pass(self, tensor: Tensor) -> Any:
         """Return the rows of a tensor for the next iteration."""

@@ -256,9 +256,10 @@ class IterationModel:
         return self._helper("StridedSlice", tensor, (), (i.size for i in region))
 
     def _fitted(self, tensor: Tensor, need: Region, meets_gradient: bool = False) -> Tensor:
-        """Return rows of a tensor: the computed rows, padded, with the received rows written into the padding.
+        """Return the rows of a tensor that an op needs.
 
-        Operands of an op that also reads a gradient are cut out of rows that were joined for an earlier op.
+        Of a carried tensor, the received halo rows are written into the padding of the computed rows. An op that also
+        reads a gradient reuses the rows assembled for an earlier op.
         """
         if meets_gradient and tensor in self._joined:
             value, have = self._joined[tensor]

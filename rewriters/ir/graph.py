@@ -108,7 +108,7 @@ class Node:
         attrs: `AttrValue` messages by name; copies share the mapping, which is replaced and never edited.
         device: Requested device, or an empty string.
         outputs: (dtype, shape) of every output.
-        loop: Memory of its results, for a loop and for an op that creates a tensor list.
+        loop: Facts of a loop, or of an op that creates a tensor list; `None` for any other op.
     """
 
     __slots__ = ("attrs", "control_inputs", "device", "inputs", "loop", "name", "op", "outputs")

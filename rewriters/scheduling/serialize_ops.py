@@ -292,5 +292,5 @@ class _MemoryOrder:
         return any(self._num_bytes[buffer] == freed and allocates(buffer.node) for buffer in self._read_buffers[node])
 
     def _freed(self, node: Node) -> int:
-        """Return the bytes that no op reads after a node."""
+        """Return the bytes that a node frees: of the buffers of which it is the last reader."""
         return sum(self._num_bytes[buffer] for buffer in self._read_buffers[node] if self._readers[buffer] == {node})

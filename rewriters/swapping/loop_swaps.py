@@ -166,7 +166,7 @@ def _element(saved: SavedList, pop: Node) -> Tensor:
 
 
 def _replace(body: Graph, mapping: Mapping[Tensor, Tensor], instead: Node) -> None:
-    """Replace tensors in a body; ops that waited for their producers wait for another op."""
+    """Replace tensors in a loop body, redirect control edges of their producers to `instead`, and prune the body."""
     replaced = {tensor.node for tensor in mapping}
     for node in body.nodes.values():
         if any(before in replaced for before in node.control_inputs):

@@ -1,9 +1,9 @@
 """Segments: forward ops that run tile by tile, with the backward ops that belong to them.
 
 Dataflow determines the backward region of a segment. Its core are the backward ops that read an activation inside of
-the segment, which will no longer exist in full size. Without such an op, as for a single convolution, the core are the
-gradients of convolutions and pools that read an entry: their kernels take less scratch memory for a tile. The core is
-completed to a convex set and then grows:
+the segment, which will no longer exist in full size. Without such an op, as for a single convolution, the core consists
+of the gradients of convolutions and pools that read an entry: their kernels take less scratch memory for a tile. The
+core is completed to a convex set and then grows:
 
 - *downward*: all consumers of an outgoing gradient join, if the gradient then need not exist in full size;
 - *upward*: the producer of an incoming gradient joins, if it reads nothing from outside of the segment.

@@ -420,8 +420,8 @@ def test_budget_error_names_half_precision_where_it_may_fit():
     step = small_step()
     _, smallest = remedy(step, "100KiB", 8, swap=False)
     budget = int(0.8 * smallest)
-    assert "Half precision may fit" in remedy(step, budget, 8, swap=False)[0]
-    assert "Half precision" not in remedy(step, smallest // 2, 8, swap=False)[0]
+    assert "mixed_bfloat16" in remedy(step, budget, 8, swap=False)[0]
+    assert "mixed_bfloat16" not in remedy(step, smallest // 2, 8, swap=False)[0]
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
@@ -429,7 +429,7 @@ def test_budget_error_names_half_precision_where_it_may_fit():
     finally:
         keras.config.set_dtype_policy(before)
     assert tflms_sft.rewrite(half, AutoParams(budget, swap=False), tf.TensorSpec((8, 64, 64, 3))).plan
-    assert "Half precision" not in remedy(half, budget // 2, 8, swap=False)[0]
+    assert "mixed_bfloat16" not in remedy(half, budget // 2, 8, swap=False)[0]
 
 
 def test_budget_error_below_variables_says_so():

@@ -106,7 +106,7 @@ class _UserNames:
         return node.name in self._record.layer_of_op
 
     def all(self, several: Iterable[Node | Tensor]) -> str:
-        """Return the names of several ops or variables, each once."""
+        """Return a text with the distinct names of ops or variables, cut short after `_MAX_NAMES`."""
         return shortened(list(dict.fromkeys(map(self.of, several))), _MAX_NAMES)
 
 

@@ -55,7 +55,7 @@ MAX_HELPFUL_FRACTION = 0.95
 """Smallest budget with swaps, over that without, that is worth a mention."""
 
 HALF_PRECISION_FRACTION = 0.75
-"""Bytes beside variables with half precision, over those without: some gradients and sums keep their precision."""
+"""Assumed bytes beside variables in half precision, over those in float32, which some gradients and sums keep."""
 
 MAX_NAMES = 6
 """Layers after which the list in an error is cut short."""
@@ -364,7 +364,7 @@ def _remedy(traced: TracedStep, params: AutoParams, search: TileSearch, smallest
     images = int(traced.batch * fraction)
     half = ""
     if fraction >= HALF_PRECISION_FRACTION and not _is_mixed(traced):
-        half = ' Half precision may fit, too: `keras.config.set_dtype_policy("mixed_bfloat16")`.'
+        half = ' Or build the model with `keras.config.set_dtype_policy("mixed_bfloat16")`: it may fit, too.'
     if images:
         return f"Raise the budget, or shrink the batch: {images} instead of {traced.batch} is estimated to fit.{half}"
     shrunk = "the image" if traced.batch == 1 else "the batch and the image"

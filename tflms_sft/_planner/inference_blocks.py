@@ -32,7 +32,7 @@ from tflms_sft._planner.tile_grids import auto_grids, thinned
 from tflms_sft._planner.traced_step import TracedStep
 
 MAX_CUTS = 6
-"""Places in a component where a segment may begin or end."""
+"""Most positions between the ends of a component where a segment may begin or end."""
 
 GRID_GROWTH = 2.0
 """Tiles of a grid that is tried, over those of the one before."""

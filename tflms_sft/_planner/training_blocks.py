@@ -22,7 +22,7 @@ from tflms_sft._planner.segment_tilings import EstimateCache, tilings
 from tflms_sft._planner.traced_step import TracedStep
 
 MAX_CUTS = 8
-"""Places in a component where a segment may end, in a search for tiles as well."""
+"""Most positions between the ends of a component where a segment may end, in a search for tiles as well."""
 
 MAX_OPS_ACROSS_CUTS = 80
 """Forward ops of a segment that goes past a cut. With more ops longer halos cost much, and one saved tensor less saves
